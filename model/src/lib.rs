@@ -1,0 +1,7 @@
+//! What a model file says: GGUF, the model as data (`spec`), architectures, tokenizer, chat template, catalog.
+//!
+//! Promises: no panic on any byte string; every count and length from a file is capped before allocation;
+//! a model is data, so a new architecture is one translator file and a fixture.
+//! Never here: arithmetic, sockets.
+
+pub mod spec;
