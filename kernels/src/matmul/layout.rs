@@ -80,7 +80,7 @@ impl Layout {
     }
 
     /// The blocks of a panel, each with its header.
-    pub(super) fn blocks<'a>(self, panel: &'a [u8]) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+    pub(super) fn blocks(self, panel: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
         let (header, block) = (self.header, self.block());
         panel.chunks_exact(self.section()).flat_map(move |section| {
             let (header, blocks) = section.split_at(header);
