@@ -1,3 +1,14 @@
 //! Arithmetic: quantised weight formats, the op vocabulary and its kernels for each instruction set.
 
+pub mod aligned;
+pub mod attention;
+mod disjoint;
+pub mod error;
 pub mod isa;
+pub mod ops;
+pub mod pool;
+pub mod reference;
+mod simd;
+
+pub use error::Error;
+pub use isa::Isa;
