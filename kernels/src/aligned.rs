@@ -20,6 +20,7 @@ mod sealed {
     impl Plain for i32 {}
     impl Plain for u32 {}
     impl Plain for f32 {}
+    impl Plain for crate::matmul::QuantizedBlock {}
 }
 pub(crate) use sealed::Plain;
 

@@ -5,8 +5,10 @@ pub mod attention;
 mod disjoint;
 pub mod error;
 pub mod isa;
+pub mod matmul;
 pub mod ops;
 pub mod pool;
+pub mod quant;
 pub mod reference;
 mod simd;
 
