@@ -1,0 +1,84 @@
+//! What the memory gives: a read probe, so that every speed can stand beside the bandwidth of its own run.
+#![allow(unsafe_code, reason = "wide loads")]
+
+use crate::isa::Isa;
+use crate::pool::Pool;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// Bytes that one probe reads: far more than any cache.
+const PROBE_BYTES: usize = 1 << 30;
+
+/// A buffer to read and the means to read it.
+#[derive(Debug)]
+pub struct BandwidthProbe {
+    words: Vec<u64>,
+    isa: Isa,
+}
+
+impl BandwidthProbe {
+    /// Allocates the buffer (1 GiB).
+    pub fn new() -> Self {
+        // Written values, so that the pages are real ones.
+        Self { words: (0..PROBE_BYTES as u64 / 8).collect(), isa: Isa::detect() }
+    }
+
+    /// Reads the buffer once with all threads of `pool`: bytes per second.
+    pub fn measure(&self, pool: &Pool) -> f64 {
+        let threads = pool.threads();
+        let share = self.words.len().div_ceil(threads);
+        let total = AtomicU64::new(0);
+        let start = Instant::now();
+        pool.run(&|thread| {
+            let part = self.words.chunks(share).nth(thread).unwrap_or(&[]);
+            total.fetch_add(self.sum(part), Ordering::Relaxed);
+        });
+        let seconds = start.elapsed().as_secs_f64();
+        // The sum is used, so the reads happen.
+        std::hint::black_box(total.into_inner());
+        PROBE_BYTES as f64 / seconds
+    }
+
+    /// Median of `n` measurements.
+    pub fn median(&self, pool: &Pool, n: usize) -> f64 {
+        let mut all: Vec<f64> = (0..n.max(1)).map(|_| self.measure(pool)).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    }
+
+    fn sum(&self, part: &[u64]) -> u64 {
+        #[cfg(target_arch = "x86_64")]
+        if self.isa == Isa::Avx512 {
+            // SAFETY: `Isa::detect` found AVX-512F on this machine.
+            return unsafe { sum_avx512(part) };
+        }
+        part.iter().fold(0, |sum: u64, word| sum.wrapping_add(*word))
+    }
+}
+
+impl Default for BandwidthProbe {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Sums with eight independent 64-byte accumulators.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn sum_avx512(part: &[u64]) -> u64 {
+    use std::arch::x86_64::{_mm512_add_epi64, _mm512_loadu_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512};
+    let (lines, tail) = part.as_chunks::<64>();
+    let mut sums = [_mm512_setzero_si512(); 8];
+    for line in lines {
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: lane * 8 + 8 <= 64 words of `line`; unaligned loads are allowed.
+            let words = unsafe { _mm512_loadu_si512(line.as_ptr().add(lane * 8).cast()) };
+            *sum = _mm512_add_epi64(*sum, words);
+        }
+    }
+    let mut total = 0u64;
+    for sum in sums {
+        total = total.wrapping_add(_mm512_reduce_add_epi64(sum) as u64);
+    }
+    tail.iter().fold(total, |sum, word| sum.wrapping_add(*word))
+}

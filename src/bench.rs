@@ -1,0 +1,320 @@
+//! `kvasir bench`: prefill, decode at depth and batched decode of one decoder, with a bandwidth probe in the
+//! same run. Speed does not depend on the tokens, so they are arbitrary.
+
+use crate::local::{ActivationsArg, KvTypeArg, resolve};
+use anyhow::{Result, bail};
+use clap::ValueEnum;
+use kernels::backend::{BlockTable, StepInput, StepSequence};
+use kernels::bandwidth::BandwidthProbe;
+use kernels::pool::{Pool, PoolConfig};
+use serde::Serialize;
+use std::time::Instant;
+use worker::decoder::Decoder;
+use worker::load::EngineOptions;
+
+/// Measures prefill, decode at depth and batched decode
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir bench smollm2-135m -p 512,2048 -n 128 -d 0,4096 -b 1,8,32 -t 1 --json")]
+pub struct Bench {
+    /// Catalog name or path to a .gguf
+    model: String,
+    /// Prefill lengths
+    #[arg(short = 'p', long, value_name = "N,..", value_delimiter = ',', default_value = "512,2048")]
+    prefill: Vec<usize>,
+    /// Tokens to decode per measurement; 0 skips decoding
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
+    decode: usize,
+    /// Depths at which to decode
+    #[arg(short = 'd', long, value_name = "N,..", value_delimiter = ',', default_value = "0")]
+    depth: Vec<usize>,
+    /// Batch sizes of decoding at depth 128, beside the single stream
+    #[arg(short = 'b', long, value_name = "N,..", value_delimiter = ',')]
+    batch: Vec<usize>,
+    /// Compute threads
+    #[arg(short = 't', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: u16,
+    /// Repetitions of each measurement
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 5)]
+    repeat: usize,
+    /// Prompt tokens per step
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    chunk: usize,
+    /// How KV blocks are placed
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "paged")]
+    placement: Vec<Placement>,
+    /// Element type of the KV cache
+    #[arg(long, value_enum, default_value = "f16")]
+    kv_type: KvTypeArg,
+    /// What quantised matrices are multiplied with
+    #[arg(long, value_enum, default_value = "int8")]
+    activations: ActivationsArg,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// How KV blocks are placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Placement {
+    /// Scattered over the arena and found through the block table.
+    Paged,
+    /// One after the other, no table read.
+    Contiguous,
+}
+
+const BATCH_DEPTH: usize = 128;
+const BLOCK_TOKENS: usize = 16;
+
+#[derive(Debug, Serialize)]
+struct Report {
+    model: String,
+    threads: u16,
+    isa: String,
+    weight_bytes: usize,
+    bandwidth_gbs: f64,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    test: &'static str,
+    placement: Placement,
+    /// Prompt length, or depth at the first decoded token.
+    tokens: usize,
+    batch: usize,
+    /// Tokens per second over the whole batch: median, and (max - min) / median.
+    tps: f64,
+    spread: f64,
+    /// Bytes that one token reads at least (weights over batch, own KV), and the share of the probed bandwidth.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes_per_token: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bandwidth_share: Option<f64>,
+}
+
+/// A decoder and where its sequences' blocks lie.
+struct Stage {
+    decoder: Decoder,
+    tables: Tables,
+    /// Positions reserved per sequence.
+    capacity: usize,
+    rows_limit: usize,
+}
+
+/// Block tables of equally long sequences, scattered and consecutive, per group.
+struct Tables(Vec<GroupTable>);
+
+struct GroupTable {
+    /// Units of 64 bytes; sequence s owns entries `s * blocks ..`.
+    scattered: Vec<u32>,
+    first: u32,
+    stride: u32,
+}
+
+impl Bench {
+    /// Runs the command.
+    pub fn run(self) -> Result<()> {
+        if self.chunk == 0 || self.repeat == 0 {
+            bail!("--chunk and --repeat are at least 1");
+        }
+        let longest_prompt = self.prefill.iter().copied().max().unwrap_or(0);
+        let deepest = self.depth.iter().copied().max().unwrap_or(0) + self.decode;
+        let widest = self.batch.iter().copied().max().unwrap_or(1).max(1);
+        let single = longest_prompt.max(deepest).max(1);
+        let batched = BATCH_DEPTH + self.decode;
+        let blocks = |tokens: usize| tokens.div_ceil(BLOCK_TOKENS);
+        let needed = blocks(single).max(widest * blocks(batched));
+        let options = EngineOptions {
+            threads: Some(usize::from(self.threads)),
+            kv_type: self.kv_type.into(),
+            activations: self.activations.into(),
+            block_tokens: BLOCK_TOKENS,
+            max_rows: self.chunk.max(widest),
+            ..EngineOptions::default()
+        };
+        let path = resolve(&self.model)?;
+        let mut decoder = worker::load::decoder(&path, &options, &mut |_, _| {})?;
+        let block_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
+        decoder.allocate_kv(block_bytes.iter().sum::<usize>() * needed)?;
+        let tables = Tables::new(needed, &block_bytes);
+        let mut stage = Stage { decoder, tables, capacity: 0, rows_limit: self.chunk };
+        let pool = Pool::new(PoolConfig { threads: usize::from(self.threads), ..PoolConfig::default() });
+        let probe = BandwidthProbe::new();
+        let mut bandwidth = vec![probe.median(&pool, 3)];
+        let mut rows = Vec::new();
+        // Placements take turns inside every measurement, so that drift hits both alike.
+        for &tokens in &self.prefill {
+            rows.extend(self.measure("prefill", tokens, 1, &mut stage)?);
+        }
+        if self.decode > 0 {
+            for &depth in &self.depth {
+                rows.extend(self.measure("decode", depth, 1, &mut stage)?);
+                bandwidth.push(probe.median(&pool, 1));
+            }
+            for &batch in &self.batch {
+                rows.extend(self.measure("batch", BATCH_DEPTH, batch, &mut stage)?);
+            }
+        }
+        bandwidth.push(probe.median(&pool, 3));
+        bandwidth.sort_by(f64::total_cmp);
+        let bandwidth = bandwidth[bandwidth.len() / 2];
+        for row in &mut rows {
+            row.bandwidth_share = row.bytes_per_token.map(|bytes| bytes * row.tps / bandwidth);
+        }
+        let report = Report {
+            model: self.model.clone(),
+            threads: self.threads,
+            isa: stage.decoder.backend().info().isa.clone(),
+            weight_bytes: stage.decoder.weight_bytes_per_token(),
+            bandwidth_gbs: bandwidth / 1e9,
+            rows,
+        };
+        self.print(&report)
+    }
+
+    fn measure(&self, test: &'static str, tokens: usize, batch: usize, stage: &mut Stage) -> Result<Vec<Row>> {
+        let mut rates: Vec<Vec<f64>> = vec![Vec::new(); self.placement.len()];
+        stage.capacity = tokens + self.decode;
+        for round in 0..=self.repeat {
+            for (which, &placement) in self.placement.iter().enumerate() {
+                let rate = match test {
+                    "prefill" => {
+                        let start = Instant::now();
+                        stage.prefill(placement, 1, tokens)?;
+                        let last = (tokens - 1) % self.chunk;
+                        stage.draw(&[last as u32])?;
+                        tokens as f64 / start.elapsed().as_secs_f64()
+                    }
+                    _ => {
+                        if round == 0 {
+                            stage.prefill(placement, batch, tokens)?;
+                        }
+                        let start = Instant::now();
+                        for step in 0..self.decode {
+                            stage.decode(placement, batch, tokens + step)?;
+                        }
+                        (self.decode * batch) as f64 / start.elapsed().as_secs_f64()
+                    }
+                };
+                // The first round warms up.
+                if round > 0 {
+                    rates[which].push(rate);
+                }
+            }
+        }
+        let rows = self.placement.iter().zip(rates).map(|(&placement, mut rates)| {
+            rates.sort_by(f64::total_cmp);
+            let tps = rates[rates.len() / 2];
+            let spread = (rates[rates.len() - 1] - rates[0]) / tps;
+            let middle = tokens + self.decode / 2;
+            let kv = stage.decoder.kv_bytes_read(middle) as f64;
+            let weights = stage.decoder.weight_bytes_per_token() as f64 / batch as f64;
+            let bytes_per_token = (test != "prefill").then_some(weights + kv);
+            Row { test, placement, tokens, batch, tps, spread, bytes_per_token, bandwidth_share: None }
+        });
+        Ok(rows.collect())
+    }
+
+    fn print(&self, report: &Report) -> Result<()> {
+        if self.json {
+            println!("{}", serde_json::to_string(report)?);
+            return Ok(());
+        }
+        println!(
+            "{}, {} thread(s), {}, {:.1} MB of weights per token, memory read at {:.1} GB/s in this run",
+            report.model,
+            report.threads,
+            report.isa,
+            report.weight_bytes as f64 / 1e6,
+            report.bandwidth_gbs
+        );
+        println!("{:<8} {:<10} {:>7} {:>6} {:>10} {:>8} {:>10}", "test", "placement", "tokens", "batch", "t/s", "spread", "bandwidth");
+        for row in &report.rows {
+            let share = row.bandwidth_share.map_or_else(String::new, |share| format!("{:.0} %", share * 100.0));
+            println!(
+                "{:<8} {:<10} {:>7} {:>6} {:>10.1} {:>7.1}% {:>10}",
+                row.test,
+                format!("{:?}", row.placement).to_lowercase(),
+                row.tokens,
+                row.batch,
+                row.tps,
+                row.spread * 100.0,
+                share
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Stage {
+    /// Computes `tokens` positions of each sequence, `rows_limit` rows per step.
+    fn prefill(&mut self, placement: Placement, batch: usize, tokens: usize) -> Result<()> {
+        let chunk = (self.rows_limit / batch).max(1);
+        for context in (0..tokens).step_by(chunk) {
+            self.step(placement, batch, context, chunk.min(tokens - context))?;
+        }
+        Ok(())
+    }
+
+    /// Computes one position of each sequence and draws its successor.
+    fn decode(&mut self, placement: Placement, batch: usize, context: usize) -> Result<()> {
+        self.step(placement, batch, context, 1)?;
+        self.draw(&(0..batch as u32).collect::<Vec<_>>())
+    }
+
+    fn draw(&mut self, rows: &[u32]) -> Result<()> {
+        let mut best = Vec::with_capacity(rows.len());
+        Ok(self.decoder.argmax(rows, &mut best)?)
+    }
+
+    fn step(&mut self, placement: Placement, batch: usize, context: usize, rows: usize) -> Result<()> {
+        let vocab = self.decoder.spec().vocab;
+        let tokens: Vec<u32> = (0..batch * rows).map(|i| ((i * 7919 + context * 13 + 11) % vocab) as u32).collect();
+        let sequences: Vec<StepSequence> =
+            (0..batch).map(|s| StepSequence { rows: s * rows..(s + 1) * rows, context }).collect();
+        let tables = self.tables.of(placement, batch, self.capacity.div_ceil(BLOCK_TOKENS));
+        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables };
+        Ok(self.decoder.forward(&[], &input)?)
+    }
+}
+
+impl Tables {
+    fn new(blocks: usize, block_bytes: &[usize]) -> Self {
+        let order = scattered(blocks);
+        let mut first = 0u32;
+        let groups = block_bytes.iter().map(|bytes| {
+            let stride = (bytes / 64) as u32;
+            let table = GroupTable { scattered: order.iter().map(|block| first + block * stride).collect(), first, stride };
+            first += stride * blocks as u32;
+            table
+        });
+        Self(groups.collect())
+    }
+
+    fn of(&self, placement: Placement, batch: usize, blocks: usize) -> Vec<Vec<BlockTable<'_>>> {
+        let table = |group: &'_ GroupTable, sequence: usize| {
+            let from = sequence * blocks;
+            match placement {
+                Placement::Paged => BlockTable::Paged(&group.scattered[from..from + blocks]),
+                Placement::Contiguous => {
+                    BlockTable::Contiguous { first: group.first + from as u32 * group.stride, stride: group.stride }
+                }
+            }
+        };
+        self.0.iter().map(|group| (0..batch).map(|sequence| table(group, sequence)).collect()).collect()
+    }
+}
+
+/// Block numbers in an order that no prefetcher follows: a walk with a step coprime to their number.
+fn scattered(blocks: usize) -> Vec<u32> {
+    let coprime = |step: &usize| {
+        let (mut a, mut b) = (*step, blocks);
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a == 1
+    };
+    let step = (blocks * 5 / 8 + 1..).find(coprime).unwrap_or(1);
+    (0..blocks).map(|i| (i * step % blocks) as u32).collect()
+}

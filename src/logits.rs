@@ -1,0 +1,150 @@
+//! `kvasir logits`: logits of whole prompts as a safetensors file, for checks against references.
+
+use crate::local::{self, EngineArgs, LocalEngine};
+use anyhow::{Context, Result, bail};
+use proto::message::{GenerateFrame, Sampling, Stop};
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use worker::engine::{EngineRequest, Sink};
+
+/// Writes the logits of every prompt token
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir logits smollm2-135m --tokens prompts.json --out logits.safetensors --greedy 32")]
+pub struct Logits {
+    /// Catalog name or path to a .gguf
+    model: String,
+    /// JSON file: an array of arrays of token ids, run in order
+    #[arg(long, value_name = "IDS.json")]
+    tokens: PathBuf,
+    /// Output: p{i}.logits f32 [n, vocab], p{i}.cached i32 [1] (rows of cached tokens are NaN)
+    #[arg(long, value_name = "F.safetensors")]
+    out: PathBuf,
+    /// Also generate this many tokens greedily: p{i}.greedy i32 [N]
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    greedy: u32,
+    /// Admit all prompts at once
+    #[arg(long)]
+    together: bool,
+    /// Prompt tokens computed per step; 0 is the whole prompt
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    chunk: usize,
+    /// Place each sequence's KV blocks one after the other and read no block table
+    #[arg(long)]
+    contiguous: bool,
+    /// Share nothing between prompts
+    #[arg(long)]
+    no_prefix_cache: bool,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+/// What one prompt gave.
+#[derive(Default)]
+struct Collected {
+    rows: Vec<f32>,
+    cached: i32,
+    greedy: Vec<i32>,
+    failed: Option<String>,
+    finished: bool,
+}
+
+struct Collector {
+    vocab: usize,
+    prompt_len: usize,
+    into: Arc<Mutex<Collected>>,
+}
+
+impl Sink for Collector {
+    fn frame(&mut self, frame: GenerateFrame) -> bool {
+        let mut into = self.into.lock().unwrap_or_else(PoisonError::into_inner);
+        match frame {
+            GenerateFrame::Started(started) => into.cached = started.cached_tokens as i32,
+            GenerateFrame::Tokens(tokens) => into.greedy.extend(tokens.iter().map(|token| token.id as i32)),
+            GenerateFrame::Finished(_) => into.finished = true,
+            GenerateFrame::Failed(error) => into.failed = Some(error.to_string()),
+        }
+        true
+    }
+
+    fn wants_logits(&self) -> bool {
+        true
+    }
+
+    fn logits(&mut self, position: usize, row: &[f32]) {
+        if position < self.prompt_len {
+            let mut into = self.into.lock().unwrap_or_else(PoisonError::into_inner);
+            into.rows[position * self.vocab..(position + 1) * self.vocab].copy_from_slice(row);
+        }
+    }
+}
+
+impl Logits {
+    /// Runs the command.
+    pub fn run(self) -> Result<()> {
+        let text = std::fs::read_to_string(&self.tokens).with_context(|| format!("cannot read {}", self.tokens.display()))?;
+        let prompts: Vec<Vec<u32>> = serde_json::from_str(&text)
+            .with_context(|| format!("{}: expected an array of arrays of token ids", self.tokens.display()))?;
+        if prompts.is_empty() {
+            bail!("{}: no prompts", self.tokens.display());
+        }
+        let mut options = self.engine.options();
+        options.chunk = self.chunk;
+        options.contiguous = self.contiguous;
+        options.prefix_cache = !self.no_prefix_cache;
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
+        let at_once = if self.together { prompts.len() } else { 1 };
+        options.max_rows = options.max_rows.max(if self.chunk == 0 { longest * at_once } else { 0 });
+        let mut local = local::open(&self.model, options)?;
+        let vocab = local.engine.decoder().spec().vocab;
+        let mut collected = Vec::with_capacity(prompts.len());
+        for prompt in &prompts {
+            collected.push(self.submit(&mut local, prompt, vocab));
+            if !self.together {
+                local.run_to_end()?;
+            }
+        }
+        local.run_to_end()?;
+        self.write(&prompts, vocab, &collected)
+    }
+
+    fn submit(&self, local: &mut LocalEngine, prompt: &[u32], vocab: usize) -> Arc<Mutex<Collected>> {
+        let rows = vec![f32::NAN; prompt.len() * vocab];
+        let into = Arc::new(Mutex::new(Collected { rows, ..Collected::default() }));
+        local.submit(EngineRequest {
+            root: local.root,
+            prompt: prompt.to_vec(),
+            emitted: Vec::new(),
+            sampling: Sampling::default(),
+            stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
+            deadline: None,
+            sink: Box::new(Collector { vocab, prompt_len: prompt.len(), into: into.clone() }),
+        });
+        into
+    }
+
+    fn write(&self, prompts: &[Vec<u32>], vocab: usize, collected: &[Arc<Mutex<Collected>>]) -> Result<()> {
+        let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+        for (i, (prompt, collected)) in prompts.iter().zip(collected).enumerate() {
+            let collected = collected.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(reason) = &collected.failed {
+                bail!("prompt {i} ({} tokens): {reason}", prompt.len());
+            }
+            if !collected.finished {
+                bail!("prompt {i} ({} tokens): did not finish", prompt.len());
+            }
+            let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
+            tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
+            tensors.push((format!("p{i}.cached"), Dtype::I32, vec![1], collected.cached.to_le_bytes().to_vec()));
+            if self.greedy > 0 {
+                let ids = collected.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
+                tensors.push((format!("p{i}.greedy"), Dtype::I32, vec![collected.greedy.len()], ids));
+            }
+        }
+        let mut views = Vec::with_capacity(tensors.len());
+        for (name, dtype, shape, bytes) in &tensors {
+            views.push((name.clone(), TensorView::new(*dtype, shape.clone(), bytes)?));
+        }
+        serialize_to_file(views, None, &self.out).with_context(|| format!("cannot write {}", self.out.display()))
+    }
+}

@@ -1,0 +1,164 @@
+//! `kvasir run`: a completion from one process. stdout carries the completion and nothing else.
+
+use crate::local::{self, EngineArgs};
+use anyhow::{Context, Result, bail};
+use model::chat_template::{ChatTemplate, Message};
+use proto::message::{FinishedV1, GenerateFrame, Sampling, StartedV1, Stop};
+use std::io::Write;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+use worker::engine::EngineRequest;
+
+/// Streams a completion from one process, no cluster
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir run smollm2-135m -p \"The capital of France is\" -n 16")]
+pub struct Run {
+    /// Catalog name or path to a .gguf
+    model: String,
+    /// The prompt
+    #[arg(short, long, value_name = "TEXT")]
+    prompt: String,
+    /// Tokens to generate at most
+    #[arg(short = 'n', long = "max-tokens", value_name = "N", default_value_t = 128)]
+    max_tokens: u32,
+    /// 0 is greedy
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Draw from the K best tokens; 0 is off
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: u32,
+    /// Draw from the best tokens that hold this share of probability; 1 is off
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f32,
+    /// Draw from tokens with at least this share of the best one's probability; 0 is off
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    min_p: f32,
+    /// Weakens tokens of prompt and output; 1 is off
+    #[arg(long, value_name = "F", default_value_t = 1.0)]
+    repetition_penalty: f32,
+    /// Weakens tokens of the output; 0 is off
+    #[arg(long, value_name = "F", default_value_t = 0.0, allow_hyphen_values = true)]
+    presence_penalty: f32,
+    /// Weakens tokens of the output by how often they came; 0 is off
+    #[arg(long, value_name = "F", default_value_t = 0.0, allow_hyphen_values = true)]
+    frequency_penalty: f32,
+    /// The same seed gives the same text
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Ends the completion and is not part of it; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// The prompt is a user's message: apply the model's chat template
+    #[arg(long, conflicts_with = "raw")]
+    chat: bool,
+    /// Add nothing to the prompt and parse no special tokens in it
+    #[arg(long)]
+    raw: bool,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+#[derive(Default)]
+struct Outcome {
+    started: Option<StartedV1>,
+    first_token: Option<Instant>,
+    finished: Option<(FinishedV1, Instant)>,
+    failed: Option<String>,
+}
+
+impl Run {
+    /// Runs the command.
+    pub fn run(self) -> Result<()> {
+        let mut local = local::open(&self.model, self.engine.options())?;
+        let prompt = self.prompt_ids(&local)?;
+        let prompt_len = prompt.len();
+        let outcome = Arc::new(Mutex::new(Outcome::default()));
+        let submitted = Instant::now();
+        local.submit(EngineRequest {
+            root: local.root,
+            prompt,
+            emitted: Vec::new(),
+            sampling: Sampling {
+                temperature: self.temperature,
+                top_k: self.top_k,
+                top_p: self.top_p,
+                min_p: self.min_p,
+                repetition_penalty: self.repetition_penalty,
+                presence_penalty: self.presence_penalty,
+                frequency_penalty: self.frequency_penalty,
+                seed: self.seed,
+                ..Sampling::default()
+            },
+            stop: Stop { max_tokens: self.max_tokens, strings: self.stop.clone(), ..Stop::default() },
+            deadline: None,
+            sink: Box::new(printer(outcome.clone())),
+        });
+        local.run_to_end()?;
+        let outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(reason) = &outcome.failed {
+            bail!("{reason}");
+        }
+        let Some((finished, end)) = &outcome.finished else { bail!("the completion did not finish") };
+        println!();
+        let first = outcome.first_token.unwrap_or(*end);
+        let prefill = first.duration_since(submitted).as_secs_f64();
+        let decode = end.duration_since(first).as_secs_f64();
+        let later = finished.completion_tokens.saturating_sub(1);
+        eprintln!(
+            "prompt {prompt_len} tokens in {prefill:.3} s ({:.0} t/s), {} tokens generated{}",
+            prompt_len as f64 / prefill.max(1e-9),
+            finished.completion_tokens,
+            if later > 0 { format!(" ({:.1} t/s after the first)", f64::from(later) / decode.max(1e-9)) } else { String::new() },
+        );
+        Ok(())
+    }
+
+    fn prompt_ids(&self, local: &local::LocalEngine) -> Result<Vec<u32>> {
+        let tokenizer = &local.tokenizer;
+        if self.raw {
+            return Ok(tokenizer.encode(&self.prompt, false));
+        }
+        let text = if self.chat {
+            let template = ChatTemplate::from_metadata(&local.metadata, tokenizer)?
+                .context("this model has no chat template; leave --chat away")?;
+            template.render(&[Message::user(&self.prompt)], None, true, &serde_json::Map::new())?
+        } else {
+            self.prompt.clone()
+        };
+        let mut ids = tokenizer.encode(&text, true);
+        if let Some(bos) = tokenizer.bos().filter(|bos| tokenizer.adds_bos() && ids.first() != Some(bos)) {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+}
+
+/// Prints text as it becomes certain.
+fn printer(outcome: Arc<Mutex<Outcome>>) -> impl FnMut(GenerateFrame) -> bool + Send {
+    move |frame| {
+        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let print = |text: &str| {
+            let mut out = std::io::stdout().lock();
+            out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
+        };
+        match frame {
+            GenerateFrame::Started(started) => {
+                outcome.started = Some(started);
+                true
+            }
+            GenerateFrame::Tokens(tokens) => {
+                outcome.first_token.get_or_insert_with(Instant::now);
+                tokens.iter().all(|token| print(&token.text))
+            }
+            GenerateFrame::Finished(finished) => {
+                let heard = print(&finished.tail);
+                outcome.finished = Some((finished, Instant::now()));
+                heard
+            }
+            GenerateFrame::Failed(error) => {
+                outcome.failed = Some(error.to_string());
+                true
+            }
+        }
+    }
+}

@@ -1,0 +1,482 @@
+//! The engine: one decoder, one scheduler, one thread. Requests in, events out, a step at a time.
+//!
+//! The step loop plans (scheduler), runs (decoder), draws (sampling) and tells the scheduler what came out.
+//! A request that is wrong fails alone; a broken invariant ends the worker.
+
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::kv_events::EventLog;
+use crate::sampling::Sampler;
+use crate::sampling::stop::{Ending, OutputText};
+use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SequenceId, SequenceRequest, StartedInfo, StepPlan};
+use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
+use kernels::backend::{BlockTable, KvCopy, StepInput, StepSequence};
+use model::tokenizer::Tokenizer;
+use proto::block::BlockId;
+use proto::event::{KvEvent, KvEventBatch, KvSnapshot};
+use proto::message::{FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs, TokenOut};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub mod thread;
+#[cfg(test)]
+mod tests;
+
+/// A request to the engine.
+pub struct EngineRequest {
+    /// Root of its prefix chain.
+    pub root: BlockId,
+    /// Prompt tokens; not empty.
+    pub prompt: Vec<u32>,
+    /// Tokens that an earlier attempt has drawn and sent: replayed, not sent again.
+    pub emitted: Vec<u32>,
+    /// How to draw.
+    pub sampling: Sampling,
+    /// When to end.
+    pub stop: Stop,
+    /// From receipt until it is worth nothing; none is no limit.
+    pub deadline: Option<Duration>,
+    /// Who hears of it.
+    pub sink: Box<dyn Sink>,
+}
+
+/// Hears what becomes of a request. Called on the engine's thread: it must not block.
+pub trait Sink: Send {
+    /// Frames for the requester. `false` says that nobody listens any more: the request is cancelled.
+    fn frame(&mut self, frame: GenerateFrame) -> bool;
+
+    /// Whether every row's logits are wanted, not only those that are drawn from.
+    fn wants_logits(&self) -> bool {
+        false
+    }
+
+    /// Logits of the row at `position` of the prompt and output, if wanted.
+    fn logits(&mut self, position: usize, row: &[f32]) {
+        let _ = (position, row);
+    }
+}
+
+impl<F: FnMut(GenerateFrame) -> bool + Send> Sink for F {
+    fn frame(&mut self, frame: GenerateFrame) -> bool {
+        self(frame)
+    }
+}
+
+/// What a step did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StepOutcome {
+    /// Nothing to do.
+    Idle,
+    /// So many rows were computed.
+    Ran {
+        /// Rows.
+        rows: usize,
+    },
+}
+
+/// What the engine holds right now.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct EngineLoad {
+    /// Sequences in the batch.
+    pub running: usize,
+    /// Sequences queued.
+    pub waiting: usize,
+    /// Prompt tokens not yet computed.
+    pub pending_prefill_tokens: u64,
+    /// KV bytes held by live sequences.
+    pub kv_used: u64,
+    /// KV bytes in all.
+    pub kv_total: u64,
+    /// Steps so far.
+    pub steps: u64,
+    /// Tokens generated so far.
+    pub tokens: u64,
+    /// Prefill rate over recent steps, tokens per second.
+    pub prefill_rate: f32,
+    /// Recent step time, milliseconds.
+    pub step_ms: f32,
+}
+
+struct Live {
+    sampler: Sampler,
+    text: OutputText,
+    sink: Box<dyn Sink>,
+    prompt_len: usize,
+    all_logits: bool,
+    started: bool,
+    received: Instant,
+    deadline: Option<Duration>,
+    last_token: Option<Instant>,
+}
+
+/// See the module.
+pub struct Engine {
+    decoder: Decoder,
+    scheduler: Scheduler,
+    events: EventLog,
+    tokenizer: Arc<Tokenizer>,
+    live: HashMap<SequenceId, Live>,
+    next_id: u64,
+    metrics: EngineMetrics,
+    tokens: u64,
+    steps: u64,
+    rates: Rates,
+}
+
+/// Exponential averages over recent steps.
+#[derive(Debug, Default)]
+struct Rates {
+    prefill: f32,
+    step_ms: f32,
+}
+
+impl Engine {
+    /// An engine over a loaded decoder whose KV arena is allocated.
+    pub fn new(decoder: Decoder, scheduler: Scheduler, events: EventLog, tokenizer: Arc<Tokenizer>) -> Self {
+        let metrics = EngineMetrics::default();
+        let memory = decoder.backend().memory();
+        metrics.weight_bytes.set(memory.weights as i64);
+        metrics.kv_bytes.set(memory.kv as i64);
+        metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
+        Self {
+            decoder,
+            scheduler,
+            events,
+            tokenizer,
+            live: HashMap::new(),
+            next_id: 0,
+            metrics,
+            tokens: 0,
+            steps: 0,
+            rates: Rates::default(),
+        }
+    }
+
+    /// The engine's metrics.
+    pub fn metrics(&self) -> &EngineMetrics {
+        &self.metrics
+    }
+
+    /// The decoder.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// Takes a request in. One that cannot be served hears why through its sink; the id names it until then.
+    pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SequenceId> {
+        self.next_id += 1;
+        let id = SequenceId(self.next_id);
+        let EngineRequest { root, prompt, emitted, sampling, stop, deadline, mut sink } = request;
+        let prepared = self.prepare(&prompt, &emitted, sampling, stop);
+        let (sampler, text) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                sink.frame(GenerateFrame::Failed(error));
+                return None;
+            }
+        };
+        let all_logits = sink.wants_logits();
+        let prompt_len = prompt.len();
+        let mut tokens = prompt;
+        tokens.extend_from_slice(&emitted);
+        let left = text.tokens_left();
+        let submitted = self.scheduler.submit(SequenceRequest {
+            id,
+            root,
+            prompt: tokens,
+            max_new_tokens: left as usize,
+            logits: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
+        });
+        if let Err(rejected) = submitted {
+            sink.frame(GenerateFrame::Failed(refusal(rejected)));
+            return None;
+        }
+        let live = Live { sampler, text, sink, prompt_len, all_logits, started: false, received: now, deadline, last_token: None };
+        self.live.insert(id, live);
+        self.metrics.prompt_tokens.inc_by(prompt_len as u64);
+        Some(id)
+    }
+
+    fn prepare(
+        &self,
+        prompt: &[u32],
+        emitted: &[u32],
+        sampling: Sampling,
+        stop: Stop,
+    ) -> Result<(Sampler, OutputText), GenerateError> {
+        let vocab = self.decoder.spec().vocab;
+        let refuse = |field: &str, reason: String| Err(GenerateError::InvalidField { field: field.to_owned(), reason });
+        if prompt.is_empty() {
+            return refuse("prompt", "it is empty".to_owned());
+        }
+        if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
+            return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
+        }
+        let mut text = OutputText::new(self.tokenizer.clone(), stop.clone())?;
+        let mut sampler = Sampler::new(sampling, &stop, prompt, text.ending_tokens(), vocab)?;
+        for &token in emitted {
+            sampler.accept(token);
+            if text.push(token).1.is_some() {
+                return refuse("emitted", "the tokens already sent end the generation".to_owned());
+            }
+        }
+        Ok((sampler, text))
+    }
+
+    /// Forgets a request; its blocks are free after the step in flight.
+    pub fn cancel(&mut self, id: SequenceId) {
+        if self.live.remove(&id).is_some() {
+            self.scheduler.cancel(id);
+            self.count_end(Reason::abort);
+        }
+    }
+
+    /// Whether any request is queued or running.
+    pub fn has_work(&self) -> bool {
+        !self.live.is_empty()
+    }
+
+    /// Plans, runs and accounts for one step.
+    pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
+        self.expire(now);
+        let Some(plan) = self.scheduler.plan() else {
+            self.publish();
+            return Ok(StepOutcome::Idle);
+        };
+        run(&mut self.decoder, &plan)?;
+        let sampled = self.draw(&plan)?;
+        let rows = plan.tokens.len();
+        let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
+        let started: Vec<(SequenceId, StartedInfo)> =
+            plan.sequences.iter().filter(|s| s.samples).map(|s| (s.id, s.started.clone())).collect();
+        let drawn: Vec<(SequenceId, u32)> = sampled.iter().map(|(id, token, _)| (*id, *token)).collect();
+        self.scheduler.complete(plan, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
+        let ended = Instant::now();
+        let took = ended.saturating_duration_since(now);
+        self.rates.step_ended(took, rows, prefill_rows);
+        self.steps += 1;
+        self.metrics.steps.inc();
+        self.metrics.iteration_tokens.0.observe(rows as f64);
+        for (id, info) in started {
+            self.start(id, &info);
+        }
+        for (id, token, logprobs) in sampled {
+            self.emit(ended, id, token, logprobs);
+        }
+        self.publish();
+        Ok(StepOutcome::Ran { rows })
+    }
+
+    /// Logits of rows that are drawn from or wanted whole, and the draws.
+    fn draw(&mut self, plan: &StepPlan) -> Result<Vec<(SequenceId, u32, Option<TokenLogprobs>)>, Error> {
+        let mut plain: Vec<(SequenceId, u32)> = Vec::new();
+        let mut rows: Vec<u32> = Vec::new();
+        // (sequence, position, whether this row is drawn from)
+        let mut targets: Vec<(SequenceId, usize, bool)> = Vec::new();
+        for sequence in &plan.sequences {
+            let Some(live) = self.live.get(&sequence.id) else { continue };
+            let last = sequence.rows.end - 1;
+            if live.all_logits {
+                for row in sequence.rows.clone() {
+                    rows.push(row as u32);
+                    targets.push((sequence.id, sequence.context + row - sequence.rows.start, sequence.samples && row == last));
+                }
+            } else if sequence.samples {
+                match live.sampler.is_plain_argmax() {
+                    true => plain.push((sequence.id, last as u32)),
+                    false => {
+                        rows.push(last as u32);
+                        targets.push((sequence.id, sequence.context + last - sequence.rows.start, true));
+                    }
+                }
+            }
+        }
+        let mut drawn = Vec::with_capacity(plan.sequences.len());
+        if !plain.is_empty() {
+            let picked: Vec<u32> = plain.iter().map(|(_, row)| *row).collect();
+            let mut best = Vec::with_capacity(picked.len());
+            self.decoder.argmax(&picked, &mut best)?;
+            drawn.extend(plain.iter().zip(best).map(|((id, _), token)| (*id, token, None)));
+        }
+        if !rows.is_empty() {
+            let live = &mut self.live;
+            self.decoder.logits(&rows, &mut |index, row| {
+                let (id, position, draws) = targets[index];
+                let Some(live) = live.get_mut(&id) else { return };
+                if live.all_logits {
+                    live.sink.logits(position, row);
+                }
+                if draws {
+                    let mut scratch = row.to_vec();
+                    let (token, logprobs) = live.sampler.draw(&mut scratch);
+                    drawn.push((id, token, logprobs));
+                }
+            })?;
+        }
+        Ok(drawn)
+    }
+
+    fn start(&mut self, id: SequenceId, info: &StartedInfo) {
+        let Some(live) = self.live.get_mut(&id) else { return };
+        if live.started {
+            return;
+        }
+        live.started = true;
+        let cached = info.cached_tokens.min(live.prompt_len);
+        live.sink.frame(GenerateFrame::Started(StartedV1 {
+            cached_tokens: cached as u32,
+            computed_tokens: (live.prompt_len - cached) as u32,
+            hit_stop: info.hit_stop.to_string(),
+        }));
+    }
+
+    fn emit(&mut self, now: Instant, id: SequenceId, token: u32, logprobs: Option<TokenLogprobs>) {
+        let Some(live) = self.live.get_mut(&id) else { return };
+        match live.last_token.replace(now) {
+            None => self.metrics.ttft.0.observe(now.saturating_duration_since(live.received).as_secs_f64()),
+            Some(before) => self.metrics.itl.0.observe(now.saturating_duration_since(before).as_secs_f64()),
+        }
+        self.tokens += 1;
+        self.metrics.generation_tokens.inc();
+        live.sampler.accept(token);
+        let (text, ending) = live.text.push(token);
+        let heard = live.sink.frame(GenerateFrame::Tokens(vec![TokenOut { id: token, text, logprobs }]));
+        match ending {
+            Some(ending) => self.finish(now, id, ending),
+            None if !heard => self.cancel(id),
+            None => {}
+        }
+    }
+
+    fn finish(&mut self, now: Instant, id: SequenceId, ending: Ending) {
+        let preemptions = self.scheduler.finish(id);
+        let Some(mut live) = self.live.remove(&id) else { return };
+        let reason = match ending.reason {
+            FinishReason::Stop => Reason::stop,
+            FinishReason::Length => Reason::length,
+            FinishReason::Cancelled => Reason::abort,
+        };
+        self.metrics.e2e.0.observe(now.saturating_duration_since(live.received).as_secs_f64());
+        self.count_end(reason);
+        live.sink.frame(GenerateFrame::Finished(FinishedV1 {
+            reason: ending.reason,
+            matched: ending.matched,
+            tail: ending.tail,
+            completion_tokens: live.text.generated(),
+            preemptions,
+        }));
+    }
+
+    fn expire(&mut self, now: Instant) {
+        let late = self.live.iter().filter_map(|(id, live)| {
+            let age = now.saturating_duration_since(live.received);
+            live.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
+        });
+        let late: Vec<(SequenceId, Duration)> = late.collect();
+        for (id, age) in late {
+            self.scheduler.cancel(id);
+            let Some(mut live) = self.live.remove(&id) else { continue };
+            self.count_end(Reason::error);
+            let after_ms = age.as_millis() as u64;
+            live.sink.frame(GenerateFrame::Failed(GenerateError::DeadlineExceeded { after_ms }));
+        }
+    }
+
+    fn count_end(&self, finished_reason: Reason) {
+        self.metrics.finished.get_or_create(&FinishedLabel { finished_reason }).inc();
+    }
+
+    /// Moves the scheduler's KV events to the log and refreshes gauges.
+    fn publish(&mut self) {
+        let events: Vec<KvEvent> = self.scheduler.take_events();
+        if !events.is_empty() {
+            self.events.append(events);
+        }
+        let counters = self.scheduler.counters();
+        let raise = |metric: &prometheus_client::metrics::counter::Counter, to: u64| {
+            metric.inc_by(to.saturating_sub(metric.get()));
+        };
+        raise(&self.metrics.prefill_computed, counters.prefill_computed);
+        raise(&self.metrics.recomputed, counters.recomputed);
+        raise(&self.metrics.prefix_queries, counters.prefix_queries);
+        raise(&self.metrics.prefix_hits, counters.prefix_hits);
+        raise(&self.metrics.preemptions, counters.preemptions);
+        raise(&self.metrics.evictions, counters.evictions);
+        let load = self.load();
+        self.metrics.running.set(load.running as i64);
+        self.metrics.waiting.set(load.waiting as i64);
+        self.metrics.kv_usage.set(if load.kv_total == 0 { 0.0 } else { load.kv_used as f64 / load.kv_total as f64 });
+    }
+
+    /// What the engine holds.
+    pub fn load(&self) -> EngineLoad {
+        let stats = self.scheduler.stats();
+        EngineLoad {
+            running: stats.running,
+            waiting: stats.waiting,
+            pending_prefill_tokens: stats.pending_prefill_tokens,
+            kv_used: stats.kv_used_bytes,
+            kv_total: stats.kv_total_bytes,
+            steps: self.steps,
+            tokens: self.tokens,
+            prefill_rate: self.rates.prefill,
+            step_ms: self.rates.step_ms,
+        }
+    }
+
+    /// KV events from `sequence` on; none if they are no longer kept.
+    pub fn events_from(&self, sequence: u64) -> Option<KvEventBatch> {
+        self.events.replay(sequence)
+    }
+
+    /// All prefixes held, as of the newest event.
+    pub fn kv_snapshot(&self) -> KvSnapshot {
+        self.events.snapshot()
+    }
+}
+
+/// Uploads the plan and runs the layers.
+fn run(decoder: &mut Decoder, plan: &StepPlan) -> Result<(), Error> {
+    let sequences: Vec<StepSequence> = plan
+        .sequences
+        .iter()
+        .map(|sequence| StepSequence { rows: sequence.rows.clone(), context: sequence.context })
+        .collect();
+    let groups = decoder.groups().len();
+    let tables: Vec<Vec<BlockTable<'_>>> = (0..groups)
+        .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
+        .collect();
+    let copies: Vec<KvCopy> = plan
+        .copies
+        .iter()
+        .map(|copy| KvCopy { group: copy.group, from: copy.from, to: copy.to })
+        .collect();
+    decoder.forward(&copies, &StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables })
+}
+
+fn table(sequence: &PlannedSequence, group: usize) -> BlockTable<'_> {
+    match sequence.contiguous(group) {
+        Some((first, stride)) => BlockTable::Contiguous { first, stride },
+        None => BlockTable::Paged(sequence.table(group)),
+    }
+}
+
+fn refusal(rejected: Rejected) -> GenerateError {
+    match rejected {
+        Rejected::TooLong { need, limit } => GenerateError::ContextLength { need: need as u64, limit: limit as u64 },
+        Rejected::QueueFull { .. } => GenerateError::QueueFull,
+    }
+}
+
+impl Rates {
+    fn step_ended(&mut self, took: Duration, rows: usize, prefill_rows: usize) {
+        let seconds = took.as_secs_f32().max(1e-6);
+        let blend = |old: f32, new: f32| if old == 0.0 { new } else { old + 0.2 * (new - old) };
+        self.step_ms = blend(self.step_ms, seconds * 1e3);
+        // Mixed steps say little about prefill alone.
+        if prefill_rows * 10 >= rows * 9 && prefill_rows >= 64 {
+            self.prefill = blend(self.prefill, prefill_rows as f32 / seconds);
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! What can go wrong in a worker.
+
+/// The worker's error.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A kernel or device refused or failed.
+    #[error(transparent)]
+    Kernel(#[from] kernels::Error),
+    /// The model file is not usable.
+    #[error(transparent)]
+    Model(#[from] model::Error),
+    /// The transport failed.
+    #[error(transparent)]
+    Transport(#[from] proto::Error),
+    /// The model names a tensor that its source does not hold.
+    #[error("tensor {name:?} is missing from the model's source")]
+    MissingTensor {
+        /// Its name.
+        name: String,
+    },
+    /// Logits were asked of a layer range without the output head.
+    #[error("this layer range does not hold the output head")]
+    NoOutputHead,
+    /// The KV arena would not hold one sequence, or memory would fall below the floor.
+    #[error("no room for the KV cache: {reason}")]
+    KvMemory {
+        /// Figures and limit, in words.
+        reason: String,
+    },
+    /// An option has a value that cannot be served.
+    #[error("{option}: {reason}")]
+    Config {
+        /// The option.
+        option: &'static str,
+        /// Value and limit, in words.
+        reason: String,
+    },
+    /// An operating-system call failed.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was being done.
+        what: String,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// An invariant of caches or tables does not hold: the worker stops rather than serve wrong content.
+    #[error("invariant broken: {0}")]
+    Invariant(String),
+    /// The engine thread is gone.
+    #[error("the engine has stopped")]
+    EngineStopped,
+}

@@ -1,0 +1,235 @@
+//! Drawing the next token from a row of logits.
+//!
+//! Order, as in vLLM: logit bias, penalties, minimum length, then greedy or temperature, min-p, top-k, top-p
+//! and one draw. Draw i of a request depends on (seed, i) and the logits only, so that any token can be drawn
+//! again elsewhere. Log-probabilities are those of the raw logits.
+
+use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
+use std::collections::{HashMap, HashSet};
+
+pub mod stop;
+#[cfg(test)]
+mod tests;
+
+/// Most entries of a logit bias.
+pub const MAX_LOGIT_BIAS: usize = 1024;
+/// Most alternatives whose log-probability is reported.
+pub const MAX_LOGPROBS: u8 = 20;
+
+/// The state that drawing needs: parameters and what has been drawn.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    params: Sampling,
+    min_tokens: u32,
+    /// Tokens that may not be drawn before `min_tokens`.
+    ending: Vec<u32>,
+    prompt: HashSet<u32>,
+    counts: HashMap<u32, u32>,
+    drawn: u32,
+    vocab: usize,
+}
+
+impl Sampler {
+    /// Checks the parameters against `vocab`. `ending` are the tokens that end the generation.
+    pub fn new(
+        params: Sampling,
+        stop: &Stop,
+        prompt: &[u32],
+        ending: Vec<u32>,
+        vocab: usize,
+    ) -> Result<Self, GenerateError> {
+        check(&params, vocab)?;
+        let prompt = match params.repetition_penalty == 1.0 {
+            true => HashSet::new(),
+            false => prompt.iter().copied().collect(),
+        };
+        Ok(Self { params, min_tokens: stop.min_tokens, ending, prompt, counts: HashMap::new(), drawn: 0, vocab })
+    }
+
+    /// True if the draw is the largest raw logit and nothing else is asked for, so that a device can do it.
+    pub fn is_plain_argmax(&self) -> bool {
+        let p = &self.params;
+        p.temperature == 0.0
+            && p.logit_bias.is_empty()
+            && p.repetition_penalty == 1.0
+            && p.presence_penalty == 0.0
+            && p.frequency_penalty == 0.0
+            && p.logprobs.is_none()
+            && (self.drawn >= self.min_tokens || self.ending.is_empty())
+    }
+
+    /// Takes note of a token that was drawn here, on a device, or by an earlier attempt.
+    pub fn accept(&mut self, token: u32) {
+        *self.counts.entry(token).or_insert(0) += 1;
+        self.drawn += 1;
+    }
+
+    /// Draws from `logits`, which is changed. Call [`Self::accept`] with the result.
+    pub fn draw(&self, logits: &mut [f32]) -> (u32, Option<TokenLogprobs>) {
+        let raw = self.params.logprobs.map(|top| RawLogprobs::new(logits, usize::from(top)));
+        self.adjust(logits);
+        let token = match self.params.temperature == 0.0 {
+            true => argmax(logits),
+            false => self.pick(logits),
+        };
+        (token, raw.map(|raw| raw.of(token)))
+    }
+
+    fn adjust(&self, logits: &mut [f32]) {
+        let p = &self.params;
+        for &(token, bias) in &p.logit_bias {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += bias;
+            }
+        }
+        if p.repetition_penalty != 1.0 {
+            let drawn = self.counts.keys().filter(|token| !self.prompt.contains(token));
+            for &token in self.prompt.iter().chain(drawn) {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit = if *logit > 0.0 { *logit / p.repetition_penalty } else { *logit * p.repetition_penalty };
+                }
+            }
+        }
+        if p.presence_penalty != 0.0 || p.frequency_penalty != 0.0 {
+            for (&token, &count) in &self.counts {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit -= p.frequency_penalty * count as f32 + p.presence_penalty;
+                }
+            }
+        }
+        if self.drawn < self.min_tokens {
+            for &token in &self.ending {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+
+    fn pick(&self, logits: &[f32]) -> u32 {
+        let p = &self.params;
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let inverse = 1.0 / f64::from(p.temperature);
+        let weight = |logit: f32| (f64::from(logit - max) * inverse).exp();
+        let floor = f64::from(p.min_p);
+        let mut kept: Vec<(u32, f64)> = logits
+            .iter()
+            .enumerate()
+            .map(|(token, &logit)| (token as u32, weight(logit)))
+            .filter(|&(_, w)| w > 0.0 && w >= floor)
+            .collect();
+        // Heaviest first, ties by token: the same order whatever the filters.
+        let heavier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let top_k = p.top_k as usize;
+        if top_k > 0 && top_k < kept.len() {
+            kept.select_nth_unstable_by(top_k - 1, heavier);
+            kept.truncate(top_k);
+        }
+        if p.top_p < 1.0 {
+            kept.sort_unstable_by(heavier);
+            let budget = f64::from(p.top_p) * kept.iter().map(|&(_, w)| w).sum::<f64>();
+            let mut mass = 0.0;
+            // A token stays if those before it do not fill the budget; the first always stays.
+            let keep = kept.iter().take_while(|&&(_, w)| { let before = mass; mass += w; before < budget }).count();
+            kept.truncate(keep.max(1));
+        } else {
+            kept.sort_unstable_by_key(|&(token, _)| token);
+        }
+        let total: f64 = kept.iter().map(|&(_, w)| w).sum();
+        let mut rest = uniform(p.seed, u64::from(self.drawn)) * total;
+        for &(token, w) in &kept {
+            rest -= w;
+            if rest < 0.0 {
+                return token;
+            }
+        }
+        kept.last().map_or_else(|| argmax(logits), |&(token, _)| token)
+    }
+
+    /// Rows of the output matrix.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+}
+
+/// Log-softmax facts of a raw row, taken before the row is changed.
+struct RawLogprobs {
+    logits: Vec<f32>,
+    log_sum: f64,
+    top: Vec<(u32, f32)>,
+}
+
+impl RawLogprobs {
+    fn new(logits: &[f32], top: usize) -> Self {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
+        let log_sum = f64::from(max) + sum.ln();
+        let mut best: Vec<(u32, f32)> = logits.iter().enumerate().map(|(t, &l)| (t as u32, l)).collect();
+        let better = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let top = top.min(best.len());
+        if top > 0 {
+            best.select_nth_unstable_by(top - 1, better);
+        }
+        best.truncate(top);
+        best.sort_unstable_by(better);
+        for entry in &mut best {
+            entry.1 = (f64::from(entry.1) - log_sum) as f32;
+        }
+        Self { logits: logits.to_vec(), log_sum, top: best }
+    }
+
+    fn of(self, token: u32) -> TokenLogprobs {
+        let logit = self.logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
+        TokenLogprobs { chosen: (f64::from(logit) - self.log_sum) as f32, top: self.top }
+    }
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0usize;
+    for (token, logit) in logits.iter().enumerate() {
+        if *logit > logits[best] {
+            best = token;
+        }
+    }
+    best as u32
+}
+
+/// Uniform in [0, 1) from (seed, index): two rounds of the SplitMix64 finaliser over the pair (Steele et al. 2014).
+fn uniform(seed: u64, index: u64) -> f64 {
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    let bits = mix(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+fn check(p: &Sampling, vocab: usize) -> Result<(), GenerateError> {
+    let refuse = |field: &str, reason: String| {
+        Err(GenerateError::InvalidField { field: field.to_owned(), reason })
+    };
+    let number = |field: &str, value: f32, low: f32, high: f32| match (low..=high).contains(&value) {
+        true => Ok(()),
+        false => refuse(field, format!("{value} is outside {low} to {high}")),
+    };
+    number("temperature", p.temperature, 0.0, 100.0)?;
+    number("top_p", p.top_p, f32::MIN_POSITIVE, 1.0)?;
+    number("min_p", p.min_p, 0.0, 1.0)?;
+    number("repetition_penalty", p.repetition_penalty, 0.01, 100.0)?;
+    number("presence_penalty", p.presence_penalty, -2.0, 2.0)?;
+    number("frequency_penalty", p.frequency_penalty, -2.0, 2.0)?;
+    if p.logit_bias.len() > MAX_LOGIT_BIAS {
+        return refuse("logit_bias", format!("{} entries, at most {MAX_LOGIT_BIAS}", p.logit_bias.len()));
+    }
+    for &(token, bias) in &p.logit_bias {
+        if token as usize >= vocab {
+            return refuse("logit_bias", format!("token {token} is outside the vocabulary of {vocab}"));
+        }
+        number("logit_bias", bias, -100.0, 100.0)?;
+    }
+    if p.logprobs.is_some_and(|top| top > MAX_LOGPROBS) {
+        return refuse("logprobs", format!("{:?}, at most {MAX_LOGPROBS}", p.logprobs));
+    }
+    Ok(())
+}

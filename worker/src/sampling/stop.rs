@@ -1,0 +1,116 @@
+//! When a generation ends, and which text is certain: stop tokens, stop strings, lengths.
+//!
+//! Text that could still become a stop string is held back; a stop string is never part of the output.
+
+use model::tokenizer::{Detokenizer, Tokenizer};
+use proto::message::{FinishReason, GenerateError, Stop};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// Most stop strings of a request.
+pub const MAX_STOP_STRINGS: usize = 16;
+/// Longest stop string in bytes.
+pub const MAX_STOP_BYTES: usize = 4096;
+
+/// The end of a generation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ending {
+    /// Why.
+    pub reason: FinishReason,
+    /// The stop string or token that matched.
+    pub matched: Option<String>,
+    /// Text that was held back and is part of the output after all.
+    pub tail: String,
+}
+
+/// Turns tokens into text and finds the end.
+pub struct OutputText {
+    tokenizer: Arc<Tokenizer>,
+    detokenizer: Detokenizer,
+    stop: Stop,
+    ending: HashSet<u32>,
+    generated: u32,
+    /// Bytes not yet given out; at most what a stop string could still need.
+    held: String,
+}
+
+impl OutputText {
+    /// Checks `stop` and prepares; the tokens that end the generation are those of `stop` and, unless it says
+    /// otherwise, the model's own.
+    pub fn new(tokenizer: Arc<Tokenizer>, stop: Stop) -> Result<Self, GenerateError> {
+        let refuse = |field: &str, reason: String| GenerateError::InvalidField { field: field.to_owned(), reason };
+        if stop.strings.len() > MAX_STOP_STRINGS {
+            return Err(refuse("stop", format!("{} strings, at most {MAX_STOP_STRINGS}", stop.strings.len())));
+        }
+        if let Some(text) = stop.strings.iter().find(|text| text.is_empty() || text.len() > MAX_STOP_BYTES) {
+            let reason = format!("a string of {} bytes, 1 to {MAX_STOP_BYTES} are accepted", text.len());
+            return Err(refuse("stop", reason));
+        }
+        let mut ending: HashSet<u32> = stop.token_ids.iter().copied().collect();
+        if !stop.ignore_eos {
+            ending.extend(tokenizer.eos_ids());
+        }
+        let detokenizer = Detokenizer::new();
+        Ok(Self { tokenizer, detokenizer, stop, ending, generated: 0, held: String::new() })
+    }
+
+    /// Tokens that end the generation.
+    pub fn ending_tokens(&self) -> Vec<u32> {
+        let mut tokens: Vec<u32> = self.ending.iter().copied().collect();
+        tokens.sort_unstable();
+        tokens
+    }
+
+    /// Tokens taken in so far.
+    pub fn generated(&self) -> u32 {
+        self.generated
+    }
+
+    /// Takes in a token: the text that is certain now, and the end if this was it.
+    pub fn push(&mut self, token: u32) -> (String, Option<Ending>) {
+        self.generated += 1;
+        let allowed = self.generated > self.stop.min_tokens;
+        if allowed && self.ending.contains(&token) {
+            let named = self.stop.token_ids.contains(&token).then(|| token.to_string());
+            return (String::new(), Some(self.end(FinishReason::Stop, named)));
+        }
+        let text = self.detokenizer.push(&self.tokenizer, token);
+        self.held.push_str(&text);
+        if allowed && let Some((at, matched)) = self.earliest_stop() {
+            self.held.truncate(at);
+            let tail = std::mem::take(&mut self.held);
+            return (String::new(), Some(Ending { reason: FinishReason::Stop, matched: Some(matched), tail }));
+        }
+        let certain = self.held.len() - self.possible_stop_bytes();
+        let rest = self.held.split_off(certain);
+        let text = std::mem::replace(&mut self.held, rest);
+        match self.generated >= self.stop.max_tokens {
+            true => (text, Some(self.end(FinishReason::Length, None))),
+            false => (text, None),
+        }
+    }
+
+    /// Ends the generation for another reason.
+    pub fn end(&mut self, reason: FinishReason, matched: Option<String>) -> Ending {
+        let mut tail = std::mem::take(&mut self.held);
+        tail.push_str(&self.detokenizer.finish());
+        Ending { reason, matched, tail }
+    }
+
+    fn earliest_stop(&self) -> Option<(usize, String)> {
+        let found = self.stop.strings.iter().filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at, stop)));
+        found.min_by_key(|(at, _)| *at).map(|(at, stop)| (at, stop.clone()))
+    }
+
+    /// Length of the longest end of the held text that begins a stop string.
+    fn possible_stop_bytes(&self) -> usize {
+        let longest = |stop: &String| {
+            let most = self.held.len().min(stop.len() - 1);
+            (1..=most).rev().find(|&len| {
+                let from = self.held.len() - len;
+                self.held.is_char_boundary(from) && stop.as_bytes().starts_with(&self.held.as_bytes()[from..])
+            })
+        };
+        self.stop.strings.iter().filter_map(longest).max().unwrap_or(0)
+    }
+}

@@ -1,0 +1,128 @@
+use super::*;
+
+fn sampler(params: Sampling) -> Sampler {
+    Sampler::new(params, &Stop::default(), &[1, 2], vec![3], 5).unwrap()
+}
+
+fn params(temperature: f32) -> Sampling {
+    Sampling { temperature, ..Sampling::default() }
+}
+
+const LOGITS: [f32; 5] = [0.5, 2.0, 1.0, -1.0, 1.9];
+
+/// Draws `n` tokens with fresh logits each.
+fn histogram(mut s: Sampler, n: u32) -> Vec<f64> {
+    let mut counts = vec![0.0; 5];
+    for _ in 0..n {
+        let (token, _) = s.draw(&mut LOGITS.clone());
+        counts[token as usize] += 1.0 / f64::from(n);
+        s.drawn += 1;
+    }
+    counts
+}
+
+#[test]
+fn greedy_takes_the_lowest_of_equals() {
+    assert_eq!(sampler(params(0.0)).draw(&mut [1.0, 3.0, 3.0, 0.0, 0.0]).0, 1);
+}
+
+#[test]
+fn draws_follow_the_softmax() {
+    for temperature in [0.5f32, 1.0, 2.0] {
+        let got = histogram(sampler(Sampling { seed: 7, ..params(temperature) }), 40_000);
+        let weights: Vec<f64> = LOGITS.iter().map(|&l| f64::from(l / temperature).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for (g, w) in got.iter().zip(&weights) {
+            assert!((g - w / total).abs() < 0.012, "temperature {temperature}: {got:?}");
+        }
+    }
+}
+
+#[test]
+fn filters_keep_what_they_should() {
+    let seen = |p: Sampling| {
+        let got = histogram(sampler(p), 3000);
+        (0..5).filter(|&t| got[t] > 0.0).collect::<Vec<_>>()
+    };
+    assert_eq!(seen(Sampling { top_k: 2, ..params(1.0) }), [1, 4]);
+    assert_eq!(seen(Sampling { top_k: 1, ..params(5.0) }), [1]);
+    // Softmax: 0.086 0.385 0.142 0.019 0.349 -> two tokens fill 0.7.
+    assert_eq!(seen(Sampling { top_p: 0.7, ..params(1.0) }), [1, 4]);
+    assert_eq!(seen(Sampling { top_p: 0.01, ..params(1.0) }), [1]);
+    assert_eq!(seen(Sampling { min_p: 0.3, ..params(1.0) }), [1, 2, 4]);
+    assert_eq!(seen(params(1.0)), [0, 1, 2, 3, 4]);
+}
+
+#[test]
+fn a_draw_depends_on_seed_and_index_only() {
+    let run = |seed| {
+        let mut s = sampler(Sampling { seed, ..params(1.0) });
+        (0..20)
+            .map(|_| {
+                let token = s.draw(&mut LOGITS.clone()).0;
+                s.accept(token);
+                token
+            })
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(run(1), run(1));
+    assert_ne!(run(1), run(2));
+    let mut late = sampler(Sampling { seed: 1, ..params(1.0) });
+    run(1)[..7].iter().for_each(|&token| late.accept(token));
+    assert_eq!(late.draw(&mut LOGITS.clone()).0, run(1)[7]);
+}
+
+#[test]
+fn penalties_and_bias_change_the_logits() {
+    let mut s = sampler(Sampling { repetition_penalty: 2.0, presence_penalty: 0.5, frequency_penalty: 0.25, logit_bias: vec![(0, 1.5)], ..params(0.0) });
+    s.accept(4);
+    s.accept(4);
+    let mut row = [0.5, 2.0, -1.0, -1.0, 4.0];
+    s.adjust(&mut row);
+    // bias on 0; prompt 1 and 2 and drawn 4 repeat; 4 was drawn twice.
+    assert_eq!(row, [2.0, 1.0, -2.0, -1.0, 4.0 / 2.0 - 0.5 - 0.5]);
+}
+
+#[test]
+fn no_end_before_the_minimum() {
+    let stop = Stop { min_tokens: 2, ..Stop::default() };
+    let mut s = Sampler::new(params(0.0), &stop, &[], vec![3], 5).unwrap();
+    let row = [0.0, 1.0, 0.0, 9.0, 0.0];
+    assert!(!s.is_plain_argmax());
+    for expected in [1, 1, 3] {
+        let (token, _) = s.draw(&mut row.clone());
+        assert_eq!(token, expected);
+        s.accept(token);
+    }
+    assert!(s.is_plain_argmax());
+}
+
+#[test]
+fn log_probabilities_are_those_of_the_raw_row() {
+    let s = sampler(Sampling { logprobs: Some(2), logit_bias: vec![(3, 100.0)], ..params(0.0) });
+    let (token, logprobs) = s.draw(&mut LOGITS.clone());
+    let logprobs = logprobs.unwrap();
+    let total: f64 = LOGITS.iter().map(|&l| f64::from(l).exp()).sum();
+    assert_eq!(token, 3);
+    assert!((f64::from(logprobs.chosen) - (-1.0 - total.ln())).abs() < 1e-6);
+    assert_eq!(logprobs.top.iter().map(|t| t.0).collect::<Vec<_>>(), [1, 4]);
+}
+
+#[test]
+fn bad_parameters_name_the_field() {
+    let bad: [(&str, Sampling); 7] = [
+        ("temperature", params(f32::NAN)),
+        ("temperature", params(-0.1)),
+        ("top_p", Sampling { top_p: 0.0, ..params(1.0) }),
+        ("min_p", Sampling { min_p: 1.1, ..params(1.0) }),
+        ("repetition_penalty", Sampling { repetition_penalty: 0.0, ..params(1.0) }),
+        ("logit_bias", Sampling { logit_bias: vec![(5, 1.0)], ..params(1.0) }),
+        ("logprobs", Sampling { logprobs: Some(21), ..params(1.0) }),
+    ];
+    for (name, params) in bad {
+        match Sampler::new(params, &Stop::default(), &[], vec![], 5) {
+            Err(GenerateError::InvalidField { field, .. }) => assert_eq!(field, name),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+}

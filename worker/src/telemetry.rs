@@ -1,0 +1,150 @@
+//! The engine's metrics: vLLM's names where existing boards query them, `kvasir_*` for what is ours.
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use std::sync::atomic::AtomicU64;
+
+/// Label of finished requests.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct FinishedLabel {
+    /// Why.
+    pub finished_reason: Reason,
+}
+
+/// Why a request ended, in vLLM's words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
+pub enum Reason {
+    /// End of sequence, stop token or stop string.
+    stop,
+    /// Length.
+    length,
+    /// Cancelled.
+    abort,
+    /// Failed.
+    error,
+}
+
+type Fraction = Gauge<f64, AtomicU64>;
+
+/// All metrics of one engine.
+#[derive(Debug, Default)]
+pub struct EngineMetrics {
+    /// Sequences in the batch.
+    pub running: Gauge,
+    /// Sequences queued.
+    pub waiting: Gauge,
+    /// Share of KV bytes in use by live sequences.
+    pub kv_usage: Fraction,
+    /// Prompt tokens looked up in the prefix cache.
+    pub prefix_queries: Counter,
+    /// Prompt tokens served by it.
+    pub prefix_hits: Counter,
+    /// Prompt tokens of admitted requests.
+    pub prompt_tokens: Counter,
+    /// Tokens generated.
+    pub generation_tokens: Counter,
+    /// Prompt tokens computed, recomputation after preemption included.
+    pub prefill_computed: Counter,
+    /// Prompt tokens computed again after preemption.
+    pub recomputed: Counter,
+    /// Preemptions.
+    pub preemptions: Counter,
+    /// Blocks evicted from the prefix cache.
+    pub evictions: Counter,
+    /// Steps.
+    pub steps: Counter,
+    /// Finished requests by reason.
+    pub finished: Family<FinishedLabel, Counter>,
+    /// Seconds from receipt to first token.
+    pub ttft: SecondsHistogram,
+    /// Seconds between tokens.
+    pub itl: SecondsHistogram,
+    /// Seconds from receipt to end.
+    pub e2e: SecondsHistogram,
+    /// Seconds queued.
+    pub queue: SecondsHistogram,
+    /// Rows of a step.
+    pub iteration_tokens: TokensHistogram,
+    /// Resident set size.
+    pub rss: Gauge,
+    /// Bytes of weights in memory.
+    pub weight_bytes: Gauge,
+    /// Bytes of the same tensors in the file.
+    pub weight_file_bytes: Gauge,
+    /// Bytes of the KV arena.
+    pub kv_bytes: Gauge,
+}
+
+/// A histogram of seconds, 1 ms to 2 minutes.
+#[derive(Debug, Clone)]
+pub struct SecondsHistogram(pub Histogram);
+
+impl Default for SecondsHistogram {
+    fn default() -> Self {
+        let buckets = [
+            0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+            40.0, 80.0, 120.0,
+        ];
+        Self(Histogram::new(buckets))
+    }
+}
+
+/// A histogram of tokens, powers of two.
+#[derive(Debug, Clone)]
+pub struct TokensHistogram(pub Histogram);
+
+impl Default for TokensHistogram {
+    fn default() -> Self {
+        Self(Histogram::new((0..14).map(|power| f64::from(1u32 << power))))
+    }
+}
+
+impl EngineMetrics {
+    /// Registers every metric.
+    pub fn register(&self, registry: &mut Registry) {
+        let mut gauge = |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
+        gauge("vllm:num_requests_running", "Sequences in the batch", &self.running);
+        gauge("vllm:num_requests_waiting", "Sequences queued", &self.waiting);
+        gauge("kvasir_rss_bytes", "Resident set size", &self.rss);
+        gauge("kvasir_weight_bytes", "Bytes of weights in memory", &self.weight_bytes);
+        gauge("kvasir_weight_file_bytes", "Bytes of the same tensors in the file", &self.weight_file_bytes);
+        gauge("kvasir_kv_bytes", "Bytes of the KV arena", &self.kv_bytes);
+        for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
+            registry.register(name, "Share of KV bytes held by live sequences", self.kv_usage.clone());
+        }
+        let mut counter = |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
+        for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
+            counter(&format!("{prefix}_queries"), "Prompt tokens looked up in the prefix cache", &self.prefix_queries);
+            counter(&format!("{prefix}_hits"), "Prompt tokens served by the prefix cache", &self.prefix_hits);
+        }
+        counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", &self.prompt_tokens);
+        counter("vllm:generation_tokens", "Tokens generated", &self.generation_tokens);
+        counter("vllm:num_preemptions", "Preemptions", &self.preemptions);
+        counter("kvasir_prefill_tokens_computed", "Prompt tokens computed", &self.prefill_computed);
+        counter("kvasir_prefill_tokens_recomputed", "Prompt tokens computed again after preemption", &self.recomputed);
+        counter("kvasir_kv_evictions", "Blocks evicted from the prefix cache", &self.evictions);
+        counter("kvasir_steps", "Steps executed", &self.steps);
+        registry.register("vllm:request_success", "Finished requests", self.finished.clone());
+        let mut seconds = |name: &str, help: &str, metric: &SecondsHistogram| registry.register(name, help, metric.0.clone());
+        seconds("vllm:time_to_first_token_seconds", "Receipt to first token", &self.ttft);
+        seconds("vllm:inter_token_latency_seconds", "Between tokens", &self.itl);
+        seconds("vllm:time_per_output_token_seconds", "Between tokens (older name)", &self.itl);
+        seconds("vllm:e2e_request_latency_seconds", "Receipt to end", &self.e2e);
+        seconds("vllm:request_queue_time_seconds", "Queued", &self.queue);
+        registry.register("vllm:iteration_tokens_total", "Rows of a step", self.iteration_tokens.0.clone());
+    }
+
+    /// The registry as Prometheus text.
+    pub fn text(registry: &Registry) -> String {
+        let mut text = String::new();
+        // Writing to a string cannot fail; an empty text would only mean a failed encoder.
+        let _ = encode(&mut text, registry);
+        text
+    }
+}

@@ -1,0 +1,130 @@
+//! The step watchdog (fault F29): a worker whose engine makes no progress while work is queued says so, then
+//! ends itself, so that its supervisor can start a fresh one. Sans-IO: the caller brings the clock.
+
+use std::time::{Duration, Instant};
+
+/// Exit code of a worker that the watchdog ended.
+pub const EXIT_STALLED: i32 = 70;
+
+const RECENT_STEPS: usize = 256;
+
+/// What the watchdog knows.
+#[derive(Debug)]
+pub struct Watchdog {
+    /// No stall is called before this long.
+    floor: Duration,
+    /// Durations of recent steps, a ring.
+    steps: Vec<Duration>,
+    next: usize,
+    /// When work was first seen waiting without a step having ended since.
+    waiting_since: Option<Instant>,
+}
+
+/// What the caller should do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nothing.
+    Healthy,
+    /// No progress for half the limit: `/livez` answers 503.
+    Unwell,
+    /// No progress for the limit: end the process.
+    Stalled {
+        /// How long.
+        after: Duration,
+    },
+}
+
+impl Watchdog {
+    /// A watchdog that never calls a stall before `floor`.
+    pub fn new(floor: Duration) -> Self {
+        Self { floor, steps: Vec::new(), next: 0, waiting_since: None }
+    }
+
+    /// A step ended at `now` after `took`; `queued` says whether work is left.
+    pub fn step_ended(&mut self, now: Instant, took: Duration, queued: bool) {
+        if self.steps.len() < RECENT_STEPS {
+            self.steps.push(took);
+        } else {
+            self.steps[self.next] = took;
+            self.next = (self.next + 1) % RECENT_STEPS;
+        }
+        self.waiting_since = queued.then_some(now);
+    }
+
+    /// Work is queued, or there is none any more.
+    pub fn queued(&mut self, now: Instant, queued: bool) {
+        match queued {
+            true => self.waiting_since = self.waiting_since.or(Some(now)),
+            false => self.waiting_since = None,
+        }
+    }
+
+    /// Longest time without progress: the floor or 20 times the slowest percentile of recent steps.
+    pub fn limit(&self) -> Duration {
+        let mut sorted = self.steps.clone();
+        sorted.sort_unstable();
+        let p99 = sorted.get((sorted.len() * 99) / 100).or(sorted.last()).copied().unwrap_or_default();
+        self.floor.max(p99 * 20)
+    }
+
+    /// How long work has waited without progress.
+    pub fn stalled(&self, now: Instant) -> Duration {
+        self.waiting_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// What to do at `now`.
+    pub fn check(&self, now: Instant) -> Verdict {
+        let (stalled, limit) = (self.stalled(now), self.limit());
+        if stalled >= limit {
+            Verdict::Stalled { after: stalled }
+        } else if stalled >= limit / 2 {
+            Verdict::Unwell
+        } else {
+            Verdict::Healthy
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seconds(n: u64) -> Duration {
+        Duration::from_secs(n)
+    }
+
+    #[test]
+    fn idle_is_never_a_stall() {
+        let start = Instant::now();
+        let mut dog = Watchdog::new(seconds(10));
+        assert_eq!(dog.check(start + seconds(1000)), Verdict::Healthy);
+        dog.queued(start, true);
+        dog.queued(start + seconds(1), false);
+        assert_eq!(dog.check(start + seconds(1000)), Verdict::Healthy);
+    }
+
+    #[test]
+    fn unwell_comes_before_stalled() {
+        let start = Instant::now();
+        let mut dog = Watchdog::new(seconds(10));
+        dog.queued(start, true);
+        dog.queued(start + seconds(4), true);
+        assert_eq!(dog.check(start + seconds(4)), Verdict::Healthy);
+        assert_eq!(dog.check(start + seconds(6)), Verdict::Unwell);
+        assert_eq!(dog.check(start + seconds(10)), Verdict::Stalled { after: seconds(10) });
+        dog.step_ended(start + seconds(11), seconds(11), true);
+        assert_eq!(dog.check(start + seconds(12)), Verdict::Healthy);
+    }
+
+    #[test]
+    fn slow_steps_stretch_the_limit() {
+        let start = Instant::now();
+        let mut dog = Watchdog::new(seconds(10));
+        for _ in 0..500 {
+            dog.step_ended(start, seconds(2), true);
+        }
+        assert_eq!(dog.limit(), seconds(40));
+        assert_eq!(dog.check(start + seconds(19)), Verdict::Healthy);
+        assert_eq!(dog.check(start + seconds(40)), Verdict::Stalled { after: seconds(40) });
+    }
+}
