@@ -34,6 +34,14 @@ pub(crate) enum ConfigError {
         /// What would be accepted.
         limit: String,
     },
+    /// A node that another command set up refuses its settings.
+    #[error("{name} refuses its settings:\n{log}")]
+    Node {
+        /// The node.
+        name: String,
+        /// The end of its log.
+        log: String,
+    },
     /// A variable of the environment does not parse.
     #[error("environment: {0}")]
     Environment(String),
