@@ -121,4 +121,7 @@ pub enum Error {
         /// Bytes of the tensor.
         bytes: u64,
     },
+    /// The metadata is no tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] crate::tokenizer::TokenizerError),
 }

@@ -10,6 +10,7 @@ pub mod gguf;
 pub mod metadata;
 mod mmap;
 pub mod spec;
+pub mod tokenizer;
 
 #[cfg(test)]
 mod test_files;
@@ -19,3 +20,4 @@ pub use ggml_type::GgmlType;
 pub use gguf::Gguf;
 pub use metadata::Metadata;
 pub use spec::ModelSpec;
+pub use tokenizer::Tokenizer;
