@@ -13,7 +13,8 @@ use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
 use kernels::backend::{BlockTable, KvCopy, StepInput, StepSequence};
 use model::tokenizer::Tokenizer;
 use proto::block::BlockId;
-use proto::event::{KvEvent, KvEventBatch, KvSnapshot};
+use parking_lot::Mutex;
+use proto::event::KvEvent;
 use proto::message::{FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs, TokenOut};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -114,7 +115,7 @@ struct Live {
 pub struct Engine {
     decoder: Decoder,
     scheduler: Scheduler,
-    events: EventLog,
+    events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
     live: HashMap<SequenceId, Live>,
     next_id: u64,
@@ -142,7 +143,7 @@ impl Engine {
         Self {
             decoder,
             scheduler,
-            events,
+            events: Arc::new(Mutex::new(events)),
             tokenizer,
             live: HashMap::new(),
             next_id: 0,
@@ -391,7 +392,7 @@ impl Engine {
     fn publish(&mut self) {
         let events: Vec<KvEvent> = self.scheduler.take_events();
         if !events.is_empty() {
-            self.events.append(events);
+            self.events.lock().append(events);
         }
         let counters = self.scheduler.counters();
         let raise = |metric: &prometheus_client::metrics::counter::Counter, to: u64| {
@@ -425,14 +426,9 @@ impl Engine {
         }
     }
 
-    /// KV events from `sequence` on; none if they are no longer kept.
-    pub fn events_from(&self, sequence: u64) -> Option<KvEventBatch> {
-        self.events.replay(sequence)
-    }
-
-    /// All prefixes held, as of the newest event.
-    pub fn kv_snapshot(&self) -> KvSnapshot {
-        self.events.snapshot()
+    /// The KV event log, to be read by others.
+    pub fn events(&self) -> Arc<Mutex<EventLog>> {
+        Arc::clone(&self.events)
     }
 }
 

@@ -1,1 +1,22 @@
-//! skeleton
+//! One node's engine: weights, decoder, caches, scheduler, sampling, RPC server.
+//!
+//! Promises: within one numeric class a sequence's logits are bit-identical whatever the batch around it, the
+//! chunking of its prompt, block placement, prefix hits, preemption and threads; a request that is wrong fails
+//! alone; a worker whose invariants break ends rather than serve wrong content.
+//! Never here: HTTP APIs, routing, file formats.
+
+pub mod decoder;
+pub mod engine;
+pub mod error;
+pub mod kv_cache;
+pub mod kv_events;
+pub mod load;
+pub mod memory;
+pub mod sampling;
+pub mod scheduler;
+pub mod service;
+pub mod telemetry;
+pub mod watchdog;
+pub mod weights;
+
+pub use error::Error;

@@ -25,7 +25,6 @@ pub struct Ending {
 
 /// Turns tokens into text and finds the end.
 pub struct OutputText {
-    tokenizer: Arc<Tokenizer>,
     detokenizer: Detokenizer,
     stop: Stop,
     ending: HashSet<u32>,
@@ -50,8 +49,8 @@ impl OutputText {
         if !stop.ignore_eos {
             ending.extend(tokenizer.eos_ids());
         }
-        let detokenizer = Detokenizer::new();
-        Ok(Self { tokenizer, detokenizer, stop, ending, generated: 0, held: String::new() })
+        let detokenizer = Detokenizer::new(tokenizer, true);
+        Ok(Self { detokenizer, stop, ending, generated: 0, held: String::new() })
     }
 
     /// Tokens that end the generation.
@@ -66,6 +65,11 @@ impl OutputText {
         self.generated
     }
 
+    /// Tokens that may still come.
+    pub fn tokens_left(&self) -> u32 {
+        self.stop.max_tokens.saturating_sub(self.generated)
+    }
+
     /// Takes in a token: the text that is certain now, and the end if this was it.
     pub fn push(&mut self, token: u32) -> (String, Option<Ending>) {
         self.generated += 1;
@@ -74,7 +78,7 @@ impl OutputText {
             let named = self.stop.token_ids.contains(&token).then(|| token.to_string());
             return (String::new(), Some(self.end(FinishReason::Stop, named)));
         }
-        let text = self.detokenizer.push(&self.tokenizer, token);
+        let text = self.detokenizer.push(token);
         self.held.push_str(&text);
         if allowed && let Some((at, matched)) = self.earliest_stop() {
             self.held.truncate(at);

@@ -1,0 +1,189 @@
+//! The engine on its own thread, and the handle by which everybody else talks to it.
+
+use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
+use crate::Error;
+use crate::kv_events::EventLog;
+use crate::scheduler::SequenceId;
+use crate::telemetry::EngineMetrics;
+use crate::watchdog::{EXIT_STALLED, Verdict, Watchdog};
+use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+use tokio::sync::{oneshot, watch};
+
+/// The engine thread exits with this code when a step fails: its state can no longer be trusted.
+pub const EXIT_BROKEN: i32 = 71;
+
+/// How often a busy but silent engine is looked at.
+const WATCH_EVERY: Duration = Duration::from_millis(250);
+
+enum Command {
+    Submit(EngineRequest, oneshot::Sender<Option<SequenceId>>),
+    Cancel(SequenceId),
+    Stop,
+}
+
+/// What others may read at any time.
+struct Shared {
+    load: Mutex<EngineLoad>,
+    events: Arc<Mutex<EventLog>>,
+    registry: Registry,
+    watchdog: Mutex<Watchdog>,
+    rss: prometheus_client::metrics::gauge::Gauge,
+}
+
+/// Talks to the engine thread. Cheap to clone.
+#[derive(Clone)]
+pub struct EngineHandle {
+    commands: Sender<Command>,
+    shared: Arc<Shared>,
+    /// Number of the newest KV event.
+    newest: watch::Receiver<u64>,
+}
+
+impl EngineHandle {
+    /// Moves the engine to a thread of its own, with a watchdog beside it that ends the process when the
+    /// engine makes no progress for `stall_floor` (or 20 slow steps) while work is queued.
+    pub fn start(engine: Engine, stall_floor: Duration) -> Result<Self, Error> {
+        let (commands, inbox) = channel();
+        let mut registry = Registry::default();
+        engine.metrics().register(&mut registry);
+        let events = engine.events();
+        let (newest_sender, newest) = watch::channel(events.lock().newest());
+        let rss = engine.metrics().rss.clone();
+        let watchdog = Mutex::new(Watchdog::new(stall_floor));
+        let shared = Arc::new(Shared { load: Mutex::new(engine.load()), events, registry, watchdog, rss });
+        let for_engine = Arc::clone(&shared);
+        spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender))?;
+        let for_watchdog = Arc::clone(&shared);
+        spawn("kvasir-watchdog", move || watch_over(&for_watchdog))?;
+        Ok(Self { commands, shared, newest })
+    }
+
+    /// Hands a request in; the answer is its id, or none if it was refused through its sink.
+    pub async fn submit(&self, request: EngineRequest) -> Result<Option<SequenceId>, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Submit(request, reply)).map_err(|_| Error::EngineStopped)?;
+        answer.await.map_err(|_| Error::EngineStopped)
+    }
+
+    /// Forgets a request.
+    pub fn cancel(&self, id: SequenceId) {
+        // A stopped engine has forgotten it already.
+        let _ = self.commands.send(Command::Cancel(id));
+    }
+
+    /// Ends the thread after the step in flight.
+    pub fn stop(&self) {
+        let _ = self.commands.send(Command::Stop);
+    }
+
+    /// Load as of the last step.
+    pub fn load(&self) -> EngineLoad {
+        *self.shared.load.lock()
+    }
+
+    /// How long work has waited without progress.
+    pub fn stalled(&self) -> Duration {
+        self.shared.watchdog.lock().stalled(Instant::now())
+    }
+
+    /// Whether the engine makes progress as it should.
+    pub fn healthy(&self) -> bool {
+        self.shared.watchdog.lock().check(Instant::now()) == Verdict::Healthy
+    }
+
+    /// The KV event log.
+    pub fn events(&self) -> &Mutex<EventLog> {
+        &self.shared.events
+    }
+
+    /// Changes when there are new KV events.
+    pub fn newest_event(&self) -> watch::Receiver<u64> {
+        self.newest.clone()
+    }
+
+    /// The engine's metrics as Prometheus text.
+    pub fn metrics_text(&self) -> String {
+        self.shared.rss.set(crate::memory::resident_bytes() as i64);
+        EngineMetrics::text(&self.shared.registry)
+    }
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+    spawned.map(drop).map_err(|source| Error::Io { what: format!("cannot start thread {name}"), source })
+}
+
+fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest: &watch::Sender<u64>) {
+    engine.pin_compute();
+    loop {
+        // Idle: wait for a command. Busy: take what is there and go on.
+        if !engine.has_work() {
+            shared.watchdog.lock().queued(Instant::now(), false);
+            let Ok(command) = inbox.recv() else { return };
+            if !obey(&mut engine, command) {
+                return;
+            }
+        }
+        while let Ok(command) = inbox.try_recv() {
+            if !obey(&mut engine, command) {
+                return;
+            }
+        }
+        let start = Instant::now();
+        shared.watchdog.lock().queued(start, engine.has_work());
+        match engine.step(start) {
+            Ok(StepOutcome::Ran { .. }) => {
+                let now = Instant::now();
+                shared.watchdog.lock().step_ended(now, now - start, engine.has_work());
+            }
+            Ok(StepOutcome::Idle) if engine.has_work() => {
+                // Everything waits for something outside: a command, a deadline.
+                match inbox.recv_timeout(Duration::from_millis(1)) {
+                    Ok(command) if !obey(&mut engine, command) => return,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                    Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+                }
+            }
+            Ok(StepOutcome::Idle) => {}
+            Err(error) => {
+                tracing::error!(%error, "the engine cannot go on; the worker ends");
+                std::process::exit(EXIT_BROKEN);
+            }
+        }
+        *shared.load.lock() = engine.load();
+        let sequence = shared.events.lock().newest();
+        newest.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);
+    }
+}
+
+/// False ends the thread.
+fn obey(engine: &mut Engine, command: Command) -> bool {
+    match command {
+        Command::Submit(request, reply) => {
+            let id = engine.submit(Instant::now(), request);
+            // A caller that has gone away has dropped the sink too: the next frame finds nobody.
+            let _ = reply.send(id);
+        }
+        Command::Cancel(id) => engine.cancel(id),
+        Command::Stop => return false,
+    }
+    true
+}
+
+fn watch_over(shared: &Arc<Shared>) {
+    let weak = Arc::downgrade(shared);
+    loop {
+        std::thread::park_timeout(WATCH_EVERY);
+        let Some(shared) = weak.upgrade() else { return };
+        let verdict = shared.watchdog.lock().check(Instant::now());
+        if let Verdict::Stalled { after } = verdict {
+            let load = *shared.load.lock();
+            tracing::error!(?after, ?load, "no step has ended while work is queued; the worker ends");
+            std::process::exit(EXIT_STALLED);
+        }
+    }
+}

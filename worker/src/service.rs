@@ -1,0 +1,237 @@
+//! A worker node: loads a model, joins every coordinator over QUIC, serves generations, tells its KV events.
+//!
+//! The worker dials; coordinators open streams on that connection. The cluster key comes with the first
+//! registration, so the engine starts then.
+
+use crate::Error;
+use crate::engine::thread::EngineHandle;
+use crate::load::{EngineOptions, Prepared};
+use parking_lot::Mutex;
+use proto::block::ClusterKey;
+use proto::ids::{Epoch, ModelId, NodeId, Role};
+use proto::message::{LoadReportV1, RegisterV1, ServedModelV1, WorkerState, WorkerStatus, WorkerStatusV1};
+use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+
+mod generate;
+mod link;
+mod ops;
+
+/// What a worker node is told.
+#[derive(Debug, Clone)]
+pub struct WorkerConfig {
+    /// Name of the model in the API.
+    pub model_id: ModelId,
+    /// The model's file.
+    pub model_path: PathBuf,
+    /// Coordinators, `host:port`; resolved anew for every attempt.
+    pub coordinators: Vec<String>,
+    /// Where other nodes reach this one by QUIC; port 0 is any.
+    pub listen: SocketAddr,
+    /// Where `/livez`, `/readyz`, `/startupz` and `/metrics` are served; port 0 is any.
+    pub ops: SocketAddr,
+    /// The engine.
+    pub engine: EngineOptions,
+    /// No stall is called before this long.
+    pub stall_floor: Duration,
+}
+
+/// What all tasks of the node share.
+struct Node {
+    node: NodeId,
+    epoch: Epoch,
+    started: Instant,
+    quic: SocketAddr,
+    ops: SocketAddr,
+    served: ServedModelV1,
+    draining: AtomicBool,
+    /// Coordinators that have accepted us.
+    joined: watch::Sender<usize>,
+    engine: watch::Sender<Option<(ClusterKey, EngineHandle)>>,
+    /// Taken by the first registration.
+    prepared: Mutex<Option<Prepared>>,
+    stall_floor: Duration,
+}
+
+/// A running worker node.
+pub struct WorkerService {
+    node: Arc<Node>,
+    endpoint: Arc<Endpoint>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+}
+
+impl WorkerService {
+    /// Loads the model and starts joining. Returns as soon as the node listens; see [`Self::joined`].
+    pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
+        let (path, options) = (config.model_path.clone(), config.engine.clone());
+        let loading = tokio::task::spawn_blocking(move || crate::load::prepare(&path, &options, &mut |_, _| {}));
+        let prepared = loading.await.map_err(|_| Error::EngineStopped)??;
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let epoch = Epoch(since_1970.as_micros() as u64);
+        let endpoint = Arc::new(Endpoint::bind(config.listen, identity, EndpointConfig::new(epoch, [Role::Worker]))?);
+        let listener = tokio::net::TcpListener::bind(config.ops)
+            .await
+            .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
+        let ops = listener.local_addr().map_err(|source| Error::Io { what: "ops address".into(), source })?;
+        let served = prepared.served(config.model_id.clone());
+        let node = Arc::new(Node {
+            node: endpoint.name().node.clone(),
+            epoch,
+            started: Instant::now(),
+            quic: endpoint.address(),
+            ops,
+            served,
+            draining: AtomicBool::new(false),
+            joined: watch::Sender::new(0),
+            engine: watch::Sender::new(None),
+            prepared: Mutex::new(Some(prepared)),
+            stall_floor: config.stall_floor,
+        });
+        let mut tasks = vec![tokio::spawn(ops::serve(listener, Arc::clone(&node)))];
+        for target in &config.coordinators {
+            let mut dialer = Dialer::new(Arc::clone(&endpoint), target.clone(), Expected::any(Role::Coordinator));
+            let node = Arc::clone(&node);
+            tasks.push(tokio::spawn(async move {
+                loop {
+                    let connection = dialer.connect().await;
+                    link::run(&node, connection).await;
+                }
+            }));
+        }
+        Ok(Self { node, endpoint, tasks })
+    }
+
+    /// Where other nodes reach this one.
+    pub fn quic_address(&self) -> SocketAddr {
+        self.node.quic
+    }
+
+    /// The ops port.
+    pub fn ops_address(&self) -> SocketAddr {
+        self.node.ops
+    }
+
+    /// Resolves once at least one coordinator has accepted this worker.
+    pub async fn joined(&self) {
+        let mut joined = self.node.joined.subscribe();
+        // The sender lives in the node, so this ends only by the condition.
+        let _ = joined.wait_for(|count| *count > 0).await;
+    }
+
+    /// Takes no new work, and resolves when the present work is done.
+    pub async fn drain(&self) {
+        self.node.draining.store(true, Ordering::Relaxed);
+        let mut tick = tokio::time::interval(Duration::from_millis(20));
+        while self.node.busy() {
+            tick.tick().await;
+        }
+    }
+
+    /// Ends everything now.
+    pub async fn stop(self) {
+        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
+        if let Some((_, engine)) = &*self.node.engine.borrow() {
+            engine.stop();
+        }
+        self.endpoint.close().await;
+    }
+}
+
+impl Node {
+    fn engine(&self) -> Option<EngineHandle> {
+        self.engine.borrow().as_ref().map(|(_, engine)| engine.clone())
+    }
+
+    fn busy(&self) -> bool {
+        self.engine().is_some_and(|engine| {
+            let load = engine.load();
+            load.running + load.waiting > 0
+        })
+    }
+
+    /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
+    fn start_engine(&self, key: ClusterKey) -> Result<EngineHandle, Error> {
+        if let Some((known, engine)) = &*self.engine.borrow() {
+            return match *known == key {
+                true => Ok(engine.clone()),
+                false => Err(Error::Config { option: "coordinators", reason: "they belong to clusters with different keys".into() }),
+            };
+        }
+        let prepared = self.prepared.lock().take().ok_or(Error::EngineStopped)?;
+        let engine = prepared.engine(key.clone(), self.epoch)?;
+        let handle = EngineHandle::start(engine, self.stall_floor)?;
+        self.engine.send_replace(Some((key, handle.clone())));
+        Ok(handle)
+    }
+
+    fn state(&self) -> WorkerState {
+        if self.draining.load(Ordering::Relaxed) {
+            WorkerState::Draining
+        } else if self.engine.borrow().is_some() {
+            WorkerState::Ready
+        } else {
+            WorkerState::Starting
+        }
+    }
+
+    fn register(&self) -> RegisterV1 {
+        RegisterV1 {
+            node: self.node.clone(),
+            epoch: self.epoch,
+            pid: std::process::id(),
+            quic: self.quic.to_string(),
+            ops: self.ops.to_string(),
+            models: vec![self.served.clone()],
+        }
+    }
+
+    fn report(&self) -> LoadReportV1 {
+        let engine = self.engine();
+        let load = engine.as_ref().map(EngineHandle::load).unwrap_or_default();
+        LoadReportV1 {
+            epoch: self.epoch,
+            state: self.state(),
+            running: load.running as u32,
+            waiting: load.waiting as u32,
+            pending_prefill_tokens: load.pending_prefill_tokens,
+            kv_used: load.kv_used,
+            kv_total: load.kv_total,
+            steps: load.steps,
+            tokens: load.tokens,
+            stalled_ms: engine.as_ref().map_or(0, |engine| engine.stalled().as_millis() as u64),
+            prefill_rate: load.prefill_rate,
+            step_ms: load.step_ms,
+            rss: crate::memory::resident_bytes(),
+        }
+    }
+
+    fn status(&self) -> WorkerStatus {
+        let kv_sequence = self.engine().map_or(0, |engine| engine.events().lock().newest());
+        WorkerStatus::V1(WorkerStatusV1 {
+            node: self.node.clone(),
+            models: vec![self.served.clone()],
+            load: self.report(),
+            kv_sequence,
+            uptime_ms: self.started.elapsed().as_millis() as u64,
+        })
+    }
+
+    fn metrics_text(&self) -> String {
+        self.engine().map_or_else(String::new, |engine| engine.metrics_text())
+    }
+
+    /// Alive: the engine makes progress, or has nothing to do.
+    fn alive(&self) -> bool {
+        self.engine().is_none_or(|engine| engine.healthy())
+    }
+
+    /// Ready: the engine runs, a coordinator has accepted us, and new work is taken.
+    fn ready(&self) -> bool {
+        self.state() == WorkerState::Ready && *self.joined.borrow() > 0 && self.alive()
+    }
+}

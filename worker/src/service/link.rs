@@ -1,0 +1,165 @@
+//! One connection to one coordinator: register, report, tell KV events, serve what it opens.
+
+use super::{Node, generate};
+use crate::engine::thread::EngineHandle;
+use proto::event::KvReplay;
+use proto::message::{LoadReport, Register, Registered, RegisteredV1, WorkerStatus};
+use proto::service::{CoordinatorApiClient, WorkerApi, deadline};
+use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tarpc::context::Context;
+
+const CALL_LIMIT: Duration = Duration::from_secs(5);
+
+/// Serves the connection until it is gone.
+pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
+    let (api, registered) = match register(node, &connection).await {
+        Ok(answer) => answer,
+        Err(reason) => {
+            tracing::warn!(coordinator = %connection.peer().node, %reason, "not accepted");
+            connection.close(CloseCode::Normal);
+            return;
+        }
+    };
+    let engine = match node.start_engine(registered.cluster_key.clone()) {
+        Ok(engine) => engine,
+        Err(error) => {
+            tracing::error!(coordinator = %connection.peer().node, %error, "cannot join");
+            connection.close(CloseCode::Normal);
+            return;
+        }
+    };
+    tracing::info!(coordinator = %connection.peer().node, "joined");
+    node.joined.send_modify(|count| *count += 1);
+    let reason = tokio::select! {
+        reason = report(node, &api, &engine, &registered) => reason,
+        reason = tell_events(&connection, &engine) => reason,
+        reason = serve(node, &connection, &engine) => reason,
+    };
+    node.joined.send_modify(|count| *count -= 1);
+    tracing::warn!(coordinator = %connection.peer().node, %reason, "left");
+    connection.close(CloseCode::Normal);
+}
+
+async fn register(
+    node: &Node,
+    connection: &Connection,
+) -> Result<(CoordinatorApiClient, RegisteredV1), String> {
+    let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
+    let request = Register::V1(node.register());
+    let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
+    let Registered::V1(registered) = answer.map_err(|refusal| refusal.to_string())?;
+    Ok((api, registered))
+}
+
+/// Reports load: regularly, and at once when the state of work changes by much.
+async fn report(node: &Node, api: &CoordinatorApiClient, engine: &EngineHandle, registered: &RegisteredV1) -> String {
+    let every = Duration::from_millis(registered.report_every_ms.clamp(20, 60_000));
+    let mut tick = tokio::time::interval(every);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    // Events come with every step that changes the cache: a good moment to say what is queued.
+    let mut newest = engine.newest_event();
+    let mut first = true;
+    loop {
+        if !first {
+            tokio::select! {
+                _ = tick.tick() => {}
+                changed = newest.changed() => if changed.is_err() { return "the engine has stopped".to_owned() },
+            }
+        }
+        first = false;
+        match api.report(deadline(CALL_LIMIT), LoadReport::V1(node.report())).await {
+            Ok(Ok(())) => {}
+            Ok(Err(refusal)) => return refusal.to_string(),
+            Err(error) => return error.to_string(),
+        }
+    }
+}
+
+/// Sends every KV event from now on; the coordinator asks for what came before.
+async fn tell_events(connection: &Connection, engine: &EngineHandle) -> String {
+    let sender = match connection.open_kv_events().await {
+        Ok(sender) => sender,
+        Err(error) => return error.to_string(),
+    };
+    stream_events(sender, engine).await
+}
+
+async fn stream_events(mut sender: KvEventSender, engine: &EngineHandle) -> String {
+    let mut newest = engine.newest_event();
+    let mut next = engine.events().lock().newest() + 1;
+    loop {
+        let batches = engine.events().lock().replay(next);
+        // Fallen behind the log: go on with what is new; the coordinator sees the gap and takes a snapshot.
+        let Some(batches) = batches else {
+            next = engine.events().lock().newest() + 1;
+            continue;
+        };
+        for batch in batches {
+            next = batch.first_sequence + batch.events.len() as u64;
+            if let Err(error) = sender.send(batch).await {
+                return error.to_string();
+            }
+        }
+        if newest.changed().await.is_err() {
+            return "the engine has stopped".to_owned();
+        }
+    }
+}
+
+async fn serve(node: &Arc<Node>, connection: &Connection, engine: &EngineHandle) -> String {
+    loop {
+        match connection.accept().await {
+            Ok(Incoming::Generate(call)) => {
+                let node = Arc::clone(node);
+                tokio::spawn(async move { generate::serve(&node, call).await });
+            }
+            Ok(Incoming::WorkerRpc(rpc)) => {
+                tokio::spawn(rpc.serve(Api { node: Arc::clone(node), engine: engine.clone() }));
+            }
+            Ok(Incoming::KvSnapshot(reply)) => {
+                let snapshot = engine.events().lock().snapshot();
+                tokio::spawn(async move {
+                    if let Err(error) = reply.send(&snapshot).await {
+                        tracing::debug!(%error, "a snapshot was not taken to its end");
+                    }
+                });
+            }
+            Ok(other) => tracing::warn!(?other, "a stream that workers do not serve"),
+            Err(error) => return error.to_string(),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Api {
+    node: Arc<Node>,
+    engine: EngineHandle,
+}
+
+impl WorkerApi for Api {
+    async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
+        match self.engine.events().lock().replay(from) {
+            Some(batches) => KvReplay::Batches(batches),
+            None => KvReplay::TakeSnapshot,
+        }
+    }
+
+    async fn drain(self, _: Context) {
+        self.node.draining.store(true, Ordering::Relaxed);
+    }
+
+    async fn undrain(self, _: Context) {
+        self.node.draining.store(false, Ordering::Relaxed);
+    }
+
+    async fn status(self, _: Context) -> WorkerStatus {
+        self.node.status()
+    }
+
+    async fn metrics_text(self, _: Context) -> String {
+        self.node.metrics_text()
+    }
+}

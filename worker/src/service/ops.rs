@@ -1,0 +1,69 @@
+//! The worker's ops port: `/livez`, `/readyz`, `/startupz`, `/metrics`.
+
+use super::Node;
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+/// Connections at once: probes and scrapers, nobody else.
+const MAX_CONNECTIONS: usize = 64;
+const HEADER_TIME: Duration = Duration::from_secs(5);
+
+pub(super) async fn serve(listener: TcpListener, node: Arc<Node>) {
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "ops port: cannot accept");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        let node = Arc::clone(&node);
+        tokio::spawn(async move {
+            let answer = service_fn(move |request| {
+                let node = Arc::clone(&node);
+                async move { Ok::<_, Infallible>(answer(&node, &request)) }
+            });
+            let mut server = hyper::server::conn::http1::Builder::new();
+            server.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_headers(64);
+            // A client that breaks off is its own business.
+            let _ = server.serve_connection(TokioIo::new(stream), answer).await;
+            drop(place);
+        });
+    }
+}
+
+fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+    let probe = |good: bool| match good {
+        true => text(StatusCode::OK, "ok\n".to_owned()),
+        false => text(StatusCode::SERVICE_UNAVAILABLE, "not now\n".to_owned()),
+    };
+    if request.method() != Method::GET && request.method() != Method::HEAD {
+        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET is served\n".to_owned());
+    }
+    match request.uri().path() {
+        "/livez" => probe(node.alive()),
+        "/readyz" => probe(node.ready()),
+        "/startupz" => probe(node.engine().is_some()),
+        "/metrics" => text(StatusCode::OK, node.metrics_text()),
+        _ => text(StatusCode::NOT_FOUND, "known are /livez, /readyz, /startupz and /metrics\n".to_owned()),
+    }
+}
+
+fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    let kind = hyper::header::HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(hyper::header::CONTENT_TYPE, kind);
+    response
+}
