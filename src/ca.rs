@@ -36,7 +36,9 @@ struct Init {
 
 /// Makes the key and certificate of one node, valid for a year.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7")]
+#[command(
+    after_help = "Example:\n  kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7"
+)]
 struct Issue {
     /// Where `kvasir ca init` put the authority.
     #[arg(long, value_name = "DIR")]
@@ -67,8 +69,8 @@ impl Ca {
                 writeln!(out, "authority of cluster {} in {}", authority.cluster(), init.dir.display())?;
             }
             Action::Issue(issue) => {
-                let authority =
-                    Authority::load(&issue.dir).with_context(|| format!("authority in {}", issue.dir.display()))?;
+                let authority = Authority::load(&issue.dir)
+                    .with_context(|| format!("authority in {}", issue.dir.display()))?;
                 let node = authority.issue(issue.role, issue.node, SystemTime::now())?;
                 node.save(&issue.out)?;
                 writeln!(out, "{} in {}", node.identity()?.name(), issue.out.display())?;

@@ -42,8 +42,13 @@ impl FromStr for CpuSet {
         let mut cpus = Vec::new();
         for part in text.split(',') {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
-            let number = |text: &str| text.parse().ok().filter(|cpu| *cpu <= MAX_CPU).ok_or_else(refuse);
-            cpus.extend(number(first)?..=number(last)?);
+            let number =
+                |text: &str| text.parse::<usize>().ok().filter(|cpu| *cpu <= MAX_CPU).ok_or_else(refuse);
+            let (first, last) = (number(first)?, number(last)?);
+            if first > last {
+                return Err(refuse());
+            }
+            cpus.extend(first..=last);
         }
         cpus.sort_unstable();
         cpus.dedup();
@@ -109,7 +114,7 @@ mod tests {
             assert_eq!(text.parse::<CpuSet>().unwrap().to_string(), text);
         }
         assert_eq!("3,1-2,2".parse::<CpuSet>().unwrap().to_string(), "1-3");
-        for bad in ["", "a", "3-1", "1-", "0-99999999999", ","] {
+        for bad in ["", "a", "3-1", "0,3-1", "1-", "0-99999999999", ","] {
             assert!(bad.parse::<CpuSet>().is_err(), "{bad}");
         }
     }
@@ -129,7 +134,11 @@ mod tests {
         for (usable, capacity, workers, asked, threads, sets) in table {
             let shares = share(&usable.parse().unwrap(), capacity, workers, asked);
             let found: Vec<String> = shares.sets.iter().map(CpuSet::to_string).collect();
-            assert_eq!((shares.threads, found), (threads, sets.iter().map(|s| (*s).to_owned()).collect()), "{usable}");
+            assert_eq!(
+                (shares.threads, found),
+                (threads, sets.iter().map(|s| (*s).to_owned()).collect()),
+                "{usable}"
+            );
         }
     }
 

@@ -2,13 +2,22 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
+mod announcement;
+mod ca;
 mod config;
+mod coordinator;
+mod cpus;
 mod home;
+mod models;
+mod numerics;
 mod ops_client;
 mod status;
+mod tokenize;
+mod up;
+mod worker;
 
-use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser};
 use config::ConfigError;
 use std::io::{ErrorKind as IoErrorKind, IsTerminal};
 use std::process::ExitCode;
@@ -33,13 +42,25 @@ struct Cli {
 /// A new subcommand is a file with a `clap::Args` struct that has `run`, and one line here and below.
 #[derive(clap::Subcommand)]
 enum Command {
+    Up(up::Up),
+    Coordinator(coordinator::Coordinator),
+    Worker(worker::Worker),
+    Tokenize(tokenize::Tokenize),
+    Models(models::Models),
     Status(status::Status),
+    Ca(ca::Ca),
 }
 
 impl Command {
     fn run(self) -> anyhow::Result<()> {
         match self {
+            Self::Up(command) => command.run(),
+            Self::Coordinator(command) => command.run(),
+            Self::Worker(command) => command.run(),
+            Self::Tokenize(command) => command.run(),
+            Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
+            Self::Ca(command) => command.run(),
         }
     }
 }
@@ -66,10 +87,11 @@ fn main() -> ExitCode {
 fn bad_usage(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::ValueValidation | ErrorKind::InvalidValue)
         && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
-        && let Some(flag) = argument.split(' ').next().filter(|flag| flag.starts_with("--"))
-        && !std::env::args().any(|given| given == flag || given.starts_with(&format!("{flag}=")))
+        && let Some(flag) = argument.split(' ').next().and_then(|flag| flag.strip_prefix("--"))
+        && !std::env::args()
+            .any(|given| given.strip_prefix("--").is_some_and(|g| g.split('=').next() == Some(flag)))
+        && let Some(variable) = variable_of(flag)
     {
-        let variable = format!("KVASIR_{}", flag.trim_start_matches('-').replace('-', "_").to_uppercase());
         let rendered = error.to_string();
         let reason = rendered.lines().next().unwrap_or_default().trim_start_matches("error: ");
         eprintln!("kvasir: {}", ConfigError::Environment(format!("{variable}: {reason}")));
@@ -78,6 +100,14 @@ fn bad_usage(error: &clap::Error) -> ExitCode {
     // Nothing sensible is left to do when even the error cannot be printed.
     let _ = error.print();
     ExitCode::from(error.exit_code().clamp(0, 255) as u8)
+}
+
+/// The variable that sets `flag` of the subcommand that was asked for.
+fn variable_of(flag: &str) -> Option<String> {
+    let cli = Cli::command();
+    let subcommand = std::env::args().nth(1).and_then(|name| cli.find_subcommand(name).cloned())?;
+    let argument = subcommand.get_arguments().find(|argument| argument.get_long() == Some(flag))?;
+    Some(argument.get_env()?.to_string_lossy().into_owned())
 }
 
 /// Logs go to stderr: `KVASIR_LOG` filters them (default `info`), `KVASIR_LOG_FORMAT=json` is for collectors.
@@ -102,7 +132,6 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     /// Every visible subcommand, nested ones included, with its full name.
     fn commands(parent: &clap::Command, name: &str, found: &mut Vec<(String, clap::Command)>) {

@@ -9,8 +9,8 @@ mod supervisor;
 use crate::config::{self, ConfigError};
 use crate::coordinator::{CoordinatorSettings, KeyEntry};
 use crate::cpus::{self, CpuSet};
-use crate::local::{ActivationsArg, KvTypeArg};
-use crate::worker::{Device, WorkerSettings};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg};
+use crate::worker::WorkerSettings;
 use crate::{home, models};
 use anyhow::Context;
 use data_dir::DataDir;
@@ -105,11 +105,18 @@ impl Plan {
         let http = settings.http.unwrap_or(local(8080));
         let ops = settings.ops.unwrap_or(local(9090));
         if listen_public && settings.keys.as_ref().is_none_or(Vec::is_empty) {
-            return Err(ConfigError::missing("keys", "--listen-public needs at least one [[keys]] entry in --config"));
+            return Err(ConfigError::missing(
+                "keys",
+                "--listen-public needs at least one [[keys]] entry in --config",
+            ));
         }
         for (field, address) in [("http", http), ("ops", ops)] {
             if !address.ip().is_loopback() && !listen_public {
-                return Err(ConfigError::field(field, address, "a loopback address, unless --listen-public is given"));
+                return Err(ConfigError::field(
+                    field,
+                    address,
+                    "a loopback address, unless --listen-public is given",
+                ));
             }
         }
         let coordinators = (0..coordinators)
@@ -225,7 +232,8 @@ fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAdd
         0 => Some(0),
         port => u16::try_from(index).ok().and_then(|index| port.checked_add(index)),
     };
-    let port = port.ok_or_else(|| ConfigError::field(field, first, "a port with room for all coordinators above it"))?;
+    let port = port
+        .ok_or_else(|| ConfigError::field(field, first, "a port with room for all coordinators above it"))?;
     Ok(SocketAddr::new(first.ip(), port))
 }
 
@@ -285,23 +293,35 @@ mod tests {
     }
 
     fn keys() -> Option<Vec<KeyEntry>> {
-        toml::from_str::<UpSettings>(&format!("[[keys]]\nsha256 = \"{}\"\ntenant = \"a\"\n", "0".repeat(64))).unwrap().keys
+        toml::from_str::<UpSettings>(&format!("[[keys]]\nsha256 = \"{}\"\ntenant = \"a\"\n", "0".repeat(64)))
+            .unwrap()
+            .keys
     }
 
     #[test]
     fn other_machines_are_let_in_only_with_keys_and_on_purpose() {
         let public: Option<SocketAddr> = "0.0.0.0:8080".parse().ok();
-        assert!(refused(UpSettings { http: public, ..Default::default() }, false).contains("--listen-public"));
-        assert!(refused(UpSettings { ops: public, keys: keys(), ..Default::default() }, false).contains("`ops`"));
+        assert!(
+            refused(UpSettings { http: public, ..Default::default() }, false).contains("--listen-public")
+        );
+        assert!(
+            refused(UpSettings { ops: public, keys: keys(), ..Default::default() }, false).contains("`ops`")
+        );
         assert!(refused(UpSettings::default(), true).contains("[[keys]]"));
         Plan::new(UpSettings { http: public, keys: keys(), ..Default::default() }, true).unwrap();
     }
 
     #[test]
     fn counts_and_threads_have_limits_that_are_told() {
-        assert!(refused(UpSettings { workers: Some(0), ..Default::default() }, false).contains("`workers`: 0"));
-        assert!(refused(UpSettings { coordinators: Some(65), ..Default::default() }, false).contains("1 to 64"));
-        assert!(refused(UpSettings { threads: Some(0), ..Default::default() }, false).contains("`threads`: 0"));
+        assert!(
+            refused(UpSettings { workers: Some(0), ..Default::default() }, false).contains("`workers`: 0")
+        );
+        assert!(
+            refused(UpSettings { coordinators: Some(65), ..Default::default() }, false).contains("1 to 64")
+        );
+        assert!(
+            refused(UpSettings { threads: Some(0), ..Default::default() }, false).contains("`threads`: 0")
+        );
     }
 
     #[test]
@@ -313,7 +333,8 @@ mod tests {
             ..Default::default()
         };
         let plan = Plan::new(settings("127.0.0.1:8000"), false).unwrap();
-        let ports: Vec<(u16, u16)> = plan.coordinators.iter().map(|(http, ops)| (http.port(), ops.port())).collect();
+        let ports: Vec<(u16, u16)> =
+            plan.coordinators.iter().map(|(http, ops)| (http.port(), ops.port())).collect();
         assert_eq!(ports, [(8000, 0), (8001, 0)]);
         assert!(refused(settings("127.0.0.1:65535"), false).contains("65535"));
     }

@@ -9,8 +9,10 @@ use std::path::PathBuf;
 
 /// Runs one worker: weights, KV cache and arithmetic behind the coordinators it dials.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
-    kvasir worker --config worker.toml --explain")]
+#[command(
+    after_help = "Example:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
+    kvasir worker --config worker.toml --explain"
+)]
 pub(crate) struct Worker {
     #[command(flatten)]
     settings: WorkerSettings,
@@ -25,9 +27,9 @@ pub(crate) struct WorkerSettings {
     /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it.
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     pub(crate) identity: Option<PathBuf>,
-    /// UDP addresses of all coordinators, separated by commas.
-    #[arg(long, value_name = "ADDR,..", env = "KVASIR_COORDINATORS", value_delimiter = ',')]
-    pub(crate) coordinators: Option<Vec<SocketAddr>>,
+    /// UDP addresses of all coordinators, names or numbers, separated by commas.
+    #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_COORDINATORS", value_delimiter = ',')]
+    pub(crate) coordinators: Option<Vec<String>>,
     /// Catalog name or path of a .gguf file.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<PathBuf>,
@@ -70,4 +72,10 @@ pub(crate) struct WorkerSettings {
     /// What the node keeps over restarts.
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
+}
+
+impl Worker {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        Ok(())
+    }
 }

@@ -39,7 +39,8 @@ pub(crate) enum Life {
 /// that started it.
 pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow::Result<Child> {
     let executable = std::env::current_exe().context("the path of this executable")?;
-    let log = File::options().create(true).append(true).open(log).with_context(|| log.display().to_string())?;
+    let log =
+        File::options().create(true).append(true).open(log).with_context(|| log.display().to_string())?;
     let mut command = Command::new(executable);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log).kill_on_drop(true);
     // Ctrl-C in a terminal goes to the foreground group: the children drain when we say so, not before.
@@ -66,7 +67,11 @@ pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow
 }
 
 /// Watches a child to its end: reports what it announces and how it ended, and passes orders on.
-pub(crate) async fn watch(mut child: Child, mut orders: mpsc::UnboundedReceiver<Order>, report: impl Fn(Life)) {
+pub(crate) async fn watch(
+    mut child: Child,
+    mut orders: mpsc::UnboundedReceiver<Order>,
+    report: impl Fn(Life),
+) {
     let mut announcement = Box::pin(read_announcement(child.stdout.take()));
     let mut announced = false;
     loop {

@@ -64,7 +64,11 @@ impl DataDir {
     }
 
     /// Writes a node's settings file and returns its path.
-    pub(crate) fn write_settings(&self, name: &str, settings: &impl serde::Serialize) -> anyhow::Result<PathBuf> {
+    pub(crate) fn write_settings(
+        &self,
+        name: &str,
+        settings: &impl serde::Serialize,
+    ) -> anyhow::Result<PathBuf> {
         let text = toml::to_string(settings).context("a node's settings")?;
         let path = self.node(name).join("node.toml");
         make_private(&self.node(name))?;

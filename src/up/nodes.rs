@@ -101,7 +101,8 @@ impl Nodes {
 
     /// The places of all nodes of a role.
     pub(crate) fn of(&self, role: Role) -> impl Iterator<Item = usize> + use<> {
-        let places: Vec<usize> = (0..self.nodes.len()).filter(|index| self.nodes[*index].role == role).collect();
+        let places: Vec<usize> =
+            (0..self.nodes.len()).filter(|index| self.nodes[*index].role == role).collect();
         places.into_iter()
     }
 
@@ -126,7 +127,7 @@ impl Nodes {
                     Settings::Worker(_) => None,
                 });
                 toml::Table::try_from(WorkerSettings {
-                    coordinators: Some(coordinators.collect()),
+                    coordinators: Some(coordinators.map(|address| address.to_string()).collect()),
                     ..settings.clone()
                 })
             }
@@ -227,7 +228,8 @@ mod tests {
 
     #[test]
     fn waits_double_up_to_a_limit() {
-        let waits: Vec<u128> = [1, 2, 3, 7, 8, 1000].map(backoff_after).iter().map(Duration::as_millis).collect();
+        let waits: Vec<u128> =
+            [1, 2, 3, 7, 8, 1000].map(backoff_after).iter().map(Duration::as_millis).collect();
         assert_eq!(waits, [100, 200, 400, 6400, 10_000, 10_000]);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::child::{self, Life, Order};
 use super::data_dir::DataDir;
-use super::nodes::{Node, Nodes};
+use super::nodes::Nodes;
 use crate::config::ConfigError;
 use crate::ops_client;
 use anyhow::{Context, bail, ensure};
@@ -106,7 +106,8 @@ impl Supervisor {
                 Some(Event::Life(index, Life::Listens(announcement))) => {
                     self.nodes.listens(index, announcement);
                     self.dir.write_up_file(&self.nodes.up_line()?)?;
-                    if let (Role::Coordinator, Some(ops)) = (self.nodes[index].role, self.nodes[index].ops()) {
+                    if let (Role::Coordinator, Some(ops)) = (self.nodes[index].role, self.nodes[index].ops())
+                    {
                         tokio::spawn(reopen_gate(ops, self.nodes.worker_ids()));
                     }
                 }
@@ -209,7 +210,8 @@ fn did_not_start(name: &str, status: anyhow::Result<ExitStatus>, log: &str) -> a
 }
 
 async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Result<String> {
-    let answer = tokio::task::spawn_blocking(move || ops_client::request(ops, method, &path, OPS_TIMEOUT)).await;
+    let answer =
+        tokio::task::spawn_blocking(move || ops_client::request(ops, method, &path, OPS_TIMEOUT)).await;
     answer.context("asking a coordinator")?.and_then(ops_client::Answer::success)
 }
 
