@@ -11,6 +11,7 @@ mod home;
 mod models;
 mod numerics;
 mod ops_client;
+mod progress;
 mod status;
 mod tokenize;
 mod up;

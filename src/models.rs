@@ -1,15 +1,19 @@
 //! `kvasir models`: the catalog, the cache, what is in a file. And how MODEL becomes a file.
 
-use anyhow::{Context, bail};
+use crate::progress::Bar;
+use crate::status::columns;
+use anyhow::Context;
 use model::Gguf;
+use model::catalog::{self, Entry, Listed, Store};
 use model::inspect::Summary;
 use proto::ids::ModelId;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Lists, pulls, inspects and verifies models.
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  kvasir models list\n  kvasir models inspect ./my-model.gguf")]
+#[command(after_help = "Examples:\n  kvasir models list\n  kvasir models pull smollm2-135m\n  \
+    kvasir models inspect ./my-model.gguf")]
 pub(crate) struct Models {
     #[command(subcommand)]
     action: Action,
@@ -17,7 +21,28 @@ pub(crate) struct Models {
 
 #[derive(clap::Subcommand)]
 enum Action {
+    List(List),
+    Pull(Pull),
     Inspect(Inspect),
+    Verify(Verify),
+}
+
+/// Shows the catalog and what of it is in the cache.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir models list --json")]
+struct List {
+    /// Print one line of JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Downloads a model of the catalog into the cache, checked, and prints its path.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir models pull smollm2-135m")]
+struct Pull {
+    /// Name in the catalog.
+    #[arg(value_parser = entry)]
+    model: &'static Entry,
 }
 
 /// Shows what a model file says: architecture, layers, tensors, tokenizer.
@@ -31,22 +56,72 @@ struct Inspect {
     json: bool,
 }
 
+/// Compares a pulled model with its pinned checksum.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir models verify smollm2-135m")]
+struct Verify {
+    /// Name in the catalog.
+    #[arg(value_parser = entry)]
+    model: &'static Entry,
+}
+
+/// A catalog entry by name.
+fn entry(name: &str) -> Result<&'static Entry, String> {
+    let known = || catalog::CATALOG.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ");
+    catalog::find(name).ok_or_else(|| format!("not in the catalog, which has {}", known()))
+}
+
 impl Models {
     pub(crate) fn run(self) -> anyhow::Result<()> {
+        let store = Store::from_env()?;
         let mut out = std::io::stdout().lock();
         match self.action {
+            Action::List(list) => {
+                let text = if list.json { json_list(&store.list()) + "\n" } else { table(&store.list()) };
+                write!(out, "{text}")?;
+            }
+            Action::Pull(pull) => {
+                let path = store.pull(pull.model, &mut Bar::new())?;
+                writeln!(out, "{}", path.display())?;
+            }
             Action::Inspect(inspect) => {
-                let file = Gguf::open(resolve_or_pull(&inspect.model)?.path)?;
-                let summary = Summary::of(&file)?;
+                let summary = Summary::of(&Gguf::open(resolve_or_pull(&inspect.model)?.path)?)?;
                 if inspect.json {
                     writeln!(out, "{}", serde_json::to_string(&summary)?)?;
                 } else {
                     write!(out, "{summary}")?;
                 }
             }
+            Action::Verify(verify) => {
+                store.verify(verify.model, &mut Bar::new())?;
+                writeln!(out, "{} is the pinned file", store.path(verify.model).display())?;
+            }
         }
         Ok(())
     }
+}
+
+fn table(listed: &[Listed]) -> String {
+    let mut rows = vec![["NAME", "SIZE", "HERE", "FILE"].map(str::to_owned).to_vec()];
+    for model in listed {
+        let size = format!("{} MiB", model.entry.bytes >> 20);
+        let here = if model.present { "yes" } else { "no" };
+        rows.push(vec![model.entry.name.into(), size, here.into(), model.path.display().to_string()]);
+    }
+    columns(&rows)
+}
+
+fn json_list(listed: &[Listed]) -> String {
+    let models = listed.iter().map(|model| {
+        serde_json::json!({
+            "name": model.entry.name,
+            "bytes": model.entry.bytes,
+            "sha256": model.entry.sha256,
+            "present": model.present,
+            "path": model.path,
+        })
+    });
+    serde_json::json!({"models": models.collect::<Vec<_>>()}).to_string()
 }
 
 /// A model as a file and its name in the API.
@@ -56,14 +131,48 @@ pub(crate) struct Resolved {
     pub(crate) id: ModelId,
 }
 
-/// The file behind MODEL: a path, or a name of the catalog, which is pulled on first use.
+/// The file behind MODEL: a name of the catalog, which is pulled on first use, or a path.
 pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
-    let path = Path::new(model);
-    if path.exists() {
-        let stem =
-            path.file_stem().and_then(|stem| stem.to_str()).context("a file name that is not UTF-8")?;
-        let path = path.canonicalize().with_context(|| model.to_owned())?;
-        return Ok(Resolved { path, id: ModelId::new(stem)? });
+    let store = Store::from_env()?;
+    let resolved = store.resolve(model)?;
+    let path = match resolved.entry {
+        Some(entry) => {
+            if !store.is_present(entry) {
+                eprintln!("pulling {model} ({} MiB)", entry.bytes >> 20);
+            }
+            store.pull(entry, &mut Bar::new())?
+        }
+        None => resolved.path,
+    };
+    // Children of `up` do not run where the user typed a relative path.
+    let path = path.canonicalize().with_context(|| path.display().to_string())?;
+    Ok(Resolved { path, id: ModelId::new(resolved.id)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_catalog_is_listed_for_people_and_for_scripts() {
+        let dir = tempfile::tempdir().unwrap();
+        let listed = Store::at(dir.path()).list();
+        let json: serde_json::Value = serde_json::from_str(&json_list(&listed)).unwrap();
+        assert_eq!(json["models"].as_array().unwrap().len(), catalog::CATALOG.len());
+        for model in catalog::CATALOG {
+            assert!(table(&listed).contains(model.name));
+        }
+        assert_eq!(json["models"][0]["present"], false);
     }
-    bail!("{model}: no such file, and no such name in the catalog");
+
+    #[test]
+    fn a_path_is_resolved_to_the_whole_path_and_its_stem() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("tiny-f32.gguf");
+        std::fs::write(&file, "").unwrap();
+        let resolved = resolve_or_pull(file.to_str().unwrap()).unwrap();
+        assert_eq!(resolved.id.as_str(), "tiny-f32");
+        assert!(resolved.path.is_absolute());
+        assert!(resolve_or_pull("no-such-model").unwrap_err().to_string().contains("smollm2-135m"));
+    }
 }
