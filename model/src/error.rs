@@ -124,4 +124,7 @@ pub enum Error {
     /// The metadata is no tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] crate::tokenizer::TokenizerError),
+    /// A model cannot be had.
+    #[error(transparent)]
+    Catalog(#[from] crate::catalog::CatalogError),
 }

@@ -4,6 +4,7 @@
 //! a model is data, so a new architecture is one translator file and a fixture.
 //! Never here: arithmetic, sockets.
 
+pub mod catalog;
 pub mod error;
 pub mod ggml_type;
 pub mod gguf;
