@@ -47,8 +47,12 @@ impl Progress for Bar {
     fn begin(&mut self, step: Step<'_>, total: Option<u64>) {
         self.label = match step {
             Step::Waiting => "waiting for another process that pulls the same model".into(),
-            Step::Downloading { requirement, number, of: 1 } if number == 1 => format!("downloading {requirement}"),
-            Step::Downloading { requirement, number, of } => format!("downloading {requirement} ({number}/{of})"),
+            Step::Downloading { requirement, number, of: 1 } if number == 1 => {
+                format!("downloading {requirement}")
+            }
+            Step::Downloading { requirement, number, of } => {
+                format!("downloading {requirement} ({number}/{of})")
+            }
             Step::Unpacking { requirement } => format!("unpacking {requirement}"),
             Step::Checking => "checking".into(),
             _ => String::new(),
@@ -78,7 +82,10 @@ mod tests {
     #[test]
     fn a_bar_fills_and_never_overflows() {
         assert_eq!(line("a", 0, Some(30 << 20)), format!("a [{}] 0 of 30 MiB", "-".repeat(30)));
-        assert_eq!(line("a", 10 << 20, Some(30 << 20)), format!("a [{}{}] 10 of 30 MiB", "#".repeat(10), "-".repeat(20)));
+        assert_eq!(
+            line("a", 10 << 20, Some(30 << 20)),
+            format!("a [{}{}] 10 of 30 MiB", "#".repeat(10), "-".repeat(20))
+        );
         assert_eq!(line("a", 99 << 20, Some(30 << 20)), format!("a [{}] 30 of 30 MiB", "#".repeat(30)));
         assert_eq!(line("a", 5 << 20, None), "a 5 MiB");
         assert_eq!(line("a", 0, Some(0)), "a");
