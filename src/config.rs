@@ -11,8 +11,7 @@ pub(crate) use units::{ByteSize, Period};
 use anyhow::Context;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A setting that cannot be honoured; ends the process with exit code 64.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +34,14 @@ pub(crate) enum ConfigError {
         /// What would be accepted.
         limit: String,
     },
+    /// A field that must be set and is not.
+    #[error("setting `{field}` is missing: {need}")]
+    Missing {
+        /// The field's name in the file.
+        field: &'static str,
+        /// What it is needed for.
+        need: String,
+    },
     /// A node that another command set up refuses its settings.
     #[error("{name} refuses its settings:\n{log}")]
     Node {
@@ -55,49 +62,8 @@ impl ConfigError {
     }
 
     /// A field that must be set and is not.
-    pub(crate) fn missing(field: &'static str, limit: impl Into<String>) -> Self {
-        Self::Field { field, value: "nothing".into(), limit: limit.into() }
-    }
-}
-
-/// Flags of every node besides its settings.
-#[derive(Debug, clap::Args)]
-pub(crate) struct NodeArgs {
-    /// TOML file with any of the settings above (underscores for dashes); variables and flags win over it.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) config: Option<PathBuf>,
-    /// Print the settings in effect as a file, and end.
-    #[arg(long)]
-    pub(crate) check_config: bool,
-    /// Print each setting that was computed and why, and end.
-    #[arg(long)]
-    pub(crate) explain: bool,
-}
-
-/// A default that was computed, for `--explain`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Explained {
-    /// The setting.
-    pub(crate) field: &'static str,
-    /// Its value, as it would stand in a file.
-    pub(crate) value: String,
-    /// Why.
-    pub(crate) reason: String,
-}
-
-impl NodeArgs {
-    /// Prints what was asked for; `true` means that the command is done.
-    pub(crate) fn answer(&self, settings: &impl Serialize, explained: &[Explained]) -> anyhow::Result<bool> {
-        let mut out = std::io::stdout().lock();
-        if self.check_config {
-            write!(out, "{}", toml::to_string(settings).context("settings in effect")?)?;
-        }
-        if self.explain {
-            for Explained { field, value, reason } in explained {
-                writeln!(out, "{field} = {value}  # {reason}")?;
-            }
-        }
-        Ok(self.check_config || self.explain)
+    pub(crate) fn missing(field: &'static str, need: impl Into<String>) -> Self {
+        Self::Missing { field, need: need.into() }
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) struct Coordinator {
     #[command(flatten)]
     settings: CoordinatorSettings,
     #[command(flatten)]
-    node: crate::config::NodeArgs,
+    node: NodeArgs,
 }
 
 /// Everything that can be set, and nothing that is not; what is not set is computed.

@@ -2,13 +2,13 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
-mod announcement;
 mod ca;
 mod config;
 mod coordinator;
 mod cpus;
 mod home;
 mod models;
+mod node;
 mod numerics;
 mod ops_client;
 mod progress;

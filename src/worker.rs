@@ -17,7 +17,7 @@ pub(crate) struct Worker {
     #[command(flatten)]
     settings: WorkerSettings,
     #[command(flatten)]
-    node: crate::config::NodeArgs,
+    node: NodeArgs,
 }
 
 /// Everything that can be set, and nothing that is not; what is not set is computed.
@@ -74,8 +74,45 @@ pub(crate) struct WorkerSettings {
     pub(crate) data_dir: Option<PathBuf>,
 }
 
+const MAX_SEQS: usize = 4096;
+/// Requests that run when a worker is told to end get this long.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+
 impl Worker {
     pub(crate) fn run(self) -> anyhow::Result<()> {
-        Ok(())
+        let settings: WorkerSettings = config::layered(self.node.config.as_deref(), &self.settings)?;
+        settings.check()?;
+        let (settings, explained) = settings.complete()?;
+        if self.node.answer(&settings, &explained)? {
+            return Ok(());
+        }
+        let identity = settings.identity()?;
+        let config = settings.service()?;
+        // Arithmetic has threads of its own; these only move bytes.
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        runtime.block_on(async {
+            let mut signals = StopSignals::listen()?;
+            let service = tokio::select! {
+                service = WorkerService::start(config, &identity) => service?,
+                () = signals.next() => return Ok(()),
+            };
+            let announcement = Announcement {
+                id: identity.name().node.to_string(),
+                pid: std::process::id(),
+                http: None,
+                ops: service.ops_address(),
+                quic: service.quic_address(),
+            };
+            announcement.print()?;
+            signals.next().await;
+            tracing::info!("draining");
+            tokio::select! {
+                () = service.drain() => {}
+                () = tokio::time::sleep(DRAIN_DEADLINE) => tracing::warn!("requests still run; ending anyway"),
+                () = signals.next() => {}
+            }
+            service.stop().await;
+            Ok(())
+        })
     }
 }

@@ -1,6 +1,6 @@
 //! Translators: what a GGUF's keys and tensors mean, one file per architecture.
 //!
-//! A translator reads hyper-parameters and names tensors; [`Source`] checks that every number is sane and that
+//! A translator reads hyper-parameters and names tensors; its source checks that every number is sane and that
 //! every tensor is there with the shape that the numbers ask for. A tensor that no part of the resulting
 //! [`ModelSpec`] uses is an error: a model that is more than we understand must not run as if it were less.
 

@@ -2,7 +2,7 @@
 //! chance to hit another process that got its number.
 #![allow(unsafe_code)]
 
-use crate::announcement::Announcement;
+use crate::node::Announcement;
 use anyhow::{Context, ensure};
 use std::fs::File;
 use std::path::Path;

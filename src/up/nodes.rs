@@ -1,7 +1,7 @@
 //! The nodes of a cluster on this machine: who they are, how they are set up, whether they live.
 
 use super::child::Order;
-use crate::announcement::Announcement;
+use crate::node::Announcement;
 use crate::coordinator::CoordinatorSettings;
 use crate::worker::WorkerSettings;
 use anyhow::Context;

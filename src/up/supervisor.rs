@@ -4,13 +4,13 @@ use super::child::{self, Life, Order};
 use super::data_dir::DataDir;
 use super::nodes::Nodes;
 use crate::config::ConfigError;
+use crate::node::StopSignals;
 use crate::ops_client;
 use anyhow::{Context, bail, ensure};
 use proto::ids::Role;
 use std::net::SocketAddr;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 /// Loading weights from a slow disk is what may take long.
@@ -44,9 +44,7 @@ impl Supervisor {
     /// Must be made and driven on the main thread (see [`child::spawn`]), inside a runtime.
     pub(crate) fn new(dir: DataDir, nodes: Nodes, restart: bool) -> anyhow::Result<Self> {
         let (sender, events) = mpsc::unbounded_channel();
-        for kind in [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()] {
-            tokio::spawn(forward(signal(kind).context("listening for signals")?, sender.clone()));
-        }
+        tokio::spawn(forward(StopSignals::listen()?, sender.clone()));
         Ok(Self { dir, nodes, restart, events, sender })
     }
 
@@ -189,8 +187,9 @@ impl Supervisor {
     }
 }
 
-async fn forward(mut signal: Signal, sender: mpsc::UnboundedSender<Event>) {
-    while signal.recv().await.is_some() {
+async fn forward(mut signals: StopSignals, sender: mpsc::UnboundedSender<Event>) {
+    loop {
+        signals.next().await;
         if sender.send(Event::Stop).is_err() {
             return;
         }

@@ -1,0 +1,78 @@
+//! What this crate refuses, and why.
+
+use crate::isa::Isa;
+
+/// Every failure of this crate. All of them are found before any arithmetic starts.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A type id in a file that names no known weight format.
+    #[error("unknown tensor type id {id}")]
+    UnknownType {
+        /// The id as found.
+        id: u32,
+    },
+    /// A weight format that can be dequantised but has no matmul kernel.
+    #[error("no matmul for tensor type {ty}")]
+    NoMatmul {
+        /// Name of the format.
+        ty: &'static str,
+    },
+    /// A row length that is not a whole number of the format's blocks.
+    #[error("{ty} rows must be a multiple of {block} values, not {cols}")]
+    PartialBlock {
+        /// Name of the format.
+        ty: &'static str,
+        /// Values in one block.
+        block: usize,
+        /// Values in one row.
+        cols: usize,
+    },
+    /// A tensor with a dimension of zero, or one whose size does not fit the address space.
+    #[error("impossible matrix shape {rows} x {cols} x {experts}")]
+    Shape {
+        /// Output rows.
+        rows: usize,
+        /// Values in one row.
+        cols: usize,
+        /// Matrices in the tensor.
+        experts: usize,
+    },
+    /// A buffer whose length is not what the shapes say.
+    #[error("{what}: expected {expected} elements, found {found}")]
+    Length {
+        /// Which buffer.
+        what: &'static str,
+        /// The length that the shapes ask for.
+        expected: usize,
+        /// The length given.
+        found: usize,
+    },
+    /// An index past the end of what it indexes.
+    #[error("{what} {index} is out of range, there are {len}")]
+    OutOfRange {
+        /// What is counted.
+        what: &'static str,
+        /// The first index past the end that was asked for.
+        index: usize,
+        /// How many there are.
+        len: usize,
+    },
+    /// An int8 product was asked for without quantised activations.
+    #[error("int8 matmul without quantised activations")]
+    NotQuantized,
+    /// A matrix was finished before every panel had been packed.
+    #[error("{packed} of {total} panels packed")]
+    Unpacked {
+        /// Panels packed so far.
+        packed: usize,
+        /// Panels in the matrix.
+        total: usize,
+    },
+    /// An instruction set that this processor does not have.
+    #[error("this processor has no {isa}")]
+    IsaUnavailable {
+        /// The level asked for.
+        isa: Isa,
+    },
+}

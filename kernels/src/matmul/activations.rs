@@ -1,0 +1,207 @@
+//! The right-hand side: rows of f32 activations and their int8 form.
+#![allow(unsafe_code)]
+
+use super::kernel::MatmulKernels;
+use crate::aligned::AlignedBuf;
+use crate::error::Error;
+use std::marker::PhantomData;
+
+/// Values that share a scale.
+pub(crate) const BLOCK: usize = 32;
+
+/// 32 consecutive activations of one row.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
+pub(crate) struct QuantizedBlock {
+    /// `value / scale`, rounded to nearest, ties to even.
+    pub(crate) quants: [i8; BLOCK],
+    /// Largest magnitude of the block / 127. NaN (with quants of 0) if any value is not finite, so that the
+    /// poison reaches the outputs.
+    pub(crate) scale: f32,
+    /// `scale` times the sum of the quants.
+    pub(crate) scaled_sum: f32,
+    /// Sums of the quants of the two halves.
+    pub(crate) sums: [i16; 2],
+}
+
+/// Which form of the activations a product with quantised weights reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum ActivationMode {
+    /// Activations rounded to 8 bits: the fast path.
+    #[default]
+    Int8,
+    /// f32 activations and dequantised weights: the exact path.
+    F32,
+}
+
+/// Activations of a call: `rows` (tokens) by `k` f32 values, row-major, and their int8 form if an int8
+/// product is wanted.
+#[derive(Debug, Clone, Copy)]
+pub struct Activations<'a> {
+    pub(super) rows: usize,
+    pub(super) k: usize,
+    pub(super) f32: &'a [f32],
+    pub(super) int8: Option<&'a QuantizedRows>,
+}
+
+impl<'a> Activations<'a> {
+    /// Wraps `rows * k` values.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `f32` or `int8` holds another number of values.
+    pub fn new(
+        rows: usize,
+        k: usize,
+        f32: &'a [f32],
+        int8: Option<&'a QuantizedRows>,
+    ) -> Result<Self, Error> {
+        let expected = rows.checked_mul(k).ok_or(Error::Shape { rows, cols: k, experts: 1 })?;
+        if f32.len() != expected {
+            return Err(Error::Length { what: "activations", expected, found: f32.len() });
+        }
+        if let Some(int8) = int8 {
+            if int8.rows != rows {
+                return Err(Error::Length { what: "quantised rows", expected: rows, found: int8.rows });
+            }
+            if int8.k != k {
+                return Err(Error::Length { what: "quantised columns", expected: k, found: int8.k });
+            }
+        }
+        Ok(Self { rows, k, f32, int8 })
+    }
+
+    /// Number of rows (tokens).
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// A reusable buffer of int8 activations: rows in blocks of 32 with a scale each, the last block of a row
+/// padded with zeroes.
+#[derive(Debug, Default)]
+pub struct QuantizedRows {
+    rows: usize,
+    k: usize,
+    blocks: AlignedBuf<QuantizedBlock>,
+}
+
+impl QuantizedRows {
+    /// An empty buffer.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Gives the buffer a shape, keeping memory that is large enough. Contents are unspecified until each row
+    /// is quantised.
+    pub fn resize(&mut self, rows: usize, k: usize) {
+        self.blocks.grow(rows * k.div_ceil(BLOCK));
+        (self.rows, self.k) = (rows, k);
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Values in a row.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Quantises `src` (k values) into row `row`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a row past the end, [`Error::Length`] for a source of another length.
+    pub fn quantize_row(&mut self, kernels: MatmulKernels, row: usize, src: &[f32]) -> Result<(), Error> {
+        // SAFETY: `self` is borrowed exclusively, so no other thread writes this row.
+        unsafe { self.share().quantize_row(kernels, row, src) }
+    }
+
+    /// Resizes to `src.len() / k` rows and quantises them all.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `src` is not whole rows.
+    pub fn quantize(&mut self, kernels: MatmulKernels, k: usize, src: &[f32]) -> Result<(), Error> {
+        let rows = src.len().checked_div(k).unwrap_or(0);
+        if rows * k != src.len() {
+            return Err(Error::Length { what: "activations", expected: rows * k, found: src.len() });
+        }
+        self.resize(rows, k);
+        (0..rows).try_for_each(|row| self.quantize_row(kernels, row, &src[row * k..][..k]))
+    }
+
+    /// Makes this buffer a copy of some rows of another one, in the order given: the tokens of one expert.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a row that `from` lacks.
+    pub fn gather(&mut self, from: &Self, rows: &[usize]) -> Result<(), Error> {
+        self.resize(rows.len(), from.k);
+        let stride = self.stride();
+        for (i, &row) in rows.iter().enumerate() {
+            if row >= from.rows {
+                return Err(Error::OutOfRange { what: "row", index: row, len: from.rows });
+            }
+            let to = &mut self.blocks[i * stride..][..stride];
+            to.copy_from_slice(&from.blocks[row * stride..][..stride]);
+        }
+        Ok(())
+    }
+
+    /// A handle through which several threads may quantise different rows at once.
+    pub fn share(&mut self) -> SharedQuantizedRows<'_> {
+        SharedQuantizedRows {
+            rows: self.rows,
+            k: self.k,
+            blocks: self.blocks.as_mut_ptr(),
+            owner: PhantomData,
+        }
+    }
+
+    /// Blocks from one row to the next.
+    pub(super) fn stride(&self) -> usize {
+        self.k.div_ceil(BLOCK)
+    }
+
+    /// All rows' blocks.
+    pub(super) fn blocks(&self) -> &[QuantizedBlock] {
+        &self.blocks[..self.rows * self.stride()]
+    }
+}
+
+/// See [`QuantizedRows::share`].
+#[derive(Debug, Clone, Copy)]
+pub struct SharedQuantizedRows<'a> {
+    rows: usize,
+    k: usize,
+    blocks: *mut QuantizedBlock,
+    owner: PhantomData<&'a mut QuantizedRows>,
+}
+
+// SAFETY: the only access is `quantize_row`, whose contract forbids two threads in one row.
+unsafe impl Send for SharedQuantizedRows<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for SharedQuantizedRows<'_> {}
+
+impl SharedQuantizedRows<'_> {
+    /// Quantises `src` (k values) into row `row`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a row past the end, [`Error::Length`] for a source of another length.
+    ///
+    /// # Safety
+    /// While this runs, no other thread may quantise the same row of the same buffer.
+    pub unsafe fn quantize_row(&self, kernels: MatmulKernels, row: usize, src: &[f32]) -> Result<(), Error> {
+        if row >= self.rows {
+            return Err(Error::OutOfRange { what: "row", index: row, len: self.rows });
+        }
+        if src.len() != self.k {
+            return Err(Error::Length { what: "activation row", expected: self.k, found: src.len() });
+        }
+        let stride = self.k.div_ceil(BLOCK);
+        // SAFETY: `row < rows`, and `QuantizedRows::resize` made room for `rows * stride` blocks, borrowed for
+        // this handle's lifetime; by this function's contract nobody else is in this row.
+        let out = unsafe { std::slice::from_raw_parts_mut(self.blocks.add(row * stride), stride) };
+        kernels.quantize_blocks(src, out);
+        Ok(())
+    }
+}

@@ -1,0 +1,254 @@
+//! From code planes to vectors of unsigned codes, one vector for each group of four columns.
+
+use crate::quant::{E2M1_CODES, IQ4_CODES};
+use std::arch::x86_64::{
+    __m512i, _mm_loadu_si128, _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_loadu_si512, _mm512_set1_epi8,
+    _mm512_shuffle_epi8, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_ternarylogic_epi32,
+};
+
+/// A kind of code planes.
+pub(super) trait Codes {
+    /// Bytes of the planes of one block.
+    const BYTES: usize;
+
+    /// Unsigned codes of the eight groups.
+    ///
+    /// # Safety
+    /// Needs AVX-512 F and BW; `planes` must be valid for reads of `BYTES` bytes.
+    unsafe fn load(planes: *const u8) -> [__m512i; 8];
+}
+
+/// # Safety
+/// Needs AVX-512 F; 64 bytes from `planes + 64 * vector` must be readable.
+#[inline(always)]
+unsafe fn vector(planes: *const u8, vector: usize) -> __m512i {
+    // SAFETY: the caller's contract.
+    unsafe { _mm512_loadu_si512(planes.add(64 * vector).cast()) }
+}
+
+/// Words shifted right, then left; one of the two by 0, which costs nothing. Bits that cross into a
+/// neighbouring byte are for the caller to mask.
+///
+/// # Safety
+/// Needs AVX-512 F and BW.
+#[inline(always)]
+unsafe fn shift<const RIGHT: u32, const LEFT: u32>(v: __m512i) -> __m512i {
+    // SAFETY: the caller's contract.
+    unsafe { _mm512_slli_epi16::<LEFT>(_mm512_srli_epi16::<RIGHT>(v)) }
+}
+
+/// `low | (high & mask)`.
+///
+/// # Safety
+/// Needs AVX-512 F.
+#[inline(always)]
+unsafe fn or_masked(low: __m512i, high: __m512i, mask: __m512i) -> __m512i {
+    // SAFETY: the caller's contract. 0xf8 is the truth table of a | (b & c).
+    unsafe { _mm512_ternarylogic_epi32::<0xf8>(low, high, mask) }
+}
+
+/// Eight bits a code.
+pub(super) struct Bits8;
+
+impl Codes for Bits8 {
+    const BYTES: usize = 512;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            [
+                vector(planes, 0),
+                vector(planes, 1),
+                vector(planes, 2),
+                vector(planes, 3),
+                vector(planes, 4),
+                vector(planes, 5),
+                vector(planes, 6),
+                vector(planes, 7),
+            ]
+        }
+    }
+}
+
+/// Four bits a code.
+pub(super) struct Bits4;
+
+impl Codes for Bits4 {
+    const BYTES: usize = 256;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let mask = _mm512_set1_epi8(15);
+            let v = [vector(planes, 0), vector(planes, 1), vector(planes, 2), vector(planes, 3)];
+            [
+                _mm512_and_si512(v[0], mask),
+                _mm512_and_si512(v[1], mask),
+                _mm512_and_si512(v[2], mask),
+                _mm512_and_si512(v[3], mask),
+                _mm512_and_si512(shift::<4, 0>(v[0]), mask),
+                _mm512_and_si512(shift::<4, 0>(v[1]), mask),
+                _mm512_and_si512(shift::<4, 0>(v[2]), mask),
+                _mm512_and_si512(shift::<4, 0>(v[3]), mask),
+            ]
+        }
+    }
+}
+
+/// A 4-bit plane and one with the fifth bits.
+pub(super) struct Bits5;
+
+impl Codes for Bits5 {
+    const BYTES: usize = 320;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let low = Bits4::load(planes);
+            let high = vector(planes, 4);
+            let mask = _mm512_set1_epi8(16);
+            [
+                or_masked(low[0], shift::<0, 4>(high), mask),
+                or_masked(low[1], shift::<0, 3>(high), mask),
+                or_masked(low[2], shift::<0, 2>(high), mask),
+                or_masked(low[3], shift::<0, 1>(high), mask),
+                or_masked(low[4], high, mask),
+                or_masked(low[5], shift::<1, 0>(high), mask),
+                or_masked(low[6], shift::<2, 0>(high), mask),
+                or_masked(low[7], shift::<3, 0>(high), mask),
+            ]
+        }
+    }
+}
+
+/// A 4-bit plane and one with the top two bits.
+pub(super) struct Bits6;
+
+impl Codes for Bits6 {
+    const BYTES: usize = 384;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let low = Bits4::load(planes);
+            let (first, second) = (vector(planes, 4), vector(planes, 5));
+            let mask = _mm512_set1_epi8(48);
+            [
+                or_masked(low[0], shift::<0, 4>(first), mask),
+                or_masked(low[1], shift::<0, 2>(first), mask),
+                or_masked(low[2], first, mask),
+                or_masked(low[3], shift::<2, 0>(first), mask),
+                or_masked(low[4], shift::<0, 4>(second), mask),
+                or_masked(low[5], shift::<0, 2>(second), mask),
+                or_masked(low[6], second, mask),
+                or_masked(low[7], shift::<2, 0>(second), mask),
+            ]
+        }
+    }
+}
+
+/// Two bits a code.
+pub(super) struct Bits2;
+
+impl Codes for Bits2 {
+    const BYTES: usize = 128;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let (first, second) = (vector(planes, 0), vector(planes, 1));
+            let mask = _mm512_set1_epi8(3);
+            [
+                _mm512_and_si512(first, mask),
+                _mm512_and_si512(shift::<2, 0>(first), mask),
+                _mm512_and_si512(shift::<4, 0>(first), mask),
+                _mm512_and_si512(shift::<6, 0>(first), mask),
+                _mm512_and_si512(second, mask),
+                _mm512_and_si512(shift::<2, 0>(second), mask),
+                _mm512_and_si512(shift::<4, 0>(second), mask),
+                _mm512_and_si512(shift::<6, 0>(second), mask),
+            ]
+        }
+    }
+}
+
+/// A 2-bit plane and one with the third bits.
+pub(super) struct Bits3;
+
+impl Codes for Bits3 {
+    const BYTES: usize = 192;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let low = Bits2::load(planes);
+            let high = vector(planes, 2);
+            let mask = _mm512_set1_epi8(4);
+            [
+                or_masked(low[0], shift::<0, 2>(high), mask),
+                or_masked(low[1], shift::<0, 1>(high), mask),
+                or_masked(low[2], high, mask),
+                or_masked(low[3], shift::<1, 0>(high), mask),
+                or_masked(low[4], shift::<2, 0>(high), mask),
+                or_masked(low[5], shift::<3, 0>(high), mask),
+                or_masked(low[6], shift::<4, 0>(high), mask),
+                or_masked(low[7], shift::<5, 0>(high), mask),
+            ]
+        }
+    }
+}
+
+/// Four bits a code, through a codebook.
+///
+/// # Safety
+/// Needs AVX-512 F and BW; 256 bytes from `planes` must be readable.
+#[inline(always)]
+unsafe fn looked_up(planes: *const u8, table: &'static [u8; 16]) -> [__m512i; 8] {
+    // SAFETY: the caller's contract; the table is 16 bytes.
+    unsafe {
+        let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+        let v = Bits4::load(planes);
+        [
+            _mm512_shuffle_epi8(table, v[0]),
+            _mm512_shuffle_epi8(table, v[1]),
+            _mm512_shuffle_epi8(table, v[2]),
+            _mm512_shuffle_epi8(table, v[3]),
+            _mm512_shuffle_epi8(table, v[4]),
+            _mm512_shuffle_epi8(table, v[5]),
+            _mm512_shuffle_epi8(table, v[6]),
+            _mm512_shuffle_epi8(table, v[7]),
+        ]
+    }
+}
+
+/// IQ4's codebook.
+pub(super) struct Iq4;
+
+impl Codes for Iq4 {
+    const BYTES: usize = Bits4::BYTES;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe { looked_up(planes, &IQ4_CODES) }
+    }
+}
+
+/// The 4-bit floats.
+pub(super) struct E2m1;
+
+impl Codes for E2m1 {
+    const BYTES: usize = Bits4::BYTES;
+
+    #[inline(always)]
+    unsafe fn load(planes: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller's contract.
+        unsafe { looked_up(planes, &E2M1_CODES) }
+    }
+}

@@ -1,0 +1,193 @@
+//! Products with f32 activations: weights become f32 lanes, column by column, and meet up to 8 tokens. Even
+//! and odd columns have accumulators of their own.
+
+use super::super::kernel::{F32Call, Tile};
+use super::codes::Codes;
+use super::scales::Scales;
+use super::unroll;
+use crate::quant::GgmlType;
+use std::arch::x86_64::{
+    __m512, __m512i, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps,
+    _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+    _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
+};
+
+/// Calls `$kernel::<.., N>` for as many tokens as the call has, at most eight at a time.
+macro_rules! by_tokens {
+    ($call:expr, $tile:expr, $kernel:ident::<$($generic:ty),+>) => {
+        for first in (0..$call.tokens).step_by(8) {
+            let call = F32Call {
+                activations: $call.activations.add(first * $call.cols),
+                tokens: ($call.tokens - first).min(8),
+                ..*$call
+            };
+            let lanes = $tile.0[first..].as_mut_ptr().cast();
+            match call.tokens {
+                1 => $kernel::<$($generic),+, 1>(&call, lanes),
+                2 => $kernel::<$($generic),+, 2>(&call, lanes),
+                3..=4 => $kernel::<$($generic),+, 4>(&call, lanes),
+                _ => $kernel::<$($generic),+, 8>(&call, lanes),
+            }
+        }
+    };
+}
+
+/// # Safety
+/// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
+pub(super) unsafe fn quantised<C: Codes, S: Scales>(call: &F32Call, tile: &mut Tile) {
+    // SAFETY: the caller's contract; `first` is below the number of tokens, and at most eight tokens from
+    // there have their place in the tile.
+    unsafe { by_tokens!(call, tile, quantised_tokens::<C, S>) }
+}
+
+/// # Safety
+/// See [`KernelSet`](super::super::kernel::KernelSet); the format is a plain float.
+pub(super) unsafe fn plain(call: &F32Call, tile: &mut Tile) {
+    // SAFETY: as above.
+    unsafe {
+        match call.ty {
+            GgmlType::F16 => by_tokens!(call, tile, plain_tokens::<F16>),
+            GgmlType::BF16 => by_tokens!(call, tile, plain_tokens::<Bf16>),
+            _ => by_tokens!(call, tile, plain_tokens::<F32>),
+        }
+    }
+}
+
+/// Accumulators of `N` tokens, even columns first.
+type Sums<const N: usize> = [[__m512; N]; 2];
+
+/// Stores even plus odd of the tokens that exist.
+#[target_feature(enable = "avx512f")]
+unsafe fn store<const N: usize>(sums: Sums<N>, tokens: usize, lanes: *mut f32) {
+    unroll!(N, |t| {
+        if t < tokens {
+            // SAFETY: the caller gives room for 16 lanes of each token.
+            unsafe { _mm512_storeu_ps(lanes.add(16 * t), _mm512_add_ps(sums[0][t], sums[1][t])) };
+        }
+    });
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
+unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, lanes: *mut f32) {
+    let last = call.tokens - 1;
+    let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
+    let mut at = call.panel;
+    let mut activations = call.activations;
+    let offset = _mm512_set1_epi32(S::OFFSET);
+    for _ in 0..call.cols / (32 * S::BLOCKS) {
+        // SAFETY: a section of the panel starts at `at`.
+        let header = unsafe { S::header(at) };
+        // SAFETY: within the section.
+        at = unsafe { at.add(S::HEADER) };
+        for _ in 0..S::BLOCKS {
+            // SAFETY: a block starts at `at`.
+            let (affine, codes) = unsafe { (S::affine(&S::block(header, at)), C::load(at.add(S::BYTES))) };
+            for (group, codes) in codes.into_iter().enumerate() {
+                let (scale, added) = affine[group / 4];
+                let weight = |shifted: __m512i| {
+                    let code = _mm512_and_si512(shifted, _mm512_set1_epi32(255));
+                    let product = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, offset)), scale);
+                    if S::ADDED { _mm512_add_ps(product, added) } else { product }
+                };
+                let w = [
+                    weight(codes),
+                    weight(_mm512_srli_epi32::<8>(codes)),
+                    weight(_mm512_srli_epi32::<16>(codes)),
+                    weight(_mm512_srli_epi32::<24>(codes)),
+                ];
+                unroll!(N, |t| {
+                    // SAFETY: the row of a token that exists has the four columns of the group here.
+                    unsafe {
+                        let a = activations.add(t.min(last) * call.cols + 4 * group);
+                        sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
+                        sums[1][t] = _mm512_fmadd_ps(w[1], _mm512_set1_ps(*a.add(1)), sums[1][t]);
+                        sums[0][t] = _mm512_fmadd_ps(w[2], _mm512_set1_ps(*a.add(2)), sums[0][t]);
+                        sums[1][t] = _mm512_fmadd_ps(w[3], _mm512_set1_ps(*a.add(3)), sums[1][t]);
+                    }
+                });
+            }
+            // SAFETY: one block on, at most one past the end.
+            (at, activations) = unsafe { (at.add(S::BYTES + C::BYTES), activations.add(32)) };
+        }
+    }
+    // SAFETY: the caller's contract.
+    unsafe { store(sums, call.tokens, lanes) }
+}
+
+/// A plain float format.
+trait Plain {
+    /// Bytes of 16 values.
+    const BYTES: usize;
+
+    /// # Safety
+    /// Needs AVX-512 F and `BYTES` readable bytes.
+    unsafe fn load(at: *const u8) -> __m512;
+}
+
+struct F32;
+impl Plain for F32 {
+    const BYTES: usize = 64;
+
+    #[inline(always)]
+    unsafe fn load(at: *const u8) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe { _mm512_loadu_ps(at.cast()) }
+    }
+}
+
+struct F16;
+impl Plain for F16 {
+    const BYTES: usize = 32;
+
+    #[inline(always)]
+    unsafe fn load(at: *const u8) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
+    }
+}
+
+struct Bf16;
+impl Plain for Bf16 {
+    const BYTES: usize = 32;
+
+    #[inline(always)]
+    unsafe fn load(at: *const u8) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call, lanes: *mut f32) {
+    let last = call.tokens - 1;
+    let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
+    for k in (0..call.cols & !1).step_by(2) {
+        // SAFETY: columns `k` and `k + 1` exist.
+        let w =
+            unsafe { [P::load(call.panel.add(k * P::BYTES)), P::load(call.panel.add((k + 1) * P::BYTES))] };
+        unroll!(N, |t| {
+            // SAFETY: so they do in the row of a token that exists.
+            unsafe {
+                let a = call.activations.add(t.min(last) * call.cols + k);
+                sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
+                sums[1][t] = _mm512_fmadd_ps(w[1], _mm512_set1_ps(*a.add(1)), sums[1][t]);
+            }
+        });
+    }
+    if call.cols % 2 == 1 {
+        let k = call.cols - 1;
+        // SAFETY: the last column, of an even number.
+        let w = unsafe { P::load(call.panel.add(k * P::BYTES)) };
+        unroll!(N, |t| {
+            // SAFETY: as above.
+            let a = unsafe { *call.activations.add(t.min(last) * call.cols + k) };
+            sums[0][t] = _mm512_fmadd_ps(w, _mm512_set1_ps(a), sums[0][t]);
+        });
+    }
+    // SAFETY: the caller's contract.
+    unsafe { store(sums, call.tokens, lanes) }
+}

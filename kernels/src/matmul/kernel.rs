@@ -1,0 +1,315 @@
+//! The entry point: which kernel serves a call, in what order tiles are computed, and what is checked first.
+#![allow(unsafe_code)]
+
+use super::activations::{ActivationMode, Activations, BLOCK, QuantizedBlock, QuantizedRows};
+use super::layout::{Block, Layout};
+use super::output::{Epilogue, SharedOut};
+use super::packed::MatrixView;
+use super::{PANEL_ROWS, scalar};
+use crate::error::Error;
+use crate::isa::Isa;
+use crate::quant::{GgmlType, Scheme};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Most tokens that one kernel call handles: what a panel block's unpacking is shared by.
+pub(super) const TILE_TOKENS: usize = 16;
+
+/// Bytes of activations that are walked for all panels before the next tokens' turn: they stay in L2.
+const L2_ACTIVATIONS: usize = 384 << 10;
+
+/// Results of one panel and up to [`TILE_TOKENS`] tokens.
+#[repr(align(64))]
+pub(super) struct Tile(pub(super) [[f32; PANEL_ROWS]; TILE_TOKENS]);
+
+/// One panel times some quantised tokens.
+#[derive(Clone, Copy)]
+pub(super) struct Int8Call {
+    pub(super) ty: GgmlType,
+    /// Start of the panel: `cols / 32` blocks in the layout of `ty`.
+    pub(super) panel: *const u8,
+    /// Blocks of 32 columns.
+    pub(super) blocks: usize,
+    /// First token's first block.
+    pub(super) activations: *const QuantizedBlock,
+    /// Blocks from one token to the next.
+    pub(super) stride: usize,
+    /// 1 to [`TILE_TOKENS`].
+    pub(super) tokens: usize,
+}
+
+/// One panel times some f32 tokens.
+#[derive(Clone, Copy)]
+pub(super) struct F32Call {
+    pub(super) ty: GgmlType,
+    /// Start of the panel: `cols` columns in the layout of `ty`.
+    pub(super) panel: *const u8,
+    pub(super) cols: usize,
+    /// First token's first value; tokens are `cols` apart.
+    pub(super) activations: *const f32,
+    /// 1 to [`TILE_TOKENS`].
+    pub(super) tokens: usize,
+}
+
+/// The kernels of one instruction set.
+///
+/// Contracts of the unsafe functions: the processor has the instruction set; the pointers of a call cover what
+/// its fields say; `int8` is called for formats with a [`Scheme`] only, `f32` for those and plain floats.
+pub(super) struct KernelSet {
+    pub(super) int8: unsafe fn(&Int8Call, &mut Tile),
+    pub(super) f32: unsafe fn(&F32Call, &mut Tile),
+    /// Quantises a row into `len.div_ceil(32)` blocks.
+    pub(super) quantize: unsafe fn(&[f32], &mut [QuantizedBlock]),
+}
+
+/// The matmul kernels of an instruction set that this processor has.
+#[derive(Clone, Copy)]
+pub struct MatmulKernels {
+    isa: Isa,
+    set: &'static KernelSet,
+}
+
+impl std::fmt::Debug for MatmulKernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MatmulKernels").field("isa", &self.isa).finish_non_exhaustive()
+    }
+}
+
+impl MatmulKernels {
+    /// The kernels of `isa`.
+    ///
+    /// # Errors
+    /// [`Error::IsaUnavailable`] when this processor lacks it.
+    pub fn for_isa(isa: Isa) -> Result<Self, Error> {
+        if !isa.is_available() {
+            return Err(Error::IsaUnavailable { isa });
+        }
+        let set = match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &super::avx512::KERNELS,
+            _ => &scalar::KERNELS,
+        };
+        Ok(Self { isa, set })
+    }
+
+    /// The instruction set.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Whether products with `ty` read the int8 activations in `mode` (plain floats never do).
+    pub fn reads_int8(ty: GgmlType, mode: ActivationMode) -> bool {
+        mode == ActivationMode::Int8 && Scheme::of(ty).is_some()
+    }
+
+    pub(super) fn quantize_blocks(&self, src: &[f32], out: &mut [QuantizedBlock]) {
+        assert_eq!(out.len(), src.len().div_ceil(BLOCK));
+        // SAFETY: `for_isa` made sure of the instruction set, and the lengths agree.
+        unsafe { (self.set.quantize)(src, out) }
+    }
+
+    /// Computes `out[token][row]` for all tokens of `activations` and the rows of `panels`, on the calling
+    /// thread. Which panels share a call changes no bit of the result.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for panels past the end, [`Error::Length`] when activations, output or bias do
+    /// not fit the matrix, [`Error::NotQuantized`] when the int8 form is needed and absent.
+    pub fn run(
+        &self,
+        matrix: MatrixView<'_>,
+        panels: Range<usize>,
+        activations: &Activations<'_>,
+        mode: ActivationMode,
+        out: SharedOut<'_>,
+        epilogue: &Epilogue<'_>,
+    ) -> Result<(), Error> {
+        check(&matrix, &panels, activations, out, epilogue)?;
+        if Self::reads_int8(matrix.ty(), mode) {
+            let quantized = activations.int8.ok_or(Error::NotQuantized)?;
+            self.run_int8(matrix, panels, quantized, out, epilogue);
+        } else {
+            self.run_f32(matrix, panels, activations, out, epilogue);
+        }
+        Ok(())
+    }
+
+    fn run_int8(
+        &self,
+        matrix: MatrixView<'_>,
+        panels: Range<usize>,
+        quantized: &QuantizedRows,
+        out: SharedOut<'_>,
+        epilogue: &Epilogue<'_>,
+    ) {
+        let stride = quantized.stride();
+        let all = quantized.blocks();
+        let walk =
+            Walk { panels, tokens: quantized.rows(), token_bytes: stride * size_of::<QuantizedBlock>() };
+        walk.tiles(|panel, tokens| {
+            let call = Int8Call {
+                ty: matrix.ty(),
+                panel: matrix.panel(panel).as_ptr(),
+                blocks: matrix.cols() / BLOCK,
+                activations: all[tokens.start * stride..tokens.end * stride].as_ptr(),
+                stride,
+                tokens: tokens.len(),
+            };
+            let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
+            // SAFETY: `for_isa` made sure of the instruction set. The panel slice holds `cols / 32` blocks of
+            // the format (`PackedMatrix` only exists with whole blocks), the activation slice `tokens` rows of
+            // `stride` blocks, and `check` made sure that they have `cols` columns.
+            unsafe { (self.set.int8)(&call, &mut tile) };
+            store(&matrix, panel, tokens, &tile, out, epilogue);
+        });
+    }
+
+    fn run_f32(
+        &self,
+        matrix: MatrixView<'_>,
+        panels: Range<usize>,
+        activations: &Activations<'_>,
+        out: SharedOut<'_>,
+        epilogue: &Epilogue<'_>,
+    ) {
+        let cols = matrix.cols();
+        let walk = Walk { panels, tokens: activations.rows, token_bytes: cols * size_of::<f32>() };
+        walk.tiles(|panel, tokens| {
+            let call = F32Call {
+                ty: matrix.ty(),
+                panel: matrix.panel(panel).as_ptr(),
+                cols,
+                activations: activations.f32[tokens.start * cols..tokens.end * cols].as_ptr(),
+                tokens: tokens.len(),
+            };
+            let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
+            // SAFETY: as for int8; the activation slice holds `tokens` rows of `cols` values.
+            unsafe { (self.set.f32)(&call, &mut tile) };
+            store(&matrix, panel, tokens, &tile, out, epilogue);
+        });
+    }
+
+    /// Writes the weights of row `row` to `out` (`cols` values), exactly as
+    /// [`dequantize`](crate::quant::dequantize) gives them: an embedding lookup from a packed matrix.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a row past the end, [`Error::Length`] for an output of another length.
+    pub fn dequantize_row(&self, matrix: MatrixView<'_>, row: usize, out: &mut [f32]) -> Result<(), Error> {
+        if row >= matrix.rows() {
+            return Err(Error::OutOfRange { what: "row", index: row, len: matrix.rows() });
+        }
+        if out.len() != matrix.cols() {
+            return Err(Error::Length { what: "weight row", expected: matrix.cols(), found: out.len() });
+        }
+        let (panel, lane) = (matrix.panel(row / PANEL_ROWS), row % PANEL_ROWS);
+        let Some(scheme) = Scheme::of(matrix.ty()) else {
+            let size = matrix.ty().block_bytes();
+            for (x, slots) in out.iter_mut().zip(panel.chunks_exact(PANEL_ROWS * size)) {
+                *x = plain_value(matrix.ty(), &slots[lane * size..][..size]);
+            }
+            return Ok(());
+        };
+        let mut block = Block::EMPTY;
+        let blocks = Layout::of(&scheme).blocks(panel);
+        for (out, (header, bytes)) in out.chunks_exact_mut(BLOCK).zip(blocks) {
+            block.unpack(&scheme, header, bytes);
+            for (k, x) in out.iter_mut().enumerate() {
+                *x = block.weight(&scheme, k, lane);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One value of a plain float format.
+pub(super) fn plain_value(ty: GgmlType, bytes: &[u8]) -> f32 {
+    match ty {
+        GgmlType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        GgmlType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+    }
+}
+
+fn check(
+    matrix: &MatrixView<'_>,
+    panels: &Range<usize>,
+    activations: &Activations<'_>,
+    out: SharedOut<'_>,
+    epilogue: &Epilogue<'_>,
+) -> Result<(), Error> {
+    let length = |what, expected, found| Error::Length { what, expected, found };
+    if panels.end > matrix.panels() {
+        return Err(Error::OutOfRange { what: "panel", index: panels.end, len: matrix.panels() });
+    }
+    if activations.k != matrix.cols() {
+        return Err(length("activation columns", matrix.cols(), activations.k));
+    }
+    if out.rows() != activations.rows {
+        return Err(length("output rows", activations.rows, out.rows()));
+    }
+    if out.ld() < matrix.rows() {
+        return Err(length("output columns", matrix.rows(), out.ld()));
+    }
+    match epilogue.bias {
+        Some(bias) if bias.len() != matrix.rows() => Err(length("bias", matrix.rows(), bias.len())),
+        _ => Ok(()),
+    }
+}
+
+fn store(
+    matrix: &MatrixView<'_>,
+    panel: usize,
+    tokens: Range<usize>,
+    tile: &Tile,
+    out: SharedOut<'_>,
+    epilogue: &Epilogue<'_>,
+) {
+    let first_row = panel * PANEL_ROWS;
+    let rows = PANEL_ROWS.min(matrix.rows() - first_row);
+    for (token, lanes) in tokens.zip(&tile.0) {
+        // SAFETY: `check` made sure that tokens, rows and bias are in bounds; access is exclusive by the
+        // contract of `SharedOut::new`.
+        unsafe { out.store(epilogue, token, first_row, rows, lanes) };
+    }
+}
+
+/// The order of tiles: tokens in chunks that stay in L2, and for each chunk all panels.
+struct Walk {
+    panels: Range<usize>,
+    tokens: usize,
+    token_bytes: usize,
+}
+
+impl Walk {
+    fn tiles(&self, mut tile: impl FnMut(usize, Range<usize>)) {
+        let per_chunk = (L2_ACTIVATIONS / self.token_bytes).max(1).next_multiple_of(TILE_TOKENS);
+        for chunk in (0..self.tokens).step_by(per_chunk) {
+            let chunk_end = self.tokens.min(chunk + per_chunk);
+            for panel in self.panels.clone() {
+                for start in (chunk..chunk_end).step_by(TILE_TOKENS) {
+                    tile(panel, start..chunk_end.min(start + TILE_TOKENS));
+                }
+            }
+        }
+    }
+}
+
+/// The product of a whole matrix on the calling thread: `out` becomes `[tokens][rows]`.
+///
+/// # Errors
+/// As [`MatmulKernels::run`], and [`Error::Length`] when `out` has another size.
+pub fn matmul_single_thread(
+    kernels: MatmulKernels,
+    matrix: MatrixView<'_>,
+    activations: &Activations<'_>,
+    mode: ActivationMode,
+    epilogue: &Epilogue<'_>,
+    out: &mut [f32],
+) -> Result<(), Error> {
+    let expected = activations.rows * matrix.rows();
+    if out.len() != expected {
+        return Err(Error::Length { what: "output", expected, found: out.len() });
+    }
+    // SAFETY: `out` is borrowed exclusively and holds `rows` tokens of `matrix.rows()` values.
+    let shared = unsafe { SharedOut::new(out.as_mut_ptr(), activations.rows, matrix.rows()) };
+    kernels.run(matrix, 0..matrix.panels(), activations, mode, shared, epilogue)
+}

@@ -1,0 +1,330 @@
+//! The bytes of a panel: 16 rows of one matrix, column blocks in order.
+//!
+//! Quantised formats: for every `blocks_per_header` blocks a header (f16 scales of the 16 rows, then f16 mins
+//! where the format has them), then the blocks. A block of 32 columns is its scales, then its code planes:
+//!
+//! | scales of a block | bytes |
+//! |---|---|
+//! | F16, F16Min | `[f16; 16]` scales (, `[f16; 16]` mins) |
+//! | E8m0, Super | `[u8; 16]` |
+//! | SuperMin | `[u8; 16]` scales, `[u8; 16]` mins |
+//! | Sixteenths, Ue4m3 | `[[u8; 2]; 16]`: both halves of each row |
+//! | SixteenthsMin | the same, scale in the low and min in the high nibble |
+//!
+//! Codes are seen as eight *groups* of four columns; a vector of 64 bytes holds one group, bytes `4r..4r+4`
+//! being row `r`'s four columns. Planes keep that order:
+//!
+//! | plane | vectors | vector `v` holds |
+//! |---|---|---|
+//! | 8 bits | 8 | group `v` |
+//! | 4 bits | 4 | group `v` in low nibbles, group `v + 4` in high ones |
+//! | 2 bits | 2 | groups `4v..4v+4`, lowest bits first |
+//! | 1 bit | 1 | all eight groups, lowest bit first |
+//!
+//! Five and six bits are the 4-bit plane, then the rest; three bits the 2-bit plane, then the rest.
+//!
+//! Plain floats: `[column][16 rows]`.
+
+use super::PANEL_ROWS;
+use super::activations::BLOCK;
+use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, e8m0_half, ue4m3_half};
+use half::f16;
+
+/// Groups of four columns in a block.
+pub(super) const GROUPS: usize = 8;
+/// Bytes of one vector of codes.
+const VECTOR: usize = 64;
+/// Bytes of one f16 per row.
+const F16_ROWS: usize = 2 * PANEL_ROWS;
+
+/// Sizes of a quantised format's panel parts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Layout {
+    pub(super) header: usize,
+    pub(super) scales: usize,
+    pub(super) codes: usize,
+    pub(super) blocks_per_header: usize,
+}
+
+impl Layout {
+    pub(super) const fn of(scheme: &Scheme) -> Self {
+        let (header, scales) = match scheme.scaling {
+            Scaling::F16 => (0, F16_ROWS),
+            Scaling::F16Min => (0, 2 * F16_ROWS),
+            Scaling::E8m0 => (0, PANEL_ROWS),
+            Scaling::Ue4m3 => (0, 2 * PANEL_ROWS),
+            Scaling::Super => (F16_ROWS, PANEL_ROWS),
+            Scaling::SuperMin => (2 * F16_ROWS, 2 * PANEL_ROWS),
+            Scaling::Sixteenths => (F16_ROWS, 2 * PANEL_ROWS),
+            Scaling::SixteenthsMin => (2 * F16_ROWS, 2 * PANEL_ROWS),
+        };
+        let codes = match scheme.bits {
+            Bits::Two => 2 * VECTOR,
+            Bits::Three => 3 * VECTOR,
+            Bits::Four => 4 * VECTOR,
+            Bits::Five => 5 * VECTOR,
+            Bits::Six => 6 * VECTOR,
+            Bits::Eight => 8 * VECTOR,
+        };
+        Self { header, scales, codes, blocks_per_header: scheme.scaling.blocks_per_header() }
+    }
+
+    /// Bytes of a block.
+    pub(super) const fn block(&self) -> usize {
+        self.scales + self.codes
+    }
+
+    /// Bytes of a header and the blocks that share it.
+    const fn section(&self) -> usize {
+        self.header + self.blocks_per_header * self.block()
+    }
+
+    /// The blocks of a panel, each with its header.
+    pub(super) fn blocks(self, panel: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
+        let (header, block) = (self.header, self.block());
+        panel.chunks_exact(self.section()).flat_map(move |section| {
+            let (header, blocks) = section.split_at(header);
+            blocks.chunks_exact(block).map(move |block| (header, block))
+        })
+    }
+}
+
+/// Bytes of a panel of `cols` columns (whole file blocks), a multiple of a cache line; `None` if it overflows
+/// or `ty` has no matmul.
+pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
+    let bytes = match (ty, Scheme::of(ty)) {
+        (GgmlType::F32 | GgmlType::F16 | GgmlType::BF16, _) => {
+            cols.checked_mul(ty.block_bytes() * PANEL_ROWS)?
+        }
+        (_, Some(scheme)) => {
+            let layout = Layout::of(&scheme);
+            (cols / (BLOCK * layout.blocks_per_header)).checked_mul(layout.section())?
+        }
+        (_, None) => return None,
+    };
+    bytes.checked_next_multiple_of(VECTOR)
+}
+
+/// Writes one row of file bytes into lane `lane` of a zeroed panel.
+pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) {
+    let Some(scheme) = Scheme::of(ty) else {
+        let size = ty.block_bytes();
+        let slots = panel.chunks_exact_mut(PANEL_ROWS * size);
+        for (value, slots) in row.chunks_exact(size).zip(slots) {
+            slots[lane * size..][..size].copy_from_slice(value);
+        }
+        return;
+    };
+    let layout = Layout::of(&scheme);
+    let mut codes = Codes::default();
+    let blocks_per_file_block = ty.block_len() / BLOCK;
+    for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
+        crate::quant::split(ty, bytes, &mut codes);
+        for sub in 0..blocks_per_file_block {
+            let index = file_block * blocks_per_file_block + sub;
+            let section = &mut panel[index / layout.blocks_per_header * layout.section()..];
+            if layout.header > 0 {
+                put_u16(section, lane, codes.d);
+            }
+            if layout.header > F16_ROWS {
+                put_u16(&mut section[F16_ROWS..], lane, codes.dmin);
+            }
+            let block = layout.header + index % layout.blocks_per_header * layout.block();
+            let (scales, planes) = section[block..][..layout.block()].split_at_mut(layout.scales);
+            pack_scales(scheme.scaling, &codes, sub, lane, scales);
+            pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
+        }
+    }
+}
+
+fn put_u16(to: &mut [u8], lane: usize, value: u16) {
+    to[2 * lane..][..2].copy_from_slice(&value.to_le_bytes());
+}
+
+fn pack_scales(scaling: Scaling, codes: &Codes, sub: usize, lane: usize, to: &mut [u8]) {
+    let pair = [2 * sub, 2 * sub + 1];
+    match scaling {
+        Scaling::F16 => put_u16(to, lane, codes.d),
+        Scaling::F16Min => {
+            put_u16(to, lane, codes.d);
+            put_u16(&mut to[F16_ROWS..], lane, codes.dmin);
+        }
+        Scaling::E8m0 | Scaling::Super => to[lane] = codes.scales[sub],
+        Scaling::SuperMin => {
+            to[lane] = codes.scales[sub];
+            to[PANEL_ROWS + lane] = codes.mins[sub];
+        }
+        Scaling::Sixteenths | Scaling::Ue4m3 => {
+            to[2 * lane..][..2].copy_from_slice(&pair.map(|i| codes.scales[i]));
+        }
+        Scaling::SixteenthsMin => {
+            let nibbles = pair.map(|i| codes.scales[i] | codes.mins[i] << 4);
+            to[2 * lane..][..2].copy_from_slice(&nibbles);
+        }
+    }
+}
+
+/// Spreads the 32 stored codes of one row over the planes. Groups are worked on as words of four codes.
+fn pack_codes(bits: Bits, codes: &[u8], lane: usize, planes: &mut [u8]) {
+    let groups: [u32; GROUPS] = std::array::from_fn(|g| {
+        u32::from_le_bytes([codes[4 * g], codes[4 * g + 1], codes[4 * g + 2], codes[4 * g + 3]])
+    });
+    let mut put = |vector: usize, word: u32| {
+        planes[vector * VECTOR + 4 * lane..][..4].copy_from_slice(&word.to_le_bytes());
+    };
+    let nibbles = |v: usize| groups[v] & 0x0f0f_0f0f | (groups[v + 4] & 0x0f0f_0f0f) << 4;
+    let crumbs = |v: usize, shift: u32| {
+        (0..4).fold(0, |word, i| word | (groups[4 * v + i] >> shift & 0x0303_0303) << (2 * i))
+    };
+    let single = |shift: u32| (0..8).fold(0, |word, g| word | (groups[g] >> shift & 0x0101_0101) << g);
+    match bits {
+        Bits::Eight => (0..8).for_each(|v| put(v, groups[v])),
+        Bits::Two | Bits::Three => (0..2).for_each(|v| put(v, crumbs(v, 0))),
+        Bits::Four | Bits::Five | Bits::Six => (0..4).for_each(|v| put(v, nibbles(v))),
+    }
+    match bits {
+        Bits::Three => put(2, single(2)),
+        Bits::Five => put(4, single(4)),
+        Bits::Six => (0..2).for_each(|v| put(4 + v, crumbs(v, 4))),
+        Bits::Two | Bits::Four | Bits::Eight => {}
+    }
+}
+
+/// One value per row of a panel.
+pub(super) type Lanes<T> = [T; PANEL_ROWS];
+
+/// One packed block, unpacked.
+#[derive(Debug, Clone)]
+pub(super) struct Block {
+    /// Unsigned codes by group, then row, then column of the group.
+    pub(super) codes: [Lanes<[u8; 4]>; GROUPS],
+    /// Scale of each half's levels.
+    pub(super) scale: [Lanes<f32>; 2],
+    /// What is added to each half's weights; unused by formats without mins.
+    pub(super) added: [Lanes<f32>; 2],
+    /// The integer scales of each half, for the formats per 16.
+    pub(super) factor: [Lanes<i32>; 2],
+    /// The integer mins of each half, for Q2_K.
+    pub(super) min_factor: [Lanes<i32>; 2],
+    /// f16 scale of the header, for the formats per 16.
+    pub(super) d: Lanes<f32>,
+    /// Minus the f16 scale of mins of the header, for Q2_K.
+    pub(super) minus_dmin: Lanes<f32>,
+}
+
+impl Block {
+    pub(super) const EMPTY: Self = Self {
+        codes: [[[0; 4]; PANEL_ROWS]; GROUPS],
+        scale: [[0.0; PANEL_ROWS]; 2],
+        added: [[0.0; PANEL_ROWS]; 2],
+        factor: [[0; PANEL_ROWS]; 2],
+        min_factor: [[0; PANEL_ROWS]; 2],
+        d: [0.0; PANEL_ROWS],
+        minus_dmin: [0.0; PANEL_ROWS],
+    };
+
+    /// Unpacks a block of a section. Portable code that vectorises where it is inlined into a function with
+    /// vector features.
+    #[inline(always)]
+    pub(super) fn unpack(&mut self, scheme: &Scheme, header: &[u8], block: &[u8]) {
+        let (scales, planes) = block.split_at(Layout::of(scheme).scales);
+        self.unpack_scales(scheme.scaling, header, scales);
+        self.unpack_codes(scheme.bits, planes);
+        if let Levels::Table(table) = scheme.levels {
+            for code in self.codes.as_flattened_mut().as_flattened_mut() {
+                *code = table[usize::from(*code & 15)];
+            }
+        }
+    }
+
+    /// The weight of column `k` of the block in row `row`.
+    #[inline(always)]
+    pub(super) fn weight(&self, scheme: &Scheme, k: usize, row: usize) -> f32 {
+        let half = k / 16;
+        let level = (i32::from(self.codes[k / 4][row][k % 4]) - scheme.offset) as f32;
+        let weight = self.scale[half][row] * level;
+        if scheme.scaling.has_min() { weight + self.added[half][row] } else { weight }
+    }
+
+    #[inline(always)]
+    fn unpack_scales(&mut self, scaling: Scaling, header: &[u8], scales: &[u8]) {
+        match scaling {
+            Scaling::F16 => self.scale = [f16_lanes(scales); 2],
+            Scaling::F16Min => {
+                self.scale = [f16_lanes(scales); 2];
+                self.added = [f16_lanes(&scales[F16_ROWS..]); 2];
+            }
+            Scaling::E8m0 => self.scale = [std::array::from_fn(|r| e8m0_half(scales[r])); 2],
+            Scaling::Super => {
+                let d = f16_lanes(header);
+                self.scale = [std::array::from_fn(|r| d[r] * f32::from(scales[r].cast_signed())); 2];
+            }
+            Scaling::SuperMin => {
+                let (d, dmin) = (f16_lanes(header), f16_lanes(&header[F16_ROWS..]));
+                self.scale = [std::array::from_fn(|r| d[r] * f32::from(scales[r])); 2];
+                self.added = [std::array::from_fn(|r| -(dmin[r] * f32::from(scales[PANEL_ROWS + r]))); 2];
+            }
+            Scaling::Sixteenths => {
+                self.d = f16_lanes(header);
+                for half in 0..2 {
+                    self.factor[half] =
+                        std::array::from_fn(|r| i32::from(scales[2 * r + half].cast_signed()));
+                    self.scale[half] = std::array::from_fn(|r| self.d[r] * self.factor[half][r] as f32);
+                }
+            }
+            Scaling::SixteenthsMin => {
+                self.d = f16_lanes(header);
+                self.minus_dmin = f16_lanes(&header[F16_ROWS..]).map(|dmin| -dmin);
+                for half in 0..2 {
+                    self.factor[half] = std::array::from_fn(|r| i32::from(scales[2 * r + half] & 15));
+                    self.min_factor[half] = std::array::from_fn(|r| i32::from(scales[2 * r + half] >> 4));
+                    self.scale[half] = std::array::from_fn(|r| self.d[r] * self.factor[half][r] as f32);
+                    self.added[half] =
+                        std::array::from_fn(|r| self.minus_dmin[r] * self.min_factor[half][r] as f32);
+                }
+            }
+            Scaling::Ue4m3 => {
+                for half in 0..2 {
+                    self.scale[half] = std::array::from_fn(|r| ue4m3_half(scales[2 * r + half]));
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn unpack_codes(&mut self, bits: Bits, planes: &[u8]) {
+        for (g, group) in self.codes.iter_mut().enumerate() {
+            let group = group.as_flattened_mut();
+            let vector = |v: usize| &planes[v * VECTOR..][..VECTOR];
+            match bits {
+                Bits::Eight => group.copy_from_slice(vector(g)),
+                Bits::Two | Bits::Three => put_bits(group, vector(g / 4), 2 * (g % 4), 3),
+                Bits::Four | Bits::Five | Bits::Six => put_bits(group, vector(g % 4), 4 * (g / 4), 15),
+            }
+            match bits {
+                Bits::Three => add_bits(group, vector(2), g, 1, 2),
+                Bits::Five => add_bits(group, vector(4), g, 1, 4),
+                Bits::Six => add_bits(group, vector(4 + g / 4), 2 * (g % 4), 3, 4),
+                Bits::Two | Bits::Four | Bits::Eight => {}
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn put_bits(codes: &mut [u8], plane: &[u8], from: usize, mask: u8) {
+    for (code, byte) in codes.iter_mut().zip(plane) {
+        *code = byte >> from & mask;
+    }
+}
+
+#[inline(always)]
+fn add_bits(codes: &mut [u8], plane: &[u8], from: usize, mask: u8, to: usize) {
+    for (code, byte) in codes.iter_mut().zip(plane) {
+        *code |= (byte >> from & mask) << to;
+    }
+}
+
+fn f16_lanes(bytes: &[u8]) -> Lanes<f32> {
+    std::array::from_fn(|r| f16::from_le_bytes([bytes[2 * r], bytes[2 * r + 1]]).to_f32())
+}

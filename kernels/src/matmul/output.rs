@@ -1,0 +1,95 @@
+//! Where results go and what is done to them on the way.
+#![allow(unsafe_code)]
+
+use super::PANEL_ROWS;
+use std::marker::PhantomData;
+
+/// What happens to a product before it is stored: `out = [out +] (product * scale + bias[row])`.
+#[derive(Debug, Clone, Copy)]
+pub struct Epilogue<'a> {
+    /// Factor of the whole matrix, for formats with a scale beside the tensor; 1 otherwise.
+    pub scale: f32,
+    /// One value per output row.
+    pub bias: Option<&'a [f32]>,
+    /// Add to what the output holds instead of replacing it.
+    pub accumulate: bool,
+}
+
+impl Epilogue<'static> {
+    /// Replace the output by the bare product.
+    pub const STORE: Self = Self { scale: 1.0, bias: None, accumulate: false };
+    /// Add the bare product to the output.
+    pub const ADD: Self = Self { scale: 1.0, bias: None, accumulate: true };
+}
+
+/// A row-major `[m][ld]` f32 output that several threads may fill at once, each its own columns (matrix
+/// rows).
+#[derive(Debug, Clone, Copy)]
+pub struct SharedOut<'a> {
+    start: *mut f32,
+    m: usize,
+    ld: usize,
+    owner: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: the constructor's contract makes concurrent writes disjoint.
+unsafe impl Send for SharedOut<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for SharedOut<'_> {}
+
+impl<'a> SharedOut<'a> {
+    /// An output of `m` rows (tokens), `ld` values apart. A product with a matrix of `n <= ld` rows writes
+    /// `start[token * ld + row]` for `token < m` and `row < n`.
+    ///
+    /// # Safety
+    /// - `start` must be valid for reads and writes of `m * ld` initialised values for `'a` (of the last row,
+    ///   only the `n` values that products write), and nothing else may access those that are written
+    ///   while a product runs.
+    /// - Two products that run at the same time on handles to the same memory must be given disjoint ranges
+    ///   of panels (or write disjoint memory for another reason).
+    pub unsafe fn new(start: *mut f32, m: usize, ld: usize) -> Self {
+        Self { start, m, ld, owner: PhantomData }
+    }
+
+    /// Rows (tokens).
+    pub fn rows(&self) -> usize {
+        self.m
+    }
+
+    /// Values from one row to the next.
+    pub fn ld(&self) -> usize {
+        self.ld
+    }
+
+    /// Stores the lanes of one panel that are rows of the matrix.
+    ///
+    /// # Safety
+    /// `token < m`, `first_row + rows <= ld`, `rows <= 16`, a bias is longer than the last row, and the
+    /// constructor's contract holds.
+    pub(super) unsafe fn store(
+        &self,
+        epilogue: &Epilogue<'_>,
+        token: usize,
+        first_row: usize,
+        rows: usize,
+        lanes: &[f32; PANEL_ROWS],
+    ) {
+        let mut values = *lanes;
+        for value in &mut values {
+            *value *= epilogue.scale;
+        }
+        if let Some(bias) = epilogue.bias {
+            for (value, bias) in values.iter_mut().zip(&bias[first_row..first_row + rows]) {
+                *value += bias;
+            }
+        }
+        // SAFETY: in bounds by this function's contract; exclusive by the constructor's.
+        let out =
+            unsafe { std::slice::from_raw_parts_mut(self.start.add(token * self.ld + first_row), rows) };
+        if epilogue.accumulate {
+            out.iter_mut().zip(&values).for_each(|(out, value)| *out += value);
+        } else {
+            out.copy_from_slice(&values[..rows]);
+        }
+    }
+}

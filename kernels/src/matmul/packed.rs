@@ -1,0 +1,270 @@
+//! Weight matrices in the panel layout.
+
+use super::PANEL_ROWS;
+use super::layout::{pack_row, panel_bytes};
+use crate::aligned::AlignedBuf;
+use crate::error::Error;
+use crate::quant::GgmlType;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Shape and format of a tensor of `experts` matrices of `rows x cols`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    ty: GgmlType,
+    rows: usize,
+    cols: usize,
+    experts: usize,
+    /// Bytes of one row in the file.
+    row_bytes: usize,
+    panel_bytes: usize,
+}
+
+impl Shape {
+    fn new(ty: GgmlType, rows: usize, cols: usize, experts: usize) -> Result<Self, Error> {
+        let impossible = Error::Shape { rows, cols, experts };
+        if rows == 0 || cols == 0 || experts == 0 {
+            return Err(impossible);
+        }
+        let row_bytes = ty.row_bytes(cols)?;
+        if !MatrixView::supports(ty) {
+            return Err(Error::NoMatmul { ty: ty.name() });
+        }
+        let panel_bytes = panel_bytes(ty, cols).ok_or(impossible.clone())?;
+        let shape = Self { ty, rows, cols, experts, row_bytes, panel_bytes };
+        let checked = |count: usize, bytes: usize| {
+            count.checked_mul(experts)?.checked_mul(bytes).filter(|&total| isize::try_from(total).is_ok())
+        };
+        checked(rows, row_bytes).ok_or(impossible.clone())?;
+        checked(shape.panels(), panel_bytes).ok_or(impossible)?;
+        Ok(shape)
+    }
+
+    /// Panels of one expert.
+    fn panels(&self) -> usize {
+        self.rows.div_ceil(PANEL_ROWS)
+    }
+}
+
+/// A weight tensor repacked into panels of 16 output rows: a matrix, or one matrix per expert. Padding rows of
+/// the last panel are zeroes.
+#[derive(Debug)]
+pub struct PackedMatrix {
+    shape: Shape,
+    data: AlignedBuf<u8>,
+}
+
+impl PackedMatrix {
+    /// Packs a whole tensor of `experts` matrices of `rows x cols` from its bytes in a file.
+    ///
+    /// # Errors
+    /// As [`PackedMatrixBuilder::new`], and [`Error::Length`] when `bytes` is not the tensor's size.
+    pub fn pack(ty: GgmlType, rows: usize, cols: usize, experts: usize, bytes: &[u8]) -> Result<Self, Error> {
+        let mut builder = PackedMatrixBuilder::new(ty, rows, cols, experts)?;
+        let expected = builder.file_bytes();
+        if bytes.len() != expected {
+            return Err(Error::Length { what: "tensor bytes", expected, found: bytes.len() });
+        }
+        for chunk in builder.chunks(usize::MAX) {
+            let range = chunk.file_range();
+            chunk.pack(&bytes[range])?;
+        }
+        builder.finish()
+    }
+
+    /// The file format of the weights.
+    pub fn ty(&self) -> GgmlType {
+        self.shape.ty
+    }
+
+    /// Output rows of each matrix.
+    pub fn rows(&self) -> usize {
+        self.shape.rows
+    }
+
+    /// Input columns of each matrix.
+    pub fn cols(&self) -> usize {
+        self.shape.cols
+    }
+
+    /// Number of matrices.
+    pub fn experts(&self) -> usize {
+        self.shape.experts
+    }
+
+    /// Bytes that the weights occupy in memory.
+    pub fn resident_bytes(&self) -> usize {
+        self.data.len()
+    }
+
+    /// The matrix of one expert; 0 for a plain matrix.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for an expert that does not exist.
+    pub fn view(&self, expert: usize) -> Result<MatrixView<'_>, Error> {
+        let Shape { ty, rows, cols, experts, panel_bytes, .. } = self.shape;
+        if expert >= experts {
+            return Err(Error::OutOfRange { what: "expert", index: expert, len: experts });
+        }
+        let bytes = self.shape.panels() * panel_bytes;
+        Ok(MatrixView { ty, rows, cols, panel_bytes, data: &self.data[expert * bytes..][..bytes] })
+    }
+}
+
+/// One packed matrix.
+#[derive(Debug, Clone, Copy)]
+pub struct MatrixView<'a> {
+    ty: GgmlType,
+    rows: usize,
+    cols: usize,
+    panel_bytes: usize,
+    data: &'a [u8],
+}
+
+impl<'a> MatrixView<'a> {
+    /// Whether `ty` can be packed and multiplied.
+    pub fn supports(ty: GgmlType) -> bool {
+        panel_bytes(ty, 0).is_some()
+    }
+
+    /// The file format of the weights.
+    pub fn ty(&self) -> GgmlType {
+        self.ty
+    }
+
+    /// Output rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Panels of 16 rows: the unit in which work is split over threads.
+    pub fn panels(&self) -> usize {
+        self.rows.div_ceil(PANEL_ROWS)
+    }
+
+    /// Bytes read for one panel.
+    pub fn panel_bytes(&self) -> usize {
+        self.panel_bytes
+    }
+
+    /// The bytes of panel `panel`, which must exist.
+    pub(super) fn panel(&self, panel: usize) -> &'a [u8] {
+        &self.data[panel * self.panel_bytes..][..self.panel_bytes]
+    }
+}
+
+/// Packs a tensor piece by piece, so that pieces can be read and packed in parallel and the file's bytes need
+/// never be in memory as a whole.
+///
+/// ```
+/// # use kvasir_kernels::{matmul::PackedMatrixBuilder, quant::GgmlType};
+/// let bytes = vec![0; 64 * 36];
+/// let mut builder = PackedMatrixBuilder::new(GgmlType::Q4_0, 64, 64, 1)?;
+/// for chunk in builder.chunks(32) {
+///     let range = chunk.file_range();
+///     chunk.pack(&bytes[range])?;
+/// }
+/// let matrix = builder.finish()?;
+/// # assert_eq!(matrix.rows(), 64);
+/// # Ok::<(), kvasir_kernels::error::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct PackedMatrixBuilder {
+    shape: Shape,
+    data: AlignedBuf<u8>,
+    /// Panels packed so far, counted once each chunk is complete.
+    packed: AtomicUsize,
+}
+
+impl PackedMatrixBuilder {
+    /// Allocates the packed tensor.
+    ///
+    /// # Errors
+    /// [`Error::NoMatmul`] for formats that can only be dequantised, [`Error::PartialBlock`] when `cols` is
+    /// not whole blocks, [`Error::Shape`] for empty or impossibly large shapes.
+    pub fn new(ty: GgmlType, rows: usize, cols: usize, experts: usize) -> Result<Self, Error> {
+        let shape = Shape::new(ty, rows, cols, experts)?;
+        let data = AlignedBuf::zeroed(shape.panels() * experts * shape.panel_bytes);
+        Ok(Self { shape, data, packed: AtomicUsize::new(0) })
+    }
+
+    /// Bytes of the whole tensor in the file.
+    pub fn file_bytes(&self) -> usize {
+        self.shape.row_bytes * self.shape.rows * self.shape.experts
+    }
+
+    /// Cuts the tensor into independent chunks of at most `max_rows` rows (rounded down to panels, at least
+    /// one), none of them across experts. Packing starts over with each call.
+    pub fn chunks(&mut self, max_rows: usize) -> impl Iterator<Item = PanelChunk<'_>> {
+        let shape = self.shape;
+        *self.packed.get_mut() = 0;
+        let packed = &self.packed;
+        let per_chunk = (max_rows / PANEL_ROWS).clamp(1, shape.panels());
+        self.data.chunks_exact_mut(shape.panels() * shape.panel_bytes).enumerate().flat_map(
+            move |(expert, data)| {
+                data.chunks_mut(per_chunk * shape.panel_bytes).enumerate().map(move |(i, data)| {
+                    let first = i * per_chunk * PANEL_ROWS;
+                    let rows = first..shape.rows.min(first + per_chunk * PANEL_ROWS);
+                    PanelChunk { shape, expert, rows, data, packed }
+                })
+            },
+        )
+    }
+
+    /// The packed tensor.
+    ///
+    /// # Errors
+    /// [`Error::Unpacked`] when some chunk has not been packed.
+    pub fn finish(self) -> Result<PackedMatrix, Error> {
+        let total = self.shape.panels() * self.shape.experts;
+        let packed = self.packed.into_inner();
+        if packed < total {
+            return Err(Error::Unpacked { packed, total });
+        }
+        Ok(PackedMatrix { shape: self.shape, data: self.data })
+    }
+}
+
+/// Some panels of one expert, to be packed.
+#[derive(Debug)]
+pub struct PanelChunk<'a> {
+    shape: Shape,
+    expert: usize,
+    rows: Range<usize>,
+    data: &'a mut [u8],
+    packed: &'a AtomicUsize,
+}
+
+impl PanelChunk<'_> {
+    /// Where this chunk's rows lie in the tensor's bytes.
+    pub fn file_range(&self) -> Range<usize> {
+        let at = |row: usize| (self.expert * self.shape.rows + row) * self.shape.row_bytes;
+        at(self.rows.start)..at(self.rows.end)
+    }
+
+    /// Packs the chunk from the bytes of its [`file_range`](Self::file_range).
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `bytes` has another length than the range.
+    pub fn pack(self, bytes: &[u8]) -> Result<(), Error> {
+        let expected = self.file_range().len();
+        if bytes.len() != expected {
+            return Err(Error::Length { what: "chunk bytes", expected, found: bytes.len() });
+        }
+        let Shape { ty, row_bytes, panel_bytes, .. } = self.shape;
+        let panels = self.data.chunks_exact_mut(panel_bytes);
+        let count = panels.len();
+        for (panel, rows) in panels.zip(bytes.chunks(PANEL_ROWS * row_bytes)) {
+            for (lane, row) in rows.chunks_exact(row_bytes).enumerate() {
+                pack_row(ty, row, lane, panel);
+            }
+        }
+        self.packed.fetch_add(count, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,150 @@
+//! The kernels in portable Rust: the definition that the vector kernels are held to.
+#![allow(unsafe_code)]
+
+use super::PANEL_ROWS;
+use super::activations::{BLOCK, QuantizedBlock};
+use super::kernel::{F32Call, Int8Call, KernelSet, Tile, plain_value};
+use super::layout::{Block, Lanes, Layout, panel_bytes};
+use crate::quant::{Scaling, Scheme};
+
+pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
+
+/// # Safety
+/// See [`KernelSet`].
+unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
+    let Some(scheme) = Scheme::of(call.ty) else { return };
+    let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
+    // SAFETY: the caller's contract.
+    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    let mut block = Block::EMPTY;
+    for (index, (header, bytes)) in Layout::of(&scheme).blocks(panel).take(call.blocks).enumerate() {
+        block.unpack(&scheme, header, bytes);
+        for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
+            // SAFETY: the caller's contract.
+            let a = unsafe { &*call.activations.add(token * call.stride + index) };
+            let sums = [0, 1].map(|half| integer_sums(&block, scheme.offset, half, a));
+            fold(&block, &scheme, &sums, a, acc);
+        }
+    }
+}
+
+/// `sum of level * quant` over one half of a block, per row.
+fn integer_sums(block: &Block, offset: i32, half: usize, a: &QuantizedBlock) -> Lanes<i32> {
+    let mut sums = [-offset * i32::from(a.sums[half]); PANEL_ROWS];
+    let groups = block.codes[4 * half..][..4].iter().zip(a.quants[16 * half..].chunks_exact(4));
+    for (rows, quants) in groups {
+        for (sum, codes) in sums.iter_mut().zip(rows) {
+            for (&code, &quant) in codes.iter().zip(quants) {
+                *sum += i32::from(code) * i32::from(quant);
+            }
+        }
+    }
+    sums
+}
+
+/// Adds a block's integer sums to the accumulators, as the table in [`crate::matmul`] says.
+#[inline(always)]
+pub(super) fn fold(
+    block: &Block,
+    scheme: &Scheme,
+    sums: &[Lanes<i32>; 2],
+    a: &QuantizedBlock,
+    acc: &mut Lanes<f32>,
+) {
+    let [s0, s1] = a.sums.map(i32::from);
+    for (r, acc) in acc.iter_mut().enumerate() {
+        let (i0, i1) = (sums[0][r], sums[1][r]);
+        let by_factor = || (block.factor[0][r] * i0 + block.factor[1][r] * i1) as f32;
+        match scheme.scaling {
+            Scaling::F16 | Scaling::E8m0 | Scaling::Super => {
+                *acc = ((i0 + i1) as f32).mul_add(block.scale[0][r] * a.scale, *acc);
+            }
+            Scaling::F16Min | Scaling::SuperMin => {
+                *acc = ((i0 + i1) as f32).mul_add(block.scale[0][r] * a.scale, *acc);
+                *acc = block.added[0][r].mul_add(a.scaled_sum, *acc);
+            }
+            Scaling::Sixteenths => *acc = by_factor().mul_add(block.d[r] * a.scale, *acc),
+            Scaling::SixteenthsMin => {
+                *acc = by_factor().mul_add(block.d[r] * a.scale, *acc);
+                let mins = (block.min_factor[0][r] * s0 + block.min_factor[1][r] * s1) as f32;
+                *acc = mins.mul_add(block.minus_dmin[r] * a.scale, *acc);
+            }
+            Scaling::Ue4m3 => {
+                *acc = (i0 as f32).mul_add(block.scale[0][r] * a.scale, *acc);
+                *acc = (i1 as f32).mul_add(block.scale[1][r] * a.scale, *acc);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// See [`KernelSet`].
+unsafe fn f32(call: &F32Call, tile: &mut Tile) {
+    let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
+    // SAFETY: the caller's contract.
+    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    let mut odd = [[0.0; PANEL_ROWS]; super::kernel::TILE_TOKENS];
+    let mut column = |k: usize, weights: &Lanes<f32>| {
+        let sums = if k.is_multiple_of(2) { &mut tile.0 } else { &mut odd };
+        for (token, acc) in sums[..call.tokens].iter_mut().enumerate() {
+            // SAFETY: the caller's contract; `k < cols`.
+            let a = unsafe { *call.activations.add(token * call.cols + k) };
+            for (acc, weight) in acc.iter_mut().zip(weights) {
+                *acc = weight.mul_add(a, *acc);
+            }
+        }
+    };
+    if let Some(scheme) = Scheme::of(call.ty) {
+        let mut block = Block::EMPTY;
+        let blocks = Layout::of(&scheme).blocks(panel).take(call.cols / BLOCK);
+        for (index, (header, bytes)) in blocks.enumerate() {
+            block.unpack(&scheme, header, bytes);
+            for k in 0..BLOCK {
+                column(index * BLOCK + k, &std::array::from_fn(|r| block.weight(&scheme, k, r)));
+            }
+        }
+    } else {
+        let size = call.ty.block_bytes();
+        for (k, slots) in panel.chunks_exact(PANEL_ROWS * size).take(call.cols).enumerate() {
+            column(k, &std::array::from_fn(|r| plain_value(call.ty, &slots[r * size..][..size])));
+        }
+    }
+    for (even, odd) in tile.0.iter_mut().zip(&odd) {
+        even.iter_mut().zip(odd).for_each(|(even, odd)| *even += odd);
+    }
+}
+
+/// # Safety
+/// None beyond [`KernelSet`]'s.
+unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
+    for (values, out) in src.chunks(BLOCK).zip(out) {
+        let mut padded = [0.0; BLOCK];
+        padded[..values.len()].copy_from_slice(values);
+        *out = quantize_block(&padded);
+    }
+}
+
+/// Blocks whose largest magnitude is below this become zero: the reciprocal of their scale would overflow.
+pub(super) const SMALLEST: f32 = 1e-36;
+
+pub(super) fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
+    let mut block = QuantizedBlock { quants: [0; BLOCK], scale: 0.0, scaled_sum: 0.0, sums: [0; 2] };
+    // Magnitudes compare as integers, and anything not finite compares above all finite values.
+    let largest = values.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+    let largest = f32::from_bits(largest);
+    if !largest.is_finite() {
+        (block.scale, block.scaled_sum) = (f32::NAN, f32::NAN);
+        return block;
+    }
+    if largest < SMALLEST {
+        return block;
+    }
+    let inverse = 127.0 / largest;
+    block.scale = largest / 127.0;
+    for (i, (quant, value)) in block.quants.iter_mut().zip(values).enumerate() {
+        *quant = (value * inverse).round_ties_even() as i8;
+        block.sums[i / 16] += i16::from(*quant);
+    }
+    block.scaled_sum = block.scale * f32::from(block.sums[0] + block.sums[1]);
+    block
+}

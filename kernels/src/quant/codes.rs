@@ -1,0 +1,90 @@
+//! One file block taken apart into stored codes and scales, the common ground of dequantising, packing and
+//! the reference product.
+
+use super::scheme::{Scaling, Scheme};
+use super::{GgmlType, e8m0_half, k, legacy, ue4m3_half};
+use half::f16;
+
+/// The parts of one block. Formats with smaller blocks leave the tails as they were.
+#[derive(Debug, Clone)]
+pub(crate) struct Codes {
+    /// Stored codes in the order of the row.
+    pub(crate) codes: [u8; 256],
+    /// Bits of the f16 scale, for the formats that have one.
+    pub(crate) d: u16,
+    /// Bits of the f16 min or scale of mins.
+    pub(crate) dmin: u16,
+    /// The small scales, one per 32 or 16 values, in the form the packed layout keeps: signed ones as `i8`
+    /// bits, E8M0 and UE4M3 as in the file (UE4M3's one NaN pattern, which reads as 0, replaced by 0).
+    pub(crate) scales: [u8; 16],
+    /// The small mins.
+    pub(crate) mins: [u8; 16],
+}
+
+impl Default for Codes {
+    fn default() -> Self {
+        Self { codes: [0; 256], d: 0, dmin: 0, scales: [0; 16], mins: [0; 16] }
+    }
+}
+
+/// Takes one block of a format that has a [`Scheme`] apart.
+///
+/// `block` must hold `ty.block_bytes()` bytes.
+pub(crate) fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
+    debug_assert_eq!(block.len(), ty.block_bytes());
+    match ty {
+        GgmlType::Q4_0 | GgmlType::IQ4_NL => legacy::split_q4_0(block, out),
+        GgmlType::Q4_1 => legacy::split_q4_1(block, out),
+        GgmlType::Q5_0 => legacy::split_q5_0(block, out),
+        GgmlType::Q5_1 => legacy::split_q5_1(block, out),
+        GgmlType::Q8_0 => legacy::split_q8_0(block, out),
+        GgmlType::Q2_K => k::split_q2(block, out),
+        GgmlType::Q3_K => k::split_q3(block, out),
+        GgmlType::Q4_K => k::split_q4(block, out),
+        GgmlType::Q5_K => k::split_q5(block, out),
+        GgmlType::Q6_K => k::split_q6(block, out),
+        GgmlType::IQ4_XS => k::split_iq4_xs(block, out),
+        GgmlType::MXFP4 => super::fp4::split_mxfp4(block, out),
+        GgmlType::NVFP4 => super::fp4::split_nvfp4(block, out),
+        _ => debug_assert!(false, "{ty} has no scheme"),
+    }
+}
+
+impl Codes {
+    /// Scale and what is added (the min, or minus the min) of the 16 values number `sixteenth` of the block.
+    /// The added part is `None` for formats without mins.
+    pub(crate) fn affine(&self, scaling: Scaling, sixteenth: usize) -> (f32, Option<f32>) {
+        let d = || f16::from_bits(self.d).to_f32();
+        let dmin = || f16::from_bits(self.dmin).to_f32();
+        let signed = |i: usize| f32::from(self.scales[i].cast_signed());
+        let by_32 = sixteenth / 2;
+        match scaling {
+            Scaling::F16 => (d(), None),
+            Scaling::F16Min => (d(), Some(dmin())),
+            Scaling::E8m0 => (e8m0_half(self.scales[0]), None),
+            Scaling::Super => (d() * signed(by_32), None),
+            Scaling::SuperMin => {
+                (d() * f32::from(self.scales[by_32]), Some(-(dmin() * f32::from(self.mins[by_32]))))
+            }
+            Scaling::Sixteenths => (d() * signed(sixteenth), None),
+            Scaling::SixteenthsMin => {
+                (d() * f32::from(self.scales[sixteenth]), Some(-(dmin() * f32::from(self.mins[sixteenth]))))
+            }
+            Scaling::Ue4m3 => (ue4m3_half(self.scales[sixteenth]), None),
+        }
+    }
+
+    /// The weights of the block, `out.len()` of them.
+    pub(crate) fn dequantize(&self, scheme: &Scheme, out: &mut [f32]) {
+        for (sixteenth, (out, codes)) in out.chunks_mut(16).zip(self.codes.chunks(16)).enumerate() {
+            let (scale, added) = self.affine(scheme.scaling, sixteenth);
+            for (x, &code) in out.iter_mut().zip(codes) {
+                let level = scheme.level(code) as f32;
+                *x = match added {
+                    None => scale * level,
+                    Some(added) => scale * level + added,
+                };
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! The 4-bit float formats and their scales.
+
+use super::codes::Codes;
+
+/// Half of an E8M0 scale: `2^(e - 128)`. The half makes up for E2M1 levels kept doubled.
+pub(crate) fn e8m0_half(e: u8) -> f32 {
+    f32::from_bits(match e {
+        0 | 1 => 0x0020_0000 << e,
+        _ => u32::from(e - 1) << 23,
+    })
+}
+
+/// Half of an unsigned E4M3 scale (bias 7). The sign bit is not looked at.
+pub(crate) fn ue4m3_half(x: u8) -> f32 {
+    // Exponent and mantissa put at the places of an f32's are off by the difference of the biases, 120.
+    f32::from_bits(u32::from(x & 0x7f) << 20) * 2f32.powi(119)
+}
+
+pub(super) fn split_mxfp4(block: &[u8], out: &mut Codes) {
+    out.scales[0] = block[0];
+    for (i, &byte) in block[1..17].iter().enumerate() {
+        out.codes[i] = byte & 15;
+        out.codes[i + 16] = byte >> 4;
+    }
+}
+
+pub(super) fn split_nvfp4(block: &[u8], out: &mut Codes) {
+    for (out, &scale) in out.scales.iter_mut().zip(&block[..4]) {
+        *out = if scale == 0x7f { 0 } else { scale };
+    }
+    for (codes, bytes) in out.codes.chunks_exact_mut(16).zip(block[4..36].chunks_exact(8)) {
+        for (i, &byte) in bytes.iter().enumerate() {
+            codes[i] = byte & 15;
+            codes[i + 8] = byte >> 4;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{e8m0_half, ue4m3_half};
+
+    #[test]
+    fn e8m0_scales_are_powers_of_two() {
+        assert_eq!(e8m0_half(128), 1.0);
+        assert_eq!(e8m0_half(127), 0.5);
+        assert_eq!(e8m0_half(2), 2f32.powi(-126));
+        assert_eq!(e8m0_half(1), 2f32.powi(-126) / 2.0);
+        assert_eq!(e8m0_half(0), 2f32.powi(-126) / 4.0);
+        assert_eq!(e8m0_half(255), 2f32.powi(127));
+    }
+
+    #[test]
+    fn ue4m3_scales_follow_the_definition() {
+        for x in 0..=0x7e_u8 {
+            let (exponent, mantissa) = (i32::from(x >> 3), f64::from(x & 7));
+            let value = match exponent {
+                0 => mantissa * 2f64.powi(-9),
+                _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+            };
+            assert_eq!(f64::from(ue4m3_half(x)), value / 2.0, "{x:#x}");
+        }
+    }
+}

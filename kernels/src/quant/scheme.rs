@@ -1,0 +1,119 @@
+//! How each quantised format that has a matmul turns integers into weights, as data.
+//!
+//! A weight is `scale * level [+ min]`. Levels are small integers held as unsigned codes (after a table
+//! lookup where the format has a codebook), `level = code - offset`. The scale, and the min where there is
+//! one, hold for 32 consecutive values of a row, or for 16 (the two *halves* of 32).
+
+use super::GgmlType;
+
+/// Bits of a stored code, hence the bit planes of a packed block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bits {
+    Two,
+    Three,
+    Four,
+    Five,
+    Six,
+    Eight,
+}
+
+/// From stored code to unsigned code: `level = unsigned code - offset`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Levels {
+    /// The stored code is the unsigned code.
+    Plain,
+    /// A codebook of unsigned codes for 4-bit stored codes.
+    Table(&'static [u8; 16]),
+}
+
+/// Where the scales (and mins) of 32 values come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scaling {
+    /// f16 scale per 32.
+    F16,
+    /// f16 scale and f16 min per 32.
+    F16Min,
+    /// Power-of-two scale per 32, one byte.
+    E8m0,
+    /// f16 scale per 256 times a signed byte per 32.
+    Super,
+    /// f16 scale and f16 min per 256, each times an unsigned byte per 32; the min is subtracted.
+    SuperMin,
+    /// f16 scale per 256 times a signed byte per 16.
+    Sixteenths,
+    /// f16 scale and f16 min per 256, each times a nibble per 16; the min is subtracted.
+    SixteenthsMin,
+    /// Unsigned E4M3 scale per 16.
+    Ue4m3,
+}
+
+impl Scaling {
+    /// Blocks of 32 that share one header of f16 values.
+    pub(crate) const fn blocks_per_header(self) -> usize {
+        match self {
+            Self::F16 | Self::F16Min | Self::E8m0 | Self::Ue4m3 => 1,
+            Self::Super | Self::SuperMin | Self::Sixteenths | Self::SixteenthsMin => 8,
+        }
+    }
+
+    /// Whether weights have a part that does not scale with the level.
+    pub(crate) const fn has_min(self) -> bool {
+        matches!(self, Self::F16Min | Self::SuperMin | Self::SixteenthsMin)
+    }
+}
+
+/// Everything that is fixed about a quantised format with a matmul.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Scheme {
+    pub(crate) bits: Bits,
+    pub(crate) levels: Levels,
+    pub(crate) offset: i32,
+    pub(crate) scaling: Scaling,
+}
+
+/// IQ4_NL's 16 levels, each plus 128.
+pub(crate) static IQ4_CODES: [u8; 16] =
+    [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
+
+/// The E2M1 values doubled (0, 1, 2, 3, 4, 6, 8, 12 and their negatives), each plus 12.
+pub(crate) static E2M1_CODES: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+
+impl Scheme {
+    /// The scheme of `ty`, if it is a quantised format that has a matmul.
+    pub(crate) const fn of(ty: GgmlType) -> Option<Self> {
+        Some(match ty {
+            GgmlType::Q4_0 => Self::plain(Bits::Four, 8, Scaling::F16),
+            GgmlType::Q4_1 => Self::plain(Bits::Four, 0, Scaling::F16Min),
+            GgmlType::Q5_0 => Self::plain(Bits::Five, 16, Scaling::F16),
+            GgmlType::Q5_1 => Self::plain(Bits::Five, 0, Scaling::F16Min),
+            GgmlType::Q8_0 => Self::plain(Bits::Eight, 128, Scaling::F16),
+            GgmlType::Q2_K => Self::plain(Bits::Two, 0, Scaling::SixteenthsMin),
+            GgmlType::Q3_K => Self::plain(Bits::Three, 4, Scaling::Sixteenths),
+            GgmlType::Q4_K => Self::plain(Bits::Four, 0, Scaling::SuperMin),
+            GgmlType::Q5_K => Self::plain(Bits::Five, 0, Scaling::SuperMin),
+            GgmlType::Q6_K => Self::plain(Bits::Six, 32, Scaling::Sixteenths),
+            GgmlType::IQ4_NL => Self::table(&IQ4_CODES, 128, Scaling::F16),
+            GgmlType::IQ4_XS => Self::table(&IQ4_CODES, 128, Scaling::Super),
+            GgmlType::MXFP4 => Self::table(&E2M1_CODES, 12, Scaling::E8m0),
+            GgmlType::NVFP4 => Self::table(&E2M1_CODES, 12, Scaling::Ue4m3),
+            _ => return None,
+        })
+    }
+
+    const fn plain(bits: Bits, offset: i32, scaling: Scaling) -> Self {
+        Self { bits, levels: Levels::Plain, offset, scaling }
+    }
+
+    const fn table(codes: &'static [u8; 16], offset: i32, scaling: Scaling) -> Self {
+        Self { bits: Bits::Four, levels: Levels::Table(codes), offset, scaling }
+    }
+
+    /// The level of a stored code.
+    pub(crate) fn level(&self, stored: u8) -> i32 {
+        let code = match self.levels {
+            Levels::Plain => stored,
+            Levels::Table(codes) => codes[usize::from(stored & 15)],
+        };
+        i32::from(code) - self.offset
+    }
+}
