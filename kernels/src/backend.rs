@@ -10,6 +10,9 @@
 use crate::Error;
 use std::ops::Range;
 
+pub use crate::attention::{KvType, Placement as BlockTable};
+pub use crate::matmul::ActivationMode;
+
 /// An `[rows][cols]` f32 activation buffer on the device. It has a capacity and a current number of rows,
 /// set by the op that fills it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -30,26 +33,6 @@ pub struct RopeId(pub(crate) u32);
 /// The KV of one layer: where it lies in its group's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvLayerId(pub(crate) u32);
-
-/// Element type of the KV cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum KvType {
-    /// 4 bytes.
-    F32,
-    /// 2 bytes.
-    F16,
-    /// 8-bit with an f16 scale per 32 values of a head.
-    Q8_0,
-}
-
-/// What quantised matrices are multiplied with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ActivationMode {
-    /// Rows quantised to 8 bits in blocks of 32: the fast path.
-    Int8,
-    /// Rows as they are: the exact path.
-    F32,
-}
 
 /// What a backend says about itself; part of a worker's numeric class.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -256,20 +239,6 @@ pub struct StepSequence {
     pub context: usize,
 }
 
-/// Where a sequence's blocks of one group lie.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockTable<'a> {
-    /// Entry i is the byte offset / 64 of the block with positions `i * block_tokens ..`; `u32::MAX` = none.
-    Paged(&'a [u32]),
-    /// Block i lies at `(first + i * stride) * 64`: no table is read, so that the price of one is measurable.
-    Contiguous {
-        /// Offset of block 0, in units of 64 bytes.
-        first: u32,
-        /// From one block to the next, in units of 64 bytes.
-        stride: u32,
-    },
-}
-
 /// All that changes from step to step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInput<'a> {
@@ -281,7 +250,7 @@ pub struct StepInput<'a> {
     pub tables: &'a [Vec<BlockTable<'a>>],
 }
 
-/// A copy of the first `tokens` positions of a block to another block of the same group.
+/// A copy of a block to another block of the same group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvCopy {
     /// The group.

@@ -75,4 +75,62 @@ pub enum Error {
         /// The level asked for.
         isa: Isa,
     },
+    /// The operating system gave no thread for the pool.
+    #[error("cannot start pool thread {thread}: {kind}")]
+    Spawn {
+        /// Number of the thread.
+        thread: usize,
+        /// Why.
+        kind: std::io::ErrorKind,
+    },
+    /// A KV cache layout that no kernel serves.
+    #[error(
+        "no KV layout of {block_tokens} tokens, {kv_heads} heads, key width {head_dim}, value width {v_head_dim}"
+    )]
+    KvLayout {
+        /// Positions in a block.
+        block_tokens: usize,
+        /// Key/value heads.
+        kv_heads: usize,
+        /// Width of a key head.
+        head_dim: usize,
+        /// Width of a value head.
+        v_head_dim: usize,
+    },
+    /// Query heads that do not share the key/value heads evenly.
+    #[error("{heads} query heads cannot share {kv_heads} key/value heads")]
+    HeadGroups {
+        /// Query heads.
+        heads: usize,
+        /// Key/value heads.
+        kv_heads: usize,
+    },
+    /// A sliding window that would hide every key from its query.
+    #[error("a sliding window holds at least one position")]
+    EmptyWindow,
+    /// A position is visible to a query, but its sequence has no block for it.
+    #[error("sequence {sequence} has no block {block}, which is visible to a query")]
+    MissingBlock {
+        /// Index of the sequence in the step.
+        sequence: usize,
+        /// Absolute block number.
+        block: usize,
+    },
+    /// A block that does not lie inside the arena.
+    #[error("a KV block ends at byte {end} of an arena of {len}")]
+    OutsideArena {
+        /// First byte after the block.
+        end: u64,
+        /// Bytes in the arena.
+        len: usize,
+    },
+    /// An arena whose first byte is not on a cache line.
+    #[error("the KV arena does not start on a cache line")]
+    UnalignedArena,
+    /// Two rows of one step would write the same memory.
+    #[error("two rows of the step would write overlapping KV slots at arena offset {offset}")]
+    OverlappingWrites {
+        /// Byte offset of the second of the two blocks, without the layer's.
+        offset: u64,
+    },
 }

@@ -1,0 +1,130 @@
+//! How the kernels read the elements of a KV group.
+
+use super::layout::{GROUP, Q8_RUN, q8_scales_bytes};
+use crate::simd::{LANES, Simd};
+
+/// An element type of the cache. Every value is exact in f32, so a kernel that converts as it reads and one that
+/// reads converted copies compute the same.
+///
+/// All methods: `group` must point to a whole group of heads of width `width` in this format, aligned as in a
+/// block whose first byte is aligned to 64.
+pub(super) trait Format: Copy + Send + Sync + 'static {
+    /// Elements of a row that share a scale.
+    const RUN: usize;
+
+    /// Scales of sixteen keys for one run of their elements; not looked at where the format has none.
+    unsafe fn k_scales<S: Simd>(s: S, group: *const u8, run: usize) -> S::V;
+
+    /// Element `d` of sixteen keys.
+    unsafe fn k<S: Simd>(s: S, group: *const u8, width: usize, d: usize, scales: S::V) -> S::V;
+
+    /// Elements `d..d + 16` of the value of one token.
+    unsafe fn v<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V;
+
+    /// Elements `d..width` of the value of one token, fewer than sixteen, then zeroes.
+    unsafe fn v_tail<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V;
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct F32;
+
+#[derive(Clone, Copy)]
+pub(super) struct F16;
+
+#[derive(Clone, Copy)]
+pub(super) struct Q8;
+
+impl Format for F32 {
+    const RUN: usize = usize::MAX;
+
+    #[inline(always)]
+    unsafe fn k_scales<S: Simd>(s: S, _group: *const u8, _run: usize) -> S::V {
+        s.splat(1.0)
+    }
+    #[inline(always)]
+    unsafe fn k<S: Simd>(s: S, group: *const u8, _width: usize, d: usize, _scales: S::V) -> S::V {
+        // SAFETY: sixteen f32 per element of the group.
+        unsafe { s.load(group.cast::<f32>().add(d * GROUP)) }
+    }
+    #[inline(always)]
+    unsafe fn v<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        // SAFETY: d + 16 <= width.
+        unsafe { s.load(group.cast::<f32>().add(token * width + d)) }
+    }
+    #[inline(always)]
+    unsafe fn v_tail<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        // SAFETY: the row has width elements.
+        unsafe { s.load_first(group.cast::<f32>().add(token * width + d), width - d) }
+    }
+}
+
+impl Format for F16 {
+    const RUN: usize = usize::MAX;
+
+    #[inline(always)]
+    unsafe fn k_scales<S: Simd>(s: S, _group: *const u8, _run: usize) -> S::V {
+        s.splat(1.0)
+    }
+    #[inline(always)]
+    unsafe fn k<S: Simd>(s: S, group: *const u8, _width: usize, d: usize, _scales: S::V) -> S::V {
+        // SAFETY: sixteen u16 per element of the group.
+        unsafe { s.load_f16(group.cast::<u16>().add(d * GROUP)) }
+    }
+    #[inline(always)]
+    unsafe fn v<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        // SAFETY: d + 16 <= width.
+        unsafe { s.load_f16(group.cast::<u16>().add(token * width + d)) }
+    }
+    #[inline(always)]
+    unsafe fn v_tail<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        let mut row = [0u16; LANES];
+        // SAFETY: the row has width elements, the copy at least width - d < 16.
+        unsafe {
+            row.as_mut_ptr().copy_from_nonoverlapping(group.cast::<u16>().add(token * width + d), width - d);
+            s.load_f16(row.as_ptr())
+        }
+    }
+}
+
+impl Q8 {
+    /// Scale of the run that element `d` of a value belongs to.
+    #[inline(always)]
+    unsafe fn v_scale<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        let runs = width.div_ceil(Q8_RUN);
+        // SAFETY: a value group starts with `runs` scales for each token.
+        unsafe { s.splat_f16(group.cast::<u16>().add(token * runs + d / Q8_RUN)) }
+    }
+}
+
+impl Format for Q8 {
+    const RUN: usize = Q8_RUN;
+
+    #[inline(always)]
+    unsafe fn k_scales<S: Simd>(s: S, group: *const u8, run: usize) -> S::V {
+        // SAFETY: a key group starts with sixteen scales for each run.
+        unsafe { s.load_f16(group.cast::<u16>().add(run * GROUP)) }
+    }
+    #[inline(always)]
+    unsafe fn k<S: Simd>(s: S, group: *const u8, width: usize, d: usize, scales: S::V) -> S::V {
+        // SAFETY: sixteen bytes per element follow the scales.
+        s.mul(unsafe { s.load_i8(group.add(q8_scales_bytes(width) + d * GROUP).cast()) }, scales)
+    }
+    #[inline(always)]
+    unsafe fn v<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        // SAFETY: d + 16 <= width; the bytes follow the scales.
+        unsafe {
+            let x = s.load_i8(group.add(q8_scales_bytes(width) + token * width + d).cast());
+            s.mul(x, Self::v_scale(s, group, width, token, d))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_tail<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V {
+        let mut row = [0i8; LANES];
+        // SAFETY: the row has width elements, the copy at least width - d < 16.
+        unsafe {
+            let from = group.add(q8_scales_bytes(width) + token * width + d).cast();
+            row.as_mut_ptr().copy_from_nonoverlapping(from, width - d);
+            s.mul(s.load_i8(row.as_ptr()), Self::v_scale(s, group, width, token, d))
+        }
+    }
+}

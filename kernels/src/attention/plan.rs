@@ -1,0 +1,398 @@
+//! What one step attends to, checked once and cut into work.
+//!
+//! A plan is made once per step and KV group and serves all layers of the group. It is also where the exactness
+//! of attention is decided: scores are taken in *tiles* of keys and partial results in *splits*, both at absolute
+//! positions, so what is computed for a row depends on the row's position alone. How rows and splits are put
+//! together into work items only decides who computes it.
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+use super::layout::KvLayout;
+use crate::error::Error;
+
+/// Keys between two updates of a row's running maximum.
+pub(crate) const TILE: usize = 128;
+
+/// Keys whose partial result is computed from scratch and then merged in position order.
+pub(crate) const SPLIT: usize = 1024;
+
+/// A block table entry for which there is no block.
+pub const NO_BLOCK: u32 = u32::MAX;
+
+/// Bytes in one unit of a block offset.
+pub const OFFSET_UNIT: usize = 64;
+
+/// Rows of a sequence from which its work is cut by rows and not by splits.
+const PREFILL_ROWS: usize = 8;
+
+/// f32 of row state (query and results) in one work item: a share of the L2 cache.
+const ITEM_STATE: usize = 56 * 1024;
+
+/// One query: a token of this step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryRow {
+    /// Index into the step's placements.
+    pub sequence: u32,
+    /// Absolute position; the row sees keys up to and including it.
+    pub position: u32,
+}
+
+/// Where the blocks of a sequence lie. Offsets are in units of [`OFFSET_UNIT`] bytes from the start of the arena;
+/// the layer's own offset is added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Placement<'a> {
+    /// Entry i is the offset of block i (position / block tokens), [`NO_BLOCK`] where the sequence keeps none.
+    Paged(&'a [u32]),
+    /// Block i lies at `first + i * stride`.
+    Contiguous {
+        /// Offset of block 0.
+        first: u32,
+        /// From one block to the next.
+        stride: u32,
+    },
+}
+
+impl Placement<'_> {
+    /// Offset of a block in bytes, without the layer's.
+    #[inline(always)]
+    pub(crate) fn byte(&self, block: usize) -> Option<u64> {
+        let unit = match *self {
+            Self::Paged(table) => u64::from(*table.get(block).filter(|offset| **offset != NO_BLOCK)?),
+            Self::Contiguous { first, stride } => u64::from(first) + block as u64 * u64::from(stride),
+        };
+        Some(unit * OFFSET_UNIT as u64)
+    }
+}
+
+/// What a plan is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Layout of the KV blocks.
+    pub layout: KvLayout,
+    /// Query heads, a multiple of the layout's key/value heads.
+    pub heads: usize,
+    /// `Some(w)`: the query at p sees keys j with p - j < w.
+    pub window: Option<NonZeroU32>,
+}
+
+/// A row of the step in the plan's order.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlannedRow {
+    /// Row of q and of the result.
+    pub(crate) query: usize,
+    pub(crate) sequence: usize,
+    pub(crate) position: usize,
+    /// First visible position.
+    pub(crate) start: usize,
+    /// Where the partial results of this row start, one per visible split, if it has any.
+    pub(crate) partial: Option<usize>,
+}
+
+impl PlannedRow {
+    /// Splits that hold a visible key.
+    pub(crate) fn splits(&self) -> Range<usize> {
+        self.start / SPLIT..self.position / SPLIT + 1
+    }
+}
+
+/// Rows and splits that one thread computes for one key/value head.
+#[derive(Debug, Clone)]
+pub(crate) struct Item {
+    /// Into [`StepPlan::members`].
+    pub(crate) members: Range<usize>,
+    /// One split whose partial results are stored, or all splits of all rows.
+    pub(crate) only_split: Option<usize>,
+}
+
+/// A checked step; see the module.
+#[derive(Debug)]
+pub struct StepPlan<'a> {
+    shape: AttentionShape,
+    group_size: usize,
+    placements: &'a [Placement<'a>],
+    /// By sequence, then position.
+    pub(crate) rows: Vec<PlannedRow>,
+    /// Rows of the items, as indices into `rows`.
+    pub(crate) members: Vec<usize>,
+    pub(crate) items: Vec<Item>,
+    /// Partial results of one head.
+    pub(crate) partials: usize,
+    /// Most members of an item.
+    pub(crate) widest_item: usize,
+    /// End of the farthest block of the step, without the layer's offset.
+    end: u64,
+    writes: Result<(), Error>,
+}
+
+impl<'a> StepPlan<'a> {
+    /// Checks a step and cuts it into work for `threads` threads. The result of attention does not depend on
+    /// `threads`.
+    ///
+    /// Rows of one sequence need not be in order. Sequences may share blocks; rows of decoding sequences that do
+    /// are computed together. Takes time linear in rows and visible blocks.
+    ///
+    /// # Errors
+    /// [`Error::HeadGroups`], [`Error::OutOfRange`] (a row of a sequence without placement),
+    /// [`Error::MissingBlock`].
+    pub fn new(
+        shape: AttentionShape,
+        rows: &[QueryRow],
+        placements: &'a [Placement<'a>],
+        threads: usize,
+    ) -> Result<Self, Error> {
+        let group_size = shape.layout.group_size(shape.heads)?.get();
+        let mut planned = Vec::with_capacity(rows.len());
+        for (query, row) in rows.iter().enumerate() {
+            let (sequence, position) = (row.sequence as usize, row.position as usize);
+            if sequence >= placements.len() {
+                return Err(Error::OutOfRange { what: "sequence", index: sequence, len: placements.len() });
+            }
+            let start = shape.window.map_or(0, |w| (position + 1).saturating_sub(w.get() as usize));
+            planned.push(PlannedRow { query, sequence, position, start, partial: None });
+        }
+        planned.sort_unstable_by_key(|row| (row.sequence, row.position, row.query));
+        let mut plan = Self {
+            shape,
+            group_size,
+            placements,
+            rows: planned,
+            members: Vec::new(),
+            items: Vec::new(),
+            partials: 0,
+            widest_item: 0,
+            end: 0,
+            writes: Ok(()),
+        };
+        plan.check_blocks()?;
+        plan.writes = plan.check_writes();
+        plan.cut(threads);
+        Ok(plan)
+    }
+
+    /// What the plan was made for.
+    pub fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// Query rows in the step.
+    pub fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Query heads per key/value head.
+    pub(crate) fn group_size(&self) -> usize {
+        self.group_size
+    }
+
+    /// Offset in bytes of a block that is visible to a row of the plan, without the layer's.
+    #[inline(always)]
+    pub(crate) fn block(&self, sequence: usize, block: usize) -> Option<u64> {
+        self.placements[sequence].byte(block)
+    }
+
+    /// Whether all blocks of a layer lie inside an arena of `len` bytes.
+    pub(crate) fn check_arena(&self, layer_offset: usize, len: usize) -> Result<(), Error> {
+        let end = self.end.saturating_add(layer_offset as u64);
+        if end > len as u64 { Err(Error::OutsideArena { end, len }) } else { Ok(()) }
+    }
+
+    /// Whether all rows may write their keys and values at the same time.
+    pub(crate) fn writes(&self) -> Result<(), Error> {
+        self.writes.clone()
+    }
+
+    /// The rows of each sequence.
+    fn sequences(&self) -> impl Iterator<Item = Range<usize>> {
+        let mut start = 0;
+        self.rows.chunk_by(|a, b| a.sequence == b.sequence).map(move |rows| {
+            let range = start..start + rows.len();
+            start = range.end;
+            range
+        })
+    }
+
+    fn check_blocks(&mut self) -> Result<(), Error> {
+        let tokens = self.shape.layout.block_tokens();
+        let mut end = 0;
+        for range in self.sequences() {
+            let rows = &self.rows[range];
+            let (first, last) = (&rows[0], &rows[rows.len() - 1]);
+            let sequence = first.sequence;
+            // Windows of ascending positions overlap or leave gaps only before the window of the later one.
+            let mut next = 0;
+            for row in rows {
+                for block in next.max(row.start / tokens)..row.position / tokens + 1 {
+                    let offset =
+                        self.block(sequence, block).ok_or(Error::MissingBlock { sequence, block })?;
+                    end = end.max(offset);
+                }
+                next = row.position / tokens + 1;
+            }
+            debug_assert!(next > last.position / tokens);
+        }
+        self.end = end + self.shape.layout.bytes() as u64;
+        Ok(())
+    }
+
+    fn check_writes(&self) -> Result<(), Error> {
+        let layout = &self.shape.layout;
+        let mut slots: Vec<(u64, usize)> = Vec::with_capacity(self.rows.len());
+        for row in &self.rows {
+            let block = row.position / layout.block_tokens();
+            let offset = self
+                .block(row.sequence, block)
+                .ok_or(Error::MissingBlock { sequence: row.sequence, block })?;
+            slots.push((offset, row.position % layout.block_tokens()));
+        }
+        slots.sort_unstable();
+        for pair in slots.windows(2) {
+            let ((offset, slot), (next, next_slot)) = (pair[0], pair[1]);
+            let overlap =
+                if offset == next { slot == next_slot } else { next - offset < layout.bytes() as u64 };
+            if overlap {
+                return Err(Error::OverlappingWrites { offset: next });
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts the step into items.
+    fn cut(&mut self, threads: usize) {
+        let (prefills, decodes): (Vec<_>, Vec<_>) =
+            self.sequences().partition(|rows| rows.len() >= PREFILL_ROWS);
+        self.cut_prefills(&prefills, threads);
+        self.cut_decodes(&decodes);
+        // Long items first, so that none is left over at the end.
+        let rows = &self.rows;
+        let members = &self.members;
+        let cost = |item: &Item| {
+            let keys = |row: &usize| match item.only_split {
+                Some(_) => SPLIT,
+                None => rows[*row].position + 1 - rows[*row].start,
+            };
+            members[item.members.clone()].iter().map(keys).sum::<usize>()
+        };
+        self.items.sort_by_cached_key(|item| std::cmp::Reverse(cost(item)));
+        self.widest_item = self.items.iter().map(|item| item.members.len()).max().unwrap_or(0);
+    }
+
+    /// Rows of one sequence in chunks that keep a thread's caches warm; each chunk also by split where there would
+    /// be too few items for the threads.
+    fn cut_prefills(&mut self, sequences: &[Range<usize>], threads: usize) {
+        let layout = &self.shape.layout;
+        let kv_heads = layout.kv_heads();
+        let rows: usize = sequences.iter().map(ExactSizeIterator::len).sum();
+        let widest = self.widest_chunk();
+        let balanced = if threads > 1 { (rows * kv_heads).div_ceil(4 * threads).max(16) } else { widest };
+        let chunk = widest.min(balanced);
+        let chunks: Vec<Range<usize>> = sequences
+            .iter()
+            .flat_map(|rows| rows.clone().step_by(chunk).map(move |start| start..rows.end.min(start + chunk)))
+            .collect();
+        let by_split = threads > 1 && chunks.len() * kv_heads < 4 * threads;
+        for rows in chunks {
+            let splits = self.rows[rows.start].splits().start..self.rows[rows.end - 1].splits().end;
+            if by_split && splits.len() > 1 {
+                self.reserve_partials(rows.clone());
+                for split in splits {
+                    self.push_item(rows.clone(), Some(split));
+                }
+            } else {
+                self.push_item(rows, None);
+            }
+        }
+    }
+
+    /// Each split of a decoding sequence on its own, together with the other sequences that have the same blocks
+    /// where the split begins.
+    fn cut_decodes(&mut self, sequences: &[Range<usize>]) {
+        let mut by_split: Vec<Vec<Range<usize>>> = Vec::new();
+        for rows in sequences {
+            let splits = self.rows[rows.start].splits().start..self.rows[rows.end - 1].splits().end;
+            if splits.len() > 1 {
+                self.reserve_partials(rows.clone());
+            }
+            if by_split.len() < splits.end {
+                by_split.resize_with(splits.end, Vec::new);
+            }
+            for split in splits {
+                by_split[split].push(rows.clone());
+            }
+        }
+        for (split, mut sequences) in by_split.into_iter().enumerate() {
+            sequences.sort_by(|a, b| self.blocks_of_split(a, split).cmp(self.blocks_of_split(b, split)));
+            let mut set: Vec<Range<usize>> = Vec::new();
+            let widest = self.widest_chunk();
+            for rows in sequences {
+                let set_rows: usize = set.iter().map(ExactSizeIterator::len).sum();
+                let joins = set.last().is_some_and(|last| {
+                    set_rows + rows.len() <= widest && self.share_first_tile(last, &rows, split)
+                });
+                if !joins {
+                    self.push_set(&set, split);
+                    set.clear();
+                }
+                set.push(rows);
+            }
+            self.push_set(&set, split);
+        }
+    }
+
+    fn push_set(&mut self, set: &[Range<usize>], split: usize) {
+        if !set.is_empty() {
+            self.push_item(set.iter().cloned().flatten(), Some(split));
+        }
+    }
+
+    fn push_item(&mut self, rows: impl Iterator<Item = usize>, only_split: Option<usize>) {
+        let start = self.members.len();
+        let all = &self.rows;
+        self.members
+            .extend(rows.filter(|row| only_split.is_none_or(|split| all[*row].splits().contains(&split))));
+        if self.members.len() > start {
+            self.items.push(Item { members: start..self.members.len(), only_split });
+        }
+    }
+
+    fn reserve_partials(&mut self, rows: Range<usize>) {
+        for row in &mut self.rows[rows] {
+            row.partial = Some(self.partials);
+            self.partials += row.splits().len();
+        }
+    }
+
+    /// Most rows in an item, so that their state stays in the L2 cache.
+    fn widest_chunk(&self) -> usize {
+        let layout = &self.shape.layout;
+        let state = self.group_size * (layout.head_dim() + layout.v_head_dim());
+        (ITEM_STATE / state).clamp(8, 128)
+    }
+
+    /// Blocks of a split that a sequence sees, as bytes or none, for comparison.
+    fn blocks_of_split(&self, rows: &Range<usize>, split: usize) -> impl Iterator<Item = Option<u64>> {
+        self.blocks_of_keys(rows, split * SPLIT..(split + 1) * SPLIT)
+    }
+
+    fn blocks_of_keys(&self, rows: &Range<usize>, keys: Range<usize>) -> impl Iterator<Item = Option<u64>> {
+        let tokens = self.shape.layout.block_tokens();
+        let row = &self.rows[rows.end - 1];
+        (keys.start / tokens..keys.end / tokens).map(move |block| {
+            if block <= row.position / tokens { self.block(row.sequence, block) } else { None }
+        })
+    }
+
+    fn share_first_tile(&self, a: &Range<usize>, b: &Range<usize>, split: usize) -> bool {
+        let first = |rows: &Range<usize>| self.rows[rows.start].start.max(split * SPLIT) / TILE;
+        first(a) == first(b)
+            && self.same_blocks(self.rows[a.start].sequence, self.rows[b.start].sequence, first(a))
+    }
+
+    /// Whether two sequences have the same blocks in a tile.
+    pub(crate) fn same_blocks(&self, a: usize, b: usize, tile: usize) -> bool {
+        let tokens = self.shape.layout.block_tokens();
+        a == b
+            || (tile * TILE / tokens..(tile + 1) * TILE / tokens)
+                .all(|block| self.block(a, block) == self.block(b, block))
+    }
+}

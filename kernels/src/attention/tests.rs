@@ -1,0 +1,335 @@
+use std::num::{NonZeroU32, NonZeroUsize};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::pool::{Pool, PoolConfig};
+use crate::reference::attention::AttentionHead;
+
+mod exactness;
+
+/// Deterministic numbers in -1..1.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0).collect()
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+}
+
+fn pool(threads: usize) -> Pool {
+    Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap())).unwrap()
+}
+
+/// One sequence: all its keys, values and queries.
+struct Sequence {
+    q: Vec<Vec<f32>>,
+    k: Vec<Vec<f32>>,
+    v: Vec<Vec<f32>>,
+}
+
+/// A model's attention and some sequences.
+struct World {
+    shape: AttentionShape,
+    sequences: Vec<Sequence>,
+    scale: f32,
+    softcap: Option<f32>,
+    sinks: Option<Vec<f32>>,
+}
+
+const LAYER_OFFSET: usize = 192;
+
+impl World {
+    fn new(shape: AttentionShape, lengths: &[usize], seed: u64) -> Self {
+        let mut noise = Noise(seed);
+        let layout = shape.layout;
+        let sequences = lengths.iter().map(|len| {
+            let mut rows = |width: usize| (0..*len).map(|_| noise.floats(width)).collect();
+            Sequence {
+                q: rows(shape.heads * layout.head_dim()),
+                k: rows(layout.kv_heads() * layout.head_dim()),
+                v: rows(layout.kv_heads() * layout.v_head_dim()),
+            }
+        });
+        let sequences = sequences.collect();
+        Self { shape, sequences, scale: 3.0 / (layout.head_dim() as f32).sqrt(), softcap: None, sinks: None }
+    }
+
+    fn blocks(&self, sequence: usize) -> usize {
+        self.sequences[sequence].k.len().div_ceil(self.shape.layout.block_tokens())
+    }
+
+    /// What element type and layout make of a value: the yardstick must see the same keys and values.
+    fn stored(&self, x: &[f32], width: usize) -> Vec<f32> {
+        let run = |xs: &[f32]| {
+            let largest = xs.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            let scale = half::f16::from_f32(largest / 127.0).to_f32();
+            xs.iter().map(|x| (x * (1.0 / scale)).round_ties_even() * scale).collect::<Vec<_>>()
+        };
+        match self.shape.layout.kv_type() {
+            KvType::F32 => x.to_vec(),
+            KvType::F16 => x.iter().map(|x| half::f16::from_f32(*x).to_f32()).collect(),
+            KvType::Q8_0 => x.chunks(width).flat_map(|head| head.chunks(32).flat_map(run)).collect(),
+        }
+    }
+
+    fn reference(&self, sequence: usize, position: usize) -> Vec<f64> {
+        let layout = &self.shape.layout;
+        let (width, v_width) = (layout.head_dim(), layout.v_head_dim());
+        let s = &self.sequences[sequence];
+        let start = self.shape.window.map_or(0, |w| (position + 1).saturating_sub(w.get() as usize));
+        let k: Vec<_> = s.k[start..=position].iter().map(|k| self.stored(k, width)).collect();
+        let v: Vec<_> = s.v[start..=position].iter().map(|v| self.stored(v, v_width)).collect();
+        let group = self.shape.heads / layout.kv_heads();
+        (0..self.shape.heads)
+            .flat_map(|head| {
+                let h = head / group;
+                let keys: Vec<_> = k
+                    .iter()
+                    .zip(&v)
+                    .map(|(k, v)| (&k[h * width..(h + 1) * width], &v[h * v_width..(h + 1) * v_width]))
+                    .collect();
+                AttentionHead {
+                    q: &s.q[position][head * width..(head + 1) * width],
+                    keys: &keys,
+                    scale: self.scale,
+                    softcap: self.softcap,
+                    sink: self.sinks.as_ref().map(|sinks| sinks[head]),
+                }
+                .run()
+            })
+            .collect()
+    }
+}
+
+/// An arena and where each sequence lies in it.
+struct Memory {
+    bytes: AlignedBuf<u8>,
+    tables: Vec<Vec<u32>>,
+    /// Instead of tables.
+    contiguous: Option<(u32, u32)>,
+}
+
+/// How blocks are placed.
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    Contiguous,
+    Paged,
+    Permuted(u64),
+}
+
+impl Memory {
+    /// All of memory is NaN; only the first `lengths` positions of each sequence are written.
+    fn new(world: &World, lengths: &[usize], place: Place, isa: Isa) -> Self {
+        let layout = &world.shape.layout;
+        let stride = (LAYER_OFFSET + layout.bytes()).next_multiple_of(64);
+        let blocks: Vec<usize> = (0..world.sequences.len()).map(|s| world.blocks(s)).collect();
+        let total: usize = blocks.iter().sum();
+        let mut order: Vec<usize> = (0..total).collect();
+        if let Place::Permuted(seed) = place {
+            let mut noise = Noise(seed);
+            for i in (1..total).rev() {
+                order.swap(i, noise.below(i + 1));
+            }
+        }
+        let mut next = order.into_iter().map(|block| (block * stride / 64) as u32);
+        let tables: Vec<Vec<u32>> = blocks.iter().map(|n| next.by_ref().take(*n).collect()).collect();
+        let mut bytes = AlignedBuf::zeroed(total * stride + 64);
+        bytes.fill(0xff);
+        let mut memory = Self {
+            bytes,
+            tables,
+            contiguous: (place == Place::Contiguous).then_some((0, (stride / 64) as u32)),
+        };
+        for (s, len) in lengths.iter().enumerate() {
+            memory.write(world, s, 0..*len, isa);
+        }
+        memory
+    }
+
+    fn write(&mut self, world: &World, sequence: usize, positions: std::ops::Range<usize>, isa: Isa) {
+        let layout = &world.shape.layout;
+        for p in positions {
+            let tokens = layout.block_tokens();
+            let start = self.tables[sequence][p / tokens] as usize * 64 + LAYER_OFFSET;
+            let block = &mut self.bytes[start..start + layout.bytes()];
+            let s = &world.sequences[sequence];
+            kv_write(isa, layout, block, p % tokens, &s.k[p], &s.v[p]).unwrap();
+        }
+    }
+
+    fn placements(&self) -> Vec<Placement<'_>> {
+        let place = |table: &'_ Vec<u32>| match self.contiguous {
+            Some((_, stride)) => Placement::Contiguous { first: table[0], stride },
+            None => Placement::Paged(&[]),
+        };
+        match self.contiguous {
+            Some(_) => self.tables.iter().map(place).collect(),
+            None => self.tables.iter().map(|table| Placement::Paged(table)).collect(),
+        }
+    }
+}
+
+/// Runs one step; the result of each row.
+fn step(world: &World, memory: &mut Memory, rows: &[QueryRow], pool: &Pool, isa: Isa) -> Vec<Vec<f32>> {
+    let mut bytes = std::mem::take(&mut memory.bytes);
+    let placements = memory.placements();
+    let plan = StepPlan::new(world.shape, rows, &placements, pool.threads()).unwrap();
+    let q: Vec<f32> = rows
+        .iter()
+        .flat_map(|row| world.sequences[row.sequence as usize].q[row.position as usize].iter().copied())
+        .collect();
+    let width = world.shape.heads * world.shape.layout.v_head_dim();
+    let mut out = vec![f32::NAN; rows.len() * width];
+    let call = AttentionCall {
+        layer_offset: LAYER_OFFSET,
+        scale: world.scale,
+        softcap: world.softcap,
+        sinks: world.sinks.as_deref(),
+    };
+    let mut scratch = AttentionScratch::default();
+    let view = ArenaView::new(&mut bytes).unwrap();
+    attention(pool, isa, &plan, &call, &view, &q, &mut out, &mut scratch).unwrap();
+    memory.bytes = bytes;
+    out.chunks(width).map(<[f32]>::to_vec).collect()
+}
+
+fn rows_of(sequence: usize, positions: std::ops::Range<usize>) -> Vec<QueryRow> {
+    positions.map(|p| QueryRow { sequence: sequence as u32, position: p as u32 }).collect()
+}
+
+fn assert_close(world: &World, rows: &[QueryRow], out: &[Vec<f32>]) {
+    for (row, out) in rows.iter().zip(out) {
+        let want = world.reference(row.sequence as usize, row.position as usize);
+        for (i, (got, want)) in out.iter().zip(&want).enumerate() {
+            let error = (f64::from(*got) - want).abs();
+            assert!(error <= 3e-6, "row {row:?} element {i}: {got} is not {want}");
+        }
+    }
+}
+
+fn shape(
+    ty: KvType,
+    tokens: usize,
+    heads: usize,
+    kv: usize,
+    dims: (usize, usize),
+    window: u32,
+) -> AttentionShape {
+    let layout = KvLayout::new(ty, tokens, kv, dims.0, dims.1).unwrap();
+    AttentionShape { layout, heads, window: NonZeroU32::new(window) }
+}
+
+const TYPES: [KvType; 3] = [KvType::F32, KvType::F16, KvType::Q8_0];
+
+#[test]
+fn agrees_with_the_reference_for_every_head_width_type_and_isa() {
+    let one = pool(1);
+    for (i, dims) in
+        [(16, 16), (24, 24), (32, 32), (64, 64), (80, 80), (128, 128), (256, 256), (40, 72), (9, 5)]
+            .into_iter()
+            .enumerate()
+    {
+        for ty in TYPES {
+            let (heads, kv) = [(1, 1), (3, 1), (6, 2), (8, 2)][i % 4];
+            let tokens = [16, 32, 64][i % 3];
+            let world = World::new(shape(ty, tokens, heads, kv, dims, 0), &[150, 37], i as u64);
+            let mut rows = rows_of(0, 126..150);
+            rows.extend(rows_of(1, 35..37));
+            let mut first = None;
+            for isa in Isa::available() {
+                let mut memory = Memory::new(&world, &[150, 37], Place::Permuted(7), isa);
+                let out = step(&world, &mut memory, &rows, &one, isa);
+                match &first {
+                    None => assert_close(&world, &rows, &out),
+                    Some(first) => assert_eq!(first, &out, "{isa} differs"),
+                }
+                first.get_or_insert(out);
+            }
+        }
+    }
+}
+
+#[test]
+fn windows_softcap_and_sinks_agree_with_the_reference() {
+    let one = pool(1);
+    for window in [1, 7, 130, 1025] {
+        let mut world = World::new(shape(KvType::F16, 16, 4, 2, (32, 32), window), &[1300], 5);
+        world.softcap = (window == 7).then_some(2.0);
+        world.sinks = (window != 1).then(|| vec![0.5, -2.0, 3.0, 40.0]);
+        let rows = rows_of(0, 1280..1300);
+        let mut memory = Memory::new(&world, &[1300], Place::Paged, Isa::detect());
+        let out = step(&world, &mut memory, &rows, &one, Isa::detect());
+        assert_close(&world, &rows, &out);
+        assert_close(&world, &rows[..1], &step(&world, &mut memory, &rows[..1], &one, Isa::detect()));
+    }
+}
+
+#[test]
+fn refuses_what_it_cannot_serve() {
+    assert!(matches!(KvLayout::new(KvType::F16, 48, 1, 64, 64), Err(Error::KvLayout { .. })));
+    assert!(matches!(KvLayout::new(KvType::F16, 16, 1, 0, 64), Err(Error::KvLayout { .. })));
+    let wanted = shape(KvType::F16, 16, 4, 2, (64, 64), 0);
+    let row = |position| QueryRow { sequence: 0, position };
+    let table = [4, NO_BLOCK, 400];
+    let placements = [Placement::Paged(&table)];
+    let plan = |rows: &[QueryRow]| StepPlan::new(wanted, rows, &placements, 1).map(|plan| plan.rows());
+    assert_eq!(plan(&[row(15)]), Ok(1));
+    assert_eq!(plan(&[row(16)]), Err(Error::MissingBlock { sequence: 0, block: 1 }));
+    let other = QueryRow { sequence: 1, position: 0 };
+    assert_eq!(plan(&[other]), Err(Error::OutOfRange { what: "sequence", index: 1, len: 1 }));
+    let uneven = AttentionShape { heads: 5, ..wanted };
+    assert!(matches!(StepPlan::new(uneven, &[], &placements, 1), Err(Error::HeadGroups { .. })));
+    // A window that starts after the hole.
+    let windowed = AttentionShape { window: NonZeroU32::new(4), ..wanted };
+    let plan = StepPlan::new(windowed, &[row(40)], &placements, 1).unwrap();
+    let mut bytes = AlignedBuf::zeroed(400 * 64 + wanted.layout.bytes() - 1);
+    let arena = ArenaView::new(&mut bytes).unwrap();
+    let call = AttentionCall { layer_offset: 0, scale: 1.0, softcap: None, sinks: None };
+    let (q, mut out) = (vec![0.0; 256], vec![0.0; 256]);
+    let mut scratch = AttentionScratch::default();
+    let result = attention(&pool(1), Isa::Scalar, &plan, &call, &arena, &q, &mut out, &mut scratch);
+    assert!(matches!(result, Err(Error::OutsideArena { .. })), "{result:?}");
+    let result = attention(&pool(1), Isa::Scalar, &plan, &call, &arena, &q[1..], &mut out, &mut scratch);
+    assert!(matches!(result, Err(Error::Length { what: "attention q", .. })), "{result:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn any_step_agrees_with_the_reference(
+        seed in any::<u64>(),
+        ty in 0..3usize,
+        dims in (1..100usize, 1..100usize),
+        group in 1..5usize,
+        kv in 1..3usize,
+        window in prop_oneof![Just(0), 1..200u32],
+        isa in 0..3usize,
+        lengths in prop::collection::vec(1..300usize, 1..4),
+    ) {
+        let available = Isa::available();
+        let isa = available[isa.min(available.len() - 1)];
+        let world = World::new(shape(TYPES[ty], 32, group * kv, kv, dims, window), &lengths, seed);
+        let mut noise = Noise(seed);
+        let mut rows = Vec::new();
+        for (s, len) in lengths.iter().enumerate() {
+            rows.extend(rows_of(s, noise.below(*len).max(len.saturating_sub(20))..*len));
+        }
+        let mut memory = Memory::new(&world, &lengths, Place::Permuted(seed), isa);
+        let out = step(&world, &mut memory, &rows, &pool(1), isa);
+        assert_close(&world, &rows, &out);
+    }
+}

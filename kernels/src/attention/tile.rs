@@ -1,0 +1,286 @@
+//! One tile of keys against a few rows: scores, softmax, values.
+//!
+//! The order of arithmetic of a row is fixed here, whatever rows are beside it: a score is a chain of fused
+//! multiply-adds over ascending elements; a tile's sixteen lanes of weights are summed lane by lane over ascending
+//! groups; a result element is a chain over ascending keys. Keys that a row does not see have weight zero, which
+//! changes nothing but the sign of a zero, and that is settled when the row is finished.
+
+use std::marker::PhantomData;
+
+use super::format::Format;
+use super::layout::GROUP;
+use super::plan::TILE;
+use crate::simd::{Kernel, LANES, Simd, exp, softcap};
+
+/// Groups in a tile.
+pub(super) const TILE_GROUPS: usize = TILE / GROUP;
+
+/// The groups of a tile in memory. Entries for groups that no row of the block sees are not looked at.
+#[derive(Clone, Copy)]
+pub(super) struct TileGroups {
+    pub(super) k: [*const u8; TILE_GROUPS],
+    pub(super) v: [*const u8; TILE_GROUPS],
+}
+
+/// What a row has gathered so far. All pointers hold one entry per row.
+#[derive(Clone, Copy)]
+pub(super) struct RowState {
+    /// Queries times the attention scale, `[rows][width]`.
+    pub(super) q: *const f32,
+    /// Weighted sum of values, `[rows][v_padded]`.
+    pub(super) o: *mut f32,
+    /// Lanes of the sum of weights, `[rows][16]`.
+    pub(super) l: *mut f32,
+    /// Maximum of the scores.
+    pub(super) m: *mut f32,
+    /// Scratch, `[R][TILE]`.
+    pub(super) scores: *mut f32,
+}
+
+/// `R` rows against one tile.
+pub(super) struct TileRows<'a, F, const R: usize> {
+    pub(super) groups: &'a TileGroups,
+    pub(super) width: usize,
+    /// Row length of the values in memory.
+    pub(super) v_width: usize,
+    /// The same rounded up to whole vectors; the values must be readable to there.
+    pub(super) v_padded: usize,
+    pub(super) state: RowState,
+    /// Keys of the tile that each row sees, `from..to`, not empty for at least one row.
+    pub(super) visible: [(usize, usize); R],
+    pub(super) softcap: Option<f32>,
+    pub(super) format: PhantomData<F>,
+}
+
+impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let rows = self.visible.iter().filter(|(from, to)| from < to);
+        let from = rows.clone().map(|(from, _)| *from).min().unwrap_or(0);
+        let to = rows.map(|(_, to)| *to).max().unwrap_or(0);
+        if from >= to {
+            return;
+        }
+        let groups = (from / GROUP, to.div_ceil(GROUP));
+        let mut corrections = [0.0; R];
+        // SAFETY: the makers of this kernel (`work.rs`) give state for R rows and groups that are readable
+        // wherever a row of the block sees a key; `from..to` is within those.
+        unsafe {
+            if R <= 3 && groups.1 - groups.0 > 4 {
+                self.scores::<S, 8>(s, groups);
+            } else {
+                self.scores::<S, 4>(s, groups);
+            }
+            self.weights(s, groups, &mut corrections);
+            let mut d = 0;
+            if R <= 3 {
+                while d + 8 * LANES <= self.v_padded {
+                    self.values::<S, 8>(s, d, (from, to), &corrections);
+                    d += 8 * LANES;
+                }
+            }
+            while d + 4 * LANES <= self.v_padded {
+                self.values::<S, 4>(s, d, (from, to), &corrections);
+                d += 4 * LANES;
+            }
+            while d < self.v_padded {
+                self.values::<S, 1>(s, d, (from, to), &corrections);
+                d += LANES;
+            }
+        }
+    }
+}
+
+impl<F: Format, const R: usize> TileRows<'_, F, R> {
+    /// Scores of the groups `from..to`, `C` groups at a time; where fewer are left the last one is repeated.
+    #[inline(always)]
+    unsafe fn scores<S: Simd, const C: usize>(&self, s: S, (from, to): (usize, usize)) {
+        let mut first = from;
+        while first < to {
+            let group: [*const u8; C] = std::array::from_fn(|c| self.groups.k[(first + c).min(to - 1)]);
+            let mut acc = [[s.splat(0.0); C]; R];
+            let mut d = 0;
+            while d < self.width {
+                // SAFETY: the groups are seen by a row of the block, so readable; d < width.
+                let scales: [S::V; C] =
+                    std::array::from_fn(|c| unsafe { F::k_scales(s, group[c], d / F::RUN) });
+                let end = self.width.min(d.saturating_add(F::RUN));
+                while d < end {
+                    // SAFETY: as above.
+                    let k: [S::V; C] =
+                        std::array::from_fn(|c| unsafe { F::k(s, group[c], self.width, d, scales[c]) });
+                    for (r, acc) in acc.iter_mut().enumerate() {
+                        // SAFETY: R queries of `width` elements.
+                        let q = s.splat(unsafe { *self.state.q.add(r * self.width + d) });
+                        for c in 0..C {
+                            acc[c] = s.fma(q, k[c], acc[c]);
+                        }
+                    }
+                    d += 1;
+                }
+            }
+            for (r, acc) in acc.iter().enumerate() {
+                for (c, acc) in acc.iter().enumerate().take(to - first) {
+                    // SAFETY: first + c < to <= TILE_GROUPS and r < R.
+                    unsafe { s.store(*acc, self.state.scores.add(r * TILE + (first + c) * GROUP)) };
+                }
+            }
+            first += C;
+        }
+    }
+
+    /// Turns scores into weights, and gives what the sums so far have to be multiplied by.
+    #[inline(always)]
+    unsafe fn weights<S: Simd>(&self, s: S, (first, last): (usize, usize), corrections: &mut [f32; R]) {
+        for r in 0..R {
+            let (from, to) = self.visible[r];
+            // SAFETY: R rows of TILE scores.
+            let row = unsafe { self.state.scores.add(r * TILE) };
+            let hidden = s.splat(f32::NEG_INFINITY);
+            let mut highest = hidden;
+            for group in first..last {
+                let start = group * GROUP;
+                // SAFETY: group < TILE_GROUPS.
+                let x = unsafe { row.add(start) };
+                // SAFETY: sixteen scores.
+                let mut score = unsafe { s.load(x) };
+                if let Some(cap) = self.softcap {
+                    score = softcap(s, score, s.splat(cap), s.splat(1.0 / cap));
+                }
+                if from > start || to < start + GROUP {
+                    let (from, to) = (from.saturating_sub(start), to.saturating_sub(start));
+                    score = s.keep_lanes(score, from.min(GROUP), to.min(GROUP), hidden);
+                }
+                // SAFETY: as above.
+                unsafe { s.store(score, x) };
+                highest = s.max(score, highest);
+            }
+            let highest = s.reduce_max(highest);
+            // SAFETY: one maximum and sixteen lanes for each of R rows.
+            let (m, l) = unsafe { (&mut *self.state.m.add(r), self.state.l.add(r * LANES)) };
+            let new = if highest > *m { highest } else { *m };
+            // A row that has not seen any key yet keeps its sums of zero.
+            let base = if new == f32::NEG_INFINITY { 0.0 } else { new };
+            let correction = exp(s, s.splat(*m - base));
+            *m = new;
+            // SAFETY: sixteen lanes.
+            let mut sum = s.mul(unsafe { s.load(l) }, correction);
+            let base = s.splat(base);
+            for group in first..last {
+                // SAFETY: group < TILE_GROUPS.
+                let x = unsafe { row.add(group * GROUP) };
+                // SAFETY: sixteen scores.
+                let weight = exp(s, s.sub(unsafe { s.load(x) }, base));
+                sum = s.add(sum, weight);
+                // SAFETY: as above.
+                unsafe { s.store(weight, x) };
+            }
+            // SAFETY: as above.
+            unsafe { s.store(sum, l) };
+            corrections[r] = s.reduce_max(correction);
+        }
+    }
+
+    /// Adds the values of the keys `from..to` to elements `d..d + 16 C` of the results.
+    #[inline(always)]
+    unsafe fn values<S: Simd, const C: usize>(
+        &self,
+        s: S,
+        d: usize,
+        (from, to): (usize, usize),
+        corrections: &[f32; R],
+    ) {
+        let mut acc = [[s.splat(0.0); C]; R];
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let correction = s.splat(corrections[r]);
+            for (c, acc) in acc.iter_mut().enumerate() {
+                // SAFETY: R results of v_padded elements, d + 16 C <= v_padded.
+                let o = unsafe { s.load(self.state.o.add(r * self.v_padded + d + c * LANES)) };
+                *acc = s.mul(o, correction);
+            }
+        }
+        let mut key = from;
+        while key < to {
+            let group = self.groups.v[key / GROUP];
+            let end = to.min((key / GROUP + 1) * GROUP);
+            while key < end {
+                let v: [S::V; C] =
+                    // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
+                    std::array::from_fn(|c| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) });
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    // SAFETY: R rows of TILE weights.
+                    let weight = s.splat(unsafe { *self.state.scores.add(r * TILE + key) });
+                    for c in 0..C {
+                        acc[c] = s.fma(weight, v[c], acc[c]);
+                    }
+                }
+                key += 1;
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            for (c, acc) in acc.iter().enumerate() {
+                // SAFETY: as for the loads.
+                unsafe { s.store(*acc, self.state.o.add(r * self.v_padded + d + c * LANES)) };
+            }
+        }
+    }
+}
+
+/// Copies keys and values of a tile to f32, for rows enough to pay for it.
+pub(super) struct Convert<'a, F> {
+    pub(super) groups: &'a TileGroups,
+    pub(super) width: usize,
+    pub(super) v_width: usize,
+    /// Visible keys of the tile, not empty.
+    pub(super) keys: (usize, usize),
+    /// `[TILE_GROUPS][width][16]`
+    pub(super) k: *mut f32,
+    /// `[TILE][v_padded]`
+    pub(super) v: *mut f32,
+    pub(super) format: PhantomData<F>,
+}
+
+impl<F: Format> Kernel for Convert<'_, F> {
+    type Output = TileGroups;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> TileGroups {
+        let (from, to) = self.keys;
+        let v_padded = self.v_width.next_multiple_of(LANES);
+        let whole = self.v_width / LANES * LANES;
+        let mut out = *self.groups;
+        for group in from / GROUP..to.div_ceil(GROUP) {
+            let (k, v) = (self.groups.k[group], self.groups.v[group]);
+            // SAFETY: the scratch holds TILE_GROUPS groups, and group < TILE_GROUPS.
+            let (k_out, v_out) =
+                unsafe { (self.k.add(group * GROUP * self.width), self.v.add(group * GROUP * v_padded)) };
+            for d in 0..self.width {
+                // SAFETY: the group holds visible keys, so it is readable; the copy has the same shape.
+                unsafe {
+                    s.store(F::k(s, k, self.width, d, F::k_scales(s, k, d / F::RUN)), k_out.add(d * GROUP))
+                };
+            }
+            let first = from.saturating_sub(group * GROUP);
+            for token in first..GROUP.min(to - group * GROUP) {
+                for d in (0..whole).step_by(LANES) {
+                    // SAFETY: as above, d + 16 <= v_width.
+                    unsafe { s.store(F::v(s, v, self.v_width, token, d), v_out.add(token * v_padded + d)) };
+                }
+                if whole < self.v_width {
+                    // SAFETY: as above; whole + 16 <= v_padded.
+                    unsafe {
+                        s.store(
+                            F::v_tail(s, v, self.v_width, token, whole),
+                            v_out.add(token * v_padded + whole),
+                        );
+                    }
+                }
+            }
+            out.k[group] = k_out.cast_const().cast();
+            out.v[group] = v_out.cast_const().cast();
+        }
+        out
+    }
+}

@@ -1,0 +1,36 @@
+//! One output that several threads write different parts of.
+#![allow(unsafe_code)]
+
+use std::marker::PhantomData;
+
+/// A mutable slice that threads may cut up among themselves.
+pub(crate) struct Disjoint<'a, T> {
+    start: *mut T,
+    len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: parts are only handed out under the contract of `slice`, which forbids overlap.
+unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+// SAFETY: as above; the slice itself is borrowed exclusively.
+unsafe impl<T: Send> Send for Disjoint<'_, T> {}
+
+impl<'a, T> Disjoint<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        Self { start: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
+    }
+
+    /// Elements `from..from + len`.
+    ///
+    /// # Panics
+    /// If they are not inside the slice.
+    ///
+    /// # Safety
+    /// No other part that is in use may overlap this one.
+    #[expect(clippy::mut_from_ref, reason = "the contract is that parts do not overlap")]
+    pub(crate) unsafe fn slice(&self, from: usize, len: usize) -> &mut [T] {
+        assert!(from.checked_add(len).is_some_and(|end| end <= self.len), "{from} + {len} of {}", self.len);
+        // SAFETY: inside the borrowed slice, and not aliased by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(from), len) }
+    }
+}

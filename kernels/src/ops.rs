@@ -1,0 +1,21 @@
+//! Row-wise operations between the matrix products.
+//!
+//! A row is computed by one thread in one fixed order, whatever other rows there are, and gives the same bits on
+//! every [`crate::Isa`]. Functions that take a [`crate::pool::Pool`] share rows out over its threads.
+
+#![allow(unsafe_code)]
+
+mod elementwise;
+mod norm;
+mod qkv;
+mod rope;
+mod select;
+
+#[cfg(test)]
+mod tests;
+
+pub use elementwise::{Activation, add_scaled, gated_activation, scale, softcap};
+pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_add};
+pub use qkv::{HeadNorm, QkvStep, norm_rope_write};
+pub use rope::{RopeParams, RopeStyle, RopeTable, rope};
+pub use select::{argmax, log_softmax, softmax, top_k};

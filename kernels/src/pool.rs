@@ -1,0 +1,322 @@
+//! A fork-join pool of pinned threads.
+//!
+//! [`Pool::run`] calls one closure on every thread and returns when all have returned. Between runs workers spin
+//! for a while, because the next run of a decode step is microseconds away, and then park, because an idle server
+//! must not burn its CPUs. A run costs one store and one counter when everybody is awake, and nothing at all in a
+//! pool of one thread.
+
+#![allow(unsafe_code)]
+
+mod affinity;
+
+#[cfg(test)]
+mod tests;
+
+use std::any::Any;
+use std::cell::{Cell, UnsafeCell};
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use crate::error::Error;
+
+/// What a [`Pool`] is made of.
+#[derive(Debug, Clone)]
+pub struct PoolConfig {
+    /// Threads in all, the caller of [`Pool::run`] included. At least one.
+    pub threads: NonZeroUsize,
+    /// CPU of each thread (`cpus[i % cpus.len()]`); none leaves placement to the operating system. The caller is
+    /// thread 0 and is pinned only by [`Pool::pin_caller`].
+    pub cpus: Option<Vec<usize>>,
+    /// How long a thread spins before it parks. Must be zero or short where threads outnumber CPUs.
+    pub spin: Duration,
+}
+
+impl PoolConfig {
+    /// `threads` unpinned threads that spin for 50 µs, or not at all where they outnumber the usable CPUs.
+    pub fn new(threads: NonZeroUsize) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let spin = if threads.get() > cpus { Duration::ZERO } else { Duration::from_micros(50) };
+        Self { threads, cpus: None, spin }
+    }
+}
+
+/// A closure to run, its lifetime erased: [`Pool::run`] does not return before every worker is done with it.
+type Job = *const (dyn Fn(usize) + Sync);
+
+/// What the caller and the workers share.
+struct Shared {
+    /// Number of runs begun; a change of it is the signal to work.
+    epoch: AtomicUsize,
+    /// The closure of the current run. Written by the caller before it bumps `epoch`, while no worker is running.
+    job: UnsafeCell<Option<Job>>,
+    /// Workers that have not yet finished the current run.
+    remaining: AtomicUsize,
+    stop: AtomicBool,
+    /// The first panic of the current run.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    /// Who to wake when `remaining` reaches zero. Written like `job`.
+    caller: UnsafeCell<Option<Thread>>,
+    caller_parked: AtomicBool,
+    workers_parked: Box<[AtomicBool]>,
+    spin: Duration,
+}
+
+// SAFETY: `job` and `caller` are written only by the thread that holds `Pool::turn`, before it bumps `epoch` and
+// after `remaining` of the run before was seen at zero, so never while a worker may read them; workers read them
+// only between seeing that bump and their own decrement of `remaining`. The job itself is `Sync`.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; the job pointer is only followed while the caller of `run` keeps the closure alive.
+unsafe impl Send for Shared {}
+
+thread_local! {
+    /// Set while this thread is inside a run, where a nested run must not wait for threads that wait for it.
+    static INSIDE_RUN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A fork-join pool; see the module.
+pub struct Pool {
+    shared: Arc<Shared>,
+    /// One run at a time.
+    turn: Mutex<()>,
+    workers: Vec<JoinHandle<()>>,
+    /// Same order as `workers`.
+    handles: Vec<Thread>,
+    cpus: Option<Vec<usize>>,
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("threads", &self.threads()).field("cpus", &self.cpus).finish()
+    }
+}
+
+impl Pool {
+    /// Starts the worker threads, `config.threads - 1` of them.
+    ///
+    /// A CPU that cannot be pinned to (outside the container's set, say) is logged and otherwise ignored.
+    ///
+    /// # Errors
+    /// [`Error::Spawn`] when the operating system gives no thread.
+    pub fn new(config: PoolConfig) -> Result<Self, Error> {
+        let workers = config.threads.get() - 1;
+        let shared = Arc::new(Shared {
+            epoch: AtomicUsize::new(0),
+            job: UnsafeCell::new(None),
+            remaining: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            panic: Mutex::new(None),
+            caller: UnsafeCell::new(None),
+            caller_parked: AtomicBool::new(false),
+            workers_parked: (0..workers).map(|_| AtomicBool::new(false)).collect(),
+            spin: config.spin,
+        });
+        let cpus = config.cpus.filter(|cpus| !cpus.is_empty());
+        // Built first: if a spawn fails, dropping it stops those already started.
+        let mut pool = Self { shared, turn: Mutex::new(()), workers: Vec::new(), handles: Vec::new(), cpus };
+        for thread in 1..config.threads.get() {
+            let shared = Arc::clone(&pool.shared);
+            let cpu = pool.cpu_of(thread);
+            let handle = std::thread::Builder::new()
+                .name(format!("kvasir-cpu-{thread}"))
+                .spawn(move || {
+                    if let Some(cpu) = cpu {
+                        affinity::pin(cpu);
+                    }
+                    work(&shared, thread);
+                })
+                .map_err(|source| Error::Spawn { thread, kind: source.kind() })?;
+            pool.handles.push(handle.thread().clone());
+            pool.workers.push(handle);
+        }
+        Ok(pool)
+    }
+
+    /// Threads in all, the caller included.
+    pub fn threads(&self) -> usize {
+        self.shared.workers_parked.len() + 1
+    }
+
+    /// Pins the calling thread to the CPU of thread 0, if CPUs were given. For the one thread that will call
+    /// [`Pool::run`]; threads that it starts later inherit the CPU.
+    pub fn pin_caller(&self) {
+        if let Some(cpu) = self.cpu_of(0) {
+            affinity::pin(cpu);
+        }
+    }
+
+    fn cpu_of(&self, thread: usize) -> Option<usize> {
+        self.cpus.as_ref().map(|cpus| cpus[thread % cpus.len()])
+    }
+
+    /// Calls `f(thread)` once for every thread number, in parallel, and returns when all calls have returned.
+    /// The caller is thread 0. Inside a run, a nested run makes its calls one after the other on its own thread.
+    ///
+    /// # Panics
+    /// If a call panics, with the panic of the first one that did, after all have ended.
+    pub fn run(&self, f: &(dyn Fn(usize) + Sync)) {
+        if self.workers.is_empty() || INSIDE_RUN.get() {
+            (0..self.threads()).for_each(f);
+            return;
+        }
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime changes. This function returns, normally or by a panic, only after
+        // `remaining` has been seen at zero, and workers do not touch the closure after they decrement it.
+        let job: Job = unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(f) };
+        // SAFETY: `turn` is held and the run before has ended (see `Shared`).
+        unsafe {
+            *shared.job.get() = Some(job);
+            *shared.caller.get() = Some(std::thread::current());
+        }
+        shared.remaining.store(self.workers.len(), Ordering::Relaxed);
+        // Sequentially consistent together with the worker's `parked` flag: either the worker sees the new epoch
+        // before it parks, or its flag is seen here and it is woken.
+        shared.epoch.fetch_add(1, Ordering::SeqCst);
+        for (parked, handle) in shared.workers_parked.iter().zip(&self.handles) {
+            if parked.load(Ordering::SeqCst) {
+                handle.unpark();
+            }
+        }
+        let own = inside_run(|| f(0));
+        wait(shared.spin, &shared.caller_parked, || shared.remaining.load(Ordering::SeqCst) == 0);
+        let worker = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(payload) = own.err().or(worker) {
+            resume_unwind(payload);
+        }
+    }
+
+    /// Calls `f(item)` once for every item in `0..items`, shared out in small chunks to whichever thread is free.
+    /// Which thread runs an item is not determined, so it must not matter.
+    ///
+    /// # Panics
+    /// As [`Pool::run`].
+    pub fn for_each(&self, items: usize, f: &(dyn Fn(usize) + Sync)) {
+        self.for_each_range(items, 1, &|range| range.for_each(f));
+    }
+
+    /// As [`Pool::for_each`], in ranges of consecutive items, each range but the last a multiple of `grain`.
+    /// For items too small to be fetched one by one.
+    ///
+    /// # Panics
+    /// As [`Pool::run`].
+    pub fn for_each_range(&self, items: usize, grain: usize, f: &(dyn Fn(Range<usize>) + Sync)) {
+        if items == 0 {
+            return;
+        }
+        let grain = grain.max(1);
+        if self.workers.is_empty() || items <= grain {
+            f(0..items);
+            return;
+        }
+        // About eight fetches a thread, so that a slow thread costs an eighth of its share at most.
+        let chunk = (items / (self.threads() * 8)).next_multiple_of(grain).max(grain);
+        let next = AtomicUsize::new(0);
+        self.run(&|_| {
+            loop {
+                let start = next.fetch_add(chunk, Ordering::Relaxed);
+                if start >= items {
+                    break;
+                }
+                f(start..items.min(start + chunk));
+            }
+        });
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        for handle in &self.handles {
+            handle.unpark();
+        }
+        for worker in self.workers.drain(..) {
+            // A worker catches the panics of its jobs; there is nothing to report from its end.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// Runs `f` as part of a run and catches its panic.
+fn inside_run(f: impl FnOnce()) -> std::thread::Result<()> {
+    INSIDE_RUN.set(true);
+    let result = catch_unwind(AssertUnwindSafe(f));
+    INSIDE_RUN.set(false);
+    result
+}
+
+/// Spins, then parks, until `done`. Whoever makes `done` true must afterwards unpark this thread if it sees
+/// `parked`; both sides use sequential consistency on the two.
+fn wait(spin: Duration, parked: &AtomicBool, done: impl Fn() -> bool) {
+    if done() {
+        return;
+    }
+    if !spin.is_zero() {
+        let start = Instant::now();
+        loop {
+            // The clock costs more than a look at the flag.
+            for _ in 0..64 {
+                if done() {
+                    return;
+                }
+                std::hint::spin_loop();
+            }
+            if start.elapsed() >= spin {
+                break;
+            }
+        }
+    }
+    parked.store(true, Ordering::SeqCst);
+    while !done() {
+        std::thread::park();
+    }
+    parked.store(false, Ordering::SeqCst);
+}
+
+/// The life of a worker.
+fn work(shared: &Shared, thread: usize) {
+    let parked = &shared.workers_parked[thread - 1];
+    let mut seen = 0;
+    loop {
+        wait(shared.spin, parked, || shared.epoch.load(Ordering::SeqCst) != seen);
+        // Exactly one: the caller bumps it again only after this worker has finished, except to stop.
+        seen = shared.epoch.load(Ordering::SeqCst);
+        if shared.stop.load(Ordering::SeqCst) {
+            return;
+        }
+        // SAFETY: the epoch has changed and this worker has not yet decremented `remaining` (see `Shared`).
+        if let Some(job) = unsafe { *shared.job.get() } {
+            // SAFETY: `run` keeps the closure alive until `remaining` is zero.
+            let job = unsafe { &*job };
+            if let Err(payload) = inside_run(|| job(thread)) {
+                shared.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+            }
+        }
+        finish(shared);
+    }
+}
+
+/// Counts a worker out of the run; the last one wakes the caller.
+fn finish(shared: &Shared) {
+    let mut left = shared.remaining.load(Ordering::SeqCst);
+    while left > 1 {
+        match shared.remaining.compare_exchange_weak(left, left - 1, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => return,
+            Err(now) => left = now,
+        }
+    }
+    // The last worker: the run cannot end, nor `caller` change, before the store.
+    // SAFETY: this worker has not yet decremented `remaining` (see `Shared`).
+    let caller = unsafe { (*shared.caller.get()).clone() };
+    shared.remaining.store(0, Ordering::SeqCst);
+    if shared.caller_parked.load(Ordering::SeqCst)
+        && let Some(caller) = caller
+    {
+        caller.unpark();
+    }
+}

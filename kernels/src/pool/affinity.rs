@@ -1,0 +1,25 @@
+//! Binding a thread to a CPU.
+
+/// Pins the calling thread to `cpu`. A failure is logged: the thread then runs wherever it is put.
+#[cfg(target_os = "linux")]
+pub(super) fn pin(cpu: usize) {
+    // SAFETY: an all-zero cpu_set_t is an empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let result = if cpu < 8 * size_of::<libc::cpu_set_t>() {
+        // SAFETY: `cpu` is inside the set, which outlives both calls; 0 names the calling thread.
+        unsafe {
+            libc::CPU_SET(cpu, &mut set);
+            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set)
+        }
+    } else {
+        -1
+    };
+    if result != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::warn!(cpu, %error, "cannot pin a thread to its CPU");
+    }
+}
+
+/// Other systems place threads as they like.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn pin(_cpu: usize) {}

@@ -1,0 +1,59 @@
+//! Operations on one row.
+
+/// x / sqrt(mean(x^2) + eps) * weight
+pub fn rms_norm(x: &[f32], weight: Option<&[f32]>, eps: f32) -> Vec<f64> {
+    let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / x.len() as f64;
+    let factor = 1.0 / (mean + f64::from(eps)).sqrt();
+    let weight = |i: usize| weight.map_or(1.0, |weight| f64::from(weight[i]));
+    x.iter().enumerate().map(|(i, x)| f64::from(*x) * factor * weight(i)).collect()
+}
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias
+pub fn layer_norm(x: &[f32], weight: Option<&[f32]>, bias: Option<&[f32]>, eps: f32) -> Vec<f64> {
+    let mean = x.iter().map(|x| f64::from(*x)).sum::<f64>() / x.len() as f64;
+    let variance = x.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / x.len() as f64;
+    let factor = 1.0 / (variance + f64::from(eps)).sqrt();
+    let weight = |i: usize| weight.map_or(1.0, |weight| f64::from(weight[i]));
+    let bias = |i: usize| bias.map_or(0.0, |bias| f64::from(bias[i]));
+    x.iter().enumerate().map(|(i, x)| (f64::from(*x) - mean) * factor * weight(i) + bias(i)).collect()
+}
+
+/// Rotates the pairs of one head to `position`; see [`crate::ops::RopeParams`].
+pub fn rope(params: &crate::ops::RopeParams, position: usize, head: &[f32]) -> Vec<f64> {
+    let mut out: Vec<f64> = head.iter().map(|x| f64::from(*x)).collect();
+    for i in 0..params.n_rot / 2 {
+        let factor = params.factors.as_ref().map_or(1.0, |factors| f64::from(factors[i]));
+        let frequency = f64::from(params.base).powf(-2.0 * i as f64 / params.n_rot as f64) / factor;
+        let angle = position as f64 * frequency * f64::from(params.freq_scale);
+        let (sin, cos) =
+            (angle.sin() * f64::from(params.magnitude), angle.cos() * f64::from(params.magnitude));
+        let (a, b) = match params.style {
+            crate::ops::RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+            crate::ops::RopeStyle::Half => (i, i + params.n_rot / 2),
+        };
+        let (x, y) = (out[a], out[b]);
+        out[a] = x * cos - y * sin;
+        out[b] = y * cos + x * sin;
+    }
+    out
+}
+
+/// x * sigmoid(x)
+pub fn silu(x: f32) -> f64 {
+    let x = f64::from(x);
+    x / (1.0 + (-x).exp())
+}
+
+/// GELU in its tanh form.
+pub fn gelu_tanh(x: f32) -> f64 {
+    let x = f64::from(x);
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+}
+
+/// x - max - ln(sum of e^(x - max))
+pub fn log_softmax(x: &[f32]) -> Vec<f64> {
+    let highest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let highest = f64::from(highest);
+    let sum = x.iter().map(|x| (f64::from(*x) - highest).exp()).sum::<f64>();
+    x.iter().map(|x| f64::from(*x) - highest - sum.ln()).collect()
+}

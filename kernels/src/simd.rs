@@ -1,0 +1,142 @@
+//! Sixteen f32 lanes on every instruction set.
+//!
+//! A kernel is written once over [`Simd`] and compiled for each [`Isa`]. A vector always has [`LANES`] lanes,
+//! whatever the width of the registers (two on AVX2, an array on the scalar path), every operation is correctly
+//! rounded, and horizontal reductions use one fixed tree. So **a kernel gives the same bits on every ISA**, which
+//! is what the tests of this module and of its users assert.
+
+#![allow(unsafe_code)]
+
+mod math;
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[cfg(test)]
+mod tests;
+
+use crate::isa::Isa;
+pub(crate) use math::{exp, gelu_tanh, silu, softcap};
+pub(crate) use scalar::Scalar;
+
+/// Lanes of every vector.
+pub(crate) const LANES: usize = 16;
+
+/// Work that [`dispatch`] compiles for each instruction set. `run` must be `#[inline(always)]`.
+pub(crate) trait Kernel {
+    /// What it returns.
+    type Output;
+    /// The work.
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// An instruction set. Holding a value proves that the CPU has it.
+///
+/// `min(a, b)` and `max(a, b)` return `b` where the two are unordered or equal, as x86 does.
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// Sixteen lanes of f32.
+    type V: Copy;
+
+    /// Runs `kernel` in a function of its own, compiled for this instruction set: the boundary that keeps large
+    /// kernels from being inlined into each other.
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
+
+    fn splat(self, x: f32) -> Self::V;
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    fn abs(self, a: Self::V) -> Self::V;
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    fn min(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Per lane `a < b ? yes : no`.
+    fn select_lt(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
+    /// Whether any lane of `a` is greater than that of `b`.
+    fn any_gt(self, a: Self::V, b: Self::V) -> bool;
+    /// Lanes `from..to` of `a`, `fill` elsewhere.
+    fn keep_lanes(self, a: Self::V, from: usize, to: usize, fill: Self::V) -> Self::V;
+    /// Bits of every lane shifted left by 23: integer exponents in the low bits become powers of two.
+    fn shift_to_exponent(self, a: Self::V) -> Self::V;
+    /// Exchanges lanes 2i and 2i + 1.
+    fn swap_pairs(self, a: Self::V) -> Self::V;
+    /// Sum over lanes: halves are added until one is left.
+    fn reduce_add(self, a: Self::V) -> f32;
+    /// Maximum over lanes, in the same tree.
+    fn reduce_max(self, a: Self::V) -> f32;
+
+    /// # Safety
+    /// `p` must be readable for sixteen f32; no alignment is needed.
+    unsafe fn load(self, p: *const f32) -> Self::V;
+    /// The first `n` lanes from memory, zero in the others.
+    /// # Safety
+    /// `p` must be readable for `n` f32, `n <= 16`.
+    unsafe fn load_first(self, p: *const f32, n: usize) -> Self::V;
+    /// # Safety
+    /// `p` must be writable for sixteen f32.
+    unsafe fn store(self, a: Self::V, p: *mut f32);
+    /// # Safety
+    /// `p` must be writable for `n` f32, `n <= 16`.
+    unsafe fn store_first(self, a: Self::V, p: *mut f32, n: usize);
+    /// Sixteen IEEE binary16.
+    /// # Safety
+    /// `p` must be readable for sixteen u16.
+    unsafe fn load_f16(self, p: *const u16) -> Self::V;
+    /// Rounds to nearest even.
+    /// # Safety
+    /// `p` must be writable for sixteen u16.
+    unsafe fn store_f16(self, a: Self::V, p: *mut u16);
+    /// One binary16 in every lane.
+    /// # Safety
+    /// `p` must be readable for one u16.
+    unsafe fn splat_f16(self, p: *const u16) -> Self::V;
+    /// Sixteen signed bytes.
+    /// # Safety
+    /// `p` must be readable for sixteen i8.
+    unsafe fn load_i8(self, p: *const i8) -> Self::V;
+
+    /// The sixteen elements of a chunk.
+    #[inline(always)]
+    fn chunk(self, x: &[f32; LANES]) -> Self::V {
+        // SAFETY: the array is sixteen f32.
+        unsafe { self.load(x.as_ptr()) }
+    }
+
+    /// The elements of a short slice, zero in the other lanes.
+    #[inline(always)]
+    fn tail(self, x: &[f32]) -> Self::V {
+        // SAFETY: n is within the slice and at most sixteen.
+        unsafe { self.load_first(x.as_ptr(), x.len().min(LANES)) }
+    }
+
+    /// Stores all lanes.
+    #[inline(always)]
+    fn put(self, a: Self::V, out: &mut [f32; LANES]) {
+        // SAFETY: the array is sixteen f32.
+        unsafe { self.store(a, out.as_mut_ptr()) }
+    }
+
+    /// Stores the first lanes into a short slice.
+    #[inline(always)]
+    fn put_tail(self, a: Self::V, out: &mut [f32]) {
+        // SAFETY: n is within the slice and at most sixteen.
+        unsafe { self.store_first(a, out.as_mut_ptr(), out.len().min(LANES)) }
+    }
+}
+
+/// Runs `kernel` compiled for `isa`. An ISA that this CPU lacks runs as scalar code, which gives the same bits.
+#[inline]
+pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(s) = x86::Avx512::of(isa) {
+            return s.vectorize(kernel);
+        }
+        if let Some(s) = x86::Avx2::of(isa) {
+            return s.vectorize(kernel);
+        }
+    }
+    let _ = isa;
+    Scalar.vectorize(kernel)
+}

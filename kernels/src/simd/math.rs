@@ -1,0 +1,73 @@
+//! Elementary functions over lanes. Each is a fixed sequence of correctly rounded operations.
+
+// Coefficients are given to more digits than f32 holds, so that they can be checked against their derivation.
+#![allow(clippy::excessive_precision)]
+
+use super::Simd;
+
+/// e^x to 1.5 ulp on -87..=88; 0 below, where the result would be subnormal (so masked scores of minus infinity
+/// weigh exactly nothing), and e^88 above. NaN stays NaN.
+///
+/// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial whose degree 2..6 terms minimise the relative error
+/// (Remez exchange: 3.1e-9 before rounding).
+#[inline(always)]
+pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
+    // 1.5 * 2^23 puts integers into the low mantissa bits; 127 is the exponent bias.
+    const ROUND: f32 = 12_582_912.0 + 127.0;
+    const LN2_HIGH: f32 = 0.693_145_75;
+    const LN2_LOW: f32 = 1.428_606_8e-6;
+    let lowest = s.splat(-87.0);
+    let clamped = s.min(s.splat(88.0), s.max(lowest, x));
+    let rounded = s.fma(clamped, s.splat(std::f32::consts::LOG2_E), s.splat(ROUND));
+    let n = s.sub(rounded, s.splat(ROUND));
+    let r = s.fma(n, s.splat(-LN2_HIGH), clamped);
+    let r = s.fma(n, s.splat(-LN2_LOW), r);
+    let p = s.splat(1.381_446_694_95e-3);
+    let p = s.fma(p, r, s.splat(8.368_780_409_6e-3));
+    let p = s.fma(p, r, s.splat(4.166_839_421_31e-2));
+    let p = s.fma(p, r, s.splat(1.666_652_010_78e-1));
+    let p = s.fma(p, r, s.splat(4.999_999_341_25e-1));
+    let p = s.fma(p, s.mul(r, r), r);
+    let p = s.add(p, s.splat(1.0));
+    let y = s.mul(p, s.shift_to_exponent(rounded));
+    s.select_lt(x, lowest, s.splat(0.0), y)
+}
+
+/// x / (1 + e^-x)
+#[inline(always)]
+pub(crate) fn silu<S: Simd>(s: S, x: S::V) -> S::V {
+    let e = exp(s, s.sub(s.splat(0.0), x));
+    s.div(x, s.add(s.splat(1.0), e))
+}
+
+/// GELU in its tanh form: 0.5 x (1 + tanh u) = x / (1 + e^-2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
+#[inline(always)]
+pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::V) -> S::V {
+    const MINUS_TWO_SQRT_2_OVER_PI: f32 = -1.595_769_121_605_73;
+    let square = s.mul(x, x);
+    let u = s.mul(x, s.fma(square, s.splat(0.044_715), s.splat(1.0)));
+    let e = exp(s, s.mul(u, s.splat(MINUS_TWO_SQRT_2_OVER_PI)));
+    s.div(x, s.add(s.splat(1.0), e))
+}
+
+/// tanh to 2 ulp: an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
+#[inline(always)]
+fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
+    let one = s.splat(1.0);
+    let e = exp(s, s.add(x, x));
+    let far = s.sub(one, s.div(s.splat(2.0), s.add(e, one)));
+    let square = s.mul(x, x);
+    let p = s.splat(-1_382.0 / 155_925.0);
+    let p = s.fma(p, square, s.splat(62.0 / 2_835.0));
+    let p = s.fma(p, square, s.splat(-17.0 / 315.0));
+    let p = s.fma(p, square, s.splat(2.0 / 15.0));
+    let p = s.fma(p, square, s.splat(-1.0 / 3.0));
+    let near = s.fma(s.mul(p, square), x, x);
+    s.select_lt(s.abs(x), s.splat(0.3), near, far)
+}
+
+/// c tanh(x / c), given c and 1 / c.
+#[inline(always)]
+pub(crate) fn softcap<S: Simd>(s: S, x: S::V, cap: S::V, inverse: S::V) -> S::V {
+    s.mul(cap, tanh(s, s.mul(x, inverse)))
+}
