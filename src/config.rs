@@ -50,6 +50,9 @@ pub(crate) enum ConfigError {
         /// The end of its log.
         log: String,
     },
+    /// A coordinator's settings contradict each other or a limit.
+    #[error(transparent)]
+    Coordinator(coordinator::config::ConfigError),
     /// A variable of the environment does not parse.
     #[error("environment: {0}")]
     Environment(String),

@@ -3,6 +3,7 @@
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
 mod ca;
+mod cluster_key;
 mod config;
 mod coordinator;
 mod cpus;

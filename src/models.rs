@@ -8,7 +8,7 @@ use model::catalog::{self, Entry, Listed, Store};
 use model::inspect::Summary;
 use proto::ids::ModelId;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Lists, pulls, inspects and verifies models.
 #[derive(clap::Args)]
@@ -149,6 +149,16 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
 }
 
+/// As [`resolve_or_pull`], but `ID=MODEL` gives the model another name in the API.
+pub(crate) fn resolve_named(model: &str) -> anyhow::Result<Resolved> {
+    match model.split_once('=') {
+        Some((id, path)) if !Path::new(model).exists() => {
+            Ok(Resolved { id: ModelId::new(id)?, ..resolve_or_pull(path)? })
+        }
+        _ => resolve_or_pull(model),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,6 +183,8 @@ mod tests {
         let resolved = resolve_or_pull(file.to_str().unwrap()).unwrap();
         assert_eq!(resolved.id.as_str(), "tiny-f32");
         assert!(resolved.path.is_absolute());
+        let named = resolve_named(&format!("mine={}", file.display())).unwrap();
+        assert_eq!((named.id.as_str(), &named.path), ("mine", &resolved.path));
         assert!(resolve_or_pull("no-such-model").unwrap_err().to_string().contains("smollm2-135m"));
     }
 }

@@ -1,11 +1,13 @@
 //! What both kinds of node have in common as commands: flags besides their settings, the line that says where
 //! they listen, the signals that end them.
 
+use crate::config::ConfigError;
 use anyhow::Context;
+use proto::transport::Identity;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Flags of every node besides its settings.
@@ -47,6 +49,15 @@ impl NodeArgs {
         }
         Ok(self.check_config || self.explain)
     }
+}
+
+/// The identity that a node's certificate gives it.
+pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
+    let need = "a directory with node.crt, node.key and ca.crt; `kvasir ca issue` makes one";
+    let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
+    proto::ca::load_identity(directory).map_err(|error| {
+        ConfigError::field("identity", directory.display(), error.to_string()).into()
+    })
 }
 
 /// What a node says on stdout, as one line, when it has bound its ports and answers on them: the addresses

@@ -7,11 +7,12 @@ mod nodes;
 mod supervisor;
 
 use crate::config::{self, ConfigError};
-use crate::coordinator::{CoordinatorSettings, KeyEntry};
+use crate::coordinator::CoordinatorSettings;
 use crate::cpus::{self, CpuSet};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
 use crate::worker::WorkerSettings;
 use crate::{home, models};
+use ::coordinator::api::auth::KeyEntry;
 use anyhow::Context;
 use data_dir::DataDir;
 use nodes::Nodes;
@@ -134,6 +135,8 @@ impl Plan {
     /// The nodes to start, with an identity each from the directory's own authority.
     fn nodes(&self, dir: &DataDir, model: &models::Resolved) -> anyhow::Result<Nodes> {
         let authority = authority(dir)?;
+        let path = model.path.to_str().context("a model's path that is not UTF-8")?;
+        let named = format!("{}={path}", model.id);
         let identity = |role: Role, name: &str| -> anyhow::Result<PathBuf> {
             let path = dir.node(name).join("identity");
             authority.issue(role, NodeId::new(name)?, SystemTime::now())?.save(&path)?;
@@ -149,7 +152,8 @@ impl Plan {
                 http: Some(*http),
                 ops: Some(*ops),
                 quic: Some(any_port),
-                secrets: Some(dir.secrets()),
+                cluster_key: Some(dir.cluster_key()),
+                models: Some(vec![named.clone()]),
                 hold_ready: Some(true),
                 keys: self.settings.keys.clone(),
                 ..CoordinatorSettings::default()
@@ -163,8 +167,8 @@ impl Plan {
                 identity: Some(identity(Role::Worker, &name)?),
                 quic: Some(any_port),
                 ops: Some(any_port),
-                model: Some(model.path.clone()),
-                model_id: Some(model.id.to_string()),
+                model: Some(named.clone()),
+                workers_here: Some(self.workers),
                 threads: Some(self.shares.threads),
                 cpus: self.shares.sets.get(index).cloned(),
                 device: self.settings.device,

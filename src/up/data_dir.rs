@@ -48,9 +48,9 @@ impl DataDir {
         self.root.join("ca")
     }
 
-    /// What coordinators share: cluster key and tenant salts.
-    pub(crate) fn secrets(&self) -> PathBuf {
-        self.root.join("secrets")
+    /// The key that all block ids depend on.
+    pub(crate) fn cluster_key(&self) -> PathBuf {
+        self.root.join("cluster.key")
     }
 
     /// What a node keeps for itself, its identity among it.
