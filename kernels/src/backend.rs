@@ -269,6 +269,9 @@ pub trait Backend: Send {
     /// Memory in use.
     fn memory(&self) -> MemoryUse;
 
+    /// Binds the calling thread to its CPU, where CPUs are assigned. For the one thread that runs steps.
+    fn bind_thread(&self) {}
+
     /// Creates an f32 buffer of at most `rows` x `cols`.
     fn create_buffer(&mut self, rows: usize, cols: usize) -> Result<BufferId, Error>;
 

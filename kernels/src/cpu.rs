@@ -13,7 +13,7 @@ use crate::backend::{
     MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StepInput, VectorId,
 };
 use crate::isa::Isa;
-use crate::matmul::{Activations, Epilogue, MatmulKernels, PackedMatrix, PackedMatrixBuilder};
+use crate::matmul::{MatmulKernels, PackedMatrix, PackedMatrixBuilder};
 use crate::ops;
 use crate::pool::Pool;
 use crate::quant::GgmlType;

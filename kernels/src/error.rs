@@ -133,4 +133,13 @@ pub enum Error {
         /// Byte offset of the second of the two blocks, without the layer's.
         offset: u64,
     },
+    /// An op was asked to read and write one buffer.
+    #[error("an op reads and writes the same buffer")]
+    SameBuffer,
+    /// An argument that this backend would have to ignore.
+    #[error("this backend does not serve {what}")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+    },
 }

@@ -14,7 +14,7 @@ mod select;
 #[cfg(test)]
 mod tests;
 
-pub use elementwise::{Activation, add_scaled, gated_activation, scale, softcap};
+pub use elementwise::{Activation, add_scaled, gate_in_place, gated_activation, scale, softcap};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_add};
 pub use qkv::{HeadNorm, QkvStep, norm_rope_write};
 pub use rope::{RopeParams, RopeStyle, RopeTable, rope};

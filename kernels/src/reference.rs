@@ -1,5 +1,4 @@
-//! What the operations mean, slowly and in f64: the yardstick of the property tests of this crate and of backends
-//! that live elsewhere.
+//! Plain definitions of the ops, in f64 and without a thought for speed, that every kernel is tested against.
 
 pub mod attention;
 pub mod matmul;

@@ -37,6 +37,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen lanes of f32.
     type V: Copy;
 
+    /// Rows of the largest register tile of a product: as many as the registers hold beside `COLUMNS`.
+    const ROWS: usize;
+    /// Vectors of each row in a register tile; twice as many fit up to half the rows.
+    const COLUMNS: usize;
+
     /// Runs `kernel` in a function of its own, compiled for this instruction set: the boundary that keeps large
     /// kernels from being inlined into each other.
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;

@@ -8,12 +8,12 @@ use crate::decoder::Decoder;
 use crate::kv_events::EventLog;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SequenceId, SequenceRequest, StartedInfo, StepPlan};
+use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceInfo, SequenceRequest, StepPlan};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
 use kernels::backend::{BlockTable, KvCopy, StepInput, StepSequence};
 use model::tokenizer::Tokenizer;
-use proto::block::BlockId;
 use parking_lot::Mutex;
+use proto::block::BlockId;
 use proto::event::KvEvent;
 use proto::message::{FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs, TokenOut};
 use std::collections::HashMap;
@@ -21,8 +21,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub mod thread;
-#[cfg(test)]
-mod tests;
 
 /// A request to the engine.
 pub struct EngineRequest {
@@ -117,8 +115,9 @@ pub struct Engine {
     scheduler: Scheduler,
     events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
-    live: HashMap<SequenceId, Live>,
+    live: HashMap<SeqId, Live>,
     next_id: u64,
+    max_model_len: usize,
     metrics: EngineMetrics,
     tokens: u64,
     steps: u64,
@@ -133,8 +132,14 @@ struct Rates {
 }
 
 impl Engine {
-    /// An engine over a loaded decoder whose KV arena is allocated.
-    pub fn new(decoder: Decoder, scheduler: Scheduler, events: EventLog, tokenizer: Arc<Tokenizer>) -> Self {
+    /// An engine over a loaded decoder whose KV arena is allocated; sequences end at `max_model_len` tokens.
+    pub fn new(
+        decoder: Decoder,
+        scheduler: Scheduler,
+        events: EventLog,
+        tokenizer: Arc<Tokenizer>,
+        max_model_len: usize,
+    ) -> Self {
         let metrics = EngineMetrics::default();
         let memory = decoder.backend().memory();
         metrics.weight_bytes.set(memory.weights as i64);
@@ -147,6 +152,7 @@ impl Engine {
             tokenizer,
             live: HashMap::new(),
             next_id: 0,
+            max_model_len,
             metrics,
             tokens: 0,
             steps: 0,
@@ -165,10 +171,13 @@ impl Engine {
     }
 
     /// Takes a request in. One that cannot be served hears why through its sink; the id names it until then.
-    pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SequenceId> {
+    pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
-        let id = SequenceId(self.next_id);
-        let EngineRequest { root, prompt, emitted, sampling, stop, deadline, mut sink } = request;
+        let id = SeqId(self.next_id);
+        let EngineRequest { root, prompt, emitted, sampling, mut stop, deadline, mut sink } = request;
+        // A completion ends where the context does.
+        let room = self.max_model_len.saturating_sub(prompt.len());
+        stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
         let prepared = self.prepare(&prompt, &emitted, sampling, stop);
         let (sampler, text) = match prepared {
             Ok(prepared) => prepared,
@@ -186,8 +195,9 @@ impl Engine {
             id,
             root,
             prompt: tokens,
-            max_new_tokens: left as usize,
-            logits: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
+            max_new_tokens: left,
+            logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
+            priority: 0,
         });
         if let Err(rejected) = submitted {
             sink.frame(GenerateFrame::Failed(refusal(rejected)));
@@ -211,6 +221,9 @@ impl Engine {
         if prompt.is_empty() {
             return refuse("prompt", "it is empty".to_owned());
         }
+        if prompt.len() >= self.max_model_len {
+            return Err(GenerateError::ContextLength { need: prompt.len() as u64 + 1, limit: self.max_model_len as u64 });
+        }
         if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
             return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
         }
@@ -226,11 +239,16 @@ impl Engine {
     }
 
     /// Forgets a request; its blocks are free after the step in flight.
-    pub fn cancel(&mut self, id: SequenceId) {
+    pub fn cancel(&mut self, id: SeqId) {
         if self.live.remove(&id).is_some() {
-            self.scheduler.cancel(id);
+            self.scheduler.remove(id);
             self.count_end(Reason::abort);
         }
+    }
+
+    /// Binds the calling thread to its CPU: it is the one that will run the steps.
+    pub fn bind_thread(&self) {
+        self.decoder.backend().bind_thread();
     }
 
     /// Whether any request is queued or running.
@@ -241,26 +259,25 @@ impl Engine {
     /// Plans, runs and accounts for one step.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
-        let Some(plan) = self.scheduler.plan() else {
+        let planned = self.scheduler.plan().map_err(|broken| Error::Invariant(broken.to_string()))?;
+        let Some(plan) = planned else {
             self.publish();
             return Ok(StepOutcome::Idle);
         };
-        run(&mut self.decoder, &plan)?;
+        run(&mut self.decoder, &self.scheduler, &plan)?;
         let sampled = self.draw(&plan)?;
         let rows = plan.tokens.len();
         let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
-        let started: Vec<(SequenceId, StartedInfo)> =
-            plan.sequences.iter().filter(|s| s.samples).map(|s| (s.id, s.started.clone())).collect();
-        let drawn: Vec<(SequenceId, u32)> = sampled.iter().map(|(id, token, _)| (*id, *token)).collect();
-        self.scheduler.complete(plan, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
+        let drawn: Vec<(SeqId, u32)> = sampled.iter().map(|(id, token, _)| (*id, *token)).collect();
+        self.scheduler.complete(plan.step, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
         let ended = Instant::now();
         let took = ended.saturating_duration_since(now);
         self.rates.step_ended(took, rows, prefill_rows);
         self.steps += 1;
         self.metrics.steps.inc();
         self.metrics.iteration_tokens.0.observe(rows as f64);
-        for (id, info) in started {
-            self.start(id, &info);
+        for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
+            self.start(sequence.id);
         }
         for (id, token, logprobs) in sampled {
             self.emit(ended, id, token, logprobs);
@@ -270,25 +287,26 @@ impl Engine {
     }
 
     /// Logits of rows that are drawn from or wanted whole, and the draws.
-    fn draw(&mut self, plan: &StepPlan) -> Result<Vec<(SequenceId, u32, Option<TokenLogprobs>)>, Error> {
-        let mut plain: Vec<(SequenceId, u32)> = Vec::new();
+    fn draw(&mut self, plan: &StepPlan) -> Result<Vec<(SeqId, u32, Option<TokenLogprobs>)>, Error> {
+        let mut plain: Vec<(SeqId, u32)> = Vec::new();
         let mut rows: Vec<u32> = Vec::new();
         // (sequence, position, whether this row is drawn from)
-        let mut targets: Vec<(SequenceId, usize, bool)> = Vec::new();
+        let mut targets: Vec<(SeqId, usize, bool)> = Vec::new();
         for sequence in &plan.sequences {
             let Some(live) = self.live.get(&sequence.id) else { continue };
             let last = sequence.rows.end - 1;
+            let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
             if live.all_logits {
                 for row in sequence.rows.clone() {
-                    rows.push(row as u32);
-                    targets.push((sequence.id, sequence.context + row - sequence.rows.start, sequence.samples && row == last));
+                    rows.push(row);
+                    targets.push((sequence.id, position(row), sequence.samples && row == last));
                 }
             } else if sequence.samples {
                 match live.sampler.is_plain_argmax() {
-                    true => plain.push((sequence.id, last as u32)),
+                    true => plain.push((sequence.id, last)),
                     false => {
-                        rows.push(last as u32);
-                        targets.push((sequence.id, sequence.context + last - sequence.rows.start, true));
+                        rows.push(last);
+                        targets.push((sequence.id, position(last), true));
                     }
                 }
             }
@@ -318,13 +336,12 @@ impl Engine {
         Ok(drawn)
     }
 
-    fn start(&mut self, id: SequenceId, info: &StartedInfo) {
-        let Some(live) = self.live.get_mut(&id) else { return };
-        if live.started {
-            return;
-        }
+    fn start(&mut self, id: SeqId) {
+        let Some(live) = self.live.get_mut(&id).filter(|live| !live.started) else { return };
+        let Some(info) = self.scheduler.info(id) else { return };
         live.started = true;
-        let cached = info.cached_tokens.min(live.prompt_len);
+        self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
+        let cached = (info.cached_tokens as usize).min(live.prompt_len);
         live.sink.frame(GenerateFrame::Started(StartedV1 {
             cached_tokens: cached as u32,
             computed_tokens: (live.prompt_len - cached) as u32,
@@ -332,7 +349,7 @@ impl Engine {
         }));
     }
 
-    fn emit(&mut self, now: Instant, id: SequenceId, token: u32, logprobs: Option<TokenLogprobs>) {
+    fn emit(&mut self, now: Instant, id: SeqId, token: u32, logprobs: Option<TokenLogprobs>) {
         let Some(live) = self.live.get_mut(&id) else { return };
         match live.last_token.replace(now) {
             None => self.metrics.ttft.0.observe(now.saturating_duration_since(live.received).as_secs_f64()),
@@ -350,8 +367,8 @@ impl Engine {
         }
     }
 
-    fn finish(&mut self, now: Instant, id: SequenceId, ending: Ending) {
-        let preemptions = self.scheduler.finish(id);
+    fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
+        let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
         let Some(mut live) = self.live.remove(&id) else { return };
         let reason = match ending.reason {
             FinishReason::Stop => Reason::stop,
@@ -374,9 +391,9 @@ impl Engine {
             let age = now.saturating_duration_since(live.received);
             live.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
         });
-        let late: Vec<(SequenceId, Duration)> = late.collect();
+        let late: Vec<(SeqId, Duration)> = late.collect();
         for (id, age) in late {
-            self.scheduler.cancel(id);
+            self.scheduler.remove(id);
             let Some(mut live) = self.live.remove(&id) else { continue };
             self.count_end(Reason::error);
             let after_ms = age.as_millis() as u64;
@@ -394,14 +411,14 @@ impl Engine {
         if !events.is_empty() {
             self.events.lock().append(events);
         }
-        let counters = self.scheduler.counters();
+        let counters = self.scheduler.stats().counters;
         let raise = |metric: &prometheus_client::metrics::counter::Counter, to: u64| {
             metric.inc_by(to.saturating_sub(metric.get()));
         };
-        raise(&self.metrics.prefill_computed, counters.prefill_computed);
-        raise(&self.metrics.recomputed, counters.recomputed);
-        raise(&self.metrics.prefix_queries, counters.prefix_queries);
-        raise(&self.metrics.prefix_hits, counters.prefix_hits);
+        raise(&self.metrics.prefill_computed, counters.prefill_tokens_computed);
+        raise(&self.metrics.recomputed, counters.recomputed_tokens);
+        raise(&self.metrics.prefix_queries, counters.prefix_query_tokens);
+        raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
         raise(&self.metrics.preemptions, counters.preemptions);
         raise(&self.metrics.evictions, counters.evictions);
         let load = self.load();
@@ -433,35 +450,36 @@ impl Engine {
 }
 
 /// Uploads the plan and runs the layers.
-fn run(decoder: &mut Decoder, plan: &StepPlan) -> Result<(), Error> {
-    let sequences: Vec<StepSequence> = plan
-        .sequences
-        .iter()
-        .map(|sequence| StepSequence { rows: sequence.rows.clone(), context: sequence.context })
-        .collect();
-    let groups = decoder.groups().len();
-    let tables: Vec<Vec<BlockTable<'_>>> = (0..groups)
+fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<(), Error> {
+    let part = |sequence: &PlannedSequence| StepSequence {
+        rows: sequence.rows.start as usize..sequence.rows.end as usize,
+        context: sequence.context_before as usize,
+    };
+    let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
+    let strides: Vec<u32> = decoder.groups().iter().map(|group| (group.block_bytes / 64) as u32).collect();
+    let table = |sequence: &PlannedSequence, group: usize| {
+        let table = scheduler.tables(sequence.slot).get(group);
+        table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
+            Some(first) => BlockTable::Contiguous { first, stride: strides[group] },
+            None => BlockTable::Paged(table.offsets()),
+        })
+    };
+    let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
         .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
         .collect();
-    let copies: Vec<KvCopy> = plan
-        .copies
-        .iter()
-        .map(|copy| KvCopy { group: copy.group, from: copy.from, to: copy.to })
-        .collect();
+    let copies: Vec<KvCopy> =
+        plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
     decoder.forward(&copies, &StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables })
-}
-
-fn table(sequence: &PlannedSequence, group: usize) -> BlockTable<'_> {
-    match sequence.contiguous(group) {
-        Some((first, stride)) => BlockTable::Contiguous { first, stride },
-        None => BlockTable::Paged(sequence.table(group)),
-    }
 }
 
 fn refusal(rejected: Rejected) -> GenerateError {
     match rejected {
-        Rejected::TooLong { need, limit } => GenerateError::ContextLength { need: need as u64, limit: limit as u64 },
+        Rejected::TooLong { need, limit } => GenerateError::ContextLength { need, limit },
         Rejected::QueueFull { .. } => GenerateError::QueueFull,
+        Rejected::EmptyPrompt => {
+            GenerateError::InvalidField { field: "prompt".to_owned(), reason: rejected.to_string() }
+        }
+        Rejected::Duplicate(_) => GenerateError::Internal,
     }
 }
 

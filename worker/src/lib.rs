@@ -1,4 +1,4 @@
-//! One node's engine: weights, decoder, caches, scheduler, sampling, RPC server.
+//! The engine of one node: weights, decoder, caches, scheduler, sampling, RPC server.
 //!
 //! Promises: within one numeric class a sequence's logits are bit-identical whatever the batch around it, the
 //! chunking of its prompt, block placement, prefix hits, preemption and threads; a request that is wrong fails
@@ -6,6 +6,7 @@
 //! Never here: HTTP APIs, routing, file formats.
 
 pub mod decoder;
+pub mod defaults;
 pub mod engine;
 pub mod error;
 pub mod kv_cache;

@@ -13,3 +13,11 @@ fn page_size() -> u64 {
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(size).unwrap_or(4096)
 }
+
+/// Memory of this machine in bytes; 0 where it cannot be read.
+pub fn total_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib: u64 = line.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(0);
+    kib * 1024
+}

@@ -211,7 +211,7 @@ impl Node {
     }
 
     fn status(&self) -> WorkerStatus {
-        let kv_sequence = self.engine().map_or(0, |engine| engine.events().lock().newest());
+        let kv_sequence = self.engine().map_or(0, |engine| engine.events().lock().last_sequence());
         WorkerStatus::V1(WorkerStatusV1 {
             node: self.node.clone(),
             models: vec![self.served.clone()],

@@ -25,9 +25,9 @@ pub trait TensorSource {
 
 impl TensorSource for model::gguf::Gguf {
     fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let info = self.tensor(name)?;
+        let info = Self::tensor(self, name)?;
         let bytes = self.tensor_data(name).ok()?;
-        Some(TensorView { ggml_type: info.ty.id(), dims: &info.dims, bytes })
+        Some(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes })
     }
 }
 

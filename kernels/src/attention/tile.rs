@@ -68,27 +68,29 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
         // SAFETY: the makers of this kernel (`work.rs`) give state for R rows and groups that are readable
         // wherever a row of the block sees a key; `from..to` is within those.
         unsafe {
-            if R <= 3 && groups.1 - groups.0 > 4 {
+            // The conditions are constants of the instruction set: only tiles that fit its registers are compiled.
+            if const { S::COLUMNS >= 4 && 2 * R <= S::ROWS } && groups.1 - groups.0 > 4 {
                 self.scores::<S, 8>(s, groups);
-            } else {
+            } else if const { S::COLUMNS >= 4 } {
                 self.scores::<S, 4>(s, groups);
+            } else if const { S::COLUMNS >= 2 } {
+                self.scores::<S, 2>(s, groups);
+            } else {
+                self.scores::<S, 1>(s, groups);
             }
             self.weights(s, groups, &mut corrections);
             let mut d = 0;
-            if R <= 3 {
-                while d + 8 * LANES <= self.v_padded {
-                    self.values::<S, 8>(s, d, (from, to), &corrections);
-                    d += 8 * LANES;
-                }
+            let keys = (from, to);
+            if const { S::COLUMNS >= 4 && 2 * R <= S::ROWS } {
+                d = self.values::<S, 8>(s, d, keys, &corrections);
             }
-            while d + 4 * LANES <= self.v_padded {
-                self.values::<S, 4>(s, d, (from, to), &corrections);
-                d += 4 * LANES;
+            if const { S::COLUMNS >= 4 } {
+                d = self.values::<S, 4>(s, d, keys, &corrections);
             }
-            while d < self.v_padded {
-                self.values::<S, 1>(s, d, (from, to), &corrections);
-                d += LANES;
+            if const { S::COLUMNS == 2 } {
+                d = self.values::<S, 2>(s, d, keys, &corrections);
             }
+            self.values::<S, 1>(s, d, keys, &corrections);
         }
     }
 }
@@ -183,9 +185,27 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
         }
     }
 
-    /// Adds the values of the keys `from..to` to elements `d..d + 16 C` of the results.
+    /// Adds the values of the keys `from..to` to elements `d..` of the results, `C` vectors at a time while there
+    /// are as many; the first element left over.
     #[inline(always)]
     unsafe fn values<S: Simd, const C: usize>(
+        &self,
+        s: S,
+        mut d: usize,
+        keys: (usize, usize),
+        corrections: &[f32; R],
+    ) -> usize {
+        while d + C * LANES <= self.v_padded {
+            // SAFETY: d + 16 C <= v_padded.
+            unsafe { self.value_vectors::<S, C>(s, d, keys, corrections) };
+            d += C * LANES;
+        }
+        d
+    }
+
+    /// As `values`, for elements `d..d + 16 C`.
+    #[inline(always)]
+    unsafe fn value_vectors<S: Simd, const C: usize>(
         &self,
         s: S,
         d: usize,

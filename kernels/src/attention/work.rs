@@ -267,12 +267,18 @@ impl<'a> RunItem<'a> {
         let size = self.step.plan.group_size();
         let (mut entry, end) = (run.members.start * size, run.members.end * size);
         while entry < end {
-            entry += match end - entry {
-                6.. => self.rows::<S, F, 6>(s, tile, entry, groups, v_width),
-                4 | 5 => self.rows::<S, F, 4>(s, tile, entry, groups, v_width),
-                3 => self.rows::<S, F, 3>(s, tile, entry, groups, v_width),
-                2 => self.rows::<S, F, 2>(s, tile, entry, groups, v_width),
-                _ => self.rows::<S, F, 1>(s, tile, entry, groups, v_width),
+            let left = end - entry;
+            // The constant halves decide which tiles are compiled for an instruction set.
+            entry += if const { S::ROWS >= 6 } && left >= 6 {
+                self.rows::<S, F, 6>(s, tile, entry, groups, v_width)
+            } else if const { S::ROWS >= 4 } && left >= 4 {
+                self.rows::<S, F, 4>(s, tile, entry, groups, v_width)
+            } else if const { S::ROWS >= 3 } && left >= 3 {
+                self.rows::<S, F, 3>(s, tile, entry, groups, v_width)
+            } else if const { S::ROWS >= 2 } && left >= 2 {
+                self.rows::<S, F, 2>(s, tile, entry, groups, v_width)
+            } else {
+                self.rows::<S, F, 1>(s, tile, entry, groups, v_width)
             };
         }
     }

@@ -53,13 +53,10 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
     let mode = backend.config.activations;
     let int8 = jobs.iter().any(|job| MatmulKernels::reads_int8(backend.matrices[job.matrix.0 as usize].ty(), mode));
     if int8 {
-        quantize(backend, x)?;
+        backend.buffers[x.0 as usize].quantize(&backend.pool, backend.kernels)?;
     }
     let rows = backend.buffers[x.0 as usize].rows();
     for job in jobs {
-        if job.out == x {
-            return Err(Error::SameBuffer);
-        }
         let out = &mut backend.buffers[job.out.0 as usize];
         match job.accumulate {
             false => out.set_rows(rows)?,
@@ -69,12 +66,8 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
             true => {}
         }
     }
-    let outs: Vec<SharedOut<'_>> = {
-        // Outputs first, as raw handles; the input is another buffer.
-        let ids: Vec<usize> = jobs.iter().map(|job| job.out.0 as usize).collect();
-        super::rows::outputs(&mut backend.buffers, x.0 as usize, &ids)?
-    };
-    let x = &backend.buffers[x.0 as usize];
+    let ids: Vec<usize> = jobs.iter().map(|job| job.out.0 as usize).collect();
+    let (x, outs) = super::rows::outputs(&mut backend.buffers, x.0 as usize, &ids)?;
     let activations = Activations::new(rows, x.cols(), x.values(), int8.then_some(&x.quantized))?;
     let mut products = Vec::with_capacity(jobs.len());
     for (job, out) in jobs.iter().zip(outs) {
@@ -86,10 +79,4 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
         });
     }
     run(&backend.pool, backend.kernels, mode, &activations, &products)
-}
-
-/// Makes the 8-bit form of a buffer fresh.
-pub(super) fn quantize(backend: &mut CpuBackend, x: BufferId) -> Result<(), Error> {
-    let buffer = &mut backend.buffers[x.0 as usize];
-    buffer.quantize(&backend.pool, backend.kernels)
 }

@@ -3,7 +3,8 @@
 
 use crate::Error;
 use crate::aligned::AlignedBuf;
-use crate::matmul::{QuantizedRows, SharedOut};
+use crate::matmul::{MatmulKernels, QuantizedRows, SharedOut};
+use crate::pool::Pool;
 use std::marker::PhantomData;
 
 /// An activation buffer: up to `capacity` rows of `cols` values, and their 8-bit form while it is fresh.
@@ -15,7 +16,7 @@ pub(super) struct Buffer {
     rows: usize,
     pub(super) quantized: QuantizedRows,
     /// Whether `quantized` holds what `data` holds.
-    pub(super) fresh: bool,
+    fresh: bool,
 }
 
 impl Buffer {
@@ -48,6 +49,15 @@ impl Buffer {
         Ok(())
     }
 
+    /// Declares rows of another width; the memory must suffice. What the buffer held is kept as it lies.
+    pub(super) fn reshape(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
+        if rows.checked_mul(cols).is_none_or(|len| len > self.data.len()) {
+            return Err(Error::OutOfRange { what: "buffer value", index: rows, len: self.data.len() });
+        }
+        (self.rows, self.cols, self.fresh) = (rows, cols, false);
+        Ok(())
+    }
+
     pub(super) fn values(&self) -> &[f32] {
         &self.data[..self.rows * self.cols]
     }
@@ -70,6 +80,22 @@ impl Buffer {
         SharedRows { start: self.data.as_mut_ptr(), rows: self.rows, cols: self.cols, owner: PhantomData }
     }
 
+    /// Makes the 8-bit form fresh, rows in parallel.
+    pub(super) fn quantize(&mut self, pool: &Pool, kernels: MatmulKernels) -> Result<(), Error> {
+        if self.fresh {
+            return Ok(());
+        }
+        let (rows, cols) = (self.rows, self.cols);
+        self.quantized.resize(rows, cols);
+        let (shared, data) = (self.quantized.share(), &self.data);
+        super::try_each(pool, rows, |row| {
+            // SAFETY: every row is visited once.
+            unsafe { shared.quantize_row(kernels, row, &data[row * cols..(row + 1) * cols]) }
+        })?;
+        self.fresh = true;
+        Ok(())
+    }
+
     /// The buffer as the output of products.
     pub(super) fn output(&mut self) -> SharedOut<'_> {
         self.fresh = false;
@@ -77,6 +103,32 @@ impl Buffer {
         // life; each product gives its threads disjoint panels.
         unsafe { SharedOut::new(self.data.as_mut_ptr(), self.rows, self.cols) }
     }
+}
+
+/// Output handles of several buffers, all different from each other and from `input`.
+pub(super) fn outputs<'a>(
+    buffers: &'a mut [Buffer],
+    input: usize,
+    ids: &[usize],
+) -> Result<(&'a Buffer, Vec<SharedOut<'a>>), Error> {
+    let mut seen = ids.to_vec();
+    seen.push(input);
+    seen.sort_unstable();
+    if seen.windows(2).any(|pair| pair[0] == pair[1]) {
+        return Err(Error::SameBuffer);
+    }
+    let (mut read, mut outs) = (None, vec![None; ids.len()]);
+    for (index, buffer) in buffers.iter_mut().enumerate() {
+        if index == input {
+            read = Some(&*buffer);
+        } else if let Some(place) = ids.iter().position(|id| *id == index) {
+            outs[place] = Some(buffer.output());
+        }
+    }
+    let len = seen.len();
+    let read = read.ok_or(Error::OutOfRange { what: "buffer", index: input, len })?;
+    let outs: Option<Vec<SharedOut<'a>>> = outs.into_iter().collect();
+    Ok((read, outs.ok_or(Error::OutOfRange { what: "buffer", index: len, len })?))
 }
 
 /// Rows of a buffer, to be changed by several threads, each its own.

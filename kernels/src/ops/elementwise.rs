@@ -50,6 +50,25 @@ pub fn gated_activation(
     Ok(())
 }
 
+/// `gate = activation(gate) * up`, element by element, in place.
+///
+/// # Errors
+/// [`Error::Length`] where the two are not of one length.
+pub fn gate_in_place(
+    pool: &Pool,
+    isa: Isa,
+    activation: Activation,
+    gate: &mut [f32],
+    up: &[f32],
+) -> Result<(), Error> {
+    check_len("up", gate.len(), up.len())?;
+    match activation {
+        Activation::Silu => map(pool, isa, up, &[], gate, GateInPlace(Activation::Silu)),
+        Activation::GeluTanh => map(pool, isa, up, &[], gate, GateInPlace(Activation::GeluTanh)),
+    }
+    Ok(())
+}
+
 /// `x += scale * y`
 ///
 /// # Errors
@@ -81,6 +100,16 @@ struct Gated(Activation);
 impl Map for Gated {
     #[inline(always)]
     fn at<S: Simd>(self, s: S, gate: S::V, up: S::V, _old: S::V) -> S::V {
+        s.mul(self.0.apply(s, gate), up)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct GateInPlace(Activation);
+
+impl Map for GateInPlace {
+    #[inline(always)]
+    fn at<S: Simd>(self, s: S, up: S::V, _: S::V, gate: S::V) -> S::V {
         s.mul(self.0.apply(s, gate), up)
     }
 }

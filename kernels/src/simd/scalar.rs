@@ -40,6 +40,9 @@ fn lesser(a: f32, b: f32) -> f32 {
 
 impl Simd for Scalar {
     type V = Lanes;
+    // Four NEON registers a vector, of thirty-two; elsewhere there is nothing to fill.
+    const ROWS: usize = if cfg!(target_arch = "aarch64") { 2 } else { 1 };
+    const COLUMNS: usize = if cfg!(target_arch = "aarch64") { 2 } else { 1 };
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {

@@ -60,6 +60,8 @@ macro_rules! avx {
 
 impl Simd for Avx512 {
     type V = __m512;
+    const ROWS: usize = 6;
+    const COLUMNS: usize = 4;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -201,6 +203,8 @@ fn wide_mask(base: usize, from: usize, to: usize) -> __m256i {
 
 impl Simd for Avx2 {
     type V = [__m256; 2];
+    const ROWS: usize = 2;
+    const COLUMNS: usize = 2;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {

@@ -3,7 +3,7 @@
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
 use crate::Error;
 use crate::kv_events::EventLog;
-use crate::scheduler::SequenceId;
+use crate::scheduler::SeqId;
 use crate::telemetry::EngineMetrics;
 use crate::watchdog::{EXIT_STALLED, Verdict, Watchdog};
 use parking_lot::Mutex;
@@ -20,8 +20,8 @@ pub const EXIT_BROKEN: i32 = 71;
 const WATCH_EVERY: Duration = Duration::from_millis(250);
 
 enum Command {
-    Submit(EngineRequest, oneshot::Sender<Option<SequenceId>>),
-    Cancel(SequenceId),
+    Submit(EngineRequest, oneshot::Sender<Option<SeqId>>),
+    Cancel(SeqId),
     Stop,
 }
 
@@ -51,7 +51,7 @@ impl EngineHandle {
         let mut registry = Registry::default();
         engine.metrics().register(&mut registry);
         let events = engine.events();
-        let (newest_sender, newest) = watch::channel(events.lock().newest());
+        let (newest_sender, newest) = watch::channel(events.lock().last_sequence());
         let rss = engine.metrics().rss.clone();
         let watchdog = Mutex::new(Watchdog::new(stall_floor));
         let shared = Arc::new(Shared { load: Mutex::new(engine.load()), events, registry, watchdog, rss });
@@ -63,14 +63,14 @@ impl EngineHandle {
     }
 
     /// Hands a request in; the answer is its id, or none if it was refused through its sink.
-    pub async fn submit(&self, request: EngineRequest) -> Result<Option<SequenceId>, Error> {
+    pub async fn submit(&self, request: EngineRequest) -> Result<Option<SeqId>, Error> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(Command::Submit(request, reply)).map_err(|_| Error::EngineStopped)?;
         answer.await.map_err(|_| Error::EngineStopped)
     }
 
     /// Forgets a request.
-    pub fn cancel(&self, id: SequenceId) {
+    pub fn cancel(&self, id: SeqId) {
         // A stopped engine has forgotten it already.
         let _ = self.commands.send(Command::Cancel(id));
     }
@@ -118,7 +118,7 @@ fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> 
 }
 
 fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest: &watch::Sender<u64>) {
-    engine.pin_compute();
+    engine.bind_thread();
     loop {
         // Idle: wait for a command. Busy: take what is there and go on.
         if !engine.has_work() {
@@ -155,7 +155,7 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
             }
         }
         *shared.load.lock() = engine.load();
-        let sequence = shared.events.lock().newest();
+        let sequence = shared.events.lock().last_sequence();
         newest.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);
     }
 }

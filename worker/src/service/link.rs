@@ -11,6 +11,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tarpc::context::Context;
 
+/// Events in one frame of the stream.
+const EVENTS_PER_BATCH: usize = 512;
+/// Replays longer than this are dearer than a snapshot.
+const MAX_REPLAY_EVENTS: usize = 4096;
 const CALL_LIMIT: Duration = Duration::from_secs(5);
 
 /// Serves the connection until it is gone.
@@ -89,18 +93,20 @@ async fn tell_events(connection: &Connection, engine: &EngineHandle) -> String {
 
 async fn stream_events(mut sender: KvEventSender, engine: &EngineHandle) -> String {
     let mut newest = engine.newest_event();
-    let mut next = engine.events().lock().newest() + 1;
+    let mut next = engine.events().lock().last_sequence() + 1;
     loop {
-        let batches = engine.events().lock().replay(next);
-        // Fallen behind the log: go on with what is new; the coordinator sees the gap and takes a snapshot.
-        let Some(batches) = batches else {
-            next = engine.events().lock().newest() + 1;
-            continue;
-        };
-        for batch in batches {
-            next = batch.first_sequence + batch.events.len() as u64;
-            if let Err(error) = sender.send(batch).await {
-                return error.to_string();
+        loop {
+            let batch = engine.events().lock().since(next, EVENTS_PER_BATCH);
+            match batch {
+                Ok(batch) if batch.events.is_empty() => break,
+                Ok(batch) => {
+                    next = batch.first_sequence + batch.events.len() as u64;
+                    if let Err(error) = sender.send(batch).await {
+                        return error.to_string();
+                    }
+                }
+                // Fallen behind the log: go on with what is new; the coordinator sees the gap and takes a snapshot.
+                Err(gap) => next = gap.last + 1,
             }
         }
         if newest.changed().await.is_err() {
@@ -141,9 +147,10 @@ struct Api {
 
 impl WorkerApi for Api {
     async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
-        match self.engine.events().lock().replay(from) {
-            Some(batches) => KvReplay::Batches(batches),
-            None => KvReplay::TakeSnapshot,
+        match self.engine.events().lock().since(from, MAX_REPLAY_EVENTS) {
+            Ok(batch) if batch.events.is_empty() => KvReplay::Batches(Vec::new()),
+            Ok(batch) if batch.events.len() < MAX_REPLAY_EVENTS => KvReplay::Batches(vec![batch]),
+            Ok(_) | Err(_) => KvReplay::TakeSnapshot,
         }
     }
 

@@ -1,0 +1,234 @@
+//! Defaults computed from the machine and the model, each with its reason: one pure function, so that what
+//! `--explain` prints is what runs, and a table of cases can test it.
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Rows that one core computes per second, times the weights' bytes: int8 prefill, measured at about 3,000
+/// rows per second with two cores and 87 MB of weights, rounded down.
+const ROW_BYTES_PER_CORE: u64 = 120_000_000_000;
+/// Longest time that a prompt's chunk should hold up the sequences that decode beside it.
+const CHUNK_MILLIS: u64 = 250;
+/// Sequences shorter than this are not what concurrency is planned for.
+const TOKENS_PER_SEQUENCE: u64 = 512;
+
+/// What the machine offers to this worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Host {
+    /// Bytes of memory in all (or the control group's limit, whichever is less).
+    pub memory_total: u64,
+    /// Bytes that can be allocated now.
+    pub memory_available: u64,
+    /// Threads that this worker will use.
+    pub threads: u32,
+    /// Workers that are started on this machine together, this one included.
+    pub workers: u32,
+    /// A GPU allocates from the same memory.
+    pub unified_gpu: bool,
+}
+
+/// What the model asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelNeeds {
+    /// Bytes of weights that this worker has yet to allocate.
+    pub weight_bytes: u64,
+    /// Bytes of weights read per row of a step.
+    pub active_weight_bytes: u64,
+    /// Bytes of KV per token, all layers together.
+    pub kv_bytes_per_token: u64,
+    /// Bytes of activations per row of a step.
+    pub activation_bytes_per_row: u64,
+    /// Longest sequence served, in tokens.
+    pub max_context: u32,
+}
+
+/// A value and why it is what it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Explained<T> {
+    /// The value.
+    pub value: T,
+    /// The reason, for people.
+    pub reason: String,
+}
+
+/// See [`defaults`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Defaults {
+    /// Bytes of host memory that must stay free.
+    pub floor_bytes: Explained<u64>,
+    /// Rows of one prompt per step.
+    pub chunk: Explained<u32>,
+    /// Sequences admitted at once.
+    pub max_seqs: Explained<usize>,
+    /// Rows per step.
+    pub max_batch_tokens: Explained<u32>,
+    /// Bytes of the KV arena; a multiple of 1 MiB. 0: the model does not fit.
+    pub arena_bytes: Explained<u64>,
+}
+
+/// The defaults of a worker.
+pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
+    let floor_bytes = floor(host);
+    let chunk = chunk(host, model);
+    let workers = u64::from(host.workers.max(1));
+    let usable = host.memory_available.saturating_sub(floor_bytes.value) / workers;
+    let per_token = model.kv_bytes_per_token.max(1);
+
+    // The arena's size decides how many sequences make sense; their rows decide how much activations take.
+    // Concurrency is planned from the memory before activations, and is never more than 64.
+    let room = usable.saturating_sub(model.weight_bytes);
+    let fit = room / per_token / TOKENS_PER_SEQUENCE;
+    let max_seqs = fit.clamp(1, 64) as usize;
+    let max_batch_tokens = chunk.value.saturating_add(max_seqs as u32);
+    let activations = u64::from(max_batch_tokens).saturating_mul(model.activation_bytes_per_row);
+    // A tenth stays for everything that is not counted: queues, tables, the prefix tree, buffers.
+    let left = room.saturating_sub(activations) / 10 * 9;
+    let most = (max_seqs as u64).saturating_mul(u64::from(model.max_context)).saturating_mul(per_token);
+    let most = most.div_ceil(MIB).saturating_mul(MIB);
+    let arena = left.min(most) / MIB * MIB;
+    let share = if workers > 1 { format!(", shared by {workers} workers") } else { String::new() };
+    let arena_reason = if arena == most {
+        format!("{max_seqs} sequences of {} tokens at {per_token} bytes per token", model.max_context)
+    } else {
+        format!(
+            "90 % of what {} available leave above the floor{share}, after {} of weights and {} of activations",
+            human(host.memory_available),
+            human(model.weight_bytes),
+            human(activations),
+        )
+    };
+    Defaults {
+        floor_bytes,
+        max_seqs: Explained {
+            value: max_seqs,
+            reason: if fit > 64 {
+                "64 rows fill the matrix units; more only lengthens every step".to_owned()
+            } else {
+                format!("memory for {fit} sequences of {TOKENS_PER_SEQUENCE} tokens")
+            },
+        },
+        max_batch_tokens: Explained {
+            value: max_batch_tokens,
+            reason: format!(
+                "one chunk of {} rows beside one row for each of {max_seqs} sequences",
+                chunk.value
+            ),
+        },
+        chunk,
+        arena_bytes: Explained { value: arena, reason: arena_reason },
+    }
+}
+
+fn floor(host: Host) -> Explained<u64> {
+    let total = host.memory_total;
+    if host.unified_gpu {
+        let value = (12 * GIB).max(total / 10).min(total / 2);
+        let reason = "a machine whose GPU shares its memory locks up when it runs out: 12 GiB or a tenth";
+        return Explained { value, reason: reason.to_owned() };
+    }
+    let value = (512 * MIB).max(total / 20).min(total / 4);
+    Explained { value, reason: format!("512 MiB or a twentieth of {}, at most a quarter", human(total)) }
+}
+
+fn chunk(host: Host, model: ModelNeeds) -> Explained<u32> {
+    let threads = host.threads.max(1);
+    let rows_per_second =
+        u64::from(threads).saturating_mul(ROW_BYTES_PER_CORE) / model.active_weight_bytes.max(1);
+    let rows = rows_per_second.saturating_mul(CHUNK_MILLIS) / 1000;
+    let value = (rows / 64 * 64).clamp(64, 2048) as u32;
+    let reason = format!(
+        "about {CHUNK_MILLIS} ms of {threads} threads at {} of weights per row, between 64 and 2048",
+        human(model.active_weight_bytes)
+    );
+    Explained { value, reason }
+}
+
+fn human(bytes: u64) -> String {
+    if bytes >= GIB {
+        format!("{:.1} GiB", bytes as f64 / GIB as f64)
+    } else {
+        format!("{} MiB", bytes / MIB)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMOLLM2: ModelNeeds = ModelNeeds {
+        weight_bytes: 87 * MIB,
+        active_weight_bytes: 87 * MIB,
+        kv_bytes_per_token: 23_040,
+        activation_bytes_per_row: 64 * 1024,
+        max_context: 8192,
+    };
+    const EIGHT_B: ModelNeeds = ModelNeeds {
+        weight_bytes: 4700 * MIB,
+        active_weight_bytes: 4700 * MIB,
+        kv_bytes_per_token: 131_072,
+        activation_bytes_per_row: 512 * 1024,
+        max_context: 131_072,
+    };
+
+    fn host(total: u64, threads: u32, workers: u32, unified_gpu: bool) -> Host {
+        Host { memory_total: total, memory_available: total / 10 * 9, threads, workers, unified_gpu }
+    }
+
+    #[test]
+    fn table() {
+        // (host, model) -> (floor MiB, chunk, max_seqs, max_batch_tokens, arena MiB)
+        let cases = [
+            ((host(23 * GIB, 2, 1, false), SMOLLM2), (1177, 640, 64, 704, 11520)),
+            ((host(23 * GIB, 1, 2, false), SMOLLM2), (1177, 320, 64, 384, 8908)),
+            ((host(2 * GIB, 2, 1, false), SMOLLM2), (512, 640, 64, 704, 1080)),
+            ((host(GIB, 1, 1, false), SMOLLM2), (256, 320, 51, 371, 499)),
+            ((host(16 * GIB, 8, 1, false), EIGHT_B), (819, 64, 64, 128, 8246)),
+            ((host(6 * GIB, 8, 1, false), EIGHT_B), (512, 64, 4, 68, 255)),
+            ((host(4 * GIB, 8, 1, false), EIGHT_B), (512, 64, 1, 65, 0)),
+            ((host(128 * GIB, 20, 1, true), EIGHT_B), (13107, 64, 64, 128, 90084)),
+            ((host(0, 0, 0, false), SMOLLM2), (0, 320, 1, 321, 0)),
+        ];
+        for ((host, model), expected) in cases {
+            let d = defaults(host, model);
+            let actual = (
+                d.floor_bytes.value / MIB,
+                d.chunk.value,
+                d.max_seqs.value,
+                d.max_batch_tokens.value,
+                d.arena_bytes.value / MIB,
+            );
+            assert_eq!(actual, expected, "{host:?}");
+        }
+    }
+
+    #[test]
+    fn all_workers_of_a_machine_stay_above_the_floor() {
+        for total_mib in (64..40_000).step_by(777) {
+            for workers in 1..5 {
+                for model in [SMOLLM2, EIGHT_B] {
+                    let host = host(total_mib * MIB, 2, workers, false);
+                    let d = defaults(host, model);
+                    if d.arena_bytes.value > 0 {
+                        let rows = u64::from(d.max_batch_tokens.value);
+                        let each =
+                            d.arena_bytes.value + model.weight_bytes + rows * model.activation_bytes_per_row;
+                        let left = host.memory_available - each * u64::from(workers);
+                        assert!(left >= d.floor_bytes.value, "{host:?}: {d:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn reasons_name_the_figures() {
+        let d = defaults(host(23 * GIB, 1, 2, false), SMOLLM2);
+        assert_eq!(
+            d.arena_bytes.reason,
+            "90 % of what 20.7 GiB available leave above the floor, shared by 2 workers, after 87 MiB of weights \
+             and 24 MiB of activations"
+        );
+        let d = defaults(host(64 * GIB, 2, 1, false), SMOLLM2);
+        assert_eq!(d.arena_bytes.reason, "64 sequences of 8192 tokens at 23040 bytes per token");
+    }
+}

@@ -1,0 +1,157 @@
+//! How far a prompt is served by the cache, and why no further.
+
+use super::prefix::{Child, Need};
+use super::{KvCache, SequenceCache};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+
+/// Why a prefix lookup stopped where it did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HitStop {
+    /// Nothing was looked up: prefix caching is off, or the placement does not share.
+    Disabled,
+    /// Everything that may be served is: the last token of a prompt is always computed.
+    PromptEnd,
+    /// A group that needs every unit lacks one.
+    NotCached {
+        /// The group.
+        group: usize,
+        /// First token of the missing unit.
+        token: u32,
+    },
+    /// A longer prefix is cached, but this group no longer has the window before its end.
+    WindowGone {
+        /// The group.
+        group: usize,
+        /// The boundary at which the window is missing.
+        token: u32,
+    },
+    /// The id of the next unit is in use for other tokens.
+    Collision {
+        /// First token of the unit.
+        token: u32,
+    },
+    /// The rest lies in part of a block, and there was no block to copy it to.
+    PoolFull {
+        /// First token that is not served.
+        token: u32,
+    },
+}
+
+impl std::fmt::Display for HitStop {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Disabled => f.write_str("disabled"),
+            Self::PromptEnd => f.write_str("prompt_end"),
+            Self::NotCached { group, token } => write!(f, "not_cached group={group} token={token}"),
+            Self::WindowGone { group, token } => write!(f, "window_gone group={group} token={token}"),
+            Self::Collision { token } => write!(f, "collision token={token}"),
+            Self::PoolFull { token } => write!(f, "pool_full token={token}"),
+        }
+    }
+}
+
+/// What a lookup found beyond the tokens that a sequence already has.
+#[derive(Debug)]
+pub(crate) struct Hit {
+    /// First unit looked up.
+    pub(super) from: usize,
+    /// Nodes of the served units, from unit `from`.
+    pub(super) path: Vec<u32>,
+    /// Why it ends there.
+    pub(crate) stop: HitStop,
+}
+
+impl Hit {
+    /// Units served from the prompt's start, those that the sequence already has included.
+    pub(crate) fn end(&self) -> usize {
+        self.from + self.path.len()
+    }
+
+    /// First unit that it serves beyond those that the sequence already has.
+    pub(crate) fn from(&self) -> usize {
+        self.from
+    }
+
+    /// Whether it serves nothing new.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.path.is_empty()
+    }
+
+    pub(super) fn node(&self, unit: usize) -> u32 {
+        self.path[unit - self.from]
+    }
+}
+
+impl KvCache {
+    /// The longest prefix of at most `cap` units that every group can serve to a sequence which has the
+    /// units before `sequence.len()`; `ids` and `tokens` are those of the whole sequence. Scheduled units
+    /// count. A monotone fixed point: each group shortens the candidate until none does.
+    pub(crate) fn find(&self, sequence: &SequenceCache, ids: &[BlockId], tokens: &[u32], cap: usize) -> Hit {
+        let from = sequence.len() as usize / HASH_UNIT_TOKENS;
+        let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
+        let at_boundary = (sequence.len() as usize).is_multiple_of(HASH_UNIT_TOKENS);
+        let Some(cursor) = sequence.cursor.filter(|_| at_boundary) else {
+            return Hit { from, path: Vec::new(), stop: HitStop::Disabled };
+        };
+        let mut path = Vec::new();
+        let mut stop = HitStop::PromptEnd;
+        let mut parent = cursor;
+        for (at, (id, unit)) in ids.iter().zip(units).enumerate().take(cap).skip(from) {
+            let token = (at * HASH_UNIT_TOKENS) as u32;
+            match self.tree.child(parent, *id, unit) {
+                Child::Node(node) => {
+                    path.push(node);
+                    parent = node;
+                }
+                Child::Missing => {
+                    stop = HitStop::NotCached { group: 0, token };
+                    break;
+                }
+                Child::Collision => {
+                    stop = HitStop::Collision { token };
+                    break;
+                }
+            }
+        }
+        let mut end = path.len();
+        loop {
+            let before = end;
+            for (group, &need) in self.tree.needs().iter().enumerate() {
+                let served = self.served(group, need, &path[..end]);
+                if served < end {
+                    stop = self.why(group, need, &path, served, end, from);
+                    end = served;
+                }
+            }
+            if end == before {
+                break;
+            }
+        }
+        path.truncate(end);
+        Hit { from, path, stop }
+    }
+
+    /// The longest start of `path` behind which `group` lets a sequence go on.
+    fn served(&self, group: usize, need: Need, path: &[u32]) -> usize {
+        let (mut run, mut served) = (need.start(), 0);
+        for (at, &node) in path.iter().enumerate() {
+            run = if self.tree.has(node, group) { need.run(run) } else { 0 };
+            if need.met(run) {
+                served = at + 1;
+            } else if need == Need::All {
+                break;
+            }
+        }
+        served
+    }
+
+    fn why(&self, group: usize, need: Need, path: &[u32], served: usize, end: usize, from: usize) -> HitStop {
+        let token = |unit: usize| ((from + unit) * HASH_UNIT_TOKENS) as u32;
+        match need {
+            Need::Window(_) if self.tree.has(path[end - 1], group) => {
+                HitStop::WindowGone { group, token: token(end) }
+            }
+            _ => HitStop::NotCached { group, token: token(served) },
+        }
+    }
+}

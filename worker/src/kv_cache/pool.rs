@@ -1,0 +1,432 @@
+//! The block pool: one arena cut into slabs, slabs lent to groups, and per group an intrusive free list
+//! whose head is the next block to be given out.
+//!
+//! A freed block without cached content goes to the head (reused first, still warm), one with cached
+//! content to the tail (least recently used at the front of those); its content is given up only when it
+//! is handed out. A slab whose blocks are all free and empty goes back to the arena, so that no group
+//! owns bytes that it does not use and there is no split to configure.
+
+use super::Placement;
+use super::spec::CacheSpec;
+use super::table::OFFSET_UNIT;
+
+const NIL: u32 = u32::MAX;
+/// Free blocks of another group that are looked at, oldest first, to decide whose cache is older.
+const LOOK_AHEAD: usize = 32;
+
+/// A block of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BlockAt {
+    pub(super) group: usize,
+    pub(super) block: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct BlockPool {
+    /// Slab length in units of [`OFFSET_UNIT`].
+    slab_units: u64,
+    slabs: Vec<Slab>,
+    /// Slabs that no group owns; the last is taken first.
+    free_slabs: Vec<u32>,
+    groups: Vec<Group>,
+    /// Counts frees, to compare ages across groups.
+    clock: u64,
+    compact: bool,
+    refs: u64,
+    permutation: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Slab {
+    owner: Option<u8>,
+    /// Blocks in the owner's free list.
+    free: u32,
+    /// Blocks with cached content.
+    hashed: u32,
+}
+
+#[derive(Debug)]
+struct Group {
+    per_slab: u32,
+    block_units: u64,
+    blocks: Vec<Block>,
+    head: u32,
+    tail: u32,
+    free: u32,
+    owned: u32,
+    /// Owned slabs whose blocks are all free.
+    idle_slabs: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    prev: u32,
+    next: u32,
+    refs: u32,
+    hashed: bool,
+    freed_at: u64,
+}
+
+/// What the pool's own recount found, for the invariant checker.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct GroupCount {
+    pub(super) owned: u32,
+    pub(super) free: u32,
+    pub(super) used: u32,
+    pub(super) refs: u64,
+}
+
+impl BlockPool {
+    pub(super) fn new(spec: &CacheSpec, placement: Placement) -> Self {
+        let slab_bytes = slab_bytes(spec);
+        let count = u32::try_from(spec.arena_bytes / slab_bytes).unwrap_or(NIL - 1);
+        let mut free_slabs: Vec<u32> = (0..count).rev().collect();
+        let permutation = match placement {
+            Placement::Permuted { seed } => Some(seed),
+            Placement::Paged | Placement::Contiguous => None,
+        };
+        if let Some(seed) = permutation {
+            shuffle(&mut free_slabs, seed);
+        }
+        let groups = spec
+            .groups
+            .iter()
+            .map(|group| {
+                let per_slab = u32::try_from(slab_bytes / group.block_bytes).unwrap_or(NIL - 1);
+                let empty = Block { prev: NIL, next: NIL, refs: 0, hashed: false, freed_at: 0 };
+                Group {
+                    per_slab,
+                    block_units: group.block_bytes / OFFSET_UNIT,
+                    blocks: vec![empty; count as usize * per_slab as usize],
+                    head: NIL,
+                    tail: NIL,
+                    free: 0,
+                    owned: 0,
+                    idle_slabs: 0,
+                }
+            })
+            .collect();
+        Self {
+            slab_units: slab_bytes / OFFSET_UNIT,
+            slabs: vec![Slab { owner: None, free: 0, hashed: 0 }; count as usize],
+            free_slabs,
+            groups,
+            clock: 0,
+            compact: false,
+            refs: 0,
+            permutation,
+        }
+    }
+
+    /// Blocks that `group` would have if it owned every slab.
+    pub(super) fn block_capacity(&self, group: usize) -> usize {
+        self.groups[group].blocks.len()
+    }
+
+    /// Where a block starts in the arena, in units of [`OFFSET_UNIT`].
+    pub(super) fn offset(&self, group: usize, block: u32) -> u32 {
+        let g = &self.groups[group];
+        let (slab, index) = (u64::from(block / g.per_slab), u64::from(block % g.per_slab));
+        // The arena's size was checked to be addressable by 32-bit offsets.
+        (slab * self.slab_units + index * g.block_units) as u32
+    }
+
+    pub(super) fn set_compact(&mut self, compact: bool) {
+        self.compact = compact;
+    }
+
+    pub(super) fn total_refs(&self) -> u64 {
+        self.refs
+    }
+
+    pub(super) fn refs(&self, group: usize, block: u32) -> u32 {
+        self.groups[group].blocks[block as usize].refs
+    }
+
+    pub(super) fn used_bytes(&self) -> u64 {
+        self.groups.iter().map(|g| u64::from(g.owned - g.free) * g.block_units * OFFSET_UNIT).sum()
+    }
+
+    pub(super) fn total_bytes(&self) -> u64 {
+        self.slabs.len() as u64 * self.slab_units * OFFSET_UNIT
+    }
+
+    /// Slabs that `needs` blocks per group take when nothing else is held.
+    pub(super) fn possible(&self, needs: &[u32]) -> bool {
+        let slabs: u64 = self.groups.iter().zip(needs).map(|(g, &n)| u64::from(n.div_ceil(g.per_slab))).sum();
+        slabs <= self.slabs.len() as u64
+    }
+
+    /// Whether `needs` blocks per group can be had now, cached content being given up.
+    pub(super) fn fits(&self, needs: &[u32]) -> bool {
+        let (mut wanted, mut spare) = (0u64, self.free_slabs.len() as u64);
+        for (g, &need) in self.groups.iter().zip(needs) {
+            match need.checked_sub(g.free) {
+                Some(short) => wanted += u64::from(short.div_ceil(g.per_slab)),
+                None => spare += u64::from(g.idle_slabs.min((g.free - need) / g.per_slab)),
+            }
+        }
+        wanted <= spare
+    }
+
+    /// Hands out a block with one reference. Blocks whose cached content is given up for it are appended
+    /// to `evicted`.
+    pub(super) fn alloc(&mut self, group: usize, evicted: &mut Vec<BlockAt>) -> Option<u32> {
+        let g = &self.groups[group];
+        let first = (g.head != NIL).then(|| g.blocks[g.head as usize]);
+        // A slab that nobody owns comes before giving up content, except when room must not be scattered.
+        let serves = first.is_some_and(|block| !block.hashed || self.compact);
+        if !serves && !self.take_free_slab(group) {
+            self.take_older_slab(group, evicted);
+        }
+        let block = self.groups[group].head;
+        if block == NIL {
+            return None;
+        }
+        self.evict(group, block, evicted);
+        self.unlink(group, block);
+        self.groups[group].blocks[block as usize].refs = 1;
+        self.refs += 1;
+        Some(block)
+    }
+
+    /// Adds a reference; a free block leaves the free list.
+    pub(super) fn retain(&mut self, group: usize, block: u32) {
+        if self.refs(group, block) == 0 {
+            self.unlink(group, block);
+        }
+        self.groups[group].blocks[block as usize].refs += 1;
+        self.refs += 1;
+    }
+
+    /// Drops a reference; the last one puts the block into the free list.
+    pub(super) fn release(&mut self, group: usize, block: u32) {
+        let entry = &mut self.groups[group].blocks[block as usize];
+        debug_assert!(entry.refs > 0, "block {block} of group {group} released once too often");
+        entry.refs -= 1;
+        self.refs -= 1;
+        if entry.refs == 0 {
+            self.link(group, block);
+            self.return_if_empty(group, block / self.groups[group].per_slab);
+        }
+    }
+
+    /// Says whether the prefix tree knows content of this block.
+    pub(super) fn set_hashed(&mut self, group: usize, block: u32, hashed: bool) {
+        let entry = &mut self.groups[group].blocks[block as usize];
+        if entry.hashed == hashed {
+            return;
+        }
+        entry.hashed = hashed;
+        let free = entry.refs == 0;
+        let slab = block / self.groups[group].per_slab;
+        let count = &mut self.slabs[slab as usize].hashed;
+        *count = if hashed { *count + 1 } else { *count - 1 };
+        if free && !hashed {
+            self.unlink(group, block);
+            self.link(group, block);
+            self.return_if_empty(group, slab);
+        }
+    }
+
+    fn evict(&mut self, group: usize, block: u32, evicted: &mut Vec<BlockAt>) {
+        let g = &mut self.groups[group];
+        if g.blocks[block as usize].hashed {
+            g.blocks[block as usize].hashed = false;
+            self.slabs[(block / g.per_slab) as usize].hashed -= 1;
+            evicted.push(BlockAt { group, block });
+        }
+    }
+
+    fn take_free_slab(&mut self, group: usize) -> bool {
+        let Some(slab) = self.free_slabs.pop() else { return false };
+        self.slabs[slab as usize] = Slab { owner: Some(group as u8), free: 0, hashed: 0 };
+        let per_slab = self.groups[group].per_slab;
+        let mut blocks: Vec<u32> = (slab * per_slab..(slab + 1) * per_slab).collect();
+        if let Some(seed) = self.permutation {
+            shuffle(&mut blocks, seed ^ u64::from(slab));
+        }
+        self.groups[group].owned += per_slab;
+        for &block in blocks.iter().rev() {
+            self.link(group, block);
+        }
+        true
+    }
+
+    /// Takes a slab that lies idle in another group when the group has nothing to give up itself, or only
+    /// content that was used more recently.
+    fn take_older_slab(&mut self, group: usize, evicted: &mut Vec<BlockAt>) {
+        let own = &self.groups[group];
+        let own_age = (own.head != NIL).then(|| own.blocks[own.head as usize].freed_at);
+        let oldest = (0..self.groups.len())
+            .filter(|&other| other != group && self.groups[other].idle_slabs > 0)
+            .filter_map(|other| self.oldest_idle(other, own_age))
+            .min();
+        let Some((_, other, slab)) = oldest else { return };
+        let per_slab = self.groups[other].per_slab;
+        for block in slab * per_slab..(slab + 1) * per_slab {
+            self.evict(other, block, evicted);
+        }
+        self.return_if_empty(other, slab);
+        self.take_free_slab(group);
+    }
+
+    /// The idle slab of `group` that holds its oldest free block, if that is older than `age`.
+    fn oldest_idle(&self, group: usize, age: Option<u64>) -> Option<(u64, usize, u32)> {
+        let g = &self.groups[group];
+        let mut at = g.head;
+        let mut seen = 0;
+        while at != NIL && (age.is_none() || seen < LOOK_AHEAD) {
+            let block = &g.blocks[at as usize];
+            if age.is_some_and(|age| block.freed_at >= age) {
+                return None;
+            }
+            let slab = at / g.per_slab;
+            if self.slabs[slab as usize].free == g.per_slab {
+                return Some((block.freed_at, group, slab));
+            }
+            at = block.next;
+            seen += 1;
+        }
+        None
+    }
+
+    fn return_if_empty(&mut self, group: usize, slab: u32) {
+        let per_slab = self.groups[group].per_slab;
+        let state = self.slabs[slab as usize];
+        if state.free < per_slab || state.hashed > 0 {
+            return;
+        }
+        for block in slab * per_slab..(slab + 1) * per_slab {
+            self.unlink(group, block);
+        }
+        self.groups[group].owned -= per_slab;
+        self.slabs[slab as usize].owner = None;
+        self.free_slabs.push(slab);
+    }
+
+    /// Puts a block into the free list: at the tail with cached content, else at the head.
+    fn link(&mut self, group: usize, block: u32) {
+        self.clock += 1;
+        let g = &mut self.groups[group];
+        let entry = &mut g.blocks[block as usize];
+        entry.freed_at = self.clock;
+        if entry.hashed {
+            (entry.prev, entry.next) = (g.tail, NIL);
+        } else {
+            (entry.prev, entry.next) = (NIL, g.head);
+        }
+        g.set_neighbours(block);
+        g.free += 1;
+        let slab = &mut self.slabs[(block / g.per_slab) as usize];
+        slab.free += 1;
+        g.idle_slabs += u32::from(slab.free == g.per_slab);
+    }
+
+    fn unlink(&mut self, group: usize, block: u32) {
+        let g = &mut self.groups[group];
+        let Block { prev, next, .. } = g.blocks[block as usize];
+        match prev {
+            NIL => g.head = next,
+            prev => g.blocks[prev as usize].next = next,
+        }
+        match next {
+            NIL => g.tail = prev,
+            next => g.blocks[next as usize].prev = prev,
+        }
+        g.free -= 1;
+        let slab = &mut self.slabs[(block / g.per_slab) as usize];
+        g.idle_slabs -= u32::from(slab.free == g.per_slab);
+        slab.free -= 1;
+    }
+
+    /// Whether no group owns a slab.
+    #[cfg(test)]
+    pub(super) fn is_pristine(&self) -> bool {
+        self.free_slabs.len() == self.slabs.len() && self.slabs.iter().all(|slab| slab.owner.is_none())
+    }
+
+    /// Recounts a group from its blocks and its free list. `None`: list and blocks disagree.
+    pub(super) fn recount(&self, group: usize) -> Option<GroupCount> {
+        let g = &self.groups[group];
+        let mut count = GroupCount { owned: 0, free: 0, used: 0, refs: 0 };
+        for (slab, state) in self.slabs.iter().enumerate() {
+            if state.owner != Some(group as u8) {
+                continue;
+            }
+            let first = slab * g.per_slab as usize;
+            let blocks = &g.blocks[first..first + g.per_slab as usize];
+            let used = blocks.iter().filter(|b| b.refs > 0).count() as u32;
+            let hashed = blocks.iter().filter(|b| b.hashed).count() as u32;
+            if state.free != g.per_slab - used || state.hashed != hashed {
+                return None;
+            }
+            count.owned += g.per_slab;
+            count.used += used;
+            count.refs += blocks.iter().map(|b| u64::from(b.refs)).sum::<u64>();
+        }
+        let (mut at, mut prev, mut cached_seen) = (g.head, NIL, false);
+        while at != NIL && count.free <= g.free {
+            let block = &g.blocks[at as usize];
+            if block.prev != prev || block.refs != 0 || (cached_seen && !block.hashed) {
+                return None;
+            }
+            cached_seen |= block.hashed;
+            count.free += 1;
+            (prev, at) = (at, block.next);
+        }
+        (g.tail == prev && count.free == g.free && count.owned == g.owned).then_some(count)
+    }
+
+    /// Whether the pool believes that the prefix tree knows content of this block.
+    pub(super) fn is_hashed(&self, group: usize, block: u32) -> bool {
+        self.groups[group].blocks[block as usize].hashed
+    }
+}
+
+impl Group {
+    /// Makes the neighbours that a block names point back at it.
+    fn set_neighbours(&mut self, block: u32) {
+        let Block { prev, next, .. } = self.blocks[block as usize];
+        match prev {
+            NIL => self.head = block,
+            prev => self.blocks[prev as usize].next = block,
+        }
+        match next {
+            NIL => self.tail = block,
+            next => self.blocks[next as usize].prev = block,
+        }
+    }
+}
+
+/// The smallest multiple of the largest block that wastes less than 2 % of the arena, tails of slabs and
+/// of the arena counted; failing that (a tiny arena), the multiple that wastes least.
+fn slab_bytes(spec: &CacheSpec) -> u64 {
+    let sizes = || spec.groups.iter().map(|g| g.block_bytes);
+    let largest = sizes().max().unwrap_or(OFFSET_UNIT);
+    // A tail is shorter than one block, so 50 blocks to a slab waste less than 2 %.
+    let waste = |times: u64| {
+        let slab = largest * times;
+        let slabs = spec.arena_bytes / slab;
+        let tail = sizes().map(|bytes| slab % bytes).max().unwrap_or(0);
+        let room_for_all = slabs >= sizes().count() as u64;
+        (!room_for_all, spec.arena_bytes - slabs * (slab - tail))
+    };
+    let limit = spec.arena_bytes / 50;
+    let times = (1..=50)
+        .find(|&times| waste(times) < (false, limit))
+        .or_else(|| (1..=50).min_by_key(|&times| waste(times)));
+    largest * times.unwrap_or(1)
+}
+
+/// Fisher-Yates by splitmix64: the same seed gives the same order on every machine.
+fn shuffle(items: &mut [u32], seed: u64) {
+    let mut state = seed;
+    for i in (1..items.len()).rev() {
+        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        items.swap(i, ((z ^ (z >> 31)) % (i as u64 + 1)) as usize);
+    }
+}

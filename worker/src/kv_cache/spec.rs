@@ -1,0 +1,150 @@
+//! What the cache is made of: groups of layers, block size, arena size, and how blocks are placed.
+
+use super::table::{NULL_OFFSET, OFFSET_UNIT};
+use proto::block::HASH_UNIT_TOKENS;
+
+/// Which past tokens the layers of a group can still read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupKind {
+    /// All of them.
+    Full,
+    /// The row's own token and the `window - 1` before it.
+    Sliding {
+        /// Tokens that a row sees, its own included; at least 1.
+        window: u32,
+    },
+}
+
+/// Layers whose KV lives and dies together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupSpec {
+    /// What its layers read.
+    pub kind: GroupKind,
+    /// Bytes of one block, K and V of all layers of the group; a multiple of [`OFFSET_UNIT`].
+    pub block_bytes: u64,
+}
+
+/// Shape of a worker's KV cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheSpec {
+    /// The groups, in the order in which plans list their tables; 1 to 8.
+    pub groups: Vec<GroupSpec>,
+    /// Tokens per block: 16, 32 or 64.
+    pub block_tokens: u32,
+    /// Bytes of the arena.
+    pub arena_bytes: u64,
+}
+
+/// How blocks are laid out in the arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Placement {
+    /// Blocks wherever there is room.
+    #[default]
+    Paged,
+    /// As `Paged`, from free lists that start in an order derived from the seed: results must not depend
+    /// on where blocks lie.
+    Permuted {
+        /// Chooses the order.
+        seed: u64,
+    },
+    /// Each sequence gets one run of physically consecutive blocks per group, for its longest possible
+    /// length, at admission. No sharing, no recycling of windows: a mode that shows the price of paging.
+    Contiguous,
+}
+
+/// Why a cache cannot be built.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SpecError {
+    /// Too few or too many groups.
+    #[error("a cache has 1 to 8 groups, not {0}")]
+    Groups(usize),
+    /// Block size.
+    #[error("a block holds 16, 32 or 64 tokens, not {0}")]
+    BlockTokens(u32),
+    /// Bytes per block.
+    #[error("group {group}: blocks of {bytes} bytes are not a positive multiple of {OFFSET_UNIT}")]
+    BlockBytes {
+        /// The group.
+        group: usize,
+        /// Its block size.
+        bytes: u64,
+    },
+    /// A window of no tokens.
+    #[error("group {0}: a sliding window of 0 tokens")]
+    Window(usize),
+    /// The arena cannot hold one block of each group, or cannot be addressed.
+    #[error("an arena of {bytes} bytes: at least {least} and at most {most} are possible")]
+    Arena {
+        /// Its size.
+        bytes: u64,
+        /// One block of each group.
+        least: u64,
+        /// What 32-bit offsets reach.
+        most: u64,
+    },
+}
+
+impl GroupKind {
+    /// Hash units before a boundary that must be cached for a sequence to go on there; at least one, so
+    /// that a group without any content never counts as serving.
+    pub(crate) fn window_units(self) -> Option<u32> {
+        match self {
+            Self::Full => None,
+            Self::Sliding { window } => Some((window - 1).div_ceil(HASH_UNIT_TOKENS as u32).max(1)),
+        }
+    }
+
+    /// First token that a row at `position` or later can still read.
+    pub(crate) fn first_visible(self, position: u32) -> u32 {
+        match self {
+            Self::Full => 0,
+            Self::Sliding { window } => (position + 1).saturating_sub(window),
+        }
+    }
+}
+
+impl CacheSpec {
+    /// Checks every rule that the rest of the cache relies on.
+    pub fn validate(&self) -> Result<(), SpecError> {
+        if self.groups.is_empty() || self.groups.len() > 8 {
+            return Err(SpecError::Groups(self.groups.len()));
+        }
+        if !matches!(self.block_tokens, 16 | 32 | 64) {
+            return Err(SpecError::BlockTokens(self.block_tokens));
+        }
+        let most = u64::from(NULL_OFFSET) * OFFSET_UNIT;
+        let mut least = 0u64;
+        for (group, spec) in self.groups.iter().enumerate() {
+            let bytes = spec.block_bytes;
+            if bytes == 0 || !bytes.is_multiple_of(OFFSET_UNIT) || bytes > most {
+                return Err(SpecError::BlockBytes { group, bytes });
+            }
+            if spec.kind == (GroupKind::Sliding { window: 0 }) {
+                return Err(SpecError::Window(group));
+            }
+            least += bytes;
+        }
+        if self.arena_bytes < least || self.arena_bytes > most {
+            return Err(SpecError::Arena { bytes: self.arena_bytes, least, most });
+        }
+        Ok(())
+    }
+
+    /// Hash units per block: 1, 2 or 4.
+    pub(crate) fn units_per_block(&self) -> usize {
+        self.block_tokens as usize / HASH_UNIT_TOKENS
+    }
+
+    /// Most blocks that a sequence of `len` tokens holds at once in `group` when no step computes more
+    /// than `step_tokens` of it. The one formula that admission and the refusal at submit share.
+    pub(crate) fn peak_blocks(&self, group: usize, len: u32, step_tokens: u32) -> u32 {
+        let all = len.div_ceil(self.block_tokens);
+        match self.groups[group].kind {
+            GroupKind::Full => all,
+            GroupKind::Sliding { window } => {
+                let span = (window - 1).saturating_add(step_tokens);
+                all.min(span.div_ceil(self.block_tokens).saturating_add(1))
+            }
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! From a model file to an engine: read the spec, load weights, size the KV cache from what memory is left.
+
+use crate::Error;
+use crate::decoder::{Decoder, DecoderConfig};
+use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
+use crate::engine::Engine;
+use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
+use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+use crate::kv_events::EventLog;
+use crate::scheduler::{Scheduler, SchedulerConfig};
+use kernels::backend::{ActivationMode, KvType};
+use kernels::cpu::{CpuBackend, CpuConfig};
+use kernels::pool::{Pool, PoolConfig};
+use model::gguf::Gguf;
+use model::metadata::Metadata;
+use model::spec::{FfnSpec, ModelSpec};
+use model::tokenizer::Tokenizer;
+use proto::block::ClusterKey;
+use proto::ids::{Epoch, ModelId};
+use proto::message::ServedModelV1;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Units that the replay ring of KV events names at most: 4 MiB of ids.
+const EVENT_RING_UNITS: usize = 256 * 1024;
+/// Logits rows computed together.
+const LOGIT_ROWS: usize = 64;
+/// Longest sequence served where the model's own context would need an absurd arena, in tokens.
+const MAX_CONTEXT: usize = 1 << 20;
+
+/// How to run a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Compute threads; none = as many as CPUs are usable.
+    pub threads: Option<usize>,
+    /// CPU of each thread; none leaves placement to the operating system.
+    pub cpus: Option<Vec<usize>>,
+    /// Element type of the KV cache.
+    pub kv_type: KvType,
+    /// What quantised matrices are multiplied with.
+    pub activations: ActivationMode,
+    /// Tokens per KV block: 16, 32 or 64.
+    pub block_tokens: usize,
+    /// Bytes of the KV arena; none = computed.
+    pub kv_bytes: Option<u64>,
+    /// Rows of one prompt per step; none = computed, 0 = the whole prompt.
+    pub chunk: Option<usize>,
+    /// Rows of a step; none = computed.
+    pub max_rows: Option<usize>,
+    /// Sequences admitted at once; none = computed.
+    pub max_sequences: Option<usize>,
+    /// Longest sequence served; none = the model's own.
+    pub max_model_len: Option<usize>,
+    /// Share prefixes between sequences.
+    pub prefix_cache: bool,
+    /// How blocks are placed.
+    pub placement: Placement,
+    /// Workers started on this machine together, this one included.
+    pub workers: usize,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            threads: None,
+            cpus: None,
+            kv_type: KvType::F16,
+            activations: ActivationMode::Int8,
+            block_tokens: 16,
+            kv_bytes: None,
+            chunk: None,
+            max_rows: None,
+            max_sequences: None,
+            max_model_len: None,
+            prefix_cache: true,
+            placement: Placement::Paged,
+            workers: 1,
+        }
+    }
+}
+
+/// A loaded model, not yet an engine: that needs the cluster's key.
+pub struct Prepared {
+    decoder: Decoder,
+    tokenizer: Arc<Tokenizer>,
+    metadata: Metadata,
+    model_digest: [u8; 32],
+    cache: CacheSpec,
+    scheduler: SchedulerConfig,
+    max_model_len: usize,
+    kv_type: KvType,
+}
+
+/// A model with its engine.
+pub struct LoadedModel {
+    /// The engine.
+    pub engine: Engine,
+    /// The model's tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The file's metadata.
+    pub metadata: Metadata,
+    /// Longest sequence served.
+    pub max_model_len: usize,
+}
+
+/// Hears (layers loaded, layers in all).
+pub type Progress<'a> = dyn FnMut(usize, usize) + 'a;
+
+/// What a model asks of a machine, and the defaults computed from both.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// What the machine offers.
+    pub host: Host,
+    /// What the model needs.
+    pub needs: ModelNeeds,
+    /// The defaults, each with its reason.
+    pub defaults: Defaults,
+}
+
+/// Loads a decoder without a KV arena.
+pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Decoder, Error> {
+    let gguf = Gguf::open(path)?;
+    let spec = ModelSpec::from_gguf(&gguf)?;
+    let rows = options.max_rows.unwrap_or(512);
+    load_decoder(&gguf, spec, options, rows, progress)
+}
+
+/// Computes the defaults for a model on this machine without loading weights.
+pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
+    let gguf = Gguf::open(path)?;
+    plan_for(&gguf, &ModelSpec::from_gguf(&gguf)?, options)
+}
+
+/// Loads a model and its engine; for one process, so the key of its prefixes does not matter.
+pub fn open(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<LoadedModel, Error> {
+    let prepared = prepare(path, options, progress)?;
+    let (tokenizer, metadata) = (Arc::clone(&prepared.tokenizer), prepared.metadata.clone());
+    let max_model_len = prepared.max_model_len;
+    let engine = prepared.engine(ClusterKey([0; 32]), Epoch(1))?;
+    Ok(LoadedModel { engine, tokenizer, metadata, max_model_len })
+}
+
+/// Loads a model and allocates its KV arena.
+pub fn prepare(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Prepared, Error> {
+    let gguf = Gguf::open(path)?;
+    let spec = ModelSpec::from_gguf(&gguf)?;
+    let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
+    let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
+    let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
+    let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
+    let wanted_len = options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
+    let rows = options.max_rows.unwrap_or(defaults.max_batch_tokens.value as usize);
+    let rows = if chunk == 0 { rows.max(wanted_len) } else { rows.max(chunk) }.max(max_sequences);
+    let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
+    let refused = |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
+    floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
+    let model_digest = gguf.digest()?;
+    let metadata = gguf.metadata().clone();
+    let mut decoder = load_decoder(&gguf, spec, options, rows, progress)?;
+    let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
+    floor.admit(&ProcMemInfo, "the KV cache", arena_bytes).map_err(refused)?;
+    let groups = decoder.groups().iter().map(|group| GroupSpec {
+        kind: match group.window {
+            None => GroupKind::Full,
+            Some(window) => GroupKind::Sliding { window: u32::try_from(window).unwrap_or(u32::MAX) },
+        },
+        block_bytes: group.block_bytes as u64,
+    });
+    let cache = CacheSpec { groups: groups.collect(), block_tokens: options.block_tokens as u32, arena_bytes };
+    cache.validate().map_err(|error| Error::KvMemory { reason: error.to_string() })?;
+    decoder.allocate_kv(arena_bytes as usize)?;
+    let scheduler = SchedulerConfig {
+        max_batch_tokens: rows as u32,
+        max_seqs: max_sequences,
+        chunk: chunk as u32,
+        prefix_cache: options.prefix_cache,
+        placement: options.placement,
+        ..SchedulerConfig::default()
+    };
+    // Only to learn the longest sequence that fits; the real one is made with the cluster's key.
+    let probe = Scheduler::new(scheduler.clone(), cache.clone(), ClusterKey([0; 32]))
+        .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
+    let max_model_len = wanted_len.min(probe.max_sequence_tokens() as usize);
+    if max_model_len < 2 {
+        let reason = format!("{arena_bytes} bytes hold no sequence of two tokens");
+        return Err(Error::KvMemory { reason });
+    }
+    Ok(Prepared {
+        decoder,
+        tokenizer,
+        metadata,
+        model_digest,
+        cache,
+        scheduler,
+        max_model_len,
+        kv_type: options.kv_type,
+    })
+}
+
+impl Prepared {
+    /// What this worker tells coordinators of the model.
+    pub fn served(&self, id: ModelId) -> ServedModelV1 {
+        let info = self.decoder.backend().info();
+        let digest: String = self.model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let numeric_class =
+            format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, self.kv_type.name());
+        ServedModelV1 {
+            id,
+            model_digest: self.model_digest,
+            tokenizer_digest: self.tokenizer.digest(),
+            max_model_len: self.max_model_len as u32,
+            layers: (0, self.decoder.spec().layers.len() as u32),
+            numeric_class,
+            block_tokens: self.cache.block_tokens,
+        }
+    }
+
+    /// The engine, its prefixes named under `key`.
+    pub fn engine(self, key: ClusterKey, epoch: Epoch) -> Result<Engine, Error> {
+        let scheduler = Scheduler::new(self.scheduler, self.cache, key)
+            .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
+        let events = EventLog::new(epoch, EVENT_RING_UNITS);
+        Ok(Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len))
+    }
+}
+
+fn load_decoder(
+    gguf: &Gguf,
+    spec: ModelSpec,
+    options: &EngineOptions,
+    max_rows: usize,
+    progress: &mut Progress<'_>,
+) -> Result<Decoder, Error> {
+    let threads = threads(options);
+    let pool = Pool::new(PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads) })?;
+    let backend = CpuBackend::new(CpuConfig::detect(options.activations), pool)?;
+    let config = DecoderConfig {
+        layers: 0..spec.layers.len(),
+        max_rows,
+        logit_rows: LOGIT_ROWS,
+        block_tokens: options.block_tokens,
+        kv_type: options.kv_type,
+    };
+    Decoder::load(spec, config, gguf, Box::new(backend), progress)
+}
+
+fn threads(options: &EngineOptions) -> NonZeroUsize {
+    let usable = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+    options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
+}
+
+fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
+    let available = ProcMemInfo
+        .available_bytes()
+        .map_err(|source| Error::Io { what: "cannot read the free memory of this host".to_owned(), source })?;
+    let host = Host {
+        memory_total: crate::memory::total_bytes().max(available),
+        memory_available: available,
+        threads: threads(options).get() as u32,
+        workers: options.workers.max(1) as u32,
+        unified_gpu: false,
+    };
+    let element = match options.kv_type {
+        KvType::F32 => 4.0,
+        KvType::F16 => 2.0,
+        KvType::Q8_0 => 34.0 / 32.0,
+    };
+    let widths = |index| spec.attention(index).map_or(0, |a| a.kv_heads * (a.head_dim + a.v_head_dim));
+    let kv_elements: usize = (0..spec.layers.len()).map(widths).sum();
+    let embedding = gguf.tensor(&spec.embedding.tensor).map_or(0, model::gguf::TensorInfo::bytes);
+    let head = gguf.tensor(&spec.output.linear.weight).map_or(0, model::gguf::TensorInfo::bytes);
+    let weights = gguf.total_tensor_bytes();
+    let needs = ModelNeeds {
+        weight_bytes: weights + weights / 10,
+        // Prompt rows pass the layers only; the head is read once per step.
+        active_weight_bytes: weights.saturating_sub(embedding).saturating_sub(if head == embedding { 0 } else { head }),
+        kv_bytes_per_token: (kv_elements as f64 * element) as u64,
+        activation_bytes_per_row: activation_bytes(spec),
+        max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
+    };
+    Ok(Plan { defaults: defaults(host, needs), host, needs })
+}
+
+/// Bytes of activation buffers per row: f32 and the 8-bit form.
+fn activation_bytes(spec: &ModelSpec) -> u64 {
+    let layer = |index: usize| {
+        let attention = spec.attention(index).map_or(0, |a| a.q.rows + a.k.rows + a.v.rows + a.o.cols);
+        let ffn = match &spec.layers[index].ffn {
+            FfnSpec::Dense { gate, .. } => 2 * gate.rows,
+            FfnSpec::Moe(moe) => moe.experts + moe.used * (4 * moe.expert_ff + 2 * spec.hidden),
+        };
+        attention + ffn
+    };
+    let widest = (0..spec.layers.len()).map(layer).max().unwrap_or(0);
+    ((widest + 3 * spec.hidden) * 6) as u64
+}

@@ -1,0 +1,369 @@
+//! The scheduler: which rows of which sequences the next step computes.
+//!
+//! There are no prefill and decode phases: a sequence has tokens whose KV is computed and tokens whose KV
+//! is not, and each step computes some of the latter within one token budget, sequences that need one row
+//! first. A sequence is admitted when its whole input fits; when blocks run out, the sequence with the
+//! least work to recompute is preempted, never the oldest. Sequences with one uncached prefix follow the
+//! one that computes it, block by block.
+//!
+//! Sans-IO: calls in, plans out. The engine's loop is: [`Scheduler::plan`], compute,
+//! [`Scheduler::complete`] with the tokens drawn, [`Scheduler::remove`] for what has ended, and
+//! [`Scheduler::take_events`].
+
+mod plan;
+mod request;
+mod sequence;
+
+#[cfg(test)]
+mod tests;
+
+pub use request::{
+    Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest, Stats,
+    StepPlan,
+};
+
+use crate::kv_cache::{BlockTable, Broken, CacheSpec, KvCache, Placement, PlannedUnits, SpecError};
+use proto::block::ClusterKey;
+use proto::event::KvEvent;
+use sequence::{Rank, Sequence, State};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+/// How to schedule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// Rows per step, all sequences together; at least 1.
+    pub max_batch_tokens: u32,
+    /// Sequences admitted at once; at least 1.
+    pub max_seqs: usize,
+    /// Rows of one prompt per step; 0 for no limit but `max_batch_tokens`.
+    pub chunk: u32,
+    /// Share prefixes between sequences. Off with contiguous placement.
+    pub prefix_cache: bool,
+    /// How blocks are laid out.
+    pub placement: Placement,
+    /// Steps without progress of the producer after which a follower computes for itself.
+    pub follower_patience: u32,
+    /// Sequences that may wait; more are refused.
+    pub max_waiting: usize,
+    /// Steps between two full recounts of all invariants; 0 for none.
+    pub check_interval: u64,
+}
+
+impl Default for SchedulerConfig {
+    fn default() -> Self {
+        Self {
+            max_batch_tokens: 2048,
+            max_seqs: 64,
+            chunk: 512,
+            prefix_cache: true,
+            placement: Placement::Paged,
+            follower_patience: 4,
+            max_waiting: 4096,
+            check_interval: 4096,
+        }
+    }
+}
+
+/// A call that does not fit the scheduler's state: a bug of the caller.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StepError {
+    /// Steps complete in the order in which they were planned.
+    #[error("step {step} cannot complete: the oldest step in flight is {oldest:?}")]
+    OutOfOrder {
+        /// The step named.
+        step: u64,
+        /// The step that must complete first.
+        oldest: Option<u64>,
+    },
+    /// A token for a sequence that the step did not sample.
+    #[error("step {step} does not draw a token for sequence {id:?}")]
+    NotSampled {
+        /// The step.
+        step: u64,
+        /// The sequence.
+        id: SeqId,
+    },
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    key: ClusterKey,
+    cache: KvCache,
+    sequences: Vec<Option<Sequence>>,
+    vacant: Vec<u32>,
+    by_id: HashMap<SeqId, u32>,
+    /// Slots of admitted sequences, oldest first.
+    running: Vec<u32>,
+    waiting: BTreeMap<Rank, u32>,
+    planned: PlannedUnits,
+    in_flight: VecDeque<Flight>,
+    arrivals: u64,
+    /// The last step planned.
+    step: u64,
+    /// The step before which everything was recounted last.
+    checked: u64,
+    /// While it lives nobody else is admitted: the last resort when blocks are there but scattered.
+    alone: Option<u32>,
+    following: usize,
+    counters: Counters,
+}
+
+/// A step that has been planned and not completed.
+#[derive(Debug)]
+struct Flight {
+    step: u64,
+    /// Sequences with rows in it, and whether a token is drawn.
+    sequences: Vec<(u32, bool)>,
+    /// (group, source block) of its copies.
+    copies: Vec<(usize, u32)>,
+}
+
+impl Scheduler {
+    /// A scheduler over an empty cache. `key` names prefix units as the coordinators do.
+    pub fn new(config: SchedulerConfig, spec: CacheSpec, key: ClusterKey) -> Result<Self, SpecError> {
+        let config = SchedulerConfig {
+            max_batch_tokens: config.max_batch_tokens.max(1),
+            max_seqs: config.max_seqs.max(1),
+            prefix_cache: config.prefix_cache && config.placement != Placement::Contiguous,
+            ..config
+        };
+        Ok(Self {
+            cache: KvCache::new(spec, config.placement)?,
+            config,
+            key,
+            sequences: Vec::new(),
+            vacant: Vec::new(),
+            by_id: HashMap::new(),
+            running: Vec::new(),
+            waiting: BTreeMap::new(),
+            planned: PlannedUnits::default(),
+            in_flight: VecDeque::new(),
+            arrivals: 0,
+            step: 0,
+            checked: 0,
+            alone: None,
+            following: 0,
+            counters: Counters::default(),
+        })
+    }
+
+    /// Queues a sequence, or refuses it for good.
+    pub fn submit(&mut self, request: SequenceRequest) -> Result<(), Rejected> {
+        if request.prompt.is_empty() {
+            return Err(Rejected::EmptyPrompt);
+        }
+        if self.by_id.contains_key(&request.id) {
+            return Err(Rejected::Duplicate(request.id));
+        }
+        let waiting = self.waiting.len();
+        if waiting >= self.config.max_waiting {
+            return Err(Rejected::QueueFull { waiting });
+        }
+        let need = request.prompt.len() as u64 + u64::from(request.max_new_tokens.max(1)) - 1;
+        let fits = u32::try_from(need).is_ok_and(|need| self.cache.possible(need, self.step_tokens()));
+        if !fits {
+            return Err(Rejected::TooLong { need, limit: u64::from(self.max_sequence_tokens()) });
+        }
+        self.arrivals += 1;
+        let key = self.config.prefix_cache.then_some(&self.key);
+        let sequence = Sequence::new(request, self.arrivals, key);
+        let (id, rank) = (sequence.id, sequence.rank);
+        let slot = match self.vacant.pop() {
+            Some(slot) => {
+                self.sequences[slot as usize] = Some(sequence);
+                slot
+            }
+            None => {
+                self.sequences.push(Some(sequence));
+                self.sequences.len() as u32 - 1
+            }
+        };
+        self.by_id.insert(id, slot);
+        self.waiting.insert(rank, slot);
+        Ok(())
+    }
+
+    /// The longest sequence that fits when it is alone, in tokens of KV.
+    pub fn max_sequence_tokens(&self) -> u32 {
+        let (mut fits, mut too_long) = (0u32, u32::MAX);
+        while too_long - fits > 1 {
+            let middle = fits + (too_long - fits) / 2;
+            if self.cache.possible(middle, self.step_tokens()) { fits = middle } else { too_long = middle }
+        }
+        fits
+    }
+
+    /// Ends a sequence, whatever its state: finished, stopped or cancelled. Its blocks are free at once,
+    /// or when the step that computes rows of it completes. `None`: there is no such sequence.
+    pub fn remove(&mut self, id: SeqId) -> Option<SequenceInfo> {
+        let slot = self.by_id.remove(&id)?;
+        let sequence = self.sequences.get_mut(slot as usize)?.as_mut()?;
+        let info = sequence.info;
+        self.planned.withdraw(slot, sequence.units_ahead());
+        match sequence.state {
+            State::Waiting => {
+                self.waiting.remove(&sequence.rank);
+            }
+            State::Running | State::Leaving => self.running.retain(|&other| other != slot),
+        }
+        if sequence.in_flight.is_some() {
+            sequence.state = State::Leaving;
+        } else {
+            self.drop_slot(slot);
+        }
+        Some(info)
+    }
+
+    /// The step has been computed, and these tokens were drawn. Sequences that were removed meanwhile are
+    /// passed over; a sequence that samples and is not named draws nothing and waits to be removed.
+    pub fn complete(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> Result<(), StepError> {
+        let flight = self.take_oldest(step)?;
+        self.cache.complete(step);
+        for (group, src) in flight.copies {
+            self.cache.end_copy(group, src);
+        }
+        let mut sampling = HashMap::with_capacity(flight.sequences.len());
+        for (slot, samples) in flight.sequences {
+            let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
+            sequence.in_flight = None;
+            if sequence.state == State::Leaving {
+                sampling.insert(sequence.id, None);
+                self.drop_slot(slot);
+            } else if samples {
+                sampling.insert(sequence.id, Some(slot));
+            }
+        }
+        let key = self.config.prefix_cache.then_some(&self.key);
+        for &(id, token) in drawn {
+            let slot = sampling.remove(&id).ok_or(StepError::NotSampled { step, id })?;
+            let Some(sequence) = slot.and_then(|slot| self.sequences[slot as usize].as_mut()) else {
+                continue;
+            };
+            sequence.push(token, key);
+            self.counters.generated_tokens += 1;
+        }
+        Ok(())
+    }
+
+    /// The step failed. Nothing that it or a later step would have written exists: their units are
+    /// forgotten, and every running sequence goes back to the queue to be computed again.
+    pub fn abort(&mut self, step: u64) -> Result<(), StepError> {
+        let oldest = self.in_flight.front().map(|flight| flight.step);
+        if oldest != Some(step) {
+            return Err(StepError::OutOfOrder { step, oldest });
+        }
+        self.cache.abort();
+        for flight in std::mem::take(&mut self.in_flight) {
+            for (group, src) in flight.copies {
+                self.cache.end_copy(group, src);
+            }
+            for (slot, _) in flight.sequences {
+                let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
+                sequence.in_flight = None;
+                if sequence.state == State::Leaving {
+                    self.drop_slot(slot);
+                }
+            }
+        }
+        for slot in std::mem::take(&mut self.running) {
+            self.requeue(slot);
+        }
+        Ok(())
+    }
+
+    /// How a live sequence has been served so far. Final for the prompt once it samples.
+    pub fn info(&self, id: SeqId) -> Option<SequenceInfo> {
+        self.get(*self.by_id.get(&id)?).map(|sequence| sequence.info)
+    }
+
+    /// The block tables of a planned sequence, one per group. Stable until the step has completed, even
+    /// if the sequence is removed meanwhile.
+    pub fn tables(&self, slot: SeqSlot) -> &[BlockTable] {
+        self.get(slot.0).map_or(&[], |sequence| sequence.cache.tables())
+    }
+
+    /// What changed in the set of held prefixes since the last call.
+    pub fn take_events(&mut self) -> Vec<KvEvent> {
+        self.cache.take_events()
+    }
+
+    /// Forgets every cached prefix. Running sequences go on.
+    pub fn clear_prefixes(&mut self) {
+        self.cache.clear();
+    }
+
+    /// The present state.
+    pub fn stats(&self) -> Stats {
+        let mut counters = self.counters;
+        counters.evictions = self.cache.evictions();
+        let live = self.running.iter().chain(self.waiting.values()).filter_map(|&slot| self.get(slot));
+        Stats {
+            counters,
+            running: self.running.len(),
+            waiting: self.waiting.len(),
+            following: self.following,
+            pending_prefill_tokens: live
+                .map(|sequence| u64::from(sequence.prompt_len.saturating_sub(sequence.cache.len())))
+                .sum(),
+            kv_used_bytes: self.cache.used_bytes(),
+            kv_total_bytes: self.cache.total_bytes(),
+            held_units: self.cache.held_units(),
+        }
+    }
+
+    /// Recounts every invariant; what [`Scheduler::plan`] does now and then by itself.
+    pub fn check(&self) -> Result<(), Broken> {
+        let caches = self.sequences.iter().flatten().map(|sequence| &sequence.cache);
+        let copies = self.in_flight.iter().flat_map(|flight| flight.copies.iter().copied());
+        self.cache.check_all(caches, copies)
+    }
+
+    /// Whether everything is as in a new scheduler: no block owned, no prefix known, nothing planned.
+    #[cfg(test)]
+    fn is_pristine(&self) -> bool {
+        self.cache.is_pristine() && self.planned.is_empty() && self.by_id.is_empty()
+    }
+
+    /// Most rows of one sequence in one step.
+    fn step_tokens(&self) -> u32 {
+        match self.config.chunk {
+            0 => self.config.max_batch_tokens,
+            chunk => chunk.min(self.config.max_batch_tokens),
+        }
+    }
+
+    fn get(&self, slot: u32) -> Option<&Sequence> {
+        self.sequences.get(slot as usize)?.as_ref()
+    }
+
+    fn take_oldest(&mut self, step: u64) -> Result<Flight, StepError> {
+        let oldest = self.in_flight.front().map(|flight| flight.step);
+        match self.in_flight.pop_front_if(|flight| flight.step == step) {
+            Some(flight) => Ok(flight),
+            None => Err(StepError::OutOfOrder { step, oldest }),
+        }
+    }
+
+    /// Back to the queue with nothing, at the place that its age gives it.
+    fn requeue(&mut self, slot: u32) {
+        let Some(sequence) = self.sequences[slot as usize].as_mut() else { return };
+        self.planned.withdraw(slot, sequence.units_ahead());
+        self.cache.close(&mut sequence.cache);
+        sequence.state = State::Waiting;
+        sequence.in_flight = None;
+        self.waiting.insert(sequence.rank, slot);
+    }
+
+    fn drop_slot(&mut self, slot: u32) {
+        if let Some(mut sequence) = self.sequences[slot as usize].take() {
+            self.cache.close(&mut sequence.cache);
+            self.vacant.push(slot);
+        }
+        if self.alone == Some(slot) {
+            self.alone = None;
+            self.cache.set_compact(false);
+        }
+    }
+}

@@ -1,0 +1,413 @@
+//! Building one step: who computes how many rows, who follows whom, who must give way.
+
+use super::sequence::{Sequence, State};
+use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, StepPlan};
+use crate::kv_cache::{Broken, CopyBlock, HitStop, NotAdvanced};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+
+/// A step in the making.
+#[derive(Debug)]
+struct Draft {
+    step: u64,
+    /// Rows still to be given out.
+    budget: u32,
+    entries: Vec<Entry>,
+    /// Copies with their source blocks.
+    copies: Vec<(CopyBlock, u32)>,
+    /// Somebody gave way: nobody is admitted in this step.
+    preempted: bool,
+    /// Sequences that wait for another's units.
+    following: usize,
+    /// Whether sequences may wait at all.
+    patient: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    slot: u32,
+    from: u32,
+    rows: u32,
+}
+
+/// What became of a sequence that was asked to move on.
+#[derive(Debug, PartialEq, Eq)]
+enum Turn {
+    /// It moved, waits, or has nothing to do.
+    Over,
+    /// It is the one that has least to lose: it gives way itself.
+    GivesWay,
+    /// It is the oldest, nobody is left to give way, and still there are not enough blocks.
+    Stuck,
+}
+
+impl Scheduler {
+    /// The next step. `None`: there is nothing to compute before a step in flight completes, a sequence
+    /// is submitted or one is removed. An error means that the cache cannot be trusted any more.
+    pub fn plan(&mut self) -> Result<Option<StepPlan>, Broken> {
+        self.cache.check()?;
+        let step = self.step + 1;
+        if self.config.check_interval > 0 && step - self.checked >= self.config.check_interval {
+            self.checked = step;
+            self.check()?;
+        }
+        let mut draft = Draft {
+            step,
+            budget: self.config.max_batch_tokens,
+            entries: Vec::with_capacity(self.running.len()),
+            copies: Vec::new(),
+            preempted: false,
+            following: 0,
+            patient: true,
+        };
+        // Further rounds only where the first found no row although nothing is under way: then waiting
+        // for others is pointless, and what gave way can come back at once.
+        for round in 0..3 {
+            draft.following = 0;
+            self.schedule_running(&mut draft);
+            if !draft.preempted || round > 0 {
+                self.admit(&mut draft);
+            }
+            if !draft.entries.is_empty() || !self.in_flight.is_empty() {
+                break;
+            }
+            draft.patient = false;
+        }
+        self.following = draft.following;
+        Ok((!draft.entries.is_empty()).then(|| self.build(draft)))
+    }
+
+    /// Everybody admitted, the oldest first, then those that need one row, then prompts by age.
+    fn schedule_running(&mut self, draft: &mut Draft) {
+        let Some((&oldest, others)) = self.running.split_first() else { return };
+        let one_row = |slot: u32| {
+            self.get(slot).is_some_and(|sequence| sequence.in_flight.is_none() && sequence.remaining() == 1)
+        };
+        let mut order = Vec::with_capacity(self.running.len());
+        order.extend(others.iter().copied().filter(|&slot| one_row(slot)));
+        // The oldest leaves the others their row, but always gets one itself.
+        let oldest_rows = draft.budget.saturating_sub(order.len() as u32).max(1);
+        order.extend(others.iter().copied().filter(|&slot| !one_row(slot)));
+        self.schedule(oldest, oldest_rows, draft);
+        for slot in order {
+            self.schedule(slot, draft.budget, draft);
+        }
+    }
+
+    fn schedule(&mut self, slot: u32, most_rows: u32, draft: &mut Draft) {
+        // Out of its place while it is worked on: whatever looks at the other sequences cannot see it.
+        let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
+        let turn = if sequence.state == State::Running && sequence.in_flight.is_none() {
+            self.move_on(&mut sequence, slot, most_rows, draft)
+        } else {
+            Turn::Over
+        };
+        self.sequences[slot as usize] = Some(sequence);
+        match turn {
+            Turn::Over => {}
+            Turn::GivesWay => self.preempt(slot, draft),
+            Turn::Stuck => self.run_alone(slot, draft),
+        }
+    }
+
+    fn move_on(&mut self, sequence: &mut Sequence, slot: u32, most_rows: u32, draft: &mut Draft) -> Turn {
+        if draft.entries.iter().any(|entry| entry.slot == slot) || sequence.remaining() == 0 {
+            return Turn::Over;
+        }
+        let prefill = sequence.remaining() > 1 || sequence.cache.len() < sequence.prompt_len;
+        if prefill && self.follow(sequence, slot, most_rows, draft) || most_rows == 0 {
+            return Turn::Over;
+        }
+        let from = sequence.cache.len();
+        let mut rows = sequence.remaining().min(most_rows);
+        let mut joins_at = None;
+        if prefill {
+            rows = rows.min(self.step_tokens());
+            joins_at = self.next_followed(sequence, slot, rows, draft.step);
+            rows = joins_at.unwrap_or(rows);
+        }
+        let room = loop {
+            if self.cache.extend(&mut sequence.cache, from + rows) {
+                break rows;
+            }
+            let oldest = self.running.first() == Some(&slot);
+            match self.least_to_lose(sequence, slot, oldest, draft.step) {
+                Some(victim) if victim == slot => return Turn::GivesWay,
+                Some(victim) => self.preempt(victim, draft),
+                None => {
+                    let room = self.cache.room(&mut sequence.cache).min(rows);
+                    if room == 0 {
+                        let stuck = oldest && draft.entries.is_empty() && self.in_flight.is_empty();
+                        return if stuck { Turn::Stuck } else { Turn::Over };
+                    }
+                    break room;
+                }
+            }
+        };
+        let (first, end) = (from as usize / HASH_UNIT_TOKENS, (from + room) as usize / HASH_UNIT_TOKENS);
+        if prefill && sequence.cache.shares() {
+            let ahead = sequence.units_ahead();
+            if ahead.first().is_some_and(|&unit| self.planned.producer(unit) != Some(slot)) {
+                self.planned.plan(slot, ahead);
+            }
+        }
+        self.cache.commit(&mut sequence.cache, &sequence.units, &sequence.tokens, from + room, draft.step);
+        if end > first && sequence.cache.shares() {
+            self.planned.withdraw(slot, &sequence.units[first..end]);
+            sequence.committed_in = draft.step;
+        }
+        sequence.progressed_in = draft.step;
+        sequence.following = joins_at == Some(room);
+        draft.budget = draft.budget.saturating_sub(room);
+        draft.entries.push(Entry { slot, from, rows: room });
+        Turn::Over
+    }
+
+    /// Takes over what is cached or scheduled beyond the sequence's present end. `true`: it waits for a
+    /// unit that another sequence is about to compute.
+    fn follow(&mut self, sequence: &mut Sequence, slot: u32, most_rows: u32, draft: &mut Draft) -> bool {
+        let (step, cap) = (draft.step, sequence.unit_cap());
+        let Some(next) = sequence.unit_at().filter(|_| sequence.cache.shares()) else { return false };
+        // Only what was held when it was admitted, and what others compute meanwhile, is taken over: what
+        // a router cannot see (units behind a gap that this sequence fills itself) it must not count.
+        let joins = sequence.units[..cap].get(next).is_some_and(|&u| self.planned_by_other(u, slot, step));
+        if !sequence.following && !joins {
+            return false;
+        }
+        let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
+        let end = hit.end();
+        if sequence.info.computed_tokens == 0 {
+            sequence.info.hit_stop = hit.stop;
+        }
+        if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
+        {
+            // Nothing is copied, so nothing can be missing.
+            let taken = self.cache.advance(&mut sequence.cache, &whole, step, &mut draft.copies);
+            debug_assert_eq!(taken, Ok(()));
+            self.took_over(sequence, slot, whole.from(), step);
+        }
+        if let Some(&unit) = sequence.units[..cap].get(end) {
+            if draft.patient && self.planned_by_other(unit, slot, step) {
+                return self.wait(draft);
+            }
+            let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
+            self.counters.takeovers += u64::from(stalled);
+        }
+        if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
+            return false;
+        }
+        // The rest of the hit lies in part of a block.
+        let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
+        match self.cache.advance(&mut sequence.cache, &rest, step, &mut draft.copies) {
+            Ok(()) => {
+                self.took_over(sequence, slot, rest.from(), step);
+                // Its copies belong to this step: it must take part in it.
+                sequence.committed_in = step;
+                false
+            }
+            Err(NotAdvanced::TooFresh) => self.wait(draft),
+            Err(NotAdvanced::NoBlock) => {
+                if sequence.info.computed_tokens == 0 {
+                    sequence.info.hit_stop = HitStop::PoolFull { token: sequence.cache.len() };
+                }
+                false
+            }
+        }
+    }
+
+    fn wait(&mut self, draft: &mut Draft) -> bool {
+        draft.following += 1;
+        self.counters.follower_waits += 1;
+        true
+    }
+
+    fn took_over(&mut self, sequence: &mut Sequence, slot: u32, from_unit: usize, step: u64) {
+        let to = sequence.cache.len();
+        let cached = sequence.count_cached((from_unit * HASH_UNIT_TOKENS) as u32, to);
+        self.counters.prefix_hit_tokens += u64::from(cached);
+        self.planned.withdraw(slot, &sequence.units[from_unit..to as usize / HASH_UNIT_TOKENS]);
+        sequence.progressed_in = step;
+    }
+
+    /// Rows up to the first unit within the chunk that another sequence is about to compute: there the
+    /// chunk ends, and the sequence follows again.
+    fn next_followed(&self, sequence: &Sequence, slot: u32, rows: u32, step: u64) -> Option<u32> {
+        if !sequence.cache.shares() {
+            return None;
+        }
+        let (from, to) = (sequence.cache.len() as usize, (sequence.cache.len() + rows) as usize);
+        let first = from / HASH_UNIT_TOKENS + 1;
+        let end = to.div_ceil(HASH_UNIT_TOKENS).min(sequence.unit_cap());
+        let at = (first..end).find(|&at| self.planned_by_other(sequence.units[at], slot, step))?;
+        Some((at * HASH_UNIT_TOKENS - from) as u32)
+    }
+
+    /// Whether waiting for the unit can be cheaper than computing it: another sequence plans it and has
+    /// moved on lately.
+    fn planned_by_other(&self, unit: BlockId, slot: u32, step: u64) -> bool {
+        let producer = self.planned.producer(unit).filter(|&producer| producer != slot);
+        producer.and_then(|producer| self.get(producer)).is_some_and(|sequence| {
+            sequence.state == State::Running
+                && step - sequence.progressed_in <= u64::from(self.config.follower_patience)
+        })
+    }
+
+    /// Who should give way to `sequence`, itself included: whoever frees blocks and has the least work to
+    /// do again; the youngest of several. Never the oldest, nobody whose rows are being computed, and
+    /// nobody whose units of this very step others may have taken over.
+    fn least_to_lose(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
+        let own = (!oldest).then_some((slot, sequence));
+        let others = self.running.iter().skip(1).filter_map(|&slot| Some((slot, self.get(slot)?)));
+        own.into_iter()
+            .chain(others)
+            .filter(|(_, s)| s.in_flight.is_none() && s.committed_in != step && s.cache.holds_any())
+            .min_by_key(|(_, s)| {
+                let lost = s.cache.len() - self.cache.tokens_shared(&s.cache);
+                (!self.cache.frees_any(&s.cache), lost, std::cmp::Reverse(s.rank))
+            })
+            .map(|(slot, _)| slot)
+    }
+
+    fn preempt(&mut self, slot: u32, draft: &mut Draft) {
+        draft.preempted = true;
+        draft.entries.retain(|entry| {
+            if entry.slot == slot {
+                draft.budget += entry.rows;
+            }
+            entry.slot != slot
+        });
+        self.running.retain(|&other| other != slot);
+        if let Some(sequence) = self.sequences[slot as usize].as_mut() {
+            sequence.info.preemptions += 1;
+            self.counters.preemptions += 1;
+        }
+        self.requeue(slot);
+    }
+
+    /// The last resort: blocks of several groups lie so scattered that not even the oldest sequence can go
+    /// on with all the others gone. It starts again in an empty cache, compactly, and alone.
+    fn run_alone(&mut self, slot: u32, draft: &mut Draft) {
+        self.preempt(slot, draft);
+        for other in std::mem::take(&mut self.running) {
+            self.requeue(other);
+        }
+        self.cache.clear();
+        self.cache.set_compact(true);
+        self.alone = Some(slot);
+    }
+
+    /// Admits from the queue, in order, while the whole input of the next fits.
+    fn admit(&mut self, draft: &mut Draft) {
+        while self.running.len() < self.config.max_seqs {
+            let next = match self.alone {
+                Some(slot) => self.get(slot).filter(|s| s.state == State::Waiting).map(|s| (s.rank, slot)),
+                None => self.waiting.first_key_value().map(|(&rank, &slot)| (rank, slot)),
+            };
+            let Some((rank, slot)) = next else { return };
+            let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
+            let admitted = self.give_room(&mut sequence);
+            if admitted {
+                sequence.state = State::Running;
+                sequence.following = true;
+                sequence.progressed_in = draft.step;
+                if sequence.cache.shares() && !sequence.seen {
+                    self.counters.prefix_query_tokens += u64::from(sequence.prompt_len);
+                }
+                sequence.seen = true;
+                self.planned.plan(slot, if sequence.cache.shares() { &sequence.units } else { &[] });
+            }
+            self.sequences[slot as usize] = Some(sequence);
+            if !admitted {
+                return;
+            }
+            self.waiting.remove(&rank);
+            let at = self.running.partition_point(|&other| self.get(other).is_some_and(|s| s.rank < rank));
+            self.running.insert(at, slot);
+            self.schedule(slot, draft.budget, draft);
+            if draft.preempted && self.alone.is_none() {
+                return;
+            }
+        }
+    }
+
+    /// Opens the sequence's cache if its whole input fits beside what is promised to those running.
+    fn give_room(&mut self, sequence: &mut Sequence) -> bool {
+        if self.cache.is_contiguous() {
+            return match self.cache.open_contiguous(sequence.longest()) {
+                Some(cache) => {
+                    sequence.cache = cache;
+                    true
+                }
+                None => false,
+            };
+        }
+        let share = self.config.prefix_cache && self.alone.is_none();
+        let mut cache = self.cache.open(share.then_some(sequence.root));
+        let step_tokens = self.step_tokens();
+        let block_tokens = self.cache.spec().block_tokens;
+        // Everybody running keeps room for its input and one block to grow into.
+        let ahead = |s: &Sequence| (s.len() + block_tokens).min(s.longest().max(s.len()));
+        let len = if self.running.is_empty() { sequence.len() } else { ahead(sequence) };
+        let hit = self.cache.find(&cache, &sequence.units, &sequence.tokens, sequence.unit_cap());
+        let mut needs = self.cache.admission_needs(&hit, len, step_tokens);
+        for other in self.running.iter().filter_map(|&slot| self.get(slot)) {
+            self.cache.add_outstanding(&other.cache, ahead(other), step_tokens, &mut needs);
+        }
+        if !self.cache.fits(&needs) {
+            self.cache.close(&mut cache);
+            return false;
+        }
+        sequence.cache = cache;
+        true
+    }
+
+    fn build(&mut self, draft: Draft) -> StepPlan {
+        let rows: u32 = draft.entries.iter().map(|entry| entry.rows).sum();
+        let mut plan = StepPlan {
+            step: draft.step,
+            copies: draft.copies.iter().map(|&(copy, _)| copy).collect(),
+            tokens: Vec::with_capacity(rows as usize),
+            positions: Vec::with_capacity(rows as usize),
+            logit_rows: Vec::new(),
+            sequences: Vec::with_capacity(draft.entries.len()),
+        };
+        let mut flight = Flight {
+            step: draft.step,
+            sequences: Vec::with_capacity(draft.entries.len()),
+            copies: draft.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),
+        };
+        for Entry { slot, from, rows } in draft.entries {
+            let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
+            let to = from + rows;
+            let (new, again) = sequence.count_computed(from, to);
+            self.counters.prefill_tokens_computed += u64::from(new);
+            self.counters.recomputed_tokens += u64::from(again);
+            sequence.in_flight = Some(draft.step);
+            let first_row = plan.tokens.len() as u32;
+            plan.tokens.extend_from_slice(&sequence.tokens[from as usize..to as usize]);
+            plan.positions.extend(from..to);
+            let samples = to == sequence.len() && sequence.max_new_tokens > 0;
+            let first_logit = plan.logit_rows.len() as u32;
+            let wanted = match sequence.logit_rows {
+                LogitRows::All => from..to.min(sequence.prompt_len),
+                LogitRows::LastOnly => from..from,
+            };
+            plan.logit_rows.extend(wanted.clone().map(|position| first_row + position - from));
+            if samples && !wanted.contains(&(to - 1)) {
+                plan.logit_rows.push(first_row + rows - 1);
+            }
+            plan.sequences.push(PlannedSequence {
+                id: sequence.id,
+                rows: first_row..first_row + rows,
+                context_before: from,
+                logits: first_logit..plan.logit_rows.len() as u32,
+                samples,
+                slot: SeqSlot(slot),
+            });
+            flight.sequences.push((slot, samples));
+        }
+        self.step = draft.step;
+        self.counters.steps += 1;
+        self.in_flight.push_back(flight);
+        plan
+    }
+}

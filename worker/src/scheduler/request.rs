@@ -1,0 +1,162 @@
+//! What goes into the scheduler and what comes out: requests, refusals, step plans, figures.
+
+use crate::kv_cache::{CopyBlock, HitStop};
+use proto::block::BlockId;
+use std::ops::Range;
+
+/// Names a sequence; chosen by the engine, unique among live sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SeqId(pub u64);
+
+/// Which rows of a prompt need logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LogitRows {
+    /// The last one, from which the first token is drawn.
+    #[default]
+    LastOnly,
+    /// Every row that is computed; rows served by the cache have none.
+    All,
+}
+
+/// A sequence to be computed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SequenceRequest {
+    /// Its name.
+    pub id: SeqId,
+    /// Root of its prefixes: only sequences of one root share blocks.
+    pub root: BlockId,
+    /// The prompt, not empty.
+    pub prompt: Vec<u32>,
+    /// Tokens that may be drawn; 0 computes the prompt only.
+    pub max_new_tokens: u32,
+    /// Which rows of the prompt need logits.
+    pub logit_rows: LogitRows,
+    /// Higher goes first; first come, first served among equals.
+    pub priority: i32,
+}
+
+/// Why a sequence is refused, for good.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Rejected {
+    /// Nothing to compute.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// Prompt and output do not fit into the cache, even alone.
+    #[error("prompt and output need {need} tokens of KV cache, {limit} fit")]
+    TooLong {
+        /// Tokens whose KV the sequence needs at its longest.
+        need: u64,
+        /// The longest sequence that fits when it is alone.
+        limit: u64,
+    },
+    /// The waiting queue is full; the same request may be accepted later.
+    #[error("{waiting} sequences are waiting, the queue takes no more")]
+    QueueFull {
+        /// Sequences waiting.
+        waiting: usize,
+    },
+    /// The id is in use.
+    #[error("sequence {0:?} exists already")]
+    Duplicate(SeqId),
+}
+
+/// One step of the engine: rows to compute, all sequences together.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    /// Number of the step, from 1.
+    pub step: u64,
+    /// Blocks to copy first, in order.
+    pub copies: Vec<CopyBlock>,
+    /// Token of each row.
+    pub tokens: Vec<u32>,
+    /// Position of each row in its sequence.
+    pub positions: Vec<u32>,
+    /// Rows whose logits are needed, ascending.
+    pub logit_rows: Vec<u32>,
+    /// Whose rows they are, in the order of the rows.
+    pub sequences: Vec<PlannedSequence>,
+}
+
+/// A sequence's part of a step. Row `i` of it reads the `context_before + i + 1` first tokens of the
+/// sequence (as far as the layer's window reaches) through the sequence's block tables.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedSequence {
+    /// The sequence.
+    pub id: SeqId,
+    /// Its rows among the step's.
+    pub rows: Range<u32>,
+    /// Tokens before its first row.
+    pub context_before: u32,
+    /// Its entries in [`StepPlan::logit_rows`].
+    pub logits: Range<u32>,
+    /// Its last row is the last token known: the next token is drawn from that row's logits, which are
+    /// the last ones of `logits`.
+    pub samples: bool,
+    /// Names its tables in [`super::Scheduler::tables`]; valid until the step has completed.
+    pub slot: SeqSlot,
+}
+
+/// Where the scheduler keeps a sequence. Reused after the sequence has gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SeqSlot(pub(super) u32);
+
+/// How a sequence's prompt was served so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceInfo {
+    /// Prompt tokens taken from the cache or from sequences that computed them.
+    pub cached_tokens: u32,
+    /// Prompt tokens computed for this sequence, each counted once.
+    pub computed_tokens: u32,
+    /// Tokens computed again because of preemption.
+    pub recomputed_tokens: u32,
+    /// Times preempted.
+    pub preemptions: u32,
+    /// Why the last lookup before its first computed row stopped.
+    pub hit_stop: HitStop,
+}
+
+/// Counts since start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// Steps planned.
+    pub steps: u64,
+    /// Prompt tokens computed, each once per sequence; the sum of all `computed_tokens`.
+    pub prefill_tokens_computed: u64,
+    /// Tokens computed again because of preemption.
+    pub recomputed_tokens: u64,
+    /// Tokens drawn.
+    pub generated_tokens: u64,
+    /// Prompt tokens of admitted sequences, with prefix caching on.
+    pub prefix_query_tokens: u64,
+    /// Prompt tokens that were not computed; the sum of all `cached_tokens`.
+    pub prefix_hit_tokens: u64,
+    /// Sequences preempted.
+    pub preemptions: u64,
+    /// Blocks whose cached content was given up for new.
+    pub evictions: u64,
+    /// Times a sequence waited a step for another to compute a prefix unit.
+    pub follower_waits: u64,
+    /// Times a sequence computed units itself because their producer had stalled.
+    pub takeovers: u64,
+}
+
+/// The present state, for reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Counts since start.
+    pub counters: Counters,
+    /// Sequences admitted.
+    pub running: usize,
+    /// Sequences queued, preempted ones included.
+    pub waiting: usize,
+    /// Running sequences that waited for another's prefix units in the last plan.
+    pub following: usize,
+    /// Prompt tokens of running and queued sequences that are not yet computed or cached.
+    pub pending_prefill_tokens: u64,
+    /// Bytes of blocks that live sequences hold.
+    pub kv_used_bytes: u64,
+    /// Bytes of the arena that can carry blocks.
+    pub kv_total_bytes: u64,
+    /// Hash units that a lookup could be served, as announced by events.
+    pub held_units: usize,
+}

@@ -1,0 +1,137 @@
+//! A live sequence as the scheduler sees it.
+
+use super::request::{LogitRows, SeqId, SequenceInfo, SequenceRequest};
+use crate::kv_cache::{HitStop, SequenceCache};
+use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
+
+/// Queue order: priority first, then arrival. Smaller goes first.
+pub(super) type Rank = (std::cmp::Reverse<i32>, u64);
+
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) id: SeqId,
+    pub(super) rank: Rank,
+    pub(super) root: BlockId,
+    /// Prompt and drawn tokens.
+    pub(super) tokens: Vec<u32>,
+    /// Ids of the full units of `tokens`; empty without prefix caching.
+    pub(super) units: Vec<BlockId>,
+    pub(super) prompt_len: u32,
+    pub(super) max_new_tokens: u32,
+    pub(super) logit_rows: LogitRows,
+    pub(super) cache: SequenceCache,
+    pub(super) state: State,
+    /// Takes over units until it has to compute one itself.
+    pub(super) following: bool,
+    /// Admitted before: a later admission is no new prefix query.
+    pub(super) seen: bool,
+    /// The step that computes rows of it and has not completed.
+    pub(super) in_flight: Option<u64>,
+    /// The last step in which it named units that others may have taken over at once.
+    pub(super) committed_in: u64,
+    /// The last step that moved it on.
+    pub(super) progressed_in: u64,
+    /// Tokens that were ever computed or taken over: what lies below is not counted twice.
+    pub(super) reached: u32,
+    pub(super) info: SequenceInfo,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Waiting,
+    Running,
+    /// Removed while a step was computing rows of it; goes when that step completes.
+    Leaving,
+}
+
+impl Sequence {
+    /// `key` names its prefix units; `None` without prefix caching.
+    pub(super) fn new(request: SequenceRequest, arrival: u64, key: Option<&ClusterKey>) -> Self {
+        let units = key.map_or_else(Vec::new, |key| key.chain(request.root, &request.prompt));
+        Self {
+            id: request.id,
+            rank: (std::cmp::Reverse(request.priority), arrival),
+            root: request.root,
+            prompt_len: request.prompt.len() as u32,
+            tokens: request.prompt,
+            units,
+            max_new_tokens: request.max_new_tokens,
+            logit_rows: request.logit_rows,
+            cache: SequenceCache::default(),
+            state: State::Waiting,
+            following: false,
+            seen: false,
+            in_flight: None,
+            committed_in: 0,
+            progressed_in: 0,
+            reached: 0,
+            info: SequenceInfo {
+                cached_tokens: 0,
+                computed_tokens: 0,
+                recomputed_tokens: 0,
+                preemptions: 0,
+                hit_stop: HitStop::Disabled,
+            },
+        }
+    }
+
+    /// Tokens known.
+    pub(super) fn len(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    /// Tokens whose KV the sequence needs at its longest: the last token drawn needs none.
+    pub(super) fn longest(&self) -> u32 {
+        (self.prompt_len + self.max_new_tokens).saturating_sub(1).max(self.prompt_len)
+    }
+
+    /// Tokens that could be computed now.
+    pub(super) fn remaining(&self) -> u32 {
+        let drawn = self.len() - self.prompt_len;
+        if drawn > 0 && drawn >= self.max_new_tokens { 0 } else { self.len() - self.cache.len() }
+    }
+
+    /// The next unit, if the sequence stands at a unit boundary.
+    pub(super) fn unit_at(&self) -> Option<usize> {
+        let len = self.cache.len() as usize;
+        len.is_multiple_of(HASH_UNIT_TOKENS).then_some(len / HASH_UNIT_TOKENS)
+    }
+
+    /// Units that may be served to it: the last token is always computed.
+    pub(super) fn unit_cap(&self) -> usize {
+        (self.tokens.len() - 1) / HASH_UNIT_TOKENS
+    }
+
+    /// Units that it has yet to compute or take over.
+    pub(super) fn units_ahead(&self) -> &[BlockId] {
+        self.units.get(self.cache.len() as usize / HASH_UNIT_TOKENS..).unwrap_or_default()
+    }
+
+    /// A token was drawn.
+    pub(super) fn push(&mut self, token: u32, key: Option<&ClusterKey>) {
+        self.tokens.push(token);
+        let (units, rest) = self.tokens.as_chunks::<HASH_UNIT_TOKENS>();
+        if let (Some(key), Some(last), true) = (key, units.last(), rest.is_empty()) {
+            let parent = self.units.last().copied().unwrap_or(self.root);
+            self.units.push(key.unit(parent, last));
+        }
+    }
+
+    /// Tokens from its present length up to `to` were taken over; returns those that count as cached.
+    pub(super) fn count_cached(&mut self, from: u32, to: u32) -> u32 {
+        let new = to.min(self.prompt_len).saturating_sub(from.max(self.reached));
+        self.reached = self.reached.max(to);
+        self.info.cached_tokens += new;
+        new
+    }
+
+    /// Tokens `from..to` are computed; returns (prompt tokens computed first, tokens computed again).
+    pub(super) fn count_computed(&mut self, from: u32, to: u32) -> (u32, u32) {
+        let again = to.min(self.reached).saturating_sub(from);
+        let new = to.min(self.prompt_len).saturating_sub(from.max(self.reached));
+        self.reached = self.reached.max(to);
+        self.info.computed_tokens += new;
+        self.info.recomputed_tokens += again;
+        (new, again)
+    }
+}

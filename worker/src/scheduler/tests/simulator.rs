@@ -1,0 +1,335 @@
+//! A fake engine: memory in which each token's KV is a digest of the token's whole history, a model that
+//! draws the next token from that digest, and a coordinator's view built from the events.
+
+use super::super::*;
+use crate::kv_cache::{CacheSpec, GroupKind, NULL_OFFSET, OFFSET_UNIT};
+use crate::kv_events::EventLog;
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use proto::ids::Epoch;
+use std::collections::{BTreeMap, HashSet};
+
+pub(super) const KEY: ClusterKey = ClusterKey([7; 32]);
+
+/// splitmix64.
+#[derive(Debug, Clone)]
+pub(super) struct Rng(pub(super) u64);
+
+impl Rng {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        mix(self.0)
+    }
+
+    pub(super) fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    pub(super) fn chance(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    pub(super) fn pick<T: Copy>(&mut self, items: &[T]) -> T {
+        items[self.below(items.len() as u64) as usize]
+    }
+}
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+fn extend(history: u64, token: u32) -> u64 {
+    mix(history ^ u64::from(token).wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(1))
+}
+
+fn histories(root: BlockId, tokens: &[u32]) -> Vec<u64> {
+    let mut history = u64::from(root.0[0]) + 1;
+    tokens
+        .iter()
+        .map(|&token| {
+            history = extend(history, token);
+            history
+        })
+        .collect()
+}
+
+/// What the model draws behind a history.
+fn draw(history: u64) -> u32 {
+    (mix(history ^ 0xD1CE) % 3) as u32
+}
+
+/// What an undisturbed run draws.
+pub(super) fn expected_output(root: BlockId, prompt: &[u32], n: u32) -> Vec<u32> {
+    let mut history = histories(root, prompt).last().copied().unwrap();
+    (0..n)
+        .map(|_| {
+            let token = draw(history);
+            history = extend(history, token);
+            token
+        })
+        .collect()
+}
+
+/// The arena's bytes, as far as they have been written: per block start, its group and its tokens' KV.
+#[derive(Debug, Default)]
+struct Memory {
+    blocks: BTreeMap<u64, (usize, Vec<Option<u64>>)>,
+}
+
+impl Memory {
+    fn block(&mut self, spec: &CacheSpec, group: usize, offset: u32) -> &mut Vec<Option<u64>> {
+        let (start, len) = (u64::from(offset) * OFFSET_UNIT, spec.groups[group].block_bytes);
+        assert!(start + len <= spec.arena_bytes, "block at {start} ends behind the arena");
+        // What other blocks had in these bytes is gone.
+        let longest = spec.groups.iter().map(|g| g.block_bytes).max().unwrap();
+        let overlapping: Vec<u64> = self
+            .blocks
+            .range(start.saturating_sub(longest)..start + len)
+            .filter(|&(&at, &(other, _))| {
+                at + spec.groups[other].block_bytes > start && (at != start || other != group)
+            })
+            .map(|(&at, _)| at)
+            .collect();
+        for at in overlapping {
+            self.blocks.remove(&at);
+        }
+        &mut self.blocks.entry(start).or_insert_with(|| (group, vec![None; spec.block_tokens as usize])).1
+    }
+
+    fn read(&self, group: usize, offset: u32, token: usize) -> Option<u64> {
+        let (owner, tokens) = self.blocks.get(&(u64::from(offset) * OFFSET_UNIT))?;
+        if *owner == group { tokens[token] } else { None }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Client {
+    pub(super) root: BlockId,
+    pub(super) prompt: Vec<u32>,
+    pub(super) max_new: u32,
+    pub(super) output: Vec<u32>,
+    pub(super) info: Option<SequenceInfo>,
+}
+
+/// A step that was planned and not yet computed.
+pub(super) struct Pending {
+    plan: StepPlan,
+    tables: Vec<Vec<BlockTable>>,
+}
+
+pub(super) struct Sim {
+    pub(super) spec: CacheSpec,
+    pub(super) scheduler: Scheduler,
+    memory: Memory,
+    pub(super) live: BTreeMap<SeqId, Client>,
+    pub(super) done: BTreeMap<SeqId, Client>,
+    pub(super) log: EventLog,
+    mirror: HashSet<BlockId>,
+    next_id: u64,
+    pub(super) steps: u64,
+}
+
+impl Sim {
+    pub(super) fn new(config: SchedulerConfig, spec: CacheSpec) -> Self {
+        Self {
+            scheduler: Scheduler::new(config, spec.clone(), KEY).unwrap(),
+            spec,
+            memory: Memory::default(),
+            live: BTreeMap::new(),
+            done: BTreeMap::new(),
+            log: EventLog::new(Epoch(1), 1 << 20),
+            mirror: HashSet::new(),
+            next_id: 0,
+            steps: 0,
+        }
+    }
+
+    pub(super) fn submit(
+        &mut self,
+        root: BlockId,
+        prompt: Vec<u32>,
+        max_new: u32,
+    ) -> Result<SeqId, Rejected> {
+        self.next_id += 1;
+        let id = SeqId(self.next_id);
+        self.scheduler.submit(SequenceRequest {
+            id,
+            root,
+            prompt: prompt.clone(),
+            max_new_tokens: max_new,
+            logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
+            priority: 0,
+        })?;
+        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None });
+        Ok(id)
+    }
+
+    pub(super) fn remove(&mut self, id: SeqId) -> Client {
+        let info = self.scheduler.remove(id).expect("a live sequence");
+        let mut client = self.live.remove(&id).expect("a live sequence");
+        client.info = Some(info);
+        client
+    }
+
+    /// Plans a step and computes it: a device executes steps in order, so its memory changes here.
+    pub(super) fn plan(&mut self) -> Option<Pending> {
+        let plan = self.scheduler.plan().unwrap()?;
+        let tables: Vec<Vec<BlockTable>> =
+            plan.sequences.iter().map(|s| self.scheduler.tables(s.slot).to_vec()).collect();
+        self.steps += 1;
+        self.compute(&plan, &tables);
+        Some(Pending { plan, tables })
+    }
+
+    fn compute(&mut self, plan: &StepPlan, tables: &[Vec<BlockTable>]) {
+        assert!(!plan.tokens.is_empty() && plan.tokens.len() == plan.positions.len());
+        for copy in &plan.copies {
+            let src = self.memory.block(&self.spec, copy.group, copy.src).clone();
+            let dst = self.memory.block(&self.spec, copy.group, copy.dst);
+            dst[..copy.tokens as usize].copy_from_slice(&src[..copy.tokens as usize]);
+        }
+        let block = self.spec.block_tokens as usize;
+        let mut rows_seen = 0;
+        let mut writers = HashSet::new();
+        for (planned, tables) in plan.sequences.iter().zip(tables) {
+            let Some(client) = self.live.get(&planned.id) else { panic!("{:?} is not live", planned.id) };
+            assert_eq!(planned.rows.start, rows_seen);
+            rows_seen = planned.rows.end;
+            let tokens = [&client.prompt[..], &client.output].concat();
+            let truth = histories(client.root, &tokens);
+            let (first, rows) = (planned.context_before as usize, planned.rows.len());
+            assert_eq!(planned.samples, first + rows == tokens.len() && client.max_new > 0);
+            for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
+                assert_eq!(plan.tokens[row], tokens[position]);
+                assert_eq!(plan.positions[row] as usize, position);
+                for (group, table) in tables.iter().enumerate() {
+                    let offset = table.offsets()[position / block];
+                    assert_ne!(offset, NULL_OFFSET);
+                    writers.insert((group, offset, planned.id));
+                    self.memory.block(&self.spec, group, offset)[position % block] = Some(truth[position]);
+                }
+            }
+            let logits = &plan.logit_rows[planned.logits.start as usize..planned.logits.end as usize];
+            assert!(logits.iter().all(|row| planned.rows.contains(row)));
+            assert!(!planned.samples || logits.last() == Some(&(planned.rows.end - 1)));
+        }
+        assert_eq!(rows_seen as usize, plan.tokens.len());
+        let blocks: HashSet<_> = writers.iter().map(|&(group, offset, _)| (group, offset)).collect();
+        assert_eq!(blocks.len(), writers.len(), "two sequences write into one block");
+        // All rows are written before any is read.
+        for (planned, tables) in plan.sequences.iter().zip(tables) {
+            let client = &self.live[&planned.id];
+            let tokens = [&client.prompt[..], &client.output].concat();
+            let truth = histories(client.root, &tokens);
+            let last = (planned.context_before as usize) + planned.rows.len() - 1;
+            for (group, table) in tables.iter().enumerate() {
+                let first = match self.spec.groups[group].kind {
+                    GroupKind::Full => 0,
+                    GroupKind::Sliding { window } => {
+                        (planned.context_before as usize + 1).saturating_sub(window as usize)
+                    }
+                };
+                for (position, truth) in truth.iter().enumerate().take(last + 1).skip(first) {
+                    let offset = table.offsets()[position / block];
+                    let seen = self.memory.read(group, offset, position % block);
+                    assert_eq!(seen, Some(*truth), "{:?} group {group} position {position}", planned.id);
+                }
+            }
+        }
+    }
+
+    /// Ends a step: draws tokens from the fake KV of the last rows and removes what has all its tokens.
+    pub(super) fn complete(&mut self, pending: Pending) {
+        let block = self.spec.block_tokens as usize;
+        let mut drawn = Vec::new();
+        for (planned, tables) in pending.plan.sequences.iter().zip(&pending.tables) {
+            let Some(client) = self.live.get_mut(&planned.id).filter(|_| planned.samples) else { continue };
+            let last = planned.context_before as usize + planned.rows.len() - 1;
+            let offset = tables[0].offsets()[last / block];
+            let token = draw(self.memory.read(0, offset, last % block).unwrap());
+            client.output.push(token);
+            drawn.push((planned.id, token));
+        }
+        self.scheduler.complete(pending.plan.step, &drawn).unwrap();
+        self.follow_events();
+        let ended: Vec<SeqId> = pending
+            .plan
+            .sequences
+            .iter()
+            .filter(|planned| {
+                self.live.get(&planned.id).is_some_and(|client| {
+                    let all = client.prompt.len() as u32 + client.output.len() as u32;
+                    let computed = planned.context_before + planned.rows.len() as u32;
+                    client.output.len() as u32 == client.max_new && computed + client.max_new.min(1) >= all
+                })
+            })
+            .map(|planned| planned.id)
+            .collect();
+        for id in ended {
+            let client = self.remove(id);
+            assert_eq!(client.output, expected_output(client.root, &client.prompt, client.max_new), "{id:?}");
+            let info = client.info.unwrap();
+            assert_eq!(info.cached_tokens + info.computed_tokens, client.prompt.len() as u32, "{id:?}");
+            self.done.insert(id, client);
+        }
+    }
+
+    pub(super) fn abort(&mut self, pending: &Pending) {
+        self.scheduler.abort(pending.plan.step).unwrap();
+        self.follow_events();
+    }
+
+    /// One whole step; `false` if there was nothing to do.
+    pub(super) fn step(&mut self) -> bool {
+        match self.plan() {
+            Some(pending) => {
+                self.complete(pending);
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub(super) fn run(&mut self) {
+        while self.step() {}
+        assert!(self.live.is_empty(), "idle with {} sequences left", self.live.len());
+    }
+
+    pub(super) fn follow_events(&mut self) {
+        let events = self.scheduler.take_events();
+        for event in &events {
+            match event {
+                KvEvent::Stored { units, .. } => {
+                    for unit in units {
+                        assert!(self.mirror.insert(*unit), "{unit} stored twice");
+                    }
+                }
+                KvEvent::Removed { units, .. } => {
+                    for unit in units {
+                        assert!(self.mirror.remove(unit), "{unit} removed without being held");
+                    }
+                }
+                KvEvent::Cleared => self.mirror.clear(),
+                KvEvent::ResumePoint { .. } => panic!("no such groups here"),
+            }
+        }
+        self.log.append(events);
+        assert_eq!(self.mirror.len(), self.scheduler.stats().held_units);
+    }
+
+    /// What a coordinator that knows only the events expects to be served: the deepest held unit.
+    pub(super) fn predict(&self, root: BlockId, prompt: &[u32]) -> u32 {
+        let units = KEY.chain(root, &prompt[..prompt.len() - 1]);
+        let deepest = units.iter().rposition(|unit| self.mirror.contains(unit));
+        deepest.map_or(0, |at| ((at + 1) * HASH_UNIT_TOKENS) as u32)
+    }
+
+    pub(super) fn check(&mut self) {
+        self.follow_events();
+        self.scheduler.check().unwrap();
+        assert_eq!(self.log.held_units(), self.mirror.len());
+        let snapshot: HashSet<BlockId> = self.log.snapshot().runs.into_iter().flat_map(|run| run.1).collect();
+        assert_eq!(snapshot, self.mirror);
+    }
+}
