@@ -1,2 +1,165 @@
-//! The kvasir command.
-fn main() {}
+//! The `kvasir` command: one file a subcommand, everything else composed from the libraries.
+//!
+//! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
+
+mod ca;
+mod cluster_key;
+mod config;
+mod coordinator;
+mod cpus;
+mod home;
+mod models;
+mod node;
+mod numerics;
+mod ops_client;
+mod progress;
+mod status;
+mod tokenize;
+mod up;
+mod worker;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser};
+use config::ConfigError;
+use std::io::{ErrorKind as IoErrorKind, IsTerminal};
+use std::process::ExitCode;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Exit code of a configuration that cannot be honoured (`EX_USAGE` of sysexits).
+const BAD_CONFIG: u8 = 64;
+
+/// Serves large language models from many machines as if they were one.
+#[derive(Parser)]
+#[command(name = "kvasir", version, arg_required_else_help = true, max_term_width = 100)]
+#[command(
+    after_help = "Example:\n  kvasir up                 a cluster on this machine, answering on http://127.0.0.1:8080"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// A new subcommand is a file with a `clap::Args` struct that has `run`, and one line here and below.
+#[derive(clap::Subcommand)]
+enum Command {
+    Up(up::Up),
+    Coordinator(coordinator::Coordinator),
+    Worker(worker::Worker),
+    Tokenize(tokenize::Tokenize),
+    Models(models::Models),
+    Status(status::Status),
+    Ca(ca::Ca),
+}
+
+impl Command {
+    fn run(self) -> anyhow::Result<()> {
+        match self {
+            Self::Up(command) => command.run(),
+            Self::Coordinator(command) => command.run(),
+            Self::Worker(command) => command.run(),
+            Self::Tokenize(command) => command.run(),
+            Self::Models(command) => command.run(),
+            Self::Status(command) => command.run(),
+            Self::Ca(command) => command.run(),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return bad_usage(&error),
+    };
+    start_log();
+    match cli.command.run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kvasir: {error:#}");
+            let config = error.chain().any(|cause| cause.is::<ConfigError>());
+            if config { ExitCode::from(BAD_CONFIG) } else { ExitCode::FAILURE }
+        }
+    }
+}
+
+/// Usage errors end with 2, as clap has it, `--help` and `--version` with 0. A value that does not parse and
+/// came from a `KVASIR_*` variable is configuration, not usage.
+fn bad_usage(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::ValueValidation | ErrorKind::InvalidValue)
+        && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
+        && let Some(flag) = argument.split(' ').next().and_then(|flag| flag.strip_prefix("--"))
+        && !std::env::args()
+            .any(|given| given.strip_prefix("--").is_some_and(|g| g.split('=').next() == Some(flag)))
+        && let Some(variable) = variable_of(flag)
+    {
+        let rendered = error.to_string();
+        let reason = rendered.lines().next().unwrap_or_default().trim_start_matches("error: ");
+        eprintln!("kvasir: {}", ConfigError::Environment(format!("{variable}: {reason}")));
+        return ExitCode::from(BAD_CONFIG);
+    }
+    // Nothing sensible is left to do when even the error cannot be printed.
+    let _ = error.print();
+    ExitCode::from(error.exit_code().clamp(0, 255) as u8)
+}
+
+/// The variable that sets `flag` of the subcommand that was asked for.
+fn variable_of(flag: &str) -> Option<String> {
+    let cli = Cli::command();
+    let subcommand = std::env::args().nth(1).and_then(|name| cli.find_subcommand(name).cloned())?;
+    let argument = subcommand.get_arguments().find(|argument| argument.get_long() == Some(flag))?;
+    Some(argument.get_env()?.to_string_lossy().into_owned())
+}
+
+/// Logs go to stderr: `KVASIR_LOG` filters them (default `info`), `KVASIR_LOG_FORMAT=json` is for collectors.
+fn start_log() {
+    use tracing_subscriber::{EnvFilter, fmt};
+    let filter = EnvFilter::try_from_env("KVASIR_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(true);
+    if std::env::var("KVASIR_LOG_FORMAT").is_ok_and(|format| format == "json") {
+        log.json().init();
+    } else {
+        log.with_ansi(std::io::stderr().is_terminal()).init();
+    }
+}
+
+/// Whether the reader of our output went away (`kvasir models list | head -1`): not a failure of ours.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.downcast_ref::<std::io::Error>().is_some_and(|io| io.kind() == IoErrorKind::BrokenPipe)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every visible subcommand, nested ones included, with its full name.
+    fn commands(parent: &clap::Command, name: &str, found: &mut Vec<(String, clap::Command)>) {
+        for command in parent.get_subcommands().filter(|c| c.get_name() != "help") {
+            let name = format!("{name} {}", command.get_name());
+            found.push((name.clone(), command.clone()));
+            commands(command, &name, found);
+        }
+    }
+
+    #[test]
+    fn the_flags_of_all_subcommands_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_subcommand_has_a_help_with_an_example() {
+        let mut found = Vec::new();
+        commands(&Cli::command(), "kvasir", &mut found);
+        assert!(!found.is_empty());
+        for (name, mut command) in found {
+            let help = command.render_long_help().to_string();
+            assert!(help.contains("Example") && help.contains(&name), "{name}:\n{help}");
+            for argument in command.get_arguments().filter(|a| a.get_id() != "help") {
+                assert!(argument.get_help().is_some(), "{name}: {} has no help", argument.get_id());
+            }
+        }
+    }
+}

@@ -171,4 +171,7 @@ pub enum Error {
         /// The architecture.
         arch: String,
     },
+    /// A model cannot be had.
+    #[error(transparent)]
+    Catalog(#[from] crate::catalog::CatalogError),
 }

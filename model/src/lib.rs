@@ -5,6 +5,7 @@
 //! Never here: arithmetic, sockets.
 
 pub mod arch;
+pub mod catalog;
 pub mod error;
 pub mod ggml_type;
 pub mod gguf;

@@ -1,1 +1,13 @@
-//! skeleton
+//! The cluster under test: real `kvasir` processes, driven and observed from outside as a user would.
+//!
+//! Promises: every wait has a deadline; every process started here is gone when its handle is dropped; logs
+//! of nodes stay under `target/test-logs`. Never here: linking Kvasir's libraries, so that what is tested is
+//! what is shipped.
+
+pub mod binary;
+pub mod cluster;
+pub mod fixtures;
+pub mod http;
+pub mod logits;
+pub mod signal;
+pub mod wait;

@@ -1,0 +1,78 @@
+//! The cluster's key as a file: 64 hexadecimal digits, readable by its owner only.
+
+use crate::config::ConfigError;
+use anyhow::Context;
+use proto::block::ClusterKey;
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Reads the key; makes a random one if there is no file.
+pub(crate) fn load_or_make(path: &Path) -> anyhow::Result<ClusterKey> {
+    if !path.exists() {
+        make(path).with_context(|| path.display().to_string())?;
+    }
+    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    parse(text.trim()).ok_or_else(|| {
+        // The content stays out of messages.
+        ConfigError::field("cluster_key", path.display(), "a file of 64 hexadecimal digits").into()
+    })
+}
+
+/// Another process may make the same file at the same time: the first one wins and nobody reads a part.
+fn make(path: &Path) -> std::io::Result<()> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    let mut key = [0u8; 32];
+    File::open("/dev/urandom")?.read_exact(&mut key)?;
+    let text: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
+    let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&temporary)?;
+    writeln!(file, "{text}")?;
+    let linked = match fs::hard_link(&temporary, path) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+        _ => Ok(()),
+    };
+    fs::remove_file(&temporary)?;
+    linked
+}
+
+fn parse(text: &str) -> Option<ClusterKey> {
+    let (pairs, []) = text.as_bytes().as_chunks::<2>() else { return None };
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    let bytes = pairs.iter().map(|[high, low]| u8::try_from(digit(*high)? * 16 + digit(*low)?).ok());
+    let bytes: Vec<u8> = bytes.collect::<Option<_>>()?;
+    Some(ClusterKey(bytes.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_key_is_made_once_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/cluster.key");
+        let key = load_or_make(&path).unwrap();
+        assert_ne!(key.0, [0; 32]);
+        assert!(load_or_make(&path).unwrap() == key);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        assert!(load_or_make(&dir.path().join("other.key")).unwrap() != key);
+    }
+
+    #[test]
+    fn a_spoilt_key_is_a_configuration_error_that_does_not_show_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for text in ["", "00", "zz", &"g".repeat(64), &"0".repeat(65)] {
+            let path = dir.path().join("cluster.key");
+            fs::write(&path, text).unwrap();
+            let error = load_or_make(&path).unwrap_err();
+            assert!(error.is::<ConfigError>());
+            assert!(text.is_empty() || !error.to_string().contains(&format!("{text}:")));
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Where settings come from: a TOML file, then `KVASIR_*` variables, then flags; the later wins.
+//!
+//! A node's settings are one struct of optional fields that is both a set of flags (clap, which reads the
+//! variables too) and a file (serde, unknown fields refused). What nobody set is computed later, so that
+//! `--check-config` can print the whole and `--explain` can say why.
+
+mod units;
+
+pub(crate) use units::{ByteSize, Period};
+
+use anyhow::Context;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::path::Path;
+
+/// A setting that cannot be honoured; ends the process with exit code 64.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConfigError {
+    /// The file is not there, is not TOML, or holds an unknown field or a value of the wrong type.
+    #[error("configuration file {path}: {reason}")]
+    File {
+        /// As given.
+        path: String,
+        /// What is wrong, with line and field.
+        reason: String,
+    },
+    /// One field's value breaks its limit.
+    #[error("setting `{field}`: {value} is refused: {limit}")]
+    Field {
+        /// The field's name in the file; its flag has dashes in place of underscores.
+        field: &'static str,
+        /// The value found.
+        value: String,
+        /// What would be accepted.
+        limit: String,
+    },
+    /// A field that must be set and is not.
+    #[error("setting `{field}` is missing: {need}")]
+    Missing {
+        /// The field's name in the file.
+        field: &'static str,
+        /// What it is needed for.
+        need: String,
+    },
+    /// A node that another command set up refuses its settings.
+    #[error("{name} refuses its settings:\n{log}")]
+    Node {
+        /// The node.
+        name: String,
+        /// The end of its log.
+        log: String,
+    },
+    /// A coordinator's settings contradict each other or a limit.
+    #[error(transparent)]
+    Coordinator(coordinator::config::ConfigError),
+    /// A variable of the environment does not parse.
+    #[error("environment: {0}")]
+    Environment(String),
+}
+
+impl ConfigError {
+    /// A field's value that breaks `limit`.
+    pub(crate) fn field(field: &'static str, value: impl ToString, limit: impl Into<String>) -> Self {
+        Self::Field { field, value: value.to_string(), limit: limit.into() }
+    }
+
+    /// A field that must be set and is not.
+    pub(crate) fn missing(field: &'static str, need: impl Into<String>) -> Self {
+        Self::Missing { field, need: need.into() }
+    }
+}
+
+/// Lays `flags` (which hold the environment's values already) over `file`.
+pub(crate) fn layered<T: Serialize + DeserializeOwned>(file: Option<&Path>, flags: &T) -> anyhow::Result<T> {
+    let mut table = match file {
+        None => toml::Table::new(),
+        Some(path) => {
+            let refuse = |reason: String| ConfigError::File { path: path.display().to_string(), reason };
+            let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
+            let read: T = toml::from_str(&text).map_err(|error| refuse(error.to_string()))?;
+            toml::Table::try_from(&read).context("settings from the file")?
+        }
+    };
+    table.extend(toml::Table::try_from(flags).context("settings from flags")?);
+    table.try_into().context("settings laid over each other")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+    use std::io::Write;
+
+    #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Sample {
+        threads: Option<usize>,
+        kv_bytes: Option<ByteSize>,
+        listen: Option<std::net::SocketAddr>,
+    }
+
+    fn file(text: &str) -> tempfile::NamedTempFile {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        file
+    }
+
+    #[test]
+    fn flags_win_over_the_file_field_by_field() {
+        let file = file("threads = 4\nkv_bytes = \"512MiB\"\n");
+        let flags = Sample { threads: Some(2), ..Sample::default() };
+        let merged = layered(Some(file.path()), &flags).unwrap();
+        assert_eq!(merged, Sample { threads: Some(2), kv_bytes: Some(ByteSize(512 << 20)), listen: None });
+    }
+
+    #[test]
+    fn unknown_fields_and_wrong_types_name_the_field() {
+        for (text, expected) in [
+            ("thread = 4", "unknown field `thread`"),
+            ("kv_bytes = \"12 parsecs\"", "kv_bytes"),
+            ("listen = \"nowhere\"", "listen"),
+            ("threads = ", "line 1"),
+        ] {
+            let error = layered(Some(file(text).path()), &Sample::default()).unwrap_err();
+            assert!(error.is::<ConfigError>(), "{error:?}");
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_a_configuration_error() {
+        let error = layered(Some(Path::new("/nonexistent.toml")), &Sample::default()).unwrap_err();
+        assert!(error.is::<ConfigError>());
+        assert!(error.to_string().contains("/nonexistent.toml"));
+    }
+}

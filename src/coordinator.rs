@@ -1,0 +1,238 @@
+//! `kvasir coordinator`: one front of a cluster.
+
+use crate::config::{self, ByteSize, ConfigError, Period};
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
+use crate::{cluster_key, home, models};
+use anyhow::Context;
+use coordinator::api::auth::KeyEntry;
+use coordinator::config::Config;
+use coordinator::models::ModelEntry;
+use coordinator::server::{self, StartError};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Runs one coordinator: the OpenAI API, the prefix index, routing.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Example:\n  kvasir coordinator --identity ./c0 --models smollm2-135m --http 0.0.0.0:8080 --quic 0.0.0.0:7000 --config keys.toml\n\n\
+    keys.toml:\n  [[keys]]\n  sha256 = \"<SHA-256 of the key, in hexadecimal>\"\n  tenant = \"team-a\"\n\n\
+    It prints one line of JSON with its addresses when it listens; logs go to stderr."
+)]
+pub(crate) struct Coordinator {
+    #[command(flatten)]
+    settings: CoordinatorSettings,
+    #[command(flatten)]
+    node: NodeArgs,
+}
+
+/// Everything that can be set; what is not set has a default.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CoordinatorSettings {
+    /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it.
+    #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
+    pub(crate) identity: Option<PathBuf>,
+    /// Models that the API offers, separated by commas: catalog names, paths, or ID=PATH.
+    #[arg(long, value_name = "MODEL,..", env = "KVASIR_MODELS", value_delimiter = ',')]
+    pub(crate) models: Option<Vec<String>>,
+    /// Where the OpenAI API answers [default: 127.0.0.1:8080]; elsewhere than on loopback only with keys.
+    #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP")]
+    pub(crate) http: Option<SocketAddr>,
+    /// Where /livez, /readyz, /metrics and /admin/v1 answer [default: 127.0.0.1:9090].
+    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
+    pub(crate) ops: Option<SocketAddr>,
+    /// UDP address where workers dial in [default: 127.0.0.1:7000].
+    #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
+    pub(crate) quic: Option<SocketAddr>,
+    /// File of the key that keys all block ids, shared by all coordinators [default: cluster.key in
+    /// $KVASIR_HOME]; made on first use.
+    #[arg(long, value_name = "FILE", env = "KVASIR_CLUSTER_KEY")]
+    pub(crate) cluster_key: Option<PathBuf>,
+    /// Keep /readyz at 503 until a POST to /admin/v1/ready; `kvasir up` uses it.
+    #[arg(long, value_name = "BOOL", env = "KVASIR_HOLD_READY", hide = true)]
+    pub(crate) hold_ready: Option<bool>,
+    /// Time that a request may take in all [default: 10 minutes].
+    #[arg(long, value_name = "TIME", env = "KVASIR_REQUEST_TIMEOUT")]
+    pub(crate) request_timeout: Option<Period>,
+    /// Time that requests under way are given when the node is told to end [default: 30s].
+    #[arg(long, value_name = "TIME", env = "KVASIR_DRAIN_TIMEOUT")]
+    pub(crate) drain_timeout: Option<Period>,
+    /// Generations that may wait for a worker.
+    #[arg(long, value_name = "N", env = "KVASIR_QUEUE_REQUESTS")]
+    pub(crate) queue_requests: Option<usize>,
+    /// Prompt tokens that may wait for a worker.
+    #[arg(long, value_name = "N", env = "KVASIR_QUEUE_TOKENS")]
+    pub(crate) queue_tokens: Option<u64>,
+    /// Generations that one worker may have at a time; more wait here, where any worker can take them.
+    #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
+    pub(crate) worker_inflight: Option<u32>,
+    /// How often workers report.
+    #[arg(long, value_name = "TIME", env = "KVASIR_REPORT_EVERY")]
+    pub(crate) report_every: Option<Period>,
+    /// A worker not heard of for this long gets no new work while another is there.
+    #[arg(long, value_name = "TIME", env = "KVASIR_SUSPECT_AFTER")]
+    pub(crate) suspect_after: Option<Period>,
+    /// A worker not heard of for this long has left.
+    #[arg(long, value_name = "TIME", env = "KVASIR_LEASE")]
+    pub(crate) lease: Option<Period>,
+    /// Memory for the prefix index, such as 256MiB.
+    #[arg(long, value_name = "SIZE", env = "KVASIR_INDEX_BYTES")]
+    pub(crate) index_bytes: Option<ByteSize>,
+    /// HTTP connections at a time on the API port.
+    #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
+    pub(crate) max_connections: Option<usize>,
+    /// Client keys; in the file only.
+    #[arg(skip)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) keys: Option<Vec<KeyEntry>>,
+}
+
+impl CoordinatorSettings {
+    /// Every setting filled in, and why the filled ones are what they are.
+    fn complete(self) -> anyhow::Result<(Self, Vec<Explained>)> {
+        let default = Config::default();
+        let mut explained = Vec::new();
+        let mut fill = |field, value: String, reason: &str| {
+            explained.push(Explained { field, value, reason: reason.to_owned() });
+        };
+        macro_rules! or {
+            ($field:ident, $default:expr, $reason:literal) => {
+                Some(match self.$field {
+                    Some(value) => value,
+                    None => {
+                        let value = $default;
+                        fill(stringify!($field), text(&value)?, $reason);
+                        value
+                    }
+                })
+            };
+        }
+        let seconds = |s| Period(Duration::from_secs(s));
+        let millis = |ms| Period(Duration::from_millis(ms));
+        let complete = Self {
+            identity: self.identity,
+            models: self.models,
+            keys: self.keys,
+            http: or!(http, default.http, "this machine only, unless told otherwise"),
+            ops: or!(ops, default.ops, "this machine only, unless told otherwise"),
+            quic: or!(quic, default.quic, "this machine only, unless told otherwise"),
+            cluster_key: or!(cluster_key, home::home()?.join("cluster.key"), "beside the model cache"),
+            hold_ready: or!(hold_ready, default.hold_ready, "ready as soon as a worker is"),
+            request_timeout: or!(request_timeout, seconds(default.request_timeout_s), "nothing waits for ever"),
+            drain_timeout: or!(drain_timeout, seconds(default.drain_s), "what supervisors commonly grant"),
+            queue_requests: or!(queue_requests, default.queue_requests, "a bounded queue, then 429"),
+            queue_tokens: or!(queue_tokens, default.queue_tokens, "a bounded queue, then 429"),
+            worker_inflight: or!(worker_inflight, default.worker_inflight, "more wait where any worker can take them"),
+            report_every: or!(report_every, millis(default.report_every_ms), "fresher than a decision needs"),
+            suspect_after: or!(suspect_after, millis(default.suspect_ms), "a few missed reports"),
+            lease: or!(lease, millis(default.lease_ms), "a pause longer than this is a death"),
+            index_bytes: or!(index_bytes, ByteSize(default.index_bytes), "a bound, not a reservation"),
+            max_connections: or!(max_connections, default.max_connections, "a bound on open files"),
+        };
+        Ok((complete, explained))
+    }
+
+    /// The library's configuration; models are pulled if need be. Of complete settings.
+    fn service(&self) -> anyhow::Result<Config> {
+        let Some(models) = self.models.as_ref().filter(|models| !models.is_empty()) else {
+            return Err(ConfigError::missing("models", "name at least one model to offer").into());
+        };
+        let models = models.iter().map(|model| {
+            let models::Resolved { path, id } = models::resolve_named(model)?;
+            Ok(ModelEntry { id, path })
+        });
+        let default = Config::default();
+        let ms = |period: Option<Period>, default| period.map_or(default, Period::millis);
+        let config = Config {
+            http: self.http.unwrap_or(default.http),
+            ops: self.ops.unwrap_or(default.ops),
+            quic: self.quic.unwrap_or(default.quic),
+            models: models.collect::<anyhow::Result<_>>()?,
+            keys: self.keys.clone().unwrap_or_default(),
+            hold_ready: self.hold_ready.unwrap_or(default.hold_ready),
+            request_timeout_s: ms(self.request_timeout, default.request_timeout_s * 1000).div_ceil(1000),
+            queue_requests: self.queue_requests.unwrap_or(default.queue_requests),
+            queue_tokens: self.queue_tokens.unwrap_or(default.queue_tokens),
+            worker_inflight: self.worker_inflight.unwrap_or(default.worker_inflight),
+            report_every_ms: ms(self.report_every, default.report_every_ms),
+            suspect_ms: ms(self.suspect_after, default.suspect_ms),
+            lease_ms: ms(self.lease, default.lease_ms),
+            index_bytes: self.index_bytes.map_or(default.index_bytes, |size| size.0),
+            max_connections: self.max_connections.unwrap_or(default.max_connections),
+            drain_s: ms(self.drain_timeout, default.drain_s * 1000).div_ceil(1000),
+        };
+        config.check().map_err(ConfigError::Coordinator)?;
+        Ok(config)
+    }
+}
+
+/// A value as it stands in a file.
+fn text(value: &impl Serialize) -> anyhow::Result<String> {
+    Ok(toml::Value::try_from(value).context("a default")?.to_string())
+}
+
+impl Coordinator {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let settings: CoordinatorSettings = config::layered(self.node.config.as_deref(), &self.settings)?;
+        let (settings, explained) = settings.complete()?;
+        if self.node.answer(&settings, &explained)? {
+            return Ok(());
+        }
+        let identity = crate::node::identity(settings.identity.as_deref())?;
+        let config = settings.service()?;
+        let key = cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let mut signals = StopSignals::listen()?;
+            let started = server::Coordinator::start(config, &identity, key).await;
+            let node = started.map_err(|error| match error {
+                StartError::Config(error) => ConfigError::Coordinator(error).into(),
+                error => anyhow::Error::from(error),
+            })?;
+            let addresses = node.addresses();
+            let announcement = Announcement {
+                id: identity.name().node.to_string(),
+                pid: std::process::id(),
+                http: Some(addresses.http),
+                ops: addresses.ops,
+                quic: addresses.quic,
+            };
+            announcement.print()?;
+            signals.next().await;
+            tracing::info!("draining");
+            tokio::select! {
+                finished = node.stop() => if !finished { tracing::warn!("requests were cut off") },
+                () = signals.next() => {}
+            }
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_set_is_kept_and_what_is_not_is_explained() {
+        let set = CoordinatorSettings { lease: Some(Period(Duration::from_secs(9))), ..Default::default() };
+        let (complete, explained) = set.complete().unwrap();
+        assert_eq!(complete.lease, Some(Period(Duration::from_secs(9))));
+        assert!(!explained.iter().any(|e| e.field == "lease"));
+        let http = explained.iter().find(|e| e.field == "http").unwrap();
+        assert_eq!(http.value, "\"127.0.0.1:8080\"");
+        // Nothing is left to compute the second time, and the file that is printed reads back.
+        let file = toml::to_string(&complete).unwrap();
+        let again: CoordinatorSettings = toml::from_str(&file).unwrap();
+        assert_eq!(again, complete);
+        assert!(again.complete().unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn a_coordinator_without_models_is_refused() {
+        let error = CoordinatorSettings::default().service().unwrap_err();
+        assert!(error.is::<ConfigError>() && error.to_string().contains("`models`"), "{error}");
+    }
+}

@@ -1,0 +1,105 @@
+//! What both kinds of node have in common as commands: flags besides their settings, the line that says where
+//! they listen, the signals that end them.
+
+use crate::config::ConfigError;
+use anyhow::Context;
+use proto::transport::Identity;
+use serde::{Deserialize, Serialize};
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Flags of every node besides its settings.
+#[derive(Debug, clap::Args)]
+pub(crate) struct NodeArgs {
+    /// TOML file with any of the settings above (underscores for dashes); variables and flags win over it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Print the settings in effect as a file, and end.
+    #[arg(long)]
+    pub(crate) check_config: bool,
+    /// Print each setting that was computed and why, and end.
+    #[arg(long)]
+    pub(crate) explain: bool,
+}
+
+/// A default that was computed, for `--explain`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Explained {
+    /// The setting.
+    pub(crate) field: &'static str,
+    /// Its value, as it would stand in a file.
+    pub(crate) value: String,
+    /// Why.
+    pub(crate) reason: String,
+}
+
+impl NodeArgs {
+    /// Prints what was asked for; `true` means that the command is done.
+    pub(crate) fn answer(&self, settings: &impl Serialize, explained: &[Explained]) -> anyhow::Result<bool> {
+        let mut out = std::io::stdout().lock();
+        if self.check_config {
+            write!(out, "{}", toml::to_string(settings).context("settings in effect")?)?;
+        }
+        if self.explain {
+            for Explained { field, value, reason } in explained {
+                writeln!(out, "{field} = {value}  # {reason}")?;
+            }
+        }
+        Ok(self.check_config || self.explain)
+    }
+}
+
+/// The identity that a node's certificate gives it.
+pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
+    let need = "a directory with node.crt, node.key and ca.crt; `kvasir ca issue` makes one";
+    let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
+    proto::ca::load_identity(directory).map_err(|error| {
+        ConfigError::field("identity", directory.display(), error.to_string()).into()
+    })
+}
+
+/// What a node says on stdout, as one line, when it has bound its ports and answers on them: the addresses
+/// that it really listens on, ports that it was free to choose included.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Announcement {
+    pub(crate) id: String,
+    pub(crate) pid: u32,
+    /// The API; coordinators only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) http: Option<SocketAddr>,
+    pub(crate) ops: SocketAddr,
+    pub(crate) quic: SocketAddr,
+}
+
+impl Announcement {
+    /// Prints the line. Nothing else goes to a node's stdout.
+    pub(crate) fn print(&self) -> anyhow::Result<()> {
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "{}", serde_json::to_string(self)?)?;
+        Ok(out.flush()?)
+    }
+}
+
+/// Ctrl-C, SIGTERM and the terminal's end. The first asks for a drain, the second for an end now.
+#[derive(Debug)]
+pub(crate) struct StopSignals([Signal; 3]);
+
+impl StopSignals {
+    /// From here on these signals no longer end the process by themselves. Needs a runtime.
+    pub(crate) fn listen() -> anyhow::Result<Self> {
+        let on = |kind| signal(kind).context("listening for signals");
+        Ok(Self([on(SignalKind::interrupt())?, on(SignalKind::terminate())?, on(SignalKind::hangup())?]))
+    }
+
+    /// The next of them.
+    pub(crate) async fn next(&mut self) {
+        let [interrupt, terminate, hangup] = &mut self.0;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
+    }
+}

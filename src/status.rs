@@ -1,0 +1,161 @@
+//! `kvasir status`: what a coordinator knows of its cluster.
+
+use crate::{home, ops_client};
+use anyhow::Context;
+use serde::Deserialize;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Shows the nodes of a cluster, what they serve and how full they are.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir status\n  kvasir status --ops 10.0.0.7:9090 --json")]
+pub(crate) struct Status {
+    /// Ops address of a coordinator; default: that of the cluster `kvasir up` runs from the data directory.
+    #[arg(long, value_name = "HOST:PORT", env = "KVASIR_OPS")]
+    ops: Option<String>,
+    /// Data directory of a `kvasir up`.
+    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
+    data_dir: Option<PathBuf>,
+    /// Print the coordinator's answer (`/admin/v1/cluster`) as one line of JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The part of `/admin/v1/cluster` that people want to see. Unknown keys are a newer coordinator's.
+#[derive(Debug, Deserialize)]
+struct Cluster {
+    #[serde(default)]
+    coordinators: Vec<Coordinator>,
+    #[serde(default)]
+    workers: Vec<Worker>,
+    #[serde(default)]
+    index: Option<Index>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Coordinator {
+    id: String,
+    role: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Worker {
+    id: String,
+    epoch: u64,
+    state: String,
+    #[serde(default)]
+    models: Vec<String>,
+    kv_used: u64,
+    kv_total: u64,
+    #[serde(default)]
+    last_progress_ms: u64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Index {
+    blocks: u64,
+    bytes: u64,
+}
+
+impl Status {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let server = match (&self.ops, &self.data_dir) {
+            (Some(ops), _) => ops.clone(),
+            (None, dir) => ops_of(dir.clone().map_or_else(home::up_data_dir, Ok)?)?,
+        };
+        let answer = ops_client::request(
+            ops_client::address(&server)?,
+            "GET",
+            "/admin/v1/cluster",
+            Duration::from_secs(5),
+        );
+        let body =
+            answer.and_then(ops_client::Answer::success).with_context(|| format!("coordinator {server}"))?;
+        let mut out = std::io::stdout().lock();
+        if self.json {
+            let value: serde_json::Value = serde_json::from_str(&body).context("the coordinator's answer")?;
+            writeln!(out, "{value}")?;
+        } else {
+            write!(out, "{}", table(&serde_json::from_str(&body).context("the coordinator's answer")?))?;
+        }
+        Ok(())
+    }
+}
+
+/// The ops address of the first coordinator in a data directory's `up.json`.
+fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
+    let path = dir.join("up.json");
+    let text = std::fs::read_to_string(&path).with_context(|| {
+        format!("{}: no cluster runs from here; name a coordinator with --ops HOST:PORT", path.display())
+    })?;
+    let up: serde_json::Value = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+    let ops = up.pointer("/coordinators/0/ops").and_then(serde_json::Value::as_str);
+    ops.map(str::to_owned).with_context(|| format!("{} names no coordinator", path.display()))
+}
+
+fn table(cluster: &Cluster) -> String {
+    let mut rows =
+        vec![["NODE", "STATE", "EPOCH", "KV USED", "PROGRESS", "MODELS"].map(str::to_owned).to_vec()];
+    for node in &cluster.coordinators {
+        let role = format!("coordinator ({})", node.role);
+        rows.push(vec![node.id.clone(), role, "-".into(), "-".into(), "-".into(), String::new()]);
+    }
+    for node in &cluster.workers {
+        let mib = |bytes: u64| bytes >> 20;
+        rows.push(vec![
+            node.id.clone(),
+            node.state.clone(),
+            node.epoch.to_string(),
+            format!("{} of {} MiB", mib(node.kv_used), mib(node.kv_total)),
+            format!("{} ms ago", node.last_progress_ms),
+            node.models.join(","),
+        ]);
+    }
+    let mut text = columns(&rows);
+    if let Some(index) = &cluster.index {
+        text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);
+    }
+    text
+}
+
+/// Left-aligned columns, two spaces apart.
+pub(crate) fn columns(rows: &[Vec<String>]) -> String {
+    let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(|c| c.chars().count()).max();
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().enumerate().map(|(i, cell)| format!("{cell:<w$}", w = width(i).unwrap_or(0)));
+        text += cells.collect::<Vec<_>>().join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_shows_every_node_and_ignores_keys_of_later_versions() {
+        let cluster: Cluster = serde_json::from_str(
+            r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
+                "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
+                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"new":1}],
+                "models":[],"replicas":[],"index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
+        )
+        .unwrap();
+        let text = table(&cluster);
+        for expected in ["c0", "w0", "ready", "1 of 2 MiB", "12 ms ago", "7 blocks"] {
+            assert!(text.contains(expected), "{expected} not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_directory_without_a_cluster_is_explained() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = format!("{:#}", ops_of(dir.path().to_owned()).unwrap_err());
+        assert!(error.contains("--ops"), "{error}");
+        std::fs::write(dir.path().join("up.json"), r#"{"coordinators":[{"ops":"127.0.0.1:9"}]}"#).unwrap();
+        assert_eq!(ops_of(dir.path().to_owned()).unwrap(), "127.0.0.1:9");
+    }
+}

@@ -1,0 +1,47 @@
+//! `kvasir tokenize`: a text as the model sees it.
+
+use crate::models;
+use anyhow::Context;
+use model::{Gguf, Tokenizer};
+use std::io::Write;
+
+/// Prints the token ids of a text.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir tokenize smollm2-135m --text 'Hello, world!' --json")]
+pub(crate) struct Tokenize {
+    /// Catalog name or path of a .gguf file.
+    model: String,
+    /// The text.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    text: String,
+    /// Parse special tokens in the text, such as <|im_start|>; without, they are text like any other.
+    #[arg(long)]
+    special: bool,
+    /// Put the model's beginning-of-sequence token first.
+    #[arg(long)]
+    bos: bool,
+    /// Print {"ids":[...]}; without, one token a line with its text.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Tokenize {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let model = models::resolve_or_pull(&self.model)?;
+        let file = Gguf::open(&model.path)?;
+        let tokenizer = Tokenizer::from_metadata(file.metadata())?;
+        let mut ids = tokenizer.encode(&self.text, self.special);
+        if self.bos {
+            ids.insert(0, tokenizer.bos().context("the model has no beginning-of-sequence token")?);
+        }
+        let mut out = std::io::stdout().lock();
+        if self.json {
+            writeln!(out, "{}", serde_json::json!({"ids": ids}))?;
+        } else {
+            for id in ids {
+                writeln!(out, "{id:>8}  {:?}", tokenizer.decode(&[id], false))?;
+            }
+        }
+        Ok(())
+    }
+}

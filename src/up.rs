@@ -1,0 +1,351 @@
+//! `kvasir up`: a cluster on this machine. Its nodes are child processes of the same executable and talk
+//! over QUIC with mutual TLS, as nodes on many machines do.
+
+mod child;
+mod data_dir;
+mod nodes;
+mod supervisor;
+
+use crate::config::{self, ConfigError};
+use crate::coordinator::CoordinatorSettings;
+use crate::cpus::{self, CpuSet};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg};
+use crate::worker::WorkerSettings;
+use crate::{home, models};
+use ::coordinator::api::auth::KeyEntry;
+use anyhow::Context;
+use data_dir::DataDir;
+use nodes::Nodes;
+use proto::ca::Authority;
+use proto::ids::{ClusterName, NodeId, Role};
+use serde::{Deserialize, Serialize};
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::SystemTime;
+use supervisor::Supervisor;
+
+const DEFAULT_MODEL: &str = "smollm2-135m";
+/// More nodes than this on one machine are a slip of the finger.
+const MAX_NODES: usize = 64;
+
+/// Starts a whole cluster on this machine: coordinators and workers as processes of their own.
+#[derive(clap::Args)]
+#[command(after_help = "Examples:\n  kvasir up\n  kvasir up --workers 4 --http 127.0.0.1:8000\n  \
+    kvasir up ./my-model.gguf --json\n\n\
+    Ctrl-C ends it: requests that run are finished first; a second Ctrl-C does not wait.")]
+pub(crate) struct Up {
+    #[command(flatten)]
+    settings: UpSettings,
+    /// TOML file with any of the settings above and a [[keys]] table; variables and flags win over it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print one line of JSON when ready (what up.json holds) and nothing else on stdout.
+    #[arg(long)]
+    json: bool,
+    /// Leave dead nodes dead.
+    #[arg(long)]
+    no_restart: bool,
+    /// Allow addresses other machines can reach; needs [[keys]] in the configuration file.
+    #[arg(long)]
+    listen_public: bool,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields)]
+struct UpSettings {
+    /// Catalog name or path of a .gguf file [default: smollm2-135m, pulled on first use]
+    model: Option<String>,
+    /// Coordinator processes [default: 1]
+    #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
+    coordinators: Option<usize>,
+    /// Worker processes [default: 2]
+    #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
+    workers: Option<usize>,
+    /// OpenAI API of the first coordinator, the next takes the next port; port 0 is any [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP")]
+    http: Option<SocketAddr>,
+    /// Ops port of the first coordinator, the next takes the next; port 0 is any [default: 127.0.0.1:9090]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
+    ops: Option<SocketAddr>,
+    /// Compute threads of each worker [default: usable CPUs / workers, at least 1]
+    #[arg(long, value_name = "N", env = "KVASIR_THREADS")]
+    threads: Option<usize>,
+    /// What workers compute on [default: auto]
+    #[arg(long, value_enum, env = "KVASIR_DEVICE")]
+    device: Option<Device>,
+    /// Element type of the KV cache [default: f16]
+    #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
+    kv_type: Option<KvTypeArg>,
+    /// What quantised matrices are multiplied with [default: int8]
+    #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
+    activations: Option<ActivationsArg>,
+    /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
+    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
+    data_dir: Option<PathBuf>,
+    /// Client keys, in the configuration file only.
+    #[arg(skip)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    keys: Option<Vec<KeyEntry>>,
+}
+
+/// Settings that are complete and within their limits.
+#[derive(Debug)]
+struct Plan {
+    coordinators: Vec<(SocketAddr, SocketAddr)>,
+    workers: usize,
+    shares: cpus::Shares,
+    settings: UpSettings,
+}
+
+impl Plan {
+    fn new(settings: UpSettings, listen_public: bool) -> Result<Self, ConfigError> {
+        let coordinators = count("coordinators", settings.coordinators, 1)?;
+        let workers = count("workers", settings.workers, 2)?;
+        let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let http = settings.http.unwrap_or(local(8080));
+        let ops = settings.ops.unwrap_or(local(9090));
+        if listen_public && settings.keys.as_ref().is_none_or(Vec::is_empty) {
+            return Err(ConfigError::missing(
+                "keys",
+                "--listen-public needs at least one [[keys]] entry in --config",
+            ));
+        }
+        for (field, address) in [("http", http), ("ops", ops)] {
+            if !address.ip().is_loopback() && !listen_public {
+                return Err(ConfigError::field(
+                    field,
+                    address,
+                    "a loopback address, unless --listen-public is given",
+                ));
+            }
+        }
+        let coordinators = (0..coordinators)
+            .map(|index| Ok((nth("http", http, index)?, nth("ops", ops, index)?)))
+            .collect::<Result<_, ConfigError>>()?;
+        let usable = CpuSet::usable().unwrap_or_else(|| CpuSet::first(capacity()));
+        if settings.threads.is_some_and(|threads| !(1..=cpus::MAX_THREADS).contains(&threads)) {
+            let limit = format!("1 to {}", cpus::MAX_THREADS);
+            return Err(ConfigError::field("threads", settings.threads.unwrap_or(0), limit));
+        }
+        let shares = cpus::share(&usable, capacity(), workers, settings.threads);
+        Ok(Self { coordinators, workers, shares, settings })
+    }
+
+    /// The nodes to start, with an identity each from the directory's own authority.
+    fn nodes(&self, dir: &DataDir, model: &models::Resolved) -> anyhow::Result<Nodes> {
+        let authority = authority(dir)?;
+        let path = model.path.to_str().context("a model's path that is not UTF-8")?;
+        let named = format!("{}={path}", model.id);
+        let identity = |role: Role, name: &str| -> anyhow::Result<PathBuf> {
+            let path = dir.node(name).join("identity");
+            authority.issue(role, NodeId::new(name)?, SystemTime::now())?.save(&path)?;
+            Ok(path)
+        };
+        // Nodes find each other on this machine only, whatever the API listens on.
+        let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let mut coordinators = Vec::new();
+        for (index, (http, ops)) in self.coordinators.iter().enumerate() {
+            let name = format!("coordinator-{index}");
+            let settings = CoordinatorSettings {
+                identity: Some(identity(Role::Coordinator, &name)?),
+                http: Some(*http),
+                ops: Some(*ops),
+                quic: Some(any_port),
+                cluster_key: Some(dir.cluster_key()),
+                models: Some(vec![named.clone()]),
+                hold_ready: Some(true),
+                keys: self.settings.keys.clone(),
+                ..CoordinatorSettings::default()
+            };
+            coordinators.push((name, settings));
+        }
+        let mut workers = Vec::new();
+        for index in 0..self.workers {
+            let name = format!("worker-{index}");
+            let settings = WorkerSettings {
+                identity: Some(identity(Role::Worker, &name)?),
+                quic: Some(any_port),
+                ops: Some(any_port),
+                model: Some(named.clone()),
+                workers_here: Some(self.workers),
+                threads: Some(self.shares.threads),
+                cpus: self.shares.sets.get(index).cloned(),
+                device: self.settings.device,
+                kv_type: self.settings.kv_type,
+                activations: self.settings.activations,
+                data_dir: Some(dir.node(&name)),
+                ..WorkerSettings::default()
+            };
+            workers.push((name, settings));
+        }
+        Ok(Nodes::new(model.id.to_string(), coordinators, workers))
+    }
+}
+
+impl Up {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let settings: UpSettings = config::layered(self.config.as_deref(), &self.settings)?;
+        let plan = Plan::new(settings, self.listen_public)?;
+        let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;
+        let dir = DataDir::open(dir)?;
+        let model = models::resolve_or_pull(plan.settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
+        let nodes = plan.nodes(&dir, &model)?;
+        let up_file = dir.up_file();
+        // One thread: the kernel ends children with the thread that started them.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let mut supervisor = Supervisor::new(dir, nodes, !self.no_restart)?;
+            if supervisor.start().await? {
+                let nodes = supervisor.nodes();
+                let text = if self.json { nodes.up_line()? + "\n" } else { banner(nodes, &up_file) };
+                let mut out = std::io::stdout().lock();
+                out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("stdout")?;
+                drop(out);
+                supervisor.run().await?;
+            }
+            supervisor.drain().await
+        })
+    }
+}
+
+/// The directory's certificate authority, made on first use.
+fn authority(dir: &DataDir) -> anyhow::Result<Authority> {
+    let path = dir.authority();
+    if !path.exists() {
+        let cluster = ClusterName::new("kvasir-up")?;
+        Authority::new(cluster, SystemTime::now())?.save(&path)?;
+    }
+    Authority::load(&path).with_context(|| path.display().to_string())
+}
+
+fn capacity() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn count(field: &'static str, given: Option<usize>, default: usize) -> Result<usize, ConfigError> {
+    match given.unwrap_or(default) {
+        found if (1..=MAX_NODES).contains(&found) => Ok(found),
+        found => Err(ConfigError::field(field, found, format!("1 to {MAX_NODES}"))),
+    }
+}
+
+/// The `index`th address from `first` on; port 0 stays 0.
+fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAddr, ConfigError> {
+    let port = match first.port() {
+        0 => Some(0),
+        port => u16::try_from(index).ok().and_then(|index| port.checked_add(index)),
+    };
+    let port = port
+        .ok_or_else(|| ConfigError::field(field, first, "a port with room for all coordinators above it"))?;
+    Ok(SocketAddr::new(first.ip(), port))
+}
+
+/// What a person sees when the cluster is ready.
+fn banner(nodes: &Nodes, up_file: &std::path::Path) -> String {
+    let mut rows = vec![["NODE", "PID", "RSS", "API", "OPS"].map(str::to_owned).to_vec()];
+    for role in [Role::Coordinator, Role::Worker] {
+        for node in nodes.listening(role) {
+            let url = |address: SocketAddr| format!("http://{}", reachable(address));
+            let rss = resident_mib(node.pid).map_or_else(|| "?".into(), |mib| format!("{mib} MiB"));
+            let api = node.http.map_or_else(|| "-".into(), url);
+            rows.push(vec![node.id.clone(), node.pid.to_string(), rss, api, url(node.ops)]);
+        }
+    }
+    let first = nodes.listening(Role::Coordinator).find_map(|node| node.http);
+    let curl = first.map_or_else(String::new, |http| {
+        format!(
+            "curl -N http://{}/v1/chat/completions -H 'Content-Type: application/json' -d \
+             '{{\"model\":\"{}\",\"stream\":true,\"messages\":[{{\"role\":\"user\",\"content\":\"Hello!\"}}]}}'\n",
+            reachable(http),
+            nodes.model()
+        )
+    });
+    format!(
+        "{}\nready: {} ({})\n\n{curl}\nCtrl-C ends it.\n",
+        crate::status::columns(&rows),
+        nodes.model(),
+        up_file.display()
+    )
+}
+
+/// The address for a client on this machine: a socket bound to all addresses is reached by loopback.
+fn reachable(address: SocketAddr) -> SocketAddr {
+    match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => SocketAddr::from((Ipv4Addr::LOCALHOST, address.port())),
+        IpAddr::V6(ip) if ip.is_unspecified() => {
+            SocketAddr::from((std::net::Ipv6Addr::LOCALHOST, address.port()))
+        }
+        _ => address,
+    }
+}
+
+/// Resident set size of a process in MiB.
+fn resident_mib(pid: u32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib >> 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(settings: UpSettings, listen_public: bool) -> String {
+        Plan::new(settings, listen_public).unwrap_err().to_string()
+    }
+
+    fn keys() -> Option<Vec<KeyEntry>> {
+        toml::from_str::<UpSettings>(&format!("[[keys]]\nsha256 = \"{}\"\ntenant = \"a\"\n", "0".repeat(64)))
+            .unwrap()
+            .keys
+    }
+
+    #[test]
+    fn other_machines_are_let_in_only_with_keys_and_on_purpose() {
+        let public: Option<SocketAddr> = "0.0.0.0:8080".parse().ok();
+        assert!(
+            refused(UpSettings { http: public, ..Default::default() }, false).contains("--listen-public")
+        );
+        assert!(
+            refused(UpSettings { ops: public, keys: keys(), ..Default::default() }, false).contains("`ops`")
+        );
+        assert!(refused(UpSettings::default(), true).contains("[[keys]]"));
+        Plan::new(UpSettings { http: public, keys: keys(), ..Default::default() }, true).unwrap();
+    }
+
+    #[test]
+    fn counts_and_threads_have_limits_that_are_told() {
+        assert!(
+            refused(UpSettings { workers: Some(0), ..Default::default() }, false).contains("`workers`: 0")
+        );
+        assert!(
+            refused(UpSettings { coordinators: Some(65), ..Default::default() }, false).contains("1 to 64")
+        );
+        assert!(
+            refused(UpSettings { threads: Some(0), ..Default::default() }, false).contains("`threads`: 0")
+        );
+    }
+
+    #[test]
+    fn coordinators_take_ports_in_a_row() {
+        let settings = |http: &str| UpSettings {
+            coordinators: Some(2),
+            http: http.parse().ok(),
+            ops: "127.0.0.1:0".parse().ok(),
+            ..Default::default()
+        };
+        let plan = Plan::new(settings("127.0.0.1:8000"), false).unwrap();
+        let ports: Vec<(u16, u16)> =
+            plan.coordinators.iter().map(|(http, ops)| (http.port(), ops.port())).collect();
+        assert_eq!(ports, [(8000, 0), (8001, 0)]);
+        assert!(refused(settings("127.0.0.1:65535"), false).contains("65535"));
+    }
+
+    #[test]
+    fn our_own_memory_is_seen() {
+        assert!(resident_mib(std::process::id()).unwrap() > 0);
+        assert_eq!(resident_mib(u32::MAX), None);
+    }
+}

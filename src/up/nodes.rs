@@ -1,0 +1,235 @@
+//! The nodes of a cluster on this machine: who they are, how they are set up, whether they live.
+
+use super::child::Order;
+use crate::node::Announcement;
+use crate::coordinator::CoordinatorSettings;
+use crate::worker::WorkerSettings;
+use anyhow::Context;
+use proto::ids::Role;
+use serde_json::json;
+use std::net::SocketAddr;
+use std::ops::{Index, IndexMut};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(100);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
+/// A node that has lived this long starts again with the shortest wait.
+const HEALTHY_LIFE: Duration = Duration::from_secs(30);
+
+/// One node, alive or not.
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) name: String,
+    pub(crate) role: Role,
+    settings: Settings,
+    /// While the process lives.
+    orders: Option<mpsc::UnboundedSender<Order>>,
+    /// While it listens.
+    pub(crate) announcement: Option<Announcement>,
+    started: Option<Instant>,
+    /// Ends in a row, each after a short life.
+    crashes: u32,
+}
+
+#[derive(Debug)]
+enum Settings {
+    Coordinator(CoordinatorSettings),
+    Worker(WorkerSettings),
+}
+
+impl Node {
+    pub(crate) fn ops(&self) -> Option<SocketAddr> {
+        self.announcement.as_ref().map(|announcement| announcement.ops)
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.orders.is_some()
+    }
+
+    pub(crate) fn started(&mut self, orders: mpsc::UnboundedSender<Order>, now: Instant) {
+        self.orders = Some(orders);
+        self.started = Some(now);
+    }
+
+    pub(crate) fn ended(&mut self) {
+        self.orders = None;
+        self.announcement = None;
+    }
+
+    /// How long to wait before the next start, after an end at this moment.
+    pub(crate) fn backoff(&mut self) -> Duration {
+        let life = self.started.map_or(Duration::ZERO, |started| started.elapsed());
+        self.crashes = if life >= HEALTHY_LIFE { 0 } else { self.crashes.saturating_add(1) };
+        backoff_after(self.crashes)
+    }
+}
+
+/// Doubles with every early end in a row.
+fn backoff_after(crashes: u32) -> Duration {
+    FIRST_BACKOFF.saturating_mul(1 << crashes.saturating_sub(1).min(16)).min(LONGEST_BACKOFF)
+}
+
+/// All nodes, coordinators first.
+#[derive(Debug)]
+pub(crate) struct Nodes {
+    nodes: Vec<Node>,
+    model: String,
+}
+
+impl Nodes {
+    /// `coordinators` and `workers` by name; `model` is the id in the API.
+    pub(crate) fn new(
+        model: String,
+        coordinators: Vec<(String, CoordinatorSettings)>,
+        workers: Vec<(String, WorkerSettings)>,
+    ) -> Self {
+        let node = |name, role, settings| Node {
+            name,
+            role,
+            settings,
+            orders: None,
+            announcement: None,
+            started: None,
+            crashes: 0,
+        };
+        let coordinators =
+            coordinators.into_iter().map(|(name, s)| node(name, Role::Coordinator, Settings::Coordinator(s)));
+        let workers = workers.into_iter().map(|(name, s)| node(name, Role::Worker, Settings::Worker(s)));
+        Self { nodes: coordinators.chain(workers).collect(), model }
+    }
+
+    /// The places of all nodes of a role.
+    pub(crate) fn of(&self, role: Role) -> impl Iterator<Item = usize> + use<> {
+        let places: Vec<usize> =
+            (0..self.nodes.len()).filter(|index| self.nodes[*index].role == role).collect();
+        places.into_iter()
+    }
+
+    /// Notes where a node listens. A coordinator keeps its ports over restarts, since others know them.
+    pub(crate) fn listens(&mut self, index: usize, announcement: Announcement) {
+        let node = &mut self.nodes[index];
+        if let Settings::Coordinator(settings) = &mut node.settings {
+            settings.http = announcement.http.or(settings.http);
+            settings.ops = Some(announcement.ops);
+            settings.quic = Some(announcement.quic);
+        }
+        node.announcement = Some(announcement);
+    }
+
+    /// A node's settings file; a worker's names the coordinators as they listen now.
+    pub(crate) fn settings(&self, index: usize) -> anyhow::Result<toml::Table> {
+        let table = match &self.nodes[index].settings {
+            Settings::Coordinator(settings) => toml::Table::try_from(settings),
+            Settings::Worker(settings) => {
+                let coordinators = self.nodes.iter().filter_map(|node| match &node.settings {
+                    Settings::Coordinator(settings) => settings.quic,
+                    Settings::Worker(_) => None,
+                });
+                toml::Table::try_from(WorkerSettings {
+                    coordinators: Some(coordinators.map(|address| address.to_string()).collect()),
+                    ..settings.clone()
+                })
+            }
+        };
+        table.context("a node's settings")
+    }
+
+    pub(crate) fn any_alive(&self) -> bool {
+        self.nodes.iter().any(Node::is_alive)
+    }
+
+    /// Passes an order to all living nodes of a role.
+    pub(crate) fn order(&self, role: Role, order: Order) {
+        for node in self.nodes.iter().filter(|node| node.role == role) {
+            // A node that has just ended receives nothing; its end is reported anyway.
+            let _ = node.orders.as_ref().map(|orders| orders.send(order));
+        }
+    }
+
+    /// Ops addresses of the coordinators that listen.
+    pub(crate) fn coordinator_ops(&self) -> Vec<SocketAddr> {
+        self.nodes.iter().filter(|node| node.role == Role::Coordinator).filter_map(Node::ops).collect()
+    }
+
+    pub(crate) fn worker_ids(&self) -> Vec<String> {
+        self.of(Role::Worker).map(|index| self.nodes[index].name.clone()).collect()
+    }
+
+    /// What each listening node of a role announced.
+    pub(crate) fn listening(&self, role: Role) -> impl Iterator<Item = &Announcement> {
+        self.nodes.iter().filter(move |node| node.role == role).filter_map(|node| node.announcement.as_ref())
+    }
+
+    pub(crate) fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// The one line that `up.json` is.
+    pub(crate) fn up_line(&self) -> anyhow::Result<String> {
+        let coordinators: Vec<_> = self.listening(Role::Coordinator).collect();
+        let workers: Vec<_> = self.listening(Role::Worker).collect();
+        let up = json!({"coordinators": coordinators, "workers": workers, "model": self.model});
+        serde_json::to_string(&up).context("up.json")
+    }
+}
+
+impl Index<usize> for Nodes {
+    type Output = Node;
+    fn index(&self, index: usize) -> &Node {
+        &self.nodes[index]
+    }
+}
+
+impl IndexMut<usize> for Nodes {
+    fn index_mut(&mut self, index: usize) -> &mut Node {
+        &mut self.nodes[index]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn announcement(id: &str, port: u16, http: Option<u16>) -> Announcement {
+        let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
+        Announcement { id: id.into(), pid: 7, http: http.map(at), ops: at(port), quic: at(port + 1) }
+    }
+
+    fn nodes() -> Nodes {
+        let coordinator = CoordinatorSettings { http: "127.0.0.1:0".parse().ok(), ..Default::default() };
+        Nodes::new(
+            "m".into(),
+            vec![("coordinator-0".into(), coordinator)],
+            vec![("worker-0".into(), WorkerSettings::default())],
+        )
+    }
+
+    #[test]
+    fn up_json_has_the_keys_of_the_contract_in_order() {
+        let mut nodes = nodes();
+        nodes.listens(0, announcement("coordinator-0", 9090, Some(8080)));
+        nodes.listens(1, announcement("worker-0", 9100, None));
+        assert_eq!(
+            nodes.up_line().unwrap(),
+            r#"{"coordinators":[{"id":"coordinator-0","pid":7,"http":"127.0.0.1:8080","ops":"127.0.0.1:9090","quic":"127.0.0.1:9091"}],"workers":[{"id":"worker-0","pid":7,"ops":"127.0.0.1:9100","quic":"127.0.0.1:9101"}],"model":"m"}"#
+        );
+    }
+
+    #[test]
+    fn a_coordinator_keeps_its_ports_and_workers_learn_them() {
+        let mut nodes = nodes();
+        nodes.listens(0, announcement("coordinator-0", 9090, Some(8080)));
+        nodes[0].ended();
+        assert_eq!(nodes.settings(0).unwrap()["http"].as_str(), Some("127.0.0.1:8080"));
+        let coordinators = nodes.settings(1).unwrap()["coordinators"].clone();
+        assert_eq!(coordinators, toml::Value::Array(vec!["127.0.0.1:9091".into()]));
+    }
+
+    #[test]
+    fn waits_double_up_to_a_limit() {
+        let waits: Vec<u128> =
+            [1, 2, 3, 7, 8, 1000].map(backoff_after).iter().map(Duration::as_millis).collect();
+        assert_eq!(waits, [100, 200, 400, 6400, 10_000, 10_000]);
+    }
+}

@@ -1,0 +1,256 @@
+//! Starts the nodes in order, waits until they are one cluster, restarts what dies, drains at the end.
+
+use super::child::{self, Life, Order};
+use super::data_dir::DataDir;
+use super::nodes::Nodes;
+use crate::config::ConfigError;
+use crate::node::StopSignals;
+use crate::ops_client;
+use anyhow::{Context, bail, ensure};
+use proto::ids::Role;
+use std::net::SocketAddr;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+
+/// Loading weights from a slow disk is what may take long.
+const START_DEADLINE: Duration = Duration::from_secs(120);
+/// Coordinators finish the requests they have, then end by themselves; this is for those that hang.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(60);
+const OPS_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between looks at a coordinator's table while workers load.
+const JOIN_POLL: Duration = Duration::from_millis(10);
+
+/// What the loop waits for.
+enum Event {
+    /// Something happened to a node.
+    Life(usize, Life),
+    /// A dead node has waited long enough.
+    Restart(usize),
+    /// The user or the system wants an end.
+    Stop,
+}
+
+/// The nodes and everything that is told about them.
+pub(crate) struct Supervisor {
+    dir: DataDir,
+    nodes: Nodes,
+    restart: bool,
+    events: mpsc::UnboundedReceiver<Event>,
+    sender: mpsc::UnboundedSender<Event>,
+}
+
+impl Supervisor {
+    /// Must be made and driven on the main thread (see [`child::spawn`]), inside a runtime.
+    pub(crate) fn new(dir: DataDir, nodes: Nodes, restart: bool) -> anyhow::Result<Self> {
+        let (sender, events) = mpsc::unbounded_channel();
+        tokio::spawn(forward(StopSignals::listen()?, sender.clone()));
+        Ok(Self { dir, nodes, restart, events, sender })
+    }
+
+    /// Starts all nodes and returns when they are one cluster that answers; `false` if it was stopped first.
+    pub(crate) async fn start(&mut self) -> anyhow::Result<bool> {
+        let deadline = tokio::time::sleep(START_DEADLINE);
+        tokio::pin!(deadline);
+        for role in [Role::Coordinator, Role::Worker] {
+            for index in self.nodes.of(role) {
+                self.spawn(index)?;
+            }
+            while self.nodes.of(role).any(|index| self.nodes[index].announcement.is_none()) {
+                tokio::select! {
+                    event = self.events.recv() => if !self.starting(event)? { return Ok(false) },
+                    () = &mut deadline => bail!("not all nodes listen after {START_DEADLINE:?}"),
+                }
+            }
+        }
+        let joined = wait_until_joined(self.nodes.coordinator_ops(), self.nodes.worker_ids());
+        tokio::pin!(joined);
+        loop {
+            tokio::select! {
+                found = &mut joined => { found?; break }
+                event = self.events.recv() => if !self.starting(event)? { return Ok(false) },
+                () = &mut deadline => bail!("not all workers have joined after {START_DEADLINE:?}"),
+            }
+        }
+        self.dir.write_up_file(&self.nodes.up_line()?)?;
+        for ops in self.nodes.coordinator_ops() {
+            open_gate(ops).await?;
+        }
+        Ok(true)
+    }
+
+    /// Handles an event before the cluster is ready: a node that dies now is an error. `false` means stop.
+    fn starting(&mut self, event: Option<Event>) -> anyhow::Result<bool> {
+        match event {
+            Some(Event::Life(index, Life::Listens(announcement))) => {
+                self.nodes.listens(index, announcement);
+                Ok(true)
+            }
+            Some(Event::Life(index, Life::Ended(status))) => {
+                let name = self.nodes[index].name.clone();
+                Err(did_not_start(&name, status, &self.dir.log_tail(&name)))
+            }
+            Some(Event::Restart(_)) => Ok(true),
+            Some(Event::Stop) | None => Ok(false),
+        }
+    }
+
+    /// Keeps the cluster alive until it is told to stop.
+    pub(crate) async fn run(&mut self) -> anyhow::Result<()> {
+        loop {
+            match self.events.recv().await {
+                None | Some(Event::Stop) => return Ok(()),
+                Some(Event::Restart(index)) => self.spawn(index)?,
+                Some(Event::Life(index, Life::Listens(announcement))) => {
+                    self.nodes.listens(index, announcement);
+                    self.dir.write_up_file(&self.nodes.up_line()?)?;
+                    if let (Role::Coordinator, Some(ops)) = (self.nodes[index].role, self.nodes[index].ops())
+                    {
+                        tokio::spawn(reopen_gate(ops, self.nodes.worker_ids()));
+                    }
+                }
+                Some(Event::Life(index, Life::Ended(status))) => self.ended(index, status)?,
+            }
+        }
+    }
+
+    fn ended(&mut self, index: usize, status: anyhow::Result<ExitStatus>) -> anyhow::Result<()> {
+        let node = &mut self.nodes[index];
+        node.ended();
+        let how = status.map_or_else(|error| format!("{error:#}"), |status| status.to_string());
+        tracing::warn!(node = %node.name, %how, "a node has ended");
+        if node.role == Role::Worker {
+            // At once: the idle timeout of its connections would hold requests up for seconds.
+            for ops in self.nodes.coordinator_ops() {
+                tokio::spawn(report_dead(ops, self.nodes[index].name.clone()));
+            }
+        }
+        if self.restart {
+            let wait = self.nodes[index].backoff();
+            let sender = self.sender.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(wait).await;
+                // Nobody receives once the cluster is stopping.
+                let _ = sender.send(Event::Restart(index));
+            });
+        } else {
+            ensure!(self.nodes.any_alive(), "all nodes have ended");
+        }
+        Ok(())
+    }
+
+    /// Lets coordinators finish what they have, then workers; a second signal, or time, ends them at once.
+    pub(crate) async fn drain(mut self) -> anyhow::Result<()> {
+        self.dir.forget_up_file()?;
+        let deadline = tokio::time::sleep(DRAIN_DEADLINE);
+        tokio::pin!(deadline);
+        let mut now = false;
+        for role in [Role::Coordinator, Role::Worker] {
+            self.nodes.order(role, if now { Order::Kill } else { Order::Drain });
+            while self.nodes.of(role).any(|index| self.nodes[index].is_alive()) {
+                tokio::select! {
+                    event = self.events.recv() => match event {
+                        Some(Event::Life(index, Life::Ended(_))) => self.nodes[index].ended(),
+                        Some(Event::Life(_, Life::Listens(_)) | Event::Restart(_)) => {}
+                        Some(Event::Stop) | None => { now = true; self.nodes.order(role, Order::Kill) }
+                    },
+                    () = &mut deadline, if !now => { now = true; self.nodes.order(role, Order::Kill) }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The nodes, for the banner.
+    pub(crate) fn nodes(&self) -> &Nodes {
+        &self.nodes
+    }
+
+    fn spawn(&mut self, index: usize) -> anyhow::Result<()> {
+        let settings = self.nodes.settings(index)?;
+        let node = &mut self.nodes[index];
+        let file = self.dir.write_settings(&node.name, &settings)?;
+        let file = file.to_str().context("a data directory that is not UTF-8")?;
+        // What the file says must not be overruled by the environment that we were started in.
+        let hidden: Vec<String> =
+            settings.keys().map(|key| format!("KVASIR_{}", key.to_uppercase())).collect();
+        let child = child::spawn(&[node.role.as_str(), "--config", file], &self.dir.log(&node.name), &hidden)
+            .with_context(|| node.name.clone())?;
+        let (orders, receiver) = mpsc::unbounded_channel();
+        node.started(orders, Instant::now());
+        let sender = self.sender.clone();
+        tokio::spawn(child::watch(child, receiver, move |life| {
+            // Nobody receives when the command is past its end.
+            let _ = sender.send(Event::Life(index, life));
+        }));
+        Ok(())
+    }
+}
+
+async fn forward(mut signals: StopSignals, sender: mpsc::UnboundedSender<Event>) {
+    loop {
+        signals.next().await;
+        if sender.send(Event::Stop).is_err() {
+            return;
+        }
+    }
+}
+
+/// The error for a node that ended before the cluster was ready; a configuration error stays one.
+fn did_not_start(name: &str, status: anyhow::Result<ExitStatus>, log: &str) -> anyhow::Error {
+    const BAD_CONFIG: i32 = crate::BAD_CONFIG as i32;
+    match status {
+        Err(error) => error.context(format!("{name} did not start")),
+        Ok(status) if status.code() == Some(BAD_CONFIG) => {
+            ConfigError::Node { name: name.to_owned(), log: log.to_owned() }.into()
+        }
+        Ok(status) => anyhow::anyhow!("{name} did not start ({status}):\n{log}"),
+    }
+}
+
+async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Result<String> {
+    let answer =
+        tokio::task::spawn_blocking(move || ops_client::request(ops, method, &path, OPS_TIMEOUT)).await;
+    answer.context("asking a coordinator")?.and_then(ops_client::Answer::success)
+}
+
+/// Returns when every coordinator lists every worker as ready.
+async fn wait_until_joined(coordinators: Vec<SocketAddr>, workers: Vec<String>) -> anyhow::Result<()> {
+    for ops in coordinators {
+        loop {
+            let body = ask(ops, "GET", "/admin/v1/cluster".into()).await?;
+            let table: serde_json::Value = serde_json::from_str(&body).context("a coordinator's table")?;
+            let listed = table["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let ready = |id: &String| listed.iter().any(|w| w["id"] == id.as_str() && w["state"] == "ready");
+            if workers.iter().all(ready) {
+                break;
+            }
+            tokio::time::sleep(JOIN_POLL).await;
+        }
+    }
+    Ok(())
+}
+
+/// Lets a coordinator's `/readyz` say yes.
+async fn open_gate(ops: SocketAddr) -> anyhow::Result<()> {
+    ask(ops, "POST", "/admin/v1/ready".into()).await.with_context(|| format!("coordinator {ops}")).map(drop)
+}
+
+/// The same for a coordinator that was restarted: its workers dial in anew first.
+async fn reopen_gate(ops: SocketAddr, workers: Vec<String>) {
+    let opened = tokio::time::timeout(START_DEADLINE, async {
+        wait_until_joined(vec![ops], workers).await?;
+        open_gate(ops).await
+    });
+    match opened.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!(%ops, "a restarted coordinator is not ready: {error:#}"),
+        Err(_) => tracing::warn!(%ops, "a restarted coordinator still misses workers"),
+    }
+}
+
+async fn report_dead(ops: SocketAddr, worker: String) {
+    if let Err(error) = ask(ops, "POST", format!("/admin/v1/workers/{worker}/dead")).await {
+        tracing::warn!(%ops, worker, "a coordinator was not told of a dead worker: {error:#}");
+    }
+}

@@ -1,0 +1,172 @@
+//! The oracle set: tiny models, references made by an independent implementation, and their manifest.
+
+use anyhow::{Context, ensure};
+use safetensors::{Dtype, SafeTensors};
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+
+/// The folder of the set: `KVASIR_FIXTURES`, else the committed one.
+pub fn root() -> PathBuf {
+    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
+    named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"))
+}
+
+/// `manifest.json`, the parts that the tests use.
+#[derive(Debug, Deserialize)]
+pub struct Manifest {
+    /// Tiny models with weights in F32.
+    pub items: Vec<Item>,
+    /// Quantised ones.
+    pub quant: Vec<Item>,
+    /// References for real models.
+    #[serde(default)]
+    pub real: Vec<Item>,
+    /// Models in several files.
+    pub split: Vec<Split>,
+}
+
+/// One file of the set and, if it is a model, its reference.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Item {
+    /// Architecture; several items may share one.
+    #[serde(default)]
+    pub arch: String,
+    /// Path below the root.
+    pub file: String,
+    /// Of `file`, in hexadecimal.
+    pub sha256: String,
+    /// Path of the reference below the root.
+    #[serde(rename = "ref", default)]
+    pub reference: Option<String>,
+    /// Of `reference`.
+    #[serde(default)]
+    pub ref_sha256: Option<String>,
+}
+
+/// A model in several files.
+#[derive(Debug, Deserialize)]
+pub struct Split {
+    /// Architecture of the whole.
+    pub arch: String,
+    /// The same model in one file.
+    pub source: String,
+    /// The parts in order.
+    pub files: Vec<Item>,
+}
+
+impl Manifest {
+    /// Reads the set's manifest.
+    pub fn read() -> anyhow::Result<Self> {
+        json(&root().join("manifest.json"))
+    }
+
+    /// The tiny model of `arch`.
+    pub fn tiny(&self, arch: &str) -> anyhow::Result<&Item> {
+        let found = self.items.iter().find(|item| item.arch == arch);
+        found.with_context(|| format!("the set has no tiny model {arch:?}"))
+    }
+
+    /// Every (path, sha256) that the manifest knows.
+    pub fn files(&self) -> Vec<(String, String)> {
+        let parts = self.split.iter().flat_map(|split| &split.files);
+        let items = self.items.iter().chain(&self.quant).chain(&self.real).chain(parts);
+        items
+            .flat_map(|item| {
+                let reference = item.reference.clone().zip(item.ref_sha256.clone());
+                [Some((item.file.clone(), item.sha256.clone())), reference].into_iter().flatten()
+            })
+            .collect()
+    }
+}
+
+impl Item {
+    /// The model file.
+    pub fn path(&self) -> PathBuf {
+        root().join(&self.file)
+    }
+
+    /// The reference: as the manifest names it, else beside the model under the same stem.
+    pub fn reference(&self) -> anyhow::Result<Reference> {
+        let path = match &self.reference {
+            Some(reference) => root().join(reference),
+            None => self.path().with_extension("ref.safetensors"),
+        };
+        Reference::read(&path)
+    }
+}
+
+/// What the oracle computed for one model.
+#[derive(Debug)]
+pub struct Reference {
+    /// One entry a prompt.
+    pub prompts: Vec<ReferencePrompt>,
+}
+
+/// What the oracle computed for one prompt.
+#[derive(Debug)]
+pub struct ReferencePrompt {
+    /// The prompt.
+    pub ids: Vec<u32>,
+    /// Row-major, `[rows, vocab]`; the rows belong to the prompt's last tokens.
+    pub logits: Vec<f32>,
+    /// Number of rows: the prompt's length, or less where the set keeps only the last.
+    pub rows: usize,
+    /// Tokens of the vocabulary.
+    pub vocab: usize,
+    /// Greedy continuation.
+    pub greedy: Vec<u32>,
+}
+
+impl Reference {
+    fn read(path: &Path) -> anyhow::Result<Self> {
+        let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
+        let file = SafeTensors::deserialize(&bytes)?;
+        let mut prompts = Vec::new();
+        for index in 0.. {
+            let Ok(ids) = file.tensor(&format!("p{index}.ids")) else { break };
+            let logits = file.tensor(&format!("p{index}.logits"))?;
+            let &[rows, vocab] = logits.shape() else { anyhow::bail!("p{index}.logits is not a matrix") };
+            let greedy = file.tensor(&format!("p{index}.greedy"))?;
+            prompts.push(ReferencePrompt {
+                ids: tokens(ids.dtype(), ids.data())?,
+                logits: floats(logits.dtype(), logits.data())?,
+                rows,
+                vocab,
+                greedy: tokens(greedy.dtype(), greedy.data())?,
+            });
+        }
+        ensure!(!prompts.is_empty(), "{} holds no prompts", path.display());
+        Ok(Self { prompts })
+    }
+
+    /// The prompts alone.
+    pub fn ids(&self) -> Vec<Vec<u32>> {
+        self.prompts.iter().map(|prompt| prompt.ids.clone()).collect()
+    }
+}
+
+/// Little-endian f32 numbers of a tensor.
+pub fn floats(dtype: Dtype, data: &[u8]) -> anyhow::Result<Vec<f32>> {
+    ensure!(dtype == Dtype::F32, "expected F32, found {dtype:?}");
+    Ok(data.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+}
+
+/// Token ids of an I32 tensor.
+pub fn tokens(dtype: Dtype, data: &[u8]) -> anyhow::Result<Vec<u32>> {
+    ensure!(dtype == Dtype::I32, "expected I32, found {dtype:?}");
+    let ids = data.as_chunks::<4>().0.iter().map(|bytes| u32::try_from(i32::from_le_bytes(*bytes)));
+    Ok(ids.collect::<Result<_, _>>()?)
+}
+
+/// Reads a JSON file.
+pub fn json<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<T> {
+    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    serde_json::from_str(&text).with_context(|| path.display().to_string())
+}
+
+/// SHA-256 of a file, in hexadecimal.
+pub fn sha256(path: &Path) -> anyhow::Result<String> {
+    let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
+    Ok(Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect())
+}

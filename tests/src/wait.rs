@@ -1,0 +1,18 @@
+//! Waiting for something to become true, with a deadline.
+
+use anyhow::bail;
+use std::time::{Duration, Instant};
+
+/// Calls `probe` until it answers `Some`, and returns that; fails when `deadline` has passed.
+pub fn until<T>(what: &str, deadline: Duration, mut probe: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
+    let started = Instant::now();
+    loop {
+        if let Some(found) = probe() {
+            return Ok(found);
+        }
+        if started.elapsed() > deadline {
+            bail!("{what}: not within {deadline:?}");
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}

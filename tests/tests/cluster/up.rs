@@ -1,0 +1,107 @@
+//! `kvasir up`: ready, seen, ended.
+
+use crate::tiny_model;
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http, signal, wait};
+use serde_json::{Value, json};
+use std::net::TcpListener;
+
+fn complete(cluster: &Cluster) -> Value {
+    let body = json!({"model": cluster.model(), "prompt": "Hello", "max_tokens": 8, "temperature": 0});
+    http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap()
+}
+
+#[test]
+fn one_worker_answers_and_the_cluster_drains() {
+    let mut cluster =
+        Cluster::builder("up-one-worker", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let answer = complete(&cluster);
+    assert_eq!(answer["object"], "text_completion");
+    assert!(answer["usage"]["prompt_tokens"].as_u64().unwrap() > 0, "{answer}");
+    let again = complete(&cluster);
+    assert_eq!(answer["choices"], again["choices"], "greedy answers differ");
+    let pids: Vec<u32> = {
+        let nodes = cluster.nodes();
+        nodes.coordinators.iter().map(|n| n.pid).chain(nodes.workers.iter().map(|n| n.pid)).collect()
+    };
+    assert!(pids.iter().all(|pid| signal::is_alive(*pid)));
+    signal::terminate(cluster.pid());
+    assert_eq!(cluster.wait_for_end().unwrap(), Some(0));
+    assert_eq!(cluster.rest_of_stdout().unwrap(), "", "--json prints one line");
+    assert!(!pids.iter().any(|pid| signal::is_alive(*pid)), "a child outlives the cluster");
+}
+
+#[test]
+fn two_workers_are_seen_from_outside() {
+    let cluster = Cluster::builder("up-two-workers", &tiny_model()).start().unwrap();
+    println!("ready after {:?}", cluster.ready_after());
+    let nodes = cluster.nodes();
+    assert_eq!((nodes.coordinators.len(), nodes.workers.len()), (1, 2));
+    let on_disk = cluster.up_file().unwrap();
+    assert_eq!(on_disk.workers[1].pid, nodes.workers[1].pid);
+    for (node, path) in [(nodes.coordinators[0].ops, "/readyz"), (nodes.workers[0].ops, "/livez")] {
+        assert_eq!(http::get(node, path).unwrap().status, 200, "{path}");
+    }
+    let ops = cluster.coordinator().ops.to_string();
+    let status: Value =
+        serde_json::from_str(&binary::stdout(&["status", "--ops", &ops, "--json"]).unwrap()).unwrap();
+    let workers = status["workers"].as_array().unwrap();
+    assert_eq!(workers.len(), 2);
+    assert!(workers.iter().all(|worker| worker["state"] == "ready"), "{status}");
+    let models = http::get(cluster.http(), "/v1/models").unwrap().ok().unwrap();
+    assert_eq!(models["data"][0]["id"], cluster.model());
+    for key in [None, Some("Bearer anything")] {
+        let headers: Vec<_> = key.map(|key| ("Authorization", key)).into_iter().collect();
+        let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
+        let answer = http::post_with(cluster.http(), "/v1/completions", &headers, &body).unwrap();
+        assert!(answer.header("x-request-id").is_some());
+        let worker = answer.header("x-kvasir-worker").unwrap().to_owned();
+        assert!(nodes.workers.iter().any(|node| node.id == worker), "{worker}");
+        answer.ok().unwrap();
+    }
+}
+
+#[test]
+fn children_die_with_a_parent_that_is_killed() {
+    let mut cluster = Cluster::builder("up-parent-killed", &tiny_model()).start().unwrap();
+    signal::kill_now(cluster.pid());
+    cluster.wait_for_end().unwrap();
+    let nodes = cluster.nodes();
+    let pids = nodes.coordinators.iter().map(|n| n.pid).chain(nodes.workers.iter().map(|n| n.pid));
+    for pid in pids {
+        wait::until("a child ends", binary::PATIENCE, || (!signal::is_alive(pid)).then_some(())).unwrap();
+    }
+}
+
+#[test]
+fn a_second_cluster_in_the_same_directory_is_refused() {
+    let cluster = Cluster::builder("up-twice", &tiny_model()).start().unwrap();
+    let dir = cluster.data_dir().to_str().unwrap().to_owned();
+    let output = binary::run(&["up", &tiny_model(), "--data-dir", &dir]).unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains(&dir) && stderr.contains("runs already"), "{stderr}");
+    complete(&cluster);
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let data_dir = dir.path().to_str().unwrap();
+    let output = binary::run(&[
+        "up",
+        &tiny_model(),
+        "--http",
+        &address,
+        "--ops",
+        "127.0.0.1:0",
+        "--data-dir",
+        data_dir,
+    ]);
+    let output = output.unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains(&address) && stderr.contains("in use"), "{stderr}");
+}

@@ -1,0 +1,89 @@
+//! `kvasir logits` against the oracle.
+
+use kvasir_cluster_tests::fixtures::{Item, Manifest};
+use kvasir_cluster_tests::logits::{self, PromptLogits};
+
+/// The gate of the exact path.
+const MAX_LOGIT_DIFFERENCE: f32 = 1e-3;
+const EXACT: [&str; 4] = ["--activations", "f32", "--kv-type", "f32"];
+
+fn exact(flags: &[&'static str]) -> Vec<&'static str> {
+    EXACT.iter().chain(flags).copied().collect()
+}
+
+/// Logits within the gate and all greedy tokens equal.
+fn assert_exact(item: &Item, computed: &[PromptLogits]) {
+    let reference = item.reference().unwrap();
+    for (index, (ours, theirs)) in computed.iter().zip(&reference.prompts).enumerate() {
+        let worst = ours.row_errors(theirs).into_iter().fold(0.0, f32::max);
+        println!("{} p{index}: max |dlogit| {worst:e}", item.file);
+        assert!(worst <= MAX_LOGIT_DIFFERENCE, "{} p{index}: max |dlogit| {worst}", item.file);
+        assert_eq!(ours.greedy, theirs.greedy, "{} p{index}: greedy tokens", item.file);
+    }
+}
+
+fn tiny_model_matches(arch: &str) {
+    let manifest = Manifest::read().unwrap();
+    let item = manifest.tiny(arch).unwrap();
+    let prompts = item.reference().unwrap().ids();
+    let computed = logits::run(&item.path(), &prompts, &exact(&["--greedy", "32"])).unwrap();
+    assert_exact(item, &computed);
+}
+
+macro_rules! tiny_models {
+    ($($arch:ident),*) => {$(
+        #[test]
+        fn $arch() {
+            tiny_model_matches(stringify!($arch));
+        }
+    )*};
+}
+tiny_models!(llama, llama3rope, qwen2, qwen3, qwen3moe, gemma3);
+
+#[test]
+fn a_split_set_equals_the_single_file_bit_for_bit() {
+    let manifest = Manifest::read().unwrap();
+    for split in &manifest.split {
+        let whole = manifest.items.iter().find(|item| item.file == split.source).unwrap();
+        let prompts = whole.reference().unwrap().ids();
+        let expected = logits::run(&whole.path(), &prompts, &exact(&["--greedy", "32"])).unwrap();
+        // Any file of the set opens the set.
+        for part in &split.files {
+            let computed = logits::run(&part.path(), &prompts, &exact(&["--greedy", "32"])).unwrap();
+            for (ours, expected) in computed.iter().zip(&expected) {
+                ours.expect_same_bits(expected).unwrap();
+            }
+        }
+    }
+}
+
+/// The exact path on every quantised file: as close as on F32 weights.
+#[test]
+fn quantised_models_match_on_the_exact_path() {
+    for item in &Manifest::read().unwrap().quant {
+        let prompts = item.reference().unwrap().ids();
+        let computed = logits::run(&item.path(), &prompts, &exact(&["--greedy", "32"])).unwrap();
+        assert_exact(item, &computed);
+    }
+}
+
+/// The default path (int8 activations, f16 KV) rounds, so its gate is statistical.
+#[test]
+fn quantised_models_stay_within_the_gates_of_the_default_path() {
+    for item in &Manifest::read().unwrap().quant {
+        let reference = item.reference().unwrap();
+        let computed = logits::run(&item.path(), &reference.ids(), &[]).unwrap();
+        let mut agreement = Vec::new();
+        for (index, (ours, theirs)) in computed.iter().zip(&reference.prompts).enumerate() {
+            let mut errors = ours.row_errors(theirs);
+            errors.sort_by(f32::total_cmp);
+            let median = errors[errors.len() / 2];
+            println!("{} p{index}: median row error {median}", item.file);
+            assert!(median < 0.5, "{} p{index}: median row error {median}", item.file);
+            agreement.extend(ours.row_agreement(theirs));
+        }
+        let share = agreement.iter().filter(|agrees| **agrees).count() as f64 / agreement.len() as f64;
+        println!("{}: argmax agreement {share:.3}", item.file);
+        assert!(share > 0.85, "{}: argmax agreement {share}", item.file);
+    }
+}

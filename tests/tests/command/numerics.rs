@@ -1,0 +1,79 @@
+//! One numeric class, one answer: whatever surrounds a sequence, its logits do not change in a bit.
+
+use kvasir_cluster_tests::fixtures::{self, Manifest};
+use kvasir_cluster_tests::{binary, logits};
+use serde_json::Value;
+use std::path::Path;
+
+/// Ways to compute the same prompts that must agree with `--chunk 0 --threads 1`.
+const VARIANTS: [&[&str]; 8] = [
+    &["--chunk", "1"],
+    &["--chunk", "7"],
+    &["--chunk", "64"],
+    &["--chunk", "0", "--threads", "2"],
+    &["--chunk", "64", "--threads", "2"],
+    &["--chunk", "64", "--together"],
+    &["--contiguous"],
+    &["--no-prefix-cache", "--chunk", "7", "--together", "--threads", "2"],
+];
+
+/// `prompts` in every variant; then each twice, so that the second time is a prefix hit.
+fn assert_batch_invariant(model: &Path, prompts: &[Vec<u32>], class: &[&str]) {
+    let run = |prompts: &[Vec<u32>], variant: &[&str]| {
+        logits::run(model, prompts, &[class, &["--greedy", "8"], variant].concat()).unwrap()
+    };
+    let expected = run(prompts, &["--chunk", "0", "--threads", "1"]);
+    for variant in VARIANTS {
+        for (index, (ours, expected)) in run(prompts, variant).iter().zip(&expected).enumerate() {
+            ours.expect_same_bits(expected).unwrap_or_else(|e| panic!("{model:?} p{index} {variant:?}: {e}"));
+        }
+    }
+    let twice = [prompts, prompts].concat();
+    let computed = run(&twice, &[]);
+    let (_, hits) = computed.split_at(prompts.len());
+    for (index, (hit, expected)) in hits.iter().zip(&expected).enumerate() {
+        // Every full hash unit but the one that holds the last token can be served.
+        let least = (prompts[index].len() - 1) / 16 * 16;
+        assert!(hit.cached >= least, "{model:?} p{index}: {} of {least} cached", hit.cached);
+        hit.expect_same_bits(expected).unwrap_or_else(|e| panic!("{model:?} p{index} prefix hit: {e}"));
+    }
+}
+
+fn tiny_model_is_batch_invariant(arch: &str) {
+    let manifest = Manifest::read().unwrap();
+    let item = manifest.tiny(arch).unwrap();
+    let prompts = item.reference().unwrap().ids();
+    assert_batch_invariant(&item.path(), &prompts, &["--activations", "f32", "--kv-type", "f32"]);
+}
+
+macro_rules! tiny_models {
+    ($($arch:ident),*) => {$(
+        #[test]
+        fn $arch() {
+            tiny_model_is_batch_invariant(stringify!($arch));
+        }
+    )*};
+}
+tiny_models!(llama, llama3rope, qwen2, qwen3, qwen3moe, gemma3);
+
+/// A real model as users run it: int8 activations, f16 KV.
+fn real_model_is_batch_invariant(name: &str, reference: &str) {
+    let model = binary::catalog_model(name).unwrap();
+    let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();
+    let text: Vec<u32> = serde_json::from_value(reference["perplexity"]["ids"].clone()).unwrap();
+    let mut prompts = vec![text[..150].to_vec(), text[600..640].to_vec()];
+    for prompt in reference["prompts"].as_array().unwrap() {
+        prompts.push(serde_json::from_value(prompt["ids"].clone()).unwrap());
+    }
+    assert_batch_invariant(&model, &prompts, &[]);
+}
+
+#[test]
+fn smollm2() {
+    real_model_is_batch_invariant("smollm2-135m", "smollm2-135m-instruct.json");
+}
+
+#[test]
+fn gemma3_270m() {
+    real_model_is_batch_invariant("gemma3-270m", "gemma-3-270m.json");
+}

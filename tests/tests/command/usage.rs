@@ -1,0 +1,88 @@
+//! Exit codes and outputs that scripts lean on.
+
+use kvasir_cluster_tests::binary;
+use kvasir_cluster_tests::fixtures::Manifest;
+
+const OK: Option<i32> = Some(0);
+const FAILED: Option<i32> = Some(1);
+const BAD_USAGE: Option<i32> = Some(2);
+const BAD_CONFIG: Option<i32> = Some(64);
+
+/// Exit code and stderr.
+fn end(arguments: &[&str]) -> (Option<i32>, String) {
+    let output = binary::run(arguments).unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn exit_codes() {
+    for (arguments, code) in [
+        (&["--version"][..], OK),
+        (&["--help"], OK),
+        (&["up", "--help"], OK),
+        (&["tokenize", "/nonexistent.gguf", "--text", "a"], FAILED),
+        (&["status", "--data-dir", "/nonexistent"], FAILED),
+        (&["up", "--frobnicate"], BAD_USAGE),
+        (&["frobnicate"], BAD_USAGE),
+        (&["worker", "--threads", "many"], BAD_USAGE),
+        (&["worker", "--config", "/nonexistent.toml"], BAD_CONFIG),
+        (&["coordinator", "--config", "/nonexistent.toml"], BAD_CONFIG),
+        (&["up", "--workers", "0"], BAD_CONFIG),
+        (&["up", "--listen-public"], BAD_CONFIG),
+    ] {
+        let (found, stderr) = end(arguments);
+        assert_eq!(found, code, "kvasir {}:\n{stderr}", arguments.join(" "));
+    }
+}
+
+#[test]
+fn flags_of_features_that_have_not_landed_are_absent() {
+    for arguments in [
+        &["up", "--shards", "2"][..],
+        &["worker", "--role", "prefill"],
+        &["worker", "--kv-host-bytes", "1GiB"],
+        &["run", "m", "-p", "a", "--spec", "ngram"],
+    ] {
+        assert_eq!(end(arguments).0, BAD_USAGE, "kvasir {}", arguments.join(" "));
+    }
+}
+
+#[test]
+fn a_bad_setting_is_named_with_its_value_and_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("node.toml");
+    for (text, expected) in [
+        ("thread = 2\n", vec!["unknown field `thread`"]),
+        ("kv_bytes = \"lots\"\n", vec!["kv_bytes", "lots"]),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        let (code, stderr) = end(&["worker", "--config", file.to_str().unwrap(), "--check-config"]);
+        assert_eq!(code, BAD_CONFIG, "{stderr}");
+        expected.iter().for_each(|part| assert!(stderr.contains(part), "{part} not in {stderr}"));
+    }
+}
+
+#[test]
+fn a_bad_variable_is_configuration_and_not_usage() {
+    let mut command = binary::command(&["worker", "--check-config"]).unwrap();
+    let output = command.env("KVASIR_THREADS", "many").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), BAD_CONFIG, "{stderr}");
+    assert!(stderr.contains("KVASIR_THREADS") && stderr.contains("many"), "{stderr}");
+}
+
+#[test]
+fn a_model_with_a_missing_part_is_refused_by_the_name_of_the_part() {
+    let manifest = Manifest::read().unwrap();
+    let split = &manifest.split[0];
+    let dir = tempfile::tempdir().unwrap();
+    let names: Vec<_> = split.files.iter().map(|part| part.path()).collect();
+    for path in &names[..2] {
+        std::fs::copy(path, dir.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let missing = names[2].file_name().unwrap().to_str().unwrap();
+    let first = dir.path().join(names[0].file_name().unwrap());
+    let (code, stderr) = end(&["models", "inspect", first.to_str().unwrap()]);
+    assert_eq!(code, FAILED, "{stderr}");
+    assert!(stderr.contains(missing), "{stderr}");
+}
