@@ -1,1 +1,3 @@
 //! skeleton
+pub mod prefix_index;
+pub mod slot;
