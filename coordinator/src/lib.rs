@@ -1,3 +1,4 @@
 //! skeleton
 pub mod prefix_index;
 pub mod slot;
+pub mod routing;
