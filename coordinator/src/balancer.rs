@@ -269,8 +269,9 @@ impl Balancer {
 
     /// Changes the table of workers.
     pub fn change(&mut self, now: Instant, change: TableChange, random: u64) -> Result<Vec<Action>, TableError> {
-        self.floor.change(now, change)?;
-        Ok(self.pump(now, random))
+        let mut actions: Vec<Action> = self.floor.change(now, change)?.into_iter().collect();
+        actions.extend(self.pump(now, random));
+        Ok(actions)
     }
 
     /// A worker reports. Reports of other lives than the member's are ignored.

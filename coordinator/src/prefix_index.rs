@@ -73,11 +73,13 @@ impl PrefixIndex {
         Self { holders: Holders::new(max_bytes), claims: Claims::default(), streams }
     }
 
-    /// A worker's life begins in `slot`: whatever was known of the slot is forgotten. Its stream is followed
-    /// from the first event; `need` says what must be fetched if it has spoken before.
-    pub fn join(&mut self, slot: Slot, epoch: Epoch) {
+    /// A worker's life is followed in `slot` from now on; whatever was known of the slot is forgotten. The
+    /// answer asks for all events from the first, since the worker may have spoken before it was heard.
+    pub fn join(&mut self, slot: Slot, epoch: Epoch) -> Need {
         self.leave(slot);
-        self.streams[slot.index()] = Some(Stream::new(epoch));
+        let (stream, need) = Stream::new(epoch);
+        self.streams[slot.index()] = Some(stream);
+        need
     }
 
     /// The worker in `slot` is gone, with all that it held and all that was reserved there.

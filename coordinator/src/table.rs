@@ -50,12 +50,14 @@ pub enum TableChange {
 /// What a change did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Applied {
-    /// The worker has joined in this slot; an earlier life of it has left it.
+    /// The worker has joined in this slot; an earlier life or connection of it has left it.
     Joined {
         /// Where.
         slot: Slot,
-        /// Whether it took the place of an earlier life or connection of the same worker.
-        replaced: bool,
+        /// Who.
+        node: NodeId,
+        /// In which life.
+        epoch: Epoch,
     },
     /// The worker that was in this slot has left.
     Left(Slot),
@@ -169,10 +171,11 @@ impl WorkerTable {
         let free = || (0..MAX_SLOTS).filter_map(Slot::new).find(|&s| !self.used.contains(s));
         let slot = before.or_else(free).ok_or(TableError::Full)?;
         self.used.insert(slot);
-        self.epochs.insert(node.clone(), register.epoch);
+        let epoch = register.epoch;
+        self.epochs.insert(node.clone(), epoch);
         let draining = self.drains.contains(&node);
-        self.members.insert(node, Member { slot, register, draining });
-        Ok(Applied::Joined { slot, replaced: before.is_some() })
+        self.members.insert(node.clone(), Member { slot, register, draining });
+        Ok(Applied::Joined { slot, node, epoch })
     }
 
     fn check_models(&self, register: &RegisterV1) -> Result<(), TableError> {

@@ -85,23 +85,20 @@ impl Floor {
         &self.table
     }
 
-    pub(super) fn change(&mut self, now: Instant, change: TableChange) -> Result<(), TableError> {
-        let epoch = match &change {
-            TableChange::Join(register) => Some(register.epoch),
-            TableChange::Leave { .. } | TableChange::Drain { .. } => None,
-        };
-        match (self.table.apply(change)?, epoch) {
-            (Applied::Joined { slot, .. }, Some(epoch)) => {
+    pub(super) fn change(&mut self, now: Instant, change: TableChange) -> Result<Option<Action>, TableError> {
+        match self.table.apply(change)? {
+            Applied::Joined { slot, node, epoch } => {
                 self.joins += 1;
-                self.index.join(slot, epoch);
+                let need = self.index.join(slot, epoch);
                 let (own, foreign) = (Own::default(), Own::default());
                 let load = Load { join: self.joins, report: None, heard: now, own, foreign };
                 self.loads[slot.index()] = Some(load);
+                return Ok(Some(Action::Fetch { node, epoch, need }));
             }
-            (Applied::Left(slot), _) => self.forget(slot),
-            (Applied::Joined { .. } | Applied::Drained(_), _) => {}
+            Applied::Left(slot) => self.forget(slot),
+            Applied::Drained(_) => {}
         }
-        Ok(())
+        Ok(None)
     }
 
     pub(super) fn load(&mut self, now: Instant, node: &NodeId, report: LoadReportV1) {

@@ -50,6 +50,9 @@ impl Rig {
     fn join(&mut self, name: &str, epoch: u64) -> Vec<Action> {
         let join = TableChange::Join(register(name, epoch, &[(MODEL, 1)]));
         let mut actions = self.balancer.change(self.now, join, 3).unwrap();
+        let fetch = Action::Fetch { node: node(name), epoch: Epoch(epoch), need: Need::Replay { from: 1 } };
+        assert_eq!(actions.remove(0), fetch);
+        assert_eq!(self.balancer.replayed(&node(name), Epoch(epoch), Some(vec![])), Ok(None));
         actions.extend(self.balancer.load(self.now, &node(name), report(epoch), 3));
         actions
     }

@@ -73,16 +73,18 @@ pub(super) struct Stream {
 type Step = (Vec<KvEvent>, Option<Need>);
 
 impl Stream {
-    pub(super) fn new(epoch: Epoch) -> Self {
-        Self {
+    pub(super) fn new(epoch: Epoch) -> (Self, Need) {
+        let need = Need::Replay { from: 1 };
+        let stream = Self {
             epoch,
             applied: 0,
             gaps: 0,
             snapshots: 0,
-            pending: None,
+            pending: Some(need),
             parked: VecDeque::new(),
             parked_events: 0,
-        }
+        };
+        (stream, need)
     }
 
     /// Events that are now in order, and what to fetch if a gap has just opened.

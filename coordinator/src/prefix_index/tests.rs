@@ -32,8 +32,26 @@ fn batch(epoch: u64, first_sequence: u64, events: Vec<KvEvent>) -> KvEventBatch 
 
 fn joined(workers: usize) -> PrefixIndex {
     let mut index = PrefixIndex::new(1 << 20);
-    (0..workers).for_each(|w| index.join(slot(w), Epoch(1)));
+    (0..workers).for_each(|w| join(&mut index, w, 1));
     index
+}
+
+/// A worker that has said nothing yet.
+fn join(index: &mut PrefixIndex, worker: usize, epoch: u64) {
+    assert_eq!(index.join(slot(worker), Epoch(epoch)), Need::Replay { from: 1 });
+    assert_eq!(index.replayed(slot(worker), Epoch(epoch), Some(vec![])), Ok(None));
+}
+
+#[test]
+fn events_that_come_before_the_first_replay_wait_for_it() {
+    let mut index = PrefixIndex::new(1 << 20);
+    let s = slot(0);
+    index.join(s, Epoch(1));
+    assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(None));
+    let told = vec![batch(1, 1, vec![stored([1]), stored([2]), removed([1])])];
+    assert_eq!(index.replayed(s, Epoch(1), Some(told)), Ok(None));
+    assert_eq!(index.lookup(&chain([2])).units(s), 1);
+    assert_eq!(index.stream(s).unwrap().applied, 3);
 }
 
 #[test]
@@ -110,7 +128,7 @@ fn a_new_life_forgets_the_old_one() {
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored(1..=3)])).unwrap();
     index.reserve(s, chain(1..=5));
-    index.join(s, Epoch(2));
+    join(&mut index, 0, 2);
     assert_eq!(index.lookup(&chain(1..=5)).units(s), 0);
     assert_eq!(index.size().blocks, 0);
     assert_eq!(index.size().reservations, 0);
@@ -169,7 +187,7 @@ fn a_unit_evicted_before_it_is_used_again_counts_again_for_the_new_request() {
 fn the_byte_budget_holds_and_what_it_costs_is_counted() {
     let budget = 64 * 1024;
     let mut index = PrefixIndex::new(budget);
-    index.join(slot(0), Epoch(1));
+    join(&mut index, 0, 1);
     index.apply(slot(0), batch(1, 1, vec![stored(1..=10_000)])).unwrap();
     let size = index.size();
     assert!(size.bytes <= budget, "{size:?}");
@@ -284,7 +302,7 @@ proptest! {
                 Op::Restart(w) => {
                     epochs[w] += 1;
                     sequences[w] = 0;
-                    index.join(slot(w), Epoch(epochs[w]));
+                    join(&mut index, w, epochs[w]);
                     reference.held.remove(&w);
                     reference.reserved.retain(|_, (s, _)| *s != w);
                     live.retain(|(name, _)| reference.reserved.contains_key(name));
