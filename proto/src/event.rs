@@ -60,6 +60,25 @@ pub struct KvEventBatch {
     pub events: Vec<KvEvent>,
 }
 
+/// What a worker sends on its event stream. Later kinds of events come as further variants.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvFrame {
+    /// Events as they happened.
+    Events(KvEventBatch),
+}
+
+/// A worker's answer to a coordinator that has missed events.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvReplay {
+    /// Every event from the asked number on, in order; none when the asker has missed nothing.
+    Batches(Vec<KvEventBatch>),
+    /// Not held any more, or too many to be worth it: take a snapshot.
+    TakeSnapshot,
+}
+
+/// (parent, units, medium): consecutive units below a unit or a root, and where they are held.
+pub type KvRun = (BlockId, Vec<BlockId>, Medium);
+
 /// All that a worker holds at one point of its event stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvSnapshot {
@@ -67,6 +86,22 @@ pub struct KvSnapshot {
     pub epoch: Epoch,
     /// The last sequence number that this snapshot contains; the stream goes on with the next.
     pub sequence: u64,
-    /// Runs (parent, units, medium) in an order in which every parent comes before its children.
-    pub runs: Vec<(BlockId, Vec<BlockId>, Medium)>,
+    /// Runs in an order in which every parent comes before its children.
+    pub runs: Vec<KvRun>,
+}
+
+/// A part of a snapshot on the wire: `Begin`, any number of `Runs`, `End`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvSnapshotFrame {
+    /// Where in the event stream the snapshot stands.
+    Begin {
+        /// The worker's life.
+        epoch: Epoch,
+        /// The last sequence number that the snapshot contains.
+        sequence: u64,
+    },
+    /// Some of the runs, in order.
+    Runs(Vec<KvRun>),
+    /// The snapshot is complete.
+    End,
 }

@@ -70,6 +70,11 @@ text_id!(
     |b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-'
 );
 text_id!(
+    /// A cluster's name; the trust domain of its certificates' SAN URIs.
+    ClusterName, "cluster name", 63, "1 to 63 characters of a-z, 0-9 and '-'",
+    |b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-'
+);
+text_id!(
     /// A model's name in the API: catalog name or file stem. Never joined to a path.
     ModelId, "model id", 96, "1 to 96 characters of A-Z, a-z, 0-9, '.', '_' and '-'",
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')

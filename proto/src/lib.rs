@@ -6,6 +6,13 @@
 //! Never here: scheduling, routing, arithmetic, model files.
 
 pub mod block;
+pub mod ca;
+pub mod codec;
+mod error;
 pub mod event;
 pub mod ids;
 pub mod message;
+pub mod service;
+pub mod transport;
+
+pub use error::Error;

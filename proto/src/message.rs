@@ -1,7 +1,7 @@
 //! Requests, answers and reports between coordinators and workers. Every struct that is sent stands inside
 //! a closed enum of versions (DESIGN idea 11): a shipped struct never changes, variants are only appended.
 
-use crate::block::BlockId;
+use crate::block::{BlockId, ClusterKey};
 use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use serde::{Deserialize, Serialize};
 
@@ -266,6 +266,46 @@ pub struct RegisterV1 {
     pub ops: String,
     /// What it serves.
     pub models: Vec<ServedModelV1>,
+}
+
+/// A coordinator's answer to a worker that it accepts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Registered {
+    /// First version.
+    V1(RegisteredV1),
+}
+
+/// See [`Registered`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegisteredV1 {
+    /// Without a report that shows progress for this long, the worker counts as dead.
+    pub lease_ms: u64,
+    /// How often to report at least.
+    pub report_every_ms: u64,
+    /// Keys every block id of the cluster.
+    pub cluster_key: ClusterKey,
+}
+
+/// What a worker says about itself when asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum WorkerStatus {
+    /// First version.
+    V1(WorkerStatusV1),
+}
+
+/// See [`WorkerStatus`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WorkerStatusV1 {
+    /// Its name.
+    pub node: NodeId,
+    /// What it serves.
+    pub models: Vec<ServedModelV1>,
+    /// State, load and progress.
+    pub load: LoadReportV1,
+    /// Number of the last KV event of this epoch; 0 before the first.
+    pub kv_sequence: u64,
+    /// Milliseconds since the process started.
+    pub uptime_ms: u64,
 }
 
 /// A worker's load and progress, reported at least twice a second and after bursts.

@@ -1,0 +1,238 @@
+//! The cluster's own certificate authority: `kvasir ca init` and `kvasir ca issue`, and where nodes find
+//! their identity.
+//!
+//! A CA directory holds `ca.crt` and `ca.key`; an identity directory holds `node.crt` (leaf first),
+//! `node.key` and `ca.crt` (one root, or two while a root is being replaced). Keys are readable by their
+//! owner only. Nothing is ever overwritten, and a file appears complete or not at all.
+
+use crate::Error;
+use crate::ids::{ClusterName, NodeId, Role};
+use crate::transport::{CertificateError, Identity, PeerIdentity};
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType,
+};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+const CA_LIFE: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
+const NODE_LIFE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// Clocks of nodes may be this much behind the issuer's.
+const CLOCK_SKEW: Duration = DAY;
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+const CA_CERTIFICATE: &str = "ca.crt";
+const CA_KEY: &str = "ca.key";
+const NODE_CERTIFICATE: &str = "node.crt";
+const NODE_KEY: &str = "node.key";
+
+/// A certificate authority of one cluster. Whoever holds it can make any node.
+pub struct Authority {
+    cluster: ClusterName,
+    certificate_pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl std::fmt::Debug for Authority {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Authority").field("cluster", &self.cluster).finish_non_exhaustive()
+    }
+}
+
+/// A node's certificate and key as PEM texts, as [`Authority::issue`] makes them.
+pub struct IssuedNode {
+    certificate_pem: String,
+    key_pem: String,
+    ca_pem: String,
+}
+
+impl std::fmt::Debug for IssuedNode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("IssuedNode").field("certificate_pem", &self.certificate_pem).finish_non_exhaustive()
+    }
+}
+
+impl Authority {
+    /// Makes a new authority for `cluster`, valid for ten years from `now`, with an ECDSA P-256 key.
+    pub fn new(cluster: ClusterName, now: SystemTime) -> Result<Self, Error> {
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        let mut params = params(now, CA_LIFE, cluster.as_str());
+        // It signs nodes, never another authority.
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let certificate_pem = params.self_signed(&key)?.pem();
+        Ok(Self { cluster, certificate_pem, issuer: Issuer::new(params, key) })
+    }
+
+    /// Reads an authority from `directory`.
+    pub fn load(directory: &Path) -> Result<Self, Error> {
+        let certificate_pem = read_text(&directory.join(CA_CERTIFICATE))?;
+        let key = KeyPair::from_pem(&read_text(&directory.join(CA_KEY))?)?;
+        let der = CertificateDer::from_pem_slice(certificate_pem.as_bytes())
+            .map_err(|_| CertificateError::Unreadable)?;
+        let cluster = ClusterName::new(common_name(&der)?)?;
+        Ok(Self { cluster, issuer: Issuer::from_ca_cert_der(&der, key)?, certificate_pem })
+    }
+
+    /// Writes the authority to `directory`, which is made if need be; refuses to overwrite one.
+    pub fn save(&self, directory: &Path) -> Result<(), Error> {
+        write_all(
+            directory,
+            &[
+                (CA_KEY, &self.issuer.key().serialize_pem(), Access::Owner),
+                (CA_CERTIFICATE, &self.certificate_pem, Access::All),
+            ],
+        )
+    }
+
+    /// The cluster that this authority speaks for.
+    pub fn cluster(&self) -> &ClusterName {
+        &self.cluster
+    }
+
+    /// The root certificate as PEM text.
+    pub fn certificate_pem(&self) -> &str {
+        &self.certificate_pem
+    }
+
+    /// Makes a key and a certificate for a node, valid for one year from `now` for both dialing and
+    /// listening.
+    pub fn issue(&self, role: Role, node: NodeId, now: SystemTime) -> Result<IssuedNode, Error> {
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        let mut params = params(now, NODE_LIFE, node.as_str());
+        let name = PeerIdentity { cluster: self.cluster.clone(), role, node };
+        params.subject_alt_names = vec![SanType::URI(name.to_string().try_into()?)];
+        params.is_ca = IsCa::ExplicitNoCa;
+        params.use_authority_key_identifier_extension = true;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
+        Ok(IssuedNode {
+            certificate_pem: params.signed_by(&key, &self.issuer)?.pem(),
+            key_pem: key.serialize_pem(),
+            ca_pem: self.certificate_pem.clone(),
+        })
+    }
+}
+
+impl IssuedNode {
+    /// The identity, ready for use in this process.
+    pub fn identity(&self) -> Result<Identity, Error> {
+        let parts = [&self.certificate_pem, &self.key_pem, &self.ca_pem];
+        let [chain, key, roots] = parts.map(|pem| pem.as_bytes());
+        Ok(Identity::from_pem(chain, key, roots)?)
+    }
+
+    /// Writes an identity directory, which is made if need be; refuses to overwrite one.
+    pub fn save(&self, directory: &Path) -> Result<(), Error> {
+        write_all(
+            directory,
+            &[
+                (NODE_KEY, &self.key_pem, Access::Owner),
+                (NODE_CERTIFICATE, &self.certificate_pem, Access::All),
+                (CA_CERTIFICATE, &self.ca_pem, Access::All),
+            ],
+        )
+    }
+}
+
+/// Reads the identity that [`IssuedNode::save`] (or a certificate manager with the same file names) has
+/// written to `directory`.
+pub fn load_identity(directory: &Path) -> Result<Identity, Error> {
+    load_identity_files(
+        &directory.join(NODE_CERTIFICATE),
+        &directory.join(NODE_KEY),
+        &directory.join(CA_CERTIFICATE),
+    )
+}
+
+/// Reads an identity from three PEM files: certificate chain, key, roots.
+pub fn load_identity_files(chain: &Path, key: &Path, roots: &Path) -> Result<Identity, Error> {
+    let (chain, key, roots) = (read_text(chain)?, read_text(key)?, read_text(roots)?);
+    Ok(Identity::from_pem(chain.as_bytes(), key.as_bytes(), roots.as_bytes())?)
+}
+
+fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    // rcgen's epoch arithmetic, because SystemTime does not convert without another feature.
+    let epoch = rcgen::date_time_ymd(1970, 1, 1);
+    let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    params.not_before = epoch + since.saturating_sub(CLOCK_SKEW);
+    params.not_after = epoch + since + life;
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::OrganizationName, "Kvasir");
+    params.distinguished_name.push(DnType::CommonName, name);
+    params
+}
+
+fn common_name(der: &CertificateDer<'_>) -> Result<String, CertificateError> {
+    let (_, parsed) = X509Certificate::from_der(der).map_err(|_| CertificateError::Unreadable)?;
+    let name = parsed.subject().iter_common_name().next().and_then(|name| name.as_str().ok());
+    name.map(str::to_owned).ok_or(CertificateError::Unreadable)
+}
+
+fn file_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::File { path, source }
+}
+
+fn read_text(path: &Path) -> Result<String, Error> {
+    let mut text = String::new();
+    let file = File::open(path).map_err(file_error(path))?;
+    file.take(MAX_FILE_BYTES).read_to_string(&mut text).map_err(file_error(path))?;
+    Ok(text)
+}
+
+#[derive(Clone, Copy)]
+enum Access {
+    Owner,
+    All,
+}
+
+/// Writes all files or, when one of them exists, none.
+fn write_all(directory: &Path, files: &[(&str, &str, Access)]) -> Result<(), Error> {
+    fs::create_dir_all(directory).map_err(file_error(directory))?;
+    for (name, ..) in files {
+        let path = directory.join(name);
+        if path.symlink_metadata().is_ok() {
+            return Err(Error::WouldOverwrite { path });
+        }
+    }
+    for (name, text, access) in files {
+        write_new(directory, name, text, *access)?;
+    }
+    File::open(directory).and_then(|dir| dir.sync_all()).map_err(file_error(directory))
+}
+
+/// The file appears under its name only when complete, and `hard_link` refuses to replace another one that
+/// was made in the meantime.
+fn write_new(directory: &Path, name: &str, text: &str, access: Access) -> Result<(), Error> {
+    let path = directory.join(name);
+    let partial: PathBuf = directory.join(format!(".{name}.{}", std::process::id()));
+    let mode = match access {
+        Access::Owner => 0o600,
+        Access::All => 0o644,
+    };
+    let written =
+        OpenOptions::new().write(true).create_new(true).mode(mode).open(&partial).and_then(|mut f| {
+            f.write_all(text.as_bytes())?;
+            f.sync_all()?;
+            fs::hard_link(&partial, &path)
+        });
+    // A leftover is harmless, but nothing should hold a key that nobody knows of.
+    let removed = fs::remove_file(&partial);
+    match written {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            Err(Error::WouldOverwrite { path })
+        }
+        Err(source) => Err(Error::File { path, source }),
+        Ok(()) => removed.map_err(file_error(&partial)),
+    }
+}

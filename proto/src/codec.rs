@@ -1,0 +1,176 @@
+//! The one place that knows bincode: positional, little-endian, variable-length integers.
+//!
+//! Promises: a value decodes only from exactly its own bytes (trailing bytes are refused); no length that
+//! a peer claims makes this code allocate more than the [`Cap`] of the frame (collections grow as their
+//! elements arrive, strings are checked against the cap first); a variant that this build does not know is
+//! [`CodecError::UnknownVariant`], never a panic and never a reason to drop the connection.
+
+use bincode::config::{Configuration, Limit, LittleEndian, Varint};
+use bincode::error::{DecodeError, EncodeError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// The longest frame of a kind, in bytes. Checked before allocation, on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Cap {
+    /// Hello, RPC requests and answers: 16 MiB.
+    Control,
+    /// A [`GenerateRequest`](crate::message::GenerateRequest): 8 MiB.
+    GenerateRequest,
+    /// Frames of KV events and snapshots: 4 MiB.
+    Events,
+    /// Token frames, tensor headers and tensor chunks: 1 MiB.
+    Stream,
+}
+
+const MIB: usize = 1 << 20;
+
+impl Cap {
+    /// The cap in bytes.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Control => 16 * MIB,
+            Self::GenerateRequest => 8 * MIB,
+            Self::Events => 4 * MIB,
+            Self::Stream => MIB,
+        }
+    }
+}
+
+/// Why bytes are not a message, or a message cannot become bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CodecError {
+    /// Longer than the cap of its kind.
+    #[error("{message}: {len} bytes, the cap is {cap}")]
+    TooLong {
+        /// The type, in words.
+        message: &'static str,
+        /// Bytes that it has or claims; the cap + 1 when only "more" is known.
+        len: usize,
+        /// Bytes allowed.
+        cap: usize,
+    },
+    /// The bytes end before the message does.
+    #[error("{message}: cut short")]
+    CutShort {
+        /// The type.
+        message: &'static str,
+    },
+    /// The message ends before the bytes do.
+    #[error("{message}: {extra} bytes too many")]
+    Trailing {
+        /// The type.
+        message: &'static str,
+        /// Bytes left over.
+        extra: usize,
+    },
+    /// A newer peer uses a variant that this build does not know. Not fatal: skip the message.
+    #[error("{message}: unknown variant {index}")]
+    UnknownVariant {
+        /// The type.
+        message: &'static str,
+        /// The variant's number on the wire.
+        index: u64,
+    },
+    /// A value inside breaks a rule of its type.
+    #[error("{message}: {reason}")]
+    Invalid {
+        /// The type.
+        message: &'static str,
+        /// The rule, in words.
+        reason: String,
+    },
+}
+
+type Config<const CAP: usize> = Configuration<LittleEndian, Varint, Limit<CAP>>;
+
+const fn config<const CAP: usize>() -> Config<CAP> {
+    bincode::config::standard().with_limit::<CAP>()
+}
+
+/// Encodes `value`; refuses what a receiver with the same cap would refuse for its length.
+pub fn encode<T: Serialize>(value: &T, cap: Cap) -> Result<Vec<u8>, CodecError> {
+    let mut bytes = Vec::new();
+    encode_into(value, cap, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Appends `value`'s bytes, at most the cap of them, to `bytes`. On error `bytes` is as it was.
+pub fn encode_into<T: Serialize>(value: &T, cap: Cap, bytes: &mut Vec<u8>) -> Result<(), CodecError> {
+    let message = std::any::type_name::<T>();
+    let start = bytes.len();
+    let mut writer = CappedWriter { bytes, end: start + cap.bytes() };
+    let result = bincode::serde::encode_into_writer(value, &mut writer, bincode::config::standard());
+    result.map_err(|error| {
+        bytes.truncate(start);
+        match error {
+            EncodeError::UnexpectedEnd => {
+                CodecError::TooLong { message, len: cap.bytes() + 1, cap: cap.bytes() }
+            }
+            other => CodecError::Invalid { message, reason: other.to_string() },
+        }
+    })
+}
+
+/// Decodes a `T` that fills `bytes` exactly.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8], cap: Cap) -> Result<T, CodecError> {
+    let (value, rest) = decode_prefix(bytes, cap)?;
+    match rest.len() {
+        0 => Ok(value),
+        extra => Err(CodecError::Trailing { message: std::any::type_name::<T>(), extra }),
+    }
+}
+
+/// Decodes a `T` from the front of `bytes` and returns what follows it.
+pub fn decode_prefix<T: DeserializeOwned>(bytes: &[u8], cap: Cap) -> Result<(T, &[u8]), CodecError> {
+    let message = std::any::type_name::<T>();
+    if bytes.len() > cap.bytes() {
+        return Err(CodecError::TooLong { message, len: bytes.len(), cap: cap.bytes() });
+    }
+    // bincode takes its limit as a type: one instance per cap.
+    let result = match cap {
+        Cap::Control => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Control.bytes() }>()),
+        Cap::GenerateRequest => {
+            bincode::serde::decode_from_slice(bytes, config::<{ Cap::GenerateRequest.bytes() }>())
+        }
+        Cap::Events => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Events.bytes() }>()),
+        Cap::Stream => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Stream.bytes() }>()),
+    };
+    let (value, used) = result.map_err(|error| explain(message, cap, error))?;
+    let rest = bytes.get(used..).ok_or(CodecError::CutShort { message })?;
+    Ok((value, rest))
+}
+
+fn explain(message: &'static str, cap: Cap, error: DecodeError) -> CodecError {
+    match error {
+        DecodeError::UnexpectedEnd { .. } => CodecError::CutShort { message },
+        DecodeError::LimitExceeded => CodecError::TooLong { message, len: cap.bytes() + 1, cap: cap.bytes() },
+        DecodeError::OtherString(text) => match unknown_variant(&text) {
+            Some(index) => CodecError::UnknownVariant { message, index },
+            None => CodecError::Invalid { message, reason: text },
+        },
+        other => CodecError::Invalid { message, reason: other.to_string() },
+    }
+}
+
+/// serde's derive tells an unknown variant only in words; both crates are pinned, and a test holds the text.
+fn unknown_variant(text: &str) -> Option<u64> {
+    let (index, rest) = text.strip_prefix("invalid value: integer `")?.split_once('`')?;
+    rest.contains("variant index").then(|| index.parse().ok()).flatten()
+}
+
+/// Stops at the cap, so that encoding never makes more bytes than may be sent.
+struct CappedWriter<'a> {
+    bytes: &'a mut Vec<u8>,
+    end: usize,
+}
+
+impl bincode::enc::write::Writer for CappedWriter<'_> {
+    fn write(&mut self, part: &[u8]) -> Result<(), EncodeError> {
+        if self.bytes.len() + part.len() > self.end {
+            return Err(EncodeError::UnexpectedEnd);
+        }
+        self.bytes.extend_from_slice(part);
+        Ok(())
+    }
+}

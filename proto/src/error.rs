@@ -1,0 +1,159 @@
+//! What can go wrong between two nodes.
+
+use crate::codec::CodecError;
+use crate::ids::{InvalidId, NodeId};
+use crate::transport::{PeerIdentity, StreamCode, VersionRange};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// Every error of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A name breaks its rule.
+    #[error(transparent)]
+    InvalidId(#[from] InvalidId),
+    /// A frame is too long, cut, or not what it should be.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// A certificate or key cannot serve as a node's identity.
+    #[error("certificate: {0}")]
+    Certificate(#[from] crate::transport::CertificateError),
+    /// A certificate authority or identity file cannot be read or written.
+    #[error("{path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A key or certificate would be overwritten.
+    #[error("{path} exists already and is never overwritten")]
+    WouldOverwrite {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A key pair or certificate cannot be generated.
+    #[error("cannot make a certificate: {0}")]
+    Generate(#[from] rcgen::Error),
+    /// TLS does not accept our own identity.
+    #[error("TLS set-up: {0}")]
+    Tls(#[from] rustls::Error),
+    /// The endpoint's socket cannot be opened.
+    #[error("cannot listen on udp {address}: {source}")]
+    Bind {
+        /// The address asked for.
+        address: SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A host name has no address.
+    #[error("cannot resolve {target:?}: {source}")]
+    Resolve {
+        /// `host:port` as configured.
+        target: String,
+        /// What the resolver said.
+        source: std::io::Error,
+    },
+    /// A connection cannot even be begun.
+    #[error("cannot connect to {address}: {source}")]
+    Connect {
+        /// The peer.
+        address: SocketAddr,
+        /// Why.
+        source: quinn::ConnectError,
+    },
+    /// We refuse the peer's certificate.
+    #[error("the certificate of {address} is refused: {reason}")]
+    PeerRefused {
+        /// The peer.
+        address: SocketAddr,
+        /// Which check failed.
+        reason: String,
+    },
+    /// The peer refuses our certificate. With TLS 1.3 a dialer learns it only after its own handshake
+    /// succeeded, so it shows up in the exchange of hellos.
+    #[error("{address} refuses our certificate ({reason})")]
+    Refused {
+        /// The peer.
+        address: SocketAddr,
+        /// The TLS alert, in words.
+        reason: String,
+    },
+    /// The two nodes have no protocol version in common.
+    #[error("protocol versions do not overlap: we speak {ours}, {peer} speaks {theirs}")]
+    VersionMismatch {
+        /// What this build speaks.
+        ours: VersionRange,
+        /// What the peer speaks.
+        theirs: VersionRange,
+        /// The peer.
+        peer: PeerIdentity,
+    },
+    /// A node calls itself by a name that its certificate does not carry.
+    #[error("{certified} calls itself {claimed}")]
+    Spoofed {
+        /// What the certificate says.
+        certified: PeerIdentity,
+        /// What the message says.
+        claimed: NodeId,
+    },
+    /// Something took longer than its limit.
+    #[error("{what} took longer than {limit_ms} ms")]
+    Timeout {
+        /// What was awaited.
+        what: &'static str,
+        /// The limit.
+        limit_ms: u64,
+    },
+    /// The connection is gone.
+    #[error("the connection to {peer} is gone: {reason}")]
+    ConnectionLost {
+        /// The peer's identity or address.
+        peer: String,
+        /// Why, as QUIC tells it.
+        reason: String,
+    },
+    /// The endpoint was closed.
+    #[error("the endpoint is closed")]
+    EndpointClosed,
+    /// The peer stopped or reset the stream.
+    #[error("the peer ended the stream: {0}")]
+    StreamEnded(StreamCode),
+    /// The stream ended before what it carries was complete.
+    #[error("the stream was cut off: {what}")]
+    StreamCut {
+        /// What was missing.
+        what: &'static str,
+    },
+    /// The peer does not follow the protocol.
+    #[error("protocol violation by the peer: {0}")]
+    Protocol(&'static str),
+}
+
+impl Error {
+    /// Whether trying again, later or on another node, can help. False for what only a person can mend.
+    pub fn retryable(&self) -> bool {
+        match self {
+            Self::Connect { .. }
+            | Self::Resolve { .. }
+            | Self::Timeout { .. }
+            | Self::ConnectionLost { .. }
+            | Self::StreamEnded(_)
+            | Self::StreamCut { .. } => true,
+            Self::InvalidId(_)
+            | Self::Codec(_)
+            | Self::Certificate(_)
+            | Self::File { .. }
+            | Self::WouldOverwrite { .. }
+            | Self::Generate(_)
+            | Self::Tls(_)
+            | Self::Bind { .. }
+            | Self::PeerRefused { .. }
+            | Self::Refused { .. }
+            | Self::VersionMismatch { .. }
+            | Self::Spoofed { .. }
+            | Self::EndpointClosed
+            | Self::Protocol(_) => false,
+        }
+    }
+}

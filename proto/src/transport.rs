@@ -1,0 +1,111 @@
+//! QUIC with mutual TLS between the nodes of one cluster.
+//!
+//! A node [binds](Endpoint::bind) one endpoint. Every worker dials every coordinator ([`Dialer`]); on the one
+//! [`Connection`] of a pair either side opens streams, each of which starts with a byte that says its
+//! [`StreamKind`]. Invariants:
+//!
+//! - A `Connection` exists only after both certificates were checked (chain, validity, key usage, cluster,
+//!   role, node id), both hellos were exchanged and a protocol version was agreed on.
+//! - Who the peer is comes from its certificate. A name in a body is only compared with it
+//!   ([`Connection::require_node`]).
+//! - A stream of a kind that the opener's role may not open is refused with [`StreamCode::Forbidden`].
+//! - No 0-RTT and no session resumption: every connection checks certificates anew.
+//!
+//! A coordinator and a worker, in one process:
+//!
+//! ```
+//! use kvasir_proto::ca::Authority;
+//! use kvasir_proto::event::KvReplay;
+//! use kvasir_proto::ids::{ClusterName, Epoch, NodeId, Role};
+//! use kvasir_proto::message::{GenerateError, GenerateFrame, WorkerStatus};
+//! use kvasir_proto::service::{WorkerApi, deadline};
+//! use kvasir_proto::transport::{Connection, Dialer, Endpoint, EndpointConfig, Expected, Incoming};
+//! use std::{sync::Arc, time::Duration, time::SystemTime};
+//! use tarpc::context::Context;
+//!
+//! #[derive(Clone)]
+//! struct Worker;
+//!
+//! impl WorkerApi for Worker {
+//!     async fn kv_replay(self, _: Context, _from: u64) -> KvReplay {
+//!         KvReplay::TakeSnapshot
+//!     }
+//!     async fn drain(self, _: Context) {}
+//!     async fn undrain(self, _: Context) {}
+//!     async fn status(self, _: Context) -> WorkerStatus {
+//!         unimplemented!("what the engine says")
+//!     }
+//!     async fn metrics_text(self, _: Context) -> String {
+//!         "kvasir_up 1\n".into()
+//!     }
+//! }
+//!
+//! /// What a worker does with each connection to a coordinator.
+//! async fn serve(connection: Connection) {
+//!     while let Ok(incoming) = connection.accept().await {
+//!         match incoming {
+//!             Incoming::WorkerRpc(rpc) => drop(tokio::spawn(rpc.serve(Worker))),
+//!             Incoming::Generate(mut call) => drop(tokio::spawn(async move {
+//!                 let refused = GenerateFrame::Failed(GenerateError::Draining);
+//!                 tokio::select! {
+//!                     _ = call.reply.cancelled() => {} // and free what the sequence holds
+//!                     _ = call.reply.send(&refused) => {}
+//!                 }
+//!             })),
+//!             _ => {}
+//!         }
+//!     }
+//! }
+//!
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), kvasir_proto::Error> {
+//! let ca = Authority::new(ClusterName::new("example")?, SystemTime::now())?;
+//! let identity = |role, name| ca.issue(role, NodeId::new(name)?, SystemTime::now())?.identity();
+//! let any_port = "127.0.0.1:0".parse().expect("an address");
+//!
+//! let config = EndpointConfig::new(Epoch(1), [Role::Worker]);
+//! let coordinator = Endpoint::bind(any_port, &identity(Role::Coordinator, "c0")?, config)?;
+//! let config = EndpointConfig::new(Epoch(1), [Role::Worker]);
+//! let worker = Arc::new(Endpoint::bind(any_port, &identity(Role::Worker, "w0")?, config)?);
+//!
+//! // The worker dials, and dials again whenever the connection is gone.
+//! let target = coordinator.address().to_string();
+//! tokio::spawn(async move {
+//!     let mut dialer = Dialer::new(worker, target, Expected::any(Role::Coordinator));
+//!     loop {
+//!         serve(dialer.connect().await).await;
+//!     }
+//! });
+//!
+//! // The coordinator accepts, and calls.
+//! let connection = coordinator.accept().await.expect("open");
+//! assert_eq!(connection.peer().to_string(), "spiffe://example/worker/w0");
+//! let api = connection.worker_api().await?;
+//! let metrics = api.metrics_text(deadline(Duration::from_secs(5))).await;
+//! assert_eq!(metrics.expect("an answer"), "kvasir_up 1\n");
+//! # Ok(())
+//! # }
+//! ```
+
+mod bulk;
+mod connection;
+mod dialer;
+mod endpoint;
+mod generate;
+mod hello;
+mod identity;
+mod kv;
+mod rpc;
+mod streams;
+mod tls;
+
+pub use bulk::{BulkReceiver, BulkSender, Tensor, TensorHeader, TensorHeaderV1, TensorType};
+pub use connection::{CloseCode, Connection, Incoming};
+pub use dialer::{Backoff, Dialer};
+pub use endpoint::{Endpoint, EndpointConfig, EndpointStats};
+pub use generate::{GenerateCall, GenerateReply, GenerateStream};
+pub use hello::{Hello, HelloV1, VersionRange};
+pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
+pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
+pub use rpc::{CoordinatorRpc, WorkerRpc};
+pub use streams::{StreamCode, StreamKind};

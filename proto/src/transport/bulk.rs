@@ -1,0 +1,128 @@
+//! Tensors: a header frame, then the bytes themselves, which no codec touches.
+
+use super::streams::{FrameReader, FrameWriter};
+use crate::Error;
+use crate::codec::{Cap, CodecError};
+use quinn::{RecvStream, SendStream};
+use serde::{Deserialize, Serialize};
+
+const MAX_DIMENSIONS: usize = 8;
+
+/// Type of a tensor's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum TensorType {
+    /// Bytes in a layout that the header's `name` tells.
+    U8,
+    /// Signed 32-bit integers, little endian.
+    I32,
+    /// IEEE single precision, little endian.
+    F32,
+    /// IEEE half precision, little endian.
+    F16,
+    /// Brain floats, little endian.
+    Bf16,
+}
+
+impl TensorType {
+    /// Bytes of one element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::F16 | Self::Bf16 => 2,
+            Self::I32 | Self::F32 => 4,
+        }
+    }
+}
+
+/// What stands before a tensor's bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TensorHeader {
+    /// First version.
+    V1(TensorHeaderV1),
+}
+
+/// See [`TensorHeader`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorHeaderV1 {
+    /// What it is, as sender and receiver have agreed.
+    pub name: String,
+    /// Its elements.
+    pub element: TensorType,
+    /// Its dimensions, slowest first; at most 8. None: a single element.
+    pub shape: Vec<u64>,
+}
+
+impl TensorHeader {
+    /// Bytes that follow the header.
+    pub fn payload_bytes(&self) -> Result<usize, CodecError> {
+        let Self::V1(header) = self;
+        let invalid = |reason: &str| CodecError::Invalid { message: "TensorHeader", reason: reason.into() };
+        if header.shape.len() > MAX_DIMENSIONS {
+            return Err(invalid("more than 8 dimensions"));
+        }
+        let size = header.shape.iter().try_fold(header.element.bytes(), |size, n| {
+            usize::try_from(*n).ok().and_then(|n| size.checked_mul(n))
+        });
+        size.ok_or_else(|| invalid("its size overflows"))
+    }
+}
+
+/// A tensor as it arrived.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// What it is.
+    pub header: TensorHeader,
+    /// Exactly [`TensorHeader::payload_bytes`] bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// Sends tensors on one stream.
+#[derive(Debug)]
+pub struct BulkSender {
+    frames: FrameWriter<TensorHeader>,
+}
+
+impl BulkSender {
+    pub(super) fn new(stream: SendStream) -> Self {
+        Self { frames: FrameWriter::new(stream, Cap::Stream) }
+    }
+
+    /// Sends one tensor; `bytes` must be as long as the header says.
+    pub async fn send(&mut self, header: &TensorHeader, bytes: &[u8]) -> Result<(), Error> {
+        if header.payload_bytes()? != bytes.len() {
+            return Err(Error::Protocol("a tensor's bytes do not fit its shape"));
+        }
+        self.frames.write(header).await?;
+        self.frames.write_raw(bytes).await
+    }
+
+    /// Says that no more tensors follow.
+    pub fn finish(mut self) {
+        self.frames.finish();
+    }
+}
+
+/// Receives tensors from one stream.
+#[derive(Debug)]
+pub struct BulkReceiver {
+    frames: FrameReader<TensorHeader>,
+}
+
+impl BulkReceiver {
+    pub(super) fn new(stream: RecvStream) -> Self {
+        Self { frames: FrameReader::new(stream, Cap::Stream) }
+    }
+
+    /// The next tensor, or `None` at a clean end. One of more than `max_bytes` is refused by its header;
+    /// memory grows with what arrives. Dropping the future halfway loses the tensor and the stream.
+    pub async fn next(&mut self, max_bytes: usize) -> Result<Option<Tensor>, Error> {
+        let Some(header) = self.frames.next().await? else { return Ok(None) };
+        let len = header.payload_bytes()?;
+        if len > max_bytes {
+            return Err(CodecError::TooLong { message: "Tensor", len, cap: max_bytes }.into());
+        }
+        let mut bytes = Vec::new();
+        self.frames.read_raw(len, &mut bytes).await?;
+        Ok(Some(Tensor { header, bytes }))
+    }
+}

@@ -1,0 +1,404 @@
+//! A node's QUIC endpoint: one UDP socket that both dials and listens.
+
+use super::connection::{CloseCode, Connection, Slot};
+use super::hello::{Agreement, Hello, HelloV1, VersionRange, agree};
+use super::identity::{Expected, Identity, PeerIdentity};
+use super::streams::{FrameReader, FrameWriter, StreamKind, read_error, within, write_error};
+use super::tls;
+use crate::Error;
+use crate::codec::Cap;
+use crate::ids::{Epoch, Role};
+use quinn::{ConnectionError, TransportConfig, VarInt};
+use rustls::pki_types::CertificateDer;
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, JoinSet};
+
+/// Kernel buffers asked for, so that a burst is not dropped while both cores compute. Best effort.
+const SOCKET_BUFFER_BYTES: usize = 4 << 20;
+/// From this many unfinished handshakes on, addresses must prove that they are not forged.
+const RETRY_ABOVE_HANDSHAKES: usize = 32;
+/// Accepted connections that wait for [`Endpoint::accept`].
+const ACCEPT_BACKLOG: usize = 64;
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+
+/// How an endpoint behaves. Start from [`EndpointConfig::new`].
+#[derive(Debug, Clone)]
+pub struct EndpointConfig {
+    /// This life of the process; told to peers in the hello.
+    pub epoch: Epoch,
+    /// Roles that may dial us.
+    pub accepts: Vec<Role>,
+    /// Protocol versions that we speak.
+    pub versions: VersionRange,
+    /// A connection without a sign of life for this long is lost.
+    pub idle_timeout: Duration,
+    /// A quiet connection is pinged this often; well below `idle_timeout`.
+    pub keep_alive: Duration,
+    /// Handshake and hello together take at most this long.
+    pub handshake_timeout: Duration,
+    /// Connections accepted at once.
+    pub max_connections: usize,
+    /// Connections accepted at once from one IP address.
+    pub max_connections_per_ip: usize,
+    /// Bidirectional streams that a peer may have open: RPC channels and generations.
+    pub max_bidi_streams: u32,
+    /// Streams of one direction that a peer may have open.
+    pub max_uni_streams: u32,
+}
+
+impl EndpointConfig {
+    /// The defaults: 10 s idle timeout, 2 s keep-alive, 5 s handshake, 1,024 connections, 256 per address,
+    /// 4,096 and 256 streams.
+    pub fn new(epoch: Epoch, accepts: impl Into<Vec<Role>>) -> Self {
+        Self {
+            epoch,
+            accepts: accepts.into(),
+            versions: VersionRange::CURRENT,
+            idle_timeout: Duration::from_secs(10),
+            keep_alive: Duration::from_secs(2),
+            handshake_timeout: Duration::from_secs(5),
+            max_connections: 1024,
+            max_connections_per_ip: 256,
+            max_bidi_streams: 4096,
+            max_uni_streams: 256,
+        }
+    }
+
+    fn transport(&self) -> TransportConfig {
+        let mut transport = TransportConfig::default();
+        transport
+            .max_idle_timeout(self.idle_timeout.try_into().ok())
+            .keep_alive_interval(Some(self.keep_alive))
+            .max_concurrent_bidi_streams(self.max_bidi_streams.into())
+            .max_concurrent_uni_streams(self.max_uni_streams.into())
+            // The defaults are for 100 Mbit/s; a cluster's links carry 10 to 200 Gbit/s. One slow reader
+            // may hold a stream's window, not the connection's.
+            .stream_receive_window(VarInt::from_u32(8 << 20))
+            .receive_window(VarInt::from_u32(64 << 20))
+            .send_window(64 << 20)
+            .datagram_receive_buffer_size(None);
+        transport
+    }
+}
+
+/// What an endpoint has counted since it was bound.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EndpointStats {
+    /// Connections accepted, hello included.
+    pub accepted: u64,
+    /// Handshakes or hellos that failed, whoever was to blame.
+    pub failed: u64,
+    /// Attempts turned away because a limit on connections was reached.
+    pub over_limit: u64,
+    /// Attempts asked to prove their address first.
+    pub retried: u64,
+    /// Names in bodies that were not the certificate's ([`Connection::require_node`] and hellos).
+    pub spoofed: u64,
+    /// Streams refused: unknown kind, or a kind that the opener's role may not open.
+    pub streams_refused: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    accepted: AtomicU64,
+    failed: AtomicU64,
+    over_limit: AtomicU64,
+    retried: AtomicU64,
+    pub(super) spoofed: AtomicU64,
+    pub(super) streams_refused: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn add(counter: &AtomicU64) {
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A node's QUIC endpoint. Dropping it closes the socket; connections live on until they are dropped too.
+#[derive(Debug)]
+pub struct Endpoint {
+    quic: quinn::Endpoint,
+    local: Arc<Local>,
+    address: SocketAddr,
+    accepted: tokio::sync::Mutex<mpsc::Receiver<Connection>>,
+    acceptor: JoinHandle<()>,
+}
+
+/// What every connection of an endpoint needs of it.
+#[derive(Debug)]
+pub(super) struct Local {
+    identity: Identity,
+    config: EndpointConfig,
+    transport: Arc<TransportConfig>,
+    pub(super) counters: Counters,
+}
+
+impl Local {
+    pub(super) fn name(&self) -> &PeerIdentity {
+        self.identity.name()
+    }
+
+    fn hello(&self) -> Hello {
+        Hello::V1(HelloV1 {
+            versions: self.config.versions,
+            node: self.name().node.clone(),
+            epoch: self.config.epoch,
+        })
+    }
+}
+
+impl Endpoint {
+    /// Opens a UDP socket at `address` (port 0: any) and starts to accept. Must be called inside a tokio
+    /// runtime.
+    pub fn bind(address: SocketAddr, identity: &Identity, config: EndpointConfig) -> Result<Self, Error> {
+        let transport = Arc::new(config.transport());
+        let mut server = quinn::ServerConfig::with_crypto(tls::server(identity, &config.accepts)?);
+        server.transport_config(transport.clone()).migration(false).max_incoming(config.max_connections);
+        let bind_error = |source| Error::Bind { address, source };
+        let quic = socket(address).and_then(|socket| {
+            quinn::Endpoint::new(
+                quinn::EndpointConfig::default(),
+                Some(server),
+                socket,
+                Arc::new(quinn::TokioRuntime),
+            )
+        });
+        let quic = quic.map_err(bind_error)?;
+        let address = quic.local_addr().map_err(bind_error)?;
+        let local =
+            Arc::new(Local { identity: identity.clone(), config, transport, counters: Counters::default() });
+        let (sender, accepted) = mpsc::channel(ACCEPT_BACKLOG);
+        let acceptor = tokio::spawn(accept_all(quic.clone(), local.clone(), sender));
+        Ok(Self { quic, local, address, accepted: tokio::sync::Mutex::new(accepted), acceptor })
+    }
+
+    /// Where it listens, with the port really taken.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Who we are.
+    pub fn name(&self) -> &PeerIdentity {
+        self.local.name()
+    }
+
+    /// Dials `address` and succeeds only when both sides have accepted each other: certificates, hellos,
+    /// versions. See [`Dialer`](super::Dialer) for trying until it works.
+    pub async fn connect(&self, address: SocketAddr, expected: &Expected) -> Result<Connection, Error> {
+        let limit = self.local.config.handshake_timeout;
+        within("connecting", limit, self.dial(address, expected)).await
+    }
+
+    async fn dial(&self, address: SocketAddr, expected: &Expected) -> Result<Connection, Error> {
+        let mut config = quinn::ClientConfig::new(tls::client(&self.local.identity, expected)?);
+        config.transport_config(self.local.transport.clone());
+        let connecting = self
+            .quic
+            .connect_with(config, address, tls::SERVER_NAME)
+            .map_err(|source| Error::Connect { address, source })?;
+        let quic = connecting.await.map_err(|error| handshake_error(address, &error))?;
+        let peer = certified(&quic)?;
+        let agreement = dialer_hello(&self.local, &quic, &peer).await.map_err(|error| {
+            // The peer's verdict on our certificate arrives only now; tell it in place of "stream gone".
+            match (&error, quic.close_reason()) {
+                (Error::ConnectionLost { .. }, Some(reason)) => handshake_error(address, &reason),
+                _ => error,
+            }
+        });
+        let agreement = agreement.inspect_err(|error| close_for(&quic, error))?;
+        Ok(Connection::new(quic, self.local.clone(), peer, agreement, None))
+    }
+
+    /// The next connection that a peer has made to us, or `None` once the endpoint is closed. Dropping the
+    /// future loses nothing.
+    pub async fn accept(&self) -> Option<Connection> {
+        self.accepted.lock().await.recv().await
+    }
+
+    /// Counts since the endpoint was bound.
+    pub fn stats(&self) -> EndpointStats {
+        let counters = &self.local.counters;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        EndpointStats {
+            accepted: get(&counters.accepted),
+            failed: get(&counters.failed),
+            over_limit: get(&counters.over_limit),
+            retried: get(&counters.retried),
+            spoofed: get(&counters.spoofed),
+            streams_refused: get(&counters.streams_refused),
+        }
+    }
+
+    /// Closes every connection and waits, at most 2 s, until the peers have been told.
+    pub async fn close(&self) {
+        self.quic.close(CloseCode::Shutdown.to_wire(), b"shutdown");
+        // A peer that does not answer finds out by its idle timeout.
+        let _ = tokio::time::timeout(CLOSE_LIMIT, self.quic.wait_idle()).await;
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.acceptor.abort();
+    }
+}
+
+fn socket(address: SocketAddr) -> std::io::Result<UdpSocket> {
+    use socket2::{Domain, Protocol, Socket, Type};
+    let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
+    // The kernel caps these as it is configured; less is slower, not wrong.
+    let _ = socket.set_recv_buffer_size(SOCKET_BUFFER_BYTES);
+    let _ = socket.set_send_buffer_size(SOCKET_BUFFER_BYTES);
+    socket.bind(&address.into())?;
+    Ok(socket.into())
+}
+
+/// Accepts until the endpoint closes. Handshakes run side by side, so that a slow one holds up nobody.
+async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Sender<Connection>) {
+    let open = Arc::new(Mutex::new(HashMap::new()));
+    let mut handshakes = JoinSet::new();
+    while let Some(incoming) = quic.accept().await {
+        while handshakes.try_join_next().is_some() {}
+        let address = incoming.remote_address();
+        if handshakes.len() >= RETRY_ABOVE_HANDSHAKES && incoming.may_retry() {
+            Counters::add(&local.counters.retried);
+            // Fails only for an address that is validated already, which `may_retry` has excluded.
+            let _ = incoming.retry();
+            continue;
+        }
+        let Some(slot) = take_slot(&open, address.ip(), &local.config) else {
+            Counters::add(&local.counters.over_limit);
+            tracing::warn!(%address, "connection refused: too many are open");
+            incoming.refuse();
+            continue;
+        };
+        let (local, accepted) = (local.clone(), accepted.clone());
+        handshakes.spawn(async move {
+            let limit = local.config.handshake_timeout;
+            match within("handshake", limit, welcome(&local, incoming, slot)).await {
+                Ok(connection) => {
+                    Counters::add(&local.counters.accepted);
+                    // Fails only when the endpoint is gone, and the connection with it.
+                    let _ = accepted.send(connection).await;
+                }
+                Err(error) => {
+                    Counters::add(&local.counters.failed);
+                    if matches!(error, Error::Spoofed { .. }) {
+                        Counters::add(&local.counters.spoofed);
+                    }
+                    tracing::warn!(%address, %error, "peer not accepted");
+                }
+            }
+        });
+    }
+}
+
+/// Counts a connection for as long as the slot lives; `None` when a limit is reached.
+fn take_slot(open: &Arc<Mutex<HashMap<IpAddr, usize>>>, ip: IpAddr, config: &EndpointConfig) -> Option<Slot> {
+    // Nobody panics while holding this lock; a poisoned one would still hold true counts.
+    let mut counts = open.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let from_ip = counts.get(&ip).copied().unwrap_or(0);
+    let total: usize = counts.values().sum();
+    if total >= config.max_connections || from_ip >= config.max_connections_per_ip {
+        return None;
+    }
+    counts.insert(ip, from_ip + 1);
+    let open = open.clone();
+    Some(Slot::new(move || {
+        let mut counts = open.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&ip) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&ip);
+            }
+        }
+    }))
+}
+
+async fn welcome(local: &Arc<Local>, incoming: quinn::Incoming, slot: Slot) -> Result<Connection, Error> {
+    let address = incoming.remote_address();
+    let quic = incoming.await.map_err(|error| handshake_error(address, &error))?;
+    let peer = certified(&quic)?;
+    let agreement = listener_hello(local, &quic, &peer).await;
+    let agreement = agreement.inspect_err(|error| close_for(&quic, error))?;
+    Ok(Connection::new(quic, local.clone(), peer, agreement, Some(slot)))
+}
+
+async fn dialer_hello(
+    local: &Local,
+    quic: &quinn::Connection,
+    peer: &PeerIdentity,
+) -> Result<Agreement, Error> {
+    let lost =
+        |error: ConnectionError| Error::ConnectionLost { peer: peer.to_string(), reason: error.to_string() };
+    let (mut send, receive) = quic.open_bi().await.map_err(lost)?;
+    send.write_all(&[StreamKind::Hello as u8]).await.map_err(write_error)?;
+    let mut writer = FrameWriter::new(send, Cap::Control);
+    writer.write(&local.hello()).await?;
+    writer.finish();
+    let mut reader = FrameReader::<Hello>::new(receive, Cap::Control);
+    let hello = reader.next().await?.ok_or(Error::StreamCut { what: "hello" })?;
+    agree(local.config.versions, peer, hello)
+}
+
+async fn listener_hello(
+    local: &Local,
+    quic: &quinn::Connection,
+    peer: &PeerIdentity,
+) -> Result<Agreement, Error> {
+    let lost =
+        |error: ConnectionError| Error::ConnectionLost { peer: peer.to_string(), reason: error.to_string() };
+    let (send, mut receive) = quic.accept_bi().await.map_err(lost)?;
+    let mut kind = [0];
+    if receive.read(&mut kind).await.map_err(read_error)? != Some(1) || kind != [StreamKind::Hello as u8] {
+        return Err(Error::Protocol("the first stream is not the hello"));
+    }
+    let mut reader = FrameReader::<Hello>::new(receive, Cap::Control);
+    let hello = reader.next().await?.ok_or(Error::StreamCut { what: "hello" })?;
+    let mut writer = FrameWriter::new(send, Cap::Control);
+    writer.write(&local.hello()).await?;
+    writer.finish();
+    let agreement = agree(local.config.versions, peer, hello);
+    if agreement.is_err() {
+        // The peer must have read our hello, or it could not name our versions, before we close.
+        let _ = writer.stream().stopped().await;
+    }
+    agreement
+}
+
+fn close_for(quic: &quinn::Connection, error: &Error) {
+    let code = match error {
+        Error::VersionMismatch { .. } => CloseCode::VersionMismatch,
+        Error::Spoofed { .. } => CloseCode::Spoofed,
+        _ => CloseCode::Protocol,
+    };
+    quic.close(code.to_wire(), code.as_str().as_bytes());
+}
+
+/// The name in the certificate that TLS has verified.
+fn certified(quic: &quinn::Connection) -> Result<PeerIdentity, Error> {
+    let chain = quic.peer_identity().ok_or(Error::Protocol("no certificate"))?;
+    let chain = chain.downcast::<Vec<CertificateDer<'static>>>();
+    let chain = chain.map_err(|_| Error::Protocol("no certificate chain"))?;
+    let leaf = chain.first().ok_or(Error::Protocol("an empty certificate chain"))?;
+    Ok(PeerIdentity::from_certificate(leaf)?)
+}
+
+/// Tells who refused whom. TLS alerts travel as QUIC error codes 0x100 to 0x1ff (RFC 9001, section 4.8).
+fn handshake_error(address: SocketAddr, error: &ConnectionError) -> Error {
+    let is_alert = |code: quinn::TransportErrorCode| (0x100..0x200).contains(&u64::from(code));
+    match error {
+        ConnectionError::TransportError(ours) if is_alert(ours.code) => {
+            Error::PeerRefused { address, reason: ours.reason.clone() }
+        }
+        ConnectionError::ConnectionClosed(theirs) if is_alert(theirs.error_code) => {
+            Error::Refused { address, reason: theirs.to_string() }
+        }
+        other => Error::ConnectionLost { peer: address.to_string(), reason: other.to_string() },
+    }
+}

@@ -1,0 +1,105 @@
+//! One generation on one stream: the request goes one way, frames come back, and either side's leaving is
+//! seen by the other.
+
+use super::streams::{FrameReader, FrameWriter, StreamCode};
+use crate::Error;
+use crate::codec::Cap;
+use crate::message::{GenerateFrame, GenerateRequest};
+use quinn::{RecvStream, SendStream};
+
+fn is_last(frame: &GenerateFrame) -> bool {
+    match frame {
+        GenerateFrame::Finished(_) | GenerateFrame::Failed(_) => true,
+        GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => false,
+    }
+}
+
+/// The coordinator's end. Dropping it before the last frame cancels the generation.
+#[derive(Debug)]
+pub struct GenerateStream {
+    frames: FrameReader<GenerateFrame>,
+    ended: bool,
+}
+
+impl GenerateStream {
+    pub(super) async fn start(
+        send: SendStream,
+        receive: RecvStream,
+        request: &GenerateRequest,
+    ) -> Result<Self, Error> {
+        let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
+        writer.write(request).await?;
+        writer.finish();
+        Ok(Self { frames: FrameReader::new(receive, Cap::Stream), ended: false })
+    }
+
+    /// The next frame; `None` after the last one or after an error. A stream that ends before its last frame
+    /// is [`Error::StreamCut`], a worker that is gone [`Error::ConnectionLost`]. Dropping the future loses
+    /// nothing.
+    pub async fn next(&mut self) -> Option<Result<GenerateFrame, Error>> {
+        if self.ended {
+            return None;
+        }
+        let frame = match self.frames.next().await {
+            Ok(Some(frame)) => Ok(frame),
+            Ok(None) => Err(Error::StreamCut { what: "the last frame of a generation" }),
+            Err(error) => Err(error),
+        };
+        self.ended = !matches!(&frame, Ok(frame) if !is_last(frame));
+        Some(frame)
+    }
+}
+
+/// The worker's end: a request and where its frames go.
+#[derive(Debug)]
+pub struct GenerateCall {
+    /// What to generate.
+    pub request: GenerateRequest,
+    /// Where the frames go.
+    pub reply: GenerateReply,
+}
+
+impl GenerateCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let mut reply = GenerateReply { frames: FrameWriter::new(send, Cap::Stream) };
+        let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
+        match requests.next().await {
+            Ok(Some(request)) => Ok(Self { request, reply }),
+            Ok(None) => Err(Error::StreamCut { what: "a generation's request" }),
+            Err(error) => {
+                reply.frames.reset(StreamCode::Malformed);
+                requests.stop(StreamCode::Malformed);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Where a worker sends the frames of one generation. Dropped before the last frame, the coordinator sees a
+/// stream that was cut off.
+#[derive(Debug)]
+pub struct GenerateReply {
+    frames: FrameWriter<GenerateFrame>,
+}
+
+impl GenerateReply {
+    /// Sends a frame; waits while the coordinator reads slower than we generate. Fails with
+    /// [`Error::StreamEnded`] once the coordinator has cancelled. After a frame that is a generation's last
+    /// the stream is finished. Do not drop the future halfway and then send on.
+    pub async fn send(&mut self, frame: &GenerateFrame) -> Result<(), Error> {
+        self.frames.write(frame).await?;
+        if is_last(frame) {
+            self.frames.finish();
+        }
+        Ok(())
+    }
+
+    /// Resolves as soon as nobody reads any more: the coordinator has cancelled, the connection is gone, or
+    /// everything up to the last frame has arrived.
+    pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.frames.stream().stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Who a node is: `spiffe://<cluster>/<role>/<node id>`, carried as the only URI among the names of its
+//! certificate.
+
+use crate::ids::{ClusterName, NodeId, Role};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+const SCHEME: &str = "spiffe://";
+/// Certificates sent by a peer or read from a file: a leaf and what links it to a root.
+const MAX_CHAIN: usize = 4;
+
+/// A node of a cluster, as a certificate names it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct PeerIdentity {
+    /// The cluster.
+    pub cluster: ClusterName,
+    /// What the node may do.
+    pub role: Role,
+    /// Its name.
+    pub node: NodeId,
+}
+
+impl PeerIdentity {
+    /// Checks what a certificate must say by itself to be a node's (not who signed it) and reads the name.
+    pub fn from_certificate(certificate: &CertificateDer<'_>) -> Result<Self, CertificateError> {
+        let (rest, parsed) =
+            X509Certificate::from_der(certificate).map_err(|_| CertificateError::Unreadable)?;
+        if !rest.is_empty() {
+            return Err(CertificateError::Unreadable);
+        }
+        if parsed.is_ca() {
+            return Err(CertificateError::IsCa);
+        }
+        let usage = parsed.key_usage().map_err(|_| CertificateError::Unreadable)?;
+        let usage = usage.ok_or(CertificateError::KeyUsage)?.value;
+        if !usage.digital_signature() || usage.key_cert_sign() {
+            return Err(CertificateError::KeyUsage);
+        }
+        let names = parsed.subject_alternative_name().map_err(|_| CertificateError::Unreadable)?;
+        let names = names.ok_or(CertificateError::NoUri)?;
+        let mut uris = names.value.general_names.iter().filter_map(|name| match name {
+            GeneralName::URI(uri) => Some(*uri),
+            _ => None,
+        });
+        let uri = uris.next().ok_or(CertificateError::NoUri)?;
+        if uris.next().is_some() {
+            return Err(CertificateError::SeveralUris);
+        }
+        uri.parse()
+    }
+}
+
+impl std::fmt::Display for PeerIdentity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{SCHEME}{}/{}/{}", self.cluster, self.role.as_str(), self.node)
+    }
+}
+
+impl std::str::FromStr for PeerIdentity {
+    type Err = CertificateError;
+
+    fn from_str(uri: &str) -> Result<Self, CertificateError> {
+        let bad = || CertificateError::BadUri { uri: uri.chars().take(200).collect() };
+        let mut parts = uri.strip_prefix(SCHEME).ok_or_else(bad)?.split('/');
+        let (Some(cluster), Some(role), Some(node), None) =
+            (parts.next(), parts.next(), parts.next(), parts.next())
+        else {
+            return Err(bad());
+        };
+        let role = [Role::Coordinator, Role::Worker].into_iter().find(|r| r.as_str() == role);
+        Ok(Self {
+            cluster: ClusterName::new(cluster).map_err(|_| bad())?,
+            role: role.ok_or_else(bad)?,
+            node: NodeId::new(node).map_err(|_| bad())?,
+        })
+    }
+}
+
+/// Whom a dialer wants to reach. The certificate must say so; an address or a DNS name proves nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Expected {
+    /// The role it must have.
+    pub role: Role,
+    /// The one node it must be, or any of that role.
+    pub node: Option<NodeId>,
+}
+
+impl Expected {
+    /// Any node of `role` in our own cluster.
+    pub fn any(role: Role) -> Self {
+        Self { role, node: None }
+    }
+
+    /// This node and no other.
+    pub fn node(role: Role, node: NodeId) -> Self {
+        Self { role, node: Some(node) }
+    }
+}
+
+/// Why a certificate does not make its holder a node that we talk to.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CertificateError {
+    /// Not a certificate, key or PEM file at all.
+    #[error("not readable")]
+    Unreadable,
+    /// A private key is missing in a PEM file.
+    #[error("no private key found")]
+    NoKey,
+    /// No certificate, or more than a chain can have.
+    #[error("{found} certificates where 1 to {MAX_CHAIN} are expected")]
+    ChainLength {
+        /// How many there are.
+        found: usize,
+    },
+    /// A certificate authority's own certificate.
+    #[error("a CA certificate is not a node's")]
+    IsCa,
+    /// It may not sign handshakes.
+    #[error("key usage must be digital signature and not certificate signing")]
+    KeyUsage,
+    /// No SAN of type URI; other names do not count.
+    #[error("no SAN URI")]
+    NoUri,
+    /// More than one SAN of type URI.
+    #[error("more than one SAN URI")]
+    SeveralUris,
+    /// The SAN URI names no node.
+    #[error("SAN URI {uri:?} is not spiffe://<cluster>/<coordinator|worker>/<node id>")]
+    BadUri {
+        /// The URI, cut to 200 characters.
+        uri: String,
+    },
+    /// A node of another cluster.
+    #[error("of cluster {found}, ours is {ours}")]
+    WrongCluster {
+        /// The peer's.
+        found: ClusterName,
+        /// Ours.
+        ours: ClusterName,
+    },
+    /// A node whose role may not be here.
+    #[error("role {} is not expected here", found.as_str())]
+    WrongRole {
+        /// The peer's.
+        found: Role,
+    },
+    /// A node of the right role that is not the one dialed.
+    #[error("node {found} answered instead of {wanted}")]
+    WrongNode {
+        /// Who answered.
+        found: NodeId,
+        /// Who was dialed.
+        wanted: NodeId,
+    },
+}
+
+/// What a node needs to prove who it is and to check others: its key, its certificate chain and the roots
+/// of its cluster (two while a root is being replaced).
+#[derive(Debug)]
+pub struct Identity {
+    name: PeerIdentity,
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    roots: Vec<CertificateDer<'static>>,
+}
+
+impl Clone for Identity {
+    fn clone(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            chain: self.chain.clone(),
+            key: self.key.clone_key(),
+            roots: self.roots.clone(),
+        }
+    }
+}
+
+impl Identity {
+    /// Reads an identity from PEM texts: the certificate chain (leaf first), the leaf's private key, the
+    /// cluster's root certificates. The leaf must be a node's; whether key and certificate fit together and
+    /// whether the chain holds is checked when the identity is put to use.
+    pub fn from_pem(chain: &[u8], key: &[u8], roots: &[u8]) -> Result<Self, CertificateError> {
+        let chain = certificates(chain)?;
+        let roots = certificates(roots)?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|_| CertificateError::NoKey)?;
+        let leaf = chain.first().ok_or(CertificateError::ChainLength { found: 0 })?;
+        Ok(Self { name: PeerIdentity::from_certificate(leaf)?, chain, key, roots })
+    }
+
+    /// Who we are.
+    pub fn name(&self) -> &PeerIdentity {
+        &self.name
+    }
+
+    pub(super) fn chain(&self) -> &[CertificateDer<'static>] {
+        &self.chain
+    }
+
+    pub(super) fn key(&self) -> &PrivateKeyDer<'static> {
+        &self.key
+    }
+
+    pub(super) fn roots(&self) -> &[CertificateDer<'static>] {
+        &self.roots
+    }
+}
+
+fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateError> {
+    let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    let all = all.map_err(|_| CertificateError::Unreadable)?;
+    match all.len() {
+        1..=MAX_CHAIN => Ok(all),
+        found => Err(CertificateError::ChainLength { found }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uri_round_trips() {
+        for text in ["spiffe://c1/worker/w-1", "spiffe://kvasir/coordinator/coord0"] {
+            assert_eq!(text.parse::<PeerIdentity>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn other_uris_are_refused() {
+        for text in [
+            "",
+            "spiffe://",
+            "spiffe://c1/worker",
+            "spiffe://c1/worker/",
+            "spiffe://c1/worker/w/1",
+            "spiffe://c1/Worker/w1",
+            "spiffe://c1/admin/w1",
+            "spiffe://C1/worker/w1",
+            "https://c1/worker/w1",
+            "spiffe://c1/worker/../coordinator",
+        ] {
+            let error = text.parse::<PeerIdentity>().unwrap_err();
+            assert_eq!(error, CertificateError::BadUri { uri: text.into() });
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! KV events, as they happen, and KV snapshots, in parts.
+
+use super::streams::{FrameReader, FrameWriter};
+use crate::Error;
+use crate::codec::Cap;
+use crate::event::{KvEventBatch, KvFrame, KvRun, KvSnapshot, KvSnapshotFrame};
+use quinn::{RecvStream, SendStream};
+
+/// Units in one frame of a snapshot: 1 MiB of ids.
+const UNITS_PER_FRAME: usize = 64 * 1024;
+/// Units that a snapshot may have in all: 256 MiB of ids.
+const MAX_SNAPSHOT_UNITS: usize = 16 << 20;
+
+/// The worker's end of its event stream to one coordinator.
+#[derive(Debug)]
+pub struct KvEventSender {
+    frames: FrameWriter<KvFrame>,
+}
+
+impl KvEventSender {
+    pub(super) fn new(stream: SendStream) -> Self {
+        Self { frames: FrameWriter::new(stream, Cap::Events) }
+    }
+
+    /// Sends a batch; waits while the coordinator reads slower than we send. A batch has room for about
+    /// 250,000 units; a longer one is refused whole ([`Error::Codec`]). Do not drop the future halfway and
+    /// then send on.
+    pub async fn send(&mut self, batch: KvEventBatch) -> Result<(), Error> {
+        self.frames.write(&KvFrame::Events(batch)).await
+    }
+}
+
+/// The coordinator's end of one worker's event stream.
+#[derive(Debug)]
+pub struct KvEventReceiver {
+    frames: FrameReader<KvFrame>,
+}
+
+impl KvEventReceiver {
+    pub(super) fn new(stream: RecvStream) -> Self {
+        Self { frames: FrameReader::new(stream, Cap::Events) }
+    }
+
+    /// The next batch; `None` at a clean end. Numbers are not checked here: a gap is the index's matter.
+    /// After [`CodecError::UnknownVariant`](crate::codec::CodecError::UnknownVariant) the stream goes on
+    /// behind the frame that was not understood. Dropping the future loses nothing.
+    pub async fn next(&mut self) -> Option<Result<KvEventBatch, Error>> {
+        match self.frames.next().await {
+            Ok(Some(KvFrame::Events(batch))) => Some(Ok(batch)),
+            Ok(None) => None,
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
+/// A coordinator's question for a snapshot, to be answered once.
+#[derive(Debug)]
+pub struct KvSnapshotReply {
+    frames: FrameWriter<KvSnapshotFrame>,
+}
+
+impl KvSnapshotReply {
+    pub(super) fn new(stream: SendStream) -> Self {
+        Self { frames: FrameWriter::new(stream, Cap::Events) }
+    }
+
+    /// Sends the snapshot, in as many frames as it takes.
+    pub async fn send(mut self, snapshot: &KvSnapshot) -> Result<(), Error> {
+        let (epoch, sequence) = (snapshot.epoch, snapshot.sequence);
+        self.frames.write(&KvSnapshotFrame::Begin { epoch, sequence }).await?;
+        for part in parts(&snapshot.runs, UNITS_PER_FRAME) {
+            self.frames.write(&KvSnapshotFrame::Runs(part)).await?;
+        }
+        self.frames.write(&KvSnapshotFrame::End).await?;
+        self.frames.finish();
+        Ok(())
+    }
+}
+
+/// Cuts `runs` into parts of at most `units` units; a run that does not fit is continued as a run below its
+/// last unit. Runs without units count as one, so that a part stays bounded.
+fn parts(runs: &[KvRun], units: usize) -> Vec<Vec<KvRun>> {
+    let mut parts = Vec::new();
+    let mut part = Vec::new();
+    let mut room = units;
+    for (parent, ids, medium) in runs {
+        let mut parent = *parent;
+        let mut rest = ids.as_slice();
+        loop {
+            let (now, later) = rest.split_at(rest.len().min(room));
+            part.push((parent, now.to_vec(), *medium));
+            room -= now.len().max(1).min(room);
+            if room == 0 {
+                parts.push(std::mem::take(&mut part));
+                room = units;
+            }
+            let Some(last) = now.last().filter(|_| !later.is_empty()) else { break };
+            (parent, rest) = (*last, later);
+        }
+    }
+    if !part.is_empty() {
+        parts.push(part);
+    }
+    parts
+}
+
+pub(super) async fn read_snapshot(stream: RecvStream) -> Result<KvSnapshot, Error> {
+    let mut frames = FrameReader::<KvSnapshotFrame>::new(stream, Cap::Events);
+    let cut = Error::StreamCut { what: "a snapshot's first frame" };
+    let KvSnapshotFrame::Begin { epoch, sequence } = frames.next().await?.ok_or(cut)? else {
+        return Err(Error::Protocol("a snapshot does not begin with its position"));
+    };
+    let mut runs = Vec::new();
+    let mut units = 0;
+    loop {
+        match frames.next().await?.ok_or(Error::StreamCut { what: "a snapshot's last frame" })? {
+            KvSnapshotFrame::Runs(part) => {
+                units += part.iter().map(|(_, ids, _)| ids.len().max(1)).sum::<usize>();
+                if units > MAX_SNAPSHOT_UNITS {
+                    return Err(Error::Protocol("a snapshot is too large"));
+                }
+                runs.extend(part);
+            }
+            KvSnapshotFrame::End => return Ok(KvSnapshot { epoch, sequence, runs }),
+            KvSnapshotFrame::Begin { .. } => return Err(Error::Protocol("a snapshot begins twice")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::BlockId;
+    use crate::event::Medium;
+
+    fn id(n: u8) -> BlockId {
+        BlockId([n; 16])
+    }
+
+    #[test]
+    fn long_runs_are_continued_below_their_last_unit() {
+        let runs = vec![
+            (id(0), (1..=5).map(id).collect(), Medium::Device),
+            (id(9), vec![], Medium::Host),
+            (id(5), vec![id(6)], Medium::Disk),
+        ];
+        let parts = parts(&runs, 3);
+        assert_eq!(
+            parts,
+            vec![
+                vec![(id(0), vec![id(1), id(2), id(3)], Medium::Device)],
+                vec![(id(3), vec![id(4), id(5)], Medium::Device), (id(9), vec![], Medium::Host)],
+                vec![(id(5), vec![id(6)], Medium::Disk)],
+            ]
+        );
+    }
+}

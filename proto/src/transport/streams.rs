@@ -1,0 +1,263 @@
+//! Kinds of streams, and frames on them: a 4-byte big-endian length, then that many bytes.
+
+use crate::Error;
+use crate::codec::{self, Cap, CodecError};
+use crate::ids::Role;
+use bytes::{Buf, BytesMut};
+use quinn::{ReadError, RecvStream, SendStream, VarInt, WriteError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::marker::PhantomData;
+use std::time::Duration;
+
+const LENGTH_BYTES: usize = 4;
+/// Read from QUIC at once; what a frame's buffer may be larger than what has arrived.
+const READ_BYTES: usize = 64 * 1024;
+
+/// The first byte of every stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum StreamKind {
+    /// RPC, worker to coordinator: [`CoordinatorApi`](crate::service::CoordinatorApi). Bidirectional.
+    CoordinatorRpc = 0,
+    /// RPC, coordinator to worker: [`WorkerApi`](crate::service::WorkerApi). Bidirectional.
+    WorkerRpc = 1,
+    /// One generation, coordinator to worker. Bidirectional.
+    Generate = 2,
+    /// KV events, worker to coordinator. One direction.
+    KvEvents = 3,
+    /// Tensors, between any two nodes. One direction.
+    Bulk = 4,
+    /// One KV snapshot, asked for by a coordinator. Bidirectional.
+    KvSnapshot = 5,
+    /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
+    Hello = 255,
+}
+
+impl StreamKind {
+    pub(super) fn from_byte(byte: u8) -> Option<Self> {
+        [
+            Self::CoordinatorRpc,
+            Self::WorkerRpc,
+            Self::Generate,
+            Self::KvEvents,
+            Self::Bulk,
+            Self::KvSnapshot,
+            Self::Hello,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u8 == byte)
+    }
+
+    /// Whether a node of role `opener` may open such a stream to one of role `acceptor`.
+    pub fn allowed(self, opener: Role, acceptor: Role) -> bool {
+        match self {
+            Self::CoordinatorRpc | Self::KvEvents => (opener, acceptor) == (Role::Worker, Role::Coordinator),
+            Self::WorkerRpc | Self::Generate | Self::KvSnapshot => {
+                (opener, acceptor) == (Role::Coordinator, Role::Worker)
+            }
+            Self::Bulk => true,
+            Self::Hello => false,
+        }
+    }
+}
+
+/// Why a stream was stopped or reset by the other side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum StreamCode {
+    /// The reader has no more interest; also what dropping a stream says.
+    #[error("cancelled")]
+    Cancelled,
+    /// The kind byte is not known to this version.
+    #[error("unknown stream kind")]
+    UnknownKind,
+    /// The opener's role may not open a stream of this kind.
+    #[error("this role may not open such a stream")]
+    Forbidden,
+    /// A frame was too long or not what it should be.
+    #[error("malformed frame")]
+    Malformed,
+    /// The node has no place for another such stream.
+    #[error("too many streams")]
+    Busy,
+    /// A code of a later version.
+    #[error("code {0}")]
+    Other(u64),
+}
+
+impl StreamCode {
+    pub(super) fn to_wire(self) -> VarInt {
+        match self {
+            Self::Cancelled => VarInt::from_u32(0),
+            Self::UnknownKind => VarInt::from_u32(1),
+            Self::Forbidden => VarInt::from_u32(2),
+            Self::Malformed => VarInt::from_u32(3),
+            Self::Busy => VarInt::from_u32(4),
+            Self::Other(code) => VarInt::from_u64(code).unwrap_or(VarInt::MAX),
+        }
+    }
+
+    pub(super) fn from_wire(code: VarInt) -> Self {
+        match code.into_inner() {
+            0 => Self::Cancelled,
+            1 => Self::UnknownKind,
+            2 => Self::Forbidden,
+            3 => Self::Malformed,
+            4 => Self::Busy,
+            other => Self::Other(other),
+        }
+    }
+}
+
+pub(super) fn write_error(error: WriteError) -> Error {
+    match error {
+        WriteError::Stopped(code) => Error::StreamEnded(StreamCode::from_wire(code)),
+        WriteError::ConnectionLost(reason) => lost(&reason),
+        WriteError::ClosedStream => Error::Protocol("write on a closed stream"),
+        WriteError::ZeroRttRejected => Error::Protocol("0-RTT is not used"),
+    }
+}
+
+pub(super) fn read_error(error: ReadError) -> Error {
+    match error {
+        ReadError::Reset(code) => Error::StreamEnded(StreamCode::from_wire(code)),
+        ReadError::ConnectionLost(reason) => lost(&reason),
+        ReadError::ClosedStream => Error::StreamCut { what: "read on a closed stream" },
+        ReadError::IllegalOrderedRead => Error::Protocol("unordered read"),
+        ReadError::ZeroRttRejected => Error::Protocol("0-RTT is not used"),
+    }
+}
+
+fn lost(reason: &quinn::ConnectionError) -> Error {
+    Error::ConnectionLost { peer: "the peer".into(), reason: reason.to_string() }
+}
+
+/// Awaits `future`, but not longer than `limit`.
+pub(super) async fn within<T>(
+    what: &'static str,
+    limit: Duration,
+    future: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    match tokio::time::timeout(limit, future).await {
+        Ok(result) => result,
+        Err(_) => Err(Error::Timeout { what, limit_ms: limit.as_millis().try_into().unwrap_or(u64::MAX) }),
+    }
+}
+
+/// Writes frames that hold one `T` each.
+#[derive(Debug)]
+pub(super) struct FrameWriter<T> {
+    stream: SendStream,
+    cap: Cap,
+    buffer: Vec<u8>,
+    item: PhantomData<fn(&T)>,
+}
+
+impl<T: Serialize> FrameWriter<T> {
+    pub(super) fn new(stream: SendStream, cap: Cap) -> Self {
+        Self { stream, cap, buffer: Vec::new(), item: PhantomData }
+    }
+
+    /// Sends one frame; waits while the peer's window is full. When the future is dropped halfway the
+    /// stream is unusable, as half a frame may have been sent.
+    pub(super) async fn write(&mut self, item: &T) -> Result<(), Error> {
+        self.buffer.clear();
+        self.buffer.extend_from_slice(&[0; LENGTH_BYTES]);
+        codec::encode_into(item, self.cap, &mut self.buffer)?;
+        // Caps are far below 4 GiB.
+        let len = u32::try_from(self.buffer.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
+        if let Some(head) = self.buffer.first_chunk_mut() {
+            *head = len.to_be_bytes();
+        }
+        self.stream.write_all(&self.buffer).await.map_err(write_error)?;
+        // One large frame must not hold its memory for the rest of the stream's life.
+        self.buffer.shrink_to(READ_BYTES);
+        Ok(())
+    }
+
+    /// Sends raw bytes of a frame whose length was announced by the item before it.
+    pub(super) async fn write_raw(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.stream.write_all(bytes).await.map_err(write_error)
+    }
+
+    /// No more frames will come.
+    pub(super) fn finish(&mut self) {
+        // Fails only when the stream is already finished or reset, and then there is nothing to say.
+        let _ = self.stream.finish();
+    }
+
+    pub(super) fn reset(&mut self, code: StreamCode) {
+        let _ = self.stream.reset(code.to_wire());
+    }
+
+    pub(super) fn stream(&self) -> &SendStream {
+        &self.stream
+    }
+}
+
+/// Reads frames that hold one `T` each.
+#[derive(Debug)]
+pub(super) struct FrameReader<T> {
+    stream: RecvStream,
+    cap: Cap,
+    buffer: BytesMut,
+    item: PhantomData<fn() -> T>,
+}
+
+impl<T: DeserializeOwned> FrameReader<T> {
+    pub(super) fn new(stream: RecvStream, cap: Cap) -> Self {
+        Self { stream, cap, buffer: BytesMut::new(), item: PhantomData }
+    }
+
+    /// The next frame, or `None` at a clean end. Dropping the future loses nothing. A frame that does not
+    /// decode is consumed, so that the caller may go on after an unknown variant.
+    pub(super) async fn next(&mut self) -> Result<Option<T>, Error> {
+        if !self.fill(LENGTH_BYTES).await? {
+            return Ok(None);
+        }
+        let Some(head) = self.buffer.first_chunk::<LENGTH_BYTES>() else {
+            return Err(Error::StreamCut { what: "frame length" });
+        };
+        let len = u32::from_be_bytes(*head) as usize;
+        if len > self.cap.bytes() {
+            let message = std::any::type_name::<T>();
+            return Err(CodecError::TooLong { message, len, cap: self.cap.bytes() }.into());
+        }
+        self.fill(LENGTH_BYTES + len).await?;
+        self.buffer.advance(LENGTH_BYTES);
+        let frame = self.buffer.split_to(len);
+        Ok(Some(codec::decode(&frame, self.cap)?))
+    }
+
+    /// Exactly `len` raw bytes, appended to `out` as they arrive.
+    pub(super) async fn read_raw(&mut self, len: usize, out: &mut Vec<u8>) -> Result<(), Error> {
+        let mut missing = len;
+        while missing > 0 {
+            if self.buffer.is_empty() && !self.fill(1).await? {
+                return Err(Error::StreamCut { what: "raw bytes" });
+            }
+            let part = self.buffer.split_to(self.buffer.len().min(missing));
+            out.extend_from_slice(&part);
+            missing -= part.len();
+        }
+        Ok(())
+    }
+
+    /// Reads until `len` bytes are buffered; false at an end before the first of them. The buffer grows
+    /// with what arrives, never with what a length claims.
+    async fn fill(&mut self, len: usize) -> Result<bool, Error> {
+        while self.buffer.len() < len {
+            match self.stream.read_chunk(READ_BYTES, true).await.map_err(read_error)? {
+                Some(chunk) => self.buffer.extend_from_slice(&chunk.bytes),
+                None if self.buffer.is_empty() => return Ok(false),
+                None => return Err(Error::StreamCut { what: "end inside a frame" }),
+            }
+        }
+        Ok(true)
+    }
+
+    pub(super) fn stop(&mut self, code: StreamCode) {
+        // Fails only when the stream is already at its end.
+        let _ = self.stream.stop(code.to_wire());
+    }
+}

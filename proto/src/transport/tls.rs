@@ -1,0 +1,199 @@
+//! TLS 1.3 with certificates on both sides, by ring. What rustls checks for names of hosts, the two
+//! verifiers here check for names of nodes.
+
+use super::identity::{CertificateError, Expected, Identity, PeerIdentity};
+use crate::Error;
+use crate::ids::{ClusterName, Role};
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
+use rustls::crypto::{CryptoProvider, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::{DigitallySignedStruct, DistinguishedName, PeerIncompatible, RootCertStore, SignatureScheme};
+use std::sync::Arc;
+
+/// Names the form of the hello, which never changes; versions above it are agreed on by hello.
+const ALPN: &[u8] = b"kvasir/1";
+
+/// Sent as SNI because QUIC wants a name; nobody reads it, so it tells nothing about the cluster.
+pub(super) const SERVER_NAME: &str = "node.kvasir.internal";
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn roots(identity: &Identity) -> Result<Arc<RootCertStore>, Error> {
+    let mut store = RootCertStore::empty();
+    for root in identity.roots() {
+        store.add(root.clone())?;
+    }
+    Ok(Arc::new(store))
+}
+
+/// The listening side: asks for a certificate, accepts nodes of our cluster whose role is in `accepts`.
+pub(super) fn server(identity: &Identity, accepts: &[Role]) -> Result<Arc<QuicServerConfig>, Error> {
+    let provider = provider();
+    let chain = WebPkiClientVerifier::builder_with_provider(roots(identity)?, provider.clone())
+        .build()
+        .map_err(|error| rustls::Error::General(error.to_string()))?;
+    let verifier = NodeDials { chain, cluster: identity.name().cluster.clone(), accepts: accepts.to_vec() };
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_client_cert_verifier(Arc::new(verifier))
+        .with_single_cert(identity.chain().to_vec(), identity.key().clone_key())?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    config.max_early_data_size = 0;
+    Ok(Arc::new(QuicServerConfig::try_from(Arc::new(config)).map_err(no_initial_cipher)?))
+}
+
+/// The dialing side: accepts only `expected`, in our own cluster.
+pub(super) fn client(identity: &Identity, expected: &Expected) -> Result<Arc<QuicClientConfig>, Error> {
+    let provider = provider();
+    let verifier = NodeAnswers {
+        roots: roots(identity)?,
+        provider: provider.clone(),
+        cluster: identity.name().cluster.clone(),
+        expected: expected.clone(),
+    };
+    let mut config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier))
+        .with_client_auth_cert(identity.chain().to_vec(), identity.key().clone_key())?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.resumption = Resumption::disabled();
+    config.enable_early_data = false;
+    Ok(Arc::new(QuicClientConfig::try_from(Arc::new(config)).map_err(no_initial_cipher)?))
+}
+
+fn no_initial_cipher(error: quinn::crypto::rustls::NoInitialCipherSuite) -> Error {
+    Error::Tls(rustls::Error::General(error.to_string()))
+}
+
+fn refuse(error: CertificateError) -> rustls::Error {
+    rustls::CertificateError::Other(rustls::OtherError(Arc::new(error))).into()
+}
+
+fn of_cluster(leaf: &CertificateDer<'_>, ours: &ClusterName) -> Result<PeerIdentity, CertificateError> {
+    let name = PeerIdentity::from_certificate(leaf)?;
+    if name.cluster != *ours {
+        return Err(CertificateError::WrongCluster { found: name.cluster, ours: ours.clone() });
+    }
+    Ok(name)
+}
+
+/// Checks whoever dials us.
+#[derive(Debug)]
+struct NodeDials {
+    chain: Arc<dyn ClientCertVerifier>,
+    cluster: ClusterName,
+    accepts: Vec<Role>,
+}
+
+impl ClientCertVerifier for NodeDials {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        // A list of roots would only tell strangers about us; nodes have one certificate to offer.
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.chain.verify_client_cert(leaf, intermediates, now)?;
+        let name = of_cluster(leaf, &self.cluster).map_err(refuse)?;
+        if !self.accepts.contains(&name.role) {
+            return Err(refuse(CertificateError::WrongRole { found: name.role }));
+        }
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(PeerIncompatible::Tls13RequiredForQuic.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain.verify_tls13_signature(message, leaf, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
+
+/// Checks whoever answers where we dialed.
+#[derive(Debug)]
+struct NodeAnswers {
+    roots: Arc<RootCertStore>,
+    provider: Arc<CryptoProvider>,
+    cluster: ClusterName,
+    expected: Expected,
+}
+
+impl ServerCertVerifier for NodeAnswers {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let parsed = ParsedCertificate::try_from(leaf)?;
+        verify_server_cert_signed_by_trust_anchor(
+            &parsed,
+            &self.roots,
+            intermediates,
+            now,
+            self.provider.signature_verification_algorithms.all,
+        )?;
+        let name = of_cluster(leaf, &self.cluster).map_err(refuse)?;
+        if name.role != self.expected.role {
+            return Err(refuse(CertificateError::WrongRole { found: name.role }));
+        }
+        match &self.expected.node {
+            Some(wanted) if *wanted != name.node => {
+                Err(refuse(CertificateError::WrongNode { found: name.node, wanted: wanted.clone() }))
+            }
+            _ => Ok(ServerCertVerified::assertion()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(PeerIncompatible::Tls13RequiredForQuic.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, leaf, signature, &self.provider.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
