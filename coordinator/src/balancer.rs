@@ -87,6 +87,8 @@ pub struct Assignment {
     pub predicted: u32,
     /// Why this worker.
     pub reason: Reason,
+    /// Workers of equal classes give bit-equal results.
+    pub numeric_class: String,
 }
 
 /// Why a generation is not placed.
@@ -186,6 +188,8 @@ struct Waiter {
     attempts: u32,
     /// Workers that declined it.
     avoid: Vec<(NodeId, Epoch)>,
+    /// The only class that may go on with what has been emitted.
+    only_class: Option<String>,
 }
 
 impl Waiting for Waiter {
@@ -232,7 +236,8 @@ impl Balancer {
             self.next_ticket += 1;
             tickets.push(ticket);
             let tenant = Arc::clone(&ask.tenant);
-            self.queue.push_back(&tenant, Waiter { ticket, ask, attempts: 0, avoid: Vec::new() });
+            let waiter = Waiter { ticket, ask, attempts: 0, avoid: Vec::new(), only_class: None };
+            self.queue.push_back(&tenant, waiter);
         }
         Ok((tickets, self.pump(now, random)))
     }
@@ -250,9 +255,18 @@ impl Balancer {
         self.pump(now, random)
     }
 
-    /// The attempt failed; the generation goes to the head of its tenant's lane.
-    pub fn retry(&mut self, now: Instant, ticket: Ticket, setback: Setback, random: u64) -> Vec<Action> {
+    /// The attempt failed; the generation goes to the head of its tenant's lane. `only_class`: tokens have
+    /// been emitted, and only a worker of this numeric class may go on behind them.
+    pub fn retry(
+        &mut self,
+        now: Instant,
+        ticket: Ticket,
+        setback: Setback,
+        only_class: Option<String>,
+        random: u64,
+    ) -> Vec<Action> {
         let Some((mut waiter, node, epoch)) = self.floor.fail(ticket) else { return Vec::new() };
+        waiter.only_class = only_class;
         if setback == Setback::Declined {
             waiter.avoid.push((node, epoch));
         }
@@ -268,7 +282,12 @@ impl Balancer {
     }
 
     /// Changes the table of workers.
-    pub fn change(&mut self, now: Instant, change: TableChange, random: u64) -> Result<Vec<Action>, TableError> {
+    pub fn change(
+        &mut self,
+        now: Instant,
+        change: TableChange,
+        random: u64,
+    ) -> Result<Vec<Action>, TableError> {
         let mut actions: Vec<Action> = self.floor.change(now, change)?.into_iter().collect();
         actions.extend(self.pump(now, random));
         Ok(actions)

@@ -114,7 +114,8 @@ impl WorkerTable {
         match change {
             TableChange::Join(register) => self.join(register),
             TableChange::Leave { node, epoch } => {
-                let member = self.members.get(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
+                let member =
+                    self.members.get(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
                 let known = member.register.epoch;
                 if known != epoch {
                     return Err(TableError::StaleEpoch { node, got: epoch, known });
@@ -247,7 +248,10 @@ pub(crate) mod tests {
         let node = NodeId::new("a").unwrap();
         let stale = TableError::StaleEpoch { node: node.clone(), got: Epoch(4), known: Epoch(5) };
         assert_eq!(table.apply(TableChange::Join(register("a", 4, &[]))), Err(stale.clone()));
-        assert_eq!(table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(4) }), Err(stale.clone()));
+        assert_eq!(
+            table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(4) }),
+            Err(stale.clone())
+        );
         table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) }).unwrap();
         // Also once it has left.
         assert_eq!(table.apply(TableChange::Join(register("a", 4, &[]))), Err(stale));

@@ -102,7 +102,9 @@ impl Floor {
     }
 
     pub(super) fn load(&mut self, now: Instant, node: &NodeId, report: LoadReportV1) {
-        let Some(member) = self.table.member(node).filter(|m| m.register.epoch == report.epoch) else { return };
+        let Some(member) = self.table.member(node).filter(|m| m.register.epoch == report.epoch) else {
+            return;
+        };
         let Some(load) = self.loads[member.slot.index()].as_mut() else { return };
         load.heard = now;
         load.foreign = Own {
@@ -137,10 +139,8 @@ impl Floor {
 
     /// Chooses a worker for `waiter` and books it there.
     pub(super) fn place(&mut self, now: Instant, waiter: Waiter, random: u64) -> Placing {
-        let wanted: Vec<(&Member, &Load)> = self
-            .serving(&waiter.ask.model)
-            .filter(|(m, _)| !waiter.avoid.iter().any(|(n, e)| *n == m.register.node && *e == m.register.epoch))
-            .collect();
+        let wanted: Vec<(&Member, &Load)> =
+            self.serving(&waiter.ask.model).filter(|(m, _)| waiter.accepts(m)).collect();
         if wanted.is_empty() {
             let declined = !waiter.avoid.is_empty() && self.serves(&waiter.ask.model);
             return Placing::Refused(if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker });
@@ -167,6 +167,10 @@ impl Floor {
             attempt: Attempt(waiter.attempts),
             predicted: choice.predicted,
             reason: choice.reason,
+            numeric_class: member
+                .model(&waiter.ask.model)
+                .map(|m| m.numeric_class.clone())
+                .unwrap_or_default(),
         };
         self.book(waiter, choice, &assignment);
         Placing::Assigned(assignment)
@@ -218,7 +222,9 @@ impl Floor {
             .collect();
         let mut actions = Vec::new();
         for (node, epoch) in lost {
-            if let Ok(Applied::Left(slot)) = self.table.apply(TableChange::Leave { node: node.clone(), epoch }) {
+            if let Ok(Applied::Left(slot)) =
+                self.table.apply(TableChange::Leave { node: node.clone(), epoch })
+            {
                 self.forget(slot);
                 actions.push(Action::Drop { node, epoch });
             }
@@ -304,6 +310,16 @@ impl Floor {
     fn forget(&mut self, slot: Slot) {
         self.index.leave(slot);
         self.loads[slot.index()] = None;
+    }
+}
+
+impl Waiter {
+    /// Whether this member may have it, besides serving the model.
+    fn accepts(&self, member: &Member) -> bool {
+        let register = &member.register;
+        let declined = self.avoid.iter().any(|(n, e)| *n == register.node && *e == register.epoch);
+        let class = || member.model(&self.ask.model).map(|m| m.numeric_class.as_str());
+        !declined && self.only_class.as_deref().is_none_or(|only| class() == Some(only))
     }
 }
 

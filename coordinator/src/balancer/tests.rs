@@ -34,7 +34,8 @@ fn report(epoch: u64) -> LoadReportV1 {
 }
 
 fn chain(numbers: impl IntoIterator<Item = u64>) -> Arc<[BlockId]> {
-    let id = |n: u64| BlockId(u128::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835).to_le_bytes());
+    let id =
+        |n: u64| BlockId(u128::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835).to_le_bytes());
     numbers.into_iter().map(id).collect()
 }
 
@@ -64,7 +65,13 @@ impl Rig {
 
     fn ask(&self, tenant: &str, prompt_tokens: u32, chain: Arc<[BlockId]>) -> Ask {
         let model = ModelId::new(MODEL).unwrap();
-        Ask { tenant: tenant.into(), model, prompt_tokens, chain, deadline: self.now + Duration::from_secs(60) }
+        Ask {
+            tenant: tenant.into(),
+            model,
+            prompt_tokens,
+            chain,
+            deadline: self.now + Duration::from_secs(60),
+        }
     }
 
     fn submit(&mut self, ask: Ask) -> Result<(Ticket, Vec<Action>), Refusal> {
@@ -202,19 +209,19 @@ fn a_lost_workers_requests_go_to_another_and_back_when_it_returns() {
     let first = only(&actions).node.clone();
     let other = node(if first.as_str() == "a" { "b" } else { "a" });
     assert_eq!(rig.leave(first.as_str(), 1), []);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0);
     let second = only(&actions);
     assert_eq!((&second.node, second.attempt, second.predicted), (&other, Attempt(1), 0));
     // The other dies too: nobody is left.
     rig.leave(other.as_str(), 1);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::NoWorker)]);
     assert_eq!(rig.balancer.inflight(), 0);
     // A new life may be tried.
     rig.join(first.as_str(), 2);
     let (ticket, actions) = rig.plain();
     assert_eq!(only(&actions).epoch, Epoch(2));
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0);
     assert_eq!(only(&actions).attempt, Attempt(1));
 }
 
@@ -223,13 +230,13 @@ fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let (ticket, actions) = rig.plain();
     let first = only(&actions).node.clone();
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, None, 0);
     assert_ne!(only(&actions).node, first);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, None, 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::AttemptsFailed)]);
     let (ticket, _) = rig.plain();
     let mut attempts = 1;
-    while !assigned(&rig.balancer.retry(rig.now, ticket, Setback::Lost, 0)).is_empty() {
+    while !assigned(&rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0)).is_empty() {
         attempts += 1;
     }
     assert_eq!(attempts, Policy::default().max_attempts);
@@ -335,7 +342,7 @@ proptest! {
                 Step::Retry(n, declined) => if let Some(ticket) = pick(n, &placed) {
                     placed.retain(|t| *t != ticket);
                     let setback = if declined { Setback::Declined } else { Setback::Lost };
-                    actions = rig.balancer.retry(rig.now, ticket, setback, random);
+                    actions = rig.balancer.retry(rig.now, ticket, setback, None, random);
                 },
                 Step::Leave(w) => if std::mem::take(&mut present[usize::from(w)]) {
                     let epoch = epochs[usize::from(w)];

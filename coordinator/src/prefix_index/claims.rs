@@ -86,7 +86,8 @@ impl Claims {
         let Some(reservation) = self.live.get_mut(&id) else { return };
         reservation.until = Some(until);
         let slot = reservation.slot;
-        let covered = reservation.chain.iter().all(|&u| self.claims.get(&(u, slot)).is_some_and(|c| c.confirmed));
+        let covered =
+            reservation.chain.iter().all(|&u| self.claims.get(&(u, slot)).is_some_and(|c| c.confirmed));
         if covered {
             self.release(id);
         }

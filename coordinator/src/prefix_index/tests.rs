@@ -116,7 +116,10 @@ fn duplicates_are_ignored_and_foreign_lives_refused() {
     assert_eq!(index.lookup(&chain([2])).units(s), 1);
     let stale = index.apply(s, batch(0, 4, vec![stored([9])]));
     assert_eq!(stale, Err(StreamError::WrongEpoch { expected: Epoch(1), got: Epoch(0) }));
-    assert_eq!(index.apply(s, batch(1, 0, vec![stored([9])])), Err(StreamError::BadSequence { first: 0, len: 1 }));
+    assert_eq!(
+        index.apply(s, batch(1, 0, vec![stored([9])])),
+        Err(StreamError::BadSequence { first: 0, len: 1 })
+    );
     let wrap = index.apply(s, batch(1, u64::MAX, vec![stored([9])]));
     assert_eq!(wrap, Err(StreamError::BadSequence { first: u64::MAX, len: 1 }));
     assert_eq!(index.apply(slot(7), batch(1, 1, vec![])), Err(StreamError::NotFollowed));
@@ -210,7 +213,8 @@ impl Reference {
     fn lookup(&self, slot: usize, chain: &[u64]) -> u32 {
         let held = |u: &u64| self.held.get(&slot).is_some_and(|h| h.contains(u));
         let reserved = |u: &u64| {
-            self.unconfirmed.contains(&(slot, *u)) && self.reserved.values().any(|(s, c)| *s == slot && c.contains(u))
+            self.unconfirmed.contains(&(slot, *u))
+                && self.reserved.values().any(|(s, c)| *s == slot && c.contains(u))
         };
         chain.iter().take_while(|u| held(u) || reserved(u)).count() as u32
     }

@@ -14,9 +14,16 @@ fn idle(index: usize) -> Candidate {
 
 #[test]
 fn a_prediction_leaves_the_last_token_to_compute_and_ends_at_a_unit() {
-    for (prompt, units, expected) in
-        [(0, 0, 0), (1, 9, 0), (16, 1, 0), (17, 1, 16), (32, 2, 16), (33, 2, 32), (1530, 95, 1520), (1530, 93, 1488)]
-    {
+    for (prompt, units, expected) in [
+        (0, 0, 0),
+        (1, 9, 0),
+        (16, 1, 0),
+        (17, 1, 16),
+        (32, 2, 16),
+        (33, 2, 32),
+        (1530, 95, 1520),
+        (1530, 93, 1488),
+    ] {
         assert_eq!(predicted_tokens(prompt, units), expected, "{prompt} tokens, {units} units");
     }
     assert_eq!(predicted_tokens(u32::MAX, u32::MAX), u32::MAX / 16 * 16);

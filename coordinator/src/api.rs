@@ -1,0 +1,3 @@
+//! The API port.
+pub mod error;
+pub mod fields;

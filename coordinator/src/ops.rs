@@ -1,0 +1,3 @@
+//! The operations port: health, metrics, administration.
+
+pub mod metrics;
