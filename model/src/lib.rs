@@ -4,4 +4,21 @@
 //! a model is data, so a new architecture is one translator file and a fixture.
 //! Never here: arithmetic, sockets.
 
+pub mod catalog;
+pub mod error;
+pub mod ggml_type;
+pub mod gguf;
+pub mod metadata;
+mod mmap;
 pub mod spec;
+pub mod tokenizer;
+
+#[cfg(test)]
+mod test_files;
+
+pub use error::Error;
+pub use ggml_type::GgmlType;
+pub use gguf::Gguf;
+pub use metadata::Metadata;
+pub use spec::ModelSpec;
+pub use tokenizer::Tokenizer;

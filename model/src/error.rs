@@ -1,0 +1,130 @@
+//! The crate's error: what a model file, or the system under it, did wrong.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::gguf::Malformed;
+
+/// Anything that can go wrong between a path and a [`crate::ModelSpec`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The system refused to open, read or map a file.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What was tried: "open", "map", ...
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The path is a directory, a pipe, a device.
+    #[error("{path} is not a regular file")]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The file is not a GGUF that this reader accepts.
+    #[error("{path}: {source}")]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: Malformed,
+    },
+    /// The file became shorter while it was open.
+    #[error("{path} was {was} bytes when it was opened and is {now} bytes now")]
+    Shrunk {
+        /// The file.
+        path: PathBuf,
+        /// Bytes when opened.
+        was: u64,
+        /// Bytes now.
+        now: u64,
+    },
+    /// The file is one of a split set, but its name does not tell where the others are.
+    #[error(
+        "{path} is part of a set of {count} files, but is not named PREFIX-{number:05}-of-{count:05}.gguf"
+    )]
+    SplitName {
+        /// The file.
+        path: PathBuf,
+        /// Its number in the set, from 1.
+        number: u64,
+        /// Files in the set.
+        count: u64,
+    },
+    /// A file of a split set is not there.
+    #[error("part {number} of {count} is missing: {path}")]
+    MissingPart {
+        /// Where it should be.
+        path: PathBuf,
+        /// Its number in the set, from 1.
+        number: u64,
+        /// Files in the set.
+        count: u64,
+    },
+    /// A file of a split set contradicts the set.
+    #[error("{path}: {key} is {found}, the set needs {expected}")]
+    SplitMismatch {
+        /// The file.
+        path: PathBuf,
+        /// `split.no`, `split.count` or `split.tensors.count`.
+        key: &'static str,
+        /// What the file says, or what was counted.
+        found: u64,
+        /// What it should be.
+        expected: u64,
+    },
+    /// A required key is absent.
+    #[error("the file has no key {key}")]
+    MissingKey {
+        /// The key.
+        key: String,
+    },
+    /// A key holds another type than needed.
+    #[error("{key} is {found}, expected {expected}")]
+    KeyType {
+        /// The key.
+        key: String,
+        /// Type found.
+        found: &'static str,
+        /// Type needed.
+        expected: &'static str,
+    },
+    /// An integer of a key does not fit the type that it is read as.
+    #[error("{key} is {found}, which is not a valid {expected}")]
+    KeyRange {
+        /// The key.
+        key: String,
+        /// The value.
+        found: i128,
+        /// Type needed.
+        expected: &'static str,
+    },
+    /// A tensor that the caller named is absent.
+    #[error("the file has no tensor {tensor}")]
+    MissingTensor {
+        /// The tensor.
+        tensor: String,
+    },
+    /// A read reaches past the end of a tensor.
+    #[error("{len} bytes from {offset} of tensor {tensor}, which has {bytes}")]
+    TensorRange {
+        /// The tensor.
+        tensor: String,
+        /// Where the read starts.
+        offset: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes of the tensor.
+        bytes: u64,
+    },
+    /// The metadata is no tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] crate::tokenizer::TokenizerError),
+    /// A model cannot be had.
+    #[error(transparent)]
+    Catalog(#[from] crate::catalog::CatalogError),
+}

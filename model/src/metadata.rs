@@ -1,0 +1,86 @@
+//! Key/value metadata of a model file, with typed access.
+//!
+//! Writers disagree on integer widths and on bool against integer arrays, so a getter accepts every stored
+//! type that holds the wanted value exactly; anything else is a typed error that names the key.
+
+use std::collections::BTreeMap;
+
+use crate::Error;
+
+pub use strings::Strings;
+pub use value::{Array, FromValue, Mismatch, Value};
+
+mod strings;
+mod value;
+
+/// Keys and values, ordered by key.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Metadata {
+    entries: BTreeMap<String, Value>,
+}
+
+impl Metadata {
+    /// The value as stored.
+    pub fn value(&self, key: &str) -> Option<&Value> {
+        self.entries.get(key)
+    }
+
+    /// The value as `T` (see [`FromValue`]); none if the key is absent, an error if it holds something else.
+    ///
+    /// ```
+    /// use kvasir_model::metadata::{Metadata, Value};
+    /// let metadata = Metadata::from_iter([("llama.block_count", Value::U32(30))]);
+    /// assert_eq!(metadata.get::<usize>("llama.block_count")?, Some(30));
+    /// assert_eq!(metadata.get::<&str>("general.name")?, None);
+    /// assert!(metadata.get::<&str>("llama.block_count").is_err());
+    /// # Ok::<(), kvasir_model::Error>(())
+    /// ```
+    pub fn get<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, Error> {
+        let Some(value) = self.entries.get(key) else { return Ok(None) };
+        T::from_value(value).map(Some).map_err(|mismatch| match mismatch {
+            Mismatch::Type => {
+                Error::KeyType { key: key.to_owned(), found: value.type_name(), expected: T::NAME }
+            }
+            Mismatch::Range(found) => Error::KeyRange { key: key.to_owned(), found, expected: T::NAME },
+        })
+    }
+
+    /// As [`get`](Self::get), but an absent key is an error too.
+    pub fn require<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<T, Error> {
+        self.get(key)?.ok_or_else(|| Error::MissingKey { key: key.to_owned() })
+    }
+
+    /// Sets a key; the value that it had comes back.
+    pub fn insert(&mut self, key: impl Into<String>, value: impl Into<Value>) -> Option<Value> {
+        self.entries.insert(key.into(), value.into())
+    }
+
+    /// Drops the keys for which `keep` is false.
+    pub fn retain(&mut self, mut keep: impl FnMut(&str) -> bool) {
+        self.entries.retain(|key, _| keep(key));
+    }
+
+    /// All entries, ordered by key.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &Value)> {
+        self.entries.iter().map(|(key, value)| (key.as_str(), value))
+    }
+
+    /// Number of keys.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is no key.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+}
+
+impl<K: Into<String>> FromIterator<(K, Value)> for Metadata {
+    fn from_iter<I: IntoIterator<Item = (K, Value)>>(entries: I) -> Self {
+        Self { entries: entries.into_iter().map(|(key, value)| (key.into(), value)).collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,76 @@
+//! Files mapped read-only; the one unsafe module of this crate.
+//!
+//! A mapping is only as long as its file: touching a page past the end of a file that was cut short kills the
+//! process (SIGBUS). Nobody can rule that out for a file that others may write, so every access to tensor
+//! bytes goes through [`MappedFile::check_size`] first, and [`MappedFile::read_at`] copies without mapping.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use crate::Error;
+
+/// A regular file, mapped whole and read-only.
+#[derive(Debug)]
+pub(crate) struct MappedFile {
+    path: PathBuf,
+    file: File,
+    map: Mmap,
+}
+
+impl MappedFile {
+    /// Opens and maps `path`.
+    pub(crate) fn open(path: &Path) -> Result<Self, Error> {
+        let io = |action| move |source| Error::Io { action, path: path.to_owned(), source };
+        // Asked before opening: opening a pipe would wait for its writer.
+        if !std::fs::metadata(path).map_err(io("open"))?.is_file() {
+            return Err(Error::NotAFile { path: path.to_owned() });
+        }
+        let file = File::open(path).map_err(io("open"))?;
+        // SAFETY: the mapping is private to this process's address space and read-only, `file` stays open as
+        // long as it, and only `&[u8]` is handed out. What remains is another process writing or cutting the
+        // file: callers treat the bytes as untrusted (no length or index read from them is used unchecked),
+        // and sizes are checked again before tensor bytes are handed out (see the module's note).
+        let map = unsafe { Mmap::map(&file) }.map_err(io("map"))?;
+        Ok(Self { path: path.to_owned(), file, map })
+    }
+
+    /// Where the file was found.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The whole file as it was when opened.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    /// Fails if the file is now shorter than its mapping.
+    pub(crate) fn check_size(&self) -> Result<(), Error> {
+        let stat = self.file.metadata().map_err(|source| self.io("stat", source))?;
+        let was = self.map.len() as u64;
+        if stat.len() < was {
+            return Err(Error::Shrunk { path: self.path.clone(), was, now: stat.len() });
+        }
+        Ok(())
+    }
+
+    /// Copies `buffer.len()` bytes from `offset` without touching the mapping.
+    pub(crate) fn read_at(&self, buffer: &mut [u8], offset: u64) -> Result<(), Error> {
+        self.file.read_exact_at(buffer, offset).map_err(|source| match source.kind() {
+            io::ErrorKind::UnexpectedEof => match self.check_size() {
+                Err(shrunk) => shrunk,
+                Ok(()) => self.io("read", source),
+            },
+            _ => self.io("read", source),
+        })
+    }
+
+    fn io(&self, action: &'static str, source: io::Error) -> Error {
+        Error::Io { action, path: self.path.clone(), source }
+    }
+}

@@ -1,0 +1,224 @@
+//! Text to token ids and back, from a model file's metadata alone.
+//!
+//! Two kinds of vocabulary are read: byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece by score
+//! (`llama`). Ids are those that llama.cpp gives for the same file.
+
+use std::collections::BTreeSet;
+
+use crate::{Error, Metadata};
+
+use bpe::Bpe;
+use pieces::Pieces;
+use special::{Part, Specials};
+use spm::Spm;
+
+pub use detokenizer::Detokenizer;
+
+mod bpe;
+mod detokenizer;
+mod merge;
+mod pieces;
+mod pretokenize;
+mod read;
+mod special;
+mod spm;
+
+/// A vocabulary and the way to cut text into it. Immutable; share it in an `Arc`.
+#[derive(Debug)]
+pub struct Tokenizer {
+    /// Tokens as the file has them.
+    texts: Pieces,
+    /// What each token stands for in a text.
+    bytes: Pieces,
+    kinds: Vec<Kind>,
+    model: Model,
+    specials: Specials,
+    bos: Option<u32>,
+    adds_bos: bool,
+    eog: BTreeSet<u32>,
+    digest: [u8; 32],
+}
+
+#[derive(Debug)]
+enum Model {
+    Bpe(Bpe),
+    Spm { spm: Spm, add_space_prefix: bool },
+}
+
+/// What a token is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A piece of text.
+    Normal,
+    /// Stands for what is not in the vocabulary.
+    Unknown,
+    /// Steers the model; never part of a text by itself.
+    Control,
+    /// A piece of text that is cut out before anything is merged.
+    UserDefined,
+    /// A slot that nothing uses.
+    Unused,
+    /// A single byte.
+    Byte,
+}
+
+/// Why a file's metadata is no tokenizer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenizerError {
+    /// A kind of vocabulary that this version does not read.
+    #[error("tokenizer.ggml.model is `{found}`; known are {}", known.join(", "))]
+    UnknownModel {
+        /// The value.
+        found: String,
+        /// What this version reads.
+        known: &'static [&'static str],
+    },
+    /// A way of cutting words that this version does not know. Guessing would give wrong ids silently.
+    #[error("tokenizer.ggml.pre is `{found}`; known are {}", known.join(", "))]
+    UnknownPre {
+        /// The value.
+        found: String,
+        /// What this version knows.
+        known: Vec<&'static str>,
+    },
+    /// There are no tokens.
+    #[error("tokenizer.ggml.tokens is empty")]
+    Empty,
+    /// More tokens or merges than ids can number.
+    #[error("the vocabulary needs {found} ids, more than 32 bits number")]
+    TooManyTokens {
+        /// How many.
+        found: usize,
+    },
+    /// A list that goes with the tokens has another length.
+    #[error("{key} has {found} entries for {tokens} tokens")]
+    Length {
+        /// The list.
+        key: &'static str,
+        /// Its length.
+        found: usize,
+        /// The number of tokens.
+        tokens: usize,
+    },
+    /// A line of the merge list is not two texts with a space between.
+    #[error("tokenizer.ggml.merges has `{line}` at {rank}, which is not two texts")]
+    BadMerge {
+        /// Its place, from 0.
+        rank: u32,
+        /// The line.
+        line: String,
+    },
+    /// A score is not a number.
+    #[error("the score of token {token} is not a number")]
+    ScoreNotANumber {
+        /// The token.
+        token: usize,
+    },
+    /// The file asks for a token before every prompt and does not say which.
+    #[error("tokenizer.ggml.add_bos_token is set, but tokenizer.ggml.bos_token_id names no token")]
+    NoBos,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.ggml.*`.
+    ///
+    /// # Errors
+    /// A key that is missing or of another type, and [`TokenizerError`].
+    pub fn from_metadata(metadata: &Metadata) -> Result<Self, Error> {
+        read::tokenizer(metadata)
+    }
+
+    /// The tokens of `text`. `special`: texts of control tokens become these tokens; else they are text like any
+    /// other, and only user-defined tokens are cut out. BOS and EOS are never added.
+    pub fn encode(&self, text: &str, special: bool) -> Vec<u32> {
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let mut after_special = true;
+        self.specials.split(text, special, |part| match part {
+            Part::Token(id) => {
+                ids.push(id);
+                after_special = true;
+            }
+            Part::Text(text) => {
+                match &self.model {
+                    Model::Bpe(bpe) => bpe.encode(&self.bytes, text, &mut ids),
+                    Model::Spm { spm, add_space_prefix } => {
+                        spm.encode(&self.texts, text, *add_space_prefix && after_special, &mut ids);
+                    }
+                }
+                after_special = false;
+            }
+        });
+        ids
+    }
+
+    /// The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out. Of a
+    /// vocabulary that puts a space before every text, that space is taken off again.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        let mut ids = ids.iter().copied().skip_while(|&id| self.is_special(id) && skip_special);
+        if let Some(first) = ids.next() {
+            let piece = self.token_bytes(first);
+            let prefixed = matches!(self.model, Model::Spm { add_space_prefix: true, .. });
+            bytes.extend_from_slice(piece.strip_prefix(b" ").filter(|_| prefixed).unwrap_or(piece));
+        }
+        for id in ids.filter(|&id| !(skip_special && self.is_special(id))) {
+            bytes.extend_from_slice(self.token_bytes(id));
+        }
+        String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
+    }
+
+    /// The token that begins a sequence.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// Whether [`bos`](Self::bos) belongs before every prompt; it is then there.
+    pub fn adds_bos(&self) -> bool {
+        self.adds_bos
+    }
+
+    /// Whether `id` ends a generation: end of sequence, of turn, of message.
+    pub fn is_eog(&self, id: u32) -> bool {
+        self.eog.contains(&id)
+    }
+
+    /// All tokens that end a generation, ascending.
+    pub fn eos_ids(&self) -> impl ExactSizeIterator<Item = u32> {
+        self.eog.iter().copied()
+    }
+
+    /// Number of tokens.
+    pub fn vocab_size(&self) -> usize {
+        self.texts.len()
+    }
+
+    /// The token as the file has it, `Ġthe` or `▁the`; none past the vocabulary.
+    pub fn token_text(&self, id: u32) -> Option<&str> {
+        self.texts.get(id).and_then(|text| std::str::from_utf8(text).ok())
+    }
+
+    /// The bytes that the token stands for, not always whole characters; empty past the vocabulary.
+    pub fn token_bytes(&self, id: u32) -> &[u8] {
+        self.bytes.get(id).unwrap_or_default()
+    }
+
+    /// What the token is for; none past the vocabulary.
+    pub fn kind(&self, id: u32) -> Option<Kind> {
+        self.kinds.get(usize::try_from(id).ok()?).copied()
+    }
+
+    /// The same 32 bytes wherever the same text gives the same ids and the other way round: BLAKE3 of all that
+    /// this tokenizer was made from.
+    pub fn digest(&self) -> [u8; 32] {
+        self.digest
+    }
+
+    /// Left out of what a user reads.
+    fn is_special(&self, id: u32) -> bool {
+        matches!(self.kind(id), Some(Kind::Control | Kind::Unknown))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,315 @@
+//! Cuts text into the words that byte-level BPE merges within.
+//!
+//! Every style is a regular expression in its model's own files. These scanners give the same cuts in one
+//! pass without backtracking; the tests hold them against the expressions.
+
+use std::sync::OnceLock;
+
+use unicode_general_category::{GeneralCategory, get_general_category};
+
+/// One row per value of `tokenizer.ggml.pre`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PreTokenizer {
+    /// The value in the file.
+    pub(super) name: &'static str,
+    /// How it cuts.
+    pub(super) style: Style,
+    /// A word that is a token as it stands is not merged from its bytes.
+    pub(super) whole_words_first: bool,
+    /// What `tokenizer.ggml.add_bos_token` is when absent.
+    pub(super) adds_bos: bool,
+}
+
+/// Where the cuts fall.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Style {
+    /// GPT-2's expression.
+    Gpt2,
+    /// Every number character alone, GPT-2's expression between them.
+    DigitsThenGpt2,
+    /// Runs of punctuation, then GPT-2's expression, then numbers, then ASCII digits by three.
+    PunctuationThenGpt2,
+    /// The cl100k family: any one character may lead a word, newlines end punctuation.
+    Words {
+        /// Longest run of number characters in one word.
+        digits: usize,
+        /// Combining marks count as letters.
+        marks: bool,
+    },
+}
+
+const fn row(name: &'static str, style: Style) -> PreTokenizer {
+    PreTokenizer { name, style, whole_words_first: false, adds_bos: false }
+}
+
+const fn llama3(name: &'static str) -> PreTokenizer {
+    PreTokenizer {
+        name,
+        style: Style::Words { digits: 3, marks: false },
+        whole_words_first: true,
+        adds_bos: true,
+    }
+}
+
+/// What this version knows.
+pub(super) const TABLE: &[PreTokenizer] = &[
+    row("default", Style::PunctuationThenGpt2),
+    row("gpt-2", Style::Gpt2),
+    row("smollm", Style::DigitsThenGpt2),
+    row("refact", Style::DigitsThenGpt2),
+    row("starcoder", Style::DigitsThenGpt2),
+    row("qwen2", Style::Words { digits: 1, marks: false }),
+    row("deepseek-r1-qwen", Style::Words { digits: 1, marks: false }),
+    row("qwen35", Style::Words { digits: 1, marks: true }),
+    row("dbrx", Style::Words { digits: 3, marks: false }),
+    llama3("llama-bpe"),
+    llama3("llama3"),
+    llama3("llama-v3"),
+];
+
+/// The row of `name`.
+pub(super) fn find(name: &str) -> Option<PreTokenizer> {
+    TABLE.iter().copied().find(|row| row.name == name)
+}
+
+/// What the expressions tell characters apart by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Class {
+    Letter,
+    Mark,
+    Number,
+    Newline,
+    /// White space other than CR and LF.
+    Space,
+    Other,
+}
+
+impl Class {
+    fn is_space(self) -> bool {
+        matches!(self, Self::Space | Self::Newline)
+    }
+}
+
+fn class(c: char) -> Class {
+    match c {
+        'a'..='z' | 'A'..='Z' => Class::Letter,
+        '0'..='9' => Class::Number,
+        '\n' | '\r' => Class::Newline,
+        ' ' | '\t' | '\u{b}' | '\u{c}' => Class::Space,
+        _ if c.is_ascii() => Class::Other,
+        _ => properties(c).class,
+    }
+}
+
+/// `[\p{P}$+<=>^~|]`
+fn is_punctuation(c: char) -> bool {
+    if c.is_ascii() { c.is_ascii_punctuation() && c != '`' } else { properties(c).punctuation }
+}
+
+/// What is remembered of a character outside ASCII.
+#[derive(Debug, Clone, Copy)]
+struct Properties {
+    class: Class,
+    punctuation: bool,
+}
+
+const PAGE: usize = 256;
+
+/// The properties of every character, page by page, filled in when first asked for: finding one takes a search.
+static PAGES: [OnceLock<[Properties; PAGE]>; (char::MAX as usize + 1) / PAGE] =
+    [const { OnceLock::new() }; (char::MAX as usize + 1) / PAGE];
+
+fn properties(c: char) -> Properties {
+    let at = c as usize;
+    let page = PAGES[at / PAGE].get_or_init(|| {
+        std::array::from_fn(|low| {
+            let c = u32::try_from(at / PAGE * PAGE + low).ok().and_then(char::from_u32);
+            c.map_or(Properties { class: Class::Other, punctuation: false }, search)
+        })
+    });
+    page[at % PAGE]
+}
+
+fn search(c: char) -> Properties {
+    use GeneralCategory as G;
+    let category = get_general_category(c);
+    let class = match category {
+        _ if c.is_whitespace() => Class::Space,
+        G::UppercaseLetter | G::LowercaseLetter | G::TitlecaseLetter | G::ModifierLetter | G::OtherLetter => {
+            Class::Letter
+        }
+        G::NonspacingMark | G::SpacingMark | G::EnclosingMark => Class::Mark,
+        G::DecimalNumber | G::LetterNumber | G::OtherNumber => Class::Number,
+        _ => Class::Other,
+    };
+    let punctuation = matches!(
+        category,
+        G::ConnectorPunctuation
+            | G::DashPunctuation
+            | G::OpenPunctuation
+            | G::ClosePunctuation
+            | G::InitialPunctuation
+            | G::FinalPunctuation
+            | G::OtherPunctuation
+    );
+    Properties { class, punctuation }
+}
+
+/// Calls `emit` with every word of `text`, in order; together they are the text.
+pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a str)) {
+    match style {
+        Style::Gpt2 => words(text, gpt2_word, emit),
+        Style::DigitsThenGpt2 => {
+            alternate(text, |c| class(c) == Class::Number, &mut |part, digits| {
+                if digits {
+                    for (at, c) in part.char_indices() {
+                        emit(&part[at..at + c.len_utf8()]);
+                    }
+                } else {
+                    words(part, gpt2_word, emit);
+                }
+            });
+        }
+        Style::PunctuationThenGpt2 => {
+            let mut by_number = |word: &'a str| {
+                alternate(word, |c| class(c) == Class::Number, &mut |part, _| by_three_digits(part, emit));
+            };
+            // Runs of punctuation are words of their own for the second expression too, which may cut them.
+            alternate(text, is_punctuation, &mut |part, _| words(part, gpt2_word, &mut by_number));
+        }
+        Style::Words { digits, marks } => words(text, |rest| cl100k_word(rest, digits, marks), emit),
+    }
+}
+
+/// Cuts off word after word; `word` gives the length of the first one, never 0.
+fn words<'a>(mut text: &'a str, word: impl Fn(&str) -> usize, emit: &mut impl FnMut(&'a str)) {
+    while !text.is_empty() {
+        let (head, tail) = text.split_at(word(text));
+        emit(head);
+        text = tail;
+    }
+}
+
+/// Cuts `text` into the longest runs that `pick` agrees on.
+fn alternate<'a>(mut text: &'a str, pick: impl Fn(char) -> bool, emit: &mut impl FnMut(&'a str, bool)) {
+    while let Some(first) = text.chars().next() {
+        let picked = pick(first);
+        let end = run(text, |c| pick(c) == picked);
+        let (head, tail) = text.split_at(end);
+        emit(head, picked);
+        text = tail;
+    }
+}
+
+/// `[0-9][0-9][0-9]`, and what lies between.
+fn by_three_digits<'a>(mut text: &'a str, emit: &mut impl FnMut(&'a str)) {
+    while !text.is_empty() {
+        let triple = text.as_bytes().windows(3).position(|w| w.iter().all(u8::is_ascii_digit));
+        let (head, tail) = text.split_at(match triple {
+            Some(0) => 3,
+            Some(at) => at,
+            None => text.len(),
+        });
+        emit(head);
+        text = tail;
+    }
+}
+
+/// Bytes of the longest prefix whose characters are all `pick`ed.
+fn run(text: &str, pick: impl Fn(char) -> bool) -> usize {
+    text.char_indices().find(|&(_, c)| !pick(c)).map_or(text.len(), |(at, _)| at)
+}
+
+/// Bytes of the contraction at the start of `text`, 0 if there is none.
+fn contraction(text: &str, any_case: bool) -> usize {
+    let lower = |b: Option<&u8>| b.map(|b| if any_case { b.to_ascii_lowercase() } else { *b });
+    let bytes = text.as_bytes();
+    if bytes.first() != Some(&b'\'') {
+        return 0;
+    }
+    match (lower(bytes.get(1)), lower(bytes.get(2))) {
+        (Some(b's' | b't' | b'm' | b'd'), _) => 2,
+        (Some(b'r' | b'v'), Some(b'e')) | (Some(b'l'), Some(b'l')) => 3,
+        _ => 0,
+    }
+}
+
+/// `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s`
+fn gpt2_word(text: &str) -> usize {
+    let short = contraction(text, false);
+    if short > 0 {
+        return short;
+    }
+    let (space, body) = match text.strip_prefix(' ') {
+        Some(rest) => (1, rest),
+        None => (0, text),
+    };
+    match body.chars().next().map(class) {
+        Some(Class::Letter) => space + run(body, |c| class(c) == Class::Letter),
+        Some(Class::Number) => space + run(body, |c| class(c) == Class::Number),
+        Some(Class::Other | Class::Mark) => {
+            space + run(body, |c| matches!(class(c), Class::Other | Class::Mark))
+        }
+        Some(Class::Space | Class::Newline) | None => spaces(text),
+    }
+}
+
+/// `\s+(?!\S)|\s+`: all of the white space at the end of the text, else all but its last character, which is
+/// left to lead the next word, unless it is alone.
+fn spaces(text: &str) -> usize {
+    let end = run(text, |c| class(c).is_space());
+    if end == text.len() {
+        return end;
+    }
+    match text[..end].char_indices().next_back() {
+        Some((0, c)) => c.len_utf8(),
+        Some((last, _)) => last,
+        None => end,
+    }
+}
+
+/// `'(?i:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`,
+/// with marks counted as letters where `marks`.
+fn cl100k_word(text: &str, digits: usize, marks: bool) -> usize {
+    let short = contraction(text, true);
+    if short > 0 {
+        return short;
+    }
+    let letter = |k: Class| k == Class::Letter || (marks && k == Class::Mark);
+    let Some(first) = text.chars().next() else { return 0 };
+    let kind = class(first);
+    if letter(kind) {
+        return run(text, |c| letter(class(c)));
+    }
+    let after = &text[first.len_utf8()..];
+    if kind == Class::Number {
+        return text
+            .char_indices()
+            .take(digits)
+            .take_while(|&(_, c)| class(c) == Class::Number)
+            .map(|(at, c)| at + c.len_utf8())
+            .last()
+            .unwrap_or(first.len_utf8());
+    }
+    if kind != Class::Newline {
+        let word = run(after, |c| letter(class(c)));
+        if word > 0 {
+            return first.len_utf8() + word;
+        }
+    }
+    let other = |k: Class| k == Class::Other || (!marks && k == Class::Mark);
+    let space = usize::from(first == ' ');
+    let body = run(&text[space..], |c| other(class(c)));
+    if body > 0 {
+        let end = space + body;
+        return end + run(&text[end..], |c| class(c) == Class::Newline);
+    }
+    let blank = &text[..run(text, |c| class(c).is_space())];
+    match blank.rfind(['\r', '\n']) {
+        Some(last) => last + 1,
+        None => spaces(text),
+    }
+}
+
+#[cfg(test)]
+mod tests;

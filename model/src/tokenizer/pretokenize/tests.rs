@@ -1,0 +1,116 @@
+use fancy_regex::Regex;
+use proptest::prelude::*;
+
+use super::*;
+
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+/// The expressions each style stands for, applied one after another to the pieces of the one before.
+fn expressions(style: Style) -> Vec<String> {
+    match style {
+        Style::Gpt2 => vec![GPT2.into()],
+        Style::DigitsThenGpt2 => vec![r"\p{N}".into(), GPT2.into()],
+        Style::PunctuationThenGpt2 => {
+            vec![r"[\p{P}\$\+<=>\^~\|]+".into(), GPT2.into(), r"\p{N}+".into(), "[0-9][0-9][0-9]".into()]
+        }
+        Style::Words { digits, marks } => {
+            let (l, o) = if marks {
+                (r"[\p{L}\p{M}]", r"[^\s\p{L}\p{M}\p{N}]")
+            } else {
+                (r"\p{L}", r"[^\s\p{L}\p{N}]")
+            };
+            vec![format!(
+                r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{{L}}\p{{N}}]?{l}+|\p{{N}}{{1,{digits}}}| ?{o}+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )]
+        }
+    }
+}
+
+fn by_regex<'a>(regexes: &[Regex], text: &'a str) -> Vec<&'a str> {
+    let mut pieces = vec![text];
+    for regex in regexes {
+        let mut next = Vec::new();
+        for piece in pieces {
+            let mut end = 0;
+            for found in regex.find_iter(piece) {
+                let found = found.unwrap();
+                if found.start() > end {
+                    next.push(&piece[end..found.start()]);
+                }
+                next.push(found.as_str());
+                end = found.end();
+            }
+            if end < piece.len() {
+                next.push(&piece[end..]);
+            }
+        }
+        pieces = next;
+    }
+    pieces
+}
+
+fn by_scanner(style: Style, text: &str) -> Vec<&str> {
+    let mut pieces = Vec::new();
+    split(style, text, &mut |piece| pieces.push(piece));
+    pieces
+}
+
+fn styles() -> Vec<(Style, Vec<Regex>)> {
+    let mut styles: Vec<Style> = Vec::new();
+    for row in TABLE {
+        if !styles.contains(&row.style) {
+            styles.push(row.style);
+        }
+    }
+    styles.into_iter().map(|s| (s, expressions(s).iter().map(|e| Regex::new(e).unwrap()).collect())).collect()
+}
+
+/// Text dense in what the expressions tell apart.
+fn tricky() -> impl Strategy<Value = String> {
+    let bit = prop_oneof![
+        4 => prop::sample::select(vec![
+            " ", "  ", "\t", "\n", "\r\n", "\r", "\u{a0}", "\u{85}", "\u{3000}", "\u{2028}", "'", "'s", "'LL", "'re", "'\u{17f}", "a", "Z",
+            "é", "e\u{301}", "\u{301}", "ना", "你", "5", "123", "²", "Ⅷ", "٣", ".", "!?", "$", "~", "_", "😀", "\u{200d}", "\u{feff}",
+            "\u{378}", "0", "<|im_end|>", "ß", "ǅ", "ʰ",
+        ]).prop_map(str::to_string),
+        1 => any::<char>().prop_map(String::from),
+    ];
+    prop::collection::vec(bit, 0..24).prop_map(|bits| bits.concat())
+}
+
+#[test]
+fn scanners_cut_as_the_expressions_do() {
+    let styles = styles();
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(3000));
+    runner
+        .run(&tricky(), |text| {
+            for (style, regexes) in &styles {
+                prop_assert_eq!(by_scanner(*style, &text), by_regex(regexes, &text), "{:?}", style);
+            }
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn each_row_of_the_table_is_found_by_its_name() {
+    for row in TABLE {
+        assert_eq!(find(row.name), Some(*row));
+    }
+    assert_eq!(find("no-such"), None);
+}
+
+#[test]
+fn a_long_run_is_cut_in_linear_time() {
+    // A backtracking engine needs minutes for a megabyte of one kind; the bound only has to tell those apart.
+    let started = std::time::Instant::now();
+    for unit in [" ", "\n", "a", "'", "1", " \n", "e\u{301}"] {
+        let text = unit.repeat((1 << 20) / unit.len());
+        for row in TABLE {
+            let mut bytes = 0;
+            split(row.style, &text, &mut |piece| bytes += piece.len());
+            assert_eq!(bytes, text.len(), "{} on {unit:?}", row.name);
+        }
+    }
+    assert!(started.elapsed() < std::time::Duration::from_secs(20), "{:?}", started.elapsed());
+}

@@ -1,0 +1,312 @@
+//! From metadata to a tokenizer.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+
+use crate::metadata::{Strings, Value};
+use crate::{Error, Metadata};
+
+use super::bpe::{self, Bpe};
+use super::pieces::Pieces;
+use super::pretokenize::{self, PreTokenizer};
+use super::special::Specials;
+use super::spm::{SPACE, Spm};
+use super::{Kind, Model, Tokenizer, TokenizerError};
+
+const MODELS: &[&str] = &["gpt2", "llama"];
+
+/// Tokens that end a generation wherever they occur, whatever the file says about them.
+const END_TEXTS: &[&str] = &[
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+];
+
+/// Keys of further ids that end a generation, each with the texts that stand in for an absent key. The last three end a
+/// file, where a model that completes code would go on with another.
+const END_KEYS: &[(&str, &[&str])] = &[
+    ("tokenizer.ggml.eot_token_id", &[]),
+    ("tokenizer.ggml.eom_token_id", &[]),
+    ("tokenizer.ggml.fim_pad_token_id", &["<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"]),
+    (
+        "tokenizer.ggml.fim_rep_token_id",
+        &["<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"],
+    ),
+    ("tokenizer.ggml.fim_sep_token_id", &["<|file_sep|>"]),
+];
+
+/// Parts of the harmony format that clients read, marked as control tokens in the files.
+const SHOWN_TEXTS: &[&str] = &["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"];
+
+/// See [`Tokenizer::from_metadata`].
+pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
+    let model: &str = metadata.require("tokenizer.ggml.model")?;
+    let tokens: &Strings = metadata.require("tokenizer.ggml.tokens")?;
+    let mut vocabulary = Vocabulary::read(metadata, tokens)?;
+    let score_based = model == "llama";
+    let eog = vocabulary.ends(metadata, score_based.then_some(2))?;
+
+    let mut hash = Hash::new(model, &vocabulary);
+    let (model, adds_bos) = match model {
+        "gpt2" => {
+            let pre = pre_tokenizer(metadata)?;
+            let merges: &Strings = metadata.require("tokenizer.ggml.merges")?;
+            hash.text(pre.name);
+            hash.list(merges.iter());
+            vocabulary.spell(|text, out| spell_bytes(text, out));
+            (Model::Bpe(Bpe::new(pre, &vocabulary.texts, &vocabulary.bytes, merges.iter())?), pre.adds_bos)
+        }
+        "llama" => {
+            let scores = scores(metadata, tokens.len())?;
+            let unknown = vocabulary.id(metadata, "tokenizer.ggml.unknown_token_id", Some(0))?;
+            let add_space_prefix = metadata.get("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+            hash.number(u64::from(add_space_prefix));
+            hash.number(unknown.map_or(u64::MAX, u64::from));
+            scores.iter().for_each(|s| hash.number(s.to_bits().into()));
+            vocabulary.spell(|text, out| out.extend_from_slice(text.replace(SPACE, " ").as_bytes()));
+            (Model::Spm { spm: Spm::new(&vocabulary.texts, &scores, unknown)?, add_space_prefix }, true)
+        }
+        found => return Err(TokenizerError::UnknownModel { found: found.to_owned(), known: MODELS }.into()),
+    };
+    let bos = vocabulary.id(metadata, "tokenizer.ggml.bos_token_id", score_based.then_some(1))?;
+    let adds_bos = metadata.get("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
+    if adds_bos && bos.is_none() {
+        return Err(TokenizerError::NoBos.into());
+    }
+    hash.number(bos.map_or(u64::MAX, u64::from));
+    hash.number(u64::from(adds_bos));
+    hash.number(eog.len() as u64);
+    eog.iter().for_each(|&id| hash.number(id.into()));
+
+    Ok(Tokenizer {
+        specials: vocabulary.specials(),
+        texts: vocabulary.texts,
+        bytes: vocabulary.bytes,
+        kinds: vocabulary.kinds,
+        model,
+        bos,
+        adds_bos,
+        eog,
+        digest: hash.0.finalize().into(),
+    })
+}
+
+fn pre_tokenizer(metadata: &Metadata) -> Result<PreTokenizer, Error> {
+    let name: &str = metadata.get("tokenizer.ggml.pre")?.unwrap_or("default");
+    pretokenize::find(name).ok_or_else(|| {
+        let known = pretokenize::TABLE.iter().map(|row| row.name).collect();
+        TokenizerError::UnknownPre { found: name.to_owned(), known }.into()
+    })
+}
+
+/// One score per token; some writers store them as integers.
+fn scores(metadata: &Metadata, tokens: usize) -> Result<Vec<f32>, Error> {
+    let key = "tokenizer.ggml.scores";
+    let scores: Vec<f32> = match metadata.value(key) {
+        None => vec![0.0; tokens],
+        Some(Value::Array(crate::metadata::Array::I32(scores))) => scores.iter().map(|&s| s as f32).collect(),
+        Some(_) => metadata.require::<Cow<'_, [f32]>>(key)?.into_owned(),
+    };
+    same_length(key, scores.len(), tokens)?;
+    Ok(scores)
+}
+
+fn same_length(key: &'static str, found: usize, tokens: usize) -> Result<(), TokenizerError> {
+    if found == tokens { Ok(()) } else { Err(TokenizerError::Length { key, found, tokens }) }
+}
+
+/// The bytes that the characters of a byte-level token stand for.
+fn spell_bytes(text: &str, out: &mut Vec<u8>) {
+    for c in text.chars() {
+        match bpe::char_byte(c) {
+            Some(byte) => out.push(byte),
+            None => out.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
+        }
+    }
+}
+
+/// Tokens while a tokenizer is made of them.
+struct Vocabulary {
+    texts: Pieces,
+    bytes: Pieces,
+    kinds: Vec<Kind>,
+}
+
+impl Vocabulary {
+    fn read(metadata: &Metadata, tokens: &Strings) -> Result<Self, Error> {
+        if tokens.is_empty() {
+            return Err(TokenizerError::Empty.into());
+        }
+        if u32::try_from(tokens.len()).is_err() {
+            return Err(TokenizerError::TooManyTokens { found: tokens.len() }.into());
+        }
+        let key = "tokenizer.ggml.token_type";
+        let kinds = match metadata.get::<Cow<'_, [i32]>>(key)? {
+            None => vec![Kind::Normal; tokens.len()],
+            Some(types) => {
+                same_length(key, types.len(), tokens.len())?;
+                types.iter().map(|&n| kind(n)).collect()
+            }
+        };
+        let mut texts = Pieces::default();
+        tokens.iter().for_each(|text| texts.push(text.as_bytes()));
+        Ok(Self { texts, bytes: Pieces::default(), kinds })
+    }
+
+    fn text(&self, id: u32) -> &str {
+        self.texts.get(id).and_then(|t| std::str::from_utf8(t).ok()).unwrap_or_default()
+    }
+
+    fn ids(&self) -> impl Iterator<Item = u32> + use<> {
+        (0..).take(self.texts.len())
+    }
+
+    /// The token that `key` names, or `default`. One past the vocabulary counts as absent, as in llama.cpp:
+    /// files that carry another model's ids are about.
+    fn id(&self, metadata: &Metadata, key: &str, default: Option<u32>) -> Result<Option<u32>, Error> {
+        let within = |id: &u32| (*id as usize) < self.texts.len();
+        let default = default.filter(within);
+        let Some(id) = metadata.get::<i64>(key)? else { return Ok(default) };
+        let id = u32::try_from(id).ok().filter(within);
+        if id.is_none() {
+            tracing::warn!(key, tokens = self.texts.len(), "names no token of the vocabulary, ignored");
+        }
+        Ok(id.or(default))
+    }
+
+    /// Finds the tokens that end a generation, and corrects the kinds that files get wrong.
+    fn ends(&mut self, metadata: &Metadata, default_eos: Option<u32>) -> Result<BTreeSet<u32>, Error> {
+        let mut ends = BTreeSet::from_iter(self.id(metadata, "tokenizer.ggml.eos_token_id", default_eos)?);
+        for &(key, texts) in END_KEYS {
+            let found = match self.id(metadata, key, None)? {
+                Some(id) => Some(id),
+                None => self.ids().find(|&id| texts.contains(&self.text(id))),
+            };
+            ends.extend(found);
+        }
+        let by_text: Vec<u32> = self.ids().filter(|&id| END_TEXTS.contains(&self.text(id))).collect();
+        for &id in &by_text {
+            self.set_kind(id, Kind::Control);
+        }
+        ends.extend(by_text);
+        for id in self.ids() {
+            if SHOWN_TEXTS.contains(&self.text(id)) {
+                self.set_kind(id, Kind::UserDefined);
+            }
+        }
+        let find = |text: &str| ends.iter().copied().find(|&id| self.text(id) == text);
+        let calls = find("<|call|>").or(find("<|calls|>")).is_some();
+        // In these formats a message ends there and another follows.
+        let message_end =
+            find("<|end|>").filter(|_| calls && (find("<|return|>").or(find("<|flush|>"))).is_some());
+        let html_end = find("</s>").filter(|_| find("<|tool_response>").is_some());
+        if let Some(id) = message_end {
+            ends.remove(&id);
+            self.set_kind(id, Kind::UserDefined);
+        }
+        if let Some(id) = html_end {
+            ends.remove(&id);
+            self.set_kind(id, Kind::Normal);
+        }
+        Ok(ends)
+    }
+
+    fn set_kind(&mut self, id: u32, kind: Kind) {
+        if let Some(slot) = self.kinds.get_mut(id as usize) {
+            *slot = kind;
+        }
+    }
+
+    /// Fills in what each token stands for; `normal` does so for pieces of text.
+    fn spell(&mut self, normal: impl Fn(&str, &mut Vec<u8>)) {
+        let mut bytes = Pieces::default();
+        let mut spelled = Vec::new();
+        for (id, kind) in (0..).zip(&self.kinds) {
+            let text = self.text(id);
+            spelled.clear();
+            match kind {
+                Kind::Normal => normal(text, &mut spelled),
+                Kind::Control | Kind::Unknown | Kind::UserDefined => {
+                    spelled.extend_from_slice(text.as_bytes())
+                }
+                Kind::Byte => spelled.extend(byte(text)),
+                Kind::Unused => {}
+            }
+            bytes.push(&spelled);
+        }
+        self.bytes = bytes;
+    }
+
+    fn specials(&self) -> Specials {
+        Specials::new((0..).zip(&self.kinds).filter_map(|(id, kind)| match kind {
+            Kind::Control | Kind::Unknown => Some((self.texts.get(id)?, id, false)),
+            Kind::UserDefined => Some((self.texts.get(id)?, id, true)),
+            Kind::Normal | Kind::Unused | Kind::Byte => None,
+        }))
+    }
+}
+
+/// The byte of `<0xE2>`.
+fn byte(text: &str) -> Option<u8> {
+    let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
+    u8::from_str_radix(digits, 16).ok()
+}
+
+fn kind(number: i32) -> Kind {
+    match number {
+        1 => Kind::Normal,
+        2 => Kind::Unknown,
+        3 => Kind::Control,
+        4 => Kind::UserDefined,
+        6 => Kind::Byte,
+        _ => Kind::Unused,
+    }
+}
+
+/// BLAKE3 over what defines a tokenizer; everything of variable length goes in with its length.
+struct Hash(blake3::Hasher);
+
+impl Hash {
+    fn new(model: &str, vocabulary: &Vocabulary) -> Self {
+        let mut hash = Self(blake3::Hasher::new());
+        hash.text("kvasir tokenizer 1");
+        hash.text(model);
+        hash.number(vocabulary.texts.len() as u64);
+        vocabulary.ids().for_each(|id| hash.text(vocabulary.text(id)));
+        vocabulary.kinds.iter().for_each(|kind| hash.number(*kind as u64));
+        hash
+    }
+
+    fn number(&mut self, number: u64) {
+        self.0.update(&number.to_le_bytes());
+    }
+
+    fn text(&mut self, text: &str) {
+        self.number(text.len() as u64);
+        self.0.update(text.as_bytes());
+    }
+
+    fn list<'a>(&mut self, texts: impl ExactSizeIterator<Item = &'a str>) {
+        self.number(texts.len() as u64);
+        texts.for_each(|text| self.text(text));
+    }
+}

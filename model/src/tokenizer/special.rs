@@ -1,0 +1,240 @@
+//! Finds the texts of special tokens in a text, before anything is merged.
+//!
+//! Longer tokens win over shorter ones wherever they are in the text, and of one length the leftmost wins: the
+//! rule that the GGUF world's reference follows, so `ab` and `bcd` on `abcd` give `a`, `bcd`.
+
+use std::collections::BTreeMap;
+
+/// Texts of special tokens as a tree of bytes.
+#[derive(Debug)]
+pub(super) struct Specials {
+    nodes: Vec<Node>,
+}
+
+#[derive(Debug, Default)]
+struct Node {
+    /// Sorted by byte.
+    children: Vec<(u8, usize)>,
+    token: Option<Special>,
+}
+
+/// A token that is cut out of the text whole.
+#[derive(Debug, Clone, Copy)]
+struct Special {
+    id: u32,
+    /// Cut out even where special tokens are not asked for.
+    always: bool,
+}
+
+/// What a text consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part<'a> {
+    /// Text between special tokens; never empty.
+    Text(&'a str),
+    /// A special token.
+    Token(u32),
+}
+
+/// A place where a token's text stands; `taken` once the bytes are given to a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Found {
+    start: usize,
+    len: usize,
+    id: u32,
+}
+
+impl Specials {
+    /// From `(text, id, always)`: `always` are cut out even where special tokens are not asked for.
+    pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a [u8], u32, bool)>) -> Self {
+        let mut tree = Self { nodes: vec![Node::default()] };
+        for (text, id, always) in tokens {
+            if text.is_empty() {
+                continue;
+            }
+            let mut at = 0;
+            for &byte in text {
+                at = match tree.nodes[at].children.binary_search_by_key(&byte, |c| c.0) {
+                    Ok(child) => tree.nodes[at].children[child].1,
+                    Err(place) => {
+                        let child = tree.nodes.len();
+                        tree.nodes.push(Node::default());
+                        tree.nodes[at].children.insert(place, (byte, child));
+                        child
+                    }
+                };
+            }
+            tree.nodes[at].token.get_or_insert(Special { id, always });
+        }
+        tree
+    }
+
+    /// Calls `emit` with the parts of `text` in order. `all`: with the tokens that are not `always` too.
+    pub(super) fn split<'a>(&self, text: &'a str, all: bool, mut emit: impl FnMut(Part<'a>)) {
+        let mut at = 0;
+        for found in self.choose(text.as_bytes(), all) {
+            if found.start > at {
+                emit(Part::Text(&text[at..found.start]));
+            }
+            emit(Part::Token(found.id));
+            at = found.start + found.len;
+        }
+        if at < text.len() {
+            emit(Part::Text(&text[at..]));
+        }
+    }
+
+    /// The tokens that are cut out, in the order of the text.
+    fn choose(&self, text: &[u8], all: bool) -> Vec<Found> {
+        let mut first_bytes = [false; 256];
+        for &(byte, child) in &self.nodes[0].children {
+            first_bytes[usize::from(byte)] = all || self.leads_to_always(child);
+        }
+        // By length: the longest token at each place, to begin with.
+        let mut by_len: BTreeMap<usize, Vec<Found>> = BTreeMap::new();
+        for (start, &byte) in text.iter().enumerate() {
+            if first_bytes[usize::from(byte)]
+                && let Some(found) = self.longest(text, start, text.len(), all)
+            {
+                by_len.entry(found.len).or_default().push(found);
+            }
+        }
+        let mut chosen = Vec::new();
+        if by_len.is_empty() {
+            return chosen;
+        }
+        let mut taken = vec![false; text.len()];
+        while let Some((_, mut places)) = by_len.pop_last() {
+            places.sort_unstable();
+            for found in places {
+                let bytes = &mut taken[found.start..found.start + found.len];
+                match bytes.iter().position(|t| *t) {
+                    None => {
+                        bytes.fill(true);
+                        chosen.push(found);
+                    }
+                    Some(0) => {}
+                    // A shorter token may still fit before the one that is there already.
+                    Some(room) => {
+                        if let Some(shorter) = self.longest(text, found.start, found.start + room, all) {
+                            by_len.entry(shorter.len).or_default().push(shorter);
+                        }
+                    }
+                }
+            }
+        }
+        chosen.sort_unstable();
+        chosen
+    }
+
+    /// Whether a token that is always cut out lies at or under `node`, within a few levels; a false yes only
+    /// costs time.
+    fn leads_to_always(&self, node: usize) -> bool {
+        let mut open = vec![node];
+        while let Some(at) = open.pop() {
+            let node = &self.nodes[at];
+            if node.token.is_some_and(|t| t.always) {
+                return true;
+            }
+            open.extend(node.children.iter().map(|c| c.1));
+        }
+        false
+    }
+
+    /// The longest token at `start` that ends at `end` or before.
+    fn longest(&self, text: &[u8], start: usize, end: usize, all: bool) -> Option<Found> {
+        let mut best = None;
+        let mut at = 0;
+        for (depth, byte) in text.get(start..end)?.iter().enumerate() {
+            let node = &self.nodes[at];
+            match node.children.binary_search_by_key(byte, |c| c.0) {
+                Ok(child) => at = node.children[child].1,
+                Err(_) => break,
+            }
+            if let Some(token) = self.nodes[at].token
+                && (all || token.always)
+            {
+                best = Some(Found { start, len: depth + 1, id: token.id });
+            }
+        }
+        best
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The rule, as it is said: token after token, the longest first, cut out of every piece of text left.
+    fn by_definition<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<Part<'a>> {
+        let mut order: Vec<usize> =
+            (0..tokens.len()).filter(|&i| (all || tokens[i].1) && !tokens[i].0.is_empty()).collect();
+        order.sort_by_key(|&i| (std::cmp::Reverse(tokens[i].0.len()), i));
+        let mut parts = if text.is_empty() { vec![] } else { vec![Part::Text(text)] };
+        for i in order {
+            let mut next = Vec::new();
+            for part in parts {
+                let Part::Text(mut rest) = part else {
+                    next.push(part);
+                    continue;
+                };
+                while let Some(at) = rest.find(tokens[i].0) {
+                    if at > 0 {
+                        next.push(Part::Text(&rest[..at]));
+                    }
+                    next.push(Part::Token(i as u32));
+                    rest = &rest[at + tokens[i].0.len()..];
+                }
+                if !rest.is_empty() {
+                    next.push(Part::Text(rest));
+                }
+            }
+            parts = next;
+        }
+        parts
+    }
+
+    fn split<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<Part<'a>> {
+        let specials =
+            Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
+        let mut parts = Vec::new();
+        specials.split(text, all, |part| parts.push(part));
+        parts
+    }
+
+    #[test]
+    fn longer_tokens_win_wherever_they_stand() {
+        let tokens = [("ab", false), ("bcd", false)];
+        assert_eq!(split(&tokens, "abcd", true), [Part::Text("a"), Part::Token(1)]);
+        assert_eq!(split(&tokens, "abcd", false), [Part::Text("abcd")]);
+        assert_eq!(split(&tokens, "", true), []);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(800))]
+        #[test]
+        fn splits_by_the_rule(
+            tokens in prop::collection::btree_set("[ab\n]{0,4}", 0..6),
+            flags in prop::collection::vec(any::<bool>(), 6),
+            text in "[abc\né]{0,24}",
+            all in any::<bool>(),
+        ) {
+            // Of one length the leftmost wins here and the first token there: keep to one token per length.
+            let mut lens = std::collections::BTreeSet::new();
+            let tokens: Vec<(&str, bool)> =
+                tokens.iter().filter(|t| lens.insert(t.len())).zip(flags).map(|(t, f)| (t.as_str(), f)).collect();
+            prop_assert_eq!(split(&tokens, &text, all), by_definition(&tokens, &text, all));
+        }
+    }
+
+    #[test]
+    fn a_megabyte_of_overlapping_tokens_takes_linear_time() {
+        let lines: Vec<String> = (1..=31).map(|n| "\n".repeat(n)).collect();
+        let tokens: Vec<(&str, bool)> = lines.iter().map(|l| (l.as_str(), true)).collect();
+        let started = std::time::Instant::now();
+        let text = "\n".repeat(1 << 20);
+        assert_eq!(split(&tokens, &text, false).len(), (1usize << 20).div_ceil(31));
+        assert!(started.elapsed() < std::time::Duration::from_secs(20), "{:?}", started.elapsed());
+    }
+}

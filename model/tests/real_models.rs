@@ -1,0 +1,66 @@
+//! The models of the catalog against what llama.cpp made of them. Pulls what is not in `$KVASIR_HOME` yet.
+
+use std::path::{Path, PathBuf};
+
+use kvasir_model::catalog::{self, Store};
+use kvasir_model::{Gguf, Tokenizer};
+use serde_json::Value as Json;
+
+const MODELS: &[(&str, &str)] =
+    &[("smollm2-135m", "real/smollm2-135m-instruct.json"), ("gemma3-270m", "real/gemma-3-270m.json")];
+
+fn open(name: &str) -> Gguf {
+    let entry = catalog::find(name).unwrap();
+    Gguf::open(Store::from_env().unwrap().pull(entry, &mut ()).unwrap()).unwrap()
+}
+
+fn reference(file: &str) -> Json {
+    let committed = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
+    let fixtures = std::env::var_os("KVASIR_FIXTURES").map_or_else(committed, PathBuf::from);
+    serde_json::from_slice(&std::fs::read(fixtures.join(file)).unwrap()).unwrap()
+}
+
+fn ids(json: &Json) -> Vec<u32> {
+    json.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+#[test]
+fn pulled_files_are_the_pinned_ones() {
+    let store = Store::from_env().unwrap();
+    for (name, file) in MODELS {
+        let entry = catalog::find(name).unwrap();
+        store.pull(entry, &mut ()).unwrap();
+        store.verify(entry, &mut ()).unwrap();
+        assert_eq!(reference(file)["sha256"], entry.sha256, "the reference is of the same file");
+    }
+}
+
+#[test]
+fn ids_are_those_of_the_reference() {
+    for (name, file) in MODELS {
+        let tokenizer = Tokenizer::from_metadata(open(name).metadata()).unwrap();
+        let reference = reference(file);
+        assert_eq!(Some(tokenizer.adds_bos()), reference["add_bos"].as_bool(), "{name}");
+        let cases = reference["tokenize"].as_array().unwrap();
+        assert_eq!(cases.len(), 20);
+        for case in cases {
+            let text = case["text"].as_str().unwrap();
+            assert_eq!(tokenizer.encode(text, false), ids(&case["ids_plain"]), "{name}: {text:?}");
+            assert_eq!(tokenizer.encode(text, true), ids(&case["ids_parse_special"]), "{name}: {text:?}");
+            assert_eq!(tokenizer.decode(&ids(&case["ids_plain"]), true), text, "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_long_text_comes_back_with_the_same_ids() {
+    for (name, file) in MODELS {
+        let tokenizer = Tokenizer::from_metadata(open(name).metadata()).unwrap();
+        let expected = ids(&reference(file)["perplexity"]["ids"]);
+        assert_eq!(expected.len(), 4096);
+        let body = expected.strip_prefix(tokenizer.bos().as_slice()).unwrap_or(&expected);
+        let text = tokenizer.decode(body, false);
+        assert!(text.contains("GNU GENERAL PUBLIC LICENSE"), "{name}");
+        assert_eq!(tokenizer.encode(&text, false), body, "{name}");
+    }
+}
