@@ -182,6 +182,16 @@ impl Dispatch {
         self.desk.lock().balancer.serves(id)
     }
 
+    /// Whether another request would be queued; cheap, to be asked before work is put into it.
+    pub fn check_room(&self) -> Result<(), Refusal> {
+        self.desk.lock().balancer.check_room(1, 0)
+    }
+
+    /// Changes of the table of workers so far.
+    pub fn table_version(&self) -> u64 {
+        self.desk.lock().balancer.table().version()
+    }
+
     /// The workers, as seen from here.
     pub fn workers(&self) -> Vec<WorkerView> {
         self.desk.lock().balancer.workers(Instant::now())
