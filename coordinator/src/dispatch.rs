@@ -14,7 +14,7 @@ use crate::ops::metrics::Metrics;
 use crate::prefix_index::{IndexSize, Need};
 use crate::random::random_u64;
 use crate::table::{TableChange, TableError};
-use link::Link;
+use link::{Link, Turn};
 use parking_lot::Mutex;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{ModelId, NodeId};
@@ -47,7 +47,7 @@ struct Desk {
 /// What the balancer has decided about a ticket.
 #[derive(Debug)]
 enum Verdict {
-    Go(Assignment, Arc<Link>),
+    Go(Assignment, Arc<Link>, Turn),
     No(Refusal),
 }
 
@@ -253,7 +253,7 @@ impl Dispatch {
                     self.metrics.routed(assignment.reason);
                     let link = desk.links.get(&assignment.node).filter(|l| l.epoch() == assignment.epoch);
                     let verdict = match link {
-                        Some(link) => Verdict::Go(assignment, Arc::clone(link)),
+                        Some(link) => Verdict::Go(assignment, Arc::clone(link), link.turn()),
                         // A member always has a link; without one there is nobody to talk to.
                         None => Verdict::No(Refusal::NoWorker),
                     };

@@ -155,7 +155,7 @@ impl Coordinator {
 
     /// Takes no new connections, lets requests under way finish for as long as the configuration gives
     /// them, and closes everything. `true` if all of them finished.
-    pub async fn stop(self) -> bool {
+    pub async fn stop(mut self) -> bool {
         self.ops.gate.stop();
         let finished = self.http.stop(self.drain).await;
         self.ops_http.stop(Duration::ZERO).await;

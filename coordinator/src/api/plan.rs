@@ -214,7 +214,7 @@ fn chat_prompt(fields: &Fields<'_>, model: &OfferedModel, bos: bool) -> Result<V
     let template = model.template.as_ref();
     let template = template.ok_or_else(|| ApiError::field("messages", "the model has no chat template"))?;
     let text = template.render(&messages, tools.as_deref(), true, &extra).map_err(|error| match error {
-        model::Error::Template(TemplateError::Raised { message }) => ApiError::field("messages", message),
+        model::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field("messages", message),
         error => ApiError::field("messages", error.to_string()),
     })?;
     Ok(model.tokens(&text, bos))

@@ -56,7 +56,7 @@ impl Listener {
     }
 
     /// Takes no new connections and waits at most `limit` for requests under way; `true` if all finished.
-    pub(super) async fn stop(mut self, limit: Duration) -> bool {
+    pub(super) async fn stop(&mut self, limit: Duration) -> bool {
         // Fails only when the task has ended already.
         let _ = self.stopping.send(true);
         tokio::time::timeout(limit, &mut self.task).await.is_ok()
@@ -77,11 +77,11 @@ async fn serve(listener: TcpListener, router: Router, limits: Limits, mut stop: 
         // Over the limit connections wait in the kernel's backlog.
         let permit = tokio::select! {
             permit = Arc::clone(&room).acquire_owned() => permit,
-            _ = stop.wait_for(|stop| *stop) => break,
+            () = told(&mut stop) => break,
         };
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = stop.wait_for(|stop| *stop) => break,
+            () = told(&mut stop) => break,
         };
         match accepted {
             Ok((stream, peer)) => {
@@ -99,6 +99,12 @@ async fn serve(listener: TcpListener, router: Router, limits: Limits, mut stop: 
     }
     drop(listener);
     while connections.join_next().await.is_some() {}
+}
+
+/// Waits until it is time to stop.
+async fn told(stop: &mut watch::Receiver<bool>) {
+    // An error means that whoever would tell is gone.
+    let _ = stop.wait_for(|stop| *stop).await;
 }
 
 async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut stop: watch::Receiver<bool>) {
@@ -119,7 +125,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut sto
     let mut connection = pin!(connection);
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,
-        _ = stop.wait_for(|stop| *stop) => {
+        () = told(&mut stop) => {
             connection.as_mut().graceful_shutdown();
             connection.await
         }
