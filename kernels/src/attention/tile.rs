@@ -110,16 +110,11 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
                     std::array::from_fn(|c| unsafe { F::k_scales(s, group[c], d / F::RUN) });
                 let end = self.width.min(d.saturating_add(F::RUN));
                 while d < end {
+                    // SAFETY: as above; R queries of `width` elements.
+                    let k = |c: usize| unsafe { F::k(s, group[c], self.width, d, scales[c]) };
                     // SAFETY: as above.
-                    let k: [S::V; C] =
-                        std::array::from_fn(|c| unsafe { F::k(s, group[c], self.width, d, scales[c]) });
-                    for (r, acc) in acc.iter_mut().enumerate() {
-                        // SAFETY: R queries of `width` elements.
-                        let q = s.splat(unsafe { *self.state.q.add(r * self.width + d) });
-                        for c in 0..C {
-                            acc[c] = s.fma(q, k[c], acc[c]);
-                        }
-                    }
+                    let q = |r: usize| s.splat(unsafe { *self.state.q.add(r * self.width + d) });
+                    outer_product(s, &mut acc, q, k);
                     d += 1;
                 }
             }
@@ -226,16 +221,11 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             let group = self.groups.v[key / GROUP];
             let end = to.min((key / GROUP + 1) * GROUP);
             while key < end {
-                let v: [S::V; C] =
-                    // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
-                    std::array::from_fn(|c| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) });
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    // SAFETY: R rows of TILE weights.
-                    let weight = s.splat(unsafe { *self.state.scores.add(r * TILE + key) });
-                    for c in 0..C {
-                        acc[c] = s.fma(weight, v[c], acc[c]);
-                    }
-                }
+                // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
+                let v = |c: usize| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) };
+                // SAFETY: R rows of TILE weights.
+                let weight = |r: usize| s.splat(unsafe { *self.state.scores.add(r * TILE + key) });
+                outer_product(s, &mut acc, weight, v);
                 key += 1;
             }
         }
@@ -243,6 +233,34 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             for (c, acc) in acc.iter().enumerate() {
                 // SAFETY: as for the loads.
                 unsafe { s.store(*acc, self.state.o.add(r * self.v_padded + d + c * LANES)) };
+            }
+        }
+    }
+}
+
+/// `acc[r][c] += row(r) * column(c)`. The shorter side is held in registers while the longer one passes through
+/// one.
+#[inline(always)]
+fn outer_product<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    acc: &mut [[S::V; C]; R],
+    row: impl Fn(usize) -> S::V,
+    column: impl Fn(usize) -> S::V,
+) {
+    if R < C {
+        let rows: [S::V; R] = std::array::from_fn(row);
+        for c in 0..C {
+            let column = column(c);
+            for r in 0..R {
+                acc[r][c] = s.fma(rows[r], column, acc[r][c]);
+            }
+        }
+    } else {
+        let columns: [S::V; C] = std::array::from_fn(column);
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let row = row(r);
+            for c in 0..C {
+                acc[c] = s.fma(row, columns[c], acc[c]);
             }
         }
     }
