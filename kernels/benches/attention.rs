@@ -153,7 +153,8 @@ impl Bench {
         let layers = (WORKING_SET / layer_bytes).max(1);
         let mut bytes = arena(layers * layer_bytes);
         let arena = ArenaView::new(&mut bytes).expect("an arena");
-        let unit = (layout.bytes() / 64) as u32;
+        // A block of the arena holds all layers of its tokens.
+        let unit = (layers * layout.bytes() / 64) as u32;
         let in_order: Vec<u32> = (0..blocks as u32).map(|block| block * unit).collect();
         let shuffled = permuted(blocks, unit);
         let placements = [
@@ -169,7 +170,7 @@ impl Bench {
             for (placement, seconds) in placements.iter().zip(&mut seconds) {
                 let mut step = self.step(shape, &row, placement);
                 let run = self.best(Duration::from_millis(60), || {
-                    (0..layers).for_each(|layer| self.run(&mut step, &arena, layer * layer_bytes));
+                    (0..layers).for_each(|layer| self.run(&mut step, &arena, layer * layout.bytes()));
                 });
                 *seconds = seconds.min(run);
             }

@@ -138,10 +138,15 @@ pub fn attention(
         // A panic elsewhere may have left numbers behind, but every item starts from scratch.
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         scratch.fit(plan);
-        loop {
+        let claim = || {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(item) = plan.items.get(index / kv_heads) else { break };
-            dispatch(isa, RunItem { step: &step, item, kv_head: index % kv_heads, scratch: &mut scratch });
+            plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
+        };
+        let mut current = claim();
+        while let Some((item, kv_head)) = current {
+            let upcoming = claim();
+            dispatch(isa, RunItem { step: &step, item, kv_head, upcoming, scratch: &mut scratch });
+            current = upcoming;
         }
     });
     if plan.partials > 0 {

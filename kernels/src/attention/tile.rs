@@ -10,6 +10,7 @@ use std::marker::PhantomData;
 use super::format::Format;
 use super::layout::GROUP;
 use super::plan::TILE;
+use crate::aligned::CACHE_LINE;
 use crate::simd::{Kernel, LANES, Simd, exp, softcap};
 
 /// Groups in a tile.
@@ -20,6 +21,47 @@ pub(super) const TILE_GROUPS: usize = TILE / GROUP;
 pub(super) struct TileGroups {
     pub(super) k: [*const u8; TILE_GROUPS],
     pub(super) v: [*const u8; TILE_GROUPS],
+}
+
+/// Memory to ask for while something else is computed: what the thread will read after this tile. Reading it
+/// unannounced would find short runs all over the arena, which no hardware prefetcher follows.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    pub(super) runs: [*const u8; TILE_GROUPS],
+    /// Runs in use.
+    pub(super) len: usize,
+    /// Bytes of each run.
+    pub(super) bytes: usize,
+    next: usize,
+    byte: usize,
+}
+
+impl Ahead {
+    pub(super) fn new(bytes: usize) -> Self {
+        Self { runs: [std::ptr::null(); TILE_GROUPS], len: 0, bytes, next: 0, byte: 0 }
+    }
+
+    pub(super) fn push(&mut self, run: *const u8) {
+        self.runs[self.len] = run;
+        self.len += 1;
+    }
+
+    /// Asks for about `bytes` more.
+    #[inline(always)]
+    fn fetch<S: Simd>(&mut self, s: S, bytes: usize) {
+        if self.next < self.len {
+            let run = self.runs[self.next];
+            let end = self.bytes.min(self.byte + bytes);
+            while self.byte < end {
+                s.prefetch(run.wrapping_add(self.byte));
+                self.byte += CACHE_LINE;
+            }
+            if self.byte >= self.bytes {
+                self.byte = 0;
+                self.next += 1;
+            }
+        }
+    }
 }
 
 /// What a row has gathered so far. All pointers hold one entry per row.
@@ -49,6 +91,8 @@ pub(super) struct TileRows<'a, F, const R: usize> {
     /// Keys of the tile that each row sees, `from..to`, not empty for at least one row.
     pub(super) visible: [(usize, usize); R],
     pub(super) softcap: Option<f32>,
+    /// What to ask for meanwhile.
+    pub(super) ahead: Ahead,
     pub(super) format: PhantomData<F>,
 }
 
@@ -56,7 +100,7 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<S: Simd>(mut self, s: S) {
         let rows = self.visible.iter().filter(|(from, to)| from < to);
         let from = rows.clone().map(|(from, _)| *from).min().unwrap_or(0);
         let to = rows.map(|(_, to)| *to).max().unwrap_or(0);
@@ -98,13 +142,17 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
 impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// Scores of the groups `from..to`, `C` groups at a time; where fewer are left the last one is repeated.
     #[inline(always)]
-    unsafe fn scores<S: Simd, const C: usize>(&self, s: S, (from, to): (usize, usize)) {
+    unsafe fn scores<S: Simd, const C: usize>(&mut self, s: S, (from, to): (usize, usize)) {
+        // Half while scores are computed, half with the values.
+        let steps = (to - from).div_ceil(C) * self.width.div_ceil(F::RUN);
+        let per_run = (self.ahead.len * self.ahead.bytes / 2).div_ceil(steps);
         let mut first = from;
         while first < to {
             let group: [*const u8; C] = std::array::from_fn(|c| self.groups.k[(first + c).min(to - 1)]);
             let mut acc = [[s.splat(0.0); C]; R];
             let mut d = 0;
             while d < self.width {
+                self.ahead.fetch(s, per_run);
                 // SAFETY: the groups are seen by a row of the block, so readable; d < width.
                 let scales: [S::V; C] =
                     std::array::from_fn(|c| unsafe { F::k_scales(s, group[c], d / F::RUN) });
@@ -184,7 +232,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// are as many; the first element left over.
     #[inline(always)]
     unsafe fn values<S: Simd, const C: usize>(
-        &self,
+        &mut self,
         s: S,
         mut d: usize,
         keys: (usize, usize),
@@ -201,7 +249,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// As `values`, for elements `d..d + 16 C`.
     #[inline(always)]
     unsafe fn value_vectors<S: Simd, const C: usize>(
-        &self,
+        &mut self,
         s: S,
         d: usize,
         (from, to): (usize, usize),
@@ -216,11 +264,16 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
                 *acc = s.mul(o, correction);
             }
         }
+        let steps = (to - from).div_ceil(2) * self.v_padded.div_ceil(C * LANES);
+        let per_pair = (self.ahead.len * self.ahead.bytes / 2).div_ceil(steps);
         let mut key = from;
         while key < to {
             let group = self.groups.v[key / GROUP];
             let end = to.min((key / GROUP + 1) * GROUP);
             while key < end {
+                if key % 2 == 0 {
+                    self.ahead.fetch(s, per_pair);
+                }
                 // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
                 let v = |c: usize| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) };
                 // SAFETY: R rows of TILE weights.
