@@ -64,7 +64,7 @@ impl<'a> ArenaView<'a> {
     }
 
     /// First byte of the blocks of a layer, all of which lie inside the arena.
-    fn layer(&self, plan: &StepPlan<'_>, layer_offset: usize) -> Result<*mut u8, Error> {
+    fn layer(&self, plan: &StepPlan, layer_offset: usize) -> Result<*mut u8, Error> {
         plan.check_arena(layer_offset, self.len)?;
         if plan.rows() > 0 && layer_offset % CACHE_LINE != 0 {
             return Err(Error::UnalignedArena);
@@ -103,7 +103,7 @@ pub struct AttentionScratch {
 pub fn attention(
     pool: &Pool,
     isa: Isa,
-    plan: &StepPlan<'_>,
+    plan: &StepPlan,
     call: &AttentionCall<'_>,
     arena: &ArenaView<'_>,
     q: &[f32],
@@ -138,10 +138,15 @@ pub fn attention(
         // A panic elsewhere may have left numbers behind, but every item starts from scratch.
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         scratch.fit(plan);
-        loop {
+        let claim = || {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(item) = plan.items.get(index / kv_heads) else { break };
-            dispatch(isa, RunItem { step: &step, item, kv_head: index % kv_heads, scratch: &mut scratch });
+            plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
+        };
+        let mut current = claim();
+        while let Some((item, kv_head)) = current {
+            let upcoming = claim();
+            dispatch(isa, RunItem { step: &step, item, kv_head, upcoming, scratch: &mut scratch });
+            current = upcoming;
         }
     });
     if plan.partials > 0 {
@@ -190,7 +195,7 @@ pub fn kv_write(
 /// `plan.writes()` must be `Ok`, each planned row be written once at most, and nobody read the arena meanwhile.
 /// `k` and `v` must have the layout's widths. `layer` is of [`PlanWriter::new`].
 pub(crate) struct PlanWriter<'a> {
-    plan: &'a StepPlan<'a>,
+    plan: &'a StepPlan,
     layer: *mut u8,
 }
 
@@ -203,7 +208,7 @@ impl<'a> PlanWriter<'a> {
     /// # Errors
     /// [`Error::OverlappingWrites`] where two rows of the plan share a slot, [`Error::OutsideArena`].
     pub(crate) fn new(
-        plan: &'a StepPlan<'a>,
+        plan: &'a StepPlan,
         arena: &'a mut ArenaView<'_>,
         layer_offset: usize,
     ) -> Result<Self, Error> {

@@ -61,6 +61,8 @@ pub struct MemoryUse {
 /// Shape of one layer's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvShape {
+    /// Query heads that read it.
+    pub heads: usize,
     /// Key/value heads.
     pub kv_heads: usize,
     /// Width of a key head.
@@ -71,6 +73,8 @@ pub struct KvShape {
     pub block_tokens: usize,
     /// Element type.
     pub kv_type: KvType,
+    /// `Some(w)`: query p sees keys j with p - j < w, and only these have blocks.
+    pub window: Option<usize>,
 }
 
 /// A matrix to upload: `experts` matrices of `rows` x `cols`, row-major blocks of `ggml_type`, back to back.
@@ -140,8 +144,6 @@ pub struct QkvOp {
     pub k: BufferId,
     /// `[rows][kv_heads * v_head_dim]`.
     pub v: BufferId,
-    /// Query heads.
-    pub heads: usize,
     /// Norm of each query head.
     pub q_norm: Option<Norm>,
     /// Norm of each key head.
@@ -159,12 +161,8 @@ pub struct AttentionOp {
     pub q: BufferId,
     /// `[rows][heads * v_head_dim]`.
     pub out: BufferId,
-    /// Query heads.
-    pub heads: usize,
     /// Multiplies q.k.
     pub scale: f32,
-    /// Query p sees keys j with p - j < window.
-    pub window: Option<usize>,
     /// Whose keys and values.
     pub layer: KvLayerId,
 }

@@ -52,6 +52,9 @@ struct KvLayer {
     group: usize,
     offset: usize,
     layout: KvLayout,
+    /// Query heads.
+    heads: usize,
+    window: Option<NonZeroU32>,
 }
 
 /// The step in flight.
@@ -59,14 +62,9 @@ struct KvLayer {
 struct Step {
     tokens: Vec<u32>,
     rows: Vec<QueryRow>,
-    /// Per group and sequence; owned copies of the tables.
-    tables: Vec<Vec<Table>>,
-}
-
-#[derive(Debug, Clone)]
-enum Table {
-    Paged(Vec<u32>),
-    Contiguous { first: u32, stride: u32 },
+    /// Per KV layer, which of `plans` serves it; layers of one group and shape share a plan.
+    plan_of: Vec<usize>,
+    plans: Vec<StepPlan>,
 }
 
 /// See the module.
@@ -154,40 +152,30 @@ fn try_each(pool: &Pool, items: usize, work: impl Fn(usize) -> Result<(), Error>
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-impl Step {
-    /// The placements of a group and a plan over them, for one layer's shape.
-    fn with_plan<R>(
-        &self,
-        layer: &KvLayer,
-        heads: usize,
-        window: Option<usize>,
-        threads: usize,
-        then: impl FnOnce(&StepPlan<'_>) -> Result<R, Error>,
-    ) -> Result<R, Error> {
-        let tables = self.tables.get(layer.group).ok_or(Error::OutOfRange {
-            what: "KV group",
-            index: layer.group,
-            len: self.tables.len(),
-        })?;
-        let placements: Vec<Placement<'_>> = tables.iter().map(Table::placement).collect();
-        let window = match window {
-            None => None,
-            Some(window) => {
-                let window = u32::try_from(window).unwrap_or(u32::MAX);
-                Some(NonZeroU32::new(window).ok_or(Error::EmptyWindow)?)
-            }
-        };
-        let shape = AttentionShape { layout: layer.layout, heads, window };
-        then(&StepPlan::new(shape, &self.rows, &placements, threads)?)
-    }
-}
-
-impl Table {
-    fn placement(&self) -> Placement<'_> {
-        match self {
-            Self::Paged(table) => Placement::Paged(table),
-            Self::Contiguous { first, stride } => Placement::Contiguous { first: *first, stride: *stride },
+impl CpuBackend {
+    /// One plan per group and shape that any layer has.
+    fn make_plans(&mut self, tables: &[Vec<Placement<'_>>]) -> Result<(), Error> {
+        let step = &mut self.step;
+        step.plans.clear();
+        step.plan_of.clear();
+        let mut made: Vec<(usize, AttentionShape)> = Vec::new();
+        for layer in &self.kv_layers {
+            let shape = AttentionShape { layout: layer.layout, heads: layer.heads, window: layer.window };
+            let known = made.iter().position(|known| *known == (layer.group, shape));
+            let index = match known {
+                Some(index) => index,
+                None => {
+                    let len = tables.len();
+                    let missing = Error::OutOfRange { what: "KV group", index: layer.group, len };
+                    let placements = tables.get(layer.group).ok_or(missing)?;
+                    step.plans.push(StepPlan::new(shape, &step.rows, placements, self.pool.threads())?);
+                    made.push((layer.group, shape));
+                    made.len() - 1
+                }
+            };
+            step.plan_of.push(index);
         }
+        Ok(())
     }
 }
 
@@ -253,7 +241,11 @@ impl Backend for CpuBackend {
     }
 
     fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error> {
-        self.kv_layers.push(KvLayer { group, offset, layout: layout(shape)? });
+        let window = match shape.window {
+            None => None,
+            Some(window) => Some(NonZeroU32::new(u32::try_from(window).unwrap_or(u32::MAX)).ok_or(Error::EmptyWindow)?),
+        };
+        self.kv_layers.push(KvLayer { group, offset, layout: layout(shape)?, heads: shape.heads, window });
         Ok(KvLayerId(self.kv_layers.len() as u32 - 1))
     }
 
@@ -299,16 +291,8 @@ impl Backend for CpuBackend {
             let (expected, found) = (own.tokens.len(), own.rows.len());
             return Err(Error::Length { what: "rows of the step's sequences", expected, found });
         }
-        own.tables.clear();
-        own.tables.extend(step.tables.iter().map(|group| {
-            let table = |placement: &Placement<'_>| match *placement {
-                Placement::Paged(table) => Table::Paged(table.to_vec()),
-                Placement::Contiguous { first, stride } => Table::Contiguous { first, stride },
-            };
-            group.iter().map(table).collect()
-        }));
         self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
-        Ok(())
+        self.make_plans(step.tables)
     }
 
     fn embed(&mut self, table: MatrixId, scale: f32, out: BufferId) -> Result<(), Error> {
@@ -368,25 +352,23 @@ impl Backend for CpuBackend {
             k_norm: head(op.k_norm)?.map(rms),
             rope: op.rope.map(|id| &self.ropes[id.0 as usize]),
         };
+        let plan = plan(&self.step, op.layer)?;
         let [q, k, v] = [op.q, op.k, op.v].map(|id| id.0 as usize);
         let [q, k, v] = self.buffers.get_disjoint_mut([q, k, v]).map_err(|_| Error::SameBuffer)?;
         let mut arena = ArenaView::new(&mut self.arena)?;
-        let (pool, isa) = (&self.pool, self.config.rows);
-        self.step.with_plan(&layer, op.heads, None, 1, |plan| {
-            ops::norm_rope_write(pool, isa, plan, &step, &mut arena, q.values_mut(), k.values_mut(), v.values())
-        })
+        let isa = self.config.rows;
+        ops::norm_rope_write(&self.pool, isa, plan, &step, &mut arena, q.values_mut(), k.values_mut(), v.values())
     }
 
     fn attention(&mut self, op: &AttentionOp) -> Result<(), Error> {
         let layer = self.kv_layer(op.layer)?;
         let call = AttentionCall { layer_offset: layer.offset, scale: op.scale, softcap: None, sinks: None };
+        let plan = plan(&self.step, op.layer)?;
         let (q, out) = pair(&mut self.buffers, op.q, op.out)?;
         out.set_rows(q.rows())?;
         let arena = ArenaView::new(&mut self.arena)?;
-        let (pool, isa, scratch) = (&self.pool, self.config.attention, &mut self.scratch);
-        self.step.with_plan(&layer, op.heads, op.window, pool.threads(), |plan| {
-            attention::attention(pool, isa, plan, &call, &arena, q.values(), out.values_mut(), scratch)
-        })
+        let (isa, scratch) = (self.config.attention, &mut self.scratch);
+        attention::attention(&self.pool, isa, plan, &call, &arena, q.values(), out.values_mut(), scratch)
     }
 
     fn gate(&mut self, gate: BufferId, up: BufferId, activation: GateActivation) -> Result<(), Error> {
@@ -471,6 +453,13 @@ impl CpuBackend {
         let len = self.kv_layers.len();
         self.kv_layers.get(id.0 as usize).copied().ok_or(Error::OutOfRange { what: "KV layer", index: id.0 as usize, len })
     }
+}
+
+/// The plan of a layer's shape for the step in flight.
+fn plan(step: &Step, layer: KvLayerId) -> Result<&StepPlan, Error> {
+    let index = layer.0 as usize;
+    let plan = step.plan_of.get(index).and_then(|plan| step.plans.get(*plan));
+    plan.ok_or(Error::OutOfRange { what: "KV layer of the step", index, len: step.plan_of.len() })
 }
 
 fn layout(shape: KvShape) -> Result<KvLayout, Error> {

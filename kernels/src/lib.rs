@@ -17,6 +17,7 @@ pub mod ops;
 pub mod pool;
 pub mod quant;
 pub mod reference;
+pub mod registry;
 mod simd;
 
 pub use error::Error;

@@ -101,6 +101,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `p` must be readable for sixteen i8.
     unsafe fn load_i8(self, p: *const i8) -> Self::V;
 
+    /// Asks for the cache line at `p`, which may be any address, to come to the L2 cache. No effect but on time.
+    fn prefetch(self, p: *const u8);
+
     /// The sixteen elements of a chunk.
     #[inline(always)]
     fn chunk(self, x: &[f32; LANES]) -> Self::V {

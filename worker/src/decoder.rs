@@ -207,7 +207,6 @@ fn attention(
         q: b.q,
         k: b.k,
         v: b.v,
-        heads: shape.heads,
         q_norm: weights.q_norm,
         k_norm: weights.k_norm,
         rope: weights.rope,
@@ -216,9 +215,7 @@ fn attention(
     backend.attention(&AttentionOp {
         q: b.q,
         out: b.attended,
-        heads: shape.heads,
         scale: shape.scale,
-        window: shape.window,
         layer: kv,
     })?;
     match &layer.mixer_post_norm {
@@ -306,11 +303,13 @@ fn kv_layout(
         let Some(attention) = spec.attention(index) else { continue };
         let Some(at) = groups.iter().position(|group| group.window == attention.window) else { continue };
         let shape = KvShape {
+            heads: attention.heads,
             kv_heads: attention.kv_heads,
             head_dim: attention.head_dim,
             v_head_dim: attention.v_head_dim,
             block_tokens: config.block_tokens,
             kv_type: config.kv_type,
+            window: attention.window,
         };
         let group = &mut groups[at];
         layers.push(backend.create_kv_layer(at, shape, group.block_bytes)?);

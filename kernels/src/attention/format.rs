@@ -9,7 +9,7 @@ use crate::simd::{LANES, Simd};
 /// All methods: `group` must point to a whole group of heads of width `width` in this format, aligned as in a
 /// block whose first byte is aligned to 64.
 pub(super) trait Format: Copy + Send + Sync + 'static {
-    /// Elements of a row that share a scale.
+    /// Elements of a row between two looks at the scales: as many as share one, or a few where there are none.
     const RUN: usize;
 
     /// Scales of sixteen keys for one run of their elements; not looked at where the format has none.
@@ -35,7 +35,7 @@ pub(super) struct F16;
 pub(super) struct Q8;
 
 impl Format for F32 {
-    const RUN: usize = usize::MAX;
+    const RUN: usize = 4;
 
     #[inline(always)]
     unsafe fn k_scales<S: Simd>(s: S, _group: *const u8, _run: usize) -> S::V {
@@ -59,7 +59,7 @@ impl Format for F32 {
 }
 
 impl Format for F16 {
-    const RUN: usize = usize::MAX;
+    const RUN: usize = 4;
 
     #[inline(always)]
     unsafe fn k_scales<S: Simd>(s: S, _group: *const u8, _run: usize) -> S::V {

@@ -46,8 +46,9 @@ impl KvType {
 
 /// Layout of one KV block of one layer: `block_tokens` positions of all key/value heads.
 ///
-/// Keys come first, then values; both by head, then by group of 16 tokens. In a group keys are transposed,
-/// `[head_dim][16 tokens]`, so that a vector holds one element of sixteen keys; values are `[16 tokens][v_head_dim]`.
+/// Heads follow each other, so that one head's part is one run of memory: first its keys, then its values, both in
+/// groups of 16 tokens. In a group keys are transposed, `[head_dim][16 tokens]`, so that a vector holds one element
+/// of sixteen keys; values are `[16 tokens][v_head_dim]`.
 /// In Q8_0 each group starts with its scales, `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values.
 /// There is no padding: a block is exactly as large as what it holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -84,7 +85,7 @@ impl KvLayout {
 
     /// Size of one block of one layer.
     pub fn bytes(&self) -> usize {
-        self.values_start() + self.kv_heads * self.groups() * self.v_group_bytes()
+        self.kv_heads * self.head_bytes()
     }
 
     /// Element type.
@@ -124,26 +125,20 @@ impl KvLayout {
         self.block_tokens / GROUP
     }
 
+    /// Size of one head's part of a block.
+    pub(crate) fn head_bytes(&self) -> usize {
+        self.groups() * (self.group_bytes(self.head_dim) + self.group_bytes(self.v_head_dim))
+    }
+
     /// Byte of the block at which the keys of a group start.
     pub(crate) fn k_group(&self, kv_head: usize, group: usize) -> usize {
-        (kv_head * self.groups() + group) * self.k_group_bytes()
+        kv_head * self.head_bytes() + group * self.group_bytes(self.head_dim)
     }
 
     /// Byte of the block at which the values of a group start.
     pub(crate) fn v_group(&self, kv_head: usize, group: usize) -> usize {
-        self.values_start() + (kv_head * self.groups() + group) * self.v_group_bytes()
-    }
-
-    fn values_start(&self) -> usize {
-        self.kv_heads * self.groups() * self.k_group_bytes()
-    }
-
-    fn k_group_bytes(&self) -> usize {
-        self.group_bytes(self.head_dim)
-    }
-
-    fn v_group_bytes(&self) -> usize {
-        self.group_bytes(self.v_head_dim)
+        let keys = self.groups() * self.group_bytes(self.head_dim);
+        kv_head * self.head_bytes() + keys + group * self.group_bytes(self.v_head_dim)
     }
 
     fn group_bytes(&self, width: usize) -> usize {

@@ -105,12 +105,28 @@ pub(crate) struct Item {
     pub(crate) only_split: Option<usize>,
 }
 
+/// A placement of which the plan keeps its own copy, so that a backend can hold plans from op to op.
+#[derive(Debug)]
+enum Kept {
+    Paged(Vec<u32>),
+    Contiguous { first: u32, stride: u32 },
+}
+
+impl Kept {
+    fn placement(&self) -> Placement<'_> {
+        match self {
+            Self::Paged(table) => Placement::Paged(table),
+            Self::Contiguous { first, stride } => Placement::Contiguous { first: *first, stride: *stride },
+        }
+    }
+}
+
 /// A checked step; see the module.
 #[derive(Debug)]
-pub struct StepPlan<'a> {
+pub struct StepPlan {
     shape: AttentionShape,
     group_size: usize,
-    placements: &'a [Placement<'a>],
+    placements: Vec<Kept>,
     /// By sequence, then position.
     pub(crate) rows: Vec<PlannedRow>,
     /// Rows of the items, as indices into `rows`.
@@ -125,7 +141,7 @@ pub struct StepPlan<'a> {
     writes: Result<(), Error>,
 }
 
-impl<'a> StepPlan<'a> {
+impl StepPlan {
     /// Checks a step and cuts it into work for `threads` threads. The result of attention does not depend on
     /// `threads`.
     ///
@@ -138,7 +154,7 @@ impl<'a> StepPlan<'a> {
     pub fn new(
         shape: AttentionShape,
         rows: &[QueryRow],
-        placements: &'a [Placement<'a>],
+        placements: &[Placement<'_>],
         threads: usize,
     ) -> Result<Self, Error> {
         let group_size = shape.layout.group_size(shape.heads)?.get();
@@ -155,7 +171,13 @@ impl<'a> StepPlan<'a> {
         let mut plan = Self {
             shape,
             group_size,
-            placements,
+            placements: placements
+                .iter()
+                .map(|placement| match *placement {
+                    Placement::Paged(table) => Kept::Paged(table.to_vec()),
+                    Placement::Contiguous { first, stride } => Kept::Contiguous { first, stride },
+                })
+                .collect(),
             rows: planned,
             members: Vec::new(),
             items: Vec::new(),
@@ -188,7 +210,7 @@ impl<'a> StepPlan<'a> {
     /// Offset in bytes of a block that is visible to a row of the plan, without the layer's.
     #[inline(always)]
     pub(crate) fn block(&self, sequence: usize, block: usize) -> Option<u64> {
-        self.placements[sequence].byte(block)
+        self.placements[sequence].placement().byte(block)
     }
 
     /// Whether all blocks of a layer lie inside an arena of `len` bytes.

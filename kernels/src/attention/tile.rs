@@ -10,6 +10,7 @@ use std::marker::PhantomData;
 use super::format::Format;
 use super::layout::GROUP;
 use super::plan::TILE;
+use crate::aligned::CACHE_LINE;
 use crate::simd::{Kernel, LANES, Simd, exp, softcap};
 
 /// Groups in a tile.
@@ -20,6 +21,47 @@ pub(super) const TILE_GROUPS: usize = TILE / GROUP;
 pub(super) struct TileGroups {
     pub(super) k: [*const u8; TILE_GROUPS],
     pub(super) v: [*const u8; TILE_GROUPS],
+}
+
+/// Memory to ask for while something else is computed: what the thread will read after this tile. Reading it
+/// unannounced would find short runs all over the arena, which no hardware prefetcher follows.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    pub(super) runs: [*const u8; TILE_GROUPS],
+    /// Runs in use.
+    pub(super) len: usize,
+    /// Bytes of each run.
+    pub(super) bytes: usize,
+    next: usize,
+    byte: usize,
+}
+
+impl Ahead {
+    pub(super) fn new(bytes: usize) -> Self {
+        Self { runs: [std::ptr::null(); TILE_GROUPS], len: 0, bytes, next: 0, byte: 0 }
+    }
+
+    pub(super) fn push(&mut self, run: *const u8) {
+        self.runs[self.len] = run;
+        self.len += 1;
+    }
+
+    /// Asks for about `bytes` more.
+    #[inline(always)]
+    fn fetch<S: Simd>(&mut self, s: S, bytes: usize) {
+        if self.next < self.len {
+            let run = self.runs[self.next];
+            let end = self.bytes.min(self.byte + bytes);
+            while self.byte < end {
+                s.prefetch(run.wrapping_add(self.byte));
+                self.byte += CACHE_LINE;
+            }
+            if self.byte >= self.bytes {
+                self.byte = 0;
+                self.next += 1;
+            }
+        }
+    }
 }
 
 /// What a row has gathered so far. All pointers hold one entry per row.
@@ -49,6 +91,8 @@ pub(super) struct TileRows<'a, F, const R: usize> {
     /// Keys of the tile that each row sees, `from..to`, not empty for at least one row.
     pub(super) visible: [(usize, usize); R],
     pub(super) softcap: Option<f32>,
+    /// What to ask for meanwhile.
+    pub(super) ahead: Ahead,
     pub(super) format: PhantomData<F>,
 }
 
@@ -56,7 +100,7 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<S: Simd>(mut self, s: S) {
         let rows = self.visible.iter().filter(|(from, to)| from < to);
         let from = rows.clone().map(|(from, _)| *from).min().unwrap_or(0);
         let to = rows.map(|(_, to)| *to).max().unwrap_or(0);
@@ -98,28 +142,27 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
 impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// Scores of the groups `from..to`, `C` groups at a time; where fewer are left the last one is repeated.
     #[inline(always)]
-    unsafe fn scores<S: Simd, const C: usize>(&self, s: S, (from, to): (usize, usize)) {
+    unsafe fn scores<S: Simd, const C: usize>(&mut self, s: S, (from, to): (usize, usize)) {
+        // Half while scores are computed, half with the values.
+        let steps = (to - from).div_ceil(C) * self.width.div_ceil(F::RUN);
+        let per_run = (self.ahead.len * self.ahead.bytes / 2).div_ceil(steps);
         let mut first = from;
         while first < to {
             let group: [*const u8; C] = std::array::from_fn(|c| self.groups.k[(first + c).min(to - 1)]);
             let mut acc = [[s.splat(0.0); C]; R];
             let mut d = 0;
             while d < self.width {
+                self.ahead.fetch(s, per_run);
                 // SAFETY: the groups are seen by a row of the block, so readable; d < width.
                 let scales: [S::V; C] =
                     std::array::from_fn(|c| unsafe { F::k_scales(s, group[c], d / F::RUN) });
                 let end = self.width.min(d.saturating_add(F::RUN));
                 while d < end {
+                    // SAFETY: as above; R queries of `width` elements.
+                    let k = |c: usize| unsafe { F::k(s, group[c], self.width, d, scales[c]) };
                     // SAFETY: as above.
-                    let k: [S::V; C] =
-                        std::array::from_fn(|c| unsafe { F::k(s, group[c], self.width, d, scales[c]) });
-                    for (r, acc) in acc.iter_mut().enumerate() {
-                        // SAFETY: R queries of `width` elements.
-                        let q = s.splat(unsafe { *self.state.q.add(r * self.width + d) });
-                        for c in 0..C {
-                            acc[c] = s.fma(q, k[c], acc[c]);
-                        }
-                    }
+                    let q = |r: usize| s.splat(unsafe { *self.state.q.add(r * self.width + d) });
+                    outer_product(s, &mut acc, q, k);
                     d += 1;
                 }
             }
@@ -189,7 +232,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// are as many; the first element left over.
     #[inline(always)]
     unsafe fn values<S: Simd, const C: usize>(
-        &self,
+        &mut self,
         s: S,
         mut d: usize,
         keys: (usize, usize),
@@ -206,7 +249,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// As `values`, for elements `d..d + 16 C`.
     #[inline(always)]
     unsafe fn value_vectors<S: Simd, const C: usize>(
-        &self,
+        &mut self,
         s: S,
         d: usize,
         (from, to): (usize, usize),
@@ -221,21 +264,21 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
                 *acc = s.mul(o, correction);
             }
         }
+        let steps = (to - from).div_ceil(2) * self.v_padded.div_ceil(C * LANES);
+        let per_pair = (self.ahead.len * self.ahead.bytes / 2).div_ceil(steps);
         let mut key = from;
         while key < to {
             let group = self.groups.v[key / GROUP];
             let end = to.min((key / GROUP + 1) * GROUP);
             while key < end {
-                let v: [S::V; C] =
-                    // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
-                    std::array::from_fn(|c| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) });
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    // SAFETY: R rows of TILE weights.
-                    let weight = s.splat(unsafe { *self.state.scores.add(r * TILE + key) });
-                    for c in 0..C {
-                        acc[c] = s.fma(weight, v[c], acc[c]);
-                    }
+                if key % 2 == 0 {
+                    self.ahead.fetch(s, per_pair);
                 }
+                // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
+                let v = |c: usize| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) };
+                // SAFETY: R rows of TILE weights.
+                let weight = |r: usize| s.splat(unsafe { *self.state.scores.add(r * TILE + key) });
+                outer_product(s, &mut acc, weight, v);
                 key += 1;
             }
         }
@@ -243,6 +286,34 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             for (c, acc) in acc.iter().enumerate() {
                 // SAFETY: as for the loads.
                 unsafe { s.store(*acc, self.state.o.add(r * self.v_padded + d + c * LANES)) };
+            }
+        }
+    }
+}
+
+/// `acc[r][c] += row(r) * column(c)`. The shorter side is held in registers while the longer one passes through
+/// one.
+#[inline(always)]
+fn outer_product<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    acc: &mut [[S::V; C]; R],
+    row: impl Fn(usize) -> S::V,
+    column: impl Fn(usize) -> S::V,
+) {
+    if R < C {
+        let rows: [S::V; R] = std::array::from_fn(row);
+        for c in 0..C {
+            let column = column(c);
+            for r in 0..R {
+                acc[r][c] = s.fma(rows[r], column, acc[r][c]);
+            }
+        }
+    } else {
+        let columns: [S::V; C] = std::array::from_fn(column);
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let row = row(r);
+            for c in 0..C {
+                acc[c] = s.fma(row, columns[c], acc[c]);
             }
         }
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::format::{F16, F32, Format, Q8};
 use super::layout::{GROUP, KvType};
 use super::plan::{Item, PlannedRow, SPLIT, StepPlan, TILE};
-use super::tile::{Convert, RowState, TILE_GROUPS, TileGroups, TileRows};
+use super::tile::{Ahead, Convert, RowState, TILE_GROUPS, TileGroups, TileRows};
 use crate::aligned::AlignedBuf;
 use crate::disjoint::Disjoint;
 use crate::simd::{Kernel, LANES, Simd, exp};
@@ -19,7 +19,7 @@ const CONVERT_ROWS: usize = 7;
 
 /// What all items of one call share.
 pub(super) struct Step<'a> {
-    pub(super) plan: &'a StepPlan<'a>,
+    pub(super) plan: &'a StepPlan,
     /// First byte of block offset 0 of the layer.
     pub(super) layer: *const u8,
     pub(super) scale: f32,
@@ -58,7 +58,7 @@ pub(super) struct ThreadScratch {
 
 impl ThreadScratch {
     /// Makes room for the plan's widest item.
-    pub(super) fn fit(&mut self, plan: &StepPlan<'_>) {
+    pub(super) fn fit(&mut self, plan: &StepPlan) {
         let layout = &plan.shape().layout;
         let rows = plan.widest_item * plan.group_size();
         let v_padded = layout.v_head_dim().next_multiple_of(LANES);
@@ -78,6 +78,8 @@ pub(super) struct RunItem<'a> {
     pub(super) step: &'a Step<'a>,
     pub(super) item: &'a Item,
     pub(super) kv_head: usize,
+    /// What this thread computes next.
+    pub(super) upcoming: Option<(&'a Item, usize)>,
     pub(super) scratch: &'a mut ThreadScratch,
 }
 
@@ -204,7 +206,7 @@ impl<'a> RunItem<'a> {
 
     /// The rows of a run against a tile.
     fn attend<S: Simd>(&mut self, s: S, tile: usize, run: &Run) {
-        let groups = self.groups(tile, run);
+        let groups = self.groups(tile, run.members.start, run.keys);
         match self.step.plan.shape().layout.kv_type() {
             KvType::F32 => self.attend_format::<S, F32>(s, tile, run, groups),
             KvType::F16 => self.attend_format::<S, F16>(s, tile, run, groups),
@@ -212,13 +214,13 @@ impl<'a> RunItem<'a> {
         }
     }
 
-    /// Where the visible groups of a tile lie.
-    fn groups(&self, tile: usize, run: &Run) -> TileGroups {
+    /// Where the groups of some visible keys of a tile lie.
+    fn groups(&self, tile: usize, member: usize, keys: (usize, usize)) -> TileGroups {
         let layout = &self.step.plan.shape().layout;
-        let sequence = self.row(run.members.start).sequence;
+        let sequence = self.row(member).sequence;
         let mut groups =
             TileGroups { k: [std::ptr::null(); TILE_GROUPS], v: [std::ptr::null(); TILE_GROUPS] };
-        for group in run.keys.0 / GROUP..run.keys.1.div_ceil(GROUP) {
+        for group in keys.0 / GROUP..keys.1.div_ceil(GROUP) {
             let key = tile * TILE + group * GROUP;
             let (block, inner) = (key / layout.block_tokens(), key % layout.block_tokens() / GROUP);
             let Some(offset) = self.step.plan.block(sequence, block) else {
@@ -234,13 +236,30 @@ impl<'a> RunItem<'a> {
         groups
     }
 
+    /// What the thread reads after a run's tile: the next tile of the item, or the first one of the next item.
+    fn ahead(&self, tile: usize, run: &Run) -> Ahead {
+        let last = run.members.end - 1;
+        let (from, to) = self.visible(last, tile + 1);
+        if from < to && (self.item.only_split.is_none() || !(tile + 1).is_multiple_of(SPLIT / TILE)) {
+            return self.step.head_runs(self.row(last), self.kv_head, tile + 1);
+        }
+        match self.upcoming {
+            Some((item, kv_head)) if run.members.end == self.members().len() => {
+                let row = &self.step.plan.rows[self.step.plan.members[item.members.start]];
+                let first = item.only_split.unwrap_or(row.splits().start) * SPLIT;
+                self.step.head_runs(row, kv_head, row.start.max(first) / TILE)
+            }
+            _ => Ahead::new(0),
+        }
+    }
+
     fn attend_format<S: Simd, F: Format>(&mut self, s: S, tile: usize, run: &Run, groups: TileGroups) {
         let layout = &self.step.plan.shape().layout;
         let rows = run.members.len() * self.step.plan.group_size();
         let whole = layout.v_head_dim().is_multiple_of(LANES);
         let direct = whole && (rows < CONVERT_ROWS || layout.kv_type() == KvType::F32);
         if direct {
-            self.attend_rows::<S, F>(s, tile, run, &groups, layout.v_head_dim());
+            self.attend_rows::<S, F>(s, tile, run, &groups, layout.v_head_dim(), self.ahead(tile, run));
         } else {
             let converted = s.vectorize(Convert::<F> {
                 groups: &groups,
@@ -251,7 +270,7 @@ impl<'a> RunItem<'a> {
                 v: self.scratch.v.as_mut_ptr(),
                 format: PhantomData,
             });
-            self.attend_rows::<S, F32>(s, tile, run, &converted, self.v_padded());
+            self.attend_rows::<S, F32>(s, tile, run, &converted, self.v_padded(), self.ahead(tile, run));
         }
     }
 
@@ -263,6 +282,7 @@ impl<'a> RunItem<'a> {
         run: &Run,
         groups: &TileGroups,
         v_width: usize,
+        mut ahead: Ahead,
     ) {
         let size = self.step.plan.group_size();
         let (mut entry, end) = (run.members.start * size, run.members.end * size);
@@ -270,16 +290,18 @@ impl<'a> RunItem<'a> {
             let left = end - entry;
             // The constant halves decide which tiles are compiled for an instruction set.
             entry += if const { S::ROWS >= 6 } && left >= 6 {
-                self.rows::<S, F, 6>(s, tile, entry, groups, v_width)
+                self.rows::<S, F, 6>(s, tile, entry, groups, v_width, ahead)
             } else if const { S::ROWS >= 4 } && left >= 4 {
-                self.rows::<S, F, 4>(s, tile, entry, groups, v_width)
+                self.rows::<S, F, 4>(s, tile, entry, groups, v_width, ahead)
             } else if const { S::ROWS >= 3 } && left >= 3 {
-                self.rows::<S, F, 3>(s, tile, entry, groups, v_width)
+                self.rows::<S, F, 3>(s, tile, entry, groups, v_width, ahead)
             } else if const { S::ROWS >= 2 } && left >= 2 {
-                self.rows::<S, F, 2>(s, tile, entry, groups, v_width)
+                self.rows::<S, F, 2>(s, tile, entry, groups, v_width, ahead)
             } else {
-                self.rows::<S, F, 1>(s, tile, entry, groups, v_width)
+                self.rows::<S, F, 1>(s, tile, entry, groups, v_width, ahead)
             };
+            // Once is enough.
+            ahead = Ahead::new(0);
         }
     }
 
@@ -290,6 +312,7 @@ impl<'a> RunItem<'a> {
         entry: usize,
         groups: &TileGroups,
         v_width: usize,
+        ahead: Ahead,
     ) -> usize {
         let width = self.step.plan.shape().layout.head_dim();
         let v_padded = self.v_padded();
@@ -311,6 +334,7 @@ impl<'a> RunItem<'a> {
             },
             visible,
             softcap: self.step.softcap,
+            ahead,
             format: PhantomData,
         });
         R
@@ -368,6 +392,20 @@ impl<'a> RunItem<'a> {
 }
 
 impl Step<'_> {
+    /// The memory of one head in the blocks of a tile that a row sees.
+    fn head_runs(&self, row: &PlannedRow, kv_head: usize, tile: usize) -> Ahead {
+        let layout = &self.plan.shape().layout;
+        let tokens = layout.block_tokens();
+        let mut ahead = Ahead::new(layout.head_bytes());
+        let (from, to) = (row.start.max(tile * TILE), (row.position + 1).min((tile + 1) * TILE));
+        for block in from / tokens..to.div_ceil(tokens) {
+            if let Some(offset) = self.plan.block(row.sequence, block) {
+                ahead.push(self.layer.wrapping_add(offset as usize + kv_head * layout.head_bytes()));
+            }
+        }
+        ahead
+    }
+
     /// Normalises the result of one head of one row.
     #[inline(always)]
     fn write<S: Simd>(&self, s: S, row: &PlannedRow, head: usize, record: &[f32]) {

@@ -34,7 +34,7 @@ pub struct QkvStep<'a> {
 pub fn norm_rope_write(
     pool: &Pool,
     isa: Isa,
-    plan: &StepPlan<'_>,
+    plan: &StepPlan,
     step: &QkvStep<'_>,
     arena: &mut ArenaView<'_>,
     q: &mut [f32],

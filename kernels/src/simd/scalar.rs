@@ -156,4 +156,6 @@ impl Simd for Scalar {
         // SAFETY: the caller gives sixteen readable i8.
         lanes(|i| f32::from(unsafe { p.add(i).read() }))
     }
+    #[inline(always)]
+    fn prefetch(self, _p: *const u8) {}
 }

@@ -171,6 +171,10 @@ impl Simd for Avx512 {
     unsafe fn load_i8(self, p: *const i8) -> __m512 {
         avx!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))))
     }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        avx!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
 }
 
 /// The lower half of the reduction tree.
@@ -339,5 +343,9 @@ impl Simd for Avx2 {
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes))),
             ]
         })
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        avx!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
     }
 }

@@ -1,0 +1,205 @@
+//! Which backend serves an operation.
+//!
+//! An [`Operation`] is a name and a kind of request; a [`Provider`] is one way to serve it. The choice is, in order:
+//! what the environment demands (`KVASIR_<OP>_BACKEND`, else `KVASIR_BACKEND`), which must be honoured or fail
+//! loudly; the highest rank among the providers that are available here and can serve the request; the built-in
+//! provider. The registry knows nothing about any particular operation.
+
+use crate::isa::Isa;
+
+#[cfg(test)]
+mod tests;
+
+/// A kind of work that has several implementations.
+pub trait Operation {
+    /// Everything that a provider must look at before it agrees, options included.
+    type Request: ?Sized;
+    /// What a chosen provider is used as.
+    type Service: ?Sized;
+    /// In lower case with underscores; `KVASIR_<NAME>_BACKEND` in upper case.
+    const NAME: &'static str;
+}
+
+/// Why a provider does not serve a request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// An element or weight type without a kernel.
+    #[error("no kernel for type {ty}")]
+    Type {
+        /// Name of the type.
+        ty: &'static str,
+    },
+    /// An argument that the provider would not act upon. It must refuse rather than ignore it.
+    #[error("argument {argument} is not supported")]
+    Argument {
+        /// Name of the argument.
+        argument: &'static str,
+    },
+    /// A size beyond what the provider serves.
+    #[error("{what} of {found} is above {limit}")]
+    TooLarge {
+        /// What was measured.
+        what: &'static str,
+        /// The size in the request.
+        found: usize,
+        /// The largest served.
+        limit: usize,
+    },
+    /// An instruction set that the processor lacks.
+    #[error("this processor has no {isa}")]
+    Isa {
+        /// The one needed.
+        isa: Isa,
+    },
+}
+
+/// One implementation of an operation.
+pub trait Provider<O: Operation>: Send + Sync {
+    /// What the environment calls it.
+    fn name(&self) -> &str;
+
+    /// Higher is preferred.
+    fn rank(&self) -> i32;
+
+    /// A cheap look at this host: is the device, driver or instruction set there? The reason where it is not.
+    ///
+    /// # Errors
+    /// What is missing.
+    fn available(&self) -> Result<(), String>;
+
+    /// Whether it would serve the request in full. A provider that would ignore part of it must refuse.
+    ///
+    /// # Errors
+    /// The first thing that it does not do.
+    fn can_serve(&self, request: &O::Request) -> Result<(), Refusal>;
+
+    /// The implementation.
+    fn service(&self) -> &O::Service;
+}
+
+/// No provider could be chosen.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SelectError {
+    /// The environment names a backend that is not there, cannot run here or refuses the request.
+    #[error("{variable} demands backend {wanted:?} for {operation}, which {fault}")]
+    Demand {
+        /// The variable that was set.
+        variable: String,
+        /// Its value.
+        wanted: String,
+        /// The operation.
+        operation: &'static str,
+        /// Why it cannot be honoured.
+        fault: DemandFault,
+    },
+    /// The built-in provider refuses, and no other can serve.
+    #[error("nothing serves this request for {operation}: {refusal}")]
+    NoProvider {
+        /// The operation.
+        operation: &'static str,
+        /// What the built-in provider said.
+        refusal: Refusal,
+    },
+}
+
+/// Why a demanded backend is not used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DemandFault {
+    /// No provider has this name.
+    #[error("is unknown; there are {}", known.join(", "))]
+    Unknown {
+        /// The names that exist.
+        known: Vec<String>,
+    },
+    /// It cannot run on this host.
+    #[error("is not available here: {reason}")]
+    Unavailable {
+        /// What is missing.
+        reason: String,
+    },
+    /// It does not serve this request.
+    #[error("cannot serve this request: {0}")]
+    Refused(Refusal),
+}
+
+/// The providers of one operation; the first is built in.
+pub struct Registry<O: Operation> {
+    builtin: Box<dyn Provider<O>>,
+    others: Vec<Box<dyn Provider<O>>>,
+}
+
+impl<O: Operation> std::fmt::Debug for Registry<O> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registry").field("operation", &O::NAME).field("providers", &self.names()).finish()
+    }
+}
+
+impl<O: Operation> Registry<O> {
+    /// A registry that falls back to `builtin`.
+    pub fn new(builtin: Box<dyn Provider<O>>) -> Self {
+        Self { builtin, others: Vec::new() }
+    }
+
+    /// Adds a provider. Among equal ranks the one added first is preferred.
+    pub fn register(&mut self, provider: Box<dyn Provider<O>>) {
+        self.others.push(provider);
+    }
+
+    /// Names of all providers, the built-in first.
+    pub fn names(&self) -> Vec<&str> {
+        self.all().map(|provider| provider.name()).collect()
+    }
+
+    /// Chooses the provider for a request; see the module. `environment` looks up a variable; an empty value
+    /// counts as unset.
+    ///
+    /// # Errors
+    /// [`SelectError::Demand`] where the environment's choice cannot be honoured, [`SelectError::NoProvider`]
+    /// where even the built-in provider refuses.
+    pub fn select(
+        &self,
+        request: &O::Request,
+        environment: impl Fn(&str) -> Option<String>,
+    ) -> Result<&dyn Provider<O>, SelectError> {
+        let own = format!("KVASIR_{}_BACKEND", O::NAME.to_ascii_uppercase());
+        for variable in [own.as_str(), "KVASIR_BACKEND"] {
+            if let Some(wanted) = environment(variable).filter(|wanted| !wanted.is_empty()) {
+                return self.demanded(&wanted, request).map_err(|fault| SelectError::Demand {
+                    variable: variable.to_owned(),
+                    wanted: wanted.clone(),
+                    operation: O::NAME,
+                    fault,
+                });
+            }
+        }
+        let mut best: Option<&dyn Provider<O>> = None;
+        for provider in self.others.iter().map(Box::as_ref) {
+            let serves = provider.available().is_ok() && provider.can_serve(request).is_ok();
+            if serves && best.is_none_or(|best| provider.rank() > best.rank()) {
+                best = Some(provider);
+            }
+        }
+        let builtin = self.builtin.as_ref();
+        match (best, builtin.can_serve(request)) {
+            (Some(best), Ok(())) if best.rank() < builtin.rank() => Ok(builtin),
+            (Some(best), _) => Ok(best),
+            (None, Ok(())) => Ok(builtin),
+            (None, Err(refusal)) => Err(SelectError::NoProvider { operation: O::NAME, refusal }),
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &dyn Provider<O>> {
+        std::iter::once(self.builtin.as_ref()).chain(self.others.iter().map(Box::as_ref))
+    }
+
+    fn demanded(&self, wanted: &str, request: &O::Request) -> Result<&dyn Provider<O>, DemandFault> {
+        let Some(provider) = self.all().find(|provider| provider.name() == wanted) else {
+            let known = self.names().into_iter().map(str::to_owned).collect();
+            return Err(DemandFault::Unknown { known });
+        };
+        provider.available().map_err(|reason| DemandFault::Unavailable { reason })?;
+        provider.can_serve(request).map_err(DemandFault::Refused)?;
+        Ok(provider)
+    }
+}
