@@ -5,6 +5,7 @@
 //! Never here: arithmetic, sockets.
 
 pub mod catalog;
+pub mod chat_template;
 pub mod error;
 pub mod ggml_type;
 pub mod gguf;
@@ -16,6 +17,7 @@ pub mod tokenizer;
 #[cfg(test)]
 mod test_files;
 
+pub use chat_template::ChatTemplate;
 pub use error::Error;
 pub use ggml_type::GgmlType;
 pub use gguf::Gguf;
