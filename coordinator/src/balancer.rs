@@ -226,10 +226,7 @@ impl Balancer {
             return Err(Refusal::NoWorker);
         }
         let tokens = asks.iter().map(|ask| u64::from(ask.prompt_tokens)).sum();
-        self.queue.check(asks.len(), tokens).map_err(|full| {
-            let backlog = full.tokens + self.floor.pending_tokens();
-            Refusal::QueueFull { retry_after: retry_after(backlog, self.floor.prefill_rate()) }
-        })?;
+        self.check_room(asks.len(), tokens)?;
         let mut tickets = Vec::with_capacity(asks.len());
         for ask in asks {
             let ticket = Ticket(self.next_ticket);
@@ -240,6 +237,14 @@ impl Balancer {
             self.queue.push_back(&tenant, waiter);
         }
         Ok((tickets, self.pump(now, random)))
+    }
+
+    /// Whether `requests` more with `tokens` prompt tokens in all would be queued.
+    pub fn check_room(&self, requests: usize, tokens: u64) -> Result<(), Refusal> {
+        self.queue.check(requests, tokens).map_err(|full| {
+            let backlog = full.tokens + self.floor.pending_tokens();
+            Refusal::QueueFull { retry_after: retry_after(backlog, self.floor.prefill_rate()) }
+        })
     }
 
     /// The worker has computed the prompt.

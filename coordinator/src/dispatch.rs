@@ -14,7 +14,7 @@ use crate::ops::metrics::Metrics;
 use crate::prefix_index::{IndexSize, Need};
 use crate::random::random_u64;
 use crate::table::{TableChange, TableError};
-use link::Link;
+use link::{Link, Turn};
 use parking_lot::Mutex;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{ModelId, NodeId};
@@ -47,7 +47,7 @@ struct Desk {
 /// What the balancer has decided about a ticket.
 #[derive(Debug)]
 enum Verdict {
-    Go(Assignment, Arc<Link>),
+    Go(Assignment, Arc<Link>, Turn),
     No(Refusal),
 }
 
@@ -182,6 +182,16 @@ impl Dispatch {
         self.desk.lock().balancer.serves(id)
     }
 
+    /// Whether another request would be queued; cheap, to be asked before work is put into it.
+    pub fn check_room(&self) -> Result<(), Refusal> {
+        self.desk.lock().balancer.check_room(1, 0)
+    }
+
+    /// Changes of the table of workers so far.
+    pub fn table_version(&self) -> u64 {
+        self.desk.lock().balancer.table().version()
+    }
+
     /// The workers, as seen from here.
     pub fn workers(&self) -> Vec<WorkerView> {
         self.desk.lock().balancer.workers(Instant::now())
@@ -243,7 +253,7 @@ impl Dispatch {
                     self.metrics.routed(assignment.reason);
                     let link = desk.links.get(&assignment.node).filter(|l| l.epoch() == assignment.epoch);
                     let verdict = match link {
-                        Some(link) => Verdict::Go(assignment, Arc::clone(link)),
+                        Some(link) => Verdict::Go(assignment, Arc::clone(link), link.turn()),
                         // A member always has a link; without one there is nobody to talk to.
                         None => Verdict::No(Refusal::NoWorker),
                     };

@@ -13,11 +13,17 @@
 pub mod admission;
 pub mod api;
 pub mod balancer;
+pub mod config;
 pub mod dispatch;
+pub mod models;
 pub mod ops;
 pub mod prefix_index;
 mod random;
 pub mod routing;
+pub mod server;
 pub mod slot;
 pub mod table;
 pub mod workers;
+
+pub use config::Config;
+pub use server::Coordinator;

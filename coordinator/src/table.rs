@@ -106,11 +106,23 @@ pub struct WorkerTable {
     /// The latest life seen of every worker that ever was a member.
     epochs: BTreeMap<NodeId, Epoch>,
     drains: BTreeSet<NodeId>,
+    version: u64,
 }
 
 impl WorkerTable {
     /// Changes the table.
     pub fn apply(&mut self, change: TableChange) -> Result<Applied, TableError> {
+        let applied = self.apply_inner(change)?;
+        self.version += 1;
+        Ok(applied)
+    }
+
+    /// Changes applied so far.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    fn apply_inner(&mut self, change: TableChange) -> Result<Applied, TableError> {
         match change {
             TableChange::Join(register) => self.join(register),
             TableChange::Leave { node, epoch } => {

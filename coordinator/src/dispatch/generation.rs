@@ -216,12 +216,13 @@ impl Generation {
     /// Waits for a worker and hands it the request.
     async fn begin(&mut self) -> Result<Attempting, Failure> {
         loop {
-            let (assignment, link) = match self.verdicts.recv().await {
-                Some(Verdict::Go(assignment, link)) => (assignment, link),
+            let (assignment, link, mut turn) = match self.verdicts.recv().await {
+                Some(Verdict::Go(assignment, link, turn)) => (assignment, link, turn),
                 Some(Verdict::No(refusal)) => return Err(self.refused(refusal)),
                 None => return Err(Failure::Lost),
             };
             let queued = self.submitted.elapsed();
+            turn.come().await;
             match link.connection().open_generate(&self.request(&assignment)).await {
                 Ok(stream) => return Ok(Attempting { assignment, link, stream, queued, started: false }),
                 Err(error) => {
