@@ -84,6 +84,9 @@ fn sized(bytes: usize) -> String {
     format!("{head}{}\"}}", "x".repeat(bytes - head.len() - 2))
 }
 
+/// Status, code and field of an error.
+type Told = (u16, String, String);
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_limits() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
@@ -93,7 +96,7 @@ async fn sec_limits() {
     let tool = json!({"type": "function", "function": {"name": "f"}});
     let context = || (400, "context_length_exceeded".to_owned(), String::new());
     #[rustfmt::skip]
-    let table: Vec<(&str, String, String, (u16, String, String))> = vec![
+    let table: Vec<(&str, String, String, Told)> = vec![
         (COMPLETIONS, sized(8 << 20), sized((8 << 20) + 1), (413, "invalid_field".into(), "body".into())),
         (COMPLETIONS, nested(64), nested(65), invalid("body")),
         (COMPLETIONS, completion(json!({"n": 8})).to_string(), completion(json!({"n": 9})).to_string(), invalid("n")),
