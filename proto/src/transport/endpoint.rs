@@ -360,15 +360,17 @@ async fn listener_hello(
     }
     let mut reader = FrameReader::<Hello>::new(receive, Cap::Control);
     let hello = reader.next().await?.ok_or(Error::StreamCut { what: "hello" })?;
-    let mut writer = FrameWriter::new(send, Cap::Control);
-    writer.write(&local.hello()).await?;
-    writer.finish();
     let agreement = agree(local.config.versions, peer, hello);
+    let mut writer = FrameWriter::new(send, Cap::Control);
+    let told = writer.write(&local.hello()).await;
+    writer.finish();
     if agreement.is_err() {
         // The peer must have read our hello, or it could not name our versions, before we close.
         let _ = writer.stream().stopped().await;
     }
-    agreement
+    let agreement = agreement?;
+    told?;
+    Ok(agreement)
 }
 
 fn close_for(quic: &quinn::Connection, error: &Error) {

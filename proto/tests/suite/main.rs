@@ -1,0 +1,11 @@
+//! What the crate promises, tested from outside: wire forms, block identity, and nodes over loopback QUIC.
+
+mod authority;
+mod block_ids;
+mod cluster;
+mod golden;
+mod round_trip;
+mod samples;
+mod sec_frames;
+mod sec_join;
+mod streams;
