@@ -181,8 +181,8 @@ proptest! {
     fn kv(batches in vec(batch(), 0..4), runs in vec((block(), vec(block(), 0..9), medium()), 0..9), at: (u64, u64)) {
         for batch in &batches {
             survives(&KvFrame::Events(batch.clone()), Cap::Events);
+            survives(&KvReplay::Events(batch.clone()), Cap::Control);
         }
-        survives(&KvReplay::Batches(batches), Cap::Control);
         survives(&KvSnapshotFrame::Runs(runs), Cap::Events);
         survives(&KvSnapshotFrame::Begin { epoch: Epoch(at.0), sequence: at.1 }, Cap::Events);
     }
@@ -196,11 +196,11 @@ proptest! {
     }
 
     #[test]
-    fn tensor_headers(name in ".*", shape in vec(any::<u64>(), 0..12)) {
+    fn tensor_headers(name in ".*", shape in vec(any::<u64>(), 0..=8)) {
         let header = TensorHeader::V1(TensorHeaderV1 { name, element: TensorType::Bf16, shape: shape.clone() });
         survives(&header, Cap::Stream);
         let elements = shape.iter().try_fold(2u64, |size, n| size.checked_mul(*n));
-        prop_assert_eq!(header.payload_bytes().ok().map(|n| n as u64), elements.filter(|_| shape.len() <= 8));
+        prop_assert_eq!(header.payload_bytes().ok().map(|n| n as u64), elements);
     }
 
     /// Neither noise nor damage panics, and what is accepted is written back as the same bytes or fewer

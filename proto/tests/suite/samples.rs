@@ -195,7 +195,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("KvFrame", Events, [KvFrame::Events(batch(7))]),
         samples("KvEvent", Events, events()),
         samples("Medium", Events, [Medium::Device, Medium::Host, Medium::Disk]),
-        samples("KvReplay", Control, [KvReplay::Batches(vec![batch(7), batch(11)]), KvReplay::TakeSnapshot]),
+        samples("KvReplay", Control, [KvReplay::Events(batch(7)), KvReplay::TakeSnapshot]),
         samples(
             "KvSnapshotFrame",
             Events,

@@ -260,7 +260,7 @@ impl Drop for OnDrop {
 
 impl WorkerApi for Api {
     async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
-        KvReplay::Batches(vec![samples::batch(from)])
+        KvReplay::Events(samples::batch(from))
     }
 
     async fn drain(self, _: Context) {
@@ -298,7 +298,7 @@ async fn calls_answer_or_fail_alone() {
     let client = nodes.to_worker.worker_api().await.unwrap();
     let long = || deadline(Duration::from_secs(20));
     assert_eq!(client.status(long()).await.unwrap(), samples::status());
-    assert_eq!(client.kv_replay(long(), 9).await.unwrap(), KvReplay::Batches(vec![samples::batch(9)]));
+    assert_eq!(client.kv_replay(long(), 9).await.unwrap(), KvReplay::Events(samples::batch(9)));
 
     let error = client.drain(deadline(Duration::from_millis(50))).await.unwrap_err();
     assert!(matches!(error, tarpc::client::RpcError::DeadlineExceeded), "{error:?}");
