@@ -1,6 +1,7 @@
 //! What the crate promises, tested from outside: wire forms, block identity, and nodes over loopback QUIC.
 
 mod authority;
+mod bare;
 mod block_ids;
 mod cluster;
 mod golden;

@@ -1,84 +1,22 @@
 //! R1, R2, R6: who may connect, as what, and under which name. Each certificate of the table is shown by a
 //! dialer and by a listener, both of which do no checks of their own.
 
-use crate::cluster::{any_port, authority, config, endpoint, identity, node, pair, soon, until};
+use crate::bare::{self, Gullible, Root, Shown, leaf, provider};
+use crate::cluster::{any_port, authority, config, endpoint, node, pair, soon, until};
 use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::message::{LoadReport, Register, Registered};
 use kvasir_proto::service::{CoordinatorApi, Refusal, deadline};
 use kvasir_proto::transport::{
-    CertificateError, Connection, Endpoint, EndpointConfig, Expected, Hello, HelloV1, Identity, Incoming,
-    VersionRange,
+    CertificateError, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming, VersionRange,
 };
-use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use rcgen::{
-    BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
-};
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use rustls::{DigitallySignedStruct, SignatureScheme};
-use std::net::SocketAddr;
+use quinn::crypto::rustls::QuicClientConfig;
+use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use rcgen::{Issuer, KeyUsagePurpose, SanType};
 use std::sync::Arc;
 use std::time::Duration;
 use tarpc::context::Context;
-
-/// A self-made authority that can sign anything.
-struct Root {
-    certificate: Certificate,
-    issuer: Issuer<'static, KeyPair>,
-}
-
-impl Root {
-    fn new() -> Self {
-        let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        params.distinguished_name.push(DnType::CommonName, "root");
-        let certificate = params.self_signed(&key).unwrap();
-        Self { certificate, issuer: Issuer::new(params, key) }
-    }
-
-    fn sign(&self, params: &CertificateParams) -> Shown {
-        let key = KeyPair::generate().unwrap();
-        Shown { chain: vec![params.signed_by(&key, &self.issuer).unwrap()], key }
-    }
-
-    fn identity(&self, role: &str, name: &str) -> Identity {
-        self.sign(&leaf(&format!("spiffe://c/{role}/{name}"))).identity(self)
-    }
-}
-
-/// A certificate chain and its key.
-struct Shown {
-    chain: Vec<Certificate>,
-    key: KeyPair,
-}
-
-impl Shown {
-    fn der(&self) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
-        let chain = self.chain.iter().map(|certificate| certificate.der().clone()).collect();
-        (chain, PrivateKeyDer::try_from(self.key.serialize_der()).unwrap())
-    }
-
-    fn identity(&self, root: &Root) -> Identity {
-        let chain: String = self.chain.iter().map(Certificate::pem).collect();
-        let key = self.key.serialize_pem();
-        Identity::from_pem(chain.as_bytes(), key.as_bytes(), root.certificate.pem().as_bytes()).unwrap()
-    }
-}
-
-/// What a good node's certificate says; each row of the table spoils one thing.
-fn leaf(uri: &str) -> CertificateParams {
-    let mut params = CertificateParams::default();
-    params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
-    params.is_ca = IsCa::ExplicitNoCa;
-    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages =
-        vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
-    params
-}
 
 fn spoilt(uri: &str, spoil: impl FnOnce(&mut CertificateParams)) -> CertificateParams {
     let mut params = leaf(uri);
@@ -158,115 +96,6 @@ fn bad_certificates(root: &Root, role: &str) -> Vec<(&'static str, Shown)> {
     ]
 }
 
-/// Accepts whatever it is shown.
-#[derive(Debug)]
-struct Gullible;
-
-impl ServerCertVerifier for Gullible {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Ok(HandshakeSignatureValid::assertion())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Ok(HandshakeSignatureValid::assertion())
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        rustls::crypto::ring::default_provider().signature_verification_algorithms.supported_schemes()
-    }
-}
-
-/// Shows its certificate without looking at it: rustls itself would not use a key that does not fit.
-#[derive(Debug)]
-struct Shows(Arc<rustls::sign::CertifiedKey>);
-
-impl Shows {
-    fn new(shown: &Shown) -> Arc<Self> {
-        let (chain, key) = shown.der();
-        let key = rustls::crypto::ring::sign::any_supported_type(&key).unwrap();
-        Arc::new(Self(Arc::new(rustls::sign::CertifiedKey::new(chain, key))))
-    }
-}
-
-impl rustls::client::ResolvesClientCert for Shows {
-    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
-        Some(self.0.clone())
-    }
-
-    fn has_certs(&self) -> bool {
-        true
-    }
-}
-
-impl rustls::server::ResolvesServerCert for Shows {
-    fn resolve(&self, _: rustls::server::ClientHello<'_>) -> Option<Arc<rustls::sign::CertifiedKey>> {
-        Some(self.0.clone())
-    }
-}
-
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
-}
-
-/// A bare QUIC client that shows `shown`, or nothing.
-async fn bare_dial(address: SocketAddr, shown: Option<&Shown>, alpn: &str) -> quinn::Connection {
-    let builder = rustls::ClientConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])
-        .unwrap()
-        .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Gullible));
-    let mut config = match shown {
-        Some(shown) => builder.with_client_cert_resolver(Shows::new(shown)),
-        None => builder.with_no_client_auth(),
-    };
-    config.alpn_protocols = vec![alpn.into()];
-    let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()));
-    let endpoint = quinn::Endpoint::client(any_port()).unwrap();
-    // As the dialer judges nothing, its own handshake succeeds whatever the listener thinks.
-    endpoint.connect_with(config, address, "any").unwrap().await.unwrap()
-}
-
-/// A bare QUIC server that shows `shown` and asks for nothing.
-fn bare_listen(shown: &Shown) -> quinn::Endpoint {
-    let mut config = rustls::ServerConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])
-        .unwrap()
-        .with_no_client_auth()
-        .with_cert_resolver(Shows::new(shown));
-    config.alpn_protocols = vec!["kvasir/1".into()];
-    let config = quinn::ServerConfig::with_crypto(Arc::new(QuicServerConfig::try_from(config).unwrap()));
-    let endpoint = quinn::Endpoint::server(config, any_port()).unwrap();
-    let accepting = endpoint.clone();
-    tokio::spawn(async move {
-        while let Some(incoming) = accepting.accept().await {
-            // The dialer is expected to break it off.
-            drop(incoming.await);
-        }
-    });
-    endpoint
-}
-
 #[tokio::test]
 async fn sec_join_as_dialer() {
     let root = Root::new();
@@ -274,7 +103,7 @@ async fn sec_join_as_dialer() {
     let mut rows: Vec<(&str, Option<Shown>)> = vec![("no certificate", None)];
     rows.extend(bad_certificates(&root, "worker").into_iter().map(|(wrong, shown)| (wrong, Some(shown))));
     for (tried, (wrong, shown)) in rows.iter().enumerate() {
-        let connection = bare_dial(coordinator.address(), shown.as_ref(), "kvasir/1").await;
+        let connection = bare::dial(coordinator.address(), shown.as_ref()).await;
         let reason = soon(wrong, connection.closed()).await;
         let quinn::ConnectionError::ConnectionClosed(close) = reason else {
             panic!("{wrong}: {reason}");
@@ -291,7 +120,7 @@ async fn sec_join_as_listener() {
     let root = Root::new();
     let worker = Endpoint::bind(any_port(), &root.identity("worker", "w1"), config()).unwrap();
     for (wrong, shown) in bad_certificates(&root, "coordinator") {
-        let listener = bare_listen(&shown);
+        let listener = bare::listen(&shown);
         let address = listener.local_addr().unwrap();
         let error = worker.connect(address, &Expected::any(Role::Coordinator)).await.unwrap_err();
         assert!(matches!(error, Error::PeerRefused { .. }), "{wrong}: {error:?}");
@@ -399,13 +228,8 @@ async fn sec_spoof_hello() {
     let root = Root::new();
     let coordinator = Endpoint::bind(any_port(), &root.identity("coordinator", "c1"), config()).unwrap();
     let shown = root.sign(&leaf("spiffe://c/worker/w2"));
-    let connection = bare_dial(coordinator.address(), Some(&shown), "kvasir/1").await;
-    let hello = Hello::V1(HelloV1 { versions: VersionRange::CURRENT, node: node("w1"), epoch: Epoch(1) });
-    let body = kvasir_proto::codec::encode(&hello, kvasir_proto::codec::Cap::Control).unwrap();
-    let (mut send, receive) = connection.open_bi().await.unwrap();
-    send.write_all(&[&[255], &(body.len() as u32).to_be_bytes()[..], &body].concat()).await.unwrap();
-    send.finish().unwrap();
-    drop(receive);
+    let connection = bare::dial(coordinator.address(), Some(&shown)).await;
+    bare::hello(&connection, "w1").await;
     let reason = soon("closing", connection.closed()).await;
     assert!(matches!(reason, quinn::ConnectionError::ApplicationClosed(_)), "{reason}");
     until("counting", || coordinator.stats().spoofed == 1).await;
@@ -416,19 +240,15 @@ async fn sec_spoof_hello() {
 struct Checks(Connection);
 
 impl CoordinatorApi for Checks {
-    async fn register(
-        self,
-        _: Context,
-        request: kvasir_proto::message::Register,
-    ) -> Result<kvasir_proto::message::Registered, Refusal> {
-        let kvasir_proto::message::Register::V1(request) = request;
+    async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
+        let Register::V1(request) = request;
         match self.0.require_node(&request.node) {
             Ok(()) => Ok(samples::registered()),
             Err(_) => Err(Refusal::NotYourName { claimed: request.node }),
         }
     }
 
-    async fn report(self, _: Context, _: kvasir_proto::message::LoadReport) -> Result<(), Refusal> {
+    async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
         Ok(())
     }
 }
@@ -504,13 +324,8 @@ async fn sec_0rtt_off() {
             Err(connecting) => connecting,
         };
         let connection = connecting.await.unwrap();
-        // A ticket would come with the listener's first words; ask for one by a hello.
-        let (mut send, mut receive) = connection.open_bi().await.unwrap();
-        let hello = Hello::V1(HelloV1 { versions: VersionRange::CURRENT, node: node("w1"), epoch: Epoch(1) });
-        let body = kvasir_proto::codec::encode(&hello, kvasir_proto::codec::Cap::Control).unwrap();
-        send.write_all(&[&[255], &(body.len() as u32).to_be_bytes()[..], &body].concat()).await.unwrap();
-        send.finish().unwrap();
-        soon("hello", receive.read_to_end(1000)).await.unwrap();
+        // A ticket would come with the listener's first words.
+        soon("hello", bare::hello(&connection, "w1")).await;
     }
     assert_eq!(coordinator.stats().failed, 0);
 }
@@ -519,8 +334,6 @@ async fn sec_0rtt_off() {
 async fn another_alpn_is_refused() {
     let ca = authority("c");
     let coordinator = endpoint(&ca, Role::Coordinator, "c1", config());
-    let worker = identity(&ca, Role::Worker, "w1");
-    assert_eq!(worker.name().node, node("w1"));
     let builder = rustls::ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
