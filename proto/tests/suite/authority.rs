@@ -4,7 +4,7 @@ use crate::cluster::{authority, config, node};
 use kvasir_proto::Error;
 use kvasir_proto::ca::{Authority, load_identity, load_identity_files};
 use kvasir_proto::ids::Role;
-use kvasir_proto::transport::{Endpoint, Expected};
+use kvasir_proto::transport::{CertificateError, Endpoint, Expected};
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -96,6 +96,18 @@ fn missing_and_broken_files_are_named() {
     let error = Authority::load(dir.path()).unwrap_err();
     assert!(error.to_string().contains("ca.crt"), "{error}");
     authority("c").save(dir.path()).unwrap();
-    std::fs::write(dir.path().join("ca.key"), "nonsense").unwrap();
-    Authority::load(dir.path()).unwrap_err();
+    let error = |key: &str| {
+        std::fs::write(dir.path().join("ca.key"), key).unwrap();
+        Authority::load(dir.path()).unwrap_err()
+    };
+    assert!(matches!(error("nonsense"), Error::Generate(_)));
+    let other = rcgen::KeyPair::generate().unwrap().serialize_pem();
+    assert!(matches!(error(&other), Error::Certificate(CertificateError::OtherKey)));
+    // A node's files are no authority.
+    let nodes = dir.path().join("w1");
+    authority("c").issue(Role::Worker, node("w1"), SystemTime::now()).unwrap().save(&nodes).unwrap();
+    std::fs::rename(nodes.join("node.crt"), nodes.join("ca.crt")).unwrap();
+    std::fs::rename(nodes.join("node.key"), nodes.join("ca.key")).unwrap();
+    let error = Authority::load(&nodes).unwrap_err();
+    assert!(matches!(error, Error::Certificate(CertificateError::NotCa)), "{error:?}");
 }

@@ -12,9 +12,12 @@ const GOLDEN: &str = include_str!("../golden/block_ids.txt");
 fn golden_vectors() {
     let key = ClusterKey(std::array::from_fn(|i| i as u8));
     let mut lines = Vec::new();
-    let scopes: [(u8, &[u8], &[u8], &[u8]); 3] =
-        [(0, b"", b"", b""), (7, &[0xaa; 32], &[0xbb; 32], b""), (7, &[0xaa; 32], &[0xbb; 32], b"adapter-1")];
-    for (salt, model_digest, tokenizer_digest, adapter) in scopes {
+    let scopes: [(u8, [&[u8]; 3]); 3] = [
+        (0, [b"", b"", b""]),
+        (7, [&[0xaa; 32], &[0xbb; 32], b""]),
+        (7, [&[0xaa; 32], &[0xbb; 32], b"adapter-1"]),
+    ];
+    for (salt, [model_digest, tokenizer_digest, adapter]) in scopes {
         let salt = TenantSalt([salt; 32]);
         let root = key.root(Scope { salt: &salt, model_digest, tokenizer_digest, adapter });
         lines.push(format!("root {root}"));

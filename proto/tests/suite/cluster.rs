@@ -27,7 +27,7 @@ pub(crate) fn identity(ca: &Authority, role: Role, name: &str) -> Identity {
 
 /// Accepts workers, as both kinds of node do.
 pub(crate) fn config() -> EndpointConfig {
-    EndpointConfig::new(Epoch(1), [Role::Worker])
+    EndpointConfig { handshake_timeout: PATIENCE, ..EndpointConfig::new(Epoch(1), [Role::Worker]) }
 }
 
 pub(crate) fn endpoint(ca: &Authority, role: Role, name: &str, config: EndpointConfig) -> Endpoint {

@@ -366,3 +366,15 @@ async fn connections_are_limited() {
         worker.connect(coordinator.address(), &expected).await.unwrap();
     }
 }
+
+/// R6: under load a dialer proves its address first, and then joins as ever.
+#[tokio::test]
+async fn addresses_are_validated_under_load() {
+    let ca = authority("c");
+    let wary = EndpointConfig { retry_from_handshakes: 0, ..config() };
+    let coordinator = endpoint(&ca, Role::Coordinator, "c1", wary);
+    let worker = endpoint(&ca, Role::Worker, "w1", config());
+    worker.connect(coordinator.address(), &Expected::any(Role::Coordinator)).await.unwrap();
+    until("counting", || coordinator.stats().accepted == 1).await;
+    assert_eq!(coordinator.stats().retried, 1);
+}
