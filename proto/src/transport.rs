@@ -33,7 +33,7 @@
 //!     async fn drain(self, _: Context) {}
 //!     async fn undrain(self, _: Context) {}
 //!     async fn status(self, _: Context) -> WorkerStatus {
-//!         unimplemented!("what the engine says")
+//!         unreachable!("not called here")
 //!     }
 //!     async fn metrics_text(self, _: Context) -> String {
 //!         "kvasir_up 1\n".into()
@@ -94,18 +94,20 @@ mod endpoint;
 mod generate;
 mod hello;
 mod identity;
+mod incoming;
 mod kv;
 mod rpc;
 mod streams;
 mod tls;
 
 pub use bulk::{BulkReceiver, BulkSender, Tensor, TensorHeader, TensorHeaderV1, TensorType};
-pub use connection::{CloseCode, Connection, Incoming};
+pub use connection::{CloseCode, Connection};
 pub use dialer::{Backoff, Dialer};
 pub use endpoint::{Endpoint, EndpointConfig, EndpointStats};
 pub use generate::{GenerateCall, GenerateReply, GenerateStream};
 pub use hello::{Hello, HelloV1, VersionRange};
 pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
+pub use incoming::Incoming;
 pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
 pub use rpc::{CoordinatorRpc, WorkerRpc};
 pub use streams::{StreamCode, StreamKind};

@@ -1,13 +1,14 @@
 //! A connection between two nodes that have accepted each other.
 
+use super::BulkSender;
 use super::endpoint::{Counters, Local};
-use super::generate::{GenerateCall, GenerateStream};
+use super::generate::GenerateStream;
 use super::hello::Agreement;
 use super::identity::PeerIdentity;
-use super::kv::{self, KvEventReceiver, KvEventSender, KvSnapshotReply};
-use super::rpc::{self, CoordinatorRpc, WorkerRpc};
-use super::streams::{StreamCode, StreamKind, read_error, within, write_error};
-use super::{BulkReceiver, BulkSender};
+use super::incoming::{self, Incoming};
+use super::kv::{self, KvEventSender};
+use super::rpc;
+use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::KvSnapshot;
 use crate::ids::{Epoch, NodeId};
@@ -18,12 +19,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::JoinHandle;
 
-/// Streams that were opened by the peer and wait for [`Connection::accept`].
-const INCOMING_BACKLOG: usize = 64;
-/// A stream must say what it is, and a request must be complete, within this time.
-const OPENING_LIMIT: Duration = Duration::from_secs(10);
 /// Waiting for the peer to allow another stream.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
@@ -87,23 +84,6 @@ impl Drop for Slot {
     }
 }
 
-/// A stream that the peer has opened, ready to be served.
-#[derive(Debug)]
-pub enum Incoming {
-    /// A worker wants to call our [`CoordinatorApi`](crate::service::CoordinatorApi).
-    CoordinatorRpc(CoordinatorRpc),
-    /// A coordinator wants to call our [`WorkerApi`](crate::service::WorkerApi).
-    WorkerRpc(WorkerRpc),
-    /// A coordinator wants tokens.
-    Generate(GenerateCall),
-    /// A worker tells its KV events.
-    KvEvents(KvEventReceiver),
-    /// A coordinator wants to know all that we hold.
-    KvSnapshot(KvSnapshotReply),
-    /// Tensors arrive.
-    Bulk(BulkReceiver),
-}
-
 /// A connection between two nodes. Cheap to clone; the connection closes when all clones and all streams
 /// are dropped, or by [`close`](Self::close).
 #[derive(Debug, Clone)]
@@ -134,8 +114,7 @@ impl Connection {
         agreement: Agreement,
         slot: Option<Slot>,
     ) -> Self {
-        let (sender, incoming) = mpsc::channel(INCOMING_BACKLOG);
-        let demultiplexer = tokio::spawn(demultiplex(quic.clone(), local.clone(), peer.clone(), sender));
+        let (demultiplexer, incoming) = incoming::demultiplex(quic.clone(), local.clone(), peer.clone());
         let incoming = Mutex::new(incoming);
         Self(Arc::new(Inner { quic, local, peer, agreement, incoming, demultiplexer, _slot: slot }))
     }
@@ -228,15 +207,13 @@ impl Connection {
     /// A client of the coordinator at the other end. Open one per connection and clone it.
     pub async fn coordinator_api(&self) -> Result<CoordinatorApiClient, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::CoordinatorRpc).await?;
-        let transport = rpc::ClientTransport::new(send, receive);
-        Ok(CoordinatorApiClient::new(rpc::client_config(), transport).spawn())
+        Ok(rpc::coordinator_client(send, receive))
     }
 
     /// A client of the worker at the other end. Open one per connection and clone it.
     pub async fn worker_api(&self) -> Result<WorkerApiClient, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::WorkerRpc).await?;
-        let transport = rpc::ClientTransport::new(send, receive);
-        Ok(WorkerApiClient::new(rpc::client_config(), transport).spawn())
+        Ok(rpc::worker_client(send, receive))
     }
 
     fn lost(&self, error: &quinn::ConnectionError) -> Error {
@@ -260,83 +237,5 @@ impl Connection {
             Ok(send)
         })
         .await
-    }
-}
-
-/// Accepts streams until the connection is gone. Each is identified in its own task, so that a peer that
-/// opens one and says nothing holds up only that one; QUIC's stream limits bound the tasks.
-async fn demultiplex(
-    quic: quinn::Connection,
-    local: Arc<Local>,
-    peer: PeerIdentity,
-    ready: mpsc::Sender<Incoming>,
-) {
-    let mut openings = JoinSet::new();
-    loop {
-        let (send, receive) = tokio::select! {
-            stream = quic.accept_bi() => match stream {
-                Ok((send, receive)) => (Some(send), receive),
-                Err(_) => break,
-            },
-            stream = quic.accept_uni() => match stream {
-                Ok(receive) => (None, receive),
-                Err(_) => break,
-            },
-            Some(_) = openings.join_next() => continue,
-        };
-        let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
-        openings.spawn(async move {
-            match within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await {
-                // Fails only when nobody will ever accept again.
-                Ok(incoming) => drop(ready.send(incoming).await),
-                Err(error) => tracing::debug!(%peer, %error, "stream not accepted"),
-            }
-        });
-    }
-}
-
-async fn identify(
-    local: &Local,
-    peer: &PeerIdentity,
-    send: Option<SendStream>,
-    mut receive: RecvStream,
-) -> Result<Incoming, Error> {
-    let mut byte = [0];
-    if receive.read(&mut byte).await.map_err(read_error)? != Some(1) {
-        return Err(Error::StreamCut { what: "stream kind" });
-    }
-    let kind = StreamKind::from_byte(byte[0]);
-    let code = match kind {
-        Some(kind) if kind.allowed(peer.role, local.name().role) => None,
-        Some(_) => Some(StreamCode::Forbidden),
-        None => Some(StreamCode::UnknownKind),
-    };
-    match (code, kind, send) {
-        (None, Some(StreamKind::CoordinatorRpc), Some(send)) => {
-            Ok(Incoming::CoordinatorRpc(CoordinatorRpc::new(send, receive)))
-        }
-        (None, Some(StreamKind::WorkerRpc), Some(send)) => {
-            Ok(Incoming::WorkerRpc(WorkerRpc::new(send, receive)))
-        }
-        (None, Some(StreamKind::Generate), Some(send)) => {
-            Ok(Incoming::Generate(GenerateCall::read(send, receive).await?))
-        }
-        (None, Some(StreamKind::KvSnapshot), Some(send)) => {
-            Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)))
-        }
-        (None, Some(StreamKind::KvEvents), None) => Ok(Incoming::KvEvents(KvEventReceiver::new(receive))),
-        (None, Some(StreamKind::Bulk), None) => Ok(Incoming::Bulk(BulkReceiver::new(receive))),
-        // Also a known kind on a stream of the wrong direction.
-        (code, _, send) => {
-            let code = code.unwrap_or(StreamCode::Forbidden);
-            Counters::add(&local.counters.streams_refused);
-            tracing::warn!(%peer, kind = byte[0], %code, "stream refused");
-            // Either fails only when the peer has closed that direction already.
-            let _ = receive.stop(code.to_wire());
-            if let Some(mut send) = send {
-                let _ = send.reset(code.to_wire());
-            }
-            Err(Error::StreamEnded(code))
-        }
     }
 }

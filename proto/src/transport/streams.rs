@@ -77,9 +77,6 @@ pub enum StreamCode {
     /// A frame was too long or not what it should be.
     #[error("malformed frame")]
     Malformed,
-    /// The node has no place for another such stream.
-    #[error("too many streams")]
-    Busy,
     /// A code of a later version.
     #[error("code {0}")]
     Other(u64),
@@ -92,7 +89,6 @@ impl StreamCode {
             Self::UnknownKind => VarInt::from_u32(1),
             Self::Forbidden => VarInt::from_u32(2),
             Self::Malformed => VarInt::from_u32(3),
-            Self::Busy => VarInt::from_u32(4),
             Self::Other(code) => VarInt::from_u64(code).unwrap_or(VarInt::MAX),
         }
     }
@@ -103,7 +99,6 @@ impl StreamCode {
             1 => Self::UnknownKind,
             2 => Self::Forbidden,
             3 => Self::Malformed,
-            4 => Self::Busy,
             other => Self::Other(other),
         }
     }

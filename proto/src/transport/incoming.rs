@@ -1,0 +1,125 @@
+//! What the peer opens: each stream is recognised by its first byte, checked against the peer's role, and
+//! handed on as something that can be served.
+
+use super::BulkReceiver;
+use super::endpoint::{Counters, Local};
+use super::generate::GenerateCall;
+use super::identity::PeerIdentity;
+use super::kv::{KvEventReceiver, KvSnapshotReply};
+use super::rpc::{CoordinatorRpc, WorkerRpc};
+use super::streams::{StreamCode, StreamKind, read_error, within};
+use crate::Error;
+use quinn::{RecvStream, SendStream};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, JoinSet};
+
+/// Streams that were opened by the peer and wait for [`Connection::accept`].
+const INCOMING_BACKLOG: usize = 64;
+/// A stream must say what it is, and a request must be complete, within this time.
+const OPENING_LIMIT: Duration = Duration::from_secs(10);
+/// A stream that the peer has opened, ready to be served.
+#[derive(Debug)]
+pub enum Incoming {
+    /// A worker wants to call our [`CoordinatorApi`](crate::service::CoordinatorApi).
+    CoordinatorRpc(CoordinatorRpc),
+    /// A coordinator wants to call our [`WorkerApi`](crate::service::WorkerApi).
+    WorkerRpc(WorkerRpc),
+    /// A coordinator wants tokens.
+    Generate(GenerateCall),
+    /// A worker tells its KV events.
+    KvEvents(KvEventReceiver),
+    /// A coordinator wants to know all that we hold.
+    KvSnapshot(KvSnapshotReply),
+    /// Tensors arrive.
+    Bulk(BulkReceiver),
+}
+
+/// Starts to accept streams, until the connection is gone or the task is aborted.
+pub(super) fn demultiplex(
+    quic: quinn::Connection,
+    local: Arc<Local>,
+    peer: PeerIdentity,
+) -> (JoinHandle<()>, mpsc::Receiver<Incoming>) {
+    let (ready, incoming) = mpsc::channel(INCOMING_BACKLOG);
+    (tokio::spawn(accept_all(quic, local, peer, ready)), incoming)
+}
+
+/// Each stream is identified in its own task, so that a peer that
+/// opens one and says nothing holds up only that one; QUIC's stream limits bound the tasks.
+async fn accept_all(
+    quic: quinn::Connection,
+    local: Arc<Local>,
+    peer: PeerIdentity,
+    ready: mpsc::Sender<Incoming>,
+) {
+    let mut openings = JoinSet::new();
+    loop {
+        let (send, receive) = tokio::select! {
+            stream = quic.accept_bi() => match stream {
+                Ok((send, receive)) => (Some(send), receive),
+                Err(_) => break,
+            },
+            stream = quic.accept_uni() => match stream {
+                Ok(receive) => (None, receive),
+                Err(_) => break,
+            },
+            Some(_) = openings.join_next() => continue,
+        };
+        let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
+        openings.spawn(async move {
+            match within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await {
+                // Fails only when nobody will ever accept again.
+                Ok(incoming) => drop(ready.send(incoming).await),
+                Err(error) => tracing::debug!(%peer, %error, "stream not accepted"),
+            }
+        });
+    }
+}
+
+async fn identify(
+    local: &Local,
+    peer: &PeerIdentity,
+    send: Option<SendStream>,
+    mut receive: RecvStream,
+) -> Result<Incoming, Error> {
+    let mut byte = [0];
+    if receive.read(&mut byte).await.map_err(read_error)? != Some(1) {
+        return Err(Error::StreamCut { what: "stream kind" });
+    }
+    let kind = match StreamKind::from_byte(byte[0]) {
+        Some(kind) if kind.allowed(peer.role, local.name().role) => Ok(kind),
+        Some(_) => Err(StreamCode::Forbidden),
+        None => Err(StreamCode::UnknownKind),
+    };
+    let (code, send) = match (kind, send) {
+        (Ok(StreamKind::CoordinatorRpc), Some(send)) => {
+            return Ok(Incoming::CoordinatorRpc(CoordinatorRpc::new(send, receive)));
+        }
+        (Ok(StreamKind::WorkerRpc), Some(send)) => {
+            return Ok(Incoming::WorkerRpc(WorkerRpc::new(send, receive)));
+        }
+        (Ok(StreamKind::Generate), Some(send)) => {
+            return GenerateCall::read(send, receive).await.map(Incoming::Generate);
+        }
+        (Ok(StreamKind::KvSnapshot), Some(send)) => {
+            return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));
+        }
+        (Ok(StreamKind::KvEvents), None) => {
+            return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));
+        }
+        (Ok(StreamKind::Bulk), None) => return Ok(Incoming::Bulk(BulkReceiver::new(receive))),
+        // A kind that is allowed, on a stream of the wrong direction.
+        (Ok(_), send) => (StreamCode::Malformed, send),
+        (Err(code), send) => (code, send),
+    };
+    Counters::add(&local.counters.streams_refused);
+    tracing::warn!(%peer, kind = byte[0], %code, "stream refused");
+    // Either fails only when the peer has closed that direction already.
+    let _ = receive.stop(code.to_wire());
+    if let Some(mut send) = send {
+        let _ = send.reset(code.to_wire());
+    }
+    Err(Error::StreamEnded(code))
+}
