@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::GgmlType;
 use crate::gguf::Malformed;
 
 /// Anything that can go wrong between a path and a [`crate::ModelSpec`].
@@ -108,6 +109,52 @@ pub enum Error {
     MissingTensor {
         /// The tensor.
         tensor: String,
+    },
+    /// No translator reads this architecture.
+    #[error("architecture {found:?} is not served; known are {}", known.join(", "))]
+    UnknownArch {
+        /// Value of `general.architecture`.
+        found: String,
+        /// The architectures served.
+        known: Vec<&'static str>,
+    },
+    /// A hyper-parameter is absurd, contradicts another, or asks for something that is not served.
+    #[error("{key} is {found}, needed is {needs}")]
+    HyperParameter {
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// What it may be.
+        needs: String,
+    },
+    /// A tensor's dimensions are not those that the hyper-parameters ask for.
+    #[error("tensor {tensor} has dimensions {found:?}, expected {expected:?}")]
+    TensorShape {
+        /// The tensor.
+        tensor: String,
+        /// Its dimensions, ones at the end left out.
+        found: Vec<u64>,
+        /// Those asked for.
+        expected: Vec<u64>,
+    },
+    /// A tensor that must be of one type is of another.
+    #[error("tensor {tensor} is {found}, expected {expected}")]
+    TensorType {
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        found: GgmlType,
+        /// The type that it must have.
+        expected: GgmlType,
+    },
+    /// The file has a tensor that the architecture, as it is understood here, has no use for.
+    #[error("tensor {tensor} has no place in architecture {arch}")]
+    UnusedTensor {
+        /// The tensor.
+        tensor: String,
+        /// The architecture.
+        arch: String,
     },
     /// A read reaches past the end of a tensor.
     #[error("{len} bytes from {offset} of tensor {tensor}, which has {bytes}")]

@@ -4,11 +4,13 @@
 //! a model is data, so a new architecture is one translator file and a fixture.
 //! Never here: arithmetic, sockets.
 
+pub mod arch;
 pub mod catalog;
 pub mod chat_template;
 pub mod error;
 pub mod ggml_type;
 pub mod gguf;
+pub mod inspect;
 pub mod metadata;
 mod mmap;
 pub mod spec;

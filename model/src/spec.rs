@@ -3,6 +3,8 @@
 //! A GGUF's metadata is translated into a [`ModelSpec`] by one file per architecture (`arch/`). Tensors are
 //! named, not loaded: weights come through a tensor source.
 
+mod tensors;
+
 /// A whole model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSpec {
@@ -233,5 +235,17 @@ impl ModelSpec {
         self.layers.get(index).map(|layer| match &layer.mixer {
             MixerSpec::Attention(attention) => attention,
         })
+    }
+}
+
+impl AttentionSpec {
+    /// Elements of one position's keys.
+    pub fn k_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Elements of one position's values.
+    pub fn v_width(&self) -> usize {
+        self.kv_heads * self.v_head_dim
     }
 }

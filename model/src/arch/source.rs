@@ -1,0 +1,179 @@
+//! Checked access to a GGUF's hyper-parameters and tensors, for translators.
+
+use std::borrow::Cow;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+
+use crate::metadata::Value;
+use crate::spec::{LinearSpec, NormKind, NormSpec};
+use crate::{Error, GgmlType, Gguf, Metadata};
+
+/// A GGUF read as architecture `arch`: keys are `ARCH.key`.
+pub(super) struct Source<'a> {
+    gguf: &'a Gguf,
+    arch: &'a str,
+}
+
+impl<'a> Source<'a> {
+    pub(super) const fn new(gguf: &'a Gguf, arch: &'a str) -> Self {
+        Self { gguf, arch }
+    }
+
+    pub(super) const fn arch(&self) -> &'a str {
+        self.arch
+    }
+
+    pub(super) fn metadata(&self) -> &'a Metadata {
+        self.gguf.metadata()
+    }
+
+    /// The key's full name.
+    pub(super) fn key(&self, key: &str) -> String {
+        format!("{}.{key}", self.arch)
+    }
+
+    /// The error that `key` holds `found`.
+    pub(super) fn refuse(&self, key: &str, found: impl Display, needs: impl Display) -> Error {
+        Error::HyperParameter { key: self.key(key), found: found.to_string(), needs: needs.to_string() }
+    }
+
+    /// A count in `range`, if the key is there.
+    pub(super) fn count(&self, key: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, Error> {
+        let found = self.metadata().get(&self.key(key))?;
+        found.map(|found| self.in_range(key, found, &range)).transpose()
+    }
+
+    /// A count in `range`.
+    pub(super) fn require_count(&self, key: &str, range: RangeInclusive<usize>) -> Result<usize, Error> {
+        self.count(key, range)?.ok_or_else(|| Error::MissingKey { key: self.key(key) })
+    }
+
+    /// One count per layer in `range`: an array of them, or one for all layers. None if the key is missing.
+    pub(super) fn layer_counts(
+        &self,
+        key: &str,
+        layers: usize,
+        range: RangeInclusive<usize>,
+    ) -> Result<Option<Vec<usize>>, Error> {
+        if !matches!(self.metadata().value(&self.key(key)), Some(Value::Array(_))) {
+            return Ok(self.count(key, range)?.map(|count| vec![count; layers]));
+        }
+        let list: Cow<'_, [u64]> = self.metadata().require(&self.key(key))?;
+        if list.len() != layers {
+            return Err(self.refuse(key, format_args!("an array of {}", list.len()), layers));
+        }
+        let count = |&found: &u64| self.in_range(key, usize::try_from(found).unwrap_or(usize::MAX), &range);
+        list.iter().map(count).collect::<Result<_, _>>().map(Some)
+    }
+
+    /// A finite number above zero, if the key is there.
+    pub(super) fn positive(&self, key: &str) -> Result<Option<f32>, Error> {
+        match self.metadata().get::<f32>(&self.key(key))? {
+            Some(found) if !(found.is_finite() && found > 0.0) => {
+                Err(self.refuse(key, found, "a finite number above 0"))
+            }
+            found => Ok(found),
+        }
+    }
+
+    /// A finite number above zero.
+    pub(super) fn require_positive(&self, key: &str) -> Result<f32, Error> {
+        self.positive(key)?.ok_or_else(|| Error::MissingKey { key: self.key(key) })
+    }
+
+    /// As [`positive`](Self::positive), but zero says the same as no key.
+    pub(super) fn positive_unless_zero(&self, key: &str) -> Result<Option<f32>, Error> {
+        match self.metadata().get::<f32>(&self.key(key))? {
+            Some(0.0) => Ok(None),
+            _ => self.positive(key),
+        }
+    }
+
+    fn in_range(&self, key: &str, found: usize, range: &RangeInclusive<usize>) -> Result<usize, Error> {
+        if !range.contains(&found) {
+            let needs = format_args!("{} to {}", range.start(), range.end()).to_string();
+            return Err(self.refuse(key, found, needs));
+        }
+        Ok(found)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub(super) fn has(&self, tensor: &str) -> bool {
+        self.gguf.tensor(tensor).is_some()
+    }
+
+    /// Dimensions of a tensor, trailing ones left out.
+    pub(super) fn dims(&self, tensor: &str) -> Result<&'a [u64], Error> {
+        let info =
+            self.gguf.tensor(tensor).ok_or_else(|| Error::MissingTensor { tensor: tensor.to_owned() })?;
+        Ok(significant(info.dims()))
+    }
+
+    /// The name of a tensor that is there with these dimensions.
+    pub(super) fn tensor(&self, name: &str, expected: &[usize]) -> Result<String, Error> {
+        let found = self.dims(name)?;
+        let expected: Vec<u64> = expected.iter().map(|&dim| dim as u64).collect();
+        if found != significant(&expected) {
+            return Err(Error::TensorShape { tensor: name.to_owned(), found: found.to_vec(), expected });
+        }
+        Ok(name.to_owned())
+    }
+
+    /// As [`tensor`](Self::tensor), for a tensor that kernels read as plain floats.
+    pub(super) fn floats(&self, name: &str, expected: &[usize]) -> Result<String, Error> {
+        let tensor = self.tensor(name, expected)?;
+        match self.gguf.tensor(name).map(|info| info.ty()) {
+            Some(found) if found != GgmlType::F32 => {
+                Err(Error::TensorType { tensor, found, expected: GgmlType::F32 })
+            }
+            _ => Ok(tensor),
+        }
+    }
+
+    /// As [`floats`](Self::floats), none if the tensor is not there.
+    pub(super) fn optional_floats(&self, name: &str, expected: &[usize]) -> Result<Option<String>, Error> {
+        self.has(name).then(|| self.floats(name, expected)).transpose()
+    }
+
+    /// RMS norm `STEM.weight` of `width` elements.
+    pub(super) fn rms_norm(&self, stem: &str, width: usize, eps: f32) -> Result<NormSpec, Error> {
+        let weight = Some(self.floats(&format!("{stem}.weight"), &[width])?);
+        Ok(NormSpec { kind: NormKind::Rms, weight, bias: None, eps, width })
+    }
+
+    /// Matrix `STEM.weight`, with its bias and scale where it has them.
+    pub(super) fn linear(&self, stem: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
+        Ok(LinearSpec {
+            weight: self.tensor(&format!("{stem}.weight"), &[cols, rows])?,
+            bias: self.optional_floats(&format!("{stem}.bias"), &[rows])?,
+            scale: self.optional_floats(&format!("{stem}.scale"), &[1])?,
+            rows,
+            cols,
+        })
+    }
+
+    /// The matrices `STEM.weight` of all experts, with one scale per expert where it has them.
+    pub(super) fn experts(
+        &self,
+        stem: &str,
+        cols: usize,
+        rows: usize,
+        experts: usize,
+    ) -> Result<LinearSpec, Error> {
+        Ok(LinearSpec {
+            weight: self.tensor(&format!("{stem}.weight"), &[cols, rows, experts])?,
+            bias: None,
+            scale: self.optional_floats(&format!("{stem}.scale"), &[experts])?,
+            rows,
+            cols,
+        })
+    }
+}
+
+/// Dimensions without the ones at the end, which say nothing; at least one is left.
+fn significant(dims: &[u64]) -> &[u64] {
+    match dims {
+        [head @ .., 1] if !head.is_empty() => significant(head),
+        _ => dims,
+    }
+}

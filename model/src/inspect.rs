@@ -1,0 +1,188 @@
+//! A summary of a model file, for people (`Display`) and scripts (`Serialize`).
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::arch::ARCHITECTURE_KEY;
+use crate::gguf::TensorInfo;
+use crate::metadata::Strings;
+use crate::spec::{AttentionSpec, MixerSpec};
+use crate::{Error, GgmlType, Gguf, ModelSpec};
+
+mod words;
+
+/// What is in a model file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Summary {
+    /// The files, in order.
+    pub files: Vec<String>,
+    /// Value of `general.name`.
+    pub name: Option<String>,
+    /// Value of `general.architecture`.
+    pub architecture: Option<String>,
+    /// Elements of all tensors.
+    pub parameters: u64,
+    /// Tensors by number, size and type.
+    pub tensors: TensorSummary,
+    /// What the file says of its tokenizer, if it has one.
+    pub tokenizer: Option<TokenizerSummary>,
+    /// The model, or why it cannot be run.
+    #[serde(flatten)]
+    pub reading: Reading,
+}
+
+/// What the file's hyper-parameters and tensors amount to.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reading {
+    /// A model that is served.
+    Model(ModelSummary),
+    /// Why it is not.
+    Error(String),
+}
+
+/// Tensors of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TensorSummary {
+    /// Their number.
+    pub count: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// The same for each type that occurs.
+    pub by_type: Vec<TypeSummary>,
+}
+
+/// Tensors of one type.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TypeSummary {
+    /// The type's name.
+    #[serde(rename = "type")]
+    pub ty: &'static str,
+    /// Tensors of it.
+    pub count: usize,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Tokenizer of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TokenizerSummary {
+    /// Kind: `gpt2` is byte-level BPE, `llama` is SPM.
+    pub model: String,
+    /// Pre-tokeniser.
+    pub pre: Option<String>,
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Whether the file has a chat template.
+    pub chat_template: bool,
+}
+
+/// A model that is served.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ModelSummary {
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Longest sequence that it was made for, in tokens.
+    pub context_length: usize,
+    /// Number of layers.
+    pub layers: usize,
+    /// Whether the output matrix is the embedding.
+    pub tied_output: bool,
+    /// Elements of K and V that a token adds to the caches of all layers.
+    pub kv_elements_per_token: usize,
+    /// Layers in words, runs of equal ones together.
+    pub layer_list: Vec<LayerRun>,
+}
+
+/// Consecutive layers that differ in their weights only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LayerRun {
+    /// The first, from 0.
+    pub first: usize,
+    /// The last.
+    pub last: usize,
+    /// Mixer and FFN in words.
+    pub description: String,
+}
+
+impl Summary {
+    /// Summarises `gguf`. A model that is not served has a summary too; only keys of a wrong type, among those
+    /// shown, are an error. Tensor bytes are not read.
+    pub fn of(gguf: &Gguf) -> Result<Self, Error> {
+        let metadata = gguf.metadata();
+        let owned = |key| Ok::<_, Error>(metadata.get::<&str>(key)?.map(str::to_owned));
+        let tokenizer = match owned("tokenizer.ggml.model")? {
+            Some(model) => Some(TokenizerSummary {
+                model,
+                pre: owned("tokenizer.ggml.pre")?,
+                tokens: metadata.get::<&Strings>("tokenizer.ggml.tokens")?.map_or(0, Strings::len),
+                chat_template: metadata.value("tokenizer.chat_template").is_some(),
+            }),
+            None => None,
+        };
+        Ok(Self {
+            files: gguf.files().map(|path| path.display().to_string()).collect(),
+            name: owned("general.name")?,
+            architecture: owned(ARCHITECTURE_KEY)?,
+            parameters: gguf.tensors().map(TensorInfo::elements).fold(0, u64::saturating_add),
+            tensors: TensorSummary::of(gguf),
+            tokenizer,
+            reading: match ModelSpec::from_gguf(gguf) {
+                Ok(spec) => Reading::Model(ModelSummary::of(&spec)),
+                Err(error) => Reading::Error(error.to_string()),
+            },
+        })
+    }
+}
+
+impl TensorSummary {
+    fn of(gguf: &Gguf) -> Self {
+        let mut by_type: BTreeMap<GgmlType, TypeSummary> = BTreeMap::new();
+        for info in gguf.tensors() {
+            let empty = TypeSummary { ty: info.ty().name(), count: 0, bytes: 0 };
+            let summary = by_type.entry(info.ty()).or_insert(empty);
+            summary.count += 1;
+            summary.bytes = summary.bytes.saturating_add(info.bytes());
+        }
+        Self {
+            count: gguf.tensors().len(),
+            bytes: gguf.total_tensor_bytes(),
+            by_type: by_type.into_values().collect(),
+        }
+    }
+}
+
+impl ModelSummary {
+    fn of(spec: &ModelSpec) -> Self {
+        let kv = |attention: &AttentionSpec| attention.k_width() + attention.v_width();
+        let mut layer_list: Vec<LayerRun> = Vec::new();
+        for (index, layer) in spec.layers.iter().enumerate() {
+            let description = words::layer(layer);
+            match layer_list.last_mut().filter(|run| run.description == description) {
+                Some(run) => run.last = index,
+                None => layer_list.push(LayerRun { first: index, last: index, description }),
+            }
+        }
+        Self {
+            vocab: spec.vocab,
+            hidden: spec.hidden,
+            context_length: spec.context_length,
+            layers: spec.layers.len(),
+            tied_output: spec.output.linear.weight == spec.embedding.tensor,
+            kv_elements_per_token: spec
+                .layers
+                .iter()
+                .map(|layer| match &layer.mixer {
+                    MixerSpec::Attention(attention) => kv(attention),
+                })
+                .sum(),
+            layer_list,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
