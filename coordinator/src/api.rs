@@ -30,7 +30,7 @@ use axum::{Json, Router};
 use error::ApiError;
 use plan::{Kind, Plan, Sources};
 use proto::block::{ClusterKey, Scope};
-use proto::ids::{ModelId, RequestId};
+use proto::ids::{InvalidId, ModelId, RequestId};
 use serde_json::json;
 use shape::Shape;
 use std::sync::Arc;
@@ -103,7 +103,9 @@ impl Endpoint {
     fn route(self) -> MethodRouter<Arc<Front>> {
         match self {
             Self::Models => get(models),
-            Self::Completions => post(async |front, request| generate(front, Kind::Completion, request).await),
+            Self::Completions => {
+                post(async |front, request| generate(front, Kind::Completion, request).await)
+            }
             Self::Chat => post(async |front, request| generate(front, Kind::Chat, request).await),
             Self::Tokenize => post(tokenize),
             Self::Detokenize => post(detokenize),
@@ -125,7 +127,7 @@ pub fn router(front: Arc<Front>) -> Router {
 /// Around everything, also around what does not exist: nothing is answered without a key, and every answer
 /// carries the request's id.
 async fn gate(State(front): State<Arc<Front>>, mut request: Request, next: Next) -> Response {
-    let id = request_id(request.headers());
+    let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let path = request.uri().path();
     let path = Endpoint::ALL.into_iter().map(Endpoint::path).find(|p| *p == path).unwrap_or("other");
     let mut response = match front.keys.authenticate(request.headers()) {
@@ -143,12 +145,13 @@ async fn gate(State(front): State<Arc<Front>>, mut request: Request, next: Next)
     response
 }
 
-fn request_id(headers: &HeaderMap) -> RequestId {
+/// The client's, if it is one, else a new one.
+fn request_id(headers: &HeaderMap) -> Result<RequestId, InvalidId> {
     let given = headers.get(REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
-    let given = given.and_then(|text| RequestId::new(text).ok());
-    let ours = || RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64()));
-    // Hexadecimal digits are a valid id.
-    given.or_else(|| ours().ok()).unwrap_or_else(|| unreachable!("hexadecimal digits are a request id"))
+    match given.and_then(|text| RequestId::new(text).ok()) {
+        Some(id) => Ok(id),
+        None => RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64())),
+    }
 }
 
 async fn models(State(front): State<Arc<Front>>) -> Response {

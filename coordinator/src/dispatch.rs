@@ -314,7 +314,7 @@ impl Dispatch {
                 let api = link.api().await.map_err(|e| e.to_string())?;
                 let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
                 let batches = match replay {
-                    KvReplay::Batches(batches) => Some(batches),
+                    KvReplay::Events(batch) => Some(vec![batch]),
                     KvReplay::TakeSnapshot => None,
                 };
                 Ok(self.desk.lock().balancer.replayed(node, link.epoch(), batches))

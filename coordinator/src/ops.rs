@@ -93,7 +93,8 @@ pub fn router(ops: Arc<Ops>) -> Router {
 /// From this machine, or with an admin key. A browser that is sent here by another site is not an admin.
 async fn admins_only(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
-    let local = request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
+    let local =
+        request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
     let allowed = if local && !from_elsewhere(headers) {
         Ok(())
     } else if ops.keys.is_empty() {
@@ -114,7 +115,8 @@ async fn admins_only(State(ops): State<Arc<Ops>>, request: Request, next: Next) 
 fn from_elsewhere(headers: &HeaderMap) -> bool {
     let Some(origin) = headers.get(header::ORIGIN) else { return false };
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
-    let same = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, at)| at == host);
+    let same =
+        origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, at)| at == host);
     !same
 }
 

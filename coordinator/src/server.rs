@@ -127,8 +127,7 @@ impl Coordinator {
         let few = Limits { connections: OPS_CONNECTIONS };
         let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops)), few).await?;
 
-        let addresses =
-            Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
+        let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
         let tasks = vec![
             tokio::spawn(workers::serve(Arc::clone(&endpoint), Arc::clone(&dispatch), terms)),
             tokio::spawn(tick(Arc::clone(&dispatch))),

@@ -150,6 +150,15 @@ impl ChatTemplate {
     /// # Errors
     /// As [`from_metadata`](Self::from_metadata).
     pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self, TemplateError> {
+        Self::with_time(source, bos_token, eos_token, TIME)
+    }
+
+    fn with_time(
+        source: &str,
+        bos_token: &str,
+        eos_token: &str,
+        time: Duration,
+    ) -> Result<Self, TemplateError> {
         if source.len() > SOURCE {
             return Err(TemplateError::TooLong { bytes: source.len() });
         }
@@ -164,7 +173,7 @@ impl ChatTemplate {
         environment.add_filter("tojson", json::tojson);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| clock::format(format, SystemTime::now()));
-        limits::install(&mut environment);
+        limits::install(&mut environment, time);
         environment
             .add_template_owned(NAME, source.to_owned())
             .map_err(|e| TemplateError::Syntax { reason: e.to_string() })?;

@@ -110,21 +110,6 @@ pub enum Error {
         /// The tensor.
         tensor: String,
     },
-    /// A read reaches past the end of a tensor.
-    #[error("{len} bytes from {offset} of tensor {tensor}, which has {bytes}")]
-    TensorRange {
-        /// The tensor.
-        tensor: String,
-        /// Where the read starts.
-        offset: u64,
-        /// Bytes asked for.
-        len: u64,
-        /// Bytes of the tensor.
-        bytes: u64,
-    },
-    /// The metadata is no tokenizer.
-    #[error(transparent)]
-    Tokenizer(#[from] crate::tokenizer::TokenizerError),
     /// No translator reads this architecture.
     #[error("architecture {found:?} is not served; known are {}", known.join(", "))]
     UnknownArch {
@@ -171,6 +156,21 @@ pub enum Error {
         /// The architecture.
         arch: String,
     },
+    /// A read reaches past the end of a tensor.
+    #[error("{len} bytes from {offset} of tensor {tensor}, which has {bytes}")]
+    TensorRange {
+        /// The tensor.
+        tensor: String,
+        /// Where the read starts.
+        offset: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes of the tensor.
+        bytes: u64,
+    },
+    /// The metadata is no tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] crate::tokenizer::TokenizerError),
     /// A model cannot be had.
     #[error(transparent)]
     Catalog(#[from] crate::catalog::CatalogError),

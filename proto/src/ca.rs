@@ -10,7 +10,7 @@ use crate::ids::{ClusterName, NodeId, Role};
 use crate::transport::{CertificateError, Identity, PeerIdentity};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
-    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType,
+    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SanType,
 };
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -77,7 +77,7 @@ impl Authority {
         let key = KeyPair::from_pem(&read_text(&directory.join(CA_KEY))?)?;
         let der = CertificateDer::from_pem_slice(certificate_pem.as_bytes())
             .map_err(|_| CertificateError::Unreadable)?;
-        let cluster = ClusterName::new(common_name(&der)?)?;
+        let cluster = ClusterName::new(cluster_of(&der, &key)?)?;
         Ok(Self { cluster, issuer: Issuer::from_ca_cert_der(&der, key)?, certificate_pem })
     }
 
@@ -172,9 +172,16 @@ fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
     params
 }
 
-fn common_name(der: &CertificateDer<'_>) -> Result<String, CertificateError> {
-    let (_, parsed) = X509Certificate::from_der(der).map_err(|_| CertificateError::Unreadable)?;
-    let name = parsed.subject().iter_common_name().next().and_then(|name| name.as_str().ok());
+/// The cluster that a root certificate is named for, if it is one and the key is its own.
+fn cluster_of(der: &CertificateDer<'_>, key: &KeyPair) -> Result<String, CertificateError> {
+    let (_, root) = X509Certificate::from_der(der).map_err(|_| CertificateError::Unreadable)?;
+    if !root.is_ca() {
+        return Err(CertificateError::NotCa);
+    }
+    if root.public_key().raw != key.subject_public_key_info() {
+        return Err(CertificateError::OtherKey);
+    }
+    let name = root.subject().iter_common_name().next().and_then(|name| name.as_str().ok());
     name.map(str::to_owned).ok_or(CertificateError::Unreadable)
 }
 

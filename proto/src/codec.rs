@@ -1,9 +1,11 @@
 //! The one place that knows bincode: positional, little-endian, variable-length integers.
 //!
-//! Promises: a value decodes only from exactly its own bytes (trailing bytes are refused); no length that
-//! a peer claims makes this code allocate more than the [`Cap`] of the frame (collections grow as their
-//! elements arrive, strings are checked against the cap first); a variant that this build does not know is
-//! [`CodecError::UnknownVariant`], never a panic and never a reason to drop the connection.
+//! Promises: a value decodes only from exactly its own bytes (trailing bytes are refused); whatever the
+//! bytes are, decoding allocates at most twice the [`Cap`] of the frame (lengths are checked against the cap
+//! before allocation, and collections of large elements have limits of their own); a variant that this build
+//! does not know is [`CodecError::UnknownVariant`], never a panic and never a reason to drop the connection.
+
+pub(crate) mod bounded;
 
 use bincode::config::{Configuration, Limit, LittleEndian, Varint};
 use bincode::error::{DecodeError, EncodeError};

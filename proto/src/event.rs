@@ -2,8 +2,14 @@
 //! (epoch, sequence) numbered events with gap detection, replay and bulk snapshot.
 
 use crate::block::BlockId;
+use crate::codec::bounded;
 use crate::ids::Epoch;
 use serde::{Deserialize, Serialize};
+
+/// Events in one batch at most; [`KvEventSender`](crate::transport::KvEventSender) splits longer ones.
+pub const MAX_EVENTS_PER_BATCH: usize = 32 * 1024;
+/// Runs in one frame of a snapshot at most.
+pub(crate) const MAX_RUNS_PER_FRAME: usize = 64 * 1024;
 
 /// Where a prefix is held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -56,7 +62,11 @@ pub struct KvEventBatch {
     pub epoch: Epoch,
     /// Sequence number of `events[0]`; the first event of an epoch has number 1.
     pub first_sequence: u64,
-    /// The events.
+    /// The events, at most [`MAX_EVENTS_PER_BATCH`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_EVENTS_PER_BATCH>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_EVENTS_PER_BATCH>"
+    )]
     pub events: Vec<KvEvent>,
 }
 
@@ -70,9 +80,9 @@ pub enum KvFrame {
 /// A worker's answer to a coordinator that has missed events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvReplay {
-    /// Every event from the asked number on, in order; none when the asker has missed nothing.
-    Batches(Vec<KvEventBatch>),
-    /// Not held any more, or too many to be worth it: take a snapshot.
+    /// Every event from the asked number on, in one batch; without events when the asker has missed nothing.
+    Events(KvEventBatch),
+    /// Not held any more, or more than fit a batch: take a snapshot.
     TakeSnapshot,
 }
 
@@ -101,7 +111,13 @@ pub enum KvSnapshotFrame {
         sequence: u64,
     },
     /// Some of the runs, in order.
-    Runs(Vec<KvRun>),
+    Runs(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_RUNS_PER_FRAME>"
+        )]
+        Vec<KvRun>,
+    ),
     /// The snapshot is complete.
     End,
 }

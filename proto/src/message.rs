@@ -2,8 +2,20 @@
 //! a closed enum of versions (DESIGN idea 11): a shipped struct never changes, variants are only appended.
 
 use crate::block::{BlockId, ClusterKey};
+use crate::codec::bounded;
 use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use serde::{Deserialize, Serialize};
+
+/// Tokens in one frame at most.
+pub const MAX_TOKENS_PER_FRAME: usize = 4096;
+/// Stop strings of a request at most.
+pub const MAX_STOP_STRINGS: usize = 16;
+/// Entries of a request's logit bias at most.
+pub const MAX_LOGIT_BIAS: usize = 1024;
+/// Alternatives reported with a token at most.
+pub const MAX_LOGPROBS: usize = 20;
+/// Models that one worker serves at most.
+pub const MAX_MODELS: usize = 256;
 
 /// How tokens are drawn. Ranges are checked at the API edge; a worker checks them again.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -22,11 +34,16 @@ pub struct Sampling {
     pub presence_penalty: f32,
     /// 0 is off; applies to tokens of the output.
     pub frequency_penalty: f32,
-    /// Added to logits before anything else; at most 1,024 entries.
+    /// Added to logits before anything else; at most [`MAX_LOGIT_BIAS`] entries.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_LOGIT_BIAS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_LOGIT_BIAS>"
+    )]
     pub logit_bias: Vec<(u32, f32)>,
     /// Draw i of a request depends on (seed, i) and the logits only.
     pub seed: u64,
-    /// Report the log-probability of each token and of this many best alternatives; at most 20.
+    /// Report the log-probability of each token and of this many best alternatives; at most
+    /// [`MAX_LOGPROBS`].
     pub logprobs: Option<u8>,
 }
 
@@ -54,7 +71,11 @@ pub struct Stop {
     pub max_tokens: u32,
     /// Neither end-of-sequence nor stop tokens are drawn before this many.
     pub min_tokens: u32,
-    /// Texts that end the generation and are not part of it; at most 16.
+    /// Texts that end the generation and are not part of it; at most [`MAX_STOP_STRINGS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_STOP_STRINGS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STOP_STRINGS>"
+    )]
     pub strings: Vec<String>,
     /// Tokens that end the generation.
     pub token_ids: Vec<u32>,
@@ -101,7 +122,11 @@ pub struct GenerateRequestV1 {
 pub struct TokenLogprobs {
     /// Natural log-probability of the token drawn, from the logits before temperature and filters.
     pub chosen: f32,
-    /// (token, log-probability).
+    /// (token, log-probability); at most [`MAX_LOGPROBS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_LOGPROBS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_LOGPROBS>"
+    )]
     pub top: Vec<(u32, f32)>,
 }
 
@@ -179,8 +204,14 @@ impl GenerateError {
 pub enum GenerateFrame {
     /// The prompt is in; comes with or before the first token.
     Started(StartedV1),
-    /// New tokens.
-    Tokens(Vec<TokenOut>),
+    /// New tokens, at most [`MAX_TOKENS_PER_FRAME`].
+    Tokens(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_TOKENS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_TOKENS_PER_FRAME>"
+        )]
+        Vec<TokenOut>,
+    ),
     /// The end.
     Finished(FinishedV1),
     /// The end, with an error. Tokens sent before stay valid.
@@ -264,7 +295,11 @@ pub struct RegisterV1 {
     pub quic: String,
     /// Its ops port, `ip:port`.
     pub ops: String,
-    /// What it serves.
+    /// What it serves; at most [`MAX_MODELS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
+    )]
     pub models: Vec<ServedModelV1>,
 }
 
@@ -298,7 +333,11 @@ pub enum WorkerStatus {
 pub struct WorkerStatusV1 {
     /// Its name.
     pub node: NodeId,
-    /// What it serves.
+    /// What it serves; at most [`MAX_MODELS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
+    )]
     pub models: Vec<ServedModelV1>,
     /// State, load and progress.
     pub load: LoadReportV1,

@@ -33,7 +33,7 @@
 //!     async fn drain(self, _: Context) {}
 //!     async fn undrain(self, _: Context) {}
 //!     async fn status(self, _: Context) -> WorkerStatus {
-//!         unimplemented!("what the engine says")
+//!         unreachable!("not called here")
 //!     }
 //!     async fn metrics_text(self, _: Context) -> String {
 //!         "kvasir_up 1\n".into()

@@ -178,7 +178,9 @@ impl Answer {
                 progress.completion += tokens.len() as u64;
                 let offset = progress.characters;
                 let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
-                let bytes = |t: &TokenOut| String::from_utf8_lossy(self.model.tokenizer.token_bytes(t.id)).chars().count();
+                let bytes = |t: &TokenOut| {
+                    String::from_utf8_lossy(self.model.tokenizer.token_bytes(t.id)).chars().count()
+                };
                 if self.shape.logprobs {
                     progress.characters += tokens.iter().map(bytes).sum::<usize>();
                 }
@@ -189,7 +191,12 @@ impl Answer {
                 let served = progress.served(&finished);
                 self.metrics.served(&self.model.id, served);
                 let text = finished.tail.clone();
-                Some(Delta { text, finished: Some(finished), offset: progress.characters, ..Delta::default() })
+                Some(Delta {
+                    text,
+                    finished: Some(finished),
+                    offset: progress.characters,
+                    ..Delta::default()
+                })
             }
         }
     }

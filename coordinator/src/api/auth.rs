@@ -79,7 +79,9 @@ impl Keys {
             return Ok(Caller { tenant: DEFAULT_TENANT.into(), admin: false });
         }
         let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let given = given.and_then(|value| value.split_once(' ')).filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+        let given = given
+            .and_then(|value| value.split_once(' '))
+            .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
         let (_, key) = given.ok_or(ApiError::InvalidApiKey)?;
         let digest: [u8; 32] = Sha256::digest(key.trim().as_bytes()).into();
         let (mut found, mut index) = (Choice::from(0), 0u64);

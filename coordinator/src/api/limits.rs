@@ -5,6 +5,7 @@ use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
 
 /// Longest body, in bytes.
 pub const MAX_BODY: usize = 8 << 20;
@@ -14,6 +15,8 @@ pub const MAX_HEAD: usize = 16 << 10;
 pub const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// A body must go on within this.
 pub const BODY_IDLE: Duration = Duration::from_secs(10);
+/// A body must be complete after this, however it trickles in.
+pub const BODY_TOTAL: Duration = Duration::from_secs(60);
 /// A client that takes nothing of a response for this long is cut off.
 pub const WRITE_STALL: Duration = Duration::from_secs(30);
 /// Messages of a chat.
@@ -35,11 +38,13 @@ pub const MAX_LOGIT_BIAS: usize = 1024;
 /// Alternatives with log-probabilities.
 pub const MAX_LOGPROBS: u8 = 20;
 
-/// Reads a whole body, within [`MAX_BODY`] and [`BODY_IDLE`].
+/// Reads a whole body, within [`MAX_BODY`], [`BODY_IDLE`] and [`BODY_TOTAL`].
 pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
     let mut whole = BytesMut::new();
+    let end = Instant::now() + BODY_TOTAL;
     loop {
-        let frame = tokio::time::timeout(BODY_IDLE, body.frame()).await.map_err(|_| ApiError::BodyTimeout)?;
+        let limit = end.min(Instant::now() + BODY_IDLE);
+        let frame = timeout_at(limit, body.frame()).await.map_err(|_| ApiError::BodyTimeout)?;
         let Some(frame) = frame else { return Ok(whole.freeze()) };
         let frame = frame.map_err(|_| ApiError::field("body", "cut off or malformed"))?;
         let Ok(data) = frame.into_data() else { continue };
@@ -55,5 +60,44 @@ pub fn check_announced(length: Option<u64>) -> Result<(), ApiError> {
     match length {
         Some(length) if length > MAX_BODY as u64 => Err(ApiError::BodyTooLarge { limit: MAX_BODY }),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::stream::{self, StreamExt};
+    use std::convert::Infallible;
+
+    /// Bytes that come one by one, `every` so often.
+    fn trickle(every: Duration) -> Body {
+        let byte = move |_| async move {
+            tokio::time::sleep(every).await;
+            Ok::<_, Infallible>(Bytes::from_static(b"x"))
+        };
+        Body::from_stream(stream::iter(0..1_000).then(byte))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_must_go_on_and_must_end() {
+        let start = Instant::now();
+        assert_eq!(read(trickle(BODY_IDLE + Duration::from_secs(1))).await, Err(ApiError::BodyTimeout));
+        assert_eq!(start.elapsed(), BODY_IDLE);
+        let start = Instant::now();
+        assert_eq!(read(trickle(Duration::from_secs(1))).await, Err(ApiError::BodyTimeout));
+        assert_eq!(start.elapsed(), BODY_TOTAL);
+        assert_eq!(read(trickle(Duration::from_millis(10))).await.map(|b| b.len()), Ok(1_000));
+    }
+
+    #[tokio::test]
+    async fn a_body_ends_at_the_limit() {
+        let pieces = |n: usize| {
+            Body::from_stream(
+                stream::iter(vec![MAX_BODY / 2, MAX_BODY / 2, n])
+                    .map(|n| Ok::<_, Infallible>(Bytes::from(vec![b'x'; n]))),
+            )
+        };
+        assert_eq!(read(pieces(0)).await.map(|b| b.len()), Ok(MAX_BODY));
+        assert_eq!(read(pieces(1)).await, Err(ApiError::BodyTooLarge { limit: MAX_BODY }));
     }
 }

@@ -137,7 +137,8 @@ pub fn check_tokens(field: &str, tokens: &[u32], vocab: usize) -> Result<(), Api
     match tokens.iter().position(|&id| id as usize >= vocab) {
         None => Ok(()),
         Some(at) => {
-            let reason = format!("{} is not a token; the model has {vocab}", tokens.get(at).copied().unwrap_or(0));
+            let reason =
+                format!("{} is not a token; the model has {vocab}", tokens.get(at).copied().unwrap_or(0));
             Err(ApiError::field(format!("{field}[{at}]"), reason))
         }
     }

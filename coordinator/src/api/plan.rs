@@ -57,7 +57,8 @@ pub struct Sources<'a> {
     pub seed: u64,
 }
 
-const COMPLETION: [&str; 26] = with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format"]);
+const COMPLETION: [&str; 26] =
+    with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format"]);
 const CHAT: [&str; 29] = with([
     "messages",
     "max_tokens",
@@ -193,7 +194,11 @@ fn offered(fields: &Fields<'_>, models: &Models) -> Result<Arc<OfferedModel>, Ap
     }
 }
 
-fn completion_prompts(fields: &Fields<'_>, model: &OfferedModel, bos: bool) -> Result<Vec<Vec<u32>>, ApiError> {
+fn completion_prompts(
+    fields: &Fields<'_>,
+    model: &OfferedModel,
+    bos: bool,
+) -> Result<Vec<Vec<u32>>, ApiError> {
     let vocab = model.tokenizer.vocab_size();
     let tokens = |prompt| match prompt {
         Prompt::Text(text) => Ok(model.tokens(&text, bos)),

@@ -91,7 +91,13 @@ fn one(path: &str, message: RawMessage<'_>) -> Result<Message, ApiError> {
             rest.insert(name.into(), value);
         }
     }
-    Ok(Message { role, content: content.map(Content), name: message.name, tool_calls: message.tool_calls, rest })
+    Ok(Message {
+        role,
+        content: content.map(Content),
+        name: message.name,
+        tool_calls: message.tool_calls,
+        rest,
+    })
 }
 
 fn content(path: &str, raw: &str) -> Result<String, ApiError> {
@@ -139,8 +145,13 @@ mod tests {
         assert_eq!(prompt(&json!("a")), Ok(vec![text("a")]));
         assert_eq!(prompt(&json!(["a", "b"])), Ok(vec![text("a"), text("b")]));
         assert_eq!(prompt(&json!([1, 2])), Ok(vec![Prompt::Tokens(vec![1, 2])]));
-        assert_eq!(prompt(&json!([[1], [2, 3]])), Ok(vec![Prompt::Tokens(vec![1]), Prompt::Tokens(vec![2, 3])]));
-        for wrong in [json!(7), json!({}), json!([]), json!([1, "a"]), json!(["a", 1]), json!([-1]), json!([1.5])] {
+        assert_eq!(
+            prompt(&json!([[1], [2, 3]])),
+            Ok(vec![Prompt::Tokens(vec![1]), Prompt::Tokens(vec![2, 3])])
+        );
+        for wrong in
+            [json!(7), json!({}), json!([]), json!([1, "a"]), json!(["a", 1]), json!([-1]), json!([1.5])]
+        {
             assert_eq!(named(prompt(&wrong)), "prompt", "{wrong}");
         }
         assert_eq!(named(prompt(&Value::Null)), "prompt");

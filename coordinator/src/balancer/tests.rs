@@ -243,6 +243,23 @@ fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
 }
 
 #[test]
+fn what_was_emitted_binds_the_rest_to_its_numeric_class() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    let (ticket, actions) = rig.plain();
+    let class = only(&actions).numeric_class.clone();
+    let mut other = register("b", 1, &[(MODEL, 1)]);
+    other.models[0].numeric_class = "another".into();
+    rig.balancer.change(rig.now, TableChange::Join(other), 0).unwrap();
+    rig.balancer.load(rig.now, &node("b"), report(1), 0);
+    rig.leave("a", 1);
+    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, Some(class), 0);
+    assert_eq!(actions, [Action::Refuse(ticket, Refusal::NoWorker)]);
+    // One that has emitted nothing may go anywhere.
+    let (_, actions) = rig.plain();
+    assert_eq!(only(&actions).node, node("b"));
+}
+
+#[test]
 fn a_silent_worker_first_gets_nothing_and_then_loses_its_lease() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let start = rig.now;

@@ -1,9 +1,9 @@
 //! The connection by which a worker is a member.
 
+use parking_lot::Mutex;
 use proto::Error;
 use proto::ids::Epoch;
 use proto::service::WorkerApiClient;
-use parking_lot::Mutex;
 use proto::transport::{CloseCode, Connection};
 use std::time::Duration;
 use tokio::sync::{OnceCell, oneshot};

@@ -50,7 +50,9 @@ fn read(families: &mut BTreeMap<String, Family>, node: &NodeId, metrics: &str) {
         if let Some((keyword, name)) = head(line) {
             let family = families.entry(name.to_owned()).or_default();
             // A family's heads come from one worker, before its first sample.
-            if family.samples.is_empty() && !family.heads.iter().any(|h| head(h).is_some_and(|(k, _)| k == keyword)) {
+            if family.samples.is_empty()
+                && !family.heads.iter().any(|h| head(h).is_some_and(|(k, _)| k == keyword))
+            {
                 family.heads.push(line.to_owned());
             }
             current.clear();

@@ -42,7 +42,11 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    pub(super) async fn open(address: SocketAddr, router: Router, limits: Limits) -> Result<Self, StartError> {
+    pub(super) async fn open(
+        address: SocketAddr,
+        router: Router,
+        limits: Limits,
+    ) -> Result<Self, StartError> {
         let bind = |source| StartError::Bind { address, source };
         let listener = TcpListener::bind(address).await.map_err(bind)?;
         let address = listener.local_addr().map_err(bind)?;
@@ -163,7 +167,11 @@ impl<S> Unstalled<S> {
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Unstalled<S> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(cx, buf)
     }
 }

@@ -9,9 +9,9 @@ use crate::spec::{
 };
 
 /// Largest hyper-parameters that are taken for true. All products of two fit 64 bits.
-mod limits {
+pub(super) mod limits {
     pub(super) const LAYERS: usize = 1 << 10;
-    pub(super) const CONTEXT: usize = 1 << 30;
+    pub(in super::super) const CONTEXT: usize = 1 << 30;
     pub(super) const WIDTH: usize = 1 << 24;
     pub(super) const VOCAB: usize = 1 << 24;
     pub(super) const HEADS: usize = 1 << 14;
@@ -26,7 +26,7 @@ pub(super) struct Decoder<'a> {
     source: &'a Source<'a>,
     pub(super) layers: usize,
     pub(super) hidden: usize,
-    pub(super) head_dim: usize,
+    head_dim: usize,
     vocab: usize,
     context_length: usize,
     eps: f32,

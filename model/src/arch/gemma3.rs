@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::decoder::{AttentionOptions, Decoder};
+use super::decoder::{AttentionOptions, Decoder, limits};
 use super::source::Source;
 use crate::Error;
 use crate::metadata::Value;
@@ -52,7 +52,7 @@ fn attention_scale(source: &Source<'_>, decoder: &Decoder<'_>) -> Result<Option<
 
 /// The window of each layer; none where attention is full.
 fn windows(source: &Source<'_>, layers: usize) -> Result<Vec<Option<usize>>, Error> {
-    let window = source.count("attention.sliding_window", 0..=usize::MAX)?.filter(|&window| window > 0);
+    let window = source.count("attention.sliding_window", 0..=limits::CONTEXT)?.filter(|&window| window > 0);
     let key = "attention.sliding_window_pattern";
     if let Some(Value::Array(_)) = source.metadata().value(&source.key(key)) {
         let slides: Cow<'_, [bool]> = source.metadata().require(&source.key(key))?;

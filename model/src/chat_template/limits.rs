@@ -5,12 +5,12 @@
 //! the operands, counts what the instruction is about to read and make, and hands them back. See `rewrite`.
 
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 
-use super::{Limit, OUTPUT, TIME};
+use super::{Limit, OUTPUT};
 
 /// In one operation; a unit is a byte.
 const ONE: u64 = 64 << 20;
@@ -50,11 +50,11 @@ pub(super) const MAP: Guard = "\0map";
 const REMOVED: &[&str] = &["batch", "slice", "zip", "chain", "groupby", "pprint", "format", "sum"];
 
 /// Makes the guards known to `environment`, and counts what is written.
-pub(super) fn install(environment: &mut Environment<'static>) {
-    environment.add_function(TICK, |state: &mut State| budget(state).charge(1));
+pub(super) fn install(environment: &mut Environment<'static>, time: Duration) {
+    environment.add_function(TICK, move |state: &mut State| budget(state, time).charge(1));
     let mut add = |name: Guard, cost: fn(&[Value], &mut Scale) -> Result<u64, Limit>| {
         environment.add_function(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
-            guard(state, args.into_values(), cost)
+            guard(budget(state, time), args.into_values(), cost)
         });
     };
     add(FLAT, |args, _| Ok(args.iter().map(flat).sum()));
@@ -91,7 +91,7 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         let items = scale.all(args.get(..1).unwrap_or_default())?;
         Ok(items.saturating_mul(arguments.saturating_add(numbers) / VISIT + 1))
     });
-    environment.set_formatter(write);
+    environment.set_formatter(move |out, state, value| write(out, budget(state, time), value));
     environment.remove_global("debug");
     REMOVED.iter().for_each(|name| environment.remove_filter(name));
 }
@@ -99,12 +99,14 @@ pub(super) fn install(environment: &mut Environment<'static>) {
 /// What has been used up so far.
 struct Budget {
     started: Instant,
+    time: Duration,
     work: u64,
     written: usize,
 }
 
-fn budget<'a>(state: &'a mut State) -> &'a mut Budget {
-    state.get_or_insert_extension_with(|| Budget { started: Instant::now(), work: 0, written: 0 })
+/// The budget of this rendering, `time` from its first guard on.
+fn budget<'a>(state: &'a mut State, time: Duration) -> &'a mut Budget {
+    state.get_or_insert_extension_with(|| Budget { started: Instant::now(), time, work: 0, written: 0 })
 }
 
 impl Budget {
@@ -113,7 +115,7 @@ impl Budget {
         if cost > ONE || self.work > ALL {
             return Err(exceeded(Limit::Work));
         }
-        if self.started.elapsed() > TIME {
+        if self.started.elapsed() > self.time {
             return Err(exceeded(Limit::Time));
         }
         Ok(())
@@ -126,17 +128,17 @@ fn exceeded(limit: Limit) -> Error {
 
 /// Counts `cost` of the operands and hands them back, last first: unpacking puts the first on top of the stack.
 fn guard(
-    state: &mut State,
+    budget: &mut Budget,
     args: Vec<Value>,
     cost: fn(&[Value], &mut Scale) -> Result<u64, Limit>,
 ) -> Result<Value, Error> {
     let cost = cost(&args, &mut Scale { left: ONE }).map_err(exceeded)?;
-    budget(state).charge(cost)?;
+    budget.charge(cost)?;
     Ok(args.into_iter().rev().collect())
 }
 
 /// Writes `value` where output goes.
-fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+fn write(out: &mut Output, budget: &mut Budget, value: &Value) -> Result<(), Error> {
     let cost = Scale { left: ONE }.weigh(value).map_err(exceeded)?;
     let text;
     let text = match value.as_str() {
@@ -156,7 +158,6 @@ fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error
             &text
         }
     };
-    let budget = budget(state);
     budget.charge(cost)?;
     budget.written = budget.written.saturating_add(text.len());
     if budget.written > WRITTEN {

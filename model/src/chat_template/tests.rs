@@ -293,6 +293,16 @@ fn a_long_chat_stays_within_the_limits() {
                   {% if loop.index0 == messages | length - 1 %}!{% endif %}{% endfor %}";
     let messages: Vec<Message> =
         (0..2000).map(|i| Message::new("user", format!("{i}").repeat(200))).collect();
-    let prompt = compile(source).render(&messages, None, true, &Map::new()).unwrap();
+    let unhurried = ChatTemplate::with_time(source, "", "", Duration::from_secs(60)).unwrap();
+    let prompt = unhurried.render(&messages, None, true, &Map::new()).unwrap();
     assert!(prompt.len() > 1_400_000 && prompt.ends_with('!'));
+}
+
+#[test]
+fn time_is_limited() {
+    for source in ["a", "{{ 1 }}", "{% for x in [1] %}{% endfor %}", "{% if messages == 2 %}{% endif %}"] {
+        let hurried = ChatTemplate::with_time(source, "", "", Duration::ZERO).unwrap();
+        let error = hurried.render_inner(&chat(), None, true, &Map::new()).unwrap_err();
+        assert!(matches!(error, TemplateError::Limit(Limit::Time)), "{source}: {error}");
+    }
 }

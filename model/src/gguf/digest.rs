@@ -1,5 +1,9 @@
 //! The digest of a model: the same for a file and for any set that it is split into.
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
 use super::Gguf;
 use super::parse::ALIGNMENT_KEY;
 use super::writer::encode_value;
@@ -7,9 +11,11 @@ use crate::Error;
 
 /// Names the layout below; a change of it changes the tag.
 const TAG: &str = "kvasir model 1";
+/// Bytes of a tensor that are hashed as one, so that even a model that is mostly one tensor keeps every CPU busy.
+const CHUNK: usize = 4 << 20;
 
 /// Hash of: tag; number of keys, then each key and value, ordered by key; number of tensors, then each name,
-/// type and dimensions; then the hash of each tensor's bytes. Numbers are little-endian, strings and lists have
+/// type and dimensions; then, tensor by tensor, the hashes of its chunks of [`CHUNK`] bytes. Numbers are little-endian, strings and lists have
 /// their length before them. The alignment, which says nothing about the model, is left out.
 pub(super) fn digest(gguf: &Gguf) -> Result<[u8; 32], Error> {
     let mut hash = blake3::Hasher::new();
@@ -34,10 +40,43 @@ pub(super) fn digest(gguf: &Gguf) -> Result<[u8; 32], Error> {
             hash.update(&dim.to_le_bytes());
         }
     }
+    let mut chunks = Vec::new();
     for info in &gguf.tensors {
-        hash.update(blake3::hash(gguf.tensor_data(&info.name)?).as_bytes());
+        chunks.extend(gguf.tensor_data(&info.name)?.chunks(CHUNK));
+    }
+    for chunk_hash in hash_each(&chunks) {
+        hash.update(chunk_hash.as_bytes());
     }
     Ok(hash.finalize().into())
+}
+
+/// The hash of each chunk, by as many threads as there are CPUs to use.
+fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
+    let hashes: Vec<OnceLock<blake3::Hash>> = chunks.iter().map(|_| OnceLock::new()).collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        loop {
+            // Hands out indices and nothing else: what the threads read was there before they started.
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some((chunk, hash)) = chunks.get(index).zip(hashes.get(index)) else { break };
+            hash.get_or_init(|| blake3::hash(chunk));
+        }
+    };
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
+    let bytes: usize = chunks.iter().map(|chunk| chunk.len()).sum();
+    let others = bytes.div_ceil(CHUNK).min(cpus).saturating_sub(1);
+    thread::scope(|scope| {
+        for _ in 0..others {
+            // A thread that cannot be had is one fewer; this one does what is left.
+            let _ = thread::Builder::new().name("model-digest".to_owned()).spawn_scoped(scope, work);
+        }
+        work();
+    });
+    hashes
+        .into_iter()
+        .zip(chunks)
+        .map(|(hash, chunk)| hash.into_inner().unwrap_or_else(|| blake3::hash(chunk)))
+        .collect()
 }
 
 fn put_number(hash: &mut blake3::Hasher, number: usize) {
@@ -47,4 +86,18 @@ fn put_number(hash: &mut blake3::Hasher, number: usize) {
 fn put_string(hash: &mut blake3::Hasher, string: &str) {
     put_number(hash, string.len());
     hash.update(string.as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_do_not_mix_chunks_up() {
+        let bytes: Vec<u8> = (0..5 * CHUNK).map(|n| (n / 1_000) as u8).collect();
+        let chunks: Vec<&[u8]> = bytes.chunks(CHUNK / 7).collect();
+        let expected: Vec<_> = chunks.iter().map(|chunk| blake3::hash(chunk)).collect();
+        assert_eq!(hash_each(&chunks), expected);
+        assert!(hash_each(&[]).is_empty());
+    }
 }

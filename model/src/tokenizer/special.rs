@@ -9,6 +9,10 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub(super) struct Specials {
     nodes: Vec<Node>,
+    /// Bytes that a token begins with.
+    first: [bool; 256],
+    /// Bytes that a token begins with that is always cut out.
+    first_always: [bool; 256],
 }
 
 #[derive(Debug, Default)]
@@ -46,11 +50,11 @@ struct Found {
 impl Specials {
     /// From `(text, id, always)`: `always` are cut out even where special tokens are not asked for.
     pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a [u8], u32, bool)>) -> Self {
-        let mut tree = Self { nodes: vec![Node::default()] };
+        let mut tree = Self { nodes: vec![Node::default()], first: [false; 256], first_always: [false; 256] };
         for (text, id, always) in tokens {
-            if text.is_empty() {
-                continue;
-            }
+            let Some(&first) = text.first() else { continue };
+            tree.first[usize::from(first)] = true;
+            tree.first_always[usize::from(first)] |= always;
             let mut at = 0;
             for &byte in text {
                 at = match tree.nodes[at].children.binary_search_by_key(&byte, |c| c.0) {
@@ -85,10 +89,7 @@ impl Specials {
 
     /// The tokens that are cut out, in the order of the text.
     fn choose(&self, text: &[u8], all: bool) -> Vec<Found> {
-        let mut first_bytes = [false; 256];
-        for &(byte, child) in &self.nodes[0].children {
-            first_bytes[usize::from(byte)] = all || self.leads_to_always(child);
-        }
+        let first_bytes = if all { &self.first } else { &self.first_always };
         // By length: the longest token at each place, to begin with.
         let mut by_len: BTreeMap<usize, Vec<Found>> = BTreeMap::new();
         for (start, &byte) in text.iter().enumerate() {
@@ -124,20 +125,6 @@ impl Specials {
         }
         chosen.sort_unstable();
         chosen
-    }
-
-    /// Whether a token that is always cut out lies at or under `node`, within a few levels; a false yes only
-    /// costs time.
-    fn leads_to_always(&self, node: usize) -> bool {
-        let mut open = vec![node];
-        while let Some(at) = open.pop() {
-            let node = &self.nodes[at];
-            if node.token.is_some_and(|t| t.always) {
-                return true;
-            }
-            open.extend(node.children.iter().map(|c| c.1));
-        }
-        false
     }
 
     /// The longest token at `start` that ends at `end` or before.

@@ -2,7 +2,7 @@
 
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
-use crate::codec::{Cap, CodecError};
+use crate::codec::{Cap, CodecError, bounded};
 use quinn::{RecvStream, SendStream};
 use serde::{Deserialize, Serialize};
 
@@ -49,6 +49,10 @@ pub struct TensorHeaderV1 {
     /// Its elements.
     pub element: TensorType,
     /// Its dimensions, slowest first; at most 8. None: a single element.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_DIMENSIONS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_DIMENSIONS>"
+    )]
     pub shape: Vec<u64>,
 }
 
@@ -56,14 +60,11 @@ impl TensorHeader {
     /// Bytes that follow the header.
     pub fn payload_bytes(&self) -> Result<usize, CodecError> {
         let Self::V1(header) = self;
-        let invalid = |reason: &str| CodecError::Invalid { message: "TensorHeader", reason: reason.into() };
-        if header.shape.len() > MAX_DIMENSIONS {
-            return Err(invalid("more than 8 dimensions"));
-        }
         let size = header.shape.iter().try_fold(header.element.bytes(), |size, n| {
             usize::try_from(*n).ok().and_then(|n| size.checked_mul(n))
         });
-        size.ok_or_else(|| invalid("its size overflows"))
+        let reason = || "its size overflows".to_owned();
+        size.ok_or_else(|| CodecError::Invalid { message: "TensorHeader", reason: reason() })
     }
 }
 

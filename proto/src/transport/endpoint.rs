@@ -20,8 +20,6 @@ use tokio::task::{JoinHandle, JoinSet};
 
 /// Kernel buffers asked for, so that a burst is not dropped while both cores compute. Best effort.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
-/// From this many unfinished handshakes on, addresses must prove that they are not forged.
-const RETRY_ABOVE_HANDSHAKES: usize = 32;
 /// Accepted connections that wait for [`Endpoint::accept`].
 const ACCEPT_BACKLOG: usize = 64;
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
@@ -45,6 +43,9 @@ pub struct EndpointConfig {
     pub max_connections: usize,
     /// Connections accepted at once from one IP address.
     pub max_connections_per_ip: usize,
+    /// From this many unfinished handshakes on, a dialer must first prove that its address is not forged,
+    /// which costs it a round trip; 0 is always.
+    pub retry_from_handshakes: usize,
     /// Bidirectional streams that a peer may have open: RPC channels and generations.
     pub max_bidi_streams: u32,
     /// Streams of one direction that a peer may have open.
@@ -53,7 +54,7 @@ pub struct EndpointConfig {
 
 impl EndpointConfig {
     /// The defaults: 10 s idle timeout, 2 s keep-alive, 5 s handshake, 1,024 connections, 256 per address,
-    /// 4,096 and 256 streams.
+    /// proof of address from 32 handshakes on, 4,096 and 256 streams.
     pub fn new(epoch: Epoch, accepts: impl Into<Vec<Role>>) -> Self {
         Self {
             epoch,
@@ -64,6 +65,7 @@ impl EndpointConfig {
             handshake_timeout: Duration::from_secs(5),
             max_connections: 1024,
             max_connections_per_ip: 256,
+            retry_from_handshakes: 32,
             max_bidi_streams: 4096,
             max_uni_streams: 256,
         }
@@ -119,7 +121,8 @@ impl Counters {
     }
 }
 
-/// A node's QUIC endpoint. Dropping it closes the socket; connections live on until they are dropped too.
+/// A node's QUIC endpoint. Dropping it ends accepting; connections that stand live on until they are dropped
+/// too.
 #[derive(Debug)]
 pub struct Endpoint {
     quic: quinn::Endpoint,
@@ -265,7 +268,7 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
     while let Some(incoming) = quic.accept().await {
         while handshakes.try_join_next().is_some() {}
         let address = incoming.remote_address();
-        if handshakes.len() >= RETRY_ABOVE_HANDSHAKES && incoming.may_retry() {
+        if handshakes.len() >= local.config.retry_from_handshakes && incoming.may_retry() {
             Counters::add(&local.counters.retried);
             // Fails only for an address that is validated already, which `may_retry` has excluded.
             let _ = incoming.retry();
@@ -360,15 +363,17 @@ async fn listener_hello(
     }
     let mut reader = FrameReader::<Hello>::new(receive, Cap::Control);
     let hello = reader.next().await?.ok_or(Error::StreamCut { what: "hello" })?;
-    let mut writer = FrameWriter::new(send, Cap::Control);
-    writer.write(&local.hello()).await?;
-    writer.finish();
     let agreement = agree(local.config.versions, peer, hello);
+    let mut writer = FrameWriter::new(send, Cap::Control);
+    let told = writer.write(&local.hello()).await;
+    writer.finish();
     if agreement.is_err() {
         // The peer must have read our hello, or it could not name our versions, before we close.
         let _ = writer.stream().stopped().await;
     }
-    agreement
+    let agreement = agreement?;
+    told?;
+    Ok(agreement)
 }
 
 fn close_for(quic: &quinn::Connection, error: &Error) {

@@ -116,6 +116,12 @@ pub enum CertificateError {
     /// A certificate authority's own certificate.
     #[error("a CA certificate is not a node's")]
     IsCa,
+    /// A certificate authority's certificate was expected.
+    #[error("not a CA certificate")]
+    NotCa,
+    /// The private key belongs to another certificate.
+    #[error("the key is not this certificate's")]
+    OtherKey,
     /// It may not sign handshakes.
     #[error("key usage must be digital signature and not certificate signing")]
     KeyUsage,

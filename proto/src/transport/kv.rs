@@ -3,11 +3,13 @@
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
 use crate::codec::Cap;
-use crate::event::{KvEventBatch, KvFrame, KvRun, KvSnapshot, KvSnapshotFrame};
+use crate::event::{KvEvent, KvEventBatch, KvFrame, KvRun, KvSnapshot, KvSnapshotFrame};
+use crate::event::{MAX_EVENTS_PER_BATCH, MAX_RUNS_PER_FRAME};
 use quinn::{RecvStream, SendStream};
 
-/// Units in one frame of a snapshot: 1 MiB of ids.
-const UNITS_PER_FRAME: usize = 64 * 1024;
+/// Units in one frame: 1 MiB of ids, a quarter of the frame's cap. Runs without units count as one, so
+/// that their number is bounded too.
+const UNITS_PER_FRAME: usize = MAX_RUNS_PER_FRAME;
 /// Units that a snapshot may have in all: 256 MiB of ids.
 const MAX_SNAPSHOT_UNITS: usize = 16 << 20;
 
@@ -22,12 +24,42 @@ impl KvEventSender {
         Self { frames: FrameWriter::new(stream, Cap::Events) }
     }
 
-    /// Sends a batch; waits while the coordinator reads slower than we send. A batch has room for about
-    /// 250,000 units; a longer one is refused whole ([`Error::Codec`]). Do not drop the future halfway and
-    /// then send on.
+    /// Sends a batch, as several where it is too long for a frame; waits while the coordinator reads slower
+    /// than we send. A single event has room for about 250,000 units; a longer one is refused
+    /// ([`Error::Codec`]). Do not drop the future halfway and then send on.
     pub async fn send(&mut self, batch: KvEventBatch) -> Result<(), Error> {
-        self.frames.write(&KvFrame::Events(batch)).await
+        for batch in split(batch, MAX_EVENTS_PER_BATCH, UNITS_PER_FRAME) {
+            self.frames.write(&KvFrame::Events(batch)).await?;
+        }
+        Ok(())
     }
+}
+
+/// Cuts a batch into batches of at most `events` events and, unless a single event has more, `units` units.
+fn split(batch: KvEventBatch, events: usize, units: usize) -> Vec<KvEventBatch> {
+    let KvEventBatch { epoch, mut first_sequence, events: all } = batch;
+    let mut batches = Vec::new();
+    let mut part = Vec::new();
+    let mut part_units = 0;
+    for event in all {
+        let more = match &event {
+            KvEvent::Stored { units, .. } | KvEvent::Removed { units, .. } => units.len(),
+            KvEvent::Cleared | KvEvent::ResumePoint { .. } => 0,
+        };
+        if !part.is_empty() && (part.len() == events || part_units + more > units) {
+            let sent = std::mem::take(&mut part);
+            part_units = 0;
+            let count = sent.len() as u64;
+            batches.push(KvEventBatch { epoch, first_sequence, events: sent });
+            first_sequence += count;
+        }
+        part_units += more;
+        part.push(event);
+    }
+    if !part.is_empty() {
+        batches.push(KvEventBatch { epoch, first_sequence, events: part });
+    }
+    batches
 }
 
 /// The coordinator's end of one worker's event stream.
@@ -132,6 +164,7 @@ mod tests {
     use super::*;
     use crate::block::BlockId;
     use crate::event::Medium;
+    use crate::ids::Epoch;
 
     fn id(n: u8) -> BlockId {
         BlockId([n; 16])
@@ -153,5 +186,17 @@ mod tests {
                 vec![(id(5), vec![id(6)], Medium::Disk)],
             ]
         );
+    }
+
+    #[test]
+    fn long_batches_are_split_and_keep_their_numbers() {
+        let removed =
+            |units| KvEvent::Removed { units: (0..units).map(id).collect(), medium: Medium::Device };
+        let all = vec![removed(2), KvEvent::Cleared, removed(2), removed(9), KvEvent::Cleared, removed(1)];
+        let batch = KvEventBatch { epoch: Epoch(1), first_sequence: 10, events: all.clone() };
+        let parts = split(batch, 2, 4);
+        let numbers: Vec<_> = parts.iter().map(|part| (part.first_sequence, part.events.len())).collect();
+        assert_eq!(numbers, [(10, 2), (12, 1), (13, 1), (14, 2)]);
+        assert_eq!(parts.into_iter().flat_map(|part| part.events).collect::<Vec<_>>(), all);
     }
 }

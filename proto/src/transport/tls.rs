@@ -74,8 +74,19 @@ fn no_initial_cipher(error: quinn::crypto::rustls::NoInitialCipherSuite) -> Erro
     Error::Tls(rustls::Error::General(error.to_string()))
 }
 
+/// rustls shows a foreign reason by `Debug`, and that text is all that reaches the caller.
+#[derive(thiserror::Error)]
+#[error("{0}")]
+struct Reason(CertificateError);
+
+impl std::fmt::Debug for Reason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
 fn refuse(error: CertificateError) -> rustls::Error {
-    rustls::CertificateError::Other(rustls::OtherError(Arc::new(error))).into()
+    rustls::CertificateError::Other(rustls::OtherError(Arc::new(Reason(error)))).into()
 }
 
 fn of_cluster(leaf: &CertificateDer<'_>, ours: &ClusterName) -> Result<PeerIdentity, CertificateError> {

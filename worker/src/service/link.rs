@@ -148,8 +148,7 @@ struct Api {
 impl WorkerApi for Api {
     async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
         match self.engine.events().lock().since(from, MAX_REPLAY_EVENTS) {
-            Ok(batch) if batch.events.is_empty() => KvReplay::Batches(Vec::new()),
-            Ok(batch) if batch.events.len() < MAX_REPLAY_EVENTS => KvReplay::Batches(vec![batch]),
+            Ok(batch) if batch.events.len() < MAX_REPLAY_EVENTS => KvReplay::Events(batch),
             Ok(_) | Err(_) => KvReplay::TakeSnapshot,
         }
     }

@@ -84,6 +84,7 @@ fn absurd_values() {
         (qwen3moe(), "qwen3moe.expert_count", huge.clone()),
         (qwen3moe(), "qwen3moe.expert_used_count", 0_u32.into()),
         (qwen3moe(), "qwen3moe.expert_used_count", 4_u32.into()),
+        (gemma3(7), "gemma3.attention.sliding_window", huge.clone()),
         (gemma3(7), "gemma3.attention.sliding_window_pattern", 0_u32.into()),
         (gemma3(7), "gemma3.attention.sliding_window_pattern", vec![true; 6].into()),
         (gemma3(7), "gemma3.rope.freq_base_swa", 0_f32.into()),

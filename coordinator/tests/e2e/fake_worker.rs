@@ -1,0 +1,388 @@
+//! A worker without an engine: it speaks the protocol, keeps a prefix cache of ids, and generates letters
+//! that follow from the prompt.
+
+use parking_lot::Mutex;
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
+use proto::ids::{Epoch, ModelId, NodeId, Role};
+use proto::message::{
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV1, LoadReport,
+    LoadReportV1, Register, RegisterV1, Registered, ServedModelV1, StartedV1, TokenLogprobs, TokenOut,
+    WorkerState, WorkerStatus, WorkerStatusV1,
+};
+use proto::service::{Refusal, WorkerApi, deadline};
+use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming};
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tarpc::context::Context;
+use tokio::sync::{mpsc, watch};
+
+pub(crate) const MAX_MODEL_LEN: u32 = 4096;
+
+/// How a worker is made.
+#[derive(Clone)]
+pub(crate) struct Setup {
+    pub(crate) name: &'static str,
+    pub(crate) epoch: u64,
+    pub(crate) tokenizer_digest: [u8; 32],
+    /// Prompts that it has computed before it joins.
+    pub(crate) warm: Vec<BlockId>,
+    /// Whether it still has the events of what it holds already, or must be asked for a snapshot.
+    pub(crate) keeps_events: bool,
+}
+
+/// A worker under the test's control. Dropping it closes its connection.
+pub(crate) struct FakeWorker {
+    pub(crate) name: NodeId,
+    shared: Arc<Shared>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+    endpoint: Arc<Endpoint>,
+}
+
+struct Shared {
+    setup: Setup,
+    state: Mutex<State>,
+    /// Requests compute their prompts while this is true.
+    open: watch::Sender<bool>,
+    /// Tokens that each request may emit.
+    tokens: watch::Sender<u32>,
+    /// Nothing is reported or sent while this is true.
+    frozen: watch::Sender<bool>,
+    counters: watch::Sender<Counters>,
+    events: mpsc::UnboundedSender<KvEventBatch>,
+}
+
+#[derive(Default)]
+struct State {
+    held: HashSet<BlockId>,
+    log: Vec<KvEvent>,
+    fail: Option<GenerateError>,
+    requests: Vec<GenerateRequestV1>,
+    draining: bool,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Counters {
+    pub(crate) received: u32,
+    pub(crate) cancelled: u32,
+    pub(crate) finished: u32,
+    pub(crate) computed: u64,
+}
+
+/// What is generated after `prompt`, as letters.
+pub(crate) fn letters(prompt: &[u32], n: usize) -> String {
+    let start = prompt.iter().fold(7u32, |sum, &t| sum.wrapping_mul(31).wrapping_add(t));
+    (0..n as u32).map(|i| letter(start, i)).map(|id| char::from(id as u8)).collect()
+}
+
+fn letter(start: u32, i: u32) -> u32 {
+    u32::from(b'a') + start.wrapping_add(i.wrapping_mul(i).wrapping_add(3 * i)) % 26
+}
+
+impl FakeWorker {
+    /// Joins the coordinator at `quic` and waits until it is accepted.
+    pub(crate) async fn join(setup: Setup, identity: &Identity, quic: SocketAddr) -> Result<Self, Refusal> {
+        let config = EndpointConfig::new(Epoch(setup.epoch), [Role::Worker]);
+        let endpoint = Arc::new(Endpoint::bind(([127, 0, 0, 1], 0).into(), identity, config).unwrap());
+        let connection = endpoint.connect(quic, &Expected::any(Role::Coordinator)).await.unwrap();
+        let (events, outbox) = mpsc::unbounded_channel();
+        let name = NodeId::new(setup.name).unwrap();
+        let mut state = State::default();
+        state.held.extend(&setup.warm);
+        if !setup.warm.is_empty() {
+            state.log.push(stored(setup.warm.clone()));
+        }
+        let shared = Arc::new(Shared {
+            setup,
+            state: Mutex::new(state),
+            open: watch::Sender::new(true),
+            tokens: watch::Sender::new(u32::MAX),
+            frozen: watch::Sender::new(false),
+            counters: watch::Sender::default(),
+            events,
+        });
+        let mut tasks = vec![tokio::spawn(serve(Arc::clone(&shared), connection.clone()))];
+        let api = connection.coordinator_api().await.unwrap();
+        let limit = Duration::from_secs(5);
+        let register = Register::V1(shared.register(&name));
+        let Registered::V1(terms) = api.register(deadline(limit), register).await.unwrap()?;
+        assert!(terms.report_every_ms > 0);
+        let mut kv = connection.open_kv_events().await.unwrap();
+        let mut outbox: mpsc::UnboundedReceiver<KvEventBatch> = outbox;
+        let this = Arc::clone(&shared);
+        tasks.push(tokio::spawn(async move {
+            while let Some(batch) = outbox.recv().await {
+                this.thaw().await;
+                if kv.send(batch).await.is_err() {
+                    return;
+                }
+            }
+        }));
+        let this = Arc::clone(&shared);
+        api.report(deadline(limit), LoadReport::V1(this.report())).await.unwrap()?;
+        tasks.push(tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                this.thaw().await;
+                let report = LoadReport::V1(this.report());
+                if !matches!(api.report(deadline(limit), report).await, Ok(Ok(()))) {
+                    return;
+                }
+            }
+        }));
+        Ok(Self { name, shared, tasks, endpoint })
+    }
+
+    /// Holds back or lets go what has yet to compute its prompt.
+    pub(crate) fn hold(&self, hold: bool) {
+        self.shared.open.send_replace(!hold);
+    }
+
+    /// Each request stops after `n` tokens until it may emit more.
+    pub(crate) fn allow_tokens(&self, n: u32) {
+        self.shared.tokens.send_replace(n);
+    }
+
+    /// From now on it is silent, as a process that is stopped or gone.
+    pub(crate) fn freeze(&self) {
+        self.shared.frozen.send_replace(true);
+    }
+
+    /// Every request from now on fails in this way, or none.
+    pub(crate) fn fail(&self, error: Option<GenerateError>) {
+        self.shared.state.lock().fail = error;
+    }
+
+    /// What it was asked for, in order of arrival.
+    pub(crate) fn requests(&self) -> Vec<GenerateRequestV1> {
+        self.shared.state.lock().requests.clone()
+    }
+
+    pub(crate) fn draining(&self) -> bool {
+        self.shared.state.lock().draining
+    }
+
+    pub(crate) fn counters(&self) -> Counters {
+        *self.shared.counters.borrow()
+    }
+
+    /// Waits until the counters are as wanted.
+    pub(crate) async fn until(&self, what: &str, wanted: impl FnMut(&Counters) -> bool) {
+        let mut counters = self.shared.counters.subscribe();
+        let reached = tokio::time::timeout(Duration::from_secs(20), counters.wait_for(wanted)).await;
+        assert!(reached.is_ok(), "{what}: {:?}", self.counters());
+    }
+
+    /// Leaves as a process does that is stopped in order.
+    pub(crate) async fn leave(self) {
+        self.endpoint.close().await;
+    }
+}
+
+impl Drop for FakeWorker {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
+
+impl Shared {
+    fn register(&self, name: &NodeId) -> RegisterV1 {
+        RegisterV1 {
+            node: name.clone(),
+            epoch: Epoch(self.setup.epoch),
+            pid: 1,
+            quic: "127.0.0.1:1".into(),
+            ops: "127.0.0.1:2".into(),
+            models: self.models(),
+        }
+    }
+
+    fn models(&self) -> Vec<ServedModelV1> {
+        vec![ServedModelV1 {
+            id: ModelId::new("tiny").unwrap(),
+            model_digest: [9; 32],
+            tokenizer_digest: self.setup.tokenizer_digest,
+            max_model_len: MAX_MODEL_LEN,
+            layers: (0, 2),
+            numeric_class: "fake".into(),
+            block_tokens: 16,
+        }]
+    }
+
+    fn report(&self) -> LoadReportV1 {
+        let counters = *self.counters.borrow();
+        LoadReportV1 {
+            epoch: Epoch(self.setup.epoch),
+            state: if self.state.lock().draining { WorkerState::Draining } else { WorkerState::Ready },
+            running: counters.received - counters.cancelled - counters.finished,
+            waiting: 0,
+            pending_prefill_tokens: 0,
+            kv_used: 0,
+            kv_total: 1 << 20,
+            steps: u64::from(counters.received),
+            tokens: 0,
+            stalled_ms: 0,
+            prefill_rate: 5_000.0,
+            step_ms: 1.0,
+            rss: 1,
+        }
+    }
+
+    async fn thaw(&self) {
+        let _ = self.frozen.subscribe().wait_for(|frozen| !*frozen).await;
+    }
+
+    fn count(&self, change: impl FnOnce(&mut Counters)) {
+        self.counters.send_modify(change);
+    }
+
+    /// Tokens of the prompt that are cached; what is not counts as in flight from now on, and is cached for
+    /// whoever comes next.
+    fn look_up(&self, request: &GenerateRequestV1) -> (u32, Vec<BlockId>) {
+        let key = super::cluster_key();
+        let chain = key.chain(request.root, &request.prompt);
+        let mut state = self.state.lock();
+        let leading = chain.iter().take_while(|unit| state.held.contains(unit)).count();
+        let most = (request.prompt.len() - 1) / HASH_UNIT_TOKENS;
+        let new: Vec<BlockId> = chain.into_iter().filter(|unit| state.held.insert(*unit)).collect();
+        ((leading.min(most) * HASH_UNIT_TOKENS) as u32, new)
+    }
+
+    fn tell(&self, units: Vec<BlockId>) {
+        if units.is_empty() {
+            return;
+        }
+        let mut state = self.state.lock();
+        let event = stored(units);
+        state.log.push(event.clone());
+        let first_sequence = state.log.len() as u64;
+        // Sent under the lock, so that numbers are sent in order.
+        let batch = KvEventBatch { epoch: Epoch(self.setup.epoch), first_sequence, events: vec![event] };
+        let _ = self.events.send(batch);
+    }
+}
+
+fn stored(units: Vec<BlockId>) -> KvEvent {
+    KvEvent::Stored { parent: BlockId([0; 16]), units, medium: Medium::Device }
+}
+
+async fn serve(shared: Arc<Shared>, connection: Connection) {
+    let mut streams = tokio::task::JoinSet::new();
+    while let Ok(incoming) = connection.accept().await {
+        match incoming {
+            Incoming::Generate(call) => {
+                let GenerateRequest::V1(request) = &call.request;
+                shared.state.lock().requests.push(request.clone());
+                let cached = shared.look_up(request);
+                shared.count(|c| c.received += 1);
+                streams.spawn(generate(Arc::clone(&shared), call, cached));
+            }
+            Incoming::WorkerRpc(rpc) => {
+                streams.spawn(rpc.serve(Api(Arc::clone(&shared))));
+            }
+            Incoming::KvSnapshot(reply) => {
+                let snapshot = {
+                    let state = shared.state.lock();
+                    let units = state.held.iter().copied().collect();
+                    let runs = vec![(BlockId([0; 16]), units, Medium::Device)];
+                    KvSnapshot { epoch: Epoch(shared.setup.epoch), sequence: state.log.len() as u64, runs }
+                };
+                reply.send(&snapshot).await.unwrap();
+            }
+            other => panic!("a coordinator does not open {other:?}"),
+        }
+    }
+}
+
+async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u32, Vec<BlockId>)) {
+    let GenerateRequest::V1(request) = call.request;
+    let cancelled = call.reply.cancelled();
+    let run = async {
+        let _ = shared.open.subscribe().wait_for(|open| *open).await;
+        shared.thaw().await;
+        let fail = shared.state.lock().fail.clone();
+        if let Some(error) = fail {
+            return call.reply.send(&GenerateFrame::Failed(error)).await;
+        }
+        let computed_tokens = request.prompt.len() as u32 - cached;
+        shared.tell(new);
+        shared.count(|c| c.computed += u64::from(computed_tokens));
+        let started = StartedV1 { cached_tokens: cached, computed_tokens, hit_stop: "absent".into() };
+        call.reply.send(&GenerateFrame::Started(started)).await?;
+        let start = request.prompt.iter().fold(7u32, |sum, &t| sum.wrapping_mul(31).wrapping_add(t));
+        for i in request.emitted.len() as u32..request.stop.max_tokens {
+            let _ = shared.tokens.subscribe().wait_for(|tokens| i < *tokens).await;
+            shared.thaw().await;
+            let id = letter(start, i);
+            let logprobs = request.sampling.logprobs.map(|n| TokenLogprobs {
+                chosen: -0.5,
+                top: (0..u32::from(n)).map(|k| (id + k, -0.5 - k as f32)).collect(),
+            });
+            let token = TokenOut { id, text: char::from(id as u8).into(), logprobs };
+            call.reply.send(&GenerateFrame::Tokens(vec![token])).await?;
+        }
+        shared.thaw().await;
+        call.reply
+            .send(&GenerateFrame::Finished(FinishedV1 {
+                reason: FinishReason::Length,
+                matched: None,
+                tail: String::new(),
+                completion_tokens: request.stop.max_tokens,
+                preemptions: 0,
+            }))
+            .await
+    };
+    tokio::select! {
+        biased;
+        ended = run => match ended {
+            Ok(()) => shared.count(|c| c.finished += 1),
+            Err(_) => shared.count(|c| c.cancelled += 1),
+        },
+        () = cancelled => shared.count(|c| c.cancelled += 1),
+    }
+}
+
+#[derive(Clone)]
+struct Api(Arc<Shared>);
+
+impl WorkerApi for Api {
+    async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
+        let state = self.0.state.lock();
+        let from = usize::try_from(from).unwrap().max(1);
+        let events: Vec<KvEvent> = state.log.iter().skip(from - 1).cloned().collect();
+        match events.is_empty() {
+            true => KvReplay::Batches(vec![]),
+            false if !self.0.setup.keeps_events => KvReplay::TakeSnapshot,
+            false => KvReplay::Batches(vec![KvEventBatch {
+                epoch: Epoch(self.0.setup.epoch),
+                first_sequence: from as u64,
+                events,
+            }]),
+        }
+    }
+
+    async fn drain(self, _: Context) {
+        self.0.state.lock().draining = true;
+    }
+
+    async fn undrain(self, _: Context) {
+        self.0.state.lock().draining = false;
+    }
+
+    async fn status(self, _: Context) -> WorkerStatus {
+        WorkerStatus::V1(WorkerStatusV1 {
+            node: NodeId::new(self.0.setup.name).unwrap(),
+            models: self.0.models(),
+            load: self.0.report(),
+            kv_sequence: self.0.state.lock().log.len() as u64,
+            uptime_ms: 1,
+        })
+    }
+
+    async fn metrics_text(self, _: Context) -> String {
+        "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name=\"tiny\"} 0\n# EOF\n"
+            .into()
+    }
+}

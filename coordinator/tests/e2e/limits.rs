@@ -1,0 +1,221 @@
+//! Who gets in, and how much they may bring: at the cap it is served, one above it is refused.
+
+use super::Rig;
+use super::client::{Reply, post, send};
+use super::fake_worker::MAX_MODEL_LEN;
+use hyper::Method;
+use kvasir_coordinator::api::Endpoint;
+use kvasir_coordinator::api::auth::KeyEntry;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+
+fn key(text: &str, tenant: &str, admin: bool) -> KeyEntry {
+    let digest = Sha256::digest(text.as_bytes());
+    let sha256 = digest.iter().map(|b| format!("{b:02x}")).collect();
+    KeyEntry { sha256, tenant: tenant.into(), admin }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_routes() {
+    let keys = vec![key("key-a", "a", false), key("key-b", "b", true)];
+    let (rig, _workers) = Rig::with_workers::<1>(|c| c.keys = keys).await;
+    let elsewhere = [("/", Method::GET), ("/v1/models/tiny", Method::GET), ("/metrics", Method::GET)];
+    let routes = Endpoint::ALL.into_iter().map(|e| (e.path(), e.method())).chain(elsewhere);
+    for (path, method) in routes {
+        for wrong in [&[][..], &[("authorization", "Bearer key-c")], &[("authorization", "Basic key-a")]] {
+            let reply = send(rig.at.http, method.clone(), path, wrong, "{}").await;
+            assert_eq!(reply.error(), (401, "invalid_api_key".into(), String::new()), "{path} {wrong:?}");
+        }
+        let reply = send(rig.at.http, method, path, &[("authorization", "Bearer key-a")], "{}").await;
+        assert_ne!(reply.status.as_u16(), 401, "{path}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tenants_share_nothing_and_only_the_key_names_them() {
+    let keys = vec![key("key-a", "a", false), key("key-b", "b", false)];
+    let (rig, _workers) = Rig::with_workers::<1>(|c| c.keys = keys).await;
+    let prompt: Vec<u32> = (0..100).collect();
+    let cached = async |key: &str, extra: Value| {
+        let mut body = json!({"prompt": prompt, "max_tokens": 1});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        let headers = [("authorization", key), ("x-tenant", "a"), ("openai-organization", "a")];
+        let reply = send(rig.at.http, Method::POST, COMPLETIONS, &headers, body.to_string()).await;
+        let cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        (cached, reply.header("x-kvasir-route").to_owned())
+    };
+    assert_eq!(cached("Bearer key-a", json!({})).await.0, 0);
+    assert_eq!(cached("Bearer key-a", json!({})).await.0, 96);
+    let theirs = cached("Bearer key-b", json!({"user": "a", "tenant": "a", "cache_salt": "a"})).await;
+    assert_eq!(theirs, (0, "reason=only;predicted=0".into()));
+    assert_eq!(cached("Bearer key-b", json!({})).await.0, 96);
+}
+
+fn chat(messages: usize, extra: Value) -> Value {
+    let mut body =
+        json!({"messages": vec![json!({"role": "user", "content": ""}); messages], "max_tokens": 1});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+fn completion(extra: Value) -> Value {
+    let mut body = json!({"prompt": [1, 2, 3], "max_tokens": 1});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+fn biases(n: u32) -> Value {
+    Value::Object((0..n).map(|i| (i.to_string(), json!(1))).collect())
+}
+
+fn nested(depth: usize) -> String {
+    // The body itself is one level.
+    let x = format!("{}{}", "[".repeat(depth - 1), "]".repeat(depth - 1));
+    format!("{{\"prompt\":[1],\"max_tokens\":1,\"x\":{x}}}")
+}
+
+fn sized(bytes: usize) -> String {
+    let head = "{\"prompt\":[1],\"max_tokens\":1,\"x\":\"";
+    format!("{head}{}\"}}", "x".repeat(bytes - head.len() - 2))
+}
+
+/// Status, code and field of an error.
+type Told = (u16, String, String);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_limits() {
+    let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
+    let max = MAX_MODEL_LEN;
+    let tokens = |n: u32| json!((0..n).map(|i| i % 256).collect::<Vec<_>>());
+    let invalid = |param: &str| (400, "invalid_field".to_owned(), param.to_owned());
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    let context = || (400, "context_length_exceeded".to_owned(), String::new());
+    #[rustfmt::skip]
+    let table: Vec<(&str, String, String, Told)> = vec![
+        (COMPLETIONS, sized(8 << 20), sized((8 << 20) + 1), (413, "invalid_field".into(), "body".into())),
+        (COMPLETIONS, nested(64), nested(65), invalid("body")),
+        (COMPLETIONS, completion(json!({"n": 8})).to_string(), completion(json!({"n": 9})).to_string(), invalid("n")),
+        (COMPLETIONS, completion(json!({"stop": vec!["x"; 16]})).to_string(),
+            completion(json!({"stop": vec!["x"; 17]})).to_string(), invalid("stop")),
+        (COMPLETIONS, completion(json!({"logit_bias": biases(256)})).to_string(),
+            completion(json!({"logit_bias": biases(1025)})).to_string(), invalid("logit_bias")),
+        (COMPLETIONS, completion(json!({"logprobs": 20})).to_string(),
+            completion(json!({"logprobs": 21})).to_string(), invalid("logprobs")),
+        (COMPLETIONS, completion(json!({"prompt": vec!["x"; 128]})).to_string(),
+            completion(json!({"prompt": vec!["x"; 129]})).to_string(), invalid("prompt")),
+        (COMPLETIONS, completion(json!({"prompt": vec!["x"; 64], "n": 2})).to_string(),
+            completion(json!({"prompt": vec!["x"; 65], "n": 2})).to_string(), invalid("n")),
+        (COMPLETIONS, completion(json!({"prompt": tokens(max - 1)})).to_string(),
+            completion(json!({"prompt": tokens(max)})).to_string(), context()),
+        (COMPLETIONS, completion(json!({"prompt": tokens(max - 9), "max_tokens": 9})).to_string(),
+            completion(json!({"prompt": tokens(max - 9), "max_tokens": 10})).to_string(), context()),
+        (COMPLETIONS, completion(json!({"max_tokens": 1})).to_string(),
+            completion(json!({"max_tokens": 0})).to_string(), invalid("max_tokens")),
+        (COMPLETIONS, completion(json!({"min_tokens": 1})).to_string(),
+            completion(json!({"min_tokens": 2})).to_string(), invalid("min_tokens")),
+        (CHAT, chat(1, json!({"tools": vec![tool.clone(); 128]})).to_string(),
+            chat(1, json!({"tools": vec![tool; 129]})).to_string(), invalid("tools")),
+        (CHAT, chat(1, json!({"logprobs": true, "top_logprobs": 20})).to_string(),
+            chat(1, json!({"logprobs": true, "top_logprobs": 21})).to_string(), invalid("top_logprobs")),
+    ];
+    for (path, at_cap, above, expected) in table {
+        let asked = |body: String| send(rig.at.http, Method::POST, path, &[], body);
+        let head: String = above.chars().take(100).collect();
+        let served = asked(at_cap).await;
+        assert_eq!(served.status.as_u16(), 200, "{head}: {}", served.text());
+        assert_eq!(asked(above).await.error(), expected, "{head}");
+    }
+    // 4,096 messages do not fit this model's context, which is another refusal than the one for 4,097.
+    assert_eq!(post(rig.at.http, CHAT, &chat(4_096, json!({}))).await.error(), context());
+    assert_eq!(post(rig.at.http, CHAT, &chat(4_097, json!({}))).await.error(), invalid("messages"));
+    // Nor does the model have 1,024 tokens to put a bias on.
+    let refused = post(rig.at.http, COMPLETIONS, &completion(json!({"logit_bias": biases(1024)}))).await;
+    assert!(
+        refused.json()["error"]["message"].as_str().unwrap().contains("is not a token"),
+        "{}",
+        refused.text()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_not_served_is_refused_by_name() {
+    let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
+    for (path, body, code, param) in [
+        (COMPLETIONS, completion(json!({"model": "../../etc/passwd"})), "model_not_found", "model"),
+        (COMPLETIONS, completion(json!({"model": ""})), "model_not_found", "model"),
+        (COMPLETIONS, completion(json!({"model": 7})), "invalid_field", "model"),
+        (COMPLETIONS, completion(json!({"prompt": [1, 260]})), "invalid_field", "prompt[1]"),
+        (COMPLETIONS, completion(json!({"prompt": null})), "invalid_field", "prompt"),
+        (COMPLETIONS, completion(json!({"echo": true})), "invalid_field", "echo"),
+        (COMPLETIONS, completion(json!({"suffix": "x"})), "invalid_field", "suffix"),
+        (COMPLETIONS, completion(json!({"best_of": 2})), "invalid_field", "best_of"),
+        (
+            CHAT,
+            chat(1, json!({"response_format": {"type": "json_object"}})),
+            "invalid_field",
+            "response_format",
+        ),
+        (CHAT, chat(1, json!({"tool_choice": "required"})), "invalid_field", "tool_choice"),
+        (CHAT, chat(1, json!({"chat_template": "x"})), "invalid_field", "chat_template"),
+        (
+            CHAT,
+            chat(1, json!({"chat_template_kwargs": {"messages": []}})),
+            "invalid_field",
+            "chat_template_kwargs",
+        ),
+        (CHAT, chat(1, json!({"top_logprobs": 1})), "invalid_field", "top_logprobs"),
+        ("/tokenize", json!({}), "invalid_field", "prompt"),
+        ("/detokenize", json!({"tokens": [1, 9999]}), "invalid_field", "tokens[1]"),
+    ] {
+        let (status, told, named) = post(rig.at.http, path, &body).await.error();
+        assert_eq!((told.as_str(), named.as_str()), (code, param), "{path} {body}");
+        assert_eq!(status, if code == "model_not_found" { 404 } else { 400 });
+    }
+    let wrong_method = send(rig.at.http, Method::GET, COMPLETIONS, &[], "").await;
+    assert_eq!(wrong_method.status.as_u16(), 404);
+    // The client's id is kept if it is one, and only then.
+    let with_id = async |id: &str| -> Reply {
+        send(rig.at.http, Method::GET, "/v1/models", &[("x-request-id", id)], "").await
+    };
+    assert_eq!(with_id("my-id:7").await.header("x-request-id"), "my-id:7");
+    assert_ne!(with_id("no spaces").await.header("x-request-id"), "no spaces");
+}
+
+async fn raw(rig: &Rig, request: &[u8]) -> String {
+    let mut stream = TcpStream::connect(rig.at.http).await.unwrap();
+    // The answer may come, and the connection go, before all is written.
+    let _ = stream.write_all(request).await;
+    let mut answer = Vec::new();
+    let read =
+        tokio::time::timeout(std::time::Duration::from_secs(20), stream.read_to_end(&mut answer)).await;
+    read.expect("the connection is closed in time").ok();
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_http_heads() {
+    let rig = Rig::bare(|_| {}).await;
+    let head = |bytes: usize| {
+        let start = "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: ";
+        format!("{start}{}\r\n\r\n", "y".repeat(bytes - start.len() - 4))
+    };
+    let at_cap = raw(&rig, head(16 << 10).as_bytes()).await;
+    assert!(at_cap.starts_with("HTTP/1.1 200"), "{at_cap}");
+    let above = raw(&rig, head((16 << 10) + 1).as_bytes()).await;
+    assert!(above.starts_with("HTTP/1.1 431"), "{above}");
+    // Two lengths, or a length and chunks, are an attack on whoever stands in between.
+    let post = "POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n";
+    for lengths in ["content-length: 2\r\ncontent-length: 3", "content-length: x"] {
+        let refused = raw(&rig, format!("{post}{lengths}\r\n\r\n{{}}").as_bytes()).await;
+        assert!(refused.starts_with("HTTP/1.1 400"), "{lengths}: {refused}");
+    }
+    let both = format!("{post}content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n");
+    assert!(!raw(&rig, both.as_bytes()).await.starts_with("HTTP/1.1 200"));
+    // A head that never ends is cut off.
+    assert_eq!(raw(&rig, b"GET /v1/models HTTP/1.1\r\nhost: ").await, "");
+}

@@ -1,0 +1,113 @@
+//! `kvasir ca init|issue`: what is written, what is refused, and that it all loads again.
+
+use crate::cluster::{authority, config, node};
+use kvasir_proto::Error;
+use kvasir_proto::ca::{Authority, load_identity, load_identity_files};
+use kvasir_proto::ids::Role;
+use kvasir_proto::transport::{CertificateError, Endpoint, Expected};
+use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+/// Name -> (mode, contents).
+fn contents(directory: &Path) -> BTreeMap<String, (u32, String)> {
+    let entries = std::fs::read_dir(directory).unwrap().map(Result::unwrap);
+    let read = |entry: std::fs::DirEntry| {
+        let mode = entry.metadata().unwrap().permissions().mode() & 0o777;
+        let text = std::fs::read_to_string(entry.path()).unwrap();
+        (entry.file_name().into_string().unwrap(), (mode, text))
+    };
+    entries.map(read).collect()
+}
+
+#[test]
+fn files_are_whole_private_and_never_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ca, nodes) = (dir.path().join("ca"), dir.path().join("w1"));
+    authority("c").save(&ca).unwrap();
+    let loaded = Authority::load(&ca).unwrap();
+    assert_eq!(loaded.cluster().as_str(), "c");
+    let issued = loaded.issue(Role::Worker, node("w1"), SystemTime::now()).unwrap();
+    issued.save(&nodes).unwrap();
+
+    let modes = |directory: &Path| -> Vec<(String, u32)> {
+        contents(directory).into_iter().map(|(name, (mode, _))| (name, mode)).collect()
+    };
+    assert_eq!(modes(&ca), [("ca.crt".into(), 0o644), ("ca.key".into(), 0o600)]);
+    assert_eq!(
+        modes(&nodes),
+        [("ca.crt".into(), 0o644), ("node.crt".into(), 0o644), ("node.key".into(), 0o600)]
+    );
+
+    let before = (contents(&ca), contents(&nodes));
+    let error = authority("c").save(&ca).unwrap_err();
+    assert!(matches!(error, Error::WouldOverwrite { .. }), "{error:?}");
+    // One file in the way is enough, and then none is written.
+    std::fs::remove_file(nodes.join("node.key")).unwrap();
+    let error = issued.save(&nodes).unwrap_err();
+    assert!(matches!(error, Error::WouldOverwrite { .. }), "{error:?}");
+    assert!(!nodes.join("node.key").exists());
+    issued.save(&dir.path().join("again")).unwrap();
+    assert_eq!((contents(&ca), contents(&dir.path().join("again"))), before);
+}
+
+#[tokio::test]
+async fn nodes_of_a_saved_authority_join_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    authority("c").save(&dir.path().join("ca")).unwrap();
+    for (role, name) in [(Role::Coordinator, "c1"), (Role::Worker, "w1")] {
+        let ca = Authority::load(&dir.path().join("ca")).unwrap();
+        ca.issue(role, node(name), SystemTime::now()).unwrap().save(&dir.path().join(name)).unwrap();
+    }
+    let coordinator = load_identity(&dir.path().join("c1")).unwrap();
+    let (chain, key) = (dir.path().join("w1/node.crt"), dir.path().join("w1/node.key"));
+    let worker = load_identity_files(&chain, &key, &dir.path().join("ca/ca.crt")).unwrap();
+    assert_eq!(worker.name().to_string(), "spiffe://c/worker/w1");
+    let loopback = crate::cluster::any_port();
+    let coordinator = Endpoint::bind(loopback, &coordinator, config()).unwrap();
+    let worker = Endpoint::bind(loopback, &worker, config()).unwrap();
+    worker.connect(coordinator.address(), &Expected::node(Role::Coordinator, node("c1"))).await.unwrap();
+}
+
+/// A node's certificate ends after a year: the same dial works now and not then.
+#[tokio::test]
+async fn certificates_end_after_their_year() {
+    let ca = authority("c");
+    let day = Duration::from_secs(24 * 60 * 60);
+    let loopback = crate::cluster::any_port();
+    let issue =
+        |role, name, issued: SystemTime| ca.issue(role, node(name), issued).unwrap().identity().unwrap();
+    let coordinator = issue(Role::Coordinator, "c1", SystemTime::now());
+    let coordinator = Endpoint::bind(loopback, &coordinator, config()).unwrap();
+    for (age, joins) in [(364 * day, true), (366 * day, false)] {
+        let worker = issue(Role::Worker, "w1", SystemTime::now() - age);
+        let worker = Endpoint::bind(loopback, &worker, config()).unwrap();
+        let result = worker.connect(coordinator.address(), &Expected::any(Role::Coordinator)).await;
+        assert_eq!(result.is_ok(), joins, "{result:?}");
+    }
+}
+
+#[test]
+fn missing_and_broken_files_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = load_identity(dir.path()).unwrap_err();
+    assert!(error.to_string().contains("node.crt"), "{error}");
+    let error = Authority::load(dir.path()).unwrap_err();
+    assert!(error.to_string().contains("ca.crt"), "{error}");
+    authority("c").save(dir.path()).unwrap();
+    let error = |key: &str| {
+        std::fs::write(dir.path().join("ca.key"), key).unwrap();
+        Authority::load(dir.path()).unwrap_err()
+    };
+    assert!(matches!(error("nonsense"), Error::Generate(_)));
+    let other = rcgen::KeyPair::generate().unwrap().serialize_pem();
+    assert!(matches!(error(&other), Error::Certificate(CertificateError::OtherKey)));
+    // A node's files are no authority.
+    let nodes = dir.path().join("w1");
+    authority("c").issue(Role::Worker, node("w1"), SystemTime::now()).unwrap().save(&nodes).unwrap();
+    std::fs::rename(nodes.join("node.crt"), nodes.join("ca.crt")).unwrap();
+    std::fs::rename(nodes.join("node.key"), nodes.join("ca.key")).unwrap();
+    let error = Authority::load(&nodes).unwrap_err();
+    assert!(matches!(error, Error::Certificate(CertificateError::NotCa)), "{error:?}");
+}

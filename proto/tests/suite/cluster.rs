@@ -1,0 +1,75 @@
+//! Nodes in one process, over loopback.
+
+use kvasir_proto::ca::Authority;
+use kvasir_proto::ids::{ClusterName, Epoch, NodeId, Role};
+use kvasir_proto::transport::{Connection, Endpoint, EndpointConfig, Expected, Identity};
+use std::net::SocketAddr;
+use std::time::{Duration, SystemTime};
+
+/// Long enough for any machine, short enough for a person to wait for.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) fn any_port() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], 0))
+}
+
+pub(crate) fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap()
+}
+
+pub(crate) fn authority(cluster: &str) -> Authority {
+    Authority::new(ClusterName::new(cluster).unwrap(), SystemTime::now()).unwrap()
+}
+
+pub(crate) fn identity(ca: &Authority, role: Role, name: &str) -> Identity {
+    ca.issue(role, node(name), SystemTime::now()).unwrap().identity().unwrap()
+}
+
+/// Accepts workers, as both kinds of node do.
+pub(crate) fn config() -> EndpointConfig {
+    EndpointConfig { handshake_timeout: PATIENCE, ..EndpointConfig::new(Epoch(1), [Role::Worker]) }
+}
+
+pub(crate) fn endpoint(ca: &Authority, role: Role, name: &str, config: EndpointConfig) -> Endpoint {
+    Endpoint::bind(any_port(), &identity(ca, role, name), config).unwrap()
+}
+
+/// Awaits `future`; a test that hangs fails and says where.
+pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
+}
+
+/// Awaits a state that nothing announces.
+pub(crate) async fn until(what: &str, mut reached: impl FnMut() -> bool) {
+    soon(what, async {
+        while !reached() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+}
+
+/// A worker `w1` that is connected to a coordinator `c1`.
+pub(crate) struct Pair {
+    pub(crate) coordinator: Endpoint,
+    pub(crate) worker: Endpoint,
+    /// The coordinator's end.
+    pub(crate) to_worker: Connection,
+    /// The worker's end.
+    pub(crate) to_coordinator: Connection,
+}
+
+pub(crate) async fn pair() -> Pair {
+    let ca = authority("c");
+    pair_of(endpoint(&ca, Role::Coordinator, "c1", config()), endpoint(&ca, Role::Worker, "w1", config()))
+        .await
+}
+
+pub(crate) async fn pair_of(coordinator: Endpoint, worker: Endpoint) -> Pair {
+    let expected = Expected::node(Role::Coordinator, node("c1"));
+    let (dialed, accepted) = soon("joining", async {
+        tokio::join!(worker.connect(coordinator.address(), &expected), coordinator.accept())
+    })
+    .await;
+    Pair { coordinator, worker, to_worker: accepted.unwrap(), to_coordinator: dialed.unwrap() }
+}

@@ -1,0 +1,13 @@
+//! What the crate promises, tested from outside: wire forms, block identity, and nodes over loopback QUIC.
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+mod authority;
+mod bare;
+mod block_ids;
+mod cluster;
+mod golden;
+mod round_trip;
+mod samples;
+mod sec_frames;
+mod sec_join;
+mod streams;

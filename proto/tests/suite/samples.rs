@@ -1,0 +1,249 @@
+//! One value of every variant of everything that crosses the wire or is written to disk.
+
+use kvasir_proto::block::{BlockId, ClusterKey};
+use kvasir_proto::codec::{self, Cap, CodecError};
+use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
+use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
+use kvasir_proto::message::*;
+use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
+use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
+use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Debug;
+
+/// A message type with its samples, seen through its bytes.
+pub(crate) struct Samples {
+    pub(crate) name: &'static str,
+    pub(crate) cap: Cap,
+    pub(crate) bytes: Vec<Vec<u8>>,
+    /// Decodes, and encodes again what was decoded.
+    pub(crate) recode: fn(&[u8], Cap) -> Result<Vec<u8>, CodecError>,
+}
+
+fn samples<T: Serialize + DeserializeOwned + Debug>(
+    name: &'static str,
+    cap: Cap,
+    values: impl IntoIterator<Item = T>,
+) -> Samples {
+    Samples {
+        name,
+        cap,
+        bytes: values.into_iter().map(|value| codec::encode(&value, cap).unwrap()).collect(),
+        recode: |bytes, cap| codec::encode(&codec::decode::<T>(bytes, cap)?, cap),
+    }
+}
+
+pub(crate) fn id(n: u8) -> BlockId {
+    BlockId([n; 16])
+}
+
+pub(crate) fn request() -> GenerateRequest {
+    GenerateRequest::V1(GenerateRequestV1 {
+        request_id: RequestId::new("req-1").unwrap(),
+        choice: 1,
+        attempt: Attempt(2),
+        model: ModelId::new("smollm2-135m").unwrap(),
+        root: id(0xab),
+        prompt: vec![1, 300, 70_000],
+        emitted: vec![42],
+        sampling: Sampling {
+            temperature: 0.5,
+            logit_bias: vec![(7, -1.5)],
+            logprobs: Some(3),
+            ..Sampling::default()
+        },
+        stop: Stop { max_tokens: 16, strings: vec!["\n\n".into()], token_ids: vec![2], ..Stop::default() },
+        predicted_cached: 1488,
+        deadline_ms: 30_000,
+    })
+}
+
+fn model() -> ServedModelV1 {
+    ServedModelV1 {
+        id: ModelId::new("smollm2-135m").unwrap(),
+        model_digest: [1; 32],
+        tokenizer_digest: [2; 32],
+        max_model_len: 8192,
+        layers: (0, 30),
+        numeric_class: "cpu".into(),
+        block_tokens: 16,
+    }
+}
+
+pub(crate) fn register(node: &str) -> Register {
+    Register::V1(RegisterV1 {
+        node: NodeId::new(node).unwrap(),
+        epoch: Epoch(1_795_000_000),
+        pid: 4242,
+        quic: "127.0.0.1:7000".into(),
+        ops: "127.0.0.1:9090".into(),
+        models: vec![model()],
+    })
+}
+
+pub(crate) fn load(state: WorkerState) -> LoadReportV1 {
+    LoadReportV1 {
+        epoch: Epoch(3),
+        state,
+        running: 1,
+        waiting: 2,
+        pending_prefill_tokens: 3000,
+        kv_used: 1 << 30,
+        kv_total: 1 << 40,
+        steps: 5,
+        tokens: 6,
+        stalled_ms: 7,
+        prefill_rate: 1000.0,
+        step_ms: 8.5,
+        rss: 1 << 31,
+    }
+}
+
+pub(crate) fn registered() -> Registered {
+    let cluster_key = ClusterKey([9; 32]);
+    Registered::V1(RegisteredV1 { lease_ms: 5000, report_every_ms: 500, cluster_key })
+}
+
+pub(crate) fn status() -> WorkerStatus {
+    WorkerStatus::V1(WorkerStatusV1 {
+        node: NodeId::new("w1").unwrap(),
+        models: vec![model()],
+        load: load(WorkerState::Ready),
+        kv_sequence: 12,
+        uptime_ms: 13,
+    })
+}
+
+fn errors() -> Vec<GenerateError> {
+    vec![
+        GenerateError::ModelNotFound(ModelId::new("m").unwrap()),
+        GenerateError::ContextLength { need: 9000, limit: 8192 },
+        GenerateError::InvalidField { field: "top_p".into(), reason: "2 > 1".into() },
+        GenerateError::QueueFull,
+        GenerateError::Draining,
+        GenerateError::DeadlineExceeded { after_ms: 100 },
+        GenerateError::Internal,
+    ]
+}
+
+fn finished(reason: FinishReason) -> GenerateFrame {
+    let matched = Some("\n\n".into());
+    GenerateFrame::Finished(FinishedV1 {
+        reason,
+        matched,
+        tail: "x".into(),
+        completion_tokens: 3,
+        preemptions: 1,
+    })
+}
+
+pub(crate) fn frames() -> Vec<GenerateFrame> {
+    let logprobs = Some(TokenLogprobs { chosen: -0.5, top: vec![(1, -0.5), (2, -1.0)] });
+    let tokens = vec![
+        TokenOut { id: 5, text: "é".into(), logprobs: None },
+        TokenOut { id: 70_000, text: String::new(), logprobs },
+    ];
+    vec![
+        GenerateFrame::Started(StartedV1 { cached_tokens: 16, computed_tokens: 4, hit_stop: "end".into() }),
+        GenerateFrame::Tokens(tokens),
+        finished(FinishReason::Stop),
+        GenerateFrame::Failed(GenerateError::Internal),
+    ]
+}
+
+fn events() -> Vec<KvEvent> {
+    vec![
+        KvEvent::Stored { parent: id(1), units: vec![id(2), id(3)], medium: Medium::Device },
+        KvEvent::Removed { units: vec![id(3)], medium: Medium::Host },
+        KvEvent::Cleared,
+        KvEvent::ResumePoint { unit: id(2), position: 16, medium: Medium::Disk },
+    ]
+}
+
+pub(crate) fn batch(first_sequence: u64) -> KvEventBatch {
+    KvEventBatch { epoch: Epoch(3), first_sequence, events: events() }
+}
+
+fn refusals() -> Vec<Refusal> {
+    vec![
+        Refusal::NotYourName { claimed: NodeId::new("w2").unwrap() },
+        Refusal::StaleEpoch { known: Epoch(8) },
+        Refusal::NotRegistered,
+        Refusal::ModelDiffers { model: "m".into() },
+    ]
+}
+
+pub(crate) fn all() -> Vec<Samples> {
+    use Cap::{Control, Events, GenerateRequest as Request, Stream};
+    let elements = [TensorType::U8, TensorType::I32, TensorType::F32, TensorType::F16, TensorType::Bf16];
+    let tensor = |shape| TensorHeaderV1 { name: "k".into(), element: TensorType::F16, shape };
+    let versions = VersionRange { min: 1, max: 300 };
+    let node = NodeId::new("w1").unwrap();
+    vec![
+        samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
+        samples("GenerateRequest", Request, [request()]),
+        samples("GenerateFrame", Stream, frames()),
+        samples("GenerateError", Stream, errors()),
+        samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
+        samples("Register", Control, [register("w1")]),
+        samples("Registered", Control, [registered()]),
+        samples("Refusal", Control, refusals()),
+        samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready))]),
+        samples("WorkerState", Control, [WorkerState::Starting, WorkerState::Ready, WorkerState::Draining]),
+        samples("WorkerStatus", Control, [status()]),
+        samples("KvFrame", Events, [KvFrame::Events(batch(7))]),
+        samples("KvEvent", Events, events()),
+        samples("Medium", Events, [Medium::Device, Medium::Host, Medium::Disk]),
+        samples("KvReplay", Control, [KvReplay::Events(batch(7)), KvReplay::TakeSnapshot]),
+        samples(
+            "KvSnapshotFrame",
+            Events,
+            [
+                KvSnapshotFrame::Begin { epoch: Epoch(3), sequence: 70_000 },
+                KvSnapshotFrame::Runs(vec![(id(1), vec![id(2)], Medium::Device)]),
+                KvSnapshotFrame::End,
+            ],
+        ),
+        samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),
+        samples("TensorType", Stream, elements),
+        samples(
+            "CoordinatorApiRequest",
+            Control,
+            [
+                CoordinatorApiRequest::Register { request: register("w1") },
+                CoordinatorApiRequest::Report { report: LoadReport::V1(load(WorkerState::Draining)) },
+            ],
+        ),
+        samples(
+            "CoordinatorApiResponse",
+            Control,
+            [
+                CoordinatorApiResponse::Register(Ok(registered())),
+                CoordinatorApiResponse::Report(Err(Refusal::NotRegistered)),
+            ],
+        ),
+        samples(
+            "WorkerApiRequest",
+            Control,
+            [
+                WorkerApiRequest::KvReplay { from: 70_000 },
+                WorkerApiRequest::Drain {},
+                WorkerApiRequest::Undrain {},
+                WorkerApiRequest::Status {},
+                WorkerApiRequest::MetricsText {},
+            ],
+        ),
+        samples(
+            "WorkerApiResponse",
+            Control,
+            [
+                WorkerApiResponse::KvReplay(KvReplay::TakeSnapshot),
+                WorkerApiResponse::Drain(()),
+                WorkerApiResponse::Undrain(()),
+                WorkerApiResponse::Status(status()),
+                WorkerApiResponse::MetricsText("up 1\n".into()),
+            ],
+        ),
+    ]
+}

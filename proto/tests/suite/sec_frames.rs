@@ -1,0 +1,219 @@
+//! R4: lengths are checked before anything is allocated, nonsense on one stream harms that stream only, and
+//! what a newer peer says is skipped, not fatal.
+
+use crate::bare::{self, Root, frame, leaf};
+use crate::cluster::{any_port, soon, until};
+use crate::samples;
+use kvasir_proto::Error;
+use kvasir_proto::codec::{self, Cap, CodecError};
+use kvasir_proto::event::KvFrame;
+use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
+
+/// An endpoint's end of a connection whose other end is in our hands.
+struct Half {
+    ours: quinn::Connection,
+    theirs: Connection,
+    endpoint: Endpoint,
+}
+
+async fn half(listener: &str, dialer: &str, accepts: Role) -> Half {
+    let root = Root::new();
+    let config = EndpointConfig::new(Epoch(1), [accepts]);
+    let endpoint = Endpoint::bind(any_port(), &root.identity(listener, "n1"), config).unwrap();
+    let shown = root.sign(&leaf(&format!("spiffe://c/{dialer}/n2")));
+    let ours = bare::dial(endpoint.address(), Some(&shown)).await;
+    let (_, theirs) =
+        soon("hello", async { tokio::join!(bare::hello(&ours, "n2"), endpoint.accept()) }).await;
+    Half { ours, theirs: theirs.unwrap(), endpoint }
+}
+
+/// A worker, and a coordinator in our hands.
+async fn worker() -> Half {
+    half("worker", "coordinator", Role::Coordinator).await
+}
+
+/// A coordinator, and a worker in our hands.
+async fn coordinator() -> Half {
+    half("coordinator", "worker", Role::Worker).await
+}
+
+async fn write(connection: &quinn::Connection, bytes: &[u8]) -> (quinn::SendStream, quinn::RecvStream) {
+    let (mut send, receive) = connection.open_bi().await.unwrap();
+    send.write_all(bytes).await.unwrap();
+    (send, receive)
+}
+
+/// The code with which the other side has ended both directions.
+async fn refusal(stream: (quinn::SendStream, quinn::RecvStream)) -> (u64, u64) {
+    let (send, mut receive) = stream;
+    let stopped = soon("stop", send.stopped()).await.unwrap().unwrap();
+    match soon("reset", receive.read(&mut [0])).await.unwrap_err() {
+        quinn::ReadError::Reset(reset) => (stopped.into_inner(), reset.into_inner()),
+        other => panic!("{other}"),
+    }
+}
+
+async fn generation_still_works(half: &Half) {
+    let body = codec::encode(&samples::request(), Cap::GenerateRequest).unwrap();
+    let _stream = write(&half.ours, &[&[2], &frame(body.len(), &body)[..]].concat()).await;
+    match soon("a generation", half.theirs.accept()).await.unwrap() {
+        Incoming::Generate(call) => assert_eq!(call.request, samples::request()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn malformed_requests_end_their_own_stream() {
+    let half = worker().await;
+    let body = codec::encode(&samples::request(), Cap::GenerateRequest).unwrap();
+    let mut trailing = body.clone();
+    trailing.push(0);
+    let rows = [
+        ("longer than its cap", frame(Cap::GenerateRequest.bytes() + 1, &[])),
+        ("4 GiB", frame(u32::MAX as usize, &[])),
+        ("trailing byte", frame(trailing.len(), &trailing)),
+        ("nothing in it", frame(0, &[])),
+        ("unknown version", frame(2, &[9, 9])),
+        ("cut body", frame(body.len() - 1, &body[..body.len() - 1])),
+    ];
+    for (what, bytes) in rows {
+        let stream = write(&half.ours, &[&[2], &bytes[..]].concat()).await;
+        assert_eq!(refusal(stream).await, (3, 3), "{what}");
+    }
+    generation_still_works(&half).await;
+}
+
+#[tokio::test]
+async fn unknown_kinds_and_wrong_directions_are_refused() {
+    let half = worker().await;
+    for (kind, code) in [(6u8, 1), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
+        let stream = write(&half.ours, &[kind]).await;
+        assert_eq!(refusal(stream).await, (code, code), "kind {kind}");
+    }
+    assert_eq!(half.endpoint.stats().streams_refused, 7);
+    generation_still_works(&half).await;
+}
+
+/// A stream that never says what it wants holds up nobody else.
+#[tokio::test]
+async fn half_a_request_holds_up_nobody() {
+    let half = worker().await;
+    let mut waiting = Vec::new();
+    for part in [&[2][..], &[2, 0, 0], &[2, 0, 0, 1, 0, 7]] {
+        for _ in 0..100 {
+            waiting.push(write(&half.ours, part).await);
+        }
+    }
+    generation_still_works(&half).await;
+}
+
+#[tokio::test]
+async fn an_event_stream_survives_unknown_events_and_reports_a_cut() {
+    let half = coordinator().await;
+    let good = codec::encode(&KvFrame::Events(samples::batch(1)), Cap::Events).unwrap();
+    let mut newer = good.clone();
+    // The first event's kind becomes one of a later version.
+    newer[4] = 9;
+    let mut send = half.ours.open_uni().await.unwrap();
+    let frames =
+        [frame(good.len(), &good), frame(newer.len(), &newer), frame(2, &[7, 7]), frame(good.len(), &good)];
+    send.write_all(&[&[3], &frames.concat()[..], &frame(good.len(), &good[..10])].concat()).await.unwrap();
+    send.finish().unwrap();
+    let Incoming::KvEvents(mut events) = soon("events", half.theirs.accept()).await.unwrap() else {
+        panic!("not an event stream");
+    };
+    assert_eq!(events.next().await.unwrap().unwrap(), samples::batch(1));
+    for index in [9, 7] {
+        let error = events.next().await.unwrap().unwrap_err();
+        assert!(
+            matches!(error, Error::Codec(CodecError::UnknownVariant { index: i, .. }) if i == index),
+            "{error:?}"
+        );
+    }
+    assert_eq!(events.next().await.unwrap().unwrap(), samples::batch(1));
+    let error = events.next().await.unwrap().unwrap_err();
+    assert!(matches!(error, Error::StreamCut { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn an_event_frame_longer_than_its_cap_is_refused_by_its_length() {
+    let half = coordinator().await;
+    let mut send = half.ours.open_uni().await.unwrap();
+    send.write_all(&[&[3], &frame(Cap::Events.bytes() + 1, &[])[..]].concat()).await.unwrap();
+    let Incoming::KvEvents(mut events) = soon("events", half.theirs.accept()).await.unwrap() else {
+        panic!("not an event stream");
+    };
+    let error = soon("refusal", events.next()).await.unwrap().unwrap_err();
+    assert!(matches!(error, Error::Codec(CodecError::TooLong { .. })), "{error:?}");
+}
+
+/// A reset in the middle of a frame is an error of that stream, with the peer's code.
+#[tokio::test]
+async fn a_reset_inside_a_frame_is_told() {
+    let half = coordinator().await;
+    let mut send = half.ours.open_uni().await.unwrap();
+    send.write_all(&[3, 0, 0, 1]).await.unwrap();
+    let Incoming::KvEvents(mut events) = soon("events", half.theirs.accept()).await.unwrap() else {
+        panic!("not an event stream");
+    };
+    send.reset(quinn::VarInt::from_u32(77)).unwrap();
+    let error = soon("the reset", events.next()).await.unwrap().unwrap_err();
+    assert!(error.to_string().contains("77"), "{error}");
+}
+
+#[tokio::test]
+async fn rpc_nonsense_ends_the_channel_and_nothing_else() {
+    let half = worker().await;
+    for bytes in [frame(Cap::Control.bytes() + 1, &[]), frame(2, &[9, 9]), frame(0, &[])] {
+        let (_send, mut receive) = write(&half.ours, &[&[1], &bytes[..]].concat()).await;
+        let Incoming::WorkerRpc(rpc) = soon("a channel", half.theirs.accept()).await.unwrap() else {
+            panic!("not a channel");
+        };
+        soon("the channel's end", rpc.serve(Unreachable)).await;
+        let end = soon("the end", receive.read(&mut [0])).await;
+        assert!(matches!(end, Ok(None) | Err(quinn::ReadError::Reset(_))), "{end:?}");
+    }
+    generation_still_works(&half).await;
+}
+
+/// No call may come through.
+#[derive(Clone)]
+struct Unreachable;
+
+impl kvasir_proto::service::WorkerApi for Unreachable {
+    async fn kv_replay(self, _: tarpc::context::Context, _: u64) -> kvasir_proto::event::KvReplay {
+        panic!("called")
+    }
+    async fn drain(self, _: tarpc::context::Context) {
+        panic!("called")
+    }
+    async fn undrain(self, _: tarpc::context::Context) {
+        panic!("called")
+    }
+    async fn status(self, _: tarpc::context::Context) -> kvasir_proto::message::WorkerStatus {
+        panic!("called")
+    }
+    async fn metrics_text(self, _: tarpc::context::Context) -> String {
+        panic!("called")
+    }
+}
+
+#[tokio::test]
+async fn a_first_stream_that_is_no_hello_ends_the_connection() {
+    let root = Root::new();
+    let config = EndpointConfig::new(Epoch(1), [Role::Worker]);
+    let endpoint = Endpoint::bind(any_port(), &root.identity("coordinator", "n1"), config).unwrap();
+    for (tried, bytes) in [&[0u8][..], &[2, 0, 0, 0, 0], &[255, 255, 255, 255, 255], &[255, 0, 0, 0, 1, 7]]
+        .into_iter()
+        .enumerate()
+    {
+        let shown = root.sign(&leaf("spiffe://c/worker/n2"));
+        let ours = bare::dial(endpoint.address(), Some(&shown)).await;
+        let _stream = write(&ours, bytes).await;
+        let reason = soon("closing", ours.closed()).await;
+        assert!(matches!(reason, quinn::ConnectionError::ApplicationClosed(_)), "{bytes:?}: {reason}");
+        until("counting", || endpoint.stats().failed == tried as u64 + 1).await;
+    }
+    assert_eq!(endpoint.stats().accepted, 0);
+}

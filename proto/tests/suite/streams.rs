@@ -1,0 +1,359 @@
+//! What travels on a connection, and how each side learns that the other has left.
+
+use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, soon, until};
+use crate::samples;
+use kvasir_proto::Error;
+use kvasir_proto::event::{KvReplay, KvSnapshot, Medium};
+use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::message::{GenerateFrame, WorkerStatus};
+use kvasir_proto::service::{WorkerApi, deadline};
+use kvasir_proto::transport::{
+    CloseCode, Connection, Dialer, EndpointConfig, Expected, GenerateCall, Incoming, TensorHeader,
+    TensorHeaderV1, TensorType,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tarpc::context::Context;
+
+async fn next_call(worker_end: &Connection) -> GenerateCall {
+    match soon("a generation", worker_end.accept()).await.unwrap() {
+        Incoming::Generate(call) => call,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_generation_arrives_whole_and_in_order() {
+    let nodes = pair().await;
+    let mut stream = nodes.to_worker.open_generate(&samples::request()).await.unwrap();
+    let mut call = next_call(&nodes.to_coordinator).await;
+    assert_eq!(call.request, samples::request());
+    let frames = &samples::frames()[..3];
+    for frame in frames {
+        call.reply.send(frame).await.unwrap();
+    }
+    for frame in frames {
+        assert_eq!(&soon("a frame", stream.next()).await.unwrap().unwrap(), frame);
+    }
+    assert!(stream.next().await.is_none(), "nothing follows the last frame");
+    soon("arrival of all", call.reply.cancelled()).await;
+}
+
+/// `next` loses nothing when its future is dropped, however the frames are cut into packets.
+#[tokio::test]
+async fn next_frame_can_be_awaited_in_pieces() {
+    let nodes = pair().await;
+    let mut stream = nodes.to_worker.open_generate(&samples::request()).await.unwrap();
+    let mut call = next_call(&nodes.to_coordinator).await;
+    let frames = samples::frames();
+    let sender = tokio::spawn(async move {
+        for _ in 0..200 {
+            call.reply.send(&frames[1]).await.unwrap();
+            tokio::task::yield_now().await;
+        }
+        call.reply.send(&frames[2]).await.unwrap();
+    });
+    let mut tokens = 0;
+    let finished = soon("all frames", async {
+        loop {
+            tokio::select! {
+                biased;
+                frame = stream.next() => match frame.unwrap().unwrap() {
+                    GenerateFrame::Tokens(_) => tokens += 1,
+                    other => break other,
+                },
+                () = tokio::task::yield_now() => {}
+            }
+        }
+    })
+    .await;
+    assert_eq!((tokens, finished), (200, samples::frames()[2].clone()));
+    sender.await.unwrap();
+}
+
+#[tokio::test]
+async fn dropping_the_stream_cancels_at_the_worker() {
+    let nodes = pair().await;
+    let stream = nodes.to_worker.open_generate(&samples::request()).await.unwrap();
+    let mut call = next_call(&nodes.to_coordinator).await;
+    call.reply.send(&samples::frames()[0]).await.unwrap();
+    let cancelled = call.reply.cancelled();
+    drop(stream);
+    soon("the worker's notice", cancelled).await;
+    let error = call.reply.send(&samples::frames()[1]).await.unwrap_err();
+    assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_worker_that_leaves_cuts_the_stream() {
+    let nodes = pair().await;
+    let mut stream = nodes.to_worker.open_generate(&samples::request()).await.unwrap();
+    let mut call = next_call(&nodes.to_coordinator).await;
+    call.reply.send(&samples::frames()[1]).await.unwrap();
+    drop(call);
+    assert!(matches!(soon("tokens", stream.next()).await, Some(Ok(GenerateFrame::Tokens(_)))));
+    let error = soon("the cut", stream.next()).await.unwrap().unwrap_err();
+    assert!(matches!(error, Error::StreamCut { .. }), "{error:?}");
+    assert!(error.retryable());
+    assert!(stream.next().await.is_none());
+}
+
+#[tokio::test]
+async fn a_lost_connection_ends_everything_at_once() {
+    let Pair { worker, to_worker, to_coordinator, .. } = pair().await;
+    let mut stream = to_worker.open_generate(&samples::request()).await.unwrap();
+    let api = to_worker.worker_api().await.unwrap();
+    worker.close().await;
+    let error = soon("the stream's end", stream.next()).await.unwrap().unwrap_err();
+    assert!(matches!(error, Error::ConnectionLost { .. }), "{error:?}");
+    soon("the call's end", api.drain(deadline(Duration::from_secs(60)))).await.unwrap_err();
+    assert!(to_worker.is_closed() && to_coordinator.is_closed());
+    let error = soon("the end of accepting", to_worker.accept()).await.unwrap_err();
+    assert!(error.to_string().contains("spiffe://c/worker/w1"), "{error}");
+    assert!(to_worker.open_generate(&samples::request()).await.is_err());
+}
+
+#[tokio::test]
+async fn silence_is_noticed_by_the_idle_timeout() {
+    let ca = authority("c");
+    let short = EndpointConfig { idle_timeout: Duration::from_secs(1), ..config() };
+    let silent = EndpointConfig { keep_alive: Duration::from_secs(3600), ..short.clone() };
+    let nodes = pair_of(
+        endpoint(
+            &ca,
+            Role::Coordinator,
+            "c1",
+            EndpointConfig { keep_alive: Duration::from_secs(3600), ..short },
+        ),
+        endpoint(&ca, Role::Worker, "w1", silent),
+    )
+    .await;
+    let error = soon("the timeout", nodes.to_worker.closed()).await;
+    assert!(error.to_string().contains("timed out"), "{error}");
+}
+
+#[tokio::test]
+async fn pings_keep_a_quiet_connection_open() {
+    let ca = authority("c");
+    let lively = EndpointConfig {
+        idle_timeout: Duration::from_secs(2),
+        keep_alive: Duration::from_millis(100),
+        ..config()
+    };
+    let nodes = pair_of(
+        endpoint(&ca, Role::Coordinator, "c1", lively.clone()),
+        endpoint(&ca, Role::Worker, "w1", lively),
+    )
+    .await;
+    let open = tokio::time::timeout(Duration::from_secs(5), nodes.to_worker.closed()).await;
+    assert!(open.is_err(), "lost after two idle timeouts: {open:?}");
+}
+
+#[tokio::test]
+async fn kv_events_and_snapshots() {
+    let nodes = pair().await;
+    let mut sender = nodes.to_coordinator.open_kv_events().await.unwrap();
+    for sequence in [1, 5, 9] {
+        sender.send(samples::batch(sequence)).await.unwrap();
+    }
+    let Incoming::KvEvents(mut receiver) = soon("events", nodes.to_worker.accept()).await.unwrap() else {
+        panic!("not an event stream");
+    };
+    for sequence in [1, 5, 9] {
+        assert_eq!(soon("a batch", receiver.next()).await.unwrap().unwrap(), samples::batch(sequence));
+    }
+    drop(sender);
+    assert!(soon("the end", receiver.next()).await.is_none());
+
+    // More units than one frame holds.
+    let units = (0..150_000u32).map(|n| kvasir_proto::block::BlockId(u128::from(n).to_le_bytes()));
+    let runs =
+        vec![(samples::id(1), units.collect(), Medium::Device), (samples::id(2), vec![], Medium::Disk)];
+    let snapshot = KvSnapshot { epoch: Epoch(3), sequence: 77, runs };
+    let answer = async {
+        match nodes.to_coordinator.accept().await.unwrap() {
+            Incoming::KvSnapshot(reply) => reply.send(&snapshot).await.unwrap(),
+            other => panic!("{other:?}"),
+        }
+    };
+    let (got, ()) = soon("the snapshot", async { tokio::join!(nodes.to_worker.kv_snapshot(), answer) }).await;
+    let got = got.unwrap();
+    assert_eq!((got.epoch, got.sequence), (Epoch(3), 77));
+    let chain = |snapshot: &KvSnapshot| -> Vec<_> {
+        let link = |(parent, units, medium): &(_, Vec<_>, _)| {
+            let parents = std::iter::once(*parent).chain(units.iter().copied());
+            parents.zip(units.clone()).map(|(p, u)| (p, u, *medium)).collect::<Vec<_>>()
+        };
+        snapshot.runs.iter().flat_map(link).collect()
+    };
+    assert!(got.runs.len() > snapshot.runs.len(), "the long run came in parts");
+    assert!(chain(&got) == chain(&snapshot), "and has the same links");
+}
+
+#[tokio::test]
+async fn a_snapshot_that_nobody_answers_is_cut() {
+    let nodes = pair().await;
+    let drop_it = async { drop(nodes.to_coordinator.accept().await) };
+    let (got, ()) = soon("the cut", async { tokio::join!(nodes.to_worker.kv_snapshot(), drop_it) }).await;
+    assert!(matches!(got, Err(Error::StreamCut { .. })), "{got:?}");
+}
+
+#[tokio::test]
+async fn tensors() {
+    let nodes = pair().await;
+    let header = |shape: &[u64]| {
+        TensorHeader::V1(TensorHeaderV1 { name: "k".into(), element: TensorType::F16, shape: shape.to_vec() })
+    };
+    let large: Vec<u8> = (0..3_000_000u32).map(|n| n as u8).collect();
+    let sent = [(header(&[]), vec![1, 2]), (header(&[0, 7]), vec![]), (header(&[1500, 1000]), large)];
+    let sending = async {
+        let mut bulk = nodes.to_worker.open_bulk().await.unwrap();
+        for (header, bytes) in &sent {
+            bulk.send(header, bytes).await.unwrap();
+        }
+        let error = bulk.send(&header(&[2]), &[0; 3]).await.unwrap_err();
+        assert!(matches!(error, Error::Protocol(_)), "{error:?}");
+        bulk.finish();
+    };
+    let receiving = async {
+        let Incoming::Bulk(mut bulk) = nodes.to_coordinator.accept().await.unwrap() else {
+            panic!("not a bulk stream");
+        };
+        for (header, bytes) in &sent {
+            let tensor = bulk.next(3_000_000).await.unwrap().unwrap();
+            assert!(tensor.header == *header && tensor.bytes == *bytes);
+        }
+        assert_eq!(bulk.next(3_000_000).await.unwrap(), None);
+    };
+    soon("all tensors", async { tokio::join!(sending, receiving) }).await;
+}
+
+#[tokio::test]
+async fn a_tensor_larger_than_wanted_is_refused_by_its_header() {
+    let nodes = pair().await;
+    let mut bulk = nodes.to_worker.open_bulk().await.unwrap();
+    let header =
+        TensorHeader::V1(TensorHeaderV1 { name: "k".into(), element: TensorType::F32, shape: vec![3] });
+    bulk.send(&header, &[0; 12]).await.unwrap();
+    let Incoming::Bulk(mut bulk) = soon("bulk", nodes.to_coordinator.accept()).await.unwrap() else {
+        panic!("not a bulk stream");
+    };
+    let error = soon("the header", bulk.next(11)).await.unwrap_err();
+    assert!(matches!(error, Error::Codec(_)), "{error:?}");
+}
+
+/// A worker's service whose `drain` never ends by itself and whose `undrain` panics.
+#[derive(Clone, Default)]
+struct Api {
+    drained: Arc<AtomicBool>,
+    dropped: Arc<AtomicBool>,
+}
+
+struct OnDrop(Arc<AtomicBool>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+impl WorkerApi for Api {
+    async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
+        KvReplay::Events(samples::batch(from))
+    }
+
+    async fn drain(self, _: Context) {
+        let _on_drop = OnDrop(self.dropped);
+        self.drained.store(true, Ordering::SeqCst);
+        std::future::pending().await
+    }
+
+    async fn undrain(self, _: Context) {
+        panic!("as the test wants it");
+    }
+
+    async fn status(self, _: Context) -> WorkerStatus {
+        samples::status()
+    }
+
+    async fn metrics_text(self, _: Context) -> String {
+        "x".repeat(20 << 20)
+    }
+}
+
+async fn serve(connection: Connection, api: Api) {
+    while let Ok(incoming) = connection.accept().await {
+        if let Incoming::WorkerRpc(rpc) = incoming {
+            tokio::spawn(rpc.serve(api.clone()));
+        }
+    }
+}
+
+#[tokio::test]
+async fn calls_answer_or_fail_alone() {
+    let nodes = pair().await;
+    let api = Api::default();
+    tokio::spawn(serve(nodes.to_coordinator.clone(), api.clone()));
+    let client = nodes.to_worker.worker_api().await.unwrap();
+    let long = || deadline(Duration::from_secs(20));
+    assert_eq!(client.status(long()).await.unwrap(), samples::status());
+    assert_eq!(client.kv_replay(long(), 9).await.unwrap(), KvReplay::Events(samples::batch(9)));
+
+    let error = client.drain(deadline(Duration::from_millis(50))).await.unwrap_err();
+    assert!(matches!(error, tarpc::client::RpcError::DeadlineExceeded), "{error:?}");
+
+    let error = client.metrics_text(long()).await.unwrap_err();
+    assert!(error.to_string().contains("server"), "an answer that does not fit a frame: {error:?}");
+
+    client.undrain(deadline(Duration::from_millis(200))).await.unwrap_err();
+    assert_eq!(client.status(long()).await.unwrap(), samples::status(), "the channel has survived all that");
+}
+
+#[tokio::test]
+async fn dropping_a_call_cancels_its_handler() {
+    let nodes = pair().await;
+    let api = Api::default();
+    tokio::spawn(serve(nodes.to_coordinator.clone(), api.clone()));
+    let client = nodes.to_worker.worker_api().await.unwrap();
+    let call = tokio::spawn(async move { client.drain(deadline(Duration::from_secs(60))).await });
+    until("the call's arrival", || api.drained.load(Ordering::SeqCst)).await;
+    call.abort();
+    until("the handler's end", || api.dropped.load(Ordering::SeqCst)).await;
+}
+
+/// The dialer comes back by itself, to a coordinator that was restarted on the same port.
+#[tokio::test]
+async fn a_dialer_reconnects() {
+    let ca = authority("c");
+    let first = endpoint(&ca, Role::Coordinator, "c1", config());
+    let address = first.address();
+    let worker = Arc::new(endpoint(&ca, Role::Worker, "w1", config()));
+    let expected = Expected::node(Role::Coordinator, node("c1"));
+    let mut dialer = Dialer::new(worker, format!("localhost:{}", address.port()), expected);
+    let connection = soon("connecting", dialer.connect()).await;
+    drop(soon("accepting", first.accept()).await.unwrap());
+    first.close().await;
+    drop(first);
+    soon("the loss", connection.closed()).await;
+
+    let reconnecting = tokio::spawn(async move { dialer.connect().await });
+    let identity = crate::cluster::identity(&ca, Role::Coordinator, "c1");
+    let second_life = || EndpointConfig { epoch: Epoch(2), ..config() };
+    let mut second = None;
+    until("the port to be free", || {
+        second = kvasir_proto::transport::Endpoint::bind(address, &identity, second_life()).ok();
+        second.is_some()
+    })
+    .await;
+    let again = soon("reconnecting", reconnecting).await.unwrap();
+    assert_eq!(again.peer_epoch(), Epoch(2));
+}
+
+#[tokio::test]
+async fn a_fenced_worker_is_told_so() {
+    let nodes = pair().await;
+    nodes.to_worker.close(CloseCode::Fenced);
+    let error = soon("the close", nodes.to_coordinator.closed()).await;
+    assert!(error.to_string().contains("fenced"), "{error}");
+}
