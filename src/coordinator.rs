@@ -94,16 +94,13 @@ impl CoordinatorSettings {
     fn complete(self) -> anyhow::Result<(Self, Vec<Explained>)> {
         let default = Config::default();
         let mut explained = Vec::new();
-        let mut fill = |field, value: String, reason: &str| {
-            explained.push(Explained { field, value, reason: reason.to_owned() });
-        };
         macro_rules! or {
             ($field:ident, $default:expr, $reason:literal) => {
                 Some(match self.$field {
                     Some(value) => value,
                     None => {
                         let value = $default;
-                        fill(stringify!($field), text(&value)?, $reason);
+                        explained.push(Explained::new(stringify!($field), &value, $reason)?);
                         value
                     }
                 })
@@ -120,11 +117,19 @@ impl CoordinatorSettings {
             quic: or!(quic, default.quic, "this machine only, unless told otherwise"),
             cluster_key: or!(cluster_key, home::home()?.join("cluster.key"), "beside the model cache"),
             hold_ready: or!(hold_ready, default.hold_ready, "ready as soon as a worker is"),
-            request_timeout: or!(request_timeout, seconds(default.request_timeout_s), "nothing waits for ever"),
+            request_timeout: or!(
+                request_timeout,
+                seconds(default.request_timeout_s),
+                "nothing waits for ever"
+            ),
             drain_timeout: or!(drain_timeout, seconds(default.drain_s), "what supervisors commonly grant"),
             queue_requests: or!(queue_requests, default.queue_requests, "a bounded queue, then 429"),
             queue_tokens: or!(queue_tokens, default.queue_tokens, "a bounded queue, then 429"),
-            worker_inflight: or!(worker_inflight, default.worker_inflight, "more wait where any worker can take them"),
+            worker_inflight: or!(
+                worker_inflight,
+                default.worker_inflight,
+                "more wait where any worker can take them"
+            ),
             report_every: or!(report_every, millis(default.report_every_ms), "fresher than a decision needs"),
             suspect_after: or!(suspect_after, millis(default.suspect_ms), "a few missed reports"),
             lease: or!(lease, millis(default.lease_ms), "a pause longer than this is a death"),
@@ -168,11 +173,6 @@ impl CoordinatorSettings {
     }
 }
 
-/// A value as it stands in a file.
-fn text(value: &impl Serialize) -> anyhow::Result<String> {
-    Ok(toml::Value::try_from(value).context("a default")?.to_string())
-}
-
 impl Coordinator {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let settings: CoordinatorSettings = config::layered(self.node.config.as_deref(), &self.settings)?;
@@ -182,7 +182,8 @@ impl Coordinator {
         }
         let identity = crate::node::identity(settings.identity.as_deref())?;
         let config = settings.service()?;
-        let key = cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
+        let key =
+            cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;

@@ -83,6 +83,11 @@ impl<'de> serde::Deserialize<'de> for CpuSet {
     }
 }
 
+/// How many threads can run at a time: CPUs that this process may use, less where a quota says so.
+pub(crate) fn capacity() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Threads of each worker and, while there are CPUs enough, the CPUs of each; without, all share.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Shares {

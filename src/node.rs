@@ -35,6 +35,13 @@ pub(crate) struct Explained {
     pub(crate) reason: String,
 }
 
+impl Explained {
+    pub(crate) fn new(field: &'static str, value: &impl Serialize, reason: &str) -> anyhow::Result<Self> {
+        let value = toml::Value::try_from(value).context(field)?.to_string();
+        Ok(Self { field, value, reason: reason.to_owned() })
+    }
+}
+
 impl NodeArgs {
     /// Prints what was asked for; `true` means that the command is done.
     pub(crate) fn answer(&self, settings: &impl Serialize, explained: &[Explained]) -> anyhow::Result<bool> {
@@ -55,9 +62,8 @@ impl NodeArgs {
 pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
     let need = "a directory with node.crt, node.key and ca.crt; `kvasir ca issue` makes one";
     let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
-    proto::ca::load_identity(directory).map_err(|error| {
-        ConfigError::field("identity", directory.display(), error.to_string()).into()
-    })
+    proto::ca::load_identity(directory)
+        .map_err(|error| ConfigError::field("identity", directory.display(), error.to_string()).into())
 }
 
 /// What a node says on stdout, as one line, when it has bound its ports and answers on them: the addresses

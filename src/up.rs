@@ -123,12 +123,12 @@ impl Plan {
         let coordinators = (0..coordinators)
             .map(|index| Ok((nth("http", http, index)?, nth("ops", ops, index)?)))
             .collect::<Result<_, ConfigError>>()?;
-        let usable = CpuSet::usable().unwrap_or_else(|| CpuSet::first(capacity()));
+        let usable = CpuSet::usable().unwrap_or_else(|| CpuSet::first(cpus::capacity()));
         if settings.threads.is_some_and(|threads| !(1..=cpus::MAX_THREADS).contains(&threads)) {
             let limit = format!("1 to {}", cpus::MAX_THREADS);
             return Err(ConfigError::field("threads", settings.threads.unwrap_or(0), limit));
         }
-        let shares = cpus::share(&usable, capacity(), workers, settings.threads);
+        let shares = cpus::share(&usable, cpus::capacity(), workers, settings.threads);
         Ok(Self { coordinators, workers, shares, settings })
     }
 
@@ -174,7 +174,6 @@ impl Plan {
                 device: self.settings.device,
                 kv_type: self.settings.kv_type,
                 activations: self.settings.activations,
-                data_dir: Some(dir.node(&name)),
                 ..WorkerSettings::default()
             };
             workers.push((name, settings));
@@ -217,10 +216,6 @@ fn authority(dir: &DataDir) -> anyhow::Result<Authority> {
         Authority::new(cluster, SystemTime::now())?.save(&path)?;
     }
     Authority::load(&path).with_context(|| path.display().to_string())
-}
-
-fn capacity() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn count(field: &'static str, given: Option<usize>, default: usize) -> Result<usize, ConfigError> {

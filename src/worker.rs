@@ -1,17 +1,27 @@
 //! `kvasir worker`: one engine of a cluster.
 
-use crate::config::ByteSize;
-use crate::cpus::CpuSet;
+use crate::config::{self, ByteSize, ConfigError, Period};
+use crate::cpus::{self, CpuSet};
+use crate::models;
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use worker::load::{self, EngineOptions};
+use worker::service::{WorkerConfig, WorkerService};
+
+/// More sequences at a time than this only lengthen every step.
+const MAX_SEQS: usize = 4096;
+const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
 
 /// Runs one worker: weights, KV cache and arithmetic behind the coordinators it dials.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Example:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
-    kvasir worker --config worker.toml --explain"
+    after_help = "Examples:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
+    kvasir worker --config worker.toml --explain\n\n\
+    It prints one line of JSON with its addresses when it listens; logs go to stderr."
 )]
 pub(crate) struct Worker {
     #[command(flatten)]
@@ -20,7 +30,7 @@ pub(crate) struct Worker {
     node: NodeArgs,
 }
 
-/// Everything that can be set, and nothing that is not; what is not set is computed.
+/// Everything that can be set; what is not set is computed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WorkerSettings {
@@ -30,70 +40,190 @@ pub(crate) struct WorkerSettings {
     /// UDP addresses of all coordinators, names or numbers, separated by commas.
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_COORDINATORS", value_delimiter = ',')]
     pub(crate) coordinators: Option<Vec<String>>,
-    /// Catalog name or path of a .gguf file.
+    /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
-    pub(crate) model: Option<PathBuf>,
-    /// The model's name in the API [default: catalog name or file stem].
-    #[arg(long, value_name = "ID", env = "KVASIR_MODEL_ID")]
-    pub(crate) model_id: Option<String>,
-    /// UDP address where other nodes reach this one [default: 0.0.0.0:7000].
+    pub(crate) model: Option<String>,
+    /// UDP address where other nodes reach this one [default: 127.0.0.1:7001].
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
     pub(crate) quic: Option<SocketAddr>,
-    /// Where /livez, /readyz and /metrics answer [default: 127.0.0.1:9090].
+    /// Where /livez, /readyz and /metrics answer [default: 127.0.0.1:9091].
     #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
     pub(crate) ops: Option<SocketAddr>,
-    /// Compute threads.
+    /// Compute threads [default: usable CPUs].
     #[arg(long, value_name = "N", env = "KVASIR_THREADS")]
     pub(crate) threads: Option<usize>,
-    /// CPUs to compute on, such as 0-3,8; unset, threads are not pinned and do not spin.
+    /// CPUs to compute on, such as 0-3,8; without, the operating system places the threads.
     #[arg(long, value_name = "LIST", env = "KVASIR_CPUS")]
     pub(crate) cpus: Option<CpuSet>,
-    /// What to compute on.
+    /// What to compute on [default: auto].
     #[arg(long, value_enum, env = "KVASIR_DEVICE")]
     pub(crate) device: Option<Device>,
-    /// Memory for KV, such as 2GiB.
+    /// Memory for KV, such as 2GiB [default: computed, see --explain].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
     pub(crate) kv_bytes: Option<ByteSize>,
-    /// Tokens of a KV block: 16, 32 or 64.
+    /// Tokens of a KV block: 16, 32 or 64 [default: 16].
     #[arg(long, value_name = "N", env = "KVASIR_BLOCK_TOKENS")]
     pub(crate) block_tokens: Option<usize>,
-    /// Element type of the KV cache.
+    /// Element type of the KV cache [default: f16].
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     pub(crate) kv_type: Option<KvTypeArg>,
-    /// What quantised matrices are multiplied with.
+    /// What quantised matrices are multiplied with [default: int8].
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
-    /// Sequences computed at a time.
+    /// Sequences computed at a time [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_MAX_SEQS")]
     pub(crate) max_seqs: Option<usize>,
-    /// Prompt tokens computed in one step at most.
+    /// Prompt tokens of one sequence computed in one step at most [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_CHUNK")]
     pub(crate) chunk: Option<usize>,
-    /// What the node keeps over restarts.
-    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
-    pub(crate) data_dir: Option<PathBuf>,
+    /// Workers that share this machine's memory; `kvasir up` sets it.
+    #[arg(long, value_name = "N", env = "KVASIR_WORKERS_HERE", hide = true)]
+    pub(crate) workers_here: Option<usize>,
+    /// A step that takes this long with work queued is a stall [default: 10s].
+    #[arg(long, value_name = "TIME", env = "KVASIR_STALL_AFTER")]
+    pub(crate) stall_after: Option<Period>,
+    /// Time that requests under way are given when the node is told to end [default: 30s].
+    #[arg(long, value_name = "TIME", env = "KVASIR_DRAIN_TIMEOUT")]
+    pub(crate) drain_timeout: Option<Period>,
 }
 
-const MAX_SEQS: usize = 4096;
-/// Requests that run when a worker is told to end get this long.
-const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+/// Settings within their limits, every one of them filled in.
+#[derive(Debug)]
+struct Plan {
+    settings: WorkerSettings,
+    explained: Vec<Explained>,
+    config: WorkerConfig,
+    drain: Duration,
+}
+
+impl WorkerSettings {
+    /// Refuses what is outside its limits, with the field, the value and the limit.
+    fn check(&self) -> Result<(), ConfigError> {
+        let within = |field, value: Option<usize>, least: usize, most: usize| match value {
+            Some(value) if !(least..=most).contains(&value) => {
+                Err(ConfigError::field(field, value, format!("{least} to {most}")))
+            }
+            _ => Ok(()),
+        };
+        within("threads", self.threads, 1, cpus::MAX_THREADS)?;
+        within("max_seqs", self.max_seqs, 1, MAX_SEQS)?;
+        within("chunk", self.chunk, 1, 1 << 20)?;
+        within("workers_here", self.workers_here, 1, 1024)?;
+        if let Some(tokens) = self.block_tokens.filter(|tokens| !BLOCK_TOKENS.contains(tokens)) {
+            return Err(ConfigError::field("block_tokens", tokens, "16, 32 or 64"));
+        }
+        if let (Some(cpus), Some(threads)) = (&self.cpus, self.threads)
+            && cpus.cpus().len() < threads
+        {
+            return Err(ConfigError::field("cpus", cpus, format!("at least as many as threads ({threads})")));
+        }
+        Ok(())
+    }
+
+    /// Fills in what nobody set, from the machine and the model.
+    fn plan(self) -> anyhow::Result<Plan> {
+        self.check()?;
+        let name =
+            self.model.as_deref().ok_or_else(|| ConfigError::missing("model", "name a model to serve"))?;
+        let model = models::resolve_named(name)?;
+        let (settings, explained) = self.complete(&model.path)?;
+        let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let config = WorkerConfig {
+            model_id: model.id,
+            model_path: model.path,
+            coordinators: settings.coordinators.clone().unwrap_or_default(),
+            listen: settings.quic.unwrap_or(local(0)),
+            ops: settings.ops.unwrap_or(local(0)),
+            engine: settings.options(),
+            stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
+        };
+        let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
+        Ok(Plan { settings, explained, config, drain })
+    }
+
+    fn complete(self, model: &Path) -> anyhow::Result<(Self, Vec<Explained>)> {
+        let mut explained = Vec::new();
+        macro_rules! or {
+            ($field:ident, $default:expr, $reason:expr) => {
+                Some(match self.$field.clone() {
+                    Some(value) => value,
+                    None => {
+                        let value = $default;
+                        explained.push(Explained::new(stringify!($field), &value, $reason)?);
+                        value
+                    }
+                })
+            };
+        }
+        let options = self.options();
+        let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
+        let load::Plan { defaults, .. } = load::plan(model, &EngineOptions { threads, ..options.clone() })?;
+        let complete = Self {
+            identity: self.identity.clone(),
+            coordinators: self.coordinators.clone(),
+            model: self.model.clone(),
+            cpus: self.cpus.clone(),
+            threads,
+            quic: or!(quic, local(7001), "this machine only, unless told otherwise"),
+            ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
+            device: or!(device, Device::Cpu, "the only device that this version computes on"),
+            kv_bytes: or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason),
+            block_tokens: or!(block_tokens, options.block_tokens, "the hash unit's size wastes least"),
+            kv_type: or!(kv_type, KvTypeArg::F16, "half the memory of f32 at the same answers"),
+            activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
+            max_seqs: or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason),
+            chunk: or!(chunk, defaults.chunk.value as usize, &defaults.chunk.reason),
+            workers_here: or!(workers_here, 1, "alone on this machine"),
+            stall_after: or!(stall_after, Period(Duration::from_secs(10)), "far longer than any step"),
+            drain_timeout: or!(
+                drain_timeout,
+                Period(Duration::from_secs(30)),
+                "what supervisors commonly grant"
+            ),
+        };
+        Ok((complete, explained))
+    }
+
+    /// The engine's options as far as they are set.
+    fn options(&self) -> EngineOptions {
+        let default = EngineOptions::default();
+        EngineOptions {
+            threads: self.threads,
+            // A set may be larger than the pool; its first CPUs are used.
+            cpus: self
+                .cpus
+                .as_ref()
+                .map(|set| set.cpus().iter().copied().take(self.threads.unwrap_or(usize::MAX)).collect()),
+            kv_type: self.kv_type.map_or(default.kv_type, Into::into),
+            activations: self.activations.map_or(default.activations, Into::into),
+            block_tokens: self.block_tokens.unwrap_or(default.block_tokens),
+            kv_bytes: self.kv_bytes.map(|size| size.0),
+            chunk: self.chunk,
+            max_sequences: self.max_seqs,
+            workers: self.workers_here.unwrap_or(default.workers),
+            ..default
+        }
+    }
+}
 
 impl Worker {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let settings: WorkerSettings = config::layered(self.node.config.as_deref(), &self.settings)?;
-        settings.check()?;
-        let (settings, explained) = settings.complete()?;
-        if self.node.answer(&settings, &explained)? {
+        let plan = settings.plan()?;
+        if self.node.answer(&plan.settings, &plan.explained)? {
             return Ok(());
         }
-        let identity = settings.identity()?;
-        let config = settings.service()?;
+        if plan.config.coordinators.is_empty() {
+            return Err(ConfigError::missing("coordinators", "name at least one coordinator to join").into());
+        }
+        let identity = crate::node::identity(plan.settings.identity.as_deref())?;
         // Arithmetic has threads of its own; these only move bytes.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             let service = tokio::select! {
-                service = WorkerService::start(config, &identity) => service?,
+                service = WorkerService::start(plan.config, &identity) => service?,
                 () = signals.next() => return Ok(()),
             };
             let announcement = Announcement {
@@ -108,11 +238,51 @@ impl Worker {
             tracing::info!("draining");
             tokio::select! {
                 () = service.drain() => {}
-                () = tokio::time::sleep(DRAIN_DEADLINE) => tracing::warn!("requests still run; ending anyway"),
+                () = tokio::time::sleep(plan.drain) => tracing::warn!("requests were cut off"),
                 () = signals.next() => {}
             }
             service.stop().await;
             Ok(())
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tiny_model() -> Option<String> {
+        Some(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny/llama/llama-f32.gguf").to_owned())
+    }
+
+    #[test]
+    fn what_is_set_is_kept_and_what_is_not_is_explained() {
+        let set = WorkerSettings { model: tiny_model(), chunk: Some(48), ..Default::default() };
+        let plan = set.plan().unwrap();
+        assert_eq!(plan.config.engine.chunk, Some(48));
+        assert!(!plan.explained.iter().any(|e| e.field == "chunk"));
+        let kv = plan.explained.iter().find(|e| e.field == "kv_bytes").unwrap();
+        assert_eq!(plan.config.engine.kv_bytes, plan.settings.kv_bytes.map(|size| size.0));
+        assert!(!kv.reason.is_empty());
+        // Nothing is left to compute the second time, and the file that is printed reads back.
+        let file = toml::to_string(&plan.settings).unwrap();
+        let again: WorkerSettings = toml::from_str(&file).unwrap();
+        assert_eq!(again, plan.settings);
+        assert!(again.plan().unwrap().explained.is_empty());
+    }
+
+    #[test]
+    fn limits_are_told_with_field_and_value() {
+        let cases = [
+            (WorkerSettings { threads: Some(0), ..Default::default() }, "`threads`: 0"),
+            (WorkerSettings { block_tokens: Some(17), ..Default::default() }, "`block_tokens`: 17"),
+            (WorkerSettings { max_seqs: Some(1 << 20), ..Default::default() }, "`max_seqs`: 1048576"),
+            (WorkerSettings { cpus: "0".parse().ok(), threads: Some(2), ..Default::default() }, "`cpus`: 0"),
+            (WorkerSettings::default(), "`model`"),
+        ];
+        for (settings, expected) in cases {
+            let error = settings.plan().unwrap_err();
+            assert!(error.is::<ConfigError>() && error.to_string().contains(expected), "{error}");
+        }
     }
 }

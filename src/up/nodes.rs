@@ -1,8 +1,8 @@
 //! The nodes of a cluster on this machine: who they are, how they are set up, whether they live.
 
 use super::child::Order;
-use crate::node::Announcement;
 use crate::coordinator::CoordinatorSettings;
+use crate::node::Announcement;
 use crate::worker::WorkerSettings;
 use anyhow::Context;
 use proto::ids::Role;
