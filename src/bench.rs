@@ -1,7 +1,8 @@
 //! `kvasir bench`: prefill, decode at depth and batched decode of one decoder, with a bandwidth probe in the
 //! same run. Speed does not depend on the tokens, so they are arbitrary.
 
-use crate::local::{ActivationsArg, KvTypeArg, resolve};
+use crate::models::resolve_or_pull;
+use crate::numerics::{ActivationsArg, KvTypeArg};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use kernels::backend::{BlockTable, StepInput, StepSequence};
@@ -15,7 +16,7 @@ use worker::load::EngineOptions;
 /// Measures prefill, decode at depth and batched decode
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir bench smollm2-135m -p 512,2048 -n 128 -d 0,4096 -b 1,8,32 -t 1 --json")]
-pub struct Bench {
+pub(crate) struct Bench {
     /// Catalog name or path to a .gguf
     model: String,
     /// Prefill lengths
@@ -114,7 +115,7 @@ struct GroupTable {
 
 impl Bench {
     /// Runs the command.
-    pub fn run(self) -> Result<()> {
+    pub(crate) fn run(self) -> Result<()> {
         if self.chunk == 0 || self.repeat == 0 {
             bail!("--chunk and --repeat are at least 1");
         }
@@ -130,16 +131,17 @@ impl Bench {
             kv_type: self.kv_type.into(),
             activations: self.activations.into(),
             block_tokens: BLOCK_TOKENS,
-            max_rows: self.chunk.max(widest),
+            max_rows: Some(self.chunk.max(widest)),
             ..EngineOptions::default()
         };
-        let path = resolve(&self.model)?;
+        let path = resolve_or_pull(&self.model)?.path;
         let mut decoder = worker::load::decoder(&path, &options, &mut |_, _| {})?;
         let block_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
         decoder.allocate_kv(block_bytes.iter().sum::<usize>() * needed)?;
         let tables = Tables::new(needed, &block_bytes);
         let mut stage = Stage { decoder, tables, capacity: 0, rows_limit: self.chunk };
-        let pool = Pool::new(PoolConfig { threads: usize::from(self.threads), ..PoolConfig::default() });
+        let threads = std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);
+        let pool = Pool::new(PoolConfig::new(threads))?;
         let probe = BandwidthProbe::new();
         let mut bandwidth = vec![probe.median(&pool, 3)];
         let mut rows = Vec::new();

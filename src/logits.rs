@@ -7,11 +7,12 @@ use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use worker::engine::{EngineRequest, Sink};
+use worker::kv_cache::Placement;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir logits smollm2-135m --tokens prompts.json --out logits.safetensors --greedy 32")]
-pub struct Logits {
+pub(crate) struct Logits {
     /// Catalog name or path to a .gguf
     model: String,
     /// JSON file: an array of arrays of token ids, run in order
@@ -81,7 +82,7 @@ impl Sink for Collector {
 
 impl Logits {
     /// Runs the command.
-    pub fn run(self) -> Result<()> {
+    pub(crate) fn run(self) -> Result<()> {
         let text = std::fs::read_to_string(&self.tokens).with_context(|| format!("cannot read {}", self.tokens.display()))?;
         let prompts: Vec<Vec<u32>> = serde_json::from_str(&text)
             .with_context(|| format!("{}: expected an array of arrays of token ids", self.tokens.display()))?;
@@ -89,12 +90,14 @@ impl Logits {
             bail!("{}: no prompts", self.tokens.display());
         }
         let mut options = self.engine.options();
-        options.chunk = self.chunk;
-        options.contiguous = self.contiguous;
+        options.chunk = Some(self.chunk);
+        if self.contiguous {
+            options.placement = Placement::Contiguous;
+        }
         options.prefix_cache = !self.no_prefix_cache;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
-        options.max_rows = options.max_rows.max(if self.chunk == 0 { longest * at_once } else { 0 });
+        options.max_rows = (self.chunk == 0).then_some((longest * at_once).max(512));
         let mut local = local::open(&self.model, options)?;
         let vocab = local.engine.decoder().spec().vocab;
         let mut collected = Vec::with_capacity(prompts.len());

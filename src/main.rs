@@ -2,17 +2,22 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
+mod bench;
 mod ca;
 mod cluster_key;
 mod config;
 mod coordinator;
 mod cpus;
 mod home;
+mod local;
+mod logits;
 mod models;
 mod node;
 mod numerics;
 mod ops_client;
+mod perplexity;
 mod progress;
+mod run;
 mod status;
 mod tokenize;
 mod up;
@@ -47,6 +52,10 @@ enum Command {
     Up(up::Up),
     Coordinator(coordinator::Coordinator),
     Worker(worker::Worker),
+    Run(run::Run),
+    Logits(logits::Logits),
+    Perplexity(perplexity::Perplexity),
+    Bench(bench::Bench),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
@@ -59,6 +68,10 @@ impl Command {
             Self::Up(command) => command.run(),
             Self::Coordinator(command) => command.run(),
             Self::Worker(command) => command.run(),
+            Self::Run(command) => command.run(),
+            Self::Logits(command) => command.run(),
+            Self::Perplexity(command) => command.run(),
+            Self::Bench(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),

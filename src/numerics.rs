@@ -26,6 +26,25 @@ pub(crate) enum ActivationsArg {
     F32,
 }
 
+impl From<KvTypeArg> for kernels::backend::KvType {
+    fn from(arg: KvTypeArg) -> Self {
+        match arg {
+            KvTypeArg::F16 => Self::F16,
+            KvTypeArg::F32 => Self::F32,
+            KvTypeArg::Q8_0 => Self::Q8_0,
+        }
+    }
+}
+
+impl From<ActivationsArg> for kernels::backend::ActivationMode {
+    fn from(arg: ActivationsArg) -> Self {
+        match arg {
+            ActivationsArg::Int8 => Self::Int8,
+            ActivationsArg::F32 => Self::F32,
+        }
+    }
+}
+
 /// What a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

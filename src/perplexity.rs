@@ -12,7 +12,7 @@ use worker::engine::{EngineRequest, Sink};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir perplexity smollm2-135m --file README.md --ctx 512")]
 #[group(id = "input", required = true, multiple = false, args = ["file", "tokens"])]
-pub struct Perplexity {
+pub(crate) struct Perplexity {
     /// Catalog name or path to a .gguf
     model: String,
     /// A text file
@@ -83,7 +83,7 @@ impl Sink for Scorer {
 
 impl Perplexity {
     /// Runs the command.
-    pub fn run(self) -> Result<()> {
+    pub(crate) fn run(self) -> Result<()> {
         let ctx = self.ctx as usize;
         let mut options = self.engine.options();
         options.prefix_cache = false;

@@ -12,7 +12,7 @@ use worker::engine::EngineRequest;
 /// Streams a completion from one process, no cluster
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir run smollm2-135m -p \"The capital of France is\" -n 16")]
-pub struct Run {
+pub(crate) struct Run {
     /// Catalog name or path to a .gguf
     model: String,
     /// The prompt
@@ -68,7 +68,7 @@ struct Outcome {
 
 impl Run {
     /// Runs the command.
-    pub fn run(self) -> Result<()> {
+    pub(crate) fn run(self) -> Result<()> {
         let mut local = local::open(&self.model, self.engine.options())?;
         let prompt = self.prompt_ids(&local)?;
         let prompt_len = prompt.len();

@@ -128,14 +128,6 @@ impl CpuBackend {
         })
     }
 
-    fn vector(&self, id: VectorId) -> &[f32] {
-        &self.vectors[id.0 as usize]
-    }
-
-    fn optional(&self, id: Option<VectorId>) -> Option<&[f32]> {
-        id.map(|id| self.vector(id))
-    }
-
     /// Two buffers of which one is changed.
     fn pair(&mut self, read: BufferId, write: BufferId) -> Result<(&Buffer, &mut Buffer), Error> {
         pair(&mut self.buffers, read, write)

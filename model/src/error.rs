@@ -174,4 +174,7 @@ pub enum Error {
     /// A model cannot be had.
     #[error(transparent)]
     Catalog(#[from] crate::catalog::CatalogError),
+    /// The chat template cannot be used, or refuses the messages.
+    #[error(transparent)]
+    ChatTemplate(#[from] crate::chat_template::TemplateError),
 }

@@ -6,6 +6,7 @@
 
 pub mod arch;
 pub mod catalog;
+pub mod chat_template;
 pub mod error;
 pub mod ggml_type;
 pub mod gguf;
@@ -18,6 +19,7 @@ pub mod tokenizer;
 #[cfg(test)]
 mod test_files;
 
+pub use chat_template::ChatTemplate;
 pub use error::Error;
 pub use ggml_type::GgmlType;
 pub use gguf::Gguf;

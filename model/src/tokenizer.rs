@@ -34,6 +34,7 @@ pub struct Tokenizer {
     model: Model,
     specials: Specials,
     bos: Option<u32>,
+    eos: Option<u32>,
     adds_bos: bool,
     eog: BTreeSet<u32>,
     digest: [u8; 32],
@@ -41,8 +42,8 @@ pub struct Tokenizer {
 
 #[derive(Debug)]
 enum Model {
-    Bpe(Bpe),
-    Spm { spm: Spm, add_space_prefix: bool },
+    Bpe(Box<Bpe>),
+    Spm { spm: Box<Spm>, add_space_prefix: bool },
 }
 
 /// What a token is for.
@@ -171,6 +172,11 @@ impl Tokenizer {
     /// The token that begins a sequence.
     pub fn bos(&self) -> Option<u32> {
         self.bos
+    }
+
+    /// The token that ends a sequence; [`eos_ids`](Self::eos_ids) are all that end a generation.
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
     }
 
     /// Whether [`bos`](Self::bos) belongs before every prompt; it is then there.

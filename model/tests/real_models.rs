@@ -1,10 +1,13 @@
 //! The models of the catalog against what llama.cpp made of them. Pulls what is not in `$KVASIR_HOME` yet.
 
+#![allow(clippy::unwrap_used, reason = "a panic is the report")]
+
 use std::path::{Path, PathBuf};
 
 use kvasir_model::catalog::{self, Store};
-use kvasir_model::{Gguf, Tokenizer};
-use serde_json::Value as Json;
+use kvasir_model::chat_template::Message;
+use kvasir_model::{ChatTemplate, Gguf, Tokenizer};
+use serde_json::{Map, Value as Json};
 
 const MODELS: &[(&str, &str)] =
     &[("smollm2-135m", "real/smollm2-135m-instruct.json"), ("gemma3-270m", "real/gemma-3-270m.json")];
@@ -63,4 +66,26 @@ fn a_long_text_comes_back_with_the_same_ids() {
         assert!(text.contains("GNU GENERAL PUBLIC LICENSE"), "{name}");
         assert_eq!(tokenizer.encode(&text, false), body, "{name}");
     }
+}
+
+#[test]
+fn chat_templates_render_as_published() {
+    let gguf = open("smollm2-135m");
+    let tokenizer = Tokenizer::from_metadata(gguf.metadata()).unwrap();
+    let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap().unwrap();
+    let chat = [Message::new("user", "Hi"), Message::new("assistant", "Hello."), Message::new("user", "Bye")];
+    let prompt = template.render(&chat, None, true, &Map::new()).unwrap();
+    let system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n";
+    let turns = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n";
+    assert_eq!(prompt, format!("{system}{turns}<|im_start|>assistant\n"));
+    let ids = tokenizer.encode(&prompt, true);
+    assert_eq!(ids.iter().filter(|&&id| tokenizer.is_eog(id)).count(), 4, "one <|im_end|> per turn");
+    let own = [&[Message::new("system", "Be brief.")], &chat[..]].concat();
+    let prompt = template.render(&own, None, false, &Map::new()).unwrap();
+    assert_eq!(prompt, format!("<|im_start|>system\nBe brief.<|im_end|>\n{turns}"));
+
+    // This base model has none, and none is made up.
+    let gguf = open("gemma3-270m");
+    let tokenizer = Tokenizer::from_metadata(gguf.metadata()).unwrap();
+    assert!(ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap().is_none());
 }

@@ -102,6 +102,20 @@ impl Decoder {
         self.weights.source_bytes
     }
 
+    /// Bytes of weights, as they stand in the source, that one token reads.
+    pub fn weight_bytes_per_token(&self) -> usize {
+        self.weights.bytes_per_token
+    }
+
+    /// Bytes of KV that one token reads at `context` positions before it.
+    pub fn kv_bytes_read(&self, context: usize) -> usize {
+        let read = |group: &KvGroup| {
+            let positions = group.window.map_or(context, |window| context.min(window));
+            group.block_bytes * positions / self.config.block_tokens
+        };
+        self.groups.iter().map(read).sum()
+    }
+
     /// Rows of the largest step.
     pub fn max_rows(&self) -> usize {
         self.config.max_rows

@@ -8,7 +8,7 @@ use crate::decoder::Decoder;
 use crate::kv_events::EventLog;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceInfo, SequenceRequest, StepPlan};
+use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
 use kernels::backend::{BlockTable, KvCopy, StepInput, StepSequence};
 use model::tokenizer::Tokenizer;

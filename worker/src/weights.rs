@@ -77,6 +77,8 @@ pub(crate) struct Weights {
     pub(crate) head: Option<(Norm, Linear)>,
     /// Bytes of the tensors as they stand in the source.
     pub(crate) source_bytes: usize,
+    /// Bytes of them that one token reads: of experts the share that is used, of the embedding one row.
+    pub(crate) bytes_per_token: usize,
 }
 
 /// Reads and uploads, each tensor once.
@@ -86,11 +88,12 @@ pub(crate) struct Loader<'a> {
     matrices: HashMap<String, MatrixId>,
     ropes: Vec<(spec::RopeSpec, RopeId)>,
     source_bytes: usize,
+    bytes_per_token: usize,
 }
 
 impl<'a> Loader<'a> {
     pub(crate) fn new(source: &'a dyn TensorSource, backend: &'a mut dyn Backend) -> Self {
-        Self { source, backend, matrices: HashMap::new(), ropes: Vec::new(), source_bytes: 0 }
+        Self { source, backend, matrices: HashMap::new(), ropes: Vec::new(), source_bytes: 0, bytes_per_token: 0 }
     }
 
     /// Loads `range` of the model's layers; `progress` hears (layers done, layers in all).
@@ -107,17 +110,30 @@ impl<'a> Loader<'a> {
             true => Some(self.matrix(&spec.embedding.tensor, spec.vocab, spec.hidden, 1)?),
             false => None,
         };
+        // A token reads one row of the embedding; where the head is tied to it, the head counts.
+        self.bytes_per_token = 0;
         let mut layers = Vec::with_capacity(total);
         for (done, layer) in spec.layers[range].iter().enumerate() {
             progress(done, total);
             layers.push(self.layer(layer)?);
         }
         let head = match last {
-            true => Some((self.norm(&spec.output_norm)?, self.linear(&spec.output.linear)?)),
+            true => {
+                if spec.output.linear.weight == spec.embedding.tensor {
+                    self.bytes_per_token += self.view(&spec.embedding.tensor)?.bytes.len();
+                }
+                Some((self.norm(&spec.output_norm)?, self.linear(&spec.output.linear)?))
+            }
             false => None,
         };
         progress(total, total);
-        Ok(Weights { embedding, layers, head, source_bytes: self.source_bytes })
+        Ok(Weights {
+            embedding,
+            layers,
+            head,
+            source_bytes: self.source_bytes,
+            bytes_per_token: self.bytes_per_token,
+        })
     }
 
     fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights, Error> {
@@ -151,20 +167,20 @@ impl<'a> Loader<'a> {
             FfnSpec::Moe(moe) => {
                 let gate_up = match &moe.gate_up {
                     spec::ExpertGateUp::Separate { gate, up } => ExpertGateUp::Separate {
-                        gate: self.experts(gate, moe.experts)?,
-                        up: self.experts(up, moe.experts)?,
+                        gate: self.experts(gate, moe)?,
+                        up: self.experts(up, moe)?,
                         gate_scale: self.optional_vector(gate.scale.as_deref(), moe.experts)?,
                         up_scale: self.optional_vector(up.scale.as_deref(), moe.experts)?,
                     },
                     spec::ExpertGateUp::Fused(linear) => ExpertGateUp::Fused {
-                        gate_up: self.experts(linear, moe.experts)?,
+                        gate_up: self.experts(linear, moe)?,
                         scale: self.optional_vector(linear.scale.as_deref(), moe.experts)?,
                     },
                 };
                 Ok(FfnWeights::Moe {
                     router: self.linear(&moe.router)?,
                     gate_up,
-                    down: self.experts(&moe.down, moe.experts)?,
+                    down: self.experts(&moe.down, moe)?,
                     down_scale: self.optional_vector(moe.down.scale.as_deref(), moe.experts)?,
                     activation: gate_activation(moe.activation),
                     spec: moe.clone(),
@@ -185,8 +201,11 @@ impl<'a> Loader<'a> {
         })
     }
 
-    fn experts(&mut self, linear: &LinearSpec, experts: usize) -> Result<MatrixId, Error> {
-        self.matrix(&linear.weight, linear.rows, linear.cols, experts)
+    fn experts(&mut self, linear: &LinearSpec, moe: &MoeSpec) -> Result<MatrixId, Error> {
+        let before = self.bytes_per_token;
+        let id = self.matrix(&linear.weight, linear.rows, linear.cols, moe.experts)?;
+        self.bytes_per_token = before + (self.bytes_per_token - before) * moe.used / moe.experts;
+        Ok(id)
     }
 
     fn matrix(&mut self, name: &str, rows: usize, cols: usize, experts: usize) -> Result<MatrixId, Error> {
@@ -202,6 +221,7 @@ impl<'a> Loader<'a> {
             bytes: view.bytes,
         })?;
         self.source_bytes += view.bytes.len();
+        self.bytes_per_token += view.bytes.len();
         self.matrices.insert(name.to_owned(), id);
         Ok(id)
     }

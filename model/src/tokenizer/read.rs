@@ -63,7 +63,8 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
     let tokens: &Strings = metadata.require("tokenizer.ggml.tokens")?;
     let mut vocabulary = Vocabulary::read(metadata, tokens)?;
     let score_based = model == "llama";
-    let eog = vocabulary.ends(metadata, score_based.then_some(2))?;
+    let eos = vocabulary.id(metadata, "tokenizer.ggml.eos_token_id", score_based.then_some(2))?;
+    let eog = vocabulary.ends(metadata, eos)?;
 
     let mut hash = Hash::new(model, &vocabulary);
     let (model, adds_bos) = match model {
@@ -72,8 +73,11 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
             let merges: &Strings = metadata.require("tokenizer.ggml.merges")?;
             hash.text(pre.name);
             hash.list(merges.iter());
-            vocabulary.spell(|text, out| spell_bytes(text, out));
-            (Model::Bpe(Bpe::new(pre, &vocabulary.texts, &vocabulary.bytes, merges.iter())?), pre.adds_bos)
+            vocabulary.spell(spell_bytes);
+            (
+                Model::Bpe(Box::new(Bpe::new(pre, &vocabulary.texts, &vocabulary.bytes, merges.iter())?)),
+                pre.adds_bos,
+            )
         }
         "llama" => {
             let scores = scores(metadata, tokens.len())?;
@@ -83,7 +87,13 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
             hash.number(unknown.map_or(u64::MAX, u64::from));
             scores.iter().for_each(|s| hash.number(s.to_bits().into()));
             vocabulary.spell(|text, out| out.extend_from_slice(text.replace(SPACE, " ").as_bytes()));
-            (Model::Spm { spm: Spm::new(&vocabulary.texts, &scores, unknown)?, add_space_prefix }, true)
+            (
+                Model::Spm {
+                    spm: Box::new(Spm::new(&vocabulary.texts, &scores, unknown)?),
+                    add_space_prefix,
+                },
+                true,
+            )
         }
         found => return Err(TokenizerError::UnknownModel { found: found.to_owned(), known: MODELS }.into()),
     };
@@ -93,6 +103,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         return Err(TokenizerError::NoBos.into());
     }
     hash.number(bos.map_or(u64::MAX, u64::from));
+    hash.number(eos.map_or(u64::MAX, u64::from));
     hash.number(u64::from(adds_bos));
     hash.number(eog.len() as u64);
     eog.iter().for_each(|&id| hash.number(id.into()));
@@ -104,6 +115,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         kinds: vocabulary.kinds,
         model,
         bos,
+        eos,
         adds_bos,
         eog,
         digest: hash.0.finalize().into(),
@@ -194,8 +206,8 @@ impl Vocabulary {
     }
 
     /// Finds the tokens that end a generation, and corrects the kinds that files get wrong.
-    fn ends(&mut self, metadata: &Metadata, default_eos: Option<u32>) -> Result<BTreeSet<u32>, Error> {
-        let mut ends = BTreeSet::from_iter(self.id(metadata, "tokenizer.ggml.eos_token_id", default_eos)?);
+    fn ends(&mut self, metadata: &Metadata, eos: Option<u32>) -> Result<BTreeSet<u32>, Error> {
+        let mut ends = BTreeSet::from_iter(eos);
         for &(key, texts) in END_KEYS {
             let found = match self.id(metadata, key, None)? {
                 Some(id) => Some(id),

@@ -143,9 +143,13 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
             Ok(StepOutcome::Idle) if engine.has_work() => {
                 // Everything waits for something outside: a command, a deadline.
                 match inbox.recv_timeout(Duration::from_millis(1)) {
-                    Ok(command) if !obey(&mut engine, command) => return,
+                    Ok(command) => {
+                        if !obey(&mut engine, command) {
+                            return;
+                        }
+                    }
                     Err(RecvTimeoutError::Disconnected) => return,
-                    Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Timeout) => {}
                 }
             }
             Ok(StepOutcome::Idle) => {}

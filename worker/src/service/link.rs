@@ -23,7 +23,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         Ok(answer) => answer,
         Err(reason) => {
             tracing::warn!(coordinator = %connection.peer().node, %reason, "not accepted");
-            connection.close(CloseCode::Normal);
+            connection.close(CloseCode::Shutdown);
             return;
         }
     };
@@ -31,7 +31,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         Ok(engine) => engine,
         Err(error) => {
             tracing::error!(coordinator = %connection.peer().node, %error, "cannot join");
-            connection.close(CloseCode::Normal);
+            connection.close(CloseCode::Shutdown);
             return;
         }
     };
@@ -44,7 +44,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "left");
-    connection.close(CloseCode::Normal);
+    connection.close(CloseCode::Shutdown);
 }
 
 async fn register(

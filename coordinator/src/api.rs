@@ -1,0 +1,288 @@
+//! The API port: OpenAI's HTTP, for those who have a key.
+//!
+//! A request passes, in this order: the connection's limits ([`crate::server`]), the gate of this module
+//! (request id, key; default deny, around the whole router), [`limits::read`], [`plan`], the dispatch, and
+//! [`answer`].
+
+pub mod answer;
+pub mod auth;
+pub mod error;
+pub mod fields;
+pub mod limits;
+pub mod params;
+pub mod plan;
+pub mod prompt;
+pub mod shape;
+
+use crate::dispatch::{Dispatch, Job};
+use crate::models::Models;
+use crate::ops::metrics::Metrics;
+use crate::random::random_u64;
+use answer::Answer;
+use auth::{Caller, Keys, salt};
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, get, post};
+use axum::{Json, Router};
+use error::ApiError;
+use plan::{Kind, Plan, Sources};
+use proto::block::{ClusterKey, Scope};
+use proto::ids::{ModelId, RequestId};
+use serde_json::json;
+use shape::Shape;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::Semaphore;
+
+/// The client's name for its request, or ours.
+pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Everything that the handlers need.
+#[derive(Debug)]
+pub struct Front {
+    /// Where generations go.
+    pub dispatch: Arc<Dispatch>,
+    /// What is offered.
+    pub models: Arc<Models>,
+    /// Who may ask.
+    pub keys: Keys,
+    /// Keys block ids and salts.
+    pub cluster_key: ClusterKey,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// Requests that are planned at once; more would only share the same cores.
+    pub planners: Arc<Semaphore>,
+    /// How long a request may take in all.
+    pub request_timeout: Duration,
+    /// Seconds since 1970 at start.
+    pub started: u64,
+}
+
+/// What is served here. The router is made of this list and of nothing else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Endpoint {
+    /// Which models there are.
+    Models,
+    /// Completions of text or tokens.
+    Completions,
+    /// Completions of chats.
+    Chat,
+    /// Text to tokens.
+    Tokenize,
+    /// Tokens to text.
+    Detokenize,
+}
+
+impl Endpoint {
+    /// Every endpoint.
+    pub const ALL: [Self; 5] =
+        [Self::Models, Self::Completions, Self::Chat, Self::Tokenize, Self::Detokenize];
+
+    /// Its path.
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Models => "/v1/models",
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+            Self::Tokenize => "/tokenize",
+            Self::Detokenize => "/detokenize",
+        }
+    }
+
+    /// Its method.
+    pub fn method(self) -> Method {
+        match self {
+            Self::Models => Method::GET,
+            Self::Completions | Self::Chat | Self::Tokenize | Self::Detokenize => Method::POST,
+        }
+    }
+
+    fn route(self) -> MethodRouter<Arc<Front>> {
+        match self {
+            Self::Models => get(models),
+            Self::Completions => post(async |front, request| generate(front, Kind::Completion, request).await),
+            Self::Chat => post(async |front, request| generate(front, Kind::Chat, request).await),
+            Self::Tokenize => post(tokenize),
+            Self::Detokenize => post(detokenize),
+        }
+    }
+}
+
+/// The whole port.
+pub fn router(front: Arc<Front>) -> Router {
+    Endpoint::ALL
+        .into_iter()
+        .fold(Router::new(), |router, endpoint| router.route(endpoint.path(), endpoint.route()))
+        .fallback(async || ApiError::NotFound)
+        .method_not_allowed_fallback(async || ApiError::NotFound)
+        .layer(from_fn_with_state(Arc::clone(&front), gate))
+        .with_state(front)
+}
+
+/// Around everything, also around what does not exist: nothing is answered without a key, and every answer
+/// carries the request's id.
+async fn gate(State(front): State<Arc<Front>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers());
+    let path = request.uri().path();
+    let path = Endpoint::ALL.into_iter().map(Endpoint::path).find(|p| *p == path).unwrap_or("other");
+    let mut response = match front.keys.authenticate(request.headers()) {
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            request.extensions_mut().insert(id.clone());
+            next.run(request).await
+        }
+        Err(error) => error.into_response(),
+    };
+    if let Ok(value) = HeaderValue::from_str(id.as_str()) {
+        response.headers_mut().insert(REQUEST_ID_HEADER, value);
+    }
+    front.metrics.answered(path, response.status().as_u16());
+    response
+}
+
+fn request_id(headers: &HeaderMap) -> RequestId {
+    let given = headers.get(REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
+    let given = given.and_then(|text| RequestId::new(text).ok());
+    let ours = || RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64()));
+    // Hexadecimal digits are a valid id.
+    given.or_else(|| ours().ok()).unwrap_or_else(|| unreachable!("hexadecimal digits are a request id"))
+}
+
+async fn models(State(front): State<Arc<Front>>) -> Response {
+    let model = |model: &Arc<crate::models::OfferedModel>| {
+        let served = front.dispatch.model(&model.id);
+        json!({
+            "id": model.id.as_str(),
+            "object": "model",
+            "created": front.started,
+            "owned_by": "kvasir",
+            "max_model_len": served.map(|s| s.max_model_len),
+        })
+    };
+    let data: Vec<_> = front.models.iter().map(model).collect();
+    Json(json!({"object": "list", "data": data})).into_response()
+}
+
+async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    let body = body(request).await?;
+    let tokenized = front.plan(move |sources| plan::tokenize(&body, sources)).await?;
+    let count = tokenized.tokens.len();
+    let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
+    Ok(Json(body).into_response())
+}
+
+async fn detokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    let body = body(request).await?;
+    let text = front.plan(move |sources| plan::detokenize(&body, sources.models)).await?;
+    Ok(Json(json!({"prompt": text})).into_response())
+}
+
+async fn generate(
+    State(front): State<Arc<Front>>,
+    kind: Kind,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let arrived = Instant::now();
+    // Before anything is read: an overloaded coordinator must say so at once.
+    front.dispatch.check_room()?;
+    // Both were put there by the gate.
+    let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
+    let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
+    let body = body(request).await?;
+    let key = front.cluster_key.clone();
+    let deadline = arrived + front.request_timeout;
+    let name = id.clone();
+    let planned = Instant::now();
+    let (plan, jobs) = front
+        .plan(move |sources| {
+            let plan = plan::generation(kind, &body, sources)?;
+            let jobs = jobs(&plan, &key, &caller, &name, deadline);
+            Ok((plan, jobs))
+        })
+        .await?;
+    front.metrics.stage("plan", planned.elapsed());
+    let routed = Instant::now();
+    let generations = front.dispatch.generate(jobs)?;
+    front.metrics.stage("route", routed.elapsed());
+    let prefix = match kind {
+        Kind::Completion => "cmpl",
+        Kind::Chat => "chatcmpl",
+    };
+    let shape = Shape {
+        kind,
+        id: format!("{prefix}-{id}"),
+        created: unix_seconds(),
+        model: plan.model.id.to_string(),
+        token_ids: plan.params.return_token_ids,
+        logprobs: plan.params.sampling.logprobs.is_some(),
+    };
+    let answer = Answer::new(&plan, shape, Arc::clone(&front.metrics), generations, arrived);
+    if plan.params.stream { answer.streamed().await } else { answer.whole().await }
+}
+
+/// For each prompt its choices. Choices of one prompt differ in their seeds.
+fn jobs(plan: &Plan, key: &ClusterKey, caller: &Caller, id: &RequestId, deadline: Instant) -> Vec<Job> {
+    let root = key.root(Scope {
+        salt: &salt(key, &caller.tenant),
+        model_digest: &plan.served.model_digest,
+        tokenizer_digest: &plan.served.tokenizer_digest,
+        adapter: b"",
+    });
+    let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
+    for (prompt, max_tokens) in &plan.prompts {
+        let chain: Arc<[_]> = key.chain(root, prompt).into();
+        for nth in 0..plan.params.n {
+            let mut sampling = plan.params.sampling.clone();
+            sampling.seed = sampling.seed.wrapping_add(nth.into());
+            let mut stop = plan.params.stop.clone();
+            stop.max_tokens = *max_tokens;
+            jobs.push(Job {
+                request_id: id.clone(),
+                choice: jobs.len() as u32,
+                tenant: Arc::clone(&caller.tenant),
+                model: plan.model.id.clone(),
+                root,
+                prompt: Arc::clone(prompt),
+                chain: Arc::clone(&chain),
+                sampling,
+                stop,
+                deadline,
+            });
+        }
+    }
+    jobs
+}
+
+async fn body(request: Request) -> Result<bytes::Bytes, ApiError> {
+    let announced = request.headers().get(header::CONTENT_LENGTH);
+    limits::check_announced(announced.and_then(|v| v.to_str().ok()?.parse().ok()))?;
+    let body: Body = request.into_body();
+    limits::read(body).await
+}
+
+impl Front {
+    /// Runs `work` where computing for milliseconds holds nobody up.
+    async fn plan<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let permit = Arc::clone(&self.planners).acquire_owned().await.map_err(|_| ApiError::Internal)?;
+        let front = Arc::clone(self);
+        let planned = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            let served = |id: &ModelId| front.dispatch.model(id);
+            work(&Sources { models: &front.models, served: &served, seed: random_u64() })
+        });
+        planned.await.unwrap_or_else(|error| {
+            tracing::error!(%error, "planning a request failed");
+            Err(ApiError::Internal)
+        })
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

@@ -1,0 +1,237 @@
+//! Generations become an answer: one JSON object, or server-sent events.
+//!
+//! The body of a stream is pulled: nothing is read from the workers before the connection to the client has
+//! room for it, so a slow reader holds back its own request and no memory; if it takes nothing for long the
+//! connection is cut (see [`crate::server`]), which drops the generations and so cancels them.
+
+use super::error::ApiError;
+use super::plan::Plan;
+use super::shape::{Delta, Shape, Usage};
+use crate::dispatch::{Event, Failure, Generation, Started};
+use crate::models::OfferedModel;
+use crate::ops::metrics::{Metrics, Served};
+use axum::Json;
+use axum::body::Body;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures::StreamExt;
+use futures::stream::{self, BoxStream, SelectAll};
+use proto::message::{FinishedV1, TokenOut};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Which worker serves, as in status.
+pub const WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvasir-worker");
+/// Why it was chosen, and what it was expected to have cached.
+pub const ROUTE_HEADER: HeaderName = HeaderName::from_static("x-kvasir-route");
+
+/// An answer in the making.
+pub struct Answer {
+    shape: Shape,
+    model: Arc<OfferedModel>,
+    metrics: Arc<Metrics>,
+    events: SelectAll<BoxStream<'static, (u32, Result<Event, Failure>)>>,
+    choices: Vec<Progress>,
+    include_usage: bool,
+}
+
+/// How far a choice is.
+#[derive(Debug)]
+struct Progress {
+    arrived: Instant,
+    prompt: u64,
+    /// Whether its prompt counts: the first choice of each prompt.
+    counts: bool,
+    started: Option<Started>,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    /// Characters of the tokens so far.
+    characters: usize,
+    completion: u64,
+}
+
+impl Answer {
+    /// Of these generations, which belong to `plan`: for each prompt its choices.
+    pub fn new(
+        plan: &Plan,
+        shape: Shape,
+        metrics: Arc<Metrics>,
+        generations: Vec<Generation>,
+        arrived: Instant,
+    ) -> Self {
+        let n = plan.params.n as usize;
+        let progress = |(at, prompt): (usize, u64)| Progress {
+            arrived,
+            prompt,
+            counts: at % n == 0,
+            started: None,
+            first: None,
+            last: None,
+            characters: 0,
+            completion: 0,
+        };
+        let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
+        let choices = prompts.enumerate().map(progress).collect();
+        let events = generations.into_iter().map(|generation| {
+            stream::unfold(generation, |mut generation| async {
+                let event = generation.next().await?;
+                Some(((generation.choice(), event), generation))
+            })
+            .boxed()
+        });
+        Self {
+            shape,
+            model: Arc::clone(&plan.model),
+            metrics,
+            events: stream::select_all(events),
+            choices,
+            include_usage: plan.params.include_usage,
+        }
+    }
+
+    /// Everything at once, when it is all there.
+    pub async fn whole(mut self) -> Result<Response, ApiError> {
+        let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
+        while let Some((choice, event)) = self.events.next().await {
+            let Some(delta) = self.advance(choice, event?) else { continue };
+            let Some(all) = whole.get_mut(choice as usize) else { continue };
+            all.text.push_str(&delta.text);
+            all.tokens.extend(delta.tokens);
+            all.finished = delta.finished.or(all.finished.take());
+        }
+        let body = self.shape.whole(&whole, self.usage(), &self.model.tokenizer);
+        Ok((self.headers(), Json(body)).into_response())
+    }
+
+    /// Events as they come. Waits for the first, so that what fails before it gets its own status.
+    pub async fn streamed(mut self) -> Result<Response, ApiError> {
+        let mut ready = VecDeque::new();
+        if let Some((choice, event)) = self.events.next().await {
+            self.take(choice, event?, &mut ready);
+        }
+        let mut headers = self.headers();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        // Proxies that gather responses must not gather this one.
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        let body = stream::unfold(Some((self, ready)), |state| async {
+            let (mut answer, mut ready) = state?;
+            loop {
+                if let Some(chunk) = ready.pop_front() {
+                    return Some((Ok::<_, std::convert::Infallible>(chunk), Some((answer, ready))));
+                }
+                match answer.events.next().await {
+                    Some((choice, Ok(event))) => answer.take(choice, event, &mut ready),
+                    Some((_, Err(failure))) => {
+                        let body = ApiError::from(failure).body();
+                        return Some((Ok(format!("event: error\ndata: {body}\n\n").into()), None));
+                    }
+                    None => return Some((Ok(answer.ending()), None)),
+                }
+            }
+        });
+        Ok((headers, Body::from_stream(body)).into_response())
+    }
+
+    fn ending(&self) -> Bytes {
+        let mut text = String::new();
+        if self.include_usage {
+            text.push_str(&format!("data: {}\n\n", self.shape.usage_chunk(self.usage())));
+        }
+        text.push_str("data: [DONE]\n\n");
+        text.into()
+    }
+
+    /// Turns an event into chunks.
+    fn take(&mut self, choice: u32, event: Event, ready: &mut VecDeque<Bytes>) {
+        let opening = matches!(event, Event::Started(_))
+            && self.choices.get(choice as usize).is_some_and(|c| c.started.is_none());
+        let delta = self.advance(choice, event);
+        let mut push = |value: serde_json::Value| ready.push_back(format!("data: {value}\n\n").into());
+        if opening && let Some(chunk) = self.shape.opening(choice, self.include_usage) {
+            push(chunk);
+        }
+        let Some(delta) = delta else { return };
+        let silent = delta.text.is_empty() && delta.finished.is_none();
+        if !silent || self.shape.token_ids || self.shape.logprobs {
+            push(self.shape.chunk(choice, &delta, self.include_usage, &self.model.tokenizer));
+        }
+    }
+
+    /// Notes an event and tells what is new for the client.
+    fn advance(&mut self, choice: u32, event: Event) -> Option<Delta> {
+        let progress = self.choices.get_mut(choice as usize)?;
+        match event {
+            Event::Started(started) => {
+                progress.started = Some(started);
+                None
+            }
+            Event::Tokens(tokens) => {
+                let now = Instant::now();
+                if let Some(last) = progress.last.replace(now) {
+                    self.metrics.tokens_after(&self.model.id, now - last, tokens.len());
+                } else {
+                    progress.first = Some(now);
+                }
+                progress.completion += tokens.len() as u64;
+                let offset = progress.characters;
+                let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
+                let bytes = |t: &TokenOut| String::from_utf8_lossy(self.model.tokenizer.token_bytes(t.id)).chars().count();
+                if self.shape.logprobs {
+                    progress.characters += tokens.iter().map(bytes).sum::<usize>();
+                }
+                Some(Delta { text, tokens, offset, finished: None })
+            }
+            Event::Finished(finished) => {
+                progress.completion = progress.completion.max(finished.completion_tokens.into());
+                let served = progress.served(&finished);
+                self.metrics.served(&self.model.id, served);
+                let text = finished.tail.clone();
+                Some(Delta { text, finished: Some(finished), offset: progress.characters, ..Delta::default() })
+            }
+        }
+    }
+
+    fn usage(&self) -> Usage {
+        let mut usage = Usage::default();
+        for choice in &self.choices {
+            usage.completion += choice.completion;
+            if choice.counts {
+                usage.prompt += choice.prompt;
+                usage.cached += choice.started.as_ref().map_or(0, |s| s.cached.into());
+            }
+        }
+        usage
+    }
+
+    fn headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        let Some(started) = self.choices.iter().find_map(|c| c.started.as_ref()) else { return headers };
+        let route = format!("reason={};predicted={}", started.reason.as_str(), started.predicted);
+        // Names are of header characters only, by their types.
+        if let (Ok(worker), Ok(route)) =
+            (HeaderValue::from_str(started.node.as_str()), HeaderValue::from_str(&route))
+        {
+            headers.insert(WORKER_HEADER, worker);
+            headers.insert(ROUTE_HEADER, route);
+        }
+        headers
+    }
+}
+
+impl Progress {
+    fn served(&self, finished: &FinishedV1) -> Served {
+        let now = Instant::now();
+        let since = |at: Instant| at.saturating_duration_since(self.arrived);
+        Served {
+            to_first: since(self.first.unwrap_or(now)),
+            queued: self.started.as_ref().map(|s| s.queued).unwrap_or_default(),
+            total: since(now),
+            prompt: self.prompt,
+            generated: self.completion,
+            reason: finished.reason,
+        }
+    }
+}

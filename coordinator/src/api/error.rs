@@ -1,0 +1,176 @@
+//! Errors as clients see them: OpenAI's shape, stable codes, nothing about the inside.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use proto::message::GenerateError;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+use crate::balancer::Refusal;
+use crate::dispatch::Failure;
+
+/// What a client is told when a request cannot be served.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ApiError {
+    /// A field has a value that cannot be accepted.
+    #[error("{field}: {reason}")]
+    InvalidField {
+        /// Which field, as a path: `messages[2].role`.
+        field: String,
+        /// Value and rule, in words.
+        reason: String,
+    },
+    /// The body is longer than the limit.
+    #[error("the body is longer than {limit} bytes")]
+    BodyTooLarge {
+        /// The limit.
+        limit: usize,
+    },
+    /// The body did not arrive in time.
+    #[error("the body did not arrive in time")]
+    BodyTimeout,
+    /// Prompt and output do not fit the model.
+    #[error(
+        "the model's context is {limit} tokens; the request needs {need} \
+         (prompt {prompt}, output {})", need - prompt
+    )]
+    ContextLength {
+        /// Tokens of the prompt.
+        prompt: u64,
+        /// Tokens needed in all.
+        need: u64,
+        /// The model's limit.
+        limit: u64,
+    },
+    /// No such model.
+    #[error("the model {0:?} does not exist")]
+    ModelNotFound(String),
+    /// No such path, or not with this method.
+    #[error("there is nothing at this path with this method")]
+    NotFound,
+    /// No key, or not one of ours.
+    #[error("no valid API key was given")]
+    InvalidApiKey,
+    /// The key is valid but may not do this.
+    #[error("this key may not do that")]
+    Forbidden,
+    /// Too much waits already.
+    #[error("too many requests are waiting; try again later")]
+    QueueFull {
+        /// When.
+        retry_after: Duration,
+    },
+    /// Nobody serves the model just now.
+    #[error("no worker serves this model at the moment")]
+    NoWorker,
+    /// The worker went away and nobody could go on in its place.
+    #[error("the worker that served this request was lost")]
+    WorkerLost,
+    /// It took too long.
+    #[error("the request did not finish in time")]
+    DeadlineExceeded,
+    /// Our fault.
+    #[error("internal error")]
+    Internal,
+}
+
+impl ApiError {
+    /// A field that cannot be accepted.
+    pub fn field(field: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::InvalidField { field: field.into(), reason: reason.into() }
+    }
+
+    /// The HTTP status.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::InvalidField { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
+            Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::ModelNotFound(_) | Self::NotFound => StatusCode::NOT_FOUND,
+            Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
+            Self::Forbidden => StatusCode::FORBIDDEN,
+            Self::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// The stable code.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::InvalidField { .. } | Self::BodyTooLarge { .. } | Self::NotFound => "invalid_field",
+            Self::BodyTimeout | Self::DeadlineExceeded => "deadline_exceeded",
+            Self::ContextLength { .. } => "context_length_exceeded",
+            Self::ModelNotFound(_) => "model_not_found",
+            Self::InvalidApiKey | Self::Forbidden => "invalid_api_key",
+            Self::QueueFull { .. } => "queue_full",
+            Self::NoWorker => "no_worker",
+            Self::WorkerLost => "worker_lost",
+            Self::Internal => "internal",
+        }
+    }
+
+    /// The body, also of an `error` event in a stream.
+    pub fn body(&self) -> Value {
+        let kind = match self.status().as_u16() {
+            401 | 403 => "authentication_error",
+            429 => "rate_limit_error",
+            400..=499 => "invalid_request_error",
+            _ => "server_error",
+        };
+        let param = match self {
+            Self::InvalidField { field, .. } => Some(field.as_str()),
+            Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
+            Self::ModelNotFound(_) => Some("model"),
+            _ => None,
+        };
+        json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": self.code()}})
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status(), Json(self.body())).into_response();
+        let retry = match self {
+            Self::QueueFull { retry_after } => Some(retry_after.as_secs().max(1)),
+            Self::NoWorker | Self::WorkerLost => Some(1),
+            _ => None,
+        };
+        if let Some(seconds) = retry {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::QueueFull { retry_after } => Self::QueueFull { retry_after },
+            Refusal::NoWorker => Self::NoWorker,
+            Refusal::Deadline => Self::DeadlineExceeded,
+            Refusal::AttemptsFailed => Self::WorkerLost,
+        }
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Refused(refusal) => refusal.into(),
+            Failure::Lost => Self::WorkerLost,
+            Failure::Deadline => Self::DeadlineExceeded,
+            Failure::Worker(error) => match error {
+                GenerateError::ContextLength { need, limit } => {
+                    Self::ContextLength { prompt: 0, need, limit }
+                }
+                GenerateError::InvalidField { field, reason } => Self::InvalidField { field, reason },
+                GenerateError::QueueFull => Self::QueueFull { retry_after: Duration::from_secs(1) },
+                GenerateError::Draining | GenerateError::ModelNotFound(_) => Self::NoWorker,
+                GenerateError::DeadlineExceeded { .. } => Self::DeadlineExceeded,
+                GenerateError::Internal => Self::Internal,
+            },
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! How to generate: the fields that completions and chat share.
+
+use super::error::ApiError;
+use super::fields::{Fields, plain};
+use super::limits::{MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS};
+use proto::message::{Sampling, Stop};
+use serde::Deserialize;
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
+use std::fmt;
+use std::marker::PhantomData;
+
+/// Names of the fields read here.
+pub const NAMES: [&str; 19] = [
+    "model",
+    "n",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "return_token_ids",
+    "add_special_tokens",
+];
+
+/// What a request says besides prompt and length.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Params {
+    /// Choices for each prompt.
+    pub n: u32,
+    /// Whether to answer with server-sent events.
+    pub stream: bool,
+    /// Whether the stream ends with a usage chunk.
+    pub include_usage: bool,
+    /// How to draw; `seed` is that of the first choice.
+    pub sampling: Sampling,
+    /// When to end, `max_tokens` left at 0.
+    pub stop: Stop,
+    /// Whether choices carry their token ids.
+    pub return_token_ids: bool,
+    /// Whether BOS is put before a text prompt where the model wants it; `None` if not said.
+    pub add_special_tokens: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+impl Params {
+    /// Reads and checks them. `vocab`: tokens of the model; `seed`: taken where none is given.
+    pub fn read(fields: &Fields<'_>, vocab: usize, seed: u64) -> Result<Self, ApiError> {
+        let stream = fields.get("stream")?.unwrap_or(false);
+        let options: Option<StreamOptions> = fields.get("stream_options")?;
+        if options.is_some() && !stream {
+            return Err(ApiError::field("stream_options", "only with stream"));
+        }
+        let min_tokens = fields.get("min_tokens")?.unwrap_or(0);
+        let sampling = Sampling {
+            temperature: fields.ranged("temperature", 0.0..=100.0)?.unwrap_or(1.0),
+            top_p: above_zero(fields, "top_p", 1.0)?.unwrap_or(1.0),
+            top_k: match fields.ranged("top_k", -1..=i64::from(u32::MAX))? {
+                Some(k) => u32::try_from(k).unwrap_or(0),
+                None => 0,
+            },
+            min_p: fields.ranged("min_p", 0.0..=1.0)?.unwrap_or(0.0),
+            repetition_penalty: above_zero(fields, "repetition_penalty", 100.0)?.unwrap_or(1.0),
+            presence_penalty: fields.ranged("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0),
+            frequency_penalty: fields.ranged("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0),
+            logit_bias: logit_bias(fields, vocab)?,
+            // Any 64 bits are a seed; negative ones are those of the same pattern.
+            seed: match fields.ranged("seed", i128::from(i64::MIN)..=i128::from(u64::MAX))? {
+                Some(seed) => (seed & i128::from(u64::MAX)) as u64,
+                None => seed,
+            },
+            logprobs: None,
+        };
+        let stop = Stop {
+            max_tokens: 0,
+            min_tokens,
+            strings: stop_strings(fields)?,
+            token_ids: stop_tokens(fields, vocab)?,
+            ignore_eos: fields.get("ignore_eos")?.unwrap_or(false),
+        };
+        Ok(Self {
+            n: fields.ranged("n", 1..=MAX_N)?.unwrap_or(1),
+            stream,
+            include_usage: options.and_then(|o| o.include_usage).unwrap_or(false),
+            sampling,
+            stop,
+            return_token_ids: fields.get("return_token_ids")?.unwrap_or(false),
+            add_special_tokens: fields.get("add_special_tokens")?,
+        })
+    }
+}
+
+fn above_zero(fields: &Fields<'_>, name: &'static str, most: f32) -> Result<Option<f32>, ApiError> {
+    match fields.ranged(name, 0.0..=most)? {
+        Some(0.0) => Err(ApiError::field(name, "must be above 0")),
+        value => Ok(value),
+    }
+}
+
+fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
+    let strings = match fields.raw("stop") {
+        None => Vec::new(),
+        Some(raw) if raw.starts_with('"') => fields.get("stop")?.into_iter().collect(),
+        Some(_) => fields.get::<Bounded<String, { MAX_STOP }>>("stop")?.map_or_else(Vec::new, |list| list.0),
+    };
+    for (at, text) in strings.iter().enumerate() {
+        if text.is_empty() || text.len() > MAX_STOP_BYTES {
+            let reason = format!("must have 1 to {MAX_STOP_BYTES} bytes");
+            return Err(ApiError::field(format!("stop[{at}]"), reason));
+        }
+    }
+    Ok(strings)
+}
+
+fn stop_tokens(fields: &Fields<'_>, vocab: usize) -> Result<Vec<u32>, ApiError> {
+    let tokens: Option<Bounded<u32, { MAX_STOP_TOKENS }>> = fields.get("stop_token_ids")?;
+    let tokens = tokens.map_or_else(Vec::new, |list| list.0);
+    check_tokens("stop_token_ids", &tokens, vocab)?;
+    Ok(tokens)
+}
+
+/// Refuses ids that the model does not have.
+pub fn check_tokens(field: &str, tokens: &[u32], vocab: usize) -> Result<(), ApiError> {
+    match tokens.iter().position(|&id| id as usize >= vocab) {
+        None => Ok(()),
+        Some(at) => {
+            let reason = format!("{} is not a token; the model has {vocab}", tokens.get(at).copied().unwrap_or(0));
+            Err(ApiError::field(format!("{field}[{at}]"), reason))
+        }
+    }
+}
+
+fn logit_bias(fields: &Fields<'_>, vocab: usize) -> Result<Vec<(u32, f32)>, ApiError> {
+    const NAME: &str = "logit_bias";
+    let Some(raw) = fields.raw(NAME) else { return Ok(Vec::new()) };
+    let mut json = serde_json::Deserializer::from_str(raw);
+    let pairs = json.deserialize_map(Biases).map_err(|e| ApiError::field(NAME, plain(&e)))?;
+    for &(token, bias) in &pairs {
+        if token as usize >= vocab {
+            return Err(ApiError::field(NAME, format!("{token} is not a token; the model has {vocab}")));
+        }
+        if !(-100.0..=100.0).contains(&bias) {
+            return Err(ApiError::field(NAME, format!("{bias} is not from -100 to 100")));
+        }
+    }
+    Ok(pairs)
+}
+
+struct Biases;
+
+impl<'de> Visitor<'de> for Biases {
+    type Value = Vec<(u32, f32)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an object of at most {MAX_LOGIT_BIAS} token ids and numbers")
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Self::Value, M::Error> {
+        let mut pairs = Vec::new();
+        while let Some(pair) = map.next_entry::<u32, f32>()? {
+            if pairs.len() == MAX_LOGIT_BIAS {
+                return Err(serde::de::Error::invalid_length(MAX_LOGIT_BIAS + 1, &self));
+            }
+            pairs.push(pair);
+        }
+        Ok(pairs)
+    }
+}
+
+/// A list that is refused as soon as it is longer than `MAX`.
+#[derive(Debug)]
+pub struct Bounded<T, const MAX: usize>(pub Vec<T>);
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T, MAX> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct List<T, const MAX: usize>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for List<T, MAX> {
+            type Value = Vec<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a list of at most {MAX}")
+            }
+
+            fn visit_seq<S: SeqAccess<'de>>(self, mut seq: S) -> Result<Vec<T>, S::Error> {
+                let mut items = Vec::new();
+                while let Some(item) = seq.next_element()? {
+                    if items.len() == MAX {
+                        return Err(serde::de::Error::invalid_length(MAX + 1, &self));
+                    }
+                    items.push(item);
+                }
+                Ok(items)
+            }
+        }
+        deserializer.deserialize_seq(List::<T, MAX>(PhantomData)).map(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn read(body: &Value) -> Result<Params, ApiError> {
+        let body = body.to_string();
+        Params::read(&Fields::parse(body.as_bytes(), &NAMES).unwrap(), 1000, 77)
+    }
+
+    #[test]
+    fn nothing_said_means_the_defaults_and_a_seed() {
+        let params = read(&json!({})).unwrap();
+        assert_eq!(params.sampling, Sampling { temperature: 1.0, seed: 77, ..Sampling::default() });
+        assert_eq!((params.n, params.stream, params.stop), (1, false, Stop::default()));
+    }
+
+    #[test]
+    fn everything_said_is_taken() {
+        let params = read(&json!({
+            "n": 8, "stream": true, "stream_options": {"include_usage": true}, "temperature": 0, "top_p": 0.5,
+            "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -2,
+            "frequency_penalty": 2, "logit_bias": {"999": -100, "0": 1.5}, "seed": -1, "stop": "x",
+            "stop_token_ids": [1, 2], "ignore_eos": true, "min_tokens": 3, "return_token_ids": true,
+            "add_special_tokens": false,
+        }))
+        .unwrap();
+        let expected = Sampling {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 0.5,
+            min_p: 0.1,
+            repetition_penalty: 1.1,
+            presence_penalty: -2.0,
+            frequency_penalty: 2.0,
+            logit_bias: vec![(999, -100.0), (0, 1.5)],
+            seed: u64::MAX,
+            logprobs: None,
+        };
+        assert_eq!(params.sampling, expected);
+        assert!(params.stream && params.include_usage && params.return_token_ids);
+        assert_eq!((params.n, params.add_special_tokens), (8, Some(false)));
+        assert_eq!(params.stop.strings, ["x"]);
+        assert_eq!(params.stop.token_ids, [1, 2]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (body, field) in [
+            (json!({"n": 0}), "n"),
+            (json!({"n": 1.5}), "n"),
+            (json!({"stream": "yes"}), "stream"),
+            (json!({"stream_options": {}}), "stream_options"),
+            (json!({"temperature": -0.1}), "temperature"),
+            (json!({"temperature": "hot"}), "temperature"),
+            (json!({"temperature": 1e39}), "temperature"),
+            (json!({"top_p": 0}), "top_p"),
+            (json!({"top_p": 1.01}), "top_p"),
+            (json!({"top_k": -2}), "top_k"),
+            (json!({"min_p": 2}), "min_p"),
+            (json!({"repetition_penalty": 0}), "repetition_penalty"),
+            (json!({"presence_penalty": 2.1}), "presence_penalty"),
+            (json!({"frequency_penalty": -2.1}), "frequency_penalty"),
+            (json!({"seed": 18446744073709551616.0}), "seed"),
+            (json!({"seed": "a"}), "seed"),
+            (json!({"stop": ["ok", ""]}), "stop[1]"),
+            (json!({"stop": "x".repeat(MAX_STOP_BYTES + 1)}), "stop[0]"),
+            (json!({"stop": 7}), "stop"),
+            (json!({"stop_token_ids": [1, 1000]}), "stop_token_ids[1]"),
+            (json!({"stop_token_ids": [-1]}), "stop_token_ids"),
+            (json!({"logit_bias": {"1000": 1}}), "logit_bias"),
+            (json!({"logit_bias": {"1": 101}}), "logit_bias"),
+            (json!({"logit_bias": {"x": 1}}), "logit_bias"),
+            (json!({"logit_bias": [1]}), "logit_bias"),
+            (json!({"min_tokens": -1}), "min_tokens"),
+            (json!({"ignore_eos": 1}), "ignore_eos"),
+        ] {
+            match read(&body) {
+                Err(ApiError::InvalidField { field: named, .. }) => assert_eq!(named, field, "{body}"),
+                other => panic!("{body}: {other:?}"),
+            }
+        }
+    }
+}

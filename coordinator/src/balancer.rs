@@ -1,0 +1,401 @@
+//! What decides: table, index, loads and queue under one roof, as one state machine.
+//!
+//! Every method takes the time (and a random number where ties may have to be broken) and gives back
+//! [`Action`]s; nothing in here waits, measures time or talks to anyone. The life of a ticket:
+//! `submit` → (queued) → [`Action::Assign`] → `started` → `ended`, or `retry` after an attempt that failed,
+//! or [`Action::Refuse`] at any point before it is assigned.
+
+mod floor;
+#[cfg(test)]
+mod tests;
+
+use crate::admission::{Queue, QueueLimits, Waiting, retry_after};
+use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
+use crate::routing::Reason;
+use crate::table::{Member, TableChange, TableError, WorkerTable};
+use floor::{Floor, Placing};
+use proto::block::BlockId;
+use proto::event::{KvEventBatch, KvSnapshot};
+use proto::ids::{Attempt, Epoch, ModelId, NodeId};
+use proto::message::{LoadReportV1, ServedModelV1, WorkerState};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The numbers that steer it.
+#[derive(Debug, Clone, Copy)]
+pub struct Policy {
+    /// How much may wait for a worker.
+    pub queue: QueueLimits,
+    /// Sequences sent to one worker and not yet ended, at most; more wait here, where any worker can still
+    /// take them.
+    pub max_inflight: u32,
+    /// A worker not heard of for this long gets no new work while another is there.
+    pub suspect_after: Duration,
+    /// A worker not heard of for this long has left.
+    pub lease: Duration,
+    /// How long after a request's end its reservation stands in for events under way.
+    pub event_lag: Duration,
+    /// Attempts at a request, the first included.
+    pub max_attempts: u32,
+    /// Bytes for the prefix index.
+    pub index_bytes: u64,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            queue: QueueLimits { requests: 2_048, tokens: 4_000_000 },
+            max_inflight: 256,
+            suspect_after: Duration::from_millis(1_500),
+            lease: Duration::from_secs(5),
+            event_lag: Duration::from_secs(1),
+            max_attempts: 4,
+            index_bytes: 256 << 20,
+        }
+    }
+}
+
+/// One generation to be placed.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    /// Whose turn it takes.
+    pub tenant: Arc<str>,
+    /// The model.
+    pub model: ModelId,
+    /// Length of the prompt.
+    pub prompt_tokens: u32,
+    /// Ids of the prompt's full units.
+    pub chain: Arc<[BlockId]>,
+    /// When it is worth nothing any more.
+    pub deadline: Instant,
+}
+
+/// Names one submitted generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(u64);
+
+/// Where a generation goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Assignment {
+    /// The worker.
+    pub node: NodeId,
+    /// Its life.
+    pub epoch: Epoch,
+    /// Which attempt this is, from 0.
+    pub attempt: Attempt,
+    /// Prompt tokens that the worker is expected to have cached.
+    pub predicted: u32,
+    /// Why this worker.
+    pub reason: Reason,
+    /// Workers of equal classes give bit-equal results.
+    pub numeric_class: String,
+}
+
+/// Why a generation is not placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Too much waits already.
+    #[error("the queue is full")]
+    QueueFull {
+        /// When trying again makes sense.
+        retry_after: Duration,
+    },
+    /// Nobody serves the model just now.
+    #[error("no worker serves the model at the moment")]
+    NoWorker,
+    /// It waited too long.
+    #[error("the deadline passed in the queue")]
+    Deadline,
+    /// As many attempts as are allowed have failed.
+    #[error("every attempt failed")]
+    AttemptsFailed,
+}
+
+/// Why an attempt failed, so far as the next choice depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Setback {
+    /// The worker died or the connection to it did: it may be tried again in its next life.
+    Lost,
+    /// The worker lives but does not want this request.
+    Declined,
+}
+
+/// What the caller has to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Send the generation to a worker.
+    Assign(Ticket, Assignment),
+    /// Tell the client.
+    Refuse(Ticket, Refusal),
+    /// Fetch what is missing of a worker's events.
+    Fetch {
+        /// The worker.
+        node: NodeId,
+        /// Its life.
+        epoch: Epoch,
+        /// What is missing.
+        need: Need,
+    },
+    /// The worker has lost its lease: close its connection, so that what runs there fails and moves.
+    Drop {
+        /// The worker.
+        node: NodeId,
+        /// Its life.
+        epoch: Epoch,
+    },
+}
+
+/// A worker as seen from here, for status and metrics.
+#[derive(Debug, Clone)]
+pub struct WorkerView {
+    /// Its place in the table.
+    pub member: Member,
+    /// Its last report, if one has come.
+    pub report: Option<LoadReportV1>,
+    /// Time since it was last heard of.
+    pub silent: Duration,
+    /// Sequences sent there by this coordinator and not yet ended.
+    pub inflight: u32,
+    /// Prompt tokens sent there by this coordinator and not yet computed.
+    pub pending_tokens: u64,
+    /// Its event stream.
+    pub stream: Option<StreamView>,
+}
+
+impl WorkerView {
+    /// What it does: draining also while only an operator has asked for it.
+    pub fn state(&self) -> WorkerState {
+        match self.report.as_ref().map_or(WorkerState::Starting, |r| r.state) {
+            WorkerState::Ready if self.member.draining => WorkerState::Draining,
+            state => state,
+        }
+    }
+}
+
+/// What waits, for metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueueView {
+    /// Generations.
+    pub requests: usize,
+    /// Their prompt tokens.
+    pub tokens: u64,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    ticket: Ticket,
+    ask: Ask,
+    attempts: u32,
+    /// Workers that declined it.
+    avoid: Vec<(NodeId, Epoch)>,
+    /// The only class that may go on with what has been emitted.
+    only_class: Option<String>,
+}
+
+impl Waiting for Waiter {
+    fn tokens(&self) -> u64 {
+        u64::from(self.ask.prompt_tokens)
+    }
+    fn deadline(&self) -> Instant {
+        self.ask.deadline
+    }
+}
+
+/// The state machine. See the module.
+#[derive(Debug)]
+pub struct Balancer {
+    queue: Queue<Waiter>,
+    floor: Floor,
+    next_ticket: u64,
+}
+
+impl Balancer {
+    /// No workers, nothing waiting.
+    pub fn new(policy: Policy) -> Self {
+        Self { queue: Queue::new(policy.queue), floor: Floor::new(policy), next_ticket: 0 }
+    }
+
+    /// Takes generations that belong to one request, all or none.
+    pub fn submit(
+        &mut self,
+        now: Instant,
+        asks: Vec<Ask>,
+        random: u64,
+    ) -> Result<(Vec<Ticket>, Vec<Action>), Refusal> {
+        if asks.iter().any(|ask| !self.floor.serves(&ask.model)) {
+            return Err(Refusal::NoWorker);
+        }
+        let tokens = asks.iter().map(|ask| u64::from(ask.prompt_tokens)).sum();
+        self.check_room(asks.len(), tokens)?;
+        let mut tickets = Vec::with_capacity(asks.len());
+        for ask in asks {
+            let ticket = Ticket(self.next_ticket);
+            self.next_ticket += 1;
+            tickets.push(ticket);
+            let tenant = Arc::clone(&ask.tenant);
+            let waiter = Waiter { ticket, ask, attempts: 0, avoid: Vec::new(), only_class: None };
+            self.queue.push_back(&tenant, waiter);
+        }
+        Ok((tickets, self.pump(now, random)))
+    }
+
+    /// Whether `requests` more with `tokens` prompt tokens in all would be queued.
+    pub fn check_room(&self, requests: usize, tokens: u64) -> Result<(), Refusal> {
+        self.queue.check(requests, tokens).map_err(|full| {
+            let backlog = full.tokens + self.floor.pending_tokens();
+            Refusal::QueueFull { retry_after: retry_after(backlog, self.floor.prefill_rate()) }
+        })
+    }
+
+    /// The worker has computed the prompt.
+    pub fn started(&mut self, ticket: Ticket) {
+        self.floor.started(ticket);
+    }
+
+    /// The generation is over, however it ended, or nobody wants it any more.
+    pub fn ended(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
+        if self.floor.end(now, ticket).is_none() {
+            self.queue.remove(|waiter| waiter.ticket == ticket);
+        }
+        self.pump(now, random)
+    }
+
+    /// The attempt failed; the generation goes to the head of its tenant's lane. `only_class`: tokens have
+    /// been emitted, and only a worker of this numeric class may go on behind them.
+    pub fn retry(
+        &mut self,
+        now: Instant,
+        ticket: Ticket,
+        setback: Setback,
+        only_class: Option<String>,
+        random: u64,
+    ) -> Vec<Action> {
+        let Some((mut waiter, node, epoch)) = self.floor.fail(ticket) else { return Vec::new() };
+        waiter.only_class = only_class;
+        if setback == Setback::Declined {
+            waiter.avoid.push((node, epoch));
+        }
+        let mut actions = Vec::new();
+        if waiter.attempts >= self.floor.policy().max_attempts {
+            actions.push(Action::Refuse(ticket, Refusal::AttemptsFailed));
+        } else {
+            let tenant = Arc::clone(&waiter.ask.tenant);
+            self.queue.push_front(&tenant, waiter);
+        }
+        actions.extend(self.pump(now, random));
+        actions
+    }
+
+    /// Changes the table of workers.
+    pub fn change(
+        &mut self,
+        now: Instant,
+        change: TableChange,
+        random: u64,
+    ) -> Result<Vec<Action>, TableError> {
+        let mut actions: Vec<Action> = self.floor.change(now, change)?.into_iter().collect();
+        actions.extend(self.pump(now, random));
+        Ok(actions)
+    }
+
+    /// A worker reports. Reports of other lives than the member's are ignored.
+    pub fn load(&mut self, now: Instant, node: &NodeId, report: LoadReportV1, random: u64) -> Vec<Action> {
+        self.floor.load(now, node, report);
+        self.pump(now, random)
+    }
+
+    /// A worker's events arrive.
+    pub fn events(&mut self, node: &NodeId, batch: KvEventBatch) -> Result<Option<Action>, StreamError> {
+        self.floor.index_of(node, |index, slot| index.apply(slot, batch))
+    }
+
+    /// What [`Need::Replay`] asked for; `None` if the worker no longer has it.
+    pub fn replayed(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        batches: Option<Vec<KvEventBatch>>,
+    ) -> Result<Option<Action>, StreamError> {
+        self.floor.index_of(node, |index, slot| index.replayed(slot, epoch, batches))
+    }
+
+    /// What [`Need::Snapshot`] asked for.
+    pub fn snapshot(&mut self, node: &NodeId, snapshot: KvSnapshot) -> Result<Option<Action>, StreamError> {
+        self.floor.index_of(node, |index, slot| index.install(slot, snapshot))
+    }
+
+    /// A fetch did not work out; the worker's next events will ask for it again.
+    pub fn fetch_failed(&mut self, node: &NodeId) {
+        self.floor.fetch_failed(node);
+    }
+
+    /// To be called several times a second: deadlines, leases, reservations.
+    pub fn tick(&mut self, now: Instant, random: u64) -> Vec<Action> {
+        let mut actions: Vec<Action> = self.floor.expire(now);
+        let late = self.queue.expire(now);
+        actions.extend(late.into_iter().map(|w| Action::Refuse(w.ticket, Refusal::Deadline)));
+        actions.extend(self.pump(now, random));
+        actions
+    }
+
+    /// The table.
+    pub fn table(&self) -> &WorkerTable {
+        self.floor.table()
+    }
+
+    /// What is served under this name, if a worker does.
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV1> {
+        self.floor.table().model(id)
+    }
+
+    /// Whether a worker takes work for this model now.
+    pub fn serves(&self, id: &ModelId) -> bool {
+        self.floor.serves(id)
+    }
+
+    /// The workers as seen from here.
+    pub fn workers(&self, now: Instant) -> Vec<WorkerView> {
+        self.floor.workers(now)
+    }
+
+    /// Sizes of the index.
+    pub fn index_size(&self) -> IndexSize {
+        self.floor.index_size()
+    }
+
+    /// What waits.
+    pub fn queue(&self) -> QueueView {
+        QueueView { requests: self.queue.requests(), tokens: self.queue.tokens() }
+    }
+
+    /// Generations assigned and not ended.
+    pub fn inflight(&self) -> usize {
+        self.floor.inflight()
+    }
+
+    /// Places what can be placed.
+    fn pump(&mut self, now: Instant, random: u64) -> Vec<Action> {
+        let Self { queue, floor, .. } = self;
+        let mut actions = Vec::new();
+        let mut random = random;
+        queue.drain(|waiter| {
+            let ticket = waiter.ticket;
+            random = mix(random);
+            match floor.place(now, waiter, random) {
+                Placing::Assigned(assignment) => actions.push(Action::Assign(ticket, assignment)),
+                Placing::Refused(refusal) => actions.push(Action::Refuse(ticket, refusal)),
+                Placing::Later(waiter) => return Some(waiter),
+            }
+            None
+        });
+        actions
+    }
+}
+
+/// The next of a sequence of well-mixed numbers (splitmix64).
+fn mix(state: u64) -> u64 {
+    let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

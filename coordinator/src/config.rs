@@ -1,0 +1,165 @@
+//! The coordinator's configuration, as it stands in a file.
+
+use crate::admission::QueueLimits;
+use crate::api::auth::KeyEntry;
+use crate::balancer::Policy;
+use crate::models::ModelEntry;
+use serde::{Deserialize, Serialize};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+/// A coordinator's configuration. Every field has a default; unknown fields are refused.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// API port. Port 0: any. Elsewhere than on loopback only with `keys`.
+    pub http: SocketAddr,
+    /// Operations port: health, metrics, administration. Port 0: any.
+    pub ops: SocketAddr,
+    /// UDP port for workers. Port 0: any.
+    pub quic: SocketAddr,
+    /// Models that the API offers.
+    pub models: Vec<ModelEntry>,
+    /// API keys. Without any, everybody on this machine is one tenant.
+    pub keys: Vec<KeyEntry>,
+    /// Whether `/readyz` stays 503 until someone posts to `/admin/v1/ready`.
+    pub hold_ready: bool,
+    /// Seconds that a request may take in all.
+    pub request_timeout_s: u64,
+    /// Generations that may wait for a worker.
+    pub queue_requests: usize,
+    /// Prompt tokens that may wait for a worker.
+    pub queue_tokens: u64,
+    /// Generations that one worker may have at a time; more wait here, where any worker can take them.
+    pub worker_inflight: u32,
+    /// How often workers report, in milliseconds.
+    pub report_every_ms: u64,
+    /// A worker not heard of for this long gets no new work while another is there, in milliseconds.
+    pub suspect_ms: u64,
+    /// A worker not heard of for this long has left, in milliseconds.
+    pub lease_ms: u64,
+    /// Memory for the prefix index, in bytes.
+    pub index_bytes: u64,
+    /// HTTP connections at a time, on the API port.
+    pub max_connections: usize,
+    /// Seconds that requests under way are given when the coordinator is told to stop.
+    pub drain_s: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let loopback = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let policy = Policy::default();
+        let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+        Self {
+            http: loopback(8080),
+            ops: loopback(9090),
+            quic: loopback(7000),
+            models: Vec::new(),
+            keys: Vec::new(),
+            hold_ready: false,
+            request_timeout_s: 600,
+            queue_requests: policy.queue.requests,
+            queue_tokens: policy.queue.tokens,
+            worker_inflight: policy.max_inflight,
+            report_every_ms: 250,
+            suspect_ms: millis(policy.suspect_after),
+            lease_ms: millis(policy.lease),
+            index_bytes: policy.index_bytes,
+            max_connections: 4096,
+            drain_s: 30,
+        }
+    }
+}
+
+/// What is wrong with a configuration.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// Anybody could use it.
+    #[error("http = {http} is reachable from elsewhere; without [[keys]] only loopback is served")]
+    KeysRequired {
+        /// The address.
+        http: SocketAddr,
+    },
+    /// A number that makes no sense.
+    #[error("{field} = {value}: {rule}")]
+    OutOfRange {
+        /// Which.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// The keys cannot be used.
+    #[error("[[keys]]: {0}")]
+    Keys(#[from] crate::api::auth::KeysError),
+}
+
+impl Config {
+    /// Checks what can be checked without starting.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        crate::api::auth::Keys::new(&self.keys)?;
+        if self.keys.is_empty() && !self.http.ip().is_loopback() {
+            return Err(ConfigError::KeysRequired { http: self.http });
+        }
+        let wrong = |field, value, rule| Err(ConfigError::OutOfRange { field, value, rule });
+        let positive = [
+            ("request_timeout_s", self.request_timeout_s),
+            ("worker_inflight", self.worker_inflight.into()),
+            ("report_every_ms", self.report_every_ms),
+            ("max_connections", self.max_connections as u64),
+        ];
+        if let Some(&(field, value)) = positive.iter().find(|(_, value)| *value == 0) {
+            return wrong(field, value, "must be above 0");
+        }
+        if self.suspect_ms < self.report_every_ms.saturating_mul(2) {
+            return wrong("suspect_ms", self.suspect_ms, "must be at least twice report_every_ms");
+        }
+        if self.lease_ms < self.suspect_ms {
+            return wrong("lease_ms", self.lease_ms, "must be at least suspect_ms");
+        }
+        Ok(())
+    }
+
+    /// The numbers that steer the balancer.
+    pub fn policy(&self) -> Policy {
+        Policy {
+            queue: QueueLimits { requests: self.queue_requests, tokens: self.queue_tokens },
+            max_inflight: self.worker_inflight,
+            suspect_after: Duration::from_millis(self.suspect_ms),
+            lease: Duration::from_millis(self.lease_ms),
+            index_bytes: self.index_bytes,
+            ..Policy::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_valid_and_unknown_fields_are_not() {
+        assert_eq!(Config::default().check(), Ok(()));
+        let empty: Config = serde_json::from_str("{}").unwrap();
+        assert_eq!(empty, Config::default());
+        assert!(serde_json::from_str::<Config>(r#"{"htpp": "127.0.0.1:1"}"#).is_err());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let open = SocketAddr::from(([0, 0, 0, 0], 8080));
+        let exposed = Config { http: open, ..Config::default() };
+        assert_eq!(exposed.check(), Err(ConfigError::KeysRequired { http: open }));
+        let key = crate::api::auth::tests::entry("k", "t", false);
+        assert_eq!(Config { keys: vec![key], ..exposed }.check(), Ok(()));
+        let field = |config: Config| match config.check() {
+            Err(ConfigError::OutOfRange { field, .. }) => field,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(field(Config { worker_inflight: 0, ..Config::default() }), "worker_inflight");
+        assert_eq!(field(Config { suspect_ms: 100, ..Config::default() }), "suspect_ms");
+        assert_eq!(field(Config { lease_ms: 1_000, ..Config::default() }), "lease_ms");
+    }
+}

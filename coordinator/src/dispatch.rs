@@ -1,0 +1,329 @@
+//! Where decisions become traffic: the balancer behind a lock, the connections to the workers, and the life
+//! of each generation on them ([`Generation`]).
+
+mod generation;
+mod link;
+
+pub use generation::{Event, Failure, Generation, Job, Started};
+pub use link::SessionId;
+
+use crate::balancer::{
+    Action, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
+};
+use crate::ops::metrics::Metrics;
+use crate::prefix_index::{IndexSize, Need};
+use crate::random::random_u64;
+use crate::table::{TableChange, TableError};
+use link::{Link, Turn};
+use parking_lot::Mutex;
+use proto::event::{KvEventBatch, KvReplay};
+use proto::ids::{ModelId, NodeId};
+use proto::message::{LoadReportV1, RegisterV1, ServedModelV1};
+use proto::service::deadline;
+use proto::transport::{CloseCode, Connection};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+
+/// How long a worker may take to answer what is asked of it besides generations.
+const RPC_LIMIT: Duration = Duration::from_secs(5);
+
+/// The balancer, in traffic. Share it in an `Arc`.
+#[derive(Debug)]
+pub struct Dispatch {
+    desk: Mutex<Desk>,
+    metrics: Arc<Metrics>,
+}
+
+/// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
+#[derive(Debug)]
+struct Desk {
+    balancer: Balancer,
+    tickets: HashMap<Ticket, mpsc::UnboundedSender<Verdict>>,
+    links: HashMap<NodeId, Arc<Link>>,
+}
+
+/// What the balancer has decided about a ticket.
+#[derive(Debug)]
+enum Verdict {
+    Go(Assignment, Arc<Link>, Turn),
+    No(Refusal),
+}
+
+impl Dispatch {
+    /// No workers yet.
+    pub fn new(policy: Policy, metrics: Arc<Metrics>) -> Arc<Self> {
+        let balancer = Balancer::new(policy);
+        let desk = Desk { balancer, tickets: HashMap::new(), links: HashMap::new() };
+        Arc::new(Self { desk: Mutex::new(desk), metrics })
+    }
+
+    /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
+    pub fn generate(self: &Arc<Self>, jobs: Vec<Job>) -> Result<Vec<Generation>, Refusal> {
+        let asks = jobs.iter().map(Job::ask).collect();
+        let mut desk = self.desk.lock();
+        let (tickets, actions) = desk.balancer.submit(Instant::now(), asks, random_u64())?;
+        let mut generations = Vec::with_capacity(tickets.len());
+        for (ticket, job) in tickets.into_iter().zip(jobs) {
+            let (sender, verdicts) = mpsc::unbounded_channel();
+            desk.tickets.insert(ticket, sender);
+            generations.push(Generation::new(Arc::clone(self), ticket, job, verdicts));
+        }
+        self.perform(&mut desk, actions);
+        Ok(generations)
+    }
+
+    /// A worker that has introduced itself on `connection` joins. An earlier connection of it is closed.
+    pub fn join(
+        self: &Arc<Self>,
+        session: SessionId,
+        connection: Connection,
+        register: RegisterV1,
+    ) -> Result<(), TableError> {
+        let (node, epoch) = (register.node.clone(), register.epoch);
+        let mut desk = self.desk.lock();
+        let join = TableChange::Join(register);
+        let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
+        let link = Arc::new(Link::new(session, epoch, connection));
+        if let Some(old) = desk.links.insert(node, link)
+            && old.session() != session
+        {
+            old.close(CloseCode::Fenced);
+        }
+        self.perform(&mut desk, actions);
+        Ok(())
+    }
+
+    /// A worker reports on this session. `false` if it is not a member by this session and epoch.
+    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV1) -> bool {
+        let mut desk = self.desk.lock();
+        let member =
+            desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == report.epoch);
+        if member {
+            let actions = desk.balancer.load(Instant::now(), node, report, random_u64());
+            self.perform(&mut desk, actions);
+        }
+        member
+    }
+
+    /// A worker's events arrive on this session.
+    pub fn events(self: &Arc<Self>, session: SessionId, node: &NodeId, batch: KvEventBatch) {
+        let mut desk = self.desk.lock();
+        if desk.links.get(node).is_none_or(|link| link.session() != session) {
+            // Said before registering, or by a connection that has been replaced: the replay that follows
+            // a registration tells it again.
+            return;
+        }
+        match desk.balancer.events(node, batch) {
+            Ok(action) => self.perform(&mut desk, action.into_iter().collect()),
+            Err(error) => tracing::warn!(%node, %error, "KV events refused"),
+        }
+    }
+
+    /// The session's connection is gone: if it is the one by which the worker is a member, it has left.
+    pub fn session_lost(self: &Arc<Self>, session: SessionId, node: &NodeId) {
+        self.remove(node, "connection lost", |link| link.session() == session);
+    }
+
+    /// Somebody who knows says that the worker's process is dead: counts at once, whatever QUIC still
+    /// believes. `false` if it is no member.
+    pub fn notice_dead(self: &Arc<Self>, node: &NodeId) -> bool {
+        self.remove(node, "reported dead", |_| true)
+    }
+
+    /// Asks a worker to take no new work, or to take it again; here at once, there by RPC.
+    pub async fn drain(self: &Arc<Self>, node: &NodeId, draining: bool) -> Result<(), TableError> {
+        let link = {
+            let mut desk = self.desk.lock();
+            let change = TableChange::Drain { node: node.clone(), draining };
+            let actions = desk.balancer.change(Instant::now(), change, random_u64())?;
+            self.perform(&mut desk, actions);
+            desk.links.get(node).cloned()
+        };
+        let Some(link) = link else { return Ok(()) };
+        let told = match link.api().await {
+            Ok(api) if draining => api.drain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
+            Ok(api) => api.undrain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(error) = told {
+            // It gets no work from here in any case.
+            tracing::warn!(%node, draining, %error, "the worker could not be told");
+        }
+        Ok(())
+    }
+
+    /// Deadlines, leases, reservations; to be called several times a second.
+    pub fn tick(self: &Arc<Self>) {
+        let mut desk = self.desk.lock();
+        let actions = desk.balancer.tick(Instant::now(), random_u64());
+        self.perform(&mut desk, actions);
+    }
+
+    /// The workers' own metrics, as texts by name; without those that do not answer within `limit`.
+    pub async fn worker_metrics(&self, limit: Duration) -> Vec<(NodeId, String)> {
+        let links: Vec<_> = self.desk.lock().links.iter().map(|(n, l)| (n.clone(), Arc::clone(l))).collect();
+        let ask = async |node: NodeId, link: Arc<Link>| {
+            let text = link.api().await.ok()?.metrics_text(deadline(limit)).await.ok()?;
+            Some((node, text))
+        };
+        let asked = links.into_iter().map(|(n, l)| tokio::time::timeout(limit, ask(n, l)));
+        futures::future::join_all(asked).await.into_iter().filter_map(|r| r.ok().flatten()).collect()
+    }
+
+    /// What is served under this name, if a worker is there.
+    pub fn model(&self, id: &ModelId) -> Option<ServedModelV1> {
+        self.desk.lock().balancer.model(id).cloned()
+    }
+
+    /// Whether a worker takes work for this model.
+    pub fn serves(&self, id: &ModelId) -> bool {
+        self.desk.lock().balancer.serves(id)
+    }
+
+    /// Whether another request would be queued; cheap, to be asked before work is put into it.
+    pub fn check_room(&self) -> Result<(), Refusal> {
+        self.desk.lock().balancer.check_room(1, 0)
+    }
+
+    /// Changes of the table of workers so far.
+    pub fn table_version(&self) -> u64 {
+        self.desk.lock().balancer.table().version()
+    }
+
+    /// The workers, as seen from here.
+    pub fn workers(&self) -> Vec<WorkerView> {
+        self.desk.lock().balancer.workers(Instant::now())
+    }
+
+    /// Sizes of the index, what waits, and how many generations are assigned.
+    pub fn sizes(&self) -> (IndexSize, QueueView, usize) {
+        let desk = self.desk.lock();
+        (desk.balancer.index_size(), desk.balancer.queue(), desk.balancer.inflight())
+    }
+
+    fn remove(self: &Arc<Self>, node: &NodeId, why: &str, which: impl FnOnce(&Link) -> bool) -> bool {
+        let mut desk = self.desk.lock();
+        let Some(link) = desk.links.get(node).filter(|link| which(link)).cloned() else { return false };
+        desk.links.remove(node);
+        link.close(CloseCode::Fenced);
+        let leave = TableChange::Leave { node: node.clone(), epoch: link.epoch() };
+        match desk.balancer.change(Instant::now(), leave, random_u64()) {
+            Ok(actions) => {
+                tracing::warn!(%node, epoch = link.epoch().0, why, "a worker has left");
+                self.perform(&mut desk, actions);
+            }
+            Err(error) => tracing::debug!(%node, %error, "left already"),
+        }
+        true
+    }
+
+    fn started(&self, ticket: Ticket) {
+        self.desk.lock().balancer.started(ticket);
+    }
+
+    fn ended(self: &Arc<Self>, ticket: Ticket) {
+        let mut desk = self.desk.lock();
+        desk.tickets.remove(&ticket);
+        let actions = desk.balancer.ended(Instant::now(), ticket, random_u64());
+        self.perform(&mut desk, actions);
+    }
+
+    /// The attempt on `link` failed. `only_class`: what was emitted binds the rest to this numeric class.
+    fn retry(self: &Arc<Self>, ticket: Ticket, node: &NodeId, link: &Link, only_class: Option<String>) {
+        let setback = if link.is_closed() {
+            // The session's own task will find out too; the next choice must know now.
+            self.session_lost(link.session(), node);
+            Setback::Lost
+        } else {
+            Setback::Declined
+        };
+        self.metrics.retried(setback);
+        let mut desk = self.desk.lock();
+        let actions = desk.balancer.retry(Instant::now(), ticket, setback, only_class, random_u64());
+        self.perform(&mut desk, actions);
+    }
+
+    fn perform(self: &Arc<Self>, desk: &mut Desk, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Assign(ticket, assignment) => {
+                    let Some(sender) = desk.tickets.get(&ticket) else { continue };
+                    self.metrics.routed(assignment.reason);
+                    let link = desk.links.get(&assignment.node).filter(|l| l.epoch() == assignment.epoch);
+                    let verdict = match link {
+                        Some(link) => Verdict::Go(assignment, Arc::clone(link), link.turn()),
+                        // A member always has a link; without one there is nobody to talk to.
+                        None => Verdict::No(Refusal::NoWorker),
+                    };
+                    // Fails only while the generation is being dropped, which ends the ticket.
+                    let _ = sender.send(verdict);
+                }
+                Action::Refuse(ticket, refusal) => {
+                    if let Some(sender) = desk.tickets.remove(&ticket) {
+                        let _ = sender.send(Verdict::No(refusal));
+                    }
+                }
+                Action::Fetch { node, epoch, need } => {
+                    if let Some(link) = desk.links.get(&node).filter(|l| l.epoch() == epoch) {
+                        tokio::spawn(Arc::clone(self).fetch(node, Arc::clone(link), need));
+                    }
+                }
+                Action::Drop { node, epoch } => {
+                    tracing::warn!(%node, epoch = epoch.0, "a worker has lost its lease");
+                    if let Some(link) = desk.links.remove(&node) {
+                        link.close(CloseCode::Fenced);
+                    }
+                }
+            }
+        }
+    }
+
+    async fn fetch(self: Arc<Self>, node: NodeId, link: Arc<Link>, need: Need) {
+        let mut need = Some(need);
+        while let Some(wanted) = need.take() {
+            let applied = match self.fetch_once(&node, &link, wanted).await {
+                Ok(applied) => applied,
+                Err(error) => {
+                    tracing::warn!(%node, %error, ?wanted, "missing KV events could not be fetched");
+                    self.desk.lock().balancer.fetch_failed(&node);
+                    return;
+                }
+            };
+            need = match applied {
+                Ok(Some(Action::Fetch { need, .. })) => Some(need),
+                Ok(_) => None,
+                Err(error) => {
+                    tracing::warn!(%node, %error, "fetched KV events refused");
+                    self.desk.lock().balancer.fetch_failed(&node);
+                    None
+                }
+            };
+        }
+    }
+
+    async fn fetch_once(
+        &self,
+        node: &NodeId,
+        link: &Link,
+        need: Need,
+    ) -> Result<Result<Option<Action>, crate::prefix_index::StreamError>, String> {
+        match need {
+            Need::Replay { from } => {
+                let api = link.api().await.map_err(|e| e.to_string())?;
+                let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
+                let batches = match replay {
+                    KvReplay::Batches(batches) => Some(batches),
+                    KvReplay::TakeSnapshot => None,
+                };
+                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), batches))
+            }
+            Need::Snapshot => {
+                let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;
+                let snapshot = snapshot.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
+                Ok(self.desk.lock().balancer.snapshot(node, snapshot))
+            }
+        }
+    }
+}

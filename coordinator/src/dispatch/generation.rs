@@ -1,0 +1,281 @@
+//! One generation, from the queue to its last token, over as many workers as it takes.
+//!
+//! What must stay true: what the client sees is a prefix of what one undisturbed run would have emitted,
+//! and then its end or an error. So a request that has emitted nothing starts over elsewhere; one that has
+//! is replayed: the next worker gets the emitted tokens, computes them again as part of the prompt and goes
+//! on behind them, with the same seed and inside the same numeric class. Frames of an earlier attempt cannot
+//! mix in, because each attempt has its own stream and the old one is dropped first.
+
+use super::link::Link;
+use super::{Dispatch, Verdict};
+use crate::balancer::{Ask, Assignment, Refusal, Ticket};
+use crate::routing::Reason;
+use proto::block::BlockId;
+use proto::ids::{ModelId, NodeId, RequestId};
+use proto::message::{
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV1, Sampling,
+    Stop, TokenOut,
+};
+use proto::transport::GenerateStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+
+/// What is to be generated.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// The client's request.
+    pub request_id: RequestId,
+    /// Which choice of it.
+    pub choice: u32,
+    /// Whose it is.
+    pub tenant: Arc<str>,
+    /// The model.
+    pub model: ModelId,
+    /// Root of the prompt's chain.
+    pub root: BlockId,
+    /// The prompt; not empty.
+    pub prompt: Arc<[u32]>,
+    /// Ids of the prompt's full units.
+    pub chain: Arc<[BlockId]>,
+    /// How to draw.
+    pub sampling: Sampling,
+    /// When to end.
+    pub stop: Stop,
+    /// When it is worth nothing any more.
+    pub deadline: Instant,
+}
+
+impl Job {
+    pub(super) fn ask(&self) -> Ask {
+        Ask {
+            tenant: Arc::clone(&self.tenant),
+            model: self.model.clone(),
+            prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
+            chain: Arc::clone(&self.chain),
+            deadline: self.deadline,
+        }
+    }
+}
+
+/// Who serves a generation, once the prompt is computed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Started {
+    /// The worker.
+    pub node: NodeId,
+    /// Why it was chosen.
+    pub reason: Reason,
+    /// Prompt tokens that were expected to be cached there.
+    pub predicted: u32,
+    /// Prompt tokens that were.
+    pub cached: u32,
+    /// Time from submission until a worker had been chosen.
+    pub queued: Duration,
+}
+
+/// What happens to a generation, in order: `Started` (again after a retry before the first token), any
+/// number of `Tokens`, `Finished`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A worker has computed the prompt.
+    Started(Started),
+    /// New tokens.
+    Tokens(Vec<TokenOut>),
+    /// The end.
+    Finished(FinishedV1),
+}
+
+/// How a generation ends badly. Nothing comes after it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// No worker was found, or not in time.
+    #[error(transparent)]
+    Refused(Refusal),
+    /// A worker says that nobody could do it, or the last one that could has failed.
+    #[error(transparent)]
+    Worker(GenerateError),
+    /// The worker was lost and nobody could go on in its place.
+    #[error("the worker was lost")]
+    Lost,
+    /// The deadline passed.
+    #[error("the deadline passed")]
+    Deadline,
+}
+
+/// A generation under way. Dropping it cancels it wherever it is.
+#[derive(Debug)]
+pub struct Generation {
+    dispatch: Arc<Dispatch>,
+    ticket: Ticket,
+    job: Job,
+    verdicts: mpsc::UnboundedReceiver<Verdict>,
+    submitted: Instant,
+    attempt: Option<Attempting>,
+    /// Tokens handed out.
+    emitted: Vec<u32>,
+    /// Why the last attempt failed, where the worker said so.
+    setback: Option<GenerateError>,
+    over: bool,
+}
+
+#[derive(Debug)]
+struct Attempting {
+    assignment: Assignment,
+    link: Arc<Link>,
+    stream: GenerateStream,
+    queued: Duration,
+    started: bool,
+}
+
+impl Generation {
+    pub(super) fn new(
+        dispatch: Arc<Dispatch>,
+        ticket: Ticket,
+        job: Job,
+        verdicts: mpsc::UnboundedReceiver<Verdict>,
+    ) -> Self {
+        Self {
+            dispatch,
+            ticket,
+            job,
+            verdicts,
+            submitted: Instant::now(),
+            attempt: None,
+            emitted: Vec::new(),
+            setback: None,
+            over: false,
+        }
+    }
+
+    /// Which choice of its request it is.
+    pub fn choice(&self) -> u32 {
+        self.job.choice
+    }
+
+    /// What happens next; `None` after `Finished` or a failure.
+    pub async fn next(&mut self) -> Option<Result<Event, Failure>> {
+        if self.over {
+            return None;
+        }
+        let deadline = tokio::time::Instant::from_std(self.job.deadline);
+        let event = tokio::time::timeout_at(deadline, self.advance()).await.unwrap_or(Err(Failure::Deadline));
+        if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
+            self.end();
+        }
+        Some(event)
+    }
+
+    async fn advance(&mut self) -> Result<Event, Failure> {
+        loop {
+            let Some(attempt) = &mut self.attempt else {
+                self.attempt = Some(self.begin().await?);
+                continue;
+            };
+            let failed = match attempt.stream.next().await {
+                Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
+                    attempt.started = true;
+                    self.dispatch.started(self.ticket);
+                    // The client knows who serves it; that another goes on is not its concern.
+                    if !self.emitted.is_empty() {
+                        continue;
+                    }
+                    let predicted = attempt.assignment.predicted;
+                    self.dispatch.metrics.cached(predicted, started.cached_tokens);
+                    return Ok(Event::Started(Started {
+                        node: attempt.assignment.node.clone(),
+                        reason: attempt.assignment.reason,
+                        predicted,
+                        cached: started.cached_tokens,
+                        queued: attempt.queued,
+                    }));
+                }
+                Some(Ok(GenerateFrame::Tokens(tokens))) if attempt.started => {
+                    self.emitted.extend(tokens.iter().map(|t| t.id));
+                    return Ok(Event::Tokens(tokens));
+                }
+                Some(Ok(GenerateFrame::Finished(finished)))
+                    if attempt.started && finished.reason != FinishReason::Cancelled =>
+                {
+                    return Ok(Event::Finished(finished));
+                }
+                Some(Ok(GenerateFrame::Failed(error))) if error.retryable() => Some(error),
+                Some(Ok(GenerateFrame::Failed(error))) => return Err(Failure::Worker(error)),
+                // Out of order, or an end that we did not ask for.
+                Some(Ok(_)) => Some(GenerateError::Internal),
+                Some(Err(error)) => {
+                    tracing::info!(request = %self.job.request_id, %error, "an attempt was cut off");
+                    None
+                }
+                None => None,
+            };
+            let Some(attempt) = self.attempt.take() else { continue };
+            self.give_up(&attempt.assignment, &attempt.link, failed);
+        }
+    }
+
+    /// Waits for a worker and hands it the request.
+    async fn begin(&mut self) -> Result<Attempting, Failure> {
+        loop {
+            let (assignment, link, mut turn) = match self.verdicts.recv().await {
+                Some(Verdict::Go(assignment, link, turn)) => (assignment, link, turn),
+                Some(Verdict::No(refusal)) => return Err(self.refused(refusal)),
+                None => return Err(Failure::Lost),
+            };
+            let queued = self.submitted.elapsed();
+            turn.come().await;
+            match link.connection().open_generate(&self.request(&assignment)).await {
+                Ok(stream) => return Ok(Attempting { assignment, link, stream, queued, started: false }),
+                Err(error) => {
+                    tracing::info!(request = %self.job.request_id, %error, "a worker could not be reached");
+                    self.give_up(&assignment, &link, None);
+                }
+            }
+        }
+    }
+
+    fn request(&self, assignment: &Assignment) -> GenerateRequest {
+        let left = self.job.deadline.saturating_duration_since(Instant::now());
+        GenerateRequest::V1(GenerateRequestV1 {
+            request_id: self.job.request_id.clone(),
+            choice: self.job.choice,
+            attempt: assignment.attempt,
+            model: self.job.model.clone(),
+            root: self.job.root,
+            prompt: self.job.prompt.to_vec(),
+            emitted: self.emitted.clone(),
+            sampling: self.job.sampling.clone(),
+            stop: self.job.stop.clone(),
+            predicted_cached: assignment.predicted,
+            deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
+        })
+    }
+
+    fn give_up(&mut self, assignment: &Assignment, link: &Link, setback: Option<GenerateError>) {
+        self.setback = setback;
+        let class = (!self.emitted.is_empty()).then(|| assignment.numeric_class.clone());
+        self.dispatch.retry(self.ticket, &assignment.node, link, class);
+    }
+
+    fn refused(&mut self, refusal: Refusal) -> Failure {
+        match (refusal, self.setback.take()) {
+            _ if !self.emitted.is_empty() => Failure::Lost,
+            (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),
+            (Refusal::AttemptsFailed, None) => Failure::Lost,
+            (refusal, _) => Failure::Refused(refusal),
+        }
+    }
+
+    fn end(&mut self) {
+        if !std::mem::replace(&mut self.over, true) {
+            // The stream first: what is cancelled must be on its way before another takes its place.
+            self.attempt = None;
+            self.dispatch.ended(self.ticket);
+        }
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

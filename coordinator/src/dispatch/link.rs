@@ -1,0 +1,82 @@
+//! The connection by which a worker is a member.
+
+use proto::Error;
+use proto::ids::Epoch;
+use proto::service::WorkerApiClient;
+use parking_lot::Mutex;
+use proto::transport::{CloseCode, Connection};
+use std::time::Duration;
+use tokio::sync::{OnceCell, oneshot};
+
+/// How long a generation waits for those that were sent before it to be on their way. Longer would let one
+/// that nobody drives hold up the others.
+const TURN_LIMIT: Duration = Duration::from_millis(50);
+
+/// Names one connection that a worker has made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SessionId(pub u64);
+
+#[derive(Debug)]
+pub(super) struct Link {
+    session: SessionId,
+    epoch: Epoch,
+    connection: Connection,
+    api: OnceCell<WorkerApiClient>,
+    last_turn: Mutex<Option<oneshot::Receiver<()>>>,
+}
+
+/// A place in the order in which generations are sent to a worker. A prediction holds only if what it was
+/// made of arrives first: of requests that share a prefix, the one that was expected to compute it.
+/// Dropping it lets the next one go.
+#[derive(Debug)]
+pub(super) struct Turn {
+    before: Option<oneshot::Receiver<()>>,
+    _done: oneshot::Sender<()>,
+}
+
+impl Turn {
+    /// Waits until those before have been sent or given up.
+    pub(super) async fn come(&mut self) {
+        if let Some(before) = self.before.take() {
+            // It is never sent on: what is waited for is the drop at the other end.
+            let _ = tokio::time::timeout(TURN_LIMIT, before).await;
+        }
+    }
+}
+
+impl Link {
+    pub(super) fn new(session: SessionId, epoch: Epoch, connection: Connection) -> Self {
+        Self { session, epoch, connection, api: OnceCell::new(), last_turn: Mutex::new(None) }
+    }
+
+    pub(super) fn session(&self) -> SessionId {
+        self.session
+    }
+
+    pub(super) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    pub(super) fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// The worker's RPC client, opened on first use.
+    pub(super) async fn api(&self) -> Result<&WorkerApiClient, Error> {
+        self.api.get_or_try_init(|| self.connection.worker_api()).await
+    }
+
+    /// The next turn; to be taken in the order of the decisions.
+    pub(super) fn turn(&self) -> Turn {
+        let (done, after) = oneshot::channel();
+        Turn { before: self.last_turn.lock().replace(after), _done: done }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.connection.is_closed()
+    }
+
+    pub(super) fn close(&self, code: CloseCode) {
+        self.connection.close(code);
+    }
+}

@@ -1,0 +1,109 @@
+//! The models that the API offers: what of a model file the coordinator needs, which is text in and out.
+
+use model::chat_template::ChatTemplate;
+use model::{Gguf, Tokenizer};
+use proto::ids::ModelId;
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A model to offer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelEntry {
+    /// Its name in the API; workers register it under the same.
+    pub id: ModelId,
+    /// A GGUF file, or any file of a split set. Read once, at start, for tokenizer and chat template.
+    pub path: PathBuf,
+}
+
+/// Why a model cannot be offered.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelsError {
+    /// Its file cannot be used.
+    #[error("model {id}: {source}")]
+    File {
+        /// Which.
+        id: ModelId,
+        /// Why.
+        source: model::Error,
+    },
+    /// Two entries have one name.
+    #[error("model {0} is configured twice")]
+    Twice(ModelId),
+}
+
+/// A model as the API sees it.
+#[derive(Debug)]
+pub struct OfferedModel {
+    /// Its name.
+    pub id: ModelId,
+    /// Cuts text into tokens.
+    pub tokenizer: Tokenizer,
+    /// Makes a prompt of a chat; none if the file has no template.
+    pub template: Option<ChatTemplate>,
+}
+
+impl OfferedModel {
+    /// The tokens of `text`, special tokens parsed, BOS before them if `bos` is asked for, the model wants
+    /// it and the text does not begin with it already.
+    pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
+        let mut tokens = self.tokenizer.encode(text, true);
+        if let Some(id) = self.tokenizer.bos().filter(|_| bos && self.tokenizer.adds_bos())
+            && tokens.first() != Some(&id)
+        {
+            tokens.insert(0, id);
+        }
+        tokens
+    }
+}
+
+/// All models of the API.
+#[derive(Debug)]
+pub struct Models(Vec<Arc<OfferedModel>>);
+
+impl Models {
+    /// Reads their files.
+    pub fn open(entries: &[ModelEntry]) -> Result<Self, ModelsError> {
+        let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
+        for ModelEntry { id, path } in entries {
+            if models.iter().any(|m| m.id == *id) {
+                return Err(ModelsError::Twice(id.clone()));
+            }
+            let file = |source| ModelsError::File { id: id.clone(), source };
+            let gguf = Gguf::open(path).map_err(file)?;
+            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?;
+            let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
+                // Completions work without one.
+                tracing::warn!(model = %id, %error, "no chat: the template cannot be used");
+                None
+            });
+            models.push(Arc::new(OfferedModel { id: id.clone(), tokenizer, template }));
+        }
+        Ok(Self(models))
+    }
+
+    /// The model with this name.
+    pub fn get(&self, id: &str) -> Option<&Arc<OfferedModel>> {
+        self.0.iter().find(|m| m.id.as_str() == id)
+    }
+
+    /// The model, if there is only one.
+    pub fn only(&self) -> Option<&Arc<OfferedModel>> {
+        match self.0.as_slice() {
+            [model] => Some(model),
+            _ => None,
+        }
+    }
+
+    /// All of them, in configured order.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<OfferedModel>> {
+        self.0.iter()
+    }
+
+    /// Digests of their tokenizers: a worker that registers one of these models must have the same.
+    pub fn tokenizer_digests(&self) -> HashMap<ModelId, [u8; 32]> {
+        self.0.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
+    }
+}

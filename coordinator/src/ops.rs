@@ -1,0 +1,171 @@
+//! The operations port: health, metrics, administration.
+
+pub mod cluster;
+pub mod metrics;
+pub mod relabel;
+
+use crate::api::auth::Keys;
+use crate::api::error::ApiError;
+use crate::dispatch::Dispatch;
+use crate::models::Models;
+use crate::server::Peer;
+use crate::table::TableError;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use metrics::Metrics;
+use proto::ids::NodeId;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// How long a scrape waits for workers.
+const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Everything that the handlers need.
+#[derive(Debug)]
+pub struct Ops {
+    /// Our name.
+    pub id: NodeId,
+    /// Workers and index.
+    pub dispatch: Arc<Dispatch>,
+    /// What is offered.
+    pub models: Arc<Models>,
+    /// Who may administer from afar.
+    pub keys: Keys,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// Whether this node may call itself ready.
+    pub gate: ReadyGate,
+}
+
+/// Whether this node may call itself ready: nobody holds it back, and it is not stopping.
+#[derive(Debug, Default)]
+pub struct ReadyGate {
+    released: AtomicBool,
+    stopping: AtomicBool,
+}
+
+impl ReadyGate {
+    /// A gate that is held until [`release`](Self::release), if `held`.
+    pub fn new(held: bool) -> Self {
+        Self { released: AtomicBool::new(!held), stopping: AtomicBool::new(false) }
+    }
+
+    /// Whoever holds it lets go.
+    pub fn release(&self) {
+        self.released.store(true, Ordering::Relaxed);
+    }
+
+    /// The node stops.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Relaxed);
+    }
+
+    fn is_open(&self) -> bool {
+        self.released.load(Ordering::Relaxed) && !self.stopping.load(Ordering::Relaxed)
+    }
+}
+
+/// The whole port.
+pub fn router(ops: Arc<Ops>) -> Router {
+    let admin = Router::new()
+        .route("/admin/v1/cluster", get(cluster))
+        .route("/admin/v1/ready", post(release))
+        .route("/admin/v1/workers/{id}/dead", post(dead))
+        .route("/admin/v1/workers/{id}/drain", post(async |ops, id| drain(ops, id, true).await))
+        .route("/admin/v1/workers/{id}/undrain", post(async |ops, id| drain(ops, id, false).await))
+        .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
+    Router::new()
+        .route("/livez", get(async || "ok\n"))
+        .route("/startupz", get(async || "ok\n"))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(scrape))
+        .merge(admin)
+        .fallback(async || ApiError::NotFound)
+        .method_not_allowed_fallback(async || ApiError::NotFound)
+        .with_state(ops)
+}
+
+/// From this machine, or with an admin key. A browser that is sent here by another site is not an admin.
+async fn admins_only(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
+    let headers = request.headers();
+    let local = request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
+    let allowed = if local && !from_elsewhere(headers) {
+        Ok(())
+    } else if ops.keys.is_empty() {
+        Err(ApiError::Forbidden)
+    } else {
+        match ops.keys.authenticate(headers) {
+            Ok(caller) if caller.admin => Ok(()),
+            Ok(_) => Err(ApiError::Forbidden),
+            Err(error) => Err(error),
+        }
+    };
+    match allowed {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
+    }
+}
+
+fn from_elsewhere(headers: &HeaderMap) -> bool {
+    let Some(origin) = headers.get(header::ORIGIN) else { return false };
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+    let same = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, at)| at == host);
+    !same
+}
+
+async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
+    let served = ops.models.iter().any(|model| ops.dispatch.serves(&model.id));
+    if ops.gate.is_open() && served {
+        return "ok\n".into_response();
+    }
+    let why = if served { "held back\n" } else { "no worker is ready\n" };
+    (StatusCode::SERVICE_UNAVAILABLE, why).into_response()
+}
+
+async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
+    let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
+    let mut text = ops.metrics.text(&ops.dispatch);
+    relabel::append(&mut text, &workers);
+    text.push_str("# EOF\n");
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
+}
+
+async fn cluster(State(ops): State<Arc<Ops>>) -> Response {
+    Json(cluster::view(&ops)).into_response()
+}
+
+async fn release(State(ops): State<Arc<Ops>>) -> StatusCode {
+    ops.gate.release();
+    StatusCode::NO_CONTENT
+}
+
+async fn dead(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<StatusCode, ApiError> {
+    let node = worker_name(id)?;
+    if ops.dispatch.notice_dead(&node) { Ok(StatusCode::NO_CONTENT) } else { Err(ApiError::NotFound) }
+}
+
+async fn drain(
+    State(ops): State<Arc<Ops>>,
+    Path(id): Path<String>,
+    draining: bool,
+) -> Result<StatusCode, ApiError> {
+    let node = worker_name(id)?;
+    match ops.dispatch.drain(&node, draining).await {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(TableError::UnknownWorker(_)) => Err(ApiError::NotFound),
+        Err(error) => {
+            tracing::error!(%node, %error, "draining failed");
+            Err(ApiError::Internal)
+        }
+    }
+}
+
+fn worker_name(id: String) -> Result<NodeId, ApiError> {
+    NodeId::new(id).map_err(|error| ApiError::field("id", error.rule))
+}

@@ -1,0 +1,84 @@
+//! The cluster as `kvasir status --json` tells it. Keys are only ever added.
+
+use super::Ops;
+use super::metrics::state_name;
+use crate::balancer::WorkerView;
+use serde_json::{Value, json};
+
+/// The whole view.
+pub fn view(ops: &Ops) -> Value {
+    let workers = ops.dispatch.workers();
+    let (index, queue, inflight) = ops.dispatch.sizes();
+    let models: Vec<Value> = ops
+        .models
+        .iter()
+        .map(|model| {
+            let served = ops.dispatch.model(&model.id);
+            json!({"id": model.id.as_str(), "max_model_len": served.map(|s| s.max_model_len)})
+        })
+        .collect();
+    json!({
+        // One coordinator decides alone; it leads by definition.
+        "coordinators": [{
+            "id": ops.id.as_str(), "role": "leader", "term": 0, "applied": ops.dispatch.table_version(),
+        }],
+        "workers": workers.iter().map(worker).collect::<Vec<_>>(),
+        "models": models,
+        "replicas": workers.iter().flat_map(replicas).collect::<Vec<_>>(),
+        "index": {
+            "blocks": index.blocks,
+            "bytes": index.bytes,
+            "refused": index.refused,
+            "reservations": index.reservations,
+            "streams": workers.iter().filter_map(stream).collect::<Vec<_>>(),
+        },
+        "queue": {"requests": queue.requests, "tokens": queue.tokens, "inflight": inflight},
+    })
+}
+
+fn worker(view: &WorkerView) -> Value {
+    let register = &view.member.register;
+    let report = view.report.as_ref();
+    let first = register.models.first();
+    let silent = u64::try_from(view.silent.as_millis()).unwrap_or(u64::MAX);
+    json!({
+        "id": register.node.as_str(),
+        "epoch": register.epoch.0,
+        "state": state_name(view.state()),
+        "numeric_class": first.map(|m| m.numeric_class.as_str()),
+        "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
+        "layers": first.map(|m| [m.layers.0, m.layers.1]),
+        "kv_used": report.map_or(0, |r| r.kv_used),
+        "kv_total": report.map_or(0, |r| r.kv_total),
+        "last_progress_ms": silent + report.map_or(0, |r| r.stalled_ms),
+        "pid": register.pid,
+        "quic": register.quic,
+        "ops": register.ops,
+        "running": report.map_or(0, |r| r.running),
+        "waiting": report.map_or(0, |r| r.waiting),
+        "inflight": view.inflight,
+        "pending_tokens": view.pending_tokens,
+        "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
+        "rss": report.map_or(0, |r| r.rss),
+    })
+}
+
+fn replicas(view: &WorkerView) -> impl Iterator<Item = Value> {
+    let register = &view.member.register;
+    register.models.iter().map(|model| {
+        let stage = json!({"worker": register.node.as_str(), "layers": [model.layers.0, model.layers.1]});
+        json!({"model": model.id.as_str(), "stages": [stage]})
+    })
+}
+
+fn stream(view: &WorkerView) -> Option<Value> {
+    let stream = view.stream?;
+    Some(json!({
+        "worker": view.member.register.node.as_str(),
+        "epoch": stream.epoch.0,
+        "applied": stream.applied,
+        "gaps": stream.gaps,
+        "snapshots": stream.snapshots,
+        "behind": stream.behind,
+    }))
+}

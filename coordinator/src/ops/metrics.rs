@@ -1,0 +1,384 @@
+//! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
+//! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
+
+use crate::balancer::{Setback, WorkerView};
+use crate::dispatch::Dispatch;
+use crate::routing::Reason;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::{Family, MetricConstructor};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use proto::ids::ModelId;
+use proto::message::{FinishReason, WorkerState};
+use std::borrow::Cow;
+use std::time::Duration;
+
+type One = [(&'static str, Cow<'static, str>); 1];
+type Two = [(&'static str, Cow<'static, str>); 2];
+
+/// Bounds for waiting times: a cache hit on a small model to a long document on a busy cluster.
+const WAIT: Buckets = Buckets(&[
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0,
+]);
+/// Bounds for the time of one token.
+const TOKEN: Buckets = Buckets(&[
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+]);
+/// Bounds for the length of prompts and outputs.
+const LENGTH: Buckets = Buckets(&[
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 1e6,
+]);
+/// Bounds for what the coordinator itself does before a worker has the request.
+const STAGE: Buckets =
+    Buckets(&[1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0]);
+
+#[derive(Debug, Clone, Copy)]
+struct Buckets(&'static [f64]);
+
+impl MetricConstructor<Histogram> for Buckets {
+    fn new_metric(&self) -> Histogram {
+        Histogram::new(self.0.iter().copied())
+    }
+}
+
+type Histograms = Family<One, Histogram, Buckets>;
+
+/// Everything counted. Recording is cheap and never fails.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    time_to_first_token: Histograms,
+    inter_token: Histograms,
+    e2e: Histograms,
+    queue_time: Histograms,
+    prefill_time: Histograms,
+    decode_time: Histograms,
+    inference_time: Histograms,
+    mean_token_time: Histograms,
+    prompt_length: Histograms,
+    generation_length: Histograms,
+    prompt_tokens: Family<One, Counter>,
+    generation_tokens: Family<One, Counter>,
+    success: Family<Two, Counter>,
+    http: Family<Two, Counter>,
+    routes: Family<One, Counter>,
+    retries: Family<One, Counter>,
+    stage: Histograms,
+    cached_predicted: Counter,
+    cached_actual: Counter,
+    prediction_error: Family<One, Counter>,
+    state: StateGauges,
+}
+
+/// What is read off the balancer at each scrape.
+#[derive(Debug, Default)]
+struct StateGauges {
+    index_blocks: Gauge,
+    index_bytes: Gauge,
+    index_refused: Gauge,
+    reservations: Gauge,
+    queue_requests: Gauge,
+    queue_tokens: Gauge,
+    inflight: Gauge,
+    workers: Family<One, Gauge>,
+    stream_gaps: Family<One, Gauge>,
+    stream_behind: Family<One, Gauge>,
+    worker_silent_ms: Family<One, Gauge>,
+}
+
+/// A finished generation, for the request metrics.
+#[derive(Debug, Clone, Copy)]
+pub struct Served {
+    /// Time from arrival to the first token.
+    pub to_first: Duration,
+    /// Time in the queue.
+    pub queued: Duration,
+    /// Time from arrival to the last token.
+    pub total: Duration,
+    /// Prompt tokens.
+    pub prompt: u64,
+    /// Tokens generated.
+    pub generated: u64,
+    /// Why it ended.
+    pub reason: FinishReason,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new() -> Self {
+        let mut registry = Registry::default();
+        let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
+            let family = Histograms::new_with_constructor(buckets);
+            registry.register(name, help, family.clone());
+            family
+        };
+        let counters = |registry: &mut Registry, name: &str, help: &str| {
+            let family = Family::<One, Counter>::default();
+            registry.register(name, help, family.clone());
+            family
+        };
+        let pairs = |registry: &mut Registry, name: &str, help: &str| {
+            let family = Family::<Two, Counter>::default();
+            registry.register(name, help, family.clone());
+            family
+        };
+        let counter = |registry: &mut Registry, name: &str, help: &str| {
+            let counter = Counter::default();
+            registry.register(name, help, counter.clone());
+            counter
+        };
+        let r = &mut registry;
+        let inter_token = histograms(r, "vllm:inter_token_latency_seconds", "Time between two tokens", TOKEN);
+        // The older name of the same.
+        r.register("vllm:time_per_output_token_seconds", "Time between two tokens", inter_token.clone());
+        Self {
+            time_to_first_token: histograms(
+                r,
+                "vllm:time_to_first_token_seconds",
+                "Time from arrival to the first token",
+                WAIT,
+            ),
+            inter_token,
+            e2e: histograms(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end", WAIT),
+            queue_time: histograms(
+                r,
+                "vllm:request_queue_time_seconds",
+                "Time until a worker was chosen",
+                WAIT,
+            ),
+            prefill_time: histograms(
+                r,
+                "vllm:request_prefill_time_seconds",
+                "Time from the choice of a worker to the first token",
+                WAIT,
+            ),
+            decode_time: histograms(
+                r,
+                "vllm:request_decode_time_seconds",
+                "Time from the first token to the last",
+                WAIT,
+            ),
+            inference_time: histograms(
+                r,
+                "vllm:request_inference_time_seconds",
+                "Time from the choice of a worker to the last token",
+                WAIT,
+            ),
+            mean_token_time: histograms(
+                r,
+                "vllm:request_time_per_output_token_seconds",
+                "A request's mean time between tokens",
+                TOKEN,
+            ),
+            prompt_length: histograms(r, "vllm:request_prompt_tokens", "Prompt tokens of a request", LENGTH),
+            generation_length: histograms(
+                r,
+                "vllm:request_generation_tokens",
+                "Tokens generated for a request",
+                LENGTH,
+            ),
+            prompt_tokens: counters(r, "vllm:prompt_tokens", "Prompt tokens of finished requests"),
+            generation_tokens: counters(
+                r,
+                "vllm:generation_tokens",
+                "Tokens generated for finished requests",
+            ),
+            success: pairs(r, "vllm:request_success", "Finished requests"),
+            http: pairs(r, "kvasir_http_requests", "HTTP requests answered"),
+            routes: counters(r, "kvasir_route_decisions", "Workers chosen, by reason"),
+            retries: counters(r, "kvasir_retries", "Attempts that failed and were made again"),
+            stage: histograms(
+                r,
+                "kvasir_stage_seconds",
+                "Time of a request's stages in the coordinator",
+                STAGE,
+            ),
+            cached_predicted: counter(
+                r,
+                "kvasir_cached_tokens_predicted",
+                "Prompt tokens that the router expected to be cached",
+            ),
+            cached_actual: counter(
+                r,
+                "kvasir_cached_tokens_actual",
+                "Prompt tokens that the chosen workers had cached",
+            ),
+            prediction_error: counters(
+                r,
+                "kvasir_cached_tokens_mispredicted",
+                "Tokens by which predictions of cached tokens were over or under; 0 when all is well",
+            ),
+            state: StateGauges::register(r),
+            registry,
+        }
+    }
+
+    /// A generation has finished.
+    pub fn served(&self, model: &ModelId, served: Served) {
+        let label = one("model_name", model.as_str().to_owned());
+        let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
+        let (first, total) = (served.to_first.as_secs_f64(), served.total.as_secs_f64());
+        let queued = served.queued.as_secs_f64();
+        observe(&self.time_to_first_token, first);
+        observe(&self.e2e, total);
+        observe(&self.queue_time, queued);
+        observe(&self.prefill_time, (first - queued).max(0.0));
+        observe(&self.decode_time, (total - first).max(0.0));
+        observe(&self.inference_time, (total - queued).max(0.0));
+        if served.generated > 1 {
+            observe(&self.mean_token_time, (total - first).max(0.0) / (served.generated - 1) as f64);
+        }
+        observe(&self.prompt_length, served.prompt as f64);
+        observe(&self.generation_length, served.generated as f64);
+        self.prompt_tokens.get_or_create(&label).inc_by(served.prompt);
+        self.generation_tokens.get_or_create(&label).inc_by(served.generated);
+        let reason = finish_name(served.reason);
+        let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
+        self.success.get_or_create(&[model, ("finished_reason", Cow::Borrowed(reason))]).inc();
+    }
+
+    /// Some time has passed between two batches of tokens of one generation.
+    pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
+        let label = one("model_name", model.as_str().to_owned());
+        let each = gap.as_secs_f64() / tokens.max(1) as f64;
+        let family = self.inter_token.get_or_create(&label);
+        (0..tokens).for_each(|_| family.observe(each));
+    }
+
+    /// An HTTP request was answered; `path` is a route, not what the client wrote.
+    pub fn answered(&self, path: &'static str, status: u16) {
+        let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
+        self.http.get_or_create(&labels).inc();
+    }
+
+    /// A worker was chosen.
+    pub fn routed(&self, reason: Reason) {
+        self.routes.get_or_create(&one("reason", reason.as_str())).inc();
+    }
+
+    /// An attempt failed and will be made again.
+    pub fn retried(&self, setback: Setback) {
+        let cause = match setback {
+            Setback::Lost => "lost",
+            Setback::Declined => "declined",
+        };
+        self.retries.get_or_create(&one("cause", cause)).inc();
+    }
+
+    /// A stage of a request took this long here.
+    pub fn stage(&self, stage: &'static str, took: Duration) {
+        self.stage.get_or_create(&one("stage", stage)).observe(took.as_secs_f64());
+    }
+
+    /// What the router believed of a worker's cache, and what was true.
+    pub fn cached(&self, predicted: u32, actual: u32) {
+        self.cached_predicted.inc_by(predicted.into());
+        self.cached_actual.inc_by(actual.into());
+        let (direction, error) =
+            if predicted > actual { ("over", predicted - actual) } else { ("under", actual - predicted) };
+        self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
+    }
+
+    /// Everything in the OpenMetrics text format, without its end mark.
+    pub fn text(&self, dispatch: &Dispatch) -> String {
+        self.state.update(dispatch);
+        let mut text = String::new();
+        // A String takes all that is written.
+        if encode(&mut text, &self.registry).is_err() {
+            tracing::error!("metrics could not be encoded");
+        }
+        text.truncate(text.trim_end().trim_end_matches("# EOF").len());
+        text
+    }
+}
+
+impl StateGauges {
+    fn register(registry: &mut Registry) -> Self {
+        let all = Self::default();
+        let mut gauge = |name: &str, help: &str, gauge: &Gauge| registry.register(name, help, gauge.clone());
+        gauge("kvasir_index_blocks", "Distinct hash units in the prefix index", &all.index_blocks);
+        gauge("kvasir_index_bytes", "Memory of the prefix index", &all.index_bytes);
+        gauge("kvasir_index_refused_blocks", "Units not recorded for lack of budget", &all.index_refused);
+        gauge(
+            "kvasir_reservations",
+            "Requests whose prefixes are credited ahead of events",
+            &all.reservations,
+        );
+        gauge("kvasir_queue_requests", "Generations that wait for a worker", &all.queue_requests);
+        gauge("kvasir_queue_tokens", "Prompt tokens that wait for a worker", &all.queue_tokens);
+        gauge("kvasir_inflight_requests", "Generations that workers have", &all.inflight);
+        let mut family = |name: &str, help: &str, family: &Family<One, Gauge>| {
+            registry.register(name, help, family.clone())
+        };
+        family("kvasir_workers", "Workers, by state", &all.workers);
+        family("kvasir_event_stream_gaps", "Gaps seen in a worker's event stream", &all.stream_gaps);
+        family("kvasir_event_stream_behind", "1 while events of a worker are missing", &all.stream_behind);
+        family(
+            "kvasir_worker_silent_milliseconds",
+            "Time since a worker's last report",
+            &all.worker_silent_ms,
+        );
+        all
+    }
+
+    fn update(&self, dispatch: &Dispatch) {
+        let (index, queue, inflight) = dispatch.sizes();
+        let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        self.index_blocks.set(int(index.blocks));
+        self.index_bytes.set(int(index.bytes));
+        self.index_refused.set(int(index.refused));
+        self.reservations.set(int(index.reservations));
+        self.queue_requests.set(int(queue.requests as u64));
+        self.queue_tokens.set(int(queue.tokens));
+        self.inflight.set(int(inflight as u64));
+        let workers = dispatch.workers();
+        for state in [WorkerState::Starting, WorkerState::Ready, WorkerState::Draining] {
+            let count = workers.iter().filter(|w| w.state() == state).count();
+            self.workers.get_or_create(&one("state", state_name(state))).set(int(count as u64));
+        }
+        // Workers that are gone must not be reported on.
+        for family in [&self.stream_gaps, &self.stream_behind, &self.worker_silent_ms] {
+            family.clear();
+        }
+        for WorkerView { member, stream, silent, .. } in workers {
+            let label = one("worker", member.register.node.as_str().to_owned());
+            if let Some(stream) = stream {
+                self.stream_gaps.get_or_create(&label).set(int(stream.gaps));
+                self.stream_behind.get_or_create(&label).set(i64::from(stream.behind));
+            }
+            let silent = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
+            self.worker_silent_ms.get_or_create(&label).set(int(silent));
+        }
+    }
+}
+
+/// The state's name in JSON and labels.
+pub fn state_name(state: WorkerState) -> &'static str {
+    match state {
+        WorkerState::Starting => "starting",
+        WorkerState::Ready => "ready",
+        WorkerState::Draining => "draining",
+    }
+}
+
+/// The reason's name in the API and in labels.
+pub fn finish_name(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled => "abort",
+    }
+}
+
+fn one(name: &'static str, value: impl Into<Cow<'static, str>>) -> One {
+    [(name, value.into())]
+}

@@ -1,0 +1,379 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+fn slot(index: usize) -> Slot {
+    Slot::new(index).unwrap()
+}
+
+fn unit(n: u64) -> BlockId {
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    id[8..].copy_from_slice(&n.to_le_bytes());
+    BlockId(id)
+}
+
+fn chain(numbers: impl IntoIterator<Item = u64>) -> Arc<[BlockId]> {
+    numbers.into_iter().map(unit).collect()
+}
+
+fn stored(numbers: impl IntoIterator<Item = u64>) -> KvEvent {
+    KvEvent::Stored { parent: unit(0), units: chain(numbers).to_vec(), medium: Medium::Device }
+}
+
+fn removed(numbers: impl IntoIterator<Item = u64>) -> KvEvent {
+    KvEvent::Removed { units: chain(numbers).to_vec(), medium: Medium::Device }
+}
+
+fn batch(epoch: u64, first_sequence: u64, events: Vec<KvEvent>) -> KvEventBatch {
+    KvEventBatch { epoch: Epoch(epoch), first_sequence, events }
+}
+
+fn joined(workers: usize) -> PrefixIndex {
+    let mut index = PrefixIndex::new(1 << 20);
+    (0..workers).for_each(|w| join(&mut index, w, 1));
+    index
+}
+
+/// A worker that has said nothing yet.
+fn join(index: &mut PrefixIndex, worker: usize, epoch: u64) {
+    assert_eq!(index.join(slot(worker), Epoch(epoch)), Need::Replay { from: 1 });
+    assert_eq!(index.replayed(slot(worker), Epoch(epoch), Some(vec![])), Ok(None));
+}
+
+#[test]
+fn events_that_come_before_the_first_replay_wait_for_it() {
+    let mut index = PrefixIndex::new(1 << 20);
+    let s = slot(0);
+    index.join(s, Epoch(1));
+    assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(None));
+    let told = vec![batch(1, 1, vec![stored([1]), stored([2]), removed([1])])];
+    assert_eq!(index.replayed(s, Epoch(1), Some(told)), Ok(None));
+    assert_eq!(index.lookup(&chain([2])).units(s), 1);
+    assert_eq!(index.stream(s).unwrap().applied, 3);
+}
+
+#[test]
+fn a_hole_ends_the_run() {
+    let mut index = joined(2);
+    index.apply(slot(0), batch(1, 1, vec![stored(1..=4), removed([2])])).unwrap();
+    index.apply(slot(1), batch(1, 1, vec![stored(1..=3)])).unwrap();
+    let overlap = index.lookup(&chain(1..=4));
+    assert_eq!((overlap.units(slot(0)), overlap.units(slot(1)), overlap.units(slot(2))), (1, 3, 0));
+    assert_eq!(index.lookup(&[]), Overlap::none());
+}
+
+#[test]
+fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
+    let mut index = joined(1);
+    let s = slot(0);
+    assert_eq!(index.apply(s, batch(1, 1, vec![stored([1])])), Ok(None));
+    assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(Some(Need::Replay { from: 2 })));
+    // While the replay is on its way everything waits, and nothing is asked for twice.
+    assert_eq!(index.apply(s, batch(1, 4, vec![stored([3])])), Ok(None));
+    assert_eq!(index.lookup(&chain([1])).units(s), 1);
+    assert!(index.stream(s).unwrap().behind);
+    let missing = vec![batch(1, 2, vec![stored([2])]), batch(1, 3, vec![removed([1])])];
+    assert_eq!(index.replayed(s, Epoch(1), Some(missing)), Ok(None));
+    assert_eq!(index.lookup(&chain([1])).units(s), 0);
+    assert_eq!(index.lookup(&chain([2, 3])).units(s), 2);
+    let view = index.stream(s).unwrap();
+    assert_eq!((view.applied, view.gaps, view.behind), (4, 1, false));
+}
+
+#[test]
+fn a_replay_that_is_gone_asks_for_a_snapshot_which_replaces_everything() {
+    let mut index = joined(1);
+    let s = slot(0);
+    index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
+    index.apply(s, batch(1, 50, vec![stored([50])])).unwrap();
+    assert_eq!(index.replayed(s, Epoch(1), None), Ok(Some(Need::Snapshot)));
+    index.apply(s, batch(1, 51, vec![stored([51])])).unwrap();
+    let runs = vec![(unit(0), chain([40, 50]).to_vec(), Medium::Device)];
+    assert_eq!(index.install(s, KvSnapshot { epoch: Epoch(1), sequence: 50, runs }), Ok(None));
+    assert_eq!(index.lookup(&chain([1])).units(s), 0);
+    assert_eq!(index.lookup(&chain([40, 50, 51])).units(s), 3);
+    assert_eq!(index.stream(s).unwrap().applied, 51);
+}
+
+#[test]
+fn a_failed_fetch_is_asked_for_again_by_the_next_batch() {
+    let mut index = joined(1);
+    let s = slot(0);
+    assert!(index.apply(s, batch(1, 5, vec![stored([5])])).unwrap().is_some());
+    index.fetch_failed(s);
+    assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(Need::Replay { from: 1 })));
+}
+
+#[test]
+fn duplicates_are_ignored_and_foreign_lives_refused() {
+    let mut index = joined(1);
+    let s = slot(0);
+    index.apply(s, batch(1, 1, vec![stored([1]), removed([1])])).unwrap();
+    assert_eq!(index.apply(s, batch(1, 1, vec![stored([1]), removed([1]), stored([2])])), Ok(None));
+    assert_eq!(index.lookup(&chain([1])).units(s), 0);
+    assert_eq!(index.lookup(&chain([2])).units(s), 1);
+    let stale = index.apply(s, batch(0, 4, vec![stored([9])]));
+    assert_eq!(stale, Err(StreamError::WrongEpoch { expected: Epoch(1), got: Epoch(0) }));
+    assert_eq!(
+        index.apply(s, batch(1, 0, vec![stored([9])])),
+        Err(StreamError::BadSequence { first: 0, len: 1 })
+    );
+    let wrap = index.apply(s, batch(1, u64::MAX, vec![stored([9])]));
+    assert_eq!(wrap, Err(StreamError::BadSequence { first: u64::MAX, len: 1 }));
+    assert_eq!(index.apply(slot(7), batch(1, 1, vec![])), Err(StreamError::NotFollowed));
+}
+
+#[test]
+fn a_new_life_forgets_the_old_one() {
+    let mut index = joined(1);
+    let s = slot(0);
+    index.apply(s, batch(1, 1, vec![stored(1..=3)])).unwrap();
+    index.reserve(s, chain(1..=5));
+    join(&mut index, 0, 2);
+    assert_eq!(index.lookup(&chain(1..=5)).units(s), 0);
+    assert_eq!(index.size().blocks, 0);
+    assert_eq!(index.size().reservations, 0);
+    assert!(index.apply(s, batch(1, 4, vec![stored([4])])).is_err());
+    assert_eq!(index.apply(s, batch(2, 1, vec![stored([1])])), Ok(None));
+}
+
+#[test]
+fn reservations_count_until_the_worker_speaks() {
+    let now = Instant::now();
+    let mut index = joined(2);
+    let s = slot(0);
+    let first = index.reserve(s, chain(1..=4));
+    let second = index.reserve(s, chain(1..=4));
+    assert_eq!(index.lookup(&chain(1..=4)).units(s), 4);
+    assert_eq!(index.lookup(&chain(1..=4)).units(slot(1)), 0);
+    // One of two fails: the other still computes the prefix.
+    index.release(first);
+    assert_eq!(index.lookup(&chain(1..=4)).units(s), 4);
+    // The worker says what it holds, and later that it dropped some: its word counts.
+    index.apply(s, batch(1, 1, vec![stored(1..=4), removed([4])])).unwrap();
+    assert_eq!(index.lookup(&chain(1..=4)).units(s), 3);
+    index.settle(second, now);
+    assert_eq!(index.size().reservations, 0);
+    assert_eq!(index.lookup(&chain(1..=4)).units(s), 3);
+}
+
+#[test]
+fn a_settled_reservation_bridges_the_lag_of_events_and_then_expires() {
+    let now = Instant::now();
+    let mut index = joined(1);
+    let s = slot(0);
+    let id = index.reserve(s, chain(1..=2));
+    index.settle(id, now + Duration::from_secs(1));
+    index.expire(now);
+    assert_eq!(index.lookup(&chain(1..=2)).units(s), 2);
+    index.expire(now + Duration::from_secs(1));
+    assert_eq!(index.lookup(&chain(1..=2)).units(s), 0);
+}
+
+#[test]
+fn a_unit_evicted_before_it_is_used_again_counts_again_for_the_new_request() {
+    let mut index = joined(1);
+    let s = slot(0);
+    let old = index.reserve(s, chain([1]));
+    index.apply(s, batch(1, 1, vec![stored([1]), removed([1])])).unwrap();
+    let new = index.reserve(s, chain([1]));
+    assert_eq!(index.lookup(&chain([1])).units(s), 1);
+    index.release(old);
+    assert_eq!(index.lookup(&chain([1])).units(s), 1);
+    index.release(new);
+    assert_eq!(index.lookup(&chain([1])).units(s), 0);
+}
+
+#[test]
+fn the_byte_budget_holds_and_what_it_costs_is_counted() {
+    let budget = 64 * 1024;
+    let mut index = PrefixIndex::new(budget);
+    join(&mut index, 0, 1);
+    index.apply(slot(0), batch(1, 1, vec![stored(1..=10_000)])).unwrap();
+    let size = index.size();
+    assert!(size.bytes <= budget, "{size:?}");
+    assert!(size.bytes > budget / 4, "{size:?}");
+    assert_eq!(size.blocks + size.refused, 10_000);
+    index.leave(slot(0));
+    assert!(index.size().bytes < budget / 4, "memory goes back");
+}
+
+/// What the index means, written down as plainly as possible.
+#[derive(Default)]
+struct Reference {
+    held: HashMap<usize, HashSet<u64>>,
+    /// (slot, chain, units whose Stored has come since) of live reservations.
+    reserved: HashMap<u64, (usize, Vec<u64>)>,
+    unconfirmed: HashSet<(usize, u64)>,
+}
+
+impl Reference {
+    fn lookup(&self, slot: usize, chain: &[u64]) -> u32 {
+        let held = |u: &u64| self.held.get(&slot).is_some_and(|h| h.contains(u));
+        let reserved = |u: &u64| {
+            self.unconfirmed.contains(&(slot, *u))
+                && self.reserved.values().any(|(s, c)| *s == slot && c.contains(u))
+        };
+        chain.iter().take_while(|u| held(u) || reserved(u)).count() as u32
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Op {
+    Stored(usize, Vec<u64>),
+    Removed(usize, Vec<u64>),
+    Cleared(usize),
+    Reserve(usize, Vec<u64>),
+    Release(usize),
+    Restart(usize),
+    Snapshot(usize, Vec<u64>),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let who = 0..4usize;
+    let units = || proptest::collection::vec(1..24u64, 1..8);
+    prop_oneof![
+        4 => (who.clone(), units()).prop_map(|(w, u)| Op::Stored(w, u)),
+        3 => (who.clone(), units()).prop_map(|(w, u)| Op::Removed(w, u)),
+        1 => who.clone().prop_map(Op::Cleared),
+        3 => (who.clone(), units()).prop_map(|(w, u)| Op::Reserve(w, u)),
+        2 => (0..8usize).prop_map(Op::Release),
+        1 => who.clone().prop_map(Op::Restart),
+        1 => (who, units()).prop_map(|(w, u)| Op::Snapshot(w, u)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn under_any_churn_it_equals_the_reference(
+        ops in proptest::collection::vec(op(), 1..80),
+        asked in proptest::collection::vec(1..24u64, 0..10),
+    ) {
+        let mut index = joined(4);
+        let mut reference = Reference::default();
+        let mut epochs = [1u64; 4];
+        let mut sequences = [0u64; 4];
+        let mut live: Vec<(u64, ReservationId)> = Vec::new();
+        let mut names = 0u64;
+        for op in ops {
+            let mut send = |index: &mut PrefixIndex, w: usize, event: KvEvent| {
+                sequences[w] += 1;
+                index.apply(slot(w), batch(epochs[w], sequences[w], vec![event]))
+            };
+            match op {
+                Op::Stored(w, units) => {
+                    prop_assert_eq!(send(&mut index, w, stored(units.clone())), Ok(None));
+                    for u in units {
+                        reference.held.entry(w).or_default().insert(u);
+                        reference.unconfirmed.remove(&(w, u));
+                    }
+                }
+                Op::Removed(w, units) => {
+                    prop_assert_eq!(send(&mut index, w, removed(units.clone())), Ok(None));
+                    let held = reference.held.entry(w).or_default();
+                    units.iter().for_each(|u| { held.remove(u); });
+                }
+                Op::Cleared(w) => {
+                    prop_assert_eq!(send(&mut index, w, KvEvent::Cleared), Ok(None));
+                    reference.held.remove(&w);
+                }
+                Op::Reserve(w, units) => {
+                    let mut units = units;
+                    units.sort_unstable();
+                    units.dedup();
+                    live.push((names, index.reserve(slot(w), chain(units.clone()))));
+                    let held = reference.held.entry(w).or_default();
+                    for u in &units {
+                        if held.contains(u) {
+                            reference.unconfirmed.remove(&(w, *u));
+                        } else {
+                            reference.unconfirmed.insert((w, *u));
+                        }
+                    }
+                    reference.reserved.insert(names, (w, units));
+                    names += 1;
+                }
+                Op::Release(n) if !live.is_empty() => {
+                    let (name, id) = live.swap_remove(n % live.len());
+                    index.release(id);
+                    reference.reserved.remove(&name);
+                }
+                Op::Release(_) => {}
+                Op::Restart(w) => {
+                    epochs[w] += 1;
+                    sequences[w] = 0;
+                    join(&mut index, w, epochs[w]);
+                    reference.held.remove(&w);
+                    reference.reserved.retain(|_, (s, _)| *s != w);
+                    live.retain(|(name, _)| reference.reserved.contains_key(name));
+                    reference.unconfirmed.retain(|(s, _)| *s != w);
+                }
+                Op::Snapshot(w, units) => {
+                    sequences[w] += 1;
+                    let runs = vec![(unit(0), chain(units.clone()).to_vec(), Medium::Device)];
+                    let snapshot = KvSnapshot { epoch: Epoch(epochs[w]), sequence: sequences[w], runs };
+                    prop_assert_eq!(index.install(slot(w), snapshot), Ok(None));
+                    units.iter().for_each(|u| { reference.unconfirmed.remove(&(w, *u)); });
+                    reference.held.insert(w, units.into_iter().collect());
+                }
+            }
+            let overlap = index.lookup(&chain(asked.iter().copied()));
+            for w in 0..4 {
+                prop_assert_eq!(overlap.units(slot(w)), reference.lookup(w, &asked), "worker {}", w);
+            }
+        }
+        for (_, id) in live {
+            index.release(id);
+        }
+        (0..4).for_each(|w| index.leave(slot(w)));
+        let size = index.size();
+        prop_assert_eq!((size.blocks, size.reservations), (0, 0));
+    }
+
+    #[test]
+    fn however_batches_are_cut_lost_or_repeated_the_end_is_the_same(
+        events in proptest::collection::vec((1..12u64, any::<bool>()), 1..40),
+        cuts in proptest::collection::vec((1..6usize, any::<bool>(), any::<bool>()), 1..20),
+    ) {
+        let events: Vec<KvEvent> =
+            events.into_iter().map(|(u, put)| if put { stored([u]) } else { removed([u]) }).collect();
+        let mut plain = joined(1);
+        plain.apply(slot(0), batch(1, 1, events.clone())).unwrap();
+        let mut index = joined(1);
+        let mut at = 0;
+        let mut wanted: Option<Need> = None;
+        for (len, lost, repeated) in cuts.iter().cycle().copied() {
+            if at == events.len() {
+                break;
+            }
+            let end = (at + len).min(events.len());
+            let from = if repeated { at.saturating_sub(3) } else { at };
+            if !lost {
+                let need = index.apply(slot(0), batch(1, from as u64 + 1, events[from..end].to_vec())).unwrap();
+                wanted = wanted.or(need);
+            }
+            at = end;
+            if let Some(Need::Replay { from }) = wanted.take_if(|_| repeated) {
+                let from_index = from as usize - 1;
+                let missing = vec![batch(1, from, events[from_index..at].to_vec())];
+                prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(missing)), Ok(None));
+            }
+        }
+        // A last heartbeat-like event shows any loss at the end.
+        let last = events.len() as u64 + 1;
+        let need = index.apply(slot(0), batch(1, last, vec![stored([99])])).unwrap();
+        if let Some(Need::Replay { from }) = wanted.or(need) {
+            let mut missing = events[from as usize - 1..].to_vec();
+            missing.push(stored([99]));
+            prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(vec![batch(1, from, missing)])), Ok(None));
+        }
+        for u in 1..12 {
+            prop_assert_eq!(index.lookup(&chain([u])), plain.lookup(&chain([u])));
+        }
+        prop_assert_eq!(index.stream(slot(0)).unwrap().applied, last);
+    }
+}

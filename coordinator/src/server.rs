@@ -1,0 +1,185 @@
+//! A coordinator, whole: its three ports opened, everything between them connected, and stopped in order.
+
+mod http;
+
+use crate::api::{self, Front, auth::Keys};
+use crate::config::{Config, ConfigError};
+use crate::dispatch::Dispatch;
+use crate::models::{Models, ModelsError};
+use crate::ops::metrics::Metrics;
+use crate::ops::{self, Ops, ReadyGate};
+use crate::random::random_u64;
+use crate::workers::{self, Terms};
+use http::{Limits, Listener};
+use proto::block::ClusterKey;
+use proto::ids::{Epoch, NodeId, Role};
+use proto::transport::{Endpoint, EndpointConfig, Identity};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
+
+pub use http::Peer;
+
+/// How often deadlines, leases and reservations are looked at.
+const TICK: Duration = Duration::from_millis(50);
+/// Connections on the operations port.
+const OPS_CONNECTIONS: usize = 256;
+
+/// Why a coordinator does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The configuration cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A model cannot be offered.
+    #[error(transparent)]
+    Models(#[from] ModelsError),
+    /// The identity is not a coordinator's.
+    #[error("the certificate is a {0:?}'s, not a coordinator's")]
+    WrongRole(Role),
+    /// The QUIC endpoint cannot be opened.
+    #[error(transparent)]
+    Quic(#[from] proto::Error),
+    /// A TCP port cannot be opened.
+    #[error("cannot listen on {address}: {source}")]
+    Bind {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// Where a coordinator really listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Addresses {
+    /// API port.
+    pub http: SocketAddr,
+    /// Operations port.
+    pub ops: SocketAddr,
+    /// UDP port for workers.
+    pub quic: SocketAddr,
+}
+
+/// A running coordinator. Dropping it stops it at once; [`stop`](Self::stop) does it in order.
+#[derive(Debug)]
+pub struct Coordinator {
+    addresses: Addresses,
+    dispatch: Arc<Dispatch>,
+    ops: Arc<Ops>,
+    endpoint: Arc<Endpoint>,
+    http: Listener,
+    ops_http: Listener,
+    tasks: Vec<JoinHandle<()>>,
+    drain: Duration,
+}
+
+impl Coordinator {
+    /// Starts one inside the current tokio runtime: reads the models' files, opens the ports, serves.
+    pub async fn start(
+        config: Config,
+        identity: &Identity,
+        cluster_key: ClusterKey,
+    ) -> Result<Self, StartError> {
+        config.check()?;
+        let name = identity.name();
+        if name.role != Role::Coordinator {
+            return Err(StartError::WrongRole(name.role));
+        }
+        let models = Arc::new(Models::open(&config.models)?);
+        let keys = Keys::new(&config.keys).map_err(ConfigError::from)?;
+        let metrics = Arc::new(Metrics::new());
+        let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics));
+
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
+        let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, [Role::Worker]))?;
+        let endpoint = Arc::new(endpoint);
+        let terms = Arc::new(Terms {
+            cluster_key: cluster_key.clone(),
+            lease: Duration::from_millis(config.lease_ms),
+            report_every: Duration::from_millis(config.report_every_ms),
+            tokenizers: models.tokenizer_digests(),
+        });
+
+        let front = Arc::new(Front {
+            dispatch: Arc::clone(&dispatch),
+            models: Arc::clone(&models),
+            keys: keys.clone(),
+            cluster_key,
+            metrics: Arc::clone(&metrics),
+            planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
+            request_timeout: Duration::from_secs(config.request_timeout_s),
+            started: started.as_secs(),
+        });
+        let ops = Arc::new(Ops {
+            id: name.node.clone(),
+            dispatch: Arc::clone(&dispatch),
+            models,
+            keys,
+            metrics,
+            gate: ReadyGate::new(config.hold_ready),
+        });
+        let api = Limits { connections: config.max_connections };
+        let http = Listener::open(config.http, api::router(front), api).await?;
+        let few = Limits { connections: OPS_CONNECTIONS };
+        let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops)), few).await?;
+
+        let addresses =
+            Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
+        let tasks = vec![
+            tokio::spawn(workers::serve(Arc::clone(&endpoint), Arc::clone(&dispatch), terms)),
+            tokio::spawn(tick(Arc::clone(&dispatch))),
+        ];
+        tracing::info!(id = %name.node, ?addresses, "coordinator started");
+        let drain = Duration::from_secs(config.drain_s);
+        Ok(Self { addresses, dispatch, ops, endpoint, http, ops_http, tasks, drain })
+    }
+
+    /// Where it listens.
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// Lets `/readyz` turn 200, where the configuration holds it back.
+    pub fn release_ready(&self) {
+        self.ops.gate.release();
+    }
+
+    /// A worker's parent knows that it is dead. `false` if it is no member.
+    pub fn notice_dead(&self, worker: &NodeId) -> bool {
+        self.dispatch.notice_dead(worker)
+    }
+
+    /// Takes no new connections, lets requests under way finish for as long as the configuration gives
+    /// them, and closes everything. `true` if all of them finished.
+    pub async fn stop(mut self) -> bool {
+        self.ops.gate.stop();
+        let finished = self.http.stop(self.drain).await;
+        self.ops_http.stop(Duration::ZERO).await;
+        self.endpoint.close().await;
+        tracing::info!(finished, "coordinator stopped");
+        finished
+    }
+}
+
+impl Drop for Coordinator {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+async fn tick(dispatch: Arc<Dispatch>) {
+    // Not in step with other coordinators.
+    tokio::time::sleep(TICK.mul_f64((random_u64() % 1_000) as f64 / 1e3)).await;
+    let mut ticks = tokio::time::interval(TICK);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        dispatch.tick();
+    }
+}

@@ -1,0 +1,225 @@
+//! TCP listeners with limits: connections, time and size of heads, clients that do not read.
+
+use super::StartError;
+use crate::api::limits::{HEAD_TIMEOUT, MAX_HEAD, WRITE_STALL};
+use axum::Router;
+use axum::extract::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use std::io;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::Sleep;
+use tower::ServiceExt;
+
+/// Waits after `accept` has failed, as it does when file descriptors run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// The address at the other end of a connection; an extension of every request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer(pub SocketAddr);
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) connections: usize,
+}
+
+/// A listener that serves until it is stopped or dropped.
+#[derive(Debug)]
+pub(super) struct Listener {
+    address: SocketAddr,
+    stopping: watch::Sender<bool>,
+    task: JoinHandle<()>,
+}
+
+impl Listener {
+    pub(super) async fn open(address: SocketAddr, router: Router, limits: Limits) -> Result<Self, StartError> {
+        let bind = |source| StartError::Bind { address, source };
+        let listener = TcpListener::bind(address).await.map_err(bind)?;
+        let address = listener.local_addr().map_err(bind)?;
+        let (stopping, stop) = watch::channel(false);
+        let task = tokio::spawn(serve(listener, router, limits, stop));
+        Ok(Self { address, stopping, task })
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Takes no new connections and waits at most `limit` for requests under way; `true` if all finished.
+    pub(super) async fn stop(&mut self, limit: Duration) -> bool {
+        // Fails only when the task has ended already.
+        let _ = self.stopping.send(true);
+        tokio::time::timeout(limit, &mut self.task).await.is_ok()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn serve(listener: TcpListener, router: Router, limits: Limits, mut stop: watch::Receiver<bool>) {
+    let room = Arc::new(Semaphore::new(limits.connections));
+    let mut connections = JoinSet::new();
+    loop {
+        while connections.try_join_next().is_some() {}
+        // Over the limit connections wait in the kernel's backlog.
+        let permit = tokio::select! {
+            permit = Arc::clone(&room).acquire_owned() => permit,
+            () = told(&mut stop) => break,
+        };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = told(&mut stop) => break,
+        };
+        match accepted {
+            Ok((stream, peer)) => {
+                let connection = connection(stream, peer, router.clone(), stop.clone());
+                connections.spawn(async move {
+                    let _permit = permit;
+                    connection.await;
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
+}
+
+/// Waits until it is time to stop.
+async fn told(stop: &mut watch::Receiver<bool>) {
+    // An error means that whoever would tell is gone.
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
+async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut stop: watch::Receiver<bool>) {
+    // Tokens are small and each is waited for.
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "no TCP_NODELAY");
+    }
+    let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+        request.extensions_mut().insert(Peer(peer));
+        router.clone().oneshot(request.map(axum::body::Body::new) as Request)
+    });
+    let io = TokioIo::new(Unstalled::new(stream, WRITE_STALL));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_header_size(MAX_HEAD)
+        .serve_connection(io, service);
+    let mut connection = pin!(connection);
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = told(&mut stop) => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%peer, %error, "a connection has ended early");
+    }
+}
+
+/// A stream whose reader must take something now and then: a write that stays blocked for `limit` fails.
+#[derive(Debug)]
+struct Unstalled<S> {
+    stream: S,
+    limit: Duration,
+    /// Runs while a write is blocked.
+    blocked: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S> Unstalled<S> {
+    fn new(stream: S, limit: Duration) -> Self {
+        Self { stream, limit, blocked: None }
+    }
+
+    fn watch<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.blocked = None;
+            return written;
+        }
+        let blocked = self.blocked.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.limit)));
+        match blocked.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Unstalled<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Unstalled<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.watch(cx, written)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        self.watch(cx, flushed)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let shut = Pin::new(&mut self.stream).poll_shutdown(cx);
+        self.watch(cx, shut)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.watch(cx, written)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reader_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
+        let limit = Duration::from_secs(30);
+        let (near, mut far) = tokio::io::duplex(8);
+        let mut near = Unstalled::new(near, limit);
+        let slow = tokio::spawn(async move {
+            for _ in 0..4 {
+                tokio::time::sleep(limit - Duration::from_secs(1)).await;
+                far.read_exact(&mut [0; 8]).await.unwrap();
+            }
+            far
+        });
+        near.write_all(&[1; 40]).await.unwrap();
+        let _far = slow.await.unwrap();
+        let started = tokio::time::Instant::now();
+        let stalled = near.write_all(&[1; 40]).await.unwrap_err();
+        assert_eq!(stalled.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(started.elapsed(), limit);
+    }
+}

@@ -1,0 +1,311 @@
+//! The table of workers: who is a member, in which life, what it serves, whether it drains.
+//!
+//! A deterministic state machine: [`WorkerTable::apply`] is the only way to change it, so that a replicated
+//! log can feed it. What changes by the second (load, progress) is not here but in [`crate::balancer`].
+
+use crate::slot::{MAX_SLOTS, Slot, SlotSet};
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::message::{RegisterV1, ServedModelV1};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A worker of the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Its slot while it is a member.
+    pub slot: Slot,
+    /// How it introduced itself.
+    pub register: RegisterV1,
+    /// An operator has asked it to take no new work.
+    pub draining: bool,
+}
+
+impl Member {
+    /// What it serves under this name.
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV1> {
+        self.register.models.iter().find(|m| m.id == *id)
+    }
+}
+
+/// A change of the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TableChange {
+    /// A worker's life begins, or its connection does anew.
+    Join(RegisterV1),
+    /// A worker's life has ended; a change for another epoch is refused.
+    Leave {
+        /// The worker.
+        node: NodeId,
+        /// The life that has ended.
+        epoch: Epoch,
+    },
+    /// An operator wants a worker to take no new work, or to take it again. Survives the worker's restart.
+    Drain {
+        /// The worker.
+        node: NodeId,
+        /// Whether it shall drain.
+        draining: bool,
+    },
+}
+
+/// What a change did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Applied {
+    /// The worker has joined in this slot; an earlier life or connection of it has left it.
+    Joined {
+        /// Where.
+        slot: Slot,
+        /// Who.
+        node: NodeId,
+        /// In which life.
+        epoch: Epoch,
+    },
+    /// The worker that was in this slot has left.
+    Left(Slot),
+    /// The worker in this slot drains or no longer drains.
+    Drained(Slot),
+}
+
+/// Why a change was refused. The table is as it was.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TableError {
+    /// A later life of the worker is or was a member.
+    #[error("{node} speaks with epoch {}, epoch {} is known", got.0, known.0)]
+    StaleEpoch {
+        /// The worker.
+        node: NodeId,
+        /// The epoch of the change.
+        got: Epoch,
+        /// The latest epoch seen.
+        known: Epoch,
+    },
+    /// No such worker.
+    #[error("no worker {0} is a member")]
+    UnknownWorker(NodeId),
+    /// The cluster is at its limit.
+    #[error("{MAX_SLOTS} workers are members already")]
+    Full,
+    /// Another member serves other weights or another tokenizer under the same name.
+    #[error("{node} serves a {model} that differs from the one of {other}: {what} digests differ")]
+    ModelConflict {
+        /// The worker that was refused.
+        node: NodeId,
+        /// The member it disagrees with.
+        other: NodeId,
+        /// The model's name.
+        model: ModelId,
+        /// Which digest: `model` or `tokenizer`.
+        what: &'static str,
+    },
+}
+
+/// The table. See the module.
+#[derive(Debug, Clone, Default)]
+pub struct WorkerTable {
+    members: BTreeMap<NodeId, Member>,
+    used: SlotSet,
+    /// The latest life seen of every worker that ever was a member.
+    epochs: BTreeMap<NodeId, Epoch>,
+    drains: BTreeSet<NodeId>,
+    version: u64,
+}
+
+impl WorkerTable {
+    /// Changes the table.
+    pub fn apply(&mut self, change: TableChange) -> Result<Applied, TableError> {
+        let applied = self.apply_inner(change)?;
+        self.version += 1;
+        Ok(applied)
+    }
+
+    /// Changes applied so far.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    fn apply_inner(&mut self, change: TableChange) -> Result<Applied, TableError> {
+        match change {
+            TableChange::Join(register) => self.join(register),
+            TableChange::Leave { node, epoch } => {
+                let member =
+                    self.members.get(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
+                let known = member.register.epoch;
+                if known != epoch {
+                    return Err(TableError::StaleEpoch { node, got: epoch, known });
+                }
+                let slot = member.slot;
+                self.members.remove(&node);
+                self.used.remove(slot);
+                Ok(Applied::Left(slot))
+            }
+            TableChange::Drain { node, draining } => {
+                let member =
+                    self.members.get_mut(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
+                member.draining = draining;
+                let slot = member.slot;
+                if draining {
+                    self.drains.insert(node);
+                } else {
+                    self.drains.remove(&node);
+                }
+                Ok(Applied::Drained(slot))
+            }
+        }
+    }
+
+    /// The members, by name.
+    pub fn members(&self) -> impl Iterator<Item = &Member> {
+        self.members.values()
+    }
+
+    /// The member with this name.
+    pub fn member(&self, node: &NodeId) -> Option<&Member> {
+        self.members.get(node)
+    }
+
+    /// The member in this slot.
+    pub fn in_slot(&self, slot: Slot) -> Option<&Member> {
+        self.members.values().find(|m| m.slot == slot)
+    }
+
+    /// What is served under this name, if anything is: all members agree on the digests.
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV1> {
+        self.members.values().find_map(|m| m.model(id))
+    }
+
+    fn join(&mut self, register: RegisterV1) -> Result<Applied, TableError> {
+        let node = register.node.clone();
+        if let Some(&known) = self.epochs.get(&node)
+            && register.epoch < known
+        {
+            return Err(TableError::StaleEpoch { node, got: register.epoch, known });
+        }
+        self.check_models(&register)?;
+        let before = self.members.get(&node).map(|m| m.slot);
+        let free = || (0..MAX_SLOTS).filter_map(Slot::new).find(|&s| !self.used.contains(s));
+        let slot = before.or_else(free).ok_or(TableError::Full)?;
+        self.used.insert(slot);
+        let epoch = register.epoch;
+        self.epochs.insert(node.clone(), epoch);
+        let draining = self.drains.contains(&node);
+        self.members.insert(node.clone(), Member { slot, register, draining });
+        Ok(Applied::Joined { slot, node, epoch })
+    }
+
+    fn check_models(&self, register: &RegisterV1) -> Result<(), TableError> {
+        for other in self.members.values().filter(|m| m.register.node != register.node) {
+            for model in &register.models {
+                let Some(theirs) = other.model(&model.id) else { continue };
+                let what = if theirs.model_digest != model.model_digest {
+                    "model"
+                } else if theirs.tokenizer_digest != model.tokenizer_digest {
+                    "tokenizer"
+                } else {
+                    continue;
+                };
+                let (node, other) = (register.node.clone(), other.register.node.clone());
+                return Err(TableError::ModelConflict { node, other, model: model.id.clone(), what });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn register(name: &str, epoch: u64, models: &[(&str, u8)]) -> RegisterV1 {
+        let model = |&(id, digest): &(&str, u8)| ServedModelV1 {
+            id: ModelId::new(id).unwrap(),
+            model_digest: [digest; 32],
+            tokenizer_digest: [1; 32],
+            max_model_len: 4096,
+            layers: (0, 4),
+            numeric_class: "test".into(),
+            block_tokens: 16,
+        };
+        RegisterV1 {
+            node: NodeId::new(name).unwrap(),
+            epoch: Epoch(epoch),
+            pid: 1,
+            quic: "127.0.0.1:1".into(),
+            ops: "127.0.0.1:2".into(),
+            models: models.iter().map(model).collect(),
+        }
+    }
+
+    fn joined(table: &mut WorkerTable, name: &str, epoch: u64) -> Slot {
+        match table.apply(TableChange::Join(register(name, epoch, &[("m", 7)]))) {
+            Ok(Applied::Joined { slot, .. }) => slot,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn slots_are_kept_over_a_restart_and_reused_after_a_leave() {
+        let mut table = WorkerTable::default();
+        let (a, b) = (joined(&mut table, "a", 1), joined(&mut table, "b", 1));
+        assert_ne!(a, b);
+        assert_eq!(joined(&mut table, "a", 2), a);
+        let node = NodeId::new("a").unwrap();
+        assert_eq!(table.apply(TableChange::Leave { node, epoch: Epoch(2) }), Ok(Applied::Left(a)));
+        assert_eq!(joined(&mut table, "c", 1), a);
+        assert_eq!(table.in_slot(b).unwrap().register.node.as_str(), "b");
+    }
+
+    #[test]
+    fn what_an_older_life_says_is_refused() {
+        let mut table = WorkerTable::default();
+        joined(&mut table, "a", 5);
+        let node = NodeId::new("a").unwrap();
+        let stale = TableError::StaleEpoch { node: node.clone(), got: Epoch(4), known: Epoch(5) };
+        assert_eq!(table.apply(TableChange::Join(register("a", 4, &[]))), Err(stale.clone()));
+        assert_eq!(
+            table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(4) }),
+            Err(stale.clone())
+        );
+        table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) }).unwrap();
+        // Also once it has left.
+        assert_eq!(table.apply(TableChange::Join(register("a", 4, &[]))), Err(stale));
+        let gone = table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) });
+        assert_eq!(gone, Err(TableError::UnknownWorker(node)));
+    }
+
+    #[test]
+    fn one_name_means_one_model() {
+        let mut table = WorkerTable::default();
+        joined(&mut table, "a", 1);
+        let refused = table.apply(TableChange::Join(register("b", 1, &[("m", 8)])));
+        assert!(matches!(refused, Err(TableError::ModelConflict { what: "model", .. })), "{refused:?}");
+        // A single worker may change its mind, and other names are free.
+        table.apply(TableChange::Join(register("a", 2, &[("m", 8)]))).unwrap();
+        table.apply(TableChange::Join(register("b", 1, &[("m", 8), ("n", 1)]))).unwrap();
+        let mut other = register("c", 1, &[("n", 1)]);
+        other.models[0].tokenizer_digest = [2; 32];
+        let refused = table.apply(TableChange::Join(other));
+        assert!(matches!(refused, Err(TableError::ModelConflict { what: "tokenizer", .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn a_drain_survives_a_restart_of_the_worker() {
+        let mut table = WorkerTable::default();
+        let slot = joined(&mut table, "a", 1);
+        let node = NodeId::new("a").unwrap();
+        let drain = |draining| TableChange::Drain { node: node.clone(), draining };
+        assert_eq!(table.apply(drain(true)), Ok(Applied::Drained(slot)));
+        joined(&mut table, "a", 2);
+        assert!(table.member(&node).unwrap().draining);
+        table.apply(drain(false)).unwrap();
+        joined(&mut table, "a", 3);
+        assert!(!table.member(&node).unwrap().draining);
+    }
+
+    #[test]
+    fn the_sixty_fifth_worker_is_refused() {
+        let mut table = WorkerTable::default();
+        (0..MAX_SLOTS).for_each(|i| {
+            joined(&mut table, &format!("w{i}"), 1);
+        });
+        assert_eq!(table.apply(TableChange::Join(register("late", 1, &[]))), Err(TableError::Full));
+    }
+}

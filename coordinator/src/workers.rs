@@ -1,0 +1,153 @@
+//! The workers' side of the network: they dial us, introduce themselves, report, and tell their KV events.
+
+use crate::dispatch::{Dispatch, SessionId};
+use crate::table::TableError;
+use proto::block::ClusterKey;
+use proto::codec::CodecError;
+use proto::ids::{ModelId, NodeId, Role};
+use proto::message::{LoadReport, Register, Registered, RegisteredV1};
+use proto::service::{CoordinatorApi, Refusal};
+use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceiver};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tarpc::context::Context;
+use tokio::task::JoinSet;
+
+/// What workers are told, and what they must agree with.
+#[derive(Debug)]
+pub struct Terms {
+    /// Keys every block id of the cluster.
+    pub cluster_key: ClusterKey,
+    /// A worker not heard of for this long has left.
+    pub lease: Duration,
+    /// How often workers report.
+    pub report_every: Duration,
+    /// Digests of the tokenizers by which this coordinator makes token ids.
+    pub tokenizers: HashMap<ModelId, [u8; 32]>,
+}
+
+/// Serves workers until the endpoint is closed.
+pub async fn serve(endpoint: Arc<Endpoint>, dispatch: Arc<Dispatch>, terms: Arc<Terms>) {
+    let sessions = AtomicU64::new(0);
+    let mut open = JoinSet::new();
+    while let Some(connection) = endpoint.accept().await {
+        while open.try_join_next().is_some() {}
+        let session = Session {
+            id: SessionId(sessions.fetch_add(1, Ordering::Relaxed)),
+            connection,
+            dispatch: Arc::clone(&dispatch),
+            terms: Arc::clone(&terms),
+        };
+        open.spawn(session.run());
+    }
+}
+
+/// One connection of a worker.
+#[derive(Debug, Clone)]
+struct Session {
+    id: SessionId,
+    connection: Connection,
+    dispatch: Arc<Dispatch>,
+    terms: Arc<Terms>,
+}
+
+impl Session {
+    fn node(&self) -> &NodeId {
+        &self.connection.peer().node
+    }
+
+    async fn run(self) {
+        if self.connection.peer().role != Role::Worker {
+            self.connection.close(CloseCode::Protocol);
+            return;
+        }
+        tracing::info!(node = %self.node(), epoch = self.connection.peer_epoch().0, "a worker has connected");
+        let mut streams = JoinSet::new();
+        loop {
+            while streams.try_join_next().is_some() {}
+            match self.connection.accept().await {
+                Ok(Incoming::CoordinatorRpc(rpc)) => {
+                    streams.spawn(rpc.serve(self.clone()));
+                }
+                Ok(Incoming::KvEvents(events)) => {
+                    streams.spawn(self.clone().follow(events));
+                }
+                // Kinds that a worker may not open at a coordinator are refused by the transport; tensors
+                // are not for us, and dropping the stream says so.
+                Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
+                Ok(Incoming::Generate(_) | Incoming::KvSnapshot(_)) => {}
+                Err(error) => {
+                    tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
+                    self.dispatch.session_lost(self.id, self.node());
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn follow(self, mut events: KvEventReceiver) {
+        while let Some(batch) = events.next().await {
+            match batch {
+                Ok(batch) => self.dispatch.events(self.id, self.node(), batch),
+                // Of a later version: its place in the numbering shows as a gap.
+                Err(proto::Error::Codec(error @ CodecError::UnknownVariant { .. })) => {
+                    tracing::debug!(node = %self.node(), %error, "KV events skipped");
+                }
+                Err(error) => {
+                    tracing::debug!(node = %self.node(), %error, "the stream of KV events has ended");
+                    return;
+                }
+            }
+        }
+    }
+}
+
+impl CoordinatorApi for Session {
+    async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
+        let Register::V1(register) = request;
+        let node = register.node.clone();
+        self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
+        for model in &register.models {
+            match self.terms.tokenizers.get(&model.id) {
+                Some(digest) if *digest != model.tokenizer_digest => {
+                    tracing::error!(%node, model = %model.id, "refused: its tokenizer is not ours");
+                    return Err(Refusal::ModelDiffers { model: model.id.to_string() });
+                }
+                Some(_) => {}
+                None => {
+                    tracing::warn!(%node, model = %model.id, "serves a model that is not configured here")
+                }
+            }
+        }
+        let epoch = register.epoch;
+        let models: Vec<_> = register.models.iter().map(|m| m.id.to_string()).collect();
+        match self.dispatch.join(self.id, self.connection.clone(), register) {
+            Ok(()) => {
+                tracing::info!(%node, epoch = epoch.0, ?models, "a worker has joined");
+                let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+                Ok(Registered::V1(RegisteredV1 {
+                    lease_ms: millis(self.terms.lease),
+                    report_every_ms: millis(self.terms.report_every),
+                    cluster_key: self.terms.cluster_key.clone(),
+                }))
+            }
+            Err(error) => {
+                tracing::error!(%node, epoch = epoch.0, %error, "a worker was refused");
+                Err(match error {
+                    TableError::StaleEpoch { known, .. } => Refusal::StaleEpoch { known },
+                    TableError::ModelConflict { model, .. } => {
+                        Refusal::ModelDiffers { model: model.to_string() }
+                    }
+                    TableError::Full | TableError::UnknownWorker(_) => Refusal::NotRegistered,
+                })
+            }
+        }
+    }
+
+    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
+        let LoadReport::V1(report) = report;
+        if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
+    }
+}

@@ -1,0 +1,71 @@
+//! Chat messages as requests bring them and templates see them.
+
+use serde::de::{Deserializer, Error as _};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
+
+/// One message of a chat.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Message {
+    /// Who speaks: `system`, `user`, `assistant`, `tool`, or what else the template knows.
+    pub role: String,
+    /// What is said; none (`null`) where an assistant only calls tools.
+    #[serde(default)]
+    pub content: Option<Content>,
+    /// Who in particular.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Calls of tools, as the request has them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<Json>,
+    /// All other fields; a template may look at `tool_call_id` or `reasoning_content`.
+    #[serde(flatten)]
+    pub rest: Map<String, Json>,
+}
+
+impl Message {
+    /// A message with nothing but text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self {
+            role: role.into(),
+            content: Some(Content(content.into())),
+            name: None,
+            tool_calls: None,
+            rest: Map::new(),
+        }
+    }
+}
+
+/// Text, sent as a string or as a list of parts of type `text`, which are joined by newlines. Parts of other
+/// types are refused by name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Content(pub String);
+
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let parts = match Json::deserialize(deserializer)? {
+            Json::String(text) => return Ok(Self(text)),
+            Json::Array(parts) => parts,
+            _ => return Err(D::Error::custom("content must be a string or a list of parts")),
+        };
+        let texts: Result<Vec<String>, D::Error> = parts.into_iter().map(text).collect();
+        Ok(Self(texts?.join("\n")))
+    }
+}
+
+fn text<E: serde::de::Error>(mut part: Json) -> Result<String, E> {
+    match part.get("type").and_then(Json::as_str) {
+        Some("text") => {}
+        Some(other) => {
+            return Err(E::custom(format_args!(
+                "content parts of type `{other}` are not supported, only `text`"
+            )));
+        }
+        None => return Err(E::missing_field("type")),
+    }
+    match part.get_mut("text").map(Json::take) {
+        Some(Json::String(text)) => Ok(text),
+        _ => Err(E::custom("a content part of type `text` needs a string `text`")),
+    }
+}
