@@ -3,7 +3,6 @@
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::{cluster_key, home, models};
-use anyhow::Context;
 use coordinator::api::auth::KeyEntry;
 use coordinator::config::Config;
 use coordinator::models::ModelEntry;

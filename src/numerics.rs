@@ -55,25 +55,6 @@ pub(crate) enum Device {
     Cpu,
 }
 
-impl From<KvTypeArg> for kernels::backend::KvType {
-    fn from(arg: KvTypeArg) -> Self {
-        match arg {
-            KvTypeArg::F16 => Self::F16,
-            KvTypeArg::F32 => Self::F32,
-            KvTypeArg::Q8_0 => Self::Q8_0,
-        }
-    }
-}
-
-impl From<ActivationsArg> for kernels::backend::ActivationMode {
-    fn from(arg: ActivationsArg) -> Self {
-        match arg {
-            ActivationsArg::Int8 => Self::Int8,
-            ActivationsArg::F32 => Self::F32,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
