@@ -295,16 +295,21 @@ impl Tables {
     }
 
     fn of(&self, placement: Placement, batch: usize, blocks: usize) -> Vec<Vec<BlockTable<'_>>> {
-        let table = |group: &'_ GroupTable, sequence: usize| {
-            let from = sequence * blocks;
-            match placement {
-                Placement::Paged => BlockTable::Paged(&group.scattered[from..from + blocks]),
-                Placement::Contiguous => {
-                    BlockTable::Contiguous { first: group.first + from as u32 * group.stride, stride: group.stride }
-                }
+        let groups = self.0.iter();
+        groups.map(|group| (0..batch).map(|sequence| group.table(placement, sequence, blocks)).collect()).collect()
+    }
+}
+
+impl GroupTable {
+    /// The table of a sequence that owns `blocks` blocks.
+    fn table(&self, placement: Placement, sequence: usize, blocks: usize) -> BlockTable<'_> {
+        let from = sequence * blocks;
+        match placement {
+            Placement::Paged => BlockTable::Paged(&self.scattered[from..from + blocks]),
+            Placement::Contiguous => {
+                BlockTable::Contiguous { first: self.first + from as u32 * self.stride, stride: self.stride }
             }
-        };
-        self.0.iter().map(|group| (0..batch).map(|sequence| table(group, sequence)).collect()).collect()
+        }
     }
 }
 
