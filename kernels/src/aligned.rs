@@ -1,7 +1,7 @@
 //! Buffers that start on a cache line, so that vector loads of whole lines never straddle two.
 #![allow(unsafe_code)]
 
-use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
@@ -45,15 +45,13 @@ impl<T: Plain> AlignedBuf<T> {
         let Some(layout) = Self::layout(len) else {
             return Self { ptr: NonNull::dangling(), len: 0 };
         };
-        // SAFETY: `layout` has a size above zero.
-        let raw = unsafe { alloc(layout) };
+        // Fresh pages of the operating system are zero already: a large buffer costs memory as it is used.
+        // SAFETY: `layout` has a size above zero; all-zero bytes are values of `T` (`Plain`).
+        let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw.cast::<T>()) else { handle_alloc_error(layout) };
         if layout.align() == HUGE_PAGE {
             advise_huge_pages(raw, layout.size());
         }
-        // SAFETY: `raw` points to `layout.size()` bytes that nobody else knows of, and all-zero bytes are
-        // values of `T` (`Plain`).
-        unsafe { raw.write_bytes(0, layout.size()) };
         Self { ptr, len }
     }
 
