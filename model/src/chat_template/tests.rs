@@ -77,6 +77,12 @@ fn tools_and_further_variables_are_visible() {
         "{\"type\": \"function\", \"name\": \"f<g>\", \"z\": [1, 2.5, null], \"a\": {\"é\": true}, \"e\": {}, \"l\": []}\n\
          <think></think>f|True|7"
     );
+    assert_eq!(
+        render("{{ ['é'] | tojson(ensure_ascii=false, separators=(', ', ': ')) }}").unwrap(),
+        "[\"é\"]"
+    );
+    let error = render("{{ 'é' | tojson(ensure_ascii=true) }}").unwrap_err();
+    assert!(matches!(&error, TemplateError::Failed { reason } if reason.contains("ensure_ascii")), "{error}");
     assert_eq!(render("{{ {'a': [1]} | tojson(indent=2) }}").unwrap(), "{\n  \"a\": [\n    1\n  ]\n}");
 }
 
