@@ -13,9 +13,13 @@ const WIDEST: usize = 32;
 /// The filter. `indent` is the number of spaces per level.
 pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Templates pass these to say what is done anyway.
-    for option in ["ensure_ascii", "separators", "sort_keys"] {
-        let _: Option<Value> = options.get(option)?;
+    // Templates pass these mostly to say what is done anyway; anything else would be ignored silently.
+    let same = options.get::<Option<bool>>("ensure_ascii")? != Some(true)
+        && options.get::<Option<bool>>("sort_keys")? != Some(true)
+        && options.get::<Option<Vec<String>>>("separators")?.is_none_or(|with| with == [", ", ": "]);
+    if !same {
+        let reason = "tojson with ensure_ascii, sort_keys or other separators is not supported";
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
     options.assert_all_used()?;
     let mut json = Vec::new();

@@ -1,5 +1,3 @@
-use std::time::Instant;
-
 use serde_json::json;
 
 use super::*;
@@ -79,6 +77,12 @@ fn tools_and_further_variables_are_visible() {
         "{\"type\": \"function\", \"name\": \"f<g>\", \"z\": [1, 2.5, null], \"a\": {\"é\": true}, \"e\": {}, \"l\": []}\n\
          <think></think>f|True|7"
     );
+    assert_eq!(
+        render("{{ ['é'] | tojson(ensure_ascii=false, separators=(', ', ': ')) }}").unwrap(),
+        "[\"é\"]"
+    );
+    let error = render("{{ 'é' | tojson(ensure_ascii=true) }}").unwrap_err();
+    assert!(matches!(&error, TemplateError::Failed { reason } if reason.contains("ensure_ascii")), "{error}");
     assert_eq!(render("{{ {'a': [1]} | tojson(indent=2) }}").unwrap(), "{\n  \"a\": [\n    1\n  ]\n}");
 }
 
@@ -216,15 +220,23 @@ const BOMBS: &[(&str, &str, Limit)] = &[
     ),
 ];
 
+/// CPU time of this thread: a busy machine must not fail a test of what a rendering costs.
+fn cpu_time() -> Duration {
+    let stat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())
+}
+
+/// 250 ms and a little; each takes a third of it or less even without optimisation.
+const BOUND: Duration = Duration::from_millis(300);
+
 #[test]
 fn template_bomb() {
     for (name, source, limit) in BOMBS {
         let template = compile(source);
-        let started = Instant::now();
+        let started = cpu_time();
         let error = template.render_inner(&chat(), None, true, &Map::new()).unwrap_err();
-        let took = started.elapsed();
-        // 250 ms and what one operation may take, three times for a slow machine and a build without optimisation.
-        assert!(took < Duration::from_millis(900), "{name}: {took:?}");
+        let took = cpu_time() - started;
+        assert!(took < BOUND, "{name}: {took:?}");
         match error {
             TemplateError::Limit(Limit::Time) => {}
             TemplateError::Limit(found) => assert_eq!(found, *limit, "{name}"),
@@ -236,11 +248,11 @@ fn template_bomb() {
 #[test]
 fn template_bomb_in_the_request() {
     let template = compile("{{ x }}");
-    let started = Instant::now();
+    let started = cpu_time();
     let extra = json!({"x": vec![json!("a".repeat(1000)); 2000]});
     let error = template.render_inner(&chat(), None, true, extra.as_object().unwrap()).unwrap_err();
     assert!(matches!(error, TemplateError::ExtraTooLong), "{error}");
-    assert!(started.elapsed() < Duration::from_millis(900));
+    assert!(cpu_time() - started < BOUND);
 }
 
 #[test]

@@ -216,12 +216,12 @@ mod tests {
     }
 
     #[test]
-    fn a_megabyte_of_overlapping_tokens_takes_linear_time() {
+    fn many_overlapping_tokens_take_linear_time() {
         let lines: Vec<String> = (1..=31).map(|n| "\n".repeat(n)).collect();
         let tokens: Vec<(&str, bool)> = lines.iter().map(|l| (l.as_str(), true)).collect();
         let started = std::time::Instant::now();
-        let text = "\n".repeat(1 << 20);
-        assert_eq!(split(&tokens, &text, false).len(), (1usize << 20).div_ceil(31));
+        let text = "\n".repeat(1 << 18);
+        assert_eq!(split(&tokens, &text, false).len(), (1usize << 18).div_ceil(31));
         assert!(started.elapsed() < std::time::Duration::from_secs(20), "{:?}", started.elapsed());
     }
 }
