@@ -314,9 +314,9 @@ impl Balancer {
         &mut self,
         node: &NodeId,
         epoch: Epoch,
-        batches: Option<Vec<KvEventBatch>>,
+        missed: Option<KvEventBatch>,
     ) -> Result<Option<Action>, StreamError> {
-        self.floor.index_of(node, |index, slot| index.replayed(slot, epoch, batches))
+        self.floor.index_of(node, |index, slot| index.replayed(slot, epoch, missed))
     }
 
     /// What [`Need::Snapshot`] asked for.

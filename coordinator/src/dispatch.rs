@@ -313,11 +313,11 @@ impl Dispatch {
             Need::Replay { from } => {
                 let api = link.api().await.map_err(|e| e.to_string())?;
                 let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
-                let batches = match replay {
-                    KvReplay::Events(batch) => Some(vec![batch]),
+                let missed = match replay {
+                    KvReplay::Events(batch) => Some(batch),
                     KvReplay::TakeSnapshot => None,
                 };
-                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), batches))
+                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), missed))
             }
             Need::Snapshot => {
                 let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;

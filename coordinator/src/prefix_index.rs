@@ -101,16 +101,16 @@ impl PrefixIndex {
         Ok(need)
     }
 
-    /// Takes the answer to [`Need::Replay`]: the missing batches, or `None` if the worker no longer has
-    /// them.
+    /// Takes the answer to [`Need::Replay`]: what was missed, in one batch (without events if nothing was),
+    /// or `None` if the worker no longer has it.
     pub fn replayed(
         &mut self,
         slot: Slot,
         epoch: Epoch,
-        batches: Option<Vec<KvEventBatch>>,
+        missed: Option<KvEventBatch>,
     ) -> Result<Option<Need>, StreamError> {
         let stream = self.streams[slot.index()].as_mut().ok_or(StreamError::NotFollowed)?;
-        let (ready, need) = stream.replayed(epoch, batches)?;
+        let (ready, need) = stream.replayed(epoch, missed)?;
         for event in ready {
             self.take(slot, event);
         }

@@ -4,6 +4,7 @@ use super::error::ApiError;
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
+use proto::message;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 
@@ -28,15 +29,15 @@ pub const MAX_N: u32 = 8;
 /// Prompts in one request, times choices.
 pub const MAX_CHOICES: usize = 128;
 /// Stop strings.
-pub const MAX_STOP: usize = 16;
+pub const MAX_STOP: usize = message::MAX_STOP_STRINGS;
 /// Bytes of one stop string.
 pub const MAX_STOP_BYTES: usize = 1024;
 /// Stop tokens.
 pub const MAX_STOP_TOKENS: usize = 1024;
 /// Entries of `logit_bias`.
-pub const MAX_LOGIT_BIAS: usize = 1024;
+pub const MAX_LOGIT_BIAS: usize = message::MAX_LOGIT_BIAS;
 /// Alternatives with log-probabilities.
-pub const MAX_LOGPROBS: u8 = 20;
+pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
 /// Reads a whole body, within [`MAX_BODY`], [`BODY_IDLE`] and [`BODY_TOTAL`].
 pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {

@@ -53,7 +53,8 @@ impl Rig {
         let mut actions = self.balancer.change(self.now, join, 3).unwrap();
         let fetch = Action::Fetch { node: node(name), epoch: Epoch(epoch), need: Need::Replay { from: 1 } };
         assert_eq!(actions.remove(0), fetch);
-        assert_eq!(self.balancer.replayed(&node(name), Epoch(epoch), Some(vec![])), Ok(None));
+        let nothing = KvEventBatch { epoch: Epoch(epoch), first_sequence: 1, events: vec![] };
+        assert_eq!(self.balancer.replayed(&node(name), Epoch(epoch), Some(nothing)), Ok(None));
         actions.extend(self.balancer.load(self.now, &node(name), report(epoch), 3));
         actions
     }

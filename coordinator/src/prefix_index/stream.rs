@@ -102,19 +102,20 @@ impl Stream {
         Ok((ready, need))
     }
 
+    /// What was missed, in one batch (without events if nothing was), or `None` if it is gone.
     pub(super) fn replayed(
         &mut self,
         epoch: Epoch,
-        batches: Option<Vec<KvEventBatch>>,
+        missed: Option<KvEventBatch>,
     ) -> Result<Step, StreamError> {
         self.check_epoch(epoch)?;
-        let Some(batches) = batches else {
+        let Some(batch) = missed else {
             self.pending = Some(Need::Snapshot);
             return Ok((Vec::new(), self.pending));
         };
+        self.check_epoch(batch.epoch)?;
         let mut ready = Vec::new();
-        for batch in batches {
-            self.check_epoch(batch.epoch)?;
+        if !batch.events.is_empty() {
             check_sequence(&batch)?;
             if batch.first_sequence > self.applied + 1 {
                 // The replay itself has a hole: only a snapshot can help.

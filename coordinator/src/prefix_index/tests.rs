@@ -39,7 +39,7 @@ fn joined(workers: usize) -> PrefixIndex {
 /// A worker that has said nothing yet.
 fn join(index: &mut PrefixIndex, worker: usize, epoch: u64) {
     assert_eq!(index.join(slot(worker), Epoch(epoch)), Need::Replay { from: 1 });
-    assert_eq!(index.replayed(slot(worker), Epoch(epoch), Some(vec![])), Ok(None));
+    assert_eq!(index.replayed(slot(worker), Epoch(epoch), Some(batch(epoch, 1, vec![]))), Ok(None));
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn events_that_come_before_the_first_replay_wait_for_it() {
     let s = slot(0);
     index.join(s, Epoch(1));
     assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(None));
-    let told = vec![batch(1, 1, vec![stored([1]), stored([2]), removed([1])])];
+    let told = batch(1, 1, vec![stored([1]), stored([2]), removed([1])]);
     assert_eq!(index.replayed(s, Epoch(1), Some(told)), Ok(None));
     assert_eq!(index.lookup(&chain([2])).units(s), 1);
     assert_eq!(index.stream(s).unwrap().applied, 3);
@@ -74,7 +74,7 @@ fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
     assert_eq!(index.apply(s, batch(1, 4, vec![stored([3])])), Ok(None));
     assert_eq!(index.lookup(&chain([1])).units(s), 1);
     assert!(index.stream(s).unwrap().behind);
-    let missing = vec![batch(1, 2, vec![stored([2])]), batch(1, 3, vec![removed([1])])];
+    let missing = batch(1, 2, vec![stored([2]), removed([1])]);
     assert_eq!(index.replayed(s, Epoch(1), Some(missing)), Ok(None));
     assert_eq!(index.lookup(&chain([1])).units(s), 0);
     assert_eq!(index.lookup(&chain([2, 3])).units(s), 2);
@@ -359,7 +359,7 @@ proptest! {
             at = end;
             if let Some(Need::Replay { from }) = wanted.take_if(|_| repeated) {
                 let from_index = from as usize - 1;
-                let missing = vec![batch(1, from, events[from_index..at].to_vec())];
+                let missing = batch(1, from, events[from_index..at].to_vec());
                 prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(missing)), Ok(None));
             }
         }
@@ -369,7 +369,7 @@ proptest! {
         if let Some(Need::Replay { from }) = wanted.or(need) {
             let mut missing = events[from as usize - 1..].to_vec();
             missing.push(stored([99]));
-            prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(vec![batch(1, from, missing)])), Ok(None));
+            prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(batch(1, from, missing))), Ok(None));
         }
         for u in 1..12 {
             prop_assert_eq!(index.lookup(&chain([u])), plain.lookup(&chain([u])));

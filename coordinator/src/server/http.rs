@@ -1,10 +1,12 @@
 //! TCP listeners with limits: connections, time and size of heads, clients that do not read.
 
 use super::StartError;
-use crate::api::limits::{HEAD_TIMEOUT, MAX_HEAD, WRITE_STALL};
+use crate::api::limits::{HEAD_TIMEOUT, MAX_BODY, MAX_HEAD, WRITE_STALL};
 use axum::Router;
 use axum::extract::Request;
-use hyper::body::Incoming;
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -12,7 +14,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -23,6 +25,9 @@ use tower::ServiceExt;
 
 /// Waits after `accept` has failed, as it does when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// What is still read of a body that is refused.
+const LINGER_BYTES: usize = 2 * MAX_BODY;
+const LINGER_TIME: Duration = Duration::from_secs(2);
 
 /// The address at the other end of a connection; an extension of every request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +123,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut sto
     }
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
-        router.clone().oneshot(request.map(axum::body::Body::new) as Request)
+        router.clone().oneshot(request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request)
     });
     let io = TokioIo::new(Unstalled::new(stream, WRITE_STALL));
     let connection = http1::Builder::new()
@@ -136,6 +141,53 @@ async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut sto
     };
     if let Err(error) = ended {
         tracing::debug!(%peer, %error, "a connection has ended early");
+    }
+}
+
+/// A request's body that is read to its end, within limits, also if nobody wants it any more: a client that
+/// is refused while it still sends must find the answer, not a broken connection.
+#[derive(Debug)]
+struct Lingering(Option<Incoming>);
+
+impl HttpBody for Lingering {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let Some(body) = &mut self.0 else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(body).poll_frame(cx));
+        if !matches!(frame, Some(Ok(_))) {
+            self.0 = None;
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.as_ref().is_none_or(HttpBody::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), HttpBody::size_hint)
+    }
+}
+
+impl Drop for Lingering {
+    fn drop(&mut self) {
+        let Some(mut body) = self.0.take().filter(|body| !body.is_end_stream()) else { return };
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let read = async move {
+            let mut room = LINGER_BYTES;
+            while let Some(Ok(frame)) = body.frame().await {
+                room = room.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
+                if room == 0 {
+                    return;
+                }
+            }
+        };
+        runtime.spawn(tokio::time::timeout(LINGER_TIME, read));
     }
 }
 

@@ -352,15 +352,11 @@ impl WorkerApi for Api {
         let state = self.0.state.lock();
         let from = usize::try_from(from).unwrap().max(1);
         let events: Vec<KvEvent> = state.log.iter().skip(from - 1).cloned().collect();
-        match events.is_empty() {
-            true => KvReplay::Batches(vec![]),
-            false if !self.0.setup.keeps_events => KvReplay::TakeSnapshot,
-            false => KvReplay::Batches(vec![KvEventBatch {
-                epoch: Epoch(self.0.setup.epoch),
-                first_sequence: from as u64,
-                events,
-            }]),
+        if !events.is_empty() && !self.0.setup.keeps_events {
+            return KvReplay::TakeSnapshot;
         }
+        let epoch = Epoch(self.0.setup.epoch);
+        KvReplay::Events(KvEventBatch { epoch, first_sequence: from as u64, events })
     }
 
     async fn drain(self, _: Context) {
