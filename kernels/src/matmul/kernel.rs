@@ -209,9 +209,9 @@ impl MatmulKernels {
             return Ok(());
         };
         let mut block = Block::EMPTY;
-        let blocks = Layout::of(&scheme).blocks(panel);
-        for (out, (header, bytes)) in out.chunks_exact_mut(BLOCK).zip(blocks) {
-            block.unpack(&scheme, header, bytes);
+        let blocks = Layout::new(&scheme, matrix.cols() / BLOCK).blocks(panel);
+        for (out, packed) in out.chunks_exact_mut(BLOCK).zip(blocks) {
+            block.unpack(&scheme, packed);
             for (k, x) in out.iter_mut().enumerate() {
                 *x = block.weight(&scheme, k, lane);
             }

@@ -1,7 +1,9 @@
 //! The bytes of a panel: 16 rows of one matrix, column blocks in order.
 //!
-//! Quantised formats: for every `blocks_per_header` blocks a header (f16 scales of the 16 rows, then f16 mins
-//! where the format has them), then the blocks. A block of 32 columns is its scales, then its code planes:
+//! Quantised formats: a panel is cut into *sections*, the 256 columns that share f16 scales in the formats
+//! with two levels of scales, all columns in the others. A section is its header (f16 scales of the 16 rows,
+//! then f16 mins where the format has two levels and mins), the scales of its blocks of 32 columns, padding to
+//! a cache line, and the code planes of its blocks: vector loads of codes never straddle two lines.
 //!
 //! | scales of a block | bytes |
 //! |---|---|
@@ -37,17 +39,28 @@ const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
-/// Sizes of a quantised format's panel parts.
+/// Sizes of the parts of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    pub(super) header: usize,
-    pub(super) scales: usize,
-    pub(super) codes: usize,
-    pub(super) blocks_per_header: usize,
+    /// Blocks of a section.
+    section: usize,
+    header: usize,
+    /// Of one block, like `codes`.
+    scales: usize,
+    codes: usize,
+}
+
+/// The bytes that make one block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PackedBlock<'a> {
+    header: &'a [u8],
+    scales: &'a [u8],
+    codes: &'a [u8],
 }
 
 impl Layout {
-    pub(super) const fn of(scheme: &Scheme) -> Self {
+    /// The layout of panels of `blocks` blocks.
+    pub(super) const fn new(scheme: &Scheme, blocks: usize) -> Self {
         let (header, scales) = match scheme.scaling {
             Scaling::F16 => (0, F16_ROWS),
             Scaling::F16Min => (0, 2 * F16_ROWS),
@@ -66,27 +79,32 @@ impl Layout {
             Bits::Six => 6 * VECTOR,
             Bits::Eight => 8 * VECTOR,
         };
-        Self { header, scales, codes, blocks_per_header: scheme.scaling.blocks_per_header() }
+        Self { section: section_blocks(header, blocks), header, scales, codes }
     }
 
-    /// Bytes of a block.
-    pub(super) const fn block(&self) -> usize {
-        self.scales + self.codes
+    const fn section_bytes(&self) -> usize {
+        codes_offset(self.header, self.scales, self.section) + self.section * self.codes
     }
 
-    /// Bytes of a header and the blocks that share it.
-    const fn section(&self) -> usize {
-        self.header + self.blocks_per_header * self.block()
-    }
-
-    /// The blocks of a panel, each with its header.
-    pub(super) fn blocks(self, panel: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
-        let (header, block) = (self.header, self.block());
-        panel.chunks_exact(self.section()).flat_map(move |section| {
-            let (header, blocks) = section.split_at(header);
-            blocks.chunks_exact(block).map(move |block| (header, block))
+    /// The blocks of a panel, in order.
+    pub(super) fn blocks(self, panel: &[u8]) -> impl Iterator<Item = PackedBlock<'_>> {
+        panel.chunks_exact(self.section_bytes()).flat_map(move |section| {
+            let (header, rest) = section.split_at(self.header);
+            let codes = &section[codes_offset(self.header, self.scales, self.section)..];
+            let blocks = rest.chunks_exact(self.scales).zip(codes.chunks_exact(self.codes));
+            blocks.map(move |(scales, codes)| PackedBlock { header, scales, codes })
         })
     }
+}
+
+/// Blocks of a section in a panel of `blocks` blocks, by the size of the format's header.
+pub(super) const fn section_blocks(header: usize, blocks: usize) -> usize {
+    if header == 0 { blocks } else { 256 / BLOCK }
+}
+
+/// Where the codes of a section begin.
+pub(super) const fn codes_offset(header: usize, scales: usize, section: usize) -> usize {
+    (header + section * scales).next_multiple_of(VECTOR)
 }
 
 /// Bytes of a panel of `cols` columns (whole file blocks), a multiple of a cache line; `None` if it overflows
@@ -97,8 +115,11 @@ pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
             cols.checked_mul(ty.block_bytes() * PANEL_ROWS)?
         }
         (_, Some(scheme)) => {
-            let layout = Layout::of(&scheme);
-            (cols / (BLOCK * layout.blocks_per_header)).checked_mul(layout.section())?
+            // A block takes less than 1 KiB with its share of everything.
+            let blocks = cols / BLOCK;
+            blocks.checked_mul(1 << 10)?;
+            let layout = Layout::new(&scheme, blocks);
+            blocks / layout.section.max(1) * layout.section_bytes()
         }
         (_, None) => return None,
     };
@@ -115,22 +136,24 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
         }
         return;
     };
-    let layout = Layout::of(&scheme);
-    let mut codes = Codes::default();
     let blocks_per_file_block = ty.block_len() / BLOCK;
+    let layout = Layout::new(&scheme, row.len() / ty.block_bytes() * blocks_per_file_block);
+    let mut codes = Codes::default();
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         crate::quant::split(ty, bytes, &mut codes);
         for sub in 0..blocks_per_file_block {
             let index = file_block * blocks_per_file_block + sub;
-            let section = &mut panel[index / layout.blocks_per_header * layout.section()..];
+            let section = &mut panel[index / layout.section * layout.section_bytes()..];
             if layout.header > 0 {
                 put_u16(section, lane, codes.d);
             }
             if layout.header > F16_ROWS {
                 put_u16(&mut section[F16_ROWS..], lane, codes.dmin);
             }
-            let block = layout.header + index % layout.blocks_per_header * layout.block();
-            let (scales, planes) = section[block..][..layout.block()].split_at_mut(layout.scales);
+            let (front, planes) =
+                section.split_at_mut(codes_offset(layout.header, layout.scales, layout.section));
+            let scales = &mut front[layout.header + index % layout.section * layout.scales..];
+            let planes = &mut planes[index % layout.section * layout.codes..][..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
         }
@@ -223,13 +246,12 @@ impl Block {
         minus_dmin: [0.0; PANEL_ROWS],
     };
 
-    /// Unpacks a block of a section. Portable code that vectorises where it is inlined into a function with
+    /// Unpacks a block. Portable code that vectorises where it is inlined into a function with
     /// vector features.
     #[inline(always)]
-    pub(super) fn unpack(&mut self, scheme: &Scheme, header: &[u8], block: &[u8]) {
-        let (scales, planes) = block.split_at(Layout::of(scheme).scales);
-        self.unpack_scales(scheme.scaling, header, scales);
-        self.unpack_codes(scheme.bits, planes);
+    pub(super) fn unpack(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
+        self.unpack_scales(scheme.scaling, packed.header, packed.scales);
+        self.unpack_codes(scheme.bits, packed.codes);
         if let Levels::Table(table) = scheme.levels {
             for code in self.codes.as_flattened_mut().as_flattened_mut() {
                 *code = table[usize::from(*code & 15)];
