@@ -1,9 +1,10 @@
 //! The bytes of a panel: 16 rows of one matrix, column blocks in order.
 //!
-//! Quantised formats: a panel is cut into *sections*, the 256 columns that share f16 scales in the formats
-//! with two levels of scales, all columns in the others. A section is its header (f16 scales of the 16 rows,
-//! then f16 mins where the format has two levels and mins), the scales of its blocks of 32 columns, padding to
-//! a cache line, and the code planes of its blocks: vector loads of codes never straddle two lines.
+//! Quantised formats: a panel is cut into *sections* of 256 columns (the last may have fewer, of formats with
+//! smaller blocks). A section is its header (in the formats with two levels of scales: the f16 scales of the
+//! 16 rows, then their f16 mins if they have any), the scales of its blocks of 32 columns, padding to a cache
+//! line, and the code planes of its blocks. So vector loads of codes never straddle two lines, and a panel
+//! is read as one stream, which hardware prefetchers follow best.
 //!
 //! | scales of a block | bytes |
 //! |---|---|
@@ -39,11 +40,12 @@ const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
+/// Blocks of a whole section.
+pub(super) const SECTION: usize = 256 / BLOCK;
+
 /// Sizes of the parts of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    /// Blocks of a section.
-    section: usize,
     header: usize,
     /// Of one block, like `codes`.
     scales: usize,
@@ -59,8 +61,7 @@ pub(super) struct PackedBlock<'a> {
 }
 
 impl Layout {
-    /// The layout of panels of `blocks` blocks.
-    pub(super) const fn new(scheme: &Scheme, blocks: usize) -> Self {
+    pub(super) const fn of(scheme: &Scheme) -> Self {
         let (header, scales) = match scheme.scaling {
             Scaling::F16 => (0, F16_ROWS),
             Scaling::F16Min => (0, 2 * F16_ROWS),
@@ -79,32 +80,37 @@ impl Layout {
             Bits::Six => 6 * VECTOR,
             Bits::Eight => 8 * VECTOR,
         };
-        Self { section: section_blocks(header, blocks), header, scales, codes }
+        Self { header, scales, codes }
     }
 
-    const fn section_bytes(&self) -> usize {
-        codes_offset(self.header, self.scales, self.section) + self.section * self.codes
+    /// Where the codes of a section of `blocks` blocks begin.
+    const fn codes_at(&self, blocks: usize) -> usize {
+        codes_offset(self.header, self.scales, blocks)
     }
 
-    /// The blocks of a panel, in order.
-    pub(super) fn blocks(self, panel: &[u8]) -> impl Iterator<Item = PackedBlock<'_>> {
-        panel.chunks_exact(self.section_bytes()).flat_map(move |section| {
+    const fn section_bytes(&self, blocks: usize) -> usize {
+        if blocks == 0 { 0 } else { self.codes_at(blocks) + blocks * self.codes }
+    }
+
+    const fn panel_bytes(&self, blocks: usize) -> usize {
+        blocks / SECTION * self.section_bytes(SECTION) + self.section_bytes(blocks % SECTION)
+    }
+
+    /// The blocks of a panel of `blocks` blocks, in order.
+    pub(super) fn blocks(self, panel: &[u8], blocks: usize) -> impl Iterator<Item = PackedBlock<'_>> {
+        let sections = panel.chunks(self.section_bytes(SECTION)).zip((0..blocks).step_by(SECTION));
+        sections.flat_map(move |(section, first)| {
             let (header, rest) = section.split_at(self.header);
-            let codes = &section[codes_offset(self.header, self.scales, self.section)..];
-            let blocks = rest.chunks_exact(self.scales).zip(codes.chunks_exact(self.codes));
-            blocks.map(move |(scales, codes)| PackedBlock { header, scales, codes })
+            let codes = &section[self.codes_at(SECTION.min(blocks - first))..];
+            let parts = rest.chunks_exact(self.scales).zip(codes.chunks_exact(self.codes));
+            parts.map(move |(scales, codes)| PackedBlock { header, scales, codes })
         })
     }
 }
 
-/// Blocks of a section in a panel of `blocks` blocks, by the size of the format's header.
-pub(super) const fn section_blocks(header: usize, blocks: usize) -> usize {
-    if header == 0 { blocks } else { 256 / BLOCK }
-}
-
-/// Where the codes of a section begin.
-pub(super) const fn codes_offset(header: usize, scales: usize, section: usize) -> usize {
-    (header + section * scales).next_multiple_of(VECTOR)
+/// Where the codes of a section of `blocks` blocks begin, for a format with these sizes.
+pub(super) const fn codes_offset(header: usize, scales: usize, blocks: usize) -> usize {
+    (header + blocks * scales).next_multiple_of(VECTOR)
 }
 
 /// Bytes of a panel of `cols` columns (whole file blocks), a multiple of a cache line; `None` if it overflows
@@ -118,8 +124,7 @@ pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
             // A block takes less than 1 KiB with its share of everything.
             let blocks = cols / BLOCK;
             blocks.checked_mul(1 << 10)?;
-            let layout = Layout::new(&scheme, blocks);
-            blocks / layout.section.max(1) * layout.section_bytes()
+            Layout::of(&scheme).panel_bytes(blocks)
         }
         (_, None) => return None,
     };
@@ -136,24 +141,26 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
         }
         return;
     };
+    let layout = Layout::of(&scheme);
     let blocks_per_file_block = ty.block_len() / BLOCK;
-    let layout = Layout::new(&scheme, row.len() / ty.block_bytes() * blocks_per_file_block);
+    let blocks = row.len() / ty.block_bytes() * blocks_per_file_block;
     let mut codes = Codes::default();
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         crate::quant::split(ty, bytes, &mut codes);
         for sub in 0..blocks_per_file_block {
             let index = file_block * blocks_per_file_block + sub;
-            let section = &mut panel[index / layout.section * layout.section_bytes()..];
+            let (section, nth) = (index / SECTION, index % SECTION);
+            let in_section = SECTION.min(blocks - section * SECTION);
+            let section = &mut panel[section * layout.section_bytes(SECTION)..];
             if layout.header > 0 {
                 put_u16(section, lane, codes.d);
             }
             if layout.header > F16_ROWS {
                 put_u16(&mut section[F16_ROWS..], lane, codes.dmin);
             }
-            let (front, planes) =
-                section.split_at_mut(codes_offset(layout.header, layout.scales, layout.section));
-            let scales = &mut front[layout.header + index % layout.section * layout.scales..];
-            let planes = &mut planes[index % layout.section * layout.codes..][..layout.codes];
+            let (front, planes) = section.split_at_mut(layout.codes_at(in_section));
+            let scales = &mut front[layout.header + nth * layout.scales..];
+            let planes = &mut planes[nth * layout.codes..][..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
         }

@@ -16,8 +16,9 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
     let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
-    for (index, packed) in Layout::new(&scheme, call.blocks).blocks(panel).enumerate() {
+    for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
         block.unpack(&scheme, packed);
         for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
             // SAFETY: the caller's contract.
@@ -83,6 +84,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
     let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
     let mut odd = [[0.0; PANEL_ROWS]; super::kernel::TILE_TOKENS];
     let mut column = |k: usize, weights: &Lanes<f32>| {
         let sums = if k.is_multiple_of(2) { &mut tile.0 } else { &mut odd };
@@ -96,7 +98,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
     };
     if let Some(scheme) = Scheme::of(call.ty) {
         let mut block = Block::EMPTY;
-        let blocks = Layout::new(&scheme, call.cols / BLOCK).blocks(panel);
+        let blocks = Layout::of(&scheme).blocks(panel, call.cols / BLOCK);
         for (index, packed) in blocks.enumerate() {
             block.unpack(&scheme, packed);
             for k in 0..BLOCK {
@@ -109,7 +111,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
             column(k, &std::array::from_fn(|r| plain_value(call.ty, &slots[r * size..][..size])));
         }
     }
-    for (even, odd) in tile.0.iter_mut().zip(&odd) {
+    for (even, odd) in tile.0[..call.tokens].iter_mut().zip(&odd) {
         even.iter_mut().zip(odd).for_each(|(even, odd)| *even += odd);
     }
 }

@@ -3,7 +3,7 @@
 
 use super::super::activations::BLOCK;
 use super::super::kernel::{F32Call, Tile};
-use super::super::layout::{codes_offset, section_blocks};
+use super::super::layout::{SECTION, codes_offset};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
@@ -77,12 +77,13 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
     let mut at = call.panel;
     let mut activations = call.activations;
     let offset = _mm512_set1_epi32(S::OFFSET);
-    let section = section_blocks(S::HEADER, call.cols / BLOCK);
-    for _ in 0..call.cols / BLOCK / section {
-        // SAFETY: a section of the panel starts at `at`, and has `section` scales and codes.
+    let all_blocks = call.cols / BLOCK;
+    for first in (0..all_blocks).step_by(SECTION) {
+        let blocks = SECTION.min(all_blocks - first);
+        // SAFETY: a section of the panel starts at `at`, and has scales and codes of `blocks` blocks.
         let (header, mut scales_at, mut codes_at) =
-            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, section))) };
-        for _ in 0..section {
+            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, blocks))) };
+        for _ in 0..blocks {
             // SAFETY: a block's scales and codes are there.
             let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };
             for (group, codes) in codes.into_iter().enumerate() {

@@ -3,16 +3,11 @@
 
 use super::super::activations::QuantizedBlock;
 use super::super::kernel::{Int8Call, Tile};
-use super::super::layout::{codes_offset, section_blocks};
+use super::super::layout::{SECTION, codes_offset};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
-use std::arch::x86_64::{
-    _MM_HINT_T0, _mm_prefetch, _mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
-};
-
-/// How far ahead of use packed weights are asked for.
-const PREFETCH: usize = 4096;
+use std::arch::x86_64::{_mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps};
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
@@ -37,20 +32,14 @@ pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call, tile: &mut Ti
 unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mut Tile) {
     let last = call.tokens - 1;
     let mut acc = [_mm512_setzero_ps(); N];
-    let section = section_blocks(S::HEADER, call.blocks);
     let mut at = call.panel;
-    let mut ahead = at.wrapping_add(PREFETCH);
     let mut activations = call.activations;
-    for _ in 0..call.blocks / section {
-        // SAFETY: a section of the panel starts at `at`, and has `section` scales and codes.
+    for first in (0..call.blocks).step_by(SECTION) {
+        let blocks = SECTION.min(call.blocks - first);
+        // SAFETY: a section of the panel starts at `at`, and has scales and codes of `blocks` blocks.
         let (header, mut scales_at, mut codes_at) =
-            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, section))) };
-        for _ in 0..section {
-            let size = S::BYTES + C::BYTES;
-            for line in 0..size.div_ceil(64) {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
-            }
-            ahead = ahead.wrapping_add(size);
+            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, blocks))) };
+        for _ in 0..blocks {
             // SAFETY: a block's scales and codes are there.
             let (scales, w) = unsafe { (S::block(header, scales_at), C::load(codes_at)) };
             unroll!(N, |t| {
