@@ -1,10 +1,10 @@
 //! The bytes of a panel: 16 rows of one matrix, column blocks in order.
 //!
-//! Quantised formats: a panel is cut into *sections* of 256 columns (the last may have fewer, of formats with
-//! smaller blocks). A section is its header (in the formats with two levels of scales: the f16 scales of the
-//! 16 rows, then their f16 mins if they have any), the scales of its blocks of 32 columns, padding to a cache
-//! line, and the code planes of its blocks. So vector loads of codes never straddle two lines, and a panel
-//! is read as one stream, which hardware prefetchers follow best.
+//! Quantised formats: column blocks of 32 come in *clusters* of as many as have 64 bytes of scales (one, two
+//! or four). A cluster is a line of scales, then the code planes of its blocks; the last one of a row may
+//! have fewer blocks. In the formats with two levels of scales each 256 columns are preceded by a header line
+//! (f16 scales of the 16 rows, then their f16 mins if there are any). So vector loads never straddle two
+//! lines, and a panel is read strictly upwards, which hardware prefetchers need to follow.
 //!
 //! | scales of a block | bytes |
 //! |---|---|
@@ -40,14 +40,24 @@ const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
-/// Blocks of a whole section.
-pub(super) const SECTION: usize = 256 / BLOCK;
+/// Blocks between two headers.
+pub(super) const HEADER_BLOCKS: usize = 256 / BLOCK;
 
 /// Sizes of the parts of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
+    /// Whether there are headers.
+    header: bool,
+    /// Bytes of one block, like `codes`.
+    scales: usize,
+    codes: usize,
+}
+
+/// Where the parts of a block are in its panel.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Of the header; of no meaning without one.
     header: usize,
-    /// Of one block, like `codes`.
     scales: usize,
     codes: usize,
 }
@@ -63,14 +73,12 @@ pub(super) struct PackedBlock<'a> {
 impl Layout {
     pub(super) const fn of(scheme: &Scheme) -> Self {
         let (header, scales) = match scheme.scaling {
-            Scaling::F16 => (0, F16_ROWS),
-            Scaling::F16Min => (0, 2 * F16_ROWS),
-            Scaling::E8m0 => (0, PANEL_ROWS),
-            Scaling::Ue4m3 => (0, 2 * PANEL_ROWS),
-            Scaling::Super => (F16_ROWS, PANEL_ROWS),
-            Scaling::SuperMin => (2 * F16_ROWS, 2 * PANEL_ROWS),
-            Scaling::Sixteenths => (F16_ROWS, 2 * PANEL_ROWS),
-            Scaling::SixteenthsMin => (2 * F16_ROWS, 2 * PANEL_ROWS),
+            Scaling::F16 => (false, F16_ROWS),
+            Scaling::F16Min => (false, 2 * F16_ROWS),
+            Scaling::E8m0 => (false, PANEL_ROWS),
+            Scaling::Ue4m3 => (false, 2 * PANEL_ROWS),
+            Scaling::Super => (true, PANEL_ROWS),
+            Scaling::SuperMin | Scaling::Sixteenths | Scaling::SixteenthsMin => (true, 2 * PANEL_ROWS),
         };
         let codes = match scheme.bits {
             Bits::Two => 2 * VECTOR,
@@ -83,34 +91,45 @@ impl Layout {
         Self { header, scales, codes }
     }
 
-    /// Where the codes of a section of `blocks` blocks begin.
-    const fn codes_at(&self, blocks: usize) -> usize {
-        codes_offset(self.header, self.scales, blocks)
+    /// Where block `index` is. Past the last block: where the next one's cluster would begin or go on.
+    const fn place(&self, index: usize) -> Place {
+        let per_cluster = cluster_blocks(self.scales);
+        let (cluster, nth) = (index / per_cluster, index % per_cluster);
+        let (header, headers) = if self.header {
+            let stride = VECTOR + HEADER_BLOCKS / per_cluster * self.cluster_bytes(per_cluster);
+            (index / HEADER_BLOCKS * stride, (index / HEADER_BLOCKS + 1) * VECTOR)
+        } else {
+            (0, 0)
+        };
+        let start = headers + cluster * self.cluster_bytes(per_cluster);
+        Place { header, scales: start + nth * self.scales, codes: start + VECTOR + nth * self.codes }
     }
 
-    const fn section_bytes(&self, blocks: usize) -> usize {
-        if blocks == 0 { 0 } else { self.codes_at(blocks) + blocks * self.codes }
+    const fn cluster_bytes(&self, blocks: usize) -> usize {
+        VECTOR + blocks * self.codes
     }
 
+    /// Bytes of a panel of `blocks` blocks.
     const fn panel_bytes(&self, blocks: usize) -> usize {
-        blocks / SECTION * self.section_bytes(SECTION) + self.section_bytes(blocks % SECTION)
+        if blocks == 0 { 0 } else { self.place(blocks - 1).codes + self.codes }
     }
 
     /// The blocks of a panel of `blocks` blocks, in order.
     pub(super) fn blocks(self, panel: &[u8], blocks: usize) -> impl Iterator<Item = PackedBlock<'_>> {
-        let sections = panel.chunks(self.section_bytes(SECTION)).zip((0..blocks).step_by(SECTION));
-        sections.flat_map(move |(section, first)| {
-            let (header, rest) = section.split_at(self.header);
-            let codes = &section[self.codes_at(SECTION.min(blocks - first))..];
-            let parts = rest.chunks_exact(self.scales).zip(codes.chunks_exact(self.codes));
-            parts.map(move |(scales, codes)| PackedBlock { header, scales, codes })
+        (0..blocks).map(move |index| {
+            let place = self.place(index);
+            PackedBlock {
+                header: &panel[place.header..][..VECTOR],
+                scales: &panel[place.scales..][..self.scales],
+                codes: &panel[place.codes..][..self.codes],
+            }
         })
     }
 }
 
-/// Where the codes of a section of `blocks` blocks begin, for a format with these sizes.
-pub(super) const fn codes_offset(header: usize, scales: usize, blocks: usize) -> usize {
-    (header + blocks * scales).next_multiple_of(VECTOR)
+/// Blocks of a whole cluster of a format with `scales` bytes of scales per block.
+pub(super) const fn cluster_blocks(scales: usize) -> usize {
+    VECTOR / scales
 }
 
 /// Bytes of a panel of `cols` columns (whole file blocks), a multiple of a cache line; `None` if it overflows
@@ -143,24 +162,19 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
     };
     let layout = Layout::of(&scheme);
     let blocks_per_file_block = ty.block_len() / BLOCK;
-    let blocks = row.len() / ty.block_bytes() * blocks_per_file_block;
     let mut codes = Codes::default();
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         crate::quant::split(ty, bytes, &mut codes);
+        if layout.header {
+            let header = &mut panel[layout.place(file_block * blocks_per_file_block).header..];
+            put_u16(header, lane, codes.d);
+            put_u16(&mut header[F16_ROWS..], lane, codes.dmin);
+        }
         for sub in 0..blocks_per_file_block {
-            let index = file_block * blocks_per_file_block + sub;
-            let (section, nth) = (index / SECTION, index % SECTION);
-            let in_section = SECTION.min(blocks - section * SECTION);
-            let section = &mut panel[section * layout.section_bytes(SECTION)..];
-            if layout.header > 0 {
-                put_u16(section, lane, codes.d);
-            }
-            if layout.header > F16_ROWS {
-                put_u16(&mut section[F16_ROWS..], lane, codes.dmin);
-            }
-            let (front, planes) = section.split_at_mut(layout.codes_at(in_section));
-            let scales = &mut front[layout.header + nth * layout.scales..];
-            let planes = &mut planes[nth * layout.codes..][..layout.codes];
+            let place = layout.place(file_block * blocks_per_file_block + sub);
+            let (front, planes) = panel.split_at_mut(place.codes);
+            let scales = &mut front[place.scales..];
+            let planes = &mut planes[..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
         }

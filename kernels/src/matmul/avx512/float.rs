@@ -3,10 +3,11 @@
 
 use super::super::activations::BLOCK;
 use super::super::kernel::{F32Call, Tile};
-use super::super::layout::{SECTION, codes_offset};
+use super::super::layout::{HEADER_BLOCKS, cluster_blocks};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
+use crate::aligned::CACHE_LINE;
 use crate::quant::GgmlType;
 use std::arch::x86_64::{
     __m512, __m512i, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps,
@@ -77,12 +78,18 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
     let mut at = call.panel;
     let mut activations = call.activations;
     let offset = _mm512_set1_epi32(S::OFFSET);
-    let all_blocks = call.cols / BLOCK;
-    for first in (0..all_blocks).step_by(SECTION) {
-        let blocks = SECTION.min(all_blocks - first);
-        // SAFETY: a section of the panel starts at `at`, and has scales and codes of `blocks` blocks.
-        let (header, mut scales_at, mut codes_at) =
-            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, blocks))) };
+    let all = call.cols / BLOCK;
+    // SAFETY: a panel is at least a line and a block long, whether it starts with a header or not.
+    let mut header = unsafe { S::header(at) };
+    let per_cluster = cluster_blocks(S::BYTES);
+    for first in (0..all).step_by(per_cluster) {
+        if S::HEADER && first % HEADER_BLOCKS == 0 {
+            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            (header, at) = unsafe { (S::header(at), at.add(CACHE_LINE)) };
+        }
+        let blocks = per_cluster.min(all - first);
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
             // SAFETY: a block's scales and codes are there.
             let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };

@@ -3,10 +3,11 @@
 
 use super::super::activations::QuantizedBlock;
 use super::super::kernel::{Int8Call, Tile};
-use super::super::layout::{SECTION, codes_offset};
+use super::super::layout::{HEADER_BLOCKS, cluster_blocks};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
+use crate::aligned::CACHE_LINE;
 use std::arch::x86_64::{_mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps};
 
 /// # Safety
@@ -34,11 +35,17 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
     let mut activations = call.activations;
-    for first in (0..call.blocks).step_by(SECTION) {
-        let blocks = SECTION.min(call.blocks - first);
-        // SAFETY: a section of the panel starts at `at`, and has scales and codes of `blocks` blocks.
-        let (header, mut scales_at, mut codes_at) =
-            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, blocks))) };
+    // SAFETY: a panel is at least a line and a block long, whether it starts with a header or not.
+    let mut header = unsafe { S::header(at) };
+    let per_cluster = cluster_blocks(S::BYTES);
+    for first in (0..call.blocks).step_by(per_cluster) {
+        if S::HEADER && first % HEADER_BLOCKS == 0 {
+            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            (header, at) = unsafe { (S::header(at), at.add(CACHE_LINE)) };
+        }
+        let blocks = per_cluster.min(call.blocks - first);
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
             // SAFETY: a block's scales and codes are there.
             let (scales, w) = unsafe { (S::block(header, scales_at), C::load(codes_at)) };

@@ -14,8 +14,8 @@ use std::arch::x86_64::{
 
 /// A kind of scales. All functions need AVX-512 F, BW, DQ, VL and VNNI.
 pub(super) trait Scales {
-    /// Bytes of a header.
-    const HEADER: usize;
+    /// Whether every 256 columns have a header.
+    const HEADER: bool;
     /// Bytes of a block's scales.
     const BYTES: usize;
     /// What is subtracted from an unsigned code to get its level.
@@ -29,10 +29,10 @@ pub(super) trait Scales {
     /// A block's scales in registers.
     type Block: Copy;
 
-    /// Loads a header.
+    /// Loads a header; without headers, nothing.
     ///
     /// # Safety
-    /// `HEADER` bytes must be readable.
+    /// 64 bytes must be readable.
     unsafe fn header(at: *const u8) -> Self::Header;
 
     /// Loads a block's scales.
@@ -217,7 +217,7 @@ macro_rules! whole_block {
 /// No header.
 macro_rules! no_header {
     () => {
-        const HEADER: usize = 0;
+        const HEADER: bool = false;
         type Header = ();
 
         #[inline(always)]
@@ -280,7 +280,7 @@ impl Scales for E8m0 {
 pub(super) struct Super;
 
 impl Scales for Super {
-    const HEADER: usize = 32;
+    const HEADER: bool = true;
     const BYTES: usize = 16;
     type Header = __m512;
     whole_block!(scale only, 128);
@@ -302,7 +302,7 @@ impl Scales for Super {
 pub(super) struct SuperMin;
 
 impl Scales for SuperMin {
-    const HEADER: usize = 64;
+    const HEADER: bool = true;
     const BYTES: usize = 32;
     /// Scale and minus the min.
     type Header = (__m512, __m512);
@@ -335,7 +335,7 @@ pub(super) struct SixteenthsBlock {
 }
 
 impl<const OFFSET: i32> Scales for Sixteenths<OFFSET> {
-    const HEADER: usize = 32;
+    const HEADER: bool = true;
     const BYTES: usize = 32;
     const OFFSET: i32 = OFFSET;
     const HALVES: bool = true;
@@ -403,7 +403,7 @@ pub(super) struct SixteenthsMinBlock {
 }
 
 impl Scales for SixteenthsMin {
-    const HEADER: usize = 64;
+    const HEADER: bool = true;
     const BYTES: usize = 32;
     const OFFSET: i32 = 0;
     const HALVES: bool = true;
