@@ -1,7 +1,9 @@
-//! One thread's matmul speed: matrix-vector products in GB/s of packed weights beside the read bandwidth of
-//! the same run, and batched products in G multiply-accumulates per second.
+//! One thread's matmul speed: with weights from memory, in GB/s of packed weights beside the read bandwidth
+//! of the same run, and with weights in cache, in G multiply-accumulates per second.
 //!
-//! `cargo bench -p kvasir-kernels --bench matmul -- [types] [--isa NAME] [--mode int8|f32] [--gemv] [--gemm]`
+//! `cargo bench -p kvasir-kernels --bench matmul -- [types] [--isa NAME] [--mode int8|f32] [--streamed] [--cached]`
+
+#![allow(unsafe_code)]
 
 use kvasir_kernels::aligned::AlignedBuf;
 use kvasir_kernels::isa::Isa;
@@ -11,20 +13,19 @@ use kvasir_kernels::matmul::{
 };
 use kvasir_kernels::quant::GgmlType;
 use std::hint::black_box;
-use std::time::Instant;
 
-/// Packed bytes of a matrix far larger than any cache.
+/// Bytes of weights far larger than any cache.
 const STREAMED: usize = 256 << 20;
-/// Rows x columns of the batched products.
-const SHAPES: [(usize, usize); 4] = [(576, 576), (1536, 576), (576, 1536), (1024, 3072)];
+/// Rows x columns of the matrices.
+const SHAPES: [(usize, usize); 5] = [(576, 576), (1536, 576), (576, 1536), (1024, 3072), (4096, 4096)];
 const BATCHES: [usize; 7] = [1, 2, 4, 8, 16, 64, 512];
 
 struct Options {
     types: Vec<GgmlType>,
     isa: Isa,
     mode: ActivationMode,
-    gemv: bool,
-    gemm: bool,
+    streamed: bool,
+    cached: bool,
 }
 
 impl Options {
@@ -40,8 +41,8 @@ impl Options {
             Some("f32") => ActivationMode::F32,
             _ => ActivationMode::Int8,
         };
-        let gemv = args.iter().any(|arg| arg == "--gemv");
-        let gemm = args.iter().any(|arg| arg == "--gemm");
+        let streamed = args.iter().any(|arg| arg == "--streamed");
+        let cached = args.iter().any(|arg| arg == "--cached");
         let named = |ty: &GgmlType| args.iter().any(|arg| arg == ty.name());
         let served = || GgmlType::ALL.into_iter().filter(|&ty| MatrixView::supports(ty));
         let mut types: Vec<GgmlType> = served().filter(named).collect();
@@ -49,22 +50,29 @@ impl Options {
             types = served().collect();
         }
         let isa = isa.unwrap_or_else(Isa::detect);
-        Self { types, isa, mode, gemv: gemv || !gemm, gemm: gemm || !gemv }
+        Self { types, isa, mode, streamed: streamed || !cached, cached: cached || !streamed }
     }
 }
 
-/// Median seconds of `runs` calls, after one that is not counted.
-fn median(runs: usize, mut call: impl FnMut()) -> f64 {
+/// Seconds that this thread has run.
+fn thread_seconds() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a valid place for the result.
+    let failed = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    assert_eq!(failed, 0, "threads have a clock");
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// Seconds on the CPU of the fastest of `runs` calls, after one that is not counted: what the machine can do
+/// when nobody interrupts it.
+fn fastest(runs: usize, mut call: impl FnMut()) -> f64 {
     call();
-    let mut times: Vec<f64> = (0..runs)
-        .map(|_| {
-            let start = Instant::now();
-            call();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[runs / 2]
+    let time = |_| {
+        let start = thread_seconds();
+        call();
+        thread_seconds() - start
+    };
+    (0..runs).map(time).fold(f64::INFINITY, f64::min)
 }
 
 /// Bytes that look like a tensor: random codes, scales of ordinary size.
@@ -84,7 +92,7 @@ fn tensor(ty: GgmlType, count: usize) -> Vec<u8> {
 }
 
 fn read_bandwidth(buffer: &AlignedBuf<u32>) -> f64 {
-    let seconds = median(5, || {
+    let seconds = fastest(9, || {
         let mut sums = [0_u32; 64];
         for line in buffer.chunks_exact(64) {
             for (sum, x) in sums.iter_mut().zip(line) {
@@ -102,41 +110,49 @@ struct Bench {
 }
 
 impl Bench {
-    /// Seconds of one product.
-    fn seconds(&self, matrix: &PackedMatrix, tokens: usize, runs: usize) -> f64 {
-        let cols = matrix.cols();
+    /// Seconds of one product with each of the matrices of a tensor.
+    fn seconds(&self, tensor: &PackedMatrix, tokens: usize, runs: usize) -> f64 {
+        let cols = tensor.cols();
         let a: Vec<f32> = (0..tokens * cols).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
         let mut quantized = QuantizedRows::new();
         quantized.quantize(self.kernels, cols, &a).expect("whole rows");
         let activations = Activations::new(tokens, cols, &a, Some(&quantized)).expect("same shape");
-        let mut out = vec![0.0; tokens * matrix.rows()];
-        let view = matrix.view(0).expect("one matrix");
-        median(runs, || {
-            matmul_single_thread(self.kernels, view, &activations, self.mode, &Epilogue::STORE, &mut out)
-                .expect("same shape");
+        let mut out = vec![0.0; tokens * tensor.rows()];
+        fastest(runs, || {
+            for matrix in 0..tensor.experts() {
+                let view = tensor.view(matrix).expect("counted");
+                matmul_single_thread(self.kernels, view, &activations, self.mode, &Epilogue::STORE, &mut out)
+                    .expect("same shape");
+            }
             black_box(&mut out);
         })
     }
 
-    fn gemv(&self, ty: GgmlType, probe: &AlignedBuf<u32>) {
-        let cols = 1024;
-        let per_row = ty.row_bytes(cols).expect("whole blocks");
-        let rows = STREAMED / per_row / 16 * 16;
-        let start = Instant::now();
-        let bytes = tensor(ty, rows * cols);
-        let generated = start.elapsed();
-        let matrix = PackedMatrix::pack(ty, rows, cols, 1, &bytes).expect("a served format");
-        let packing = bytes.len() as f64 / (start.elapsed() - generated).as_secs_f64() / 1e9;
-        drop(bytes);
-        print!("{:<7} pack {packing:5.2} GB/s  stream GB/s:", ty.name());
-        for tokens in [1, 2, 4, 8] {
-            let gb = matrix.resident_bytes() as f64 / self.seconds(&matrix, tokens, 7) / 1e9;
-            print!("  M={tokens} {gb:5.1}");
+    /// Matrices of one shape that together are far larger than any cache.
+    fn streamed(&self, ty: GgmlType, probe: &AlignedBuf<u32>) {
+        for (rows, cols) in SHAPES {
+            if !cols.is_multiple_of(ty.block_len()) {
+                continue;
+            }
+            let per_matrix = rows * ty.row_bytes(cols).expect("whole blocks");
+            let count = STREAMED / per_matrix;
+            let bytes = tensor(ty, count * rows * cols);
+            let start = thread_seconds();
+            let tensor = PackedMatrix::pack(ty, rows, cols, count, &bytes).expect("a served format");
+            let packing = bytes.len() as f64 / (thread_seconds() - start) / 1e9;
+            drop(bytes);
+            print!("{:<7} {rows:>5} x {cols:<5} pack {packing:5.2}  streamed GB/s (GMAC/s):", ty.name());
+            for tokens in [1, 2, 4, 8, 16] {
+                let seconds = self.seconds(&tensor, tokens, 7);
+                let gb = tensor.resident_bytes() as f64 / seconds / 1e9;
+                let macs = (count * rows * cols * tokens) as f64 / seconds / 1e9;
+                print!("  M={tokens} {gb:4.1} ({macs:5.1})");
+            }
+            println!("  (read {:.1})", read_bandwidth(probe));
         }
-        println!("  (read {:.1})", read_bandwidth(probe));
     }
 
-    fn gemm(&self, ty: GgmlType) {
+    fn cached(&self, ty: GgmlType) {
         for (rows, cols) in SHAPES {
             if !cols.is_multiple_of(ty.block_len()) {
                 continue;
@@ -145,7 +161,7 @@ impl Bench {
             print!("{:<7} {rows:>5} x {cols:<5} GMAC/s:", ty.name());
             for tokens in BATCHES {
                 let macs = (rows * cols * tokens) as f64;
-                let runs = ((2e9 / macs) as usize).clamp(5, 201);
+                let runs = ((4e9 / macs) as usize).clamp(9, 401);
                 print!("  M={tokens} {:6.1}", macs / self.seconds(&matrix, tokens, runs) / 1e9);
             }
             println!();
@@ -161,11 +177,11 @@ fn main() {
     probe.iter_mut().enumerate().for_each(|(i, x)| *x = i as u32);
     println!("{} {:?}, 1 thread, read {:.1} GB/s", options.isa, options.mode, read_bandwidth(&probe));
     for &ty in &options.types {
-        if options.gemv {
-            bench.gemv(ty, &probe);
+        if options.streamed {
+            bench.streamed(ty, &probe);
         }
-        if options.gemm {
-            bench.gemm(ty);
+        if options.cached {
+            bench.cached(ty);
         }
     }
 }

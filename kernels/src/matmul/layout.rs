@@ -1,7 +1,10 @@
 //! The bytes of a panel: 16 rows of one matrix, column blocks in order.
 //!
-//! Quantised formats: for every `blocks_per_header` blocks a header (f16 scales of the 16 rows, then f16 mins
-//! where the format has them), then the blocks. A block of 32 columns is its scales, then its code planes:
+//! Quantised formats: column blocks of 32 come in *clusters* of as many as have 64 bytes of scales (one, two
+//! or four). A cluster is a line of scales, then the code planes of its blocks; the last one of a row may
+//! have fewer blocks. In the formats with two levels of scales each 256 columns are preceded by a header line
+//! (f16 scales of the 16 rows, then their f16 mins if there are any). So vector loads never straddle two
+//! lines, and a panel is read strictly upwards, which hardware prefetchers need to follow.
 //!
 //! | scales of a block | bytes |
 //! |---|---|
@@ -37,26 +40,45 @@ const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
-/// Sizes of a quantised format's panel parts.
+/// Blocks between two headers.
+pub(super) const HEADER_BLOCKS: usize = 256 / BLOCK;
+
+/// Sizes of the parts of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    pub(super) header: usize,
-    pub(super) scales: usize,
-    pub(super) codes: usize,
-    pub(super) blocks_per_header: usize,
+    /// Whether there are headers.
+    header: bool,
+    /// Bytes of one block, like `codes`.
+    scales: usize,
+    codes: usize,
+}
+
+/// Where the parts of a block are in its panel.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Of the header; of no meaning without one.
+    header: usize,
+    scales: usize,
+    codes: usize,
+}
+
+/// The bytes that make one block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PackedBlock<'a> {
+    header: &'a [u8],
+    scales: &'a [u8],
+    codes: &'a [u8],
 }
 
 impl Layout {
     pub(super) const fn of(scheme: &Scheme) -> Self {
         let (header, scales) = match scheme.scaling {
-            Scaling::F16 => (0, F16_ROWS),
-            Scaling::F16Min => (0, 2 * F16_ROWS),
-            Scaling::E8m0 => (0, PANEL_ROWS),
-            Scaling::Ue4m3 => (0, 2 * PANEL_ROWS),
-            Scaling::Super => (F16_ROWS, PANEL_ROWS),
-            Scaling::SuperMin => (2 * F16_ROWS, 2 * PANEL_ROWS),
-            Scaling::Sixteenths => (F16_ROWS, 2 * PANEL_ROWS),
-            Scaling::SixteenthsMin => (2 * F16_ROWS, 2 * PANEL_ROWS),
+            Scaling::F16 => (false, F16_ROWS),
+            Scaling::F16Min => (false, 2 * F16_ROWS),
+            Scaling::E8m0 => (false, PANEL_ROWS),
+            Scaling::Ue4m3 => (false, 2 * PANEL_ROWS),
+            Scaling::Super => (true, PANEL_ROWS),
+            Scaling::SuperMin | Scaling::Sixteenths | Scaling::SixteenthsMin => (true, 2 * PANEL_ROWS),
         };
         let codes = match scheme.bits {
             Bits::Two => 2 * VECTOR,
@@ -66,27 +88,48 @@ impl Layout {
             Bits::Six => 6 * VECTOR,
             Bits::Eight => 8 * VECTOR,
         };
-        Self { header, scales, codes, blocks_per_header: scheme.scaling.blocks_per_header() }
+        Self { header, scales, codes }
     }
 
-    /// Bytes of a block.
-    pub(super) const fn block(&self) -> usize {
-        self.scales + self.codes
+    /// Where block `index` is. Past the last block: where the next one's cluster would begin or go on.
+    const fn place(&self, index: usize) -> Place {
+        let per_cluster = cluster_blocks(self.scales);
+        let (cluster, nth) = (index / per_cluster, index % per_cluster);
+        let (header, headers) = if self.header {
+            let stride = VECTOR + HEADER_BLOCKS / per_cluster * self.cluster_bytes(per_cluster);
+            (index / HEADER_BLOCKS * stride, (index / HEADER_BLOCKS + 1) * VECTOR)
+        } else {
+            (0, 0)
+        };
+        let start = headers + cluster * self.cluster_bytes(per_cluster);
+        Place { header, scales: start + nth * self.scales, codes: start + VECTOR + nth * self.codes }
     }
 
-    /// Bytes of a header and the blocks that share it.
-    const fn section(&self) -> usize {
-        self.header + self.blocks_per_header * self.block()
+    const fn cluster_bytes(&self, blocks: usize) -> usize {
+        VECTOR + blocks * self.codes
     }
 
-    /// The blocks of a panel, each with its header.
-    pub(super) fn blocks(self, panel: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
-        let (header, block) = (self.header, self.block());
-        panel.chunks_exact(self.section()).flat_map(move |section| {
-            let (header, blocks) = section.split_at(header);
-            blocks.chunks_exact(block).map(move |block| (header, block))
+    /// Bytes of a panel of `blocks` blocks.
+    const fn panel_bytes(&self, blocks: usize) -> usize {
+        if blocks == 0 { 0 } else { self.place(blocks - 1).codes + self.codes }
+    }
+
+    /// The blocks of a panel of `blocks` blocks, in order.
+    pub(super) fn blocks(self, panel: &[u8], blocks: usize) -> impl Iterator<Item = PackedBlock<'_>> {
+        (0..blocks).map(move |index| {
+            let place = self.place(index);
+            PackedBlock {
+                header: &panel[place.header..][..VECTOR],
+                scales: &panel[place.scales..][..self.scales],
+                codes: &panel[place.codes..][..self.codes],
+            }
         })
     }
+}
+
+/// Blocks of a whole cluster of a format with `scales` bytes of scales per block.
+pub(super) const fn cluster_blocks(scales: usize) -> usize {
+    VECTOR / scales
 }
 
 /// Bytes of a panel of `cols` columns (whole file blocks), a multiple of a cache line; `None` if it overflows
@@ -97,8 +140,10 @@ pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
             cols.checked_mul(ty.block_bytes() * PANEL_ROWS)?
         }
         (_, Some(scheme)) => {
-            let layout = Layout::of(&scheme);
-            (cols / (BLOCK * layout.blocks_per_header)).checked_mul(layout.section())?
+            // A block takes less than 1 KiB with its share of everything.
+            let blocks = cols / BLOCK;
+            blocks.checked_mul(1 << 10)?;
+            Layout::of(&scheme).panel_bytes(blocks)
         }
         (_, None) => return None,
     };
@@ -116,21 +161,20 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
         return;
     };
     let layout = Layout::of(&scheme);
-    let mut codes = Codes::default();
     let blocks_per_file_block = ty.block_len() / BLOCK;
+    let mut codes = Codes::default();
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         crate::quant::split(ty, bytes, &mut codes);
+        if layout.header {
+            let header = &mut panel[layout.place(file_block * blocks_per_file_block).header..];
+            put_u16(header, lane, codes.d);
+            put_u16(&mut header[F16_ROWS..], lane, codes.dmin);
+        }
         for sub in 0..blocks_per_file_block {
-            let index = file_block * blocks_per_file_block + sub;
-            let section = &mut panel[index / layout.blocks_per_header * layout.section()..];
-            if layout.header > 0 {
-                put_u16(section, lane, codes.d);
-            }
-            if layout.header > F16_ROWS {
-                put_u16(&mut section[F16_ROWS..], lane, codes.dmin);
-            }
-            let block = layout.header + index % layout.blocks_per_header * layout.block();
-            let (scales, planes) = section[block..][..layout.block()].split_at_mut(layout.scales);
+            let place = layout.place(file_block * blocks_per_file_block + sub);
+            let (front, planes) = panel.split_at_mut(place.codes);
+            let scales = &mut front[place.scales..];
+            let planes = &mut planes[..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
         }
@@ -223,13 +267,12 @@ impl Block {
         minus_dmin: [0.0; PANEL_ROWS],
     };
 
-    /// Unpacks a block of a section. Portable code that vectorises where it is inlined into a function with
+    /// Unpacks a block. Portable code that vectorises where it is inlined into a function with
     /// vector features.
     #[inline(always)]
-    pub(super) fn unpack(&mut self, scheme: &Scheme, header: &[u8], block: &[u8]) {
-        let (scales, planes) = block.split_at(Layout::of(scheme).scales);
-        self.unpack_scales(scheme.scaling, header, scales);
-        self.unpack_codes(scheme.bits, planes);
+    pub(super) fn unpack(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
+        self.unpack_scales(scheme.scaling, packed.header, packed.scales);
+        self.unpack_codes(scheme.bits, packed.codes);
         if let Levels::Table(table) = scheme.levels {
             for code in self.codes.as_flattened_mut().as_flattened_mut() {
                 *code = table[usize::from(*code & 15)];

@@ -1,10 +1,13 @@
 //! Products with f32 activations: weights become f32 lanes, column by column, and meet up to 8 tokens. Even
 //! and odd columns have accumulators of their own.
 
+use super::super::activations::BLOCK;
 use super::super::kernel::{F32Call, Tile};
+use super::super::layout::{HEADER_BLOCKS, cluster_blocks};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
+use crate::aligned::CACHE_LINE;
 use crate::quant::GgmlType;
 use std::arch::x86_64::{
     __m512, __m512i, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps,
@@ -75,14 +78,21 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
     let mut at = call.panel;
     let mut activations = call.activations;
     let offset = _mm512_set1_epi32(S::OFFSET);
-    for _ in 0..call.cols / (32 * S::BLOCKS) {
-        // SAFETY: a section of the panel starts at `at`.
-        let header = unsafe { S::header(at) };
-        // SAFETY: within the section.
-        at = unsafe { at.add(S::HEADER) };
-        for _ in 0..S::BLOCKS {
-            // SAFETY: a block starts at `at`.
-            let (affine, codes) = unsafe { (S::affine(&S::block(header, at)), C::load(at.add(S::BYTES))) };
+    let all = call.cols / BLOCK;
+    // SAFETY: a panel is at least a line and a block long, whether it starts with a header or not.
+    let mut header = unsafe { S::header(at) };
+    let per_cluster = cluster_blocks(S::BYTES);
+    for first in (0..all).step_by(per_cluster) {
+        if S::HEADER && first % HEADER_BLOCKS == 0 {
+            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            (header, at) = unsafe { (S::header(at), at.add(CACHE_LINE)) };
+        }
+        let blocks = per_cluster.min(all - first);
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
+        for _ in 0..blocks {
+            // SAFETY: a block's scales and codes are there.
+            let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };
             for (group, codes) in codes.into_iter().enumerate() {
                 let (scale, added) = affine[group / 4];
                 let weight = |shifted: __m512i| {
@@ -108,8 +118,10 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
                 });
             }
             // SAFETY: one block on, at most one past the end.
-            (at, activations) = unsafe { (at.add(S::BYTES + C::BYTES), activations.add(32)) };
+            (scales_at, codes_at, activations) =
+                unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(BLOCK)) };
         }
+        at = codes_at;
     }
     // SAFETY: the caller's contract.
     unsafe { store(sums, call.tokens, lanes) }
