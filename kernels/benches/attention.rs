@@ -116,8 +116,8 @@ impl Bench {
     }
 
     fn run(&self, step: &mut Step<'_>, arena: &ArenaView<'_>, layer_offset: usize) {
-        let call = AttentionCall { layer_offset, scale: 0.1, softcap: None, sinks: None };
-        attention(&self.pool, self.isa, &step.plan, &call, arena, &step.q, &mut step.out, &mut step.scratch)
+        let call = AttentionCall { arena, layer_offset, scale: 0.1, softcap: None, sinks: None };
+        attention(&self.pool, self.isa, &step.plan, &call, &step.q, &mut step.out, &mut step.scratch)
             .expect("attention");
     }
 

@@ -57,7 +57,7 @@ impl<'a> ArenaView<'a> {
     /// # Errors
     /// [`Error::UnalignedArena`].
     pub fn new(bytes: &'a mut [u8]) -> Result<Self, Error> {
-        if bytes.as_ptr() as usize % CACHE_LINE != 0 {
+        if !bytes.as_ptr().addr().is_multiple_of(CACHE_LINE) {
             return Err(Error::UnalignedArena);
         }
         Ok(Self { start: bytes.as_mut_ptr(), len: bytes.len(), borrow: PhantomData })
@@ -66,7 +66,7 @@ impl<'a> ArenaView<'a> {
     /// First byte of the blocks of a layer, all of which lie inside the arena.
     fn layer(&self, plan: &StepPlan<'_>, layer_offset: usize) -> Result<*mut u8, Error> {
         plan.check_arena(layer_offset, self.len)?;
-        if plan.rows() > 0 && layer_offset % CACHE_LINE != 0 {
+        if plan.rows() > 0 && !layer_offset.is_multiple_of(CACHE_LINE) {
             return Err(Error::UnalignedArena);
         }
         Ok(self.start.wrapping_add(layer_offset))
@@ -76,6 +76,8 @@ impl<'a> ArenaView<'a> {
 /// What one layer's attention needs besides the plan.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionCall<'a> {
+    /// Where the blocks lie.
+    pub arena: &'a ArenaView<'a>,
     /// Added to every block offset, in bytes; a multiple of 64.
     pub layer_offset: usize,
     /// Multiplies every score.
@@ -105,7 +107,6 @@ pub fn attention(
     isa: Isa,
     plan: &StepPlan<'_>,
     call: &AttentionCall<'_>,
-    arena: &ArenaView<'_>,
     q: &[f32],
     out: &mut [f32],
     scratch: &mut AttentionScratch,
@@ -117,7 +118,7 @@ pub fn attention(
     if let Some(sinks) = call.sinks {
         check_len("attention sinks", shape.heads, sinks.len())?;
     }
-    let layer = arena.layer(plan, call.layer_offset)?;
+    let layer = call.arena.layer(plan, call.layer_offset)?;
     let record = record_len(layout.v_head_dim().next_multiple_of(LANES));
     scratch.partials.grow(plan.partials * shape.heads * record);
     scratch.threads.resize_with(pool.threads().max(scratch.threads.len()), Mutex::default);
@@ -181,7 +182,7 @@ pub fn kv_write(
     if slot >= layout.block_tokens() {
         return Err(Error::OutOfRange { what: "slot", index: slot, len: layout.block_tokens() });
     }
-    if block.as_ptr() as usize % CACHE_LINE != 0 {
+    if !block.as_ptr().addr().is_multiple_of(CACHE_LINE) {
         return Err(Error::UnalignedArena);
     }
     // SAFETY: the block is borrowed exclusively, aligned and of the layout's size, and the slot is inside it.

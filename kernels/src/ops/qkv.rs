@@ -25,8 +25,19 @@ pub struct QkvStep<'a> {
     pub rope: Option<&'a RopeTable>,
 }
 
-/// Per row of the plan: norms and rotates q (`[rows][heads * head_dim]`) and k (`[rows][kv_heads * head_dim]`) in
-/// place, then writes k and v (`[rows][kv_heads * v_head_dim]`) to the row's slot in the arena.
+/// Projections of a step, one row per row of its plan.
+#[derive(Debug)]
+pub struct Qkv<'a> {
+    /// `[rows][heads * head_dim]`
+    pub q: &'a mut [f32],
+    /// `[rows][kv_heads * head_dim]`
+    pub k: &'a mut [f32],
+    /// `[rows][kv_heads * v_head_dim]`
+    pub v: &'a [f32],
+}
+
+/// Per row of the plan: norms and rotates q and k in place, then writes k and v to the row's slot in the
+/// arena.
 ///
 /// # Errors
 /// [`Error::Length`] for buffers of other shapes, [`Error::OutOfRange`] for a position that the rope table lacks,
@@ -37,10 +48,9 @@ pub fn norm_rope_write(
     plan: &StepPlan<'_>,
     step: &QkvStep<'_>,
     arena: &mut ArenaView<'_>,
-    q: &mut [f32],
-    k: &mut [f32],
-    v: &[f32],
+    qkv: Qkv<'_>,
 ) -> Result<(), Error> {
+    let Qkv { q, k, v } = qkv;
     let shape = plan.shape();
     let layout = &shape.layout;
     let head_dim = layout.head_dim();
