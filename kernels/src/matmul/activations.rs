@@ -20,8 +20,31 @@ pub(crate) struct QuantizedBlock {
     pub(crate) scale: f32,
     /// `scale` times the sum of the quants.
     pub(crate) scaled_sum: f32,
-    /// Sums of the quants of the two halves.
-    pub(crate) sums: [i16; 2],
+    /// Minus the sum of the quants: times a format's offset, what turns a sum of codes into one of levels.
+    pub(crate) minus_sum: i32,
+    /// The same of the two halves.
+    pub(crate) minus_half_sums: [i16; 2],
+}
+
+impl QuantizedBlock {
+    pub(crate) const ZERO: Self =
+        Self { quants: [0; BLOCK], scale: 0.0, scaled_sum: 0.0, minus_sum: 0, minus_half_sums: [0; 2] };
+    /// What a block with a value that is not finite becomes.
+    pub(crate) const POISON: Self = Self { scale: f32::NAN, scaled_sum: f32::NAN, ..Self::ZERO };
+
+    /// A block of `quants`, which must be set afterwards, that sum to `sums` over the halves.
+    #[inline(always)]
+    pub(crate) fn with_sums(scale: f32, sums: [i32; 2]) -> Self {
+        let sum = sums[0] + sums[1];
+        Self {
+            scale,
+            scaled_sum: scale * sum as f32,
+            minus_sum: -sum,
+            // At most 16 * 127.
+            minus_half_sums: sums.map(|sum| -sum as i16),
+            ..Self::ZERO
+        }
+    }
 }
 
 /// Which form of the activations a product with quantised weights reads.

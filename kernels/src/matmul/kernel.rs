@@ -18,7 +18,7 @@ pub(super) const TILE_TOKENS: usize = 16;
 /// Bytes of activations that are walked for all panels before the next tokens' turn: they stay in L2.
 const L2_ACTIVATIONS: usize = 384 << 10;
 
-/// Results of one panel and up to [`TILE_TOKENS`] tokens.
+/// Results of one panel and up to [`TILE_TOKENS`] tokens. Kernels find it dirty and set those of their tokens.
 #[repr(align(64))]
 pub(super) struct Tile(pub(super) [[f32; PANEL_ROWS]; TILE_TOKENS]);
 
@@ -145,6 +145,7 @@ impl MatmulKernels {
         let all = quantized.blocks();
         let walk =
             Walk { panels, tokens: quantized.rows(), token_bytes: stride * size_of::<QuantizedBlock>() };
+        let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
         walk.tiles(|panel, tokens| {
             let call = Int8Call {
                 ty: matrix.ty(),
@@ -154,7 +155,6 @@ impl MatmulKernels {
                 stride,
                 tokens: tokens.len(),
             };
-            let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
             // SAFETY: `for_isa` made sure of the instruction set. The panel slice holds `cols / 32` blocks of
             // the format (`PackedMatrix` only exists with whole blocks), the activation slice `tokens` rows of
             // `stride` blocks, and `check` made sure that they have `cols` columns.
@@ -173,6 +173,7 @@ impl MatmulKernels {
     ) {
         let cols = matrix.cols();
         let walk = Walk { panels, tokens: activations.rows, token_bytes: cols * size_of::<f32>() };
+        let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
         walk.tiles(|panel, tokens| {
             let call = F32Call {
                 ty: matrix.ty(),
@@ -181,7 +182,6 @@ impl MatmulKernels {
                 activations: activations.f32[tokens.start * cols..tokens.end * cols].as_ptr(),
                 tokens: tokens.len(),
             };
-            let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
             // SAFETY: as for int8; the activation slice holds `tokens` rows of `cols` values.
             unsafe { (self.set.f32)(&call, &mut tile) };
             store(&matrix, panel, tokens, &tile, out, epilogue);
@@ -209,9 +209,9 @@ impl MatmulKernels {
             return Ok(());
         };
         let mut block = Block::EMPTY;
-        let blocks = Layout::of(&scheme).blocks(panel);
-        for (out, (header, bytes)) in out.chunks_exact_mut(BLOCK).zip(blocks) {
-            block.unpack(&scheme, header, bytes);
+        let blocks = Layout::of(&scheme).blocks(panel, matrix.cols() / BLOCK);
+        for (out, packed) in out.chunks_exact_mut(BLOCK).zip(blocks) {
+            block.unpack(&scheme, packed);
             for (k, x) in out.iter_mut().enumerate() {
                 *x = block.weight(&scheme, k, lane);
             }

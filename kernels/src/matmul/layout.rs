@@ -1,7 +1,10 @@
 //! The bytes of a panel: 16 rows of one matrix, column blocks in order.
 //!
-//! Quantised formats: for every `blocks_per_header` blocks a header (f16 scales of the 16 rows, then f16 mins
-//! where the format has them), then the blocks. A block of 32 columns is its scales, then its code planes:
+//! Quantised formats: a panel is cut into *sections* of 256 columns (the last may have fewer, of formats with
+//! smaller blocks). A section is its header (in the formats with two levels of scales: the f16 scales of the
+//! 16 rows, then their f16 mins if they have any), the scales of its blocks of 32 columns, padding to a cache
+//! line, and the code planes of its blocks. So vector loads of codes never straddle two lines, and a panel
+//! is read as one stream, which hardware prefetchers follow best.
 //!
 //! | scales of a block | bytes |
 //! |---|---|
@@ -37,13 +40,24 @@ const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
-/// Sizes of a quantised format's panel parts.
+/// Blocks of a whole section.
+pub(super) const SECTION: usize = 256 / BLOCK;
+
+/// Sizes of the parts of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    pub(super) header: usize,
-    pub(super) scales: usize,
-    pub(super) codes: usize,
-    pub(super) blocks_per_header: usize,
+    header: usize,
+    /// Of one block, like `codes`.
+    scales: usize,
+    codes: usize,
+}
+
+/// The bytes that make one block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PackedBlock<'a> {
+    header: &'a [u8],
+    scales: &'a [u8],
+    codes: &'a [u8],
 }
 
 impl Layout {
@@ -66,27 +80,37 @@ impl Layout {
             Bits::Six => 6 * VECTOR,
             Bits::Eight => 8 * VECTOR,
         };
-        Self { header, scales, codes, blocks_per_header: scheme.scaling.blocks_per_header() }
+        Self { header, scales, codes }
     }
 
-    /// Bytes of a block.
-    pub(super) const fn block(&self) -> usize {
-        self.scales + self.codes
+    /// Where the codes of a section of `blocks` blocks begin.
+    const fn codes_at(&self, blocks: usize) -> usize {
+        codes_offset(self.header, self.scales, blocks)
     }
 
-    /// Bytes of a header and the blocks that share it.
-    const fn section(&self) -> usize {
-        self.header + self.blocks_per_header * self.block()
+    const fn section_bytes(&self, blocks: usize) -> usize {
+        if blocks == 0 { 0 } else { self.codes_at(blocks) + blocks * self.codes }
     }
 
-    /// The blocks of a panel, each with its header.
-    pub(super) fn blocks<'a>(self, panel: &'a [u8]) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
-        let (header, block) = (self.header, self.block());
-        panel.chunks_exact(self.section()).flat_map(move |section| {
-            let (header, blocks) = section.split_at(header);
-            blocks.chunks_exact(block).map(move |block| (header, block))
+    const fn panel_bytes(&self, blocks: usize) -> usize {
+        blocks / SECTION * self.section_bytes(SECTION) + self.section_bytes(blocks % SECTION)
+    }
+
+    /// The blocks of a panel of `blocks` blocks, in order.
+    pub(super) fn blocks(self, panel: &[u8], blocks: usize) -> impl Iterator<Item = PackedBlock<'_>> {
+        let sections = panel.chunks(self.section_bytes(SECTION)).zip((0..blocks).step_by(SECTION));
+        sections.flat_map(move |(section, first)| {
+            let (header, rest) = section.split_at(self.header);
+            let codes = &section[self.codes_at(SECTION.min(blocks - first))..];
+            let parts = rest.chunks_exact(self.scales).zip(codes.chunks_exact(self.codes));
+            parts.map(move |(scales, codes)| PackedBlock { header, scales, codes })
         })
     }
+}
+
+/// Where the codes of a section of `blocks` blocks begin, for a format with these sizes.
+pub(super) const fn codes_offset(header: usize, scales: usize, blocks: usize) -> usize {
+    (header + blocks * scales).next_multiple_of(VECTOR)
 }
 
 /// Bytes of a panel of `cols` columns (whole file blocks), a multiple of a cache line; `None` if it overflows
@@ -97,8 +121,10 @@ pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
             cols.checked_mul(ty.block_bytes() * PANEL_ROWS)?
         }
         (_, Some(scheme)) => {
-            let layout = Layout::of(&scheme);
-            (cols / (BLOCK * layout.blocks_per_header)).checked_mul(layout.section())?
+            // A block takes less than 1 KiB with its share of everything.
+            let blocks = cols / BLOCK;
+            blocks.checked_mul(1 << 10)?;
+            Layout::of(&scheme).panel_bytes(blocks)
         }
         (_, None) => return None,
     };
@@ -116,21 +142,25 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
         return;
     };
     let layout = Layout::of(&scheme);
-    let mut codes = Codes::default();
     let blocks_per_file_block = ty.block_len() / BLOCK;
+    let blocks = row.len() / ty.block_bytes() * blocks_per_file_block;
+    let mut codes = Codes::default();
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         crate::quant::split(ty, bytes, &mut codes);
         for sub in 0..blocks_per_file_block {
             let index = file_block * blocks_per_file_block + sub;
-            let section = &mut panel[index / layout.blocks_per_header * layout.section()..];
+            let (section, nth) = (index / SECTION, index % SECTION);
+            let in_section = SECTION.min(blocks - section * SECTION);
+            let section = &mut panel[section * layout.section_bytes(SECTION)..];
             if layout.header > 0 {
                 put_u16(section, lane, codes.d);
             }
             if layout.header > F16_ROWS {
                 put_u16(&mut section[F16_ROWS..], lane, codes.dmin);
             }
-            let block = layout.header + index % layout.blocks_per_header * layout.block();
-            let (scales, planes) = section[block..][..layout.block()].split_at_mut(layout.scales);
+            let (front, planes) = section.split_at_mut(layout.codes_at(in_section));
+            let scales = &mut front[layout.header + nth * layout.scales..];
+            let planes = &mut planes[nth * layout.codes..][..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
         }
@@ -223,13 +253,12 @@ impl Block {
         minus_dmin: [0.0; PANEL_ROWS],
     };
 
-    /// Unpacks a block of a section. Portable code that vectorises where it is inlined into a function with
+    /// Unpacks a block. Portable code that vectorises where it is inlined into a function with
     /// vector features.
     #[inline(always)]
-    pub(super) fn unpack(&mut self, scheme: &Scheme, header: &[u8], block: &[u8]) {
-        let (scales, planes) = block.split_at(Layout::of(scheme).scales);
-        self.unpack_scales(scheme.scaling, header, scales);
-        self.unpack_codes(scheme.bits, planes);
+    pub(super) fn unpack(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
+        self.unpack_scales(scheme.scaling, packed.header, packed.scales);
+        self.unpack_codes(scheme.bits, packed.codes);
         if let Levels::Table(table) = scheme.levels {
             for code in self.codes.as_flattened_mut().as_flattened_mut() {
                 *code = table[usize::from(*code & 15)];

@@ -16,9 +16,10 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
     let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
-    for (index, (header, bytes)) in Layout::of(&scheme).blocks(panel).take(call.blocks).enumerate() {
-        block.unpack(&scheme, header, bytes);
+    for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
+        block.unpack(&scheme, packed);
         for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
             // SAFETY: the caller's contract.
             let a = unsafe { &*call.activations.add(token * call.stride + index) };
@@ -30,7 +31,7 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
 
 /// `sum of level * quant` over one half of a block, per row.
 fn integer_sums(block: &Block, offset: i32, half: usize, a: &QuantizedBlock) -> Lanes<i32> {
-    let mut sums = [-offset * i32::from(a.sums[half]); PANEL_ROWS];
+    let mut sums = [offset * i32::from(a.minus_half_sums[half]); PANEL_ROWS];
     let groups = block.codes[4 * half..][..4].iter().zip(a.quants[16 * half..].chunks_exact(4));
     for (rows, quants) in groups {
         for (sum, codes) in sums.iter_mut().zip(rows) {
@@ -51,7 +52,7 @@ pub(super) fn fold(
     a: &QuantizedBlock,
     acc: &mut Lanes<f32>,
 ) {
-    let [s0, s1] = a.sums.map(i32::from);
+    let [s0, s1] = a.minus_half_sums.map(|sum| -i32::from(sum));
     for (r, acc) in acc.iter_mut().enumerate() {
         let (i0, i1) = (sums[0][r], sums[1][r]);
         let by_factor = || (block.factor[0][r] * i0 + block.factor[1][r] * i1) as f32;
@@ -83,6 +84,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
     let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
     let mut odd = [[0.0; PANEL_ROWS]; super::kernel::TILE_TOKENS];
     let mut column = |k: usize, weights: &Lanes<f32>| {
         let sums = if k.is_multiple_of(2) { &mut tile.0 } else { &mut odd };
@@ -96,9 +98,9 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
     };
     if let Some(scheme) = Scheme::of(call.ty) {
         let mut block = Block::EMPTY;
-        let blocks = Layout::of(&scheme).blocks(panel).take(call.cols / BLOCK);
-        for (index, (header, bytes)) in blocks.enumerate() {
-            block.unpack(&scheme, header, bytes);
+        let blocks = Layout::of(&scheme).blocks(panel, call.cols / BLOCK);
+        for (index, packed) in blocks.enumerate() {
+            block.unpack(&scheme, packed);
             for k in 0..BLOCK {
                 column(index * BLOCK + k, &std::array::from_fn(|r| block.weight(&scheme, k, r)));
             }
@@ -109,7 +111,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
             column(k, &std::array::from_fn(|r| plain_value(call.ty, &slots[r * size..][..size])));
         }
     }
-    for (even, odd) in tile.0.iter_mut().zip(&odd) {
+    for (even, odd) in tile.0[..call.tokens].iter_mut().zip(&odd) {
         even.iter_mut().zip(odd).for_each(|(even, odd)| *even += odd);
     }
 }
@@ -128,23 +130,18 @@ unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
 pub(super) const SMALLEST: f32 = 1e-36;
 
 pub(super) fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
-    let mut block = QuantizedBlock { quants: [0; BLOCK], scale: 0.0, scaled_sum: 0.0, sums: [0; 2] };
     // Magnitudes compare as integers, and anything not finite compares above all finite values.
     let largest = values.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
     let largest = f32::from_bits(largest);
     if !largest.is_finite() {
-        (block.scale, block.scaled_sum) = (f32::NAN, f32::NAN);
-        return block;
+        return QuantizedBlock::POISON;
     }
     if largest < SMALLEST {
-        return block;
+        return QuantizedBlock::ZERO;
     }
     let inverse = 127.0 / largest;
-    block.scale = largest / 127.0;
-    for (i, (quant, value)) in block.quants.iter_mut().zip(values).enumerate() {
-        *quant = (value * inverse).round_ties_even() as i8;
-        block.sums[i / 16] += i16::from(*quant);
-    }
-    block.scaled_sum = block.scale * f32::from(block.sums[0] + block.sums[1]);
-    block
+    let quants = values.map(|x| (x * inverse).round_ties_even() as i8);
+    let sum = |half: &[i8]| half.iter().map(|&q| i32::from(q)).sum();
+    let sums = [sum(&quants[..16]), sum(&quants[16..])];
+    QuantizedBlock { quants, ..QuantizedBlock::with_sums(largest / 127.0, sums) }
 }

@@ -48,14 +48,6 @@ pub(crate) enum Scaling {
 }
 
 impl Scaling {
-    /// Blocks of 32 that share one header of f16 values.
-    pub(crate) const fn blocks_per_header(self) -> usize {
-        match self {
-            Self::F16 | Self::F16Min | Self::E8m0 | Self::Ue4m3 => 1,
-            Self::Super | Self::SuperMin | Self::Sixteenths | Self::SixteenthsMin => 8,
-        }
-    }
-
     /// Whether weights have a part that does not scale with the level.
     pub(crate) const fn has_min(self) -> bool {
         matches!(self, Self::F16Min | Self::SuperMin | Self::SixteenthsMin)
@@ -75,8 +67,8 @@ pub(crate) struct Scheme {
 pub(crate) static IQ4_CODES: [u8; 16] =
     [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
-/// The E2M1 values doubled (0, 1, 2, 3, 4, 6, 8, 12 and their negatives), each plus 12.
-pub(crate) static E2M1_CODES: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+/// The E2M1 values doubled (0, 1, 2, 3, 4, 6, 8, 12 and their negatives), each plus 16.
+pub(crate) static E2M1_CODES: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
 
 impl Scheme {
     /// The scheme of `ty`, if it is a quantised format that has a matmul.
@@ -94,8 +86,8 @@ impl Scheme {
             GgmlType::Q6_K => Self::plain(Bits::Six, 32, Scaling::Sixteenths),
             GgmlType::IQ4_NL => Self::table(&IQ4_CODES, 128, Scaling::F16),
             GgmlType::IQ4_XS => Self::table(&IQ4_CODES, 128, Scaling::Super),
-            GgmlType::MXFP4 => Self::table(&E2M1_CODES, 12, Scaling::E8m0),
-            GgmlType::NVFP4 => Self::table(&E2M1_CODES, 12, Scaling::Ue4m3),
+            GgmlType::MXFP4 => Self::table(&E2M1_CODES, 16, Scaling::E8m0),
+            GgmlType::NVFP4 => Self::table(&E2M1_CODES, 16, Scaling::Ue4m3),
             _ => return None,
         })
     }

@@ -10,7 +10,7 @@ fn scale_at(block: &[u8], at: usize) -> f32 {
 fn trit(byte: u8, place: usize) -> f32 {
     const POWERS: [u8; 5] = [1, 3, 9, 27, 81];
     let rest = byte.wrapping_mul(POWERS[place]);
-    f32::from((u16::from(rest) * 3 >> 8) as i8 - 1)
+    f32::from(((u16::from(rest) * 3) >> 8) as i8 - 1)
 }
 
 pub(super) fn dequantize_tq1_0(block: &[u8], out: &mut [f32]) {

@@ -1,7 +1,9 @@
 //! Products with f32 activations: weights become f32 lanes, column by column, and meet up to 8 tokens. Even
 //! and odd columns have accumulators of their own.
 
+use super::super::activations::BLOCK;
 use super::super::kernel::{F32Call, Tile};
+use super::super::layout::{SECTION, codes_offset};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
@@ -75,14 +77,15 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
     let mut at = call.panel;
     let mut activations = call.activations;
     let offset = _mm512_set1_epi32(S::OFFSET);
-    for _ in 0..call.cols / (32 * S::BLOCKS) {
-        // SAFETY: a section of the panel starts at `at`.
-        let header = unsafe { S::header(at) };
-        // SAFETY: within the section.
-        at = unsafe { at.add(S::HEADER) };
-        for _ in 0..S::BLOCKS {
-            // SAFETY: a block starts at `at`.
-            let (affine, codes) = unsafe { (S::affine(&S::block(header, at)), C::load(at.add(S::BYTES))) };
+    let all_blocks = call.cols / BLOCK;
+    for first in (0..all_blocks).step_by(SECTION) {
+        let blocks = SECTION.min(all_blocks - first);
+        // SAFETY: a section of the panel starts at `at`, and has scales and codes of `blocks` blocks.
+        let (header, mut scales_at, mut codes_at) =
+            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, blocks))) };
+        for _ in 0..blocks {
+            // SAFETY: a block's scales and codes are there.
+            let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };
             for (group, codes) in codes.into_iter().enumerate() {
                 let (scale, added) = affine[group / 4];
                 let weight = |shifted: __m512i| {
@@ -108,8 +111,10 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
                 });
             }
             // SAFETY: one block on, at most one past the end.
-            (at, activations) = unsafe { (at.add(S::BYTES + C::BYTES), activations.add(32)) };
+            (scales_at, codes_at, activations) =
+                unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(BLOCK)) };
         }
+        at = codes_at;
     }
     // SAFETY: the caller's contract.
     unsafe { store(sums, call.tokens, lanes) }

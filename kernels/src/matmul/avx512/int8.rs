@@ -3,16 +3,11 @@
 
 use super::super::activations::QuantizedBlock;
 use super::super::kernel::{Int8Call, Tile};
+use super::super::layout::{SECTION, codes_offset};
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
-use std::arch::x86_64::{
-    _MM_HINT_T0, _mm_prefetch, _mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps,
-    _mm512_setzero_si512, _mm512_storeu_ps,
-};
-
-/// How far ahead of use packed weights are asked for.
-const PREFETCH: usize = 4096;
+use std::arch::x86_64::{_mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps};
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
@@ -39,18 +34,14 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
     let mut activations = call.activations;
-    for _ in 0..call.blocks / S::BLOCKS {
-        // SAFETY: a section of the panel starts at `at`.
-        let header = unsafe { S::header(at) };
-        // SAFETY: within the section.
-        at = unsafe { at.add(S::HEADER) };
-        for _ in 0..S::BLOCKS {
-            let size = S::BYTES + C::BYTES;
-            for line in 0..size.div_ceil(64) {
-                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH + 64 * line).cast());
-            }
-            // SAFETY: a block of `size` bytes starts at `at`.
-            let (scales, w) = unsafe { (S::block(header, at), C::load(at.add(S::BYTES))) };
+    for first in (0..call.blocks).step_by(SECTION) {
+        let blocks = SECTION.min(call.blocks - first);
+        // SAFETY: a section of the panel starts at `at`, and has scales and codes of `blocks` blocks.
+        let (header, mut scales_at, mut codes_at) =
+            unsafe { (S::header(at), at.add(S::HEADER), at.add(codes_offset(S::HEADER, S::BYTES, blocks))) };
+        for _ in 0..blocks {
+            // SAFETY: a block's scales and codes are there.
+            let (scales, w) = unsafe { (S::block(header, scales_at), C::load(codes_at)) };
             unroll!(N, |t| {
                 let row = if t < 2 || N <= 4 { t } else { t.min(last) };
                 // SAFETY: row `row` of the call has a block at `activations`, and 32 quants are 8 words.
@@ -58,12 +49,12 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
                     let a: *const QuantizedBlock = activations.add(row * call.stride);
                     let quants = (&raw const (*a).quants).cast::<i32>();
                     let word = |g: usize| _mm512_set1_epi32(quants.add(g).read_unaligned());
-                    let mut first = S::start(a);
+                    let [mut first, second] = S::start(a);
                     first = _mm512_dpbusd_epi32(first, w[0], word(0));
                     first = _mm512_dpbusd_epi32(first, w[1], word(1));
                     first = _mm512_dpbusd_epi32(first, w[2], word(2));
                     first = _mm512_dpbusd_epi32(first, w[3], word(3));
-                    let mut second = if S::HALVES { _mm512_setzero_si512() } else { first };
+                    let mut second = if S::HALVES { second } else { first };
                     second = _mm512_dpbusd_epi32(second, w[4], word(4));
                     second = _mm512_dpbusd_epi32(second, w[5], word(5));
                     second = _mm512_dpbusd_epi32(second, w[6], word(6));
@@ -73,8 +64,10 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
                 };
             });
             // SAFETY: one block on, at most one past the end.
-            (at, activations) = unsafe { (at.add(size), activations.add(1)) };
+            (scales_at, codes_at, activations) =
+                unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(1)) };
         }
+        at = codes_at;
     }
     for (lanes, acc) in tile.0.iter_mut().zip(acc) {
         // SAFETY: 16 lanes.

@@ -29,24 +29,21 @@ fn quantize_block(values: &[f32; BLOCK], out: &mut QuantizedBlock) {
     let v = unsafe { [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values.as_ptr().add(16))] };
     let magnitude = v.map(|v| _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fff_ffff)));
     let largest = f32::from_bits(_mm512_reduce_max_epu32(_mm512_max_epu32(magnitude[0], magnitude[1])));
-    let zero = QuantizedBlock { quants: [0; BLOCK], scale: 0.0, scaled_sum: 0.0, sums: [0; 2] };
     if !largest.is_finite() {
-        *out = QuantizedBlock { scale: f32::NAN, scaled_sum: f32::NAN, ..zero };
+        *out = QuantizedBlock::POISON;
         return;
     }
     if largest < SMALLEST {
-        *out = zero;
+        *out = QuantizedBlock::ZERO;
         return;
     }
     let inverse = _mm512_set1_ps(127.0 / largest);
     let quants = v.map(|v| _mm512_cvtps_epi32(_mm512_mul_ps(v, inverse)));
+    *out = QuantizedBlock::with_sums(largest / 127.0, quants.map(|quants| _mm512_reduce_add_epi32(quants)));
     for (half, quants) in quants.into_iter().enumerate() {
         // SAFETY: 16 of the 32 quants.
         unsafe {
             _mm_storeu_si128(out.quants.as_mut_ptr().add(16 * half).cast(), _mm512_cvtepi32_epi8(quants))
         };
-        out.sums[half] = _mm512_reduce_add_epi32(quants) as i16;
     }
-    out.scale = largest / 127.0;
-    out.scaled_sum = out.scale * f32::from(out.sums[0] + out.sums[1]);
 }

@@ -3,14 +3,13 @@
 
 use super::super::activations::QuantizedBlock;
 use std::arch::x86_64::{
-    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_add_epi32,
-    _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmplt_epu32_mask,
-    _mm512_cvtepi8_epi16, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16,
-    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_madd_epi16,
-    _mm512_mask_blend_epi32, _mm512_mul_ps, _mm512_mullo_epi16, _mm512_mullo_epi32, _mm512_set1_epi16,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32,
-    _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_sub_epi32,
-    _mm512_xor_si512,
+    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_and_si512,
+    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmplt_epu32_mask, _mm512_cvtepi8_epi16,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_cvtph_ps,
+    _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32, _mm512_mul_ps,
+    _mm512_mullo_epi32, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16,
+    _mm512_srli_epi32, _mm512_sub_epi32, _mm512_xor_si512,
 };
 
 /// A kind of scales. All functions need AVX-512 F, BW, DQ, VL and VNNI.
@@ -19,8 +18,6 @@ pub(super) trait Scales {
     const HEADER: usize;
     /// Bytes of a block's scales.
     const BYTES: usize;
-    /// Blocks that share a header.
-    const BLOCKS: usize;
     /// What is subtracted from an unsigned code to get its level.
     const OFFSET: i32;
     /// Whether the two halves of a block are summed apart.
@@ -44,11 +41,11 @@ pub(super) trait Scales {
     /// `BYTES` bytes must be readable.
     unsafe fn block(header: Self::Header, at: *const u8) -> Self::Block;
 
-    /// What the (first) integer sum starts from.
+    /// What the integer sums start from: that of the whole block first, or those of the halves.
     ///
     /// # Safety
     /// `a` must be readable.
-    unsafe fn start(a: *const QuantizedBlock) -> __m512i;
+    unsafe fn start(a: *const QuantizedBlock) -> [__m512i; 2];
 
     /// Adds integer sums to the accumulators: of the whole block in `first`, or of its halves.
     ///
@@ -88,11 +85,11 @@ unsafe fn bytes_32(at: *const u8) -> __m256i {
     unsafe { _mm256_loadu_si256(at.cast()) }
 }
 
-/// The sums of both halves in every lane, as two i16.
+/// Minus the sums of both halves in every lane, as two i16.
 #[inline(always)]
-unsafe fn sums(a: *const QuantizedBlock) -> __m512i {
+unsafe fn minus_half_sums(a: *const QuantizedBlock) -> __m512i {
     // SAFETY: the caller's contract: `a` is readable.
-    unsafe { _mm512_set1_epi32((&raw const (*a).sums).cast::<i32>().read_unaligned()) }
+    unsafe { _mm512_set1_epi32((&raw const (*a).minus_half_sums).cast::<i32>().read_unaligned()) }
 }
 
 #[inline(always)]
@@ -101,15 +98,36 @@ unsafe fn scale(a: *const QuantizedBlock) -> __m512 {
     unsafe { _mm512_set1_ps((*a).scale) }
 }
 
-/// `-offset` times the sum of the block's quants.
+/// `-offset` times the sum of the block's quants. Shifts leave the multipliers to the dot products.
 #[inline(always)]
-unsafe fn minus_offset_sum(offset: i32, a: *const QuantizedBlock) -> __m512i {
+unsafe fn minus_offset_sum<const OFFSET: i32>(a: *const QuantizedBlock) -> __m512i {
     // SAFETY: the caller's contract.
     unsafe {
-        if offset == 0 {
-            _mm512_setzero_si512()
-        } else {
-            _mm512_madd_epi16(sums(a), _mm512_set1_epi16(-offset as i16))
+        match OFFSET {
+            0 => _mm512_setzero_si512(),
+            8 => _mm512_slli_epi32::<3>(_mm512_set1_epi32((*a).minus_sum)),
+            16 => _mm512_slli_epi32::<4>(_mm512_set1_epi32((*a).minus_sum)),
+            128 => _mm512_slli_epi32::<7>(_mm512_set1_epi32((*a).minus_sum)),
+            _ => _mm512_mullo_epi32(_mm512_set1_epi32(OFFSET), _mm512_set1_epi32((*a).minus_sum)),
+        }
+    }
+}
+
+/// `-offset` times the sums of the quants of both halves.
+#[inline(always)]
+unsafe fn minus_offset_half_sums<const OFFSET: i32>(a: *const QuantizedBlock) -> [__m512i; 2] {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let pair = minus_half_sums(a);
+        // The first half's sum moved to the top, like the second's; then both down to their multiples.
+        let halves = [_mm512_slli_epi32::<16>(pair), pair];
+        let multiple = _mm512_set1_epi32(-OFFSET);
+        match OFFSET {
+            4 => halves.map(|half| _mm512_and_si512(_mm512_srai_epi32::<14>(half), multiple)),
+            16 => halves.map(|half| _mm512_and_si512(_mm512_srai_epi32::<12>(half), multiple)),
+            32 => halves.map(|half| _mm512_and_si512(_mm512_srai_epi32::<11>(half), multiple)),
+            _ => halves
+                .map(|half| _mm512_mullo_epi32(_mm512_srai_epi32::<16>(half), _mm512_set1_epi32(OFFSET))),
         }
     }
 }
@@ -144,9 +162,9 @@ macro_rules! whole_block {
         const HALVES: bool = false;
 
         #[inline(always)]
-        unsafe fn start(a: *const QuantizedBlock) -> __m512i {
+        unsafe fn start(a: *const QuantizedBlock) -> [__m512i; 2] {
             // SAFETY: the caller's contract.
-            unsafe { minus_offset_sum(Self::OFFSET, a) }
+            unsafe { [minus_offset_sum::<{ $offset }>(a), _mm512_setzero_si512()] }
         }
     };
     (scale only, $offset:expr) => {
@@ -200,7 +218,6 @@ macro_rules! whole_block {
 macro_rules! no_header {
     () => {
         const HEADER: usize = 0;
-        const BLOCKS: usize = 1;
         type Header = ();
 
         #[inline(always)]
@@ -244,7 +261,7 @@ pub(super) struct E8m0;
 impl Scales for E8m0 {
     const BYTES: usize = 16;
     no_header!();
-    whole_block!(scale only, 12);
+    whole_block!(scale only, 16);
 
     #[inline(always)]
     unsafe fn block(_: (), at: *const u8) -> __m512 {
@@ -265,7 +282,6 @@ pub(super) struct Super;
 impl Scales for Super {
     const HEADER: usize = 32;
     const BYTES: usize = 16;
-    const BLOCKS: usize = 8;
     type Header = __m512;
     whole_block!(scale only, 128);
 
@@ -288,7 +304,6 @@ pub(super) struct SuperMin;
 impl Scales for SuperMin {
     const HEADER: usize = 64;
     const BYTES: usize = 32;
-    const BLOCKS: usize = 8;
     /// Scale and minus the min.
     type Header = (__m512, __m512);
     whole_block!(scale and min);
@@ -316,15 +331,12 @@ pub(super) struct Sixteenths<const OFFSET: i32>;
 #[derive(Clone, Copy)]
 pub(super) struct SixteenthsBlock {
     d: __m512,
-    factor: [__m512i; 2],
-    /// Both factors times minus the offset, as two i16.
-    minus_offset_factors: __m512i,
+    factor: [__m512; 2],
 }
 
 impl<const OFFSET: i32> Scales for Sixteenths<OFFSET> {
     const HEADER: usize = 32;
     const BYTES: usize = 32;
-    const BLOCKS: usize = 8;
     const OFFSET: i32 = OFFSET;
     const HALVES: bool = true;
     const ADDED: bool = false;
@@ -339,21 +351,19 @@ impl<const OFFSET: i32> Scales for Sixteenths<OFFSET> {
 
     #[inline(always)]
     unsafe fn block(d: __m512, at: *const u8) -> SixteenthsBlock {
-        // SAFETY: the caller's contract. A factor of 8 bits times an offset of at most 32 fits an i16.
+        // SAFETY: the caller's contract.
         unsafe {
             let pairs = _mm512_cvtepi8_epi16(bytes_32(at));
-            let factor =
-                [_mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(pairs)), _mm512_srai_epi32::<16>(pairs)];
-            let minus_offset = _mm512_set1_epi16(-OFFSET as i16);
-            let minus_offset_factors = _mm512_mullo_epi16(pairs, minus_offset);
-            SixteenthsBlock { d, factor, minus_offset_factors }
+            let first = _mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(pairs));
+            let second = _mm512_srai_epi32::<16>(pairs);
+            SixteenthsBlock { d, factor: [_mm512_cvtepi32_ps(first), _mm512_cvtepi32_ps(second)] }
         }
     }
 
     #[inline(always)]
-    unsafe fn start(_: *const QuantizedBlock) -> __m512i {
+    unsafe fn start(a: *const QuantizedBlock) -> [__m512i; 2] {
         // SAFETY: the caller's contract.
-        unsafe { _mm512_setzero_si512() }
+        unsafe { minus_offset_half_sums::<OFFSET>(a) }
     }
 
     #[inline(always)]
@@ -364,20 +374,19 @@ impl<const OFFSET: i32> Scales for Sixteenths<OFFSET> {
         block: &SixteenthsBlock,
         a: *const QuantizedBlock,
     ) -> __m512 {
-        // SAFETY: the caller's contract.
+        // SAFETY: the caller's contract. The products and their sum stay below 2^24 (16 levels of at most 32,
+        // quants of 127, factors of 128), so f32 holds them exactly.
         unsafe {
-            let scaled = _mm512_add_epi32(
-                _mm512_mullo_epi32(first, block.factor[0]),
-                _mm512_mullo_epi32(second, block.factor[1]),
-            );
-            fold_scaled(acc, _mm512_dpwssd_epi32(scaled, block.minus_offset_factors, sums(a)), block.d, a)
+            let sum = _mm512_mul_ps(_mm512_cvtepi32_ps(first), block.factor[0]);
+            let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), block.factor[1], sum);
+            _mm512_fmadd_ps(sum, _mm512_mul_ps(block.d, scale(a)), acc)
         }
     }
 
     #[inline(always)]
     unsafe fn affine(block: &SixteenthsBlock) -> [(__m512, __m512); 2] {
         // SAFETY: the caller's contract.
-        unsafe { block.factor.map(|f| (_mm512_mul_ps(block.d, _mm512_cvtepi32_ps(f)), _mm512_setzero_ps())) }
+        unsafe { block.factor.map(|factor| (_mm512_mul_ps(block.d, factor), _mm512_setzero_ps())) }
     }
 }
 
@@ -387,7 +396,7 @@ pub(super) struct SixteenthsMin;
 #[derive(Clone, Copy)]
 pub(super) struct SixteenthsMinBlock {
     d: __m512,
-    minus_dmin: __m512,
+    dmin: __m512,
     factor: [__m512i; 2],
     /// Both min factors as two i16.
     min_factors: __m512i,
@@ -396,36 +405,35 @@ pub(super) struct SixteenthsMinBlock {
 impl Scales for SixteenthsMin {
     const HEADER: usize = 64;
     const BYTES: usize = 32;
-    const BLOCKS: usize = 8;
     const OFFSET: i32 = 0;
     const HALVES: bool = true;
     const ADDED: bool = true;
-    /// Scale and minus the min.
+    /// Scale and scale of mins.
     type Header = (__m512, __m512);
     type Block = SixteenthsMinBlock;
 
     #[inline(always)]
     unsafe fn header(at: *const u8) -> (__m512, __m512) {
         // SAFETY: the caller's contract.
-        unsafe { (f16_lanes(at), negated(f16_lanes(at.add(32)))) }
+        unsafe { (f16_lanes(at), f16_lanes(at.add(32))) }
     }
 
     #[inline(always)]
-    unsafe fn block((d, minus_dmin): (__m512, __m512), at: *const u8) -> SixteenthsMinBlock {
+    unsafe fn block((d, dmin): (__m512, __m512), at: *const u8) -> SixteenthsMinBlock {
         // SAFETY: the caller's contract.
         unsafe {
             let pairs = _mm512_cvtepu8_epi16(bytes_32(at));
             let factors = _mm512_and_si512(pairs, _mm512_set1_epi16(15));
             let low_half = _mm512_set1_epi32(0xffff);
             let factor = [_mm512_and_si512(factors, low_half), _mm512_srli_epi32::<16>(factors)];
-            SixteenthsMinBlock { d, minus_dmin, factor, min_factors: _mm512_srli_epi16::<4>(pairs) }
+            SixteenthsMinBlock { d, dmin, factor, min_factors: _mm512_srli_epi16::<4>(pairs) }
         }
     }
 
     #[inline(always)]
-    unsafe fn start(_: *const QuantizedBlock) -> __m512i {
+    unsafe fn start(_: *const QuantizedBlock) -> [__m512i; 2] {
         // SAFETY: the caller's contract.
-        unsafe { _mm512_setzero_si512() }
+        unsafe { [_mm512_setzero_si512(); 2] }
     }
 
     #[inline(always)]
@@ -441,8 +449,8 @@ impl Scales for SixteenthsMin {
         unsafe {
             let sum = _mm512_madd_epi16(first, block.factor[0]);
             let acc = fold_scaled(acc, _mm512_dpwssd_epi32(sum, second, block.factor[1]), block.d, a);
-            let mins = _mm512_madd_epi16(block.min_factors, sums(a));
-            fold_scaled(acc, mins, block.minus_dmin, a)
+            let minus_mins = _mm512_madd_epi16(block.min_factors, minus_half_sums(a));
+            fold_scaled(acc, minus_mins, block.dmin, a)
         }
     }
 
@@ -457,7 +465,7 @@ impl Scales for SixteenthsMin {
             let affine = |half: usize| {
                 (
                     _mm512_mul_ps(block.d, _mm512_cvtepi32_ps(block.factor[half])),
-                    _mm512_mul_ps(block.minus_dmin, _mm512_cvtepi32_ps(mins[half])),
+                    negated(_mm512_mul_ps(block.dmin, _mm512_cvtepi32_ps(mins[half]))),
                 )
             };
             [affine(0), affine(1)]
@@ -470,7 +478,7 @@ pub(super) struct Ue4m3;
 
 impl Scales for Ue4m3 {
     const BYTES: usize = 32;
-    const OFFSET: i32 = 12;
+    const OFFSET: i32 = 16;
     const HALVES: bool = true;
     const ADDED: bool = false;
     type Block = [__m512; 2];
@@ -489,9 +497,9 @@ impl Scales for Ue4m3 {
     }
 
     #[inline(always)]
-    unsafe fn start(_: *const QuantizedBlock) -> __m512i {
+    unsafe fn start(a: *const QuantizedBlock) -> [__m512i; 2] {
         // SAFETY: the caller's contract.
-        unsafe { _mm512_setzero_si512() }
+        unsafe { minus_offset_half_sums::<16>(a) }
     }
 
     #[inline(always)]
@@ -504,11 +512,8 @@ impl Scales for Ue4m3 {
     ) -> __m512 {
         // SAFETY: the caller's contract.
         unsafe {
-            let sums = sums(a);
-            let minus_first = _mm512_madd_epi16(sums, _mm512_set1_epi32(-Self::OFFSET & 0xffff));
-            let minus_second = _mm512_madd_epi16(sums, _mm512_set1_epi32(-Self::OFFSET << 16));
-            let acc = fold_scaled(acc, _mm512_add_epi32(first, minus_first), block[0], a);
-            fold_scaled(acc, _mm512_add_epi32(second, minus_second), block[1], a)
+            let acc = fold_scaled(acc, first, block[0], a);
+            fold_scaled(acc, second, block[1], a)
         }
     }
 
