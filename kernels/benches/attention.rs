@@ -22,7 +22,7 @@ type Model = (usize, usize, usize);
 
 const MODELS: [Model; 3] = [(9, 3, 64), (16, 8, 128), (4, 1, 256)];
 
-const BLOCK_TOKENS: usize = 16;
+const BLOCK_TOKENS: usize = 32;
 
 /// Bytes of KV that a decode run walks through, so that it comes from memory: a model has many layers.
 const WORKING_SET: usize = 256 << 20;

@@ -35,6 +35,7 @@ use crate::error::Error;
 use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{LANES, dispatch};
+use plan::Item;
 use work::{MergeRow, RunItem, Step, ThreadScratch, record_len};
 use write::WriteToken;
 
@@ -132,22 +133,15 @@ pub fn attention(
         out: Disjoint::new(out),
         partials: Disjoint::new(&mut scratch.partials),
     };
-    let kv_heads = layout.kv_heads();
     let next = AtomicUsize::new(0);
     let threads = &scratch.threads;
     pool.run(&|thread| {
         // A panic elsewhere may have left numbers behind, but every item starts from scratch.
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         scratch.fit(plan);
-        let claim = || {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
-        };
-        let mut current = claim();
-        while let Some((item, kv_head)) = current {
-            let upcoming = claim();
-            dispatch(isa, RunItem { step: &step, item, kv_head, upcoming, scratch: &mut scratch });
-            current = upcoming;
+        while let Some((item, kv_head)) = item_at(plan, next.fetch_add(1, Ordering::Relaxed)) {
+            let upcoming = || item_at(plan, next.load(Ordering::Relaxed));
+            dispatch(isa, RunItem { step: &step, item, kv_head, upcoming: &upcoming, scratch: &mut scratch });
         }
     });
     if plan.partials > 0 {
@@ -159,6 +153,12 @@ pub fn attention(
         });
     }
     Ok(())
+}
+
+/// Item and key/value head of a piece of work: every item once for every head.
+fn item_at<'a>(plan: &'a StepPlan<'_>, index: usize) -> Option<(&'a Item, usize)> {
+    let kv_heads = plan.shape().layout.kv_heads();
+    plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
 }
 
 /// Writes keys and values of one token into slot `slot` of a block.
@@ -190,11 +190,7 @@ pub fn kv_write(
     Ok(())
 }
 
-/// Writes keys and values of row `query` of a plan; see `ops::qkv`.
-///
-/// # Safety
-/// `plan.writes()` must be `Ok`, each planned row be written once at most, and nobody read the arena meanwhile.
-/// `k` and `v` must have the layout's widths. `layer` is of [`PlanWriter::new`].
+/// Writes keys and values of the rows of a plan, from any thread.
 pub(crate) struct PlanWriter<'a> {
     plan: &'a StepPlan<'a>,
     layer: *mut u8,

@@ -334,3 +334,24 @@ proptest! {
         assert_close(&world, &rows, &out);
     }
 }
+
+#[test]
+fn an_offset_beyond_the_address_space_is_outside_the_arena() {
+    let wanted = shape(KvType::F16, 16, 1, 1, (8, 8), 1);
+    let placements = [Placement::Contiguous { first: u32::MAX, stride: u32::MAX }];
+    let rows = [QueryRow { sequence: 0, position: u32::MAX }];
+    let plan = StepPlan::new(wanted, &rows, &placements, 1).unwrap();
+    let mut bytes = AlignedBuf::zeroed(4096);
+    let arena = ArenaView::new(&mut bytes).unwrap();
+    let call = AttentionCall { arena: &arena, layer_offset: 0, scale: 1.0, softcap: None, sinks: None };
+    let result = attention(
+        &pool(1),
+        Isa::Scalar,
+        &plan,
+        &call,
+        &[0.0; 8],
+        &mut [0.0; 8],
+        &mut AttentionScratch::default(),
+    );
+    assert!(matches!(result, Err(Error::OutsideArena { .. })), "{result:?}");
+}

@@ -9,18 +9,15 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::dispatch;
 
-/// RMS norm of each head before rope; its weight is one head wide.
-pub type HeadNorm<'a> = RmsNorm<'a>;
-
 /// What one layer does to q, k and v before attention.
 #[derive(Debug, Clone, Copy)]
 pub struct QkvStep<'a> {
     /// Added to every block offset, in bytes; a multiple of 64.
     pub layer_offset: usize,
-    /// Norm of each query head.
-    pub q_norm: Option<HeadNorm<'a>>,
-    /// Norm of each key head.
-    pub k_norm: Option<HeadNorm<'a>>,
+    /// Norm of each query head before rope; the weight is one head wide.
+    pub q_norm: Option<RmsNorm<'a>>,
+    /// Norm of each key head, likewise.
+    pub k_norm: Option<RmsNorm<'a>>,
     /// Rotation of q and k. The table must hold the positions of the step.
     pub rope: Option<&'a RopeTable>,
 }
