@@ -22,7 +22,7 @@ type Model = (usize, usize, usize);
 
 const MODELS: [Model; 3] = [(9, 3, 64), (16, 8, 128), (4, 1, 256)];
 
-const BLOCK_TOKENS: usize = 16;
+const BLOCK_TOKENS: usize = 32;
 
 /// Bytes of KV that a decode run walks through, so that it comes from memory: a model has many layers.
 const WORKING_SET: usize = 256 << 20;
@@ -116,8 +116,8 @@ impl Bench {
     }
 
     fn run(&self, step: &mut Step<'_>, arena: &ArenaView<'_>, layer_offset: usize) {
-        let call = AttentionCall { layer_offset, scale: 0.1, softcap: None, sinks: None };
-        attention(&self.pool, self.isa, &step.plan, &call, arena, &step.q, &mut step.out, &mut step.scratch)
+        let call = AttentionCall { arena, layer_offset, scale: 0.1, softcap: None, sinks: None };
+        attention(&self.pool, self.isa, &step.plan, &call, &step.q, &mut step.out, &mut step.scratch)
             .expect("attention");
     }
 

@@ -35,6 +35,7 @@ use crate::error::Error;
 use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{LANES, dispatch};
+use plan::Item;
 use work::{MergeRow, RunItem, Step, ThreadScratch, record_len};
 use write::WriteToken;
 
@@ -57,7 +58,7 @@ impl<'a> ArenaView<'a> {
     /// # Errors
     /// [`Error::UnalignedArena`].
     pub fn new(bytes: &'a mut [u8]) -> Result<Self, Error> {
-        if bytes.as_ptr() as usize % CACHE_LINE != 0 {
+        if !bytes.as_ptr().addr().is_multiple_of(CACHE_LINE) {
             return Err(Error::UnalignedArena);
         }
         Ok(Self { start: bytes.as_mut_ptr(), len: bytes.len(), borrow: PhantomData })
@@ -66,7 +67,7 @@ impl<'a> ArenaView<'a> {
     /// First byte of the blocks of a layer, all of which lie inside the arena.
     fn layer(&self, plan: &StepPlan, layer_offset: usize) -> Result<*mut u8, Error> {
         plan.check_arena(layer_offset, self.len)?;
-        if plan.rows() > 0 && layer_offset % CACHE_LINE != 0 {
+        if plan.rows() > 0 && !layer_offset.is_multiple_of(CACHE_LINE) {
             return Err(Error::UnalignedArena);
         }
         Ok(self.start.wrapping_add(layer_offset))
@@ -76,6 +77,8 @@ impl<'a> ArenaView<'a> {
 /// What one layer's attention needs besides the plan.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionCall<'a> {
+    /// Where the blocks lie.
+    pub arena: &'a ArenaView<'a>,
     /// Added to every block offset, in bytes; a multiple of 64.
     pub layer_offset: usize,
     /// Multiplies every score.
@@ -105,7 +108,6 @@ pub fn attention(
     isa: Isa,
     plan: &StepPlan,
     call: &AttentionCall<'_>,
-    arena: &ArenaView<'_>,
     q: &[f32],
     out: &mut [f32],
     scratch: &mut AttentionScratch,
@@ -117,7 +119,7 @@ pub fn attention(
     if let Some(sinks) = call.sinks {
         check_len("attention sinks", shape.heads, sinks.len())?;
     }
-    let layer = arena.layer(plan, call.layer_offset)?;
+    let layer = call.arena.layer(plan, call.layer_offset)?;
     let record = record_len(layout.v_head_dim().next_multiple_of(LANES));
     scratch.partials.grow(plan.partials * shape.heads * record);
     scratch.threads.resize_with(pool.threads().max(scratch.threads.len()), Mutex::default);
@@ -131,22 +133,15 @@ pub fn attention(
         out: Disjoint::new(out),
         partials: Disjoint::new(&mut scratch.partials),
     };
-    let kv_heads = layout.kv_heads();
     let next = AtomicUsize::new(0);
     let threads = &scratch.threads;
     pool.run(&|thread| {
         // A panic elsewhere may have left numbers behind, but every item starts from scratch.
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         scratch.fit(plan);
-        let claim = || {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
-        };
-        let mut current = claim();
-        while let Some((item, kv_head)) = current {
-            let upcoming = claim();
-            dispatch(isa, RunItem { step: &step, item, kv_head, upcoming, scratch: &mut scratch });
-            current = upcoming;
+        while let Some((item, kv_head)) = item_at(plan, next.fetch_add(1, Ordering::Relaxed)) {
+            let upcoming = || item_at(plan, next.load(Ordering::Relaxed));
+            dispatch(isa, RunItem { step: &step, item, kv_head, upcoming: &upcoming, scratch: &mut scratch });
         }
     });
     if plan.partials > 0 {
@@ -158,6 +153,12 @@ pub fn attention(
         });
     }
     Ok(())
+}
+
+/// Item and key/value head of a piece of work: every item once for every head.
+fn item_at<'a>(plan: &'a StepPlan<'_>, index: usize) -> Option<(&'a Item, usize)> {
+    let kv_heads = plan.shape().layout.kv_heads();
+    plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
 }
 
 /// Writes keys and values of one token into slot `slot` of a block.
@@ -181,7 +182,7 @@ pub fn kv_write(
     if slot >= layout.block_tokens() {
         return Err(Error::OutOfRange { what: "slot", index: slot, len: layout.block_tokens() });
     }
-    if block.as_ptr() as usize % CACHE_LINE != 0 {
+    if !block.as_ptr().addr().is_multiple_of(CACHE_LINE) {
         return Err(Error::UnalignedArena);
     }
     // SAFETY: the block is borrowed exclusively, aligned and of the layout's size, and the slot is inside it.
@@ -189,11 +190,7 @@ pub fn kv_write(
     Ok(())
 }
 
-/// Writes keys and values of row `query` of a plan; see `ops::qkv`.
-///
-/// # Safety
-/// `plan.writes()` must be `Ok`, each planned row be written once at most, and nobody read the arena meanwhile.
-/// `k` and `v` must have the layout's widths. `layer` is of [`PlanWriter::new`].
+/// Writes keys and values of the rows of a plan, from any thread.
 pub(crate) struct PlanWriter<'a> {
     plan: &'a StepPlan,
     layer: *mut u8,

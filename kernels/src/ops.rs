@@ -16,6 +16,6 @@ mod tests;
 
 pub use elementwise::{Activation, add_scaled, gate_in_place, gated_activation, scale, softcap};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_add};
-pub use qkv::{HeadNorm, QkvStep, norm_rope_write};
+pub use qkv::{Qkv, QkvStep, norm_rope_write};
 pub use rope::{RopeParams, RopeStyle, RopeTable, rope};
 pub use select::{argmax, log_softmax, softmax, top_k};

@@ -193,15 +193,16 @@ fn step(world: &World, memory: &mut Memory, rows: &[QueryRow], pool: &Pool, isa:
         .collect();
     let width = world.shape.heads * world.shape.layout.v_head_dim();
     let mut out = vec![f32::NAN; rows.len() * width];
+    let view = ArenaView::new(&mut bytes).unwrap();
     let call = AttentionCall {
+        arena: &view,
         layer_offset: LAYER_OFFSET,
         scale: world.scale,
         softcap: world.softcap,
         sinks: world.sinks.as_deref(),
     };
     let mut scratch = AttentionScratch::default();
-    let view = ArenaView::new(&mut bytes).unwrap();
-    attention(pool, isa, &plan, &call, &view, &q, &mut out, &mut scratch).unwrap();
+    attention(pool, isa, &plan, &call, &q, &mut out, &mut scratch).unwrap();
     memory.bytes = bytes;
     out.chunks(width).map(<[f32]>::to_vec).collect()
 }
@@ -297,12 +298,12 @@ fn refuses_what_it_cannot_serve() {
     let plan = StepPlan::new(windowed, &[row(40)], &placements, 1).unwrap();
     let mut bytes = AlignedBuf::zeroed(400 * 64 + wanted.layout.bytes() - 1);
     let arena = ArenaView::new(&mut bytes).unwrap();
-    let call = AttentionCall { layer_offset: 0, scale: 1.0, softcap: None, sinks: None };
+    let call = AttentionCall { arena: &arena, layer_offset: 0, scale: 1.0, softcap: None, sinks: None };
     let (q, mut out) = (vec![0.0; 256], vec![0.0; 256]);
     let mut scratch = AttentionScratch::default();
-    let result = attention(&pool(1), Isa::Scalar, &plan, &call, &arena, &q, &mut out, &mut scratch);
+    let result = attention(&pool(1), Isa::Scalar, &plan, &call, &q, &mut out, &mut scratch);
     assert!(matches!(result, Err(Error::OutsideArena { .. })), "{result:?}");
-    let result = attention(&pool(1), Isa::Scalar, &plan, &call, &arena, &q[1..], &mut out, &mut scratch);
+    let result = attention(&pool(1), Isa::Scalar, &plan, &call, &q[1..], &mut out, &mut scratch);
     assert!(matches!(result, Err(Error::Length { what: "attention q", .. })), "{result:?}");
 }
 
@@ -332,4 +333,25 @@ proptest! {
         let out = step(&world, &mut memory, &rows, &pool(1), isa);
         assert_close(&world, &rows, &out);
     }
+}
+
+#[test]
+fn an_offset_beyond_the_address_space_is_outside_the_arena() {
+    let wanted = shape(KvType::F16, 16, 1, 1, (8, 8), 1);
+    let placements = [Placement::Contiguous { first: u32::MAX, stride: u32::MAX }];
+    let rows = [QueryRow { sequence: 0, position: u32::MAX }];
+    let plan = StepPlan::new(wanted, &rows, &placements, 1).unwrap();
+    let mut bytes = AlignedBuf::zeroed(4096);
+    let arena = ArenaView::new(&mut bytes).unwrap();
+    let call = AttentionCall { arena: &arena, layer_offset: 0, scale: 1.0, softcap: None, sinks: None };
+    let result = attention(
+        &pool(1),
+        Isa::Scalar,
+        &plan,
+        &call,
+        &[0.0; 8],
+        &mut [0.0; 8],
+        &mut AttentionScratch::default(),
+    );
+    assert!(matches!(result, Err(Error::OutsideArena { .. })), "{result:?}");
 }

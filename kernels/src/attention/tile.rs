@@ -179,7 +179,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// Turns scores into weights, and gives what the sums so far have to be multiplied by.
     #[inline(always)]
     unsafe fn weights<S: Simd>(&self, s: S, (first, last): (usize, usize), corrections: &mut [f32; R]) {
-        for r in 0..R {
+        for (r, kept) in corrections.iter_mut().enumerate() {
             let (from, to) = self.visible[r];
             // SAFETY: R rows of TILE scores.
             let row = unsafe { self.state.scores.add(r * TILE) };
@@ -224,7 +224,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             }
             // SAFETY: as above.
             unsafe { s.store(sum, l) };
-            corrections[r] = s.reduce_max(correction);
+            *kept = s.reduce_max(correction);
         }
     }
 
@@ -302,18 +302,18 @@ fn outer_product<S: Simd, const R: usize, const C: usize>(
 ) {
     if R < C {
         let rows: [S::V; R] = std::array::from_fn(row);
-        for c in 0..C {
+        (0..C).for_each(|c| {
             let column = column(c);
-            for r in 0..R {
-                acc[r][c] = s.fma(rows[r], column, acc[r][c]);
+            for (acc, row) in acc.iter_mut().zip(rows) {
+                acc[c] = s.fma(row, column, acc[c]);
             }
-        }
+        });
     } else {
         let columns: [S::V; C] = std::array::from_fn(column);
         for (r, acc) in acc.iter_mut().enumerate() {
             let row = row(r);
-            for c in 0..C {
-                acc[c] = s.fma(row, columns[c], acc[c]);
+            for (acc, column) in acc.iter_mut().zip(columns) {
+                *acc = s.fma(row, column, *acc);
             }
         }
     }

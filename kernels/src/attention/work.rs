@@ -78,8 +78,8 @@ pub(super) struct RunItem<'a> {
     pub(super) step: &'a Step<'a>,
     pub(super) item: &'a Item,
     pub(super) kv_head: usize,
-    /// What this thread computes next.
-    pub(super) upcoming: Option<(&'a Item, usize)>,
+    /// What this thread will probably compute next, for which key/value head.
+    pub(super) upcoming: &'a dyn Fn() -> Option<(&'a Item, usize)>,
     pub(super) scratch: &'a mut ThreadScratch,
 }
 
@@ -243,7 +243,7 @@ impl<'a> RunItem<'a> {
         if from < to && (self.item.only_split.is_none() || !(tile + 1).is_multiple_of(SPLIT / TILE)) {
             return self.step.head_runs(self.row(last), self.kv_head, tile + 1);
         }
-        match self.upcoming {
+        match (self.upcoming)() {
             Some((item, kv_head)) if run.members.end == self.members().len() => {
                 let row = &self.step.plan.rows[self.step.plan.members[item.members.start]];
                 let first = item.only_split.unwrap_or(row.splits().start) * SPLIT;

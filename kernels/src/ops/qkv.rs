@@ -9,24 +9,32 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::dispatch;
 
-/// RMS norm of each head before rope; its weight is one head wide.
-pub type HeadNorm<'a> = RmsNorm<'a>;
-
 /// What one layer does to q, k and v before attention.
 #[derive(Debug, Clone, Copy)]
 pub struct QkvStep<'a> {
     /// Added to every block offset, in bytes; a multiple of 64.
     pub layer_offset: usize,
-    /// Norm of each query head.
-    pub q_norm: Option<HeadNorm<'a>>,
-    /// Norm of each key head.
-    pub k_norm: Option<HeadNorm<'a>>,
+    /// Norm of each query head before rope; the weight is one head wide.
+    pub q_norm: Option<RmsNorm<'a>>,
+    /// Norm of each key head, likewise.
+    pub k_norm: Option<RmsNorm<'a>>,
     /// Rotation of q and k. The table must hold the positions of the step.
     pub rope: Option<&'a RopeTable>,
 }
 
-/// Per row of the plan: norms and rotates q (`[rows][heads * head_dim]`) and k (`[rows][kv_heads * head_dim]`) in
-/// place, then writes k and v (`[rows][kv_heads * v_head_dim]`) to the row's slot in the arena.
+/// Projections of a step, one row per row of its plan.
+#[derive(Debug)]
+pub struct Qkv<'a> {
+    /// `[rows][heads * head_dim]`
+    pub q: &'a mut [f32],
+    /// `[rows][kv_heads * head_dim]`
+    pub k: &'a mut [f32],
+    /// `[rows][kv_heads * v_head_dim]`
+    pub v: &'a [f32],
+}
+
+/// Per row of the plan: norms and rotates q and k in place, then writes k and v to the row's slot in the
+/// arena.
 ///
 /// # Errors
 /// [`Error::Length`] for buffers of other shapes, [`Error::OutOfRange`] for a position that the rope table lacks,
@@ -37,10 +45,9 @@ pub fn norm_rope_write(
     plan: &StepPlan,
     step: &QkvStep<'_>,
     arena: &mut ArenaView<'_>,
-    q: &mut [f32],
-    k: &mut [f32],
-    v: &[f32],
+    qkv: Qkv<'_>,
 ) -> Result<(), Error> {
+    let Qkv { q, k, v } = qkv;
     let shape = plan.shape();
     let layout = &shape.layout;
     let head_dim = layout.head_dim();

@@ -63,7 +63,8 @@ fn registry() -> Registry<Resize> {
 }
 
 fn choose(width: usize, gamma: Option<f32>, environment: &[(&str, &str)]) -> Result<String, SelectError> {
-    let look_up = |name: &str| environment.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string());
+    let look_up =
+        |name: &str| environment.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string());
     registry().select(&Picture { width, gamma }, look_up).map(|provider| provider.service().to_owned())
 }
 
@@ -71,7 +72,8 @@ fn choose(width: usize, gamma: Option<f32>, environment: &[(&str, &str)]) -> Res
 fn the_table_of_choices() {
     let own = "KVASIR_RESIZE_BACKEND";
     let all = "KVASIR_BACKEND";
-    let cases: &[(&str, usize, Option<f32>, &[(&str, &str)], &str)] = &[
+    type Case<'a> = (&'a str, usize, Option<f32>, &'a [(&'a str, &'a str)], &'a str);
+    let cases: &[Case<'_>] = &[
         ("unset: highest rank that is available", 50, None, &[], "gpu"),
         ("an empty value is unset", 50, None, &[(own, ""), (all, "")], "gpu"),
         ("the highest rank cannot serve", 500, None, &[], "npu"),
@@ -79,8 +81,20 @@ fn the_table_of_choices() {
         ("only the built-in provider can", 2000, None, &[], "cpu"),
         ("a hard select beats rank", 50, None, &[(own, "npu")], "npu"),
         ("the built-in provider can be demanded", 50, None, &[(all, "cpu")], "cpu"),
-        ("the operation's own variable beats the general one", 50, None, &[(all, "cpu"), (own, "npu")], "npu"),
-        ("another operation's variable is nobody's business", 50, None, &[("KVASIR_EMBED_BACKEND", "x")], "gpu"),
+        (
+            "the operation's own variable beats the general one",
+            50,
+            None,
+            &[(all, "cpu"), (own, "npu")],
+            "npu",
+        ),
+        (
+            "another operation's variable is nobody's business",
+            50,
+            None,
+            &[("KVASIR_EMBED_BACKEND", "x")],
+            "gpu",
+        ),
     ];
     for (what, width, gamma, environment, want) in cases {
         assert_eq!(choose(*width, *gamma, environment).as_deref(), Ok(*want), "{what}");
@@ -89,7 +103,9 @@ fn the_table_of_choices() {
 
 #[test]
 fn a_demand_that_cannot_be_honoured_fails_and_says_why() {
-    let message = |width, gamma, environment: &[(&str, &str)]| choose(width, gamma, environment).unwrap_err().to_string();
+    let message = |width, gamma, environment: &[(&str, &str)]| {
+        choose(width, gamma, environment).unwrap_err().to_string()
+    };
     assert_eq!(
         message(50, None, &[("KVASIR_RESIZE_BACKEND", "dsp")]),
         "KVASIR_RESIZE_BACKEND demands backend \"dsp\" for resize, which is unknown; there are cpu, npu, gpu, tpu"
@@ -123,7 +139,9 @@ fn a_request_that_nobody_serves_is_an_error() {
 #[test]
 fn nothing_registered_means_built_in_and_equal_ranks_keep_their_order() {
     let mut registry = Registry::<Resize>::new(Box::new(Fake::new("cpu", 0)));
-    let chosen = |registry: &Registry<Resize>| registry.select(&Picture::default(), |_| None).unwrap().name().to_owned();
+    let chosen = |registry: &Registry<Resize>| {
+        registry.select(&Picture::default(), |_| None).unwrap().name().to_owned()
+    };
     assert_eq!(chosen(&registry), "cpu");
     registry.register(Box::new(Fake::new("slow", -1)));
     assert_eq!(chosen(&registry), "cpu");

@@ -1,1 +1,155 @@
+use proptest::prelude::*;
 
+use super::*;
+
+/// Every operation on one set of lanes, as bits.
+struct Everything {
+    a: [f32; LANES],
+    b: [f32; LANES],
+    c: [f32; LANES],
+    n: usize,
+    m: usize,
+}
+
+impl Kernel for Everything {
+    type Output = Vec<u32>;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Vec<u32> {
+        let (a, b, c) = (s.chunk(&self.a), s.chunk(&self.b), s.chunk(&self.c));
+        let mut halves = [0u16; LANES];
+        let bytes: [i8; LANES] = std::array::from_fn(|i| (self.a[i] * 100.0) as i8);
+        // SAFETY: sixteen elements each.
+        let (half, byte, one) = unsafe {
+            s.store_f16(a, halves.as_mut_ptr());
+            (s.load_f16(halves.as_ptr()), s.load_i8(bytes.as_ptr()), s.splat_f16(halves.as_ptr().add(3)))
+        };
+        let vectors = [
+            s.add(a, b),
+            s.sub(a, b),
+            s.mul(a, b),
+            s.div(a, b),
+            s.abs(a),
+            s.fma(a, b, c),
+            s.max(a, b),
+            s.min(a, b),
+            s.select_lt(a, b, c, a),
+            s.keep_lanes(a, self.n.min(self.m), self.n.max(self.m), b),
+            s.swap_pairs(a),
+            s.tail(&self.a[..self.n]),
+            s.shift_to_exponent(a),
+            half,
+            byte,
+            one,
+            exp(s, a),
+            silu(s, a),
+            gelu_tanh(s, a),
+            softcap(s, a, s.splat(5.0), s.splat(0.2)),
+        ];
+        let mut out: Vec<u32> = Vec::new();
+        for vector in vectors {
+            let mut lanes = [0.0; LANES];
+            s.put(vector, &mut lanes);
+            out.extend(lanes.map(f32::to_bits));
+        }
+        let mut short = [9.0; LANES];
+        s.put_tail(a, &mut short[..self.n]);
+        out.extend(short.map(f32::to_bits));
+        out.extend(halves.map(u32::from));
+        out.extend([s.reduce_add(a).to_bits(), s.reduce_max(a).to_bits(), u32::from(s.any_gt(a, b))]);
+        out
+    }
+}
+
+fn number() -> impl Strategy<Value = f32> {
+    prop_oneof![-2.0f32..2.0, -100.0f32..100.0, Just(0.0), Just(-0.0), Just(f32::NEG_INFINITY), Just(7e4)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn every_isa_gives_the_same_bits(
+        a in prop::array::uniform16(number()),
+        b in prop::array::uniform16(-3.0f32..3.0),
+        c in prop::array::uniform16(number()),
+        n in 0..=LANES,
+        m in 0..=LANES,
+    ) {
+        let run = |isa| dispatch(isa, Everything { a, b, c, n, m });
+        let want = run(Isa::Scalar);
+        for isa in Isa::available() {
+            for (i, (got, want)) in run(isa).iter().zip(&want).enumerate() {
+                let (got, want) = (f32::from_bits(*got), f32::from_bits(*want));
+                let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                prop_assert!(same, "{isa}, vector {} lane {}: {got} is not {want}", i / LANES, i % LANES);
+            }
+        }
+    }
+}
+
+struct Apply<F>(F, f32);
+
+/// A function of one number, on vectors.
+trait Function {
+    fn at<S: Simd>(&self, s: S, x: S::V) -> S::V;
+}
+
+macro_rules! function {
+    ($name:ident, $s:ident, $x:ident, $value:expr) => {
+        #[derive(Clone, Copy)]
+        struct $name;
+        impl Function for $name {
+            #[inline(always)]
+            fn at<S: Simd>(&self, $s: S, $x: S::V) -> S::V {
+                $value
+            }
+        }
+    };
+}
+
+function!(Exp, s, x, exp(s, x));
+function!(Silu, s, x, silu(s, x));
+function!(Gelu, s, x, gelu_tanh(s, x));
+function!(Cap, s, x, softcap(s, x, s.splat(30.0), s.splat(1.0 / 30.0)));
+
+impl<F: Function> Kernel for Apply<F> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        s.reduce_max(self.0.at(s, s.splat(self.1)))
+    }
+}
+
+/// Largest error relative to the larger of the value and `floor`, over a dense sweep.
+fn worst<F: Function + Copy>(f: F, from: f32, to: f32, floor: f64, want: impl Fn(f64) -> f64) -> f64 {
+    const STEPS: usize = 200_000;
+    (0..=STEPS)
+        .map(|i| {
+            let x = from + (to - from) * (i as f32 / STEPS as f32);
+            let want = want(f64::from(x));
+            (f64::from(dispatch(Isa::detect(), Apply(f, x))) - want).abs() / want.abs().max(floor)
+        })
+        .fold(0.0, f64::max)
+}
+
+#[test]
+fn functions_are_accurate() {
+    use crate::reference::rows;
+    assert!(worst(Exp, -87.0, 88.0, 0.0, f64::exp) < 2e-7);
+    assert!(worst(Silu, -80.0, 80.0, 1e-30, |x| rows::silu(x as f32)) < 4e-7);
+    assert!(worst(Gelu, -9.0, 30.0, 1e-3, |x| rows::gelu_tanh(x as f32)) < 3e-6);
+    assert!(worst(Cap, -300.0, 300.0, 1e-6, |x| 30.0 * (x / 30.0).tanh()) < 1e-6);
+}
+
+#[test]
+fn exp_at_its_ends() {
+    let at = |x| dispatch(Isa::detect(), Apply(Exp, x));
+    assert_eq!(at(0.0), 1.0);
+    for nothing in [f32::NEG_INFINITY, -1e30, -87.1] {
+        assert_eq!(at(nothing).to_bits(), 0);
+    }
+    assert!(at(f32::INFINITY).is_finite() && at(f32::INFINITY) > 1e38);
+    assert!(at(f32::NAN).is_nan());
+}
