@@ -134,6 +134,8 @@ pub struct Counters {
     pub preemptions: u64,
     /// Blocks whose cached content was given up for new.
     pub evictions: u64,
+    /// Times the oldest sequence had to start again alone because free blocks were scattered.
+    pub lone_restarts: u64,
     /// Times a sequence waited a step for another to compute a prefix unit.
     pub follower_waits: u64,
     /// Times a sequence computed units itself because their producer had stalled.

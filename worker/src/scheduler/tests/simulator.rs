@@ -127,7 +127,9 @@ pub(super) struct Sim {
     pub(super) log: EventLog,
     mirror: HashSet<BlockId>,
     next_id: u64,
-    pub(super) steps: u64,
+    pub(super) copies: u64,
+    /// Given to what is submitted.
+    pub(super) priority: i32,
 }
 
 impl Sim {
@@ -141,7 +143,8 @@ impl Sim {
             log: EventLog::new(Epoch(1), 1 << 20),
             mirror: HashSet::new(),
             next_id: 0,
-            steps: 0,
+            copies: 0,
+            priority: 0,
         }
     }
 
@@ -159,7 +162,7 @@ impl Sim {
             prompt: prompt.clone(),
             max_new_tokens: max_new,
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
-            priority: 0,
+            priority: self.priority,
         })?;
         self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None });
         Ok(id)
@@ -177,7 +180,7 @@ impl Sim {
         let plan = self.scheduler.plan().unwrap()?;
         let tables: Vec<Vec<BlockTable>> =
             plan.sequences.iter().map(|s| self.scheduler.tables(s.slot).to_vec()).collect();
-        self.steps += 1;
+        self.copies += plan.copies.len() as u64;
         self.compute(&plan, &tables);
         Some(Pending { plan, tables })
     }
