@@ -97,9 +97,9 @@ impl Memory {
         &mut self.blocks.entry(start).or_insert_with(|| (group, vec![None; spec.block_tokens as usize])).1
     }
 
-    fn read(&self, group: usize, offset: u32, token: usize) -> Option<u64> {
+    fn read(&self, group: usize, offset: u32) -> Option<&[Option<u64>]> {
         let (owner, tokens) = self.blocks.get(&(u64::from(offset) * OFFSET_UNIT))?;
-        if *owner == group { tokens[token] } else { None }
+        (*owner == group).then_some(tokens)
     }
 }
 
@@ -110,6 +110,14 @@ pub(super) struct Client {
     pub(super) max_new: u32,
     pub(super) output: Vec<u32>,
     pub(super) info: Option<SequenceInfo>,
+    /// The true history behind each token of prompt and output.
+    truth: Vec<u64>,
+}
+
+impl Client {
+    fn token(&self, position: usize) -> u32 {
+        self.prompt.get(position).copied().unwrap_or_else(|| self.output[position - self.prompt.len()])
+    }
 }
 
 /// A step that was planned and not yet computed.
@@ -164,7 +172,8 @@ impl Sim {
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
             priority: self.priority,
         })?;
-        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None });
+        let truth = histories(root, &prompt);
+        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, truth });
         Ok(id)
     }
 
@@ -199,12 +208,11 @@ impl Sim {
             let Some(client) = self.live.get(&planned.id) else { panic!("{:?} is not live", planned.id) };
             assert_eq!(planned.rows.start, rows_seen);
             rows_seen = planned.rows.end;
-            let tokens = [&client.prompt[..], &client.output].concat();
-            let truth = histories(client.root, &tokens);
+            let truth = &client.truth;
             let (first, rows) = (planned.context_before as usize, planned.rows.len());
-            assert_eq!(planned.samples, first + rows == tokens.len() && client.max_new > 0);
+            assert_eq!(planned.samples, first + rows == truth.len() && client.max_new > 0);
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
-                assert_eq!(plan.tokens[row], tokens[position]);
+                assert_eq!(plan.tokens[row], client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
                 for (group, table) in tables.iter().enumerate() {
                     let offset = table.offsets()[position / block];
@@ -222,9 +230,7 @@ impl Sim {
         assert_eq!(blocks.len(), writers.len(), "two sequences write into one block");
         // All rows are written before any is read.
         for (planned, tables) in plan.sequences.iter().zip(tables) {
-            let client = &self.live[&planned.id];
-            let tokens = [&client.prompt[..], &client.output].concat();
-            let truth = histories(client.root, &tokens);
+            let truth = &self.live[&planned.id].truth;
             let last = (planned.context_before as usize) + planned.rows.len() - 1;
             for (group, table) in tables.iter().enumerate() {
                 let first = match self.spec.groups[group].kind {
@@ -233,10 +239,17 @@ impl Sim {
                         (planned.context_before as usize + 1).saturating_sub(window as usize)
                     }
                 };
-                for (position, truth) in truth.iter().enumerate().take(last + 1).skip(first) {
-                    let offset = table.offsets()[position / block];
-                    let seen = self.memory.read(group, offset, position % block);
-                    assert_eq!(seen, Some(*truth), "{:?} group {group} position {position}", planned.id);
+                for at in first / block..=last / block {
+                    let seen = self.memory.read(group, table.offsets()[at]);
+                    for position in first.max(at * block)..=last.min(at * block + block - 1) {
+                        let seen = seen.and_then(|kv| kv[position % block]);
+                        assert_eq!(
+                            seen,
+                            Some(truth[position]),
+                            "{:?} group {group} at {position}",
+                            planned.id
+                        );
+                    }
                 }
             }
         }
@@ -250,8 +263,10 @@ impl Sim {
             let Some(client) = self.live.get_mut(&planned.id).filter(|_| planned.samples) else { continue };
             let last = planned.context_before as usize + planned.rows.len() - 1;
             let offset = tables[0].offsets()[last / block];
-            let token = draw(self.memory.read(0, offset, last % block).unwrap());
+            let seen = self.memory.read(0, offset).and_then(|kv| kv[last % block]).unwrap();
+            let token = draw(seen);
             client.output.push(token);
+            client.truth.push(extend(client.truth[last], token));
             drawn.push((planned.id, token));
         }
         self.scheduler.complete(pending.plan.step, &drawn).unwrap();
