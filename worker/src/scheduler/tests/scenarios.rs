@@ -128,6 +128,38 @@ fn exhausted_blocks_preempt_and_change_no_token() {
 }
 
 #[test]
+fn the_oldest_is_never_preempted_however_little_it_has() {
+    let mut scheduler = bare(chunked(64), full(16, 20));
+    scheduler.submit(request(1, tokens(0..10), 150)).unwrap();
+    scheduler.submit(request(2, tokens(1000..1200), 100)).unwrap();
+    let mut preempted = 0;
+    for _ in 0..150 {
+        let plan = scheduler.plan().unwrap().unwrap();
+        // Every step moves the oldest on.
+        assert_eq!(plan.sequences[0].id, SeqId(1));
+        finish(&mut scheduler, &plan);
+        assert_eq!(scheduler.info(SeqId(1)).unwrap().preemptions, 0);
+        preempted = scheduler.info(SeqId(2)).unwrap().preemptions;
+    }
+    assert!(preempted > 0);
+}
+
+#[test]
+fn the_least_work_is_given_up_first() {
+    let mut scheduler = bare(chunked(64), full(16, 30));
+    scheduler.submit(request(1, tokens(0..100), 300)).unwrap();
+    scheduler.submit(request(2, tokens(1000..1040), 300)).unwrap();
+    scheduler.submit(request(3, tokens(2000..2160), 300)).unwrap();
+    let preemptions = |scheduler: &Scheduler, id| scheduler.info(SeqId(id)).unwrap().preemptions;
+    while (1..=3).all(|id| preemptions(&scheduler, id) == 0) {
+        let plan = scheduler.plan().unwrap().unwrap();
+        finish(&mut scheduler, &plan);
+    }
+    // Neither the oldest nor the youngest, but the shortest.
+    assert_eq!([1, 2, 3].map(|id| preemptions(&scheduler, id)), [0, 1, 0]);
+}
+
+#[test]
 fn followers_take_over_when_their_producer_goes() {
     for block_tokens in [16, 64] {
         let mut sim = Sim::new(chunked(100), full(block_tokens, 4000));
@@ -278,7 +310,7 @@ fn a_failed_step_announces_nothing_and_is_computed_again() {
     assert!(sim.step());
     assert_eq!(sim.scheduler.stats().held_units, 4);
     let failed = sim.plan().unwrap();
-    sim.abort(&failed);
+    sim.abort([failed]);
     sim.check();
     assert_eq!(sim.scheduler.stats().held_units, 4);
     assert_eq!((sim.scheduler.stats().running, sim.scheduler.stats().waiting), (0, 2));

@@ -293,8 +293,26 @@ impl Sim {
         }
     }
 
-    pub(super) fn abort(&mut self, pending: &Pending) {
-        self.scheduler.abort(pending.plan.step).unwrap();
+    /// The steps in flight fail, oldest first: nothing of what they wrote can be relied on.
+    pub(super) fn abort(&mut self, in_flight: impl IntoIterator<Item = Pending>) {
+        let mut first = None;
+        for Pending { plan, tables } in in_flight {
+            first.get_or_insert(plan.step);
+            for copy in &plan.copies {
+                self.memory.block(&self.spec, copy.group, copy.dst).fill(None);
+            }
+            let block = self.spec.block_tokens;
+            for (planned, tables) in plan.sequences.iter().zip(&tables) {
+                for position in planned.context_before..planned.context_before + planned.rows.len() as u32 {
+                    for (group, table) in tables.iter().enumerate() {
+                        let offset = table.offsets()[(position / block) as usize];
+                        let kv = self.memory.block(&self.spec, group, offset);
+                        kv[(position % block) as usize] = None;
+                    }
+                }
+            }
+        }
+        self.scheduler.abort(first.expect("a step in flight")).unwrap();
         self.follow_events();
     }
 
@@ -349,5 +367,14 @@ impl Sim {
         assert_eq!(self.log.held_units(), self.mirror.len());
         let snapshot: HashSet<BlockId> = self.log.snapshot().runs.into_iter().flat_map(|run| run.1).collect();
         assert_eq!(snapshot, self.mirror);
+        for (group, offset, first, root, tokens) in self.scheduler.cache.contents() {
+            let truth = histories(root, &tokens);
+            let unit = truth.iter().skip(tokens.len() - HASH_UNIT_TOKENS).copied().map(Some);
+            let kv = self.memory.read(group, offset).expect("a block that was written");
+            assert!(
+                unit.eq(kv[first..first + HASH_UNIT_TOKENS].iter().copied()),
+                "a cached unit is not there"
+            );
+        }
     }
 }

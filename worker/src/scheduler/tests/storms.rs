@@ -107,12 +107,9 @@ fn storm(seed: u64, seen: &mut Seen) {
                 None => break,
             }
         }
-        if rng.chance(aborts)
-            && let Some(step) = in_flight.front()
-        {
-            sim.abort(step);
+        if rng.chance(aborts) && !in_flight.is_empty() {
+            sim.abort(in_flight.drain(..));
             seen.aborts += 1;
-            in_flight.clear();
         }
         if let Some(step) = in_flight.pop_front() {
             sim.complete(step);
