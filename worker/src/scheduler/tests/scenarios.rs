@@ -131,7 +131,7 @@ fn exhausted_blocks_preempt_and_change_no_token() {
 fn the_oldest_is_never_preempted_however_little_it_has() {
     let mut scheduler = bare(chunked(64), full(16, 20));
     scheduler.submit(request(1, tokens(0..10), 150)).unwrap();
-    scheduler.submit(request(2, tokens(1000..1200), 100)).unwrap();
+    scheduler.submit(request(2, tokens(1000..1207), 100)).unwrap();
     let mut preempted = 0;
     for _ in 0..150 {
         let plan = scheduler.plan().unwrap().unwrap();
@@ -157,6 +157,26 @@ fn the_least_work_is_given_up_first() {
     }
     // Neither the oldest nor the youngest, but the shortest.
     assert_eq!([1, 2, 3].map(|id| preemptions(&scheduler, id)), [0, 1, 0]);
+}
+
+#[test]
+fn what_gives_way_in_a_step_leaves_nothing_behind_that_was_not_computed() {
+    let mut preemptions = 0;
+    for seed in 0..60 {
+        let mut rng = Rng(seed);
+        let config = SchedulerConfig { max_seqs: 8, ..chunked(rng.pick(&[16, 20, 64])) };
+        let mut sim = Sim::new(config, full(16, 24 + rng.below(16)));
+        for request in 0..12u32 {
+            let len = 1 + rng.below(200) as u32;
+            sim.submit(ROOT, tokens(1000 * request..1000 * request + len), 150).unwrap();
+        }
+        while sim.step() {
+            sim.check();
+        }
+        assert_eq!(sim.done.len(), 12);
+        preemptions += sim.scheduler.stats().counters.preemptions;
+    }
+    assert!(preemptions > 300, "{preemptions}");
 }
 
 #[test]
