@@ -199,7 +199,7 @@ impl Scheduler {
                 return self.wait(draft);
             }
             let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
-            self.counters.takeovers += u64::from(stalled);
+            self.counters.takeovers += u64::from(stalled && most_rows > 0);
         }
         if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
             return false;
@@ -262,7 +262,8 @@ impl Scheduler {
 
     /// Who should give way to `sequence`, itself included: whoever frees blocks and has the least work to
     /// do again; the youngest of several. Never the oldest, nobody whose rows are being computed, and
-    /// nobody whose units of this very step others may have taken over.
+    /// nobody whose units of this very step others may have taken over: without its rows nobody would
+    /// write them.
     fn least_to_lose(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
         let own = (!oldest).then_some((slot, sequence));
         let others = self.running.iter().skip(1).filter_map(|&slot| Some((slot, self.get(slot)?)));
@@ -396,7 +397,8 @@ impl Scheduler {
             let first_row = plan.tokens.len() as u32;
             plan.tokens.extend_from_slice(&sequence.tokens[from as usize..to as usize]);
             plan.positions.extend(from..to);
-            let samples = to == sequence.len() && sequence.max_new_tokens > 0;
+            let last_chunk = to == sequence.len();
+            let samples = last_chunk && sequence.max_new_tokens > 0;
             let first_logit = plan.logit_rows.len() as u32;
             let wanted = match sequence.logit_rows {
                 LogitRows::All => from..to.min(sequence.prompt_len),
@@ -411,6 +413,7 @@ impl Scheduler {
                 rows: first_row..first_row + rows,
                 context_before: from,
                 logits: first_logit..plan.logit_rows.len() as u32,
+                last_chunk,
                 samples,
                 slot: SeqSlot(slot),
             });

@@ -2,7 +2,7 @@
 //! draws the next token from that digest, and a coordinator's view built from the events.
 
 use super::super::*;
-use crate::kv_cache::{CacheSpec, GroupKind, NULL_OFFSET, OFFSET_UNIT};
+use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, OFFSET_UNIT};
 use crate::kv_events::EventLog;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::Epoch;
@@ -210,7 +210,8 @@ impl Sim {
             rows_seen = planned.rows.end;
             let truth = &client.truth;
             let (first, rows) = (planned.context_before as usize, planned.rows.len());
-            assert_eq!(planned.samples, first + rows == truth.len() && client.max_new > 0);
+            assert_eq!(planned.last_chunk, first + rows == truth.len());
+            assert_eq!(planned.samples, planned.last_chunk && client.max_new > 0);
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
                 assert_eq!(plan.tokens[row], client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
@@ -276,11 +277,9 @@ impl Sim {
             .sequences
             .iter()
             .filter(|planned| {
-                self.live.get(&planned.id).is_some_and(|client| {
-                    let all = client.prompt.len() as u32 + client.output.len() as u32;
-                    let computed = planned.context_before + planned.rows.len() as u32;
-                    client.output.len() as u32 == client.max_new && computed + client.max_new.min(1) >= all
-                })
+                self.live
+                    .get(&planned.id)
+                    .is_some_and(|client| planned.last_chunk && client.output.len() as u32 == client.max_new)
             })
             .map(|planned| planned.id)
             .collect();
@@ -377,4 +376,50 @@ impl Sim {
             );
         }
     }
+}
+
+pub(super) const ROOT: BlockId = BlockId([9; 16]);
+
+pub(super) fn full(block_tokens: u32, blocks: u64) -> CacheSpec {
+    let groups = vec![GroupSpec { kind: GroupKind::Full, block_bytes: 64 }];
+    CacheSpec { groups, block_tokens, arena_bytes: 64 * blocks }
+}
+
+/// One full layer for every five with a window.
+pub(super) fn mixed(window: u32, bytes: u64) -> CacheSpec {
+    let groups = vec![
+        GroupSpec { kind: GroupKind::Full, block_bytes: 64 },
+        GroupSpec { kind: GroupKind::Sliding { window }, block_bytes: 320 },
+    ];
+    CacheSpec { groups, block_tokens: 16, arena_bytes: bytes }
+}
+
+pub(super) fn tokens(range: std::ops::Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+pub(super) fn chunked(chunk: u32) -> SchedulerConfig {
+    SchedulerConfig { chunk, max_batch_tokens: 512, ..SchedulerConfig::default() }
+}
+
+pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        id: SeqId(id),
+        root: ROOT,
+        prompt,
+        max_new_tokens,
+        logit_rows: LogitRows::LastOnly,
+        priority: 0,
+    }
+}
+
+/// A scheduler without a model behind it.
+pub(super) fn bare(config: SchedulerConfig, spec: CacheSpec) -> Scheduler {
+    Scheduler::new(config, spec, KEY).unwrap()
+}
+
+/// Completes a step in which every sequence that samples draws token 1.
+pub(super) fn finish(scheduler: &mut Scheduler, plan: &StepPlan) {
+    let drawn: Vec<_> = plan.sequences.iter().filter(|s| s.samples).map(|s| (s.id, 1)).collect();
+    scheduler.complete(plan.step, &drawn).unwrap();
 }
