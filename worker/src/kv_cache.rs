@@ -150,6 +150,16 @@ impl KvCache {
             && self.extents.as_ref().is_none_or(|e| e.used_bytes() == 0)
     }
 
+    /// Every cached unit: group, block offset, first token in the block, root, tokens from the root.
+    #[cfg(test)]
+    pub(crate) fn contents(
+        &self,
+    ) -> impl Iterator<Item = (usize, u32, usize, proto::block::BlockId, Vec<u32>)> {
+        self.tree.contents().into_iter().map(|(group, block, unit, root, tokens)| {
+            (group, self.pool.offset(group, block), unit * proto::block::HASH_UNIT_TOKENS, root, tokens)
+        })
+    }
+
     fn alloc(&mut self, group: usize) -> Option<u32> {
         let block = self.pool.alloc(group, &mut self.evicted)?;
         for at in self.evicted.drain(..) {

@@ -107,6 +107,11 @@ pub struct Scheduler {
     /// While it lives nobody else is admitted: the last resort when blocks are there but scattered.
     alone: Option<u32>,
     following: usize,
+    /// Tokens that admission lets every sequence grow by: more after preemptions, less after quiet steps,
+    /// so that a sequence is not admitted only to be preempted.
+    lookahead: u32,
+    /// The step in which that changed last.
+    lookahead_since: u64,
     counters: Counters,
 }
 
@@ -130,6 +135,7 @@ impl Scheduler {
             ..config
         };
         Ok(Self {
+            lookahead: spec.block_tokens,
             cache: KvCache::new(spec, config.placement)?,
             config,
             key,
@@ -145,6 +151,7 @@ impl Scheduler {
             checked: 0,
             alone: None,
             following: 0,
+            lookahead_since: 0,
             counters: Counters::default(),
         })
     }
@@ -217,7 +224,8 @@ impl Scheduler {
     }
 
     /// The step has been computed, and these tokens were drawn. Sequences that were removed meanwhile are
-    /// passed over; a sequence that samples and is not named draws nothing and waits to be removed.
+    /// passed over; a sequence that samples and is not named draws nothing and waits to be removed. After
+    /// `NotSampled` the step is complete, but tokens from the offending one on are lost.
     pub fn complete(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> Result<(), StepError> {
         let flight = self.take_oldest(step)?;
         self.cache.complete(step);

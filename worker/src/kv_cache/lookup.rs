@@ -96,9 +96,11 @@ impl KvCache {
         let mut path = Vec::new();
         let mut stop = HitStop::PromptEnd;
         let mut parent = cursor;
-        for (at, (id, unit)) in ids.iter().zip(units).enumerate().take(cap).skip(from) {
+        let end = cap.min(units.len()).min(ids.len());
+        for at in from..end {
+            let (id, unit) = (ids[at], &units[at]);
             let token = (at * HASH_UNIT_TOKENS) as u32;
-            match self.tree.child(parent, *id, unit) {
+            match self.tree.child(parent, id, unit) {
                 Child::Node(node) => {
                     path.push(node);
                     parent = node;

@@ -131,8 +131,9 @@ impl BlockPool {
         (slab * self.slab_units + index * g.block_units) as u32
     }
 
-    pub(super) fn set_compact(&mut self, compact: bool) {
-        self.compact = compact;
+    /// Whether a group gives up its own cached blocks before it takes a slab; returns what was set before.
+    pub(super) fn set_compact(&mut self, compact: bool) -> bool {
+        std::mem::replace(&mut self.compact, compact)
     }
 
     pub(super) fn total_refs(&self) -> u64 {
@@ -167,6 +168,11 @@ impl BlockPool {
             }
         }
         wanted <= spare
+    }
+
+    /// Whether `need` blocks of `group` need another slab.
+    pub(super) fn is_short(&self, group: usize, need: u32) -> bool {
+        need > self.groups[group].free
     }
 
     /// Hands out a block with one reference. Blocks whose cached content is given up for it are appended
@@ -399,24 +405,18 @@ impl Group {
     }
 }
 
-/// The smallest multiple of the largest block that wastes less than 2 % of the arena, tails of slabs and
-/// of the arena counted; failing that (a tiny arena), the multiple that wastes least.
+/// The multiple of the largest block that wastes least: tails of slabs, the tail of the arena, and for each
+/// group but one a slab that lies half empty. With up to 50 blocks to a slab its tail is below 2 %.
 fn slab_bytes(spec: &CacheSpec) -> u64 {
     let sizes = || spec.groups.iter().map(|g| g.block_bytes);
     let largest = sizes().max().unwrap_or(OFFSET_UNIT);
-    // A tail is shorter than one block, so 50 blocks to a slab waste less than 2 %.
     let waste = |times: u64| {
         let slab = largest * times;
         let slabs = spec.arena_bytes / slab;
         let tail = sizes().map(|bytes| slab % bytes).max().unwrap_or(0);
-        let room_for_all = slabs >= sizes().count() as u64;
-        (!room_for_all, spec.arena_bytes - slabs * (slab - tail))
+        spec.arena_bytes - slabs * (slab - tail) + (sizes().count() as u64 - 1) * slab
     };
-    let limit = spec.arena_bytes / 50;
-    let times = (1..=50)
-        .find(|&times| waste(times) < (false, limit))
-        .or_else(|| (1..=50).min_by_key(|&times| waste(times)));
-    largest * times.unwrap_or(1)
+    largest * (1..=50).min_by_key(|&times| waste(times)).unwrap_or(1)
 }
 
 /// Fisher-Yates by splitmix64: the same seed gives the same order on every machine.

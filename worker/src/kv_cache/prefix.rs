@@ -533,6 +533,42 @@ impl PrefixTree {
         Ok(())
     }
 
+    /// The node of a unit.
+    #[cfg(test)]
+    pub(super) fn node_of(&self, id: BlockId) -> Option<u32> {
+        self.ids.get(&id).copied()
+    }
+
+    /// Units up to the end of the deepest held one of a chain.
+    #[cfg(test)]
+    pub(super) fn deepest_held(&self, ids: &[BlockId]) -> usize {
+        let held = |id: &BlockId| self.node_of(*id).is_some_and(|node| self.nodes[node as usize].held);
+        ids.iter().rposition(held).map_or(0, |at| at + 1)
+    }
+
+    /// Every unit that a completed step wrote: group, block, place in the block, root, and the tokens from
+    /// the root to the unit's end.
+    #[cfg(test)]
+    pub(super) fn contents(&self) -> Vec<(usize, u32, usize, BlockId, Vec<u32>)> {
+        let mut contents = Vec::new();
+        for (group, slots) in self.slots.iter().enumerate() {
+            for (at, slot) in slots.iter().enumerate() {
+                if slot.node == NIL || slot.step > self.completed {
+                    continue;
+                }
+                let (mut units, mut node) = (Vec::new(), &self.nodes[slot.node as usize]);
+                while node.parent != NIL {
+                    units.push(node.unit);
+                    node = &self.nodes[node.parent as usize];
+                }
+                let tokens = units.into_iter().rev().flatten().collect();
+                let block = at as u32 / self.units_per_block;
+                contents.push((group, block, at % self.units_per_block as usize, node.id, tokens));
+            }
+        }
+        contents
+    }
+
     /// Whether no prefix is known.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {

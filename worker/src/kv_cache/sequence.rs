@@ -266,30 +266,50 @@ impl KvCache {
             let visible = (first / self.spec.block_tokens) as usize;
             self.trim(&mut sequence.tables[group], group, visible);
         }
+        let needs: Vec<u32> =
+            sequence.tables.iter().map(|table| blocks.saturating_sub(table.blocks.len()) as u32).collect();
+        if !self.pool.fits(&needs) {
+            return false;
+        }
+        // A group that takes a slab to spare its cached blocks may leave none for a group that has nothing
+        // else: then once more, thriftily.
+        if self.take_blocks(sequence, &needs) {
+            return true;
+        }
+        let compact = self.pool.set_compact(true);
+        let taken = self.take_blocks(sequence, &needs);
+        self.pool.set_compact(compact);
+        taken
+    }
+
+    /// Appends new blocks to the tables, `needs[group]` of them, or none at all. Groups that can serve
+    /// themselves go first: what they leave over is free to move.
+    fn take_blocks(&mut self, sequence: &mut SequenceCache, needs: &[u32]) -> bool {
         let had: Vec<usize> = sequence.tables.iter().map(|table| table.blocks.len()).collect();
-        let needs: Vec<u32> = had.iter().map(|&have| blocks.saturating_sub(have) as u32).collect();
-        let mut enough = self.pool.fits(&needs);
-        for (group, &need) in needs.iter().enumerate() {
-            for _ in 0..need {
-                let Some(block) = enough.then(|| self.alloc(group)).flatten() else {
-                    enough = false;
-                    break;
+        let mut order: Vec<usize> = (0..needs.len()).collect();
+        order.sort_by_key(|&group| self.pool.is_short(group, needs[group]));
+        for group in order {
+            for _ in 0..needs[group] {
+                let Some(block) = self.alloc(group) else {
+                    self.give_blocks(sequence, &had);
+                    return false;
                 };
                 sequence.tables[group].push(block, self.pool.offset(group, block));
                 self.entries += 1;
             }
         }
-        if !enough {
-            for (group, had) in had.into_iter().enumerate() {
-                let table = &mut sequence.tables[group];
-                table.offsets.truncate(had);
-                for block in table.blocks.split_off(had) {
-                    self.pool.release(group, block);
-                    self.entries -= 1;
-                }
+        true
+    }
+
+    /// Shortens the tables again.
+    fn give_blocks(&mut self, sequence: &mut SequenceCache, had: &[usize]) {
+        for (group, (table, &had)) in sequence.tables.iter_mut().zip(had).enumerate() {
+            table.offsets.truncate(had);
+            for block in table.blocks.split_off(had) {
+                self.pool.release(group, block);
+                self.entries -= 1;
             }
         }
-        enough
     }
 
     /// Tokens that can be written behind a sequence whose extension failed: what its last block has room

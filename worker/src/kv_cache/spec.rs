@@ -112,17 +112,19 @@ impl CacheSpec {
         if !matches!(self.block_tokens, 16 | 32 | 64) {
             return Err(SpecError::BlockTokens(self.block_tokens));
         }
-        let most = u64::from(NULL_OFFSET) * OFFSET_UNIT;
-        let mut least = 0u64;
+        // Offsets, and the places of units in blocks, are counted in 32 bits.
+        let units = u64::from(NULL_OFFSET) / self.units_per_block() as u64;
+        let (mut least, mut most) = (0u64, u64::from(NULL_OFFSET) * OFFSET_UNIT);
         for (group, spec) in self.groups.iter().enumerate() {
             let bytes = spec.block_bytes;
-            if bytes == 0 || !bytes.is_multiple_of(OFFSET_UNIT) || bytes > most {
+            if bytes == 0 || !bytes.is_multiple_of(OFFSET_UNIT) {
                 return Err(SpecError::BlockBytes { group, bytes });
             }
             if spec.kind == (GroupKind::Sliding { window: 0 }) {
                 return Err(SpecError::Window(group));
             }
-            least += bytes;
+            least = least.saturating_add(bytes);
+            most = most.min(bytes.saturating_mul(units));
         }
         if self.arena_bytes < least || self.arena_bytes > most {
             return Err(SpecError::Arena { bytes: self.arena_bytes, least, most });

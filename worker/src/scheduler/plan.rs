@@ -5,6 +5,11 @@ use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, StepPlan};
 use crate::kv_cache::{Broken, CopyBlock, HitStop, NotAdvanced};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
+/// Longest growth that admission keeps room for, in tokens per sequence.
+const MOST_LOOKAHEAD: u32 = 1024;
+/// Steps without preemption after which half that room is kept.
+const LOOKAHEAD_STEPS: u64 = 64;
+
 /// A step in the making.
 #[derive(Debug)]
 struct Draft {
@@ -49,6 +54,10 @@ impl Scheduler {
         if self.config.check_interval > 0 && step - self.checked >= self.config.check_interval {
             self.checked = step;
             self.check()?;
+        }
+        if step - self.lookahead_since >= LOOKAHEAD_STEPS {
+            self.lookahead = (self.lookahead / 2).max(self.cache.spec().block_tokens);
+            self.lookahead_since = step;
         }
         let mut draft = Draft {
             step,
@@ -110,7 +119,7 @@ impl Scheduler {
     }
 
     fn move_on(&mut self, sequence: &mut Sequence, slot: u32, most_rows: u32, draft: &mut Draft) -> Turn {
-        if draft.entries.iter().any(|entry| entry.slot == slot) || sequence.remaining() == 0 {
+        if sequence.remaining() == 0 {
             return Turn::Over;
         }
         let prefill = sequence.remaining() > 1 || sequence.cache.len() < sequence.prompt_len;
@@ -190,7 +199,7 @@ impl Scheduler {
                 return self.wait(draft);
             }
             let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
-            self.counters.takeovers += u64::from(stalled);
+            self.counters.takeovers += u64::from(stalled && most_rows > 0);
         }
         if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
             return false;
@@ -253,7 +262,8 @@ impl Scheduler {
 
     /// Who should give way to `sequence`, itself included: whoever frees blocks and has the least work to
     /// do again; the youngest of several. Never the oldest, nobody whose rows are being computed, and
-    /// nobody whose units of this very step others may have taken over.
+    /// nobody whose units of this very step others may have taken over: without its rows nobody would
+    /// write them.
     fn least_to_lose(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
         let own = (!oldest).then_some((slot, sequence));
         let others = self.running.iter().skip(1).filter_map(|&slot| Some((slot, self.get(slot)?)));
@@ -269,6 +279,8 @@ impl Scheduler {
 
     fn preempt(&mut self, slot: u32, draft: &mut Draft) {
         draft.preempted = true;
+        self.lookahead = (self.lookahead * 2).min(MOST_LOOKAHEAD);
+        self.lookahead_since = draft.step;
         draft.entries.retain(|entry| {
             if entry.slot == slot {
                 draft.budget += entry.rows;
@@ -293,6 +305,7 @@ impl Scheduler {
         self.cache.clear();
         self.cache.set_compact(true);
         self.alone = Some(slot);
+        self.counters.lone_restarts += 1;
     }
 
     /// Admits from the queue, in order, while the whole input of the next fits.
@@ -343,9 +356,8 @@ impl Scheduler {
         let share = self.config.prefix_cache && self.alone.is_none();
         let mut cache = self.cache.open(share.then_some(sequence.root));
         let step_tokens = self.step_tokens();
-        let block_tokens = self.cache.spec().block_tokens;
-        // Everybody running keeps room for its input and one block to grow into.
-        let ahead = |s: &Sequence| (s.len() + block_tokens).min(s.longest().max(s.len()));
+        // Everybody running keeps room for its input and some to grow into.
+        let ahead = |s: &Sequence| s.len().saturating_add(self.lookahead).min(s.longest().max(s.len()));
         let len = if self.running.is_empty() { sequence.len() } else { ahead(sequence) };
         let hit = self.cache.find(&cache, &sequence.units, &sequence.tokens, sequence.unit_cap());
         let mut needs = self.cache.admission_needs(&hit, len, step_tokens);
@@ -385,7 +397,8 @@ impl Scheduler {
             let first_row = plan.tokens.len() as u32;
             plan.tokens.extend_from_slice(&sequence.tokens[from as usize..to as usize]);
             plan.positions.extend(from..to);
-            let samples = to == sequence.len() && sequence.max_new_tokens > 0;
+            let last_chunk = to == sequence.len();
+            let samples = last_chunk && sequence.max_new_tokens > 0;
             let first_logit = plan.logit_rows.len() as u32;
             let wanted = match sequence.logit_rows {
                 LogitRows::All => from..to.min(sequence.prompt_len),
@@ -400,6 +413,7 @@ impl Scheduler {
                 rows: first_row..first_row + rows,
                 context_before: from,
                 logits: first_logit..plan.logit_rows.len() as u32,
+                last_chunk,
                 samples,
                 slot: SeqSlot(slot),
             });

@@ -89,8 +89,10 @@ pub struct PlannedSequence {
     pub context_before: u32,
     /// Its entries in [`StepPlan::logit_rows`].
     pub logits: Range<u32>,
-    /// Its last row is the last token known: the next token is drawn from that row's logits, which are
-    /// the last ones of `logits`.
+    /// With this step all tokens known are computed.
+    pub last_chunk: bool,
+    /// The next token is drawn from the logits of its last row, which are the last ones of `logits`: so
+    /// it is with every last chunk, unless nothing at all is to be drawn.
     pub samples: bool,
     /// Names its tables in [`super::Scheduler::tables`]; valid until the step has completed.
     pub slot: SeqSlot,
@@ -134,6 +136,8 @@ pub struct Counters {
     pub preemptions: u64,
     /// Blocks whose cached content was given up for new.
     pub evictions: u64,
+    /// Times the oldest sequence had to start again alone because free blocks were scattered.
+    pub lone_restarts: u64,
     /// Times a sequence waited a step for another to compute a prefix unit.
     pub follower_waits: u64,
     /// Times a sequence computed units itself because their producer had stalled.

@@ -82,7 +82,7 @@ impl Sequence {
 
     /// Tokens whose KV the sequence needs at its longest: the last token drawn needs none.
     pub(super) fn longest(&self) -> u32 {
-        (self.prompt_len + self.max_new_tokens).saturating_sub(1).max(self.prompt_len)
+        self.prompt_len.saturating_add(self.max_new_tokens).saturating_sub(1).max(self.prompt_len)
     }
 
     /// Tokens that could be computed now.

@@ -1,6 +1,8 @@
 //! The scheduler under a fake model whose "KV" is the history of a token, so that every row can check
 //! that it sees its own past and nothing else.
 
-mod scenarios;
+mod contract;
+mod pressure;
+mod sharing;
 mod simulator;
 mod storms;

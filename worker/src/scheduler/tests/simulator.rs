@@ -2,7 +2,7 @@
 //! draws the next token from that digest, and a coordinator's view built from the events.
 
 use super::super::*;
-use crate::kv_cache::{CacheSpec, GroupKind, NULL_OFFSET, OFFSET_UNIT};
+use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, OFFSET_UNIT};
 use crate::kv_events::EventLog;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::Epoch;
@@ -97,9 +97,9 @@ impl Memory {
         &mut self.blocks.entry(start).or_insert_with(|| (group, vec![None; spec.block_tokens as usize])).1
     }
 
-    fn read(&self, group: usize, offset: u32, token: usize) -> Option<u64> {
+    fn read(&self, group: usize, offset: u32) -> Option<&[Option<u64>]> {
         let (owner, tokens) = self.blocks.get(&(u64::from(offset) * OFFSET_UNIT))?;
-        if *owner == group { tokens[token] } else { None }
+        (*owner == group).then_some(tokens)
     }
 }
 
@@ -110,6 +110,14 @@ pub(super) struct Client {
     pub(super) max_new: u32,
     pub(super) output: Vec<u32>,
     pub(super) info: Option<SequenceInfo>,
+    /// The true history behind each token of prompt and output.
+    truth: Vec<u64>,
+}
+
+impl Client {
+    fn token(&self, position: usize) -> u32 {
+        self.prompt.get(position).copied().unwrap_or_else(|| self.output[position - self.prompt.len()])
+    }
 }
 
 /// A step that was planned and not yet computed.
@@ -127,7 +135,9 @@ pub(super) struct Sim {
     pub(super) log: EventLog,
     mirror: HashSet<BlockId>,
     next_id: u64,
-    pub(super) steps: u64,
+    pub(super) copies: u64,
+    /// Given to what is submitted.
+    pub(super) priority: i32,
 }
 
 impl Sim {
@@ -141,7 +151,8 @@ impl Sim {
             log: EventLog::new(Epoch(1), 1 << 20),
             mirror: HashSet::new(),
             next_id: 0,
-            steps: 0,
+            copies: 0,
+            priority: 0,
         }
     }
 
@@ -159,9 +170,10 @@ impl Sim {
             prompt: prompt.clone(),
             max_new_tokens: max_new,
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
-            priority: 0,
+            priority: self.priority,
         })?;
-        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None });
+        let truth = histories(root, &prompt);
+        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, truth });
         Ok(id)
     }
 
@@ -177,7 +189,7 @@ impl Sim {
         let plan = self.scheduler.plan().unwrap()?;
         let tables: Vec<Vec<BlockTable>> =
             plan.sequences.iter().map(|s| self.scheduler.tables(s.slot).to_vec()).collect();
-        self.steps += 1;
+        self.copies += plan.copies.len() as u64;
         self.compute(&plan, &tables);
         Some(Pending { plan, tables })
     }
@@ -196,12 +208,12 @@ impl Sim {
             let Some(client) = self.live.get(&planned.id) else { panic!("{:?} is not live", planned.id) };
             assert_eq!(planned.rows.start, rows_seen);
             rows_seen = planned.rows.end;
-            let tokens = [&client.prompt[..], &client.output].concat();
-            let truth = histories(client.root, &tokens);
+            let truth = &client.truth;
             let (first, rows) = (planned.context_before as usize, planned.rows.len());
-            assert_eq!(planned.samples, first + rows == tokens.len() && client.max_new > 0);
+            assert_eq!(planned.last_chunk, first + rows == truth.len());
+            assert_eq!(planned.samples, planned.last_chunk && client.max_new > 0);
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
-                assert_eq!(plan.tokens[row], tokens[position]);
+                assert_eq!(plan.tokens[row], client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
                 for (group, table) in tables.iter().enumerate() {
                     let offset = table.offsets()[position / block];
@@ -219,9 +231,7 @@ impl Sim {
         assert_eq!(blocks.len(), writers.len(), "two sequences write into one block");
         // All rows are written before any is read.
         for (planned, tables) in plan.sequences.iter().zip(tables) {
-            let client = &self.live[&planned.id];
-            let tokens = [&client.prompt[..], &client.output].concat();
-            let truth = histories(client.root, &tokens);
+            let truth = &self.live[&planned.id].truth;
             let last = (planned.context_before as usize) + planned.rows.len() - 1;
             for (group, table) in tables.iter().enumerate() {
                 let first = match self.spec.groups[group].kind {
@@ -230,10 +240,17 @@ impl Sim {
                         (planned.context_before as usize + 1).saturating_sub(window as usize)
                     }
                 };
-                for (position, truth) in truth.iter().enumerate().take(last + 1).skip(first) {
-                    let offset = table.offsets()[position / block];
-                    let seen = self.memory.read(group, offset, position % block);
-                    assert_eq!(seen, Some(*truth), "{:?} group {group} position {position}", planned.id);
+                for at in first / block..=last / block {
+                    let seen = self.memory.read(group, table.offsets()[at]);
+                    for position in first.max(at * block)..=last.min(at * block + block - 1) {
+                        let seen = seen.and_then(|kv| kv[position % block]);
+                        assert_eq!(
+                            seen,
+                            Some(truth[position]),
+                            "{:?} group {group} at {position}",
+                            planned.id
+                        );
+                    }
                 }
             }
         }
@@ -247,8 +264,10 @@ impl Sim {
             let Some(client) = self.live.get_mut(&planned.id).filter(|_| planned.samples) else { continue };
             let last = planned.context_before as usize + planned.rows.len() - 1;
             let offset = tables[0].offsets()[last / block];
-            let token = draw(self.memory.read(0, offset, last % block).unwrap());
+            let seen = self.memory.read(0, offset).and_then(|kv| kv[last % block]).unwrap();
+            let token = draw(seen);
             client.output.push(token);
+            client.truth.push(extend(client.truth[last], token));
             drawn.push((planned.id, token));
         }
         self.scheduler.complete(pending.plan.step, &drawn).unwrap();
@@ -258,11 +277,9 @@ impl Sim {
             .sequences
             .iter()
             .filter(|planned| {
-                self.live.get(&planned.id).is_some_and(|client| {
-                    let all = client.prompt.len() as u32 + client.output.len() as u32;
-                    let computed = planned.context_before + planned.rows.len() as u32;
-                    client.output.len() as u32 == client.max_new && computed + client.max_new.min(1) >= all
-                })
+                self.live
+                    .get(&planned.id)
+                    .is_some_and(|client| planned.last_chunk && client.output.len() as u32 == client.max_new)
             })
             .map(|planned| planned.id)
             .collect();
@@ -275,8 +292,26 @@ impl Sim {
         }
     }
 
-    pub(super) fn abort(&mut self, pending: &Pending) {
-        self.scheduler.abort(pending.plan.step).unwrap();
+    /// The steps in flight fail, oldest first: nothing of what they wrote can be relied on.
+    pub(super) fn abort(&mut self, in_flight: impl IntoIterator<Item = Pending>) {
+        let mut first = None;
+        for Pending { plan, tables } in in_flight {
+            first.get_or_insert(plan.step);
+            for copy in &plan.copies {
+                self.memory.block(&self.spec, copy.group, copy.dst).fill(None);
+            }
+            let block = self.spec.block_tokens;
+            for (planned, tables) in plan.sequences.iter().zip(&tables) {
+                for position in planned.context_before..planned.context_before + planned.rows.len() as u32 {
+                    for (group, table) in tables.iter().enumerate() {
+                        let offset = table.offsets()[(position / block) as usize];
+                        let kv = self.memory.block(&self.spec, group, offset);
+                        kv[(position % block) as usize] = None;
+                    }
+                }
+            }
+        }
+        self.scheduler.abort(first.expect("a step in flight")).unwrap();
         self.follow_events();
     }
 
@@ -331,5 +366,60 @@ impl Sim {
         assert_eq!(self.log.held_units(), self.mirror.len());
         let snapshot: HashSet<BlockId> = self.log.snapshot().runs.into_iter().flat_map(|run| run.1).collect();
         assert_eq!(snapshot, self.mirror);
+        for (group, offset, first, root, tokens) in self.scheduler.cache.contents() {
+            let truth = histories(root, &tokens);
+            let unit = truth.iter().skip(tokens.len() - HASH_UNIT_TOKENS).copied().map(Some);
+            let kv = self.memory.read(group, offset).expect("a block that was written");
+            assert!(
+                unit.eq(kv[first..first + HASH_UNIT_TOKENS].iter().copied()),
+                "a cached unit is not there"
+            );
+        }
     }
+}
+
+pub(super) const ROOT: BlockId = BlockId([9; 16]);
+
+pub(super) fn full(block_tokens: u32, blocks: u64) -> CacheSpec {
+    let groups = vec![GroupSpec { kind: GroupKind::Full, block_bytes: 64 }];
+    CacheSpec { groups, block_tokens, arena_bytes: 64 * blocks }
+}
+
+/// One full layer for every five with a window.
+pub(super) fn mixed(window: u32, bytes: u64) -> CacheSpec {
+    let groups = vec![
+        GroupSpec { kind: GroupKind::Full, block_bytes: 64 },
+        GroupSpec { kind: GroupKind::Sliding { window }, block_bytes: 320 },
+    ];
+    CacheSpec { groups, block_tokens: 16, arena_bytes: bytes }
+}
+
+pub(super) fn tokens(range: std::ops::Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+pub(super) fn chunked(chunk: u32) -> SchedulerConfig {
+    SchedulerConfig { chunk, max_batch_tokens: 512, ..SchedulerConfig::default() }
+}
+
+pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        id: SeqId(id),
+        root: ROOT,
+        prompt,
+        max_new_tokens,
+        logit_rows: LogitRows::LastOnly,
+        priority: 0,
+    }
+}
+
+/// A scheduler without a model behind it.
+pub(super) fn bare(config: SchedulerConfig, spec: CacheSpec) -> Scheduler {
+    Scheduler::new(config, spec, KEY).unwrap()
+}
+
+/// Completes a step in which every sequence that samples draws token 1.
+pub(super) fn finish(scheduler: &mut Scheduler, plan: &StepPlan) {
+    let drawn: Vec<_> = plan.sequences.iter().filter(|s| s.samples).map(|s| (s.id, 1)).collect();
+    scheduler.complete(plan.step, &drawn).unwrap();
 }
