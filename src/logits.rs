@@ -20,10 +20,10 @@ pub(crate) struct Logits {
     /// JSON file: an array of arrays of token ids, run in order
     #[arg(long, value_name = "IDS.json")]
     tokens: PathBuf,
-    /// Output: p{i}.logits f32 [n, vocab], p{i}.cached i32 [1] (rows of cached tokens are NaN)
+    /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN)
     #[arg(long, value_name = "F.safetensors")]
     out: PathBuf,
-    /// Also generate this many tokens greedily: p{i}.greedy i32 [N]
+    /// Also generate this many tokens greedily: `p{i}.greedy` i32 `[N]`
     #[arg(long, value_name = "N", default_value_t = 0)]
     greedy: u32,
     /// Admit all prompts at once
