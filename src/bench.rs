@@ -15,7 +15,9 @@ use worker::load::EngineOptions;
 
 /// Measures prefill, decode at depth and batched decode
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  kvasir bench smollm2-135m -p 512,2048 -n 128 -d 0,4096 -b 1,8,32 -t 1 --json")]
+#[command(
+    after_help = "Example:\n  kvasir bench smollm2-135m -p 512,2048 -n 128 -d 0,4096 -b 1,8,32 -t 1 --json"
+)]
 pub(crate) struct Bench {
     /// Catalog name or path to a .gguf
     model: String,
@@ -140,7 +142,8 @@ impl Bench {
         decoder.allocate_kv(block_bytes.iter().sum::<usize>() * needed)?;
         let tables = Tables::new(needed, &block_bytes);
         let mut stage = Stage { decoder, tables, capacity: 0, rows_limit: self.chunk };
-        let threads = std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);
+        let threads =
+            std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);
         let pool = Pool::new(PoolConfig::new(threads))?;
         let probe = BandwidthProbe::new();
         let mut bandwidth = vec![probe.median(&pool, 3)];
@@ -175,7 +178,13 @@ impl Bench {
         self.print(&report)
     }
 
-    fn measure(&self, test: &'static str, tokens: usize, batch: usize, stage: &mut Stage) -> Result<Vec<Row>> {
+    fn measure(
+        &self,
+        test: &'static str,
+        tokens: usize,
+        batch: usize,
+        stage: &mut Stage,
+    ) -> Result<Vec<Row>> {
         let mut rates: Vec<Vec<f64>> = vec![Vec::new(); self.placement.len()];
         stage.capacity = tokens + self.decode;
         for round in 0..=self.repeat {
@@ -231,9 +240,13 @@ impl Bench {
             report.weight_bytes as f64 / 1e6,
             report.bandwidth_gbs
         );
-        println!("{:<8} {:<10} {:>7} {:>6} {:>10} {:>8} {:>10}", "test", "placement", "tokens", "batch", "t/s", "spread", "bandwidth");
+        println!(
+            "{:<8} {:<10} {:>7} {:>6} {:>10} {:>8} {:>10}",
+            "test", "placement", "tokens", "batch", "t/s", "spread", "bandwidth"
+        );
         for row in &report.rows {
-            let share = row.bandwidth_share.map_or_else(String::new, |share| format!("{:.0} %", share * 100.0));
+            let share =
+                row.bandwidth_share.map_or_else(String::new, |share| format!("{:.0} %", share * 100.0));
             println!(
                 "{:<8} {:<10} {:>7} {:>6} {:>10.1} {:>7.1}% {:>10}",
                 row.test,
@@ -272,7 +285,8 @@ impl Stage {
 
     fn step(&mut self, placement: Placement, batch: usize, context: usize, rows: usize) -> Result<()> {
         let vocab = self.decoder.spec().vocab;
-        let tokens: Vec<u32> = (0..batch * rows).map(|i| ((i * 7919 + context * 13 + 11) % vocab) as u32).collect();
+        let tokens: Vec<u32> =
+            (0..batch * rows).map(|i| ((i * 7919 + context * 13 + 11) % vocab) as u32).collect();
         let sequences: Vec<StepSequence> =
             (0..batch).map(|s| StepSequence { rows: s * rows..(s + 1) * rows, context }).collect();
         let tables = self.tables.of(placement, batch, self.capacity.div_ceil(BLOCK_TOKENS));
@@ -287,7 +301,11 @@ impl Tables {
         let mut first = 0u32;
         let groups = block_bytes.iter().map(|bytes| {
             let stride = (bytes / 64) as u32;
-            let table = GroupTable { scattered: order.iter().map(|block| first + block * stride).collect(), first, stride };
+            let table = GroupTable {
+                scattered: order.iter().map(|block| first + block * stride).collect(),
+                first,
+                stride,
+            };
             first += stride * blocks as u32;
             table
         });
@@ -296,7 +314,9 @@ impl Tables {
 
     fn of(&self, placement: Placement, batch: usize, blocks: usize) -> Vec<Vec<BlockTable<'_>>> {
         let groups = self.0.iter();
-        groups.map(|group| (0..batch).map(|sequence| group.table(placement, sequence, blocks)).collect()).collect()
+        groups
+            .map(|group| (0..batch).map(|sequence| group.table(placement, sequence, blocks)).collect())
+            .collect()
     }
 }
 

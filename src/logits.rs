@@ -11,17 +11,19 @@ use worker::kv_cache::Placement;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  kvasir logits smollm2-135m --tokens prompts.json --out logits.safetensors --greedy 32")]
+#[command(
+    after_help = "Example:\n  kvasir logits smollm2-135m --tokens prompts.json --out logits.safetensors --greedy 32"
+)]
 pub(crate) struct Logits {
     /// Catalog name or path to a .gguf
     model: String,
     /// JSON file: an array of arrays of token ids, run in order
     #[arg(long, value_name = "IDS.json")]
     tokens: PathBuf,
-    /// Output: p{i}.logits f32 [n, vocab], p{i}.cached i32 [1] (rows of cached tokens are NaN)
+    /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN)
     #[arg(long, value_name = "F.safetensors")]
     out: PathBuf,
-    /// Also generate this many tokens greedily: p{i}.greedy i32 [N]
+    /// Also generate this many tokens greedily: `p{i}.greedy` i32 `[N]`
     #[arg(long, value_name = "N", default_value_t = 0)]
     greedy: u32,
     /// Admit all prompts at once
@@ -83,9 +85,11 @@ impl Sink for Collector {
 impl Logits {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
-        let text = std::fs::read_to_string(&self.tokens).with_context(|| format!("cannot read {}", self.tokens.display()))?;
-        let prompts: Vec<Vec<u32>> = serde_json::from_str(&text)
-            .with_context(|| format!("{}: expected an array of arrays of token ids", self.tokens.display()))?;
+        let text = std::fs::read_to_string(&self.tokens)
+            .with_context(|| format!("cannot read {}", self.tokens.display()))?;
+        let prompts: Vec<Vec<u32>> = serde_json::from_str(&text).with_context(|| {
+            format!("{}: expected an array of arrays of token ids", self.tokens.display())
+        })?;
         if prompts.is_empty() {
             bail!("{}: no prompts", self.tokens.display());
         }
@@ -138,7 +142,12 @@ impl Logits {
             }
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
             tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
-            tensors.push((format!("p{i}.cached"), Dtype::I32, vec![1], collected.cached.to_le_bytes().to_vec()));
+            tensors.push((
+                format!("p{i}.cached"),
+                Dtype::I32,
+                vec![1],
+                collected.cached.to_le_bytes().to_vec(),
+            ));
             if self.greedy > 0 {
                 let ids = collected.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
                 tensors.push((format!("p{i}.greedy"), Dtype::I32, vec![collected.greedy.len()], ids));
@@ -148,6 +157,7 @@ impl Logits {
         for (name, dtype, shape, bytes) in &tensors {
             views.push((name.clone(), TensorView::new(*dtype, shape.clone(), bytes)?));
         }
-        serialize_to_file(views, None, &self.out).with_context(|| format!("cannot write {}", self.out.display()))
+        serialize_to_file(views, None, &self.out)
+            .with_context(|| format!("cannot write {}", self.out.display()))
     }
 }

@@ -124,18 +124,22 @@ impl Perplexity {
         let report = Report { perplexity, tokens: chunks.len() * ctx, chunks: chunks.len() };
         match self.json {
             true => println!("{}", serde_json::to_string(&report)?),
-            false => println!("perplexity {:.4} over {} chunks of {ctx} tokens", report.perplexity, report.chunks),
+            false => {
+                println!("perplexity {:.4} over {} chunks of {ctx} tokens", report.perplexity, report.chunks)
+            }
         }
         Ok(())
     }
 
     fn ids(&self, tokenizer: &model::tokenizer::Tokenizer) -> Result<Vec<u32>> {
         if let Some(path) = &self.file {
-            let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+            let text =
+                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
             return Ok(tokenizer.encode(&text, false));
         }
         let Some(path) = &self.tokens else { bail!("one of --file and --tokens is needed") };
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         let value: serde_json::Value =
             serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
         let nested = value.get(0).is_some_and(serde_json::Value::is_array);

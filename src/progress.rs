@@ -47,9 +47,7 @@ impl Progress for Bar {
     fn begin(&mut self, step: Step<'_>, total: Option<u64>) {
         self.label = match step {
             Step::Waiting => "waiting for another process that pulls the same model".into(),
-            Step::Downloading { requirement, number, of: 1 } if number == 1 => {
-                format!("downloading {requirement}")
-            }
+            Step::Downloading { requirement, of: 1, .. } => format!("downloading {requirement}"),
             Step::Downloading { requirement, number, of } => {
                 format!("downloading {requirement} ({number}/{of})")
             }

@@ -108,7 +108,11 @@ impl Run {
             "prompt {prompt_len} tokens in {prefill:.3} s ({:.0} t/s), {} tokens generated{}",
             prompt_len as f64 / prefill.max(1e-9),
             finished.completion_tokens,
-            if later > 0 { format!(" ({:.1} t/s after the first)", f64::from(later) / decode.max(1e-9)) } else { String::new() },
+            if later > 0 {
+                format!(" ({:.1} t/s after the first)", f64::from(later) / decode.max(1e-9))
+            } else {
+                String::new()
+            },
         );
         Ok(())
     }

@@ -37,7 +37,7 @@ const MAX_NODES: usize = 64;
 pub(crate) struct Up {
     #[command(flatten)]
     settings: UpSettings,
-    /// TOML file with any of the settings above and a [[keys]] table; variables and flags win over it.
+    /// TOML file with any of the settings above and a `[[keys]]` table; variables and flags win over it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Print one line of JSON when ready (what up.json holds) and nothing else on stdout.
@@ -46,7 +46,7 @@ pub(crate) struct Up {
     /// Leave dead nodes dead.
     #[arg(long)]
     no_restart: bool,
-    /// Allow addresses other machines can reach; needs [[keys]] in the configuration file.
+    /// Allow addresses other machines can reach; needs `[[keys]]` in the configuration file.
     #[arg(long)]
     listen_public: bool,
 }
