@@ -357,18 +357,20 @@ impl Backend for CpuBackend {
         let [q, k, v] = self.buffers.get_disjoint_mut([q, k, v]).map_err(|_| Error::SameBuffer)?;
         let mut arena = ArenaView::new(&mut self.arena)?;
         let isa = self.config.rows;
-        ops::norm_rope_write(&self.pool, isa, plan, &step, &mut arena, q.values_mut(), k.values_mut(), v.values())
+        let qkv = ops::Qkv { q: q.values_mut(), k: k.values_mut(), v: v.values() };
+        ops::norm_rope_write(&self.pool, isa, plan, &step, &mut arena, qkv)
     }
 
     fn attention(&mut self, op: &AttentionOp) -> Result<(), Error> {
         let layer = self.kv_layer(op.layer)?;
-        let call = AttentionCall { layer_offset: layer.offset, scale: op.scale, softcap: None, sinks: None };
         let plan = plan(&self.step, op.layer)?;
         let (q, out) = pair(&mut self.buffers, op.q, op.out)?;
         out.set_rows(q.rows())?;
         let arena = ArenaView::new(&mut self.arena)?;
+        let call =
+            AttentionCall { arena: &arena, layer_offset: layer.offset, scale: op.scale, softcap: None, sinks: None };
         let (isa, scratch) = (self.config.attention, &mut self.scratch);
-        attention::attention(&self.pool, isa, plan, &call, &arena, q.values(), out.values_mut(), scratch)
+        attention::attention(&self.pool, isa, plan, &call, q.values(), out.values_mut(), scratch)
     }
 
     fn gate(&mut self, gate: BufferId, up: BufferId, activation: GateActivation) -> Result<(), Error> {
