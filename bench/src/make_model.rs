@@ -14,7 +14,9 @@ use std::path::PathBuf;
 
 /// Writes a GGUF of a real model's shape with random weights
 #[derive(Parser)]
-#[command(after_help = "Example:\n  make-model --shape qwen3-0.6b --quant q4-k-m --out target/qwen3-0.6b-q4_k_m.gguf")]
+#[command(
+    after_help = "Example:\n  make-model --shape qwen3-0.6b --quant q4-k-m --out target/qwen3-0.6b-q4_k_m.gguf"
+)]
 struct Args {
     /// Whose dimensions
     #[arg(long, value_enum, default_value = "qwen3-0.6b")]
@@ -107,7 +109,8 @@ fn main() -> Result<()> {
             writer.tensor(&format!("blk.{layer}.{name}.weight"), ty, shape)?;
         }
     }
-    let file = std::fs::File::create(&args.out).with_context(|| format!("cannot create {}", args.out.display()))?;
+    let file =
+        std::fs::File::create(&args.out).with_context(|| format!("cannot create {}", args.out.display()))?;
     let mut random = Random(0x5eed);
     writer.write(&mut BufWriter::new(file), |info| random.tensor(info.ty(), info.bytes() as usize))?;
     Ok(())
@@ -139,7 +142,13 @@ fn metadata(dims: &Dims, quant: Quant) -> Metadata {
     let mut other = 0x100;
     let mut tokens: Vec<String> = Vec::with_capacity(dims.vocab as usize);
     for byte in 0..256u32 {
-        let symbol = if printable(byte) { byte } else { let symbol = other; other += 1; symbol };
+        let symbol = if printable(byte) {
+            byte
+        } else {
+            let symbol = other;
+            other += 1;
+            symbol
+        };
         tokens.extend(char::from_u32(symbol).map(String::from));
     }
     tokens.extend((256..dims.vocab - 1).map(|id| format!("t{id}")));
@@ -209,7 +218,8 @@ impl Random {
             GgmlType::F32 => std::iter::repeat_n(1f32.to_le_bytes(), bytes / 4).flatten().collect(),
             GgmlType::F16 => (0..bytes / 2).flat_map(|_| self.small(0.03).to_le_bytes()).collect(),
             _ => {
-                let mut data: Vec<u8> = (0..bytes.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
+                let mut data: Vec<u8> =
+                    (0..bytes.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
                 data.truncate(bytes);
                 self.set_scales(ty, &mut data);
                 data

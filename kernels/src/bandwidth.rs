@@ -66,7 +66,9 @@ impl Default for BandwidthProbe {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sum_avx512(part: &[u64]) -> u64 {
-    use std::arch::x86_64::{_mm512_add_epi64, _mm512_loadu_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512};
+    use std::arch::x86_64::{
+        _mm512_add_epi64, _mm512_loadu_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512,
+    };
     let (lines, tail) = part.as_chunks::<64>();
     let mut sums = [_mm512_setzero_si512(); 8];
     for line in lines {

@@ -9,8 +9,9 @@ use crate::attention::{
     self, ArenaView, AttentionCall, AttentionScratch, AttentionShape, KvLayout, Placement, QueryRow, StepPlan,
 };
 use crate::backend::{
-    ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, GateActivation, KvCopy, KvLayerId, KvShape, MatmulJob,
-    MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StepInput, VectorId,
+    ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, GateActivation, KvCopy, KvLayerId, KvShape,
+    MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StepInput,
+    VectorId,
 };
 use crate::isa::Isa;
 use crate::matmul::{MatmulKernels, PackedMatrix, PackedMatrixBuilder};
@@ -142,7 +143,11 @@ fn pair(buffers: &mut [Buffer], read: BufferId, write: BufferId) -> Result<(&Buf
 }
 
 /// Runs `work` over items and gives back the first error of any.
-fn try_each(pool: &Pool, items: usize, work: impl Fn(usize) -> Result<(), Error> + Sync) -> Result<(), Error> {
+fn try_each(
+    pool: &Pool,
+    items: usize,
+    work: impl Fn(usize) -> Result<(), Error> + Sync,
+) -> Result<(), Error> {
     let failed = Mutex::new(None);
     pool.for_each(items, &|item| {
         if let Err(error) = work(item) {
@@ -210,7 +215,8 @@ impl Backend for CpuBackend {
             return Err(Error::Length { what: "tensor bytes", expected, found });
         }
         let rows_per_chunk = (source.rows / (self.pool.threads() * 4)).max(1);
-        let chunks: Vec<Mutex<Option<_>>> = builder.chunks(rows_per_chunk).map(|chunk| Mutex::new(Some(chunk))).collect();
+        let chunks: Vec<Mutex<Option<_>>> =
+            builder.chunks(rows_per_chunk).map(|chunk| Mutex::new(Some(chunk))).collect();
         try_each(&self.pool, chunks.len(), |index| {
             let chunk = chunks[index].lock().unwrap_or_else(PoisonError::into_inner).take();
             chunk.map_or(Ok(()), |chunk| {
@@ -243,7 +249,9 @@ impl Backend for CpuBackend {
     fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error> {
         let window = match shape.window {
             None => None,
-            Some(window) => Some(NonZeroU32::new(u32::try_from(window).unwrap_or(u32::MAX)).ok_or(Error::EmptyWindow)?),
+            Some(window) => {
+                Some(NonZeroU32::new(u32::try_from(window).unwrap_or(u32::MAX)).ok_or(Error::EmptyWindow)?)
+            }
         };
         self.kv_layers.push(KvLayer { group, offset, layout: layout(shape)?, heads: shape.heads, window });
         Ok(KvLayerId(self.kv_layers.len() as u32 - 1))
@@ -282,10 +290,10 @@ impl Backend for CpuBackend {
         for (sequence, part) in step.sequences.iter().enumerate() {
             let rows = part.rows.len();
             positions = positions.max(part.context + rows);
-            own.rows.extend((part.context..part.context + rows).map(|position| QueryRow {
-                sequence: sequence as u32,
-                position: position as u32,
-            }));
+            own.rows.extend(
+                (part.context..part.context + rows)
+                    .map(|position| QueryRow { sequence: sequence as u32, position: position as u32 }),
+            );
         }
         if own.rows.len() != own.tokens.len() {
             let (expected, found) = (own.tokens.len(), own.rows.len());
@@ -340,12 +348,17 @@ impl Backend for CpuBackend {
         let layer = self.kv_layer(op.layer)?;
         let head = |norm: Option<Norm>| -> Result<Option<(Option<usize>, f32)>, Error> {
             match norm {
-                Some(norm) if !norm.rms || norm.bias.is_some() => Err(Error::Unsupported { what: "a head norm that is no RMS norm" }),
+                Some(norm) if !norm.rms || norm.bias.is_some() => {
+                    Err(Error::Unsupported { what: "a head norm that is no RMS norm" })
+                }
                 norm => Ok(norm.map(|norm| (norm.weight.map(|id| id.0 as usize), norm.eps))),
             }
         };
         let vectors = &self.vectors;
-        let rms = |(weight, eps): (Option<usize>, f32)| ops::RmsNorm { weight: weight.map(|id| vectors[id].as_slice()), eps };
+        let rms = |(weight, eps): (Option<usize>, f32)| ops::RmsNorm {
+            weight: weight.map(|id| vectors[id].as_slice()),
+            eps,
+        };
         let step = ops::QkvStep {
             layer_offset: layer.offset,
             q_norm: head(op.q_norm)?.map(rms),
@@ -367,15 +380,26 @@ impl Backend for CpuBackend {
         let (q, out) = pair(&mut self.buffers, op.q, op.out)?;
         out.set_rows(q.rows())?;
         let arena = ArenaView::new(&mut self.arena)?;
-        let call =
-            AttentionCall { arena: &arena, layer_offset: layer.offset, scale: op.scale, softcap: None, sinks: None };
+        let call = AttentionCall {
+            arena: &arena,
+            layer_offset: layer.offset,
+            scale: op.scale,
+            softcap: None,
+            sinks: None,
+        };
         let (isa, scratch) = (self.config.attention, &mut self.scratch);
         attention::attention(&self.pool, isa, plan, &call, q.values(), out.values_mut(), scratch)
     }
 
     fn gate(&mut self, gate: BufferId, up: BufferId, activation: GateActivation) -> Result<(), Error> {
         let (up, gate) = pair(&mut self.buffers, up, gate)?;
-        ops::gate_in_place(&self.pool, self.config.rows, gate_activation(activation), gate.values_mut(), up.values())
+        ops::gate_in_place(
+            &self.pool,
+            self.config.rows,
+            gate_activation(activation),
+            gate.values_mut(),
+            up.values(),
+        )
     }
 
     fn add(&mut self, x: BufferId, y: BufferId, norm: Option<&Norm>, scale: f32) -> Result<(), Error> {
@@ -392,7 +416,15 @@ impl Backend for CpuBackend {
             None => ops::add_scaled(&self.pool, self.config.rows, x.values_mut(), scale, y.values()),
             Some((weight, eps)) => {
                 let norm = ops::RmsNorm { weight: weight.map(|id| vectors[id].as_slice()), eps };
-                ops::rms_norm_add(&self.pool, self.config.rows, norm, width, y.values(), scale, x.values_mut())
+                ops::rms_norm_add(
+                    &self.pool,
+                    self.config.rows,
+                    norm,
+                    width,
+                    y.values(),
+                    scale,
+                    x.values_mut(),
+                )
             }
         }
     }
@@ -453,7 +485,11 @@ impl Backend for CpuBackend {
 impl CpuBackend {
     fn kv_layer(&self, id: KvLayerId) -> Result<KvLayer, Error> {
         let len = self.kv_layers.len();
-        self.kv_layers.get(id.0 as usize).copied().ok_or(Error::OutOfRange { what: "KV layer", index: id.0 as usize, len })
+        self.kv_layers.get(id.0 as usize).copied().ok_or(Error::OutOfRange {
+            what: "KV layer",
+            index: id.0 as usize,
+            len,
+        })
     }
 }
 

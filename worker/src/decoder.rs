@@ -212,12 +212,7 @@ fn attention(
         rope: weights.rope,
         layer: kv,
     })?;
-    backend.attention(&AttentionOp {
-        q: b.q,
-        out: b.attended,
-        scale: shape.scale,
-        layer: kv,
-    })?;
+    backend.attention(&AttentionOp { q: b.q, out: b.attended, scale: shape.scale, layer: kv })?;
     match &layer.mixer_post_norm {
         None if spec.residual_scale == 1.0 => backend.matmul(b.attended, &[job(&weights.o, b.x, true)])?,
         norm => {

@@ -15,7 +15,10 @@ use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::event::KvEvent;
-use proto::message::{FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs, TokenOut};
+use proto::message::{
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs,
+    TokenOut,
+};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -203,7 +206,17 @@ impl Engine {
             sink.frame(GenerateFrame::Failed(refusal(rejected)));
             return None;
         }
-        let live = Live { sampler, text, sink, prompt_len, all_logits, started: false, received: now, deadline, last_token: None };
+        let live = Live {
+            sampler,
+            text,
+            sink,
+            prompt_len,
+            all_logits,
+            started: false,
+            received: now,
+            deadline,
+            last_token: None,
+        };
         self.live.insert(id, live);
         self.metrics.prompt_tokens.inc_by(prompt_len as u64);
         Some(id)
@@ -217,12 +230,17 @@ impl Engine {
         stop: Stop,
     ) -> Result<(Sampler, OutputText), GenerateError> {
         let vocab = self.decoder.spec().vocab;
-        let refuse = |field: &str, reason: String| Err(GenerateError::InvalidField { field: field.to_owned(), reason });
+        let refuse = |field: &str, reason: String| {
+            Err(GenerateError::InvalidField { field: field.to_owned(), reason })
+        };
         if prompt.is_empty() {
             return refuse("prompt", "it is empty".to_owned());
         }
         if prompt.len() >= self.max_model_len {
-            return Err(GenerateError::ContextLength { need: prompt.len() as u64 + 1, limit: self.max_model_len as u64 });
+            return Err(GenerateError::ContextLength {
+                need: prompt.len() as u64 + 1,
+                limit: self.max_model_len as u64,
+            });
         }
         if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
             return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
@@ -424,7 +442,11 @@ impl Engine {
         let load = self.load();
         self.metrics.running.set(load.running as i64);
         self.metrics.waiting.set(load.waiting as i64);
-        self.metrics.kv_usage.set(if load.kv_total == 0 { 0.0 } else { load.kv_used as f64 / load.kv_total as f64 });
+        self.metrics.kv_usage.set(if load.kv_total == 0 {
+            0.0
+        } else {
+            load.kv_used as f64 / load.kv_total as f64
+        });
     }
 
     /// What the engine holds.

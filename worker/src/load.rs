@@ -149,11 +149,13 @@ pub fn prepare(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
     let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
     let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
-    let wanted_len = options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
+    let wanted_len =
+        options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
     let rows = options.max_rows.unwrap_or(defaults.max_batch_tokens.value as usize);
     let rows = if chunk == 0 { rows.max(wanted_len) } else { rows.max(chunk) }.max(max_sequences);
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
-    let refused = |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
+    let refused =
+        |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
     floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = gguf.digest()?;
     let metadata = gguf.metadata().clone();
@@ -167,7 +169,8 @@ pub fn prepare(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
         },
         block_bytes: group.block_bytes as u64,
     });
-    let cache = CacheSpec { groups: groups.collect(), block_tokens: options.block_tokens as u32, arena_bytes };
+    let cache =
+        CacheSpec { groups: groups.collect(), block_tokens: options.block_tokens as u32, arena_bytes };
     cache.validate().map_err(|error| Error::KvMemory { reason: error.to_string() })?;
     decoder.allocate_kv(arena_bytes as usize)?;
     let scheduler = SchedulerConfig {
@@ -251,9 +254,10 @@ fn threads(options: &EngineOptions) -> NonZeroUsize {
 }
 
 fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
-    let available = ProcMemInfo
-        .available_bytes()
-        .map_err(|source| Error::Io { what: "cannot read the free memory of this host".to_owned(), source })?;
+    let available = ProcMemInfo.available_bytes().map_err(|source| Error::Io {
+        what: "cannot read the free memory of this host".to_owned(),
+        source,
+    })?;
     let host = Host {
         memory_total: crate::memory::total_bytes().max(available),
         memory_available: available,
@@ -274,7 +278,11 @@ fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Pl
     let needs = ModelNeeds {
         weight_bytes: weights + weights / 10,
         // Prompt rows pass the layers only; the head is read once per step.
-        active_weight_bytes: weights.saturating_sub(embedding).saturating_sub(if head == embedding { 0 } else { head }),
+        active_weight_bytes: weights.saturating_sub(embedding).saturating_sub(if head == embedding {
+            0
+        } else {
+            head
+        }),
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
         activation_bytes_per_row: activation_bytes(spec),
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,

@@ -43,7 +43,15 @@ impl Sampler {
             true => HashSet::new(),
             false => prompt.iter().copied().collect(),
         };
-        Ok(Self { params, min_tokens: stop.min_tokens, ending, prompt, counts: HashMap::new(), drawn: 0, vocab })
+        Ok(Self {
+            params,
+            min_tokens: stop.min_tokens,
+            ending,
+            prompt,
+            counts: HashMap::new(),
+            drawn: 0,
+            vocab,
+        })
     }
 
     /// True if the draw is the largest raw logit and nothing else is asked for, so that a device can do it.
@@ -86,7 +94,11 @@ impl Sampler {
             let drawn = self.counts.keys().filter(|token| !self.prompt.contains(token));
             for &token in self.prompt.iter().chain(drawn) {
                 if let Some(logit) = logits.get_mut(token as usize) {
-                    *logit = if *logit > 0.0 { *logit / p.repetition_penalty } else { *logit * p.repetition_penalty };
+                    *logit = if *logit > 0.0 {
+                        *logit / p.repetition_penalty
+                    } else {
+                        *logit * p.repetition_penalty
+                    };
                 }
             }
         }
@@ -130,7 +142,14 @@ impl Sampler {
             let budget = f64::from(p.top_p) * kept.iter().map(|&(_, w)| w).sum::<f64>();
             let mut mass = 0.0;
             // A token stays if those before it do not fill the budget; the first always stays.
-            let keep = kept.iter().take_while(|&&(_, w)| { let before = mass; mass += w; before < budget }).count();
+            let keep = kept
+                .iter()
+                .take_while(|&&(_, w)| {
+                    let before = mass;
+                    mass += w;
+                    before < budget
+                })
+                .count();
             kept.truncate(keep.max(1));
         } else {
             kept.sort_unstable_by_key(|&(token, _)| token);
@@ -201,14 +220,15 @@ fn uniform(seed: u64, index: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     };
-    let bits = mix(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+    let bits =
+        mix(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15))
+            .wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 fn check(p: &Sampling, vocab: usize) -> Result<(), GenerateError> {
-    let refuse = |field: &str, reason: String| {
-        Err(GenerateError::InvalidField { field: field.to_owned(), reason })
-    };
+    let refuse =
+        |field: &str, reason: String| Err(GenerateError::InvalidField { field: field.to_owned(), reason });
     let number = |field: &str, value: f32, low: f32, high: f32| match (low..=high).contains(&value) {
         true => Ok(()),
         false => refuse(field, format!("{value} is outside {low} to {high}")),

@@ -69,11 +69,13 @@ impl WorkerService {
     /// Loads the model and starts joining. Returns as soon as the node listens; see [`Self::joined`].
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let (path, options) = (config.model_path.clone(), config.engine.clone());
-        let loading = tokio::task::spawn_blocking(move || crate::load::prepare(&path, &options, &mut |_, _| {}));
+        let loading =
+            tokio::task::spawn_blocking(move || crate::load::prepare(&path, &options, &mut |_, _| {}));
         let prepared = loading.await.map_err(|_| Error::EngineStopped)??;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(since_1970.as_micros() as u64);
-        let endpoint = Arc::new(Endpoint::bind(config.listen, identity, EndpointConfig::new(epoch, [Role::Worker]))?);
+        let endpoint =
+            Arc::new(Endpoint::bind(config.listen, identity, EndpointConfig::new(epoch, [Role::Worker]))?);
         let listener = tokio::net::TcpListener::bind(config.ops)
             .await
             .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
@@ -94,7 +96,8 @@ impl WorkerService {
         });
         let mut tasks = vec![tokio::spawn(ops::serve(listener, Arc::clone(&node)))];
         for target in &config.coordinators {
-            let mut dialer = Dialer::new(Arc::clone(&endpoint), target.clone(), Expected::any(Role::Coordinator));
+            let mut dialer =
+                Dialer::new(Arc::clone(&endpoint), target.clone(), Expected::any(Role::Coordinator));
             let node = Arc::clone(&node);
             tasks.push(tokio::spawn(async move {
                 loop {
@@ -159,7 +162,10 @@ impl Node {
         if let Some((known, engine)) = &*self.engine.borrow() {
             return match *known == key {
                 true => Ok(engine.clone()),
-                false => Err(Error::Config { option: "coordinators", reason: "they belong to clusters with different keys".into() }),
+                false => Err(Error::Config {
+                    option: "coordinators",
+                    reason: "they belong to clusters with different keys".into(),
+                }),
             };
         }
         let prepared = self.prepared.lock().take().ok_or(Error::EngineStopped)?;

@@ -88,8 +88,8 @@ pub struct SecondsHistogram(pub Histogram);
 impl Default for SecondsHistogram {
     fn default() -> Self {
         let buckets = [
-            0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-            40.0, 80.0, 120.0,
+            0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+            10.0, 20.0, 40.0, 80.0, 120.0,
         ];
         Self(Histogram::new(buckets))
     }
@@ -108,7 +108,8 @@ impl Default for TokensHistogram {
 impl EngineMetrics {
     /// Registers every metric.
     pub fn register(&self, registry: &mut Registry) {
-        let mut gauge = |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
+        let mut gauge =
+            |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
         gauge("vllm:num_requests_running", "Sequences in the batch", &self.running);
         gauge("vllm:num_requests_waiting", "Sequences queued", &self.waiting);
         gauge("kvasir_rss_bytes", "Resident set size", &self.rss);
@@ -118,20 +119,31 @@ impl EngineMetrics {
         for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
             registry.register(name, "Share of KV bytes held by live sequences", self.kv_usage.clone());
         }
-        let mut counter = |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
+        let mut counter =
+            |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
         for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
-            counter(&format!("{prefix}_queries"), "Prompt tokens looked up in the prefix cache", &self.prefix_queries);
+            counter(
+                &format!("{prefix}_queries"),
+                "Prompt tokens looked up in the prefix cache",
+                &self.prefix_queries,
+            );
             counter(&format!("{prefix}_hits"), "Prompt tokens served by the prefix cache", &self.prefix_hits);
         }
         counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", &self.prompt_tokens);
         counter("vllm:generation_tokens", "Tokens generated", &self.generation_tokens);
         counter("vllm:num_preemptions", "Preemptions", &self.preemptions);
         counter("kvasir_prefill_tokens_computed", "Prompt tokens computed", &self.prefill_computed);
-        counter("kvasir_prefill_tokens_recomputed", "Prompt tokens computed again after preemption", &self.recomputed);
+        counter(
+            "kvasir_prefill_tokens_recomputed",
+            "Prompt tokens computed again after preemption",
+            &self.recomputed,
+        );
         counter("kvasir_kv_evictions", "Blocks evicted from the prefix cache", &self.evictions);
         counter("kvasir_steps", "Steps executed", &self.steps);
         registry.register("vllm:request_success", "Finished requests", self.finished.clone());
-        let mut seconds = |name: &str, help: &str, metric: &SecondsHistogram| registry.register(name, help, metric.0.clone());
+        let mut seconds = |name: &str, help: &str, metric: &SecondsHistogram| {
+            registry.register(name, help, metric.0.clone())
+        };
         seconds("vllm:time_to_first_token_seconds", "Receipt to first token", &self.ttft);
         seconds("vllm:inter_token_latency_seconds", "Between tokens", &self.itl);
         seconds("vllm:time_per_output_token_seconds", "Between tokens (older name)", &self.itl);

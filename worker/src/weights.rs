@@ -1,8 +1,12 @@
 //! Weights of a layer range, read through a tensor source and uploaded to a backend.
 
 use crate::Error;
-use kernels::backend::{Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, Norm, RopeId, RopeSource, VectorId};
-use model::spec::{self, Activation, FfnSpec, LayerSpec, LinearSpec, MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec};
+use kernels::backend::{
+    Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, Norm, RopeId, RopeSource, VectorId,
+};
+use model::spec::{
+    self, Activation, FfnSpec, LayerSpec, LinearSpec, MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec,
+};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -54,8 +58,20 @@ pub(crate) struct AttentionWeights {
 /// FFN weights of a layer.
 #[derive(Debug)]
 pub(crate) enum FfnWeights {
-    Dense { gate: Linear, up: Linear, down: Linear, activation: GateActivation },
-    Moe { router: Linear, spec: MoeSpec, gate_up: ExpertGateUp, down: MatrixId, down_scale: Option<VectorId>, activation: GateActivation },
+    Dense {
+        gate: Linear,
+        up: Linear,
+        down: Linear,
+        activation: GateActivation,
+    },
+    Moe {
+        router: Linear,
+        spec: MoeSpec,
+        gate_up: ExpertGateUp,
+        down: MatrixId,
+        down_scale: Option<VectorId>,
+        activation: GateActivation,
+    },
 }
 
 /// Weights of one layer.
@@ -93,7 +109,14 @@ pub(crate) struct Loader<'a> {
 
 impl<'a> Loader<'a> {
     pub(crate) fn new(source: &'a dyn TensorSource, backend: &'a mut dyn Backend) -> Self {
-        Self { source, backend, matrices: HashMap::new(), ropes: Vec::new(), source_bytes: 0, bytes_per_token: 0 }
+        Self {
+            source,
+            backend,
+            matrices: HashMap::new(),
+            ropes: Vec::new(),
+            source_bytes: 0,
+            bytes_per_token: 0,
+        }
     }
 
     /// Loads `range` of the model's layers; `progress` hears (layers done, layers in all).

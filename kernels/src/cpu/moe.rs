@@ -36,7 +36,8 @@ const SLOTS: usize = 4;
 pub(super) fn run(backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
     let routes = route(backend, op)?;
     let rows = backend.buffers[op.x.0 as usize].rows();
-    let (x_width, out_width) = (backend.buffers[op.x.0 as usize].cols(), backend.buffers[op.out.0 as usize].cols());
+    let (x_width, out_width) =
+        (backend.buffers[op.x.0 as usize].cols(), backend.buffers[op.out.0 as usize].cols());
     let mut scratch = std::mem::take(&mut backend.moe);
     scratch.fit(rows, op.used, x_width, op.ff, out_width)?;
     scratch.buffers[SLOTS].set_rows(rows * op.used)?;
@@ -62,7 +63,8 @@ impl Scratch {
         let fits = self.shape.is_some_and(|(held, a, b)| held >= slots && (a, b) == (x.max(out), ff));
         if !fits {
             let sizes = [(rows, x), (rows, 2 * ff), (rows, ff), (rows, out), (slots, out)];
-            self.buffers = sizes.iter().map(|&(rows, cols)| Buffer::new(rows, cols)).collect::<Result<_, _>>()?;
+            self.buffers =
+                sizes.iter().map(|&(rows, cols)| Buffer::new(rows, cols)).collect::<Result<_, _>>()?;
             self.shape = Some((slots, x.max(out), ff));
         }
         Ok(())
@@ -84,7 +86,12 @@ fn route(backend: &CpuBackend, op: &MoeOp) -> Result<Vec<Route>, Error> {
         ops::softmax(isa, &mut probabilities);
         let best = ops::top_k(isa, &probabilities, op.used);
         let total: f32 = if op.renormalise { best.iter().map(|(_, p)| p).sum() } else { 1.0 };
-        routes.extend(best.iter().enumerate().map(|(rank, &(expert, p))| Route { row, rank, expert, weight: p / total }));
+        routes.extend(best.iter().enumerate().map(|(rank, &(expert, p))| Route {
+            row,
+            rank,
+            expert,
+            weight: p / total,
+        }));
     }
     Ok(routes)
 }
@@ -93,7 +100,9 @@ fn route(backend: &CpuBackend, op: &MoeOp) -> Result<Vec<Route>, Error> {
 fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buffer]) -> Result<(), Error> {
     let Some(first) = group.first() else { return Ok(()) };
     let expert = first.expert;
-    let factor = |id: Option<VectorId>| id.map_or(1.0, |id| backend.vectors[id.0 as usize].get(expert).copied().unwrap_or(1.0));
+    let factor = |id: Option<VectorId>| {
+        id.map_or(1.0, |id| backend.vectors[id.0 as usize].get(expert).copied().unwrap_or(1.0))
+    };
     let x = &backend.buffers[op.x.0 as usize];
     let input = &mut buffers[INPUT];
     input.set_rows(group.len())?;
@@ -145,7 +154,8 @@ fn multiply(
     }
     let [from, to] = buffers.get_disjoint_mut([from, to]).map_err(|_| Error::SameBuffer)?;
     to.reshape(from.rows(), width)?;
-    let activations = Activations::new(from.rows(), from.cols(), from.values(), int8.then_some(&from.quantized))?;
+    let activations =
+        Activations::new(from.rows(), from.cols(), from.values(), int8.then_some(&from.quantized))?;
     let epilogue = Epilogue { scale: factor, bias: None, accumulate: false };
     let product = Product { view: matrix.view(expert)?, out: to.output(), epilogue };
     product::run(&backend.pool, backend.kernels, mode, &activations, &[product])

@@ -31,7 +31,8 @@ pub(super) fn run(
     if pool.threads() == 1 {
         return products.iter().try_for_each(|product| part(product, 0..product.view.panels()));
     }
-    let bytes: usize = products.iter().map(|product| product.view.panels() * product.view.panel_bytes()).sum();
+    let bytes: usize =
+        products.iter().map(|product| product.view.panels() * product.view.panel_bytes()).sum();
     let share = bytes.div_ceil(pool.threads() * PARTS_PER_THREAD).max(1);
     let parts: Vec<(usize, Range<usize>)> = products
         .iter()
@@ -51,7 +52,8 @@ pub(super) fn run(
 /// See [`crate::backend::Backend::matmul`].
 pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
     let mode = backend.config.activations;
-    let int8 = jobs.iter().any(|job| MatmulKernels::reads_int8(backend.matrices[job.matrix.0 as usize].ty(), mode));
+    let int8 =
+        jobs.iter().any(|job| MatmulKernels::reads_int8(backend.matrices[job.matrix.0 as usize].ty(), mode));
     if int8 {
         backend.buffers[x.0 as usize].quantize(&backend.pool, backend.kernels)?;
     }

@@ -37,9 +37,13 @@ impl OutputText {
     /// Checks `stop` and prepares; the tokens that end the generation are those of `stop` and, unless it says
     /// otherwise, the model's own.
     pub fn new(tokenizer: Arc<Tokenizer>, stop: Stop) -> Result<Self, GenerateError> {
-        let refuse = |field: &str, reason: String| GenerateError::InvalidField { field: field.to_owned(), reason };
+        let refuse =
+            |field: &str, reason: String| GenerateError::InvalidField { field: field.to_owned(), reason };
         if stop.strings.len() > MAX_STOP_STRINGS {
-            return Err(refuse("stop", format!("{} strings, at most {MAX_STOP_STRINGS}", stop.strings.len())));
+            return Err(refuse(
+                "stop",
+                format!("{} strings, at most {MAX_STOP_STRINGS}", stop.strings.len()),
+            ));
         }
         if let Some(text) = stop.strings.iter().find(|text| text.is_empty() || text.len() > MAX_STOP_BYTES) {
             let reason = format!("a string of {} bytes, 1 to {MAX_STOP_BYTES} are accepted", text.len());
@@ -83,7 +87,10 @@ impl OutputText {
         if allowed && let Some((at, matched)) = self.earliest_stop() {
             self.held.truncate(at);
             let tail = std::mem::take(&mut self.held);
-            return (String::new(), Some(Ending { reason: FinishReason::Stop, matched: Some(matched), tail }));
+            return (
+                String::new(),
+                Some(Ending { reason: FinishReason::Stop, matched: Some(matched), tail }),
+            );
         }
         let certain = self.held.len() - self.possible_stop_bytes();
         let rest = self.held.split_off(certain);
@@ -102,7 +109,8 @@ impl OutputText {
     }
 
     fn earliest_stop(&self) -> Option<(usize, String)> {
-        let found = self.stop.strings.iter().filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at, stop)));
+        let found =
+            self.stop.strings.iter().filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at, stop)));
         found.min_by_key(|(at, _)| *at).map(|(at, stop)| (at, stop.clone()))
     }
 

@@ -74,7 +74,13 @@ fn a_draw_depends_on_seed_and_index_only() {
 
 #[test]
 fn penalties_and_bias_change_the_logits() {
-    let mut s = sampler(Sampling { repetition_penalty: 2.0, presence_penalty: 0.5, frequency_penalty: 0.25, logit_bias: vec![(0, 1.5)], ..params(0.0) });
+    let mut s = sampler(Sampling {
+        repetition_penalty: 2.0,
+        presence_penalty: 0.5,
+        frequency_penalty: 0.25,
+        logit_bias: vec![(0, 1.5)],
+        ..params(0.0)
+    });
     s.accept(4);
     s.accept(4);
     let mut row = [0.5, 2.0, -1.0, -1.0, 4.0];

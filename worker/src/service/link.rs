@@ -59,7 +59,12 @@ async fn register(
 }
 
 /// Reports load: regularly, and at once when the state of work changes by much.
-async fn report(node: &Node, api: &CoordinatorApiClient, engine: &EngineHandle, registered: &RegisteredV1) -> String {
+async fn report(
+    node: &Node,
+    api: &CoordinatorApiClient,
+    engine: &EngineHandle,
+    registered: &RegisteredV1,
+) -> String {
     let every = Duration::from_millis(registered.report_every_ms.clamp(20, 60_000));
     let mut tick = tokio::time::interval(every);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
