@@ -12,13 +12,14 @@ use crate::Error;
 use quinn::{RecvStream, SendStream};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
 
 /// Streams that were opened by the peer and wait for [`Connection::accept`].
 const INCOMING_BACKLOG: usize = 64;
 /// A stream must say what it is, and a request must be complete, within this time.
 const OPENING_LIMIT: Duration = Duration::from_secs(10);
+
 /// A stream that the peer has opened, ready to be served.
 #[derive(Debug)]
 pub enum Incoming {
@@ -46,8 +47,9 @@ pub(super) fn demultiplex(
     (tokio::spawn(accept_all(quic, local, peer, ready)), incoming)
 }
 
-/// Each stream is identified in its own task, so that a peer that
-/// opens one and says nothing holds up only that one; QUIC's stream limits bound the tasks.
+/// Each stream is identified in its own task, within [`OPENING_LIMIT`]; QUIC's stream limits bound the tasks.
+/// Bidirectional streams are handed on in the order in which the peer opened them: a coordinator's prediction
+/// of what is cached holds only if the request that computes a prefix arrives before those that wait for it.
 async fn accept_all(
     quic: quinn::Connection,
     local: Arc<Local>,
@@ -55,6 +57,8 @@ async fn accept_all(
     ready: mpsc::Sender<Incoming>,
 ) {
     let mut openings = JoinSet::new();
+    // Resolves when the stream before has been handed on or given up.
+    let mut before = None;
     loop {
         let (send, receive) = tokio::select! {
             stream = quic.accept_bi() => match stream {
@@ -68,12 +72,25 @@ async fn accept_all(
             Some(_) = openings.join_next() => continue,
         };
         let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
+        let (turn, handed_on) = match send.is_some() {
+            true => {
+                let (done, next) = oneshot::channel::<()>();
+                (before.replace(next), Some(done))
+            }
+            false => (None, None),
+        };
         openings.spawn(async move {
-            match within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await {
+            let opened = within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await;
+            if let Some(turn) = turn {
+                // An error means that the task before has ended.
+                let _ = turn.await;
+            }
+            match opened {
                 // Fails only when nobody will ever accept again.
                 Ok(incoming) => drop(ready.send(incoming).await),
                 Err(error) => tracing::debug!(%peer, %error, "stream not accepted"),
             }
+            drop(handed_on);
         });
     }
 }

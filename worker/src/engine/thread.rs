@@ -62,11 +62,15 @@ impl EngineHandle {
         Ok(Self { commands, shared, newest })
     }
 
-    /// Hands a request in; the answer is its id, or none if it was refused through its sink.
-    pub async fn submit(&self, request: EngineRequest) -> Result<Option<SeqId>, Error> {
+    /// Hands a request in at once, behind those handed in before. The answer is its id, or none if it was
+    /// refused through its sink.
+    pub fn submit(&self, request: EngineRequest) -> impl Future<Output = Result<Option<SeqId>, Error>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
-        self.commands.send(Command::Submit(request, reply)).map_err(|_| Error::EngineStopped)?;
-        answer.await.map_err(|_| Error::EngineStopped)
+        let sent = self.commands.send(Command::Submit(request, reply));
+        async move {
+            sent.map_err(|_| Error::EngineStopped)?;
+            answer.await.map_err(|_| Error::EngineStopped)
+        }
     }
 
     /// Forgets a request.

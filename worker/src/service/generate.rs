@@ -1,46 +1,65 @@
 //! One generation over QUIC: request in, frames out, cancelled when nobody reads any more.
 
 use super::Node;
+use crate::Error;
 use crate::engine::EngineRequest;
-use proto::message::{GenerateError, GenerateFrame, GenerateRequest, TokenOut, WorkerState};
-use proto::transport::GenerateCall;
+use crate::engine::thread::EngineHandle;
+use crate::scheduler::SeqId;
+use proto::message::{GenerateError, GenerateFrame, GenerateRequest, WorkerState};
+use proto::transport::{GenerateCall, GenerateReply};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// Tokens sent in one frame at most, when the coordinator reads slower than we generate.
 const TOKENS_PER_FRAME: usize = 256;
 
-/// Serves the call to its end.
-pub(super) async fn serve(node: &Node, call: GenerateCall) {
-    let GenerateCall { request, mut reply } = call;
+/// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
+pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
+    let GenerateCall { request, reply } = call;
     let GenerateRequest::V1(request) = request;
     let refusal = match node.state() {
         WorkerState::Draining => Some(GenerateError::Draining),
         _ if request.model != node.served.id => Some(GenerateError::ModelNotFound(request.model.clone())),
         _ => None,
     };
-    let (Some(engine), None) = (node.engine(), &refusal) else {
-        let error = refusal.unwrap_or(GenerateError::ModelNotFound(request.model));
-        // The coordinator may have gone; then nobody needs the answer.
-        let _ = reply.send(&GenerateFrame::Failed(error)).await;
-        return;
+    let submitted = match (node.engine(), refusal) {
+        (Some(engine), None) => {
+            // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
+            let (frames, inbox) = mpsc::unbounded_channel();
+            let sink = move |frame: GenerateFrame| frames.send(frame).is_ok();
+            let id = engine.submit(EngineRequest {
+                root: request.root,
+                prompt: request.prompt,
+                emitted: request.emitted,
+                sampling: request.sampling,
+                stop: request.stop,
+                deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
+                sink: Box::new(sink),
+            });
+            Ok((engine, id, inbox))
+        }
+        (_, refusal) => Err(refusal.unwrap_or(GenerateError::ModelNotFound(request.model))),
     };
-    // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
-    let (frames, mut inbox) = mpsc::unbounded_channel();
-    let sink = move |frame: GenerateFrame| frames.send(frame).is_ok();
-    let submitted = engine.submit(EngineRequest {
-        root: request.root,
-        prompt: request.prompt,
-        emitted: request.emitted,
-        sampling: request.sampling,
-        stop: request.stop,
-        deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
-        sink: Box::new(sink),
-    });
-    let Ok(id) = submitted.await else {
-        let _ = reply.send(&GenerateFrame::Failed(GenerateError::Internal)).await;
-        return;
-    };
+    async move {
+        match submitted {
+            Ok((engine, id, inbox)) => forward(&engine, id, inbox, reply).await,
+            Err(error) => refuse(reply, error).await,
+        }
+    }
+}
+
+async fn refuse(mut reply: GenerateReply, error: GenerateError) {
+    // The coordinator may have gone; then nobody needs the answer.
+    let _ = reply.send(&GenerateFrame::Failed(error)).await;
+}
+
+async fn forward(
+    engine: &EngineHandle,
+    id: impl Future<Output = Result<Option<SeqId>, Error>>,
+    mut inbox: mpsc::UnboundedReceiver<GenerateFrame>,
+    mut reply: GenerateReply,
+) {
+    let Ok(id) = id.await else { return refuse(reply, GenerateError::Internal).await };
     let cancelled = reply.cancelled();
     tokio::pin!(cancelled);
     let mut batch = Vec::new();
@@ -68,13 +87,9 @@ fn coalesce(frames: impl Iterator<Item = GenerateFrame>) -> Vec<GenerateFrame> {
     let mut joined: Vec<GenerateFrame> = Vec::new();
     for frame in frames {
         match (joined.last_mut(), frame) {
-            (Some(GenerateFrame::Tokens(before)), GenerateFrame::Tokens(tokens)) => extend(before, tokens),
+            (Some(GenerateFrame::Tokens(before)), GenerateFrame::Tokens(tokens)) => before.extend(tokens),
             (_, frame) => joined.push(frame),
         }
     }
     joined
-}
-
-fn extend(before: &mut Vec<TokenOut>, tokens: Vec<TokenOut>) {
-    before.extend(tokens);
 }

@@ -124,8 +124,7 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &EngineHandle)
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
-                let node = Arc::clone(node);
-                tokio::spawn(async move { generate::serve(&node, call).await });
+                tokio::spawn(generate::serve(node, call));
             }
             Ok(Incoming::WorkerRpc(rpc)) => {
                 tokio::spawn(rpc.serve(Api { node: Arc::clone(node), engine: engine.clone() }));
