@@ -124,11 +124,14 @@ impl Sampler {
         let inverse = 1.0 / f64::from(p.temperature);
         let weight = |logit: f32| (f64::from(logit - max) * inverse).exp();
         let floor = f64::from(p.min_p);
+        // Below exp(-50) of the best token a draw of 53 bits cannot tell the difference; most of a vocabulary is.
+        let cut = max - 50.0 * p.temperature;
         let mut kept: Vec<(u32, f64)> = logits
             .iter()
             .enumerate()
+            .filter(|&(_, &logit)| logit >= cut)
             .map(|(token, &logit)| (token as u32, weight(logit)))
-            .filter(|&(_, w)| w > 0.0 && w >= floor)
+            .filter(|&(_, w)| w >= floor)
             .collect();
         // Heaviest first, ties by token: the same order whatever the filters.
         let heavier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
