@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Prefill, decode at depth and batched decode of llama.cpp through its C API (package llama-cpp-python).
 
-The same tests as `kvasir bench`, the same JSON. Variants: default, weights not repacked, flash attention on or off.
+The same tests as `kvasir bench`, the same JSON. Variants: default, weights not repacked, flash attention on or
+off, one KV buffer for all sequences or one for each. Run it with the interpreter of the environment that
+`setup_peers.sh` makes.
 """
 import argparse
 import ctypes
 import json
-import os
 import statistics
 import sys
 import time
@@ -14,82 +15,97 @@ import time
 import llama_cpp as ll
 
 BATCH_DEPTH = 128
+BATCH = 2048
+UBATCH = 512
+WARM_UP_TOKENS = 64
+FLASH = {"auto": -1, "off": 0, "on": 1}
 
 
 def numbers(text):
     return [int(part) for part in text.split(",") if part]
 
 
-class Engine:
-    """One loaded model with one context."""
+class Model:
+    """Loaded weights."""
 
-    def __init__(self, path, threads, context, sequences, repack, flash, ubatch=512):
-        model = ll.llama_model_default_params()
-        model.n_gpu_layers = 0
-        if hasattr(model, "use_extra_bufts"):
-            model.use_extra_bufts = repack
-        self.model = ll.llama_model_load_from_file(path.encode(), model)
-        if not self.model:
+    def __init__(self, path, repack):
+        params = ll.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = repack
+        self.handle = ll.llama_model_load_from_file(path.encode(), params)
+        if not self.handle:
             sys.exit(f"llama.cpp cannot load {path}")
-        params = ll.llama_context_default_params()
-        params.n_ctx = context
-        params.n_batch = max(2048, sequences)
-        params.n_ubatch = ubatch
-        params.n_seq_max = sequences
-        params.n_threads = params.n_threads_batch = threads
-        if hasattr(params, "flash_attn_type"):
-            params.flash_attn_type = 1 if flash else 0
-        else:
-            params.flash_attn = flash
-        self.context = ll.llama_init_from_model(self.model, params)
-        if not self.context:
-            sys.exit("llama.cpp cannot create a context")
-        self.vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.model))
-        self.batch = ll.llama_batch_init(max(2048, sequences), 0, 1)
+        self.vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.handle))
 
-    def close(self):
+
+class Context:
+    """A KV cache of as many sequences as a test needs: with room for more, every test would pay for the widest."""
+
+    def __init__(self, model, args, sequences, tokens):
+        self.model = model
+        params = ll.llama_context_default_params()
+        # A separate buffer per sequence is n_ctx / sequences long, in units of 256.
+        room = (tokens + 255) // 256 * 256
+        params.n_ctx = room * sequences
+        params.n_batch = BATCH
+        params.n_ubatch = UBATCH
+        params.n_seq_max = sequences
+        params.n_threads = params.n_threads_batch = args.threads
+        params.flash_attn_type = FLASH[args.flash]
+        params.kv_unified = args.unified or sequences == 1
+        # Sliding layers keep their window only, as llama-server has it.
+        params.swa_full = False
+        self.handle = ll.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            sys.exit("llama.cpp cannot create a context")
+        self.memory = ll.llama_get_memory(self.handle)
+        self.batch = ll.llama_batch_init(BATCH, 0, 1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         ll.llama_batch_free(self.batch)
-        ll.llama_free(self.context)
-        ll.llama_model_free(self.model)
+        ll.llama_free(self.handle)
 
     def forget(self):
-        ll.llama_memory_clear(ll.llama_get_memory(self.context), False)
+        ll.llama_memory_clear(self.memory, False)
 
     def trim(self, position):
-        memory = ll.llama_get_memory(self.context)
-        ll.llama_memory_seq_rm(memory, -1, position, -1)
+        ll.llama_memory_seq_rm(self.memory, -1, position, -1)
 
     def run(self, rows):
-        """rows: (sequence, position, wants logits)"""
+        """rows: (sequence, position, wants logits). Returns the seconds of the computation alone."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (sequence, position, logits) in enumerate(rows):
-            batch.token[i] = (i * 7919 + position * 13 + 11) % self.vocab
+            batch.token[i] = (i * 7919 + position * 13 + 11) % self.model.vocab
             batch.pos[i] = position
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = sequence
             batch.logits[i] = logits
-        code = ll.llama_decode(self.context, batch)
+        start = time.perf_counter()
+        code = ll.llama_decode(self.handle, batch)
+        ll.llama_synchronize(self.handle)
+        took = time.perf_counter() - start
         if code != 0:
             sys.exit(f"llama_decode answered {code}")
+        return took
 
-    def prefill(self, sequences, tokens):
-        for sequence in range(sequences):
-            for start in range(0, tokens, 2048):
-                end = min(tokens, start + 2048)
-                self.run([(sequence, p, p == tokens - 1) for p in range(start, end)])
+    def prefill(self, sequence, tokens):
+        took = 0.0
+        for start in range(0, tokens, BATCH):
+            end = min(tokens, start + BATCH)
+            took += self.run([(sequence, p, p == tokens - 1) for p in range(start, end)])
+        return took
 
-    def argmax(self, row):
-        logits = ll.llama_get_logits_ith(self.context, row)
-        values = (ctypes.c_float * self.vocab).from_address(ctypes.addressof(logits.contents))
-        return values[0]
+    def decode(self, sequences, position, steps):
+        """Without the choice of the token, which Kvasir's figure contains."""
+        return sum(self.run([(s, position + step, True) for s in range(sequences)]) for step in range(steps))
 
 
 def measure(args):
-    depth = max(args.depth) + args.decode
-    widest = max([1] + args.batch)
-    context = max(max(args.prefill, default=1), depth, widest * (BATCH_DEPTH + args.decode)) + 64
-    engine = Engine(args.model, args.threads, context, widest, not args.no_repack, args.flash)
+    model = Model(args.model, not args.no_repack)
     rows = []
 
     def add(test, tokens, batch, rates):
@@ -98,35 +114,29 @@ def measure(args):
                      "spread": (max(rates) - min(rates)) / middle})
 
     for tokens in args.prefill:
-        rates = []
-        for turn in range(args.repeat + 1):
-            engine.forget()
-            start = time.perf_counter()
-            engine.prefill(1, tokens)
-            engine.argmax(-1)
-            if turn:
-                rates.append(tokens / (time.perf_counter() - start))
+        with Context(model, args, 1, tokens) as context:
+            context.prefill(0, min(tokens, WARM_UP_TOKENS))
+            rates = []
+            for _ in range(args.repeat):
+                context.forget()
+                rates.append(tokens / context.prefill(0, tokens))
         add("prefill", tokens, 1, rates)
-    tests = [("decode", d, 1) for d in args.depth] + [("batch", BATCH_DEPTH, b) for b in args.batch]
-    for test, tokens, batch in tests if args.decode else []:
-        engine.forget()
-        engine.prefill(batch, tokens) if tokens else None
-        rates = []
-        for turn in range(args.repeat + 1):
-            engine.trim(tokens)
-            start = time.perf_counter()
-            for step in range(args.decode):
-                engine.run([(sequence, tokens + step, True) for sequence in range(batch)])
-                engine.argmax(-1)
-            if turn:
-                rates.append(args.decode * batch / (time.perf_counter() - start))
-        add(test, tokens, batch, rates)
-    engine.close()
+    tests = [("decode", depth, 1) for depth in args.depth] + [("batch", BATCH_DEPTH, b) for b in args.batch]
+    for test, depth, batch in tests if args.decode else []:
+        with Context(model, args, batch, depth + args.decode) as context:
+            for sequence in range(batch):
+                context.prefill(sequence, depth)
+            context.decode(batch, depth, min(args.decode, 4))
+            rates = []
+            for _ in range(args.repeat):
+                context.trim(depth)
+                rates.append(args.decode * batch / context.decode(batch, depth, args.decode))
+        add(test, depth, batch, rates)
     print(json.dumps({"model": args.model, "threads": args.threads, "version": ll.__version__, "rows": rows}))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("-p", "--prefill", type=numbers, default=[512, 2048])
     parser.add_argument("-n", "--decode", type=int, default=128)
@@ -135,12 +145,12 @@ def main():
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("-r", "--repeat", type=int, default=3)
     parser.add_argument("--no-repack", action="store_true")
-    parser.add_argument("--flash", action="store_true")
+    parser.add_argument("--flash", choices=FLASH, default="auto")
+    parser.add_argument("--unified", action="store_true", help="batched decode from one KV buffer")
     args = parser.parse_args()
     # The library talks on stdout and stderr; the report is the only thing a caller should read.
     quiet = ll.llama_log_callback(lambda level, text, data: None)
     ll.llama_log_set(quiet, ctypes.c_void_p(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     measure(args)
 
 

@@ -96,7 +96,7 @@ struct Bench {
 }
 
 /// A step and its buffers.
-struct Step<'a> {
+struct Step {
     plan: StepPlan,
     q: Vec<f32>,
     out: Vec<f32>,
@@ -104,18 +104,13 @@ struct Step<'a> {
 }
 
 impl Bench {
-    fn step<'a>(
-        &self,
-        shape: AttentionShape,
-        rows: &[QueryRow],
-        placements: &'a [Placement<'a>],
-    ) -> Step<'a> {
+    fn step<'a>(&self, shape: AttentionShape, rows: &[QueryRow], placements: &'a [Placement<'a>]) -> Step {
         let plan = StepPlan::new(shape, rows, placements, self.pool.threads()).expect("a plan");
         let len = rows.len() * shape.heads * shape.layout.head_dim();
         Step { plan, q: vec![0.01; len], out: vec![0.0; len], scratch: AttentionScratch::default() }
     }
 
-    fn run(&self, step: &mut Step<'_>, arena: &ArenaView<'_>, layer_offset: usize) {
+    fn run(&self, step: &mut Step, arena: &ArenaView<'_>, layer_offset: usize) {
         let call = AttentionCall { arena, layer_offset, scale: 0.1, softcap: None, sinks: None };
         attention(&self.pool, self.isa, &step.plan, &call, &step.q, &mut step.out, &mut step.scratch)
             .expect("attention");

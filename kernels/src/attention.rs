@@ -156,7 +156,7 @@ pub fn attention(
 }
 
 /// Item and key/value head of a piece of work: every item once for every head.
-fn item_at<'a>(plan: &'a StepPlan, index: usize) -> Option<(&'a Item, usize)> {
+fn item_at(plan: &StepPlan, index: usize) -> Option<(&Item, usize)> {
     let kv_heads = plan.shape().layout.kv_heads();
     plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
 }

@@ -473,7 +473,7 @@ impl Backend for CpuBackend {
 
     fn write_rows(&mut self, x: BufferId, values: &[f32]) -> Result<(), Error> {
         let x = &mut self.buffers[x.0 as usize];
-        if values.len() % x.cols() != 0 {
+        if !values.len().is_multiple_of(x.cols()) {
             return Err(Error::Length { what: "rows to write", expected: x.cols(), found: values.len() });
         }
         x.set_rows(values.len() / x.cols())?;

@@ -238,21 +238,21 @@ fn feed_forward(
             backend.gate(b.gate, b.up, *activation)?;
             backend.matmul(b.gate, &[job(down, out, direct)])?;
         }
-        FfnWeights::Moe { router, spec, gate_up, down, down_scale, activation } => {
-            backend.matmul(input, &[job(router, b.router, false)])?;
+        FfnWeights::Moe(moe) => {
+            backend.matmul(input, &[job(&moe.router, b.router, false)])?;
             backend.moe(&MoeOp {
                 x: input,
                 router: b.router,
                 out,
                 accumulate: direct,
                 scale: 1.0,
-                used: spec.used,
-                renormalise: spec.renormalise,
-                gate_up: *gate_up,
-                down: *down,
-                down_scale: *down_scale,
-                ff: spec.expert_ff,
-                activation: *activation,
+                used: moe.spec.used,
+                renormalise: moe.spec.renormalise,
+                gate_up: moe.gate_up,
+                down: moe.down,
+                down_scale: moe.down_scale,
+                ff: moe.spec.expert_ff,
+                activation: moe.activation,
             })?;
         }
     }

@@ -58,20 +58,19 @@ pub(crate) struct AttentionWeights {
 /// FFN weights of a layer.
 #[derive(Debug)]
 pub(crate) enum FfnWeights {
-    Dense {
-        gate: Linear,
-        up: Linear,
-        down: Linear,
-        activation: GateActivation,
-    },
-    Moe {
-        router: Linear,
-        spec: MoeSpec,
-        gate_up: ExpertGateUp,
-        down: MatrixId,
-        down_scale: Option<VectorId>,
-        activation: GateActivation,
-    },
+    Dense { gate: Linear, up: Linear, down: Linear, activation: GateActivation },
+    Moe(Box<MoeWeights>),
+}
+
+/// Weights of a mixture of experts.
+#[derive(Debug)]
+pub(crate) struct MoeWeights {
+    pub(crate) router: Linear,
+    pub(crate) spec: MoeSpec,
+    pub(crate) gate_up: ExpertGateUp,
+    pub(crate) down: MatrixId,
+    pub(crate) down_scale: Option<VectorId>,
+    pub(crate) activation: GateActivation,
 }
 
 /// Weights of one layer.
@@ -200,14 +199,14 @@ impl<'a> Loader<'a> {
                         scale: self.optional_vector(linear.scale.as_deref(), moe.experts)?,
                     },
                 };
-                Ok(FfnWeights::Moe {
+                Ok(FfnWeights::Moe(Box::new(MoeWeights {
                     router: self.linear(&moe.router)?,
                     gate_up,
                     down: self.experts(&moe.down, moe)?,
                     down_scale: self.optional_vector(moe.down.scale.as_deref(), moe.experts)?,
                     activation: gate_activation(moe.activation),
                     spec: moe.clone(),
-                })
+                })))
             }
         }
     }

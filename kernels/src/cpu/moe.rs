@@ -103,6 +103,7 @@ fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buff
     let factor = |id: Option<VectorId>| {
         id.map_or(1.0, |id| backend.vectors[id.0 as usize].get(expert).copied().unwrap_or(1.0))
     };
+    let of = |matrix, scale, width| ExpertMatrix { matrix, expert, factor: factor(scale), width };
     let x = &backend.buffers[op.x.0 as usize];
     let input = &mut buffers[INPUT];
     input.set_rows(group.len())?;
@@ -113,11 +114,11 @@ fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buff
     let ff = op.ff;
     match op.gate_up {
         ExpertGateUp::Separate { gate, up, gate_scale, up_scale } => {
-            multiply(backend, buffers, INPUT, GATE, gate, expert, factor(gate_scale), ff)?;
-            multiply(backend, buffers, INPUT, UP, up, expert, factor(up_scale), ff)?;
+            multiply(backend, buffers, INPUT, GATE, of(gate, gate_scale, ff))?;
+            multiply(backend, buffers, INPUT, UP, of(up, up_scale, ff))?;
         }
         ExpertGateUp::Fused { gate_up, scale } => {
-            multiply(backend, buffers, INPUT, GATE, gate_up, expert, factor(scale), 2 * ff)?;
+            multiply(backend, buffers, INPUT, GATE, of(gate_up, scale, 2 * ff))?;
             split(buffers, ff)?;
         }
     }
@@ -125,7 +126,7 @@ fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buff
     let activation = gate_activation(op.activation);
     ops::gate_in_place(&backend.pool, backend.config.rows, activation, gate.values_mut(), up.values())?;
     let out_width = buffers[DOWN].cols();
-    multiply(backend, buffers, GATE, DOWN, op.down, expert, factor(op.down_scale), out_width)?;
+    multiply(backend, buffers, GATE, DOWN, of(op.down, op.down_scale, out_width))?;
     let [down, slots] = buffers.get_disjoint_mut([DOWN, SLOTS]).map_err(|_| Error::SameBuffer)?;
     let slot_values = slots.values_mut();
     for (index, route) in group.iter().enumerate() {
@@ -135,16 +136,22 @@ fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buff
     Ok(())
 }
 
+/// One expert's matrix and the factor of its product.
+struct ExpertMatrix {
+    matrix: MatrixId,
+    expert: usize,
+    factor: f32,
+    /// Values per row of the product.
+    width: usize,
+}
+
 /// `buffers[to] = factor * (matrix of the expert) buffers[from]`.
 fn multiply(
     backend: &CpuBackend,
     buffers: &mut [Buffer],
     from: usize,
     to: usize,
-    matrix: MatrixId,
-    expert: usize,
-    factor: f32,
-    width: usize,
+    ExpertMatrix { matrix, expert, factor, width }: ExpertMatrix,
 ) -> Result<(), Error> {
     let mode = backend.config.activations;
     let matrix = &backend.matrices[matrix.0 as usize];

@@ -87,6 +87,8 @@ impl MatmulKernels {
         let set = match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => &super::avx512::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &super::avx2::KERNELS,
             _ => &scalar::KERNELS,
         };
         Ok(Self { isa, set })

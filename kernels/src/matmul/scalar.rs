@@ -52,30 +52,42 @@ pub(super) fn fold(
     a: &QuantizedBlock,
     acc: &mut Lanes<f32>,
 ) {
-    let [s0, s1] = a.minus_half_sums.map(|sum| -i32::from(sum));
-    for (r, acc) in acc.iter_mut().enumerate() {
-        let (i0, i1) = (sums[0][r], sums[1][r]);
-        let by_factor = || (block.factor[0][r] * i0 + block.factor[1][r] * i1) as f32;
-        match scheme.scaling {
-            Scaling::F16 | Scaling::E8m0 | Scaling::Super => {
-                *acc = ((i0 + i1) as f32).mul_add(block.scale[0][r] * a.scale, *acc);
-            }
-            Scaling::F16Min | Scaling::SuperMin => {
-                *acc = ((i0 + i1) as f32).mul_add(block.scale[0][r] * a.scale, *acc);
-                *acc = block.added[0][r].mul_add(a.scaled_sum, *acc);
-            }
-            Scaling::Sixteenths => *acc = by_factor().mul_add(block.d[r] * a.scale, *acc),
-            Scaling::SixteenthsMin => {
-                *acc = by_factor().mul_add(block.d[r] * a.scale, *acc);
-                let mins = (block.min_factor[0][r] * s0 + block.min_factor[1][r] * s1) as f32;
-                *acc = mins.mul_add(block.minus_dmin[r] * a.scale, *acc);
-            }
-            Scaling::Ue4m3 => {
-                *acc = (i0 as f32).mul_add(block.scale[0][r] * a.scale, *acc);
-                *acc = (i1 as f32).mul_add(block.scale[1][r] * a.scale, *acc);
+    let [first, second] = sums;
+    match scheme.scaling {
+        Scaling::F16 | Scaling::E8m0 | Scaling::Super => {
+            add_scaled(acc, |r| first[r] + second[r], &block.scale[0], a.scale);
+        }
+        Scaling::F16Min | Scaling::SuperMin => {
+            add_scaled(acc, |r| first[r] + second[r], &block.scale[0], a.scale);
+            for (acc, min) in acc.iter_mut().zip(&block.added[0]) {
+                *acc = min.mul_add(a.scaled_sum, *acc);
             }
         }
+        Scaling::Sixteenths => add_scaled(acc, by_factors(&block.factor, sums), &block.d, a.scale),
+        Scaling::SixteenthsMin => {
+            add_scaled(acc, by_factors(&block.factor, sums), &block.d, a.scale);
+            let quants = a.minus_half_sums.map(|sum| [-i32::from(sum); PANEL_ROWS]);
+            add_scaled(acc, by_factors(&block.min_factor, &quants), &block.minus_dmin, a.scale);
+        }
+        Scaling::Ue4m3 => {
+            add_scaled(acc, |r| first[r], &block.scale[0], a.scale);
+            add_scaled(acc, |r| second[r], &block.scale[1], a.scale);
+        }
     }
+}
+
+/// `acc = fma(sum, scale * da, acc)` in every lane.
+#[inline(always)]
+fn add_scaled(acc: &mut Lanes<f32>, sum: impl Fn(usize) -> i32, scale: &Lanes<f32>, da: f32) {
+    for (r, acc) in acc.iter_mut().enumerate() {
+        *acc = (sum(r) as f32).mul_add(scale[r] * da, *acc);
+    }
+}
+
+/// Each half's sum times its factor.
+#[inline(always)]
+fn by_factors(factors: &[Lanes<i32>; 2], sums: &[Lanes<i32>; 2]) -> impl Fn(usize) -> i32 {
+    |r| factors[0][r] * sums[0][r] + factors[1][r] * sums[1][r]
 }
 
 /// # Safety
@@ -119,6 +131,11 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
 /// # Safety
 /// None beyond [`KernelSet`]'s.
 unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
+    quantize_row(src, out);
+}
+
+#[inline(always)]
+pub(super) fn quantize_row(src: &[f32], out: &mut [QuantizedBlock]) {
     for (values, out) in src.chunks(BLOCK).zip(out) {
         let mut padded = [0.0; BLOCK];
         padded[..values.len()].copy_from_slice(values);
@@ -129,7 +146,8 @@ unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
 /// Blocks whose largest magnitude is below this become zero: the reciprocal of their scale would overflow.
 pub(super) const SMALLEST: f32 = 1e-36;
 
-pub(super) fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
+#[inline(always)]
+fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
     // Magnitudes compare as integers, and anything not finite compares above all finite values.
     let largest = values.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
     let largest = f32::from_bits(largest);

@@ -80,7 +80,8 @@ async fn accept_all(
             false => (None, None),
         };
         openings.spawn(async move {
-            let opened = within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await;
+            let opened =
+                within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await;
             if let Some(turn) = turn {
                 // An error means that the task before has ended.
                 let _ = turn.await;

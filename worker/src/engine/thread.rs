@@ -20,7 +20,7 @@ pub const EXIT_BROKEN: i32 = 71;
 const WATCH_EVERY: Duration = Duration::from_millis(250);
 
 enum Command {
-    Submit(EngineRequest, oneshot::Sender<Option<SeqId>>),
+    Submit(Box<EngineRequest>, oneshot::Sender<Option<SeqId>>),
     Cancel(SeqId),
     Stop,
 }
@@ -64,9 +64,12 @@ impl EngineHandle {
 
     /// Hands a request in at once, behind those handed in before. The answer is its id, or none if it was
     /// refused through its sink.
-    pub fn submit(&self, request: EngineRequest) -> impl Future<Output = Result<Option<SeqId>, Error>> + Send + use<> {
+    pub fn submit(
+        &self,
+        request: EngineRequest,
+    ) -> impl Future<Output = Result<Option<SeqId>, Error>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
-        let sent = self.commands.send(Command::Submit(request, reply));
+        let sent = self.commands.send(Command::Submit(Box::new(request), reply));
         async move {
             sent.map_err(|_| Error::EngineStopped)?;
             answer.await.map_err(|_| Error::EngineStopped)
@@ -172,7 +175,7 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
 fn obey(engine: &mut Engine, command: Command) -> bool {
     match command {
         Command::Submit(request, reply) => {
-            let id = engine.submit(Instant::now(), request);
+            let id = engine.submit(Instant::now(), *request);
             // A caller that has gone away has dropped the sink too: the next frame finds nobody.
             let _ = reply.send(id);
         }

@@ -160,7 +160,10 @@ impl Scheduler {
             }
         }
         self.cache.commit(&mut sequence.cache, &sequence.units, &sequence.tokens, from + room, draft.step);
-        if end > first && sequence.cache.shares() {
+        if !sequence.cache.shares() {
+            // A unit that could not be named: nobody can wait for this sequence any more.
+            self.planned.withdraw(slot, sequence.units.get(first..).unwrap_or_default());
+        } else if end > first {
             self.planned.withdraw(slot, &sequence.units[first..end]);
             sequence.committed_in = draft.step;
         }

@@ -196,6 +196,7 @@ impl Sim {
 
     fn compute(&mut self, plan: &StepPlan, tables: &[Vec<BlockTable>]) {
         assert!(!plan.tokens.is_empty() && plan.tokens.len() == plan.positions.len());
+        assert!(plan.tokens.len() <= self.scheduler.config.max_batch_tokens as usize);
         for copy in &plan.copies {
             let src = self.memory.block(&self.spec, copy.group, copy.src).clone();
             let dst = self.memory.block(&self.spec, copy.group, copy.dst);

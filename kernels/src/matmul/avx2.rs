@@ -1,0 +1,181 @@
+//! AVX2 kernels: blocks are unpacked by the portable code, compiled for AVX2; the products are intrinsics on
+//! two vectors of eight rows.
+#![allow(unsafe_code)]
+
+use super::PANEL_ROWS;
+use super::activations::{BLOCK, QuantizedBlock};
+use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
+use super::layout::{Block, Lanes, Layout, panel_bytes};
+use super::scalar::{fold, quantize_row};
+use crate::quant::{GgmlType, Scheme};
+use std::arch::x86_64::{
+    __m256, __m256i, _mm_loadu_si128, _mm256_abs_epi8, _mm256_add_epi32, _mm256_castsi256_ps,
+    _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
+    _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_sign_epi8, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_storeu_si256,
+    _mm256_xor_si256,
+};
+
+pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
+
+/// Rows in a vector.
+const HALF_PANEL: usize = PANEL_ROWS / 2;
+
+/// # Safety
+/// See [`KernelSet`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
+    let Some(scheme) = Scheme::of(call.ty) else { return };
+    let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
+    // SAFETY: the caller's contract.
+    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
+    let mut block = Block::EMPTY;
+    for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
+        block.unpack(&scheme, packed);
+        for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
+            // SAFETY: the caller's contract.
+            let a = unsafe { &*call.activations.add(token * call.stride + index) };
+            let sums = [half_sums(&block, &scheme, 0, a), half_sums(&block, &scheme, 1, a)];
+            fold(&block, &scheme, &sums, a, acc);
+        }
+    }
+}
+
+/// `sum of level * quant` over one half of a block, per row.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn half_sums(block: &Block, scheme: &Scheme, half: usize, a: &QuantizedBlock) -> Lanes<i32> {
+    // Codes of up to 8 bits have an offset of 128. Their levels are signed bytes, and pairs of products of
+    // magnitudes stay within i16 (2 * 128 * 127); smaller codes (at most 63) do as they are.
+    let wide = scheme.offset == 128;
+    let start = if wide { 0 } else { scheme.offset * i32::from(a.minus_half_sums[half]) };
+    let mut sums = [_mm256_set1_epi32(start); 2];
+    let (quads, _) = a.quants[16 * half..].as_chunks::<4>();
+    for (codes, quants) in block.codes[4 * half..][..4].iter().zip(quads) {
+        let quants = _mm256_set1_epi32(i32::from_ne_bytes(quants.map(i8::cast_unsigned)));
+        for (sum, codes) in sums.iter_mut().zip(codes.as_chunks::<HALF_PANEL>().0) {
+            // SAFETY: eight rows of four codes are 32 bytes.
+            let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast::<__m256i>()) };
+            let pairs = if wide {
+                let levels = _mm256_xor_si256(codes, _mm256_set1_epi8(i8::MIN));
+                _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(quants, levels))
+            } else {
+                _mm256_maddubs_epi16(codes, quants)
+            };
+            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    }
+    let mut lanes = [0; PANEL_ROWS];
+    for (lanes, sum) in lanes.as_chunks_mut::<HALF_PANEL>().0.iter_mut().zip(sums) {
+        // SAFETY: eight i32 are 32 bytes.
+        unsafe { _mm256_storeu_si256(lanes.as_mut_ptr().cast(), sum) };
+    }
+    lanes
+}
+
+/// The f32 weights of up to 32 columns.
+type Columns = [Lanes<f32>; BLOCK];
+
+/// # Safety
+/// See [`KernelSet`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn f32(call: &F32Call, tile: &mut Tile) {
+    let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
+    // SAFETY: the caller's contract.
+    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    let mut sums = [[[0.0; PANEL_ROWS]; TILE_TOKENS]; 2];
+    let mut columns: Columns = [[0.0; PANEL_ROWS]; BLOCK];
+    // SAFETY: the caller's contract.
+    let activations = unsafe { std::slice::from_raw_parts(call.activations, call.tokens * call.cols) };
+    let mut accumulate = |first: usize, columns: &Columns| {
+        for (token, a) in activations.chunks_exact(call.cols).enumerate() {
+            let a = &a[first..call.cols.min(first + BLOCK)];
+            let [even, odd] = &mut sums;
+            add_columns(&mut even[token], &mut odd[token], columns, a);
+        }
+    };
+    if let Some(scheme) = Scheme::of(call.ty) {
+        let mut block = Block::EMPTY;
+        for (index, packed) in Layout::of(&scheme).blocks(panel, call.cols / BLOCK).enumerate() {
+            block.unpack(&scheme, packed);
+            for (k, column) in columns.iter_mut().enumerate() {
+                *column = std::array::from_fn(|r| block.weight(&scheme, k, r));
+            }
+            accumulate(index * BLOCK, &columns);
+        }
+    } else {
+        let lanes_bytes = PANEL_ROWS * call.ty.block_bytes();
+        for (index, values) in panel[..call.cols * lanes_bytes].chunks(BLOCK * lanes_bytes).enumerate() {
+            for (column, values) in columns.iter_mut().zip(values.chunks_exact(lanes_bytes)) {
+                *column = plain_lanes(call.ty, values);
+            }
+            accumulate(index * BLOCK, &columns);
+        }
+    }
+    let [even, odd] = &sums;
+    for (lanes, (even, odd)) in tile.0[..call.tokens].iter_mut().zip(even.iter().zip(odd)) {
+        *lanes = std::array::from_fn(|r| even[r] + odd[r]);
+    }
+}
+
+/// Adds `a.len()` columns, the first one even, to one token's sums.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_columns(even: &mut Lanes<f32>, odd: &mut Lanes<f32>, columns: &Columns, a: &[f32]) {
+    let mut sums = [load(even), load(odd)];
+    for (k, (column, &a)) in columns.iter().zip(a).enumerate() {
+        let (column, sum) = (load(column), &mut sums[k % 2]);
+        for (sum, weights) in sum.iter_mut().zip(column) {
+            *sum = _mm256_fmadd_ps(weights, _mm256_set1_ps(a), *sum);
+        }
+    }
+    store(sums[0], even);
+    store(sums[1], odd);
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load(lanes: &Lanes<f32>) -> [__m256; 2] {
+    // SAFETY: two vectors of eight are the sixteen lanes.
+    unsafe { [_mm256_loadu_ps(lanes.as_ptr()), _mm256_loadu_ps(lanes.as_ptr().add(HALF_PANEL))] }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn store(vectors: [__m256; 2], lanes: &mut Lanes<f32>) {
+    for (lanes, vector) in lanes.as_chunks_mut::<HALF_PANEL>().0.iter_mut().zip(vectors) {
+        // SAFETY: eight lanes.
+        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), vector) };
+    }
+}
+
+/// One column of a plain float format.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn plain_lanes(ty: GgmlType, bytes: &[u8]) -> Lanes<f32> {
+    let mut lanes = [0.0; PANEL_ROWS];
+    let values = bytes.chunks_exact(HALF_PANEL * ty.block_bytes());
+    for (lanes, values) in lanes.as_chunks_mut::<HALF_PANEL>().0.iter_mut().zip(values) {
+        // SAFETY: `values` is eight values of the format: 16 bytes, or 32 of f32; `lanes` is eight f32.
+        unsafe {
+            let vector = match ty {
+                GgmlType::F16 => _mm256_cvtph_ps(_mm_loadu_si128(values.as_ptr().cast())),
+                GgmlType::BF16 => {
+                    let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(values.as_ptr().cast()));
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+                }
+                _ => _mm256_loadu_ps(values.as_ptr().cast()),
+            };
+            _mm256_storeu_ps(lanes.as_mut_ptr(), vector);
+        }
+    }
+    lanes
+}
+
+/// # Safety
+/// See [`KernelSet`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
+    quantize_row(src, out);
+}
