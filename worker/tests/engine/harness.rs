@@ -1,6 +1,6 @@
 //! Models, prompts, and a sink that keeps everything it hears.
 
-use kernels::backend::{ActivationMode, KvType};
+use kernels::backend::{ActivationMode, Backend, KvType};
 use kvasir_worker::Error;
 use kvasir_worker::engine::{Engine, EngineRequest, Sink, StepOutcome};
 use kvasir_worker::load::{self, EngineOptions};
@@ -43,6 +43,11 @@ pub(crate) fn options(model: &str) -> EngineOptions {
 /// Loads an engine on the CPU.
 pub(crate) fn open(model: &str, options: &EngineOptions) -> Engine {
     load::open(&path(model), options, &mut |_, _| {}).unwrap().engine
+}
+
+/// Loads an engine on a device.
+pub(crate) fn open_on(model: &str, options: &EngineOptions, device: Box<dyn Backend>) -> Engine {
+    load::open_on(&path(model), options, device, &mut |_, _| {}).unwrap().engine
 }
 
 /// `options` with an arena that holds one sequence of `tokens`, and little more.
