@@ -7,6 +7,8 @@ import pathlib
 import statistics
 import sys
 
+# Above this share of the machine used by others, a row is no evidence.
+DISTURBED = 0.05
 COLUMNS = ["model", "threads", "section", "row", "unit", "engine", "variant", "median", "spread", "rounds", "best",
            "kvasir_over_this", "bandwidth_gbs", "bandwidth_share", "sent", "computed", "ttft_p50", "ttft_max", "others_cpu",
            "stolen_cpu"]
@@ -81,6 +83,12 @@ def verdict(kvasir, peer, sign, goal):
     return "yes" if (found >= goal if sign == ">=" else found <= goal) else "NO"
 
 
+def others(contenders):
+    """CPU use of everybody else at worst, marked where it spoils the row."""
+    worst = max(contender.of("others_cpu") for contender in contenders)
+    return f"{worst:.0%}{' !' if worst > DISTURBED else ''}"
+
+
 def number(value, digits=1):
     return "" if value is None else f"{value:,.{digits}f}"
 
@@ -130,7 +138,7 @@ def engine_lines(table):
         yield "| " + " | ".join([
             model, str(threads), label, number(kvasir.median if kvasir else None), cell(peer, kvasir), met,
             "" if share is None else f"{share:.0%}", number(any_one.of("bandwidth_gbs")),
-            f"{max(c.of('others_cpu') for c in contenders):.0%}"]) + " |"
+            others(contenders)]) + " |"
 
 
 def http_lines(table, section):
@@ -149,7 +157,7 @@ def http_lines(table, section):
         yield "| " + " | ".join([
             model, str(threads), label, number(kvasir.median if kvasir else None, 2), *[cell(p, kvasir) for p in peers], met,
             sent + ", ".join(tokens) if section == "burst" else "", number((kvasir or contenders[0]).of("bandwidth_gbs")),
-            f"{max(c.of('others_cpu') for c in contenders):.0%}"]) + " |"
+            others(contenders)]) + " |"
 
 
 def write(out):

@@ -1,6 +1,8 @@
 //! The models that the API offers: what of a model file the coordinator needs, which is text in and out.
 
+use model::catalog;
 use model::chat_template::ChatTemplate;
+use model::sampling::SamplingDefaults;
 use model::{Gguf, Tokenizer};
 use proto::ids::ModelId;
 use serde::{Deserialize, Serialize};
@@ -43,6 +45,8 @@ pub struct OfferedModel {
     pub tokenizer: Tokenizer,
     /// Makes a prompt of a chat; none if the file has no template.
     pub template: Option<ChatTemplate>,
+    /// How it is drawn from where a request does not say.
+    pub sampling: SamplingDefaults,
 }
 
 impl OfferedModel {
@@ -79,7 +83,9 @@ impl Models {
                 tracing::warn!(model = %id, %error, "no chat: the template cannot be used");
                 None
             });
-            models.push(Arc::new(OfferedModel { id: id.clone(), tokenizer, template }));
+            let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
+            let sampling = known.or_file(gguf.metadata()).map_err(file)?;
+            models.push(Arc::new(OfferedModel { id: id.clone(), tokenizer, template, sampling }));
         }
         Ok(Self(models))
     }

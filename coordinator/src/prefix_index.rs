@@ -2,7 +2,9 @@
 //! router. Pure state: no clock, no I/O.
 //!
 //! What must stay true:
-//! - A lookup counts *leading* units only; a hole ends a worker's run even if later units are held.
+//! - A unit's id commits to everything before it, and a worker announces a unit only while a lookup that ends
+//!   there would be served by every cache group. So the deepest unit held decides, not the first one missing:
+//!   a sliding window keeps its tail and forgets what came before.
 //! - What a worker says replaces what was assumed: a reserved unit counts until its `Stored` arrives, then
 //!   only the worker's own events count.
 //! - A wrong entry costs speed, never content: workers compare tokens on a hit.
@@ -27,14 +29,14 @@ use std::sync::Arc;
 use std::time::Instant;
 use stream::Stream;
 
-/// For one chain of units, how many leading ones each worker holds or is about to hold.
+/// For one chain of units, up to which one each worker can serve it, or is about to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overlap {
     units: [u32; MAX_SLOTS],
 }
 
 impl Overlap {
-    /// Leading units at the worker in `slot`.
+    /// Leading units that the worker in `slot` can serve.
     pub fn units(&self, slot: Slot) -> u32 {
         self.units[slot.index()]
     }
@@ -138,23 +140,16 @@ impl PrefixIndex {
         }
     }
 
-    /// How many leading units of `chain` each worker holds or has reserved.
+    /// How many leading units of `chain` each worker can serve, or will once a reservation is fulfilled.
     pub fn lookup(&self, chain: &[BlockId]) -> Overlap {
         let mut overlap = Overlap::none();
-        let mut alive = SlotSet::ALL;
-        for (depth, unit) in (0u32..).zip(chain) {
-            let next = alive & (self.holders.of(unit) | self.claims.of(unit));
-            for slot in (alive - next).iter() {
-                overlap.units[slot.index()] = depth;
+        let mut found = SlotSet::EMPTY;
+        for (depth, unit) in chain.iter().enumerate().rev() {
+            let deepest = (self.holders.of(unit) | self.claims.of(unit)) - found;
+            for slot in deepest.iter() {
+                overlap.units[slot.index()] = u32::try_from(depth + 1).unwrap_or(u32::MAX);
             }
-            alive = next;
-            if alive.is_empty() {
-                return overlap;
-            }
-        }
-        let all = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-        for slot in alive.iter() {
-            overlap.units[slot.index()] = all;
+            found = found | deepest;
         }
         overlap
     }

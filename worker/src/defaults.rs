@@ -85,10 +85,14 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     let left = room.saturating_sub(activations) / 10 * 9;
     let most = (max_seqs as u64).saturating_mul(u64::from(model.max_context)).saturating_mul(per_token);
     let most = most.div_ceil(MIB).saturating_mul(MIB);
-    let arena = left.min(most) / MIB * MIB;
+    // A host has other work too; a machine whose GPU shares its memory was bought for this one.
+    let quarter = if host.unified_gpu { u64::MAX } else { host.memory_total / 4 / workers };
+    let arena = left.min(most).min(quarter) / MIB * MIB;
     let share = if workers > 1 { format!(", shared by {workers} workers") } else { String::new() };
     let arena_reason = if arena == most {
         format!("{max_seqs} sequences of {} tokens at {per_token} bytes per token", model.max_context)
+    } else if quarter <= left {
+        format!("a quarter of this machine's {}{share}", human(host.memory_total))
     } else {
         format!(
             "90 % of what {} available leave above the floor{share}, after {} of weights and {} of activations",
@@ -178,11 +182,11 @@ mod tests {
     fn table() {
         // (host, model) -> (floor MiB, chunk, max_seqs, max_batch_tokens, arena MiB)
         let cases = [
-            ((host(23 * GIB, 2, 1, false), SMOLLM2), (1177, 640, 64, 704, 11520)),
-            ((host(23 * GIB, 1, 2, false), SMOLLM2), (1177, 320, 64, 384, 8908)),
-            ((host(2 * GIB, 2, 1, false), SMOLLM2), (512, 640, 64, 704, 1080)),
-            ((host(GIB, 1, 1, false), SMOLLM2), (256, 320, 51, 371, 499)),
-            ((host(16 * GIB, 8, 1, false), EIGHT_B), (819, 64, 64, 128, 8246)),
+            ((host(23 * GIB, 2, 1, false), SMOLLM2), (1177, 640, 64, 704, 5888)),
+            ((host(23 * GIB, 1, 2, false), SMOLLM2), (1177, 320, 64, 384, 2944)),
+            ((host(2 * GIB, 2, 1, false), SMOLLM2), (512, 640, 64, 704, 512)),
+            ((host(GIB, 1, 1, false), SMOLLM2), (256, 320, 51, 371, 256)),
+            ((host(16 * GIB, 8, 1, false), EIGHT_B), (819, 64, 64, 128, 4096)),
             ((host(6 * GIB, 8, 1, false), EIGHT_B), (512, 64, 4, 68, 255)),
             ((host(4 * GIB, 8, 1, false), EIGHT_B), (512, 64, 1, 65, 0)),
             ((host(128 * GIB, 20, 1, true), EIGHT_B), (13107, 64, 64, 128, 90084)),
@@ -222,12 +226,13 @@ mod tests {
 
     #[test]
     fn reasons_name_the_figures() {
-        let d = defaults(host(23 * GIB, 1, 2, false), SMOLLM2);
+        let d = defaults(host(6 * GIB, 8, 1, false), EIGHT_B);
         assert_eq!(
             d.arena_bytes.reason,
-            "90 % of what 20.7 GiB available leave above the floor, shared by 2 workers, after 87 MiB of weights \
-             and 24 MiB of activations"
+            "90 % of what 5.4 GiB available leave above the floor, after 4.6 GiB of weights and 34 MiB of activations"
         );
+        let d = defaults(host(23 * GIB, 1, 2, false), SMOLLM2);
+        assert_eq!(d.arena_bytes.reason, "a quarter of this machine's 23.0 GiB, shared by 2 workers");
         let d = defaults(host(64 * GIB, 2, 1, false), SMOLLM2);
         assert_eq!(d.arena_bytes.reason, "64 sequences of 8192 tokens at 23040 bytes per token");
     }

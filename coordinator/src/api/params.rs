@@ -3,6 +3,7 @@
 use super::error::ApiError;
 use super::fields::{Fields, plain};
 use super::limits::{MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS};
+use model::sampling::SamplingDefaults;
 use proto::message::{Sampling, Stop};
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
@@ -57,8 +58,14 @@ struct StreamOptions {
 }
 
 impl Params {
-    /// Reads and checks them. `vocab`: tokens of the model; `seed`: taken where none is given.
-    pub fn read(fields: &Fields<'_>, vocab: usize, seed: u64) -> Result<Self, ApiError> {
+    /// Reads and checks them. `vocab`: tokens of the model; `seed` and `defaults` are taken where the request
+    /// does not say.
+    pub fn read(
+        fields: &Fields<'_>,
+        vocab: usize,
+        seed: u64,
+        defaults: &SamplingDefaults,
+    ) -> Result<Self, ApiError> {
         let stream = fields.get("stream")?.unwrap_or(false);
         let options: Option<StreamOptions> = fields.get("stream_options")?;
         if options.is_some() && !stream {
@@ -66,14 +73,15 @@ impl Params {
         }
         let min_tokens = fields.get("min_tokens")?.unwrap_or(0);
         let sampling = Sampling {
-            temperature: fields.ranged("temperature", 0.0..=100.0)?.unwrap_or(1.0),
-            top_p: above_zero(fields, "top_p", 1.0)?.unwrap_or(1.0),
+            temperature: fields.ranged("temperature", 0.0..=100.0)?.unwrap_or(defaults.temperature),
+            top_p: above_zero(fields, "top_p", 1.0)?.unwrap_or(defaults.top_p),
             top_k: match fields.ranged("top_k", -1..=i64::from(u32::MAX))? {
                 Some(k) => u32::try_from(k).unwrap_or(0),
-                None => 0,
+                None => defaults.top_k,
             },
-            min_p: fields.ranged("min_p", 0.0..=1.0)?.unwrap_or(0.0),
-            repetition_penalty: above_zero(fields, "repetition_penalty", 100.0)?.unwrap_or(1.0),
+            min_p: fields.ranged("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p),
+            repetition_penalty: above_zero(fields, "repetition_penalty", 100.0)?
+                .unwrap_or(defaults.repetition_penalty),
             presence_penalty: fields.ranged("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             frequency_penalty: fields.ranged("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             logit_bias: logit_bias(fields, vocab)?,
@@ -217,7 +225,7 @@ mod tests {
 
     fn read(body: &Value) -> Result<Params, ApiError> {
         let body = body.to_string();
-        Params::read(&Fields::parse(body.as_bytes(), &NAMES).unwrap(), 1000, 77)
+        Params::read(&Fields::parse(body.as_bytes(), &NAMES).unwrap(), 1000, 77, &SamplingDefaults::PLAIN)
     }
 
     #[test]

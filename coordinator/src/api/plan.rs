@@ -97,7 +97,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
     let fields = Fields::parse(body, known)?;
     let model = offered(&fields, sources.models)?;
     let vocab = model.tokenizer.vocab_size();
-    let mut params = Params::read(&fields, vocab, sources.seed)?;
+    let mut params = Params::read(&fields, vocab, sources.seed, &model.sampling)?;
     params.sampling.logprobs = logprobs(kind, &fields)?;
     refuse_unsupported(kind, &fields)?;
     let (most, prompts) = match kind {

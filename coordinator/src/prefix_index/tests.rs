@@ -55,12 +55,13 @@ fn events_that_come_before_the_first_replay_wait_for_it() {
 }
 
 #[test]
-fn a_hole_ends_the_run() {
+fn the_deepest_unit_held_decides() {
     let mut index = joined(2);
-    index.apply(slot(0), batch(1, 1, vec![stored(1..=4), removed([2])])).unwrap();
+    // A sliding window has left units 1 and 2 behind, and 4 was evicted.
+    index.apply(slot(0), batch(1, 1, vec![stored(1..=4), removed([1, 2, 4])])).unwrap();
     index.apply(slot(1), batch(1, 1, vec![stored(1..=3)])).unwrap();
     let overlap = index.lookup(&chain(1..=4));
-    assert_eq!((overlap.units(slot(0)), overlap.units(slot(1)), overlap.units(slot(2))), (1, 3, 0));
+    assert_eq!((overlap.units(slot(0)), overlap.units(slot(1)), overlap.units(slot(2))), (3, 3, 0));
     assert_eq!(index.lookup(&[]), Overlap::none());
 }
 
@@ -216,7 +217,7 @@ impl Reference {
             self.unconfirmed.contains(&(slot, *u))
                 && self.reserved.values().any(|(s, c)| *s == slot && c.contains(u))
         };
-        chain.iter().take_while(|u| held(u) || reserved(u)).count() as u32
+        chain.iter().rposition(|u| held(u) || reserved(u)).map_or(0, |deepest| deepest as u32 + 1)
     }
 }
 

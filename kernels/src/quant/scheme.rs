@@ -64,11 +64,10 @@ pub(crate) struct Scheme {
 }
 
 /// IQ4_NL's 16 levels, each plus 128.
-pub(crate) static IQ4_CODES: [u8; 16] =
-    [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
+static IQ4_CODES: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
 /// The E2M1 values doubled (0, 1, 2, 3, 4, 6, 8, 12 and their negatives), each plus 16.
-pub(crate) static E2M1_CODES: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
+static E2M1_CODES: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
 
 impl Scheme {
     /// The scheme of `ty`, if it is a quantised format that has a matmul.

@@ -9,6 +9,7 @@ static HELLO: Entry = Entry {
     file: "hello.gguf",
     bytes: 11,
     sha256: "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2efcde9",
+    sampling: SamplingDefaults::PLAIN,
     parts: &[
         Part { requirement: "one==1", member: "hello ", wheel_bytes: 7 },
         Part { requirement: "two==1", member: "world", wheel_bytes: 6 },

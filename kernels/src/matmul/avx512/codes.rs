@@ -1,6 +1,6 @@
 //! From code planes to vectors of unsigned codes, one vector for each group of four columns.
 
-use crate::quant::{E2M1_CODES, IQ4_CODES};
+use crate::quant::{GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
     __m512i, _mm_loadu_si128, _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_loadu_si512, _mm512_set1_epi8,
     _mm512_shuffle_epi8, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_ternarylogic_epi32,
@@ -204,6 +204,14 @@ impl Codes for Bits3 {
     }
 }
 
+/// The codebook of a format that has one.
+const fn codebook(ty: GgmlType) -> &'static [u8; 16] {
+    match Scheme::of(ty) {
+        Some(Scheme { levels: Levels::Table(codes), .. }) => codes,
+        _ => panic!("no codebook"),
+    }
+}
+
 /// Four bits a code, through a codebook.
 ///
 /// # Safety
@@ -236,7 +244,7 @@ impl Codes for Iq4 {
     #[inline(always)]
     unsafe fn load(planes: *const u8) -> [__m512i; 8] {
         // SAFETY: the caller's contract.
-        unsafe { looked_up(planes, &IQ4_CODES) }
+        unsafe { looked_up(planes, const { codebook(GgmlType::IQ4_NL) }) }
     }
 }
 
@@ -249,6 +257,6 @@ impl Codes for E2m1 {
     #[inline(always)]
     unsafe fn load(planes: *const u8) -> [__m512i; 8] {
         // SAFETY: the caller's contract.
-        unsafe { looked_up(planes, &E2M1_CODES) }
+        unsafe { looked_up(planes, const { codebook(GgmlType::MXFP4) }) }
     }
 }

@@ -20,7 +20,7 @@ const PREFETCH: usize = 8192;
 /// as memory with hardware prefetching alone, and prefetch instructions only slow that down. With more, the
 /// streams of activations keep the hardware from running ahead far enough.
 const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
-    tokens > 1 && tokens * 144 >= block_bytes
+    tokens > 1 && tokens * 210 >= block_bytes
 }
 
 /// # Safety
@@ -42,6 +42,19 @@ pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call, tile: &mut Ti
     }
 }
 
+/// Asks for what lies as far ahead as `bytes` from `at`, if that helps. Every line of a panel must pass here: one
+/// that is missed costs a whole trip to memory.
+#[inline(always)]
+fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
+    if const { prefetches(N, S::BYTES + C::BYTES) } {
+        for line in (0..bytes).step_by(CACHE_LINE) {
+            let ahead = at.wrapping_add(PREFETCH + line);
+            // SAFETY: a hint, which may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(ahead.cast()) };
+        }
+    }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
 unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mut Tile) {
     let last = call.tokens - 1;
@@ -53,19 +66,16 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
     let per_cluster = cluster_blocks(S::BYTES);
     for first in (0..call.blocks).step_by(per_cluster) {
         if S::HEADER && first % HEADER_BLOCKS == 0 {
+            prefetch::<C, S, N>(at, CACHE_LINE);
             // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
             (header, at) = unsafe { (S::header(at), at.add(CACHE_LINE)) };
         }
+        prefetch::<C, S, N>(at, CACHE_LINE);
         let blocks = per_cluster.min(call.blocks - first);
         // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
         let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
-            if const { prefetches(N, S::BYTES + C::BYTES) } {
-                for line in 0..(S::BYTES + C::BYTES).div_ceil(CACHE_LINE) {
-                    let ahead = codes_at.wrapping_add(PREFETCH + line * CACHE_LINE);
-                    _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
-                }
-            }
+            prefetch::<C, S, N>(codes_at, C::BYTES);
             // SAFETY: a block's scales and codes are there.
             let (scales, w) = unsafe { (S::block(header, scales_at), C::load(codes_at)) };
             unroll!(N, |t| {
