@@ -91,10 +91,16 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("kvasir: {error:#}");
-            let config = error.chain().any(|cause| cause.is::<ConfigError>());
-            if config { ExitCode::from(BAD_CONFIG) } else { ExitCode::FAILURE }
+            if error.chain().any(is_configuration) { ExitCode::from(BAD_CONFIG) } else { ExitCode::FAILURE }
         }
     }
+}
+
+/// Whether what was asked for in a file, a flag or the environment is at fault.
+fn is_configuration(cause: &(dyn std::error::Error + 'static)) -> bool {
+    use ::worker::Error;
+    let of_worker = cause.downcast_ref::<Error>();
+    cause.is::<ConfigError>() || matches!(of_worker, Some(Error::Config { .. } | Error::Backend(_)))
 }
 
 /// Usage errors end with 2, as clap has it, `--help` and `--version` with 0. A value that does not parse and

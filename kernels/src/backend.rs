@@ -13,6 +13,29 @@ use std::ops::Range;
 pub use crate::attention::{KvType, Placement as BlockTable};
 pub use crate::matmul::ActivationMode;
 
+/// Handles are numbers that only the backend that made them understands.
+macro_rules! handle {
+    ($name:ident) => {
+        impl $name {
+            /// A handle of a backend's own making.
+            pub const fn new(number: u32) -> Self {
+                Self(number)
+            }
+
+            /// The number that it was made with.
+            pub const fn number(self) -> u32 {
+                self.0
+            }
+        }
+    };
+}
+
+handle!(BufferId);
+handle!(MatrixId);
+handle!(VectorId);
+handle!(RopeId);
+handle!(KvLayerId);
+
 /// An `[rows][cols]` f32 activation buffer on the device. It has a capacity and a current number of rows,
 /// set by the op that fills it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -13,7 +13,6 @@ use crate::backend::{
     MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StepInput,
     VectorId,
 };
-use crate::isa::Isa;
 use crate::matmul::{MatmulKernels, PackedMatrix, PackedMatrixBuilder};
 use crate::ops;
 use crate::pool::Pool;
@@ -22,30 +21,12 @@ use rows::Buffer;
 use std::num::NonZeroU32;
 use std::sync::{Mutex, PoisonError};
 
+mod config;
 mod moe;
 mod product;
 mod rows;
 
-/// Instruction sets and arithmetic of a CPU backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CpuConfig {
-    /// Instruction set of the products.
-    pub matmul: Isa,
-    /// Instruction set of attention.
-    pub attention: Isa,
-    /// Instruction set of everything else.
-    pub rows: Isa,
-    /// What quantised matrices are multiplied with.
-    pub activations: ActivationMode,
-}
-
-impl CpuConfig {
-    /// The best that this CPU has.
-    pub fn detect(activations: ActivationMode) -> Self {
-        let isa = Isa::detect();
-        Self { matmul: isa, attention: isa, rows: isa, activations }
-    }
-}
+pub use config::{Attention, CpuConfig, Matmul, Rows};
 
 /// One layer's place in its group's blocks.
 #[derive(Debug, Clone, Copy)]

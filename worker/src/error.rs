@@ -6,6 +6,9 @@ pub enum Error {
     /// A kernel or device refused or failed.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),
+    /// The environment asks for kernels that cannot be had.
+    #[error(transparent)]
+    Backend(#[from] kernels::registry::SelectError),
     /// The model file is not usable.
     #[error(transparent)]
     Model(#[from] model::Error),

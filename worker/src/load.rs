@@ -8,7 +8,7 @@ use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
-use kernels::backend::{ActivationMode, KvType};
+use kernels::backend::{ActivationMode, Backend, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::gguf::Gguf;
@@ -123,7 +123,23 @@ pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let gguf = Gguf::open(path)?;
     let spec = ModelSpec::from_gguf(&gguf)?;
     let rows = options.max_rows.unwrap_or(512);
-    load_decoder(&gguf, spec, options, rows, progress)
+    load_decoder(&gguf, spec, options, backend(options, &environment)?, rows, progress)
+}
+
+/// The device that `options` ask for. `environment` looks up the variables that choose kernels
+/// (`KVASIR_BACKEND`, `KVASIR_MATMUL_BACKEND` and the like, see `kernels::registry`).
+pub fn backend(
+    options: &EngineOptions,
+    environment: &dyn Fn(&str) -> Option<String>,
+) -> Result<Box<dyn Backend>, Error> {
+    let config = CpuConfig::select(options.activations, environment)?;
+    let pool = Pool::new(PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) })?;
+    Ok(Box::new(CpuBackend::new(config, pool)?))
+}
+
+/// The process's own variables. One that is not UTF-8 is not left out: as a choice it must fail.
+fn environment(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Computes the defaults for a model on this machine without loading weights.
@@ -134,7 +150,17 @@ pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
 
 /// Loads a model and its engine; for one process, so the key of its prefixes does not matter.
 pub fn open(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<LoadedModel, Error> {
-    let prepared = prepare(path, options, progress)?;
+    open_on(path, options, backend(options, &environment)?, progress)
+}
+
+/// As [`open`], on a device of the caller's.
+pub fn open_on(
+    path: &Path,
+    options: &EngineOptions,
+    backend: Box<dyn Backend>,
+    progress: &mut Progress<'_>,
+) -> Result<LoadedModel, Error> {
+    let prepared = prepare_on(path, options, backend, progress)?;
     let (tokenizer, metadata) = (Arc::clone(&prepared.tokenizer), prepared.metadata.clone());
     let max_model_len = prepared.max_model_len;
     let engine = prepared.engine(ClusterKey([0; 32]), Epoch(1))?;
@@ -143,6 +169,15 @@ pub fn open(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -
 
 /// Loads a model and allocates its KV arena.
 pub fn prepare(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Prepared, Error> {
+    prepare_on(path, options, backend(options, &environment)?, progress)
+}
+
+fn prepare_on(
+    path: &Path,
+    options: &EngineOptions,
+    backend: Box<dyn Backend>,
+    progress: &mut Progress<'_>,
+) -> Result<Prepared, Error> {
     let gguf = Gguf::open(path)?;
     let spec = ModelSpec::from_gguf(&gguf)?;
     let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
@@ -159,7 +194,7 @@ pub fn prepare(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = gguf.digest()?;
     let metadata = gguf.metadata().clone();
-    let mut decoder = load_decoder(&gguf, spec, options, rows, progress)?;
+    let mut decoder = load_decoder(&gguf, spec, options, backend, rows, progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
     floor.admit(&ProcMemInfo, "the KV cache", arena_bytes).map_err(refused)?;
     let groups = decoder.groups().iter().map(|group| GroupSpec {
@@ -232,12 +267,10 @@ fn load_decoder(
     gguf: &Gguf,
     spec: ModelSpec,
     options: &EngineOptions,
+    backend: Box<dyn Backend>,
     max_rows: usize,
     progress: &mut Progress<'_>,
 ) -> Result<Decoder, Error> {
-    let threads = threads(options);
-    let pool = Pool::new(PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads) })?;
-    let backend = CpuBackend::new(CpuConfig::detect(options.activations), pool)?;
     let config = DecoderConfig {
         layers: 0..spec.layers.len(),
         max_rows,
@@ -245,7 +278,7 @@ fn load_decoder(
         block_tokens: options.block_tokens,
         kv_type: options.kv_type,
     };
-    Decoder::load(spec, config, gguf, Box::new(backend), progress)
+    Decoder::load(spec, config, gguf, backend, progress)
 }
 
 fn threads(options: &EngineOptions) -> NonZeroUsize {

@@ -72,6 +72,28 @@ fn a_bad_variable_is_configuration_and_not_usage() {
 }
 
 #[test]
+fn kernels_that_cannot_be_had_are_bad_configuration() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ids, out) = (dir.path().join("ids.json"), dir.path().join("out.safetensors"));
+    std::fs::write(&ids, "[[1, 2, 3]]").unwrap();
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let [model, ids, out] = [&model, &ids, &out].map(|path| path.to_str().unwrap());
+    for (variable, value, code) in [
+        ("KVASIR_BACKEND", "cuda", BAD_CONFIG),
+        ("KVASIR_ATTENTION_BACKEND", "fast", BAD_CONFIG),
+        ("KVASIR_MATMUL_BACKEND", "cpu-scalar", OK),
+    ] {
+        let mut command = binary::command(&["logits", model, "--tokens", ids, "--out", out]).unwrap();
+        let output = command.env(variable, value).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), code, "{stderr}");
+        if code != OK {
+            assert!(stderr.contains(variable) && stderr.contains(value), "{stderr}");
+        }
+    }
+}
+
+#[test]
 fn a_model_with_a_missing_part_is_refused_by_the_name_of_the_part() {
     let manifest = Manifest::read().unwrap();
     let split = &manifest.split[0];

@@ -1,0 +1,155 @@
+//! Bit-equal logits and tokens, however a sequence is computed.
+
+use crate::harness::{Ask, Heard, QUANT, TINY, cramped, one_by_one, open, options, prompt, together};
+use kvasir_worker::kv_cache::Placement;
+use kvasir_worker::load::EngineOptions;
+
+const GENERATE: u32 = 12;
+
+/// Prompts of awkward lengths: below a block, across several, past every sliding window, on a block's edge.
+fn asks() -> Vec<Ask> {
+    [5, 37, 90, 64].iter().zip(1..).map(|(len, seed)| Ask::greedy(prompt(seed, *len), GENERATE)).collect()
+}
+
+/// Alone, the whole prompt at once, one thread, blocks one after the other, nothing shared.
+fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
+    let options = EngineOptions {
+        chunk: Some(0),
+        prefix_cache: false,
+        placement: Placement::Contiguous,
+        ..options(model)
+    };
+    let heard = one_by_one(&mut open(model, &options), asks);
+    for (ask, heard) in asks.iter().zip(&heard) {
+        assert_eq!(heard.tokens.len(), GENERATE as usize);
+        // Every position that was an input, so the last token drawn has none.
+        let inputs = ask.prompt.len() + GENERATE as usize - 1;
+        assert!(heard.logits.keys().copied().eq(0..inputs), "{model}");
+    }
+    heard
+}
+
+/// Tokens, and the logits of every position that `got` has, are those of `want`.
+fn assert_same(what: &str, want: &[Heard], got: &[Heard]) {
+    assert_eq!(want.len(), got.len());
+    for (index, (want, got)) in want.iter().zip(got).enumerate() {
+        assert_eq!(got.failed, None, "{what}, prompt {index}");
+        assert_eq!(got.tokens, want.tokens, "{what}, prompt {index}");
+        let computed = want.logits.range(got.cached()..);
+        assert!(computed.into_iter().all(|(position, _)| got.logits.contains_key(position)), "{what}");
+        for (position, row) in &got.logits {
+            assert!(*row == want.logits[position], "{what}, prompt {index}: logits at {position} differ");
+        }
+    }
+}
+
+fn models() -> impl Iterator<Item = &'static str> {
+    TINY.into_iter().chain(QUANT)
+}
+
+#[test]
+fn chunks_batches_threads_and_placement_change_no_bit() {
+    for model in models() {
+        let asks = asks();
+        let want = undisturbed(model, &asks);
+        let base = EngineOptions { prefix_cache: false, ..options(model) };
+        let run = |what: &str, at_once: bool, options: EngineOptions| {
+            let mut engine = open(model, &options);
+            let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+            assert_same(&format!("{model}: {what}"), &want, &got);
+            assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
+        };
+        for chunk in [1, 7, 64, 0] {
+            run(
+                &format!("alone, chunk {chunk}"),
+                false,
+                EngineOptions { chunk: Some(chunk), ..base.clone() },
+            );
+            run(
+                &format!("together, chunk {chunk}"),
+                true,
+                EngineOptions { chunk: Some(chunk), ..base.clone() },
+            );
+        }
+        let two = EngineOptions { threads: Some(2), ..base.clone() };
+        run("two threads", true, two.clone());
+        run(
+            "two threads, contiguous",
+            true,
+            EngineOptions { placement: Placement::Contiguous, ..two.clone() },
+        );
+        for (seed, block_tokens) in [(1, 16), (2, 32), (3, 64)] {
+            let permuted = Placement::Permuted { seed };
+            let options = EngineOptions { placement: permuted, block_tokens, chunk: Some(7), ..base.clone() };
+            run(&format!("permuted blocks of {block_tokens}"), true, options);
+        }
+        let rows =
+            EngineOptions { max_rows: Some(9), max_sequences: Some(3), chunk: Some(7), ..base.clone() };
+        run("steps of nine rows for three sequences", true, rows);
+    }
+}
+
+#[test]
+fn a_prefix_hit_gives_the_bits_of_a_miss() {
+    for model in models() {
+        for (block_tokens, placement) in
+            [(16, Placement::Paged), (32, Placement::Permuted { seed: 5 }), (64, Placement::Paged)]
+        {
+            let shared = prompt(11, 150);
+            let tails = [prompt(12, 20), prompt(13, 7), Vec::new()];
+            let asks: Vec<Ask> =
+                tails.iter().map(|tail| Ask::greedy([shared.as_slice(), tail].concat(), GENERATE)).collect();
+            let want = undisturbed(model, &asks);
+            let what = format!("{model}, blocks of {block_tokens}");
+            let options = EngineOptions { block_tokens, placement, ..options(model) };
+
+            let mut engine = open(model, &options);
+            let one_by_one = one_by_one(&mut engine, &asks);
+            assert_same(&what, &want, &one_by_one);
+            assert_eq!(one_by_one[0].cached(), 0, "{what}: nothing was there to hit");
+            for hit in &one_by_one[1..] {
+                assert!(hit.cached() >= 128, "{what}: {} tokens hit", hit.cached());
+                assert!(hit.logits.keys().all(|position| *position >= hit.cached()), "{what}");
+            }
+            // All of it again: now also the last prompt's own end is known.
+            let again = together(&mut engine, &asks);
+            assert_same(&what, &want, &again);
+            assert!(again.iter().all(|hit| hit.cached() >= 128), "{what}");
+
+            // One computes the prefix, the others follow it.
+            let followed = together(&mut open(model, &options), &asks);
+            assert_same(&format!("{what}, followed"), &want, &followed);
+            let computed: usize =
+                asks.iter().zip(&followed).map(|(ask, heard)| ask.prompt.len() - heard.cached()).sum();
+            assert!(computed < 2 * shared.len(), "{what}: {computed} prompt tokens were computed");
+        }
+    }
+}
+
+#[test]
+fn preemption_changes_no_bit() {
+    for model in models() {
+        let asks: Vec<Ask> = (21..27).map(|seed| Ask::greedy(prompt(seed, 20), 120)).collect();
+        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let want = one_by_one(&mut open(model, &calm), &asks);
+        for (prefix_cache, block_tokens) in [(false, 16), (true, 16), (true, 32)] {
+            let what = format!("{model}, prefix cache {prefix_cache}, blocks of {block_tokens}");
+            let options = EngineOptions { prefix_cache, block_tokens, chunk: Some(8), ..options(model) };
+            let mut options = cramped(model, &options, 140);
+            // From an arena that serves one sequence after the other to one that serves all: in between
+            // some are admitted that do not stay.
+            let smallest = options.kv_bytes.unwrap();
+            let preemptions = (4..40).find_map(|quarters| {
+                options.kv_bytes = Some(smallest * quarters / 4);
+                let mut engine = open(model, &options);
+                let got = together(&mut engine, &asks);
+                assert_same(&what, &want, &got);
+                assert_eq!(engine.load().kv_used, 0, "{what}");
+                let preemptions: u32 = got.iter().map(Heard::preemptions).sum();
+                assert_eq!(engine.metrics().preemptions.get(), u64::from(preemptions), "{what}");
+                (preemptions > 0).then_some(preemptions)
+            });
+            assert!(preemptions.is_some(), "{what}: nothing was preempted");
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! How requests end, and what becomes of the others.
+
+use crate::harness::{
+    Ask, Asked, Heard, QUANT, TINY, one_by_one, open, options, prompt, run_to_end, submit, submit_at,
+    together,
+};
+use kvasir_worker::engine::{EngineRequest, StepOutcome};
+use kvasir_worker::load::EngineOptions;
+use proto::block::BlockId;
+use proto::message::{FinishReason, GenerateError, GenerateFrame, Sampling, Stop};
+use std::time::{Duration, Instant};
+
+const LLAMA: &str = TINY[0];
+
+fn reason(heard: &Heard) -> FinishReason {
+    heard.finished.as_ref().unwrap().reason
+}
+
+/// A draw that uses every filter and penalty.
+fn seeded(seed: u64) -> Sampling {
+    Sampling {
+        temperature: 0.9,
+        top_k: 50,
+        top_p: 0.95,
+        min_p: 0.01,
+        repetition_penalty: 1.1,
+        presence_penalty: 0.2,
+        frequency_penalty: 0.1,
+        logit_bias: vec![(17, 2.0), (18, -100.0)],
+        seed,
+        logprobs: Some(3),
+    }
+}
+
+fn sampled(seed: u64, len: usize, tokens: u32) -> Ask {
+    Ask { sampling: seeded(seed), ..Ask::greedy(prompt(seed, len), tokens).tokens_only() }
+}
+
+#[test]
+fn asking_for_logits_changes_no_token() {
+    for model in TINY.into_iter().chain(QUANT) {
+        let asks: Vec<Ask> = (1..5).map(|seed| Ask::greedy(prompt(seed, 30), 20)).collect();
+        let with = together(&mut open(model, &options(model)), &asks);
+        let tokens_only: Vec<Ask> = asks.into_iter().map(Ask::tokens_only).collect();
+        let without = together(&mut open(model, &options(model)), &tokens_only);
+        for (with, without) in with.iter().zip(&without) {
+            assert_eq!(with.tokens, without.tokens, "{model}");
+            assert_eq!(without.rows, 0, "{model}: nobody asked for logits");
+        }
+    }
+}
+
+#[test]
+fn a_seed_replays_alone_and_in_any_company() {
+    let asks: Vec<Ask> = (1..7).map(|seed| sampled(seed, 25, 30)).collect();
+    let alone = one_by_one(&mut open(LLAMA, &options(LLAMA)), &asks);
+    let cramped = EngineOptions { chunk: Some(7), max_sequences: Some(4), ..options(LLAMA) };
+    let crowd = together(&mut open(LLAMA, &cramped), &asks);
+    for (alone, crowd) in alone.iter().zip(&crowd) {
+        assert_eq!(alone.tokens, crowd.tokens);
+        assert_eq!(alone.logprobs, crowd.logprobs);
+        assert_eq!(alone.logprobs.len(), 30);
+        assert!(alone.logprobs.iter().all(|draw| draw.top.len() == 3 && draw.chosen <= 0.0));
+        assert!(!alone.tokens.contains(&18), "its bias forbids it");
+    }
+    let other = Ask { sampling: seeded(99), ..asks[0].clone() };
+    assert_ne!(one_by_one(&mut open(LLAMA, &options(LLAMA)), &[other])[0].tokens, alone[0].tokens);
+}
+
+#[test]
+fn a_request_goes_on_where_an_earlier_attempt_stopped() {
+    for model in TINY.into_iter().chain(QUANT) {
+        for ask in [sampled(3, 40, 24), Ask::greedy(prompt(4, 40), 24).tokens_only()] {
+            let whole = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&ask)).remove(0);
+            assert_eq!(whole.tokens.len(), 24);
+            for sent in [1, 9, 23] {
+                let resumed = Ask { emitted: whole.tokens[..sent].to_vec(), ..ask.clone() };
+                let rest = one_by_one(&mut open(model, &options(model)), &[resumed]).remove(0);
+                assert_eq!(rest.tokens, whole.tokens[sent..], "{model}, resumed after {sent}");
+                let finished = rest.finished.unwrap();
+                assert_eq!((finished.reason, finished.completion_tokens), (FinishReason::Length, 24));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_request_gives_its_blocks_back_within_a_step() {
+    let mut engine = open(LLAMA, &options(LLAMA));
+    let stays = submit(&mut engine, &Ask::greedy(prompt(1, 40), 40));
+    engine.step(Instant::now()).unwrap();
+    let before = engine.load().kv_used;
+    // One that is in the middle of its prompt and one that has drawn tokens.
+    let long = submit(&mut engine, &Ask::greedy(prompt(2, 300), 40));
+    let short = submit(&mut engine, &Ask::greedy(prompt(3, 20), 40));
+    engine.step(Instant::now()).unwrap();
+    engine.step(Instant::now()).unwrap();
+    assert!(long.heard().started.is_none() && short.heard().started.is_some());
+    assert!(engine.load().kv_used > before);
+    engine.cancel(long.id.unwrap());
+    engine.cancel(short.id.unwrap());
+    let held_by_one = |engine: &kvasir_worker::engine::Engine| {
+        // 40 + 40 positions at most.
+        let block: u64 = engine.decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
+        engine.load().kv_used <= 5 * block
+    };
+    assert!(held_by_one(&engine));
+    assert_eq!(engine.load().running, 1);
+    run_to_end(&mut engine);
+    assert_eq!(reason(&stays.heard()), FinishReason::Length);
+    assert!(long.heard().finished.is_none() && short.heard().finished.is_none());
+    assert_eq!(engine.load().kv_used, 0);
+}
+
+#[test]
+fn a_request_that_nobody_listens_to_is_cancelled() {
+    let mut engine = open(LLAMA, &options(LLAMA));
+    let mut tokens = 0;
+    let request = EngineRequest {
+        root: BlockId([7; 16]),
+        prompt: prompt(1, 20),
+        emitted: Vec::new(),
+        sampling: Sampling::default(),
+        stop: Stop { max_tokens: 400, ignore_eos: true, ..Stop::default() },
+        deadline: None,
+        sink: Box::new(move |frame: GenerateFrame| {
+            tokens += usize::from(matches!(frame, GenerateFrame::Tokens(_)));
+            tokens < 3
+        }),
+    };
+    engine.submit(Instant::now(), request);
+    run_to_end(&mut engine);
+    assert_eq!(engine.load().tokens, 3);
+    assert_eq!(engine.load().kv_used, 0);
+}
+
+#[test]
+fn stop_tokens_stop_strings_and_least_lengths() {
+    let mut engine = open(LLAMA, &options(LLAMA));
+    let free = Ask::greedy(prompt(8, 30), 40).tokens_only();
+    let whole = one_by_one(&mut engine, std::slice::from_ref(&free)).remove(0);
+    let mut ask = |stop: Stop| {
+        let stop = Stop { max_tokens: 40, ignore_eos: true, ..stop };
+        one_by_one(&mut engine, &[Ask { stop, ..free.clone() }]).remove(0)
+    };
+
+    // The first token that did not occur before its place.
+    let (at, token) = whole
+        .tokens
+        .iter()
+        .copied()
+        .enumerate()
+        .skip(3)
+        .find(|(at, token)| !whole.tokens[..*at].contains(token))
+        .unwrap();
+    let stopped = ask(Stop { token_ids: vec![token], ..Stop::default() });
+    assert_eq!(reason(&stopped), FinishReason::Stop);
+    assert_eq!(stopped.tokens, whole.tokens[..=at]);
+    assert_eq!(stopped.finished.unwrap().completion_tokens, at as u32 + 1);
+
+    // Not before `min_tokens`: until then it cannot even be drawn.
+    let least = at as u32 + 4;
+    let later = ask(Stop { token_ids: vec![token], min_tokens: least, ..Stop::default() });
+    assert_eq!(later.tokens[..at], whole.tokens[..at]);
+    assert!(later.tokens.len() >= least as usize);
+    assert!(!later.tokens[..least as usize].contains(&token));
+
+    // Three characters from the middle of the text.
+    let text: Vec<char> = whole.text.chars().collect();
+    let wanted: String = text[text.len() / 2..][..3].iter().collect();
+    let cut = ask(Stop { strings: vec![wanted.clone()], ..Stop::default() });
+    assert_eq!(cut.text, whole.text[..whole.text.find(&wanted).unwrap()]);
+    let finished = cut.finished.unwrap();
+    assert_eq!((finished.reason, finished.matched), (FinishReason::Stop, Some(wanted)));
+
+    let never = ask(Stop { strings: vec!["\u{1F980} not in any text".to_owned()], ..Stop::default() });
+    assert_eq!((never.text.as_str(), reason(&never)), (whole.text.as_str(), FinishReason::Length));
+}
+
+#[test]
+fn a_late_request_ends_with_its_deadline_and_alone() {
+    let mut engine = open(LLAMA, &options(LLAMA));
+    let now = Instant::now();
+    let ask = Ask::greedy(prompt(1, 30), 200).tokens_only();
+    let late = submit_at(&mut engine, &ask, now, Some(Duration::from_secs(5)));
+    let calm = submit_at(&mut engine, &ask, now, Some(Duration::from_secs(500)));
+    engine.step(now + Duration::from_millis(4999)).unwrap();
+    assert_eq!(late.heard().failed, None);
+    engine.step(now + Duration::from_secs(5)).unwrap();
+    assert_eq!(late.heard().failed, Some(GenerateError::DeadlineExceeded { after_ms: 5000 }));
+    assert_eq!(engine.load().running, 1);
+    while engine.has_work() {
+        assert_ne!(engine.step(now + Duration::from_secs(6)).unwrap(), StepOutcome::Idle);
+    }
+    assert_eq!(calm.heard().tokens.len(), 200);
+    assert_eq!(engine.load().kv_used, 0);
+}
+
+#[test]
+fn bad_requests_fail_alone() {
+    let good: Vec<Ask> = (1..8).map(|seed| Ask::greedy(prompt(seed, 20 + seed as usize), 16)).collect();
+    let want = one_by_one(&mut open(LLAMA, &options(LLAMA)), &good);
+    let fine = good[0].clone();
+    let bad = |change: &dyn Fn(&mut Ask)| {
+        let mut ask = fine.clone();
+        change(&mut ask);
+        ask
+    };
+    let wrong = [
+        ("prompt", bad(&|ask| ask.prompt[3] = 448)),
+        ("prompt", bad(&|ask| ask.prompt[0] = u32::MAX)),
+        ("prompt", bad(&|ask| ask.prompt.clear())),
+        ("prompt", bad(&|ask| ask.emitted = vec![1 << 30])),
+        ("temperature", bad(&|ask| ask.sampling.temperature = f32::NAN)),
+        ("top_p", bad(&|ask| ask.sampling.top_p = 0.0)),
+        ("logit_bias", bad(&|ask| ask.sampling.logit_bias = vec![(448, 1.0)])),
+        ("stop", bad(&|ask| ask.stop.strings = vec![String::new()])),
+        ("context", bad(&|ask| ask.prompt = prompt(1, 600))),
+    ];
+    let mut engine = open(LLAMA, &options(LLAMA));
+    for (field, wrong) in &wrong {
+        let asked: Vec<Asked> = good[..3].iter().map(|ask| submit(&mut engine, ask)).collect();
+        let refused = submit(&mut engine, wrong);
+        let more: Vec<Asked> = good[3..].iter().map(|ask| submit(&mut engine, ask)).collect();
+        assert_eq!(refused.id, None, "{field}");
+        match refused.heard().failed.unwrap() {
+            GenerateError::InvalidField { field: named, .. } => assert_eq!(named, *field),
+            GenerateError::ContextLength { need: 601, limit: 512 } => assert_eq!(*field, "context"),
+            other => panic!("{field}: {other}"),
+        }
+        run_to_end(&mut engine);
+        for (want, got) in want.iter().zip(asked.iter().chain(&more).map(Asked::heard)) {
+            assert_eq!(want.tokens, got.tokens, "{field}");
+            assert!(got.logits.iter().all(|(position, row)| *row == want.logits[position]), "{field}");
+        }
+        assert_eq!(engine.load().kv_used, 0, "{field}");
+    }
+}
+
+#[test]
+fn a_completion_ends_where_the_context_does() {
+    let short = EngineOptions { max_model_len: Some(48), ..options(LLAMA) };
+    let mut engine = open(LLAMA, &short);
+    let heard = one_by_one(&mut engine, &[Ask::greedy(prompt(1, 40), 100)]).remove(0);
+    assert_eq!((reason(&heard), heard.tokens.len()), (FinishReason::Length, 8));
+}
+
+#[test]
+fn weights_take_little_more_than_in_the_file() {
+    let files = ["f16", "q8_0", "q6_k", "q4_k_m", "nvfp4"].map(|ty| format!("quant/qwen3-q/qwen3-q-{ty}"));
+    for model in files.iter().map(String::as_str).chain(TINY).chain(QUANT) {
+        let engine = open(model, &options(model));
+        let (held, file) = (engine.decoder().backend().memory().weights, engine.decoder().source_bytes());
+        assert!(held * 10 <= file * 11, "{model}: {held} bytes for {file} in the file");
+        assert_eq!(engine.metrics().weight_bytes.get(), held as i64);
+    }
+}

@@ -1,0 +1,233 @@
+//! Models, prompts, and a sink that keeps everything it hears.
+
+use kernels::backend::{ActivationMode, Backend, KvType};
+use kvasir_worker::Error;
+use kvasir_worker::engine::{Engine, EngineRequest, Sink, StepOutcome};
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::scheduler::SeqId;
+use proto::block::BlockId;
+use proto::message::{FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// Models with weights in F32, by folder: full attention, a mixture of experts, sliding windows.
+pub(crate) const TINY: [&str; 3] =
+    ["tiny/llama/llama-f32", "tiny/qwen3moe/qwen3moe-f32", "tiny/gemma3/gemma3-f32"];
+/// Quantised models, by file.
+pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
+
+/// The file of a model of the set.
+pub(crate) fn path(model: &str) -> PathBuf {
+    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
+    let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
+    root.join(format!("{model}.gguf"))
+}
+
+/// The exact path for F32 models, the default one for the others; one thread and room for everything.
+pub(crate) fn options(model: &str) -> EngineOptions {
+    let exact = model.starts_with("tiny/");
+    EngineOptions {
+        threads: Some(1),
+        kv_type: if exact { KvType::F32 } else { KvType::F16 },
+        activations: if exact { ActivationMode::F32 } else { ActivationMode::Int8 },
+        kv_bytes: Some(16 << 20),
+        chunk: Some(64),
+        max_rows: Some(1024),
+        max_sequences: Some(16),
+        ..EngineOptions::default()
+    }
+}
+
+/// Loads an engine on the CPU.
+pub(crate) fn open(model: &str, options: &EngineOptions) -> Engine {
+    load::open(&path(model), options, &mut |_, _| {}).unwrap().engine
+}
+
+/// Loads an engine on a device.
+pub(crate) fn open_on(model: &str, options: &EngineOptions, device: Box<dyn Backend>) -> Engine {
+    load::open_on(&path(model), options, device, &mut |_, _| {}).unwrap().engine
+}
+
+/// `options` with an arena that holds one sequence of `tokens`, and little more.
+pub(crate) fn cramped(model: &str, options: &EngineOptions, tokens: usize) -> EngineOptions {
+    let block: u64 =
+        open(model, options).decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
+    let fits = |blocks: &u64| {
+        let options = EngineOptions { kv_bytes: Some(blocks * block), ..options.clone() };
+        match load::open(&path(model), &options, &mut |_, _| {}) {
+            Ok(loaded) => loaded.max_model_len >= tokens,
+            // An arena that holds nothing is refused.
+            Err(Error::KvMemory { .. }) => false,
+            Err(error) => panic!("{model}: {error}"),
+        }
+    };
+    let blocks = (1..1000).find(fits).unwrap();
+    EngineOptions { kv_bytes: Some(blocks * block), ..options.clone() }
+}
+
+/// `len` tokens of a vocabulary that every model of the set has, a different row for each seed.
+pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        4 + (state >> 33) as u32 % 400
+    };
+    (0..len).map(next).collect()
+}
+
+/// Everything that a request heard.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Heard {
+    /// Bits of the logits at each position.
+    pub(crate) logits: BTreeMap<usize, Vec<u32>>,
+    /// Rows heard, a position that was computed twice counted twice.
+    pub(crate) rows: usize,
+    pub(crate) started: Option<StartedV1>,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) text: String,
+    pub(crate) finished: Option<FinishedV1>,
+    pub(crate) failed: Option<GenerateError>,
+}
+
+impl Heard {
+    /// Tokens served by the prefix cache.
+    pub(crate) fn cached(&self) -> usize {
+        self.started.as_ref().unwrap().cached_tokens as usize
+    }
+
+    /// Times preempted.
+    pub(crate) fn preemptions(&self) -> u32 {
+        self.finished.as_ref().unwrap().preemptions
+    }
+}
+
+/// A request of a test.
+#[derive(Debug, Clone)]
+pub(crate) struct Ask {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) emitted: Vec<u32>,
+    pub(crate) sampling: Sampling,
+    pub(crate) stop: Stop,
+    /// All logits, or only tokens.
+    pub(crate) logits: bool,
+}
+
+impl Ask {
+    /// Greedy, `max_tokens` to the end, all logits.
+    pub(crate) fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
+        Self {
+            prompt,
+            emitted: Vec::new(),
+            sampling: Sampling::default(),
+            stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
+            logits: true,
+        }
+    }
+
+    /// Tokens only, as a server asks.
+    pub(crate) fn tokens_only(self) -> Self {
+        Self { logits: false, ..self }
+    }
+}
+
+struct Ear {
+    wants_logits: bool,
+    heard: Arc<Mutex<Heard>>,
+}
+
+impl Sink for Ear {
+    fn frame(&mut self, frame: GenerateFrame) -> bool {
+        let mut heard = self.heard.lock().unwrap();
+        match frame {
+            GenerateFrame::Started(started) => heard.started = Some(started),
+            GenerateFrame::Tokens(tokens) => {
+                for token in tokens {
+                    heard.tokens.push(token.id);
+                    heard.text.push_str(&token.text);
+                    heard.logprobs.extend(token.logprobs);
+                }
+            }
+            GenerateFrame::Finished(finished) => {
+                heard.text.push_str(&finished.tail);
+                heard.finished = Some(finished);
+            }
+            GenerateFrame::Failed(error) => heard.failed = Some(error),
+        }
+        true
+    }
+
+    fn wants_logits(&self) -> bool {
+        self.wants_logits
+    }
+
+    /// A position that is computed again after preemption must give the bits that it gave before.
+    fn logits(&mut self, position: usize, row: &[f32]) {
+        let bits: Vec<u32> = row.iter().map(|value| value.to_bits()).collect();
+        assert!(row.iter().all(|value| value.is_finite()), "position {position}");
+        let mut heard = self.heard.lock().unwrap();
+        heard.rows += 1;
+        if let Some(before) = heard.logits.insert(position, bits.clone()) {
+            assert!(before == bits, "position {position} has other logits when it is computed again");
+        }
+    }
+}
+
+/// A request in flight: its id if it was taken in, and what it hears.
+pub(crate) struct Asked {
+    pub(crate) id: Option<SeqId>,
+    heard: Arc<Mutex<Heard>>,
+}
+
+impl Asked {
+    pub(crate) fn heard(&self) -> Heard {
+        self.heard.lock().unwrap().clone()
+    }
+}
+
+/// Hands a request in.
+pub(crate) fn submit(engine: &mut Engine, ask: &Ask) -> Asked {
+    submit_at(engine, ask, Instant::now(), None)
+}
+
+/// Hands a request in at `now`, with a deadline.
+pub(crate) fn submit_at(
+    engine: &mut Engine,
+    ask: &Ask,
+    now: Instant,
+    deadline: Option<std::time::Duration>,
+) -> Asked {
+    let heard = Arc::new(Mutex::new(Heard::default()));
+    let request = EngineRequest {
+        root: BlockId([7; 16]),
+        prompt: ask.prompt.clone(),
+        emitted: ask.emitted.clone(),
+        sampling: ask.sampling.clone(),
+        stop: ask.stop.clone(),
+        deadline,
+        sink: Box::new(Ear { wants_logits: ask.logits, heard: heard.clone() }),
+    };
+    Asked { id: engine.submit(now, request), heard }
+}
+
+/// Steps until nothing is left.
+pub(crate) fn run_to_end(engine: &mut Engine) {
+    while engine.has_work() {
+        let outcome = engine.step(Instant::now()).unwrap();
+        assert!(outcome != StepOutcome::Idle || !engine.has_work(), "work is left but nothing is planned");
+    }
+}
+
+/// All requests at once, to the end.
+pub(crate) fn together(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
+    let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
+    run_to_end(engine);
+    asked.iter().map(Asked::heard).collect()
+}
+
+/// One request after the other.
+pub(crate) fn one_by_one(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
+    asks.iter().map(|ask| together(engine, std::slice::from_ref(ask)).remove(0)).collect()
+}

@@ -1,0 +1,54 @@
+//! The environment chooses kernels, and the integer path gives the same bits with all of them.
+
+use crate::harness::{Ask, Heard, QUANT, open_on, options, prompt, together};
+use kernels::isa::Isa;
+use kvasir_worker::load;
+
+/// One model for each number format of weights that has one, besides those in [`QUANT`].
+const OTHERS: [&str; 3] =
+    ["quant/qwen3-q/qwen3-q-q8_0", "quant/qwen3-q/qwen3-q-q6_k", "quant/qwen3-q/qwen3-q-nvfp4"];
+
+/// Runs with one variable set; also what the device says of its instruction sets.
+fn run(model: &str, variable: &str, value: &str) -> (Vec<Heard>, String) {
+    let environment = |name: &str| (name == variable).then(|| value.to_owned());
+    let backend = load::backend(&options(model), &environment).unwrap();
+    let mut engine = open_on(model, &options(model), backend);
+    let asks: Vec<Ask> = [9, 70].iter().map(|len| Ask::greedy(prompt(*len, *len as usize), 10)).collect();
+    let heard = together(&mut engine, &asks);
+    (heard, engine.decoder().backend().info().isa.clone())
+}
+
+#[test]
+fn products_of_integers_are_the_same_on_every_instruction_set() {
+    for model in QUANT.into_iter().chain(OTHERS) {
+        let (best, _) = run(model, "", "");
+        for isa in Isa::available() {
+            let (heard, isas) = run(model, "KVASIR_MATMUL_BACKEND", &format!("cpu-{isa}"));
+            assert!(isas.starts_with(isa.name()), "{isas}");
+            for (best, heard) in best.iter().zip(&heard) {
+                assert_eq!(best.tokens, heard.tokens, "{model} on {isa}");
+                assert!(best.logits == heard.logits, "{model} on {isa}: other logits");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_choice_for_everything_runs_everything_there() {
+    for isa in Isa::available() {
+        let (heard, isas) = run(QUANT[0], "KVASIR_BACKEND", &format!("cpu-{isa}"));
+        assert_eq!(isas, isa.name());
+        assert!(heard.iter().all(|heard| heard.tokens.len() == 10));
+    }
+}
+
+#[test]
+fn kernels_that_cannot_be_had_are_an_error() {
+    let environment = |name: &str| (name == "KVASIR_ATTENTION_BACKEND").then(|| "cuda".to_owned());
+    let error = load::backend(&options(QUANT[0]), &environment).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "KVASIR_ATTENTION_BACKEND demands backend \"cuda\" for attention, which is unknown; \
+         there are cpu-scalar, cpu-avx2, cpu-avx512"
+    );
+}

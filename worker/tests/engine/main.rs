@@ -1,0 +1,10 @@
+//! The engine on the oracle set's small models: the same bits whatever the batch, the chunking, the placement
+//! and the device, and requests that end as they should.
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+mod exactness;
+mod generation;
+mod harness;
+mod instruction_sets;
+mod opaque;
+mod opaque_device;

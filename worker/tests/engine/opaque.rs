@@ -1,0 +1,130 @@
+//! The engine on a device that it cannot look into.
+
+use crate::harness::{
+    Ask, Heard, QUANT, TINY, cramped, one_by_one, open, open_on, options, path, prompt, submit, together,
+};
+use crate::opaque_device::{Ledger, OpaqueDevice, Refuses};
+use kernels::backend::BufferId;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::{Error, load};
+use proto::message::Sampling;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+fn open_opaque(model: &str, options: &EngineOptions) -> (Engine, Arc<Mutex<Ledger>>) {
+    let (device, ledger) = OpaqueDevice::new(options.activations, Refuses::Nothing);
+    (open_on(model, options, Box::new(device)), ledger)
+}
+
+/// The one buffer that anything was ever read from.
+fn only_buffer(ledger: &Ledger) -> BufferId {
+    let mut buffers = ledger.rows.iter().map(|(buffer, _)| *buffer).chain(ledger.drawn_from.iter().copied());
+    let first = buffers.next().unwrap();
+    assert!(buffers.all(|buffer| buffer == first), "more than the logits was read");
+    first
+}
+
+fn assert_same(model: &str, cpu: &[Heard], opaque: &[Heard]) {
+    for (cpu, opaque) in cpu.iter().zip(opaque) {
+        assert_eq!(cpu.tokens, opaque.tokens, "{model}");
+        assert_eq!(cpu.cached(), opaque.cached(), "{model}");
+        assert!(cpu.logits == opaque.logits, "{model}: other logits");
+    }
+}
+
+#[test]
+fn a_device_that_the_host_cannot_address_gives_the_same_bits() {
+    for model in TINY.into_iter().chain(QUANT) {
+        let shared = prompt(3, 70);
+        let with = |tail: u64, len| [shared.clone(), prompt(tail, len)].concat();
+        let asks = [
+            Ask::greedy(with(4, 9), 12),
+            Ask::greedy(with(5, 30), 12).tokens_only(),
+            Ask {
+                sampling: Sampling { temperature: 0.8, seed: 5, ..Sampling::default() },
+                ..Ask::greedy(with(6, 1), 12).tokens_only()
+            },
+        ];
+        let options = EngineOptions { chunk: Some(32), ..options(model) };
+        let (mut engine, ledger) = open_opaque(model, &options);
+        assert_eq!(engine.decoder().backend().info().device, "opaque");
+        let mut cpu = open(model, &options);
+        // Once with everybody in flight and once with what the first round left in the cache.
+        for _ in 0..2 {
+            assert_same(model, &together(&mut cpu, &asks), &together(&mut engine, &asks));
+        }
+
+        let ledger = ledger.lock().unwrap().clone();
+        only_buffer(&ledger);
+        assert!(ledger.ops > 0);
+        assert_eq!(ledger.writes, 0, "{model}: the host wrote activations");
+    }
+}
+
+#[test]
+fn the_host_reads_sampled_tokens_and_requested_logits_only() {
+    for model in TINY {
+        let (mut engine, ledger) = open_opaque(model, &options(model));
+        let vocab = engine.decoder().spec().vocab;
+        // Greedy: only tokens come back.
+        let greedy: Vec<Ask> = (1..5).map(|seed| Ask::greedy(prompt(seed, 50), 10).tokens_only()).collect();
+        together(&mut engine, &greedy);
+        let after = ledger.lock().unwrap().clone();
+        assert_eq!((after.tokens, after.rows.len()), (40, 0), "{model}");
+        let logits = only_buffer(&after);
+
+        // Drawn on the host: one row for each token.
+        let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
+        let drawn = Ask { sampling, ..Ask::greedy(prompt(9, 50), 10).tokens_only() };
+        together(&mut engine, &[drawn]);
+        let after = ledger.lock().unwrap().clone();
+        assert_eq!((after.tokens, after.rows.len()), (40, 10), "{model}");
+
+        // All logits: one row for each token that is computed.
+        let heard = together(&mut engine, &[Ask::greedy(prompt(10, 50), 10)]).remove(0);
+        let after = ledger.lock().unwrap().clone();
+        assert_eq!((heard.rows, after.rows.len()), (59, 10 + 59), "{model}");
+        assert!(after.rows.iter().all(|row| *row == (logits, vocab)), "{model}");
+        assert_eq!((after.tokens, after.writes), (40, 0), "{model}");
+    }
+}
+
+#[test]
+fn preemption_needs_no_look_into_the_device() {
+    let model = TINY[0];
+    let asks: Vec<Ask> = (21..27).map(|seed| Ask::greedy(prompt(seed, 20), 120).tokens_only()).collect();
+    let want = one_by_one(&mut open(model, &options(model)), &asks);
+    let options = cramped(model, &EngineOptions { chunk: Some(8), ..options(model) }, 140);
+    let (mut engine, ledger) = open_opaque(model, &options);
+    let got = together(&mut engine, &asks);
+    assert!(got.iter().map(Heard::preemptions).sum::<u32>() > 0);
+    assert!(want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens));
+    let ledger = ledger.lock().unwrap().clone();
+    assert_eq!((ledger.tokens, ledger.rows.len()), (6 * 120, 0));
+}
+
+#[test]
+fn what_a_device_refuses_is_told() {
+    let load = |model: &str, refuses| {
+        let options = options(model);
+        let (device, _) = OpaqueDevice::new(options.activations, refuses);
+        load::open_on(&path(model), &options, Box::new(device), &mut |_, _| {})
+    };
+    let refusal = |model: &str, refuses| match load(model, refuses).err().unwrap() {
+        Error::Kernel(refused) => refused.to_string(),
+        other => panic!("{other}"),
+    };
+    const Q6_K: u32 = 14;
+    assert_eq!(refusal(QUANT[0], Refuses::Type(Q6_K)), "this backend does not serve weights of this type");
+    assert_eq!(refusal(TINY[2], Refuses::Windows), "this backend does not serve sliding windows");
+    // A model that does not need what is refused is served.
+    assert!(load(TINY[0], Refuses::Windows).is_ok());
+
+    // In the middle of a step: the step fails, and nobody hears a token.
+    let mut engine = load(TINY[0], Refuses::Attention).unwrap().engine;
+    let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 5));
+    let failed = engine.step(Instant::now()).unwrap_err();
+    assert!(matches!(failed, Error::Kernel(kernels::Error::Unsupported { what: "attention" })), "{failed}");
+    assert!(asked.heard().tokens.is_empty());
+}
