@@ -1,19 +1,20 @@
-//! AVX2 kernels: blocks are unpacked by the portable code, compiled for AVX2; the products are intrinsics on
-//! two vectors of eight rows.
+//! AVX2 kernels, on two vectors of eight rows. A block is unpacked to memory and meets all tokens of the tile
+//! from there; scales are unpacked by the portable code, compiled for AVX2.
 #![allow(unsafe_code)]
 
 use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
-use super::layout::{Block, Lanes, Layout, panel_bytes};
+use super::layout::{Block, Lanes, Layout, VECTOR, lanes, panel_bytes};
 use super::scalar::{fold, quantize_row};
-use crate::quant::{GgmlType, Scheme};
+use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
-    __m256, __m256i, _mm_loadu_si128, _mm256_abs_epi8, _mm256_add_epi32, _mm256_castsi256_ps,
-    _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_sign_epi8, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_storeu_si256,
-    _mm256_xor_si256,
+    __m128i, __m256, __m256i, _mm_cvtsi32_si128, _mm_loadu_si128, _mm256_abs_epi8, _mm256_add_epi32,
+    _mm256_and_si256, _mm256_broadcastsi128_si256, _mm256_castsi256_ps, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16,
+    _mm256_maddubs_epi16, _mm256_or_si256, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_shuffle_epi8, _mm256_sign_epi8, _mm256_sll_epi16, _mm256_slli_epi32,
+    _mm256_srl_epi16, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_xor_si256,
 };
 
 pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
@@ -32,7 +33,8 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
     tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
     for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
-        block.unpack(&scheme, packed);
+        block.unpack_scales(&scheme, packed);
+        unpack_codes(&scheme, packed.codes, &mut block);
         for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
             // SAFETY: the caller's contract.
             let a = unsafe { &*call.activations.add(token * call.stride + index) };
@@ -40,6 +42,62 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
             fold(&block, &scheme, &sums, a, acc);
         }
     }
+}
+
+/// Half a group's codes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load_codes(bytes: &[u8; VECTOR / 2]) -> __m256i {
+    // SAFETY: 32 bytes.
+    unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
+}
+
+/// Fills `block.codes` from the planes that [`super::layout`] describes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn unpack_codes(scheme: &Scheme, planes: &[u8], block: &mut Block) {
+    let table = match scheme.levels {
+        Levels::Plain => None,
+        Levels::Table(codes) => {
+            // SAFETY: 16 bytes.
+            let codes = unsafe { _mm_loadu_si128(codes.as_ptr().cast::<__m128i>()) };
+            Some(_mm256_broadcastsi128_si256(codes))
+        }
+    };
+    let (vectors, _) = planes.as_chunks::<{ VECTOR / 2 }>();
+    for (g, group) in block.codes.iter_mut().enumerate() {
+        // The vector of the first plane, how far its bits are up, and their mask; then the same of the second
+        // plane and where its bits go.
+        let (low, high) = match scheme.bits {
+            Bits::Eight => ((g, 0, 0xff), None),
+            Bits::Two => ((g / 4, 2 * (g % 4), 3), None),
+            Bits::Three => ((g / 4, 2 * (g % 4), 3), Some((2, g, 1, 2))),
+            Bits::Four => ((g % 4, 4 * (g / 4), 15), None),
+            Bits::Five => ((g % 4, 4 * (g / 4), 15), Some((4, g, 1, 4))),
+            Bits::Six => ((g % 4, 4 * (g / 4), 15), Some((4 + g / 4, 2 * (g % 4), 3, 4))),
+        };
+        for (half, rows) in group.as_chunks_mut::<HALF_PANEL>().0.iter_mut().enumerate() {
+            let (vector, from, mask) = low;
+            let mut codes = bits_at(load_codes(&vectors[2 * vector + half]), from, mask);
+            if let Some((vector, from, mask, to)) = high {
+                let bits = bits_at(load_codes(&vectors[2 * vector + half]), from, mask);
+                codes = _mm256_or_si256(codes, _mm256_sll_epi16(bits, _mm_cvtsi32_si128(to)));
+            }
+            if let Some(table) = table {
+                codes = _mm256_shuffle_epi8(table, codes);
+            }
+            // SAFETY: eight rows of four codes are 32 bytes.
+            unsafe { _mm256_storeu_si256(rows.as_mut_ptr().cast(), codes) };
+        }
+    }
+}
+
+/// The bits under `mask` of every byte after a shift right by `from`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn bits_at(bytes: __m256i, from: usize, mask: u8) -> __m256i {
+    let shifted = _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(from as i32));
+    _mm256_and_si256(shifted, _mm256_set1_epi8(mask.cast_signed()))
 }
 
 /// `sum of level * quant` over one half of a block, per row.
@@ -98,9 +156,10 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
     if let Some(scheme) = Scheme::of(call.ty) {
         let mut block = Block::EMPTY;
         for (index, packed) in Layout::of(&scheme).blocks(panel, call.cols / BLOCK).enumerate() {
-            block.unpack(&scheme, packed);
+            block.unpack_scales(&scheme, packed);
+            unpack_codes(&scheme, packed.codes, &mut block);
             for (k, column) in columns.iter_mut().enumerate() {
-                *column = std::array::from_fn(|r| block.weight(&scheme, k, r));
+                *column = lanes(|r| block.weight(&scheme, k, r));
             }
             accumulate(index * BLOCK, &columns);
         }
@@ -114,8 +173,8 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
         }
     }
     let [even, odd] = &sums;
-    for (lanes, (even, odd)) in tile.0[..call.tokens].iter_mut().zip(even.iter().zip(odd)) {
-        *lanes = std::array::from_fn(|r| even[r] + odd[r]);
+    for (out, (even, odd)) in tile.0[..call.tokens].iter_mut().zip(even.iter().zip(odd)) {
+        *out = lanes(|r| even[r] + odd[r]);
     }
 }
 

@@ -12,6 +12,10 @@ use crate::quant::GgmlType;
 use codes::{Bits2, Bits3, Bits4, Bits5, Bits6, Bits8, E2m1, Iq4};
 use scales::{E8m0, F16, F16Min, Sixteenths, SixteenthsMin, Super, SuperMin, Ue4m3};
 
+/// How far ahead of use packed weights are asked into L2. Shorter distances get in the hardware prefetchers'
+/// way (measured on Zen 4).
+const PREFETCH: usize = 8192;
+
 pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize: quantize::row };
 
 /// Calls `$module::$kernel::<Codes, Scales>` for the format of the call.

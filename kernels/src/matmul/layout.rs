@@ -35,7 +35,7 @@ use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, e8m0_half, ue
 /// Groups of four columns in a block.
 pub(super) const GROUPS: usize = 8;
 /// Bytes of one vector of codes.
-const VECTOR: usize = 64;
+pub(super) const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
@@ -66,7 +66,8 @@ struct Place {
 pub(super) struct PackedBlock<'a> {
     header: &'a [u8],
     scales: &'a [u8],
-    codes: &'a [u8],
+    /// The code planes.
+    pub(super) codes: &'a [u8],
 }
 
 impl Layout {
@@ -266,11 +267,10 @@ impl Block {
         minus_dmin: [0.0; PANEL_ROWS],
     };
 
-    /// Unpacks a block. Portable code that vectorises where it is inlined into a function with
-    /// vector features.
+    /// Unpacks a block.
     #[inline(always)]
     pub(super) fn unpack(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
-        self.unpack_scales(scheme.scaling, packed.header, packed.scales);
+        self.unpack_scales(scheme, packed);
         self.unpack_codes(scheme.bits, packed.codes);
         if let Levels::Table(table) = scheme.levels {
             for code in self.codes.as_flattened_mut().as_flattened_mut() {
@@ -288,46 +288,47 @@ impl Block {
         if scheme.scaling.has_min() { weight + self.added[half][row] } else { weight }
     }
 
+    /// Unpacks everything but the codes.
     #[inline(always)]
-    fn unpack_scales(&mut self, scaling: Scaling, header: &[u8], scales: &[u8]) {
-        match scaling {
+    pub(super) fn unpack_scales(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
+        let PackedBlock { header, scales, .. } = packed;
+        match scheme.scaling {
             Scaling::F16 => self.scale = [f16_lanes(scales); 2],
             Scaling::F16Min => {
                 self.scale = [f16_lanes(scales); 2];
                 self.added = [f16_lanes(&scales[F16_ROWS..]); 2];
             }
-            Scaling::E8m0 => self.scale = [std::array::from_fn(|r| e8m0_half(scales[r])); 2],
+            Scaling::E8m0 => self.scale = [lanes(|r| e8m0_half(scales[r])); 2],
             Scaling::Super => {
                 let d = f16_lanes(header);
-                self.scale = [std::array::from_fn(|r| d[r] * f32::from(scales[r].cast_signed())); 2];
+                self.scale = [lanes(|r| d[r] * f32::from(scales[r].cast_signed())); 2];
             }
             Scaling::SuperMin => {
                 let (d, dmin) = (f16_lanes(header), f16_lanes(&header[F16_ROWS..]));
-                self.scale = [std::array::from_fn(|r| d[r] * f32::from(scales[r])); 2];
-                self.added = [std::array::from_fn(|r| -(dmin[r] * f32::from(scales[PANEL_ROWS + r]))); 2];
+                self.scale = [lanes(|r| d[r] * f32::from(scales[r])); 2];
+                self.added = [lanes(|r| -(dmin[r] * f32::from(scales[PANEL_ROWS + r]))); 2];
             }
             Scaling::Sixteenths => {
                 self.d = f16_lanes(header);
                 for half in 0..2 {
-                    self.factor[half] =
-                        std::array::from_fn(|r| i32::from(scales[2 * r + half].cast_signed()));
-                    self.scale[half] = std::array::from_fn(|r| self.d[r] * self.factor[half][r] as f32);
+                    self.factor[half] = lanes(|r| i32::from(scales[2 * r + half].cast_signed()));
+                    self.scale[half] = lanes(|r| self.d[r] * self.factor[half][r] as f32);
                 }
             }
             Scaling::SixteenthsMin => {
                 self.d = f16_lanes(header);
-                self.minus_dmin = f16_lanes(&header[F16_ROWS..]).map(|dmin| -dmin);
+                let dmin = f16_lanes(&header[F16_ROWS..]);
+                self.minus_dmin = lanes(|r| -dmin[r]);
                 for half in 0..2 {
-                    self.factor[half] = std::array::from_fn(|r| i32::from(scales[2 * r + half] & 15));
-                    self.min_factor[half] = std::array::from_fn(|r| i32::from(scales[2 * r + half] >> 4));
-                    self.scale[half] = std::array::from_fn(|r| self.d[r] * self.factor[half][r] as f32);
-                    self.added[half] =
-                        std::array::from_fn(|r| self.minus_dmin[r] * self.min_factor[half][r] as f32);
+                    self.factor[half] = lanes(|r| i32::from(scales[2 * r + half] & 15));
+                    self.min_factor[half] = lanes(|r| i32::from(scales[2 * r + half] >> 4));
+                    self.scale[half] = lanes(|r| self.d[r] * self.factor[half][r] as f32);
+                    self.added[half] = lanes(|r| self.minus_dmin[r] * self.min_factor[half][r] as f32);
                 }
             }
             Scaling::Ue4m3 => {
                 for half in 0..2 {
-                    self.scale[half] = std::array::from_fn(|r| ue4m3_half(scales[2 * r + half]));
+                    self.scale[half] = lanes(|r| ue4m3_half(scales[2 * r + half]));
                 }
             }
         }
@@ -367,9 +368,20 @@ fn add_bits(codes: &mut [u8], plane: &[u8], from: usize, mask: u8, to: usize) {
     }
 }
 
+/// A value for each row. (`std::array::from_fn` is not inlined everywhere, and so not compiled with the vector
+/// features of its caller.)
+#[inline(always)]
+pub(super) fn lanes<T: Copy + Default>(value: impl Fn(usize) -> T) -> Lanes<T> {
+    let mut lanes = [T::default(); PANEL_ROWS];
+    for (r, lane) in lanes.iter_mut().enumerate() {
+        *lane = value(r);
+    }
+    lanes
+}
+
 #[inline(always)]
 fn f16_lanes(bytes: &[u8]) -> Lanes<f32> {
-    std::array::from_fn(|r| f16_to_f32(u16::from_le_bytes([bytes[2 * r], bytes[2 * r + 1]])))
+    lanes(|r| f16_to_f32(u16::from_le_bytes([bytes[2 * r], bytes[2 * r + 1]])))
 }
 
 /// The value of an f16, in operations that vectorise.

@@ -4,7 +4,7 @@
 use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, Tile, plain_value};
-use super::layout::{Block, Lanes, Layout, panel_bytes};
+use super::layout::{Block, Lanes, Layout, lanes, panel_bytes};
 use crate::quant::{Scaling, Scheme};
 
 pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
@@ -114,13 +114,13 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
         for (index, packed) in blocks.enumerate() {
             block.unpack(&scheme, packed);
             for k in 0..BLOCK {
-                column(index * BLOCK + k, &std::array::from_fn(|r| block.weight(&scheme, k, r)));
+                column(index * BLOCK + k, &lanes(|r| block.weight(&scheme, k, r)));
             }
         }
     } else {
         let size = call.ty.block_bytes();
         for (k, slots) in panel.chunks_exact(PANEL_ROWS * size).take(call.cols).enumerate() {
-            column(k, &std::array::from_fn(|r| plain_value(call.ty, &slots[r * size..][..size])));
+            column(k, &lanes(|r| plain_value(call.ty, &slots[r * size..][..size])));
         }
     }
     for (even, odd) in tile.0[..call.tokens].iter_mut().zip(&odd) {
@@ -158,7 +158,10 @@ fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
         return QuantizedBlock::ZERO;
     }
     let inverse = 127.0 / largest;
-    let quants = values.map(|x| (x * inverse).round_ties_even() as i8);
+    let mut quants = [0; BLOCK];
+    for (quant, x) in quants.iter_mut().zip(values) {
+        *quant = (x * inverse).round_ties_even() as i8;
+    }
     let sum = |half: &[i8]| half.iter().map(|&q| i32::from(q)).sum();
     let sums = [sum(&quants[..16]), sum(&quants[16..])];
     QuantizedBlock { quants, ..QuantizedBlock::with_sums(largest / 127.0, sums) }

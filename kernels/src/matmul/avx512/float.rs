@@ -4,15 +4,16 @@
 use super::super::activations::BLOCK;
 use super::super::kernel::{F32Call, Tile};
 use super::super::layout::{HEADER_BLOCKS, cluster_blocks};
+use super::PREFETCH;
 use super::codes::Codes;
 use super::scales::Scales;
 use super::unroll;
 use crate::aligned::CACHE_LINE;
 use crate::quant::GgmlType;
 use std::arch::x86_64::{
-    __m512, __m512i, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps,
-    _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+    __m512, __m512i, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512,
+    _mm512_castsi512_ps, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps,
+    _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
     _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
 
@@ -178,6 +179,13 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call, lanes: *mut f32
     let last = call.tokens - 1;
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     for k in (0..call.cols & !1).step_by(2) {
+        // See `super::int8`: with few tokens the hardware does as well alone.
+        if N * 16 >= 2 * P::BYTES {
+            for line in (0..2 * P::BYTES).step_by(CACHE_LINE) {
+                let ahead = call.panel.wrapping_add(k * P::BYTES + PREFETCH + line);
+                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
+            }
+        }
         // SAFETY: columns `k` and `k + 1` exist.
         let w =
             unsafe { [P::load(call.panel.add(k * P::BYTES)), P::load(call.panel.add((k + 1) * P::BYTES))] };

@@ -6,15 +6,11 @@ use super::super::kernel::{Int8Call, Tile};
 use super::super::layout::{HEADER_BLOCKS, cluster_blocks};
 use super::codes::Codes;
 use super::scales::Scales;
-use super::unroll;
+use super::{PREFETCH, unroll};
 use crate::aligned::CACHE_LINE;
 use std::arch::x86_64::{
     _MM_HINT_T1, _mm_prefetch, _mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
 };
-
-/// How far ahead of use packed weights are asked into L2. Shorter distances get in the hardware prefetchers'
-/// way (measured on Zen 4).
-const PREFETCH: usize = 8192;
 
 /// Whether to ask for weights ahead of use, given the tokens and bytes of a block. A few tokens run as fast
 /// as memory with hardware prefetching alone, and prefetch instructions only slow that down. With more, the
