@@ -21,7 +21,7 @@ use worker::load::EngineOptions;
 pub(crate) struct Bench {
     /// Catalog name or path to a .gguf
     model: String,
-    /// Prefill lengths
+    /// Prefill lengths; 0 skips prefill
     #[arg(short = 'p', long, value_name = "N,..", value_delimiter = ',', default_value = "512,2048")]
     prefill: Vec<usize>,
     /// Tokens to decode per measurement; 0 skips decoding
@@ -149,7 +149,7 @@ impl Bench {
         let mut bandwidth = vec![probe.median(&pool, 3)];
         let mut rows = Vec::new();
         // Placements take turns inside every measurement, so that drift hits both alike.
-        for &tokens in &self.prefill {
+        for &tokens in self.prefill.iter().filter(|tokens| **tokens > 0) {
             rows.extend(self.measure("prefill", tokens, 1, &mut stage)?);
         }
         if self.decode > 0 {
@@ -186,7 +186,7 @@ impl Bench {
         stage: &mut Stage,
     ) -> Result<Vec<Row>> {
         let mut rates: Vec<Vec<f64>> = vec![Vec::new(); self.placement.len()];
-        stage.capacity = tokens + self.decode;
+        stage.capacity = if test == "prefill" { tokens } else { tokens + self.decode };
         for round in 0..=self.repeat {
             for (which, &placement) in self.placement.iter().enumerate() {
                 let rate = match test {
