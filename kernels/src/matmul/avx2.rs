@@ -5,7 +5,7 @@
 use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
-use super::layout::{Block, Lanes, Layout, VECTOR, lanes, panel_bytes};
+use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
 use super::scalar::{fold, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
@@ -33,8 +33,7 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
     tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
     for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
-        block.unpack_scales(&scheme, packed);
-        unpack_codes(&scheme, packed.codes, &mut block);
+        unpack(&scheme, packed, &mut block);
         for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
             // SAFETY: the caller's contract.
             let a = unsafe { &*call.activations.add(token * call.stride + index) };
@@ -42,6 +41,13 @@ unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
             fold(&block, &scheme, &sums, a, acc);
         }
     }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn unpack(scheme: &Scheme, packed: PackedBlock<'_>, block: &mut Block) {
+    block.unpack_scales(scheme, packed, |bytes| plain_lanes(GgmlType::F16, &bytes[..2 * PANEL_ROWS]));
+    unpack_codes(scheme, packed.codes, block);
 }
 
 /// Half a group's codes.
@@ -156,8 +162,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
     if let Some(scheme) = Scheme::of(call.ty) {
         let mut block = Block::EMPTY;
         for (index, packed) in Layout::of(&scheme).blocks(panel, call.cols / BLOCK).enumerate() {
-            block.unpack_scales(&scheme, packed);
-            unpack_codes(&scheme, packed.codes, &mut block);
+            unpack(&scheme, packed, &mut block);
             for (k, column) in columns.iter_mut().enumerate() {
                 *column = lanes(|r| block.weight(&scheme, k, r));
             }

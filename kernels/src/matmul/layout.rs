@@ -31,6 +31,7 @@
 use super::PANEL_ROWS;
 use super::activations::BLOCK;
 use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, e8m0_half, ue4m3_half};
+use half::f16;
 
 /// Groups of four columns in a block.
 pub(super) const GROUPS: usize = 8;
@@ -270,7 +271,7 @@ impl Block {
     /// Unpacks a block.
     #[inline(always)]
     pub(super) fn unpack(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
-        self.unpack_scales(scheme, packed);
+        self.unpack_scales(scheme, packed, f16_lanes);
         self.unpack_codes(scheme.bits, packed.codes);
         if let Levels::Table(table) = scheme.levels {
             for code in self.codes.as_flattened_mut().as_flattened_mut() {
@@ -288,9 +289,14 @@ impl Block {
         if scheme.scaling.has_min() { weight + self.added[half][row] } else { weight }
     }
 
-    /// Unpacks everything but the codes.
+    /// Unpacks everything but the codes. `f16_lanes` converts the 16 f16 values at the start of its argument.
     #[inline(always)]
-    pub(super) fn unpack_scales(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
+    pub(super) fn unpack_scales(
+        &mut self,
+        scheme: &Scheme,
+        packed: PackedBlock<'_>,
+        f16_lanes: impl Fn(&[u8]) -> Lanes<f32>,
+    ) {
         let PackedBlock { header, scales, .. } = packed;
         match scheme.scaling {
             Scaling::F16 => self.scale = [f16_lanes(scales); 2],
@@ -379,31 +385,6 @@ pub(super) fn lanes<T: Copy + Default>(value: impl Fn(usize) -> T) -> Lanes<T> {
     lanes
 }
 
-#[inline(always)]
 fn f16_lanes(bytes: &[u8]) -> Lanes<f32> {
-    lanes(|r| f16_to_f32(u16::from_le_bytes([bytes[2 * r], bytes[2 * r + 1]])))
-}
-
-/// The value of an f16, in operations that vectorise.
-#[inline(always)]
-fn f16_to_f32(bits: u16) -> f32 {
-    let magnitude = u32::from(bits & 0x7fff) << 13;
-    // Exponents are off by the difference of the biases; subnormals come out right because they are scaled.
-    let finite = (f32::from_bits(magnitude) * 2f32.powi(112)).to_bits();
-    let magnitude = if bits & 0x7c00 == 0x7c00 { finite | 0x7f80_0000 } else { finite };
-    f32::from_bits(magnitude | u32::from(bits & 0x8000) << 16)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::f16_to_f32;
-    use half::f16;
-
-    #[test]
-    fn every_f16_converts_exactly() {
-        for bits in 0..=u16::MAX {
-            let (x, expected) = (f16_to_f32(bits), f16::from_bits(bits).to_f32());
-            assert!(x.to_bits() == expected.to_bits() || x.is_nan() && expected.is_nan(), "{bits:#x}");
-        }
-    }
+    lanes(|r| f16::from_le_bytes([bytes[2 * r], bytes[2 * r + 1]]).to_f32())
 }
