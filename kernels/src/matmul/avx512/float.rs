@@ -80,13 +80,12 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
     let mut activations = call.activations;
     let offset = _mm512_set1_epi32(S::OFFSET);
     let all = call.cols / BLOCK;
-    // SAFETY: a panel is at least a line and a block long, whether it starts with a header or not.
-    let mut header = unsafe { S::header(at) };
+    let mut header = at;
     let per_cluster = cluster_blocks(S::BYTES);
     for first in (0..all).step_by(per_cluster) {
         if S::HEADER && first % HEADER_BLOCKS == 0 {
             // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
-            (header, at) = unsafe { (S::header(at), at.add(CACHE_LINE)) };
+            (header, at) = unsafe { (at, at.add(CACHE_LINE)) };
         }
         let blocks = per_cluster.min(all - first);
         // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.

@@ -57,14 +57,13 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
     let mut activations = call.activations;
-    // SAFETY: a panel is at least a line and a block long, whether it starts with a header or not.
-    let mut header = unsafe { S::header(at) };
+    let mut header = at;
     let per_cluster = cluster_blocks(S::BYTES);
     for first in (0..call.blocks).step_by(per_cluster) {
         if S::HEADER && first % HEADER_BLOCKS == 0 {
             prefetch::<C, S, N>(at, CACHE_LINE);
             // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
-            (header, at) = unsafe { (S::header(at), at.add(CACHE_LINE)) };
+            (header, at) = unsafe { (at, at.add(CACHE_LINE)) };
         }
         prefetch::<C, S, N>(at, CACHE_LINE);
         let blocks = per_cluster.min(call.blocks - first);

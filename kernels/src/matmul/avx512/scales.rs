@@ -24,22 +24,15 @@ pub(super) trait Scales {
     const HALVES: bool;
     /// Whether weights have an added part.
     const ADDED: bool;
-    /// A header in registers.
-    type Header: Copy;
     /// A block's scales in registers.
     type Block: Copy;
 
-    /// Loads a header; without headers, nothing.
+    /// Loads a block's scales. The header is read anew for each block: that costs less than keeping it in
+    /// registers, of which accumulators leave none.
     ///
     /// # Safety
-    /// 64 bytes must be readable.
-    unsafe fn header(at: *const u8) -> Self::Header;
-
-    /// Loads a block's scales.
-    ///
-    /// # Safety
-    /// `BYTES` bytes must be readable.
-    unsafe fn block(header: Self::Header, at: *const u8) -> Self::Block;
+    /// `BYTES` bytes must be readable at `at`, and with `HEADER` 64 at `header`.
+    unsafe fn block(header: *const u8, at: *const u8) -> Self::Block;
 
     /// What the integer sums start from: that of the whole block first, or those of the halves.
     ///
@@ -214,27 +207,16 @@ macro_rules! whole_block {
     };
 }
 
-/// No header.
-macro_rules! no_header {
-    () => {
-        const HEADER: bool = false;
-        type Header = ();
-
-        #[inline(always)]
-        unsafe fn header(_: *const u8) {}
-    };
-}
-
 /// f16 scale per 32.
 pub(super) struct F16<const OFFSET: i32>;
 
 impl<const OFFSET: i32> Scales for F16<OFFSET> {
     const BYTES: usize = 32;
-    no_header!();
+    const HEADER: bool = false;
     whole_block!(scale only, OFFSET);
 
     #[inline(always)]
-    unsafe fn block(_: (), at: *const u8) -> __m512 {
+    unsafe fn block(_: *const u8, at: *const u8) -> __m512 {
         // SAFETY: the caller's contract.
         unsafe { f16_lanes(at) }
     }
@@ -245,11 +227,11 @@ pub(super) struct F16Min;
 
 impl Scales for F16Min {
     const BYTES: usize = 64;
-    no_header!();
+    const HEADER: bool = false;
     whole_block!(scale and min);
 
     #[inline(always)]
-    unsafe fn block(_: (), at: *const u8) -> (__m512, __m512) {
+    unsafe fn block(_: *const u8, at: *const u8) -> (__m512, __m512) {
         // SAFETY: the caller's contract.
         unsafe { (f16_lanes(at), f16_lanes(at.add(32))) }
     }
@@ -260,11 +242,11 @@ pub(super) struct E8m0;
 
 impl Scales for E8m0 {
     const BYTES: usize = 16;
-    no_header!();
+    const HEADER: bool = false;
     whole_block!(scale only, 16);
 
     #[inline(always)]
-    unsafe fn block(_: (), at: *const u8) -> __m512 {
+    unsafe fn block(_: *const u8, at: *const u8) -> __m512 {
         // SAFETY: the caller's contract. See `quant::e8m0_half`.
         unsafe {
             let e = _mm512_cvtepu8_epi32(bytes_16(at));
@@ -282,19 +264,12 @@ pub(super) struct Super;
 impl Scales for Super {
     const HEADER: bool = true;
     const BYTES: usize = 16;
-    type Header = __m512;
     whole_block!(scale only, 128);
 
     #[inline(always)]
-    unsafe fn header(at: *const u8) -> __m512 {
+    unsafe fn block(header: *const u8, at: *const u8) -> __m512 {
         // SAFETY: the caller's contract.
-        unsafe { f16_lanes(at) }
-    }
-
-    #[inline(always)]
-    unsafe fn block(d: __m512, at: *const u8) -> __m512 {
-        // SAFETY: the caller's contract.
-        unsafe { _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes_16(at)))) }
+        unsafe { _mm512_mul_ps(f16_lanes(header), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes_16(at)))) }
     }
 }
 
@@ -304,23 +279,16 @@ pub(super) struct SuperMin;
 impl Scales for SuperMin {
     const HEADER: bool = true;
     const BYTES: usize = 32;
-    /// Scale and minus the min.
-    type Header = (__m512, __m512);
     whole_block!(scale and min);
 
     #[inline(always)]
-    unsafe fn header(at: *const u8) -> (__m512, __m512) {
-        // SAFETY: the caller's contract.
-        unsafe { (f16_lanes(at), negated(f16_lanes(at.add(32)))) }
-    }
-
-    #[inline(always)]
-    unsafe fn block((d, minus_dmin): (__m512, __m512), at: *const u8) -> (__m512, __m512) {
+    unsafe fn block(header: *const u8, at: *const u8) -> (__m512, __m512) {
         // SAFETY: the caller's contract.
         unsafe {
             let factor = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes_16(at)));
             let min_factor = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes_16(at.add(16))));
-            (_mm512_mul_ps(d, factor), _mm512_mul_ps(minus_dmin, min_factor))
+            let min = _mm512_mul_ps(f16_lanes(header.add(32)), min_factor);
+            (_mm512_mul_ps(f16_lanes(header), factor), negated(min))
         }
     }
 }
@@ -340,22 +308,16 @@ impl<const OFFSET: i32> Scales for Sixteenths<OFFSET> {
     const OFFSET: i32 = OFFSET;
     const HALVES: bool = true;
     const ADDED: bool = false;
-    type Header = __m512;
     type Block = SixteenthsBlock;
 
     #[inline(always)]
-    unsafe fn header(at: *const u8) -> __m512 {
-        // SAFETY: the caller's contract.
-        unsafe { f16_lanes(at) }
-    }
-
-    #[inline(always)]
-    unsafe fn block(d: __m512, at: *const u8) -> SixteenthsBlock {
+    unsafe fn block(header: *const u8, at: *const u8) -> SixteenthsBlock {
         // SAFETY: the caller's contract.
         unsafe {
             let pairs = _mm512_cvtepi8_epi16(bytes_32(at));
             let first = _mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(pairs));
             let second = _mm512_srai_epi32::<16>(pairs);
+            let d = f16_lanes(header);
             SixteenthsBlock { d, factor: [_mm512_cvtepi32_ps(first), _mm512_cvtepi32_ps(second)] }
         }
     }
@@ -408,24 +370,17 @@ impl Scales for SixteenthsMin {
     const OFFSET: i32 = 0;
     const HALVES: bool = true;
     const ADDED: bool = true;
-    /// Scale and scale of mins.
-    type Header = (__m512, __m512);
     type Block = SixteenthsMinBlock;
 
     #[inline(always)]
-    unsafe fn header(at: *const u8) -> (__m512, __m512) {
-        // SAFETY: the caller's contract.
-        unsafe { (f16_lanes(at), f16_lanes(at.add(32))) }
-    }
-
-    #[inline(always)]
-    unsafe fn block((d, dmin): (__m512, __m512), at: *const u8) -> SixteenthsMinBlock {
+    unsafe fn block(header: *const u8, at: *const u8) -> SixteenthsMinBlock {
         // SAFETY: the caller's contract.
         unsafe {
             let pairs = _mm512_cvtepu8_epi16(bytes_32(at));
             let factors = _mm512_and_si512(pairs, _mm512_set1_epi16(15));
             let low_half = _mm512_set1_epi32(0xffff);
             let factor = [_mm512_and_si512(factors, low_half), _mm512_srli_epi32::<16>(factors)];
+            let (d, dmin) = (f16_lanes(header), f16_lanes(header.add(32)));
             SixteenthsMinBlock { d, dmin, factor, min_factors: _mm512_srli_epi16::<4>(pairs) }
         }
     }
@@ -482,10 +437,10 @@ impl Scales for Ue4m3 {
     const HALVES: bool = true;
     const ADDED: bool = false;
     type Block = [__m512; 2];
-    no_header!();
+    const HEADER: bool = false;
 
     #[inline(always)]
-    unsafe fn block(_: (), at: *const u8) -> [__m512; 2] {
+    unsafe fn block(_: *const u8, at: *const u8) -> [__m512; 2] {
         // SAFETY: the caller's contract. See `quant::ue4m3_half`.
         unsafe {
             let pairs = _mm512_and_si512(_mm512_cvtepu8_epi16(bytes_32(at)), _mm512_set1_epi16(0x7f));
