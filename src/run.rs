@@ -3,7 +3,7 @@
 use crate::local::{self, EngineArgs};
 use anyhow::{Context, Result, bail};
 use model::chat_template::{ChatTemplate, Message};
-use proto::message::{FinishedV1, GenerateFrame, Sampling, StartedV1, Stop};
+use proto::message::{FinishedV1, GenerateFrame, Sampling, Stop};
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -60,7 +60,6 @@ pub(crate) struct Run {
 
 #[derive(Default)]
 struct Outcome {
-    started: Option<StartedV1>,
     first_token: Option<Instant>,
     finished: Option<(FinishedV1, Instant)>,
     failed: Option<String>,
@@ -146,10 +145,7 @@ fn printer(outcome: Arc<Mutex<Outcome>>) -> impl FnMut(GenerateFrame) -> bool + 
             out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
         };
         match frame {
-            GenerateFrame::Started(started) => {
-                outcome.started = Some(started);
-                true
-            }
+            GenerateFrame::Started(_) => true,
             GenerateFrame::Tokens(tokens) => {
                 outcome.first_token.get_or_insert_with(Instant::now);
                 tokens.iter().all(|token| print(&token.text))

@@ -116,11 +116,6 @@ impl Decoder {
         self.groups.iter().map(read).sum()
     }
 
-    /// Rows of the largest step.
-    pub fn max_rows(&self) -> usize {
-        self.config.max_rows
-    }
-
     /// Allocates the KV arena.
     pub fn allocate_kv(&mut self, bytes: usize) -> Result<(), Error> {
         let block_bytes: Vec<usize> = self.groups.iter().map(|group| group.block_bytes).collect();

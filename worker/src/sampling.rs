@@ -26,7 +26,6 @@ pub struct Sampler {
     prompt: HashSet<u32>,
     counts: HashMap<u32, u32>,
     drawn: u32,
-    vocab: usize,
 }
 
 impl Sampler {
@@ -43,15 +42,7 @@ impl Sampler {
             true => HashSet::new(),
             false => prompt.iter().copied().collect(),
         };
-        Ok(Self {
-            params,
-            min_tokens: stop.min_tokens,
-            ending,
-            prompt,
-            counts: HashMap::new(),
-            drawn: 0,
-            vocab,
-        })
+        Ok(Self { params, min_tokens: stop.min_tokens, ending, prompt, counts: HashMap::new(), drawn: 0 })
     }
 
     /// True if the draw is the largest raw logit and nothing else is asked for, so that a device can do it.
@@ -166,11 +157,6 @@ impl Sampler {
             }
         }
         kept.last().map_or_else(|| argmax(logits), |&(token, _)| token)
-    }
-
-    /// Rows of the output matrix.
-    pub fn vocab(&self) -> usize {
-        self.vocab
     }
 }
 
