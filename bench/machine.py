@@ -49,28 +49,34 @@ def stolen_seconds():
     return int(pathlib.Path("/proc/stat").read_text().split()[8]) / TICKS
 
 
-def group_seconds(groups):
-    """CPU seconds of the live processes of some process groups."""
-    total = 0.0
+def family_seconds(roots):
+    """CPU seconds of some live processes and all their live descendants, whatever group or session those moved to."""
+    spent, children = {}, {}
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # It has ended meanwhile.
-        if int(fields[2]) in groups:
-            total += (int(fields[11]) + int(fields[12])) / TICKS
+        process = int(stat.parent.name)
+        spent[process] = (int(fields[11]) + int(fields[12])) / TICKS
+        children.setdefault(int(fields[1]), []).append(process)
+    total, left = 0.0, [root for root in roots if root in spent]
+    while left:
+        process = left.pop()
+        total += spent[process]
+        left += children.get(process, [])
     return total
 
 
 class Watch:
     """Measures wall time and the CPU use of everybody else, as a share of all CPUs."""
 
-    def __init__(self, groups=()):
-        self.groups = set(groups)
+    def __init__(self, roots=()):
+        self.roots = tuple(roots)
 
     def _own(self):
         times = os.times()
-        return times.user + times.system + times.children_user + times.children_system + group_seconds(self.groups)
+        return times.user + times.system + times.children_user + times.children_system + family_seconds(self.roots)
 
     def __enter__(self):
         self.start, self.busy, self.own, self.stolen = time.monotonic(), busy_seconds(), self._own(), stolen_seconds()

@@ -213,7 +213,7 @@ class Run:
         server.thaw()
         try:
             before = server.computed()
-            # The whole group counts as own: what a frozen peer does not use, nobody else is charged for.
+            # A server's children count as its own; frozen peers use nothing.
             with machine.Watch([server.process.pid]) as self.watch:
                 sample = act(server)
             if sample is not None:
