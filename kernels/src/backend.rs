@@ -35,6 +35,7 @@ handle!(MatrixId);
 handle!(VectorId);
 handle!(RopeId);
 handle!(KvLayerId);
+handle!(StateLayerId);
 
 /// An `[rows][cols]` f32 activation buffer on the device. It has a capacity and a current number of rows,
 /// set by the op that fills it.
@@ -56,6 +57,10 @@ pub struct RopeId(pub(crate) u32);
 /// The KV of one layer: where it lies in its group's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvLayerId(pub(crate) u32);
+
+/// The recurrent state of one layer: where it lies in a sequence's state slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StateLayerId(pub(crate) u32);
 
 /// What a backend says about itself; part of a worker's numeric class.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,6 +103,37 @@ pub struct KvShape {
     pub kv_type: KvType,
     /// `Some(w)`: query p sees keys j with p - j < w, and only these have blocks.
     pub window: Option<usize>,
+    /// Whether a query sees only keys at its own position and before. Without it a sequence's whole input
+    /// must be in one step, and every row sees all of it.
+    pub causal: bool,
+}
+
+/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps - 1` positions, and `heads`
+/// matrices of `rows` x `cols`, all f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StateShape {
+    /// Channels of the convolution.
+    pub channels: usize,
+    /// Positions that the convolution sees, the token's own included.
+    pub taps: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Delta net: width of a key; Mamba-2: width of a head.
+    pub rows: usize,
+    /// Delta net: width of a value; Mamba-2: width of B and C.
+    pub cols: usize,
+}
+
+impl StateShape {
+    /// Values of the convolution's past inputs, `[taps - 1][channels]`, oldest position first.
+    pub fn conv_len(&self) -> usize {
+        (self.taps - 1) * self.channels
+    }
+
+    /// Values of the matrices, `[heads][rows][cols]`.
+    pub fn recurrent_len(&self) -> usize {
+        self.heads * self.rows * self.cols
+    }
 }
 
 /// A matrix to upload: `experts` matrices of `rows` x `cols`, row-major blocks of `ggml_type`, back to back.
@@ -128,6 +164,8 @@ pub struct RopeSource {
     pub freq_scale: f32,
     /// Divides frequency i; `n_rot / 2` values.
     pub factors: Option<Vec<f32>>,
+    /// Multiplies cosine and sine; 1 but for YaRN.
+    pub magnitude: f32,
 }
 
 /// Normalisation of each row, or of each head of a row.
@@ -141,6 +179,34 @@ pub struct Norm {
     pub bias: Option<VectorId>,
     /// Added to the mean square or variance.
     pub eps: f32,
+    /// Elements normalised together; divides the row. The weight has as many elements, or as the row.
+    pub width: usize,
+}
+
+/// Which row of a table each row of a step takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EmbedIndex {
+    /// That of its token.
+    Token,
+    /// That of its position.
+    Position,
+    /// That of its sequence's segment, where there is one: [`StepSequence::segment_start`].
+    Segment,
+}
+
+/// `out[row] (+)= scale * table[index of row]`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EmbedOp {
+    /// The table.
+    pub table: MatrixId,
+    /// Which of its rows.
+    pub index: EmbedIndex,
+    /// Multiplies the table's row.
+    pub scale: f32,
+    /// Added to what stands in `out` instead of replacing it.
+    pub accumulate: bool,
+    /// Where the rows go.
+    pub out: BufferId,
 }
 
 /// One product `out (+)= scale * (matrix x) + bias`.
@@ -163,18 +229,28 @@ pub struct MatmulJob {
 pub struct QkvOp {
     /// `[rows][heads * head_dim]`, changed in place.
     pub q: BufferId,
-    /// `[rows][kv_heads * head_dim]`, changed in place.
-    pub k: BufferId,
-    /// `[rows][kv_heads * v_head_dim]`.
-    pub v: BufferId,
     /// Norm of each query head.
     pub q_norm: Option<Norm>,
+    /// Keys and values to write; none where the layer reads another's.
+    pub kv: Option<KvWrite>,
+    /// Rotary embedding of q and k.
+    pub rope: Option<RopeId>,
+    /// Whose heads q has, and where k and v go.
+    pub layer: KvLayerId,
+}
+
+/// Keys and values on their way into the cache.
+#[derive(Debug, Clone, Copy)]
+pub struct KvWrite {
+    /// `[rows][kv_heads * head_dim]`, changed in place.
+    pub k: BufferId,
+    /// `[rows][kv_heads * v_head_dim]`, changed in place. It may be `k` itself: then the values are the keys as
+    /// they are before norm and rope.
+    pub v: BufferId,
     /// Norm of each key head.
     pub k_norm: Option<Norm>,
-    /// Rotary embedding of both.
-    pub rope: Option<RopeId>,
-    /// Where k and v go.
-    pub layer: KvLayerId,
+    /// Norm of each value head.
+    pub v_norm: Option<Norm>,
 }
 
 /// Paged attention of the step's rows over their own sequences.
@@ -186,17 +262,113 @@ pub struct AttentionOp {
     pub out: BufferId,
     /// Multiplies q.k.
     pub scale: f32,
+    /// `[heads]`: per head one more logit, not scaled, with no value, joins the softmax.
+    pub sinks: Option<VectorId>,
     /// Whose keys and values.
     pub layer: KvLayerId,
 }
 
-/// Gate activation.
+/// Depthwise causal convolution over positions and silu, in place:
+/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])`. The first step of a recurrent layer: it
+/// reads its past inputs from the state and leaves there the last `taps - 1` of this step.
+#[derive(Debug, Clone, Copy)]
+pub struct ConvOp {
+    /// `[rows][channels]`, changed in place.
+    pub x: BufferId,
+    /// `[channels][taps]`.
+    pub weight: VectorId,
+    /// `[channels]`.
+    pub bias: Option<VectorId>,
+    /// Whose past inputs.
+    pub layer: StateLayerId,
+}
+
+/// Gated delta net of the step's rows, token by token in position order: see `model::spec::DeltaNetSpec`.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaNetOp {
+    /// `[rows][2 k_heads k_dim + v_heads v_dim]`: q, k, v of all heads, after the convolution.
+    pub qkv: BufferId,
+    /// `[rows][v_heads]`, before the sigmoid.
+    pub beta: BufferId,
+    /// `[rows][v_heads]`, before `dt_bias` and softplus.
+    pub alpha: BufferId,
+    /// `[v_heads]`, below zero.
+    pub a: VectorId,
+    /// `[v_heads]`.
+    pub dt_bias: VectorId,
+    /// Heads of q and k.
+    pub k_heads: usize,
+    /// Value head h uses key head `h % k_heads` if true, `h / (v_heads / k_heads)` otherwise.
+    pub tiled: bool,
+    /// Added to the squared length of q and k.
+    pub l2_eps: f32,
+    /// `[rows][v_heads v_dim]`.
+    pub out: BufferId,
+    /// Whose state: `heads` = v_heads, `rows` = k_dim, `cols` = v_dim.
+    pub layer: StateLayerId,
+}
+
+/// Mamba-2 of the step's rows, token by token in position order: see `model::spec::Mamba2Spec`.
+#[derive(Debug, Clone, Copy)]
+pub struct Mamba2Op {
+    /// `[rows][heads head_dim + 2 groups state]`: x, B of all groups, C of all groups, after the convolution.
+    pub xbc: BufferId,
+    /// `[rows][heads]`, before `dt_bias` and softplus.
+    pub dt: BufferId,
+    /// `[heads]`, below zero.
+    pub a: VectorId,
+    /// `[heads]`.
+    pub d: VectorId,
+    /// `[heads]`.
+    pub dt_bias: VectorId,
+    /// Groups that share B and C.
+    pub groups: usize,
+    /// `[rows][heads head_dim]`.
+    pub out: BufferId,
+    /// Whose state: `rows` = head_dim, `cols` = state.
+    pub layer: StateLayerId,
+}
+
+/// A norm and a silu gate, in place on `x`.
+#[derive(Debug, Clone, Copy)]
+pub struct GatedNormOp {
+    /// Changed in place.
+    pub x: BufferId,
+    /// As wide as `x`.
+    pub gate: BufferId,
+    /// RMS norm of each run of `norm.width` elements.
+    pub norm: Norm,
+    /// `norm(x * silu(gate))` if true (Mamba-2), `norm(x) * silu(gate)` otherwise (delta net).
+    pub gate_first: bool,
+}
+
+/// What multiplies, or replaces, an FFN's inner values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GateActivation {
     /// x * sigmoid(x)
     Silu,
     /// GELU, tanh form.
     GeluTanh,
+    /// GELU by the error function.
+    GeluErf,
+    /// sigmoid(x)
+    Sigmoid,
+    /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; needs an `up`.
+    ClampedSwiglu,
+}
+
+/// `gate[row] = activation(gate[row]) * up[row][from..from + cols of gate]`, in place, also quantised where
+/// needed next.
+#[derive(Debug, Clone, Copy)]
+pub struct GateOp {
+    /// Changed in place.
+    pub gate: BufferId,
+    /// What the activation multiplies; none leaves the activation alone.
+    pub up: Option<BufferId>,
+    /// First column of `up` that takes part.
+    pub up_from: usize,
+    /// The activation.
+    pub activation: GateActivation,
 }
 
 /// Gate and up of a mixture's experts.
@@ -212,6 +384,10 @@ pub enum ExpertGateUp {
         gate_scale: Option<VectorId>,
         /// Per-expert factor of the up product.
         up_scale: Option<VectorId>,
+        /// `[experts][ff]`.
+        gate_bias: Option<VectorId>,
+        /// `[experts][ff]`.
+        up_bias: Option<VectorId>,
     },
     /// One matrix of `2 ff` rows, gate first.
     Fused {
@@ -219,6 +395,8 @@ pub enum ExpertGateUp {
         gate_up: MatrixId,
         /// Per-expert factor of the product.
         scale: Option<VectorId>,
+        /// `[experts][2 ff]`.
+        bias: Option<VectorId>,
     },
 }
 
@@ -245,6 +423,8 @@ pub struct MoeOp {
     pub down: MatrixId,
     /// Per-expert factor of the down product.
     pub down_scale: Option<VectorId>,
+    /// `[experts][hidden]`, added before the weighting.
+    pub down_bias: Option<VectorId>,
     /// Inner width of an expert.
     pub ff: usize,
     /// Gate activation.
@@ -258,6 +438,28 @@ pub struct StepSequence {
     pub rows: Range<usize>,
     /// Positions already in the cache.
     pub context: usize,
+    /// First position of the second segment, for encoders that tell two texts apart.
+    pub segment_start: Option<usize>,
+}
+
+/// What a step does with the recurrent state of one sequence. Slots are byte offsets / 64 into the arena.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StepState {
+    /// The slot with the state before the sequence's first row; none stands for a state of zeros.
+    pub read: Option<u32>,
+    /// The slot that gets the state after its last row; it may be the one that is read.
+    pub write: u32,
+    /// Further slots, ascending by row, each for the state after one row.
+    pub exports: Vec<StateExport>,
+}
+
+/// A copy of the state in the middle of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateExport {
+    /// The row, among those of the sequence in this step.
+    pub row: usize,
+    /// The slot that gets the state after it.
+    pub slot: u32,
 }
 
 /// All that changes from step to step.
@@ -269,6 +471,8 @@ pub struct StepInput<'a> {
     pub sequences: &'a [StepSequence],
     /// `tables[group][sequence]`.
     pub tables: &'a [Vec<BlockTable<'a>>],
+    /// One for each sequence where the model has recurrent layers, else empty.
+    pub states: &'a [StepState],
 }
 
 /// A copy of a block to another block of the same group.
@@ -311,6 +515,28 @@ pub trait Backend: Send {
     /// Declares a layer's KV: its group and its byte offset inside the group's blocks (a multiple of 64).
     fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error>;
 
+    /// Bytes that one layer's state takes in a slot; a multiple of 64.
+    fn state_bytes(&self, shape: StateShape) -> Result<usize, Error>;
+
+    /// Declares a layer's state: its byte offset inside a slot (a multiple of 64).
+    fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error>;
+
+    /// Reads a layer's state out of a slot: the convolution's past inputs `[taps - 1][channels]`, oldest first,
+    /// and the matrices `[heads][rows][cols]`.
+    fn read_state(
+        &self,
+        layer: StateLayerId,
+        slot: u32,
+        conv: &mut [f32],
+        recurrent: &mut [f32],
+    ) -> Result<(), Error>;
+
+    /// Copies bytes of the arena to the host, from byte offset / 64 `from` on.
+    fn read_arena(&self, from: u32, out: &mut [u8]) -> Result<(), Error>;
+
+    /// Copies bytes from the host into the arena, to byte offset / 64 `to`.
+    fn write_arena(&mut self, to: u32, bytes: &[u8]) -> Result<(), Error>;
+
     /// Allocates the KV arena. `group_block_bytes[g]` is the size of a block of group g over all its layers.
     fn create_kv_arena(&mut self, bytes: usize, group_block_bytes: &[usize]) -> Result<(), Error>;
 
@@ -320,10 +546,11 @@ pub trait Backend: Send {
     /// Takes in what is new in this step.
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error>;
 
-    /// `out[row] = scale * table[token of row]`.
-    fn embed(&mut self, table: MatrixId, scale: f32, out: BufferId) -> Result<(), Error>;
+    /// See [`EmbedOp`].
+    fn embed(&mut self, op: &EmbedOp) -> Result<(), Error>;
 
-    /// `out[row] = norm(x[row])`; also quantised if the next op multiplies with 8-bit activations.
+    /// `out[row] = norm(x[row])`; also quantised if the next op multiplies with 8-bit activations. `out` may be
+    /// `x`.
     fn norm(&mut self, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error>;
 
     /// Products of the rows of `x`, all in one go.
@@ -335,8 +562,26 @@ pub trait Backend: Send {
     /// See [`AttentionOp`].
     fn attention(&mut self, op: &AttentionOp) -> Result<(), Error>;
 
-    /// `gate[row] = activation(gate[row]) * up[row]`, in place, also quantised where needed next.
-    fn gate(&mut self, gate: BufferId, up: BufferId, activation: GateActivation) -> Result<(), Error>;
+    /// See [`ConvOp`].
+    fn conv(&mut self, op: &ConvOp) -> Result<(), Error>;
+
+    /// See [`DeltaNetOp`].
+    fn delta_net(&mut self, op: &DeltaNetOp) -> Result<(), Error>;
+
+    /// See [`Mamba2Op`].
+    fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error>;
+
+    /// See [`GatedNormOp`].
+    fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error>;
+
+    /// See [`GateOp`].
+    fn gate(&mut self, op: &GateOp) -> Result<(), Error>;
+
+    /// `x[row] *= sigmoid(gate[row][0])`.
+    fn scale_rows(&mut self, x: BufferId, gate: BufferId) -> Result<(), Error>;
+
+    /// `x *= factor`.
+    fn scale(&mut self, x: BufferId, factor: f32) -> Result<(), Error>;
 
     /// `x[row] += scale * norm(y[row])`.
     fn add(&mut self, x: BufferId, y: BufferId, norm: Option<&Norm>, scale: f32) -> Result<(), Error>;
