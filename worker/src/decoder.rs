@@ -20,6 +20,7 @@ mod pooled;
 mod states;
 
 pub use layout::{CacheGroup, CacheKind};
+pub(crate) use layout::Widths;
 pub use states::LayerState;
 
 /// How a decoder is laid out.

@@ -4,13 +4,15 @@
 //! A request that is wrong fails alone; a broken invariant ends the worker.
 
 use crate::Error;
-use crate::decoder::Decoder;
+use crate::decoder::{CacheKind, Decoder};
 use crate::kv_events::EventLog;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
+use crate::scheduler::{
+    LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
+};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
-use kernels::backend::{BlockTable, KvCopy, StepInput, StepSequence};
+use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
 use proto::block::BlockId;
@@ -476,9 +478,11 @@ fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<
     let part = |sequence: &PlannedSequence| StepSequence {
         rows: sequence.rows.start as usize..sequence.rows.end as usize,
         context: sequence.context_before as usize,
+        segment_start: None,
     };
     let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
-    let strides: Vec<u32> = decoder.groups().iter().map(|group| (group.block_bytes / 64) as u32).collect();
+    let paged = decoder.groups().iter().filter(|group| group.kind != CacheKind::State);
+    let strides: Vec<u32> = paged.map(|group| (group.block_bytes / 64) as u32).collect();
     let table = |sequence: &PlannedSequence, group: usize| {
         let table = scheduler.tables(sequence.slot).get(group);
         table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
@@ -489,9 +493,18 @@ fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<
     let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
         .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
         .collect();
+    let states: Vec<StepState> =
+        plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
     let copies: Vec<KvCopy> =
         plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
-    decoder.forward(&copies, &StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables })
+    let input =
+        StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
+    decoder.forward(&copies, &input)
+}
+
+fn step_state(state: &SequenceState) -> StepState {
+    let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
+    StepState { read: state.read, write: state.write, exports: state.exports.iter().map(export).collect() }
 }
 
 fn refusal(rejected: Rejected) -> GenerateError {
