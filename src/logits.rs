@@ -20,7 +20,8 @@ pub(crate) struct Logits {
     /// JSON file: an array of arrays of token ids, run in order
     #[arg(long, value_name = "IDS.json")]
     tokens: PathBuf,
-    /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN)
+    /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN),
+    /// `p{i}.preemptions` i32 `[1]`
     #[arg(long, value_name = "F.safetensors")]
     out: PathBuf,
     /// Also generate this many tokens greedily: `p{i}.greedy` i32 `[N]`
@@ -35,6 +36,12 @@ pub(crate) struct Logits {
     /// Place each sequence's KV blocks one after the other and read no block table
     #[arg(long)]
     contiguous: bool,
+    /// Place KV blocks in an order drawn from SEED
+    #[arg(long, value_name = "SEED", conflicts_with = "contiguous")]
+    permuted: Option<u64>,
+    /// Bytes of the KV cache; prompts that do not fit together are preempted and resumed [default: computed]
+    #[arg(long, value_name = "BYTES")]
+    kv_bytes: Option<u64>,
     /// Share nothing between prompts
     #[arg(long)]
     no_prefix_cache: bool,
@@ -47,6 +54,7 @@ pub(crate) struct Logits {
 struct Collected {
     rows: Vec<f32>,
     cached: i32,
+    preemptions: i32,
     greedy: Vec<i32>,
     failed: Option<String>,
     finished: bool,
@@ -64,7 +72,10 @@ impl Sink for Collector {
         match frame {
             GenerateFrame::Started(started) => into.cached = started.cached_tokens as i32,
             GenerateFrame::Tokens(tokens) => into.greedy.extend(tokens.iter().map(|token| token.id as i32)),
-            GenerateFrame::Finished(_) => into.finished = true,
+            GenerateFrame::Finished(finished) => {
+                into.preemptions = finished.preemptions as i32;
+                into.finished = true;
+            }
             GenerateFrame::Failed(error) => into.failed = Some(error.to_string()),
         }
         true
@@ -98,6 +109,10 @@ impl Logits {
         if self.contiguous {
             options.placement = Placement::Contiguous;
         }
+        if let Some(seed) = self.permuted {
+            options.placement = Placement::Permuted { seed };
+        }
+        options.kv_bytes = self.kv_bytes;
         options.prefix_cache = !self.no_prefix_cache;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
@@ -142,12 +157,14 @@ impl Logits {
             }
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
             tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
-            tensors.push((
-                format!("p{i}.cached"),
-                Dtype::I32,
-                vec![1],
-                collected.cached.to_le_bytes().to_vec(),
-            ));
+            for (name, count) in [("cached", collected.cached), ("preemptions", collected.preemptions)] {
+                tensors.push((
+                    format!("p{i}.{name}"),
+                    Dtype::I32,
+                    vec![1],
+                    count.to_le_bytes().to_vec(),
+                ));
+            }
             if self.greedy > 0 {
                 let ids = collected.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
                 tensors.push((format!("p{i}.greedy"), Dtype::I32, vec![collected.greedy.len()], ids));
