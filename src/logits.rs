@@ -6,6 +6,7 @@ use proto::message::{GenerateFrame, Sampling, Stop};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use worker::decoder::LayerState;
 use worker::engine::{EngineRequest, Sink};
 use worker::kv_cache::Placement;
 
@@ -42,6 +43,10 @@ pub(crate) struct Logits {
     /// Bytes of the KV cache; prompts that do not fit together are preempted and resumed [default: computed]
     #[arg(long, value_name = "BYTES")]
     kv_bytes: Option<u64>,
+    /// Also write the recurrent states behind each prompt: `p{i}.state.{l}.conv` f32 `[channels, taps]` and
+    /// `p{i}.state.{l}.recurrent` f32 `[heads, rows, cols]`
+    #[arg(long)]
+    states: bool,
     /// Share nothing between prompts
     #[arg(long)]
     no_prefix_cache: bool,
@@ -56,12 +61,14 @@ struct Collected {
     cached: i32,
     preemptions: i32,
     greedy: Vec<i32>,
+    states: Vec<LayerState>,
     failed: Option<String>,
     finished: bool,
 }
 
 struct Collector {
     vocab: usize,
+    states: bool,
     prompt_len: usize,
     into: Arc<Mutex<Collected>>,
 }
@@ -83,6 +90,14 @@ impl Sink for Collector {
 
     fn wants_logits(&self) -> bool {
         true
+    }
+
+    fn wants_states(&self) -> bool {
+        self.states
+    }
+
+    fn states(&mut self, states: Vec<LayerState>) {
+        self.into.lock().unwrap_or_else(PoisonError::into_inner).states = states;
     }
 
     fn logits(&mut self, position: usize, row: &[f32]) {
@@ -140,7 +155,12 @@ impl Logits {
             sampling: Sampling::default(),
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
             deadline: None,
-            sink: Box::new(Collector { vocab, prompt_len: prompt.len(), into: into.clone() }),
+            sink: Box::new(Collector {
+                vocab,
+                states: self.states,
+                prompt_len: prompt.len(),
+                into: into.clone(),
+            }),
         });
         into
     }
@@ -164,6 +184,13 @@ impl Logits {
                     vec![1],
                     count.to_le_bytes().to_vec(),
                 ));
+            }
+            for state in &collected.states {
+                let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                let name = |part: &str| format!("p{i}.state.{}.{part}", state.layer);
+                tensors.push((name("conv"), Dtype::F32, state.conv_shape.to_vec(), bytes(&state.conv)));
+                let shape = state.recurrent_shape.to_vec();
+                tensors.push((name("recurrent"), Dtype::F32, shape, bytes(&state.recurrent)));
             }
             if self.greedy > 0 {
                 let ids = collected.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
