@@ -11,7 +11,7 @@ use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{
     LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
 };
-use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
+use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
@@ -386,6 +386,8 @@ impl Engine {
         let Some(info) = self.scheduler.info(id) else { return };
         live.started = true;
         self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
+        let stop = info.hit_stop.name();
+        self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
         let cached = (info.cached_tokens as usize).min(live.prompt_len);
         live.sink.frame(GenerateFrame::Started(StartedV1 {
             cached_tokens: cached as u32,
