@@ -182,7 +182,7 @@ impl Backend for CpuBackend {
         arena::copy(&mut self.arena, &self.group_block_bytes, copies)
     }
 
-    fn read_arena(&self, from: u32, out: &mut [u8]) -> Result<(), Error> {
+    fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error> {
         arena::read(&self.arena, from, out)
     }
 
@@ -243,7 +243,7 @@ impl Backend for CpuBackend {
 
     fn gather_rows(&mut self, x: BufferId, rows: &[u32], out: BufferId) -> Result<(), Error> {
         let (x, out) = rows::pair(&mut self.buffers, x, out)?;
-        out.set_rows(rows.len())?;
+        out.reshape(rows.len(), x.cols())?;
         let cols = out.cols();
         for (values, row) in out.values_mut().chunks_exact_mut(cols).zip(rows) {
             values.copy_from_slice(x.row(*row as usize)?);
@@ -298,7 +298,7 @@ impl Backend for CpuBackend {
     }
 
     fn read_state(
-        &self,
+        &mut self,
         _layer: StateLayerId,
         _slot: u32,
         _conv: &mut [f32],
