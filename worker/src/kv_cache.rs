@@ -175,6 +175,12 @@ impl KvCache {
             && self.extents.as_ref().is_none_or(|e| e.used_bytes() == 0)
     }
 
+    /// Free blocks looked at so far to find one to hand out.
+    #[cfg(test)]
+    pub(crate) fn looked_at(&self) -> u64 {
+        self.pool.looked_at()
+    }
+
     /// Every cached unit: group, block offset, first token in the block, root, tokens from the root.
     #[cfg(test)]
     pub(crate) fn contents(

@@ -350,6 +350,12 @@ impl Scheduler {
         self.cache.is_pristine() && self.planned.is_empty() && self.by_id.is_empty()
     }
 
+    /// Free blocks looked at so far to find one to hand out.
+    #[cfg(test)]
+    fn allocation_work(&self) -> u64 {
+        self.cache.looked_at()
+    }
+
     /// Most rows of one sequence in one step.
     fn step_tokens(&self) -> u32 {
         match self.config.chunk {

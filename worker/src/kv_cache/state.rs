@@ -202,7 +202,10 @@ impl KvCache {
         loop {
             let points: Vec<Checkpoint> = path.iter().map(|&(point, _)| point).collect();
             let Some(at) = policy.excess(&points) else { return true };
-            let (_, Some(slot)) = path.remove(at) else { return false };
+            let (_, Some(slot)) = path.remove(at) else {
+                // Where prompts part one more is kept than the policy wants, until others can go.
+                return kind == CheckpointKind::Junction && path.iter().all(|(point, _)| point.fixed);
+            };
             self.forget(group, slot);
         }
     }
