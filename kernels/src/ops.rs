@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod elementwise;
+mod gated_norm;
 mod norm;
 mod qkv;
 mod rope;
@@ -15,6 +16,8 @@ mod select;
 mod tests;
 
 pub use elementwise::{Activation, add_scaled, gate_in_place, gated_activation, scale, softcap};
+pub use gated_norm::{GateOrder, gated_norm};
+pub(crate) use norm::row_sum;
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_add};
 pub use qkv::{Qkv, QkvStep, norm_rope_write};
 pub use rope::{RopeParams, RopeStyle, RopeTable, rope};
