@@ -116,6 +116,14 @@ pub enum Error {
         /// Absolute block number.
         block: usize,
     },
+    /// A layer in which every row sees the whole sequence was not given all of it.
+    #[error("sequence {sequence} is not whole: its position {position} is not in the step")]
+    PartialSequence {
+        /// Index of the sequence in the step.
+        sequence: usize,
+        /// First position that is missing.
+        position: usize,
+    },
     /// A block or slot that does not lie inside the arena.
     #[error("a block or slot ends at byte {end} of an arena of {len}")]
     OutsideArena {

@@ -62,10 +62,7 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
         let out = &mut backend.buffers[job.out.0 as usize];
         match job.accumulate {
             false => out.set_rows(rows)?,
-            true if out.rows() != rows => {
-                return Err(Error::Length { what: "rows to add to", expected: rows, found: out.rows() });
-            }
-            true => {}
+            true => out.check_rows(rows)?,
         }
     }
     let ids: Vec<usize> = jobs.iter().map(|job| job.out.0 as usize).collect();

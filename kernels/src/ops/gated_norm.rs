@@ -85,7 +85,8 @@ mod tests {
         let gates = gate.iter().map(|gate| silu(*gate));
         match order {
             GateOrder::GateFirst => {
-                let gated: Vec<f32> = x.iter().zip(gates).map(|(x, gate)| (f64::from(*x) * gate) as f32).collect();
+                let gated: Vec<f32> =
+                    x.iter().zip(gates).map(|(x, gate)| (f64::from(*x) * gate) as f32).collect();
                 rms_norm(&gated, norm.weight, norm.eps)
             }
             GateOrder::NormFirst => {
