@@ -154,3 +154,6 @@ pub(super) fn gated_norm(backend: &mut CpuBackend, op: &GatedNormOp) -> Result<(
 fn buffers<const N: usize>(all: &mut [Buffer], ids: [BufferId; N]) -> Result<[&mut Buffer; N], Error> {
     all.get_disjoint_mut(ids.map(|id| id.0 as usize)).map_err(|_| Error::SameBuffer)
 }
+
+#[cfg(test)]
+mod tests;

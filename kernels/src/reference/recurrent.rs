@@ -9,7 +9,7 @@ pub fn softplus(x: f64) -> f64 {
 }
 
 /// 1 / (1 + e^-x)
-pub fn sigmoid(x: f64) -> f64 {
+fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
