@@ -15,7 +15,8 @@ mod select;
 mod tests;
 
 pub use elementwise::{
-    Activation, Columns, Gating, activate, add_scaled, gate_in_place, gated, scale, scale_rows, softcap,
+    Activation, Columns, Gating, activate, add_scaled, gate_in_place, gated_row, scale, scale_rows, softcap,
+    weighted_sum,
 };
 pub use norm::{
     LayerNorm, RmsNorm, layer_norm, layer_norm_in_place, rms_norm, rms_norm_add, rms_norm_in_place,

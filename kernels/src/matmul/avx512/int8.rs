@@ -21,11 +21,11 @@ const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
-pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call, tile: &mut Tile) {
+pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mut Tile) {
     // SAFETY: the caller's contract; each `N` is at least the number of tokens, and tokens past the last are
     // read from the last one's row.
     unsafe {
-        match call.tokens {
+        match call.tokens.len() {
             1 => tokens::<C, S, 1>(call, tile),
             2 => tokens::<C, S, 2>(call, tile),
             3 => tokens::<C, S, 3>(call, tile),
@@ -52,11 +52,13 @@ fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
-unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mut Tile) {
-    let last = call.tokens - 1;
+unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile: &mut Tile) {
+    let last = call.tokens.len() - 1;
+    let tokens: [*const QuantizedBlock; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
-    let mut activations = call.activations;
+    // Bytes from the first block of a token to that at hand.
+    let mut walked = 0;
     let mut header = at;
     let per_cluster = cluster_blocks(S::BYTES);
     for first in (0..call.blocks).step_by(per_cluster) {
@@ -74,10 +76,9 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
             // SAFETY: a block's scales and codes are there.
             let (scales, w) = unsafe { (S::block(header, scales_at), C::load(codes_at)) };
             unroll!(N, |t| {
-                let row = if t < 2 || N <= 4 { t } else { t.min(last) };
-                // SAFETY: row `row` of the call has a block at `activations`, and 32 quants are 8 words.
+                // SAFETY: every token has as many blocks as the panel, and 32 quants are 8 words.
                 acc[t] = unsafe {
-                    let a: *const QuantizedBlock = activations.add(row * call.stride);
+                    let a = tokens[t].byte_add(walked);
                     let quants = (&raw const (*a).quants).cast::<i32>();
                     let word = |g: usize| _mm512_set1_epi32(quants.add(g).read_unaligned());
                     let [mut first, second] = S::start(a);
@@ -95,8 +96,8 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
                 };
             });
             // SAFETY: one block on, at most one past the end.
-            (scales_at, codes_at, activations) =
-                unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(1)) };
+            (scales_at, codes_at) = unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES)) };
+            walked += size_of::<QuantizedBlock>();
         }
         at = codes_at;
     }
