@@ -110,8 +110,8 @@ fn a_step_s_sequences_cover_its_tokens() {
     let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
     let sequence = |rows| StepSequence { rows, context: 0, segment_start: None };
     assert_eq!(begin(&mut backend, &[1, 2, 3], &[sequence(0..1), sequence(1..3)]), Ok(()));
-    for parts in [&[0..1, 1..2][..], &[0..2, 1..3], &[1..3, 0..1], &[0..4]] {
-        let parts: Vec<_> = parts.iter().cloned().map(sequence).collect();
+    for parts in [[0..1, 1..2], [0..2, 1..3], [1..3, 0..1], [0..3, 3..4]] {
+        let parts = parts.map(sequence);
         let result = begin(&mut backend, &[1, 2, 3], &parts);
         assert!(matches!(result, Err(Error::Length { .. })), "{parts:?}");
     }

@@ -36,7 +36,7 @@ unsafe fn int8(call: &Int8Call<'_>, tile: &mut Tile) {
         unpack(&scheme, packed, &mut block);
         for (token, acc) in call.tokens.iter().zip(&mut tile.0) {
             // SAFETY: the caller's contract.
-            let a = unsafe { &*token.add(index) };
+            let a = unsafe { &*call.activations.add(token + index) };
             let sums = [half_sums(&block, &scheme, 0, a), half_sums(&block, &scheme, 1, a)];
             fold(&block, &scheme, &sums, a, acc);
         }
@@ -154,7 +154,7 @@ unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
         let [even, odd] = &mut sums;
         for ((token, even), odd) in call.tokens.iter().zip(even).zip(odd) {
             // SAFETY: the caller's contract.
-            let a = unsafe { std::slice::from_raw_parts(*token, call.cols) };
+            let a = unsafe { std::slice::from_raw_parts(call.activations.add(*token), call.cols) };
             add_columns(even, odd, columns, &a[first..call.cols.min(first + BLOCK)]);
         }
     };

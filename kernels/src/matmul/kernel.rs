@@ -30,8 +30,10 @@ pub(super) struct Int8Call<'a> {
     pub(super) panel: *const u8,
     /// Blocks of 32 columns.
     pub(super) blocks: usize,
-    /// Each token's first block, of 1 to [`TILE_TOKENS`] tokens.
-    pub(super) tokens: &'a [*const QuantizedBlock],
+    /// Blocks that the tokens lie in.
+    pub(super) activations: *const QuantizedBlock,
+    /// Where the first block of each token is among them, of 1 to [`TILE_TOKENS`] tokens.
+    pub(super) tokens: &'a [usize],
 }
 
 /// One panel times some f32 tokens.
@@ -41,8 +43,10 @@ pub(super) struct F32Call<'a> {
     /// Start of the panel: `cols` columns in the layout of `ty`.
     pub(super) panel: *const u8,
     pub(super) cols: usize,
-    /// Each token's first value, of 1 to [`TILE_TOKENS`] tokens.
-    pub(super) tokens: &'a [*const f32],
+    /// Values that the tokens lie in.
+    pub(super) activations: *const f32,
+    /// Where the first value of each token is among them, of 1 to [`TILE_TOKENS`] tokens.
+    pub(super) tokens: &'a [usize],
 }
 
 /// The kernels of one instruction set.
@@ -143,20 +147,21 @@ impl MatmulKernels {
         let token_bytes = stride * size_of::<QuantizedBlock>();
         let walk = Walk { panels, tokens: activations.rows(), token_bytes };
         let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
-        let mut starts = [std::ptr::null(); TILE_TOKENS];
+        let mut starts = [0; TILE_TOKENS];
         walk.tiles(|panel, tokens| {
             for (start, token) in starts.iter_mut().zip(tokens.clone()) {
-                *start = all[activations.row(token) * stride..][..stride].as_ptr();
+                *start = activations.row(token) * stride;
             }
             let call = Int8Call {
                 ty: matrix.ty(),
                 panel: matrix.panel(panel).as_ptr(),
                 blocks: matrix.cols() / BLOCK,
+                activations: all.as_ptr(),
                 tokens: &starts[..tokens.len()],
             };
             // SAFETY: `for_isa` made sure of the instruction set. The panel slice holds `cols / 32` blocks of
-            // the format (`PackedMatrix` only exists with whole blocks), and each token starts a slice of
-            // `stride` blocks, which `check` made sure are `cols` columns.
+            // the format (`PackedMatrix` only exists with whole blocks). Rows of a call exist (`Activations`), so
+            // that `stride` blocks follow each start, which `check` made sure are `cols` columns.
             unsafe { (self.set.int8)(&call, &mut tile) };
             store(&matrix, panel, tokens, &tile, out, epilogue);
         });
@@ -173,18 +178,19 @@ impl MatmulKernels {
         let cols = matrix.cols();
         let walk = Walk { panels, tokens: activations.rows(), token_bytes: cols * size_of::<f32>() };
         let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
-        let mut starts = [std::ptr::null(); TILE_TOKENS];
+        let mut starts = [0; TILE_TOKENS];
         walk.tiles(|panel, tokens| {
             for (start, token) in starts.iter_mut().zip(tokens.clone()) {
-                *start = activations.f32[activations.row(token) * cols..][..cols].as_ptr();
+                *start = activations.row(token) * cols;
             }
             let call = F32Call {
                 ty: matrix.ty(),
                 panel: matrix.panel(panel).as_ptr(),
                 cols,
+                activations: activations.f32.as_ptr(),
                 tokens: &starts[..tokens.len()],
             };
-            // SAFETY: as for int8; each token starts a slice of `cols` values.
+            // SAFETY: as for int8; `cols` values follow each start.
             unsafe { (self.set.f32)(&call, &mut tile) };
             store(&matrix, panel, tokens, &tile, out, epilogue);
         });

@@ -22,7 +22,7 @@ unsafe fn int8(call: &Int8Call<'_>, tile: &mut Tile) {
         block.unpack(&scheme, packed);
         for (token, acc) in call.tokens.iter().zip(&mut tile.0) {
             // SAFETY: the caller's contract.
-            let a = unsafe { &*token.add(index) };
+            let a = unsafe { &*call.activations.add(token + index) };
             let sums = [0, 1].map(|half| integer_sums(&block, scheme.offset, half, a));
             fold(&block, &scheme, &sums, a, acc);
         }
@@ -102,7 +102,7 @@ unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
         let sums = if k.is_multiple_of(2) { &mut tile.0 } else { &mut odd };
         for (token, acc) in call.tokens.iter().zip(sums) {
             // SAFETY: the caller's contract; `k < cols`.
-            let a = unsafe { *token.add(k) };
+            let a = unsafe { *call.activations.add(token + k) };
             for (acc, weight) in acc.iter_mut().zip(weights) {
                 *acc = weight.mul_add(a, *acc);
             }

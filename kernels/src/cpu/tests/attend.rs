@@ -83,7 +83,7 @@ impl Input {
     }
 
     /// The result of one position, seeing `keys` of `cache`.
-    fn reference(&self, cache: &Input, position: usize, keys: Range<usize>) -> Vec<f64> {
+    fn reference(&self, cache: &Self, position: usize, keys: Range<usize>) -> Vec<f64> {
         let Layer { heads, dim, .. } = self.layer;
         let kv_heads = cache.layer.kv_heads;
         let f32s = |x: Vec<f64>| x.into_iter().map(|x| x as f32).collect::<Vec<f32>>();

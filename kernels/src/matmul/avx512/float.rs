@@ -70,11 +70,10 @@ unsafe fn store<const N: usize>(sums: Sums<N>, tokens: usize, lanes: *mut f32) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
 unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'_>, lanes: *mut f32) {
     let last = call.tokens.len() - 1;
-    let tokens: [*const f32; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
+    let starts: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     let mut at = call.panel;
-    // Columns before the block at hand.
-    let mut walked = 0;
+    let mut activations = call.activations;
     let offset = _mm512_set1_epi32(S::OFFSET);
     let all = call.cols / BLOCK;
     let mut header = at;
@@ -106,7 +105,7 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
                 unroll!(N, |t| {
                     // SAFETY: the row of a token that exists has the four columns of the group here.
                     unsafe {
-                        let a = tokens[t].add(walked + 4 * group);
+                        let a = activations.add(starts[t] + 4 * group);
                         sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
                         sums[1][t] = _mm512_fmadd_ps(w[1], _mm512_set1_ps(*a.add(1)), sums[1][t]);
                         sums[0][t] = _mm512_fmadd_ps(w[2], _mm512_set1_ps(*a.add(2)), sums[0][t]);
@@ -115,8 +114,8 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
                 });
             }
             // SAFETY: one block on, at most one past the end.
-            (scales_at, codes_at) = unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES)) };
-            walked += BLOCK;
+            (scales_at, codes_at, activations) =
+                unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(BLOCK)) };
         }
         at = codes_at;
     }
@@ -173,7 +172,7 @@ impl Plain for Bf16 {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut f32) {
     let last = call.tokens.len() - 1;
-    let tokens: [*const f32; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
+    let starts: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     for k in (0..call.cols & !1).step_by(2) {
         // See `super::int8`: with few tokens the hardware does as well alone.
@@ -189,7 +188,7 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut
         unroll!(N, |t| {
             // SAFETY: so they do in the row of a token that exists.
             unsafe {
-                let a = tokens[t].add(k);
+                let a = call.activations.add(starts[t] + k);
                 sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
                 sums[1][t] = _mm512_fmadd_ps(w[1], _mm512_set1_ps(*a.add(1)), sums[1][t]);
             }
@@ -201,7 +200,7 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut
         let w = unsafe { P::load(call.panel.add(k * P::BYTES)) };
         unroll!(N, |t| {
             // SAFETY: as above.
-            let a = unsafe { *tokens[t].add(k) };
+            let a = unsafe { *call.activations.add(starts[t] + k) };
             sums[0][t] = _mm512_fmadd_ps(w, _mm512_set1_ps(a), sums[0][t]);
         });
     }

@@ -54,11 +54,11 @@ fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
 unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile: &mut Tile) {
     let last = call.tokens.len() - 1;
-    let tokens: [*const QuantizedBlock; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
+    // Multiplied here, the offsets need no arithmetic in the loop.
+    let offsets: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)] * size_of::<QuantizedBlock>());
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
-    // Bytes from the first block of a token to that at hand.
-    let mut walked = 0;
+    let mut activations = call.activations;
     let mut header = at;
     let per_cluster = cluster_blocks(S::BYTES);
     for first in (0..call.blocks).step_by(per_cluster) {
@@ -78,7 +78,7 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile:
             unroll!(N, |t| {
                 // SAFETY: every token has as many blocks as the panel, and 32 quants are 8 words.
                 acc[t] = unsafe {
-                    let a = tokens[t].byte_add(walked);
+                    let a = activations.byte_add(offsets[t]);
                     let quants = (&raw const (*a).quants).cast::<i32>();
                     let word = |g: usize| _mm512_set1_epi32(quants.add(g).read_unaligned());
                     let [mut first, second] = S::start(a);
@@ -96,8 +96,8 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile:
                 };
             });
             // SAFETY: one block on, at most one past the end.
-            (scales_at, codes_at) = unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES)) };
-            walked += size_of::<QuantizedBlock>();
+            (scales_at, codes_at, activations) =
+                unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(1)) };
         }
         at = codes_at;
     }
