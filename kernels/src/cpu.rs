@@ -31,6 +31,9 @@ mod rows;
 mod rowwise;
 mod step;
 
+#[cfg(test)]
+mod tests;
+
 pub use config::{Attention, CpuConfig, Matmul, Rows};
 
 /// See the module.
