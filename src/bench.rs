@@ -5,12 +5,12 @@ use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, KvTypeArg};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
-use kernels::backend::{BlockTable, StepInput, StepSequence};
+use kernels::backend::{BlockTable, StepInput, StepSequence, StepState};
 use kernels::bandwidth::BandwidthProbe;
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
 use std::time::Instant;
-use worker::decoder::Decoder;
+use worker::decoder::{CacheGroup, CacheKind, Decoder};
 use worker::load::EngineOptions;
 
 /// Measures prefill, decode at depth and batched decode
@@ -105,8 +105,13 @@ struct Stage {
     rows_limit: usize,
 }
 
-/// Block tables of equally long sequences, scattered and consecutive, per group.
-struct Tables(Vec<GroupTable>);
+/// Where equally long sequences have their caches.
+struct Tables {
+    /// Block tables, scattered and consecutive, of each group of keys and values.
+    paged: Vec<GroupTable>,
+    /// First slot of recurrent state and the distance of slots, in units of 64 bytes.
+    state: Option<(u32, u32)>,
+}
 
 struct GroupTable {
     /// Units of 64 bytes; sequence s owns entries `s * blocks ..`.
@@ -138,9 +143,8 @@ impl Bench {
         };
         let path = resolve_or_pull(&self.model)?.path;
         let mut decoder = worker::load::decoder(&path, &options, &mut |_, _| {})?;
-        let block_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
-        decoder.allocate_kv(block_bytes.iter().sum::<usize>() * needed)?;
-        let tables = Tables::new(needed, &block_bytes);
+        let (tables, arena_bytes) = Tables::new(decoder.groups(), needed, widest);
+        decoder.allocate_kv(arena_bytes)?;
         let mut stage = Stage { decoder, tables, capacity: 0, rows_limit: self.chunk };
         let threads =
             std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);
@@ -219,7 +223,7 @@ impl Bench {
             let tps = rates[rates.len() / 2];
             let spread = (rates[rates.len() - 1] - rates[0]) / tps;
             let middle = tokens + self.decode / 2;
-            let kv = stage.decoder.kv_bytes_read(middle) as f64;
+            let kv = stage.decoder.cache_bytes_moved(middle) as f64;
             let weights = stage.decoder.weight_bytes_per_token() as f64 / batch as f64;
             let bytes_per_token = (test != "prefill").then_some(weights + kv);
             Row { test, placement, tokens, batch, tps, spread, bytes_per_token, bandwidth_share: None }
@@ -287,36 +291,49 @@ impl Stage {
         let vocab = self.decoder.spec().vocab;
         let tokens: Vec<u32> =
             (0..batch * rows).map(|i| ((i * 7919 + context * 13 + 11) % vocab) as u32).collect();
-        let sequences: Vec<StepSequence> =
-            (0..batch).map(|s| StepSequence { rows: s * rows..(s + 1) * rows, context }).collect();
+        let part = |s: usize| StepSequence { rows: s * rows..(s + 1) * rows, context, segment_start: None };
+        let sequences: Vec<StepSequence> = (0..batch).map(part).collect();
         let tables = self.tables.of(placement, batch, self.capacity.div_ceil(BLOCK_TOKENS));
-        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables };
+        let states = self.tables.states(batch, context);
+        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
         Ok(self.decoder.forward(&[], &input)?)
     }
 }
 
 impl Tables {
-    fn new(blocks: usize, block_bytes: &[usize]) -> Self {
+    /// Room for `blocks` blocks of every group and the states of `sequences` sequences, and its bytes.
+    fn new(groups: &[CacheGroup], blocks: usize, sequences: usize) -> (Self, usize) {
         let order = scattered(blocks);
-        let mut first = 0u32;
-        let groups = block_bytes.iter().map(|bytes| {
-            let stride = (bytes / 64) as u32;
-            let table = GroupTable {
-                scattered: order.iter().map(|block| first + block * stride).collect(),
-                first,
-                stride,
-            };
-            first += stride * blocks as u32;
-            table
-        });
-        Self(groups.collect())
+        let (mut end, mut paged, mut state) = (0usize, Vec::new(), None);
+        for group in groups {
+            let (first, stride) = ((end / 64) as u32, (group.block_bytes / 64) as u32);
+            if group.kind == CacheKind::State {
+                state = Some((first, stride));
+                end += group.block_bytes * sequences;
+            } else {
+                let scattered = order.iter().map(|block| first + block * stride).collect();
+                paged.push(GroupTable { scattered, first, stride });
+                end += group.block_bytes * blocks;
+            }
+        }
+        (Self { paged, state }, end)
     }
 
     fn of(&self, placement: Placement, batch: usize, blocks: usize) -> Vec<Vec<BlockTable<'_>>> {
-        let groups = self.0.iter();
+        let groups = self.paged.iter();
         groups
             .map(|group| (0..batch).map(|sequence| group.table(placement, sequence, blocks)).collect())
             .collect()
+    }
+
+    /// Every sequence goes on in its own slot, from zeros at position 0.
+    fn states(&self, batch: usize, context: usize) -> Vec<StepState> {
+        let Some((first, stride)) = self.state else { return Vec::new() };
+        let state = |sequence: usize| {
+            let slot = first + sequence as u32 * stride;
+            StepState { read: (context > 0).then_some(slot), write: slot, exports: Vec::new() }
+        };
+        (0..batch).map(state).collect()
     }
 }
 

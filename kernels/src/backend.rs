@@ -37,8 +37,8 @@ handle!(RopeId);
 handle!(KvLayerId);
 handle!(StateLayerId);
 
-/// An `[rows][cols]` f32 activation buffer on the device. It has a capacity and a current number of rows,
-/// set by the op that fills it.
+/// An `[rows][cols]` f32 activation buffer on the device. It has a capacity; how many rows of which width it
+/// holds is decided by the op that fills it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BufferId(pub(crate) u32);
 
@@ -108,10 +108,22 @@ pub struct KvShape {
     pub causal: bool,
 }
 
-/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps - 1` positions, and `heads`
-/// matrices of `rows` x `cols`, all f32.
+/// The recurrence that a state belongs to. It decides which way a backend lays the matrices out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StateKind {
+    /// [`DeltaNetOp`].
+    DeltaNet,
+    /// [`Mamba2Op`].
+    Mamba2,
+}
+
+/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps` positions, and `heads`
+/// matrices of `rows` x `cols`, all f32. The oldest of those inputs is read by no later row; it is kept because
+/// reference implementations keep it and states are compared with theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
+    /// Which op advances it.
+    pub kind: StateKind,
     /// Channels of the convolution.
     pub channels: usize,
     /// Positions that the convolution sees, the token's own included.
@@ -125,9 +137,9 @@ pub struct StateShape {
 }
 
 impl StateShape {
-    /// Values of the convolution's past inputs, `[taps - 1][channels]`, oldest position first.
+    /// Values of the convolution's past inputs, `[taps][channels]`, oldest position first.
     pub fn conv_len(&self) -> usize {
-        (self.taps - 1) * self.channels
+        self.taps * self.channels
     }
 
     /// Values of the matrices, `[heads][rows][cols]`.
@@ -270,7 +282,7 @@ pub struct AttentionOp {
 
 /// Depthwise causal convolution over positions and silu, in place:
 /// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])`. The first step of a recurrent layer: it
-/// reads its past inputs from the state and leaves there the last `taps - 1` of this step.
+/// reads its past inputs from the state and leaves there the last `taps`, this step's included.
 #[derive(Debug, Clone, Copy)]
 pub struct ConvOp {
     /// `[rows][channels]`, changed in place.
@@ -497,7 +509,7 @@ pub trait Backend: Send {
     /// Binds the calling thread to its CPU, where CPUs are assigned. For the one thread that runs steps.
     fn bind_thread(&self) {}
 
-    /// Creates an f32 buffer of at most `rows` x `cols`.
+    /// Creates an f32 buffer with room for `rows` x `cols`.
     fn create_buffer(&mut self, rows: usize, cols: usize) -> Result<BufferId, Error>;
 
     /// Uploads and repacks a matrix.
@@ -521,10 +533,10 @@ pub trait Backend: Send {
     /// Declares a layer's state: its byte offset inside a slot (a multiple of 64).
     fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error>;
 
-    /// Reads a layer's state out of a slot: the convolution's past inputs `[taps - 1][channels]`, oldest first,
+    /// Reads a layer's state out of a slot: the convolution's past inputs `[taps][channels]`, oldest first,
     /// and the matrices `[heads][rows][cols]`.
     fn read_state(
-        &self,
+        &mut self,
         layer: StateLayerId,
         slot: u32,
         conv: &mut [f32],
@@ -532,7 +544,7 @@ pub trait Backend: Send {
     ) -> Result<(), Error>;
 
     /// Copies bytes of the arena to the host, from byte offset / 64 `from` on.
-    fn read_arena(&self, from: u32, out: &mut [u8]) -> Result<(), Error>;
+    fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error>;
 
     /// Copies bytes from the host into the arena, to byte offset / 64 `to`.
     fn write_arena(&mut self, to: u32, bytes: &[u8]) -> Result<(), Error>;

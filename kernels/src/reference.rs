@@ -2,4 +2,6 @@
 
 pub mod attention;
 pub mod matmul;
+pub mod moe;
+pub mod recurrent;
 pub mod rows;

@@ -9,6 +9,8 @@ const GIB: u64 = 1 << 30;
 const ROW_BYTES_PER_CORE: u64 = 120_000_000_000;
 /// Longest time that a prompt's chunk should hold up the sequences that decode beside it.
 const CHUNK_MILLIS: u64 = 250;
+/// States that a sequence keeps at its longest: its own, and those at which others can resume.
+const STATES_PER_SEQUENCE: u64 = 9;
 /// Sequences shorter than this are not what concurrency is planned for.
 const TOKENS_PER_SEQUENCE: u64 = 512;
 
@@ -36,6 +38,8 @@ pub struct ModelNeeds {
     pub active_weight_bytes: u64,
     /// Bytes of KV per token, all layers together.
     pub kv_bytes_per_token: u64,
+    /// Bytes of recurrent state of one sequence, all layers together.
+    pub state_bytes: u64,
     /// Bytes of activations per row of a step.
     pub activation_bytes_per_row: u64,
     /// Longest sequence served, in tokens.
@@ -77,13 +81,15 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     // The arena's size decides how many sequences make sense; their rows decide how much activations take.
     // Concurrency is planned from the memory before activations, and is never more than 64.
     let room = usable.saturating_sub(model.weight_bytes);
-    let fit = room / per_token / TOKENS_PER_SEQUENCE;
+    let states = STATES_PER_SEQUENCE.saturating_mul(model.state_bytes);
+    let fit = room / per_token.saturating_mul(TOKENS_PER_SEQUENCE).saturating_add(model.state_bytes);
     let max_seqs = fit.clamp(1, 64) as usize;
     let max_batch_tokens = chunk.value.saturating_add(max_seqs as u32);
     let activations = u64::from(max_batch_tokens).saturating_mul(model.activation_bytes_per_row);
     // A tenth stays for everything that is not counted: queues, tables, the prefix tree, buffers.
     let left = room.saturating_sub(activations) / 10 * 9;
-    let most = (max_seqs as u64).saturating_mul(u64::from(model.max_context)).saturating_mul(per_token);
+    let longest = u64::from(model.max_context).saturating_mul(per_token).saturating_add(states);
+    let most = (max_seqs as u64).saturating_mul(longest);
     let most = most.div_ceil(MIB).saturating_mul(MIB);
     // A host has other work too; a machine whose GPU shares its memory was bought for this one.
     let quarter = if host.unified_gpu { u64::MAX } else { host.memory_total / 4 / workers };
@@ -163,6 +169,7 @@ mod tests {
         weight_bytes: 87 * MIB,
         active_weight_bytes: 87 * MIB,
         kv_bytes_per_token: 23_040,
+        state_bytes: 0,
         activation_bytes_per_row: 64 * 1024,
         max_context: 8192,
     };
@@ -170,6 +177,7 @@ mod tests {
         weight_bytes: 4700 * MIB,
         active_weight_bytes: 4700 * MIB,
         kv_bytes_per_token: 131_072,
+        state_bytes: 0,
         activation_bytes_per_row: 512 * 1024,
         max_context: 131_072,
     };

@@ -4,13 +4,15 @@
 //! A request that is wrong fails alone; a broken invariant ends the worker.
 
 use crate::Error;
-use crate::decoder::Decoder;
+use crate::decoder::{CacheKind, Decoder, LayerState};
 use crate::kv_events::EventLog;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
-use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
-use kernels::backend::{BlockTable, KvCopy, StepInput, StepSequence};
+use crate::scheduler::{
+    LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
+};
+use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
+use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
 use proto::block::BlockId;
@@ -24,6 +26,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub mod thread;
+
+/// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
+const MAX_TURN_ENDS: usize = 16;
 
 /// A request to the engine.
 pub struct EngineRequest {
@@ -56,6 +61,16 @@ pub trait Sink: Send {
     /// Logits of the row at `position` of the prompt and output, if wanted.
     fn logits(&mut self, position: usize, row: &[f32]) {
         let _ = (position, row);
+    }
+
+    /// Whether the recurrent states behind the prompt are wanted.
+    fn wants_states(&self) -> bool {
+        false
+    }
+
+    /// The states behind the prompt, if wanted.
+    fn states(&mut self, states: Vec<LayerState>) {
+        let _ = states;
     }
 }
 
@@ -106,6 +121,7 @@ struct Live {
     sink: Box<dyn Sink>,
     prompt_len: usize,
     all_logits: bool,
+    states: bool,
     started: bool,
     received: Instant,
     deadline: Option<Duration>,
@@ -189,17 +205,19 @@ impl Engine {
                 return None;
             }
         };
-        let all_logits = sink.wants_logits();
+        let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
         let prompt_len = prompt.len();
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
         let left = text.tokens_left();
+        let boundaries = self.turn_ends(&tokens);
         let submitted = self.scheduler.submit(SequenceRequest {
             id,
             root,
             prompt: tokens,
             max_new_tokens: left,
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
+            boundaries,
             priority: 0,
         });
         if let Err(rejected) = submitted {
@@ -212,6 +230,7 @@ impl Engine {
             sink,
             prompt_len,
             all_logits,
+            states,
             started: false,
             received: now,
             deadline,
@@ -256,6 +275,17 @@ impl Engine {
         Ok((sampler, text))
     }
 
+    /// Where chat turns end, the last ones: there the same conversation will go on, or another part from it.
+    fn turn_ends(&self, tokens: &[u32]) -> Vec<u32> {
+        if !self.decoder.spec().is_recurrent() {
+            return Vec::new();
+        }
+        let ends = (1u32..).zip(tokens).filter(|(_, token)| self.tokenizer.is_eog(**token));
+        let mut ends: Vec<u32> = ends.map(|(end, _)| end).collect();
+        ends.drain(..ends.len().saturating_sub(MAX_TURN_ENDS));
+        ends
+    }
+
     /// Forgets a request; its blocks are free after the step in flight.
     pub fn cancel(&mut self, id: SeqId) {
         if self.live.remove(&id).is_some() {
@@ -283,6 +313,7 @@ impl Engine {
             return Ok(StepOutcome::Idle);
         };
         run(&mut self.decoder, &self.scheduler, &plan)?;
+        self.read_states(&plan)?;
         let sampled = self.draw(&plan)?;
         let rows = plan.tokens.len();
         let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
@@ -302,6 +333,18 @@ impl Engine {
         }
         self.publish();
         Ok(StepOutcome::Ran { rows })
+    }
+
+    /// Hands the states behind a prompt to whoever wants them.
+    fn read_states(&mut self, plan: &StepPlan) -> Result<(), Error> {
+        for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
+            let Some(live) = self.live.get_mut(&sequence.id).filter(|live| live.states) else { continue };
+            if let Some(state) = &sequence.state {
+                live.sink.states(self.decoder.states(state.write)?);
+                live.states = false;
+            }
+        }
+        Ok(())
     }
 
     /// Logits of rows that are drawn from or wanted whole, and the draws.
@@ -359,6 +402,8 @@ impl Engine {
         let Some(info) = self.scheduler.info(id) else { return };
         live.started = true;
         self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
+        let stop = info.hit_stop.name();
+        self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
         let cached = (info.cached_tokens as usize).min(live.prompt_len);
         live.sink.frame(GenerateFrame::Started(StartedV1 {
             cached_tokens: cached as u32,
@@ -476,9 +521,11 @@ fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<
     let part = |sequence: &PlannedSequence| StepSequence {
         rows: sequence.rows.start as usize..sequence.rows.end as usize,
         context: sequence.context_before as usize,
+        segment_start: None,
     };
     let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
-    let strides: Vec<u32> = decoder.groups().iter().map(|group| (group.block_bytes / 64) as u32).collect();
+    let paged = decoder.groups().iter().filter(|group| group.kind != CacheKind::State);
+    let strides: Vec<u32> = paged.map(|group| (group.block_bytes / 64) as u32).collect();
     let table = |sequence: &PlannedSequence, group: usize| {
         let table = scheduler.tables(sequence.slot).get(group);
         table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
@@ -489,9 +536,17 @@ fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<
     let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
         .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
         .collect();
+    let states: Vec<StepState> =
+        plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
     let copies: Vec<KvCopy> =
         plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
-    decoder.forward(&copies, &StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables })
+    let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
+    decoder.forward(&copies, &input)
+}
+
+fn step_state(state: &SequenceState) -> StepState {
+    let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
+    StepState { read: state.read, write: state.write, exports: state.exports.iter().map(export).collect() }
 }
 
 fn refusal(rejected: Rejected) -> GenerateError {

@@ -1,7 +1,7 @@
 //! From a model file to an engine: read the spec, load weights, size the KV cache from what memory is left.
 
 use crate::Error;
-use crate::decoder::{Decoder, DecoderConfig};
+use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, Widths};
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
 use crate::engine::Engine;
 use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
@@ -13,7 +13,7 @@ use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::gguf::Gguf;
 use model::metadata::Metadata;
-use model::spec::{FfnSpec, ModelSpec};
+use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
@@ -197,15 +197,11 @@ fn prepare_on(
     let mut decoder = load_decoder(&gguf, spec, options, backend, rows, progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
     floor.admit(&ProcMemInfo, "the KV cache", arena_bytes).map_err(refused)?;
-    let groups = decoder.groups().iter().map(|group| GroupSpec {
-        kind: match group.window {
-            None => GroupKind::Full,
-            Some(window) => GroupKind::Sliding { window: u32::try_from(window).unwrap_or(u32::MAX) },
-        },
-        block_bytes: group.block_bytes as u64,
-    });
-    let cache =
-        CacheSpec { groups: groups.collect(), block_tokens: options.block_tokens as u32, arena_bytes };
+    let cache = CacheSpec {
+        groups: decoder.groups().iter().map(group_spec).collect(),
+        block_tokens: options.block_tokens as u32,
+        arena_bytes,
+    };
     cache.validate().map_err(|error| Error::KvMemory { reason: error.to_string() })?;
     decoder.allocate_kv(arena_bytes as usize)?;
     let scheduler = SchedulerConfig {
@@ -263,6 +259,19 @@ impl Prepared {
     }
 }
 
+fn group_spec(group: &CacheGroup) -> GroupSpec {
+    GroupSpec {
+        kind: match group.kind {
+            CacheKind::Full => GroupKind::Full,
+            CacheKind::Sliding(window) => {
+                GroupKind::Sliding { window: u32::try_from(window).unwrap_or(u32::MAX) }
+            }
+            CacheKind::State => GroupKind::State,
+        },
+        block_bytes: group.block_bytes as u64,
+    }
+}
+
 fn load_decoder(
     gguf: &Gguf,
     spec: ModelSpec,
@@ -303,10 +312,11 @@ fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Pl
         KvType::F16 => 2.0,
         KvType::Q8_0 => 34.0 / 32.0,
     };
-    let widths = |index| spec.attention(index).map_or(0, |a| a.kv_heads * (a.head_dim + a.v_head_dim));
-    let kv_elements: usize = (0..spec.layers.len()).map(widths).sum();
-    let embedding = gguf.tensor(&spec.embedding.tensor).map_or(0, model::gguf::TensorInfo::bytes);
-    let head = gguf.tensor(&spec.output.linear.weight).map_or(0, model::gguf::TensorInfo::bytes);
+    let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
+    let kv_elements: usize = (0..spec.layers.len()).filter_map(|l| spec.attention(l)).map(own_kv).sum();
+    let bytes = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
+    let embedding = bytes(&spec.embedding.tensor);
+    let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
     let weights = gguf.total_tensor_bytes();
     let needs = ModelNeeds {
         weight_bytes: weights + weights / 10,
@@ -317,22 +327,29 @@ fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Pl
             head
         }),
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
+        state_bytes: spec.layers.iter().map(|layer| state_values(&layer.mixer) * 4).sum(),
         activation_bytes_per_row: activation_bytes(spec),
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };
     Ok(Plan { defaults: defaults(host, needs), host, needs })
 }
 
+/// Values of one layer's recurrent state.
+fn state_values(mixer: &MixerSpec) -> u64 {
+    let values = match mixer {
+        MixerSpec::Attention(_) => 0,
+        MixerSpec::DeltaNet(d) => d.conv.taps * d.conv.channels + d.v_heads * d.k_dim * d.v_dim,
+        MixerSpec::Mamba2(m) => m.conv.taps * m.conv.channels + m.heads * m.head_dim * m.state,
+    };
+    values as u64
+}
+
 /// Bytes of activation buffers per row: f32 and the 8-bit form.
 fn activation_bytes(spec: &ModelSpec) -> u64 {
-    let layer = |index: usize| {
-        let attention = spec.attention(index).map_or(0, |a| a.q.rows + a.k.rows + a.v.rows + a.o.cols);
-        let ffn = match &spec.layers[index].ffn {
-            FfnSpec::Dense { gate, .. } => 2 * gate.rows,
-            FfnSpec::Moe(moe) => moe.experts + moe.used * (4 * moe.expert_ff + 2 * spec.hidden),
-        };
-        attention + ffn
+    let experts = |part: &FfnPart| match &part.ffn {
+        FfnSpec::Gated { .. } | FfnSpec::Plain { .. } => 0,
+        FfnSpec::Moe(moe) => moe.used * (4 * moe.expert_ff + 2 * spec.hidden),
     };
-    let widest = (0..spec.layers.len()).map(layer).max().unwrap_or(0);
-    ((widest + 3 * spec.hidden) * 6) as u64
+    let widest = spec.layers.iter().flat_map(|layer| &layer.ffn).map(experts).max().unwrap_or(0);
+    ((widest + Widths::of(spec, &spec.layers).total() + 3 * spec.hidden) * 6) as u64
 }

@@ -69,6 +69,8 @@ pub struct Started {
     pub predicted: u32,
     /// Prompt tokens that were.
     pub cached: u32,
+    /// Why the lookup stopped there.
+    pub hit_stop: String,
     /// Time from submission until a worker had been chosen.
     pub queued: Duration,
 }
@@ -186,6 +188,7 @@ impl Generation {
                         reason: attempt.assignment.reason,
                         predicted,
                         cached: started.cached_tokens,
+                        hit_stop: started.hit_stop,
                         queued: attempt.queued,
                     }));
                 }

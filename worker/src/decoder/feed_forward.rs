@@ -1,0 +1,110 @@
+//! A layer's feed-forward: the sum of its parts.
+
+use super::{Buffers, job, normed};
+use crate::Error;
+use crate::weights::{FfnPart, FfnWeights, LayerWeights, MoeWeights};
+use kernels::backend::{Backend, BufferId, GateOp, MoeOp};
+
+/// `x = out(x + scale * post(sum of the parts))`
+pub(super) fn run(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    layer: &LayerWeights,
+    scale: f32,
+) -> Result<(), Error> {
+    let reads_x = |part: &FfnPart| {
+        let routes_on_x = matches!(&part.ffn, FfnWeights::Moe(moe) if moe.router_norm.is_some());
+        part.own_norm.is_some() || routes_on_x
+    };
+    // Straight into the residual where nothing happens to the sum and no part reads the residual after another
+    // has been added to it.
+    let later_reads_x = layer.ffn.iter().any(reads_x) || layer.ffn_norm.is_none() && layer.ffn.len() > 1;
+    let direct = layer.ffn_post_norm.is_none() && scale == 1.0 && !later_reads_x;
+    let sum = if direct { b.x } else { b.branch };
+    let shared = normed(backend, b, layer.ffn_norm.as_ref(), b.normed)?;
+    for (index, part) in layer.ffn.iter().enumerate() {
+        let input = match &part.own_norm {
+            Some(norm) => normed(backend, b, Some(norm), b.own_normed)?,
+            None => shared,
+        };
+        let accumulate = direct || index > 0;
+        match &part.post_norm {
+            None => part_into(backend, b, &part.ffn, input, sum, accumulate)?,
+            Some(norm) => {
+                part_into(backend, b, &part.ffn, input, b.part, false)?;
+                match accumulate {
+                    true => backend.add(sum, b.part, Some(norm), 1.0)?,
+                    false => backend.norm(b.part, norm, sum)?,
+                }
+            }
+        }
+    }
+    if !direct {
+        backend.add(b.x, b.branch, layer.ffn_post_norm.as_ref(), scale)?;
+    }
+    match &layer.ffn_out_norm {
+        Some(norm) => Ok(backend.norm(b.x, norm, b.x)?),
+        None => Ok(()),
+    }
+}
+
+fn part_into(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    ffn: &FfnWeights,
+    input: BufferId,
+    out: BufferId,
+    accumulate: bool,
+) -> Result<(), Error> {
+    match ffn {
+        FfnWeights::Gated { gate, up, down, activation, row_gate } => {
+            let mut jobs = vec![job(gate, b.gate, false), job(up, b.up, false)];
+            jobs.extend(row_gate.as_ref().map(|row_gate| job(row_gate, b.row_gate, false)));
+            backend.matmul(input, &jobs)?;
+            backend.gate(&GateOp { gate: b.gate, up: Some(b.up), up_from: 0, activation: *activation })?;
+            if row_gate.is_some() {
+                // Before the down projection, which is linear and has no bias: as good as after it.
+                backend.scale_rows(b.gate, b.row_gate)?;
+            }
+            backend.matmul(b.gate, &[job(down, out, accumulate)])?;
+        }
+        FfnWeights::Plain { up, down, activation } => {
+            backend.matmul(input, &[job(up, b.gate, false)])?;
+            backend.gate(&GateOp { gate: b.gate, up: None, up_from: 0, activation: *activation })?;
+            backend.matmul(b.gate, &[job(down, out, accumulate)])?;
+        }
+        FfnWeights::Moe(moe) => mixture(backend, b, moe, input, out, accumulate)?,
+    }
+    Ok(())
+}
+
+fn mixture(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    moe: &MoeWeights,
+    input: BufferId,
+    out: BufferId,
+    accumulate: bool,
+) -> Result<(), Error> {
+    let routed_on = match &moe.router_norm {
+        Some(norm) => normed(backend, b, Some(norm), b.router_normed)?,
+        None => input,
+    };
+    backend.matmul(routed_on, &[job(&moe.router, b.router, false)])?;
+    backend.moe(&MoeOp {
+        x: input,
+        router: b.router,
+        out,
+        accumulate,
+        scale: 1.0,
+        used: moe.spec.used,
+        renormalise: moe.spec.renormalise,
+        gate_up: moe.gate_up,
+        down: moe.down,
+        down_scale: moe.down_scale,
+        down_bias: moe.down_bias,
+        ff: moe.spec.expert_ff,
+        activation: moe.activation,
+    })?;
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! A layer's mixer: attention, delta net, Mamba-2.
+
+use super::{Buffers, LayerCache, job, normed};
+use crate::Error;
+use crate::weights::{AttentionWeights, DeltaNetWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights};
+use kernels::backend::{
+    AttentionOp, Backend, BufferId, ConvOp, DeltaNetOp, GateActivation, GateOp, GatedNormOp, KvLayerId,
+    KvWrite, Mamba2Op, QkvOp, StateLayerId,
+};
+
+/// `x = out(x + scale * post(mixer(pre(x))))`
+pub(super) fn run(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    layer: &LayerWeights,
+    scale: f32,
+    caches: &[LayerCache],
+    index: usize,
+) -> Result<(), Error> {
+    let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
+    let (mixed, out) = match (&layer.mixer, caches[index]) {
+        (MixerWeights::Attention(weights), LayerCache::Kv(kv)) => attention(backend, b, weights, input, kv)?,
+        (MixerWeights::DeltaNet(weights), LayerCache::State(state)) => {
+            delta_net(backend, b, weights, input, state)?
+        }
+        (MixerWeights::Mamba2(weights), LayerCache::State(state)) => {
+            mamba2(backend, b, weights, input, state)?
+        }
+        (MixerWeights::Attention(_), LayerCache::State(_))
+        | (MixerWeights::DeltaNet(_) | MixerWeights::Mamba2(_), LayerCache::Kv(_)) => {
+            return Err(Error::Invariant(format!("layer {index} has a cache of another kind")));
+        }
+    };
+    match &layer.mixer_post_norm {
+        None if scale == 1.0 => backend.matmul(mixed, &[job(out, b.x, true)])?,
+        norm => {
+            backend.matmul(mixed, &[job(out, b.branch, false)])?;
+            backend.add(b.x, b.branch, norm.as_ref(), scale)?;
+        }
+    }
+    match &layer.mixer_out_norm {
+        Some(norm) => Ok(backend.norm(b.x, norm, b.x)?),
+        None => Ok(()),
+    }
+}
+
+/// What the mixer computed, and the projection that it still has to go through.
+type Mixed<'a> = (BufferId, &'a Linear);
+
+fn attention<'a>(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &'a AttentionWeights,
+    input: BufferId,
+    layer: KvLayerId,
+) -> Result<Mixed<'a>, Error> {
+    let mut jobs = vec![job(&weights.q, b.q, false)];
+    let mut write = None;
+    if let Some(kv) = &weights.kv {
+        jobs.push(job(&kv.k, b.k, false));
+        jobs.extend(kv.v.as_ref().map(|v| job(v, b.v, false)));
+        let v = if kv.v.is_some() { b.v } else { b.k };
+        write = Some(KvWrite { k: b.k, v, k_norm: kv.k_norm, v_norm: kv.v_norm });
+    }
+    jobs.extend(weights.gate.as_ref().map(|gate| job(gate, b.mixer_gate, false)));
+    backend.matmul(input, &jobs)?;
+    backend.qkv(&QkvOp { q: b.q, q_norm: weights.q_norm, kv: write, rope: weights.rope, layer })?;
+    backend.attention(&AttentionOp {
+        q: b.q,
+        out: b.mixed,
+        scale: weights.scale,
+        sinks: weights.sinks,
+        layer,
+    })?;
+    let mut mixed = b.mixed;
+    if weights.gate.is_some() {
+        let activation = GateActivation::Sigmoid;
+        backend.gate(&GateOp { gate: b.mixer_gate, up: Some(b.mixed), up_from: 0, activation })?;
+        mixed = b.mixer_gate;
+    }
+    Ok((mixed, &weights.o))
+}
+
+fn delta_net<'a>(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &'a DeltaNetWeights,
+    input: BufferId,
+    layer: StateLayerId,
+) -> Result<Mixed<'a>, Error> {
+    let jobs = [
+        job(&weights.qkv, b.conv, false),
+        job(&weights.gate, b.mixer_gate, false),
+        job(&weights.beta, b.beta, false),
+        job(&weights.alpha, b.dt, false),
+    ];
+    backend.matmul(input, &jobs)?;
+    backend.conv(&ConvOp { x: b.conv, weight: weights.conv.weight, bias: weights.conv.bias, layer })?;
+    backend.delta_net(&DeltaNetOp {
+        qkv: b.conv,
+        beta: b.beta,
+        alpha: b.dt,
+        a: weights.a,
+        dt_bias: weights.dt_bias,
+        k_heads: weights.k_heads,
+        tiled: weights.tiled,
+        l2_eps: weights.l2_eps,
+        out: b.mixed,
+        layer,
+    })?;
+    backend.gated_norm(&GatedNormOp {
+        x: b.mixed,
+        gate: b.mixer_gate,
+        norm: weights.norm,
+        gate_first: false,
+    })?;
+    Ok((b.mixed, &weights.out))
+}
+
+fn mamba2<'a>(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &'a Mamba2Weights,
+    input: BufferId,
+    layer: StateLayerId,
+) -> Result<Mixed<'a>, Error> {
+    let jobs = [
+        job(&weights.xbc, b.conv, false),
+        job(&weights.z, b.mixer_gate, false),
+        job(&weights.dt, b.dt, false),
+    ];
+    backend.matmul(input, &jobs)?;
+    backend.conv(&ConvOp { x: b.conv, weight: weights.conv.weight, bias: weights.conv.bias, layer })?;
+    backend.mamba2(&Mamba2Op {
+        xbc: b.conv,
+        dt: b.dt,
+        a: weights.a,
+        d: weights.d,
+        dt_bias: weights.dt_bias,
+        groups: weights.groups,
+        out: b.mixed,
+        layer,
+    })?;
+    backend.gated_norm(&GatedNormOp {
+        x: b.mixed,
+        gate: b.mixer_gate,
+        norm: weights.norm,
+        gate_first: true,
+    })?;
+    Ok((b.mixed, &weights.out))
+}

@@ -1,0 +1,61 @@
+//! What an encoder makes of a text: one vector, or scores.
+
+use super::{Decoder, job};
+use crate::Error;
+use crate::weights::Head;
+use model::spec::{OutputSpec, Pooling};
+use std::ops::Range;
+
+impl Decoder {
+    /// The vectors of the named rows of the last step, as they leave the last layer.
+    pub fn row_vectors(&mut self, rows: Range<usize>) -> Result<Vec<Vec<f32>>, Error> {
+        let mut vectors = Vec::with_capacity(rows.len());
+        for row in rows {
+            let mut vector = vec![0f32; self.spec.hidden];
+            self.backend.read_row(self.buffers.x, row, &mut vector)?;
+            vectors.push(vector);
+        }
+        Ok(vectors)
+    }
+
+    /// The pooled vector of the rows of one text in the last step, or its scores where the model classifies.
+    pub fn pooled(&mut self, rows: Range<usize>) -> Result<Vec<f32>, Error> {
+        let OutputSpec::Pooled(spec) = &self.spec.output else { return Err(Error::NoOutputHead) };
+        let pooling = spec.pooling;
+        let picked = match pooling {
+            Pooling::Mean => rows,
+            Pooling::First => rows.start..(rows.start + 1).min(rows.end),
+            Pooling::Last => rows.end.saturating_sub(1).max(rows.start)..rows.end,
+        };
+        let vectors = self.row_vectors(picked)?;
+        let mut sums = vec![0f64; self.spec.hidden];
+        for vector in &vectors {
+            sums.iter_mut().zip(vector).for_each(|(sum, value)| *sum += f64::from(*value));
+        }
+        let count = vectors.len().max(1) as f64;
+        let vector: Vec<f32> = sums.into_iter().map(|sum| (sum / count) as f32).collect();
+        self.classify(vector)
+    }
+
+    fn classify(&mut self, vector: Vec<f32>) -> Result<Vec<f32>, Error> {
+        let Some(Head::Pooled { classifier }) = &self.weights.head else { return Err(Error::NoOutputHead) };
+        let Some(classifier) = classifier else { return Ok(vector) };
+        let OutputSpec::Pooled(spec) = &self.spec.output else { return Err(Error::NoOutputHead) };
+        let scores = spec.classifier.as_ref().map_or(0, |classifier| classifier.out.rows);
+        let (backend, b) = (self.backend.as_mut(), &self.buffers);
+        backend.write_rows(b.picked, &vector)?;
+        let mut input = b.picked;
+        if let Some(dense) = &classifier.dense {
+            backend.matmul(b.picked, &[job(dense, b.picked_normed, false)])?;
+            let mut inner = vector;
+            backend.read_row(b.picked_normed, 0, &mut inner)?;
+            inner.iter_mut().for_each(|value| *value = value.tanh());
+            backend.write_rows(b.picked_normed, &inner)?;
+            input = b.picked_normed;
+        }
+        backend.matmul(input, &[job(&classifier.out, b.logits, false)])?;
+        let mut out = vec![0f32; scores];
+        backend.read_row(b.logits, 0, &mut out)?;
+        Ok(out)
+    }
+}
