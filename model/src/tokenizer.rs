@@ -13,9 +13,11 @@ use special::{Part, Specials};
 use spm::Spm;
 
 pub use detokenizer::Detokenizer;
+pub use framed::Pair;
 
 mod bpe;
 mod detokenizer;
+mod framed;
 mod merge;
 mod pieces;
 mod pretokenize;
@@ -36,6 +38,7 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Option<u32>,
     adds_bos: bool,
+    adds_eos: bool,
     eog: BTreeSet<u32>,
     digest: [u8; 32],
 }
@@ -182,6 +185,11 @@ impl Tokenizer {
     /// Whether [`bos`](Self::bos) belongs before every prompt; it is then there.
     pub fn adds_bos(&self) -> bool {
         self.adds_bos
+    }
+
+    /// Whether [`eos`](Self::eos) belongs behind every text that is read whole, not to be continued.
+    pub fn adds_eos(&self) -> bool {
+        self.adds_eos
     }
 
     /// Whether `id` ends a generation: end of sequence, of turn, of message.

@@ -117,6 +117,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         bos,
         eos,
         adds_bos,
+        adds_eos: metadata.get("tokenizer.ggml.add_eos_token")?.unwrap_or(false),
         eog,
         digest: hash.0.finalize().into(),
     })
