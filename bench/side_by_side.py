@@ -111,7 +111,8 @@ class Run:
         kvasir = [args.kvasir, "bench", path, "-t", threads, "--json", *options, *kvasir_extra]
         peer = [self.peer_python, HERE / "peer_llama.py", path, "-t", threads, *options, *peer_extra]
         contenders = [("kvasir", "default", kvasir)] if not args.skip_kvasir else []
-        contenders += [("llama.cpp", variant, peer + flags) for variant, flags in variants.items()]
+        contenders += [("llama.cpp", variant, peer + flags) for variant, flags in variants.items()
+                       if not args.llama or variant in args.llama]
         for turn in range(args.rounds):
             best = {}
             order = contenders[turn % len(contenders):] + contenders[:turn % len(contenders)]
@@ -286,6 +287,8 @@ def arguments():
     parser.add_argument("--shared", type=ints, default=[1500, 4096], help="tokens of the shared prefix")
     parser.add_argument("--llama-server", type=lambda t: [v.strip() for v in t.split(";") if v.strip()],
                         default=["default", "one slot"], help="variants, separated by ';'")
+    parser.add_argument("--llama", type=lambda t: [v.strip() for v in t.split(";") if v.strip()], default=[],
+                        help=f"variants of the rows without HTTP, of {'; '.join(LLAMA_BATCH_VARIANTS)} [default: all]")
     parser.add_argument("--no-vllm", dest="vllm", action="store_false")
     parser.add_argument("--skip-kvasir", action="store_true", help="peers alone, for a baseline")
     parser.add_argument("--rounds", type=int, default=3)
@@ -297,6 +300,8 @@ def arguments():
     unknown = set(args.only) - set(SECTIONS)
     if unknown:
         parser.error(f"--only knows {', '.join(SECTIONS)}, not {', '.join(unknown)}")
+    if unknown := set(args.llama) - LLAMA_BATCH_VARIANTS.keys():
+        parser.error(f"--llama knows {'; '.join(LLAMA_BATCH_VARIANTS)}, not {', '.join(unknown)}")
     if args.quick:
         args.rounds = args.burst_rounds = args.repeat = 1
         args.batch, args.burst, args.shared = [32], [16], [1500]

@@ -6,6 +6,7 @@ use proto::message::{GenerateFrame, Sampling, Stop};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use worker::decoder::LayerState;
 use worker::engine::{EngineRequest, Sink};
 use worker::kv_cache::Placement;
 
@@ -20,7 +21,8 @@ pub(crate) struct Logits {
     /// JSON file: an array of arrays of token ids, run in order
     #[arg(long, value_name = "IDS.json")]
     tokens: PathBuf,
-    /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN)
+    /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN),
+    /// `p{i}.preemptions` i32 `[1]`
     #[arg(long, value_name = "F.safetensors")]
     out: PathBuf,
     /// Also generate this many tokens greedily: `p{i}.greedy` i32 `[N]`
@@ -35,6 +37,16 @@ pub(crate) struct Logits {
     /// Place each sequence's KV blocks one after the other and read no block table
     #[arg(long)]
     contiguous: bool,
+    /// Place KV blocks in an order drawn from SEED
+    #[arg(long, value_name = "SEED", conflicts_with = "contiguous")]
+    permuted: Option<u64>,
+    /// Bytes of the KV cache; prompts that do not fit together are preempted and resumed [default: computed]
+    #[arg(long, value_name = "BYTES")]
+    kv_bytes: Option<u64>,
+    /// Also write the recurrent states behind each prompt: `p{i}.state.{l}.conv` f32 `[channels, taps]` and
+    /// `p{i}.state.{l}.recurrent` f32 `[heads, rows, cols]`
+    #[arg(long)]
+    states: bool,
     /// Share nothing between prompts
     #[arg(long)]
     no_prefix_cache: bool,
@@ -47,13 +59,16 @@ pub(crate) struct Logits {
 struct Collected {
     rows: Vec<f32>,
     cached: i32,
+    preemptions: i32,
     greedy: Vec<i32>,
+    states: Vec<LayerState>,
     failed: Option<String>,
     finished: bool,
 }
 
 struct Collector {
     vocab: usize,
+    states: bool,
     prompt_len: usize,
     into: Arc<Mutex<Collected>>,
 }
@@ -64,7 +79,10 @@ impl Sink for Collector {
         match frame {
             GenerateFrame::Started(started) => into.cached = started.cached_tokens as i32,
             GenerateFrame::Tokens(tokens) => into.greedy.extend(tokens.iter().map(|token| token.id as i32)),
-            GenerateFrame::Finished(_) => into.finished = true,
+            GenerateFrame::Finished(finished) => {
+                into.preemptions = finished.preemptions as i32;
+                into.finished = true;
+            }
             GenerateFrame::Failed(error) => into.failed = Some(error.to_string()),
         }
         true
@@ -72,6 +90,14 @@ impl Sink for Collector {
 
     fn wants_logits(&self) -> bool {
         true
+    }
+
+    fn wants_states(&self) -> bool {
+        self.states
+    }
+
+    fn states(&mut self, states: Vec<LayerState>) {
+        self.into.lock().unwrap_or_else(PoisonError::into_inner).states = states;
     }
 
     fn logits(&mut self, position: usize, row: &[f32]) {
@@ -98,6 +124,10 @@ impl Logits {
         if self.contiguous {
             options.placement = Placement::Contiguous;
         }
+        if let Some(seed) = self.permuted {
+            options.placement = Placement::Permuted { seed };
+        }
+        options.kv_bytes = self.kv_bytes;
         options.prefix_cache = !self.no_prefix_cache;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
@@ -125,7 +155,12 @@ impl Logits {
             sampling: Sampling::default(),
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
             deadline: None,
-            sink: Box::new(Collector { vocab, prompt_len: prompt.len(), into: into.clone() }),
+            sink: Box::new(Collector {
+                vocab,
+                states: self.states,
+                prompt_len: prompt.len(),
+                into: into.clone(),
+            }),
         });
         into
     }
@@ -142,12 +177,21 @@ impl Logits {
             }
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
             tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
-            tensors.push((
-                format!("p{i}.cached"),
-                Dtype::I32,
-                vec![1],
-                collected.cached.to_le_bytes().to_vec(),
-            ));
+            for (name, count) in [("cached", collected.cached), ("preemptions", collected.preemptions)] {
+                tensors.push((
+                    format!("p{i}.{name}"),
+                    Dtype::I32,
+                    vec![1],
+                    count.to_le_bytes().to_vec(),
+                ));
+            }
+            for state in &collected.states {
+                let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                let name = |part: &str| format!("p{i}.state.{}.{part}", state.layer);
+                tensors.push((name("conv"), Dtype::F32, state.conv_shape.to_vec(), bytes(&state.conv)));
+                let shape = state.recurrent_shape.to_vec();
+                tensors.push((name("recurrent"), Dtype::F32, shape, bytes(&state.recurrent)));
+            }
             if self.greedy > 0 {
                 let ids = collected.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
                 tensors.push((format!("p{i}.greedy"), Dtype::I32, vec![collected.greedy.len()], ids));

@@ -525,7 +525,7 @@ pub trait Backend: Send {
     /// Reads a layer's state out of a slot: the convolution's past inputs `[taps][channels]`, oldest first,
     /// and the matrices `[heads][rows][cols]`.
     fn read_state(
-        &self,
+        &mut self,
         layer: StateLayerId,
         slot: u32,
         conv: &mut [f32],
@@ -533,7 +533,7 @@ pub trait Backend: Send {
     ) -> Result<(), Error>;
 
     /// Copies bytes of the arena to the host, from byte offset / 64 `from` on.
-    fn read_arena(&self, from: u32, out: &mut [u8]) -> Result<(), Error>;
+    fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error>;
 
     /// Copies bytes from the host into the arena, to byte offset / 64 `to`.
     fn write_arena(&mut self, to: u32, bytes: &[u8]) -> Result<(), Error>;

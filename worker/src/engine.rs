@@ -4,14 +4,14 @@
 //! A request that is wrong fails alone; a broken invariant ends the worker.
 
 use crate::Error;
-use crate::decoder::{CacheKind, Decoder};
+use crate::decoder::{CacheKind, Decoder, LayerState};
 use crate::kv_events::EventLog;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{
     LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
 };
-use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
+use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
@@ -58,6 +58,16 @@ pub trait Sink: Send {
     /// Logits of the row at `position` of the prompt and output, if wanted.
     fn logits(&mut self, position: usize, row: &[f32]) {
         let _ = (position, row);
+    }
+
+    /// Whether the recurrent states behind the prompt are wanted.
+    fn wants_states(&self) -> bool {
+        false
+    }
+
+    /// The states behind the prompt, if wanted.
+    fn states(&mut self, states: Vec<LayerState>) {
+        let _ = states;
     }
 }
 
@@ -108,6 +118,7 @@ struct Live {
     sink: Box<dyn Sink>,
     prompt_len: usize,
     all_logits: bool,
+    states: bool,
     started: bool,
     received: Instant,
     deadline: Option<Duration>,
@@ -191,7 +202,7 @@ impl Engine {
                 return None;
             }
         };
-        let all_logits = sink.wants_logits();
+        let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
         let prompt_len = prompt.len();
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
@@ -214,6 +225,7 @@ impl Engine {
             sink,
             prompt_len,
             all_logits,
+            states,
             started: false,
             received: now,
             deadline,
@@ -285,6 +297,7 @@ impl Engine {
             return Ok(StepOutcome::Idle);
         };
         run(&mut self.decoder, &self.scheduler, &plan)?;
+        self.read_states(&plan)?;
         let sampled = self.draw(&plan)?;
         let rows = plan.tokens.len();
         let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
@@ -304,6 +317,18 @@ impl Engine {
         }
         self.publish();
         Ok(StepOutcome::Ran { rows })
+    }
+
+    /// Hands the states behind a prompt to whoever wants them.
+    fn read_states(&mut self, plan: &StepPlan) -> Result<(), Error> {
+        for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
+            let Some(live) = self.live.get_mut(&sequence.id).filter(|live| live.states) else { continue };
+            if let Some(state) = &sequence.state {
+                live.sink.states(self.decoder.states(state.write)?);
+                live.states = false;
+            }
+        }
+        Ok(())
     }
 
     /// Logits of rows that are drawn from or wanted whole, and the draws.
@@ -361,6 +386,8 @@ impl Engine {
         let Some(info) = self.scheduler.info(id) else { return };
         live.started = true;
         self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
+        let stop = info.hit_stop.name();
+        self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
         let cached = (info.cached_tokens as usize).min(live.prompt_len);
         live.sink.frame(GenerateFrame::Started(StartedV1 {
             cached_tokens: cached as u32,

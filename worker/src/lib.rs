@@ -16,6 +16,7 @@ pub mod memory;
 pub mod sampling;
 pub mod scheduler;
 pub mod service;
+pub mod snapshot;
 pub mod telemetry;
 pub mod watchdog;
 pub mod weights;

@@ -30,6 +30,13 @@ pub enum Reason {
     error,
 }
 
+/// Label of prefix lookups.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct LookupLabel {
+    /// Why the lookup stopped: the first word of what the response says.
+    pub stop: &'static str,
+}
+
 type Fraction = Gauge<f64, AtomicU64>;
 
 /// All metrics of one engine.
@@ -45,6 +52,8 @@ pub struct EngineMetrics {
     pub prefix_queries: Counter,
     /// Prompt tokens served by it.
     pub prefix_hits: Counter,
+    /// Prefix lookups by why they stopped.
+    pub lookups: Family<LookupLabel, Counter>,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: Counter,
     /// Tokens generated.
@@ -140,6 +149,11 @@ impl EngineMetrics {
         );
         counter("kvasir_kv_evictions", "Blocks evicted from the prefix cache", &self.evictions);
         counter("kvasir_steps", "Steps executed", &self.steps);
+        registry.register(
+            "kvasir_prefix_lookups",
+            "Prefix lookups of admitted requests by why they stopped",
+            self.lookups.clone(),
+        );
         registry.register("vllm:request_success", "Finished requests", self.finished.clone());
         let mut seconds = |name: &str, help: &str, metric: &SecondsHistogram| {
             registry.register(name, help, metric.0.clone())

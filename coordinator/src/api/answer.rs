@@ -205,6 +205,7 @@ impl Answer {
         let mut usage = Usage::default();
         for choice in &self.choices {
             usage.completion += choice.completion;
+            usage.lookups.extend(choice.started.as_ref().map(|started| started.hit_stop.clone()));
             if choice.counts {
                 usage.prompt += choice.prompt;
                 usage.cached += choice.started.as_ref().map_or(0, |s| s.cached.into());

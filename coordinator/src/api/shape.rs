@@ -37,12 +37,14 @@ pub struct Delta {
 }
 
 /// Tokens counted, as clients are told.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Usage {
     /// Of the prompts.
     pub prompt: u64,
     /// Of these, served from the prefix cache.
     pub cached: u64,
+    /// Per choice, why the prefix lookup stopped where it did.
+    pub lookups: Vec<String>,
     /// Generated.
     pub completion: u64,
 }
@@ -53,7 +55,7 @@ impl Usage {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached, "kvasir_lookups": self.lookups},
         })
     }
 }

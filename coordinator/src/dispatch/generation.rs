@@ -67,6 +67,8 @@ pub struct Started {
     pub predicted: u32,
     /// Prompt tokens that were.
     pub cached: u32,
+    /// Why the lookup stopped there.
+    pub hit_stop: String,
     /// Time from submission until a worker had been chosen.
     pub queued: Duration,
 }
@@ -166,6 +168,7 @@ impl Generation {
                         reason: assignment.reason,
                         predicted: assignment.predicted,
                         cached: started.cached_tokens,
+                        hit_stop: started.hit_stop,
                         queued: attempt.placed.queued,
                     }));
                 }

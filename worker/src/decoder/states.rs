@@ -22,7 +22,7 @@ pub struct LayerState {
 
 impl Decoder {
     /// The states of all recurrent layers in a slot, given as byte offset / 64 into the arena.
-    pub fn states(&self, slot: u32) -> Result<Vec<LayerState>, Error> {
+    pub fn states(&mut self, slot: u32) -> Result<Vec<LayerState>, Error> {
         let mut states = Vec::new();
         for (index, cache) in self.caches.iter().enumerate() {
             let layer = self.config.layers.start + index;

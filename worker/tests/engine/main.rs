@@ -2,6 +2,7 @@
 //! and the device, and requests that end as they should.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
+mod capacity;
 mod exactness;
 mod generation;
 mod harness;

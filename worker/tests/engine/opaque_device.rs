@@ -5,9 +5,10 @@
 
 use kernels::Error;
 use kernels::backend::{
-    ActivationMode, AttentionOp, Backend, BackendInfo, BlockTable, BufferId, ExpertGateUp, GateActivation,
-    KvCopy, KvLayerId, KvShape, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId,
-    RopeSource, StepInput, StepSequence, VectorId,
+    ActivationMode, AttentionOp, Backend, BackendInfo, BlockTable, BufferId, ConvOp, DeltaNetOp, EmbedOp,
+    ExpertGateUp, GateOp, GatedNormOp, KvCopy, KvLayerId, KvShape, KvWrite, Mamba2Op, MatmulJob, MatrixId,
+    MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput,
+    StepSequence, StepState, VectorId,
 };
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -69,7 +70,7 @@ macro_rules! secret {
     };
 }
 
-secret!(BufferId, MatrixId, VectorId, RopeId, KvLayerId);
+secret!(BufferId, MatrixId, VectorId, RopeId, KvLayerId, StateLayerId);
 
 impl OpaqueDevice {
     pub(crate) fn new(activations: ActivationMode, refuses: Refuses) -> (Self, Arc<Mutex<Ledger>>) {
@@ -155,6 +156,36 @@ impl Backend for OpaqueDevice {
         self.device.create_kv_layer(group, shape, offset).map(Secret::turned)
     }
 
+    fn state_bytes(&self, shape: StateShape) -> Result<usize, Error> {
+        self.device.state_bytes(shape)
+    }
+
+    fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error> {
+        self.device.create_state_layer(shape, offset).map(Secret::turned)
+    }
+
+    fn read_state(
+        &mut self,
+        layer: StateLayerId,
+        slot: u32,
+        conv: &mut [f32],
+        recurrent: &mut [f32],
+    ) -> Result<(), Error> {
+        self.synchronise()?;
+        self.device.read_state(layer.turned(), slot, conv, recurrent)
+    }
+
+    fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error> {
+        self.synchronise()?;
+        self.device.read_arena(from, out)
+    }
+
+    fn write_arena(&mut self, to: u32, bytes: &[u8]) -> Result<(), Error> {
+        let bytes = bytes.to_vec();
+        self.push(move |device| device.write_arena(to, &bytes));
+        Ok(())
+    }
+
     fn create_kv_arena(&mut self, bytes: usize, group_block_bytes: &[usize]) -> Result<(), Error> {
         self.device.create_kv_arena(bytes, group_block_bytes)
     }
@@ -170,16 +201,23 @@ impl Backend for OpaqueDevice {
         let sequences: Vec<StepSequence> = step.sequences.to_vec();
         let upload = |tables: &Vec<BlockTable<'_>>| tables.iter().map(Table::uploaded).collect();
         let tables: Vec<Vec<Table>> = step.tables.iter().map(upload).collect();
+        let states: Vec<StepState> = step.states.to_vec();
         self.push(move |device| {
             let views: Vec<Vec<BlockTable<'_>>> =
                 tables.iter().map(|tables| tables.iter().map(Table::view).collect()).collect();
-            device.begin_step(&StepInput { tokens: &tokens, sequences: &sequences, tables: &views })
+            device.begin_step(&StepInput {
+                tokens: &tokens,
+                sequences: &sequences,
+                tables: &views,
+                states: &states,
+            })
         });
         Ok(())
     }
 
-    fn embed(&mut self, table: MatrixId, scale: f32, out: BufferId) -> Result<(), Error> {
-        self.push(move |device| device.embed(table.turned(), scale, out.turned()));
+    fn embed(&mut self, op: &EmbedOp) -> Result<(), Error> {
+        let op = EmbedOp { table: op.table.turned(), out: op.out.turned(), ..*op };
+        self.push(move |device| device.embed(&op));
         Ok(())
     }
 
@@ -202,12 +240,16 @@ impl Backend for OpaqueDevice {
     }
 
     fn qkv(&mut self, op: &QkvOp) -> Result<(), Error> {
+        let write = |kv: KvWrite| KvWrite {
+            k: kv.k.turned(),
+            v: kv.v.turned(),
+            k_norm: kv.k_norm.as_ref().map(norm),
+            v_norm: kv.v_norm.as_ref().map(norm),
+        };
         let op = QkvOp {
             q: op.q.turned(),
-            k: op.k.turned(),
-            v: op.v.turned(),
             q_norm: op.q_norm.as_ref().map(norm),
-            k_norm: op.k_norm.as_ref().map(norm),
+            kv: op.kv.map(write),
             rope: op.rope.map(Secret::turned),
             layer: op.layer.turned(),
         };
@@ -219,13 +261,77 @@ impl Backend for OpaqueDevice {
         if self.refuses == Refuses::Attention {
             return Err(Error::Unsupported { what: "attention" });
         }
-        let op = AttentionOp { q: op.q.turned(), out: op.out.turned(), layer: op.layer.turned(), ..*op };
+        let op = AttentionOp {
+            q: op.q.turned(),
+            out: op.out.turned(),
+            sinks: op.sinks.map(Secret::turned),
+            layer: op.layer.turned(),
+            ..*op
+        };
         self.push(move |device| device.attention(&op));
         Ok(())
     }
 
-    fn gate(&mut self, gate: BufferId, up: BufferId, activation: GateActivation) -> Result<(), Error> {
-        self.push(move |device| device.gate(gate.turned(), up.turned(), activation));
+    fn conv(&mut self, op: &ConvOp) -> Result<(), Error> {
+        let op = ConvOp {
+            x: op.x.turned(),
+            weight: op.weight.turned(),
+            bias: op.bias.map(Secret::turned),
+            layer: op.layer.turned(),
+        };
+        self.push(move |device| device.conv(&op));
+        Ok(())
+    }
+
+    fn delta_net(&mut self, op: &DeltaNetOp) -> Result<(), Error> {
+        let op = DeltaNetOp {
+            qkv: op.qkv.turned(),
+            beta: op.beta.turned(),
+            alpha: op.alpha.turned(),
+            a: op.a.turned(),
+            dt_bias: op.dt_bias.turned(),
+            out: op.out.turned(),
+            layer: op.layer.turned(),
+            ..*op
+        };
+        self.push(move |device| device.delta_net(&op));
+        Ok(())
+    }
+
+    fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error> {
+        let op = Mamba2Op {
+            xbc: op.xbc.turned(),
+            dt: op.dt.turned(),
+            a: op.a.turned(),
+            d: op.d.turned(),
+            dt_bias: op.dt_bias.turned(),
+            out: op.out.turned(),
+            layer: op.layer.turned(),
+            ..*op
+        };
+        self.push(move |device| device.mamba2(&op));
+        Ok(())
+    }
+
+    fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error> {
+        let op = GatedNormOp { x: op.x.turned(), gate: op.gate.turned(), norm: norm(&op.norm), ..*op };
+        self.push(move |device| device.gated_norm(&op));
+        Ok(())
+    }
+
+    fn gate(&mut self, op: &GateOp) -> Result<(), Error> {
+        let op = GateOp { gate: op.gate.turned(), up: op.up.map(Secret::turned), ..*op };
+        self.push(move |device| device.gate(&op));
+        Ok(())
+    }
+
+    fn scale_rows(&mut self, x: BufferId, gate: BufferId) -> Result<(), Error> {
+        self.push(move |device| device.scale_rows(x.turned(), gate.turned()));
+        Ok(())
+    }
+
+    fn scale(&mut self, x: BufferId, factor: f32) -> Result<(), Error> {
+        self.push(move |device| device.scale(x.turned(), factor));
         Ok(())
     }
 
@@ -237,15 +343,21 @@ impl Backend for OpaqueDevice {
 
     fn moe(&mut self, op: &MoeOp) -> Result<(), Error> {
         let gate_up = match op.gate_up {
-            ExpertGateUp::Separate { gate, up, gate_scale, up_scale } => ExpertGateUp::Separate {
-                gate: gate.turned(),
-                up: up.turned(),
-                gate_scale: gate_scale.map(Secret::turned),
-                up_scale: up_scale.map(Secret::turned),
-            },
-            ExpertGateUp::Fused { gate_up, scale } => {
-                ExpertGateUp::Fused { gate_up: gate_up.turned(), scale: scale.map(Secret::turned) }
+            ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => {
+                ExpertGateUp::Separate {
+                    gate: gate.turned(),
+                    up: up.turned(),
+                    gate_scale: gate_scale.map(Secret::turned),
+                    up_scale: up_scale.map(Secret::turned),
+                    gate_bias: gate_bias.map(Secret::turned),
+                    up_bias: up_bias.map(Secret::turned),
+                }
             }
+            ExpertGateUp::Fused { gate_up, scale, bias } => ExpertGateUp::Fused {
+                gate_up: gate_up.turned(),
+                scale: scale.map(Secret::turned),
+                bias: bias.map(Secret::turned),
+            },
         };
         let op = MoeOp {
             x: op.x.turned(),
@@ -254,6 +366,7 @@ impl Backend for OpaqueDevice {
             gate_up,
             down: op.down.turned(),
             down_scale: op.down_scale.map(Secret::turned),
+            down_bias: op.down_bias.map(Secret::turned),
             ..*op
         };
         self.push(move |device| device.moe(&op));

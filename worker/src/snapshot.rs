@@ -1,0 +1,301 @@
+//! A sequence's caches as bytes: every layer kind, only what a continuation can read, digests over all of it.
+//!
+//! Layout: magic, length of the header (u32 LE), header, digest of the header, then the pieces' bytes back to
+//! back. The header is a closed enum of versions and holds the digest of every piece, so nothing can be changed
+//! unnoticed. Digests find damage; they are no signature: a snapshot is as trusted as who may restore one.
+
+use proto::codec::{self, Cap, CodecError};
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+const MAGIC: &[u8; 8] = b"kvasirsn";
+const DIGEST_BYTES: usize = 32;
+/// Most bytes of one piece: no block and no state slot comes near it.
+const MAX_PIECE_BYTES: u64 = 1 << 32;
+
+/// What must agree for a snapshot to mean anything: who computed what, and how its caches are laid out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    /// Digest of the model's file.
+    pub model_digest: [u8; 32],
+    /// Digest of the tokenizer.
+    pub tokenizer_digest: [u8; 32],
+    /// Within one class the same tokens give the same bits; outside it they do not.
+    pub numeric_class: String,
+    /// Tokens of a KV block.
+    pub block_tokens: u32,
+    /// Bytes of a block of each group, or of a state.
+    pub block_bytes: Vec<u64>,
+}
+
+/// One block, or one state.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// The cache group.
+    pub group: u32,
+    /// Its first token; of a state the number of tokens that it stands behind.
+    pub token: u32,
+    /// BLAKE3 of its bytes.
+    digest: [u8; DIGEST_BYTES],
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+enum Header {
+    V1(HeaderV1),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct HeaderV1 {
+    origin: Origin,
+    /// All tokens of the sequence; the first `position` of them are in the caches.
+    tokens: Vec<u32>,
+    position: u32,
+    pieces: Vec<Piece>,
+}
+
+/// A sequence at a resume point.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    header: HeaderV1,
+    bytes: Vec<u8>,
+}
+
+/// Why bytes are no snapshot, or not one for this worker.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SnapshotError {
+    /// Not a snapshot at all.
+    #[error("not a snapshot: it does not begin with the magic bytes")]
+    Magic,
+    /// The file ends early, or goes on after its end.
+    #[error("damaged snapshot: {found} bytes, its header tells of {expected}")]
+    Length {
+        /// Bytes that there should be.
+        expected: u64,
+        /// Bytes that there are.
+        found: u64,
+    },
+    /// Bytes do not have the digest that was written beside them.
+    #[error("damaged snapshot: {what} has another digest")]
+    Digest {
+        /// What is damaged.
+        what: String,
+    },
+    /// The header makes no sense.
+    #[error("damaged snapshot: {0}")]
+    Header(#[from] CodecError),
+    /// A piece names a group or token that cannot be.
+    #[error("damaged snapshot: piece {piece} {reason}")]
+    Piece {
+        /// Its number.
+        piece: usize,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// Taken with something else than what is served here.
+    #[error("the snapshot's {what} is {found}, this worker has {expected}")]
+    Other {
+        /// What differs: model, tokenizer, numeric class, block size.
+        what: &'static str,
+        /// Of the snapshot.
+        found: String,
+        /// Of this worker.
+        expected: String,
+    },
+}
+
+impl Snapshot {
+    /// Puts a snapshot together; `pieces` are (group, token, bytes) and as long as `origin` says.
+    pub fn new(
+        origin: Origin,
+        tokens: Vec<u32>,
+        position: u32,
+        pieces: impl IntoIterator<Item = (u32, u32, Vec<u8>)>,
+    ) -> Self {
+        let mut bytes = Vec::new();
+        let mut piece = |(group, token, data): (u32, u32, Vec<u8>)| {
+            bytes.extend_from_slice(&data);
+            Piece { group, token, digest: *blake3::hash(&data).as_bytes() }
+        };
+        let pieces = pieces.into_iter().map(&mut piece).collect();
+        Self { header: HeaderV1 { origin, tokens, position, pieces }, bytes }
+    }
+
+    /// All tokens of the sequence.
+    pub fn tokens(&self) -> &[u32] {
+        &self.header.tokens
+    }
+
+    /// How many of them the caches stand behind.
+    pub fn position(&self) -> u32 {
+        self.header.position
+    }
+
+    /// The pieces with their bytes.
+    pub fn pieces(&self) -> impl Iterator<Item = (&Piece, &[u8])> {
+        self.header.pieces.iter().scan(0usize, |at, piece| {
+            let start = *at;
+            *at += self.header.origin.block_bytes[piece.group as usize] as usize;
+            Some((piece, &self.bytes[start..*at]))
+        })
+    }
+
+    /// Bytes of all pieces.
+    pub fn cache_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The file.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, SnapshotError> {
+        let header = codec::encode(&Header::V1(self.header.clone()), Cap::Control)?;
+        let mut file = Vec::with_capacity(MAGIC.len() + 4 + header.len() + DIGEST_BYTES + self.bytes.len());
+        file.extend_from_slice(MAGIC);
+        // The cap is far below what 32 bits hold.
+        file.extend_from_slice(&(header.len() as u32).to_le_bytes());
+        file.extend_from_slice(&header);
+        file.extend_from_slice(blake3::hash(&header).as_bytes());
+        file.extend_from_slice(&self.bytes);
+        Ok(file)
+    }
+
+    /// Reads a file that nobody vouches for, for a worker of this origin.
+    pub fn from_bytes(file: &[u8], here: &Origin) -> Result<Self, SnapshotError> {
+        let rest = file.strip_prefix(MAGIC).ok_or(SnapshotError::Magic)?;
+        let short = |expected: u64| SnapshotError::Length { expected, found: file.len() as u64 };
+        let (length, rest) = rest.split_first_chunk::<4>().ok_or_else(|| short(12))?;
+        let length = u32::from_le_bytes(*length) as usize;
+        let least = (MAGIC.len() + 4 + DIGEST_BYTES) as u64 + length as u64;
+        let (encoded, rest) = rest.split_at_checked(length).ok_or_else(|| short(least))?;
+        let (digest, bytes) = rest.split_first_chunk::<DIGEST_BYTES>().ok_or_else(|| short(least))?;
+        if blake3::hash(encoded).as_bytes() != digest {
+            return Err(SnapshotError::Digest { what: "its header".to_owned() });
+        }
+        let Header::V1(header) = codec::decode(encoded, Cap::Control)?;
+        header.origin.expect(here)?;
+        let mut at = 0u64;
+        let mut ranges: Vec<Range<u64>> = Vec::with_capacity(header.pieces.len());
+        for (index, piece) in header.pieces.iter().enumerate() {
+            let wrong = |reason| SnapshotError::Piece { piece: index, reason };
+            let group = header.origin.block_bytes.get(piece.group as usize);
+            let length = *group.ok_or_else(|| wrong("is of a group that does not exist"))?;
+            if length > MAX_PIECE_BYTES {
+                return Err(wrong("is longer than any block"));
+            }
+            if piece.token > header.position {
+                return Err(wrong("lies behind the sequence's end"));
+            }
+            ranges.push(at..at + length);
+            at += length;
+        }
+        if header.position as usize > header.tokens.len() {
+            return Err(SnapshotError::Piece { piece: 0, reason: "more positions than tokens" });
+        }
+        if at != bytes.len() as u64 {
+            return Err(short(least + at));
+        }
+        for (index, (piece, range)) in header.pieces.iter().zip(ranges).enumerate() {
+            // Ranges add up to the length, which is in memory.
+            let data = &bytes[range.start as usize..range.end as usize];
+            if *blake3::hash(data).as_bytes() != piece.digest {
+                return Err(SnapshotError::Digest { what: format!("piece {index}") });
+            }
+        }
+        Ok(Self { header, bytes: bytes.to_vec() })
+    }
+}
+
+impl Origin {
+    /// Refuses what was taken elsewhere.
+    fn expect(&self, here: &Self) -> Result<(), SnapshotError> {
+        let differ = |what, found: String, expected: String| Err(SnapshotError::Other { what, found, expected });
+        let short = |digest: &[u8; 32]| blake3::Hash::from_bytes(*digest).to_hex()[..16].to_owned();
+        if self.model_digest != here.model_digest {
+            return differ("model", short(&self.model_digest), short(&here.model_digest));
+        }
+        if self.tokenizer_digest != here.tokenizer_digest {
+            return differ("tokenizer", short(&self.tokenizer_digest), short(&here.tokenizer_digest));
+        }
+        if self.numeric_class != here.numeric_class {
+            return differ("numeric class", self.numeric_class.clone(), here.numeric_class.clone());
+        }
+        if self.block_tokens != here.block_tokens {
+            return differ("block size", self.block_tokens.to_string(), here.block_tokens.to_string());
+        }
+        if self.block_bytes != here.block_bytes {
+            let list = |bytes: &[u64]| format!("{bytes:?} bytes");
+            return differ("cache layout", list(&self.block_bytes), list(&here.block_bytes));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn origin() -> Origin {
+        Origin {
+            model_digest: [1; 32],
+            tokenizer_digest: [2; 32],
+            numeric_class: "m/cpu/avx512/int8/kv-f16".to_owned(),
+            block_tokens: 16,
+            block_bytes: vec![64, 128],
+        }
+    }
+
+    fn snapshot() -> Snapshot {
+        let pieces = [(0, 0, vec![3; 64]), (0, 16, vec![4; 64]), (1, 32, vec![5; 128])];
+        Snapshot::new(origin(), (0..40).collect(), 32, pieces)
+    }
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        let snapshot = snapshot();
+        let read = Snapshot::from_bytes(&snapshot.to_bytes().unwrap(), &origin()).unwrap();
+        assert_eq!(read, snapshot);
+        let pieces: Vec<(u32, u32, u8, usize)> =
+            read.pieces().map(|(piece, bytes)| (piece.group, piece.token, bytes[0], bytes.len())).collect();
+        assert_eq!(pieces, [(0, 0, 3, 64), (0, 16, 4, 64), (1, 32, 5, 128)]);
+        assert_eq!((read.position(), read.tokens().len(), read.cache_bytes()), (32, 40, 256));
+    }
+
+    #[test]
+    fn every_damaged_byte_and_every_cut_is_found() {
+        let file = snapshot().to_bytes().unwrap();
+        for at in 0..file.len() {
+            let mut damaged = file.clone();
+            damaged[at] ^= 0x10;
+            assert!(Snapshot::from_bytes(&damaged, &origin()).is_err(), "byte {at}");
+            assert!(Snapshot::from_bytes(&file[..at], &origin()).is_err(), "cut at {at}");
+        }
+        let longer = [file.as_slice(), &[0]].concat();
+        assert!(matches!(Snapshot::from_bytes(&longer, &origin()), Err(SnapshotError::Length { .. })));
+    }
+
+    #[test]
+    fn another_origin_is_refused_by_name() {
+        let file = snapshot().to_bytes().unwrap();
+        let cases: [(&str, Origin); 5] = [
+            ("model", Origin { model_digest: [9; 32], ..origin() }),
+            ("tokenizer", Origin { tokenizer_digest: [9; 32], ..origin() }),
+            ("numeric class", Origin { numeric_class: "other".to_owned(), ..origin() }),
+            ("block size", Origin { block_tokens: 32, ..origin() }),
+            ("cache layout", Origin { block_bytes: vec![64, 64], ..origin() }),
+        ];
+        for (name, here) in cases {
+            match Snapshot::from_bytes(&file, &here) {
+                Err(SnapshotError::Other { what, .. }) => assert_eq!(what, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_header_that_lies_is_refused() {
+        let far = Snapshot::new(origin(), vec![1; 16], 16, [(0, 17, vec![0; 64])]).to_bytes().unwrap();
+        assert!(matches!(Snapshot::from_bytes(&far, &origin()), Err(SnapshotError::Piece { .. })));
+        let long = Snapshot::new(origin(), vec![1; 8], 16, []).to_bytes().unwrap();
+        assert!(matches!(Snapshot::from_bytes(&long, &origin()), Err(SnapshotError::Piece { .. })));
+        let unknown = Snapshot::new(origin(), vec![1; 16], 16, [(2, 0, vec![0; 64])]).to_bytes().unwrap();
+        assert!(matches!(Snapshot::from_bytes(&unknown, &origin()), Err(SnapshotError::Piece { .. })));
+    }
+}

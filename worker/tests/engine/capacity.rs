@@ -1,0 +1,84 @@
+//! How much one arena holds when sequences share and grow, beside reserving a whole context for each.
+
+use crate::harness::{Ask, Asked, TINY, open, options, prompt, run_to_end, submit};
+use kvasir_worker::engine::Engine;
+use kvasir_worker::load::EngineOptions;
+use std::time::Instant;
+
+/// Full attention in every layer: what is compared is sharing and paging, not windows.
+const MODEL: &str = TINY[0];
+const BLOCK_TOKENS: usize = 16;
+/// Prompt lengths as they come in practice.
+const LENGTHS: &str = include_str!("../../../bench/data/lengths.txt");
+
+/// An engine that takes every prompt in one step, so that all can be counted before any grows.
+fn engine(blocks: u64, rows: usize, prefix_cache: bool) -> (Engine, u64) {
+    let with = |kv_bytes| EngineOptions {
+        prefix_cache,
+        block_tokens: BLOCK_TOKENS,
+        kv_bytes: Some(kv_bytes),
+        max_rows: Some(rows),
+        chunk: Some(0),
+        max_sequences: Some(256),
+        ..options(MODEL)
+    };
+    let block = open(MODEL, &with(64 << 20)).decoder().groups().iter().map(|g| g.block_bytes as u64).sum();
+    (open(MODEL, &with(blocks * block)), block)
+}
+
+/// One token each, and one more that keeps the sequence alive.
+fn asks(prompts: Vec<Vec<u32>>) -> Vec<Ask> {
+    prompts.into_iter().map(|prompt| Ask::greedy(prompt, 2).tokens_only()).collect()
+}
+
+#[test]
+fn thirty_two_users_of_one_prefix_take_an_eleventh_of_the_blocks() {
+    const USERS: u64 = 32;
+    let shared = prompt(1, 1024);
+    let prompts = (0..USERS).map(|user| [shared.clone(), prompt(100 + user, 64)].concat());
+    let asks = asks(prompts.collect());
+    let blocks = |prefix_cache: bool| {
+        let (mut engine, block) = engine(4096, 40_000, prefix_cache);
+        let asked: Vec<Asked> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+        engine.step(Instant::now()).unwrap();
+        assert!(asked.iter().all(|asked| asked.heard().tokens.len() == 1), "all prompts are in");
+        let used = engine.load().kv_used / block;
+        run_to_end(&mut engine);
+        used
+    };
+    let (alone, together) = (blocks(false), blocks(true));
+    let ratio = alone as f64 / together as f64;
+    println!("32 users, 1,024 shared and 64 own tokens: {alone} blocks alone, {together} shared, {ratio:.2}x");
+    assert!(ratio >= 11.0, "{alone} blocks alone, {together} shared");
+}
+
+#[test]
+fn five_hundred_and_twelve_blocks_hold_what_the_lengths_allow() {
+    const BUDGET: usize = 512;
+    const CONTEXT: usize = 4096;
+    let lengths: Vec<usize> = LENGTHS
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .flat_map(str::split_whitespace)
+        .map(|number| number.parse().unwrap())
+        .collect();
+    let blocks = lengths.iter().map(|length| length.div_ceil(BLOCK_TOKENS));
+    let ideal = blocks.scan(0, |sum, blocks| Some(*sum + blocks).inspect(|all| *sum = *all));
+    let ideal = ideal.take_while(|sum| *sum <= BUDGET).count();
+    assert!(ideal < lengths.len(), "more lengths than fit");
+
+    let (mut engine, _) = engine(BUDGET as u64, 40_000, true);
+    let prompts = lengths.iter().zip(1..).map(|(&length, seed)| prompt(seed, length));
+    for ask in asks(prompts.collect()) {
+        submit(&mut engine, &ask);
+    }
+    engine.step(Instant::now()).unwrap();
+    let held = engine.load().running;
+    let reserved = BUDGET * BLOCK_TOKENS / CONTEXT;
+    println!(
+        "{BUDGET} blocks: {held} sequences held, {ideal} ideal, {reserved} with {CONTEXT} tokens reserved each: {:.1}x",
+        held as f64 / reserved as f64
+    );
+    assert!(held as f64 >= 0.95 * ideal as f64, "{held} sequences held, {ideal} ideal");
+    run_to_end(&mut engine);
+}
