@@ -156,8 +156,10 @@ mod tests {
         assert_eq!(vector(Format::Float, 2, &[3.0, 4.0, 12.0]), Vector::Float(vec![0.6, 0.8]));
         assert_eq!(vector(Format::Float, 2, &[0.0, 0.0, 1.0]), Vector::Float(vec![0.0, 0.0]));
         // Neither overflows nor underflows on the way.
-        assert_eq!(vector(Format::Float, 2, &[3e30, 4e30]), Vector::Float(vec![0.6, 0.8]));
-        assert_eq!(vector(Format::Float, 2, &[3e-30, 4e-30]), Vector::Float(vec![0.6, 0.8]));
+        for scale in [2f32.powi(120), 2f32.powi(-120)] {
+            let values = [3.0 * scale, 4.0 * scale];
+            assert_eq!(vector(Format::Float, 2, &values), Vector::Float(vec![0.6, 0.8]));
+        }
         // 0.6f32 and 0.8f32, little endian.
         assert_eq!(vector(Format::Base64, 2, &[3.0, 4.0]), Vector::Base64("mpkZP83MTD8=".into()));
     }
