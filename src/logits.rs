@@ -178,12 +178,7 @@ impl Logits {
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
             tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
             for (name, count) in [("cached", collected.cached), ("preemptions", collected.preemptions)] {
-                tensors.push((
-                    format!("p{i}.{name}"),
-                    Dtype::I32,
-                    vec![1],
-                    count.to_le_bytes().to_vec(),
-                ));
+                tensors.push((format!("p{i}.{name}"), Dtype::I32, vec![1], count.to_le_bytes().to_vec()));
             }
             for state in &collected.states {
                 let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();

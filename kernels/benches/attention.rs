@@ -13,7 +13,7 @@ use kvasir_kernels::Isa;
 use kvasir_kernels::aligned::AlignedBuf;
 use kvasir_kernels::attention::{
     ArenaView, AttentionCall, AttentionScratch, AttentionShape, KvLayout, KvType, Placement, QueryRow,
-    StepPlan, attention,
+    StepPlan, Visible, attention,
 };
 use kvasir_kernels::pool::{Pool, PoolConfig};
 
@@ -157,7 +157,7 @@ impl Bench {
             [Placement::Paged(&in_order)],
             [Placement::Paged(&shuffled)],
         ];
-        let shape = AttentionShape { layout, heads: model.0, window: None };
+        let shape = AttentionShape { layout, heads: model.0, visible: Visible::Causal };
         let row = [QueryRow { sequence: 0, position: depth as u32 - 1 }];
         let mut seconds = [f64::MAX; 3];
         // Interleaved, so that a disturbance meets all three.
@@ -191,8 +191,11 @@ impl Bench {
         let table = permuted(blocks, (layout.bytes() / 64) as u32);
         let placements = [Placement::Paged(&table)];
         let queries: Vec<_> = (0..rows as u32).map(|position| QueryRow { sequence: 0, position }).collect();
-        let mut step =
-            self.step(AttentionShape { layout, heads: model.0, window: None }, &queries, &placements);
+        let mut step = self.step(
+            AttentionShape { layout, heads: model.0, visible: Visible::Causal },
+            &queries,
+            &placements,
+        );
         let seconds = self.best(Duration::from_millis(1500), || self.run(&mut step, &arena, 0));
         // Two products of two operations each for every visible pair.
         let pairs = (rows * (rows + 1) / 2 * model.0) as f64;
@@ -216,7 +219,7 @@ impl Bench {
             let tables: Vec<Vec<u32>> =
                 (0..SEQUENCES).map(|s| (0..blocks).map(|i| block(s, i, shared)).collect()).collect();
             let placements: Vec<_> = tables.iter().map(|table| Placement::Paged(table)).collect();
-            let shape = AttentionShape { layout, heads: model.0, window: None };
+            let shape = AttentionShape { layout, heads: model.0, visible: Visible::Causal };
             let mut step = self.step(shape, &rows, &placements);
             self.best(Duration::from_secs(1), || self.run(&mut step, &arena, 0))
         };

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 pub use layout::{KvLayout, KvType};
-pub use plan::{AttentionShape, NO_BLOCK, OFFSET_UNIT, Placement, QueryRow, StepPlan};
+pub use plan::{AttentionShape, NO_BLOCK, OFFSET_UNIT, Placement, QueryRow, StepPlan, Visible};
 
 use crate::aligned::{AlignedBuf, CACHE_LINE};
 use crate::disjoint::Disjoint;
@@ -85,7 +85,7 @@ pub struct AttentionCall<'a> {
     pub scale: f32,
     /// `c`: scores become `c * tanh(score / c)`.
     pub softcap: Option<f32>,
-    /// One logit per query head that joins the softmax without a key or a value.
+    /// One logit per query head that joins the softmax without a key or a value; not scaled.
     pub sinks: Option<&'a [f32]>,
 }
 

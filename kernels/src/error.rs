@@ -116,10 +116,18 @@ pub enum Error {
         /// Absolute block number.
         block: usize,
     },
-    /// A block that does not lie inside the arena.
-    #[error("a KV block ends at byte {end} of an arena of {len}")]
+    /// A layer in which every row sees the whole sequence was not given all of it.
+    #[error("sequence {sequence} is not whole: its position {position} is not in the step")]
+    PartialSequence {
+        /// Index of the sequence in the step.
+        sequence: usize,
+        /// First position that is missing.
+        position: usize,
+    },
+    /// Memory that does not lie inside the arena.
+    #[error("a block ends at byte {end} of an arena of {len}")]
     OutsideArena {
-        /// First byte after the block.
+        /// First byte after it.
         end: u64,
         /// Bytes in the arena.
         len: usize,

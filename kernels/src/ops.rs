@@ -14,8 +14,12 @@ mod select;
 #[cfg(test)]
 mod tests;
 
-pub use elementwise::{Activation, add_scaled, gate_in_place, gated_activation, scale, softcap};
-pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_add};
-pub use qkv::{Qkv, QkvStep, norm_rope_write};
+pub use elementwise::{
+    Activation, Columns, Gating, activate, add_scaled, gate_in_place, gated, scale, scale_rows, softcap,
+};
+pub use norm::{
+    LayerNorm, RmsNorm, layer_norm, layer_norm_in_place, rms_norm, rms_norm_add, rms_norm_in_place,
+};
+pub use qkv::{KeysValues, Qkv, QkvStep, norm_rope_write};
 pub use rope::{RopeParams, RopeStyle, RopeTable, rope};
 pub use select::{argmax, log_softmax, softmax, top_k};

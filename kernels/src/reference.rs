@@ -2,4 +2,5 @@
 
 pub mod attention;
 pub mod matmul;
+pub mod moe;
 pub mod rows;

@@ -15,6 +15,8 @@ pub struct PromptLogits {
     pub vocab: usize,
     /// Tokens that the prefix cache served.
     pub cached: usize,
+    /// Times that it lost its blocks and was computed again.
+    pub preemptions: usize,
     /// Greedy continuation; empty unless asked for.
     pub greedy: Vec<u32>,
 }
@@ -40,10 +42,13 @@ fn read(path: &Path, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<PromptLogits>> 
         let logits = file.tensor(&format!("p{index}.logits"))?;
         let &[rows, vocab] = logits.shape() else { anyhow::bail!("p{index}.logits is not a matrix") };
         ensure!(rows == prompt.len(), "p{index}.logits has {rows} rows for {} tokens", prompt.len());
-        let cached = file.tensor(&format!("p{index}.cached"))?;
-        let cached = fixtures::tokens(cached.dtype(), cached.data())?;
-        let &[cached] = cached.as_slice() else { anyhow::bail!("p{index}.cached is not one number") };
-        let cached = cached as usize;
+        let count = |name: &str| {
+            let tensor = file.tensor(&format!("p{index}.{name}"))?;
+            let numbers = fixtures::tokens(tensor.dtype(), tensor.data())?;
+            let &[number] = numbers.as_slice() else { anyhow::bail!("p{index}.{name} is not one number") };
+            Ok(number as usize)
+        };
+        let (cached, preemptions) = (count("cached")?, count("preemptions")?);
         ensure!(cached < rows, "p{index}: {cached} of {rows} tokens cached, but one must be computed");
         let greedy = match file.tensor(&format!("p{index}.greedy")) {
             Ok(greedy) => fixtures::tokens(greedy.dtype(), greedy.data())?,
@@ -53,7 +58,7 @@ fn read(path: &Path, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<PromptLogits>> 
         let (hit, computed) = logits.split_at(cached * vocab);
         ensure!(hit.iter().all(|x| x.is_nan()), "p{index}: rows of cached tokens are not NaN");
         ensure!(computed.iter().all(|x| x.is_finite()), "p{index}: a computed logit is not finite");
-        read.push(PromptLogits { logits, vocab, cached, greedy });
+        read.push(PromptLogits { logits, vocab, cached, preemptions, greedy });
     }
     Ok(read)
 }

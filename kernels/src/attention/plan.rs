@@ -34,7 +34,7 @@ const ITEM_STATE: usize = 56 * 1024;
 pub struct QueryRow {
     /// Index into the step's placements.
     pub sequence: u32,
-    /// Absolute position; the row sees keys up to and including it.
+    /// Absolute position.
     pub position: u32,
 }
 
@@ -73,8 +73,19 @@ pub struct AttentionShape {
     pub layout: KvLayout,
     /// Query heads, a multiple of the layout's key/value heads.
     pub heads: usize,
-    /// `Some(w)`: the query at p sees keys j with p - j < w.
-    pub window: Option<NonZeroU32>,
+    /// Which keys a query sees.
+    pub visible: Visible,
+}
+
+/// Which keys of its sequence a query sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Visible {
+    /// Those up to and including its own position.
+    Causal,
+    /// The last few of those: the query at p sees keys j <= p with p - j < w.
+    Window(NonZeroU32),
+    /// All. A step holds the whole input of a sequence, positions 0 and up.
+    Whole,
 }
 
 /// A row of the step in the plan's order.
@@ -86,6 +97,8 @@ pub(crate) struct PlannedRow {
     pub(crate) position: usize,
     /// First visible position.
     pub(crate) start: usize,
+    /// Position after the last visible one.
+    pub(crate) end: usize,
     /// Where the partial results of this row start, one per visible split, if it has any.
     pub(crate) partial: Option<usize>,
 }
@@ -93,7 +106,7 @@ pub(crate) struct PlannedRow {
 impl PlannedRow {
     /// Splits that hold a visible key.
     pub(crate) fn splits(&self) -> Range<usize> {
-        self.start / SPLIT..self.position / SPLIT + 1
+        self.start / SPLIT..self.end.div_ceil(SPLIT)
     }
 }
 
@@ -151,7 +164,7 @@ impl StepPlan {
     ///
     /// # Errors
     /// [`Error::HeadGroups`], [`Error::OutOfRange`] (a row of a sequence without placement),
-    /// [`Error::MissingBlock`].
+    /// [`Error::MissingBlock`], [`Error::PartialSequence`] (under [`Visible::Whole`]).
     pub fn new(
         shape: AttentionShape,
         rows: &[QueryRow],
@@ -165,10 +178,17 @@ impl StepPlan {
             if sequence >= placements.len() {
                 return Err(Error::OutOfRange { what: "sequence", index: sequence, len: placements.len() });
             }
-            let start = shape.window.map_or(0, |w| (position + 1).saturating_sub(w.get() as usize));
-            planned.push(PlannedRow { query, sequence, position, start, partial: None });
+            let end = position + 1;
+            let start = match shape.visible {
+                Visible::Window(window) => end.saturating_sub(window.get() as usize),
+                Visible::Causal | Visible::Whole => 0,
+            };
+            planned.push(PlannedRow { query, sequence, position, start, end, partial: None });
         }
         planned.sort_unstable_by_key(|row| (row.sequence, row.position, row.query));
+        if shape.visible == Visible::Whole {
+            see_all(&mut planned)?;
+        }
         let mut plan = Self {
             shape,
             group_size,
@@ -243,12 +263,12 @@ impl StepPlan {
             let mut next = 0;
             for row in &self.rows[range] {
                 let sequence = row.sequence;
-                for block in next.max(row.start / tokens)..row.position / tokens + 1 {
+                for block in next.max(row.start / tokens)..row.end.div_ceil(tokens) {
                     let offset =
                         self.block(sequence, block).ok_or(Error::MissingBlock { sequence, block })?;
                     end = end.max(offset);
                 }
-                next = row.position / tokens + 1;
+                next = row.end.div_ceil(tokens);
             }
         }
         self.end = end.saturating_add(self.shape.layout.bytes() as u64);
@@ -289,7 +309,7 @@ impl StepPlan {
         let cost = |item: &Item| {
             let keys = |row: &usize| match item.only_split {
                 Some(_) => SPLIT,
-                None => rows[*row].position + 1 - rows[*row].start,
+                None => rows[*row].end - rows[*row].start,
             };
             members[item.members.clone()].iter().map(keys).sum::<usize>()
         };
@@ -397,9 +417,8 @@ impl StepPlan {
     fn blocks_of_keys(&self, rows: &Range<usize>, keys: Range<usize>) -> impl Iterator<Item = Option<u64>> {
         let tokens = self.shape.layout.block_tokens();
         let row = &self.rows[rows.end - 1];
-        (keys.start / tokens..keys.end / tokens).map(move |block| {
-            if block <= row.position / tokens { self.block(row.sequence, block) } else { None }
-        })
+        (keys.start / tokens..keys.end / tokens)
+            .map(move |block| if block * tokens < row.end { self.block(row.sequence, block) } else { None })
     }
 
     fn share_first_tile(&self, a: &Range<usize>, b: &Range<usize>, split: usize) -> bool {
@@ -415,4 +434,18 @@ impl StepPlan {
             || (tile * TILE / tokens..(tile + 1) * TILE / tokens)
                 .all(|block| self.block(a, block) == self.block(b, block))
     }
+}
+
+/// Lets every row see its whole sequence.
+fn see_all(rows: &mut [PlannedRow]) -> Result<(), Error> {
+    for rows in rows.chunk_by_mut(|a, b| a.sequence == b.sequence) {
+        let len = rows.len();
+        for (position, row) in rows.iter_mut().enumerate() {
+            if row.position != position {
+                return Err(Error::PartialSequence { sequence: row.sequence, position });
+            }
+            row.end = len;
+        }
+    }
+    Ok(())
 }

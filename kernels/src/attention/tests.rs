@@ -89,9 +89,13 @@ impl World {
         let layout = &self.shape.layout;
         let (width, v_width) = (layout.head_dim(), layout.v_head_dim());
         let s = &self.sequences[sequence];
-        let start = self.shape.window.map_or(0, |w| (position + 1).saturating_sub(w.get() as usize));
-        let k: Vec<_> = s.k[start..=position].iter().map(|k| self.stored(k, width)).collect();
-        let v: Vec<_> = s.v[start..=position].iter().map(|v| self.stored(v, v_width)).collect();
+        let seen = match self.shape.visible {
+            Visible::Causal => 0..position + 1,
+            Visible::Window(w) => (position + 1).saturating_sub(w.get() as usize)..position + 1,
+            Visible::Whole => 0..s.k.len(),
+        };
+        let k: Vec<_> = s.k[seen.clone()].iter().map(|k| self.stored(k, width)).collect();
+        let v: Vec<_> = s.v[seen].iter().map(|v| self.stored(v, v_width)).collect();
         let group = self.shape.heads / layout.kv_heads();
         (0..self.shape.heads)
             .flat_map(|head| {
@@ -230,7 +234,11 @@ fn shape(
     window: u32,
 ) -> AttentionShape {
     let layout = KvLayout::new(ty, tokens, kv, dims.0, dims.1).unwrap();
-    AttentionShape { layout, heads, window: NonZeroU32::new(window) }
+    AttentionShape {
+        layout,
+        heads,
+        visible: NonZeroU32::new(window).map_or(Visible::Causal, Visible::Window),
+    }
 }
 
 const TYPES: [KvType; 3] = [KvType::F32, KvType::F16, KvType::Q8_0];
@@ -279,6 +287,57 @@ fn windows_softcap_and_sinks_agree_with_the_reference() {
 }
 
 #[test]
+fn rows_that_see_their_whole_sequence_agree_with_the_reference_on_every_isa() {
+    for (i, dims) in [(32, 32), (64, 64), (24, 40), (9, 5)].into_iter().enumerate() {
+        for ty in TYPES {
+            let visible = Visible::Whole;
+            let shape = AttentionShape { visible, ..shape(ty, 16, 4, [1, 2, 4][i % 3], dims, 0) };
+            // On both sides of group, tile and split borders; one decides between cuts by rows and by splits.
+            let lengths = [1, 7, 8, 37, 129, if i == 0 { 1100 } else { 200 }];
+            let mut world = World::new(shape, &lengths, i as u64);
+            world.sinks = (i == 1).then(|| vec![0.5, -2.0, 3.0, 4.0]);
+            let rows: Vec<_> = lengths.iter().enumerate().flat_map(|(s, len)| rows_of(s, 0..*len)).collect();
+            let mut first: Option<Vec<Vec<f32>>> = None;
+            for isa in Isa::available() {
+                let mut memory = Memory::new(&world, &lengths, Place::Permuted(7), isa);
+                for threads in [1, 3] {
+                    let out = step(&world, &mut memory, &rows, &pool(threads), isa);
+                    match &first {
+                        None => {
+                            let some: Vec<usize> = (0..rows.len()).step_by(13).collect();
+                            let (rows, out): (Vec<_>, Vec<_>) =
+                                some.iter().map(|row| (rows[*row], out[*row].clone())).unzip();
+                            assert_close(&world, &rows, &out);
+                        }
+                        Some(first) => assert_eq!(first, &out, "{isa} with {threads} threads differs"),
+                    }
+                    first.get_or_insert(out);
+                }
+                // Alone, and with its rows in another order.
+                let whole = first.as_ref().unwrap();
+                let alone = step(&world, &mut memory, &rows_of(4, 0..129), &pool(1), isa);
+                assert_eq!(alone, whole[53..182]);
+                let turned: Vec<_> = rows_of(3, 0..37).into_iter().rev().collect();
+                let out = step(&world, &mut memory, &turned, &pool(1), isa);
+                assert!(out.iter().rev().eq(&whole[16..53]));
+            }
+        }
+    }
+}
+
+#[test]
+fn part_of_a_sequence_cannot_see_the_whole() {
+    let shape = AttentionShape { visible: Visible::Whole, ..shape(KvType::F16, 16, 1, 1, (8, 8), 0) };
+    let placements = [Placement::Paged(&[0, 8]), Placement::Paged(&[16])];
+    let plan = |rows: &[QueryRow]| StepPlan::new(shape, rows, &placements, 1).map(|plan| plan.rows());
+    assert_eq!(plan(&rows_of(0, 0..20)), Ok(20));
+    let missing = |sequence, position| Err(Error::PartialSequence { sequence, position });
+    assert_eq!(plan(&rows_of(0, 1..20)), missing(0, 0));
+    assert_eq!(plan(&[rows_of(0, 0..3), rows_of(1, 0..2), rows_of(1, 3..5)].concat()), missing(1, 2));
+    assert_eq!(plan(&rows_of(0, 0..33)), Err(Error::MissingBlock { sequence: 0, block: 2 }));
+}
+
+#[test]
 fn refuses_what_it_cannot_serve() {
     assert!(matches!(KvLayout::new(KvType::F16, 48, 1, 64, 64), Err(Error::KvLayout { .. })));
     assert!(matches!(KvLayout::new(KvType::F16, 16, 1, 0, 64), Err(Error::KvLayout { .. })));
@@ -294,7 +353,7 @@ fn refuses_what_it_cannot_serve() {
     let uneven = AttentionShape { heads: 5, ..wanted };
     assert!(matches!(StepPlan::new(uneven, &[], &placements, 1), Err(Error::HeadGroups { .. })));
     // A window that starts after the hole.
-    let windowed = AttentionShape { window: NonZeroU32::new(4), ..wanted };
+    let windowed = AttentionShape { visible: Visible::Window(NonZeroU32::new(4).unwrap()), ..wanted };
     let plan = StepPlan::new(windowed, &[row(40)], &placements, 1).unwrap();
     let mut bytes = AlignedBuf::zeroed(400 * 64 + wanted.layout.bytes() - 1);
     let arena = ArenaView::new(&mut bytes).unwrap();

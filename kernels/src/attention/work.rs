@@ -168,7 +168,7 @@ impl<'a> RunItem<'a> {
     fn visible(&self, member: usize, tile: usize) -> (usize, usize) {
         let row = self.row(member);
         let start = tile * TILE;
-        (row.start.saturating_sub(start), (row.position + 1).saturating_sub(start).min(TILE))
+        (row.start.saturating_sub(start), row.end.saturating_sub(start).min(TILE))
     }
 
     fn tile<S: Simd>(&mut self, s: S, tile: usize) {
@@ -397,7 +397,7 @@ impl Step<'_> {
         let layout = &self.plan.shape().layout;
         let tokens = layout.block_tokens();
         let mut ahead = Ahead::new(layout.head_bytes());
-        let (from, to) = (row.start.max(tile * TILE), (row.position + 1).min((tile + 1) * TILE));
+        let (from, to) = (row.start.max(tile * TILE), row.end.min((tile + 1) * TILE));
         for block in from / tokens..to.div_ceil(tokens) {
             if let Some(offset) = self.plan.block(row.sequence, block) {
                 ahead.push(self.layer.wrapping_add(offset as usize + kv_head * layout.head_bytes()));

@@ -5,7 +5,8 @@
 
 use super::product::{self, Product};
 use super::rows::Buffer;
-use super::{CpuBackend, gate_activation, try_each};
+use super::rowwise::gating;
+use super::{CpuBackend, try_each};
 use crate::Error;
 use crate::backend::{ExpertGateUp, MatrixId, MoeOp, VectorId};
 use crate::matmul::{Activations, Epilogue, MatmulKernels};
@@ -100,10 +101,18 @@ fn route(backend: &CpuBackend, op: &MoeOp) -> Result<Vec<Route>, Error> {
 fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buffer]) -> Result<(), Error> {
     let Some(first) = group.first() else { return Ok(()) };
     let expert = first.expert;
-    let factor = |id: Option<VectorId>| {
-        id.map_or(1.0, |id| backend.vectors[id.0 as usize].get(expert).copied().unwrap_or(1.0))
+    let experts = backend.buffers[op.router.0 as usize].cols();
+    let part = |id: Option<VectorId>, len: usize| match id.map(|id| &backend.vectors[id.0 as usize]) {
+        None => Ok(None),
+        Some(vector) if vector.len() == experts * len => Ok(Some(&vector[expert * len..][..len])),
+        Some(vector) => {
+            Err(Error::Length { what: "values of experts", expected: experts * len, found: vector.len() })
+        }
     };
-    let of = |matrix, scale, width| ExpertMatrix { matrix, expert, factor: factor(scale), width };
+    let of = |matrix, scale, bias, width| -> Result<ExpertMatrix<'_>, Error> {
+        let factor = part(scale, 1)?.map_or(1.0, |factor| factor[0]);
+        Ok(ExpertMatrix { matrix, expert, factor, bias: part(bias, width)?, width })
+    };
     let x = &backend.buffers[op.x.0 as usize];
     let input = &mut buffers[INPUT];
     input.set_rows(group.len())?;
@@ -113,20 +122,20 @@ fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buff
     }
     let ff = op.ff;
     match op.gate_up {
-        ExpertGateUp::Separate { gate, up, gate_scale, up_scale } => {
-            multiply(backend, buffers, INPUT, GATE, of(gate, gate_scale, ff))?;
-            multiply(backend, buffers, INPUT, UP, of(up, up_scale, ff))?;
+        ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => {
+            multiply(backend, buffers, INPUT, GATE, of(gate, gate_scale, gate_bias, ff)?)?;
+            multiply(backend, buffers, INPUT, UP, of(up, up_scale, up_bias, ff)?)?;
         }
-        ExpertGateUp::Fused { gate_up, scale } => {
-            multiply(backend, buffers, INPUT, GATE, of(gate_up, scale, 2 * ff))?;
+        ExpertGateUp::Fused { gate_up, scale, bias } => {
+            multiply(backend, buffers, INPUT, GATE, of(gate_up, scale, bias, 2 * ff)?)?;
             split(buffers, ff)?;
         }
     }
     let [gate, up] = buffers.get_disjoint_mut([GATE, UP]).map_err(|_| Error::SameBuffer)?;
-    let activation = gate_activation(op.activation);
-    ops::gate_in_place(&backend.pool, backend.config.rows, activation, gate.values_mut(), up.values())?;
+    let (isa, gating) = (backend.config.rows, gating(op.activation));
+    ops::gate_in_place(&backend.pool, isa, gating, gate.values_mut(), ops::Columns::all(up.values(), ff))?;
     let out_width = buffers[DOWN].cols();
-    multiply(backend, buffers, GATE, DOWN, of(op.down, op.down_scale, out_width))?;
+    multiply(backend, buffers, GATE, DOWN, of(op.down, op.down_scale, op.down_bias, out_width)?)?;
     let [down, slots] = buffers.get_disjoint_mut([DOWN, SLOTS]).map_err(|_| Error::SameBuffer)?;
     let slot_values = slots.values_mut();
     for (index, route) in group.iter().enumerate() {
@@ -137,10 +146,11 @@ fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buff
 }
 
 /// One expert's matrix and the factor of its product.
-struct ExpertMatrix {
+struct ExpertMatrix<'a> {
     matrix: MatrixId,
     expert: usize,
     factor: f32,
+    bias: Option<&'a [f32]>,
     /// Values per row of the product.
     width: usize,
 }
@@ -151,7 +161,7 @@ fn multiply(
     buffers: &mut [Buffer],
     from: usize,
     to: usize,
-    ExpertMatrix { matrix, expert, factor, width }: ExpertMatrix,
+    ExpertMatrix { matrix, expert, factor, bias, width }: ExpertMatrix<'_>,
 ) -> Result<(), Error> {
     let mode = backend.config.activations;
     let matrix = &backend.matrices[matrix.0 as usize];
@@ -163,7 +173,7 @@ fn multiply(
     to.reshape(from.rows(), width)?;
     let activations =
         Activations::new(from.rows(), from.cols(), from.values(), int8.then_some(&from.quantized))?;
-    let epilogue = Epilogue { scale: factor, bias: None, accumulate: false };
+    let epilogue = Epilogue { scale: factor, bias, accumulate: false };
     let product = Product { view: matrix.view(expert)?, out: to.output(), epilogue };
     product::run(&backend.pool, backend.kernels, mode, &activations, &[product])
 }
@@ -189,10 +199,7 @@ fn combine(backend: &mut CpuBackend, op: &MoeOp, routes: &[Route], slots: &Buffe
     let rows = slots.rows() / op.used;
     match op.accumulate {
         false => out.set_rows(rows)?,
-        true if out.rows() != rows => {
-            return Err(Error::Length { what: "rows to add to", expected: rows, found: out.rows() });
-        }
-        true => {}
+        true => out.check_rows(rows)?,
     }
     let shared = out.share();
     try_each(&backend.pool, rows, |row| {

@@ -61,11 +61,8 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
     for job in jobs {
         let out = &mut backend.buffers[job.out.0 as usize];
         match job.accumulate {
-            false => out.set_rows(rows)?,
-            true if out.rows() != rows => {
-                return Err(Error::Length { what: "rows to add to", expected: rows, found: out.rows() });
-            }
-            true => {}
+            false => out.reshape(rows, backend.matrices[job.matrix.0 as usize].rows())?,
+            true => out.check_rows(rows)?,
         }
     }
     let ids: Vec<usize> = jobs.iter().map(|job| job.out.0 as usize).collect();

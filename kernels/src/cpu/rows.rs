@@ -3,6 +3,7 @@
 
 use crate::Error;
 use crate::aligned::AlignedBuf;
+use crate::backend::BufferId;
 use crate::matmul::{MatmulKernels, QuantizedRows, SharedOut};
 use crate::pool::Pool;
 use std::marker::PhantomData;
@@ -47,6 +48,14 @@ impl Buffer {
         self.rows = rows;
         self.fresh = false;
         Ok(())
+    }
+
+    /// Makes sure that the buffer holds as many rows as are to be added to it.
+    pub(super) fn check_rows(&self, rows: usize) -> Result<(), Error> {
+        match self.rows == rows {
+            true => Ok(()),
+            false => Err(Error::Length { what: "rows to add to", expected: rows, found: self.rows }),
+        }
     }
 
     /// Declares rows of another width; the memory must suffice. What the buffer held is kept as it lies.
@@ -102,6 +111,18 @@ impl Buffer {
         // SAFETY: the pointer is valid for rows * cols initialised values and borrowed mutably for the handle's
         // life; each product gives its threads disjoint panels.
         unsafe { SharedOut::new(self.data.as_mut_ptr(), self.rows, self.cols) }
+    }
+}
+
+/// Two different buffers, one to read and one to change.
+pub(super) fn pair(
+    buffers: &mut [Buffer],
+    read: BufferId,
+    write: BufferId,
+) -> Result<(&Buffer, &mut Buffer), Error> {
+    match buffers.get_disjoint_mut([read.0 as usize, write.0 as usize]) {
+        Ok([read, write]) => Ok((read, write)),
+        Err(_) => Err(Error::SameBuffer),
     }
 }
 

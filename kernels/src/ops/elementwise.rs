@@ -10,13 +10,17 @@ use crate::simd::{self, Kernel, LANES, Simd, dispatch};
 /// Elements that one thread takes at a time.
 const CHUNK: usize = 4096;
 
-/// Gate activation of an FFN.
+/// A function of one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// x * sigmoid(x)
     Silu,
     /// GELU in its tanh form.
     GeluTanh,
+    /// GELU by the error function.
+    GeluErf,
+    /// 1 / (1 + e^-x)
+    Sigmoid,
 }
 
 impl Activation {
@@ -25,47 +29,133 @@ impl Activation {
         match self {
             Self::Silu => simd::silu(s, x),
             Self::GeluTanh => simd::gelu_tanh(s, x),
+            Self::GeluErf => simd::gelu_erf(s, x),
+            Self::Sigmoid => simd::sigmoid(s, x),
         }
     }
 }
 
-/// `out = activation(gate) * up`, element by element.
+/// How a gate and what it gates become one value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gating {
+    /// activation(gate) * up
+    By(Activation),
+    /// `g sigmoid(1.702 g) (u + 1)` with `g = min(gate, 7)` and `u = clamp(up, -7, 7)`
+    ClampedSwiglu,
+}
+
+impl Gating {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, gate: S::V, up: S::V) -> S::V {
+        match self {
+            Self::By(activation) => s.mul(activation.apply(s, gate), up),
+            Self::ClampedSwiglu => simd::clamped_swiglu(s, gate, up),
+        }
+    }
+}
+
+/// Some columns of the rows of a matrix.
+#[derive(Debug, Clone, Copy)]
+pub struct Columns<'a> {
+    /// `[rows][width]`
+    pub values: &'a [f32],
+    /// Values of a row.
+    pub width: usize,
+    /// First column that takes part.
+    pub from: usize,
+    /// How many do.
+    pub len: usize,
+}
+
+/// `out = gating(gate, up)`, element by element; `out` is `[rows][columns]`.
 ///
 /// # Errors
-/// [`Error::Length`] where the three are not of one length.
-pub fn gated_activation(
+/// [`Error::Length`] where `gate` and `up` do not have these columns and rows.
+pub fn gated(
     pool: &Pool,
     isa: Isa,
-    activation: Activation,
-    gate: &[f32],
-    up: &[f32],
+    gating: Gating,
+    gate: Columns<'_>,
+    up: Columns<'_>,
     out: &mut [f32],
 ) -> Result<(), Error> {
-    check_len("up", gate.len(), up.len())?;
-    check_len("gated output", gate.len(), out.len())?;
-    match activation {
-        Activation::Silu => map(pool, isa, gate, up, out, Gated(Activation::Silu)),
-        Activation::GeluTanh => map(pool, isa, gate, up, out, Gated(Activation::GeluTanh)),
+    let len = gate.len;
+    let rows = out.len().checked_div(len).unwrap_or(0);
+    check_len("gated output", rows * len, out.len())?;
+    gate.check("gate", rows, len)?;
+    up.check("up", rows, len)?;
+    for_each_row(pool, rows, len, out, |row, out| {
+        dispatch(isa, MapChunk { a: gate.row(row), b: up.row(row), out, map: Gated(gating) });
+    });
+    Ok(())
+}
+
+/// `gate = gating(gate, up)`, element by element, in place; `gate` is `[rows][columns]`.
+///
+/// # Errors
+/// [`Error::Length`] where `up` does not have these columns and rows.
+pub fn gate_in_place(
+    pool: &Pool,
+    isa: Isa,
+    gating: Gating,
+    gate: &mut [f32],
+    up: Columns<'_>,
+) -> Result<(), Error> {
+    let rows = gate.len().checked_div(up.len).unwrap_or(0);
+    check_len("gate", rows * up.len, gate.len())?;
+    up.check("up", rows, up.len)?;
+    if up.len == up.width {
+        map(pool, isa, up.values, &[], gate, GateInPlace(gating));
+    } else {
+        for_each_row(pool, rows, up.len, gate, |row, out| {
+            dispatch(isa, MapChunk { a: up.row(row), b: &[], out, map: GateInPlace(gating) });
+        });
     }
     Ok(())
 }
 
-/// `gate = activation(gate) * up`, element by element, in place.
+impl<'a> Columns<'a> {
+    /// Whole rows of `width` values.
+    pub fn all(values: &'a [f32], width: usize) -> Self {
+        Self { values, width, from: 0, len: width }
+    }
+
+    fn check(&self, what: &'static str, rows: usize, len: usize) -> Result<(), Error> {
+        check_len(what, len, self.len)?;
+        check_len(what, rows * self.width, self.values.len())?;
+        match self.from.checked_add(self.len) {
+            Some(end) if end <= self.width => Ok(()),
+            _ => Err(Error::OutOfRange { what, index: self.from.saturating_add(self.len), len: self.width }),
+        }
+    }
+
+    fn row(&self, row: usize) -> &'a [f32] {
+        &self.values[row * self.width + self.from..][..self.len]
+    }
+}
+
+/// `x = activation(x)`, element by element.
+pub fn activate(pool: &Pool, isa: Isa, activation: Activation, x: &mut [f32]) {
+    map(pool, isa, &[], &[], x, Alone(activation));
+}
+
+/// Multiplies each row of `x` (`[rows][width]`) by the sigmoid of the first column of `gates`.
 ///
 /// # Errors
-/// [`Error::Length`] where the two are not of one length.
-pub fn gate_in_place(
+/// [`Error::Length`] where `gates` has another number of rows or no column.
+pub fn scale_rows(
     pool: &Pool,
     isa: Isa,
-    activation: Activation,
-    gate: &mut [f32],
-    up: &[f32],
+    width: usize,
+    x: &mut [f32],
+    gates: Columns<'_>,
 ) -> Result<(), Error> {
-    check_len("up", gate.len(), up.len())?;
-    match activation {
-        Activation::Silu => map(pool, isa, up, &[], gate, GateInPlace(Activation::Silu)),
-        Activation::GeluTanh => map(pool, isa, up, &[], gate, GateInPlace(Activation::GeluTanh)),
-    }
+    let rows = x.len().checked_div(width).unwrap_or(0);
+    check_len("rows to scale", rows * width, x.len())?;
+    gates.check("row gates", rows, 1)?;
+    for_each_row(pool, rows, width, x, |row, x| {
+        dispatch(isa, ScaleRow { x, gate: gates.row(row)[0] });
+    });
     Ok(())
 }
 
@@ -95,22 +185,32 @@ trait Map: Copy + Send + Sync {
 }
 
 #[derive(Clone, Copy)]
-struct Gated(Activation);
+struct Gated(Gating);
 
 impl Map for Gated {
     #[inline(always)]
     fn at<S: Simd>(self, s: S, gate: S::V, up: S::V, _old: S::V) -> S::V {
-        s.mul(self.0.apply(s, gate), up)
+        self.0.apply(s, gate, up)
     }
 }
 
 #[derive(Clone, Copy)]
-struct GateInPlace(Activation);
+struct GateInPlace(Gating);
 
 impl Map for GateInPlace {
     #[inline(always)]
     fn at<S: Simd>(self, s: S, up: S::V, _: S::V, gate: S::V) -> S::V {
-        s.mul(self.0.apply(s, gate), up)
+        self.0.apply(s, gate, up)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Alone(Activation);
+
+impl Map for Alone {
+    #[inline(always)]
+    fn at<S: Simd>(self, s: S, _: S::V, _: S::V, x: S::V) -> S::V {
+        self.0.apply(s, x)
     }
 }
 
@@ -182,5 +282,25 @@ impl<M: Map> Kernel for MapChunk<'_, M> {
             s.put(self.map.at(s, a, b, s.chunk(out)), out);
         }
         s.put_tail(self.map.at(s, s.tail(a_rest), s.tail(b_rest), s.tail(out_rest)), out_rest);
+    }
+}
+
+/// `x *= sigmoid(gate)`
+struct ScaleRow<'a> {
+    x: &'a mut [f32],
+    gate: f32,
+}
+
+impl Kernel for ScaleRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let factor = simd::sigmoid(s, s.splat(self.gate));
+        let (xs, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in xs {
+            s.put(s.mul(s.chunk(x), factor), x);
+        }
+        s.put_tail(s.mul(s.tail(rest), factor), rest);
     }
 }

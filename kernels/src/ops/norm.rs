@@ -7,47 +7,92 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{Kernel, LANES, Simd, dispatch};
 
-/// x / sqrt(mean(x^2) + eps) * weight
+/// x / sqrt(mean(x^2) + eps) * weight, for each run of `width` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
-    /// `[width]`; none multiplies by one.
+    /// Elements normalised together.
+    pub width: usize,
+    /// One run long, or several: then the runs of a row take turns. None multiplies by one.
     pub weight: Option<&'a [f32]>,
     /// Added to the mean square.
     pub eps: f32,
 }
 
-/// (x - mean) / sqrt(variance + eps) * weight + bias
+/// (x - mean) / sqrt(variance + eps) * weight + bias, for each run of `width` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNorm<'a> {
-    /// `[width]`; none multiplies by one.
+    /// Elements normalised together.
+    pub width: usize,
+    /// As of [`RmsNorm`].
     pub weight: Option<&'a [f32]>,
-    /// `[width]`; none adds nothing.
+    /// As long as a weight may be; none adds nothing.
     pub bias: Option<&'a [f32]>,
     /// Added to the variance.
     pub eps: f32,
 }
 
-/// RMS norm of each row of `x` (`[rows][width]`) into `out`.
+impl RmsNorm<'_> {
+    /// # Errors
+    /// [`Error::Length`] where `len` elements are not whole runs, or not whole rounds of the weight.
+    pub(super) fn check(&self, len: usize) -> Result<(), Error> {
+        check_runs("norm input", self.width, len)?;
+        check_affine("norm weight", self.weight, self.width, len)
+    }
+
+    /// The norm of run number `run`.
+    #[inline(always)]
+    pub(super) fn of_run(self, run: usize) -> Self {
+        Self { weight: part(self.weight, self.width, run), ..self }
+    }
+}
+
+impl LayerNorm<'_> {
+    fn check(&self, len: usize) -> Result<(), Error> {
+        check_runs("norm input", self.width, len)?;
+        check_affine("norm weight", self.weight, self.width, len)?;
+        check_affine("norm bias", self.bias, self.width, len)
+    }
+
+    #[inline(always)]
+    fn of_run(self, run: usize) -> Self {
+        Self { weight: part(self.weight, self.width, run), bias: part(self.bias, self.width, run), ..self }
+    }
+}
+
+/// What belongs to run `run` of a weight or bias.
+#[inline(always)]
+fn part(values: Option<&[f32]>, width: usize, run: usize) -> Option<&[f32]> {
+    values.map(|values| &values[run % (values.len() / width) * width..][..width])
+}
+
+/// RMS norm of each run of `x` into `out`.
 ///
 /// # Errors
-/// [`Error::Length`] where `x` is not a whole number of rows, `out` not as long or the weight not one row.
-pub fn rms_norm(
-    pool: &Pool,
-    isa: Isa,
-    norm: RmsNorm<'_>,
-    width: usize,
-    x: &[f32],
-    out: &mut [f32],
-) -> Result<(), Error> {
-    let rows = check_rows(width, x, out)?;
-    check_weight("norm weight", norm.weight, width)?;
-    for_each_row(pool, rows, width, out, |row, out| {
-        dispatch(isa, Rms { norm, x: &x[row * width..(row + 1) * width], out });
+/// [`Error::Length`] where `x` is not a whole number of runs, `out` not as long or the weight of an odd length.
+pub fn rms_norm(pool: &Pool, isa: Isa, norm: RmsNorm<'_>, x: &[f32], out: &mut [f32]) -> Result<(), Error> {
+    norm.check(x.len())?;
+    check_len("norm output", x.len(), out.len())?;
+    let width = norm.width;
+    for_each_row(pool, x.len() / width, width, out, |run, out| {
+        out.copy_from_slice(&x[run * width..(run + 1) * width]);
+        dispatch(isa, Rms { norm: norm.of_run(run), x: out });
     });
     Ok(())
 }
 
-/// Adds the RMS norm of each row of `x`, times `scale`, to `residual`: a norm after a mixer or FFN.
+/// RMS norm of each run of `x` in its own place.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn rms_norm_in_place(pool: &Pool, isa: Isa, norm: RmsNorm<'_>, x: &mut [f32]) -> Result<(), Error> {
+    norm.check(x.len())?;
+    for_each_row(pool, x.len() / norm.width, norm.width, x, |run, x| {
+        dispatch(isa, Rms { norm: norm.of_run(run), x });
+    });
+    Ok(())
+}
+
+/// Adds the RMS norm of each run of `x`, times `scale`, to `residual`: a norm after a mixer or FFN.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -55,20 +100,23 @@ pub fn rms_norm_add(
     pool: &Pool,
     isa: Isa,
     norm: RmsNorm<'_>,
-    width: usize,
     x: &[f32],
     scale: f32,
     residual: &mut [f32],
 ) -> Result<(), Error> {
-    let rows = check_rows(width, x, residual)?;
-    check_weight("norm weight", norm.weight, width)?;
-    for_each_row(pool, rows, width, residual, |row, residual| {
-        dispatch(isa, RmsAdd { norm, x: &x[row * width..(row + 1) * width], scale, residual });
+    norm.check(x.len())?;
+    check_len("residual", x.len(), residual.len())?;
+    let width = norm.width;
+    for_each_row(pool, x.len() / width, width, residual, |run, residual| {
+        dispatch(
+            isa,
+            RmsAdd { norm: norm.of_run(run), x: &x[run * width..(run + 1) * width], scale, residual },
+        );
     });
     Ok(())
 }
 
-/// Layer norm of each row of `x` (`[rows][width]`) into `out`.
+/// Layer norm of each run of `x` into `out`.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -76,28 +124,43 @@ pub fn layer_norm(
     pool: &Pool,
     isa: Isa,
     norm: LayerNorm<'_>,
-    width: usize,
     x: &[f32],
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let rows = check_rows(width, x, out)?;
-    check_weight("norm weight", norm.weight, width)?;
-    check_weight("norm bias", norm.bias, width)?;
-    for_each_row(pool, rows, width, out, |row, out| {
-        dispatch(isa, Layer { norm, x: &x[row * width..(row + 1) * width], out });
+    norm.check(x.len())?;
+    check_len("norm output", x.len(), out.len())?;
+    let width = norm.width;
+    for_each_row(pool, x.len() / width, width, out, |run, out| {
+        out.copy_from_slice(&x[run * width..(run + 1) * width]);
+        dispatch(isa, Layer { norm: norm.of_run(run), x: out });
     });
     Ok(())
 }
 
-fn check_rows(width: usize, x: &[f32], out: &[f32]) -> Result<usize, Error> {
-    let rows = x.len().checked_div(width).unwrap_or(0);
-    check_len("rows", rows * width, x.len())?;
-    check_len("norm output", x.len(), out.len())?;
-    Ok(rows)
+/// Layer norm of each run of `x` in its own place.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn layer_norm_in_place(pool: &Pool, isa: Isa, norm: LayerNorm<'_>, x: &mut [f32]) -> Result<(), Error> {
+    norm.check(x.len())?;
+    for_each_row(pool, x.len() / norm.width, norm.width, x, |run, x| {
+        dispatch(isa, Layer { norm: norm.of_run(run), x });
+    });
+    Ok(())
 }
 
-fn check_weight(what: &'static str, weight: Option<&[f32]>, width: usize) -> Result<(), Error> {
-    weight.map_or(Ok(()), |weight| check_len(what, width, weight.len()))
+fn check_runs(what: &'static str, width: usize, len: usize) -> Result<(), Error> {
+    check_len(what, len.checked_div(width).unwrap_or(0) * width, len)
+}
+
+fn check_affine(what: &'static str, values: Option<&[f32]>, width: usize, len: usize) -> Result<(), Error> {
+    match values {
+        Some(values) if values.is_empty() || !values.len().is_multiple_of(width) => {
+            Err(Error::Length { what, expected: width, found: values.len() })
+        }
+        Some(values) => check_runs(what, values.len(), len),
+        None => Ok(()),
+    }
 }
 
 /// Gives each row of `out` to one thread.
@@ -143,32 +206,10 @@ fn rms_factor<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
     1.0 / (sum / x.len() as f32 + eps).sqrt()
 }
 
-/// Calls `f(x, weight or one, chunk of out)` for each chunk of a row; the last one may be short.
-#[inline(always)]
-fn weighted<S: Simd>(
-    s: S,
-    x: &[f32],
-    weight: Option<&[f32]>,
-    out: &mut [f32],
-    f: impl Fn(S::V, S::V, S::V) -> S::V,
-) {
-    let one = s.splat(1.0);
-    let (xs, x_rest) = x.as_chunks::<LANES>();
-    let (outs, out_rest) = out.as_chunks_mut::<LANES>();
-    let (ws, w_rest) = weight.unwrap_or_default().as_chunks::<LANES>();
-    for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
-        let w = ws.get(i).map_or(one, |w| s.chunk(w));
-        s.put(f(s.chunk(x), w, s.chunk(out)), out);
-    }
-    let w = if weight.is_some() { s.tail(w_rest) } else { one };
-    s.put_tail(f(s.tail(x_rest), w, s.tail(out_rest)), out_rest);
-}
-
-/// RMS norm of one row.
+/// RMS norm of one run in its own place.
 pub(super) struct Rms<'a> {
     pub(super) norm: RmsNorm<'a>,
-    pub(super) x: &'a [f32],
-    pub(super) out: &'a mut [f32],
+    pub(super) x: &'a mut [f32],
 }
 
 impl Kernel for Rms<'_> {
@@ -177,7 +218,12 @@ impl Kernel for Rms<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let factor = s.splat(rms_factor(s, self.x, self.norm.eps));
-        weighted(s, self.x, self.norm.weight, self.out, |x, w, _| s.mul(s.mul(x, factor), w));
+        let weights = Affine::new(self.norm.weight);
+        let (xs, rest) = self.x.as_chunks_mut::<LANES>();
+        for (i, x) in xs.iter_mut().enumerate() {
+            s.put(s.mul(s.mul(s.chunk(x), factor), weights.chunk(s, i, 1.0)), x);
+        }
+        s.put_tail(s.mul(s.mul(s.tail(rest), factor), weights.tail(s, 1.0)), rest);
     }
 }
 
@@ -195,40 +241,21 @@ impl Kernel for RmsAdd<'_> {
     fn run<S: Simd>(self, s: S) {
         let factor = s.splat(rms_factor(s, self.x, self.norm.eps));
         let scale = s.splat(self.scale);
-        weighted(s, self.x, self.norm.weight, self.residual, |x, w, residual| {
-            s.fma(s.mul(s.mul(x, factor), w), scale, residual)
-        });
-    }
-}
-
-/// RMS norm of one row in its own place.
-pub(super) struct RmsInPlace<'a> {
-    pub(super) norm: RmsNorm<'a>,
-    pub(super) x: &'a mut [f32],
-}
-
-impl Kernel for RmsInPlace<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let factor = s.splat(rms_factor(s, self.x, self.norm.eps));
-        let one = s.splat(1.0);
-        let (xs, rest) = self.x.as_chunks_mut::<LANES>();
-        let (ws, w_rest) = self.norm.weight.unwrap_or_default().as_chunks::<LANES>();
-        for (i, x) in xs.iter_mut().enumerate() {
-            let w = ws.get(i).map_or(one, |w| s.chunk(w));
-            s.put(s.mul(s.mul(s.chunk(x), factor), w), x);
+        let weights = Affine::new(self.norm.weight);
+        let add = |x, w, residual| s.fma(s.mul(s.mul(x, factor), w), scale, residual);
+        let (xs, x_rest) = self.x.as_chunks::<LANES>();
+        let (residuals, rest) = self.residual.as_chunks_mut::<LANES>();
+        for (i, (x, residual)) in xs.iter().zip(residuals).enumerate() {
+            s.put(add(s.chunk(x), weights.chunk(s, i, 1.0), s.chunk(residual)), residual);
         }
-        let w = if self.norm.weight.is_some() { s.tail(w_rest) } else { one };
-        s.put_tail(s.mul(s.mul(s.tail(rest), factor), w), rest);
+        s.put_tail(add(s.tail(x_rest), weights.tail(s, 1.0), s.tail(rest)), rest);
     }
 }
 
+/// Layer norm of one run in its own place.
 struct Layer<'a> {
     norm: LayerNorm<'a>,
-    x: &'a [f32],
-    out: &'a mut [f32],
+    x: &'a mut [f32],
 }
 
 impl Kernel for Layer<'_> {
@@ -245,14 +272,37 @@ impl Kernel for Layer<'_> {
         });
         let variance = squares / width as f32;
         let factor = s.splat(1.0 / (variance + self.norm.eps).sqrt());
-        weighted(s, self.x, self.norm.weight, self.out, |x, w, _| s.mul(s.mul(s.sub(x, center), factor), w));
-        if let Some(bias) = self.norm.bias {
-            let (outs, out_rest) = self.out.as_chunks_mut::<LANES>();
-            let (bs, b_rest) = bias.as_chunks::<LANES>();
-            for (out, b) in outs.iter_mut().zip(bs) {
-                s.put(s.add(s.chunk(out), s.chunk(b)), out);
-            }
-            s.put_tail(s.add(s.tail(out_rest), s.tail(b_rest)), out_rest);
+        let (weights, biases) = (Affine::new(self.norm.weight), Affine::new(self.norm.bias));
+        let at = |x, w, b| s.add(s.mul(s.mul(s.sub(x, center), factor), w), b);
+        let (xs, rest) = self.x.as_chunks_mut::<LANES>();
+        for (i, x) in xs.iter_mut().enumerate() {
+            s.put(at(s.chunk(x), weights.chunk(s, i, 1.0), biases.chunk(s, i, 0.0)), x);
         }
+        s.put_tail(at(s.tail(rest), weights.tail(s, 1.0), biases.tail(s, 0.0)), rest);
+    }
+}
+
+/// A weight or bias of one run in vectors, or nothing, which stands for one value everywhere.
+struct Affine<'a> {
+    chunks: &'a [[f32; LANES]],
+    /// What does not fill a vector.
+    rest: Option<&'a [f32]>,
+}
+
+impl<'a> Affine<'a> {
+    #[inline(always)]
+    fn new(values: Option<&'a [f32]>) -> Self {
+        let (chunks, rest) = values.unwrap_or_default().as_chunks::<LANES>();
+        Self { chunks, rest: values.map(|_| rest) }
+    }
+
+    #[inline(always)]
+    fn chunk<S: Simd>(&self, s: S, index: usize, otherwise: f32) -> S::V {
+        self.chunks.get(index).map_or(s.splat(otherwise), |chunk| s.chunk(chunk))
+    }
+
+    #[inline(always)]
+    fn tail<S: Simd>(&self, s: S, otherwise: f32) -> S::V {
+        self.rest.map_or(s.splat(otherwise), |rest| s.tail(rest))
     }
 }

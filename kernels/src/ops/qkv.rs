@@ -1,6 +1,6 @@
 //! What happens between the q, k, v projections and attention, fused per row.
 
-use super::norm::{RmsInPlace, RmsNorm};
+use super::norm::{Rms, RmsNorm};
 use super::rope::{RopeTable, rope};
 use crate::attention::{ArenaView, PlanWriter, StepPlan, check_len};
 use crate::disjoint::Disjoint;
@@ -14,10 +14,12 @@ use crate::simd::dispatch;
 pub struct QkvStep<'a> {
     /// Added to every block offset, in bytes; a multiple of 64.
     pub layer_offset: usize,
-    /// Norm of each query head before rope; the weight is one head wide.
+    /// Norm of the runs of each query row before rope.
     pub q_norm: Option<RmsNorm<'a>>,
-    /// Norm of each key head, likewise.
+    /// Norm of the runs of each key row, likewise.
     pub k_norm: Option<RmsNorm<'a>>,
+    /// Norm of the runs of each value row.
+    pub v_norm: Option<RmsNorm<'a>>,
     /// Rotation of q and k. The table must hold the positions of the step.
     pub rope: Option<&'a RopeTable>,
 }
@@ -27,14 +29,21 @@ pub struct QkvStep<'a> {
 pub struct Qkv<'a> {
     /// `[rows][heads * head_dim]`
     pub q: &'a mut [f32],
-    /// `[rows][kv_heads * head_dim]`
-    pub k: &'a mut [f32],
-    /// `[rows][kv_heads * v_head_dim]`
-    pub v: &'a [f32],
+    /// What goes into the cache; nothing where the layer reads another's.
+    pub kv: Option<KeysValues<'a>>,
 }
 
-/// Per row of the plan: norms and rotates q and k in place, then writes k and v to the row's slot in the
-/// arena.
+/// See [`Qkv`].
+#[derive(Debug)]
+pub struct KeysValues<'a> {
+    /// `[rows][kv_heads * head_dim]`
+    pub k: &'a mut [f32],
+    /// `[rows][kv_heads * v_head_dim]`; without it the values are the keys as they come, before norm and rope.
+    pub v: Option<&'a mut [f32]>,
+}
+
+/// Per row of the plan: norms and rotates q and k and norms v in place, then writes k and v to the row's slot in
+/// the arena.
 ///
 /// # Errors
 /// [`Error::Length`] for buffers of other shapes, [`Error::OutOfRange`] for a position that the rope table lacks,
@@ -47,20 +56,12 @@ pub fn norm_rope_write(
     arena: &mut ArenaView<'_>,
     qkv: Qkv<'_>,
 ) -> Result<(), Error> {
-    let Qkv { q, k, v } = qkv;
     let shape = plan.shape();
     let layout = &shape.layout;
     let head_dim = layout.head_dim();
-    let (q_width, k_width) = (shape.heads * head_dim, layout.kv_heads() * head_dim);
-    let v_width = layout.kv_heads() * layout.v_head_dim();
-    check_len("q", plan.rows() * q_width, q.len())?;
-    check_len("k", plan.rows() * k_width, k.len())?;
-    check_len("v", plan.rows() * v_width, v.len())?;
-    for norm in [step.q_norm, step.k_norm].into_iter().flatten() {
-        if let Some(weight) = norm.weight {
-            check_len("head norm weight", head_dim, weight.len())?;
-        }
-    }
+    let q_width = shape.heads * head_dim;
+    check_len("q", plan.rows() * q_width, qkv.q.len())?;
+    step.q_norm.map_or(Ok(()), |norm| norm.check(q_width))?;
     if let Some(table) = step.rope {
         if table.n_rot() > head_dim {
             return Err(Error::Length { what: "head width", expected: table.n_rot(), found: head_dim });
@@ -69,28 +70,92 @@ pub fn norm_rope_write(
             table.row(last)?;
         }
     }
-    let writer = PlanWriter::new(plan, arena, step.layer_offset)?;
-    let (q, k) = (Disjoint::new(q), Disjoint::new(k));
+    let norm_rope = |position: usize, norm: Option<RmsNorm<'_>>, x: &mut [f32]| {
+        norm_row(isa, norm, x);
+        if let Some(table) = step.rope {
+            let rotated = rope(isa, table, position, head_dim, x);
+            debug_assert_eq!(rotated, Ok(()), "shapes and positions are checked above");
+        }
+    };
+    let writer = match qkv.kv {
+        Some(kv) => Some(KvRows::new(plan, step, arena, kv)?),
+        None => None,
+    };
+    let q = Disjoint::new(qkv.q);
     pool.for_each_range(plan.rows(), 1, &|range| {
+        let mut raw = Vec::new();
         for index in range {
             let row = &plan.rows[index];
-            // SAFETY: every planned row has its own row of q and k and is visited once.
-            let (q, k) =
-                unsafe { (q.slice(row.query * q_width, q_width), k.slice(row.query * k_width, k_width)) };
-            for (x, norm) in [(&mut *q, step.q_norm), (&mut *k, step.k_norm)] {
-                if let Some(norm) = norm {
-                    for x in x.chunks_exact_mut(head_dim) {
-                        dispatch(isa, RmsInPlace { norm, x });
-                    }
-                }
-                if let Some(table) = step.rope {
-                    let rotated = rope(isa, table, row.position, head_dim, x);
-                    debug_assert_eq!(rotated, Ok(()), "shapes and positions are checked above");
-                }
+            // SAFETY: every planned row has its own row of q and is visited once.
+            norm_rope(row.position, step.q_norm, unsafe { q.slice(row.query * q_width, q_width) });
+            if let Some(writer) = &writer {
+                // SAFETY: every planned row is visited once.
+                let (k, v) = unsafe { writer.row(row.query, &mut raw) };
+                norm_rope(row.position, step.k_norm, k);
+                norm_row(isa, step.v_norm, v);
+                // SAFETY: every planned row is visited once; `KvRows::row` gives the layout's widths.
+                unsafe { writer.writer.write(isa, index, k, v) };
             }
-            // SAFETY: every planned row is visited once; the widths are checked above.
-            unsafe { writer.write(isa, index, k, &v[row.query * v_width..(row.query + 1) * v_width]) };
         }
     });
     Ok(())
+}
+
+/// Norm of the runs of one row.
+fn norm_row(isa: Isa, norm: Option<RmsNorm<'_>>, row: &mut [f32]) {
+    if let Some(norm) = norm {
+        for (run, x) in row.chunks_exact_mut(norm.width).enumerate() {
+            dispatch(isa, Rms { norm: norm.of_run(run), x });
+        }
+    }
+}
+
+/// Rows of k and v on their way into the cache.
+struct KvRows<'a> {
+    k: Disjoint<'a, f32>,
+    v: Option<Disjoint<'a, f32>>,
+    k_width: usize,
+    v_width: usize,
+    writer: PlanWriter<'a>,
+}
+
+impl<'a> KvRows<'a> {
+    fn new(
+        plan: &'a StepPlan,
+        step: &QkvStep<'_>,
+        arena: &'a mut ArenaView<'_>,
+        kv: KeysValues<'a>,
+    ) -> Result<Self, Error> {
+        let layout = &plan.shape().layout;
+        let k_width = layout.kv_heads() * layout.head_dim();
+        let v_width = layout.kv_heads() * layout.v_head_dim();
+        check_len("k", plan.rows() * k_width, kv.k.len())?;
+        match &kv.v {
+            Some(v) => check_len("v", plan.rows() * v_width, v.len())?,
+            None => check_len("values that are keys", v_width, k_width)?,
+        }
+        step.k_norm.map_or(Ok(()), |norm| norm.check(k_width))?;
+        step.v_norm.map_or(Ok(()), |norm| norm.check(v_width))?;
+        let writer = PlanWriter::new(plan, arena, step.layer_offset)?;
+        Ok(Self { k: Disjoint::new(kv.k), v: kv.v.map(Disjoint::new), k_width, v_width, writer })
+    }
+
+    /// A row of keys and of values; `raw` takes the values that are keys.
+    ///
+    /// # Safety
+    /// No two calls for one row while what the first one gave lives.
+    unsafe fn row<'b>(&'b self, row: usize, raw: &'b mut Vec<f32>) -> (&'b mut [f32], &'b mut [f32]) {
+        // SAFETY: rows are apart, and this one is the caller's alone.
+        let k = unsafe { self.k.slice(row * self.k_width, self.k_width) };
+        let v = match &self.v {
+            // SAFETY: as above.
+            Some(v) => unsafe { v.slice(row * self.v_width, self.v_width) },
+            None => {
+                raw.clear();
+                raw.extend_from_slice(k);
+                raw
+            }
+        };
+        (k, v)
+    }
 }

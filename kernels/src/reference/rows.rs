@@ -50,6 +50,37 @@ pub fn gelu_tanh(x: f32) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
 }
 
+/// GELU by the error function.
+pub fn gelu_erf(x: f32) -> f64 {
+    let x = f64::from(x);
+    0.5 * x * (1.0 + erf(x / std::f64::consts::SQRT_2))
+}
+
+/// The error function: `2 / sqrt(pi) e^(-z^2) sum of 2^n z^(2n+1) / (1 3 5 .. (2n+1))`, whose terms have one sign.
+fn erf(z: f64) -> f64 {
+    if z.abs() > 6.5 {
+        return z.signum();
+    }
+    let (mut term, mut sum, mut odd) = (z, 0.0, 1.0);
+    while sum + term != sum {
+        sum += term;
+        odd += 2.0;
+        term *= 2.0 * z * z / odd;
+    }
+    2.0 / std::f64::consts::PI.sqrt() * (-z * z).exp() * sum
+}
+
+/// 1 / (1 + e^-x)
+pub fn sigmoid(x: f32) -> f64 {
+    1.0 / (1.0 + (-f64::from(x)).exp())
+}
+
+/// `g sigmoid(1.702 g) (u + 1)` with `g = min(gate, 7)` and `u = clamp(up, -7, 7)`
+pub fn clamped_swiglu(gate: f32, up: f32) -> f64 {
+    let (gate, up) = (f64::from(gate).min(7.0), f64::from(up).clamp(-7.0, 7.0));
+    gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+}
+
 /// x - max - ln(sum of e^(x - max))
 pub fn log_softmax(x: &[f32]) -> Vec<f64> {
     let highest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -50,6 +50,47 @@ pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(x, s.add(s.splat(1.0), e))
 }
 
+/// GELU by the error function: max(x, 0) - a q(a) with a = |x| and q the upper tail of the normal distribution.
+///
+/// q(a) = e^(-a^2 / 2) m(1 / (1 + 0.3 a)), where m is a polynomial that minimises the relative error for a up to 14
+/// (Remez exchange: 5.8e-8 before rounding); beyond, q is zero in f32. Nothing cancels, so the tail on the left
+/// keeps its relative precision.
+#[inline(always)]
+pub(crate) fn gelu_erf<S: Simd>(s: S, x: S::V) -> S::V {
+    let one = s.splat(1.0);
+    let a = s.abs(x);
+    let t = s.div(one, s.fma(a, s.splat(0.3), one));
+    let m = s.splat(3.837_844_007_57e-2);
+    let m = s.fma(m, t, s.splat(-0.169_166_801_334));
+    let m = s.fma(m, t, s.splat(0.228_661_410_435));
+    let m = s.fma(m, t, s.splat(-7.650_788_394_1e-2));
+    let m = s.fma(m, t, s.splat(0.142_536_417_481));
+    let m = s.fma(m, t, s.splat(9.468_317_457_88e-2));
+    let m = s.fma(m, t, s.splat(0.121_920_423_634));
+    let m = s.fma(m, t, s.splat(0.119_487_678_547));
+    let m = s.fma(m, t, s.splat(7.169_431_054_59e-6));
+    let tail = s.mul(exp(s, s.mul(s.mul(a, a), s.splat(-0.5))), m);
+    let zero = s.splat(0.0);
+    s.fma(s.sub(zero, a), tail, s.max(x, zero))
+}
+
+/// 1 / (1 + e^-x)
+#[inline(always)]
+pub(crate) fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
+    let one = s.splat(1.0);
+    s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
+}
+
+/// `g sigmoid(1.702 g) (u + 1)` with `g = min(gate, 7)` and `u = clamp(up, -7, 7)`. NaN stays NaN.
+#[inline(always)]
+pub(crate) fn clamped_swiglu<S: Simd>(s: S, gate: S::V, up: S::V) -> S::V {
+    let (one, limit) = (s.splat(1.0), s.splat(7.0));
+    let gate = s.min(limit, gate);
+    let up = s.max(s.splat(-7.0), s.min(limit, up));
+    let e = exp(s, s.mul(gate, s.splat(-1.702)));
+    s.mul(s.div(gate, s.add(one, e)), s.add(up, one))
+}
+
 /// tanh to 2 ulp: an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
 #[inline(always)]
 fn tanh<S: Simd>(s: S, x: S::V) -> S::V {

@@ -111,6 +111,9 @@ macro_rules! function {
 function!(Exp, s, x, exp(s, x));
 function!(Silu, s, x, silu(s, x));
 function!(Gelu, s, x, gelu_tanh(s, x));
+function!(GeluErf, s, x, gelu_erf(s, x));
+function!(Sigmoid, s, x, sigmoid(s, x));
+function!(Clamped, s, x, clamped_swiglu(s, x, s.splat(0.5)));
 function!(Cap, s, x, softcap(s, x, s.splat(30.0), s.splat(1.0 / 30.0)));
 
 impl<F: Function> Kernel for Apply<F> {
@@ -140,6 +143,12 @@ fn functions_are_accurate() {
     assert!(worst(Exp, -87.0, 88.0, 0.0, f64::exp) < 2e-7);
     assert!(worst(Silu, -80.0, 80.0, 1e-30, |x| rows::silu(x as f32)) < 4e-7);
     assert!(worst(Gelu, -9.0, 30.0, 1e-3, |x| rows::gelu_tanh(x as f32)) < 3e-6);
+    // Relative to the value itself far into the tail, where 1 + erf would have nothing left.
+    assert!(worst(GeluErf, -2.0, 30.0, 0.0, |x| rows::gelu_erf(x as f32)) < 5e-7);
+    assert!(worst(GeluErf, -5.0, -2.0, 0.0, |x| rows::gelu_erf(x as f32)) < 2e-6);
+    assert!(worst(GeluErf, -13.0, 30.0, 1.0, |x| rows::gelu_erf(x as f32)) < 2e-7);
+    assert!(worst(Sigmoid, -80.0, 80.0, 0.0, |x| rows::sigmoid(x as f32)) < 4e-7);
+    assert!(worst(Clamped, -40.0, 40.0, 1e-2, |x| rows::clamped_swiglu(x as f32, 0.5)) < 1e-6);
     assert!(worst(Cap, -300.0, 300.0, 1e-6, |x| 30.0 * (x / 30.0).tanh()) < 1e-6);
 }
 

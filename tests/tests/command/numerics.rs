@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Ways to compute the same prompts that must agree with `--chunk 0 --threads 1`.
-const VARIANTS: [&[&str]; 8] = [
+const VARIANTS: [&[&str]; 9] = [
     &["--chunk", "1"],
     &["--chunk", "7"],
     &["--chunk", "64"],
@@ -14,6 +14,7 @@ const VARIANTS: [&[&str]; 8] = [
     &["--chunk", "64", "--threads", "2"],
     &["--chunk", "64", "--together"],
     &["--contiguous"],
+    &["--permuted", "7", "--chunk", "7", "--together"],
     &["--no-prefix-cache", "--chunk", "7", "--together", "--threads", "2"],
 ];
 
@@ -56,6 +57,21 @@ macro_rules! tiny_models {
 }
 tiny_models!(llama, llama3rope, qwen2, qwen3, qwen3moe, gemma3);
 
+/// Prompts that do not fit together while they grow: some are preempted, and nobody can tell by the answers.
+fn assert_preemption_invisible(model: &Path, text: &[u32], kv_bytes: &str) {
+    let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|part| part[..40].to_vec()).collect();
+    let run = |flags: &[&str]| logits::run(model, &prompts, &[flags, &["--greedy", "64"]].concat()).unwrap();
+    let expected = run(&["--chunk", "0", "--threads", "1"]);
+    let preempted = run(&["--together", "--no-prefix-cache", "--kv-bytes", kv_bytes]);
+    assert!(
+        preempted.iter().any(|ours| ours.preemptions > 0),
+        "{model:?}: {kv_bytes} bytes preempted nobody"
+    );
+    for (index, (ours, expected)) in preempted.iter().zip(&expected).enumerate() {
+        ours.expect_same_bits(expected).unwrap_or_else(|e| panic!("{model:?} p{index} preempted: {e}"));
+    }
+}
+
 /// A real model as users run it: int8 activations, f16 KV.
 fn real_model_is_batch_invariant(name: &str, reference: &str) {
     let model = binary::catalog_model(name).unwrap();
@@ -66,6 +82,8 @@ fn real_model_is_batch_invariant(name: &str, reference: &str) {
         prompts.push(serde_json::from_value(prompt["ids"].clone()).unwrap());
     }
     assert_batch_invariant(&model, &prompts, &[]);
+    // Room for three or four sequences of 104 tokens, in either model.
+    assert_preemption_invisible(&model, &text, "6000000");
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn keys_that_a_row_does_not_see_may_be_anything() {
         let want = step(&world, &mut full, &rows, &one, isa);
         // The rest of memory is NaN: positions not yet written, and the other sequence.
         let mut poisoned = Memory::new(&world, &[1026, 0], Place::Paged, isa);
-        if world.shape.window.is_some() {
+        if world.shape.visible != Visible::Causal {
             // Blocks that the window has left do not exist.
             for block in &mut poisoned.tables[0][..(1020 - 99) / world.shape.layout.block_tokens()] {
                 *block = NO_BLOCK;

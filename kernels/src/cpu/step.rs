@@ -1,0 +1,88 @@
+//! The step in flight: its tokens, their places in their sequences, and the attention plans of its layers.
+
+use crate::Error;
+use crate::attention::{AttentionShape, Placement, QueryRow, StepPlan};
+use crate::backend::{KvLayerId, StepInput};
+
+use super::attend::KvLayer;
+
+/// What a step's ops look at.
+#[derive(Debug, Default)]
+pub(super) struct Step {
+    pub(super) tokens: Vec<u32>,
+    pub(super) rows: Vec<QueryRow>,
+    /// Of each sequence; the end of all positions where it has one segment.
+    segment_starts: Vec<usize>,
+    /// Per KV layer, which of `plans` serves it; layers of one group and shape share a plan.
+    plan_of: Vec<usize>,
+    plans: Vec<StepPlan>,
+}
+
+impl Step {
+    /// Takes in a step; the end of its positions.
+    pub(super) fn begin(&mut self, input: &StepInput<'_>) -> Result<usize, Error> {
+        self.tokens.clear();
+        self.tokens.extend_from_slice(input.tokens);
+        self.rows.clear();
+        self.segment_starts.clear();
+        let mut end = 0;
+        for (sequence, part) in input.sequences.iter().enumerate() {
+            if part.rows.start != self.rows.len() {
+                let (expected, found) = (self.rows.len(), part.rows.start);
+                return Err(Error::Length { what: "rows before a sequence", expected, found });
+            }
+            let positions = part.context..part.context + part.rows.len();
+            end = end.max(positions.end);
+            self.rows.extend(
+                positions.map(|position| QueryRow { sequence: sequence as u32, position: position as u32 }),
+            );
+            self.segment_starts.push(part.segment_start.unwrap_or(usize::MAX));
+        }
+        if self.rows.len() != self.tokens.len() {
+            let (expected, found) = (self.tokens.len(), self.rows.len());
+            return Err(Error::Length { what: "rows of the step's sequences", expected, found });
+        }
+        Ok(end)
+    }
+
+    /// One plan for each group and shape that any layer has.
+    pub(super) fn make_plans(
+        &mut self,
+        layers: &[KvLayer],
+        tables: &[Vec<Placement<'_>>],
+        threads: usize,
+    ) -> Result<(), Error> {
+        self.plans.clear();
+        self.plan_of.clear();
+        let mut made: Vec<(usize, AttentionShape)> = Vec::new();
+        for layer in layers {
+            let known = made.iter().position(|known| *known == (layer.group, layer.shape));
+            let index = match known {
+                Some(index) => index,
+                None => {
+                    let missing =
+                        Error::OutOfRange { what: "KV group", index: layer.group, len: tables.len() };
+                    let placements = tables.get(layer.group).ok_or(missing)?;
+                    self.plans.push(StepPlan::new(layer.shape, &self.rows, placements, threads)?);
+                    made.push((layer.group, layer.shape));
+                    made.len() - 1
+                }
+            };
+            self.plan_of.push(index);
+        }
+        Ok(())
+    }
+
+    /// The plan of a layer's shape.
+    pub(super) fn plan(&self, layer: KvLayerId) -> Result<&StepPlan, Error> {
+        let index = layer.0 as usize;
+        let plan = self.plan_of.get(index).and_then(|plan| self.plans.get(*plan));
+        plan.ok_or(Error::OutOfRange { what: "KV layer of the step", index, len: self.plan_of.len() })
+    }
+
+    /// Segment of a row's position: 0 or 1.
+    pub(super) fn segment(&self, row: usize) -> usize {
+        let QueryRow { sequence, position } = self.rows[row];
+        usize::from(position as usize >= self.segment_starts[sequence as usize])
+    }
+}
