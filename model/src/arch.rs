@@ -6,59 +6,90 @@
 
 use std::collections::HashSet;
 
-use crate::{Error, Gguf, ModelSpec};
+use crate::{Error, ModelFile, ModelSpec};
 
 use source::Source;
 
+mod bert;
 mod decoder;
+mod ffn;
 mod gemma3;
+mod gemma4;
+mod gpt_oss;
+mod granite;
 mod llama;
 mod qwen2;
 mod qwen3;
+mod qwen_hybrid;
+mod rope;
+mod shape;
 mod source;
+mod windows;
 
 /// Key that names the architecture.
 pub const ARCHITECTURE_KEY: &str = "general.architecture";
 
-type Translate = fn(&Source<'_>) -> Result<ModelSpec, Error>;
+/// An architecture served.
+struct Arch {
+    /// Value of `general.architecture`.
+    name: &'static str,
+    translate: fn(&Source<'_>) -> Result<ModelSpec, Error>,
+    /// Whether a tensor that the model does not use belongs to what it is served without.
+    ignores: fn(&Source<'_>, &str) -> bool,
+}
 
-/// Every architecture served, by the value of `general.architecture`.
-const TRANSLATORS: [(&str, Translate); 5] = [
-    ("gemma3", gemma3::translate),
-    ("llama", llama::translate),
-    ("qwen2", qwen2::translate),
-    ("qwen3", qwen3::translate),
-    ("qwen3moe", qwen3::translate_moe),
+const fn arch(name: &'static str, translate: fn(&Source<'_>) -> Result<ModelSpec, Error>) -> Arch {
+    Arch { name, translate, ignores: |_, _| false }
+}
+
+/// Every architecture served, in alphabetical order.
+const ARCHES: [Arch; 15] = [
+    arch("bert", bert::translate),
+    arch("gemma3", gemma3::translate),
+    arch("gemma4", gemma4::translate),
+    arch("gpt-oss", gpt_oss::translate),
+    arch("granite", granite::translate),
+    arch("granitehybrid", granite::translate_hybrid),
+    arch("granitemoe", granite::translate_moe),
+    arch("llama", llama::translate),
+    arch("qwen2", qwen2::translate),
+    arch("qwen2moe", qwen2::translate_moe),
+    arch("qwen3", qwen3::translate),
+    Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen35", qwen_hybrid::translate_qwen35) },
+    Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen35moe", qwen_hybrid::translate_qwen35moe) },
+    arch("qwen3moe", qwen3::translate_moe),
+    Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen3next", qwen_hybrid::translate_qwen3next) },
 ];
 
 /// Names of the architectures served.
 pub fn known() -> impl ExactSizeIterator<Item = &'static str> {
-    TRANSLATORS.iter().map(|(name, _)| *name)
+    ARCHES.iter().map(|arch| arch.name)
 }
 
 impl ModelSpec {
-    /// What the model in `gguf` computes.
+    /// As [`from_file`](Self::from_file).
+    pub fn from_gguf(file: &ModelFile) -> Result<Self, Error> {
+        Self::from_file(file)
+    }
+
+    /// What the model in `file` computes.
     ///
     /// Fails if its architecture is not served, a hyper-parameter is missing, absurd or asks for something that
     /// is not served, or the tensors are not exactly those that the hyper-parameters ask for.
-    pub fn from_gguf(gguf: &Gguf) -> Result<Self, Error> {
-        let found: &str = gguf.metadata().require(ARCHITECTURE_KEY)?;
-        let Some((arch, translate)) = TRANSLATORS.iter().find(|(name, _)| *name == found) else {
+    pub fn from_file(file: &ModelFile) -> Result<Self, Error> {
+        let found: &str = file.metadata().require(ARCHITECTURE_KEY)?;
+        let Some(arch) = ARCHES.iter().find(|arch| arch.name == found) else {
             return Err(Error::UnknownArch { found: found.to_owned(), known: known().collect() });
         };
-        let spec = translate(&Source::new(gguf, arch))?;
-        refuse_unused(gguf, &spec)?;
-        Ok(spec)
-    }
-}
-
-fn refuse_unused(gguf: &Gguf, spec: &ModelSpec) -> Result<(), Error> {
-    let used: HashSet<&str> = spec.tensors().into_iter().collect();
-    // Scales of activations, for engines that quantise activations to four bits.
-    let ignored = |name: &str| name.ends_with(".input_scale");
-    match gguf.tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
-        Some(info) => Err(Error::UnusedTensor { tensor: info.name().to_owned(), arch: spec.arch.clone() }),
-        None => Ok(()),
+        let source = Source::new(file, arch.name);
+        let spec = (arch.translate)(&source)?;
+        let used: HashSet<&str> = spec.tensors().into_iter().collect();
+        // Scales of activations are for engines that quantise activations to four bits.
+        let ignored = |name: &str| name.ends_with(".input_scale") || (arch.ignores)(&source, name);
+        match file.tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
+            Some(info) => Err(Error::UnusedTensor { tensor: info.name().to_owned(), arch: spec.arch }),
+            None => Ok(spec),
+        }
     }
 }
 

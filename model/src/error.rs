@@ -168,6 +168,9 @@ pub enum Error {
         /// Bytes of the tensor.
         bytes: u64,
     },
+    /// A safetensors checkpoint cannot be read.
+    #[error(transparent)]
+    Checkpoint(#[from] crate::checkpoint::CheckpointError),
     /// The metadata is no tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] crate::tokenizer::TokenizerError),

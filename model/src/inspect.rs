@@ -5,10 +5,9 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::arch::ARCHITECTURE_KEY;
-use crate::gguf::TensorInfo;
+use crate::file::TensorInfo;
 use crate::metadata::Strings;
-use crate::spec::{AttentionSpec, MixerSpec};
-use crate::{Error, GgmlType, Gguf, ModelSpec};
+use crate::{Error, GgmlType, ModelFile, ModelSpec};
 
 mod words;
 
@@ -68,7 +67,7 @@ pub struct TypeSummary {
 /// Tokenizer of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TokenizerSummary {
-    /// Kind: `gpt2` is byte-level BPE, `llama` is SPM.
+    /// Kind: `gpt2` is byte-level BPE, `gemma4` BPE of characters, `llama` SPM, `bert` WordPiece.
     pub model: String,
     /// Pre-tokeniser.
     pub pre: Option<String>,
@@ -91,8 +90,12 @@ pub struct ModelSummary {
     pub layers: usize,
     /// Whether the output matrix is the embedding.
     pub tied_output: bool,
+    /// What the output is, in words.
+    pub output: String,
     /// Elements of K and V that a token adds to the caches of all layers.
     pub kv_elements_per_token: usize,
+    /// Elements of recurrent state that a sequence holds in all layers, whatever its length.
+    pub state_elements: usize,
     /// Layers in words, runs of equal ones together.
     pub layer_list: Vec<LayerRun>,
 }
@@ -109,10 +112,10 @@ pub struct LayerRun {
 }
 
 impl Summary {
-    /// Summarises `gguf`. A model that is not served has a summary too; only keys of a wrong type, among those
+    /// Summarises `file`. A model that is not served has a summary too; only keys of a wrong type, among those
     /// shown, are an error. Tensor bytes are not read.
-    pub fn of(gguf: &Gguf) -> Result<Self, Error> {
-        let metadata = gguf.metadata();
+    pub fn of(file: &ModelFile) -> Result<Self, Error> {
+        let metadata = file.metadata();
         let owned = |key| Ok::<_, Error>(metadata.get::<&str>(key)?.map(str::to_owned));
         let tokenizer = match owned("tokenizer.ggml.model")? {
             Some(model) => Some(TokenizerSummary {
@@ -124,13 +127,13 @@ impl Summary {
             None => None,
         };
         Ok(Self {
-            files: gguf.files().map(|path| path.display().to_string()).collect(),
+            files: file.files().map(|path| path.display().to_string()).collect(),
             name: owned("general.name")?,
             architecture: owned(ARCHITECTURE_KEY)?,
-            parameters: gguf.tensors().map(TensorInfo::elements).fold(0, u64::saturating_add),
-            tensors: TensorSummary::of(gguf),
+            parameters: file.tensors().map(TensorInfo::elements).fold(0, u64::saturating_add),
+            tensors: TensorSummary::of(file),
             tokenizer,
-            reading: match ModelSpec::from_gguf(gguf) {
+            reading: match ModelSpec::from_file(file) {
                 Ok(spec) => Reading::Model(ModelSummary::of(&spec)),
                 Err(error) => Reading::Error(error.to_string()),
             },
@@ -139,17 +142,17 @@ impl Summary {
 }
 
 impl TensorSummary {
-    fn of(gguf: &Gguf) -> Self {
+    fn of(file: &ModelFile) -> Self {
         let mut by_type: BTreeMap<GgmlType, TypeSummary> = BTreeMap::new();
-        for info in gguf.tensors() {
+        for info in file.tensors() {
             let empty = TypeSummary { ty: info.ty().name(), count: 0, bytes: 0 };
             let summary = by_type.entry(info.ty()).or_insert(empty);
             summary.count += 1;
             summary.bytes = summary.bytes.saturating_add(info.bytes());
         }
         Self {
-            count: gguf.tensors().len(),
-            bytes: gguf.total_tensor_bytes(),
+            count: file.tensors().len(),
+            bytes: file.total_tensor_bytes(),
             by_type: by_type.into_values().collect(),
         }
     }
@@ -157,7 +160,6 @@ impl TensorSummary {
 
 impl ModelSummary {
     fn of(spec: &ModelSpec) -> Self {
-        let kv = |attention: &AttentionSpec| attention.k_width() + attention.v_width();
         let mut layer_list: Vec<LayerRun> = Vec::new();
         for (index, layer) in spec.layers.iter().enumerate() {
             let description = words::layer(layer);
@@ -171,14 +173,14 @@ impl ModelSummary {
             hidden: spec.hidden,
             context_length: spec.context_length,
             layers: spec.layers.len(),
-            tied_output: spec.output.linear.weight == spec.embedding.tensor,
-            kv_elements_per_token: spec
-                .layers
-                .iter()
-                .map(|layer| match &layer.mixer {
-                    MixerSpec::Attention(attention) => kv(attention),
-                })
+            tied_output: spec.logits().is_some_and(|logits| logits.linear.weight == spec.embedding.tensor),
+            output: words::output(spec),
+            kv_elements_per_token: (0..spec.layers.len())
+                .filter_map(|layer| spec.attention(layer))
+                .filter(|attention| attention.causal && attention.own_kv().is_some())
+                .map(|attention| attention.k_width() + attention.v_width())
                 .sum(),
+            state_elements: spec.layers.iter().map(|layer| layer.mixer.state_elements()).sum(),
             layer_list,
         }
     }

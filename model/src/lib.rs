@@ -1,4 +1,4 @@
-//! What a model file says: GGUF, the model as data (`spec`), architectures, tokenizer, chat template, catalog.
+//! What a model file says: GGUF and safetensors, the model as data (`spec`), architectures, tokenizer, chat template, catalog.
 //!
 //! Promises: no panic on any byte string; every count and length from a file is capped before allocation;
 //! a model is data, so a new architecture is one translator file and a fixture.
@@ -7,12 +7,15 @@
 pub mod arch;
 pub mod catalog;
 pub mod chat_template;
+pub mod checkpoint;
 pub mod error;
+pub mod file;
 pub mod ggml_type;
 pub mod gguf;
 pub mod inspect;
 pub mod metadata;
 mod mmap;
+pub mod safetensors;
 pub mod sampling;
 pub mod spec;
 pub mod tokenizer;
@@ -22,8 +25,8 @@ mod test_files;
 
 pub use chat_template::ChatTemplate;
 pub use error::Error;
+pub use file::{ModelFile, ModelFile as Gguf};
 pub use ggml_type::GgmlType;
-pub use gguf::Gguf;
 pub use metadata::Metadata;
 pub use spec::ModelSpec;
 pub use tokenizer::Tokenizer;

@@ -258,6 +258,7 @@ pub struct AttentionSpec {
 
 /// Where a layer's keys and values come from.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "one per layer, and in most models all are the large one")]
 pub enum KvSpec {
     /// Its own.
     Own(OwnKvSpec),
@@ -522,6 +523,43 @@ impl ModelSpec {
     /// Whether any layer carries a recurrent state from token to token.
     pub fn is_recurrent(&self) -> bool {
         self.layers.iter().any(|layer| !matches!(layer.mixer, MixerSpec::Attention(_)))
+    }
+}
+
+impl LinearSpec {
+    /// All `rows` of the tensor `weight`, with nothing added or multiplied.
+    pub fn new(weight: impl Into<String>, cols: usize, rows: usize) -> Self {
+        Self { weight: weight.into(), bias: None, scale: None, factor: 1.0, rows, cols, slice: None }
+    }
+
+    /// Rows of the tensor, of which these are all or some.
+    pub fn tensor_rows(&self) -> usize {
+        self.slice.map_or(self.rows, |slice| slice.of)
+    }
+}
+
+impl RowSlice {
+    /// How many rows these are.
+    pub fn rows(&self) -> usize {
+        self.of / self.period.max(1) * self.len
+    }
+}
+
+impl ConvSpec {
+    /// Elements that a sequence keeps: the inputs of all positions that a token sees but its own.
+    pub fn state_elements(&self) -> usize {
+        self.taps.saturating_sub(1) * self.channels
+    }
+}
+
+impl MixerSpec {
+    /// Elements that a sequence keeps whatever its length: convolution and recurrent state; 0 for attention.
+    pub fn state_elements(&self) -> usize {
+        match self {
+            Self::Attention(_) => 0,
+            Self::DeltaNet(net) => net.conv.state_elements() + net.v_heads * net.k_dim * net.v_dim,
+            Self::Mamba2(mamba) => mamba.conv.state_elements() + mamba.heads * mamba.head_dim * mamba.state,
+        }
     }
 }
 

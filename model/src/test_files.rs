@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::gguf::TensorInfo;
+use crate::file::TensorInfo;
 use crate::gguf::writer::Writer;
 use crate::metadata::{Strings, Value};
-use crate::{GgmlType, Gguf, Metadata};
+use crate::{GgmlType, Metadata, ModelFile};
 
 /// A file of the oracle set: under `$KVASIR_FIXTURES`, else under `tests/fixtures` of the workspace. That it is
 /// there is for the caller to find out: a missing file fails a test, it never skips it.
@@ -33,11 +33,11 @@ impl Plan {
     }
 
     /// The file, all tensors zeros, opened. It is deleted; the mapping stays.
-    pub(crate) fn open(&self) -> Gguf {
+    pub(crate) fn open(&self) -> ModelFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let zeros = |info: &TensorInfo| vec![0; usize::try_from(info.bytes()).unwrap()];
         self.writer().write(&mut file, zeros).unwrap();
-        Gguf::open(file.path()).unwrap()
+        ModelFile::open(file.path()).unwrap()
     }
 
     pub(crate) fn set(mut self, key: &str, value: impl Into<Value>) -> Self {
@@ -60,6 +60,16 @@ impl Plan {
     pub(crate) fn without(mut self, name: &str) -> Self {
         self.tensors.retain(|(other, ..)| other != name);
         self
+    }
+
+    /// Keys, names and shapes of a fixture, without its tokenizer.
+    pub(crate) fn of_fixture(name: &str) -> Self {
+        let file = ModelFile::open(fixture(name)).unwrap();
+        let mut metadata = file.metadata().clone();
+        metadata
+            .retain(|key| !key.starts_with("tokenizer.ggml.") || key == "tokenizer.ggml.token_type_count");
+        let tensor = |info: &TensorInfo| (info.name().to_owned(), info.ty(), info.dims().to_vec());
+        Self { metadata, tensors: file.tensors().map(tensor).collect() }
     }
 
     fn new(arch: &str, layers: u64, layer: &[(&str, &[u64])]) -> Self {

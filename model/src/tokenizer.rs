@@ -1,29 +1,33 @@
 //! Text to token ids and back, from a model file's metadata alone.
 //!
-//! Two kinds of vocabulary are read: byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece by score
-//! (`llama`). Ids are those that llama.cpp gives for the same file.
+//! Four kinds of vocabulary are read, by the value of `tokenizer.ggml.model`: byte-level BPE (`gpt2`), BPE of
+//! characters (`gemma4`), SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp
+//! gives for the same file.
 
 use std::collections::BTreeSet;
 
 use crate::{Error, Metadata};
 
 use bpe::Bpe;
+use char_bpe::CharBpe;
 use pieces::Pieces;
 use special::{Part, Specials};
 use spm::Spm;
+use word_piece::WordPiece;
 
 pub use detokenizer::Detokenizer;
-pub use framed::Pair;
 
 mod bpe;
+mod char_bpe;
 mod detokenizer;
-mod framed;
 mod merge;
+mod merges;
 mod pieces;
 mod pretokenize;
 mod read;
 mod special;
 mod spm;
+mod word_piece;
 
 /// A vocabulary and the way to cut text into it. Immutable; share it in an `Arc`.
 #[derive(Debug)]
@@ -35,10 +39,7 @@ pub struct Tokenizer {
     kinds: Vec<Kind>,
     model: Model,
     specials: Specials,
-    bos: Option<u32>,
-    eos: Option<u32>,
-    adds_bos: bool,
-    adds_eos: bool,
+    ends: Ends,
     eog: BTreeSet<u32>,
     digest: [u8; 32],
 }
@@ -46,7 +47,21 @@ pub struct Tokenizer {
 #[derive(Debug)]
 enum Model {
     Bpe(Box<Bpe>),
+    CharBpe(Box<CharBpe>),
     Spm { spm: Box<Spm>, add_space_prefix: bool },
+    WordPiece(WordPiece),
+}
+
+/// What stands before, between and after the texts of a sequence.
+#[derive(Debug, Clone, Copy)]
+struct Ends {
+    bos: Option<u32>,
+    eos: Option<u32>,
+    /// There is one then; so for EOS.
+    adds_bos: bool,
+    adds_eos: bool,
+    /// A separator of its own between two texts.
+    sep: Option<u32>,
 }
 
 /// What a token is for.
@@ -122,6 +137,12 @@ pub enum TokenizerError {
     /// The file asks for a token before every prompt and does not say which.
     #[error("tokenizer.ggml.add_bos_token is set, but tokenizer.ggml.bos_token_id names no token")]
     NoBos,
+    /// The file asks for a token after every text and does not say which.
+    #[error("tokenizer.ggml.add_eos_token is set, but tokenizer.ggml.eos_token_id names no token")]
+    NoEos,
+    /// There is no token for words that are not in the vocabulary, and nothing else to make of them.
+    #[error("tokenizer.ggml.unknown_token_id names no token, which this kind of vocabulary needs")]
+    NoUnknown,
 }
 
 impl Tokenizer {
@@ -146,6 +167,8 @@ impl Tokenizer {
             Part::Text(text) => {
                 match &self.model {
                     Model::Bpe(bpe) => bpe.encode(&self.bytes, text, &mut ids),
+                    Model::CharBpe(bpe) => bpe.encode(&self.texts, text, &mut ids),
+                    Model::WordPiece(pieces) => pieces.encode(&self.texts, text, &mut ids),
                     Model::Spm { spm, add_space_prefix } => {
                         spm.encode(&self.texts, text, *add_space_prefix && after_special, &mut ids);
                     }
@@ -156,6 +179,26 @@ impl Tokenizer {
         ids
     }
 
+    /// `ids` as a whole sequence: BOS before and EOS after them where the vocabulary wants these.
+    pub fn with_ends(&self, mut ids: Vec<u32>) -> Vec<u32> {
+        if let Some(bos) = self.ends.bos.filter(|_| self.ends.adds_bos) {
+            ids.insert(0, bos);
+        }
+        ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
+        ids
+    }
+
+    /// Two texts as one sequence, as models take them that compare texts: `[CLS] first [SEP] second [SEP]`; also
+    /// where the second begins.
+    pub fn pair(&self, first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
+        let mut ids = self.with_ends(first);
+        ids.extend(self.ends.sep);
+        let begin = ids.len();
+        ids.extend_from_slice(second);
+        ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
+        (ids, begin)
+    }
+
     /// The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out. Of a
     /// vocabulary that puts a space before every text, that space is taken off again.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
@@ -163,7 +206,8 @@ impl Tokenizer {
         let mut ids = ids.iter().copied().skip_while(|&id| self.is_special(id) && skip_special);
         if let Some(first) = ids.next() {
             let piece = self.token_bytes(first);
-            let prefixed = matches!(self.model, Model::Spm { add_space_prefix: true, .. });
+            let prefixed =
+                matches!(self.model, Model::Spm { add_space_prefix: true, .. } | Model::WordPiece(_));
             bytes.extend_from_slice(piece.strip_prefix(b" ").filter(|_| prefixed).unwrap_or(piece));
         }
         for id in ids.filter(|&id| !(skip_special && self.is_special(id))) {
@@ -174,22 +218,22 @@ impl Tokenizer {
 
     /// The token that begins a sequence.
     pub fn bos(&self) -> Option<u32> {
-        self.bos
+        self.ends.bos
     }
 
     /// The token that ends a sequence; [`eos_ids`](Self::eos_ids) are all that end a generation.
     pub fn eos(&self) -> Option<u32> {
-        self.eos
+        self.ends.eos
     }
 
     /// Whether [`bos`](Self::bos) belongs before every prompt; it is then there.
     pub fn adds_bos(&self) -> bool {
-        self.adds_bos
+        self.ends.adds_bos
     }
 
-    /// Whether [`eos`](Self::eos) belongs behind every text that is read whole, not to be continued.
+    /// Whether [`eos`](Self::eos) belongs after every text; it is then there.
     pub fn adds_eos(&self) -> bool {
-        self.adds_eos
+        self.ends.adds_eos
     }
 
     /// Whether `id` ends a generation: end of sequence, of turn, of message.

@@ -56,8 +56,8 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Embeddings, ApiError> 
     let text = |(at, given): (usize, Prompt)| {
         let field = format!("{INPUT}[{at}]");
         let tokens = match given {
-            Prompt::Text(text) if special => tokenizer.encode_framed(&text),
-            Prompt::Text(text) => tokenizer.encode(&text, true),
+            Prompt::Text(text) if special => tokenizer.with_ends(tokenizer.encode(&text, false)),
+            Prompt::Text(text) => tokenizer.encode(&text, false),
             Prompt::Tokens(tokens) => {
                 check_tokens(&field, &tokens, tokenizer.vocab_size())?;
                 tokens

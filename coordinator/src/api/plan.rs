@@ -142,7 +142,7 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
         (Some(_), None) => {
             let text: String = fields.get("prompt")?.unwrap_or_default();
             if encodes && special {
-                model.tokenizer.encode_framed(&text)
+                model.tokenizer.with_ends(model.tokenizer.encode(&text, false))
             } else {
                 model.tokens(&text, special)
             }

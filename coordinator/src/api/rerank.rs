@@ -65,11 +65,11 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Rerank, ApiError> {
         })
         .collect();
     let tokenizer = &model.tokenizer;
-    let query = tokenizer.encode(&query, true);
+    let query = tokenizer.encode(&query, false);
     let pair = |(at, document): (usize, &String)| {
-        let pair = tokenizer.frame_pair(&query, &tokenizer.encode(document, true));
-        check_length(&format!("documents[{at}]"), &pair.tokens, served.max_model_len)?;
-        Ok(EncodeTextV1 { tokens: pair.tokens, segment_start: u32::try_from(pair.second).ok() })
+        let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(document, false));
+        check_length(&format!("documents[{at}]"), &tokens, served.max_model_len)?;
+        Ok(EncodeTextV1 { tokens, segment_start: u32::try_from(second).ok() })
     };
     let texts = documents.iter().enumerate().map(pair).collect::<Result<_, ApiError>>()?;
     let top_n = match fields.get("top_n")?.unwrap_or(0) {

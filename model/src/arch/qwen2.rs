@@ -1,23 +1,39 @@
-//! `qwen2`: as llama, with half-split rope and biases on q, k and v.
+//! `qwen2` and `qwen2moe`: as llama, with half-split rope and biases on q, k and v; the mixture adds a shared
+//! expert and keeps the router's probabilities as they are.
 
 use super::decoder::{AttentionOptions, Decoder};
 use super::source::Source;
 use crate::Error;
-use crate::spec::{Activation, ModelSpec, RopeStyle};
+use crate::spec::{Activation, FfnPart, FfnSpec, MixerSpec, ModelSpec, MoeSpec, RopeStyle};
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    for layer in 0..decoder.layers {
-        for name in ["attn_q.bias", "attn_k.bias", "attn_v.bias"] {
-            // A bias is optional to the decoder; a qwen2 without one is not whole.
-            source.dims(&decoder.stem(layer, name))?;
-        }
-    }
-    let rope = decoder.rope(RopeStyle::Half)?;
     let ffns = decoder.dense(Activation::Silu)?;
-    let layer = |(layer, ffn)| {
-        let attention = AttentionOptions { window: None, rope: rope.clone(), scale: None, qk_norm: false };
-        decoder.pre_norm_layer(layer, attention, ffn)
+    model(&decoder, ffns.into_iter().map(|ffn| vec![FfnPart::plain(ffn)]))
+}
+
+pub(super) fn translate_moe(source: &Source<'_>) -> Result<ModelSpec, Error> {
+    let decoder = Decoder::read(source)?;
+    // Never tied here.
+    source.dims("output.weight")?;
+    let moes = decoder.moe(&decoder.expert_widths()?, Activation::Silu)?;
+    let shared = decoder.shared_expert_widths()?;
+    let parts = |(layer, (moe, width)): (usize, (MoeSpec, usize))| {
+        let moe = FfnSpec::Moe(MoeSpec { renormalise: false, ..moe });
+        Ok(vec![FfnPart::plain(moe), FfnPart::plain(decoder.shared_expert(layer, width)?)])
     };
-    decoder.model(ffns.into_iter().enumerate().map(layer).collect::<Result<_, _>>()?)
+    let parts: Vec<_> = moes.into_iter().zip(shared).enumerate().map(parts).collect::<Result<_, Error>>()?;
+    model(&decoder, parts.into_iter())
+}
+
+fn model(decoder: &Decoder<'_>, ffns: impl Iterator<Item = Vec<FfnPart>>) -> Result<ModelSpec, Error> {
+    let rope = decoder.rope(RopeStyle::Half)?;
+    let layer = |(layer, ffn)| {
+        decoder.require(layer, &["attn_q.bias", "attn_k.bias", "attn_v.bias"])?;
+        let options = AttentionOptions { rope: Some(rope.clone()), ..Default::default() };
+        let mixer = MixerSpec::Attention(decoder.attention(layer, options)?);
+        decoder.pre_norm_layer(layer, mixer, "ffn_norm", ffn)
+    };
+    let layers = ffns.enumerate().map(layer).collect::<Result<_, _>>()?;
+    Ok(decoder.model(layers, decoder.logits()?))
 }

@@ -1,22 +1,22 @@
-//! Checked access to a GGUF's hyper-parameters and tensors, for translators.
+//! Checked access to a file's hyper-parameters and tensors, for translators.
 
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
 use crate::metadata::Value;
-use crate::spec::{LinearSpec, NormKind, NormSpec};
-use crate::{Error, GgmlType, Gguf, Metadata};
+use crate::spec::{ConvSpec, LinearSpec, NormKind, NormSpec, RowSlice};
+use crate::{Error, GgmlType, Metadata, ModelFile};
 
-/// A GGUF read as architecture `arch`: keys are `ARCH.key`.
+/// A file read as architecture `arch`: keys are `ARCH.key`.
 pub(super) struct Source<'a> {
-    gguf: &'a Gguf,
+    file: &'a ModelFile,
     arch: &'a str,
 }
 
 impl<'a> Source<'a> {
-    pub(super) const fn new(gguf: &'a Gguf, arch: &'a str) -> Self {
-        Self { gguf, arch }
+    pub(super) const fn new(file: &'a ModelFile, arch: &'a str) -> Self {
+        Self { file, arch }
     }
 
     pub(super) const fn arch(&self) -> &'a str {
@@ -24,7 +24,7 @@ impl<'a> Source<'a> {
     }
 
     pub(super) fn metadata(&self) -> &'a Metadata {
-        self.gguf.metadata()
+        self.file.metadata()
     }
 
     /// The key's full name.
@@ -58,12 +58,28 @@ impl<'a> Source<'a> {
         if !matches!(self.metadata().value(&self.key(key)), Some(Value::Array(_))) {
             return Ok(self.count(key, range)?.map(|count| vec![count; layers]));
         }
-        let list: Cow<'_, [u64]> = self.metadata().require(&self.key(key))?;
+        let list = self.counts(key, range)?;
         if list.len() != layers {
             return Err(self.refuse(key, format_args!("an array of {}", list.len()), layers));
         }
+        Ok(Some(list))
+    }
+
+    /// A list of counts in `range`.
+    pub(super) fn counts(&self, key: &str, range: RangeInclusive<usize>) -> Result<Vec<usize>, Error> {
+        let list: Cow<'_, [u64]> = self.metadata().require(&self.key(key))?;
         let count = |&found: &u64| self.in_range(key, usize::try_from(found).unwrap_or(usize::MAX), &range);
-        list.iter().map(count).collect::<Result<_, _>>().map(Some)
+        list.iter().map(count).collect()
+    }
+
+    /// A flag per layer, if the key is there: an array as long as one of `lens`.
+    pub(super) fn layer_flags(&self, key: &str, lens: &[usize]) -> Result<Option<Vec<bool>>, Error> {
+        let Some(list) = self.metadata().get::<Cow<'_, [bool]>>(&self.key(key))? else { return Ok(None) };
+        if !lens.contains(&list.len()) {
+            let needs: Vec<String> = lens.iter().map(|len| format!("an array of {len}")).collect();
+            return Err(self.refuse(key, format_args!("an array of {}", list.len()), needs.join(" or ")));
+        }
+        Ok(Some(list.into_owned()))
     }
 
     /// A finite number above zero, if the key is there.
@@ -99,13 +115,13 @@ impl<'a> Source<'a> {
 
     /// Whether there is a tensor of this name.
     pub(super) fn has(&self, tensor: &str) -> bool {
-        self.gguf.tensor(tensor).is_some()
+        self.file.tensor(tensor).is_some()
     }
 
     /// Dimensions of a tensor, trailing ones left out.
     pub(super) fn dims(&self, tensor: &str) -> Result<&'a [u64], Error> {
         let info =
-            self.gguf.tensor(tensor).ok_or_else(|| Error::MissingTensor { tensor: tensor.to_owned() })?;
+            self.file.tensor(tensor).ok_or_else(|| Error::MissingTensor { tensor: tensor.to_owned() })?;
         Ok(significant(info.dims()))
     }
 
@@ -122,7 +138,7 @@ impl<'a> Source<'a> {
     /// As [`tensor`](Self::tensor), for a tensor that kernels read as plain floats.
     pub(super) fn floats(&self, name: &str, expected: &[usize]) -> Result<String, Error> {
         let tensor = self.tensor(name, expected)?;
-        match self.gguf.tensor(name).map(|info| info.ty()) {
+        match self.file.tensor(name).map(|info| info.ty()) {
             Some(found) if found != GgmlType::F32 => {
                 Err(Error::TensorType { tensor, found, expected: GgmlType::F32 })
             }
@@ -141,18 +157,34 @@ impl<'a> Source<'a> {
         Ok(NormSpec { kind: NormKind::Rms, weight, bias: None, eps, width })
     }
 
+    /// Layer norm `STEM.weight`, `STEM.bias` of `width` elements.
+    pub(super) fn layer_norm(&self, stem: &str, width: usize, eps: f32) -> Result<NormSpec, Error> {
+        let bias = Some(self.floats(&format!("{stem}.bias"), &[width])?);
+        Ok(NormSpec { kind: NormKind::Layer, bias, ..self.rms_norm(stem, width, eps)? })
+    }
+
     /// Matrix `STEM.weight`, with its bias and scale where it has them.
     pub(super) fn linear(&self, stem: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
         Ok(LinearSpec {
-            weight: self.tensor(&format!("{stem}.weight"), &[cols, rows])?,
             bias: self.optional_floats(&format!("{stem}.bias"), &[rows])?,
             scale: self.optional_floats(&format!("{stem}.scale"), &[1])?,
-            rows,
-            cols,
+            ..self.matrix(stem, cols, rows)?
         })
     }
 
-    /// The matrices `STEM.weight` of all experts, with one scale per expert where it has them.
+    /// The rows `slice` of `STEM.weight`, with the scale of the whole where it has one. A bias has no place.
+    pub(super) fn linear_slice(&self, stem: &str, cols: usize, slice: RowSlice) -> Result<LinearSpec, Error> {
+        let whole = self.matrix(stem, cols, slice.of)?;
+        let scale = self.optional_floats(&format!("{stem}.scale"), &[1])?;
+        Ok(LinearSpec { rows: slice.rows(), slice: Some(slice), scale, ..whole })
+    }
+
+    /// Matrix `STEM.weight` alone.
+    pub(super) fn matrix(&self, stem: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
+        Ok(LinearSpec::new(self.tensor(&format!("{stem}.weight"), &[cols, rows])?, cols, rows))
+    }
+
+    /// The matrices `STEM.weight` of all experts, with one bias and scale per expert where it has them.
     pub(super) fn experts(
         &self,
         stem: &str,
@@ -161,12 +193,28 @@ impl<'a> Source<'a> {
         experts: usize,
     ) -> Result<LinearSpec, Error> {
         Ok(LinearSpec {
-            weight: self.tensor(&format!("{stem}.weight"), &[cols, rows, experts])?,
-            bias: None,
+            bias: self.optional_floats(&format!("{stem}.bias"), &[rows, experts])?,
             scale: self.optional_floats(&format!("{stem}.scale"), &[experts])?,
-            rows,
-            cols,
+            ..LinearSpec::new(self.tensor(&format!("{stem}.weight"), &[cols, rows, experts])?, cols, rows)
         })
+    }
+
+    /// Depthwise convolution `STEM.weight` of `taps` positions, with its bias where it has one.
+    pub(super) fn conv(&self, stem: &str, taps: usize, channels: usize) -> Result<ConvSpec, Error> {
+        Ok(ConvSpec {
+            weight: self.floats(&format!("{stem}.weight"), &[taps, channels])?,
+            bias: self.optional_floats(&format!("{stem}.bias"), &[channels])?,
+            taps,
+            channels,
+        })
+    }
+
+    /// For architectures that have another name when they are a mixture of experts.
+    pub(super) fn refuse_experts(&self) -> Result<(), Error> {
+        match self.count("expert_count", 0..=usize::MAX)?.filter(|&experts| experts > 0) {
+            Some(experts) => Err(self.refuse("expert_count", experts, "0")),
+            None => Ok(()),
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use crate::GgmlType;
 use crate::metadata::{Array, Metadata, Strings, Value};
 
 /// Key of the alignment of tensor data.
-pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
+pub(crate) const ALIGNMENT_KEY: &str = "general.alignment";
 /// Alignment of a file that has no such key.
 pub(super) const DEFAULT_ALIGNMENT: u64 = 32;
 /// First bytes of every GGUF file.

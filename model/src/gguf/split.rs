@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::parse::{self, Header};
 use super::{Malformed, TensorInfo, limits};
+use crate::file::Contents;
 use crate::mmap::MappedFile;
 use crate::{Error, Metadata};
 
@@ -21,15 +22,8 @@ fn is_split_key(key: &str) -> bool {
     key.starts_with("split.")
 }
 
-/// A model's files as one.
-pub(super) struct Opened {
-    pub(super) files: Vec<MappedFile>,
-    pub(super) metadata: Metadata,
-    pub(super) tensors: Vec<TensorInfo>,
-}
-
 /// Opens `path` and, if it is one of a set, the others.
-pub(super) fn open(path: &Path) -> Result<Opened, Error> {
+pub(super) fn open(path: &Path) -> Result<Contents, Error> {
     let given = Part::open(path)?;
     let Some(count) = given.header.metadata.get::<u64>(COUNT)? else {
         return merge(vec![given]);
@@ -61,8 +55,8 @@ pub(super) fn open(path: &Path) -> Result<Opened, Error> {
     merge(parts)
 }
 
-fn merge(parts: Vec<Part>) -> Result<Opened, Error> {
-    let mut opened = Opened { files: Vec::new(), metadata: Metadata::default(), tensors: Vec::new() };
+fn merge(parts: Vec<Part>) -> Result<Contents, Error> {
+    let mut contents = Contents { files: Vec::new(), metadata: Metadata::default(), tensors: Vec::new() };
     let mut names = HashSet::new();
     for (file, part) in parts.into_iter().enumerate() {
         for entry in part.header.tensors {
@@ -71,15 +65,15 @@ fn merge(parts: Vec<Part>) -> Result<Opened, Error> {
                 return Err(Error::Malformed { path: part.file.path().to_owned(), source });
             }
             let parse::TensorEntry { name, ty, dims, bytes, offset } = entry;
-            opened.tensors.push(TensorInfo { name, ty, dims, bytes, file, offset });
+            contents.tensors.push(TensorInfo { name, ty, dims, bytes, file, offset });
         }
         if file == 0 {
-            opened.metadata = part.header.metadata;
-            opened.metadata.retain(|key| !is_split_key(key));
+            contents.metadata = part.header.metadata;
+            contents.metadata.retain(|key| !is_split_key(key));
         }
-        opened.files.push(part.file);
+        contents.files.push(part.file);
     }
-    Ok(opened)
+    Ok(contents)
 }
 
 /// One file, parsed.

@@ -3,14 +3,14 @@
 //! ```
 //! use kvasir_model::gguf::writer::Writer;
 //! use kvasir_model::metadata::{Metadata, Value};
-//! use kvasir_model::{GgmlType, Gguf};
+//! use kvasir_model::{GgmlType, ModelFile};
 //!
 //! let mut writer = Writer::new(Metadata::from_iter([("general.architecture", Value::from("llama"))]))?;
 //! writer.tensor("output_norm.weight", GgmlType::F32, &[4])?;
 //! let mut file = tempfile::NamedTempFile::new()?;
 //! writer.write(&mut file, |tensor| vec![0; tensor.bytes() as usize])?;
 //!
-//! let gguf = Gguf::open(file.path())?;
+//! let gguf = ModelFile::open(file.path())?;
 //! assert_eq!(gguf.tensor_data("output_norm.weight")?, [0; 16]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -123,7 +123,7 @@ impl Writer {
 }
 
 /// Appends a value as a file holds it: the number of its type, then itself.
-pub(super) fn encode_value(value: &Value, out: &mut Vec<u8>) {
+pub(crate) fn encode_value(value: &Value, out: &mut Vec<u8>) {
     macro_rules! scalar {
         ($ty:expr, $x:expr) => {{
             out.extend($ty.to_le_bytes());

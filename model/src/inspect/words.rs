@@ -3,30 +3,83 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::{LayerRun, ModelSummary, Reading, Summary};
-use crate::spec::{Activation, AttentionSpec, FfnSpec, LayerSpec, MixerSpec, RopeSpec, RopeStyle};
+use crate::ModelSpec;
+use crate::spec::{
+    Activation, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, Mamba2Spec, MixerSpec,
+    OutputSpec, OwnKvSpec, Pooling, RopeSpec, RopeStyle,
+};
 
 /// Mixer and FFN of a layer, without its tensors' names.
 pub(super) fn layer(layer: &LayerSpec) -> String {
     let mixer = match &layer.mixer {
         MixerSpec::Attention(attention) => self::attention(attention),
+        MixerSpec::DeltaNet(net) => delta_net(net),
+        MixerSpec::Mamba2(mamba2) => self::mamba2(mamba2),
     };
-    format!("{mixer}; {}", ffn(&layer.ffn))
+    let ffn: Vec<String> = layer.ffn.iter().map(|FfnPart { ffn, .. }| self::ffn(ffn)).collect();
+    let per_layer = match &layer.per_layer {
+        Some(per_layer) => format!("; {} values per layer", per_layer.gate.rows),
+        None => String::new(),
+    };
+    format!("{mixer}; {}{per_layer}", ffn.join(" + "))
+}
+
+/// What the model gives.
+pub(super) fn output(spec: &ModelSpec) -> String {
+    match &spec.output {
+        OutputSpec::Logits(logits) if logits.linear.weight == spec.embedding.tensor => {
+            "tied to the embedding".to_owned()
+        }
+        OutputSpec::Logits(_) => "its own matrix".to_owned(),
+        OutputSpec::Pooled(pooled) => {
+            let pooling = match pooled.pooling {
+                Pooling::Mean => "mean of all tokens",
+                Pooling::First => "first token",
+                Pooling::Last => "last token",
+            };
+            match &pooled.classifier {
+                Some(classifier) => format!("{pooling}, scores: {}", classifier.out.rows),
+                None => pooling.to_owned(),
+            }
+        }
+    }
 }
 
 fn attention(attention: &AttentionSpec) -> String {
-    let AttentionSpec { window, heads, kv_heads, head_dim, .. } = attention;
-    let kind = match window {
-        Some(window) => format!("attention over the last {window}"),
-        None => "full attention".to_owned(),
+    let AttentionSpec { causal, window, heads, kv_heads, head_dim, .. } = attention;
+    let kind = match (window, causal) {
+        (Some(window), _) => format!("attention over the last {window}"),
+        (None, true) => "full attention".to_owned(),
+        (None, false) => "attention to all".to_owned(),
+    };
+    let kv = match &attention.kv {
+        KvSpec::Own(OwnKvSpec { v: None, .. }) => ", values from keys".to_owned(),
+        KvSpec::Own(_) => String::new(),
+        KvSpec::Shared { layer } => format!(", keys and values of layer {layer}"),
     };
     let norm = if attention.q_norm.is_some() { ", q/k norm" } else { "" };
     let bias = if attention.q.bias.is_some() { ", biases" } else { "" };
+    let sinks = if attention.sinks.is_some() { ", sinks" } else { "" };
+    let gate = if attention.gate.is_some() { ", gated" } else { "" };
     let rope = attention.rope.as_ref().map_or_else(|| "no rope".to_owned(), self::rope);
-    format!("{kind}, {heads} heads on {kv_heads} of {head_dim}{norm}{bias}, {rope}")
+    format!("{kind}, {heads} heads on {kv_heads} of {head_dim}{kv}{norm}{bias}{sinks}{gate}, {rope}")
+}
+
+fn delta_net(net: &DeltaNetSpec) -> String {
+    let DeltaNetSpec { k_heads, v_heads, k_dim, v_dim, conv, .. } = net;
+    let taps = conv.taps;
+    format!("delta net, {v_heads} heads of {v_dim} on {k_heads} of {k_dim}, convolution over {taps}")
+}
+
+fn mamba2(mamba2: &Mamba2Spec) -> String {
+    let Mamba2Spec { heads, head_dim, groups, state, conv, .. } = mamba2;
+    let groups = if *groups == 1 { String::new() } else { format!(" in {groups} groups") };
+    let taps = conv.taps;
+    format!("Mamba-2, {heads} heads of {head_dim}{groups}, state {state}, convolution over {taps}")
 }
 
 fn rope(rope: &RopeSpec) -> String {
-    let RopeSpec { style, n_rot, base, freq_scale, factors } = rope;
+    let RopeSpec { style, n_rot, base, freq_scale, factors, magnitude: _ } = rope;
     let style = match style {
         RopeStyle::Interleaved => "interleaved",
         RopeStyle::Half => "half-split",
@@ -38,8 +91,14 @@ fn rope(rope: &RopeSpec) -> String {
 
 fn ffn(ffn: &FfnSpec) -> String {
     match ffn {
-        FfnSpec::Dense { gate, activation, .. } => {
+        FfnSpec::Gated { gate, activation, row_gate: None, .. } => {
             format!("dense FFN of {}, {}", gate.rows, self::activation(*activation))
+        }
+        FfnSpec::Gated { gate, activation, row_gate: Some(_), .. } => {
+            format!("gated expert of {}, {}", gate.rows, self::activation(*activation))
+        }
+        FfnSpec::Plain { up, activation, .. } => {
+            format!("plain FFN of {}, {}", up.rows, self::activation(*activation))
         }
         FfnSpec::Moe(moe) => {
             let activation = activation(moe.activation);
@@ -52,6 +111,8 @@ fn activation(activation: Activation) -> &'static str {
     match activation {
         Activation::Silu => "SiLU",
         Activation::GeluTanh => "GELU",
+        Activation::GeluErf => "GELU by erf",
+        Activation::ClampedSwiglu => "clamped SwiGLU",
     }
 }
 
@@ -81,12 +142,14 @@ impl Display for Summary {
 
 impl Display for ModelSummary {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let output = if self.tied_output { "tied to the embedding" } else { "its own matrix" };
         writeln!(f, "vocabulary     {}", self.vocab)?;
         writeln!(f, "hidden         {}", self.hidden)?;
         writeln!(f, "context        {} tokens", self.context_length)?;
-        writeln!(f, "output         {output}")?;
+        writeln!(f, "output         {}", self.output)?;
         writeln!(f, "KV elements    {} per token", self.kv_elements_per_token)?;
+        if self.state_elements > 0 {
+            writeln!(f, "state elements {} per sequence", self.state_elements)?;
+        }
         writeln!(f, "layers         {}", self.layers)?;
         for LayerRun { first, last, description } in &self.layer_list {
             let range = if first == last { first.to_string() } else { format!("{first}-{last}") };

@@ -3,9 +3,24 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use super::{AttentionSpec, ExpertGateUp, FfnSpec, LayerSpec, LinearSpec, MixerSpec, ModelSpec, NormSpec};
+use super::{
+    AttentionSpec, ClassifierSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, ExpertGateUp, FfnPart, FfnSpec,
+    KvSpec, LayerSpec, LinearSpec, LogitsSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec, NormSpec,
+    OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, RopeFactors, TableSpec,
+};
 
 impl ModelSpec {
+    /// Names of the tensors that turn tokens into the first layer's residual and the layers' further inputs,
+    /// each once.
+    pub fn embedding_tensors(&self) -> Vec<&str> {
+        let mut names = Vec::new();
+        self.embedding.push_tensors(&mut names);
+        if let Some(input) = &self.per_layer_input {
+            input.push_tensors(&mut names);
+        }
+        distinct(names)
+    }
+
     /// Names of the tensors that the layers of `range` read, each once, in order of use. Layers that do not
     /// exist have none.
     pub fn layer_tensors(&self, range: Range<usize>) -> Vec<&str> {
@@ -16,17 +31,27 @@ impl ModelSpec {
         distinct(names)
     }
 
-    /// Names of the tensors that turn the residual of the last layer into logits.
+    /// Names of the tensors that turn the residual of the last layer into what the model gives.
     pub fn output_tensors(&self) -> Vec<&str> {
         let mut names = Vec::new();
-        self.output_norm.push_tensors(&mut names);
-        self.output.linear.push_tensors(&mut names);
+        match &self.output {
+            OutputSpec::Logits(LogitsSpec { norm, linear, softcap: _, scale: _ }) => {
+                norm.push_tensors(&mut names);
+                linear.push_tensors(&mut names);
+            }
+            OutputSpec::Pooled(PooledSpec { pooling: _, classifier }) => {
+                if let Some(ClassifierSpec { dense, out }) = classifier {
+                    push_linear(dense, &mut names);
+                    out.push_tensors(&mut names);
+                }
+            }
+        }
         names
     }
 
     /// Names of all tensors, each once: the embedding, the layers, the output.
     pub fn tensors(&self) -> Vec<&str> {
-        let mut names = vec![self.embedding.tensor.as_str()];
+        let mut names = self.embedding_tensors();
         names.extend(self.layer_tensors(0..self.layers.len()));
         names.extend(self.output_tensors());
         distinct(names)
@@ -39,53 +64,149 @@ fn distinct(mut names: Vec<&str>) -> Vec<&str> {
     names
 }
 
+impl EmbeddingSpec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        let Self { tensor, scale: _, positions, token_types, norm } = self;
+        names.push(tensor);
+        for TableSpec { tensor, rows: _ } in positions.iter().chain(token_types) {
+            names.push(tensor);
+        }
+        push_norm(norm, names);
+    }
+}
+
+impl PerLayerInputSpec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        let Self { table, table_scale: _, width: _, projection, norm } = self;
+        names.push(table);
+        projection.push_tensors(names);
+        norm.push_tensors(names);
+    }
+}
+
 impl LayerSpec {
     fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
-        let Self { mixer_norm, mixer, mixer_post_norm, ffn_norm, ffn, ffn_post_norm, residual_scale: _ } =
-            self;
+        let Self {
+            mixer_norm,
+            mixer,
+            mixer_post_norm,
+            mixer_out_norm,
+            ffn_norm,
+            ffn,
+            ffn_post_norm,
+            ffn_out_norm,
+            per_layer,
+            output_scale,
+            residual_scale: _,
+        } = self;
         push_norm(mixer_norm, names);
         match mixer {
             MixerSpec::Attention(attention) => attention.push_tensors(names),
+            MixerSpec::DeltaNet(delta_net) => delta_net.push_tensors(names),
+            MixerSpec::Mamba2(mamba2) => mamba2.push_tensors(names),
         }
         push_norm(mixer_post_norm, names);
+        push_norm(mixer_out_norm, names);
         push_norm(ffn_norm, names);
-        ffn.push_tensors(names);
+        for FfnPart { own_norm, ffn, post_norm } in ffn {
+            push_norm(own_norm, names);
+            ffn.push_tensors(names);
+            push_norm(post_norm, names);
+        }
         push_norm(ffn_post_norm, names);
+        push_norm(ffn_out_norm, names);
+        if let Some(PerLayerSpec { gate, projection, norm }) = per_layer {
+            gate.push_tensors(names);
+            projection.push_tensors(names);
+            norm.push_tensors(names);
+        }
+        names.extend(output_scale.as_deref());
     }
 }
 
 impl AttentionSpec {
     fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
-        for linear in [&self.q, &self.k, &self.v] {
+        self.q.push_tensors(names);
+        push_linear(&self.gate, names);
+        push_norm(&self.q_norm, names);
+        match &self.kv {
+            KvSpec::Own(OwnKvSpec { k, v, k_norm, v_norm }) => {
+                k.push_tensors(names);
+                push_linear(v, names);
+                push_norm(k_norm, names);
+                push_norm(v_norm, names);
+            }
+            KvSpec::Shared { layer: _ } => {}
+        }
+        if let Some(RopeFactors::Tensor(name)) = self.rope.as_ref().and_then(|rope| rope.factors.as_ref()) {
+            names.push(name);
+        }
+        names.extend(self.sinks.as_deref());
+        self.o.push_tensors(names);
+    }
+}
+
+impl DeltaNetSpec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        for linear in [&self.qkv, &self.gate, &self.beta, &self.alpha] {
             linear.push_tensors(names);
         }
-        push_norm(&self.q_norm, names);
-        push_norm(&self.k_norm, names);
-        names.extend(self.rope.iter().filter_map(|rope| rope.factors.as_deref()));
-        self.o.push_tensors(names);
+        self.conv.push_tensors(names);
+        names.extend([self.a.as_str(), &self.dt_bias]);
+        self.norm.push_tensors(names);
+        self.out.push_tensors(names);
+    }
+}
+
+impl Mamba2Spec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        for linear in [&self.z, &self.xbc, &self.dt] {
+            linear.push_tensors(names);
+        }
+        self.conv.push_tensors(names);
+        names.extend([self.a.as_str(), &self.d, &self.dt_bias]);
+        self.norm.push_tensors(names);
+        self.out.push_tensors(names);
+    }
+}
+
+impl ConvSpec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        names.push(&self.weight);
+        names.extend(self.bias.as_deref());
     }
 }
 
 impl FfnSpec {
     fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         match self {
-            Self::Dense { gate, up, down, activation: _ } => {
+            Self::Gated { gate, up, down, activation: _, row_gate } => {
                 for linear in [gate, up, down] {
                     linear.push_tensors(names);
                 }
+                push_linear(row_gate, names);
             }
-            Self::Moe(moe) => {
-                moe.router.push_tensors(names);
-                match &moe.gate_up {
-                    ExpertGateUp::Separate { gate, up } => {
-                        gate.push_tensors(names);
-                        up.push_tensors(names);
-                    }
-                    ExpertGateUp::Fused(gate_up) => gate_up.push_tensors(names),
-                }
-                moe.down.push_tensors(names);
+            Self::Plain { up, down, activation: _ } => {
+                up.push_tensors(names);
+                down.push_tensors(names);
             }
+            Self::Moe(moe) => moe.push_tensors(names),
         }
+    }
+}
+
+impl MoeSpec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        push_norm(&self.router_norm, names);
+        self.router.push_tensors(names);
+        match &self.gate_up {
+            ExpertGateUp::Separate { gate, up } => {
+                gate.push_tensors(names);
+                up.push_tensors(names);
+            }
+            ExpertGateUp::Fused(gate_up) => gate_up.push_tensors(names),
+        }
+        self.down.push_tensors(names);
     }
 }
 
@@ -101,6 +222,12 @@ impl NormSpec {
     fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         names.extend(self.weight.as_deref());
         names.extend(self.bias.as_deref());
+    }
+}
+
+fn push_linear<'a>(linear: &'a Option<LinearSpec>, names: &mut Vec<&'a str>) {
+    if let Some(linear) = linear {
+        linear.push_tensors(names);
     }
 }
 

@@ -1,24 +1,20 @@
 //! Byte-level BPE: words of bytes, merged in the order of the file's merge list.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::TokenizerError;
 use super::merge::Merger;
-use super::pieces::{FastBuild, Index, Pieces};
+use super::merges::{Merges, Symbols};
+use super::pieces::{Index, Pieces};
 use super::pretokenize::{self, PreTokenizer};
 
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Bpe {
     pre: PreTokenizer,
-    /// Symbol of each byte.
+    /// Symbol of each byte. One without a token stands for nothing.
     bytes: [u32; 256],
-    /// Rank and symbol of what two symbols merge to, by `left << 32 | right`.
-    merges: HashMap<u64, (u32, u32), FastBuild>,
-    /// Symbols from `pieces.len()` on are not tokens: where the list merges to something that is no token, or a
-    /// byte has none. They stand for these tokens.
-    spelled: Vec<Vec<u32>>,
+    merges: Merges,
     /// Tokens by their bytes.
     words: Index,
     /// Per token, whether merging its bytes gives the token itself: 0 unknown yet, 1 yes, 2 no. Found out when
@@ -33,49 +29,27 @@ pub(super) const NOT_WHOLE: u8 = 2;
 
 impl Bpe {
     /// `texts` are the tokens as the file has them, `pieces` their bytes (empty where a token has no byte form),
-    /// `merges` the list, best first, each two texts with a space between.
+    /// `lines` the merge list, best first, each two texts with a space between.
     pub(super) fn new<'a>(
         pre: PreTokenizer,
         texts: &Pieces,
         pieces: &Pieces,
-        merges: impl ExactSizeIterator<Item = &'a str>,
+        lines: impl ExactSizeIterator<Item = &'a str>,
     ) -> Result<Self, TokenizerError> {
-        let tokens =
-            u32::try_from(texts.len()).map_err(|_| TokenizerError::TooManyTokens { found: texts.len() })?;
-        let mut symbols = Symbols {
-            by_text: HashMap::with_capacity_and_hasher(texts.len(), FastBuild::default()),
-            tokens,
-            spelled: Vec::new(),
-        };
-        for id in 0..tokens {
-            if let Some(text) = texts.get(id).and_then(|t| std::str::from_utf8(t).ok()) {
-                symbols.by_text.entry(text.to_owned()).or_insert(id);
-            }
-        }
+        let mut symbols = Symbols::new(texts)?;
         let mut bytes = [0; 256];
         for (byte, symbol) in (0..=255).zip(&mut bytes) {
             *symbol = symbols.number(&byte_char(byte).to_string())?;
         }
-        let mut table = HashMap::with_capacity_and_hasher(merges.len(), FastBuild::default());
-        for (rank, line) in merges.enumerate() {
-            let rank = u32::try_from(rank).map_err(|_| TokenizerError::TooManyTokens { found: rank })?;
-            // A text may itself begin with a space.
-            let cut = line.char_indices().skip(1).find(|&(_, c)| c == ' ').map(|(at, _)| at);
-            let Some((left, right)) = cut.map(|at| (&line[..at], &line[at + 1..])) else {
-                return Err(TokenizerError::BadMerge { rank, line: line.to_owned() });
-            };
-            let key = u64::from(symbols.number(left)?) << 32 | u64::from(symbols.number(right)?);
-            let merged = symbols.number(&[left, right].concat())?;
-            table.entry(key).or_insert((rank, merged));
-        }
+        let merges = Merges::read(&mut symbols, lines, |_, _| {})?;
         let mut words = Index::with_capacity(texts.len());
-        for id in 0..tokens {
+        for id in (0..).take(texts.len()) {
             if pieces.get(id).is_some_and(|p| !p.is_empty()) {
                 words.insert(pieces, id);
             }
         }
-        let whole = (0..tokens).map(|_| AtomicU8::new(UNKNOWN)).collect();
-        Ok(Self { pre, bytes, merges: table, spelled: symbols.spelled, words, whole })
+        let whole = (0..texts.len()).map(|_| AtomicU8::new(UNKNOWN)).collect();
+        Ok(Self { pre, bytes, merges, words, whole })
     }
 
     /// Appends the tokens of `text`.
@@ -109,36 +83,9 @@ impl Bpe {
             merger.push(self.bytes[usize::from(byte)], 1);
         }
         merger.run(
-            |left, right| self.merges.get(&(u64::from(left.id) << 32 | u64::from(right.id))).copied(),
-            |symbol| match (symbol.id as usize).checked_sub(self.whole.len()) {
-                None => out.push(symbol.id),
-                Some(spelled) => out.extend(self.spelled.get(spelled).into_iter().flatten()),
-            },
+            |left, right| self.merges.pair(left.id, right.id),
+            |symbol| self.merges.spell(symbol.id, out),
         );
-    }
-}
-
-/// Numbers texts while a [`Bpe`] is built.
-struct Symbols {
-    by_text: HashMap<String, u32, FastBuild>,
-    tokens: u32,
-    spelled: Vec<Vec<u32>>,
-}
-
-impl Symbols {
-    /// The symbol of `text`: the token, or else a new one that stands for the tokens of its characters.
-    fn number(&mut self, text: &str) -> Result<u32, TokenizerError> {
-        if let Some(&known) = self.by_text.get(text) {
-            return Ok(known);
-        }
-        let found = self.tokens as usize + self.spelled.len();
-        let id = u32::try_from(found).map_err(|_| TokenizerError::TooManyTokens { found })?;
-        let tokens = self.tokens;
-        let letters =
-            text.chars().filter_map(|c| self.by_text.get(c.encode_utf8(&mut [0; 4]) as &str).copied());
-        self.spelled.push(letters.filter(|&letter| letter < tokens).collect());
-        self.by_text.insert(text.to_owned(), id);
-        Ok(id)
     }
 }
 

@@ -36,6 +36,8 @@ pub(super) enum Style {
         /// Combining marks count as letters.
         marks: bool,
     },
+    /// The o200k family: as cl100k, and a word ends where its case says so.
+    Cased,
 }
 
 const fn row(name: &'static str, style: Style) -> PreTokenizer {
@@ -61,6 +63,7 @@ pub(super) const TABLE: &[PreTokenizer] = &[
     row("qwen2", Style::Words { digits: 1, marks: false }),
     row("deepseek-r1-qwen", Style::Words { digits: 1, marks: false }),
     row("qwen35", Style::Words { digits: 1, marks: true }),
+    row("gpt-4o", Style::Cased),
     row("dbrx", Style::Words { digits: 3, marks: false }),
     llama3("llama-bpe"),
     llama3("llama3"),
@@ -110,7 +113,38 @@ fn is_punctuation(c: char) -> bool {
 #[derive(Debug, Clone, Copy)]
 struct Properties {
     class: Class,
+    case: Option<Case>,
     punctuation: bool,
+}
+
+/// What a letter can be in a word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Case {
+    /// Capital or title case.
+    Upper,
+    /// Small.
+    Lower,
+    /// Either: letters of scripts without case, modifiers, marks.
+    Any,
+}
+
+impl Case {
+    fn is_upper(self) -> bool {
+        self != Self::Lower
+    }
+
+    fn is_lower(self) -> bool {
+        self != Self::Upper
+    }
+}
+
+fn case(c: char) -> Option<Case> {
+    match c {
+        'a'..='z' => Some(Case::Lower),
+        'A'..='Z' => Some(Case::Upper),
+        _ if c.is_ascii() => None,
+        _ => properties(c).case,
+    }
 }
 
 const PAGE: usize = 256;
@@ -124,7 +158,7 @@ fn properties(c: char) -> Properties {
     let page = PAGES[at / PAGE].get_or_init(|| {
         std::array::from_fn(|low| {
             let c = u32::try_from(at / PAGE * PAGE + low).ok().and_then(char::from_u32);
-            c.map_or(Properties { class: Class::Other, punctuation: false }, search)
+            c.map_or(Properties { class: Class::Other, case: None, punctuation: false }, search)
         })
     });
     page[at % PAGE]
@@ -152,7 +186,13 @@ fn search(c: char) -> Properties {
             | G::FinalPunctuation
             | G::OtherPunctuation
     );
-    Properties { class, punctuation }
+    let case = match category {
+        G::UppercaseLetter | G::TitlecaseLetter => Some(Case::Upper),
+        G::LowercaseLetter => Some(Case::Lower),
+        _ if matches!(class, Class::Letter | Class::Mark) => Some(Case::Any),
+        _ => None,
+    };
+    Properties { class, case, punctuation }
 }
 
 /// Calls `emit` with every word of `text`, in order; together they are the text.
@@ -178,6 +218,7 @@ pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a s
             alternate(text, is_punctuation, &mut |part, _| words(part, gpt2_word, &mut by_number));
         }
         Style::Words { digits, marks } => words(text, |rest| cl100k_word(rest, digits, marks), emit),
+        Style::Cased => words(text, o200k_word, emit),
     }
 }
 
@@ -281,28 +322,64 @@ fn cl100k_word(text: &str, digits: usize, marks: bool) -> usize {
     if letter(kind) {
         return run(text, |c| letter(class(c)));
     }
-    let after = &text[first.len_utf8()..];
     if kind == Class::Number {
-        return text
-            .char_indices()
-            .take(digits)
-            .take_while(|&(_, c)| class(c) == Class::Number)
-            .map(|(at, c)| at + c.len_utf8())
-            .last()
-            .unwrap_or(first.len_utf8());
+        return number(text, digits);
     }
     if kind != Class::Newline {
-        let word = run(after, |c| letter(class(c)));
+        let word = run(&text[first.len_utf8()..], |c| letter(class(c)));
         if word > 0 {
             return first.len_utf8() + word;
         }
     }
     let other = |k: Class| k == Class::Other || (!marks && k == Class::Mark);
-    let space = usize::from(first == ' ');
-    let body = run(&text[space..], |c| other(class(c)));
+    symbols_or_blank(text, |c| other(class(c)), |c| class(c) == Class::Newline)
+}
+
+/// With U for `\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}`, L for `\p{Ll}\p{Lm}\p{Lo}\p{M}` and 's for `(?i:'s|'t|'re|'ve|'m|'ll|'d)?`:
+/// `[^\r\n\p{L}\p{N}]?[U]*[L]+'s|[^\r\n\p{L}\p{N}]?[U]+[L]*'s|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+`
+fn o200k_word(text: &str) -> usize {
+    let Some(first) = text.chars().next() else { return 0 };
+    let kind = class(first);
+    if kind == Class::Number {
+        return number(text, 3);
+    }
+    // One character may lead the word; it is taken as such if a word then follows.
+    let lead = if matches!(kind, Class::Letter | Class::Newline) { 0 } else { first.len_utf8() };
+    let ends = [lead, 0].map(|start| small_word(&text[start..]).map(|end| start + end));
+    let capitals =
+        || Some(lead + run(&text[lead..], |c| case(c) == Some(Case::Upper))).filter(|&end| end > lead);
+    if let Some(end) = ends[0].or(ends[1]).or_else(capitals) {
+        return end + contraction(&text[end..], true);
+    }
+    let other = |c| matches!(class(c), Class::Other | Class::Mark);
+    symbols_or_blank(text, other, |c| class(c) == Class::Newline || c == '/')
+}
+
+/// `[U]*[L]+` of [`o200k_word`]: none if the text does not begin so.
+fn small_word(text: &str) -> Option<usize> {
+    let capitals = run(text, |c| case(c).is_some_and(Case::is_upper));
+    let small = run(&text[capitals..], |c| case(c).is_some_and(Case::is_lower));
+    if small > 0 {
+        return Some(capitals + small);
+    }
+    // The last that can be a small letter is one.
+    let last = text[..capitals].char_indices().rev().find(|&(_, c)| case(c) == Some(Case::Any));
+    last.map(|(at, c)| at + c.len_utf8())
+}
+
+/// `\p{N}{1,most}` of a text that begins with a number character.
+fn number(text: &str, most: usize) -> usize {
+    let numbers = text.char_indices().take(most).take_while(|&(_, c)| class(c) == Class::Number);
+    numbers.map(|(at, c)| at + c.len_utf8()).last().unwrap_or(0)
+}
+
+/// ` ?[other]+[tail]*|\s*[\r\n]+|\s+(?!\S)|\s+`
+fn symbols_or_blank(text: &str, other: impl Fn(char) -> bool, tail: impl Fn(char) -> bool) -> usize {
+    let space = usize::from(text.starts_with(' '));
+    let body = run(&text[space..], other);
     if body > 0 {
         let end = space + body;
-        return end + run(&text[end..], |c| class(c) == Class::Newline);
+        return end + run(&text[end..], tail);
     }
     let blank = &text[..run(text, |c| class(c).is_space())];
     match blank.rfind(['\r', '\n']) {

@@ -7,13 +7,15 @@ use crate::metadata::{Strings, Value};
 use crate::{Error, Metadata};
 
 use super::bpe::{self, Bpe};
+use super::char_bpe::CharBpe;
 use super::pieces::Pieces;
 use super::pretokenize::{self, PreTokenizer};
 use super::special::Specials;
 use super::spm::{SPACE, Spm};
-use super::{Kind, Model, Tokenizer, TokenizerError};
+use super::word_piece::WordPiece;
+use super::{Ends, Kind, Model, Tokenizer, TokenizerError};
 
-const MODELS: &[&str] = &["gpt2", "llama"];
+const MODELS: &[&str] = &["bert", "gemma4", "gpt2", "llama"];
 
 /// Tokens that end a generation wherever they occur, whatever the file says about them.
 const END_TEXTS: &[&str] = &[
@@ -62,12 +64,28 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
     let model: &str = metadata.require("tokenizer.ggml.model")?;
     let tokens: &Strings = metadata.require("tokenizer.ggml.tokens")?;
     let mut vocabulary = Vocabulary::read(metadata, tokens)?;
-    let score_based = model == "llama";
-    let eos = vocabulary.id(metadata, "tokenizer.ggml.eos_token_id", score_based.then_some(2))?;
+    let defaults = Defaults::of(model);
+    let eos = vocabulary.id(metadata, "tokenizer.ggml.eos_token_id", defaults.eos)?;
     let eog = vocabulary.ends(metadata, eos)?;
+    let unknown = vocabulary.id(metadata, "tokenizer.ggml.unknown_token_id", defaults.unknown)?;
 
     let mut hash = Hash::new(model, &vocabulary);
     let (model, adds_bos) = match model {
+        "bert" => {
+            let lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase")?.unwrap_or(true);
+            let unknown = unknown.ok_or(TokenizerError::NoUnknown)?;
+            hash.number(u64::from(lowercase));
+            hash.number(unknown.into());
+            vocabulary.spell(spell_spaces);
+            (Model::WordPiece(WordPiece::new(&vocabulary.texts, unknown, lowercase)), true)
+        }
+        "gemma4" => {
+            let merges: &Strings = metadata.require("tokenizer.ggml.merges")?;
+            hash.list(merges.iter());
+            hash.number(unknown.map_or(u64::MAX, u64::from));
+            vocabulary.spell(spell_spaces);
+            (Model::CharBpe(Box::new(CharBpe::new(&vocabulary.texts, merges.iter(), unknown)?)), true)
+        }
         "gpt2" => {
             let pre = pre_tokenizer(metadata)?;
             let merges: &Strings = metadata.require("tokenizer.ggml.merges")?;
@@ -81,12 +99,11 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         }
         "llama" => {
             let scores = scores(metadata, tokens.len())?;
-            let unknown = vocabulary.id(metadata, "tokenizer.ggml.unknown_token_id", Some(0))?;
             let add_space_prefix = metadata.get("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
             hash.number(u64::from(add_space_prefix));
             hash.number(unknown.map_or(u64::MAX, u64::from));
             scores.iter().for_each(|s| hash.number(s.to_bits().into()));
-            vocabulary.spell(|text, out| out.extend_from_slice(text.replace(SPACE, " ").as_bytes()));
+            vocabulary.spell(spell_spaces);
             (
                 Model::Spm {
                     spm: Box::new(Spm::new(&vocabulary.texts, &scores, unknown)?),
@@ -97,16 +114,16 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         }
         found => return Err(TokenizerError::UnknownModel { found: found.to_owned(), known: MODELS }.into()),
     };
-    let bos = vocabulary.id(metadata, "tokenizer.ggml.bos_token_id", score_based.then_some(1))?;
-    let adds_bos = metadata.get("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
-    if adds_bos && bos.is_none() {
-        return Err(TokenizerError::NoBos.into());
-    }
-    hash.number(bos.map_or(u64::MAX, u64::from));
+    let ends = vocabulary.sequence_ends(metadata, &defaults, eos, adds_bos)?;
+    hash.number(ends.bos.map_or(u64::MAX, u64::from));
     hash.number(eos.map_or(u64::MAX, u64::from));
-    hash.number(u64::from(adds_bos));
+    hash.number(u64::from(ends.adds_bos));
     hash.number(eog.len() as u64);
     eog.iter().for_each(|&id| hash.number(id.into()));
+    if ends.adds_eos || ends.sep.is_some() {
+        hash.number(u64::from(ends.adds_eos));
+        hash.number(ends.sep.map_or(u64::MAX, u64::from));
+    }
 
     Ok(Tokenizer {
         specials: vocabulary.specials(),
@@ -114,10 +131,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         bytes: vocabulary.bytes,
         kinds: vocabulary.kinds,
         model,
-        bos,
-        eos,
-        adds_bos,
-        adds_eos: metadata.get("tokenizer.ggml.add_eos_token")?.unwrap_or(false),
+        ends,
         eog,
         digest: hash.0.finalize().into(),
     })
@@ -153,6 +167,30 @@ fn spell_bytes(text: &str, out: &mut Vec<u8>) {
         match bpe::char_byte(c) {
             Some(byte) => out.push(byte),
             None => out.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
+        }
+    }
+}
+
+/// Of a text whose spaces are written as U+2581.
+fn spell_spaces(text: &str, out: &mut Vec<u8>) {
+    out.extend_from_slice(text.replace(SPACE, " ").as_bytes());
+}
+
+/// What a kind of vocabulary takes for granted where the file says nothing.
+#[derive(Default)]
+struct Defaults {
+    bos: Option<u32>,
+    eos: Option<u32>,
+    unknown: Option<u32>,
+    adds_eos: bool,
+}
+
+impl Defaults {
+    fn of(model: &str) -> Self {
+        match model {
+            "bert" => Self { bos: Some(101), eos: Some(102), unknown: Some(100), adds_eos: true },
+            "llama" => Self { bos: Some(1), eos: Some(2), unknown: Some(0), adds_eos: false },
+            _ => Self::default(),
         }
     }
 }
@@ -241,6 +279,32 @@ impl Vocabulary {
             self.set_kind(id, Kind::Normal);
         }
         Ok(ends)
+    }
+
+    /// What stands before, between and after the texts of a sequence.
+    fn sequence_ends(
+        &self,
+        metadata: &Metadata,
+        defaults: &Defaults,
+        eos: Option<u32>,
+        adds_bos: bool,
+    ) -> Result<Ends, Error> {
+        let bos = self.id(metadata, "tokenizer.ggml.bos_token_id", defaults.bos)?;
+        let adds_bos = metadata.get("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
+        if adds_bos && bos.is_none() {
+            return Err(TokenizerError::NoBos.into());
+        }
+        let adds_eos = metadata.get("tokenizer.ggml.add_eos_token")?.unwrap_or(defaults.adds_eos);
+        if adds_eos && eos.is_none() {
+            return Err(TokenizerError::NoEos.into());
+        }
+        let adds_sep = metadata.get("tokenizer.ggml.add_sep_token")?.unwrap_or(false);
+        // The key is spelled so.
+        let sep = match adds_sep {
+            true => self.id(metadata, "tokenizer.ggml.seperator_token_id", None)?,
+            false => None,
+        };
+        Ok(Ends { bos, eos, adds_bos, adds_eos, sep })
     }
 
     fn set_kind(&mut self, id: u32, kind: Kind) {

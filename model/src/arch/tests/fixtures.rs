@@ -2,20 +2,20 @@ use serde_json::Value as Json;
 
 use crate::spec::*;
 use crate::test_files::fixture;
-use crate::{Gguf, ModelSpec};
+use crate::{ModelFile, ModelSpec};
 
-fn spec(name: &str) -> ModelSpec {
-    let gguf = Gguf::open(fixture(name)).unwrap();
-    ModelSpec::from_gguf(&gguf).unwrap_or_else(|error| panic!("{name}: {error}"))
+pub(super) fn spec(name: &str) -> ModelSpec {
+    let gguf = ModelFile::open(fixture(name)).unwrap();
+    ModelSpec::from_file(&gguf).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
 /// The model's configuration as the oracle's own library saw it.
-fn config(arch: &str) -> Json {
+pub(super) fn config(arch: &str) -> Json {
     let text = std::fs::read_to_string(fixture(&format!("tiny/{arch}/ref.json"))).unwrap();
     serde_json::from_str::<Json>(&text).unwrap()["config"].take()
 }
 
-fn size(config: &Json, key: &str) -> usize {
+pub(super) fn size(config: &Json, key: &str) -> usize {
     usize::try_from(config[key].as_u64().unwrap_or_else(|| panic!("{key}"))).unwrap()
 }
 
@@ -29,13 +29,13 @@ fn check_common(arch: &str) -> (ModelSpec, Json) {
     assert_eq!(spec.hidden, hidden);
     assert_eq!(spec.context_length, size(&config, "max_position_embeddings"));
     assert_eq!(spec.layers.len(), size(&config, "num_hidden_layers"));
-    assert_eq!(spec.output.scale, 1.0);
-    assert_eq!(spec.output.softcap, None);
+    let logits = spec.logits().unwrap();
+    assert_eq!((logits.scale, logits.softcap), (1.0, None));
     let output = if config["tie_word_embeddings"] == true { "token_embd.weight" } else { "output.weight" };
-    assert_eq!(spec.output.linear.weight, output);
-    assert_eq!((spec.output.linear.rows, spec.output.linear.cols), (spec.vocab, hidden));
+    assert_eq!(logits.linear.weight, output);
+    assert_eq!((logits.linear.rows, logits.linear.cols), (spec.vocab, hidden));
     let eps = config["rms_norm_eps"].as_f64().unwrap() as f32;
-    assert_eq!((spec.output_norm.eps, spec.output_norm.kind), (eps, NormKind::Rms));
+    assert_eq!((logits.norm.eps, logits.norm.kind), (eps, NormKind::Rms));
     for (index, layer) in spec.layers.iter().enumerate() {
         let attention = spec.attention(index).unwrap();
         assert_eq!(attention.heads, heads);
@@ -52,25 +52,37 @@ fn check_common(arch: &str) -> (ModelSpec, Json) {
 }
 
 fn check_dense(layer: &LayerSpec, hidden: usize, width: usize, expected: Activation) {
-    let FfnSpec::Dense { gate, up, down, activation } = &layer.ffn else { panic!("{:?}", layer.ffn) };
+    let FfnSpec::Gated { gate, up, down, activation, row_gate: None } = only_part(layer) else {
+        panic!("{:?}", layer.ffn)
+    };
     assert_eq!((gate.rows, gate.cols, up.rows, up.cols), (width, hidden, width, hidden));
     assert_eq!((down.rows, down.cols, *activation), (hidden, width, expected));
 }
 
-fn base(config: &Json) -> f32 {
+/// What a layer computes whose feed-forward is one part without norms of its own.
+pub(super) fn only_part(layer: &LayerSpec) -> &FfnSpec {
+    let [FfnPart { own_norm: None, ffn, post_norm: None }] = &layer.ffn[..] else {
+        panic!("{:?}", layer.ffn)
+    };
+    ffn
+}
+
+pub(super) fn base(config: &Json) -> f32 {
     config["rope_parameters"]["rope_theta"].as_f64().unwrap() as f32
 }
 
 #[test]
 fn llama() {
-    for (arch, factors) in [("llama", None), ("llama3rope", Some("rope_freqs.weight"))] {
+    for (arch, factors) in
+        [("llama", None), ("llama3rope", Some(RopeFactors::Tensor("rope_freqs.weight".into())))]
+    {
         let (spec, config) = check_common(arch);
         assert_eq!((spec.arch.as_str(), spec.embedding.scale), ("llama", 1.0));
         for (index, layer) in spec.layers.iter().enumerate() {
             let attention = spec.attention(index).unwrap();
             let rope = attention.rope.as_ref().unwrap();
             assert_eq!((rope.style, rope.base), (RopeStyle::Interleaved, base(&config)));
-            assert_eq!((rope.freq_scale, rope.factors.as_deref()), (1.0, factors));
+            assert_eq!((rope.freq_scale, &rope.factors), (1.0, &factors));
             assert_eq!((&attention.q_norm, attention.window, &attention.q.bias), (&None, None, &None));
             check_dense(layer, spec.hidden, size(&config, "intermediate_size"), Activation::Silu);
             assert_eq!((&layer.mixer_post_norm, &layer.ffn_post_norm), (&None, &None));
@@ -83,8 +95,9 @@ fn qwen2() {
     let (spec, config) = check_common("qwen2");
     for (index, layer) in spec.layers.iter().enumerate() {
         let attention = spec.attention(index).unwrap();
-        assert_eq!(attention.k.bias.as_deref(), Some(format!("blk.{index}.attn_k.bias").as_str()));
-        assert!(attention.q.bias.is_some() && attention.v.bias.is_some() && attention.o.bias.is_none());
+        let OwnKvSpec { k, v: Some(v), .. } = attention.own_kv().unwrap() else { panic!("{attention:?}") };
+        assert_eq!(k.bias.as_deref(), Some(format!("blk.{index}.attn_k.bias").as_str()));
+        assert!(attention.q.bias.is_some() && v.bias.is_some() && attention.o.bias.is_none());
         let rope = attention.rope.as_ref().unwrap();
         assert_eq!((rope.style, rope.base), (RopeStyle::Half, base(&config)));
         check_dense(layer, spec.hidden, size(&config, "intermediate_size"), Activation::Silu);
@@ -101,7 +114,7 @@ fn qwen3() {
             (norm.width, norm.weight.as_deref()),
             (32, Some(&*format!("blk.{index}.attn_q_norm.weight")))
         );
-        assert!(attention.k_norm.is_some());
+        assert!(attention.own_kv().unwrap().k_norm.is_some());
         let rope = attention.rope.as_ref().unwrap();
         assert_eq!((rope.style, rope.base), (RopeStyle::Half, base(&config)));
         check_dense(layer, spec.hidden, size(&config, "intermediate_size"), Activation::Silu);
@@ -112,7 +125,7 @@ fn qwen3() {
 fn qwen3moe() {
     let (spec, config) = check_common("qwen3moe");
     for layer in &spec.layers {
-        let FfnSpec::Moe(moe) = &layer.ffn else { panic!("{:?}", layer.ffn) };
+        let FfnSpec::Moe(moe) = only_part(layer) else { panic!("{:?}", layer.ffn) };
         assert_eq!(moe.experts, size(&config, "num_local_experts"));
         assert_eq!(moe.used, size(&config, "num_experts_per_tok"));
         assert_eq!(moe.expert_ff, size(&config, "moe_intermediate_size"));
@@ -136,7 +149,7 @@ fn gemma3() {
         let rope = attention.rope.as_ref().unwrap();
         let base = config["rope_parameters"][kind]["rope_theta"].as_f64().unwrap() as f32;
         assert_eq!((rope.style, rope.base, rope.freq_scale), (RopeStyle::Half, base, 1.0));
-        assert!(attention.q_norm.is_some() && attention.k_norm.is_some());
+        assert!(attention.q_norm.is_some() && attention.own_kv().unwrap().k_norm.is_some());
         check_dense(layer, spec.hidden, size(&config, "intermediate_size"), Activation::GeluTanh);
         let post = |norm: &Option<NormSpec>| norm.as_ref().unwrap().weight.clone().unwrap();
         assert_eq!(post(&layer.mixer_post_norm), format!("blk.{index}.post_attention_norm.weight"));
@@ -150,11 +163,10 @@ fn quantised() {
         let spec = spec(&format!("quant/qwen3-q/qwen3-q-{ty}.gguf"));
         let attention = spec.attention(0).unwrap();
         assert_eq!(attention.o.scale.as_deref(), (ty == "nvfp4").then_some("blk.0.attn_output.scale"));
-        assert_eq!((attention.o.rows, spec.output.linear.rows), (spec.hidden, spec.vocab));
-        assert_eq!(spec.output.linear.scale, None);
+        assert_eq!((attention.o.rows, &spec.logits().unwrap().linear.scale), (spec.hidden, &None));
     }
     let spec = spec("quant/qwen3moe-q/qwen3moe-q-mxfp4_moe.gguf");
-    let FfnSpec::Moe(moe) = &spec.layers[0].ffn else { panic!("{:?}", spec.layers[0].ffn) };
+    let FfnSpec::Moe(moe) = only_part(&spec.layers[0]) else { panic!("{:?}", spec.layers[0].ffn) };
     assert_eq!((moe.router.rows, moe.down.cols), (moe.experts, moe.expert_ff));
 }
 

@@ -7,13 +7,13 @@ use crate::test_files::{Plan, gemma3, llama, qwen2, qwen3, qwen3moe};
 use crate::{Error, GgmlType, ModelSpec};
 
 fn error(plan: &Plan) -> Error {
-    ModelSpec::from_gguf(&plan.open()).map(|spec| panic!("{spec:?}")).unwrap_err()
+    ModelSpec::from_file(&plan.open()).map(|spec| panic!("{spec:?}")).unwrap_err()
 }
 
 #[test]
 fn the_plans_are_served_when_nothing_is_wrong() {
     for plan in [llama(), qwen2(), qwen3(), qwen3moe(), gemma3(7)] {
-        ModelSpec::from_gguf(&plan.open()).unwrap();
+        ModelSpec::from_file(&plan.open()).unwrap();
     }
 }
 
@@ -21,8 +21,9 @@ fn the_plans_are_served_when_nothing_is_wrong() {
 fn architectures() {
     assert!(matches!(error(&llama().unset("general.architecture")), Error::MissingKey { .. }));
     let found = error(&llama().set("general.architecture", "mpt"));
-    let text = "architecture \"mpt\" is not served; known are gemma3, llama, qwen2, qwen3, qwen3moe";
-    assert_eq!(found.to_string(), text);
+    let text = found.to_string();
+    assert!(text.starts_with("architecture \"mpt\" is not served; known are bert, gemma3, "), "{text}");
+    assert!(crate::arch::known().is_sorted());
     assert!(matches!(error(&llama().set("general.architecture", 3_u32)), Error::KeyType { .. }));
 }
 
@@ -195,6 +196,6 @@ proptest! {
         ],
     ) {
         let key = plan.metadata.iter().nth(key.index(plan.metadata.len())).unwrap().0.to_owned();
-        let _ = ModelSpec::from_gguf(&plan.set(&key, value).open());
+        let _ = ModelSpec::from_file(&plan.set(&key, value).open());
     }
 }

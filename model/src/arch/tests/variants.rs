@@ -1,11 +1,15 @@
 //! Switches of the served architectures that no fixture has.
 
 use crate::ModelSpec;
-use crate::spec::{ExpertGateUp, FfnSpec, RopeSpec};
+use crate::spec::{ExpertGateUp, FfnSpec, LogitsSpec, RopeFactors, RopeSpec};
 use crate::test_files::{Plan, gemma3, llama, qwen2, qwen3, qwen3moe};
 
 fn spec(plan: &Plan) -> ModelSpec {
-    ModelSpec::from_gguf(&plan.open()).unwrap()
+    ModelSpec::from_file(&plan.open()).unwrap()
+}
+
+fn logits(spec: &ModelSpec) -> &LogitsSpec {
+    spec.logits().unwrap()
 }
 
 fn rope(spec: &ModelSpec, layer: usize) -> &RopeSpec {
@@ -44,7 +48,7 @@ fn partial_rope_and_own_scale() {
     let plan = llama().set("llama.rope.dimension_count", 4_u32).set("llama.attention.scale", 0.125_f32);
     let spec = spec(&plan.tensor("rope_freqs.weight", &[2]));
     assert_eq!(rope(&spec, 1).n_rot, 4);
-    assert_eq!(rope(&spec, 1).factors.as_deref(), Some("rope_freqs.weight"));
+    assert_eq!(rope(&spec, 1).factors, Some(RopeFactors::Tensor("rope_freqs.weight".into())));
     assert_eq!(spec.attention(1).unwrap().scale, 0.125);
     let tensors = spec.layer_tensors(1..2);
     assert_eq!(tensors.iter().filter(|name| **name == "rope_freqs.weight").count(), 1);
@@ -53,14 +57,14 @@ fn partial_rope_and_own_scale() {
 #[test]
 fn biases_are_taken_where_they_are() {
     let spec = spec(&llama().tensor("blk.1.ffn_up.bias", &[24]).tensor("output.bias", &[12]));
-    let biases = |layer: usize| match &spec.layers[layer].ffn {
-        FfnSpec::Dense { gate, up, .. } => (gate.bias.as_deref(), up.bias.as_deref()),
-        FfnSpec::Moe(moe) => panic!("{moe:?}"),
+    let biases = |layer: usize| match &spec.layers[layer].ffn[0].ffn {
+        FfnSpec::Gated { gate, up, .. } => (gate.bias.as_deref(), up.bias.as_deref()),
+        other => panic!("{other:?}"),
     };
     assert_eq!(biases(0), (None, None));
     assert_eq!(biases(1), (None, Some("blk.1.ffn_up.bias")));
-    assert_eq!(spec.output.linear.bias.as_deref(), Some("output.bias"));
-    assert_eq!(spec.output.linear.weight, "token_embd.weight");
+    assert_eq!(logits(&spec).linear.bias.as_deref(), Some("output.bias"));
+    assert_eq!(logits(&spec).linear.weight, "token_embd.weight");
 }
 
 #[test]
@@ -90,7 +94,7 @@ fn fused_gate_and_up() {
     }
     plan = plan.tensor("blk.0.ffn_down_exps.scale", &[3]);
     let spec = spec(&plan);
-    let FfnSpec::Moe(moe) = &spec.layers[0].ffn else { panic!("{:?}", spec.layers[0].ffn) };
+    let FfnSpec::Moe(moe) = &spec.layers[0].ffn[0].ffn else { panic!("{:?}", spec.layers[0].ffn) };
     let ExpertGateUp::Fused(gate_up) = &moe.gate_up else { panic!("{:?}", moe.gate_up) };
     assert_eq!((gate_up.rows, gate_up.cols), (24, 16));
     assert_eq!(moe.down.scale.as_deref(), Some("blk.0.ffn_down_exps.scale"));
@@ -100,7 +104,7 @@ fn fused_gate_and_up() {
 fn width_of_an_expert_that_is_not_said() {
     let plan = qwen3moe().unset("qwen3moe.expert_feed_forward_length");
     let spec = spec(&plan);
-    let FfnSpec::Moe(moe) = &spec.layers[1].ffn else { panic!("{:?}", spec.layers[1].ffn) };
+    let FfnSpec::Moe(moe) = &spec.layers[1].ffn[0].ffn else { panic!("{:?}", spec.layers[1].ffn) };
     assert_eq!(moe.expert_ff, 24 / 2);
 }
 
@@ -135,9 +139,9 @@ fn gemma3_ropes() {
 #[test]
 fn gemma3_scales_and_cap() {
     let spec_default = spec(&gemma3(6).set("gemma3.final_logit_softcapping", 30_f32));
-    assert_eq!((spec_default.embedding.scale, spec_default.output.softcap), (4.0, Some(30.0)));
+    assert_eq!((spec_default.embedding.scale, logits(&spec_default).softcap), (4.0, Some(30.0)));
     let scale = |plan: Plan| spec(&plan).attention(0).unwrap().scale;
-    assert_eq!(spec(&gemma3(6).set("gemma3.final_logit_softcapping", 0_f32)).output.softcap, None);
+    assert_eq!(logits(&spec(&gemma3(6).set("gemma3.final_logit_softcapping", 0_f32))).softcap, None);
 
     // A head of 4 where hidden / heads is 8.
     let narrow = |layers: u64| {

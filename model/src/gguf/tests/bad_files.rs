@@ -5,8 +5,9 @@ use std::io::Write;
 use proptest::prelude::*;
 
 use super::good_files::small_file;
+use crate::ModelFile;
+use crate::gguf::Malformed;
 use crate::gguf::parse::{parse, value_type};
-use crate::gguf::{Gguf, Malformed};
 use crate::inspect::Summary;
 use crate::{Error, GgmlType};
 
@@ -253,10 +254,10 @@ fn tensors() -> Vec<Row> {
     }
 }
 
-fn open(bytes: &[u8]) -> Result<Gguf, Error> {
+fn open(bytes: &[u8]) -> Result<ModelFile, Error> {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
-    Gguf::open(file.path())
+    ModelFile::open(file.path())
 }
 
 #[test]

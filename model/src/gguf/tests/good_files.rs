@@ -11,7 +11,7 @@ use crate::gguf::Malformed;
 use crate::gguf::writer::Writer;
 use crate::metadata::{Array, Metadata, Strings, Value};
 use crate::test_files::{self, fixture};
-use crate::{Error, GgmlType, Gguf};
+use crate::{Error, GgmlType, ModelFile};
 
 /// A whole llama model with a tokenizer, of under 20 KiB; its last byte belongs to a tensor.
 pub(super) fn small_file() -> Vec<u8> {
@@ -30,14 +30,14 @@ fn every_fixture_opens() {
     for arch in ["llama", "llama3rope", "qwen2", "qwen3", "qwen3moe", "gemma3"] {
         let item = manifest["items"].as_array().unwrap().iter().find(|item| item["arch"] == arch).unwrap();
         let path = fixture(item["file"].as_str().unwrap());
-        let gguf = Gguf::open(&path).unwrap();
+        let gguf = ModelFile::open(&path).unwrap();
         assert_eq!(gguf.files().collect::<Vec<_>>(), [path]);
         assert!(gguf.tensors().all(|info| info.ty() == GgmlType::F32));
         assert!(gguf.total_tensor_bytes() < item["bytes"].as_u64().unwrap());
         opened += 1;
     }
     for item in manifest["quant"].as_array().unwrap() {
-        let gguf = Gguf::open(fixture(item["file"].as_str().unwrap())).unwrap();
+        let gguf = ModelFile::open(fixture(item["file"].as_str().unwrap())).unwrap();
         let mut found: HashMap<&str, u64> = HashMap::new();
         for info in gguf.tensors().filter(|info| !info.name().ends_with(".scale")) {
             *found.entry(info.ty().name()).or_default() += 1;
@@ -52,7 +52,7 @@ fn every_fixture_opens() {
 
 #[test]
 fn a_tensor_is_read_in_place_and_in_parts() {
-    let gguf = Gguf::open(fixture("tiny/llama/llama-f32.gguf")).unwrap();
+    let gguf = ModelFile::open(fixture("tiny/llama/llama-f32.gguf")).unwrap();
     let info = gguf.tensor("blk.1.attn_q.weight").unwrap();
     let bytes = gguf.tensor_data(info.name()).unwrap();
     assert_eq!((bytes.len() as u64, info.elements() * 4), (info.bytes(), info.bytes()));
@@ -72,7 +72,7 @@ fn a_tensor_is_read_in_place_and_in_parts() {
 fn a_file_that_shrinks_is_an_error() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&small_file()).unwrap();
-    let gguf = Gguf::open(file.path()).unwrap();
+    let gguf = ModelFile::open(file.path()).unwrap();
     let last = gguf.tensors().last().unwrap().name().to_owned();
     let was = file.as_file().metadata().unwrap().len();
     OpenOptions::new().write(true).open(file.path()).unwrap().set_len(was - 1).unwrap();
@@ -87,8 +87,8 @@ fn a_file_that_shrinks_is_an_error() {
 #[test]
 fn only_regular_files_are_opened() {
     let dir = tempfile::tempdir().unwrap();
-    assert!(matches!(Gguf::open(dir.path()), Err(Error::NotAFile { .. })));
-    let error = Gguf::open(dir.path().join("absent.gguf")).unwrap_err();
+    assert!(matches!(ModelFile::open(dir.path()), Err(Error::NotAFile { .. })));
+    let error = ModelFile::open(dir.path().join("absent.gguf")).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.kind() == ErrorKind::NotFound), "{error}");
 }
 
@@ -99,7 +99,7 @@ fn the_digest_names_the_model() {
         writer.tensor(name, GgmlType::F32, &[8]).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();
         writer.write(&mut file, |_| vec![fill; 32]).unwrap();
-        Gguf::open(file.path()).unwrap().digest().unwrap()
+        ModelFile::open(file.path()).unwrap().digest().unwrap()
     };
     let arch = || ("general.architecture", Value::from("llama"));
     let first = digest(&[arch()], "w", 1);
@@ -211,7 +211,7 @@ proptest! {
         let bytes = |fill: u8, len: u64| -> Cow<'static, [u8]> { vec![fill; usize::try_from(len).unwrap()].into() };
         writer.write(&mut file, |info| bytes(tensors[info.name()].2, info.bytes())).unwrap();
 
-        let gguf = Gguf::open(file.path()).unwrap();
+        let gguf = ModelFile::open(file.path()).unwrap();
         prop_assert_eq!(gguf.metadata(), &metadata);
         prop_assert_eq!(gguf.tensors().len(), tensors.len());
         for (name, (ty, dims, fill)) in &tensors {

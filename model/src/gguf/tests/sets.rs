@@ -6,14 +6,14 @@ use crate::gguf::Malformed;
 use crate::gguf::writer::Writer;
 use crate::metadata::{Metadata, Value};
 use crate::test_files::fixture;
-use crate::{Error, GgmlType, Gguf};
+use crate::{Error, GgmlType, ModelFile};
 
 #[test]
 fn a_set_is_the_single_file() {
-    let single = Gguf::open(fixture("tiny/llama/llama-f32.gguf")).unwrap();
+    let single = ModelFile::open(fixture("tiny/llama/llama-f32.gguf")).unwrap();
     for number in 1..=3 {
         let part = |number| fixture(&format!("split/llama/llama-split-{number:05}-of-00003.gguf"));
-        let set = Gguf::open(part(number)).unwrap();
+        let set = ModelFile::open(part(number)).unwrap();
         assert_eq!(set.files().collect::<Vec<_>>(), [part(1), part(2), part(3)]);
         assert_eq!(set.metadata(), single.metadata());
         assert_eq!(set.total_tensor_bytes(), single.total_tensor_bytes());
@@ -45,11 +45,12 @@ fn a_missing_part_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let third = write(dir.path(), "m-00003-of-00003.gguf", [2, 3, 3], "c");
     write(dir.path(), "m-00001-of-00003.gguf", [0, 3, 3], "a");
-    let error = Gguf::open(&third).unwrap_err();
+    let error = ModelFile::open(&third).unwrap_err();
     let missing = dir.path().join("m-00002-of-00003.gguf");
     assert_eq!(error.to_string(), format!("part 2 of 3 is missing: {}", missing.display()));
     write(dir.path(), "m-00002-of-00003.gguf", [1, 3, 3], "b");
-    let names: Vec<_> = Gguf::open(&third).unwrap().tensors().map(|info| info.name().to_owned()).collect();
+    let names: Vec<_> =
+        ModelFile::open(&third).unwrap().tensors().map(|info| info.name().to_owned()).collect();
     assert_eq!(names, ["a", "b", "c"]);
 }
 
@@ -59,10 +60,10 @@ fn parts_must_agree() {
     let open_with = |second: [u64; 3], tensor: &str| {
         let first = write(dir.path(), "m-00001-of-00002.gguf", [0, 2, 2], "a");
         write(dir.path(), "m-00002-of-00002.gguf", second, tensor);
-        Gguf::open(first)
+        ModelFile::open(first)
     };
     assert!(open_with([1, 2, 2], "b").is_ok());
-    let mismatch = |result: Result<Gguf, Error>| match result {
+    let mismatch = |result: Result<ModelFile, Error>| match result {
         Err(Error::SplitMismatch { path, key, found, expected }) => {
             assert!(path.ends_with("m-00002-of-00002.gguf"), "{}", path.display());
             (key, found, expected)
@@ -81,7 +82,7 @@ fn parts_must_agree() {
 #[test]
 fn a_part_must_be_named_and_numbered_as_one() {
     let dir = tempfile::tempdir().unwrap();
-    let open = |file, keys| Gguf::open(write(dir.path(), file, keys, "a")).unwrap_err();
+    let open = |file, keys| ModelFile::open(write(dir.path(), file, keys, "a")).unwrap_err();
     let error = open("model.gguf", [0, 2, 2]);
     assert!(matches!(error, Error::SplitName { number: 1, count: 2, .. }), "{error}");
     assert!(error.to_string().ends_with("is not named PREFIX-00001-of-00002.gguf"), "{error}");
@@ -94,5 +95,5 @@ fn a_part_must_be_named_and_numbered_as_one() {
         assert!(matches!(error, Error::SplitMismatch { key: "split.count", .. }), "{error}");
     }
     // A set of one needs no name.
-    assert!(Gguf::open(write(dir.path(), "one.gguf", [0, 1, 1], "a")).is_ok());
+    assert!(ModelFile::open(write(dir.path(), "one.gguf", [0, 1, 1], "a")).is_ok());
 }

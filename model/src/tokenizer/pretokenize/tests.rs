@@ -13,6 +13,14 @@ fn expressions(style: Style) -> Vec<String> {
         Style::PunctuationThenGpt2 => {
             vec![r"[\p{P}\$\+<=>\^~\|]+".into(), GPT2.into(), r"\p{N}+".into(), "[0-9][0-9][0-9]".into()]
         }
+        Style::Cased => {
+            let (upper, lower) = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]");
+            let short = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?";
+            let lead = r"[^\r\n\p{L}\p{N}]?";
+            vec![format!(
+                r"{lead}{upper}*{lower}+{short}|{lead}{upper}+{lower}*{short}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )]
+        }
         Style::Words { digits, marks } => {
             let (l, o) = if marks {
                 (r"[\p{L}\p{M}]", r"[^\s\p{L}\p{M}\p{N}]")
@@ -71,7 +79,7 @@ fn tricky() -> impl Strategy<Value = String> {
         4 => prop::sample::select(vec![
             " ", "  ", "\t", "\n", "\r\n", "\r", "\u{a0}", "\u{85}", "\u{3000}", "\u{2028}", "'", "'s", "'LL", "'re", "'\u{17f}", "a", "Z",
             "é", "e\u{301}", "\u{301}", "ना", "你", "5", "123", "²", "Ⅷ", "٣", ".", "!?", "$", "~", "_", "😀", "\u{200d}", "\u{feff}",
-            "\u{378}", "0", "<|im_end|>", "ß", "ǅ", "ʰ",
+            "\u{378}", "0", "<|im_end|>", "ß", "ǅ", "ʰ", "/", "É", "AB", "aB",
         ]).prop_map(str::to_string),
         1 => any::<char>().prop_map(String::from),
     ];

@@ -4,10 +4,10 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use super::Gguf;
-use super::parse::ALIGNMENT_KEY;
-use super::writer::encode_value;
+use super::ModelFile;
 use crate::Error;
+use crate::gguf::ALIGNMENT_KEY;
+use crate::gguf::writer::encode_value;
 
 /// Names the layout below; a change of it changes the tag.
 const TAG: &str = "kvasir model 1";
@@ -17,11 +17,11 @@ const CHUNK: usize = 4 << 20;
 /// Hash of: tag; number of keys, then each key and value, ordered by key; number of tensors, then each name,
 /// type and dimensions; then, tensor by tensor, the hashes of its chunks of [`CHUNK`] bytes. Numbers are little-endian, strings and lists have
 /// their length before them. The alignment, which says nothing about the model, is left out.
-pub(super) fn digest(gguf: &Gguf) -> Result<[u8; 32], Error> {
+pub(super) fn digest(file: &ModelFile) -> Result<[u8; 32], Error> {
     let mut hash = blake3::Hasher::new();
     put_string(&mut hash, TAG);
 
-    let keys = || gguf.metadata.iter().filter(|(key, _)| *key != ALIGNMENT_KEY);
+    let keys = || file.metadata.iter().filter(|(key, _)| *key != ALIGNMENT_KEY);
     put_number(&mut hash, keys().count());
     let mut encoded = Vec::new();
     for (key, value) in keys() {
@@ -31,8 +31,8 @@ pub(super) fn digest(gguf: &Gguf) -> Result<[u8; 32], Error> {
         hash.update(&encoded);
     }
 
-    put_number(&mut hash, gguf.tensors.len());
-    for info in &gguf.tensors {
+    put_number(&mut hash, file.tensors.len());
+    for info in &file.tensors {
         put_string(&mut hash, &info.name);
         hash.update(&info.ty.id().to_le_bytes());
         put_number(&mut hash, info.dims.len());
@@ -41,8 +41,8 @@ pub(super) fn digest(gguf: &Gguf) -> Result<[u8; 32], Error> {
         }
     }
     let mut chunks = Vec::new();
-    for info in &gguf.tensors {
-        chunks.extend(gguf.tensor_data(&info.name)?.chunks(CHUNK));
+    for info in &file.tensors {
+        chunks.extend(file.tensor_data(&info.name)?.chunks(CHUNK));
     }
     for chunk_hash in hash_each(&chunks) {
         hash.update(chunk_hash.as_bytes());

@@ -1,0 +1,146 @@
+//! `bert`: an encoder. Every token attends to all, norms come after mixer and FFN, and the tokens' vectors are
+//! pooled into one, or one of them is scored.
+
+use super::decoder::{bare_embedding, bare_layer};
+use super::shape::{Counting, Shape, limits};
+use super::source::Source;
+use crate::Error;
+use crate::metadata::Strings;
+use crate::spec::{
+    Activation, AttentionSpec, ClassifierSpec, EmbeddingSpec, FfnPart, FfnSpec, KvSpec, LayerSpec,
+    LinearSpec, MixerSpec, ModelSpec, NormSpec, OutputSpec, OwnKvSpec, PooledSpec, Pooling, TableSpec,
+};
+
+/// Number of segment types, a key of the tokenizer.
+const TYPE_COUNT: &str = "tokenizer.ggml.token_type_count";
+
+pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
+    let shape = Shape::read(source, Counting::default())?;
+    let eps = source.require_positive("attention.layer_norm_epsilon")?;
+    let causal: bool = source.metadata().require(&source.key("attention.causal"))?;
+    if causal {
+        return Err(source.refuse("attention.causal", causal, false));
+    }
+    let encoder = Encoder { source, eps, hidden: shape.hidden };
+    let widths = shape.feed_forward_lengths(source)?;
+    let layer = |(layer, width)| encoder.layer(layer, &shape, width);
+    Ok(ModelSpec {
+        arch: source.arch().to_owned(),
+        vocab: shape.vocab,
+        hidden: shape.hidden,
+        context_length: shape.context_length,
+        embedding: EmbeddingSpec {
+            positions: Some(encoder.table("position_embd.weight", shape.context_length)?),
+            token_types: encoder.token_types()?,
+            norm: Some(encoder.norm("token_embd_norm")?),
+            ..bare_embedding()
+        },
+        per_layer_input: None,
+        layers: widths.into_iter().enumerate().map(layer).collect::<Result<_, _>>()?,
+        output: OutputSpec::Pooled(encoder.pooled()?),
+    })
+}
+
+struct Encoder<'a> {
+    source: &'a Source<'a>,
+    eps: f32,
+    hidden: usize,
+}
+
+impl Encoder<'_> {
+    fn norm(&self, stem: &str) -> Result<NormSpec, Error> {
+        self.source.layer_norm(stem, self.hidden, self.eps)
+    }
+
+    fn table(&self, name: &str, rows: usize) -> Result<TableSpec, Error> {
+        Ok(TableSpec { tensor: self.source.tensor(name, &[self.hidden, rows])?, rows })
+    }
+
+    /// A matrix of a layer. All have biases.
+    fn linear(&self, layer: usize, name: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
+        let stem = format!("blk.{layer}.{name}");
+        self.source.dims(&format!("{stem}.bias"))?;
+        self.source.linear(&stem, cols, rows)
+    }
+
+    /// Segment types, which some models have none of.
+    fn token_types(&self) -> Result<Option<TableSpec>, Error> {
+        match self.source.metadata().get::<usize>(TYPE_COUNT)? {
+            None | Some(0) => Ok(None),
+            Some(rows) if rows <= limits::VOCAB => self.table("token_types.weight", rows).map(Some),
+            Some(rows) => Err(Error::HyperParameter {
+                key: TYPE_COUNT.to_owned(),
+                found: rows.to_string(),
+                needs: format!("0 to {}", limits::VOCAB),
+            }),
+        }
+    }
+
+    fn layer(&self, layer: usize, shape: &Shape, width: usize) -> Result<LayerSpec, Error> {
+        let ffn = FfnSpec::Plain {
+            up: self.linear(layer, "ffn_up", self.hidden, width)?,
+            down: self.linear(layer, "ffn_down", width, self.hidden)?,
+            activation: Activation::GeluErf,
+        };
+        let attention = self.attention(layer, shape)?;
+        let norm = |name| self.norm(&format!("blk.{layer}.{name}")).map(Some);
+        Ok(LayerSpec {
+            mixer_out_norm: norm("attn_output_norm")?,
+            ffn_out_norm: norm("layer_output_norm")?,
+            ..bare_layer(MixerSpec::Attention(attention), vec![FfnPart::plain(ffn)])
+        })
+    }
+
+    fn attention(&self, layer: usize, shape: &Shape) -> Result<AttentionSpec, Error> {
+        // The lists have one entry per layer, and `layer` is below their number.
+        let (heads, kv_heads, dims) = (shape.heads[layer], shape.kv_heads[layer], shape.dims);
+        let linear = |name, cols, rows| self.linear(layer, name, cols, rows);
+        Ok(AttentionSpec {
+            causal: false,
+            window: None,
+            heads,
+            kv_heads,
+            head_dim: dims.k,
+            v_head_dim: dims.v,
+            q: linear("attn_q", self.hidden, heads * dims.k)?,
+            q_norm: None,
+            kv: KvSpec::Own(OwnKvSpec {
+                k: linear("attn_k", self.hidden, kv_heads * dims.k)?,
+                v: Some(linear("attn_v", self.hidden, kv_heads * dims.v)?),
+                k_norm: None,
+                v_norm: None,
+            }),
+            rope: None,
+            scale: (dims.k as f32).sqrt().recip(),
+            sinks: None,
+            gate: None,
+            o: linear("attn_output", heads * dims.v, self.hidden)?,
+        })
+    }
+
+    fn pooled(&self) -> Result<PooledSpec, Error> {
+        let key = "pooling_type";
+        let pooled = |pooling| PooledSpec { pooling, classifier: None };
+        match self.source.require_count(key, 0..=usize::MAX)? {
+            1 => Ok(pooled(Pooling::Mean)),
+            2 => Ok(pooled(Pooling::First)),
+            3 => Ok(pooled(Pooling::Last)),
+            4 => Ok(PooledSpec { pooling: Pooling::First, classifier: Some(self.classifier()?) }),
+            found => Err(self.source.refuse(key, found, "1 (mean), 2 (first), 3 (last) or 4 (rank)")),
+        }
+    }
+
+    fn classifier(&self) -> Result<ClassifierSpec, Error> {
+        let (source, key) = (self.source, "classifier.output_labels");
+        let labels = source.metadata().get::<&Strings>(&source.key(key))?.map_or(1, Strings::len);
+        if !(1..=limits::LABELS).contains(&labels) {
+            let needs = format_args!("a list of 1 to {}", limits::LABELS).to_string();
+            return Err(source.refuse(key, format_args!("a list of {labels}"), needs));
+        }
+        let dense = source.has("cls.weight").then(|| source.linear("cls", self.hidden, self.hidden));
+        Ok(ClassifierSpec {
+            dense: dense.transpose()?,
+            out: source.linear("cls.output", self.hidden, labels)?,
+        })
+    }
+}

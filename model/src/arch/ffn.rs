@@ -1,0 +1,108 @@
+//! Feed-forward parts as most files name them.
+
+use super::decoder::Decoder;
+use super::shape::limits;
+use crate::Error;
+use crate::spec::{Activation, ExpertGateUp, FfnSpec, LinearSpec, MoeSpec};
+
+impl Decoder<'_> {
+    /// The gated feed-forward of every layer.
+    pub(super) fn dense(&self, activation: Activation) -> Result<Vec<FfnSpec>, Error> {
+        let widths = self.shape.feed_forward_lengths(self.source)?;
+        let layers = widths.iter().take(self.shape.layers).enumerate();
+        layers.map(|(layer, &width)| self.gated(layer, "", width, activation)).collect()
+    }
+
+    /// The gated feed-forward of a layer whose tensors' names end in `suffix`.
+    pub(super) fn gated(
+        &self,
+        layer: usize,
+        suffix: &str,
+        width: usize,
+        activation: Activation,
+    ) -> Result<FfnSpec, Error> {
+        let hidden = self.shape.hidden;
+        let linear = |name, cols, rows| self.linear(layer, &format!("{name}{suffix}"), cols, rows);
+        Ok(FfnSpec::Gated {
+            gate: linear("ffn_gate", hidden, width)?,
+            up: linear("ffn_up", hidden, width)?,
+            down: linear("ffn_down", width, hidden)?,
+            activation,
+            row_gate: None,
+        })
+    }
+
+    /// The expert that every token takes a part of, decided by a row of its own.
+    pub(super) fn shared_expert(&self, layer: usize, width: usize) -> Result<FfnSpec, Error> {
+        let gate = self.linear(layer, "ffn_gate_inp_shexp", self.shape.hidden, 1)?;
+        let mut ffn = self.gated(layer, "_shexp", width, Activation::Silu)?;
+        if let FfnSpec::Gated { row_gate, .. } = &mut ffn {
+            *row_gate = Some(gate);
+        }
+        Ok(ffn)
+    }
+
+    /// Inner width of the shared expert: that of a dense feed-forward unless the file says otherwise.
+    pub(super) fn shared_expert_widths(&self) -> Result<Vec<usize>, Error> {
+        match self.source.count("expert_shared_feed_forward_length", 0..=limits::WIDTH)? {
+            None | Some(0) => self.shape.feed_forward_lengths(self.source),
+            Some(width) => Ok(vec![width; self.shape.blocks]),
+        }
+    }
+
+    /// Experts in all and per token.
+    fn expert_counts(&self) -> Result<(usize, usize), Error> {
+        let experts = self.source.require_count("expert_count", 1..=limits::EXPERTS)?;
+        Ok((experts, self.source.require_count("expert_used_count", 1..=experts)?))
+    }
+
+    /// Inner width of an expert in each layer: the share of a dense feed-forward unless the file says otherwise.
+    pub(super) fn expert_widths(&self) -> Result<Vec<usize>, Error> {
+        if let Some(width) = self.source.count("expert_feed_forward_length", 1..=limits::WIDTH)? {
+            return Ok(vec![width; self.shape.blocks]);
+        }
+        let (_, used) = self.expert_counts()?;
+        Ok(self.shape.feed_forward_lengths(self.source)?.iter().map(|width| width / used).collect())
+    }
+
+    /// The mixture of experts of every layer, weights renormalised; `widths` are those of an expert.
+    pub(super) fn moe(&self, widths: &[usize], activation: Activation) -> Result<Vec<MoeSpec>, Error> {
+        let router = |layer, experts| self.linear(layer, "ffn_gate_inp", self.shape.hidden, experts);
+        self.moe_routed(widths, activation, router)
+    }
+
+    /// As [`moe`](Self::moe); `router` gives the router of a layer and a number of experts.
+    pub(super) fn moe_routed(
+        &self,
+        widths: &[usize],
+        activation: Activation,
+        router: impl Fn(usize, usize) -> Result<LinearSpec, Error>,
+    ) -> Result<Vec<MoeSpec>, Error> {
+        let (source, hidden) = (self.source, self.shape.hidden);
+        let (experts, used) = self.expert_counts()?;
+        let moe = |(layer, &width): (usize, &usize)| {
+            let stem = |name| self.stem(layer, name);
+            let rows = |name, rows| source.experts(&stem(name), hidden, rows, experts);
+            let gate_up = if source.has(&stem("ffn_gate_up_exps.weight")) {
+                ExpertGateUp::Fused(rows("ffn_gate_up_exps", 2 * width)?)
+            } else {
+                ExpertGateUp::Separate {
+                    gate: rows("ffn_gate_exps", width)?,
+                    up: rows("ffn_up_exps", width)?,
+                }
+            };
+            Ok(MoeSpec {
+                router_norm: None,
+                router: router(layer, experts)?,
+                experts,
+                used,
+                renormalise: true,
+                gate_up,
+                down: source.experts(&stem("ffn_down_exps"), width, hidden, experts)?,
+                expert_ff: width,
+                activation,
+            })
+        };
+        widths.iter().take(self.shape.layers).enumerate().map(moe).collect()
+    }
+}

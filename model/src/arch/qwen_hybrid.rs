@@ -1,0 +1,264 @@
+//! `qwen3next`, `qwen35` and `qwen35moe`: gated delta nets, with gated attention every few layers, and a dense
+//! feed-forward or a mixture with a shared expert.
+
+use super::decoder::{AttentionOptions, Decoder};
+use super::shape::{Counting, limits};
+use super::source::Source;
+use crate::Error;
+use crate::spec::{
+    Activation, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec, LinearSpec, MixerSpec,
+    ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
+};
+
+/// Every so many layers one has attention, where the file does not say.
+const INTERVAL: usize = 4;
+/// Added to the squared length of q and k; the same for all of these models, and no key of the file.
+const L2_EPS: f32 = 1e-6;
+/// What a block that predicts further tokens adds to the tensors of an attention layer.
+const APPENDED: [&str; 6] = [
+    "nextn.eh_proj.weight",
+    "nextn.enorm.weight",
+    "nextn.hnorm.weight",
+    "nextn.shared_head_norm.weight",
+    "nextn.embed_tokens.weight",
+    "nextn.shared_head_head.weight",
+];
+/// The tensors of an attention layer, by their names before `.weight`.
+const ATTENTION_LAYER: [&str; 20] = [
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "attn_q_norm",
+    "attn_k_norm",
+    "post_attention_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+    "ffn_gate_inp",
+    "ffn_gate_exps",
+    "ffn_up_exps",
+    "ffn_down_exps",
+    "ffn_gate_up_exps",
+    "ffn_gate_inp_shexp",
+    "ffn_gate_shexp",
+    "ffn_up_shexp",
+    "ffn_down_shexp",
+];
+
+pub(super) fn translate_qwen3next(source: &Source<'_>) -> Result<ModelSpec, Error> {
+    let decoder = read(source)?;
+    let ffns = mixtures(&decoder)?;
+    model(&decoder, ffns, beta_and_alpha_in_one, HeadGrouping::Grouped)
+}
+
+pub(super) fn translate_qwen35(source: &Source<'_>) -> Result<ModelSpec, Error> {
+    source.refuse_experts()?;
+    let decoder = read(source)?;
+    check_sections(source)?;
+    let ffns = decoder.dense(Activation::Silu)?.into_iter();
+    model(&decoder, ffns.map(|ffn| vec![FfnPart::plain(ffn)]).collect(), beta_and_alpha, HeadGrouping::Tiled)
+}
+
+pub(super) fn translate_qwen35moe(source: &Source<'_>) -> Result<ModelSpec, Error> {
+    let decoder = read(source)?;
+    check_sections(source)?;
+    let ffns = mixtures(&decoder)?;
+    model(&decoder, ffns, beta_and_alpha, HeadGrouping::Tiled)
+}
+
+/// Whether `tensor` belongs to the blocks after the last layer, which predict further tokens and are no part of
+/// the model proper.
+pub(super) fn is_appended(source: &Source<'_>, tensor: &str) -> bool {
+    let counts = || -> Result<(usize, usize), Error> {
+        Ok((source.require_count("block_count", 1..=limits::LAYERS)?, appended(source)?))
+    };
+    let Some((block, name)) = tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+        return false;
+    };
+    let Ok(block) = block.parse::<usize>() else { return false };
+    let after_the_last =
+        counts().is_ok_and(|(blocks, appended)| block < blocks && block >= blocks.saturating_sub(appended));
+    let of_a_layer = || name.strip_suffix(".weight").is_some_and(|stem| ATTENTION_LAYER.contains(&stem));
+    after_the_last && (APPENDED.contains(&name) || of_a_layer())
+}
+
+fn appended(source: &Source<'_>) -> Result<usize, Error> {
+    Ok(source.count("nextn_predict_layers", 0..=limits::LAYERS - 1)?.unwrap_or(0))
+}
+
+fn read<'a>(source: &'a Source<'a>) -> Result<Decoder<'a>, Error> {
+    Decoder::counting(source, Counting { appended: appended(source)?, ..Counting::default() })
+}
+
+/// Pairs of a head turn by the time, the height or the width of a token, in turns. A text has the same position
+/// in all three, so that the sections do not matter, if every pair belongs to one of them.
+fn check_sections(source: &Source<'_>) -> Result<(), Error> {
+    let key = "rope.dimension_sections";
+    let sections = source.counts(key, 0..=limits::HEAD_DIM)?;
+    let covered = match sections[..] {
+        [time, height, width, ..] => {
+            (0..sections.iter().sum::<usize>()).all(|pair| pair < 3 * [time, height, width][pair % 3])
+        }
+        _ => false,
+    };
+    match covered {
+        true => Ok(()),
+        false => {
+            Err(source.refuse(key, format_args!("{sections:?}"), "three interleaved parts of all pairs"))
+        }
+    }
+}
+
+/// The mixture of experts and the shared expert of every layer.
+fn mixtures(decoder: &Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error> {
+    let moes = decoder.moe(&decoder.expert_widths()?, Activation::Silu)?;
+    let parts = |(layer, (moe, width))| {
+        let shared = decoder.shared_expert(layer, width)?;
+        Ok(vec![FfnPart::plain(FfnSpec::Moe(moe)), FfnPart::plain(shared)])
+    };
+    moes.into_iter().zip(decoder.shared_expert_widths()?).enumerate().map(parts).collect()
+}
+
+type BetaAndAlpha = fn(&Decoder<'_>, usize, &Heads) -> Result<(LinearSpec, LinearSpec), Error>;
+
+fn model(
+    decoder: &Decoder<'_>,
+    ffns: Vec<Vec<FfnPart>>,
+    beta_and_alpha: BetaAndAlpha,
+    grouping: HeadGrouping,
+) -> Result<ModelSpec, Error> {
+    let heads = Heads::read(decoder.source)?;
+    let rope = decoder.rope(RopeStyle::Half)?;
+    let layer = |(layer, (recurrent, ffn))| {
+        let mixer = if recurrent {
+            let (beta, alpha) = beta_and_alpha(decoder, layer, &heads)?;
+            MixerSpec::DeltaNet(delta_net(decoder, layer, &heads, grouping, beta, alpha)?)
+        } else {
+            MixerSpec::Attention(attention(decoder, layer, rope.clone())?)
+        };
+        decoder.pre_norm_layer(layer, mixer, "post_attention_norm", ffn)
+    };
+    let layers = recurrent(decoder)?.into_iter().zip(ffns).enumerate().map(layer);
+    let layers = layers.collect::<Result<_, Error>>()?;
+    Ok(decoder.model(layers, decoder.logits()?))
+}
+
+/// Which layers are delta nets.
+fn recurrent(decoder: &Decoder<'_>) -> Result<Vec<bool>, Error> {
+    let (source, shape) = (decoder.source, &decoder.shape);
+    if let Some(mut flags) =
+        source.layer_flags("attention.recurrent_layers", &[shape.blocks, shape.layers])?
+    {
+        flags.truncate(shape.layers);
+        return Ok(flags);
+    }
+    let interval = source.count("full_attention_interval", 1..=usize::MAX)?.unwrap_or(INTERVAL);
+    Ok((1..=shape.layers).map(|nth| !nth.is_multiple_of(interval)).collect())
+}
+
+/// Attention whose query projection gives, head by head, a query and a gate of the head's output.
+fn attention(decoder: &Decoder<'_>, layer: usize, rope: RopeSpec) -> Result<AttentionSpec, Error> {
+    let (source, dims, heads) = (decoder.source, decoder.shape.dims, decoder.heads(layer).0);
+    if dims.v != dims.k {
+        return Err(source.refuse("attention.value_length", dims.v, dims.k));
+    }
+    let half = |start| {
+        let slice = RowSlice { of: heads * 2 * dims.k, period: 2 * dims.k, start, len: dims.k };
+        source.linear_slice(&decoder.stem(layer, "attn_q"), decoder.shape.hidden, slice)
+    };
+    let kv = KvSpec::Own(decoder.own_kv(layer, true)?);
+    let options = AttentionOptions { rope: Some(rope), qk_norm: true, ..Default::default() };
+    Ok(AttentionSpec {
+        gate: Some(half(dims.k)?),
+        ..decoder.attention_of(layer, dims, half(0)?, kv, options)?
+    })
+}
+
+/// Heads of the delta nets.
+struct Heads {
+    taps: usize,
+    k_heads: usize,
+    v_heads: usize,
+    k_dim: usize,
+    v_dim: usize,
+}
+
+impl Heads {
+    fn read(source: &Source<'_>) -> Result<Self, Error> {
+        let (k_key, v_key, inner_key) = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size");
+        let taps = source.require_count("ssm.conv_kernel", 1..=limits::CONV_TAPS)?;
+        let k_heads = source.require_count(k_key, 1..=limits::HEADS)?;
+        let v_heads = source.require_count(v_key, 1..=limits::HEADS)?;
+        if !v_heads.is_multiple_of(k_heads) {
+            return Err(source.refuse(v_key, v_heads, format_args!("a multiple of {k_heads}")));
+        }
+        let k_dim = source.require_count("ssm.state_size", 1..=limits::HEAD_DIM)?;
+        let inner = source.require_count(inner_key, 1..=limits::WIDTH)?;
+        if !inner.is_multiple_of(v_heads) {
+            return Err(source.refuse(inner_key, inner, format_args!("a multiple of {v_heads}")));
+        }
+        Ok(Self { taps, k_heads, v_heads, k_dim, v_dim: inner / v_heads })
+    }
+
+    /// Width of all heads of v.
+    fn inner(&self) -> usize {
+        self.v_heads * self.v_dim
+    }
+}
+
+/// One matrix each.
+fn beta_and_alpha(
+    decoder: &Decoder<'_>,
+    layer: usize,
+    heads: &Heads,
+) -> Result<(LinearSpec, LinearSpec), Error> {
+    let linear = |name| decoder.linear(layer, name, decoder.shape.hidden, heads.v_heads);
+    Ok((linear("ssm_beta")?, linear("ssm_alpha")?))
+}
+
+/// One matrix for both: of each key head the betas of its value heads, then their alphas.
+fn beta_and_alpha_in_one(
+    decoder: &Decoder<'_>,
+    layer: usize,
+    heads: &Heads,
+) -> Result<(LinearSpec, LinearSpec), Error> {
+    let each = heads.v_heads / heads.k_heads;
+    let part = |start| {
+        let slice = RowSlice { of: 2 * heads.v_heads, period: 2 * each, start, len: each };
+        decoder.source.linear_slice(&decoder.stem(layer, "ssm_ba"), decoder.shape.hidden, slice)
+    };
+    Ok((part(0)?, part(each)?))
+}
+
+fn delta_net(
+    decoder: &Decoder<'_>,
+    layer: usize,
+    heads: &Heads,
+    grouping: HeadGrouping,
+    beta: LinearSpec,
+    alpha: LinearSpec,
+) -> Result<DeltaNetSpec, Error> {
+    let (source, hidden) = (decoder.source, decoder.shape.hidden);
+    let channels = 2 * heads.k_heads * heads.k_dim + heads.inner();
+    let per_head = |name| source.floats(&decoder.stem(layer, name), &[heads.v_heads]);
+    let norm: NormSpec = decoder.head_norm(layer, "ssm_norm", heads.v_dim)?;
+    Ok(DeltaNetSpec {
+        k_heads: heads.k_heads,
+        v_heads: heads.v_heads,
+        k_dim: heads.k_dim,
+        v_dim: heads.v_dim,
+        grouping,
+        qkv: decoder.linear(layer, "attn_qkv", hidden, channels)?,
+        conv: source.conv(&decoder.stem(layer, "ssm_conv1d"), heads.taps, channels)?,
+        gate: decoder.linear(layer, "attn_gate", hidden, heads.inner())?,
+        beta,
+        alpha,
+        a: per_head("ssm_a")?,
+        dt_bias: per_head("ssm_dt.bias")?,
+        l2_eps: L2_EPS,
+        norm,
+        out: decoder.linear(layer, "ssm_out", heads.inner(), hidden)?,
+    })
+}

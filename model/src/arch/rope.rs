@@ -1,0 +1,136 @@
+//! Rotary embeddings as keys describe them.
+
+use std::f32::consts::TAU;
+
+use super::decoder::Decoder;
+use super::shape::limits;
+use super::source::Source;
+use crate::Error;
+use crate::spec::{RopeFactors, RopeSpec, RopeStyle};
+
+impl Decoder<'_> {
+    /// The rotary embedding of `rope.freq_base` and `rope.scaling.*`, where that is none or linear.
+    pub(super) fn rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
+        let source = self.source;
+        let freq_scale = match source.metadata().get::<&str>(&source.key("rope.scaling.type"))? {
+            Some("none") => 1.0,
+            // A factor without a type is linear; `rope.scale_linear` is the older name of the factor.
+            Some("linear") | None => {
+                let factor = match source.positive_unless_zero("rope.scaling.factor")? {
+                    Some(factor) => Some(factor),
+                    None => source.positive_unless_zero("rope.scale_linear")?,
+                };
+                factor.map_or(1.0, f32::recip)
+            }
+            Some(other) => return Err(source.refuse("rope.scaling.type", other, "none or linear")),
+        };
+        Ok(RopeSpec { freq_scale, ..self.plain_rope(style)? })
+    }
+
+    /// As [`rope`](Self::rope), where the scaling is YaRN (arXiv 2309.00071).
+    pub(super) fn yarn_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
+        let (source, plain) = (self.source, self.plain_rope(style)?);
+        let found: &str = source.metadata().require(&source.key("rope.scaling.type"))?;
+        if found != "yarn" {
+            return Err(source.refuse("rope.scaling.type", found, "yarn"));
+        }
+        let yarn = Yarn::read(source)?;
+        Ok(RopeSpec {
+            factors: Some(RopeFactors::Values(yarn.factors(plain.n_rot, plain.base))),
+            magnitude: yarn.magnitude(),
+            ..plain
+        })
+    }
+
+    /// The tensor of frequency factors of [`rope`](Self::rope), where there is one.
+    pub(super) fn rope_factors(&self) -> Result<Option<RopeFactors>, Error> {
+        let tensor = self.source.optional_floats("rope_freqs.weight", &[self.shape.dims.n_rot / 2])?;
+        Ok(tensor.map(RopeFactors::Tensor))
+    }
+
+    /// Without any scaling.
+    pub(super) fn plain_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
+        let base = self.source.positive("rope.freq_base")?.unwrap_or(10_000.0);
+        let n_rot = self.shape.dims.n_rot;
+        Ok(RopeSpec { style, n_rot, base, freq_scale: 1.0, factors: None, magnitude: 1.0 })
+    }
+}
+
+/// Frequencies that turn often within the original context stay, those that turn less than once are divided by
+/// the factor, and between the two betas (turns per context) there is a ramp over the dimensions.
+struct Yarn {
+    factor: f32,
+    original_context: usize,
+    beta_fast: f32,
+    beta_slow: f32,
+    attention_factor: f32,
+}
+
+impl Yarn {
+    fn read(source: &Source<'_>) -> Result<Self, Error> {
+        let (factor_key, fast_key) = ("rope.scaling.factor", "rope.scaling.yarn_beta_fast");
+        let factor = source.require_positive(factor_key)?;
+        if factor < 1.0 {
+            return Err(source.refuse(factor_key, factor, "at least 1"));
+        }
+        let beta_fast = source.positive(fast_key)?.unwrap_or(32.0);
+        let beta_slow = source.positive("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0);
+        if beta_fast < beta_slow {
+            return Err(source.refuse(fast_key, beta_fast, format_args!("at least {beta_slow}")));
+        }
+        Ok(Self {
+            factor,
+            original_context: source
+                .require_count("rope.scaling.original_context_length", 1..=limits::CONTEXT)?,
+            beta_fast,
+            beta_slow,
+            attention_factor: source.positive("rope.scaling.attn_factor")?.unwrap_or(1.0),
+        })
+    }
+
+    /// What each frequency is divided by.
+    fn factors(&self, n_rot: usize, base: f32) -> Vec<f32> {
+        let last = n_rot.saturating_sub(1) as f32;
+        let dimension = |turns: f32| {
+            n_rot as f32 * (self.original_context as f32 / (turns * TAU)).ln() / (2.0 * base.ln())
+        };
+        // Whole dimensions, although the released checkpoints were made without rounding: the file format has
+        // no key for it, and its other readers round.
+        let low = dimension(self.beta_fast).floor().max(0.0);
+        let high = dimension(self.beta_slow).ceil().min(last);
+        let factor = |i: usize| {
+            let ramp = ((i as f32 - low) / (high - low).max(0.001)).clamp(0.0, 1.0);
+            (ramp / self.factor + (1.0 - ramp)).recip()
+        };
+        (0..n_rot / 2).map(factor).collect()
+    }
+
+    /// What cosine and sine are multiplied by.
+    fn magnitude(&self) -> f32 {
+        self.attention_factor * (1.0 + 0.1 * self.factor.ln())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn yarn_keeps_fast_frequencies_and_divides_slow_ones() {
+        // The released 20B model: head width 64, base 150,000, 4,096 positions stretched 32 times.
+        let yarn = Yarn {
+            factor: 32.0,
+            original_context: 4_096,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: 1.0,
+        };
+        let factors = yarn.factors(64, 150_000.0);
+        assert_eq!(factors.len(), 32);
+        assert!(factors[..=8].iter().all(|&factor| factor == 1.0), "{factors:?}");
+        assert!(factors[9] > 1.0 && factors.is_sorted(), "{factors:?}");
+        assert!(factors[17] < 32.0 && factors[18..].iter().all(|&factor| factor == 32.0), "{factors:?}");
+        assert!((factors[13] - (0.5 / 32.0 + 0.5_f32).recip()).abs() < 1e-6, "{factors:?}");
+        assert!((yarn.magnitude() - 1.346_573_6).abs() < 1e-6, "{}", yarn.magnitude());
+    }
+}

@@ -1,0 +1,94 @@
+//! What GGUF calls the tensors and the pieces of words of a BERT.
+
+/// Names without `.weight` and `.bias`.
+const MODEL: [(&str, &str); 4] = [
+    ("embeddings.word_embeddings", "token_embd"),
+    ("embeddings.position_embeddings", "position_embd"),
+    ("embeddings.token_type_embeddings", "token_types"),
+    ("embeddings.LayerNorm", "token_embd_norm"),
+];
+
+/// Names in a layer.
+const LAYER: [(&str, &str); 8] = [
+    ("attention.self.query", "attn_q"),
+    ("attention.self.key", "attn_k"),
+    ("attention.self.value", "attn_v"),
+    ("attention.output.dense", "attn_output"),
+    ("attention.output.LayerNorm", "attn_output_norm"),
+    ("intermediate.dense", "ffn_up"),
+    ("output.dense", "ffn_down"),
+    ("output.LayerNorm", "layer_output_norm"),
+];
+
+/// The name without what a model with a head puts before it.
+fn of_body(name: &str) -> &str {
+    name.strip_prefix("bert.").unwrap_or(name)
+}
+
+/// Whether the tensor takes no part in a pooled vector: the numbers of positions, and the layer that training
+/// puts on the first token's vector.
+pub(super) fn is_left_out(name: &str) -> bool {
+    let name = of_body(name);
+    name == "embeddings.position_ids" || name.starts_with("pooler.dense.")
+}
+
+/// The name in a GGUF; one that is not known stays as it is, for the translator to refuse.
+pub(super) fn of_gguf(name: &str) -> String {
+    known(name).unwrap_or_else(|| name.to_owned())
+}
+
+fn known(name: &str) -> Option<String> {
+    let (stem, part) = of_body(name).rsplit_once('.')?;
+    let among = |names: &[(&str, &'static str)], stem: &str| {
+        names.iter().find(|(known, _)| *known == stem).map(|(_, gguf)| *gguf)
+    };
+    if let Some(gguf) = among(&MODEL, stem) {
+        return Some(format!("{gguf}.{part}"));
+    }
+    let (layer, stem) = stem.strip_prefix("encoder.layer.")?.split_once('.')?;
+    let layer: u32 = layer.parse().ok()?;
+    Some(format!("blk.{layer}.{}.{part}", among(&LAYER, stem)?))
+}
+
+/// A line of `vocab.txt`: a piece that goes on with a word has `##` before it there; here one that begins a word
+/// has U+2581.
+pub(super) fn piece_of_gguf(line: &str) -> String {
+    match line.strip_prefix("##") {
+        Some(rest) if !rest.is_empty() => rest.to_owned(),
+        _ if line.starts_with('[') && line.ends_with(']') && line.len() > 2 => line.to_owned(),
+        _ => format!("\u{2581}{line}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        for (name, expected) in [
+            ("embeddings.word_embeddings.weight", "token_embd.weight"),
+            ("bert.embeddings.LayerNorm.bias", "token_embd_norm.bias"),
+            ("encoder.layer.11.attention.self.key.bias", "blk.11.attn_k.bias"),
+            ("encoder.layer.0.output.LayerNorm.weight", "blk.0.layer_output_norm.weight"),
+            ("bert.encoder.layer.3.intermediate.dense.weight", "blk.3.ffn_up.weight"),
+            ("encoder.layer.x.output.dense.weight", "encoder.layer.x.output.dense.weight"),
+            ("encoder.layer.1.crossattention.self.key.bias", "encoder.layer.1.crossattention.self.key.bias"),
+            ("cls.predictions.bias", "cls.predictions.bias"),
+            ("", ""),
+        ] {
+            assert_eq!(of_gguf(name), expected);
+        }
+        assert!(is_left_out("embeddings.position_ids") && is_left_out("bert.pooler.dense.bias"));
+        assert!(!is_left_out("embeddings.position_embeddings.weight"));
+    }
+
+    #[test]
+    fn pieces() {
+        for (line, expected) in
+            [("##ing", "ing"), ("go", "▁go"), ("[CLS]", "[CLS]"), ("##", "▁##"), ("[", "▁[")]
+        {
+            assert_eq!(piece_of_gguf(line), expected);
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! The header of a safetensors file: which tensors it holds and where.
+//!
+//! The format is eight bytes of length, so many bytes of JSON, and the tensors' bytes. Everything is checked
+//! before it is given out: afterwards every tensor has a known element type, a size that fits its shape, and
+//! bytes that lie inside the file, start at a multiple of an element's size and are no other's.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+
+/// What a file may hold at most; what is above its limit is refused before it is read.
+pub mod limits {
+    /// Bytes of the header.
+    pub const HEADER_BYTES: u64 = 16 << 20;
+    /// Tensors of a file.
+    pub const TENSORS: u64 = 65_536;
+    /// Dimensions of a tensor.
+    pub const DIMS: u64 = 8;
+}
+
+/// Name of the header's entry that is no tensor.
+const METADATA: &str = "__metadata__";
+
+/// Why bytes are not a safetensors file that this reader accepts.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Malformed {
+    /// The file ends before its header does.
+    #[error("the file has {have} bytes, its header needs {need}")]
+    Truncated {
+        /// Bytes that the header and its length take.
+        need: u64,
+        /// Bytes of the file.
+        have: u64,
+    },
+    /// A count or a length is above its cap.
+    #[error("{field} is {found}, the limit is {limit}")]
+    OverLimit {
+        /// The field.
+        field: String,
+        /// The value.
+        found: u64,
+        /// The cap.
+        limit: u64,
+    },
+    /// The header is not JSON, or not of the form that the format has.
+    #[error("the header is not as it should be: {reason}")]
+    Header {
+        /// What the JSON reader says.
+        reason: String,
+    },
+    /// An element type that is not known.
+    #[error("tensor {tensor} has the unknown type {found:?}")]
+    Type {
+        /// The tensor.
+        tensor: String,
+        /// The type.
+        found: String,
+    },
+    /// Shape and place of a tensor contradict each other, or its size does not fit 64 bits.
+    #[error("tensor {tensor} of shape {shape:?} and type {ty} is said to be at {start} to {end}")]
+    Size {
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Its element type.
+        ty: &'static str,
+        /// Where it starts in the data section.
+        start: u64,
+        /// Where it ends.
+        end: u64,
+    },
+    /// A tensor reaches past the end of the file.
+    #[error("tensor {tensor} ends at {end} of the data section, which has {have} bytes")]
+    OutOfFile {
+        /// The tensor.
+        tensor: String,
+        /// Where it ends.
+        end: u64,
+        /// Size of the data section.
+        have: u64,
+    },
+    /// A tensor does not start at a multiple of its element's size.
+    #[error("tensor {tensor} starts at byte {offset} of the file, not a multiple of {size}")]
+    Misaligned {
+        /// The tensor.
+        tensor: String,
+        /// From the start of the file.
+        offset: u64,
+        /// Bytes of an element.
+        size: u64,
+    },
+    /// Two tensors share bytes.
+    #[error("tensors {first} and {second} overlap")]
+    Overlap {
+        /// The one that starts first.
+        first: String,
+        /// The other.
+        second: String,
+    },
+}
+
+/// Element types, by the names in the header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(non_camel_case_types, clippy::upper_case_acronyms, reason = "the format's own names")]
+pub(crate) enum Dtype {
+    BOOL,
+    U8,
+    I8,
+    F8_E4M3,
+    F8_E5M2,
+    U16,
+    I16,
+    F16,
+    BF16,
+    U32,
+    I32,
+    F32,
+    U64,
+    I64,
+    F64,
+}
+
+impl Dtype {
+    const ALL: [Self; 15] = [
+        Self::BOOL,
+        Self::U8,
+        Self::I8,
+        Self::F8_E4M3,
+        Self::F8_E5M2,
+        Self::U16,
+        Self::I16,
+        Self::F16,
+        Self::BF16,
+        Self::U32,
+        Self::I32,
+        Self::F32,
+        Self::U64,
+        Self::I64,
+        Self::F64,
+    ];
+
+    /// Its name in the header.
+    pub(crate) const fn name(self) -> &'static str {
+        self.layout().0
+    }
+
+    /// Bytes of an element.
+    const fn size(self) -> u64 {
+        self.layout().1
+    }
+
+    const fn layout(self) -> (&'static str, u64) {
+        match self {
+            Self::BOOL => ("BOOL", 1),
+            Self::U8 => ("U8", 1),
+            Self::I8 => ("I8", 1),
+            Self::F8_E4M3 => ("F8_E4M3", 1),
+            Self::F8_E5M2 => ("F8_E5M2", 1),
+            Self::U16 => ("U16", 2),
+            Self::I16 => ("I16", 2),
+            Self::F16 => ("F16", 2),
+            Self::BF16 => ("BF16", 2),
+            Self::U32 => ("U32", 4),
+            Self::I32 => ("I32", 4),
+            Self::F32 => ("F32", 4),
+            Self::U64 => ("U64", 8),
+            Self::I64 => ("I64", 8),
+            Self::F64 => ("F64", 8),
+        }
+    }
+}
+
+/// A tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Tensor {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    /// The last dimension is contiguous.
+    pub(crate) shape: Vec<u64>,
+    /// From the start of the file.
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+/// Reads and checks the header of `file`; the tensors come in the order of their bytes.
+pub(crate) fn parse(file: &[u8]) -> Result<Vec<Tensor>, Malformed> {
+    let have = file.len() as u64;
+    let Some((length, rest)) = file.split_first_chunk::<8>() else {
+        return Err(Malformed::Truncated { need: 8, have });
+    };
+    let length = u64::from_le_bytes(*length);
+    within("the length of the header", length, limits::HEADER_BYTES)?;
+    // Below the limit, so that nothing here overflows.
+    let Some((header, data)) = rest.split_at_checked(length as usize) else {
+        return Err(Malformed::Truncated { need: 8 + length, have });
+    };
+    let Header(entries) =
+        serde_json::from_slice(header).map_err(|error| Malformed::Header { reason: error.to_string() })?;
+    within("the number of tensors", entries.len() as u64, limits::TENSORS)?;
+    let data = Data { start: 8 + length, bytes: data.len() as u64 };
+    let mut tensors: Vec<Tensor> =
+        entries.into_iter().map(|(name, entry)| data.place(name, entry)).collect::<Result<_, _>>()?;
+    tensors.sort_by_key(|tensor| (tensor.offset, tensor.bytes));
+    for (first, second) in tensors.iter().zip(tensors.iter().skip(1)) {
+        if first.offset.saturating_add(first.bytes) > second.offset {
+            let (first, second) = (first.name.clone(), second.name.clone());
+            return Err(Malformed::Overlap { first, second });
+        }
+    }
+    Ok(tensors)
+}
+
+fn within(field: &str, found: u64, limit: u64) -> Result<(), Malformed> {
+    match found > limit {
+        true => Err(Malformed::OverLimit { field: field.to_owned(), found, limit }),
+        false => Ok(()),
+    }
+}
+
+/// The part of the file after the header.
+struct Data {
+    /// From the start of the file.
+    start: u64,
+    bytes: u64,
+}
+
+impl Data {
+    fn place(&self, name: String, entry: Entry) -> Result<Tensor, Malformed> {
+        let Entry { dtype, shape, data_offsets: [start, end] } = entry;
+        let Some(dtype) = Dtype::ALL.into_iter().find(|known| known.name() == dtype) else {
+            return Err(Malformed::Type { tensor: name, found: dtype });
+        };
+        within(&format!("the number of dimensions of {name}"), shape.len() as u64, limits::DIMS)?;
+        let bytes = shape.iter().try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim));
+        let Some(bytes) = bytes.filter(|&bytes| start.checked_add(bytes) == Some(end)) else {
+            return Err(Malformed::Size { tensor: name, shape, ty: dtype.name(), start, end });
+        };
+        if end > self.bytes {
+            return Err(Malformed::OutOfFile { tensor: name, end, have: self.bytes });
+        }
+        let offset = self.start.saturating_add(start);
+        if !offset.is_multiple_of(dtype.size()) {
+            return Err(Malformed::Misaligned { tensor: name, offset, size: dtype.size() });
+        }
+        Ok(Tensor { name, dtype, shape, offset, bytes })
+    }
+}
+
+/// The header as JSON.
+struct Header(Vec<(String, Entry)>);
+
+#[derive(Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(HeaderVisitor)
+    }
+}
+
+/// Refuses what a map would forget: names that occur twice.
+struct HeaderVisitor;
+
+impl<'de> Visitor<'de> for HeaderVisitor {
+    type Value = Header;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a map from names to tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+        let (mut entries, mut names) = (Vec::new(), HashSet::new());
+        while let Some(name) = map.next_key::<String>()? {
+            if name == METADATA {
+                map.next_value::<HashMap<String, IgnoredAny>>()?;
+                continue;
+            }
+            if !names.insert(name.clone()) {
+                return Err(serde::de::Error::custom(format_args!("tensor {name} occurs twice")));
+            }
+            entries.push((name, map.next_value()?));
+        }
+        Ok(Header(entries))
+    }
+}
+
+#[cfg(test)]
+mod tests;

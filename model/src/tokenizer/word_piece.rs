@@ -1,0 +1,221 @@
+//! WordPiece: words cut at white space and punctuation, each taken apart from its start into the longest pieces
+//! that are tokens. A piece that begins a word has U+2581 before it in the file.
+
+use unicode_general_category::{GeneralCategory, get_general_category};
+use unicode_normalization::char::decompose_canonical;
+
+use super::pieces::{Index, Pieces};
+use super::spm::SPACE;
+
+/// A longer word is unknown as a whole; so it was where these vocabularies were made.
+const LONGEST_WORD: usize = 100;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct WordPiece {
+    /// Tokens by their text.
+    index: Index,
+    /// Bytes of the longest token.
+    longest: usize,
+    /// For words that cannot be taken apart.
+    unknown: u32,
+    /// Letters are made small and lose their accents.
+    lowercase: bool,
+}
+
+impl WordPiece {
+    /// `texts` are the tokens as the file has them.
+    pub(super) fn new(texts: &Pieces, unknown: u32, lowercase: bool) -> Self {
+        let mut index = Index::with_capacity(texts.len());
+        (0..).take(texts.len()).for_each(|id| index.insert(texts, id));
+        let longest = (0..).take(texts.len()).filter_map(|id| texts.get(id)).map(<[u8]>::len).max();
+        Self { index, longest: longest.unwrap_or(0), unknown, lowercase }
+    }
+
+    /// Appends the tokens of `text`.
+    pub(super) fn encode(&self, texts: &Pieces, text: &str, out: &mut Vec<u32>) {
+        let mut word = String::new();
+        self.split(text, |c| match c {
+            Some(c) => word.push(c),
+            None => {
+                self.word(texts, &word, out);
+                word.clear();
+            }
+        });
+    }
+
+    /// Calls `emit` with the characters of every word as the vocabulary knows them, and with none after each.
+    fn split(&self, text: &str, mut emit: impl FnMut(Option<char>)) {
+        for c in text.chars() {
+            if c.is_whitespace() {
+                emit(None);
+            } else if !is_left_out(c) {
+                // An ideograph is a word by itself.
+                let alone = is_ideograph(c);
+                if alone {
+                    emit(None);
+                }
+                self.normalised(c, |c| {
+                    if is_punctuation(c) {
+                        emit(None);
+                        emit(Some(c));
+                        emit(None);
+                    } else {
+                        emit(Some(c));
+                    }
+                });
+                if alone {
+                    emit(None);
+                }
+            }
+        }
+        emit(None);
+    }
+
+    fn normalised(&self, c: char, mut emit: impl FnMut(char)) {
+        if !self.lowercase || c.is_ascii() {
+            return emit(if self.lowercase { c.to_ascii_lowercase() } else { c });
+        }
+        decompose_canonical(c, |part| {
+            if get_general_category(part) != GeneralCategory::NonspacingMark {
+                part.to_lowercase().for_each(&mut emit);
+            }
+        });
+    }
+
+    fn word(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) {
+        if word.is_empty() {
+            return;
+        }
+        let before = out.len();
+        let known = word.chars().count() <= LONGEST_WORD && self.pieces(texts, word, out);
+        if !known {
+            out.truncate(before);
+            out.push(self.unknown);
+        }
+    }
+
+    /// Appends the pieces of `word`; false if it has some that is no token.
+    fn pieces(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) -> bool {
+        let marked = format!("{SPACE}{word}");
+        let mut rest = marked.as_str();
+        while !rest.is_empty() {
+            let longest = &rest[..rest.floor_char_boundary(self.longest)];
+            // The mark alone is no piece.
+            let least = if rest.len() == marked.len() { SPACE.len_utf8() + 1 } else { 1 };
+            let ends = longest.char_indices().rev().map(|(at, c)| at + c.len_utf8());
+            let found = ends
+                .take_while(|&end| end >= least)
+                .find_map(|end| Some((self.index.find(texts, &rest.as_bytes()[..end])?, end)));
+            let Some((token, end)) = found else { return false };
+            out.push(token);
+            rest = &rest[end..];
+        }
+        true
+    }
+}
+
+/// Control characters, and what stands for a character that could not be read.
+fn is_left_out(c: char) -> bool {
+    use GeneralCategory as G;
+    c == char::REPLACEMENT_CHARACTER
+        || matches!(get_general_category(c), G::Control | G::Format | G::PrivateUse | G::Surrogate)
+}
+
+fn is_punctuation(c: char) -> bool {
+    use GeneralCategory as G;
+    c.is_ascii_punctuation()
+        || (!c.is_ascii()
+            && matches!(
+                get_general_category(c),
+                G::ConnectorPunctuation
+                    | G::DashPunctuation
+                    | G::OpenPunctuation
+                    | G::ClosePunctuation
+                    | G::InitialPunctuation
+                    | G::FinalPunctuation
+                    | G::OtherPunctuation
+            ))
+}
+
+/// The blocks of CJK ideographs that these vocabularies were made with, a gap in the extensions included.
+fn is_ideograph(c: char) -> bool {
+    matches!(u32::from(c),
+        0x3400..=0x4dbf
+        | 0x4e00..=0x9fff
+        | 0xf900..=0xfaff
+        | 0x20000..=0x2a6df
+        | 0x2a700..=0x2b73f
+        | 0x2b740..=0x2b81f
+        | 0x2b920..=0x2ceaf
+        | 0x2f800..=0x2fa1f)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn vocabulary(tokens: &[&str], lowercase: bool) -> (Pieces, WordPiece) {
+        let mut texts = Pieces::default();
+        tokens.iter().for_each(|token| texts.push(token.as_bytes()));
+        let word_piece = WordPiece::new(&texts, 0, lowercase);
+        (texts, word_piece)
+    }
+
+    fn pieces(tokens: &[&'static str], lowercase: bool, text: &str) -> Vec<&'static str> {
+        let (texts, word_piece) = vocabulary(tokens, lowercase);
+        let mut ids = Vec::new();
+        word_piece.encode(&texts, text, &mut ids);
+        ids.iter().map(|&id| tokens[id as usize]).collect()
+    }
+
+    #[test]
+    fn the_longest_piece_comes_first() {
+        let tokens = ["[UNK]", "▁un", "▁u", "aff", "able", "a", "▁able", "▁"];
+        assert_eq!(pieces(&tokens, true, "unaffable able"), ["▁un", "aff", "able", "▁able"]);
+        assert_eq!(pieces(&tokens, true, "uaaff"), ["▁u", "a", "aff"]);
+        assert_eq!(pieces(&tokens, true, "unx able"), ["[UNK]", "▁able"], "the whole word is unknown");
+        assert_eq!(pieces(&tokens, true, "aff"), ["[UNK]"], "a piece that goes on begins no word");
+        assert_eq!(pieces(&tokens, true, " \u{200b}\u{fffd} \n"), [""; 0]);
+    }
+
+    #[test]
+    fn case_and_accents_go_where_the_vocabulary_is_small() {
+        let tokens = ["[UNK]", "▁cafe", "▁Café", "▁i"];
+        assert_eq!(pieces(&tokens, true, "Café CAFE\u{301} İ"), ["▁cafe", "▁cafe", "▁i"]);
+        assert_eq!(pieces(&tokens, false, "Café Cafe\u{301}"), ["▁Café", "[UNK]"]);
+    }
+
+    #[test]
+    fn punctuation_and_ideographs_are_words() {
+        let tokens = ["[UNK]", "▁a", "▁b", "b", "▁.", "▁$", "▁。", "▁你", "▁好", "▁\u{328}"];
+        assert_eq!(pieces(&tokens, true, "a.b$b"), ["▁a", "▁.", "▁b", "▁$", "▁b"]);
+        assert_eq!(pieces(&tokens, true, "a你好b。"), ["▁a", "▁你", "▁好", "▁b", "▁。"]);
+        assert_eq!(pieces(&tokens, true, "ab"), ["▁a", "b"]);
+    }
+
+    #[test]
+    fn a_word_of_more_than_a_hundred_characters_is_unknown() {
+        let tokens = ["[UNK]", "▁a", "a"];
+        assert_eq!(pieces(&tokens, true, &"a".repeat(100)).len(), 100);
+        assert_eq!(pieces(&tokens, true, &"a".repeat(101)), ["[UNK]"]);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// Any text becomes tokens, at most one for each character.
+        #[test]
+        fn any_text_has_tokens(text in "\\PC{0,60}|[a-c \u{301}é.你]{0,60}", lowercase in any::<bool>()) {
+            let (texts, word_piece) = vocabulary(&["[UNK]", "▁a", "a", "▁bc", "c", "▁é", "▁."], lowercase);
+            let mut ids = Vec::new();
+            word_piece.encode(&texts, &text, &mut ids);
+            prop_assert!(ids.len() <= text.chars().count());
+            prop_assert!(ids.iter().all(|&id| id < 7));
+            prop_assert_eq!(ids.is_empty(), text.chars().all(|c| c.is_whitespace() || is_left_out(c)
+                || (lowercase && get_general_category(c) == GeneralCategory::NonspacingMark)));
+        }
+    }
+}
