@@ -4,7 +4,8 @@
 //! What must stay true:
 //! - A unit's id commits to everything before it, and a worker announces a unit only while a lookup that ends
 //!   there would be served by every cache group. So the deepest unit held decides, not the first one missing:
-//!   a sliding window keeps its tail and forgets what came before.
+//!   a sliding window keeps its tail and forgets what came before, and of a recurrent model only the resume
+//!   points are held.
 //! - What a worker says replaces what was assumed: a reserved unit counts until its `Stored` arrives, then
 //!   only the worker's own events count.
 //! - A wrong entry costs speed, never content: workers compare tokens on a hit.
@@ -127,6 +128,9 @@ impl PrefixIndex {
         for (parent, units, medium) in snapshot.runs {
             self.take(slot, KvEvent::Stored { parent, units, medium });
         }
+        for (unit, position, medium) in snapshot.resume_points {
+            self.take(slot, KvEvent::ResumePoint { unit, position, medium });
+        }
         for event in ready {
             self.take(slot, event);
         }
@@ -198,14 +202,17 @@ impl PrefixIndex {
                     self.claims.confirm(slot, unit);
                 }
             }
+            KvEvent::ResumePoint { unit, medium: Medium::Device, .. } => {
+                self.holders.insert(slot, unit);
+                self.claims.confirm(slot, unit);
+            }
             KvEvent::Removed { units, medium: Medium::Device } => {
                 for unit in units {
                     self.holders.remove(slot, unit);
                 }
             }
             KvEvent::Cleared => self.holders.clear(slot),
-            // Prefixes outside the memory that attention reads cost a transfer, which routing does not
-            // price yet; a resume point says nothing about full-attention units.
+            // Prefixes outside the memory that layers read cost a transfer, which routing does not price yet.
             KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::ResumePoint { .. } => {}
         }
     }

@@ -23,7 +23,8 @@ pub enum Medium {
 }
 
 /// One change of a worker's prefix cache. A prefix counts as held only if *every* cache group of the model
-/// can serve it: the worker joins its groups, a router never has to.
+/// can serve it: the worker joins its groups, a router never has to. Models with recurrent layers hold
+/// resume points, all others runs of units; both are given up by `Removed`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvEvent {
     /// A run of consecutive units below `parent` (a unit or a root) can now be hit.
@@ -89,6 +90,9 @@ pub enum KvReplay {
 /// (parent, units, medium): consecutive units below a unit or a root, and where they are held.
 pub type KvRun = (BlockId, Vec<BlockId>, Medium);
 
+/// (unit, position, medium): a resume point, as in [`KvEvent::ResumePoint`].
+pub type KvResumePoint = (BlockId, u32, Medium);
+
 /// All that a worker holds at one point of its event stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvSnapshot {
@@ -98,9 +102,11 @@ pub struct KvSnapshot {
     pub sequence: u64,
     /// Runs in an order in which every parent comes before its children.
     pub runs: Vec<KvRun>,
+    /// Resume points, in any order.
+    pub resume_points: Vec<KvResumePoint>,
 }
 
-/// A part of a snapshot on the wire: `Begin`, any number of `Runs`, `End`.
+/// A part of a snapshot on the wire: `Begin`, any number of `Runs` and `ResumePoints`, `End`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvSnapshotFrame {
     /// Where in the event stream the snapshot stands.
@@ -120,4 +126,12 @@ pub enum KvSnapshotFrame {
     ),
     /// The snapshot is complete.
     End,
+    /// Some of the resume points.
+    ResumePoints(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_RUNS_PER_FRAME>"
+        )]
+        Vec<KvResumePoint>,
+    ),
 }

@@ -80,6 +80,7 @@ fn full_lists() -> Vec<(&'static str, &'static str, Vec<u8>, Vec<u8>)> {
         ("KvReplay", "events of one unit", list(&[0, 0, 0], 32_768), removed_one),
         ("KvSnapshotFrame", "empty runs", list(&[1], 65_536), [&id[..], &[0, 0]].concat()),
         ("KvSnapshotFrame", "runs of one unit", list(&[1], 65_536), run_of_one),
+        ("KvSnapshotFrame", "resume points", list(&[3], 65_536), [&id[..], &[0, 0]].concat()),
         ("GenerateFrame", "empty tokens", list(&[1], 4096), vec![0, 0, 0]),
         ("GenerateFrame", "tokens with alternatives", list(&[1], 4096), token),
     ]

@@ -6,8 +6,8 @@
 //! exactly what a lookup serves. Sans-IO: no clock, no randomness, no memory of its own; whoever owns the
 //! arena's bytes reads offsets from the [`BlockTable`]s.
 //!
-//! Four units that never depend on each other: the hash unit (16 tokens), the block (16, 32 or 64
-//! tokens), the prefill chunk, and the slab in which bytes move between groups.
+//! Units that never depend on each other: the hash unit (16 tokens), the block (16, 32 or 64 tokens), the
+//! prefill chunk, the distance of recurrent states, and the slab in which bytes move between groups.
 
 pub mod memory;
 
@@ -15,10 +15,13 @@ mod extents;
 mod inflight;
 mod invariants;
 mod lookup;
+mod pins;
+mod policy;
 mod pool;
 mod prefix;
 mod sequence;
 mod spec;
+mod state;
 mod table;
 
 #[cfg(test)]
@@ -28,14 +31,19 @@ pub(crate) use inflight::PlannedUnits;
 pub use invariants::Broken;
 pub(crate) use lookup::Hit;
 pub use lookup::HitStop;
+pub use pins::{PinId, PinRefused, RestoreId, ResumeBlock, ResumePoint};
+pub use policy::{CheckpointKind, CheckpointPolicy};
 pub(crate) use sequence::{NotAdvanced, SequenceCache};
 pub use spec::{CacheSpec, GroupKind, GroupSpec, Placement, SpecError};
+pub(crate) use state::Kept;
 pub use table::{BlockTable, NULL_OFFSET, OFFSET_UNIT};
 
 use extents::Extents;
+use pins::Pins;
 use pool::BlockPool;
 use prefix::PrefixTree;
 use proto::event::KvEvent;
+use state::States;
 
 /// Copy the first tokens of one block into another before the step's rows are computed. Copies are
 /// executed in the order in which the plan lists them.
@@ -59,10 +67,13 @@ pub(crate) struct KvCache {
     pool: BlockPool,
     tree: PrefixTree,
     extents: Option<Extents>,
-    /// Live entries of all tables.
+    /// Recurrent states, if the model has any.
+    states: Option<States>,
+    pins: Pins,
+    /// Live entries of all tables, and slots of live sequences.
     entries: u64,
-    /// References held by copies of steps in flight.
-    copy_refs: u64,
+    /// References held by steps in flight: sources of copies, states read or kept.
+    step_refs: u64,
     evictions: u64,
     evicted: Vec<pool::BlockAt>,
 }
@@ -73,7 +84,19 @@ impl KvCache {
         let pool = BlockPool::new(&spec, placement);
         let tree = PrefixTree::new(&spec, &pool);
         let extents = (placement == Placement::Contiguous).then(|| Extents::new(spec.arena_bytes));
-        Ok(Self { spec, pool, tree, extents, entries: 0, copy_refs: 0, evictions: 0, evicted: Vec::new() })
+        let states = spec.state_group().map(|group| States::new(group, pool.block_capacity(group)));
+        Ok(Self {
+            spec,
+            pool,
+            tree,
+            extents,
+            states,
+            pins: Pins::default(),
+            entries: 0,
+            step_refs: 0,
+            evictions: 0,
+            evicted: Vec::new(),
+        })
     }
 
     pub(crate) fn spec(&self) -> &CacheSpec {
@@ -120,8 +143,9 @@ impl KvCache {
         }
     }
 
-    /// Forgets every cached prefix; live sequences keep their blocks.
+    /// Forgets every cached prefix, pinned ones too; live sequences keep their blocks.
     pub(crate) fn clear(&mut self) {
+        self.unpin_all();
         for block in self.tree.clear() {
             self.pool.set_hashed(block.group, block.block, false);
         }
@@ -147,7 +171,14 @@ impl KvCache {
     pub(crate) fn is_pristine(&self) -> bool {
         self.pool.is_pristine()
             && self.tree.is_empty()
+            && self.pins.is_empty()
             && self.extents.as_ref().is_none_or(|e| e.used_bytes() == 0)
+    }
+
+    /// Free blocks looked at so far to find one to hand out.
+    #[cfg(test)]
+    pub(crate) fn looked_at(&self) -> u64 {
+        self.pool.looked_at()
     }
 
     /// Every cached unit: group, block offset, first token in the block, root, tokens from the root.
@@ -173,9 +204,9 @@ impl KvCache {
         self.pool.release(group, block);
     }
 
-    /// Gives back the reference that a copy held on its source.
-    pub(crate) fn end_copy(&mut self, group: usize, src: u32) {
-        self.copy_refs -= 1;
-        self.release(group, src);
+    /// Gives back a reference that a step held.
+    pub(crate) fn end_hold(&mut self, group: usize, block: u32) {
+        self.step_refs -= 1;
+        self.release(group, block);
     }
 }

@@ -20,6 +20,8 @@ pub struct EventLog {
     last: u64,
     /// Each held unit's parent.
     held: HashMap<(BlockId, Medium), BlockId>,
+    /// Each resume point's position.
+    points: HashMap<(BlockId, Medium), u32>,
 }
 
 /// The events asked for are no longer, or not yet, in the log: take a snapshot.
@@ -37,7 +39,15 @@ pub struct Gap {
 impl EventLog {
     /// An empty log that keeps events for replay until they name more than `capacity` units.
     pub fn new(epoch: Epoch, capacity: usize) -> Self {
-        Self { epoch, capacity, ring: VecDeque::new(), weight: 0, last: 0, held: HashMap::new() }
+        Self {
+            epoch,
+            capacity,
+            ring: VecDeque::new(),
+            weight: 0,
+            last: 0,
+            held: HashMap::new(),
+            points: HashMap::new(),
+        }
     }
 
     /// The last sequence number given; 0 before the first event.
@@ -45,9 +55,9 @@ impl EventLog {
         self.last
     }
 
-    /// Units held, all media together.
+    /// Units and resume points held, all media together.
     pub fn held_units(&self) -> usize {
-        self.held.len()
+        self.held.len() + self.points.len()
     }
 
     /// Numbers the events and keeps them.
@@ -100,7 +110,9 @@ impl EventLog {
             }
             runs.push((parent, run, medium));
         }
-        KvSnapshot { epoch: self.epoch, sequence: self.last, runs }
+        let resume_points =
+            self.points.iter().map(|(&(unit, medium), &position)| (unit, position, medium)).collect();
+        KvSnapshot { epoch: self.epoch, sequence: self.last, runs, resume_points }
     }
 
     fn apply(&mut self, event: &KvEvent) {
@@ -112,10 +124,16 @@ impl EventLog {
             KvEvent::Removed { units, medium } => {
                 for &unit in units {
                     self.held.remove(&(unit, *medium));
+                    self.points.remove(&(unit, *medium));
                 }
             }
-            KvEvent::Cleared => self.held.clear(),
-            KvEvent::ResumePoint { .. } => {}
+            KvEvent::Cleared => {
+                self.held.clear();
+                self.points.clear();
+            }
+            KvEvent::ResumePoint { unit, position, medium } => {
+                self.points.insert((*unit, *medium), *position);
+            }
         }
     }
 }
@@ -172,6 +190,20 @@ mod tests {
         log.append(vec![stored(2, &[4, 5])]);
         assert_eq!(log.since(1, 10), Err(Gap { asked: 1, first: 2, last: 4 }));
         assert_eq!(log.since(2, 10).unwrap().events.len(), 3);
+    }
+
+    #[test]
+    fn resume_points_are_held_until_they_are_removed() {
+        let point = |n, position| KvEvent::ResumePoint { unit: id(n), position, medium: Medium::Device };
+        let mut log = EventLog::new(Epoch(1), 100);
+        log.append(vec![point(1, 16), stored(0, &[2]), point(6, 96), removed(&[1])]);
+        let snapshot = log.snapshot();
+        assert_eq!(snapshot.resume_points, [(id(6), 96, Medium::Device)]);
+        assert_eq!(snapshot.runs, [(id(0), vec![id(2)], Medium::Device)]);
+        assert_eq!(log.held_units(), 2);
+        assert_eq!(log.since(3, 1).unwrap().events, [point(6, 96)]);
+        log.append(vec![KvEvent::Cleared]);
+        assert_eq!((log.held_units(), log.snapshot().resume_points), (0, vec![]));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! is not, and each step computes some of the latter within one token budget, sequences that need one row
 //! first. A sequence is admitted when its whole input fits; when blocks run out, the sequence with the
 //! least work to recompute is preempted, never the oldest. Sequences with one uncached prefix follow the
-//! one that computes it, block by block.
+//! one that computes it, block by block; with recurrent layers from state to state, and the one that
+//! computes keeps a state where they part.
 //!
 //! Sans-IO: calls in, plans out. The engine's loop is: [`Scheduler::plan`], compute,
 //! [`Scheduler::complete`] with the tokens drawn, [`Scheduler::remove`] for what has ended, and
@@ -12,17 +13,21 @@
 
 mod plan;
 mod request;
+mod resume;
 mod sequence;
 
 #[cfg(test)]
 mod tests;
 
 pub use request::{
-    Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest, Stats,
-    StepPlan,
+    Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
+    SequenceState, Stats, StepPlan,
 };
+pub use resume::ForkRefused;
 
-use crate::kv_cache::{BlockTable, Broken, CacheSpec, KvCache, Placement, PlannedUnits, SpecError};
+use crate::kv_cache::{
+    BlockTable, Broken, CacheSpec, CheckpointPolicy, KvCache, Placement, PlannedUnits, SpecError,
+};
 use proto::block::ClusterKey;
 use proto::event::KvEvent;
 use sequence::{Rank, Sequence, State};
@@ -45,6 +50,10 @@ pub struct SchedulerConfig {
     pub follower_patience: u32,
     /// Sequences that may wait; more are refused.
     pub max_waiting: usize,
+    /// Where recurrent states are kept.
+    pub checkpoints: CheckpointPolicy,
+    /// Bytes that pinned prefixes may hold; `None` for a quarter of the arena.
+    pub pin_bytes: Option<u64>,
     /// Steps between two full recounts of all invariants; 0 for none.
     pub check_interval: u64,
 }
@@ -59,6 +68,8 @@ impl Default for SchedulerConfig {
             placement: Placement::Paged,
             follower_patience: 4,
             max_waiting: 4096,
+            checkpoints: CheckpointPolicy::default(),
+            pin_bytes: None,
             check_interval: 4096,
         }
     }
@@ -121,8 +132,8 @@ struct Flight {
     step: u64,
     /// Sequences with rows in it, and whether a token is drawn.
     sequences: Vec<(u32, bool)>,
-    /// (group, source block) of its copies.
-    copies: Vec<(usize, u32)>,
+    /// (group, block) that it reads or writes besides what its sequences hold.
+    held: Vec<(usize, u32)>,
 }
 
 impl Scheduler {
@@ -175,7 +186,11 @@ impl Scheduler {
         }
         self.arrivals += 1;
         let key = self.config.prefix_cache.then_some(&self.key);
-        let sequence = Sequence::new(request, self.arrivals, key);
+        let recurrent = key.is_some() && self.cache.has_states();
+        let wishes = recurrent
+            .then(|| self.config.checkpoints.of_prompt(request.prompt.len() as u32, &request.boundaries));
+        let mut sequence = Sequence::new(request, self.arrivals, key);
+        sequence.wishes = wishes.unwrap_or_default();
         let (id, rank) = (sequence.id, sequence.rank);
         let slot = match self.vacant.pop() {
             Some(slot) => {
@@ -218,7 +233,7 @@ impl Scheduler {
         if sequence.in_flight.is_some() {
             sequence.state = State::Leaving;
         } else {
-            self.drop_slot(slot);
+            self.drop_slot(slot, true);
         }
         Some(info)
     }
@@ -229,8 +244,8 @@ impl Scheduler {
     pub fn complete(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> Result<(), StepError> {
         let flight = self.take_oldest(step)?;
         self.cache.complete(step);
-        for (group, src) in flight.copies {
-            self.cache.end_copy(group, src);
+        for (group, block) in flight.held {
+            self.cache.end_hold(group, block);
         }
         let mut sampling = HashMap::with_capacity(flight.sequences.len());
         for (slot, samples) in flight.sequences {
@@ -238,7 +253,7 @@ impl Scheduler {
             sequence.in_flight = None;
             if sequence.state == State::Leaving {
                 sampling.insert(sequence.id, None);
-                self.drop_slot(slot);
+                self.drop_slot(slot, true);
             } else if samples {
                 sampling.insert(sequence.id, Some(slot));
             }
@@ -264,19 +279,19 @@ impl Scheduler {
         }
         self.cache.abort();
         for flight in std::mem::take(&mut self.in_flight) {
-            for (group, src) in flight.copies {
-                self.cache.end_copy(group, src);
+            for (group, block) in flight.held {
+                self.cache.end_hold(group, block);
             }
             for (slot, _) in flight.sequences {
                 let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
                 sequence.in_flight = None;
                 if sequence.state == State::Leaving {
-                    self.drop_slot(slot);
+                    self.drop_slot(slot, false);
                 }
             }
         }
         for slot in std::mem::take(&mut self.running) {
-            self.requeue(slot);
+            self.requeue(slot, false);
         }
         Ok(())
     }
@@ -318,20 +333,27 @@ impl Scheduler {
             kv_used_bytes: self.cache.used_bytes(),
             kv_total_bytes: self.cache.total_bytes(),
             held_units: self.cache.held_units(),
+            pinned_bytes: self.cache.pinned_bytes(),
         }
     }
 
     /// Recounts every invariant; what [`Scheduler::plan`] does now and then by itself.
     pub fn check(&self) -> Result<(), Broken> {
         let caches = self.sequences.iter().flatten().map(|sequence| &sequence.cache);
-        let copies = self.in_flight.iter().flat_map(|flight| flight.copies.iter().copied());
-        self.cache.check_all(caches, copies)
+        let held = self.in_flight.iter().flat_map(|flight| flight.held.iter().copied());
+        self.cache.check_all(caches, held)
     }
 
     /// Whether everything is as in a new scheduler: no block owned, no prefix known, nothing planned.
     #[cfg(test)]
     fn is_pristine(&self) -> bool {
         self.cache.is_pristine() && self.planned.is_empty() && self.by_id.is_empty()
+    }
+
+    /// Free blocks looked at so far to find one to hand out.
+    #[cfg(test)]
+    fn allocation_work(&self) -> u64 {
+        self.cache.looked_at()
     }
 
     /// Most rows of one sequence in one step.
@@ -354,19 +376,29 @@ impl Scheduler {
         }
     }
 
-    /// Back to the queue with nothing, at the place that its age gives it.
-    fn requeue(&mut self, slot: u32) {
+    /// Back to the queue with nothing, at the place that its age gives it. What it has computed may stay
+    /// cached, its last state only if it is `intact`: all steps that wrote it have completed.
+    fn requeue(&mut self, slot: u32, intact: bool) {
         let Some(sequence) = self.sequences[slot as usize].as_mut() else { return };
         self.planned.withdraw(slot, sequence.units_ahead());
-        self.cache.close(&mut sequence.cache);
+        if intact {
+            self.cache.retire(&mut sequence.cache);
+        } else {
+            self.cache.close(&mut sequence.cache);
+        }
         sequence.state = State::Waiting;
         sequence.in_flight = None;
         self.waiting.insert(sequence.rank, slot);
     }
 
-    fn drop_slot(&mut self, slot: u32) {
+    /// The sequence is gone; `intact` as for [`Scheduler::requeue`].
+    fn drop_slot(&mut self, slot: u32, intact: bool) {
         if let Some(mut sequence) = self.sequences[slot as usize].take() {
-            self.cache.close(&mut sequence.cache);
+            if intact {
+                self.cache.retire(&mut sequence.cache);
+            } else {
+                self.cache.close(&mut sequence.cache);
+            }
             self.vacant.push(slot);
         }
         if self.alone == Some(slot) {

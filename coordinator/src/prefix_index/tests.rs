@@ -66,6 +66,22 @@ fn the_deepest_unit_held_decides() {
 }
 
 #[test]
+fn a_resume_point_counts_until_it_is_removed() {
+    let point = |n, medium| KvEvent::ResumePoint { unit: unit(n), position: 16 * n as u32, medium };
+    let mut index = joined(1);
+    let s = slot(0);
+    let reservation = index.reserve(s, chain(1..=4));
+    let events = vec![point(2, Medium::Device), point(4, Medium::Device), point(5, Medium::Disk)];
+    index.apply(s, batch(1, 1, events)).unwrap();
+    index.release(reservation);
+    assert_eq!(index.lookup(&chain(1..=5)).units(s), 4);
+    assert_eq!(index.lookup(&chain(1..=3)).units(s), 2);
+    assert_eq!(index.lookup(&chain(1..=1)).units(s), 0);
+    index.apply(s, batch(1, 4, vec![removed([4])])).unwrap();
+    assert_eq!(index.lookup(&chain(1..=5)).units(s), 2);
+}
+
+#[test]
 fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
     let mut index = joined(1);
     let s = slot(0);
@@ -92,9 +108,12 @@ fn a_replay_that_is_gone_asks_for_a_snapshot_which_replaces_everything() {
     assert_eq!(index.replayed(s, Epoch(1), None), Ok(Some(Need::Snapshot)));
     index.apply(s, batch(1, 51, vec![stored([51])])).unwrap();
     let runs = vec![(unit(0), chain([40, 50]).to_vec(), Medium::Device)];
-    assert_eq!(index.install(s, KvSnapshot { epoch: Epoch(1), sequence: 50, runs }), Ok(None));
+    let resume_points = vec![(unit(41), 32, Medium::Device), (unit(42), 48, Medium::Disk)];
+    let snapshot = KvSnapshot { epoch: Epoch(1), sequence: 50, runs, resume_points };
+    assert_eq!(index.install(s, snapshot), Ok(None));
     assert_eq!(index.lookup(&chain([1])).units(s), 0);
     assert_eq!(index.lookup(&chain([40, 50, 51])).units(s), 3);
+    assert_eq!(index.lookup(&chain([1, 41, 42])).units(s), 2);
     assert_eq!(index.stream(s).unwrap().applied, 51);
 }
 
@@ -316,7 +335,7 @@ proptest! {
                 Op::Snapshot(w, units) => {
                     sequences[w] += 1;
                     let runs = vec![(unit(0), chain(units.clone()).to_vec(), Medium::Device)];
-                    let snapshot = KvSnapshot { epoch: Epoch(epochs[w]), sequence: sequences[w], runs };
+                    let snapshot = KvSnapshot { epoch: Epoch(epochs[w]), sequence: sequences[w], runs, resume_points: vec![] };
                     prop_assert_eq!(index.install(slot(w), snapshot), Ok(None));
                     units.iter().for_each(|u| { reference.unconfirmed.remove(&(w, *u)); });
                     reference.held.insert(w, units.into_iter().collect());

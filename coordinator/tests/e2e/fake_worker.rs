@@ -307,7 +307,12 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                     let state = shared.state.lock();
                     let units = state.held.iter().copied().collect();
                     let runs = vec![(BlockId([0; 16]), units, Medium::Device)];
-                    KvSnapshot { epoch: Epoch(shared.setup.epoch), sequence: state.log.len() as u64, runs }
+                    KvSnapshot {
+                        epoch: Epoch(shared.setup.epoch),
+                        sequence: state.log.len() as u64,
+                        runs,
+                        resume_points: vec![],
+                    }
                 };
                 reply.send(&snapshot).await.unwrap();
             }

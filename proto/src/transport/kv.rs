@@ -103,6 +103,9 @@ impl KvSnapshotReply {
         for part in parts(&snapshot.runs, UNITS_PER_FRAME) {
             self.frames.write(&KvSnapshotFrame::Runs(part)).await?;
         }
+        for part in snapshot.resume_points.chunks(MAX_RUNS_PER_FRAME) {
+            self.frames.write(&KvSnapshotFrame::ResumePoints(part.to_vec())).await?;
+        }
         self.frames.write(&KvSnapshotFrame::End).await?;
         self.frames.finish();
         Ok(())
@@ -142,18 +145,23 @@ pub(super) async fn read_snapshot(stream: RecvStream) -> Result<KvSnapshot, Erro
     let KvSnapshotFrame::Begin { epoch, sequence } = frames.next().await?.ok_or(cut)? else {
         return Err(Error::Protocol("a snapshot does not begin with its position"));
     };
-    let mut runs = Vec::new();
+    let (mut runs, mut resume_points) = (Vec::new(), Vec::new());
     let mut units = 0;
+    let mut count = |more: usize| {
+        units += more;
+        if units > MAX_SNAPSHOT_UNITS { Err(Error::Protocol("a snapshot is too large")) } else { Ok(()) }
+    };
     loop {
         match frames.next().await?.ok_or(Error::StreamCut { what: "a snapshot's last frame" })? {
             KvSnapshotFrame::Runs(part) => {
-                units += part.iter().map(|(_, ids, _)| ids.len().max(1)).sum::<usize>();
-                if units > MAX_SNAPSHOT_UNITS {
-                    return Err(Error::Protocol("a snapshot is too large"));
-                }
+                count(part.iter().map(|(_, ids, _)| ids.len().max(1)).sum())?;
                 runs.extend(part);
             }
-            KvSnapshotFrame::End => return Ok(KvSnapshot { epoch, sequence, runs }),
+            KvSnapshotFrame::ResumePoints(part) => {
+                count(part.len())?;
+                resume_points.extend(part);
+            }
+            KvSnapshotFrame::End => return Ok(KvSnapshot { epoch, sequence, runs, resume_points }),
             KvSnapshotFrame::Begin { .. } => return Err(Error::Protocol("a snapshot begins twice")),
         }
     }

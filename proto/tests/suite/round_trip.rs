@@ -235,12 +235,18 @@ proptest! {
     }
 
     #[test]
-    fn kv(batches in vec(batch(), 0..4), runs in vec((block(), vec(block(), 0..9), medium()), 0..9), at: (u64, u64)) {
+    fn kv(
+        batches in vec(batch(), 0..4),
+        runs in vec((block(), vec(block(), 0..9), medium()), 0..9),
+        points in vec((block(), any::<u32>(), medium()), 0..9),
+        at: (u64, u64),
+    ) {
         for batch in &batches {
             survives(&KvFrame::Events(batch.clone()), Cap::Events);
             survives(&KvReplay::Events(batch.clone()), Cap::Control);
         }
         survives(&KvSnapshotFrame::Runs(runs), Cap::Events);
+        survives(&KvSnapshotFrame::ResumePoints(points), Cap::Events);
         survives(&KvSnapshotFrame::Begin { epoch: Epoch(at.0), sequence: at.1 }, Cap::Events);
     }
 

@@ -239,6 +239,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::Begin { epoch: Epoch(3), sequence: 70_000 },
                 KvSnapshotFrame::Runs(vec![(id(1), vec![id(2)], Medium::Device)]),
                 KvSnapshotFrame::End,
+                KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
             ],
         ),
         samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),

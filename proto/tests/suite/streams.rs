@@ -241,7 +241,8 @@ async fn kv_events_and_snapshots() {
     let units = (0..150_000u32).map(|n| kvasir_proto::block::BlockId(u128::from(n).to_le_bytes()));
     let runs =
         vec![(samples::id(1), units.collect(), Medium::Device), (samples::id(2), vec![], Medium::Disk)];
-    let snapshot = KvSnapshot { epoch: Epoch(3), sequence: 77, runs };
+    let resume_points = (0..70_000).map(|n| (samples::id(3), n, Medium::Device)).collect();
+    let snapshot = KvSnapshot { epoch: Epoch(3), sequence: 77, runs, resume_points };
     let answer = async {
         match nodes.to_coordinator.accept().await.unwrap() {
             Incoming::KvSnapshot(reply) => reply.send(&snapshot).await.unwrap(),
@@ -260,6 +261,7 @@ async fn kv_events_and_snapshots() {
     };
     assert!(got.runs.len() > snapshot.runs.len(), "the long run came in parts");
     assert!(chain(&got) == chain(&snapshot), "and has the same links");
+    assert!(got.resume_points == snapshot.resume_points);
 }
 
 #[tokio::test]

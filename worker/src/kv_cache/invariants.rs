@@ -8,14 +8,16 @@ use std::collections::HashMap;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
     /// References counted by the pool, by tables and by copies differ.
-    #[error("the pool counts {pool} references, tables hold {tables} and copies {copies}")]
+    #[error("the pool counts {pool} references, sequences hold {sequences}, steps {steps}, pins {pins}")]
     References {
         /// The pool's sum.
         pool: u64,
-        /// Live entries of all tables.
-        tables: u64,
-        /// Sources of copies in flight.
-        copies: u64,
+        /// Live entries of all tables, and slots of live sequences.
+        sequences: u64,
+        /// What steps in flight read or write besides.
+        steps: u64,
+        /// What is pinned, or being restored.
+        pins: u64,
     },
     /// A group's free list and blocks do not add up.
     #[error("group {group}: free list, blocks and slabs disagree")]
@@ -32,7 +34,7 @@ pub enum Broken {
         block: u32,
         /// What the block says.
         counted: u32,
-        /// What tables and copies say.
+        /// What sequences, steps and pins say.
         held: u32,
     },
     /// The pool and the prefix tree disagree on which blocks have cached content.
@@ -51,15 +53,17 @@ pub enum Broken {
 impl KvCache {
     /// The part that costs nothing: do the running sums agree?
     pub(crate) fn check(&self) -> Result<(), Broken> {
-        let (pool, tables, copies) = (self.pool.total_refs(), self.entries, self.copy_refs);
-        if pool == tables + copies { Ok(()) } else { Err(Broken::References { pool, tables, copies }) }
+        let (pool, sequences, steps) = (self.pool.total_refs(), self.entries, self.step_refs);
+        let pins = self.pins.refs();
+        let sum = sequences + steps + pins;
+        if pool == sum { Ok(()) } else { Err(Broken::References { pool, sequences, steps, pins }) }
     }
 
-    /// The full recount, over all sequences and the (group, source block) of copies in flight.
+    /// The full recount, over all sequences and the (group, block) that steps in flight hold.
     pub(crate) fn check_all<'a>(
         &self,
         sequences: impl Iterator<Item = &'a SequenceCache>,
-        copies: impl Iterator<Item = (usize, u32)>,
+        steps: impl Iterator<Item = (usize, u32)>,
     ) -> Result<(), Broken> {
         self.check()?;
         let mut held: Vec<HashMap<u32, u32>> = vec![HashMap::new(); self.spec.groups.len()];
@@ -69,9 +73,14 @@ impl KvCache {
                     *held.entry(block).or_default() += 1;
                 }
             }
+            for (group, slot) in
+                self.state_group().into_iter().flat_map(|g| sequence.state.blocks().map(move |s| (g, s)))
+            {
+                *held[group].entry(slot).or_default() += 1;
+            }
         }
-        for (group, src) in copies {
-            *held[group].entry(src).or_default() += 1;
+        for (group, block) in steps.chain(self.pins.blocks()) {
+            *held[group].entry(block).or_default() += 1;
         }
         for (group, held) in held.iter().enumerate() {
             let count = self.pool.recount(group).ok_or(Broken::FreeList { group })?;

@@ -25,6 +25,11 @@ pub enum HitStop {
         /// The boundary at which the window is missing.
         token: u32,
     },
+    /// The KV of a longer prefix is cached, but no recurrent state stands at its end.
+    StateGone {
+        /// The boundary at which the state is missing.
+        token: u32,
+    },
     /// The id of the next unit is in use for other tokens.
     Collision {
         /// First token of the unit.
@@ -44,6 +49,7 @@ impl std::fmt::Display for HitStop {
             Self::PromptEnd => f.write_str("prompt_end"),
             Self::NotCached { group, token } => write!(f, "not_cached group={group} token={token}"),
             Self::WindowGone { group, token } => write!(f, "window_gone group={group} token={token}"),
+            Self::StateGone { token } => write!(f, "state_gone token={token}"),
             Self::Collision { token } => write!(f, "collision token={token}"),
             Self::PoolFull { token } => write!(f, "pool_full token={token}"),
         }
@@ -57,6 +63,9 @@ pub(crate) struct Hit {
     pub(super) from: usize,
     /// Nodes of the served units, from unit `from`.
     pub(super) path: Vec<u32>,
+    /// Units from the prompt's start whose KV is cached as far as all of it is needed; more than are served
+    /// where only a state is missing.
+    pub(crate) known: usize,
     /// Why it ends there.
     pub(crate) stop: HitStop,
 }
@@ -91,7 +100,7 @@ impl KvCache {
         let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
         let at_boundary = (sequence.len() as usize).is_multiple_of(HASH_UNIT_TOKENS);
         let Some(cursor) = sequence.cursor.filter(|_| at_boundary) else {
-            return Hit { from, path: Vec::new(), stop: HitStop::Disabled };
+            return Hit { from, path: Vec::new(), known: from, stop: HitStop::Disabled };
         };
         let mut path = Vec::new();
         let mut stop = HitStop::PromptEnd;
@@ -115,13 +124,18 @@ impl KvCache {
                 }
             }
         }
+        let known = if self.has_states() { self.known(&path) } else { path.len() };
         let mut end = path.len();
         loop {
             let before = end;
             for (group, &need) in self.tree.needs().iter().enumerate() {
                 let served = self.served(group, need, &path[..end]);
                 if served < end {
-                    stop = self.why(group, need, &path, served, end, from);
+                    stop = if self.state_group() == Some(group) {
+                        HitStop::StateGone { token: ((from + end.min(known)) * HASH_UNIT_TOKENS) as u32 }
+                    } else {
+                        self.why(group, need, &path, served, end, from)
+                    };
                     end = served;
                 }
             }
@@ -130,7 +144,16 @@ impl KvCache {
             }
         }
         path.truncate(end);
-        Hit { from, path, stop }
+        Hit { from, path, known: from + known, stop }
+    }
+
+    /// Leading units of `path` that every group has which needs all of them.
+    fn known(&self, path: &[u32]) -> usize {
+        let all = |&&node: &&u32| {
+            let mut needs = self.tree.needs().iter().enumerate();
+            needs.all(|(group, &need)| need != Need::All || self.tree.has(node, group))
+        };
+        path.iter().take_while(all).count()
     }
 
     /// The longest start of `path` behind which `group` lets a sequence go on.

@@ -34,6 +34,9 @@ pub(super) struct BlockPool {
     compact: bool,
     refs: u64,
     permutation: Option<u64>,
+    /// Free blocks looked at so far to find one to hand out.
+    #[cfg(test)]
+    looked_at: std::cell::Cell<u64>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -115,6 +118,8 @@ impl BlockPool {
             compact: false,
             refs: 0,
             permutation,
+            #[cfg(test)]
+            looked_at: std::cell::Cell::new(0),
         }
     }
 
@@ -283,6 +288,8 @@ impl BlockPool {
         let mut at = g.head;
         let mut seen = 0;
         while at != NIL && (age.is_none() || seen < LOOK_AHEAD) {
+            #[cfg(test)]
+            self.looked_at.update(|n| n + 1);
             let block = &g.blocks[at as usize];
             if age.is_some_and(|age| block.freed_at >= age) {
                 return None;
@@ -350,6 +357,12 @@ impl BlockPool {
     #[cfg(test)]
     pub(super) fn is_pristine(&self) -> bool {
         self.free_slabs.len() == self.slabs.len() && self.slabs.iter().all(|slab| slab.owner.is_none())
+    }
+
+    /// Free blocks looked at so far to find one to hand out.
+    #[cfg(test)]
+    pub(super) fn looked_at(&self) -> u64 {
+        self.looked_at.get()
     }
 
     /// Recounts a group from its blocks and its free list. `None`: list and blocks disagree.

@@ -8,15 +8,19 @@
 //! **What counts as held.** A unit is held when a lookup whose prompt passes through it would be served up
 //! to its end by every group: full groups have all units from the root, a sliding group has the units of
 //! the last window before the unit's end (or all from the root). It is kept incrementally, and each change
-//! of it is an event. So a router predicts exactly what a lookup returns by taking the *deepest* held unit
-//! of a prompt's chain; shallower ones may be missing where a window has been given up. Only completed
-//! steps count: a unit that is scheduled can be shared inside the worker at once, is announced when its
-//! step has been computed, and a failed step never announces anything.
+//! of it is an event. With recurrent layers a unit is held only where a state stands at its end, full KV and
+//! windows included: a resume point. So a router predicts exactly what a lookup returns by taking the
+//! *deepest* held unit of a prompt's chain; shallower ones may be missing where a window has been given up
+//! or no state was kept. Only completed steps count: a unit that is scheduled can be shared inside the
+//! worker at once, is announced when its step has been computed, and a failed step never announces anything.
+
+mod held;
+mod recount;
 
 use super::pool::{BlockAt, BlockPool};
 use super::spec::CacheSpec;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use proto::event::{KvEvent, Medium};
+use proto::event::KvEvent;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -47,7 +51,10 @@ impl Hasher for IdHasher {
 #[derive(Debug)]
 pub(super) struct PrefixTree {
     needs: Vec<Need>,
-    units_per_block: u32,
+    /// Units per block, group by group.
+    units_in: Vec<u32>,
+    /// The group of recurrent states.
+    recurrent: Option<usize>,
     ids: HashMap<BlockId, u32, BuildHasherDefault<IdHasher>>,
     nodes: Vec<Node>,
     vacant: Vec<u32>,
@@ -76,12 +83,14 @@ pub(super) enum Need {
 struct Node {
     id: BlockId,
     unit: Unit,
+    /// Units from the root to its end; 0 for a root.
+    depth: u32,
     /// `NIL` for a root.
     parent: u32,
     first_child: u32,
     next_sibling: u32,
     prev_sibling: u32,
-    /// Sequences whose cursor stands here.
+    /// Sequences whose cursor stands here, and what else must find it again.
     pins: u32,
     held: bool,
 }
@@ -153,7 +162,7 @@ impl Need {
 
 impl PrefixTree {
     pub(super) fn new(spec: &CacheSpec, pool: &BlockPool) -> Self {
-        let units_per_block = spec.units_per_block() as u32;
+        let units_in: Vec<u32> = (0..spec.groups.len()).map(|group| spec.units_in(group) as u32).collect();
         let empty = Slot { node: NIL, next: NIL, step: 0 };
         Self {
             needs: spec
@@ -161,14 +170,15 @@ impl PrefixTree {
                 .iter()
                 .map(|group| group.kind.window_units().map_or(Need::All, Need::Window))
                 .collect(),
-            units_per_block,
+            recurrent: spec.state_group(),
             ids: HashMap::default(),
             nodes: Vec::new(),
             vacant: Vec::new(),
             states: Vec::new(),
             slots: (0..spec.groups.len())
-                .map(|group| vec![empty; pool.block_capacity(group) * units_per_block as usize])
+                .map(|group| vec![empty; pool.block_capacity(group) * units_in[group] as usize])
                 .collect(),
+            units_in,
             pending: VecDeque::new(),
             completed: 0,
             held: 0,
@@ -198,6 +208,11 @@ impl PrefixTree {
         };
         self.nodes[node as usize].pins += 1;
         Some(node)
+    }
+
+    /// The root of a scope, if anything of it is known.
+    pub(super) fn root(&self, id: BlockId) -> Option<u32> {
+        self.ids.get(&id).copied().filter(|&node| self.nodes[node as usize].parent == NIL)
     }
 
     /// Moves a sequence's pin from one node to a descendant.
@@ -234,7 +249,7 @@ impl PrefixTree {
     /// A block of `group` that holds the unit.
     pub(super) fn block_of(&self, node: u32, group: usize) -> Option<u32> {
         let head = self.state(node, group).head;
-        (head != NIL).then(|| head / self.units_per_block)
+        (head != NIL).then(|| head / self.units_in[group])
     }
 
     /// A block of `group` that holds the unit since a step before `step`.
@@ -243,7 +258,7 @@ impl PrefixTree {
         while at != NIL {
             let slot = self.slots[group][at as usize];
             if slot.step < step {
-                return Some(at / self.units_per_block);
+                return Some(at / self.units_in[group]);
             }
             at = slot.next;
         }
@@ -261,9 +276,16 @@ impl PrefixTree {
 
     /// `step` writes the unit of `node` into place `index` of `block`.
     pub(super) fn place(&mut self, node: u32, group: usize, block: u32, index: u32, step: u64) {
-        let slot = block * self.units_per_block + index;
+        let slot = block * self.units_in[group] + index;
+        if self.link(node, group, slot, step) {
+            self.pending.push_back(Pending { step, group, slot, node });
+        }
+    }
+
+    /// `slot` holds the unit of `node` from `step` on. `false`: it did already.
+    fn link(&mut self, node: u32, group: usize, slot: u32, step: u64) -> bool {
         if self.slots[group][slot as usize].node == node {
-            return;
+            return false;
         }
         debug_assert_eq!(self.slots[group][slot as usize].node, NIL, "slot {slot} of group {group} is taken");
         let head = self.state(node, group).head;
@@ -274,39 +296,38 @@ impl PrefixTree {
             NIL => self.state_mut(node, group).head = slot,
             head => self.slots[group][head as usize].next = slot,
         }
-        self.pending.push_back(Pending { step, group, slot, node });
+        true
     }
 
-    /// Steps up to `step` have been computed.
-    pub(super) fn complete(&mut self, step: u64) {
-        while let Some(&item) = self.pending.front()
-            && item.step <= step
-        {
-            self.pending.pop_front();
-            let slot = self.slots[item.group][item.slot as usize];
-            if slot.node == item.node && slot.step == item.step {
-                let state = self.state_mut(item.node, item.group);
-                state.ready += 1;
-                if state.ready == 1 {
-                    self.update(item.node);
-                }
-            }
+    /// The node `units` units from the root, on the way to `node`.
+    pub(super) fn ancestor(&self, mut node: u32, units: u32) -> u32 {
+        while self.nodes[node as usize].depth > units {
+            node = self.nodes[node as usize].parent;
         }
-        self.completed = step;
+        node
     }
 
-    /// Forgets what steps that have not completed would have written; returns the blocks concerned.
-    pub(super) fn drop_pending(&mut self) -> Vec<BlockAt> {
-        let pending = std::mem::take(&mut self.pending);
-        let mut blocks = Vec::new();
-        for item in pending {
-            let slot = self.slots[item.group][item.slot as usize];
-            if slot.node == item.node && slot.step == item.step {
-                self.vacate(item.group, item.slot);
-                blocks.push(BlockAt { group: item.group, block: item.slot / self.units_per_block });
-            }
-        }
-        blocks
+    /// Units from the root to the end of `node`.
+    pub(super) fn depth(&self, node: u32) -> u32 {
+        self.nodes[node as usize].depth
+    }
+
+    /// The nodes from `node` up to the root, the root left out.
+    pub(super) fn upwards(&self, node: u32) -> impl Iterator<Item = u32> {
+        let inner = |&node: &u32| self.nodes[node as usize].parent != NIL;
+        std::iter::successors(Some(node).filter(inner), move |&node| {
+            Some(self.nodes[node as usize].parent).filter(inner)
+        })
+    }
+
+    /// Keeps a node alive while something outside the tree stands on it.
+    pub(super) fn pin(&mut self, node: u32) {
+        self.nodes[node as usize].pins += 1;
+    }
+
+    /// A block of `group` that holds the unit since a step that has completed.
+    pub(super) fn ready_block(&self, node: u32, group: usize) -> Option<u32> {
+        self.copy_source(node, group, self.completed + 1)
     }
 
     /// Forgets everything; returns the blocks that held something.
@@ -317,7 +338,7 @@ impl PrefixTree {
         let events = self.events.len();
         let mut blocks = Vec::new();
         for group in 0..self.slots.len() {
-            for block in 0..self.slots[group].len() as u32 / self.units_per_block {
+            for block in 0..self.slots[group].len() as u32 / self.units_in[group] {
                 if self.any_unit(group, block) {
                     self.remove_block(group, block);
                     blocks.push(BlockAt { group, block });
@@ -331,7 +352,8 @@ impl PrefixTree {
     /// The block is going to be overwritten.
     pub(super) fn remove_block(&mut self, group: usize, block: u32) {
         // From the end: a unit goes before the one that it extends.
-        for slot in (block * self.units_per_block..(block + 1) * self.units_per_block).rev() {
+        let units = self.units_in[group];
+        for slot in (block * units..(block + 1) * units).rev() {
             if self.slots[group][slot as usize].node != NIL {
                 self.vacate(group, slot);
             }
@@ -340,8 +362,9 @@ impl PrefixTree {
 
     /// Whether the tree knows content of the block.
     pub(super) fn any_unit(&self, group: usize, block: u32) -> bool {
-        let first = (block * self.units_per_block) as usize;
-        self.slots[group][first..first + self.units_per_block as usize].iter().any(|slot| slot.node != NIL)
+        let units = self.units_in[group];
+        let first = (block * units) as usize;
+        self.slots[group][first..first + units as usize].iter().any(|slot| slot.node != NIL)
     }
 
     fn state(&self, node: u32, group: usize) -> &State {
@@ -354,9 +377,11 @@ impl PrefixTree {
 
     fn insert(&mut self, id: BlockId, unit: Unit, parent: u32) -> u32 {
         let next_sibling = if parent == NIL { NIL } else { self.nodes[parent as usize].first_child };
+        let depth = if parent == NIL { 0 } else { self.nodes[parent as usize].depth + 1 };
         let node = Node {
             id,
             unit,
+            depth,
             parent,
             first_child: NIL,
             next_sibling,
@@ -434,144 +459,5 @@ impl PrefixTree {
             }
         }
         self.prune(node);
-    }
-
-    /// Recomputes runs and heldness of `node` and of all descendants that it changes.
-    fn update(&mut self, node: u32) {
-        let groups = self.needs.len();
-        self.stack.push(node);
-        while let Some(node) = self.stack.pop() {
-            let parent = self.nodes[node as usize].parent;
-            let (mut changed, mut held) = (false, true);
-            for group in 0..groups {
-                let need = self.needs[group];
-                let above = self.states[parent as usize * groups + group].run;
-                let state = &mut self.states[node as usize * groups + group];
-                let run = if state.ready > 0 { need.run(above) } else { 0 };
-                changed |= run != state.run;
-                state.run = run;
-                held &= need.met(run);
-            }
-            if held != self.nodes[node as usize].held {
-                self.nodes[node as usize].held = held;
-                self.announce(node, held);
-            }
-            if changed {
-                let mut child = self.nodes[node as usize].first_child;
-                while child != NIL {
-                    self.stack.push(child);
-                    child = self.nodes[child as usize].next_sibling;
-                }
-            }
-        }
-    }
-
-    fn announce(&mut self, node: u32, held: bool) {
-        let id = self.nodes[node as usize].id;
-        let last = self.events.last_mut();
-        if held {
-            self.held += 1;
-            let parent = self.nodes[self.nodes[node as usize].parent as usize].id;
-            match last {
-                Some(KvEvent::Stored { units, .. }) if units.last() == Some(&parent) => units.push(id),
-                _ => self.events.push(KvEvent::Stored { parent, units: vec![id], medium: Medium::Device }),
-            }
-        } else {
-            self.held -= 1;
-            match last {
-                Some(KvEvent::Removed { units, .. }) => units.push(id),
-                _ => self.events.push(KvEvent::Removed { units: vec![id], medium: Medium::Device }),
-            }
-        }
-    }
-
-    /// Checks runs, heldness, lists and links from scratch; `Err` names what is wrong.
-    pub(super) fn recheck(&self) -> Result<(), &'static str> {
-        let groups = self.needs.len();
-        let mut held = 0;
-        let mut listed = 0usize;
-        for (id, &index) in &self.ids {
-            let node = &self.nodes[index as usize];
-            if node.id != *id {
-                return Err("the id map points at another node");
-            }
-            if node.parent == NIL {
-                continue;
-            }
-            let mut all_met = true;
-            for group in 0..groups {
-                let state = self.state(index, group);
-                let (mut at, mut ready) = (state.head, 0);
-                while at != NIL {
-                    let slot = self.slots[group][at as usize];
-                    if slot.node != index {
-                        return Err("a unit's list of places runs through another unit's");
-                    }
-                    ready += u32::from(slot.step <= self.completed);
-                    listed += 1;
-                    at = slot.next;
-                }
-                let above = self.state(node.parent, group).run;
-                let run = if ready > 0 { self.needs[group].run(above) } else { 0 };
-                if ready != state.ready || run != state.run {
-                    return Err("a unit's run is not what its places say");
-                }
-                all_met &= self.needs[group].met(run);
-            }
-            if all_met != node.held {
-                return Err("a unit's heldness is not what its runs say");
-            }
-            held += usize::from(node.held);
-        }
-        let placed = self.slots.iter().flatten().filter(|slot| slot.node != NIL).count();
-        if placed != listed {
-            return Err("a block slot names a unit that does not list it");
-        }
-        if held != self.held {
-            return Err("the number of held units is wrong");
-        }
-        Ok(())
-    }
-
-    /// The node of a unit.
-    #[cfg(test)]
-    pub(super) fn node_of(&self, id: BlockId) -> Option<u32> {
-        self.ids.get(&id).copied()
-    }
-
-    /// Units up to the end of the deepest held one of a chain.
-    #[cfg(test)]
-    pub(super) fn deepest_held(&self, ids: &[BlockId]) -> usize {
-        let held = |id: &BlockId| self.node_of(*id).is_some_and(|node| self.nodes[node as usize].held);
-        ids.iter().rposition(held).map_or(0, |at| at + 1)
-    }
-
-    /// Every unit that a completed step wrote: group, block, place in the block, root, and the tokens from
-    /// the root to the unit's end.
-    #[cfg(test)]
-    pub(super) fn contents(&self) -> Vec<(usize, u32, usize, BlockId, Vec<u32>)> {
-        let mut contents = Vec::new();
-        for (group, slots) in self.slots.iter().enumerate() {
-            for (at, slot) in slots.iter().enumerate() {
-                if slot.node == NIL || slot.step > self.completed {
-                    continue;
-                }
-                let (mut units, mut node) = (Vec::new(), &self.nodes[slot.node as usize]);
-                while node.parent != NIL {
-                    units.push(node.unit);
-                    node = &self.nodes[node.parent as usize];
-                }
-                let tokens = units.into_iter().rev().flatten().collect();
-                let block = at as u32 / self.units_per_block;
-                contents.push((group, block, at % self.units_per_block as usize, node.id, tokens));
-            }
-        }
-        contents
-    }
-
-    /// Whether no prefix is known.
-    #[cfg(test)]
-    pub(super) fn is_empty(&self) -> bool {
-        self.ids.is_empty() && self.pending.is_empty()
     }
 }

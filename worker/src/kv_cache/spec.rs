@@ -13,14 +13,17 @@ pub enum GroupKind {
         /// Tokens that a row sees, its own included; at least 1.
         window: u32,
     },
+    /// Only what the recurrent state keeps of them. A block is a slot: the state of all recurrent layers
+    /// after one position of one sequence, whatever that position is.
+    State,
 }
 
-/// Layers whose KV lives and dies together.
+/// Layers whose KV, or recurrent state, lives and dies together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupSpec {
     /// What its layers read.
     pub kind: GroupKind,
-    /// Bytes of one block, K and V of all layers of the group; a multiple of [`OFFSET_UNIT`].
+    /// Bytes of one block: K and V of all layers of the group, or one slot; a multiple of [`OFFSET_UNIT`].
     pub block_bytes: u64,
 }
 
@@ -72,6 +75,9 @@ pub enum SpecError {
     /// A window of no tokens.
     #[error("group {0}: a sliding window of 0 tokens")]
     Window(usize),
+    /// More than one group of recurrent states.
+    #[error("a cache has at most one group of recurrent states, not {0}")]
+    States(usize),
     /// The arena cannot hold one block of each group, or cannot be addressed.
     #[error("an arena of {bytes} bytes: at least {least} and at most {most} are possible")]
     Arena {
@@ -91,6 +97,8 @@ impl GroupKind {
         match self {
             Self::Full => None,
             Self::Sliding { window } => Some((window - 1).div_ceil(HASH_UNIT_TOKENS as u32).max(1)),
+            // The state at the boundary stands for everything before it.
+            Self::State => Some(1),
         }
     }
 
@@ -99,6 +107,7 @@ impl GroupKind {
         match self {
             Self::Full => 0,
             Self::Sliding { window } => (position + 1).saturating_sub(window),
+            Self::State => position,
         }
     }
 }
@@ -126,6 +135,10 @@ impl CacheSpec {
             least = least.saturating_add(bytes);
             most = most.min(bytes.saturating_mul(units));
         }
+        let states = self.groups.iter().filter(|group| group.kind == GroupKind::State).count();
+        if states > 1 {
+            return Err(SpecError::States(states));
+        }
         if self.arena_bytes < least || self.arena_bytes > most {
             return Err(SpecError::Arena { bytes: self.arena_bytes, least, most });
         }
@@ -135,6 +148,27 @@ impl CacheSpec {
     /// Hash units per block: 1, 2 or 4.
     pub(crate) fn units_per_block(&self) -> usize {
         self.block_tokens as usize / HASH_UNIT_TOKENS
+    }
+
+    /// Hash units that a block of `group` is divided into: a slot stands for the end of one.
+    pub(crate) fn units_in(&self, group: usize) -> usize {
+        match self.groups[group].kind {
+            GroupKind::Full | GroupKind::Sliding { .. } => self.units_per_block(),
+            GroupKind::State => 1,
+        }
+    }
+
+    /// Blocks of a group of this kind that hold `len` tokens when none is given back.
+    pub(crate) fn whole_blocks(&self, kind: GroupKind, len: u32) -> u32 {
+        match kind {
+            GroupKind::Full | GroupKind::Sliding { .. } => len.div_ceil(self.block_tokens),
+            GroupKind::State => 1,
+        }
+    }
+
+    /// The group of recurrent states, if there is one.
+    pub(crate) fn state_group(&self) -> Option<usize> {
+        self.groups.iter().position(|group| group.kind == GroupKind::State)
     }
 
     /// Most blocks that a sequence of `len` tokens holds at once in `group` when no step computes more
@@ -147,6 +181,7 @@ impl CacheSpec {
                 let span = (window - 1).saturating_add(step_tokens);
                 all.min(span.div_ceil(self.block_tokens).saturating_add(1))
             }
+            GroupKind::State => 1,
         }
     }
 }

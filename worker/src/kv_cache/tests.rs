@@ -214,7 +214,7 @@ fn the_checker_sees_what_is_broken() {
     let block = sequence.tables[0].blocks[1];
 
     cache.pool.retain(0, block);
-    assert_eq!(cache.check(), Err(Broken::References { pool: 5, tables: 4, copies: 0 }));
+    assert_eq!(cache.check(), Err(Broken::References { pool: 5, sequences: 4, steps: 0, pins: 0 }));
     cache.entries += 1;
     assert_eq!(cache.check(), Ok(()));
     assert_eq!(check(&cache, &sequence), Err(Broken::Block { group: 0, block, counted: 2, held: 1 }));

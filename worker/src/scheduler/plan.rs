@@ -1,9 +1,12 @@
 //! Building one step: who computes how many rows, who follows whom, who must give way.
 
+mod follow;
+mod states;
+
 use super::sequence::{Sequence, State};
-use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, StepPlan};
-use crate::kv_cache::{Broken, CopyBlock, HitStop, NotAdvanced};
-use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, SequenceState, StepPlan};
+use crate::kv_cache::{Broken, CopyBlock};
+use proto::block::HASH_UNIT_TOKENS;
 
 /// Longest growth that admission keeps room for, in tokens per sequence.
 const MOST_LOOKAHEAD: u32 = 1024;
@@ -19,6 +22,8 @@ struct Draft {
     entries: Vec<Entry>,
     /// Copies with their source blocks.
     copies: Vec<(CopyBlock, u32)>,
+    /// States kept in the middle of sequences' rows.
+    exports: Vec<Export>,
     /// Somebody gave way: nobody is admitted in this step.
     preempted: bool,
     /// Sequences that wait for another's units.
@@ -32,6 +37,19 @@ struct Entry {
     slot: u32,
     from: u32,
     rows: u32,
+}
+
+/// The state after a row is written to a slot of its own.
+#[derive(Debug, Clone, Copy)]
+struct Export {
+    /// The sequence.
+    slot: u32,
+    /// Units before it, from the sequence's start.
+    unit: u32,
+    /// Offset of the slot.
+    offset: u32,
+    /// (group, slot) to be given back with the step.
+    held: (usize, u32),
 }
 
 /// What became of a sequence that was asked to move on.
@@ -64,6 +82,7 @@ impl Scheduler {
             budget: self.config.max_batch_tokens,
             entries: Vec::with_capacity(self.running.len()),
             copies: Vec::new(),
+            exports: Vec::new(),
             preempted: false,
             following: 0,
             patient: true,
@@ -155,7 +174,8 @@ impl Scheduler {
         let (first, end) = (from as usize / HASH_UNIT_TOKENS, (from + room) as usize / HASH_UNIT_TOKENS);
         if prefill && sequence.cache.shares() {
             let ahead = sequence.units_ahead();
-            if ahead.first().is_some_and(|&unit| self.planned.producer(unit) != Some(slot)) {
+            let first = ahead.first().is_some_and(|&unit| self.planned.producer(unit) != Some(slot));
+            if first || sequence.following && self.cache.has_states() {
                 self.planned.plan(slot, ahead);
             }
         }
@@ -167,100 +187,12 @@ impl Scheduler {
             self.planned.withdraw(slot, &sequence.units[first..end]);
             sequence.committed_in = draft.step;
         }
+        self.keep_states(sequence, slot, from, draft);
         sequence.progressed_in = draft.step;
         sequence.following = joins_at == Some(room);
         draft.budget = draft.budget.saturating_sub(room);
         draft.entries.push(Entry { slot, from, rows: room });
         Turn::Over
-    }
-
-    /// Takes over what is cached or scheduled beyond the sequence's present end. `true`: it waits for a
-    /// unit that another sequence is about to compute.
-    fn follow(&mut self, sequence: &mut Sequence, slot: u32, most_rows: u32, draft: &mut Draft) -> bool {
-        let (step, cap) = (draft.step, sequence.unit_cap());
-        let Some(next) = sequence.unit_at().filter(|_| sequence.cache.shares()) else { return false };
-        // Only what was held when it was admitted, and what others compute meanwhile, is taken over: what
-        // a router cannot see (units behind a gap that this sequence fills itself) it must not count.
-        let joins = sequence.units[..cap].get(next).is_some_and(|&u| self.planned_by_other(u, slot, step));
-        if !sequence.following && !joins {
-            return false;
-        }
-        let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
-        let end = hit.end();
-        if sequence.info.computed_tokens == 0 {
-            sequence.info.hit_stop = hit.stop;
-        }
-        if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
-        {
-            // Nothing is copied, so nothing can be missing.
-            let taken = self.cache.advance(&mut sequence.cache, &whole, step, &mut draft.copies);
-            debug_assert_eq!(taken, Ok(()));
-            self.took_over(sequence, slot, whole.from(), step);
-        }
-        if let Some(&unit) = sequence.units[..cap].get(end) {
-            if draft.patient && self.planned_by_other(unit, slot, step) {
-                return self.wait(draft);
-            }
-            let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
-            self.counters.takeovers += u64::from(stalled && most_rows > 0);
-        }
-        if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
-            return false;
-        }
-        // The rest of the hit lies in part of a block.
-        let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
-        match self.cache.advance(&mut sequence.cache, &rest, step, &mut draft.copies) {
-            Ok(()) => {
-                self.took_over(sequence, slot, rest.from(), step);
-                // Its copies belong to this step: it must take part in it.
-                sequence.committed_in = step;
-                false
-            }
-            Err(NotAdvanced::TooFresh) => self.wait(draft),
-            Err(NotAdvanced::NoBlock) => {
-                if sequence.info.computed_tokens == 0 {
-                    sequence.info.hit_stop = HitStop::PoolFull { token: sequence.cache.len() };
-                }
-                false
-            }
-        }
-    }
-
-    fn wait(&mut self, draft: &mut Draft) -> bool {
-        draft.following += 1;
-        self.counters.follower_waits += 1;
-        true
-    }
-
-    fn took_over(&mut self, sequence: &mut Sequence, slot: u32, from_unit: usize, step: u64) {
-        let to = sequence.cache.len();
-        let cached = sequence.count_cached((from_unit * HASH_UNIT_TOKENS) as u32, to);
-        self.counters.prefix_hit_tokens += u64::from(cached);
-        self.planned.withdraw(slot, &sequence.units[from_unit..to as usize / HASH_UNIT_TOKENS]);
-        sequence.progressed_in = step;
-    }
-
-    /// Rows up to the first unit within the chunk that another sequence is about to compute: there the
-    /// chunk ends, and the sequence follows again.
-    fn next_followed(&self, sequence: &Sequence, slot: u32, rows: u32, step: u64) -> Option<u32> {
-        if !sequence.cache.shares() {
-            return None;
-        }
-        let (from, to) = (sequence.cache.len() as usize, (sequence.cache.len() + rows) as usize);
-        let first = from / HASH_UNIT_TOKENS + 1;
-        let end = to.div_ceil(HASH_UNIT_TOKENS).min(sequence.unit_cap());
-        let at = (first..end).find(|&at| self.planned_by_other(sequence.units[at], slot, step))?;
-        Some((at * HASH_UNIT_TOKENS - from) as u32)
-    }
-
-    /// Whether waiting for the unit can be cheaper than computing it: another sequence plans it and has
-    /// moved on lately.
-    fn planned_by_other(&self, unit: BlockId, slot: u32, step: u64) -> bool {
-        let producer = self.planned.producer(unit).filter(|&producer| producer != slot);
-        producer.and_then(|producer| self.get(producer)).is_some_and(|sequence| {
-            sequence.state == State::Running
-                && step - sequence.progressed_in <= u64::from(self.config.follower_patience)
-        })
     }
 
     /// Who should give way to `sequence`, itself included: whoever frees blocks and has the least work to
@@ -295,7 +227,7 @@ impl Scheduler {
             sequence.info.preemptions += 1;
             self.counters.preemptions += 1;
         }
-        self.requeue(slot);
+        self.requeue(slot, true);
     }
 
     /// The last resort: blocks of several groups lie so scattered that not even the oldest sequence can go
@@ -303,8 +235,9 @@ impl Scheduler {
     fn run_alone(&mut self, slot: u32, draft: &mut Draft) {
         self.preempt(slot, draft);
         for other in std::mem::take(&mut self.running) {
-            self.requeue(other);
+            self.requeue(other, false);
         }
+        self.counters.pins_lost += self.cache.unpin_all();
         self.cache.clear();
         self.cache.set_compact(true);
         self.alone = Some(slot);
@@ -320,8 +253,14 @@ impl Scheduler {
             };
             let Some((rank, slot)) = next else { return };
             let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
-            let admitted = self.give_room(&mut sequence);
-            if admitted {
+            let mut admitted = self.give_room(&mut sequence);
+            if admitted.is_none() && self.running.is_empty() && self.in_flight.is_empty() {
+                // Nothing that ends could make room any more: pins have to.
+                let lost = self.cache.unpin_all();
+                self.counters.pins_lost += lost;
+                admitted = if lost > 0 { self.give_room(&mut sequence) } else { None };
+            }
+            if let Some(known) = admitted {
                 sequence.state = State::Running;
                 sequence.following = true;
                 sequence.progressed_in = draft.step;
@@ -329,10 +268,11 @@ impl Scheduler {
                     self.counters.prefix_query_tokens += u64::from(sequence.prompt_len);
                 }
                 sequence.seen = true;
-                self.planned.plan(slot, if sequence.cache.shares() { &sequence.units } else { &[] });
+                let units = if sequence.cache.shares() { &sequence.units[..] } else { &[] };
+                self.planned.plan(slot, units.get(known..).unwrap_or_default());
             }
             self.sequences[slot as usize] = Some(sequence);
-            if !admitted {
+            if admitted.is_none() {
                 return;
             }
             self.waiting.remove(&rank);
@@ -345,34 +285,34 @@ impl Scheduler {
         }
     }
 
-    /// Opens the sequence's cache if its whole input fits beside what is promised to those running.
-    fn give_room(&mut self, sequence: &mut Sequence) -> bool {
+    /// Opens the sequence's cache if its whole input fits beside what is promised to those running. Says how
+    /// many leading units it need not plan to compute: with recurrent layers those whose KV is there may wait
+    /// for a state from whoever computed them.
+    fn give_room(&mut self, sequence: &mut Sequence) -> Option<usize> {
         if self.cache.is_contiguous() {
-            return match self.cache.open_contiguous(sequence.longest()) {
-                Some(cache) => {
-                    sequence.cache = cache;
-                    true
-                }
-                None => false,
-            };
+            sequence.cache = self.cache.open_contiguous(sequence.longest())?;
+            return Some(0);
         }
         let share = self.config.prefix_cache && self.alone.is_none();
         let mut cache = self.cache.open(share.then_some(sequence.root));
         let step_tokens = self.step_tokens();
-        // Everybody running keeps room for its input and some to grow into.
-        let ahead = |s: &Sequence| s.len().saturating_add(self.lookahead).min(s.longest().max(s.len()));
-        let len = if self.running.is_empty() { sequence.len() } else { ahead(sequence) };
+        let len = if self.running.is_empty() { sequence.len() } else { self.ahead(sequence) };
         let hit = self.cache.find(&cache, &sequence.units, &sequence.tokens, sequence.unit_cap());
         let mut needs = self.cache.admission_needs(&hit, len, step_tokens);
         for other in self.running.iter().filter_map(|&slot| self.get(slot)) {
-            self.cache.add_outstanding(&other.cache, ahead(other), step_tokens, &mut needs);
+            self.cache.add_outstanding(&other.cache, self.ahead(other), step_tokens, &mut needs);
         }
         if !self.cache.fits(&needs) {
             self.cache.close(&mut cache);
-            return false;
+            return None;
         }
         sequence.cache = cache;
-        true
+        Some(if self.cache.has_states() { hit.known } else { 0 })
+    }
+
+    /// Tokens that room is kept for: everybody running keeps room for its input and some to grow into.
+    fn ahead(&self, sequence: &Sequence) -> u32 {
+        sequence.len().saturating_add(self.lookahead).min(sequence.longest().max(sequence.len()))
     }
 
     fn build(&mut self, draft: Draft) -> StepPlan {
@@ -388,8 +328,9 @@ impl Scheduler {
         let mut flight = Flight {
             step: draft.step,
             sequences: Vec::with_capacity(draft.entries.len()),
-            copies: draft.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),
+            held: draft.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),
         };
+        flight.held.extend(draft.exports.iter().map(|export| export.held));
         for Entry { slot, from, rows } in draft.entries {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
             let to = from + rows;
@@ -397,6 +338,14 @@ impl Scheduler {
             self.counters.prefill_tokens_computed += u64::from(new);
             self.counters.recomputed_tokens += u64::from(again);
             sequence.in_flight = Some(draft.step);
+            let state = self.cache.step_state(&mut sequence.cache, from > 0).map(|state| {
+                flight.held.extend(state.held);
+                SequenceState {
+                    read: state.read,
+                    write: state.write,
+                    exports: exports_of(&draft.exports, slot, from),
+                }
+            });
             let first_row = plan.tokens.len() as u32;
             plan.tokens.extend_from_slice(&sequence.tokens[from as usize..to as usize]);
             plan.positions.extend(from..to);
@@ -417,6 +366,7 @@ impl Scheduler {
                 context_before: from,
                 logits: first_logit..plan.logit_rows.len() as u32,
                 last_chunk,
+                state,
                 samples,
                 slot: SeqSlot(slot),
             });
@@ -427,4 +377,13 @@ impl Scheduler {
         self.in_flight.push_back(flight);
         plan
     }
+}
+
+/// The exports of one sequence whose rows start at `from`, as its plan lists them.
+fn exports_of(exports: &[Export], slot: u32, from: u32) -> Vec<(u32, u32)> {
+    let own = exports.iter().filter(|export| export.slot == slot);
+    let row = |export: &Export| export.unit * HASH_UNIT_TOKENS as u32 - 1 - from;
+    let mut exports: Vec<(u32, u32)> = own.map(|export| (row(export), export.offset)).collect();
+    exports.sort_unstable();
+    exports
 }

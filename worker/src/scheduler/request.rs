@@ -31,6 +31,9 @@ pub struct SequenceRequest {
     pub max_new_tokens: u32,
     /// Which rows of the prompt need logits.
     pub logit_rows: LogitRows,
+    /// Positions in the prompt, in tokens, at which others are likely to part from it or to go on: ends of the
+    /// system prompt and of chat turns. Only where there are recurrent layers do they matter.
+    pub boundaries: Vec<u32>,
     /// Higher goes first; first come, first served among equals.
     pub priority: i32,
 }
@@ -91,11 +94,26 @@ pub struct PlannedSequence {
     pub logits: Range<u32>,
     /// With this step all tokens known are computed.
     pub last_chunk: bool,
+    /// What the step does with its recurrent state; `None` without recurrent layers.
+    pub state: Option<SequenceState>,
     /// The next token is drawn from the logits of its last row, which are the last ones of `logits`: so
     /// it is with every last chunk, unless nothing at all is to be drawn.
     pub samples: bool,
     /// Names its tables in [`super::Scheduler::tables`]; valid until the step has completed.
     pub slot: SeqSlot,
+}
+
+/// What a step does with the recurrent state of one sequence. Slots are offsets into the arena in units of
+/// [`OFFSET_UNIT`](crate::kv_cache::OFFSET_UNIT). Within a step no slot is written twice, and none is written
+/// that another sequence reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SequenceState {
+    /// The slot with the state before its first row; `None` for a state of zeros.
+    pub read: Option<u32>,
+    /// The slot that gets the state after its last row; often the one that is read.
+    pub write: u32,
+    /// Further (row, slot) that get the state after a row, ascending; rows counted from the sequence's first.
+    pub exports: Vec<(u32, u32)>,
 }
 
 /// Where the scheduler keeps a sequence. Reused after the sequence has gone.
@@ -142,6 +160,12 @@ pub struct Counters {
     pub follower_waits: u64,
     /// Times a sequence computed units itself because their producer had stalled.
     pub takeovers: u64,
+    /// Recurrent states kept as checkpoints.
+    pub checkpoints: u64,
+    /// Recurrent states that were to be kept and were not, for want of a slot that nobody needs.
+    pub checkpoints_skipped: u64,
+    /// Pins given up because a sequence could not have run otherwise.
+    pub pins_lost: u64,
 }
 
 /// The present state, for reports.
@@ -161,6 +185,9 @@ pub struct Stats {
     pub kv_used_bytes: u64,
     /// Bytes of the arena that can carry blocks.
     pub kv_total_bytes: u64,
-    /// Hash units that a lookup could be served, as announced by events.
+    /// Hash units at which a lookup could end, as announced by events; with recurrent layers the number of
+    /// resume points.
     pub held_units: usize,
+    /// Bytes of pinned blocks.
+    pub pinned_bytes: u64,
 }

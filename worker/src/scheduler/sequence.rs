@@ -1,7 +1,7 @@
 //! A live sequence as the scheduler sees it.
 
 use super::request::{LogitRows, SeqId, SequenceInfo, SequenceRequest};
-use crate::kv_cache::{HitStop, SequenceCache};
+use crate::kv_cache::{CheckpointKind, HitStop, SequenceCache};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
 
 /// Queue order: priority first, then arrival. Smaller goes first.
@@ -19,6 +19,8 @@ pub(super) struct Sequence {
     pub(super) prompt_len: u32,
     pub(super) max_new_tokens: u32,
     pub(super) logit_rows: LogitRows,
+    /// Where its state is to be kept: units before, ascending, and why.
+    pub(super) wishes: Vec<(u32, CheckpointKind)>,
     pub(super) cache: SequenceCache,
     pub(super) state: State,
     /// Takes over units until it has to compute one itself.
@@ -57,6 +59,7 @@ impl Sequence {
             units,
             max_new_tokens: request.max_new_tokens,
             logit_rows: request.logit_rows,
+            wishes: Vec::new(),
             cache: SequenceCache::default(),
             state: State::Waiting,
             following: false,
@@ -105,6 +108,14 @@ impl Sequence {
     /// Units that it has yet to compute or take over.
     pub(super) fn units_ahead(&self) -> &[BlockId] {
         self.units.get(self.cache.len() as usize / HASH_UNIT_TOKENS..).unwrap_or_default()
+    }
+
+    /// Its state is to be kept after `unit` units.
+    pub(super) fn wish(&mut self, unit: u32, kind: CheckpointKind) {
+        match self.wishes.binary_search_by_key(&unit, |&(unit, _)| unit) {
+            Ok(at) => self.wishes[at].1 = kind.max(self.wishes[at].1),
+            Err(at) => self.wishes.insert(at, (unit, kind)),
+        }
     }
 
     /// A token was drawn.

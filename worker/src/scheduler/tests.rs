@@ -3,6 +3,7 @@
 
 mod contract;
 mod pressure;
+mod resume;
 mod sharing;
 mod simulator;
 mod storms;

@@ -1,12 +1,13 @@
-//! A fake engine: memory in which each token's KV is a digest of the token's whole history, a model that
-//! draws the next token from that digest, and a coordinator's view built from the events.
+//! A fake engine: memory in which each token's KV, and each recurrent state, is a digest of the whole history
+//! up to there, a model that draws the next token from that digest, and a coordinator's view built from the
+//! events.
 
 use super::super::*;
-use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, OFFSET_UNIT};
+use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, OFFSET_UNIT, PinId, ResumePoint};
 use crate::kv_events::EventLog;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::Epoch;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub(super) const KEY: ClusterKey = ClusterKey([7; 32]);
 
@@ -138,6 +139,18 @@ pub(super) struct Sim {
     pub(super) copies: u64,
     /// Given to what is submitted.
     pub(super) priority: i32,
+    /// Likewise.
+    pub(super) boundaries: Vec<u32>,
+    pub(super) pins: Vec<PinId>,
+    /// States kept in the middle of a step's rows.
+    pub(super) exports: u64,
+}
+
+/// A resume point as a snapshot would hold it: per block its group, and the digests in it.
+pub(super) struct Saved {
+    pub(super) root: BlockId,
+    pub(super) tokens: Vec<u32>,
+    blocks: Vec<(usize, Vec<Option<u64>>)>,
 }
 
 impl Sim {
@@ -153,6 +166,9 @@ impl Sim {
             next_id: 0,
             copies: 0,
             priority: 0,
+            boundaries: Vec::new(),
+            pins: Vec::new(),
+            exports: 0,
         }
     }
 
@@ -170,11 +186,70 @@ impl Sim {
             prompt: prompt.clone(),
             max_new_tokens: max_new,
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
+            boundaries: self.boundaries.clone(),
             priority: self.priority,
         })?;
         let truth = histories(root, &prompt);
         self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, truth });
         Ok(id)
+    }
+
+    /// A sequence that goes on from where another stands.
+    pub(super) fn fork(&mut self, of: SeqId, max_new: u32) -> Result<SeqId, ForkRefused> {
+        self.next_id += 1;
+        let id = SeqId(self.next_id);
+        self.scheduler.fork(of, id, max_new)?;
+        let parent = &self.live[&of];
+        let (root, truth) = (parent.root, parent.truth.clone());
+        let prompt = [&parent.prompt[..], &parent.output].concat();
+        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, truth });
+        Ok(id)
+    }
+
+    /// What a snapshot of the deepest resume point within these tokens holds.
+    pub(super) fn save(&self, root: BlockId, tokens: &[u32]) -> Option<Saved> {
+        let point = self.scheduler.resume_point(root, tokens)?;
+        let tokens = tokens[..point.tokens as usize].to_vec();
+        let truth = histories(root, &tokens);
+        let mut blocks = Vec::new();
+        for block in &point.blocks {
+            let seen = self.memory.read(block.group, block.offset).expect("a block that was written");
+            let saved: Vec<_> = if self.is_state(block.group) {
+                assert_eq!(
+                    (block.tokens.clone(), seen[0]),
+                    (point.tokens..point.tokens, truth.last().copied())
+                );
+                vec![seen[0]]
+            } else {
+                let range = block.tokens.start as usize..block.tokens.end as usize;
+                assert_eq!(range.start % self.spec.block_tokens as usize, 0);
+                let truth: Vec<_> = truth[range.clone()].iter().copied().map(Some).collect();
+                assert_eq!(truth, seen[..range.len()], "a resume point's block is not what it says");
+                truth
+            };
+            blocks.push((block.group, saved));
+        }
+        Some(Saved { root, tokens, blocks })
+    }
+
+    /// Puts a snapshot back; whether there was room.
+    pub(super) fn restore(&mut self, saved: &Saved) -> bool {
+        let Some((id, point)) = self.scheduler.begin_restore(saved.tokens.len() as u32) else { return false };
+        let ResumePoint { tokens, blocks } = point;
+        assert_eq!((tokens as usize, blocks.len()), (saved.tokens.len(), saved.blocks.len()));
+        for (block, (group, digests)) in blocks.iter().zip(&saved.blocks) {
+            assert_eq!(block.group, *group);
+            let memory = self.memory.block(&self.spec, block.group, block.offset);
+            memory.fill(None);
+            memory[..digests.len()].copy_from_slice(digests);
+        }
+        self.scheduler.check().unwrap();
+        assert!(self.scheduler.end_restore(id, Some((saved.root, &saved.tokens))));
+        true
+    }
+
+    fn is_state(&self, group: usize) -> bool {
+        self.spec.groups[group].kind == GroupKind::State
     }
 
     pub(super) fn remove(&mut self, id: SeqId) -> Client {
@@ -202,6 +277,7 @@ impl Sim {
             let dst = self.memory.block(&self.spec, copy.group, copy.dst);
             dst[..copy.tokens as usize].copy_from_slice(&src[..copy.tokens as usize]);
         }
+        self.compute_states(plan);
         let block = self.spec.block_tokens as usize;
         let mut rows_seen = 0;
         let mut writers = HashSet::new();
@@ -217,6 +293,9 @@ impl Sim {
                 assert_eq!(plan.tokens[row], client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
                 for (group, table) in tables.iter().enumerate() {
+                    if self.is_state(group) {
+                        continue;
+                    }
                     let offset = table.offsets()[position / block];
                     assert_ne!(offset, NULL_OFFSET);
                     writers.insert((group, offset, planned.id));
@@ -236,6 +315,7 @@ impl Sim {
             let last = (planned.context_before as usize) + planned.rows.len() - 1;
             for (group, table) in tables.iter().enumerate() {
                 let first = match self.spec.groups[group].kind {
+                    GroupKind::State => continue,
                     GroupKind::Full => 0,
                     GroupKind::Sliding { window } => {
                         (planned.context_before as usize + 1).saturating_sub(window as usize)
@@ -257,6 +337,38 @@ impl Sim {
         }
     }
 
+    /// Reads and writes the states of a step. Sequences may be computed in any order, so nobody may write what
+    /// another reads.
+    fn compute_states(&mut self, plan: &StepPlan) {
+        let group = self.spec.groups.iter().position(|group| group.kind == GroupKind::State);
+        let (mut readers, mut writes) = (HashMap::new(), HashMap::new());
+        for planned in &plan.sequences {
+            assert_eq!(planned.state.is_some(), group.is_some());
+            let (Some(group), Some(state)) = (group, &planned.state) else { continue };
+            let truth = &self.live[&planned.id].truth;
+            let first = planned.context_before as usize;
+            assert_eq!(state.read.is_some(), first > 0, "{:?} starts with the wrong state", planned.id);
+            if let Some(read) = state.read {
+                let seen = self.memory.read(group, read).and_then(|state| state[0]);
+                assert_eq!(seen, Some(truth[first - 1]), "{:?} reads another state at {first}", planned.id);
+                readers.entry(read).or_insert_with(Vec::new).push(planned.id);
+            }
+            assert!(state.exports.is_sorted_by(|a, b| a.0 < b.0));
+            assert!(state.exports.iter().all(|&(row, _)| row + 1 < planned.rows.len() as u32));
+            self.exports += state.exports.len() as u64;
+            let last = (planned.rows.len() as u32 - 1, state.write);
+            for (row, slot) in state.exports.iter().copied().chain(std::iter::once(last)) {
+                let content = (planned.id, truth[first + row as usize]);
+                assert_eq!(writes.insert(slot, content), None, "a slot is written twice");
+            }
+        }
+        for (&slot, &(id, state)) in &writes {
+            let readers = readers.get(&slot);
+            assert!(readers.is_none_or(|readers| readers[..] == [id]), "{id:?} writes what {readers:?} read");
+            self.memory.block(&self.spec, group.unwrap(), slot)[0] = Some(state);
+        }
+    }
+
     /// Ends a step: draws tokens from the fake KV of the last rows and removes what has all its tokens.
     pub(super) fn complete(&mut self, pending: Pending) {
         let block = self.spec.block_tokens as usize;
@@ -264,8 +376,19 @@ impl Sim {
         for (planned, tables) in pending.plan.sequences.iter().zip(&pending.tables) {
             let Some(client) = self.live.get_mut(&planned.id).filter(|_| planned.samples) else { continue };
             let last = planned.context_before as usize + planned.rows.len() - 1;
-            let offset = tables[0].offsets()[last / block];
-            let seen = self.memory.read(0, offset).and_then(|kv| kv[last % block]).unwrap();
+            let seen = (0..tables.len())
+                .map(|group| match &planned.state {
+                    Some(state) if self.spec.groups[group].kind == GroupKind::State => {
+                        (group, state.write, 0)
+                    }
+                    _ => (group, tables[group].offsets()[last / block], last % block),
+                })
+                .map(|(group, offset, at)| {
+                    self.memory.read(group, offset).and_then(|block| block[at]).unwrap()
+                });
+            let seen: HashSet<u64> = seen.collect();
+            assert_eq!(seen.len(), 1, "groups have seen different pasts");
+            let seen = seen.into_iter().next().unwrap();
             let token = draw(seen);
             client.output.push(token);
             client.truth.push(extend(client.truth[last], token));
@@ -303,8 +426,17 @@ impl Sim {
             }
             let block = self.spec.block_tokens;
             for (planned, tables) in plan.sequences.iter().zip(&tables) {
+                for state in planned.state.iter() {
+                    let group = tables.iter().enumerate().find(|&(group, _)| self.is_state(group)).unwrap().0;
+                    for slot in state.exports.iter().map(|&(_, slot)| slot).chain([state.write]) {
+                        self.memory.block(&self.spec, group, slot).fill(None);
+                    }
+                }
                 for position in planned.context_before..planned.context_before + planned.rows.len() as u32 {
                     for (group, table) in tables.iter().enumerate() {
+                        if self.is_state(group) {
+                            continue;
+                        }
                         let offset = table.offsets()[(position / block) as usize];
                         let kv = self.memory.block(&self.spec, group, offset);
                         kv[(position % block) as usize] = None;
@@ -347,7 +479,10 @@ impl Sim {
                     }
                 }
                 KvEvent::Cleared => self.mirror.clear(),
-                KvEvent::ResumePoint { .. } => panic!("no such groups here"),
+                KvEvent::ResumePoint { unit, position, .. } => {
+                    assert!(position > &0 && position.is_multiple_of(HASH_UNIT_TOKENS as u32));
+                    assert!(self.mirror.insert(*unit), "{unit} announced twice");
+                }
             }
         }
         self.log.append(events);
@@ -365,12 +500,19 @@ impl Sim {
         self.follow_events();
         self.scheduler.check().unwrap();
         assert_eq!(self.log.held_units(), self.mirror.len());
-        let snapshot: HashSet<BlockId> = self.log.snapshot().runs.into_iter().flat_map(|run| run.1).collect();
+        let snapshot = self.log.snapshot();
+        let points = snapshot.resume_points.iter().map(|&(unit, _, _)| unit);
+        let snapshot: HashSet<BlockId> =
+            snapshot.runs.into_iter().flat_map(|run| run.1).chain(points).collect();
         assert_eq!(snapshot, self.mirror);
         for (group, offset, first, root, tokens) in self.scheduler.cache.contents() {
             let truth = histories(root, &tokens);
             let unit = truth.iter().skip(tokens.len() - HASH_UNIT_TOKENS).copied().map(Some);
             let kv = self.memory.read(group, offset).expect("a block that was written");
+            if self.is_state(group) {
+                assert_eq!(kv[0], truth.last().copied(), "a cached state is not there");
+                continue;
+            }
             assert!(
                 unit.eq(kv[first..first + HASH_UNIT_TOKENS].iter().copied()),
                 "a cached unit is not there"
@@ -395,6 +537,15 @@ pub(super) fn mixed(window: u32, bytes: u64) -> CacheSpec {
     CacheSpec { groups, block_tokens: 16, arena_bytes: bytes }
 }
 
+/// One full layer for every three recurrent ones: a slot weighs as much as 10 blocks.
+pub(super) fn hybrid(block_tokens: u32, slots: u64, blocks: u64) -> CacheSpec {
+    let groups = vec![
+        GroupSpec { kind: GroupKind::Full, block_bytes: 64 },
+        GroupSpec { kind: GroupKind::State, block_bytes: 640 },
+    ];
+    CacheSpec { groups, block_tokens, arena_bytes: 640 * slots + 64 * blocks }
+}
+
 pub(super) fn tokens(range: std::ops::Range<u32>) -> Vec<u32> {
     range.collect()
 }
@@ -410,6 +561,7 @@ pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> Sequenc
         prompt,
         max_new_tokens,
         logit_rows: LogitRows::LastOnly,
+        boundaries: Vec::new(),
         priority: 0,
     }
 }

@@ -1,23 +1,30 @@
 //! Random storms. `SEED=n cargo test -p kvasir-worker storm` replays one case.
 
 use super::simulator::*;
-use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+use crate::kv_cache::{CacheSpec, CheckpointPolicy, GroupKind, GroupSpec, HitStop, Placement};
 use crate::scheduler::SchedulerConfig;
 use proto::block::BlockId;
 
-fn random_spec(rng: &mut Rng) -> CacheSpec {
+fn random_spec(rng: &mut Rng, recurrent: bool) -> CacheSpec {
     let full = GroupKind::Full;
     let window = rng.pick(&[1, 2, 16, 17, 18, 33, 40, 64, 100]);
     let sliding = GroupKind::Sliding { window };
     let wide = GroupKind::Sliding { window: window + 50 };
+    let state = GroupKind::State;
     let kinds: Vec<GroupKind> = match rng.below(6) {
+        0..=2 if recurrent => vec![full, state],
+        3 if recurrent => vec![state, sliding, full],
+        4 if recurrent => vec![sliding, state],
+        _ if recurrent => vec![state],
         0 | 1 => vec![full],
         2 | 3 => vec![full, sliding],
         4 => vec![sliding, full, wide],
         _ => vec![sliding],
     };
+    let heavy = rng.pick(&[1, 1, 4]);
+    let bytes = |rng: &mut Rng, kind| 64 * (1 + rng.below(7)) * if kind == state { heavy } else { 1 };
     let groups: Vec<GroupSpec> =
-        kinds.into_iter().map(|kind| GroupSpec { kind, block_bytes: 64 * (1 + rng.below(7)) }).collect();
+        kinds.into_iter().map(|kind| GroupSpec { kind, block_bytes: bytes(rng, kind) }).collect();
     let per_token_block: u64 = groups.iter().map(|g| g.block_bytes).sum();
     let blocks = 4 + rng.below(60);
     CacheSpec { groups, block_tokens: rng.pick(&[16, 16, 32, 64]), arena_bytes: per_token_block * blocks }
@@ -37,6 +44,8 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
         placement,
         follower_patience: rng.pick(&[0, 1, 4]),
         max_waiting: 40,
+        checkpoints: CheckpointPolicy { max_per_path: rng.pick(&[0, 1, 2, 8, 8, 8]) },
+        pin_bytes: rng.pick(&[None, Some(0), Some(u64::MAX)]),
         check_interval: 64,
     }
 }
@@ -74,15 +83,25 @@ struct Seen {
     copies: u64,
     aborts: u64,
     predicted_hits: u64,
+    forks: u64,
+    pins: u64,
+    pins_lost: u64,
+    restores: u64,
+    checkpoints: u64,
+    checkpoints_skipped: u64,
+    exports: u64,
+    states_gone: u64,
 }
 
-fn storm(seed: u64, seen: &mut Seen) {
+fn storm(seed: u64, recurrent: bool, seen: &mut Seen) {
     let mut rng = Rng(seed);
-    let mut sim = Sim::new(random_config(&mut rng), random_spec(&mut rng));
+    let mut sim = Sim::new(random_config(&mut rng), random_spec(&mut rng, recurrent));
     let longest = 8 + rng.below(250);
     let longest_output = rng.pick(&[2, 40, 200]);
     let prompts = Prompts::new(&mut rng, longest);
     let (submits, cancels, aborts) = (10 + rng.below(60), rng.below(12), rng.below(3));
+    let [forks, pins, saves] = [rng.below(8), rng.below(25), rng.below(15)];
+    let mut saved = Vec::new();
     let depth = 1 + rng.below(3) as usize;
     let mut in_flight = std::collections::VecDeque::new();
     for _ in 0..20 + rng.below(60) {
@@ -90,6 +109,7 @@ fn storm(seed: u64, seen: &mut Seen) {
             let (root, prompt) = prompts.next(&mut rng);
             let max_new = rng.below(longest_output) as u32;
             sim.priority = i32::from(rng.chance(10));
+            sim.boundaries = (0..rng.below(4)).map(|_| rng.below(300) as u32).collect();
             // Refusals are checked by the tests of admission.
             let _ = sim.submit(root, prompt, max_new);
         }
@@ -97,6 +117,31 @@ fn storm(seed: u64, seen: &mut Seen) {
             let ids: Vec<_> = sim.live.keys().copied().collect();
             let id = rng.pick(&ids);
             sim.remove(id);
+        }
+        if rng.chance(forks) && !sim.live.is_empty() {
+            let ids: Vec<_> = sim.live.keys().copied().collect();
+            let of = rng.pick(&ids);
+            seen.forks += u64::from(sim.fork(of, rng.below(longest_output) as u32).is_ok());
+        }
+        if rng.chance(pins) {
+            let (root, prompt) = prompts.next(&mut rng);
+            if let Ok((pin, _)) = sim.scheduler.pin(root, &prompt) {
+                sim.pins.push(pin);
+                seen.pins += 1;
+            }
+        }
+        if rng.chance(pins) && !sim.pins.is_empty() {
+            let pin = sim.pins.remove(rng.below(sim.pins.len() as u64) as usize);
+            // It may have been lost to a sequence that could not run otherwise.
+            sim.scheduler.unpin(pin);
+        }
+        if rng.chance(saves) {
+            let (root, prompt) = prompts.next(&mut rng);
+            saved.extend(sim.save(root, &prompt));
+        }
+        if rng.chance(saves) && !saved.is_empty() {
+            let snapshot = &saved[rng.below(saved.len() as u64) as usize];
+            seen.restores += u64::from(sim.restore(snapshot));
         }
         if rng.chance(1) {
             sim.scheduler.clear_prefixes();
@@ -132,7 +177,8 @@ fn storm(seed: u64, seen: &mut Seen) {
         if let Ok(id) = sim.submit(root, prompt, 1) {
             sim.run();
             let info = sim.done[&id].info.unwrap();
-            let full = matches!(info.hit_stop, crate::kv_cache::HitStop::PoolFull { .. });
+            seen.states_gone += u64::from(matches!(info.hit_stop, HitStop::StateGone { .. }));
+            let full = matches!(info.hit_stop, HitStop::PoolFull { .. });
             if !full && info.preemptions == 0 {
                 assert_eq!(info.cached_tokens, predicted, "{:?}", info.hit_stop);
             }
@@ -147,6 +193,13 @@ fn storm(seed: u64, seen: &mut Seen) {
     seen.waits += counters.follower_waits;
     seen.takeovers += counters.takeovers;
     seen.copies += sim.copies;
+    seen.exports += sim.exports;
+    seen.checkpoints += counters.checkpoints;
+    seen.checkpoints_skipped += counters.checkpoints_skipped;
+    seen.pins_lost += counters.pins_lost;
+    sim.pins.drain(..).for_each(|pin| {
+        sim.scheduler.unpin(pin);
+    });
     assert_eq!(sim.scheduler.stats().kv_used_bytes, 0, "blocks leaked");
     sim.scheduler.clear_prefixes();
     sim.check();
@@ -154,29 +207,55 @@ fn storm(seed: u64, seen: &mut Seen) {
     assert!(sim.scheduler.is_pristine(), "the pool did not return to its fresh state");
 }
 
-#[test]
-fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
+fn storms(recurrent: bool, cases: u64) -> Seen {
     let mut seen = Seen::default();
-    if let Some(seed) = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()) {
-        return storm(seed, &mut seen);
-    }
-    for seed in 0..2000 {
-        let case = std::panic::AssertUnwindSafe(|| storm(seed, &mut seen));
+    let replay = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok());
+    for seed in replay.map_or(0..cases, |seed| seed..seed + 1) {
+        let case = std::panic::AssertUnwindSafe(|| storm(seed, recurrent, &mut seen));
         if std::panic::catch_unwind(case).is_err() {
             panic!("replay with SEED={seed}");
         }
     }
-    let Seen {
-        preemptions,
-        lone_restarts,
-        evictions,
-        hits,
-        waits,
-        takeovers,
-        copies,
-        aborts,
-        predicted_hits,
-    } = seen;
-    let often = [preemptions, takeovers, copies, aborts, predicted_hits, evictions, hits, waits];
-    assert!(lone_restarts >= 5 && often.iter().all(|&n| n >= 500), "{lone_restarts} {often:?}");
+    seen
+}
+
+#[test]
+fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
+    let seen = storms(false, 2000);
+    let often = [
+        seen.preemptions,
+        seen.takeovers,
+        seen.copies,
+        seen.aborts,
+        seen.predicted_hits,
+        seen.evictions,
+        seen.hits,
+        seen.waits,
+        seen.forks,
+        seen.pins,
+        seen.restores,
+    ];
+    assert!(seen.lone_restarts >= 5 && often.iter().all(|&n| n >= 500), "{seen:?}");
+}
+
+#[test]
+fn storm_with_recurrent_states_is_exact_and_leaks_nothing() {
+    let seen = storms(true, 3000);
+    let often = [
+        seen.preemptions,
+        seen.copies,
+        seen.aborts,
+        seen.predicted_hits,
+        seen.evictions,
+        seen.hits,
+        seen.waits,
+        seen.forks,
+        seen.pins,
+        seen.restores,
+        seen.checkpoints,
+        seen.checkpoints_skipped,
+        seen.exports,
+        seen.states_gone,
+    ];
+    assert!(seen.lone_restarts >= 5 && often.iter().all(|&n| n >= 500), "{seen:?}");
 }

@@ -1,0 +1,299 @@
+//! Resume points held, read and restored as wholes: pins against eviction, the list of what a snapshot has to
+//! save, and room for what a snapshot brings back.
+
+use super::KvCache;
+use super::prefix::{Child, Need};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+/// Names a pinned prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PinId(u64);
+
+/// Why a prefix is not pinned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum PinRefused {
+    /// There is no resume point within these tokens.
+    #[error("nothing of this prefix is cached")]
+    NotCached,
+    /// The budget for pins would be exceeded.
+    #[error("pins would take {wanted} bytes, {budget} are allowed")]
+    OverBudget {
+        /// Bytes of all pins together, this one included.
+        wanted: u64,
+        /// Bytes allowed.
+        budget: u64,
+    },
+}
+
+/// One block of a resume point.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ResumeBlock {
+    /// The group whose layers it holds.
+    pub group: usize,
+    /// Where it starts in the arena, in units of [`OFFSET_UNIT`](super::OFFSET_UNIT).
+    pub offset: u32,
+    /// Positions of the tokens that it holds from its start; empty for a recurrent state, which is a whole
+    /// slot.
+    pub tokens: Range<u32>,
+}
+
+/// A prefix at whose end a sequence can go on, and all blocks that this takes: full layers have all tokens,
+/// sliding ones the blocks that their window touches, recurrent ones a slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ResumePoint {
+    /// Tokens up to there.
+    pub tokens: u32,
+    /// The blocks, group by group, ascending by position.
+    pub blocks: Vec<ResumeBlock>,
+}
+
+/// Names blocks that wait for the content of a restored resume point.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RestoreId(u64);
+
+/// References from outside of sequences and steps.
+#[derive(Debug, Default)]
+pub(super) struct Pins {
+    last: u64,
+    pins: BTreeMap<PinId, Pin>,
+    restores: BTreeMap<RestoreId, Vec<Placed>>,
+    /// How many pins hold each (group, block).
+    counts: HashMap<(usize, u32), u32>,
+    /// Bytes of the blocks in `counts`.
+    bytes: u64,
+}
+
+#[derive(Debug)]
+struct Pin {
+    node: u32,
+    blocks: Vec<(usize, u32)>,
+}
+
+/// Consecutive units, and the block that holds them from its start.
+#[derive(Debug)]
+struct Placed {
+    group: usize,
+    block: u32,
+    units: Range<u32>,
+}
+
+impl Pins {
+    pub(super) fn refs(&self) -> u64 {
+        let pins: usize = self.pins.values().map(|pin| pin.blocks.len()).sum();
+        let restores: usize = self.restores.values().map(Vec::len).sum();
+        (pins + restores) as u64
+    }
+
+    pub(super) fn blocks(&self) -> impl Iterator<Item = (usize, u32)> {
+        let pins = self.pins.values().flat_map(|pin| pin.blocks.iter().copied());
+        pins.chain(self.restores.values().flatten().map(|placed| (placed.group, placed.block)))
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.refs() == 0 && self.counts.is_empty() && self.bytes == 0
+    }
+}
+
+impl KvCache {
+    /// The deepest resume point within these tokens that completed steps have left: its node.
+    fn deepest_held(&self, root: BlockId, ids: &[BlockId], tokens: &[u32]) -> Option<u32> {
+        let mut node = self.tree.root(root)?;
+        let mut held = None;
+        for (&id, unit) in ids.iter().zip(tokens.as_chunks::<HASH_UNIT_TOKENS>().0) {
+            let Child::Node(child) = self.tree.child(node, id, unit) else { break };
+            node = child;
+            if self.tree.is_held(node) {
+                held = Some(node);
+            }
+        }
+        held
+    }
+
+    /// The deepest resume point within these tokens, as it lies in the arena until the next step is planned.
+    pub(crate) fn resume_point(&self, root: BlockId, ids: &[BlockId], tokens: &[u32]) -> Option<ResumePoint> {
+        let node = self.deepest_held(root, ids, tokens)?;
+        Some(self.describe(self.tree.depth(node), &self.placed(node)?))
+    }
+
+    /// Holds the deepest resume point within these tokens against eviction, unless all pins together would
+    /// then hold more than `budget` bytes. Also says how many tokens it covers.
+    pub(crate) fn pin(
+        &mut self,
+        root: BlockId,
+        ids: &[BlockId],
+        tokens: &[u32],
+        budget: u64,
+    ) -> Result<(PinId, u32), PinRefused> {
+        let node = self.deepest_held(root, ids, tokens).ok_or(PinRefused::NotCached)?;
+        let placed = self.placed(node).ok_or(PinRefused::NotCached)?;
+        let blocks: Vec<(usize, u32)> = placed.iter().map(|p| (p.group, p.block)).collect();
+        let new = blocks.iter().filter(|block| !self.pins.counts.contains_key(block));
+        let wanted =
+            self.pins.bytes + new.map(|&(group, _)| self.spec.groups[group].block_bytes).sum::<u64>();
+        if wanted > budget {
+            return Err(PinRefused::OverBudget { wanted, budget });
+        }
+        for &(group, block) in &blocks {
+            self.pool.retain(group, block);
+            *self.pins.counts.entry((group, block)).or_default() += 1;
+        }
+        self.tree.pin(node);
+        self.pins.bytes = wanted;
+        self.pins.last += 1;
+        let id = PinId(self.pins.last);
+        self.pins.pins.insert(id, Pin { node, blocks });
+        Ok((id, self.tree.depth(node) * HASH_UNIT_TOKENS as u32))
+    }
+
+    /// Lets a pinned prefix go; it stays cached until its bytes are needed. `false`: there is no such pin.
+    pub(crate) fn unpin(&mut self, id: PinId) -> bool {
+        let Some(pin) = self.pins.pins.remove(&id) else { return false };
+        // The last tokens first, as when a sequence goes.
+        for &(group, block) in pin.blocks.iter().rev() {
+            self.pool.release(group, block);
+            if let Some(count) = self.pins.counts.get_mut(&(group, block)) {
+                *count -= 1;
+                if *count == 0 {
+                    self.pins.counts.remove(&(group, block));
+                    self.pins.bytes -= self.spec.groups[group].block_bytes;
+                }
+            }
+        }
+        self.tree.unpin(pin.node);
+        true
+    }
+
+    /// Lets every pin go; returns how many there were.
+    pub(crate) fn unpin_all(&mut self) -> u64 {
+        let ids: Vec<PinId> = self.pins.pins.keys().copied().collect();
+        ids.into_iter().map(|id| u64::from(self.unpin(id))).sum()
+    }
+
+    /// Bytes of pinned blocks.
+    pub(crate) fn pinned_bytes(&self) -> u64 {
+        self.pins.bytes
+    }
+
+    /// Room for a resume point of `units` units that comes from elsewhere. The caller fills the blocks, then
+    /// calls [`KvCache::end_restore`]. `None`: there is not enough that is free or only cached.
+    pub(crate) fn begin_restore(&mut self, units: u32) -> Option<(RestoreId, ResumePoint)> {
+        if self.extents.is_some() {
+            return None;
+        }
+        let mut wanted = Vec::new();
+        for group in 0..self.spec.groups.len() {
+            wanted.extend(self.unit_ranges(group, units).map(|units| (group, units)));
+        }
+        let mut needs = vec![0; self.spec.groups.len()];
+        wanted.iter().for_each(|&(group, _)| needs[group] += 1);
+        if !self.pool.fits(&needs) {
+            return None;
+        }
+        let mut placed: Vec<Placed> = Vec::with_capacity(wanted.len());
+        for (group, units) in wanted {
+            let Some(block) = self.alloc(group) else {
+                placed.iter().for_each(|p| self.pool.release(p.group, p.block));
+                return None;
+            };
+            placed.push(Placed { group, block, units });
+        }
+        let point = self.describe(units, &placed);
+        self.pins.last += 1;
+        let id = RestoreId(self.pins.last);
+        self.pins.restores.insert(id, placed);
+        Some((id, point))
+    }
+
+    /// The blocks of a restore are filled: from now on they serve `ids` and `tokens`, which are as many units
+    /// as were asked for. Without them the restore has failed, and its blocks are free again. `false`: there
+    /// is no such restore, or the prefix cannot be named.
+    pub(crate) fn end_restore(
+        &mut self,
+        id: RestoreId,
+        prefix: Option<(BlockId, &[BlockId], &[u32])>,
+    ) -> bool {
+        let Some(placed) = self.pins.restores.remove(&id) else { return false };
+        let units = placed.iter().map(|placed| placed.units.end as usize).max().unwrap_or(0);
+        let prefix =
+            prefix.filter(|(_, ids, tokens)| ids.len().min(tokens.len() / HASH_UNIT_TOKENS) >= units);
+        let path = prefix.and_then(|(root, ids, tokens)| self.path_of(root, ids, tokens));
+        if let Some((path, _)) = &path {
+            for Placed { group, block, units } in &placed {
+                let per_block = self.spec.units_in(*group) as u32;
+                for unit in units.clone() {
+                    self.tree.place_ready(path[unit as usize], *group, *block, unit % per_block);
+                }
+                self.pool.set_hashed(*group, *block, true);
+            }
+        }
+        for Placed { group, block, .. } in placed.iter().rev() {
+            self.pool.release(*group, *block);
+        }
+        let named = path.is_some();
+        if let Some((_, cursor)) = path {
+            self.tree.unpin(cursor);
+        }
+        named
+    }
+
+    /// The nodes of all units, made where there are none, and the last, pinned. `None`: one cannot be named.
+    fn path_of(&mut self, root: BlockId, ids: &[BlockId], tokens: &[u32]) -> Option<(Vec<u32>, u32)> {
+        let mut cursor = self.tree.pin_root(root)?;
+        let mut path = Vec::with_capacity(ids.len());
+        for (&id, unit) in ids.iter().zip(tokens.as_chunks::<HASH_UNIT_TOKENS>().0) {
+            let Some(node) = self.tree.child_or_insert(cursor, id, unit) else {
+                self.tree.unpin(cursor);
+                return None;
+            };
+            self.tree.move_pin(cursor, node);
+            cursor = node;
+            path.push(node);
+        }
+        Some((path, cursor))
+    }
+
+    /// Which units a resume point after `units` units takes of a group, block by block. Every block holds its
+    /// units from its start: so it can serve shorter prefixes too.
+    fn unit_ranges(&self, group: usize, units: u32) -> impl Iterator<Item = Range<u32>> + use<> {
+        let per_block = self.spec.units_in(group) as u32;
+        let first = match self.tree.needs()[group] {
+            Need::All => 0,
+            Need::Window(window) => units.saturating_sub(window),
+        };
+        let blocks = first / per_block..units.div_ceil(per_block);
+        blocks.map(move |block| block * per_block..((block + 1) * per_block).min(units))
+    }
+
+    /// Where the resume point at `node` lies. `None`: not all of it is there.
+    fn placed(&self, node: u32) -> Option<Vec<Placed>> {
+        let units = self.tree.depth(node);
+        let mut path: Vec<u32> = self.tree.upwards(node).collect();
+        path.reverse();
+        let mut placed = Vec::new();
+        for group in 0..self.spec.groups.len() {
+            for units in self.unit_ranges(group, units) {
+                let block = self.tree.ready_block(path[units.end as usize - 1], group)?;
+                placed.push(Placed { group, block, units });
+            }
+        }
+        Some(placed)
+    }
+
+    fn describe(&self, units: u32, placed: &[Placed]) -> ResumePoint {
+        let unit = HASH_UNIT_TOKENS as u32;
+        let block = |placed: &Placed| {
+            let end = placed.units.end * unit;
+            let start =
+                if self.state_group() == Some(placed.group) { end } else { placed.units.start * unit };
+            ResumeBlock {
+                group: placed.group,
+                offset: self.pool.offset(placed.group, placed.block),
+                tokens: start..end,
+            }
+        };
+        ResumePoint { tokens: units * unit, blocks: placed.iter().map(block).collect() }
+    }
+}

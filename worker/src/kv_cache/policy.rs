@@ -1,0 +1,194 @@
+//! Where recurrent states are kept, and which is given up first. Pure: positions in, decisions out.
+//!
+//! A checkpoint costs a slot, whatever its position; a prefix without one must be computed from the checkpoint
+//! before it. So few are kept, where prompts are likely to part: at their ends, between turns, where they were
+//! seen to part, and at distances that double, because then the loss stays below half of what is shared.
+
+use proto::block::HASH_UNIT_TOKENS;
+
+/// Why a recurrent state is kept. Later ones are better reasons.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CheckpointKind {
+    /// The last boundary that a sequence passed while it decoded; the next one takes its place.
+    Tail,
+    /// A distance from the start: 16, 32, 48, 64, 96, 128, 192, ... tokens.
+    Spacing,
+    /// A boundary that the request named, as the end of a chat turn.
+    Turn,
+    /// The last boundary before the end of a prompt: what the same prompt can use again.
+    PromptEnd,
+    /// Where two prompts parted.
+    Junction,
+}
+
+/// A checkpoint on the way from a root to a sequence's end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Checkpoint {
+    /// Units before it.
+    pub(crate) unit: u32,
+    pub(crate) kind: CheckpointKind,
+    /// In use: it cannot be given up now.
+    pub(crate) fixed: bool,
+}
+
+/// How many states are kept, and where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CheckpointPolicy {
+    /// Most checkpoints between a root and a sequence's end; 0 keeps none.
+    pub max_per_path: usize,
+}
+
+impl Default for CheckpointPolicy {
+    fn default() -> Self {
+        Self { max_per_path: 8 }
+    }
+}
+
+impl CheckpointPolicy {
+    /// Where the states of a prompt are kept, ascending: (units before it, why). `boundaries` are positions
+    /// in tokens; they count as the last unit boundary before them.
+    pub(crate) fn of_prompt(self, prompt_len: u32, boundaries: &[u32]) -> Vec<(u32, CheckpointKind)> {
+        let unit = HASH_UNIT_TOKENS as u32;
+        let (end, last) = (prompt_len / unit, prompt_len.saturating_sub(1) / unit);
+        let mut path: Vec<Checkpoint> = Vec::new();
+        let mut add = |unit, kind| match path.binary_search_by_key(&unit, |point| point.unit) {
+            Ok(at) => path[at].kind = path[at].kind.max(kind),
+            Err(at) => path.insert(at, Checkpoint { unit, kind, fixed: false }),
+        };
+        let mut spaced = 1;
+        while spaced < last {
+            add(spaced, CheckpointKind::Spacing);
+            spaced = next_spaced(spaced);
+        }
+        // The last turns only: of more, none would survive.
+        for &boundary in boundaries.iter().rev().filter(|&&b| b <= prompt_len).take(2 * self.max_per_path) {
+            add((boundary / unit).min(end), CheckpointKind::Turn);
+        }
+        add(last, CheckpointKind::PromptEnd);
+        path.retain(|point| point.unit > 0);
+        while let Some(at) = self.excess(&path) {
+            path.remove(at);
+        }
+        path.iter().map(|point| (point.unit, point.kind)).collect()
+    }
+
+    /// Why the state at the end of a unit beyond the prompt is kept.
+    pub(crate) fn of_output(self, unit: u32) -> CheckpointKind {
+        if is_spaced(unit) { CheckpointKind::Spacing } else { CheckpointKind::Tail }
+    }
+
+    /// Which of the checkpoints of a path, ascending, is to be given up, if there are too many: the one
+    /// whose loss costs least recomputation. Never the newest prompt end or a junction before others, never
+    /// one in use; `None` too when all are in use.
+    pub(crate) fn excess(self, path: &[Checkpoint]) -> Option<usize> {
+        if path.len() <= self.max_per_path {
+            return None;
+        }
+        let newest_end = path.iter().rposition(|point| point.kind == CheckpointKind::PromptEnd);
+        (0..path.len()).filter(|&at| !path[at].fixed).min_by_key(|&at| {
+            let kept = path[at].kind == CheckpointKind::Junction || Some(at) == newest_end;
+            (kept, loss(path, at))
+        })
+    }
+}
+
+/// How much likelier prompts part at the end of a turn than elsewhere.
+const TURN_WEIGHT: u64 = 8;
+
+/// What losing a checkpoint costs: the units back to the one before, times how likely a prompt parts between
+/// it and the next. Where prompts part is taken to be as likely in [n, 2n) for every n, turns aside.
+fn loss(path: &[Checkpoint], at: usize) -> u64 {
+    let unit = u64::from(path[at].unit);
+    let before = at.checked_sub(1).map_or(0, |at| u64::from(path[at].unit));
+    let after = path.get(at + 1).map_or(2 * unit, |next| u64::from(next.unit));
+    let weight = if path[at].kind == CheckpointKind::Turn { TURN_WEIGHT } else { 1 };
+    weight * (unit - before) * (after - unit) * 1024 / unit.max(1)
+}
+
+/// Whether the distance is 2^k or 3 * 2^k units.
+fn is_spaced(unit: u32) -> bool {
+    unit > 0 && matches!(unit >> unit.trailing_zeros(), 1 | 3)
+}
+
+fn next_spaced(unit: u32) -> u32 {
+    let next = if unit.is_power_of_two() { unit / 2 * 3 } else { unit / 3 * 4 };
+    next.max(unit + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CheckpointKind::*;
+    use super::*;
+
+    fn kept(max_per_path: usize, prompt_len: u32, boundaries: &[u32]) -> Vec<(u32, CheckpointKind)> {
+        CheckpointPolicy { max_per_path }.of_prompt(prompt_len, boundaries)
+    }
+
+    #[test]
+    fn prompts_keep_their_ends_turns_and_distances_that_double() {
+        let spaced = |units: &[u32]| units.iter().map(|&unit| (unit, Spacing)).collect::<Vec<_>>();
+        for (prompt_len, boundaries, expected) in [
+            (1, &[][..], vec![]),
+            (16, &[], vec![]),
+            (17, &[], vec![(1, PromptEnd)]),
+            // The last token is always computed: the unit that it ends is of no use to the same prompt.
+            (32, &[], vec![(1, PromptEnd)]),
+            (33, &[], vec![(1, Spacing), (2, PromptEnd)]),
+            (130, &[], [spaced(&[1, 2, 3, 4, 6]), vec![(8, PromptEnd)]].concat()),
+            (130, &[100], [spaced(&[1, 2, 3, 4]), vec![(6, Turn), (8, PromptEnd)]].concat()),
+            // A boundary at the very end is what a longer prompt goes on from.
+            (96, &[96], [spaced(&[1, 2, 3, 4]), vec![(5, PromptEnd), (6, Turn)]].concat()),
+            (40, &[15, 41, 4000], vec![(1, Spacing), (2, PromptEnd)]),
+        ] {
+            assert_eq!(kept(100, prompt_len, boundaries), expected, "{prompt_len} {boundaries:?}");
+        }
+    }
+
+    #[test]
+    fn distances_are_powers_of_two_and_halves_between() {
+        let mut units = vec![1];
+        while units.len() < 12 {
+            units.push(next_spaced(units[units.len() - 1]));
+        }
+        assert_eq!(units, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]);
+        assert_eq!((1..=64).filter(|&unit| is_spaced(unit)).collect::<Vec<_>>(), units);
+        assert!(!is_spaced(0));
+        let policy = CheckpointPolicy::default();
+        assert_eq!([policy.of_output(95), policy.of_output(96)], [Tail, Spacing]);
+    }
+
+    #[test]
+    fn long_prompts_keep_no_more_than_the_cap() {
+        assert_eq!(kept(0, 1000, &[500]), []);
+        assert_eq!(kept(1, 1000, &[500]), [(62, PromptEnd)]);
+        assert_eq!(kept(2, 1000, &[500]), [(31, Turn), (62, PromptEnd)]);
+        let units: Vec<u32> = kept(8, 32 << 10, &[]).into_iter().map(|(unit, _)| unit).collect();
+        assert_eq!(units.len(), 8);
+        // What is left is still spread over all orders of magnitude below the longest half.
+        assert!(units.windows(2).all(|pair| pair[1] <= 4 * pair[0]), "{units:?}");
+        let turns: Vec<u32> = (0..1000).map(|turn| turn * 30).collect();
+        assert_eq!(kept(8, 30_000, &turns).len(), 8);
+    }
+
+    #[test]
+    fn the_cheapest_loss_goes_first_and_what_is_known_to_serve_last() {
+        let policy = CheckpointPolicy { max_per_path: 3 };
+        let path = |points: &[(u32, CheckpointKind, bool)]| {
+            let points: Vec<Checkpoint> =
+                points.iter().map(|&(unit, kind, fixed)| Checkpoint { unit, kind, fixed }).collect();
+            policy.excess(&points)
+        };
+        let free = |unit, kind| (unit, kind, false);
+        assert_eq!(path(&[free(4, Spacing), free(8, Spacing), free(9, Tail)]), None);
+        for (points, expected) in [
+            ([free(4, Spacing), free(30, Spacing), free(32, Turn), free(60, PromptEnd)], Some(1)),
+            ([free(4, Spacing), free(30, Junction), free(32, Turn), free(60, PromptEnd)], Some(2)),
+            ([free(30, PromptEnd), free(31, PromptEnd), free(60, Tail), free(90, Tail)], Some(0)),
+            ([free(1, Junction), free(2, Junction), free(40, Junction), free(90, PromptEnd)], Some(0)),
+            ([free(4, Spacing), (30, Spacing, true), free(32, Turn), free(60, PromptEnd)], Some(2)),
+            ([(4, Tail, true), (30, Tail, true), (32, Tail, true), (60, Tail, true)], None),
+        ] {
+            assert_eq!(path(&points), expected, "{points:?}");
+        }
+    }
+}

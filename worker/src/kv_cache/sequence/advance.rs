@@ -1,0 +1,171 @@
+//! Taking over what others have computed.
+
+use super::{NotAdvanced, SequenceCache};
+use crate::kv_cache::{CopyBlock, Hit, KvCache};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+
+/// What [`KvCache::advance`] found to do in one group.
+#[derive(Debug)]
+struct Share {
+    group: usize,
+    /// First block index that the new position can still see.
+    visible: usize,
+    /// First block index that is taken over, and the blocks.
+    first: usize,
+    whole: Vec<u32>,
+    /// Source and destination of a partial block.
+    copy: Option<(u32, u32)>,
+}
+
+impl KvCache {
+    /// The longest part of `hit` that ends at a block boundary, so that it can be taken without copying.
+    pub(crate) fn block_aligned(
+        &self,
+        sequence: &SequenceCache,
+        hit: Hit,
+        ids: &[BlockId],
+        tokens: &[u32],
+    ) -> Option<Hit> {
+        let units = self.spec.units_per_block();
+        let mut hit = hit;
+        while !hit.is_empty() {
+            let end = hit.end() - hit.end() % units;
+            if end == hit.end() {
+                return Some(hit);
+            }
+            hit = self.find(sequence, ids, tokens, end);
+        }
+        None
+    }
+
+    /// Takes the units of `hit` over: whole blocks and the state at its end are shared, the rest of a last
+    /// block is copied by the plan of `step`. All groups take their references before any block is allocated, so that no group
+    /// evicts another's hit. On failure nothing has changed.
+    pub(crate) fn advance(
+        &mut self,
+        sequence: &mut SequenceCache,
+        hit: &Hit,
+        step: u64,
+        copies: &mut Vec<(CopyBlock, u32)>,
+    ) -> Result<(), NotAdvanced> {
+        let mut shares = Vec::with_capacity(self.spec.groups.len());
+        let mut outcome = Ok(());
+        for group in 0..self.spec.groups.len() {
+            match self.share(sequence, hit, group, step) {
+                Some(share) => {
+                    for &block in share.whole.iter().chain(share.copy.as_ref().map(|(src, _)| src)) {
+                        self.pool.retain(group, block);
+                    }
+                    shares.push(share);
+                }
+                None => outcome = Err(NotAdvanced::TooFresh),
+            }
+        }
+        let partial = hit.end() / self.spec.units_per_block();
+        let mut allocated = Vec::new();
+        for share in &mut shares {
+            let Some((_, dst)) = &mut share.copy else { continue };
+            if let Some(&own) = sequence.tables[share.group].blocks.get(partial) {
+                *dst = own;
+            } else if outcome.is_ok() {
+                match self.alloc(share.group) {
+                    Some(block) => {
+                        *dst = block;
+                        allocated.push((share.group, block));
+                    }
+                    None => outcome = Err(NotAdvanced::NoBlock),
+                }
+            }
+        }
+        if outcome.is_err() {
+            for (group, block) in allocated {
+                self.pool.release(group, block);
+            }
+            for share in shares {
+                for &block in share.whole.iter().chain(share.copy.as_ref().map(|(src, _)| src)) {
+                    self.pool.release(share.group, block);
+                }
+            }
+            return outcome;
+        }
+        let end = (hit.end() * HASH_UNIT_TOKENS) as u32;
+        for share in shares {
+            self.adopt(sequence, hit, share, step, copies);
+        }
+        if let (Some(cursor), Some(&last)) = (sequence.cursor, hit.path.last()) {
+            self.tree.move_pin(cursor, last);
+            sequence.cursor = Some(last);
+        }
+        sequence.len = end;
+        Ok(())
+    }
+
+    /// What `hit` means for one group. `None`: the partial block cannot be copied yet, or the state read.
+    fn share(&self, sequence: &SequenceCache, hit: &Hit, group: usize, step: u64) -> Option<Share> {
+        if self.state_group() == Some(group) {
+            let slot = self.tree.copy_source(hit.node(hit.end() - 1), group, step)?;
+            return Some(Share { group, visible: 0, first: 0, whole: vec![slot], copy: None });
+        }
+        let units = self.spec.units_per_block();
+        let end = (hit.end() * HASH_UNIT_TOKENS) as u32;
+        let visible = (self.spec.groups[group].kind.first_visible(end) / self.spec.block_tokens) as usize;
+        let first = (hit.from / units).max(visible);
+        let full = hit.end() / units;
+        let whole = (first..full)
+            .map(|at| self.tree.block_of(hit.node((at + 1) * units - 1), group))
+            .collect::<Option<Vec<u32>>>();
+        debug_assert!(whole.is_some() && sequence.tables[group].base.is_none());
+        let copy = match hit.end() % units {
+            0 => None,
+            _ => Some((self.tree.copy_source(hit.node(hit.end() - 1), group, step)?, 0)),
+        };
+        Some(Share { group, visible, first, whole: whole?, copy })
+    }
+
+    fn adopt(
+        &mut self,
+        sequence: &mut SequenceCache,
+        hit: &Hit,
+        share: Share,
+        step: u64,
+        copies: &mut Vec<(CopyBlock, u32)>,
+    ) {
+        let Share { group, visible, first, whole, copy } = share;
+        if self.state_group() == Some(group) {
+            for slot in whole {
+                self.resume_at(sequence, group, slot);
+            }
+            return;
+        }
+        self.trim(&mut sequence.tables[group], group, visible);
+        let table = &mut sequence.tables[group];
+        table.push_null_to(visible);
+        for (at, block) in (first..).zip(whole) {
+            let offset = self.pool.offset(group, block);
+            if at < table.blocks.len() {
+                // The sequence had begun this block by itself; the full one replaces its own.
+                let own = std::mem::replace(&mut table.blocks[at], block);
+                table.offsets[at] = offset;
+                self.pool.release(group, own);
+            } else {
+                table.push(block, offset);
+                self.entries += 1;
+            }
+        }
+        let Some((src, dst)) = copy else { return };
+        let units = self.spec.units_per_block();
+        let at = hit.end() / units;
+        if at >= table.blocks.len() {
+            table.push(dst, self.pool.offset(group, dst));
+            self.entries += 1;
+        }
+        self.step_refs += 1;
+        let tokens = (hit.end() % units * HASH_UNIT_TOKENS) as u32;
+        let (from, to) = (self.pool.offset(group, src), self.pool.offset(group, dst));
+        copies.push((CopyBlock { group, src: from, dst: to, tokens }, src));
+        for unit in (at * units).max(hit.from)..hit.end() {
+            self.tree.place(hit.node(unit), group, dst, (unit % units) as u32, step);
+        }
+        self.pool.set_hashed(group, dst, true);
+    }
+}

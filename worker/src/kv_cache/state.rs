@@ -1,0 +1,286 @@
+//! Recurrent states: the slot that a live sequence writes, and the slots that stay behind as checkpoints.
+//!
+//! A slot holds the state of all recurrent layers after one position. A live sequence owns one at a time; a
+//! checkpoint is a slot that the prefix tree knows, and nobody writes it again. So a sequence that starts at a
+//! checkpoint, or has just left its own slot behind as one, reads there and writes to another: copy on write
+//! without a copy. The slot read is given back when the step has been computed.
+
+use super::policy::{Checkpoint, CheckpointKind, CheckpointPolicy};
+use super::{KvCache, SequenceCache};
+use proto::block::HASH_UNIT_TOKENS;
+
+/// What the cache keeps about the group of recurrent states.
+#[derive(Debug)]
+pub(super) struct States {
+    pub(super) group: usize,
+    /// Per slot, why it is kept; says something only about checkpoints.
+    kinds: Vec<CheckpointKind>,
+}
+
+/// The slots of one sequence.
+#[derive(Debug, Default)]
+pub(super) struct StateSlots {
+    /// The state after the sequence's last token; `None` before its first step.
+    pub(super) current: Option<u32>,
+    /// Where the next step writes, unless it writes where it reads.
+    pub(super) next: Option<u32>,
+    /// The node at which it last left a checkpoint of kind [`CheckpointKind::Tail`].
+    tail: Option<u32>,
+}
+
+/// What a step does with one sequence's state; offsets into the arena in units of
+/// [`OFFSET_UNIT`](super::OFFSET_UNIT).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StateStep {
+    pub(crate) read: Option<u32>,
+    pub(crate) write: u32,
+    /// (group, slot) to be given back when the step has completed.
+    pub(crate) held: Option<(usize, u32)>,
+}
+
+/// How a state is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// The step's last row leaves its slot behind.
+    Left,
+    /// The step writes a copy.
+    Copied {
+        /// Offset of the slot, as in [`StateStep`].
+        offset: u32,
+        /// (group, slot) to be given back when the step has completed.
+        held: (usize, u32),
+    },
+}
+
+impl States {
+    pub(super) fn new(group: usize, slots: usize) -> Self {
+        Self { group, kinds: vec![CheckpointKind::Tail; slots] }
+    }
+}
+
+impl StateSlots {
+    pub(super) fn blocks(&self) -> impl Iterator<Item = u32> {
+        self.current.into_iter().chain(self.next)
+    }
+}
+
+impl KvCache {
+    /// Whether there are recurrent layers: then a prefix can be taken over only where a state stands.
+    pub(crate) fn has_states(&self) -> bool {
+        self.states.is_some()
+    }
+
+    /// The group of recurrent states.
+    pub(crate) fn state_group(&self) -> Option<usize> {
+        self.states.as_ref().map(|states| states.group)
+    }
+
+    /// Whether the sequence needs another slot before it can compute.
+    pub(super) fn lacks_slot(&self, sequence: &SequenceCache) -> bool {
+        let Some(States { group, .. }) = self.states else { return false };
+        let slots = &sequence.state;
+        let contiguous = sequence.tables[group].base.is_some();
+        !contiguous && slots.next.is_none() && !slots.current.is_some_and(|slot| self.is_private(group, slot))
+    }
+
+    /// Whether that slot must come from elsewhere: the sequence has none that it could write again.
+    pub(super) fn wants_slot(&self, sequence: &SequenceCache) -> bool {
+        let alone = |group| sequence.state.current.is_some_and(|slot| self.pool.refs(group, slot) == 1);
+        self.lacks_slot(sequence) && !self.state_group().is_some_and(alone)
+    }
+
+    /// Nobody else can read it.
+    fn is_private(&self, group: usize, slot: u32) -> bool {
+        self.pool.refs(group, slot) == 1 && !self.pool.is_hashed(group, slot)
+    }
+
+    /// Makes the checkpoint that the sequence stands on its own again, if nobody else uses it: a live
+    /// sequence comes before a checkpoint.
+    pub(super) fn reclaim_slot(&mut self, sequence: &SequenceCache) -> bool {
+        let Some(States { group, .. }) = self.states else { return false };
+        match sequence.state.current {
+            Some(slot) if self.pool.refs(group, slot) == 1 && self.pool.is_hashed(group, slot) => {
+                self.forget(group, slot);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// What the step does with the state of a sequence that [`KvCache::extend`] has made room for, before
+    /// whose rows there are tokens or not. The step writes what the next one reads.
+    pub(crate) fn step_state(&mut self, sequence: &mut SequenceCache, context: bool) -> Option<StateStep> {
+        let group = self.state_group()?;
+        if let Some(base) = sequence.tables[group].base {
+            return Some(StateStep { read: context.then_some(base), write: base, held: None });
+        }
+        let slots = &mut sequence.state;
+        let (read, next) = (slots.current, slots.next.take());
+        let write = next.or(read)?;
+        slots.current = Some(write);
+        let held = read.filter(|_| next.is_some()).map(|slot| (group, slot));
+        if held.is_some() {
+            self.entries -= 1;
+            self.step_refs += 1;
+        }
+        let offset = |slot| self.pool.offset(group, slot);
+        Some(StateStep { read: read.map(offset), write: offset(write), held })
+    }
+
+    /// Keeps the state after `unit` units of a sequence whose rows up to its present end `step` computes.
+    /// `None`: one stands there already, or it is not worth a slot, or there is none.
+    pub(crate) fn keep_state(
+        &mut self,
+        sequence: &mut SequenceCache,
+        unit: u32,
+        kind: CheckpointKind,
+        step: u64,
+        policy: CheckpointPolicy,
+    ) -> Option<Kept> {
+        let (group, cursor) = (self.state_group()?, sequence.cursor?);
+        let node = self.tree.ancestor(cursor, unit);
+        if let Some(slot) = self.tree.block_of(node, group) {
+            self.improve(slot, kind);
+            return None;
+        }
+        if !self.make_way(sequence, cursor, unit, kind, policy) {
+            return None;
+        }
+        let (slot, kept) = if unit * HASH_UNIT_TOKENS as u32 == sequence.len {
+            (sequence.state.next.or(sequence.state.current)?, Kept::Left)
+        } else {
+            let slot = self.alloc(group)?;
+            self.step_refs += 1;
+            (slot, Kept::Copied { offset: self.pool.offset(group, slot), held: (group, slot) })
+        };
+        self.tree.place(node, group, slot, 0, step);
+        self.pool.set_hashed(group, slot, true);
+        self.set_kind(slot, kind);
+        if kind == CheckpointKind::Tail {
+            sequence.state.tail = Some(node);
+        }
+        Some(kept)
+    }
+
+    /// Whether a lookup could be served up to `unit` units of this sequence as far as states go.
+    pub(crate) fn has_state_at(&self, sequence: &SequenceCache, unit: u32) -> bool {
+        let at = |group, cursor| self.tree.has(self.tree.ancestor(cursor, unit), group);
+        self.state_group().zip(sequence.cursor).is_some_and(|(group, cursor)| at(group, cursor))
+    }
+
+    /// Gives up what the policy no longer wants on the sequence's path when a checkpoint is added at `unit`.
+    /// `false`: the new one is what it wants least.
+    fn make_way(
+        &mut self,
+        sequence: &mut SequenceCache,
+        cursor: u32,
+        unit: u32,
+        kind: CheckpointKind,
+        policy: CheckpointPolicy,
+    ) -> bool {
+        let Some(States { group, ref kinds }) = self.states else { return false };
+        if policy.max_per_path == 0 {
+            return false;
+        }
+        if kind == CheckpointKind::Tail
+            && let Some(tail) = sequence.state.tail.take()
+            && let Some(slot) = self.tree.block_of(tail, group)
+            && kinds[slot as usize] == CheckpointKind::Tail
+            && self.pool.refs(group, slot) == 0
+        {
+            self.forget(group, slot);
+            return true;
+        }
+        let mut path = vec![(Checkpoint { unit, kind, fixed: false }, None)];
+        for node in self.tree.upwards(cursor) {
+            let Some(slot) = self.tree.block_of(node, group) else { continue };
+            let fixed = self.pool.refs(group, slot) > 0;
+            let point = Checkpoint { unit: self.tree.depth(node), kind: kinds[slot as usize], fixed };
+            path.push((point, Some(slot)));
+        }
+        path.sort_by_key(|(point, _)| point.unit);
+        loop {
+            let points: Vec<Checkpoint> = path.iter().map(|&(point, _)| point).collect();
+            let Some(at) = policy.excess(&points) else { return true };
+            let (_, Some(slot)) = path.remove(at) else {
+                // Where prompts part one more is kept than the policy wants, until others can go.
+                return kind == CheckpointKind::Junction && path.iter().all(|(point, _)| point.fixed);
+            };
+            self.forget(group, slot);
+        }
+    }
+
+    /// The state that the sequence leaves stays behind as a checkpoint, if it stands at a boundary. Every
+    /// step that wrote to it must have completed.
+    pub(super) fn donate_state(&mut self, sequence: &SequenceCache) {
+        let (Some(group), Some(node)) = (self.state_group(), sequence.cursor) else { return };
+        let Some(slot) = sequence.state.current else { return };
+        let at_boundary = sequence.len > 0 && sequence.len.is_multiple_of(HASH_UNIT_TOKENS as u32);
+        if at_boundary && self.is_private(group, slot) && !self.tree.has(node, group) {
+            self.tree.place_ready(node, group, slot, 0);
+            self.pool.set_hashed(group, slot, true);
+            self.set_kind(slot, CheckpointKind::Tail);
+        }
+    }
+
+    /// The deepest checkpoints of a sequence that goes count as used last: where its successors go on. Those
+    /// before them have to be found useful by a hit.
+    pub(super) fn touch_states(&mut self, sequence: &SequenceCache) {
+        let (Some(group), Some(cursor)) = (self.state_group(), sequence.cursor) else { return };
+        let slots = self.tree.upwards(cursor).filter_map(|node| self.tree.block_of(node, group));
+        let deepest: Vec<u32> = slots.take(2).collect();
+        for &slot in deepest.iter().rev() {
+            self.pool.retain(group, slot);
+            self.pool.release(group, slot);
+        }
+    }
+
+    /// The sequence goes on from a checkpoint, on which the caller has taken a reference.
+    pub(super) fn resume_at(&mut self, sequence: &mut SequenceCache, group: usize, slot: u32) {
+        self.improve_used(slot);
+        self.entries += 1;
+        let Some(own) = sequence.state.current.replace(slot) else { return };
+        if sequence.state.next.is_none() && self.is_private(group, own) {
+            sequence.state.next = Some(own);
+        } else {
+            self.entries -= 1;
+            self.release(group, own);
+        }
+    }
+
+    /// Deepest boundary, in tokens and at most `tokens`, at which a checkpoint of the sequence's path stands.
+    pub(super) fn state_before(&self, sequence: &SequenceCache, tokens: u32) -> u32 {
+        let (Some(group), Some(cursor)) = (self.state_group(), sequence.cursor) else { return 0 };
+        let position = |node| self.tree.depth(node) * HASH_UNIT_TOKENS as u32;
+        let mut path = self.tree.upwards(cursor);
+        path.find(|&node| position(node) <= tokens && self.tree.has(node, group)).map_or(0, position)
+    }
+
+    /// Prompts are now known to part here.
+    fn improve_used(&mut self, slot: u32) {
+        if let Some(states) = &mut self.states
+            && states.kinds[slot as usize] < CheckpointKind::Turn
+        {
+            states.kinds[slot as usize] = CheckpointKind::Junction;
+        }
+    }
+
+    fn improve(&mut self, slot: u32, kind: CheckpointKind) {
+        if let Some(states) = &mut self.states {
+            let known = &mut states.kinds[slot as usize];
+            *known = kind.max(*known);
+        }
+    }
+
+    fn set_kind(&mut self, slot: u32, kind: CheckpointKind) {
+        if let Some(states) = &mut self.states {
+            states.kinds[slot as usize] = kind;
+        }
+    }
+
+    /// The prefix tree forgets the content of a block.
+    fn forget(&mut self, group: usize, block: u32) {
+        self.tree.remove_block(group, block);
+        self.pool.set_hashed(group, block, false);
+    }
+}

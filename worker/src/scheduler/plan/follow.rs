@@ -1,0 +1,126 @@
+//! Taking over what others have computed or are about to, and waiting for it.
+
+use super::{Draft, Scheduler, Sequence, State};
+use crate::kv_cache::{CheckpointKind, HitStop, NotAdvanced};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+
+impl Scheduler {
+    /// Takes over what is cached or scheduled beyond the sequence's present end. `true`: it waits for a
+    /// unit that another sequence is about to compute.
+    pub(super) fn follow(
+        &mut self,
+        sequence: &mut Sequence,
+        slot: u32,
+        most_rows: u32,
+        draft: &mut Draft,
+    ) -> bool {
+        let (step, cap) = (draft.step, sequence.unit_cap());
+        let Some(next) = sequence.unit_at().filter(|_| sequence.cache.shares()) else { return false };
+        // Only what was held when it was admitted, and what others compute meanwhile, is taken over: what
+        // a router cannot see (units behind a gap that this sequence fills itself) it must not count.
+        let joins = sequence.units[..cap].get(next).is_some_and(|&u| self.joins(sequence, u, slot, step));
+        if !sequence.following && !joins {
+            return false;
+        }
+        let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
+        let (end, known) = (hit.end(), hit.known);
+        if sequence.info.computed_tokens == 0 {
+            sequence.info.hit_stop = hit.stop;
+        }
+        // A state comes only where it is asked for, so that is done before anything is taken.
+        let awaited = if self.cache.has_states() {
+            self.ask_for_state(sequence, slot, end, known, draft)
+        } else {
+            false
+        };
+        if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
+        {
+            // Nothing is copied: only a state can be one that this very step writes.
+            match self.cache.advance(&mut sequence.cache, &whole, step, &mut draft.copies) {
+                Ok(()) => self.took_over(sequence, slot, whole.from(), step),
+                Err(_) => return self.wait(draft),
+            }
+        }
+        if self.cache.has_states() {
+            if awaited {
+                sequence.progressed_in = step;
+                return self.wait(draft);
+            }
+            if known > end {
+                // Others part here too: whoever comes next finds a state.
+                sequence.wish(known as u32, CheckpointKind::Junction);
+            }
+        } else if let Some(&unit) = sequence.units[..cap].get(end) {
+            if draft.patient && self.joins(sequence, unit, slot, step) {
+                return self.wait(draft);
+            }
+            let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
+            self.counters.takeovers += u64::from(stalled && most_rows > 0);
+        }
+        if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
+            return false;
+        }
+        // The rest of the hit lies in part of a block.
+        let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
+        match self.cache.advance(&mut sequence.cache, &rest, step, &mut draft.copies) {
+            Ok(()) => {
+                self.took_over(sequence, slot, rest.from(), step);
+                // Its copies belong to this step: it must take part in it.
+                sequence.committed_in = step;
+                false
+            }
+            Err(NotAdvanced::TooFresh) => self.wait(draft),
+            Err(NotAdvanced::NoBlock) => {
+                if sequence.info.computed_tokens == 0 {
+                    sequence.info.hit_stop = HitStop::PoolFull { token: sequence.cache.len() };
+                }
+                false
+            }
+        }
+    }
+
+    pub(super) fn wait(&mut self, draft: &mut Draft) -> bool {
+        draft.following += 1;
+        self.counters.follower_waits += 1;
+        true
+    }
+
+    fn took_over(&mut self, sequence: &mut Sequence, slot: u32, from_unit: usize, step: u64) {
+        let to = sequence.cache.len();
+        let cached = sequence.count_cached((from_unit * HASH_UNIT_TOKENS) as u32, to);
+        self.counters.prefix_hit_tokens += u64::from(cached);
+        self.planned.withdraw(slot, &sequence.units[from_unit..to as usize / HASH_UNIT_TOKENS]);
+        sequence.progressed_in = step;
+    }
+
+    /// Rows up to the first unit within the chunk that another sequence is about to compute: there the
+    /// chunk ends, and the sequence follows again.
+    pub(super) fn next_followed(&self, sequence: &Sequence, slot: u32, rows: u32, step: u64) -> Option<u32> {
+        if !sequence.cache.shares() {
+            return None;
+        }
+        let (from, to) = (sequence.cache.len() as usize, (sequence.cache.len() + rows) as usize);
+        let first = from / HASH_UNIT_TOKENS + 1;
+        let end = to.div_ceil(HASH_UNIT_TOKENS).min(sequence.unit_cap());
+        let at = (first..end).find(|&at| self.joins(sequence, sequence.units[at], slot, step))?;
+        Some((at * HASH_UNIT_TOKENS - from) as u32)
+    }
+
+    /// Whether waiting for the unit can be cheaper than computing it: another sequence plans it and is worth
+    /// waiting for.
+    fn joins(&self, sequence: &Sequence, unit: BlockId, slot: u32, step: u64) -> bool {
+        let producer = self.planned.producer(unit).filter(|&producer| producer != slot);
+        producer.is_some_and(|producer| self.is_worth_waiting_for(producer, sequence, step))
+    }
+
+    /// Whether a producer has moved on lately. One that lies behind by more than a step is not waited for
+    /// where the sequence has to wait for all that it computes, up to a state.
+    pub(super) fn is_worth_waiting_for(&self, producer: u32, sequence: &Sequence, step: u64) -> bool {
+        self.get(producer).is_some_and(|producer| {
+            producer.state == State::Running
+                && step - producer.progressed_in <= u64::from(self.config.follower_patience)
+                && (!self.cache.has_states()
+                    || producer.cache.len().saturating_add(self.step_tokens()) >= sequence.cache.len())
+        })
+    }
+}

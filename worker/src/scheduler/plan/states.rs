@@ -1,0 +1,115 @@
+//! Keeping recurrent states on the way: by policy, and where others ask for one.
+
+use super::{Draft, Entry, Export, Scheduler, Sequence};
+use crate::kv_cache::{CheckpointKind, Kept};
+use proto::block::HASH_UNIT_TOKENS;
+
+const UNIT: u32 = HASH_UNIT_TOKENS as u32;
+
+impl Scheduler {
+    /// Keeps the states that are wanted among those which the sequence's rows of this step, from `from` to its
+    /// present end, pass through. A state at the last row costs nothing but the slot.
+    pub(super) fn keep_states(&mut self, sequence: &mut Sequence, slot: u32, from: u32, draft: &mut Draft) {
+        let to = sequence.cache.len();
+        let (first, end) = (from / UNIT + 1, to / UNIT);
+        if first > end || !self.cache.has_states() || !sequence.cache.shares() {
+            return;
+        }
+        let wishes = &sequence.wishes;
+        let wished = wishes.partition_point(|&(unit, _)| unit < first);
+        let mut wanted: Vec<(u32, CheckpointKind)> =
+            wishes[wished..].iter().take_while(|&&(unit, _)| unit <= end).copied().collect();
+        let at_end = to.is_multiple_of(UNIT) && wanted.last().is_none_or(|&(unit, _)| unit < end);
+        if at_end && to >= sequence.prompt_len {
+            wanted.push((end, self.config.checkpoints.of_output(end)));
+        }
+        for (unit, kind) in wanted {
+            self.keep_state(sequence, slot, unit, kind, draft);
+        }
+    }
+
+    fn keep_state(
+        &mut self,
+        sequence: &mut Sequence,
+        slot: u32,
+        unit: u32,
+        kind: CheckpointKind,
+        draft: &mut Draft,
+    ) {
+        if !self.cache.has_state_at(&sequence.cache, unit) && !self.can_spare_slot(sequence, kind) {
+            self.counters.checkpoints_skipped += 1;
+            return;
+        }
+        let policy = self.config.checkpoints;
+        match self.cache.keep_state(&mut sequence.cache, unit, kind, draft.step, policy) {
+            Some(Kept::Copied { offset, held }) => draft.exports.push(Export { slot, unit, offset, held }),
+            Some(Kept::Left) => {}
+            None => return,
+        }
+        self.counters.checkpoints += 1;
+    }
+
+    /// Whether a slot can be had without taking it from what live sequences are promised. Where prompts part
+    /// the sequences that wait for it need less in return: there it is enough that all can go on now.
+    fn can_spare_slot(&self, sequence: &Sequence, kind: CheckpointKind) -> bool {
+        let Some(group) = self.cache.state_group() else { return false };
+        let mut needs = vec![0; self.cache.spec().groups.len()];
+        needs[group] = 1;
+        let others = self.running.iter().filter_map(|&slot| self.get(slot));
+        for live in others.chain(std::iter::once(sequence)) {
+            let len = if kind == CheckpointKind::Junction { live.cache.len() } else { self.ahead(live) };
+            self.cache.add_outstanding(&live.cache, len, self.step_tokens(), &mut needs);
+        }
+        self.cache.fits(&needs)
+    }
+
+    /// Asks for the state at the end of what the sequence has in common with others: of the one that is going
+    /// to compute the last of it, or of one that computes it in this very step. `end` units can be taken over
+    /// now, of `known` the KV is there. `true`: a state is coming, and worth waiting for.
+    pub(super) fn ask_for_state(
+        &mut self,
+        sequence: &Sequence,
+        slot: u32,
+        end: usize,
+        known: usize,
+        draft: &mut Draft,
+    ) -> bool {
+        let mut last = None;
+        for at in end..sequence.unit_cap() {
+            match self.planned.producer(sequence.units[at]) {
+                // From here on others wait for this one.
+                Some(producer) if producer == slot => break,
+                Some(producer) if self.is_worth_waiting_for(producer, sequence, draft.step) => {
+                    last = Some((at + 1, producer));
+                }
+                _ if at < known => {}
+                _ => break,
+            }
+        }
+        if let Some((unit, producer)) = last {
+            if let Some(producer) = self.sequences[producer as usize].as_mut() {
+                producer.wish(unit as u32, CheckpointKind::Junction);
+            }
+            return draft.patient;
+        }
+        known > end && self.keep_in_this_step(sequence, known as u32, draft)
+    }
+
+    /// Has a sequence that computes the unit before `unit` in this step, for the same prefix, keep the state
+    /// behind it.
+    fn keep_in_this_step(&mut self, sequence: &Sequence, unit: u32, draft: &mut Draft) -> bool {
+        let id = sequence.units.get(unit as usize - 1);
+        let computes = |&Entry { slot, from, rows }: &Entry| {
+            (from + 1..=from + rows).contains(&(unit * UNIT))
+                && self.get(slot).is_some_and(|s| s.cache.shares() && s.units.get(unit as usize - 1) == id)
+        };
+        let Some(slot) = draft.entries.iter().find(|entry| computes(entry)).map(|entry| entry.slot) else {
+            return false;
+        };
+        let Some(mut producer) = self.sequences[slot as usize].take() else { return false };
+        self.keep_state(&mut producer, slot, unit, CheckpointKind::Junction, draft);
+        let kept = self.cache.has_state_at(&producer.cache, unit);
+        self.sequences[slot as usize] = Some(producer);
+        kept
+    }
+}

@@ -1,0 +1,80 @@
+//! Prefixes as things of their own: forked, pinned, saved and restored.
+
+use super::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest};
+use crate::kv_cache::{PinId, PinRefused, RestoreId, ResumePoint};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+
+/// Why a sequence is not forked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ForkRefused {
+    /// There is no such sequence.
+    #[error("there is no sequence {0:?}")]
+    Unknown(SeqId),
+    /// The fork is refused as any sequence would be.
+    #[error(transparent)]
+    Rejected(#[from] Rejected),
+}
+
+impl Scheduler {
+    /// Prompt and drawn tokens of a live sequence.
+    pub fn tokens(&self, id: SeqId) -> Option<&[u32]> {
+        self.get(*self.by_id.get(&id)?).map(|sequence| &sequence.tokens[..])
+    }
+
+    /// Queues a sequence that goes on from where `of` stands: its prompt is what `of` has, prompt and drawn
+    /// tokens. It shares every full unit, the state at the end of the last one included, through the prefix
+    /// tree: a fork computes at most 15 tokens besides the last, which is always computed for its logits.
+    pub fn fork(&mut self, of: SeqId, id: SeqId, max_new_tokens: u32) -> Result<(), ForkRefused> {
+        let slot = self.by_id.get(&of).copied();
+        let parent = slot.and_then(|slot| self.get(slot)).ok_or(ForkRefused::Unknown(of))?;
+        let request = SequenceRequest {
+            id,
+            root: parent.root,
+            prompt: parent.tokens.clone(),
+            max_new_tokens,
+            logit_rows: LogitRows::LastOnly,
+            boundaries: Vec::new(),
+            priority: parent.rank.0.0,
+        };
+        Ok(self.submit(request)?)
+    }
+
+    /// The deepest point within `tokens` at which a sequence could go on without computing anything before it,
+    /// and the blocks that make it up. Only completed steps count; the blocks stay what they are until the next
+    /// step is planned. `None`: there is none.
+    pub fn resume_point(&self, root: BlockId, tokens: &[u32]) -> Option<ResumePoint> {
+        self.cache.resume_point(root, &self.key.chain(root, tokens), tokens)
+    }
+
+    /// Holds the deepest resume point within `tokens` against eviction, within the configured budget. Also
+    /// says how many tokens it covers.
+    ///
+    /// A pin yields only to a sequence that could not run at all otherwise
+    /// ([`Counters::pins_lost`](super::Counters::pins_lost)) and to [`Scheduler::clear_prefixes`].
+    pub fn pin(&mut self, root: BlockId, tokens: &[u32]) -> Result<(PinId, u32), PinRefused> {
+        let budget = self.config.pin_bytes.unwrap_or(self.cache.spec().arena_bytes / 4);
+        self.cache.pin(root, &self.key.chain(root, tokens), tokens, budget)
+    }
+
+    /// Lets a pinned prefix go; it stays cached until its bytes are needed. `false`: there is no such pin.
+    pub fn unpin(&mut self, id: PinId) -> bool {
+        self.cache.unpin(id)
+    }
+
+    /// Room for a saved resume point of `tokens` tokens, a multiple of 16: blocks for the caller to fill before
+    /// it calls [`Scheduler::end_restore`]. `None`: live sequences hold too much, the length is no resume
+    /// point's, or nothing is shared here.
+    pub fn begin_restore(&mut self, tokens: u32) -> Option<(RestoreId, ResumePoint)> {
+        let unit = HASH_UNIT_TOKENS as u32;
+        let possible = self.config.prefix_cache && tokens > 0 && tokens.is_multiple_of(unit);
+        possible.then(|| self.cache.begin_restore(tokens / unit)).flatten()
+    }
+
+    /// The blocks of a restore hold the KV and the state of `tokens` behind `root`, as many tokens as were
+    /// asked for: from now on they are served and announced as any other prefix. `None` gives the blocks back
+    /// unused. `false`: nothing was restored.
+    pub fn end_restore(&mut self, id: RestoreId, prefix: Option<(BlockId, &[u32])>) -> bool {
+        let chain = prefix.map(|(root, tokens)| (root, self.key.chain(root, tokens), tokens));
+        self.cache.end_restore(id, chain.as_ref().map(|(root, ids, tokens)| (*root, &ids[..], *tokens)))
+    }
+}
