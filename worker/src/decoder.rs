@@ -19,8 +19,8 @@ mod mixer;
 mod pooled;
 mod states;
 
-pub use layout::{CacheGroup, CacheKind};
 pub(crate) use layout::Widths;
+pub use layout::{CacheGroup, CacheKind};
 pub use states::LayerState;
 
 /// How a decoder is laid out.
@@ -183,7 +183,8 @@ impl Decoder {
     }
 
     fn compute_logits(&mut self, rows: &[u32]) -> Result<(), Error> {
-        let (Some(Head::Logits { norm, linear }), Some(output)) = (&self.weights.head, self.spec.logits()) else {
+        let (Some(Head::Logits { norm, linear }), Some(output)) = (&self.weights.head, self.spec.logits())
+        else {
             return Err(Error::NoOutputHead);
         };
         let b = &self.buffers;
@@ -222,7 +223,12 @@ impl Decoder {
 }
 
 /// The rows that a mixer or FFN reads: the residual, normed where there is a norm.
-fn normed(backend: &mut dyn Backend, b: &Buffers, norm: Option<&Norm>, out: BufferId) -> Result<BufferId, Error> {
+fn normed(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    norm: Option<&Norm>,
+    out: BufferId,
+) -> Result<BufferId, Error> {
     let Some(norm) = norm else { return Ok(b.x) };
     backend.norm(b.x, norm, out)?;
     Ok(out)

@@ -206,7 +206,8 @@ impl Snapshot {
 impl Origin {
     /// Refuses what was taken elsewhere.
     fn expect(&self, here: &Self) -> Result<(), SnapshotError> {
-        let differ = |what, found: String, expected: String| Err(SnapshotError::Other { what, found, expected });
+        let differ =
+            |what, found: String, expected: String| Err(SnapshotError::Other { what, found, expected });
         let short = |digest: &[u8; 32]| blake3::Hash::from_bytes(*digest).to_hex()[..16].to_owned();
         if self.model_digest != here.model_digest {
             return differ("model", short(&self.model_digest), short(&here.model_digest));

@@ -23,7 +23,9 @@ pub(super) fn run(
         (MixerWeights::DeltaNet(weights), LayerCache::State(state)) => {
             delta_net(backend, b, weights, input, state)?
         }
-        (MixerWeights::Mamba2(weights), LayerCache::State(state)) => mamba2(backend, b, weights, input, state)?,
+        (MixerWeights::Mamba2(weights), LayerCache::State(state)) => {
+            mamba2(backend, b, weights, input, state)?
+        }
         (MixerWeights::Attention(_), LayerCache::State(_))
         | (MixerWeights::DeltaNet(_) | MixerWeights::Mamba2(_), LayerCache::Kv(_)) => {
             return Err(Error::Invariant(format!("layer {index} has a cache of another kind")));
@@ -139,6 +141,11 @@ fn mamba2<'a>(
         out: b.mixed,
         layer,
     })?;
-    backend.gated_norm(&GatedNormOp { x: b.mixed, gate: b.mixer_gate, norm: weights.norm, gate_first: true })?;
+    backend.gated_norm(&GatedNormOp {
+        x: b.mixed,
+        gate: b.mixer_gate,
+        norm: weights.norm,
+        gate_first: true,
+    })?;
     Ok((b.mixed, &weights.out))
 }

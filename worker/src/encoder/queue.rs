@@ -56,7 +56,8 @@ impl<R> Queue<R> {
     /// Requests of which some texts have been computed, those of which none have, and tokens left to compute.
     pub(super) fn sizes(&self) -> (usize, usize, u64) {
         let running = self.waiting.iter().filter(|request| request.started.is_some()).count();
-        let tokens = self.waiting.iter().flat_map(|request| request.left()).map(|text| text.tokens.len() as u64);
+        let tokens =
+            self.waiting.iter().flat_map(|request| request.left()).map(|text| text.tokens.len() as u64);
         (running, self.waiting.len() - running, tokens.sum())
     }
 
@@ -101,7 +102,8 @@ impl<R> Queue<R> {
     fn take_out(&mut self, leaves: impl Fn(&Waiting<R>) -> bool) -> Vec<Left<R>> {
         let (out, stay): (Vec<_>, Vec<_>) = self.waiting.drain(..).partition(leaves);
         self.waiting.extend(stay);
-        let left = |Waiting { reply, received, started, done, .. }| Left { reply, received, started, encoded: done };
+        let left =
+            |Waiting { reply, received, started, done, .. }| Left { reply, received, started, encoded: done };
         out.into_iter().map(left).collect()
     }
 }

@@ -42,9 +42,7 @@ impl Runner {
                 let engine = prepared.engine(key.clone(), epoch)?;
                 EngineHandle::start(engine, stall_floor).map(Self::Generates)
             }
-            Loaded::Encoder(encoder) => {
-                EncoderHandle::start(*encoder, epoch, stall_floor).map(Self::Encodes)
-            }
+            Loaded::Encoder(encoder) => EncoderHandle::start(*encoder, epoch, stall_floor).map(Self::Encodes),
         }
     }
 

@@ -48,7 +48,9 @@ fn thirty_two_users_of_one_prefix_take_an_eleventh_of_the_blocks() {
     };
     let (alone, together) = (blocks(false), blocks(true));
     let ratio = alone as f64 / together as f64;
-    println!("32 users, 1,024 shared and 64 own tokens: {alone} blocks alone, {together} shared, {ratio:.2}x");
+    println!(
+        "32 users, 1,024 shared and 64 own tokens: {alone} blocks alone, {together} shared, {ratio:.2}x"
+    );
     assert!(ratio >= 11.0, "{alone} blocks alone, {together} shared");
 }
 
