@@ -108,11 +108,22 @@ pub struct KvShape {
     pub causal: bool,
 }
 
+/// The recurrence that a state belongs to. It decides which way a backend lays the matrices out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StateKind {
+    /// [`DeltaNetOp`].
+    DeltaNet,
+    /// [`Mamba2Op`].
+    Mamba2,
+}
+
 /// Shape of one layer's recurrent state: the inputs of its convolution's last `taps` positions, and `heads`
 /// matrices of `rows` x `cols`, all f32. The oldest of those inputs is read by no later row; it is kept because
 /// reference implementations keep it and states are compared with theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
+    /// Which op advances it.
+    pub kind: StateKind,
     /// Channels of the convolution.
     pub channels: usize,
     /// Positions that the convolution sees, the token's own included.

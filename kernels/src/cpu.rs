@@ -15,6 +15,7 @@ use crate::matmul::{MatmulKernels, PackedMatrix, PackedMatrixBuilder};
 use crate::ops;
 use crate::pool::Pool;
 use crate::quant::GgmlType;
+use crate::recurrent::StateLayout;
 use attend::KvLayer;
 use rows::Buffer;
 use std::sync::{Mutex, PoisonError};
@@ -25,6 +26,7 @@ mod attend;
 mod config;
 mod moe;
 mod product;
+mod recurrent;
 mod rows;
 mod rowwise;
 mod step;
@@ -47,6 +49,7 @@ pub struct CpuBackend {
     step: Step,
     scratch: AttentionScratch,
     moe: moe::Scratch,
+    states: recurrent::States,
 }
 
 impl CpuBackend {
@@ -87,6 +90,7 @@ impl CpuBackend {
             step: Step::default(),
             scratch: AttentionScratch::default(),
             moe: moe::Scratch::default(),
+            states: recurrent::States::default(),
         })
     }
 }
@@ -191,10 +195,8 @@ impl Backend for CpuBackend {
     }
 
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
-        if !step.states.is_empty() {
-            return Err(RECURRENT);
-        }
         let positions = self.step.begin(step)?;
+        self.states.begin(step)?;
         self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
         self.step.make_plans(&self.kv_layers, step.tables, self.pool.threads())
     }
@@ -289,40 +291,37 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn state_bytes(&self, _shape: StateShape) -> Result<usize, Error> {
-        Err(RECURRENT)
+    fn state_bytes(&self, shape: StateShape) -> Result<usize, Error> {
+        Ok(StateLayout::new(shape)?.bytes())
     }
 
-    fn create_state_layer(&mut self, _shape: StateShape, _offset: usize) -> Result<StateLayerId, Error> {
-        Err(RECURRENT)
+    fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error> {
+        self.states.create_layer(shape, offset)
     }
 
     fn read_state(
         &mut self,
-        _layer: StateLayerId,
-        _slot: u32,
-        _conv: &mut [f32],
-        _recurrent: &mut [f32],
+        layer: StateLayerId,
+        slot: u32,
+        conv: &mut [f32],
+        recurrent: &mut [f32],
     ) -> Result<(), Error> {
-        Err(RECURRENT)
+        self.states.read(&self.arena, layer, slot, conv, recurrent)
     }
 
-    fn conv(&mut self, _op: &ConvOp) -> Result<(), Error> {
-        Err(RECURRENT)
+    fn conv(&mut self, op: &ConvOp) -> Result<(), Error> {
+        recurrent::conv(self, op)
     }
 
-    fn delta_net(&mut self, _op: &DeltaNetOp) -> Result<(), Error> {
-        Err(RECURRENT)
+    fn delta_net(&mut self, op: &DeltaNetOp) -> Result<(), Error> {
+        recurrent::delta_net(self, op)
     }
 
-    fn mamba2(&mut self, _op: &Mamba2Op) -> Result<(), Error> {
-        Err(RECURRENT)
+    fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error> {
+        recurrent::mamba2(self, op)
     }
 
-    fn gated_norm(&mut self, _op: &GatedNormOp) -> Result<(), Error> {
-        Err(RECURRENT)
+    fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error> {
+        recurrent::gated_norm(self, op)
     }
 }
-
-/// What this backend says of layers that carry a state from token to token.
-const RECURRENT: Error = Error::Unsupported { what: "recurrent layers" };

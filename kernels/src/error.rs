@@ -124,8 +124,8 @@ pub enum Error {
         /// First position that is missing.
         position: usize,
     },
-    /// Memory that does not lie inside the arena.
-    #[error("a block ends at byte {end} of an arena of {len}")]
+    /// A block or slot that does not lie inside the arena.
+    #[error("a block or slot ends at byte {end} of an arena of {len}")]
     OutsideArena {
         /// First byte after it.
         end: u64,
@@ -140,6 +140,49 @@ pub enum Error {
     OverlappingWrites {
         /// Byte offset of the second of the two blocks, without the layer's.
         offset: u64,
+    },
+    /// A shape of recurrent state that no kernel serves.
+    #[error(
+        "no state of {channels} channels x {taps} taps and {heads} heads of {rows} x {cols}: no dimension may be \
+         zero, and there are at most 4 taps"
+    )]
+    StateShape {
+        /// Channels of the convolution.
+        channels: usize,
+        /// Positions that the convolution sees.
+        taps: usize,
+        /// Heads.
+        heads: usize,
+        /// Rows of a head's matrix.
+        rows: usize,
+        /// Columns of a head's matrix.
+        cols: usize,
+    },
+    /// A layer's state that does not fit the slots of the step.
+    #[error("a layer's state ends at byte {end} of a slot of {slot}")]
+    OutsideSlot {
+        /// First byte after it.
+        end: usize,
+        /// Bytes of a slot.
+        slot: usize,
+    },
+    /// A slot that one sequence of a step writes while the step uses it for something else.
+    #[error("the state slot at {slot} is written and overlaps another slot of the step")]
+    OverlappingStates {
+        /// Offset / 64 of one of the two slots.
+        slot: u32,
+    },
+    /// State exports that are not in the order of their rows.
+    #[error("the state export after row {row} follows one after a later row")]
+    ExportOrder {
+        /// The row that comes too late.
+        row: usize,
+    },
+    /// An op on a layer whose state belongs to the other recurrence.
+    #[error("the layer's state does not belong to {op}")]
+    StateKind {
+        /// The op.
+        op: &'static str,
     },
     /// An op was asked to read and write one buffer.
     #[error("an op reads and writes the same buffer")]

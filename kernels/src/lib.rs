@@ -16,6 +16,7 @@ pub mod matmul;
 pub mod ops;
 pub mod pool;
 pub mod quant;
+pub mod recurrent;
 pub mod reference;
 pub mod registry;
 mod simd;

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod elementwise;
+mod gated_norm;
 mod norm;
 mod qkv;
 mod rope;
@@ -17,6 +18,8 @@ mod tests;
 pub use elementwise::{
     Activation, Columns, Gating, activate, add_scaled, gate_in_place, gated, scale, scale_rows, softcap,
 };
+pub use gated_norm::{GateOrder, gated_norm};
+pub(crate) use norm::row_sum;
 pub use norm::{
     LayerNorm, RmsNorm, layer_norm, layer_norm_in_place, rms_norm, rms_norm_add, rms_norm_in_place,
 };

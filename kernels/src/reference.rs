@@ -3,4 +3,5 @@
 pub mod attention;
 pub mod matmul;
 pub mod moe;
+pub mod recurrent;
 pub mod rows;

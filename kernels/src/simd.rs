@@ -16,7 +16,7 @@ mod x86;
 mod tests;
 
 use crate::isa::Isa;
-pub(crate) use math::{clamped_swiglu, exp, gelu_erf, gelu_tanh, sigmoid, silu, softcap};
+pub(crate) use math::{clamped_swiglu, exp, gelu_erf, gelu_tanh, sigmoid, silu, softcap, softplus};
 pub(crate) use scalar::Scalar;
 
 /// Lanes of every vector.

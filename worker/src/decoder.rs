@@ -4,10 +4,10 @@
 //! [`StepInput`]; what leaves is the residual stream, logits rows or pooled vectors.
 
 use crate::Error;
-use crate::weights::{Head, LayerWeights, Linear, Loader, MixerWeights, TensorSource, Weights};
+use crate::weights::{Head, Linear, Loader, TensorSource, Weights};
 use kernels::backend::{
     Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, Norm,
-    StateLayerId, StepInput,
+    StepInput,
 };
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;

@@ -27,6 +27,9 @@ use std::time::{Duration, Instant};
 
 pub mod thread;
 
+/// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
+const MAX_TURN_ENDS: usize = 16;
+
 /// A request to the engine.
 pub struct EngineRequest {
     /// Root of its prefix chain.
@@ -207,12 +210,14 @@ impl Engine {
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
         let left = text.tokens_left();
+        let boundaries = self.turn_ends(&tokens);
         let submitted = self.scheduler.submit(SequenceRequest {
             id,
             root,
             prompt: tokens,
             max_new_tokens: left,
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
+            boundaries,
             priority: 0,
         });
         if let Err(rejected) = submitted {
@@ -268,6 +273,17 @@ impl Engine {
             }
         }
         Ok((sampler, text))
+    }
+
+    /// Where chat turns end, the last ones: there the same conversation will go on, or another part from it.
+    fn turn_ends(&self, tokens: &[u32]) -> Vec<u32> {
+        if !self.decoder.spec().is_recurrent() {
+            return Vec::new();
+        }
+        let ends = (1u32..).zip(tokens).filter(|(_, token)| self.tokenizer.is_eog(**token));
+        let mut ends: Vec<u32> = ends.map(|(end, _)| end).collect();
+        ends.drain(..ends.len().saturating_sub(MAX_TURN_ENDS));
+        ends
     }
 
     /// Forgets a request; its blocks are free after the step in flight.
@@ -524,8 +540,7 @@ fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<
         plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
     let copies: Vec<KvCopy> =
         plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
-    let input =
-        StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
+    let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
     decoder.forward(&copies, &input)
 }
 

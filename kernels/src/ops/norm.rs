@@ -185,7 +185,7 @@ pub(super) fn for_each_row(
 /// Sum of `f(x)` over a row: four vectors of lanes over chunks of 64, folded as a
 /// tree. `f(sum, x)` adds.
 #[inline(always)]
-pub(super) fn row_sum<S: Simd>(s: S, x: &[f32], f: impl Fn(S::V, S::V) -> S::V) -> f32 {
+pub(crate) fn row_sum<S: Simd>(s: S, x: &[f32], f: impl Fn(S::V, S::V) -> S::V) -> f32 {
     let mut acc = [s.splat(0.0); 4];
     let (whole, rest) = x.as_chunks::<{ 4 * LANES }>();
     for chunk in whole {

@@ -112,3 +112,22 @@ fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
 pub(crate) fn softcap<S: Simd>(s: S, x: S::V, cap: S::V, inverse: S::V) -> S::V {
     s.mul(cap, tanh(s, s.mul(x, inverse)))
 }
+
+/// ln(1 + e^x) to 3 ulp; x itself where it is large.
+///
+/// max(x, 0) + ln(1 + z) with z = e^-|x|, and ln(1 + z) = 2 artanh(r) with r = z / (2 + z) <= 1/3: a series in
+/// r^2 <= 1/9 whose terms minimise the relative error (Remez exchange: 4.5e-9 before rounding).
+#[inline(always)]
+pub(crate) fn softplus<S: Simd>(s: S, x: S::V) -> S::V {
+    let zero = s.splat(0.0);
+    let z = exp(s, s.sub(zero, s.abs(x)));
+    let r = s.div(z, s.add(z, s.splat(2.0)));
+    let square = s.mul(r, r);
+    let p = s.splat(1.400_599_336_43e-1);
+    let p = s.fma(p, square, s.splat(1.400_090_264_91e-1));
+    let p = s.fma(p, square, s.splat(2.001_076_361_85e-1));
+    let p = s.fma(p, square, s.splat(3.333_320_814_29e-1));
+    let twice = s.add(r, r);
+    let log = s.fma(s.mul(twice, square), p, twice);
+    s.add(s.max(zero, x), log)
+}

@@ -45,6 +45,7 @@ impl Kernel for Everything {
             silu(s, a),
             gelu_tanh(s, a),
             softcap(s, a, s.splat(5.0), s.splat(0.2)),
+            softplus(s, a),
         ];
         let mut out: Vec<u32> = Vec::new();
         for vector in vectors {
@@ -111,6 +112,7 @@ macro_rules! function {
 function!(Exp, s, x, exp(s, x));
 function!(Silu, s, x, silu(s, x));
 function!(Gelu, s, x, gelu_tanh(s, x));
+function!(Softplus, s, x, softplus(s, x));
 function!(GeluErf, s, x, gelu_erf(s, x));
 function!(Sigmoid, s, x, sigmoid(s, x));
 function!(Clamped, s, x, clamped_swiglu(s, x, s.splat(0.5)));
@@ -139,10 +141,11 @@ fn worst<F: Function + Copy>(f: F, from: f32, to: f32, floor: f64, want: impl Fn
 
 #[test]
 fn functions_are_accurate() {
-    use crate::reference::rows;
+    use crate::reference::{recurrent, rows};
     assert!(worst(Exp, -87.0, 88.0, 0.0, f64::exp) < 2e-7);
     assert!(worst(Silu, -80.0, 80.0, 1e-30, |x| rows::silu(x as f32)) < 4e-7);
     assert!(worst(Gelu, -9.0, 30.0, 1e-3, |x| rows::gelu_tanh(x as f32)) < 3e-6);
+    assert!(worst(Softplus, -87.0, 100.0, 0.0, recurrent::softplus) < 3e-7);
     // Relative to the value itself far into the tail, where 1 + erf would have nothing left.
     assert!(worst(GeluErf, -2.0, 30.0, 0.0, |x| rows::gelu_erf(x as f32)) < 5e-7);
     assert!(worst(GeluErf, -5.0, -2.0, 0.0, |x| rows::gelu_erf(x as f32)) < 2e-6);

@@ -2,7 +2,7 @@
 
 use super::DecoderConfig;
 use crate::Error;
-use kernels::backend::{Backend, BufferId, KvLayerId, KvShape, StateLayerId, StateShape};
+use kernels::backend::{Backend, BufferId, KvLayerId, KvShape, StateKind, StateLayerId, StateShape};
 use model::spec::{AttentionSpec, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpec, OutputSpec};
 
 /// Layers whose cache blocks live and die together.
@@ -78,6 +78,7 @@ pub(super) fn place_caches(
                 continue;
             }
             MixerSpec::DeltaNet(delta) => StateShape {
+                kind: StateKind::DeltaNet,
                 channels: delta.conv.channels,
                 taps: delta.conv.taps,
                 heads: delta.v_heads,
@@ -85,6 +86,7 @@ pub(super) fn place_caches(
                 cols: delta.v_dim,
             },
             MixerSpec::Mamba2(mamba) => StateShape {
+                kind: StateKind::Mamba2,
                 channels: mamba.conv.channels,
                 taps: mamba.conv.taps,
                 heads: mamba.heads,
@@ -195,7 +197,7 @@ impl Widths {
     }
 
     fn mixer(&mut self, mixer: &MixerSpec) {
-        let mut raise = |width: &mut usize, to: usize| *width = to.max(*width);
+        let raise = |width: &mut usize, to: usize| *width = to.max(*width);
         match mixer {
             MixerSpec::Attention(attention) => {
                 raise(&mut self.q, attention.q.rows);

@@ -42,16 +42,32 @@ pub enum HitStop {
     },
 }
 
+impl HitStop {
+    /// The reason alone, as metrics label it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Disabled => "disabled",
+            Self::PromptEnd => "prompt_end",
+            Self::NotCached { .. } => "not_cached",
+            Self::WindowGone { .. } => "window_gone",
+            Self::StateGone { .. } => "state_gone",
+            Self::Collision { .. } => "collision",
+            Self::PoolFull { .. } => "pool_full",
+        }
+    }
+}
+
 impl std::fmt::Display for HitStop {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())?;
         match self {
-            Self::Disabled => f.write_str("disabled"),
-            Self::PromptEnd => f.write_str("prompt_end"),
-            Self::NotCached { group, token } => write!(f, "not_cached group={group} token={token}"),
-            Self::WindowGone { group, token } => write!(f, "window_gone group={group} token={token}"),
-            Self::StateGone { token } => write!(f, "state_gone token={token}"),
-            Self::Collision { token } => write!(f, "collision token={token}"),
-            Self::PoolFull { token } => write!(f, "pool_full token={token}"),
+            Self::Disabled | Self::PromptEnd => Ok(()),
+            Self::NotCached { group, token } | Self::WindowGone { group, token } => {
+                write!(f, " group={group} token={token}")
+            }
+            Self::StateGone { token } | Self::Collision { token } | Self::PoolFull { token } => {
+                write!(f, " token={token}")
+            }
         }
     }
 }

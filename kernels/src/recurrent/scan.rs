@@ -1,0 +1,417 @@
+//! Advancing the matrices of a layer over the rows of a step: the part that both recurrences share.
+//!
+//! Per head there is a state S of `[inner][outer]`, and each row brings a key k and a query q of `inner`, a value v
+//! of `outer`, a decay and a gain:
+//!
+//! - delta net: `u = gain (v - decay S^T k)`; Mamba-2: `u = gain v`
+//! - `S = decay S + k u^T`
+//! - `out = S^T q`, Mamba-2 also `+ skip v`
+//!
+//! Columns of S never meet, so a few strips of them go through all rows of the step on their own, in the L1 cache.
+//! The delta net's `S^T k` of the next row is summed in the same sweep that updates S with this one, so S is
+//! loaded and stored once a row. A sum over `inner` is always two sums, over even and odd indices in ascending
+//! order, then added: whether or not it is fused, and on every instruction set.
+
+use std::ops::Range;
+
+use super::plan::{LayerState, PlannedSequence};
+use crate::aligned::AlignedBuf;
+use crate::disjoint::Disjoint;
+use crate::error::Error;
+use crate::isa::Isa;
+use crate::pool::Pool;
+use crate::simd::{Kernel, LANES, Simd, dispatch};
+
+/// Strips that one thread takes at a time: with 128 of `inner`, half of an L1 cache.
+const STRIPS: usize = 2;
+
+/// What the rows of a step bring, prepared by the op; reused from step to step.
+#[derive(Debug, Default)]
+pub struct ScanScratch {
+    keys: AlignedBuf<f32>,
+    decay: AlignedBuf<f32>,
+    gain: AlignedBuf<f32>,
+}
+
+/// Places for what the rows bring, to be filled by several threads.
+pub(super) struct Prepared<'a> {
+    /// `[key_heads][rows][2][inner]`: key, then query. A head's rows follow each other, because that is how a scan
+    /// goes through them.
+    pub(super) keys: &'a mut [f32],
+    /// `[rows][heads]`.
+    pub(super) decay: &'a mut [f32],
+    /// `[rows][heads]`.
+    pub(super) gain: &'a mut [f32],
+}
+
+impl ScanScratch {
+    pub(super) fn prepare(
+        &mut self,
+        rows: usize,
+        heads: usize,
+        key_heads: usize,
+        inner: usize,
+    ) -> Prepared<'_> {
+        let (keys, scalars) = (key_heads * rows * 2 * inner, rows * heads);
+        self.keys.grow(keys);
+        self.decay.grow(scalars);
+        self.gain.grow(scalars);
+        Prepared {
+            keys: &mut self.keys[..keys],
+            decay: &mut self.decay[..scalars],
+            gain: &mut self.gain[..scalars],
+        }
+    }
+}
+
+/// Which key head a head uses.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KeyHeads {
+    heads: usize,
+    key_heads: usize,
+    tiled: bool,
+}
+
+impl KeyHeads {
+    /// # Errors
+    /// [`Error::HeadGroups`] where the heads do not share the key heads evenly.
+    pub(super) fn new(heads: usize, key_heads: usize, tiled: bool) -> Result<Self, Error> {
+        if key_heads == 0 || !heads.is_multiple_of(key_heads) {
+            return Err(Error::HeadGroups { heads, kv_heads: key_heads });
+        }
+        Ok(Self { heads, key_heads, tiled })
+    }
+
+    fn of(self, head: usize) -> usize {
+        if self.tiled { head % self.key_heads } else { head / (self.heads / self.key_heads) }
+    }
+}
+
+/// What the two recurrences do differently.
+#[derive(Clone, Copy)]
+pub(super) enum Rule<'a> {
+    DeltaNet,
+    /// With `skip`, `[heads]`.
+    Mamba2(&'a [f32]),
+}
+
+/// One call of [`scan`].
+pub(super) struct Scan<'a> {
+    pub(super) rule: Rule<'a>,
+    pub(super) key_heads: KeyHeads,
+    pub(super) prepared: Prepared<'a>,
+    /// `[rows][value_stride]`; a row's values `[heads][outer]` start at `value_offset`.
+    pub(super) values: &'a [f32],
+    pub(super) value_stride: usize,
+    pub(super) value_offset: usize,
+    /// `[rows][heads][outer]`.
+    pub(super) out: &'a mut [f32],
+}
+
+/// Advances the states over the rows of the plan. All shapes have been checked.
+pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_>) {
+    let layout = *state.layout();
+    let (heads, groups) = (layout.shape().heads, layout.strips().div_ceil(STRIPS));
+    let state = &*state;
+    let sequences = state.plan().sequences();
+    let shared = Shared {
+        rule: scan.rule,
+        key_heads: scan.key_heads,
+        state,
+        keys: scan.prepared.keys,
+        decay: scan.prepared.decay,
+        gain: scan.prepared.gain,
+        values: scan.values,
+        value_stride: scan.value_stride,
+        value_offset: scan.value_offset,
+        out: Disjoint::new(scan.out),
+    };
+    // By sequence, head and group: the order of the memory.
+    let part = |item: usize| {
+        let (rest, group) = (item / groups, item % groups);
+        let sequence = sequences.get(rest / heads)?;
+        let strips = group * STRIPS..layout.strips().min((group + 1) * STRIPS);
+        Some(Part { sequence, head: rest % heads, strips })
+    };
+    pool.for_each_range(sequences.len() * heads * groups, 1, &|items| {
+        for item in items {
+            let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
+            if let Some(part) = part(item) {
+                dispatch(isa, Advance { shared: &shared, part, upcoming });
+            }
+        }
+    });
+}
+
+/// What all parts of a scan look at.
+struct Shared<'a> {
+    rule: Rule<'a>,
+    key_heads: KeyHeads,
+    state: &'a LayerState<'a>,
+    keys: &'a [f32],
+    decay: &'a [f32],
+    gain: &'a [f32],
+    values: &'a [f32],
+    value_stride: usize,
+    value_offset: usize,
+    out: Disjoint<'a, f32>,
+}
+
+impl Shared<'_> {
+    /// Where a strip of a part comes from.
+    fn source(&self, part: &Part<'_>, strip: usize) -> *const f32 {
+        let slot = part.sequence.read.unwrap_or(part.sequence.write);
+        self.state.at(slot, self.state.layout().strip(part.head, strip))
+    }
+}
+
+/// Some strips of one head of one sequence.
+struct Part<'a> {
+    sequence: &'a PlannedSequence,
+    head: usize,
+    strips: Range<usize>,
+}
+
+/// Takes a part through its sequence's rows.
+struct Advance<'a> {
+    shared: &'a Shared<'a>,
+    part: Part<'a>,
+    /// The memory that is likely to be wanted next.
+    upcoming: Option<*const f32>,
+}
+
+impl Kernel for Advance<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let strips = self.part.strips.clone();
+        // Both at once need twenty vectors, which only the largest register file has.
+        if S::COLUMNS > 2 && strips.len() == STRIPS {
+            self.run_rule::<S, STRIPS>(s, strips.start);
+        } else {
+            strips.for_each(|strip| self.run_rule::<S, 1>(s, strip));
+        }
+    }
+}
+
+impl Advance<'_> {
+    #[inline(always)]
+    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize) {
+        match self.shared.rule {
+            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, 0.0),
+            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, skip[self.part.head]),
+        }
+    }
+
+    /// Strips `strip..strip + N`.
+    #[inline(always)]
+    fn advance<S: Simd, const N: usize, const DELTA: bool>(&self, s: S, strip: usize, skip: f32) {
+        let Self { shared, part, .. } = self;
+        let PlannedSequence { rows, read, write, exports } = part.sequence;
+        let layout = shared.state.layout();
+        let (inner, len) = (layout.inner(), N * layout.strip_len());
+        let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
+        let write = place(*write);
+        let mut from = match read {
+            Some(slot) => place(*slot),
+            None => {
+                // SAFETY: `len` values of strips of this part, in a slot that is its sequence's own.
+                unsafe { write.write_bytes(0, len) };
+                write
+            }
+        };
+        if rows.is_empty() {
+            // SAFETY: as above; the two may be one.
+            unsafe { from.copy_to(write, len) };
+            return;
+        }
+        let all_rows = shared.state.plan().rows();
+        let first = (shared.key_heads.of(part.head) * all_rows + rows.start) * 2 * inner;
+        let keys = &shared.keys[first..first + rows.len() * 2 * inner];
+        let key_query = |row: usize| keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
+        let (first_key, _) = key_query(0);
+        let mut projected = [s.splat(0.0); N];
+        if DELTA {
+            // SAFETY: `from` points to N strips of `inner` vectors, and keys have `inner` elements.
+            projected = unsafe { project(s, from, first_key) };
+        }
+        let mut exports = exports.iter().peekable();
+        for row in 0..rows.len() {
+            let last = row + 1 == rows.len();
+            // A state to be kept is left where it belongs, and the next row goes on from there.
+            let to =
+                exports.next_if(|(after, _)| *after == row && !last).map_or(write, |(_, slot)| place(*slot));
+            let scalar = (rows.start + row) * layout.shape().heads + part.head;
+            let (decay, gain) = (shared.decay[scalar], shared.gain[scalar]);
+            let values: [S::V; N] = std::array::from_fn(|n| self.value(s, row, strip + n));
+            let update = std::array::from_fn(|n| {
+                let value = if DELTA { s.fma(s.splat(-decay), projected[n], values[n]) } else { values[n] };
+                s.mul(s.splat(gain), value)
+            });
+            let (key, query) = key_query(row);
+            let next_key = if last { key } else { key_query(row + 1).0 };
+            let ahead = last.then(|| self.ahead(strip + N)).flatten();
+            let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
+            // SAFETY: `from` and `to` point to N strips of `inner` vectors, keys and query have `inner` elements;
+            // nobody else touches what is written (`LayerState::at`).
+            let sums =
+                unsafe { if DELTA && !last { sweep.run::<S, true>(s) } else { sweep.run::<S, false>(s) } };
+            let (out, next_projected) = sums;
+            projected = next_projected;
+            for n in 0..N {
+                let out = if DELTA { out[n] } else { s.fma(s.splat(skip), values[n], out[n]) };
+                self.put(s, row, strip + n, out);
+            }
+            while let Some((_, slot)) = exports.next_if(|(after, _)| *after == row) {
+                // SAFETY: as above, and slots that are written do not overlap.
+                unsafe { to.copy_to_nonoverlapping(place(*slot), len) };
+            }
+            from = to;
+        }
+    }
+
+    /// The memory to fetch while the last row passes over the strips before `strip`.
+    fn ahead(&self, strip: usize) -> Option<*const f32> {
+        if self.part.strips.contains(&strip) {
+            Some(self.shared.source(&self.part, strip))
+        } else {
+            self.upcoming
+        }
+    }
+
+    /// A strip of the value that a row brings, zero in the padding.
+    #[inline(always)]
+    fn value<S: Simd>(&self, s: S, row: usize, strip: usize) -> S::V {
+        let shared = self.shared;
+        let (outer, row) = (shared.state.layout().outer(), self.part.sequence.rows.start + row);
+        let column = self.part.head * outer + strip * LANES;
+        let lanes = LANES.min(outer - strip * LANES);
+        let at = row * shared.value_stride + shared.value_offset + column;
+        // Rows lie too far apart for the processor to foresee the next one.
+        s.prefetch(shared.values.as_ptr().wrapping_add(at + shared.value_stride).cast());
+        match shared.values[at..at + lanes].first_chunk() {
+            Some(chunk) => s.chunk(chunk),
+            None => s.tail(&shared.values[at..at + lanes]),
+        }
+    }
+
+    /// Stores a strip of a row's output, without the padding.
+    #[inline(always)]
+    fn put<S: Simd>(&self, s: S, row: usize, strip: usize, out: S::V) {
+        let layout = self.shared.state.layout();
+        let (outer, row) = (layout.outer(), self.part.sequence.rows.start + row);
+        let lanes = LANES.min(outer - strip * LANES);
+        let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
+        // SAFETY: sequences do not share rows, and this strip of this head is this part's.
+        let place = unsafe { self.shared.out.slice(at, lanes) };
+        match place.first_chunk_mut() {
+            Some(chunk) => s.put(out, chunk),
+            None => s.put_tail(out, place),
+        }
+    }
+}
+
+/// One row's passage over N strips.
+struct Sweep<'a, V, const N: usize> {
+    from: *const f32,
+    to: *mut f32,
+    key: &'a [f32],
+    query: &'a [f32],
+    next_key: &'a [f32],
+    /// As much memory as the strips take, to be fetched meanwhile.
+    ahead: Option<*const f32>,
+    decay: V,
+    update: [V; N],
+}
+
+/// Two partial sums of each of N strips, over even and odd indices.
+type Sums<V, const N: usize> = [[V; N]; 2];
+
+#[inline(always)]
+fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
+    std::array::from_fn(|n| s.add(sums[0][n], sums[1][n]))
+}
+
+/// `S^T key` of N strips.
+///
+/// # Safety
+/// `from` must be readable for N strips of `key.len()` vectors.
+#[inline(always)]
+unsafe fn project<S: Simd, const N: usize>(s: S, from: *const f32, key: &[f32]) -> [S::V; N] {
+    let strip = key.len() * LANES;
+    let mut sums = [[s.splat(0.0); N]; 2];
+    let mut add = |i: usize, parity: usize| {
+        for n in 0..N {
+            // SAFETY: `i` is below the length of the key, so this is vector i of strip n.
+            let state = unsafe { s.load(from.add(i * LANES + n * strip)) };
+            sums[parity][n] = s.fma(s.splat(key[i]), state, sums[parity][n]);
+        }
+    };
+    for i in (0..key.len() / 2 * 2).step_by(2) {
+        add(i, 0);
+        add(i + 1, 1);
+    }
+    if key.len() % 2 == 1 {
+        add(key.len() - 1, 0);
+    }
+    total(s, sums)
+}
+
+impl<V: Copy, const N: usize> Sweep<'_, V, N> {
+    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`.
+    ///
+    /// # Safety
+    /// `from` must be readable and `to` writable for N strips of `key.len()` vectors; they may be one.
+    #[inline(always)]
+    unsafe fn run<S: Simd<V = V>, const NEXT: bool>(&self, s: S) -> ([V; N], [V; N]) {
+        let inner = self.key.len();
+        assert!(self.query.len() == inner && self.next_key.len() == inner);
+        let mut sums = [[s.splat(0.0); N]; 2];
+        let mut next_sums = sums;
+        for i in (0..inner / 2 * 2).step_by(2) {
+            // SAFETY: both indices are below `inner`; else this function's own contract.
+            unsafe {
+                self.step::<S, NEXT>(s, i, &mut sums[0], &mut next_sums[0]);
+                self.step::<S, NEXT>(s, i + 1, &mut sums[1], &mut next_sums[1]);
+            }
+        }
+        if inner % 2 == 1 {
+            // SAFETY: as above.
+            unsafe { self.step::<S, NEXT>(s, inner - 1, &mut sums[0], &mut next_sums[0]) };
+        }
+        (total(s, sums), total(s, next_sums))
+    }
+
+    /// Index `i` of all strips.
+    ///
+    /// # Safety
+    /// As for `run`, and `i` below the length of the key.
+    #[inline(always)]
+    unsafe fn step<S: Simd<V = V>, const NEXT: bool>(
+        &self,
+        s: S,
+        i: usize,
+        sums: &mut [V; N],
+        next_sums: &mut [V; N],
+    ) {
+        let strip = self.key.len() * LANES;
+        let (key, query, next_key) = (self.key[i], self.query[i], self.next_key[i]);
+        for n in 0..N {
+            let at = i * LANES + n * strip;
+            if let Some(ahead) = self.ahead {
+                s.prefetch(ahead.wrapping_add(at).cast());
+            }
+            // SAFETY: vector i of strip n, by this function's contract.
+            unsafe {
+                let state = s.mul(self.decay, s.load(self.from.add(at)));
+                let state = s.fma(s.splat(key), self.update[n], state);
+                s.store(state, self.to.add(at));
+                sums[n] = s.fma(s.splat(query), state, sums[n]);
+                if NEXT {
+                    next_sums[n] = s.fma(s.splat(next_key), state, next_sums[n]);
+                }
+            }
+        }
+    }
+}

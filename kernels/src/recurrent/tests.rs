@@ -1,0 +1,458 @@
+use std::num::NonZeroUsize;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::aligned::AlignedBuf;
+use crate::attention::OFFSET_UNIT;
+use crate::backend::{StateExport, StateKind, StateShape, StepSequence, StepState};
+use crate::error::Error;
+use crate::isa::Isa;
+use crate::pool::{Pool, PoolConfig};
+use crate::reference::recurrent as reference;
+
+mod exactness;
+
+fn pool(threads: usize) -> Pool {
+    Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap())).unwrap()
+}
+
+/// Numbers in -1..1 that look random.
+fn numbers(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed;
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(next).collect()
+}
+
+/// Sizes of a made-up layer.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    kind: StateKind,
+    taps: usize,
+    key_heads: usize,
+    heads_per_key: usize,
+    rows: usize,
+    cols: usize,
+    tiled: bool,
+}
+
+fn sizes() -> impl Strategy<Value = Sizes> {
+    let kind = prop_oneof![Just(StateKind::DeltaNet), Just(StateKind::Mamba2)];
+    let width = || prop_oneof![1..50usize, Just(16), Just(32), Just(64)];
+    (kind, 1..=4usize, 1..=3usize, 1..=3usize, width(), width(), any::<bool>()).prop_map(
+        |(kind, taps, key_heads, heads_per_key, rows, cols, tiled)| Sizes {
+            kind,
+            taps,
+            key_heads,
+            heads_per_key,
+            rows,
+            cols,
+            tiled,
+        },
+    )
+}
+
+/// A layer with weights, whose convolution feeds its recurrence.
+struct Layer {
+    layout: StateLayout,
+    key_heads: usize,
+    tiled: bool,
+    conv_weight: Vec<f32>,
+    conv_bias: Vec<f32>,
+    a: Vec<f32>,
+    d: Vec<f32>,
+    dt_bias: Vec<f32>,
+}
+
+/// Where the layer's part of a slot starts: other layers may lie before it.
+const OFFSET: usize = 2 * OFFSET_UNIT;
+
+impl Layer {
+    fn new(sizes: Sizes, seed: u64) -> Self {
+        let Sizes { kind, taps, key_heads, heads_per_key, rows, cols, tiled } = sizes;
+        let heads = key_heads * heads_per_key;
+        let channels = match kind {
+            StateKind::DeltaNet => 2 * key_heads * rows + heads * cols,
+            StateKind::Mamba2 => heads * rows + 2 * key_heads * cols,
+        };
+        let layout = StateLayout::new(StateShape { kind, channels, taps, heads, rows, cols }).unwrap();
+        Self {
+            layout,
+            key_heads,
+            tiled,
+            conv_weight: numbers(seed, channels * taps),
+            conv_bias: numbers(seed + 1, channels),
+            a: numbers(seed + 2, heads).iter().map(|x| -1.05 - x).collect(),
+            d: numbers(seed + 3, heads),
+            dt_bias: numbers(seed + 4, heads),
+        }
+    }
+
+    fn shape(&self) -> &StateShape {
+        self.layout.shape()
+    }
+
+    fn slot_bytes(&self) -> usize {
+        OFFSET + self.layout.bytes()
+    }
+
+    /// Number of slot `index`, slots back to back.
+    fn slot(&self, index: usize) -> u32 {
+        (index * self.slot_bytes() / OFFSET_UNIT) as u32
+    }
+
+    /// An arena of `slots`, full of what nobody should read.
+    fn arena(&self, slots: usize) -> AlignedBuf<u8> {
+        let mut arena = AlignedBuf::zeroed(slots * self.slot_bytes());
+        arena.fill(0xff);
+        arena
+    }
+
+    /// Convolution's and recurrence's state in a slot, as bits.
+    fn state(&self, arena: &[u8], slot: u32) -> (Vec<u32>, Vec<u32>) {
+        let start = slot as usize * OFFSET_UNIT + OFFSET;
+        let mut conv = vec![0.0; self.shape().conv_len()];
+        let mut recurrent = vec![0.0; self.shape().recurrent_len()];
+        let bytes = &arena[start..start + self.layout.bytes()];
+        self.layout.read(bytes, &mut conv, &mut recurrent).unwrap();
+        (bits(&conv), bits(&recurrent))
+    }
+
+    fn delta_net(&self) -> DeltaNet<'_> {
+        let Self { a, dt_bias, key_heads, tiled, .. } = self;
+        DeltaNet { a, dt_bias, k_heads: *key_heads, tiled: *tiled, l2_eps: 1e-6 }
+    }
+
+    fn mamba2(&self) -> Mamba2<'_> {
+        let Self { a, d, dt_bias, key_heads, .. } = self;
+        Mamba2 { a, d, dt_bias, groups: *key_heads }
+    }
+
+    fn out_width(&self) -> usize {
+        let StateShape { kind, heads, rows, cols, .. } = *self.shape();
+        heads * if kind == StateKind::DeltaNet { cols } else { rows }
+    }
+
+    /// The recurrence alone, on what the convolution gave.
+    fn recurrence(&self, isa: Isa, pool: &Pool, state: &mut LayerState<'_>, x: &Rows) -> Vec<f32> {
+        let mut out = vec![f32::NAN; x.len() * self.out_width()];
+        let mut scratch = ScanScratch::default();
+        match self.shape().kind {
+            StateKind::DeltaNet => {
+                let input = DeltaNetInput { qkv: &x.x, beta: &x.beta, alpha: &x.alpha };
+                delta_net(pool, isa, state, &self.delta_net(), &input, &mut out, &mut scratch).unwrap();
+            }
+            StateKind::Mamba2 => {
+                let input = Mamba2Input { xbc: &x.x, dt: &x.alpha };
+                mamba2(pool, isa, state, &self.mamba2(), &input, &mut out, &mut scratch).unwrap();
+            }
+        }
+        out
+    }
+
+    fn reference(&self, x: &Rows, state: &mut [f64]) -> Vec<f64> {
+        match self.shape().kind {
+            StateKind::DeltaNet => {
+                let input = DeltaNetInput { qkv: &x.x, beta: &x.beta, alpha: &x.alpha };
+                reference::delta_net(self.shape(), &self.delta_net(), &input, state)
+            }
+            StateKind::Mamba2 => {
+                let input = Mamba2Input { xbc: &x.x, dt: &x.alpha };
+                reference::mamba2(self.shape(), &self.mamba2(), &input, state)
+            }
+        }
+    }
+}
+
+/// Inputs of some rows.
+#[derive(Debug, Clone, Default)]
+struct Rows {
+    heads: usize,
+    channels: usize,
+    x: Vec<f32>,
+    beta: Vec<f32>,
+    alpha: Vec<f32>,
+}
+
+impl Rows {
+    fn new(layer: &Layer, rows: usize, seed: u64) -> Self {
+        let StateShape { heads, channels, .. } = *layer.shape();
+        let scaled = |seed: u64, n: usize| numbers(seed, n).iter().map(|x| 3.0 * x).collect();
+        let (x, beta) = (numbers(seed, rows * channels), scaled(seed + 1, rows * heads));
+        Self { heads, channels, x, beta, alpha: scaled(seed + 2, rows * heads) }
+    }
+
+    fn len(&self) -> usize {
+        self.alpha.len() / self.heads
+    }
+
+    fn part(&self, rows: std::ops::Range<usize>) -> Self {
+        let cut = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
+        let (x, beta) = (cut(&self.x, self.channels), cut(&self.beta, self.heads));
+        Self { x, beta, alpha: cut(&self.alpha, self.heads), ..*self }
+    }
+
+    fn extend(&mut self, other: &Self) {
+        (self.heads, self.channels) = (other.heads, other.channels);
+        self.x.extend_from_slice(&other.x);
+        self.beta.extend_from_slice(&other.beta);
+        self.alpha.extend_from_slice(&other.alpha);
+    }
+}
+
+/// One step of several sequences through convolution and recurrence; the output of each sequence, as bits.
+fn step(
+    layer: &Layer,
+    isa: Isa,
+    pool: &Pool,
+    arena: &mut [u8],
+    sequences: &[(&Rows, StepState)],
+) -> Vec<Vec<u32>> {
+    let mut all = Rows { heads: layer.shape().heads, ..Rows::default() };
+    let mut ranges = Vec::new();
+    for (rows, _) in sequences {
+        let start = all.len();
+        all.extend(rows);
+        ranges.push(StepSequence { rows: start..all.len(), context: 0, segment_start: None });
+    }
+    let states: Vec<StepState> = sequences.iter().map(|(_, state)| state.clone()).collect();
+    let plan = StatePlan::new(&ranges, &states, layer.slot_bytes()).unwrap();
+    let mut state = LayerState::new(arena, &plan, layer.layout, OFFSET).unwrap();
+    let StateShape { channels, taps, .. } = *layer.shape();
+    let weight = ConvWeight::new(channels, taps, &layer.conv_weight).unwrap();
+    conv(pool, isa, &mut state, &weight, Some(&layer.conv_bias), &mut all.x).unwrap();
+    let out = layer.recurrence(isa, pool, &mut state, &all);
+    ranges
+        .iter()
+        .map(|range| bits(&out[range.rows.start * layer.out_width()..range.rows.end * layer.out_width()]))
+        .collect()
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+fn write(read: Option<u32>, write: u32) -> StepState {
+    StepState { read, write, exports: Vec::new() }
+}
+
+/// Close relative to the largest of all, because each is a sum of numbers of that size.
+fn close(got: &[f32], want: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
+    prop_assert_eq!(got.len(), want.len());
+    let scale = want.iter().fold(1.0f64, |scale, want| scale.max(want.abs()));
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let error = (f64::from(*got) - want).abs();
+        prop_assert!(error <= tolerance * scale, "element {}: {} is not {}", i, got, want);
+    }
+    Ok(())
+}
+
+fn one_sequence(layer: &Layer, rows: usize, state: StepState) -> StatePlan {
+    let sequence = StepSequence { rows: 0..rows, context: 0, segment_start: None };
+    StatePlan::new(&[sequence], &[state], layer.slot_bytes()).unwrap()
+}
+
+fn check_recurrence(sizes: Sizes, rows: usize, seed: u64) -> Result<(), TestCaseError> {
+    let layer = Layer::new(sizes, seed);
+    // Twice, so that the second step starts from what the first one left.
+    let inputs = [Rows::new(&layer, rows, seed + 10), Rows::new(&layer, 3, seed + 20)];
+    for isa in Isa::available() {
+        let mut arena = layer.arena(2);
+        let mut want_state = vec![0.0; layer.shape().recurrent_len()];
+        for (input, state) in inputs.iter().zip([write(None, layer.slot(1)), write(Some(layer.slot(1)), 0)]) {
+            let slot = state.write;
+            let plan = one_sequence(&layer, input.len(), state);
+            let mut state = LayerState::new(&mut arena, &plan, layer.layout, OFFSET).unwrap();
+            let out = layer.recurrence(isa, &pool(1), &mut state, input);
+            close(&out, &layer.reference(input, &mut want_state), 4e-6)?;
+            let (_, state) = layer.state(&arena, slot);
+            let state: Vec<f32> = state.into_iter().map(f32::from_bits).collect();
+            close(&state, &want_state, 4e-6)?;
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_recurrence_is_the_reference(sizes in sizes(), rows in 1..20usize, seed in 0..1_000_000u64) {
+        check_recurrence(sizes, rows, seed)?;
+    }
+
+    #[test]
+    fn conv_is_the_reference(
+        channels in 1..600usize,
+        taps in 1..=4usize,
+        rows in 0..20usize,
+        biased in any::<bool>(),
+        seed in 0..1_000_000u64,
+    ) {
+        let shape = StateShape { kind: StateKind::Mamba2, channels, taps, heads: 1, rows: 1, cols: 1 };
+        let layer = Layer { layout: StateLayout::new(shape).unwrap(), ..Layer::new(ODD[0], seed) };
+        let weight = numbers(seed, channels * taps);
+        let packed = ConvWeight::new(channels, taps, &weight).unwrap();
+        let bias = numbers(seed + 1, channels);
+        let bias = biased.then_some(&bias[..]);
+        for isa in Isa::available() {
+            let mut arena = layer.arena(1);
+            let mut past = vec![0.0; shape.conv_len()];
+            for (state, rows) in [(write(None, 0), rows), (write(Some(0), 0), 3)] {
+                let input = numbers(seed + 2, rows * channels);
+                let plan = one_sequence(&layer, rows, state);
+                let mut state = LayerState::new(&mut arena, &plan, layer.layout, OFFSET).unwrap();
+                let mut x = input.clone();
+                conv(&pool(1), isa, &mut state, &packed, bias, &mut x).unwrap();
+                close(&x, &reference::conv(&shape, &weight, bias, &input, &mut past), 1e-6)?;
+                // What is kept are inputs, not results of arithmetic.
+                let want: Vec<f32> = past.iter().map(|x| *x as f32).collect();
+                prop_assert_eq!(layer.state(&arena, 0).0, bits(&want));
+            }
+        }
+    }
+}
+
+/// Sizes of real models, and sizes that fill nothing evenly.
+const ODD: [Sizes; 4] = {
+    let delta = Sizes {
+        kind: StateKind::DeltaNet,
+        taps: 4,
+        key_heads: 1,
+        heads_per_key: 3,
+        rows: 24,
+        cols: 40,
+        tiled: true,
+    };
+    let mamba = Sizes { kind: StateKind::Mamba2, taps: 3, rows: 12, cols: 20, ..delta };
+    [
+        delta,
+        mamba,
+        Sizes { key_heads: 2, heads_per_key: 2, rows: 128, cols: 128, ..delta },
+        Sizes { taps: 4, rows: 64, cols: 128, ..mamba },
+    ]
+};
+
+#[test]
+fn known_sizes_are_the_reference() {
+    for sizes in ODD {
+        check_recurrence(sizes, 40, 7).unwrap();
+    }
+}
+
+#[test]
+fn a_layout_refuses_what_it_cannot_hold() {
+    let shape = StateShape { kind: StateKind::DeltaNet, channels: 8, taps: 4, heads: 1, rows: 4, cols: 4 };
+    assert_eq!(StateLayout::new(shape).unwrap().bytes(), (32 + 4 * 16) * 4);
+    for wrong in [
+        StateShape { channels: 0, ..shape },
+        StateShape { taps: 0, ..shape },
+        StateShape { taps: 5, ..shape },
+        StateShape { heads: 0, ..shape },
+        StateShape { rows: 0, ..shape },
+        StateShape { cols: 0, ..shape },
+        StateShape { heads: usize::MAX / 4, ..shape },
+        StateShape { channels: usize::MAX, ..shape },
+        StateShape { cols: usize::MAX, ..shape },
+    ] {
+        assert!(matches!(StateLayout::new(wrong), Err(Error::StateShape { .. })), "{wrong:?}");
+    }
+}
+
+#[test]
+fn states_outside_the_arena_or_the_slot_are_refused() {
+    let layer = Layer::new(ODD[0], 1);
+    let mut arena = layer.arena(2);
+    let plan = |state| one_sequence(&layer, 1, state);
+    let mut result = |plan: &StatePlan, offset| {
+        LayerState::new(&mut arena, plan, layer.layout, offset).map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(result(&plan(write(None, layer.slot(1))), OFFSET), Ok(()));
+    for state in [write(None, layer.slot(1) + 1), write(Some(layer.slot(2)), 0), write(None, u32::MAX)] {
+        let error = result(&plan(state), OFFSET).unwrap_err();
+        assert!(error.contains("of an arena of"), "{error}");
+    }
+    let error = result(&plan(write(None, 0)), OFFSET + 64).unwrap_err();
+    assert!(error.contains("of a slot of"), "{error}");
+    let error = result(&plan(write(None, 0)), 4).unwrap_err();
+    assert!(error.contains("cache line"), "{error}");
+}
+
+#[test]
+fn buffers_of_other_shapes_are_refused() {
+    for sizes in [ODD[0], ODD[1]] {
+        let layer = Layer::new(sizes, 1);
+        let mut arena = layer.arena(1);
+        let plan = one_sequence(&layer, 2, write(None, 0));
+        let mut state = LayerState::new(&mut arena, &plan, layer.layout, OFFSET).unwrap();
+        let (pool, isa) = (pool(1), Isa::Scalar);
+        let good = Rows::new(&layer, 2, 3);
+        let (long, width) = (Rows::new(&layer, 3, 3), layer.out_width());
+        let mut scratch = ScanScratch::default();
+        let mut delta = |net: &DeltaNet<'_>, x: &[f32], beta: &[f32], alpha: &[f32], out: usize| {
+            let input = DeltaNetInput { qkv: x, beta, alpha };
+            delta_net(&pool, isa, &mut state, net, &input, &mut vec![0.0; out], &mut scratch)
+        };
+        let net = layer.delta_net();
+        let (x, beta, alpha) = (&good.x[..], &good.beta[..], &good.alpha[..]);
+        if sizes.kind == StateKind::Mamba2 {
+            assert_eq!(delta(&net, x, beta, alpha, 2 * width), Err(Error::StateKind { op: "delta net" }));
+        } else {
+            assert_eq!(delta(&net, x, beta, alpha, 2 * width), Ok(()));
+            for result in [
+                delta(&net, &long.x, beta, alpha, 2 * width),
+                delta(&net, x, &long.beta, alpha, 2 * width),
+                delta(&net, x, beta, &long.alpha, 2 * width),
+                delta(&net, x, beta, alpha, 2 * width + 1),
+                delta(&DeltaNet { a: &[0.0], ..net }, x, beta, alpha, 2 * width),
+                delta(&DeltaNet { dt_bias: &[0.0], ..net }, x, beta, alpha, 2 * width),
+            ] {
+                assert!(matches!(result, Err(Error::Length { .. })), "{result:?}");
+            }
+            for k_heads in [0, 2] {
+                let result = delta(&DeltaNet { k_heads, ..net }, x, beta, alpha, 2 * width);
+                assert_eq!(result, Err(Error::HeadGroups { heads: 3, kv_heads: k_heads }));
+            }
+        }
+        let mut mamba = |net: &Mamba2<'_>, x: &[f32], dt: &[f32], out: usize| {
+            let input = Mamba2Input { xbc: x, dt };
+            mamba2(&pool, isa, &mut state, net, &input, &mut vec![0.0; out], &mut scratch)
+        };
+        let net = layer.mamba2();
+        if sizes.kind == StateKind::DeltaNet {
+            assert_eq!(mamba(&net, x, alpha, 2 * width), Err(Error::StateKind { op: "Mamba-2" }));
+        } else {
+            assert_eq!(mamba(&net, x, alpha, 2 * width), Ok(()));
+            for result in [
+                mamba(&net, &long.x, alpha, 2 * width),
+                mamba(&net, x, &long.alpha, 2 * width),
+                mamba(&net, x, alpha, 2 * width - 1),
+                mamba(&Mamba2 { a: &[], ..net }, x, alpha, 2 * width),
+                mamba(&Mamba2 { d: &[], ..net }, x, alpha, 2 * width),
+                mamba(&Mamba2 { dt_bias: &[], ..net }, x, alpha, 2 * width),
+            ] {
+                assert!(matches!(result, Err(Error::Length { .. })), "{result:?}");
+            }
+            let result = mamba(&Mamba2 { groups: 2, ..net }, x, alpha, 2 * width);
+            assert_eq!(result, Err(Error::HeadGroups { heads: 3, kv_heads: 2 }));
+        }
+        let StateShape { channels, taps, .. } = *layer.shape();
+        let weight = ConvWeight::new(channels, taps, &layer.conv_weight).unwrap();
+        let mut convolve = |weight: &ConvWeight, bias: Option<&[f32]>, x: &[f32]| {
+            conv(&pool, isa, &mut state, weight, bias, &mut x.to_vec())
+        };
+        assert_eq!(convolve(&weight, None, x), Ok(()));
+        let other = ConvWeight::new(channels, 2, &layer.conv_weight[..2 * channels]).unwrap();
+        for result in [
+            convolve(&weight, None, &long.x),
+            convolve(&weight, Some(&[1.0]), x),
+            convolve(&other, None, x),
+            ConvWeight::new(channels, taps, &[1.0]).map(|_| ()),
+        ] {
+            assert!(matches!(result, Err(Error::Length { .. })), "{result:?}");
+        }
+    }
+}

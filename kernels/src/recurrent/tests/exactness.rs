@@ -1,0 +1,138 @@
+//! Bit for bit: nothing but a sequence's own rows and the state before them matters.
+
+use super::*;
+
+/// Everything after all rows of a sequence alone, one row a step, in place, on one thread.
+fn stepped(layer: &Layer, isa: Isa, rows: &Rows) -> (Vec<u32>, Vec<(Vec<u32>, Vec<u32>)>) {
+    let mut arena = layer.arena(1);
+    let (mut out, mut states) = (Vec::new(), Vec::new());
+    let pool = pool(1);
+    for row in 0..rows.len() {
+        let state = write((row > 0).then_some(0), 0);
+        out.extend(step(layer, isa, &pool, &mut arena, &[(&rows.part(row..row + 1), state)]).remove(0));
+        states.push(layer.state(&arena, 0));
+    }
+    (out, states)
+}
+
+fn all_sizes() -> impl Strategy<Value = Sizes> {
+    prop_oneof![4 => sizes(), 1 => prop::sample::select(&ODD[..])]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn every_isa_gives_the_same_bits(sizes in all_sizes(), rows in 1..12usize, seed in 0..1_000_000u64) {
+        let layer = Layer::new(sizes, seed);
+        let rows = Rows::new(&layer, rows, seed);
+        let want = stepped(&layer, Isa::Scalar, &rows);
+        for isa in Isa::available() {
+            prop_assert!(stepped(&layer, isa, &rows) == want, "{}", isa);
+        }
+    }
+
+    #[test]
+    fn any_chunking_is_stepping(
+        sizes in all_sizes(),
+        chunks in prop::collection::vec((1..12usize, any::<bool>()), 1..6),
+        seed in 0..1_000_000u64,
+    ) {
+        let layer = Layer::new(sizes, seed);
+        let total = chunks.iter().map(|(rows, _)| rows).sum();
+        let rows = Rows::new(&layer, total, seed);
+        let (want, states) = stepped(&layer, Isa::detect(), &rows);
+        let mut arena = layer.arena(2);
+        let (mut row, mut at, mut out) = (0, None, Vec::new());
+        for (len, move_on) in chunks {
+            // In place, or from one slot to the other.
+            let (from, to) = (at, if move_on { 1 - at.unwrap_or(0) } else { at.unwrap_or(0) });
+            let before = from.map(|from| layer.state(&arena, layer.slot(from)));
+            let state = write(from.map(|from| layer.slot(from)), layer.slot(to));
+            out.extend(step(&layer, Isa::detect(), &pool(1), &mut arena, &[(&rows.part(row..row + len), state)]).remove(0));
+            row += len;
+            prop_assert!(layer.state(&arena, layer.slot(to)) == states[row - 1]);
+            if let Some(from) = from && from != to {
+                prop_assert!(Some(layer.state(&arena, layer.slot(from))) == before, "the slot read has changed");
+            }
+            at = Some(to);
+        }
+        prop_assert!(out == want);
+    }
+
+    #[test]
+    fn an_export_is_the_state_of_having_stopped_there(
+        sizes in all_sizes(),
+        context in 0..3usize,
+        rows in 1..=8usize,
+        which in prop::collection::vec(0..3usize, 8),
+        in_place in any::<bool>(),
+        seed in 0..1_000_000u64,
+    ) {
+        let layer = Layer::new(sizes, seed);
+        let all = Rows::new(&layer, context + rows, seed);
+        let (want, states) = stepped(&layer, Isa::detect(), &all);
+        // After each row none, one or two copies.
+        let exported = which[..rows].iter().enumerate().flat_map(|(row, copies)| (0..*copies).map(move |_| row));
+        let exports: Vec<StateExport> = exported
+            .enumerate()
+            .map(|(i, row)| StateExport { row, slot: layer.slot(2 + i) })
+            .collect();
+        for isa in Isa::available() {
+            let mut arena = layer.arena(2 + exports.len());
+            if context > 0 {
+                step(&layer, isa, &pool(1), &mut arena, &[(&all.part(0..context), write(None, 0))]);
+            }
+            let read = (context > 0).then_some(0);
+            let last = if in_place { 0 } else { layer.slot(1) };
+            let state = StepState { read, write: last, exports: exports.clone() };
+            let out = step(&layer, isa, &pool(1), &mut arena, &[(&all.part(context..context + rows), state)]);
+            prop_assert!(want.ends_with(&out[0]));
+            for export in &exports {
+                prop_assert!(layer.state(&arena, export.slot) == states[context + export.row]);
+            }
+            prop_assert!(layer.state(&arena, last) == states[context + rows - 1]);
+        }
+    }
+
+    #[test]
+    fn neighbours_and_threads_do_not_matter(
+        sizes in all_sizes(),
+        lens in prop::collection::vec(0..10usize, 1..6),
+        fork in any::<bool>(),
+        seed in 0..1_000_000u64,
+    ) {
+        let layer = Layer::new(sizes, seed);
+        let prefix = Rows::new(&layer, 3, seed);
+        let tails: Vec<Rows> =
+            lens.iter().enumerate().map(|(i, len)| Rows::new(&layer, *len, seed + 100 * i as u64 + 1)).collect();
+        let want: Vec<_> = tails
+            .iter()
+            .map(|tail| {
+                let mut all = if fork { prefix.clone() } else { Rows::new(&layer, 0, 0) };
+                all.extend(tail);
+                (stepped(&layer, Isa::detect(), &all), all.len())
+            })
+            .collect();
+        for threads in [1, 2] {
+            let pool = pool(threads);
+            let mut arena = layer.arena(1 + tails.len());
+            step(&layer, Isa::detect(), &pool, &mut arena, &[(&prefix, write(None, 0))]);
+            // All go on from one slot, or each from nothing.
+            let slot = |i: usize| layer.slot(1 + i);
+            let sequences: Vec<_> = tails
+                .iter()
+                .enumerate()
+                .map(|(i, tail)| (tail, write(fork.then_some(0), slot(i))))
+                .collect();
+            let out = step(&layer, Isa::detect(), &pool, &mut arena, &sequences);
+            for (i, ((want_out, states), rows)) in want.iter().enumerate() {
+                prop_assert!(want_out.ends_with(&out[i]));
+                // A sequence without rows keeps what it has.
+                let zeroes = || (vec![0; layer.shape().conv_len()], vec![0; layer.shape().recurrent_len()]);
+                let state = rows.checked_sub(1).map_or_else(zeroes, |last| states[last].clone());
+                prop_assert!(layer.state(&arena, slot(i)) == state);
+            }
+        }
+    }
+}
