@@ -8,6 +8,7 @@ mod cluster_key;
 mod config;
 mod coordinator;
 mod cpus;
+mod embed;
 mod home;
 mod local;
 mod logits;
@@ -55,6 +56,7 @@ enum Command {
     Run(run::Run),
     Logits(logits::Logits),
     Perplexity(perplexity::Perplexity),
+    Embed(embed::Embed),
     Bench(bench::Bench),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
@@ -71,6 +73,7 @@ impl Command {
             Self::Run(command) => command.run(),
             Self::Logits(command) => command.run(),
             Self::Perplexity(command) => command.run(),
+            Self::Embed(command) => command.run(),
             Self::Bench(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),

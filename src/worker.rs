@@ -5,6 +5,7 @@ use crate::cpus::{self, CpuSet};
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
+use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -158,7 +159,20 @@ impl WorkerSettings {
         let options = self.options();
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
-        let load::Plan { defaults, .. } = load::plan(model, &EngineOptions { threads, ..options.clone() })?;
+        let load::Plan { defaults, task, .. } =
+            load::plan(model, &EngineOptions { threads, ..options.clone() })?;
+        // An encoder keeps keys and values for one step, whose size decides what they take.
+        let encodes = task != ModelTask::Generate;
+        let (kv_type, kv_reason) = match encodes {
+            true => (KvTypeArg::F32, "they live for one step only, so that nothing is saved by less"),
+            false => (KvTypeArg::F16, "half the memory of f32 at the same answers"),
+        };
+        let kv_bytes = match (encodes, self.kv_bytes) {
+            (true, given) => given,
+            (false, _) => {
+                or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason)
+            }
+        };
         let complete = Self {
             identity: self.identity.clone(),
             coordinators: self.coordinators.clone(),
@@ -168,9 +182,9 @@ impl WorkerSettings {
             quic: or!(quic, local(7001), "this machine only, unless told otherwise"),
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
             device: or!(device, Device::Cpu, "the only device that this version computes on"),
-            kv_bytes: or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason),
+            kv_bytes,
             block_tokens: or!(block_tokens, options.block_tokens, "the hash unit's size wastes least"),
-            kv_type: or!(kv_type, KvTypeArg::F16, "half the memory of f32 at the same answers"),
+            kv_type: or!(kv_type, kv_type, kv_reason),
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
             max_seqs: or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason),
             chunk: or!(chunk, defaults.chunk.value as usize, &defaults.chunk.reason),

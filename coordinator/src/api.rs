@@ -6,12 +6,16 @@
 
 pub mod answer;
 pub mod auth;
+mod base64;
+pub mod embeddings;
+pub mod encode;
 pub mod error;
 pub mod fields;
 pub mod limits;
 pub mod params;
 pub mod plan;
 pub mod prompt;
+pub mod rerank;
 pub mod shape;
 
 use crate::dispatch::{Dispatch, Job};
@@ -27,10 +31,15 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
 use axum::{Json, Router};
+use bytes::Bytes;
+use embeddings::Embeddings;
+use encode::{Asker, Gathered, gather};
 use error::ApiError;
 use plan::{Kind, Plan, Sources};
 use proto::block::{ClusterKey, Scope};
 use proto::ids::{InvalidId, ModelId, RequestId};
+use rerank::Rerank;
+use serde::Serialize;
 use serde_json::json;
 use shape::Shape;
 use std::sync::Arc;
@@ -70,6 +79,10 @@ pub enum Endpoint {
     Completions,
     /// Completions of chats.
     Chat,
+    /// Texts to vectors.
+    Embeddings,
+    /// Documents by how they answer a query.
+    Rerank,
     /// Text to tokens.
     Tokenize,
     /// Tokens to text.
@@ -78,8 +91,15 @@ pub enum Endpoint {
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 5] =
-        [Self::Models, Self::Completions, Self::Chat, Self::Tokenize, Self::Detokenize];
+    pub const ALL: [Self; 7] = [
+        Self::Models,
+        Self::Completions,
+        Self::Chat,
+        Self::Embeddings,
+        Self::Rerank,
+        Self::Tokenize,
+        Self::Detokenize,
+    ];
 
     /// Its path.
     pub fn path(self) -> &'static str {
@@ -87,6 +107,8 @@ impl Endpoint {
             Self::Models => "/v1/models",
             Self::Completions => "/v1/completions",
             Self::Chat => "/v1/chat/completions",
+            Self::Embeddings => "/v1/embeddings",
+            Self::Rerank => "/v1/rerank",
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
         }
@@ -96,7 +118,8 @@ impl Endpoint {
     pub fn method(self) -> Method {
         match self {
             Self::Models => Method::GET,
-            Self::Completions | Self::Chat | Self::Tokenize | Self::Detokenize => Method::POST,
+            Self::Completions | Self::Chat => Method::POST,
+            Self::Embeddings | Self::Rerank | Self::Tokenize | Self::Detokenize => Method::POST,
         }
     }
 
@@ -107,6 +130,8 @@ impl Endpoint {
                 post(async |front, request| generate(front, Kind::Completion, request).await)
             }
             Self::Chat => post(async |front, request| generate(front, Kind::Chat, request).await),
+            Self::Embeddings => post(embeddings),
+            Self::Rerank => post(rerank),
             Self::Tokenize => post(tokenize),
             Self::Detokenize => post(detokenize),
         }
@@ -162,7 +187,8 @@ async fn models(State(front): State<Arc<Front>>) -> Response {
             "object": "model",
             "created": front.started,
             "owned_by": "kvasir",
-            "max_model_len": served.map(|s| s.max_model_len),
+            "max_model_len": served.as_ref().map(|s| s.max_model_len),
+            "task": served.map(|s| s.task.name()),
         })
     };
     let data: Vec<_> = front.models.iter().map(model).collect();
@@ -188,13 +214,7 @@ async fn generate(
     kind: Kind,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let arrived = Instant::now();
-    // Before anything is read: an overloaded coordinator must say so at once.
-    front.dispatch.check_room()?;
-    // Both were put there by the gate.
-    let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
-    let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
-    let body = body(request).await?;
+    let (Asker { caller, id, arrived }, body) = admit(&front, request).await?;
     let key = front.cluster_key.clone();
     let deadline = arrived + front.request_timeout;
     let name = id.clone();
@@ -224,6 +244,33 @@ async fn generate(
     };
     let answer = Answer::new(&plan, shape, Arc::clone(&front.metrics), generations, arrived);
     if plan.params.stream { answer.streamed().await } else { answer.whole().await }
+}
+
+async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    let (asker, body) = admit(&front, request).await?;
+    let Embeddings { model, texts, shape } = front.plan(move |s| embeddings::plan(&body, s)).await?;
+    let gathered = gather(&front, asker, &model, texts).await?;
+    front.write(gathered, move |gathered| shape.answer(model, gathered)).await
+}
+
+async fn rerank(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    let (asker, body) = admit(&front, request).await?;
+    let id = asker.id.clone();
+    let Rerank { model, texts, shape } = front.plan(move |s| rerank::plan(&body, s)).await?;
+    let gathered = gather(&front, asker, &model, texts).await?;
+    front.write(gathered, move |gathered| shape.answer(&id, model, gathered)).await
+}
+
+/// Lets a request for a worker's time in and reads its body.
+async fn admit(front: &Front, request: Request) -> Result<(Asker, Bytes), ApiError> {
+    let arrived = Instant::now();
+    // Before anything is read: an overloaded coordinator must say so at once.
+    front.dispatch.check_room()?;
+    // Both were put there by the gate.
+    let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
+    let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
+    let body = body(request).await?;
+    Ok((Asker { caller, id, arrived }, body))
 }
 
 /// For each prompt its choices. Choices of one prompt differ in their seeds.
@@ -259,7 +306,7 @@ fn jobs(plan: &Plan, key: &ClusterKey, caller: &Caller, id: &RequestId, deadline
     jobs
 }
 
-async fn body(request: Request) -> Result<bytes::Bytes, ApiError> {
+async fn body(request: Request) -> Result<Bytes, ApiError> {
     let announced = request.headers().get(header::CONTENT_LENGTH);
     limits::check_announced(announced.and_then(|v| v.to_str().ok()?.parse().ok()))?;
     let body: Body = request.into_body();
@@ -283,6 +330,15 @@ impl Front {
             tracing::error!(%error, "planning a request failed");
             Err(ApiError::Internal)
         })
+    }
+
+    /// Writes what may be thousands of vectors where that holds nobody up.
+    async fn write<T: Serialize>(
+        self: &Arc<Self>,
+        gathered: Gathered,
+        answer: impl FnOnce(&Gathered) -> T + Send + 'static,
+    ) -> Result<Response, ApiError> {
+        self.plan(move |_| Ok((gathered.headers.clone(), Json(answer(&gathered))).into_response())).await
     }
 }
 

@@ -17,7 +17,7 @@ use floor::{Floor, Placing};
 use proto::block::BlockId;
 use proto::event::{KvEventBatch, KvSnapshot};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, ServedModelV1, WorkerState};
+use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -344,7 +344,7 @@ impl Balancer {
     }
 
     /// What is served under this name, if a worker does.
-    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV1> {
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
         self.floor.table().model(id)
     }
 

@@ -1,24 +1,28 @@
 //! Where decisions become traffic: the balancer behind a lock, the connections to the workers, and the life
-//! of each generation on them ([`Generation`]).
+//! of each generation ([`Generation`]) and of each call to encode texts ([`Encoding`]) on them.
 
+mod claim;
+mod encoding;
 mod generation;
 mod link;
 
+pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
 
 use crate::balancer::{
-    Action, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
+    Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
 };
 use crate::ops::metrics::Metrics;
 use crate::prefix_index::{IndexSize, Need};
 use crate::random::random_u64;
 use crate::table::{TableChange, TableError};
+use claim::Claim;
 use link::{Link, Turn};
 use parking_lot::Mutex;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{ModelId, NodeId};
-use proto::message::{LoadReportV1, RegisterV1, ServedModelV1};
+use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
 use std::collections::HashMap;
@@ -61,17 +65,27 @@ impl Dispatch {
 
     /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
     pub fn generate(self: &Arc<Self>, jobs: Vec<Job>) -> Result<Vec<Generation>, Refusal> {
-        let asks = jobs.iter().map(Job::ask).collect();
+        let claims = self.submit(jobs.iter().map(Job::ask).collect())?;
+        Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Generation::new(claim, job)).collect())
+    }
+
+    /// Submits the parts of one request to encode texts, all or none. Each is cancelled by dropping it.
+    pub fn encode(self: &Arc<Self>, jobs: Vec<EncodeJob>) -> Result<Vec<Encoding>, Refusal> {
+        let claims = self.submit(jobs.iter().map(EncodeJob::ask).collect())?;
+        Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Encoding::new(claim, job)).collect())
+    }
+
+    fn submit(self: &Arc<Self>, asks: Vec<Ask>) -> Result<Vec<Claim>, Refusal> {
         let mut desk = self.desk.lock();
         let (tickets, actions) = desk.balancer.submit(Instant::now(), asks, random_u64())?;
-        let mut generations = Vec::with_capacity(tickets.len());
-        for (ticket, job) in tickets.into_iter().zip(jobs) {
+        let mut claims = Vec::with_capacity(tickets.len());
+        for ticket in tickets {
             let (sender, verdicts) = mpsc::unbounded_channel();
             desk.tickets.insert(ticket, sender);
-            generations.push(Generation::new(Arc::clone(self), ticket, job, verdicts));
+            claims.push(Claim::new(Arc::clone(self), ticket, verdicts));
         }
         self.perform(&mut desk, actions);
-        Ok(generations)
+        Ok(claims)
     }
 
     /// A worker that has introduced itself on `connection` joins. An earlier connection of it is closed.
@@ -79,7 +93,7 @@ impl Dispatch {
         self: &Arc<Self>,
         session: SessionId,
         connection: Connection,
-        register: RegisterV1,
+        register: RegisterV2,
     ) -> Result<(), TableError> {
         let (node, epoch) = (register.node.clone(), register.epoch);
         let mut desk = self.desk.lock();
@@ -173,7 +187,7 @@ impl Dispatch {
     }
 
     /// What is served under this name, if a worker is there.
-    pub fn model(&self, id: &ModelId) -> Option<ServedModelV1> {
+    pub fn model(&self, id: &ModelId) -> Option<ServedModelV2> {
         self.desk.lock().balancer.model(id).cloned()
     }
 

@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct ModelEntry {
     /// Its name in the API; workers register it under the same.
     pub id: ModelId,
-    /// A GGUF file, or any file of a split set. Read once, at start, for tokenizer and chat template.
+    /// A GGUF file, any file of a split set, or a safetensors checkpoint. Read once, at start, for tokenizer and chat template.
     pub path: PathBuf,
 }
 
@@ -29,7 +29,7 @@ pub enum ModelsError {
         /// Which.
         id: ModelId,
         /// Why.
-        source: model::Error,
+        source: Box<model::Error>,
     },
     /// Two entries have one name.
     #[error("model {0} is configured twice")]
@@ -75,7 +75,7 @@ impl Models {
             if models.iter().any(|m| m.id == *id) {
                 return Err(ModelsError::Twice(id.clone()));
             }
-            let file = |source| ModelsError::File { id: id.clone(), source };
+            let file = |source| ModelsError::File { id: id.clone(), source: Box::new(source) };
             let gguf = Gguf::open(path).map_err(file)?;
             let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?;
             let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {

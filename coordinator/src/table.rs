@@ -5,7 +5,7 @@
 
 use crate::slot::{MAX_SLOTS, Slot, SlotSet};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{RegisterV1, ServedModelV1};
+use proto::message::{RegisterV2, ServedModelV2};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A worker of the table.
@@ -14,14 +14,14 @@ pub struct Member {
     /// Its slot while it is a member.
     pub slot: Slot,
     /// How it introduced itself.
-    pub register: RegisterV1,
+    pub register: RegisterV2,
     /// An operator has asked it to take no new work.
     pub draining: bool,
 }
 
 impl Member {
     /// What it serves under this name.
-    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV1> {
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
         self.register.models.iter().find(|m| m.id == *id)
     }
 }
@@ -30,7 +30,7 @@ impl Member {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TableChange {
     /// A worker's life begins, or its connection does anew.
-    Join(RegisterV1),
+    Join(RegisterV2),
     /// A worker's life has ended; a change for another epoch is refused.
     Leave {
         /// The worker.
@@ -168,11 +168,11 @@ impl WorkerTable {
     }
 
     /// What is served under this name, if anything is: all members agree on the digests.
-    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV1> {
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
         self.members.values().find_map(|m| m.model(id))
     }
 
-    fn join(&mut self, register: RegisterV1) -> Result<Applied, TableError> {
+    fn join(&mut self, register: RegisterV2) -> Result<Applied, TableError> {
         let node = register.node.clone();
         if let Some(&known) = self.epochs.get(&node)
             && register.epoch < known
@@ -191,7 +191,7 @@ impl WorkerTable {
         Ok(Applied::Joined { slot, node, epoch })
     }
 
-    fn check_models(&self, register: &RegisterV1) -> Result<(), TableError> {
+    fn check_models(&self, register: &RegisterV2) -> Result<(), TableError> {
         for other in self.members.values().filter(|m| m.register.node != register.node) {
             for model in &register.models {
                 let Some(theirs) = other.model(&model.id) else { continue };
@@ -213,9 +213,10 @@ impl WorkerTable {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use proto::message::ModelTask;
 
-    pub(crate) fn register(name: &str, epoch: u64, models: &[(&str, u8)]) -> RegisterV1 {
-        let model = |&(id, digest): &(&str, u8)| ServedModelV1 {
+    pub(crate) fn register(name: &str, epoch: u64, models: &[(&str, u8)]) -> RegisterV2 {
+        let model = |&(id, digest): &(&str, u8)| ServedModelV2 {
             id: ModelId::new(id).unwrap(),
             model_digest: [digest; 32],
             tokenizer_digest: [1; 32],
@@ -223,8 +224,9 @@ pub(crate) mod tests {
             layers: (0, 4),
             numeric_class: "test".into(),
             block_tokens: 16,
+            task: ModelTask::Generate,
         };
-        RegisterV1 {
+        RegisterV2 {
             node: NodeId::new(name).unwrap(),
             epoch: Epoch(epoch),
             pid: 1,

@@ -77,7 +77,7 @@ impl Session {
                 // Kinds that a worker may not open at a coordinator are refused by the transport; tensors
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
-                Ok(Incoming::Generate(_) | Incoming::KvSnapshot(_)) => {}
+                Ok(Incoming::Generate(_) | Incoming::Encode(_) | Incoming::KvSnapshot(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());
@@ -106,7 +106,7 @@ impl Session {
 
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let Register::V1(register) = request;
+        let register = request.into_latest();
         let node = register.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
         for model in &register.models {

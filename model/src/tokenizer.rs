@@ -188,14 +188,15 @@ impl Tokenizer {
         ids
     }
 
-    /// Two texts as one sequence, as models take them that compare texts: `[CLS] first [SEP] second [SEP]`.
-    /// Special tokens in the texts are text.
-    pub fn encode_pair(&self, first: &str, second: &str) -> Vec<u32> {
-        let mut ids = self.with_ends(self.encode(first, false));
+    /// Two texts as one sequence, as models take them that compare texts: `[CLS] first [SEP] second [SEP]`; also
+    /// where the second begins.
+    pub fn pair(&self, first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
+        let mut ids = self.with_ends(first);
         ids.extend(self.ends.sep);
-        ids.extend(self.encode(second, false));
+        let begin = ids.len();
+        ids.extend_from_slice(second);
         ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
-        ids
+        (ids, begin)
     }
 
     /// The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out. Of a

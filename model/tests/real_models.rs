@@ -6,15 +6,16 @@ use std::path::{Path, PathBuf};
 
 use kvasir_model::catalog::{self, Store};
 use kvasir_model::chat_template::Message;
-use kvasir_model::{ChatTemplate, Gguf, Tokenizer};
+use kvasir_model::spec::{OutputSpec, Pooling};
+use kvasir_model::{ChatTemplate, ModelFile, ModelSpec, Tokenizer};
 use serde_json::{Map, Value as Json};
 
 const MODELS: &[(&str, &str)] =
     &[("smollm2-135m", "real/smollm2-135m-instruct.json"), ("gemma3-270m", "real/gemma-3-270m.json")];
 
-fn open(name: &str) -> Gguf {
+fn open(name: &str) -> ModelFile {
     let entry = catalog::find(name).unwrap();
-    Gguf::open(Store::from_env().unwrap().pull(entry, &mut ()).unwrap()).unwrap()
+    ModelFile::open(Store::from_env().unwrap().pull(entry, &mut ()).unwrap()).unwrap()
 }
 
 fn reference(file: &str) -> Json {
@@ -30,7 +31,7 @@ fn ids(json: &Json) -> Vec<u32> {
 #[test]
 fn pulled_files_are_the_pinned_ones() {
     let store = Store::from_env().unwrap();
-    for (name, file) in MODELS {
+    for (name, file) in MODELS.iter().chain(&[("minilm-l6", "real/minilm.json")]) {
         let entry = catalog::find(name).unwrap();
         store.pull(entry, &mut ()).unwrap();
         store.verify(entry, &mut ()).unwrap();
@@ -88,4 +89,26 @@ fn chat_templates_render_as_published() {
     let gguf = open("gemma3-270m");
     let tokenizer = Tokenizer::from_metadata(gguf.metadata()).unwrap();
     assert!(ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap().is_none());
+}
+
+#[test]
+fn an_encoder_is_read_from_its_checkpoint() {
+    let file = open("minilm-l6");
+    let spec = ModelSpec::from_file(&file).unwrap();
+    assert_eq!((spec.layers.len(), spec.hidden, spec.context_length), (6, 384, 512));
+    let OutputSpec::Pooled(pooled) = &spec.output else { panic!("{:?}", spec.output) };
+    assert_eq!((pooled.pooling, &pooled.classifier), (Pooling::Mean, &None));
+    let tokenizer = Tokenizer::from_metadata(file.metadata()).unwrap();
+    assert_eq!((tokenizer.bos(), tokenizer.eos(), tokenizer.vocab_size()), (Some(101), Some(102), 30_522));
+    let reference = reference("real/minilm.json");
+    let items = reference["items"].as_array().unwrap();
+    assert!(items.len() >= 5, "{}", items.len());
+    for item in items {
+        let text = item["text"].as_str().unwrap();
+        let found = tokenizer.with_ends(tokenizer.encode(text, true));
+        assert_eq!(found, ids(&item["ids"]), "{text:?}");
+    }
+    assert_eq!(tokenizer.decode(&tokenizer.encode("Hello, world!", false), true), "hello , world !");
+    let pair = tokenizer.encode_pair("who", "me");
+    assert_eq!(pair, [101, 2040, 102, 2033, 102]);
 }

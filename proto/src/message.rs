@@ -16,6 +16,10 @@ pub const MAX_LOGIT_BIAS: usize = 1024;
 pub const MAX_LOGPROBS: usize = 20;
 /// Models that one worker serves at most.
 pub const MAX_MODELS: usize = 256;
+/// Texts of one encode call at most.
+pub const MAX_ENCODE_TEXTS: usize = 256;
+/// Values of one encoded text at most.
+pub const MAX_ENCODED_WIDTH: u32 = 1 << 14;
 
 /// How tokens are drawn. Ranges are checked at the API edge; a worker checks them again.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -152,7 +156,8 @@ pub enum FinishReason {
     Cancelled,
 }
 
-/// Closed list of what can go wrong on a worker, with what the coordinator may do about it.
+/// Closed list of what can go wrong on a worker with a generation or an encoding, and what the coordinator may
+/// do about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum GenerateError {
     /// The model is not loaded here.
@@ -244,6 +249,61 @@ pub struct FinishedV1 {
     pub preemptions: u32,
 }
 
+/// Texts to be encoded, as a coordinator hands them to a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EncodeRequest {
+    /// First version.
+    V1(EncodeRequestV1),
+}
+
+/// See [`EncodeRequest`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodeRequestV1 {
+    /// The client's request.
+    pub request_id: RequestId,
+    /// Which part of the request, where it is spread over several calls.
+    pub part: u32,
+    /// Which try at this part it is.
+    pub attempt: Attempt,
+    /// The model.
+    pub model: ModelId,
+    /// The texts; at least one, at most [`MAX_ENCODE_TEXTS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_ENCODE_TEXTS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_ENCODE_TEXTS>"
+    )]
+    pub texts: Vec<EncodeTextV1>,
+    /// Milliseconds from receipt until the request is worth nothing any more; 0 is no limit.
+    pub deadline_ms: u64,
+}
+
+/// A text, or two that are compared, as the model reads it: special tokens included.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodeTextV1 {
+    /// The tokens; not empty.
+    pub tokens: Vec<u32>,
+    /// Where the second text begins, of a model that tells them apart.
+    pub segment_start: Option<u32>,
+}
+
+/// What a worker answers to an [`EncodeRequest`], once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EncodeReply {
+    /// What every text became. The values follow the frame: `texts * width` f32, little endian, text by text.
+    Encoded(EncodedV1),
+    /// Nothing, and why.
+    Failed(GenerateError),
+}
+
+/// See [`EncodeReply::Encoded`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodedV1 {
+    /// As many as the request has.
+    pub texts: u32,
+    /// Values of each: a vector's width or the number of scores, at most [`MAX_ENCODED_WIDTH`].
+    pub width: u32,
+}
+
 /// A worker's life state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -275,11 +335,117 @@ pub struct ServedModelV1 {
     pub block_tokens: u32,
 }
 
+/// What a model is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ModelTask {
+    /// Tokens that follow a prompt.
+    Generate,
+    /// A vector for a text.
+    Embed {
+        /// Values of a vector.
+        width: u32,
+    },
+    /// Scores for a pair of texts.
+    Rerank {
+        /// Scores of a pair.
+        scores: u32,
+    },
+}
+
+impl ModelTask {
+    /// Its name in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Generate => "generate",
+            Self::Embed { .. } => "embed",
+            Self::Rerank { .. } => "rerank",
+        }
+    }
+}
+
+/// A model that a worker serves, and what for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedModelV2 {
+    /// Its name in the API.
+    pub id: ModelId,
+    /// Digest of the model file(s); part of every block root.
+    pub model_digest: [u8; 32],
+    /// Digest of the tokenizer; part of every block root.
+    pub tokenizer_digest: [u8; 32],
+    /// Longest sequence served, in tokens.
+    pub max_model_len: u32,
+    /// Layers served here: `[first, last)`.
+    pub layers: (u32, u32),
+    /// (model digest, device, ISA, weight path, KV type) in words: equal classes give bit-equal results.
+    pub numeric_class: String,
+    /// Tokens per KV block.
+    pub block_tokens: u32,
+    /// What it is asked for.
+    pub task: ModelTask,
+}
+
+impl From<ServedModelV1> for ServedModelV2 {
+    /// The first version knew only models that generate.
+    fn from(model: ServedModelV1) -> Self {
+        let ServedModelV1 {
+            id,
+            model_digest,
+            tokenizer_digest,
+            max_model_len,
+            layers,
+            numeric_class,
+            block_tokens,
+        } = model;
+        let task = ModelTask::Generate;
+        Self { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, task }
+    }
+}
+
+impl ServedModelV2 {
+    /// As the first version says it; none of a model that does not generate.
+    pub fn to_v1(&self) -> Option<ServedModelV1> {
+        let Self {
+            id,
+            model_digest,
+            tokenizer_digest,
+            max_model_len,
+            layers,
+            numeric_class,
+            block_tokens,
+            task,
+        } = self.clone();
+        (task == ModelTask::Generate).then_some(ServedModelV1 {
+            id,
+            model_digest,
+            tokenizer_digest,
+            max_model_len,
+            layers,
+            numeric_class,
+            block_tokens,
+        })
+    }
+}
+
 /// A worker introduces itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Register {
-    /// First version.
+    /// First version: its models generate.
     V1(RegisterV1),
+    /// From protocol version 2 on: its models say what they are asked for.
+    V2(RegisterV2),
+}
+
+impl Register {
+    /// What it says, in the latest version.
+    pub fn into_latest(self) -> RegisterV2 {
+        match self {
+            Self::V1(RegisterV1 { node, epoch, pid, quic, ops, models }) => {
+                let models = models.into_iter().map(Into::into).collect();
+                RegisterV2 { node, epoch, pid, quic, ops, models }
+            }
+            Self::V2(latest) => latest,
+        }
+    }
 }
 
 /// See [`Register`].
@@ -301,6 +467,40 @@ pub struct RegisterV1 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
     pub models: Vec<ServedModelV1>,
+}
+
+/// See [`Register`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegisterV2 {
+    /// Must equal the certificate's node id.
+    pub node: NodeId,
+    /// This life of the process.
+    pub epoch: Epoch,
+    /// Operating-system process id, for people.
+    pub pid: u32,
+    /// Where other nodes reach it, `ip:port`.
+    pub quic: String,
+    /// Its ops port, `ip:port`.
+    pub ops: String,
+    /// What it serves; at most [`MAX_MODELS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
+    )]
+    pub models: Vec<ServedModelV2>,
+}
+
+impl RegisterV2 {
+    /// As a peer understands it with whom protocol version `version` was agreed on; none if that cannot tell
+    /// what is to be told.
+    pub fn at_version(self, version: u16) -> Option<Register> {
+        if version >= 2 {
+            return Some(Register::V2(self));
+        }
+        let Self { node, epoch, pid, quic, ops, models } = self;
+        let models = models.iter().map(ServedModelV2::to_v1).collect::<Option<_>>()?;
+        Some(Register::V1(RegisterV1 { node, epoch, pid, quic, ops, models }))
+    }
 }
 
 /// A coordinator's answer to a worker that it accepts.

@@ -90,6 +90,7 @@
 mod bulk;
 mod connection;
 mod dialer;
+mod encode;
 mod endpoint;
 mod generate;
 mod hello;
@@ -103,6 +104,7 @@ mod tls;
 pub use bulk::{BulkReceiver, BulkSender, Tensor, TensorHeader, TensorHeaderV1, TensorType};
 pub use connection::{CloseCode, Connection};
 pub use dialer::{Backoff, Dialer};
+pub use encode::{EncodeCall, EncodeReplier};
 pub use endpoint::{Endpoint, EndpointConfig, EndpointStats};
 pub use generate::{GenerateCall, GenerateReply, GenerateStream};
 pub use hello::{Hello, HelloV1, VersionRange};

@@ -117,8 +117,8 @@ fn sec_alloc_guard() {
             bytes.extend(element.iter().cycle().take(room));
             check(format!("full of {what}"), &bytes);
         }
-        if name == "GenerateRequest" {
-            // Wherever the prompt's length stands: two million tokens.
+        if matches!(name, "GenerateRequest" | "EncodeRequest") {
+            // Wherever the length of tokens stands: two million tokens.
             for at in 0..samples.bytes[0].len() {
                 let mut bytes = [&samples.bytes[0][..at], &number(2_090_000)].concat();
                 bytes.resize(cap.bytes(), 0);

@@ -24,6 +24,14 @@ pub enum Error {
     /// Logits were asked of a layer range without the output head.
     #[error("this layer range does not hold the output head")]
     NoOutputHead,
+    /// A model is not made for what it is asked.
+    #[error("this model {does}: {instead}")]
+    WrongTask {
+        /// What it does.
+        does: &'static str,
+        /// What it can be asked.
+        instead: &'static str,
+    },
     /// The KV arena would not hold one sequence, or memory would fall below the floor.
     #[error("no room for the KV cache: {reason}")]
     KvMemory {

@@ -7,12 +7,14 @@
 
 pub mod decoder;
 pub mod defaults;
+pub mod encoder;
 pub mod engine;
 pub mod error;
 pub mod kv_cache;
 pub mod kv_events;
 pub mod load;
 pub mod memory;
+mod progress;
 pub mod sampling;
 pub mod scheduler;
 pub mod service;

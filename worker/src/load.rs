@@ -17,10 +17,14 @@ use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
-use proto::message::ServedModelV1;
+use proto::message::{ModelTask, ServedModelV2};
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
+
+mod encoder;
+
+pub use encoder::encoder;
 
 /// Units that the replay ring of KV events names at most: 4 MiB of ids.
 const EVENT_RING_UNITS: usize = 256 * 1024;
@@ -116,12 +120,15 @@ pub struct Plan {
     pub needs: ModelNeeds,
     /// The defaults, each with its reason.
     pub defaults: Defaults,
+    /// What the model is asked for.
+    pub task: ModelTask,
 }
 
 /// Loads a decoder without a KV arena.
 pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Decoder, Error> {
     let gguf = Gguf::open(path)?;
     let spec = ModelSpec::from_gguf(&gguf)?;
+    generates(&spec)?;
     let rows = options.max_rows.unwrap_or(512);
     load_decoder(&gguf, spec, options, backend(options, &environment)?, rows, progress)
 }
@@ -140,6 +147,21 @@ pub fn backend(
 /// The process's own variables. One that is not UTF-8 is not left out: as a choice it must fail.
 fn environment(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+/// What the model in a file is asked for.
+pub fn task(path: &Path) -> Result<ModelTask, Error> {
+    Ok(crate::encoder::task(&ModelSpec::from_gguf(&Gguf::open(path)?)?))
+}
+
+fn generates(spec: &ModelSpec) -> Result<(), Error> {
+    match spec.logits() {
+        Some(_) => Ok(()),
+        None => Err(Error::WrongTask {
+            does: "encodes texts, it generates none",
+            instead: "`kvasir embed` shows what it makes of them, `kvasir up` serves it",
+        }),
+    }
 }
 
 /// Computes the defaults for a model on this machine without loading weights.
@@ -180,6 +202,7 @@ fn prepare_on(
 ) -> Result<Prepared, Error> {
     let gguf = Gguf::open(path)?;
     let spec = ModelSpec::from_gguf(&gguf)?;
+    generates(&spec)?;
     let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
     let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
     let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
@@ -234,20 +257,10 @@ fn prepare_on(
 
 impl Prepared {
     /// What this worker tells coordinators of the model.
-    pub fn served(&self, id: ModelId) -> ServedModelV1 {
-        let info = self.decoder.backend().info();
-        let digest: String = self.model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-        let numeric_class =
-            format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, self.kv_type.name());
-        ServedModelV1 {
-            id,
-            model_digest: self.model_digest,
-            tokenizer_digest: self.tokenizer.digest(),
-            max_model_len: self.max_model_len as u32,
-            layers: (0, self.decoder.spec().layers.len() as u32),
-            numeric_class,
-            block_tokens: self.cache.block_tokens,
-        }
+    pub fn served(&self, id: ModelId) -> ServedModelV2 {
+        let digests = (self.model_digest, self.tokenizer.digest());
+        let lengths = (self.max_model_len, self.cache.block_tokens as usize);
+        describe(id, &self.decoder, digests, lengths, self.kv_type)
     }
 
     /// The engine, its prefixes named under `key`.
@@ -256,6 +269,31 @@ impl Prepared {
             .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
         Ok(Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len))
+    }
+}
+
+/// What a worker tells coordinators of a model: its digest and its tokenizer's, the longest sequence, the tokens of
+/// a block.
+pub(crate) fn describe(
+    id: ModelId,
+    decoder: &Decoder,
+    (model_digest, tokenizer_digest): ([u8; 32], [u8; 32]),
+    (max_model_len, block_tokens): (usize, usize),
+    kv_type: KvType,
+) -> ServedModelV2 {
+    let info = decoder.backend().info();
+    let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    let numeric_class =
+        format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name());
+    ServedModelV2 {
+        id,
+        model_digest,
+        tokenizer_digest,
+        max_model_len: max_model_len as u32,
+        layers: (0, decoder.spec().layers.len() as u32),
+        numeric_class,
+        block_tokens: block_tokens as u32,
+        task: crate::encoder::task(decoder.spec()),
     }
 }
 
@@ -331,7 +369,7 @@ fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Pl
         activation_bytes_per_row: activation_bytes(spec),
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };
-    Ok(Plan { defaults: defaults(host, needs), host, needs })
+    Ok(Plan { defaults: defaults(host, needs), host, needs, task: crate::encoder::task(spec) })
 }
 
 /// Values of one layer's recurrent state.

@@ -4,23 +4,29 @@
 //! registration, so the engine starts then.
 
 use crate::Error;
-use crate::engine::thread::EngineHandle;
+use crate::encoder::Encoder;
 use crate::load::{EngineOptions, Prepared};
 use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
-use proto::message::{LoadReportV1, RegisterV1, ServedModelV1, WorkerState, WorkerStatus, WorkerStatusV1};
+use proto::message::{
+    LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState, WorkerStatus, WorkerStatusV1,
+};
 use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
+mod encode;
 mod generate;
 mod link;
 mod ops;
+mod runner;
+
+use runner::Runner;
 
 /// What a worker node is told.
 #[derive(Debug, Clone)]
@@ -48,14 +54,41 @@ struct Node {
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
-    served: ServedModelV1,
+    served: ServedModelV2,
     draining: AtomicBool,
     /// Coordinators that have accepted us.
     joined: watch::Sender<usize>,
-    engine: watch::Sender<Option<(ClusterKey, EngineHandle)>>,
+    engine: watch::Sender<Option<(ClusterKey, Runner)>>,
     /// Taken by the first registration.
-    prepared: Mutex<Option<Prepared>>,
+    prepared: Mutex<Option<Loaded>>,
     stall_floor: Duration,
+}
+
+/// A model that waits for the cluster's key.
+enum Loaded {
+    Generator(Box<Prepared>),
+    Encoder(Box<Encoder>),
+}
+
+impl Loaded {
+    /// Loads what is in the file, whatever it is for.
+    fn load(path: &Path, options: &EngineOptions) -> Result<Self, Error> {
+        match crate::load::task(path)? {
+            ModelTask::Generate => {
+                Ok(Self::Generator(Box::new(crate::load::prepare(path, options, &mut |_, _| {})?)))
+            }
+            ModelTask::Embed { .. } | ModelTask::Rerank { .. } => {
+                Ok(Self::Encoder(Box::new(crate::load::encoder(path, options, &mut |_, _| {})?)))
+            }
+        }
+    }
+
+    fn served(&self, id: ModelId) -> ServedModelV2 {
+        match self {
+            Self::Generator(prepared) => prepared.served(id),
+            Self::Encoder(encoder) => encoder.served(id),
+        }
+    }
 }
 
 /// A running worker node.
@@ -69,8 +102,7 @@ impl WorkerService {
     /// Loads the model and starts joining. Returns as soon as the node listens; see [`Self::joined`].
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let (path, options) = (config.model_path.clone(), config.engine.clone());
-        let loading =
-            tokio::task::spawn_blocking(move || crate::load::prepare(&path, &options, &mut |_, _| {}));
+        let loading = tokio::task::spawn_blocking(move || Loaded::load(&path, &options));
         let prepared = loading.await.map_err(|_| Error::EngineStopped)??;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(since_1970.as_micros() as u64);
@@ -146,19 +178,16 @@ impl WorkerService {
 }
 
 impl Node {
-    fn engine(&self) -> Option<EngineHandle> {
+    fn engine(&self) -> Option<Runner> {
         self.engine.borrow().as_ref().map(|(_, engine)| engine.clone())
     }
 
     fn busy(&self) -> bool {
-        self.engine().is_some_and(|engine| {
-            let load = engine.load();
-            load.running + load.waiting > 0
-        })
+        self.engine().is_some_and(|engine| engine.busy())
     }
 
     /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
-    fn start_engine(&self, key: ClusterKey) -> Result<EngineHandle, Error> {
+    fn start_engine(&self, key: ClusterKey) -> Result<Runner, Error> {
         if let Some((known, engine)) = &*self.engine.borrow() {
             return match *known == key {
                 true => Ok(engine.clone()),
@@ -169,10 +198,9 @@ impl Node {
             };
         }
         let prepared = self.prepared.lock().take().ok_or(Error::EngineStopped)?;
-        let engine = prepared.engine(key.clone(), self.epoch)?;
-        let handle = EngineHandle::start(engine, self.stall_floor)?;
-        self.engine.send_replace(Some((key, handle.clone())));
-        Ok(handle)
+        let runner = Runner::start(prepared, &key, self.epoch, self.stall_floor)?;
+        self.engine.send_replace(Some((key, runner.clone())));
+        Ok(runner)
     }
 
     fn state(&self) -> WorkerState {
@@ -185,8 +213,8 @@ impl Node {
         }
     }
 
-    fn register(&self) -> RegisterV1 {
-        RegisterV1 {
+    fn register(&self) -> RegisterV2 {
+        RegisterV2 {
             node: self.node.clone(),
             epoch: self.epoch,
             pid: std::process::id(),
@@ -198,7 +226,7 @@ impl Node {
 
     fn report(&self) -> LoadReportV1 {
         let engine = self.engine();
-        let load = engine.as_ref().map(EngineHandle::load).unwrap_or_default();
+        let load = engine.as_ref().map(Runner::load).unwrap_or_default();
         LoadReportV1 {
             epoch: self.epoch,
             state: self.state(),
@@ -220,7 +248,8 @@ impl Node {
         let kv_sequence = self.engine().map_or(0, |engine| engine.events().lock().last_sequence());
         WorkerStatus::V1(WorkerStatusV1 {
             node: self.node.clone(),
-            models: vec![self.served.clone()],
+            // Version 1 knows only models that generate.
+            models: self.served.to_v1().into_iter().collect(),
             load: self.report(),
             kv_sequence,
             uptime_ms: self.started.elapsed().as_millis() as u64,

@@ -28,6 +28,8 @@ pub const MAX_TOOLS: usize = 128;
 pub const MAX_N: u32 = 8;
 /// Prompts in one request, times choices.
 pub const MAX_CHOICES: usize = 128;
+/// Texts to embed, or documents to rank, in one request.
+pub const MAX_TEXTS: usize = 2048;
 /// Stop strings.
 pub const MAX_STOP: usize = message::MAX_STOP_STRINGS;
 /// Bytes of one stop string.

@@ -9,7 +9,7 @@ use super::prompt::{Prompt, messages, prompts};
 use crate::models::{Models, OfferedModel};
 use model::chat_template::TemplateError;
 use proto::ids::ModelId;
-use proto::message::ServedModelV1;
+use proto::message::{ModelTask, ServedModelV2};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Plan {
     /// Of which model.
     pub model: Arc<OfferedModel>,
     /// How its workers serve it.
-    pub served: ServedModelV1,
+    pub served: ServedModelV2,
     /// The prompts, each with the most tokens to generate.
     pub prompts: Vec<(Arc<[u32]>, u32)>,
     /// Everything else.
@@ -52,7 +52,7 @@ pub struct Sources<'a> {
     /// The models of the API.
     pub models: &'a Models,
     /// How a model is served just now, if it is.
-    pub served: &'a dyn Fn(&ModelId) -> Option<ServedModelV1>,
+    pub served: &'a dyn Fn(&ModelId) -> Option<ServedModelV2>,
     /// A seed for requests that bring none.
     pub seed: u64,
 }
@@ -95,7 +95,10 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
         Kind::Chat => &CHAT,
     };
     let fields = Fields::parse(body, known)?;
-    let model = offered(&fields, sources.models)?;
+    let (model, served) = asked(&fields, sources)?;
+    if let Some(served) = served.as_ref().filter(|served| served.task != ModelTask::Generate) {
+        return Err(wrong_task(served));
+    }
     let vocab = model.tokenizer.vocab_size();
     let mut params = Params::read(&fields, vocab, sources.seed, &model.sampling)?;
     params.sampling.logprobs = logprobs(kind, &fields)?;
@@ -117,7 +120,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
     if prompts.len() * params.n as usize > MAX_CHOICES {
         return Err(ApiError::field("n", format!("prompts times n is above {MAX_CHOICES}")));
     }
-    let served = (sources.served)(&model.id).ok_or(ApiError::NoWorker)?;
+    let served = served.ok_or(ApiError::NoWorker)?;
     let limit = served.max_model_len;
     let prompts: Vec<_> =
         prompts.into_iter().map(|tokens| most.fit(tokens, limit)).collect::<Result<_, _>>()?;
@@ -132,17 +135,22 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
 /// Reads and serves `/tokenize`.
 pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiError> {
     let fields = Fields::parse(body, &TOKENIZE)?;
-    let model = offered(&fields, sources.models)?;
-    let bos: Option<bool> = fields.get("add_special_tokens")?;
+    let (model, served) = asked(&fields, sources)?;
+    let special = fields.get("add_special_tokens")?.unwrap_or(true);
+    let encodes = served.as_ref().is_some_and(|served| served.task != ModelTask::Generate);
     let tokens = match (fields.raw("prompt"), fields.raw("messages")) {
         (Some(_), None) => {
             let text: String = fields.get("prompt")?.unwrap_or_default();
-            model.tokens(&text, bos.unwrap_or(true))
+            if encodes && special {
+                model.tokenizer.with_ends(model.tokenizer.encode(&text, false))
+            } else {
+                model.tokens(&text, special)
+            }
         }
-        (None, Some(_)) => chat_prompt(&fields, &model, bos.unwrap_or(true))?,
+        (None, Some(_)) => chat_prompt(&fields, &model, special)?,
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
-    let max_model_len = (sources.served)(&model.id).map(|served| served.max_model_len);
+    let max_model_len = served.map(|served| served.max_model_len);
     Ok(Tokenized { tokens, max_model_len })
 }
 
@@ -179,6 +187,26 @@ impl Most {
         let room = u32::try_from(limit - prompt).unwrap_or(u32::MAX);
         Ok((tokens.into(), self.tokens.unwrap_or(room).min(room)))
     }
+}
+
+/// The model that the request names, and how it is served just now, if it is.
+pub(super) fn asked(
+    fields: &Fields<'_>,
+    sources: &Sources<'_>,
+) -> Result<(Arc<OfferedModel>, Option<ServedModelV2>), ApiError> {
+    let model = offered(fields, sources.models)?;
+    let served = (sources.served)(&model.id);
+    Ok((model, served))
+}
+
+/// Refuses a model that is not made for what it is asked, and says what it is for.
+pub(super) fn wrong_task(served: &ServedModelV2) -> ApiError {
+    let what = match served.task {
+        ModelTask::Generate => "generates text: ask it at /v1/completions or /v1/chat/completions",
+        ModelTask::Embed { .. } => "embeds texts: ask it at /v1/embeddings",
+        ModelTask::Rerank { .. } => "compares texts: ask it at /v1/rerank",
+    };
+    ApiError::field("model", format!("{} {what}", served.id))
 }
 
 fn offered(fields: &Fields<'_>, models: &Models) -> Result<Arc<OfferedModel>, ApiError> {

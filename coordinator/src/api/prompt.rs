@@ -18,31 +18,37 @@ pub enum Prompt {
     Tokens(Vec<u32>),
 }
 
-const PROMPT: &str = "prompt";
-
 /// Reads `prompt`: a text, a list of texts, a list of tokens, or a list of lists of tokens.
 pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, ApiError> {
-    let raw = fields.raw(PROMPT).ok_or_else(|| ApiError::field(PROMPT, "is missing"))?;
+    texts_or_tokens::<MAX_CHOICES>(fields, "prompt")
+}
+
+/// Reads such a field of at most `MAX` texts.
+pub fn texts_or_tokens<const MAX: usize>(
+    fields: &Fields<'_>,
+    name: &'static str,
+) -> Result<Vec<Prompt>, ApiError> {
+    let raw = fields.raw(name).ok_or_else(|| ApiError::field(name, "is missing"))?;
     let first = raw.bytes().filter(|b| !b.is_ascii_whitespace()).take(2).collect::<Vec<u8>>();
     let prompts = match first.as_slice() {
-        [b'"', ..] => vec![Prompt::Text(read(raw)?)],
+        [b'"', ..] => vec![Prompt::Text(read(name, raw)?)],
         [b'[', b'"'] => {
-            let texts: Bounded<String, { MAX_CHOICES }> = read(raw)?;
+            let texts: Bounded<String, MAX> = read(name, raw)?;
             texts.0.into_iter().map(Prompt::Text).collect()
         }
         [b'[', b'['] => {
-            let lists: Bounded<Vec<u32>, { MAX_CHOICES }> = read(raw)?;
+            let lists: Bounded<Vec<u32>, MAX> = read(name, raw)?;
             lists.0.into_iter().map(Prompt::Tokens).collect()
         }
-        [b'[', b']'] => return Err(ApiError::field(PROMPT, "is empty")),
-        [b'[', ..] => vec![Prompt::Tokens(read(raw)?)],
-        _ => return Err(ApiError::field(PROMPT, "must be a text or a list of texts or tokens")),
+        [b'[', b']'] => return Err(ApiError::field(name, "is empty")),
+        [b'[', ..] => vec![Prompt::Tokens(read(name, raw)?)],
+        _ => return Err(ApiError::field(name, "must be a text or a list of texts or tokens")),
     };
     Ok(prompts)
 }
 
-fn read<'a, T: Deserialize<'a>>(raw: &'a str) -> Result<T, ApiError> {
-    serde_json::from_str(raw).map_err(|e| ApiError::field(PROMPT, plain(&e)))
+fn read<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, ApiError> {
+    serde_json::from_str(raw).map_err(|e| ApiError::field(name, plain(&e)))
 }
 
 #[derive(Deserialize)]

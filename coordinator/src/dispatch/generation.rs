@@ -6,9 +6,8 @@
 //! on behind them, with the same seed and inside the same numeric class. Frames of an earlier attempt cannot
 //! mix in, because each attempt has its own stream and the old one is dropped first.
 
-use super::link::Link;
-use super::{Dispatch, Verdict};
-use crate::balancer::{Ask, Assignment, Refusal, Ticket};
+use super::claim::{Claim, Placed};
+use crate::balancer::{Ask, Assignment, Refusal};
 use crate::routing::Reason;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
@@ -19,7 +18,6 @@ use proto::message::{
 use proto::transport::GenerateStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc;
 
 /// What is to be generated.
 #[derive(Debug, Clone)]
@@ -107,46 +105,26 @@ pub enum Failure {
 /// A generation under way. Dropping it cancels it wherever it is.
 #[derive(Debug)]
 pub struct Generation {
-    dispatch: Arc<Dispatch>,
-    ticket: Ticket,
-    job: Job,
-    verdicts: mpsc::UnboundedReceiver<Verdict>,
-    submitted: Instant,
+    /// Above the claim, so that it is dropped first: what is cancelled must be on its way before another takes
+    /// its place.
     attempt: Option<Attempting>,
+    claim: Claim,
+    job: Job,
     /// Tokens handed out.
     emitted: Vec<u32>,
-    /// Why the last attempt failed, where the worker said so.
-    setback: Option<GenerateError>,
     over: bool,
 }
 
 #[derive(Debug)]
 struct Attempting {
-    assignment: Assignment,
-    link: Arc<Link>,
+    placed: Placed,
     stream: GenerateStream,
-    queued: Duration,
     started: bool,
 }
 
 impl Generation {
-    pub(super) fn new(
-        dispatch: Arc<Dispatch>,
-        ticket: Ticket,
-        job: Job,
-        verdicts: mpsc::UnboundedReceiver<Verdict>,
-    ) -> Self {
-        Self {
-            dispatch,
-            ticket,
-            job,
-            verdicts,
-            submitted: Instant::now(),
-            attempt: None,
-            emitted: Vec::new(),
-            setback: None,
-            over: false,
-        }
+    pub(super) fn new(claim: Claim, job: Job) -> Self {
+        Self { attempt: None, claim, job, emitted: Vec::new(), over: false }
     }
 
     /// Which choice of its request it is.
@@ -162,7 +140,9 @@ impl Generation {
         let deadline = tokio::time::Instant::from_std(self.job.deadline);
         let event = tokio::time::timeout_at(deadline, self.advance()).await.unwrap_or(Err(Failure::Deadline));
         if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
-            self.end();
+            self.over = true;
+            self.attempt = None;
+            self.claim.end();
         }
         Some(event)
     }
@@ -176,20 +156,20 @@ impl Generation {
             let failed = match attempt.stream.next().await {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
-                    self.dispatch.started(self.ticket);
+                    self.claim.started();
                     // The client knows who serves it; that another goes on is not its concern.
                     if !self.emitted.is_empty() {
                         continue;
                     }
-                    let predicted = attempt.assignment.predicted;
-                    self.dispatch.metrics.cached(predicted, started.cached_tokens);
+                    let assignment = &attempt.placed.assignment;
+                    self.claim.dispatch().metrics.cached(assignment.predicted, started.cached_tokens);
                     return Ok(Event::Started(Started {
-                        node: attempt.assignment.node.clone(),
-                        reason: attempt.assignment.reason,
-                        predicted,
+                        node: assignment.node.clone(),
+                        reason: assignment.reason,
+                        predicted: assignment.predicted,
                         cached: started.cached_tokens,
                         hit_stop: started.hit_stop,
-                        queued: attempt.queued,
+                        queued: attempt.placed.queued,
                     }));
                 }
                 Some(Ok(GenerateFrame::Tokens(tokens))) if attempt.started => {
@@ -212,25 +192,24 @@ impl Generation {
                 None => None,
             };
             let Some(attempt) = self.attempt.take() else { continue };
-            self.give_up(&attempt.assignment, &attempt.link, failed);
+            self.give_up(&attempt.placed, failed);
         }
     }
 
     /// Waits for a worker and hands it the request.
     async fn begin(&mut self) -> Result<Attempting, Failure> {
         loop {
-            let (assignment, link, mut turn) = match self.verdicts.recv().await {
-                Some(Verdict::Go(assignment, link, turn)) => (assignment, link, turn),
-                Some(Verdict::No(refusal)) => return Err(self.refused(refusal)),
-                None => return Err(Failure::Lost),
+            let (placed, turn) = match self.claim.worker().await {
+                Err(_) if !self.emitted.is_empty() => return Err(Failure::Lost),
+                placed => placed?,
             };
-            let queued = self.submitted.elapsed();
-            turn.come().await;
-            match link.connection().open_generate(&self.request(&assignment)).await {
-                Ok(stream) => return Ok(Attempting { assignment, link, stream, queued, started: false }),
+            let opened = placed.link.connection().open_generate(&self.request(&placed.assignment)).await;
+            drop(turn);
+            match opened {
+                Ok(stream) => return Ok(Attempting { placed, stream, started: false }),
                 Err(error) => {
                     tracing::info!(request = %self.job.request_id, %error, "a worker could not be reached");
-                    self.give_up(&assignment, &link, None);
+                    self.give_up(&placed, None);
                 }
             }
         }
@@ -253,32 +232,8 @@ impl Generation {
         })
     }
 
-    fn give_up(&mut self, assignment: &Assignment, link: &Link, setback: Option<GenerateError>) {
-        self.setback = setback;
-        let class = (!self.emitted.is_empty()).then(|| assignment.numeric_class.clone());
-        self.dispatch.retry(self.ticket, &assignment.node, link, class);
-    }
-
-    fn refused(&mut self, refusal: Refusal) -> Failure {
-        match (refusal, self.setback.take()) {
-            _ if !self.emitted.is_empty() => Failure::Lost,
-            (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),
-            (Refusal::AttemptsFailed, None) => Failure::Lost,
-            (refusal, _) => Failure::Refused(refusal),
-        }
-    }
-
-    fn end(&mut self) {
-        if !std::mem::replace(&mut self.over, true) {
-            // The stream first: what is cancelled must be on its way before another takes its place.
-            self.attempt = None;
-            self.dispatch.ended(self.ticket);
-        }
-    }
-}
-
-impl Drop for Generation {
-    fn drop(&mut self) {
-        self.end();
+    fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {
+        let class = (!self.emitted.is_empty()).then(|| placed.assignment.numeric_class.clone());
+        self.claim.give_up(placed, setback, class);
     }
 }

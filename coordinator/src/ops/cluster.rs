@@ -14,7 +14,11 @@ pub fn view(ops: &Ops) -> Value {
         .iter()
         .map(|model| {
             let served = ops.dispatch.model(&model.id);
-            json!({"id": model.id.as_str(), "max_model_len": served.map(|s| s.max_model_len)})
+            json!({
+                "id": model.id.as_str(),
+                "max_model_len": served.as_ref().map(|s| s.max_model_len),
+                "task": served.map(|s| s.task.name()),
+            })
         })
         .collect();
     json!({

@@ -222,6 +222,20 @@ impl Metrics {
         }
     }
 
+    /// A request to encode texts has been served.
+    pub fn encoded(&self, model: &ModelId, queued: Duration, total: Duration, tokens: u64) {
+        let label = one("model_name", model.as_str().to_owned());
+        let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
+        observe(&self.e2e, total.as_secs_f64());
+        observe(&self.queue_time, queued.as_secs_f64());
+        observe(&self.inference_time, total.saturating_sub(queued).as_secs_f64());
+        observe(&self.prompt_length, tokens as f64);
+        self.prompt_tokens.get_or_create(&label).inc_by(tokens);
+        let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
+        let reason = ("finished_reason", Cow::Borrowed(finish_name(FinishReason::Stop)));
+        self.success.get_or_create(&[model, reason]).inc();
+    }
+
     /// A generation has finished.
     pub fn served(&self, model: &ModelId, served: Served) {
         let label = one("model_name", model.as_str().to_owned());

@@ -6,12 +6,14 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV1, LoadReport,
-    LoadReportV1, Register, RegisterV1, Registered, ServedModelV1, StartedV1, TokenLogprobs, TokenOut,
-    WorkerState, WorkerStatus, WorkerStatusV1,
+    EncodeRequest, EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame,
+    GenerateRequest, GenerateRequestV1, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered,
+    ServedModelV2, StartedV1, TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::service::{Refusal, WorkerApi, deadline};
-use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming};
+use proto::transport::{
+    Connection, EncodeCall, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming,
+};
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -31,6 +33,10 @@ pub(crate) struct Setup {
     pub(crate) warm: Vec<BlockId>,
     /// Whether it still has the events of what it holds already, or must be asked for a snapshot.
     pub(crate) keeps_events: bool,
+    /// What its model is for.
+    pub(crate) task: ModelTask,
+    /// The newest protocol that it speaks.
+    pub(crate) protocol: u16,
 }
 
 /// A worker under the test's control. Dropping it closes its connection.
@@ -60,6 +66,7 @@ struct State {
     log: Vec<KvEvent>,
     fail: Option<GenerateError>,
     requests: Vec<GenerateRequestV1>,
+    encodes: Vec<EncodeRequestV1>,
     draining: bool,
 }
 
@@ -84,7 +91,8 @@ fn letter(start: u32, i: u32) -> u32 {
 impl FakeWorker {
     /// Joins the coordinator at `quic` and waits until it is accepted.
     pub(crate) async fn join(setup: Setup, identity: &Identity, quic: SocketAddr) -> Result<Self, Refusal> {
-        let config = EndpointConfig::new(Epoch(setup.epoch), [Role::Worker]);
+        let mut config = EndpointConfig::new(Epoch(setup.epoch), [Role::Worker]);
+        config.versions.max = setup.protocol;
         let endpoint = Arc::new(Endpoint::bind(([127, 0, 0, 1], 0).into(), identity, config).unwrap());
         let connection = endpoint.connect(quic, &Expected::any(Role::Coordinator)).await.unwrap();
         let (events, outbox) = mpsc::unbounded_channel();
@@ -106,7 +114,7 @@ impl FakeWorker {
         let mut tasks = vec![tokio::spawn(serve(Arc::clone(&shared), connection.clone()))];
         let api = connection.coordinator_api().await.unwrap();
         let limit = Duration::from_secs(5);
-        let register = Register::V1(shared.register(&name));
+        let register = shared.register(&name).at_version(connection.version()).unwrap();
         let Registered::V1(terms) = api.register(deadline(limit), register).await.unwrap()?;
         assert!(terms.report_every_ms > 0);
         let mut kv = connection.open_kv_events().await.unwrap();
@@ -160,6 +168,11 @@ impl FakeWorker {
         self.shared.state.lock().requests.clone()
     }
 
+    /// What it was asked to encode, in order of arrival.
+    pub(crate) fn encodes(&self) -> Vec<EncodeRequestV1> {
+        self.shared.state.lock().encodes.clone()
+    }
+
     pub(crate) fn draining(&self) -> bool {
         self.shared.state.lock().draining
     }
@@ -188,8 +201,8 @@ impl Drop for FakeWorker {
 }
 
 impl Shared {
-    fn register(&self, name: &NodeId) -> RegisterV1 {
-        RegisterV1 {
+    fn register(&self, name: &NodeId) -> RegisterV2 {
+        RegisterV2 {
             node: name.clone(),
             epoch: Epoch(self.setup.epoch),
             pid: 1,
@@ -199,8 +212,8 @@ impl Shared {
         }
     }
 
-    fn models(&self) -> Vec<ServedModelV1> {
-        vec![ServedModelV1 {
+    fn models(&self) -> Vec<ServedModelV2> {
+        vec![ServedModelV2 {
             id: ModelId::new("tiny").unwrap(),
             model_digest: [9; 32],
             tokenizer_digest: self.setup.tokenizer_digest,
@@ -208,6 +221,7 @@ impl Shared {
             layers: (0, 2),
             numeric_class: "fake".into(),
             block_tokens: 16,
+            task: self.setup.task,
         }]
     }
 
@@ -279,6 +293,12 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 shared.count(|c| c.received += 1);
                 streams.spawn(generate(Arc::clone(&shared), call, cached));
             }
+            Incoming::Encode(call) => {
+                let EncodeRequest::V1(request) = &call.request;
+                shared.state.lock().encodes.push(request.clone());
+                shared.count(|c| c.received += 1);
+                streams.spawn(encode(Arc::clone(&shared), call));
+            }
             Incoming::WorkerRpc(rpc) => {
                 streams.spawn(rpc.serve(Api(Arc::clone(&shared))));
             }
@@ -349,6 +369,45 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
     }
 }
 
+/// What a text becomes: values that follow from its tokens and from where its second part begins.
+pub(crate) fn values(text: &EncodeTextV1, task: ModelTask) -> Vec<f32> {
+    let sum: u32 = text.tokens.iter().zip(1..).map(|(token, place)| token * place).sum();
+    match task {
+        ModelTask::Generate => Vec::new(),
+        ModelTask::Embed { width } => (0..width).map(|i| (sum % 97 + i * i % 13) as f32 - 40.0).collect(),
+        ModelTask::Rerank { scores } => {
+            let start = text.segment_start.unwrap_or(0);
+            (0..scores).map(|i| (sum % 31 + start + i) as f32 / 16.0 - 1.0).collect()
+        }
+    }
+}
+
+async fn encode(shared: Arc<Shared>, call: EncodeCall) {
+    let EncodeRequest::V1(request) = call.request;
+    let cancelled = call.reply.cancelled();
+    let run = async {
+        let _ = shared.open.subscribe().wait_for(|open| *open).await;
+        shared.thaw().await;
+        let fail = shared.state.lock().fail.clone();
+        match fail {
+            Some(error) => call.reply.fail(error).await,
+            None => {
+                let encoded: Vec<Vec<f32>> =
+                    request.texts.iter().map(|text| values(text, shared.setup.task)).collect();
+                call.reply.send(&encoded).await
+            }
+        }
+    };
+    tokio::select! {
+        biased;
+        ended = run => match ended {
+            Ok(()) => shared.count(|c| c.finished += 1),
+            Err(_) => shared.count(|c| c.cancelled += 1),
+        },
+        () = cancelled => shared.count(|c| c.cancelled += 1),
+    }
+}
+
 #[derive(Clone)]
 struct Api(Arc<Shared>);
 
@@ -375,7 +434,7 @@ impl WorkerApi for Api {
     async fn status(self, _: Context) -> WorkerStatus {
         WorkerStatus::V1(WorkerStatusV1 {
             node: NodeId::new(self.0.setup.name).unwrap(),
-            models: self.0.models(),
+            models: self.0.models().iter().filter_map(ServedModelV2::to_v1).collect(),
             load: self.0.report(),
             kv_sequence: self.0.state.lock().log.len() as u64,
             uptime_ms: 1,

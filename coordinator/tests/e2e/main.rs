@@ -3,6 +3,7 @@
 
 mod api;
 mod client;
+mod encode;
 mod fake_worker;
 mod faults;
 mod limits;
@@ -19,6 +20,8 @@ use model::{Gguf, Tokenizer};
 use proto::block::ClusterKey;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, ModelId, NodeId, Role};
+use proto::message::ModelTask;
+use proto::transport::VersionRange;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
@@ -69,20 +72,36 @@ impl Rig {
         Self { at: coordinator.addresses(), coordinator: Some(coordinator), authority, digest, _dir: dir }
     }
 
-    /// A coordinator with workers `w1`, `w2`, ..., all ready.
+    /// A coordinator with workers `w1`, `w2`, ..., all ready, whose model generates.
     pub(crate) async fn with_workers<const N: usize>(
+        change: impl FnOnce(&mut Config),
+    ) -> (Self, [FakeWorker; N]) {
+        Self::with_task(ModelTask::Generate, change).await
+    }
+
+    /// A coordinator with workers `w1`, `w2`, ..., all ready, whose model is for `task`.
+    pub(crate) async fn with_task<const N: usize>(
+        task: ModelTask,
         change: impl FnOnce(&mut Config),
     ) -> (Self, [FakeWorker; N]) {
         let rig = Self::bare(change).await;
         let mut workers = Vec::new();
         for name in ["w1", "w2", "w3"].into_iter().take(N) {
-            workers.push(rig.join(name, 1).await);
+            workers.push(rig.join_as(Setup { task, ..rig.setup(name, 1) }).await.unwrap());
         }
         (rig, workers.try_into().unwrap_or_else(|_| panic!("{N} workers")))
     }
 
     pub(crate) fn setup(&self, name: &'static str, epoch: u64) -> Setup {
-        Setup { name, epoch, tokenizer_digest: self.digest, warm: Vec::new(), keeps_events: true }
+        Setup {
+            name,
+            epoch,
+            tokenizer_digest: self.digest,
+            warm: Vec::new(),
+            keeps_events: true,
+            task: ModelTask::Generate,
+            protocol: VersionRange::CURRENT.max,
+        }
     }
 
     pub(crate) async fn join(&self, name: &'static str, epoch: u64) -> FakeWorker {
@@ -152,6 +171,7 @@ fn write_model(path: &Path) {
         ("tokenizer.ggml.bos_token_id", Value::from(258u32)),
         ("tokenizer.ggml.eos_token_id", Value::from(257u32)),
         ("tokenizer.ggml.add_bos_token", Value::from(true)),
+        ("tokenizer.ggml.add_eos_token", Value::from(true)),
         ("tokenizer.chat_template", Value::from(TEMPLATE)),
     ]);
     let mut file = std::fs::File::create(path).unwrap();

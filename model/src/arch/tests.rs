@@ -1,6 +1,8 @@
 mod encoders;
+mod evaluate;
 mod fixtures;
 mod hybrids;
+mod oracle;
 mod refused;
 mod refused_fixtures;
 mod variants;

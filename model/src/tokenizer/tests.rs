@@ -59,6 +59,18 @@ fn tiny_models_give_the_reference_ids() {
 }
 
 #[test]
+fn generation_ends_where_the_models_end() {
+    let ends = |name: &str| {
+        let tokenizer = tiny(name);
+        let texts = tokenizer.eos_ids().map(|id| tokenizer.token_text(id).unwrap().to_owned());
+        texts.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()
+    };
+    // A message ends at <|end|>, and another follows.
+    assert_eq!(ends("gpt-oss"), ["<|call|>", "<|endoftext|>", "<|return|>"]);
+    assert_eq!(ends("gemma4"), ["<eos>", "<turn|>"]);
+}
+
+#[test]
 fn text_survives_encoding_and_decoding() {
     let tokenizers: Vec<Arc<Tokenizer>> = TINY.iter().map(|name| Arc::new(tiny(name))).collect();
     let text = prop_oneof![".*", "[ a-c\n'1é你😀<|>\u{2581}]{0,40}"];

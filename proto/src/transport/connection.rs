@@ -1,6 +1,7 @@
 //! A connection between two nodes that have accepted each other.
 
 use super::BulkSender;
+use super::encode;
 use super::endpoint::{Counters, Local};
 use super::generate::GenerateStream;
 use super::hello::Agreement;
@@ -12,7 +13,7 @@ use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::KvSnapshot;
 use crate::ids::{Epoch, NodeId};
-use crate::message::GenerateRequest;
+use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
 use quinn::{RecvStream, SendStream, VarInt};
 use std::net::SocketAddr;
@@ -186,6 +187,16 @@ impl Connection {
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Generate).await?;
         GenerateStream::start(send, receive, request).await
+    }
+
+    /// Has the worker at the other end encode texts: for each its values, in order. Dropping the future cancels
+    /// the call there. `Ok(Err(_))` is what the worker says.
+    pub async fn encode(
+        &self,
+        request: &EncodeRequest,
+    ) -> Result<Result<Vec<Vec<f32>>, GenerateError>, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Encode).await?;
+        encode::call(send, receive, request).await
     }
 
     /// Opens a stream for our KV events to the coordinator at the other end.

@@ -2,6 +2,7 @@
 //! handed on as something that can be served.
 
 use super::BulkReceiver;
+use super::encode::EncodeCall;
 use super::endpoint::{Counters, Local};
 use super::generate::GenerateCall;
 use super::identity::PeerIdentity;
@@ -29,6 +30,8 @@ pub enum Incoming {
     WorkerRpc(WorkerRpc),
     /// A coordinator wants tokens.
     Generate(GenerateCall),
+    /// A coordinator wants texts encoded.
+    Encode(EncodeCall),
     /// A worker tells its KV events.
     KvEvents(KvEventReceiver),
     /// A coordinator wants to know all that we hold.
@@ -120,6 +123,9 @@ async fn identify(
         }
         (Ok(StreamKind::Generate), Some(send)) => {
             return GenerateCall::read(send, receive).await.map(Incoming::Generate);
+        }
+        (Ok(StreamKind::Encode), Some(send)) => {
+            return EncodeCall::read(send, receive).await.map(Incoming::Encode);
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));

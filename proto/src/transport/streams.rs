@@ -30,6 +30,8 @@ pub enum StreamKind {
     Bulk = 4,
     /// One KV snapshot, asked for by a coordinator. Bidirectional.
     KvSnapshot = 5,
+    /// One call to encode texts, coordinator to worker. Bidirectional.
+    Encode = 6,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -43,6 +45,7 @@ impl StreamKind {
             Self::KvEvents,
             Self::Bulk,
             Self::KvSnapshot,
+            Self::Encode,
             Self::Hello,
         ]
         .into_iter()
@@ -53,7 +56,7 @@ impl StreamKind {
     pub fn allowed(self, opener: Role, acceptor: Role) -> bool {
         match self {
             Self::CoordinatorRpc | Self::KvEvents => (opener, acceptor) == (Role::Worker, Role::Coordinator),
-            Self::WorkerRpc | Self::Generate | Self::KvSnapshot => {
+            Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
             Self::Bulk => true,

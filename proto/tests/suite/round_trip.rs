@@ -155,6 +155,42 @@ prop_compose! {
     }
 }
 
+fn task() -> impl Strategy<Value = ModelTask> {
+    prop_oneof![
+        Just(ModelTask::Generate),
+        any::<u32>().prop_map(|width| ModelTask::Embed { width }),
+        any::<u32>().prop_map(|scores| ModelTask::Rerank { scores }),
+    ]
+}
+
+prop_compose! {
+    fn register_v2()(register in register(), tasks in vec(task(), 3)) -> RegisterV2 {
+        let mut register = register.into_latest();
+        register.models.iter_mut().zip(tasks).for_each(|(model, task)| model.task = task);
+        register
+    }
+}
+
+prop_compose! {
+    fn encode_request()(
+        id in "[A-Za-z0-9._:-]{1,128}", part: u32, attempt: u32, model in model_id(), deadline_ms: u64,
+        texts in vec((vec(any::<u32>(), 0..50), option::of(any::<u32>())), 0..8),
+    ) -> EncodeRequest {
+        let text = |(tokens, segment_start)| EncodeTextV1 { tokens, segment_start };
+        EncodeRequest::V1(EncodeRequestV1 {
+            request_id: RequestId::new(id).unwrap(), part, attempt: Attempt(attempt), model,
+            texts: texts.into_iter().map(text).collect(), deadline_ms,
+        })
+    }
+}
+
+fn encode_reply() -> impl Strategy<Value = EncodeReply> {
+    prop_oneof![
+        any::<(u32, u32)>().prop_map(|(texts, width)| EncodeReply::Encoded(EncodedV1 { texts, width })),
+        error().prop_map(EncodeReply::Failed),
+    ]
+}
+
 prop_compose! {
     fn load()(
         epoch: u64, state in prop_oneof![Just(WorkerState::Starting), Just(WorkerState::Ready), Just(WorkerState::Draining)],
@@ -175,6 +211,27 @@ proptest! {
     fn generation(request in request(), frame in frame()) {
         survives(&request, Cap::GenerateRequest);
         survives(&frame, Cap::Stream);
+    }
+
+    #[test]
+    fn encoding(request in encode_request(), reply in encode_reply()) {
+        survives(&request, Cap::GenerateRequest);
+        survives(&reply, Cap::Stream);
+    }
+
+    /// A peer of the first version is told all, or nothing: never of an encoder as if it generated.
+    #[test]
+    fn a_register_is_told_at_the_version_agreed_on(register in register_v2()) {
+        survives(&Register::V2(register.clone()), Cap::Control);
+        prop_assert_eq!(register.clone().at_version(2), Some(Register::V2(register.clone())));
+        let generates = register.models.iter().all(|model| model.task == ModelTask::Generate);
+        match register.clone().at_version(1) {
+            Some(told) => {
+                prop_assert!(generates && matches!(told, Register::V1(_)));
+                prop_assert_eq!(told.into_latest(), register);
+            }
+            None => prop_assert!(!generates),
+        }
     }
 
     #[test]

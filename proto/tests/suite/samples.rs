@@ -82,6 +82,28 @@ pub(crate) fn register(node: &str) -> Register {
     })
 }
 
+/// A worker with a model of each task.
+pub(crate) fn register_v2(node: &str) -> Register {
+    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest();
+    let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
+    let models = tasks.map(|task| ServedModelV2 { task, ..model().into() });
+    Register::V2(RegisterV2 { node, epoch, pid, quic, ops, models: models.into() })
+}
+
+pub(crate) fn encode_request() -> EncodeRequest {
+    EncodeRequest::V1(EncodeRequestV1 {
+        request_id: RequestId::new("req-1").unwrap(),
+        part: 3,
+        attempt: Attempt(2),
+        model: ModelId::new("minilm-l6").unwrap(),
+        texts: vec![
+            EncodeTextV1 { tokens: vec![101, 7592, 102], segment_start: None },
+            EncodeTextV1 { tokens: vec![101, 70_000, 102, 7, 102], segment_start: Some(3) },
+        ],
+        deadline_ms: 30_000,
+    })
+}
+
 pub(crate) fn load(state: WorkerState) -> LoadReportV1 {
     LoadReportV1 {
         epoch: Epoch(3),
@@ -186,7 +208,21 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
-        samples("Register", Control, [register("w1")]),
+        samples("EncodeRequest", Request, [encode_request()]),
+        samples(
+            "EncodeReply",
+            Stream,
+            [
+                EncodeReply::Encoded(EncodedV1 { texts: 2, width: 384 }),
+                EncodeReply::Failed(GenerateError::Draining),
+            ],
+        ),
+        samples(
+            "ModelTask",
+            Control,
+            [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
+        ),
+        samples("Register", Control, [register("w1"), register_v2("w1")]),
         samples("Registered", Control, [registered()]),
         samples("Refusal", Control, refusals()),
         samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready))]),

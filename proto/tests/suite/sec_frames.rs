@@ -78,8 +78,11 @@ async fn malformed_requests_end_their_own_stream() {
         ("cut body", frame(body.len() - 1, &body[..body.len() - 1])),
     ];
     for (what, bytes) in rows {
-        let stream = write(&half.ours, &[&[2], &bytes[..]].concat()).await;
-        assert_eq!(refusal(stream).await, (3, 3), "{what}");
+        // As a generation and as an encode call, which has another form.
+        for kind in [2, 6] {
+            let stream = write(&half.ours, &[&[kind], &bytes[..]].concat()).await;
+            assert_eq!(refusal(stream).await, (3, 3), "{what}, kind {kind}");
+        }
     }
     generation_still_works(&half).await;
 }
@@ -87,7 +90,7 @@ async fn malformed_requests_end_their_own_stream() {
 #[tokio::test]
 async fn unknown_kinds_and_wrong_directions_are_refused() {
     let half = worker().await;
-    for (kind, code) in [(6u8, 1), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
+    for (kind, code) in [(7u8, 1), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
         let stream = write(&half.ours, &[kind]).await;
         assert_eq!(refusal(stream).await, (code, code), "kind {kind}");
     }

@@ -142,7 +142,8 @@ async fn sec_join_right_certificates() {
         let accepted = soon("joining", coordinator.accept()).await.unwrap();
         assert_eq!(accepted.peer().to_string(), "spiffe://c/worker/w1");
         assert_eq!(dialed.peer().to_string(), "spiffe://c/coordinator/c1");
-        assert_eq!((dialed.version(), accepted.version()), (1, 1));
+        let newest = VersionRange::CURRENT.max;
+        assert_eq!((dialed.version(), accepted.version()), (newest, newest));
         assert_eq!((dialed.peer_epoch(), accepted.peer_epoch()), (Epoch(1), Epoch(1)));
     }
 }
@@ -241,7 +242,7 @@ struct Checks(Connection);
 
 impl CoordinatorApi for Checks {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let Register::V1(request) = request;
+        let request = request.into_latest();
         match self.0.require_node(&request.node) {
             Ok(()) => Ok(samples::registered()),
             Err(_) => Err(Refusal::NotYourName { claimed: request.node }),

@@ -5,11 +5,11 @@ use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::event::{KvReplay, KvSnapshot, Medium};
 use kvasir_proto::ids::{Epoch, Role};
-use kvasir_proto::message::{GenerateFrame, WorkerStatus};
+use kvasir_proto::message::{EncodeRequest, GenerateError, GenerateFrame, WorkerStatus};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
-    CloseCode, Connection, Dialer, EndpointConfig, Expected, GenerateCall, Incoming, TensorHeader,
-    TensorHeaderV1, TensorType,
+    CloseCode, Connection, Dialer, EncodeCall, EndpointConfig, Expected, GenerateCall, Incoming,
+    TensorHeader, TensorHeaderV1, TensorType,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -97,6 +97,77 @@ async fn a_worker_that_leaves_cuts_the_stream() {
     assert!(matches!(error, Error::StreamCut { .. }), "{error:?}");
     assert!(error.retryable());
     assert!(stream.next().await.is_none());
+}
+
+async fn next_encode(worker_end: &Connection) -> EncodeCall {
+    match soon("an encode call", worker_end.accept()).await.unwrap() {
+        Incoming::Encode(call) => call,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn texts_become_values_or_a_typed_refusal() {
+    let nodes = pair().await;
+    let request = samples::encode_request();
+    let encoded = vec![vec![0.5f32, -1.25, f32::MIN_POSITIVE], vec![1e30, 0.0, -0.0]];
+    let answers = async {
+        let call = next_encode(&nodes.to_coordinator).await;
+        assert_eq!(call.request, request);
+        call.reply.send(&encoded).await.unwrap();
+        let call = next_encode(&nodes.to_coordinator).await;
+        call.reply.fail(GenerateError::QueueFull).await.unwrap();
+    };
+    let asks = async {
+        let got = nodes.to_worker.encode(&request).await.unwrap().unwrap();
+        let bits = |rows: &[Vec<f32>]| rows.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&got), bits(&encoded));
+        assert_eq!(nodes.to_worker.encode(&request).await.unwrap(), Err(GenerateError::QueueFull));
+    };
+    soon("both answers", async { tokio::join!(answers, asks) }).await;
+}
+
+#[tokio::test]
+async fn an_encoding_of_another_shape_than_asked_for_is_refused() {
+    let nodes = pair().await;
+    let request = samples::encode_request();
+    // Too few texts, too many, none, texts of no width.
+    for texts in [vec![vec![1.0]], vec![vec![1.0]; 3], vec![], vec![vec![]; 2]] {
+        let answer = async {
+            let call = next_encode(&nodes.to_coordinator).await;
+            call.reply.send(&texts).await.unwrap();
+        };
+        let (got, ()) =
+            soon("refusal", async { tokio::join!(nodes.to_worker.encode(&request), answer) }).await;
+        assert!(matches!(got, Err(Error::Protocol(_))), "{texts:?}: {got:?}");
+    }
+    let ragged = async {
+        let call = next_encode(&nodes.to_coordinator).await;
+        call.reply.send(&[vec![1.0, 2.0], vec![3.0]]).await
+    };
+    let (got, sent) = soon("the cut", async { tokio::join!(nodes.to_worker.encode(&request), ragged) }).await;
+    assert!(matches!(sent, Err(Error::Protocol(_))), "{sent:?}");
+    assert!(matches!(got, Err(Error::StreamCut { .. })), "{got:?}");
+}
+
+#[tokio::test]
+async fn dropping_an_encode_call_cancels_it_at_the_worker() {
+    let nodes = pair().await;
+    let to_worker = nodes.to_worker.clone();
+    let asking = tokio::spawn(async move { to_worker.encode(&samples::encode_request()).await });
+    let call = next_encode(&nodes.to_coordinator).await;
+    asking.abort();
+    soon("the worker's notice", call.reply.cancelled()).await;
+}
+
+#[tokio::test]
+async fn more_texts_than_a_call_may_have_are_not_sent() {
+    let nodes = pair().await;
+    let EncodeRequest::V1(mut request) = samples::encode_request();
+    let text = request.texts.remove(0);
+    request.texts = vec![text; kvasir_proto::message::MAX_ENCODE_TEXTS + 1];
+    let refused = nodes.to_worker.encode(&EncodeRequest::V1(request)).await;
+    assert!(matches!(refused, Err(Error::Codec(_))), "{refused:?}");
 }
 
 #[tokio::test]

@@ -3,9 +3,9 @@
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
 use crate::Error;
 use crate::kv_events::EventLog;
+use crate::progress::{Progress, spawn};
 use crate::scheduler::SeqId;
 use crate::telemetry::EngineMetrics;
-use crate::watchdog::{EXIT_STALLED, Verdict, Watchdog};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
@@ -16,9 +16,6 @@ use tokio::sync::{oneshot, watch};
 /// The engine thread exits with this code when a step fails: its state can no longer be trusted.
 pub const EXIT_BROKEN: i32 = 71;
 
-/// How often a busy but silent engine is looked at.
-const WATCH_EVERY: Duration = Duration::from_millis(250);
-
 enum Command {
     Submit(Box<EngineRequest>, oneshot::Sender<Option<SeqId>>),
     Cancel(SeqId),
@@ -27,10 +24,9 @@ enum Command {
 
 /// What others may read at any time.
 struct Shared {
-    load: Mutex<EngineLoad>,
+    progress: Arc<Progress>,
     events: Arc<Mutex<EventLog>>,
     registry: Registry,
-    watchdog: Mutex<Watchdog>,
     rss: prometheus_client::metrics::gauge::Gauge,
 }
 
@@ -53,12 +49,10 @@ impl EngineHandle {
         let events = engine.events();
         let (newest_sender, newest) = watch::channel(events.lock().last_sequence());
         let rss = engine.metrics().rss.clone();
-        let watchdog = Mutex::new(Watchdog::new(stall_floor));
-        let shared = Arc::new(Shared { load: Mutex::new(engine.load()), events, registry, watchdog, rss });
+        let progress = Progress::watched(engine.load(), stall_floor)?;
+        let shared = Arc::new(Shared { progress, events, registry, rss });
         let for_engine = Arc::clone(&shared);
         spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender))?;
-        let for_watchdog = Arc::clone(&shared);
-        spawn("kvasir-watchdog", move || watch_over(&for_watchdog))?;
         Ok(Self { commands, shared, newest })
     }
 
@@ -89,17 +83,17 @@ impl EngineHandle {
 
     /// Load as of the last step.
     pub fn load(&self) -> EngineLoad {
-        *self.shared.load.lock()
+        self.shared.progress.load()
     }
 
     /// How long work has waited without progress.
     pub fn stalled(&self) -> Duration {
-        self.shared.watchdog.lock().stalled(Instant::now())
+        self.shared.progress.stalled()
     }
 
     /// Whether the engine makes progress as it should.
     pub fn healthy(&self) -> bool {
-        self.shared.watchdog.lock().check(Instant::now()) == Verdict::Healthy
+        self.shared.progress.healthy()
     }
 
     /// The KV event log.
@@ -119,17 +113,12 @@ impl EngineHandle {
     }
 }
 
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
-    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(body);
-    spawned.map(drop).map_err(|source| Error::Io { what: format!("cannot start thread {name}"), source })
-}
-
 fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest: &watch::Sender<u64>) {
     engine.bind_thread();
     loop {
         // Idle: wait for a command. Busy: take what is there and go on.
         if !engine.has_work() {
-            shared.watchdog.lock().queued(Instant::now(), false);
+            shared.progress.queued(Instant::now(), false);
             let Ok(command) = inbox.recv() else { return };
             if !obey(&mut engine, command) {
                 return;
@@ -141,11 +130,11 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
             }
         }
         let start = Instant::now();
-        shared.watchdog.lock().queued(start, engine.has_work());
+        shared.progress.queued(start, engine.has_work());
         match engine.step(start) {
             Ok(StepOutcome::Ran { .. }) => {
                 let now = Instant::now();
-                shared.watchdog.lock().step_ended(now, now - start, engine.has_work());
+                shared.progress.step_ended(now, now - start, engine.has_work());
             }
             Ok(StepOutcome::Idle) if engine.has_work() => {
                 // Everything waits for something outside: a command, a deadline.
@@ -165,7 +154,7 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
                 std::process::exit(EXIT_BROKEN);
             }
         }
-        *shared.load.lock() = engine.load();
+        shared.progress.set_load(engine.load());
         let sequence = shared.events.lock().last_sequence();
         newest.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);
     }
@@ -183,18 +172,4 @@ fn obey(engine: &mut Engine, command: Command) -> bool {
         Command::Stop => return false,
     }
     true
-}
-
-fn watch_over(shared: &Arc<Shared>) {
-    let weak = Arc::downgrade(shared);
-    loop {
-        std::thread::park_timeout(WATCH_EVERY);
-        let Some(shared) = weak.upgrade() else { return };
-        let verdict = shared.watchdog.lock().check(Instant::now());
-        if let Verdict::Stalled { after } = verdict {
-            let load = *shared.load.lock();
-            tracing::error!(?after, ?load, "no step has ended while work is queued; the worker ends");
-            std::process::exit(EXIT_STALLED);
-        }
-    }
 }

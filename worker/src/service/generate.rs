@@ -1,6 +1,7 @@
 //! One generation over QUIC: request in, frames out, cancelled when nobody reads any more.
 
 use super::Node;
+use super::runner::Runner;
 use crate::Error;
 use crate::engine::EngineRequest;
 use crate::engine::thread::EngineHandle;
@@ -23,7 +24,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
         _ => None,
     };
     let submitted = match (node.engine(), refusal) {
-        (Some(engine), None) => {
+        (Some(Runner::Generates(engine)), None) => {
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
             let sink = move |frame: GenerateFrame| frames.send(frame).is_ok();

@@ -1,9 +1,9 @@
 //! One connection to one coordinator: register, report, tell KV events, serve what it opens.
 
-use super::{Node, generate};
-use crate::engine::thread::EngineHandle;
+use super::runner::Runner;
+use super::{Node, encode, generate};
 use proto::event::KvReplay;
-use proto::message::{LoadReport, Register, Registered, RegisteredV1, WorkerStatus};
+use proto::message::{LoadReport, Registered, RegisteredV1, WorkerStatus};
 use proto::service::{CoordinatorApiClient, WorkerApi, deadline};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
@@ -52,7 +52,8 @@ async fn register(
     connection: &Connection,
 ) -> Result<(CoordinatorApiClient, RegisteredV1), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
-    let request = Register::V1(node.register());
+    let request = node.register().at_version(connection.version());
+    let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
     let Registered::V1(registered) = answer.map_err(|refusal| refusal.to_string())?;
     Ok((api, registered))
@@ -62,14 +63,14 @@ async fn register(
 async fn report(
     node: &Node,
     api: &CoordinatorApiClient,
-    engine: &EngineHandle,
+    engine: &Runner,
     registered: &RegisteredV1,
 ) -> String {
     let every = Duration::from_millis(registered.report_every_ms.clamp(20, 60_000));
     let mut tick = tokio::time::interval(every);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     // Events come with every step that changes the cache: a good moment to say what is queued.
-    let mut newest = engine.newest_event();
+    let mut newest = engine.news();
     let mut first = true;
     loop {
         if !first {
@@ -88,7 +89,7 @@ async fn report(
 }
 
 /// Sends every KV event from now on; the coordinator asks for what came before.
-async fn tell_events(connection: &Connection, engine: &EngineHandle) -> String {
+async fn tell_events(connection: &Connection, engine: &Runner) -> String {
     let sender = match connection.open_kv_events().await {
         Ok(sender) => sender,
         Err(error) => return error.to_string(),
@@ -96,8 +97,8 @@ async fn tell_events(connection: &Connection, engine: &EngineHandle) -> String {
     stream_events(sender, engine).await
 }
 
-async fn stream_events(mut sender: KvEventSender, engine: &EngineHandle) -> String {
-    let mut newest = engine.newest_event();
+async fn stream_events(mut sender: KvEventSender, engine: &Runner) -> String {
+    let mut newest = engine.news();
     let mut next = engine.events().lock().last_sequence() + 1;
     loop {
         loop {
@@ -120,11 +121,14 @@ async fn stream_events(mut sender: KvEventSender, engine: &EngineHandle) -> Stri
     }
 }
 
-async fn serve(node: &Arc<Node>, connection: &Connection, engine: &EngineHandle) -> String {
+async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> String {
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
                 tokio::spawn(generate::serve(node, call));
+            }
+            Ok(Incoming::Encode(call)) => {
+                tokio::spawn(encode::serve(node, call));
             }
             Ok(Incoming::WorkerRpc(rpc)) => {
                 tokio::spawn(rpc.serve(Api { node: Arc::clone(node), engine: engine.clone() }));
@@ -146,7 +150,7 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &EngineHandle)
 #[derive(Clone)]
 struct Api {
     node: Arc<Node>,
-    engine: EngineHandle,
+    engine: Runner,
 }
 
 impl WorkerApi for Api {

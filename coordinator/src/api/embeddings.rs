@@ -1,0 +1,179 @@
+//! `/v1/embeddings`: texts to vectors of length one.
+
+use super::base64;
+use super::encode::{Gathered, check_length};
+use super::error::ApiError;
+use super::fields::Fields;
+use super::limits::MAX_TEXTS;
+use super::params::check_tokens;
+use super::plan::{Sources, asked, wrong_task};
+use super::prompt::{Prompt, texts_or_tokens};
+use proto::ids::ModelId;
+use proto::message::{EncodeTextV1, ModelTask};
+use serde::{Deserialize, Serialize};
+
+const INPUT: &str = "input";
+const FIELDS: [&str; 5] = ["model", INPUT, "encoding_format", "dimensions", "add_special_tokens"];
+
+/// What a request wants.
+#[derive(Debug)]
+pub struct Embeddings {
+    /// Of which model.
+    pub model: ModelId,
+    /// The texts.
+    pub texts: Vec<EncodeTextV1>,
+    /// How the answer is written.
+    pub shape: Shape,
+}
+
+/// How vectors are cut and written.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    format: Format,
+    /// Values of a vector that are sent.
+    dimensions: usize,
+}
+
+/// How a vector is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Format {
+    /// A list of numbers.
+    #[default]
+    Float,
+    /// Its f32 values, little endian, in base64.
+    Base64,
+}
+
+/// Reads and checks a request.
+pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Embeddings, ApiError> {
+    let fields = Fields::parse(body, &FIELDS)?;
+    let (model, served) = asked(&fields, sources)?;
+    let served = served.ok_or(ApiError::NoWorker)?;
+    let ModelTask::Embed { width } = served.task else { return Err(wrong_task(&served)) };
+    let special = fields.get("add_special_tokens")?.unwrap_or(true);
+    let tokenizer = &model.tokenizer;
+    let text = |(at, given): (usize, Prompt)| {
+        let field = format!("{INPUT}[{at}]");
+        let tokens = match given {
+            Prompt::Text(text) if special => tokenizer.with_ends(tokenizer.encode(&text, false)),
+            Prompt::Text(text) => tokenizer.encode(&text, false),
+            Prompt::Tokens(tokens) => {
+                check_tokens(&field, &tokens, tokenizer.vocab_size())?;
+                tokens
+            }
+        };
+        check_length(&field, &tokens, served.max_model_len)?;
+        Ok(EncodeTextV1 { tokens, segment_start: None })
+    };
+    let given = texts_or_tokens::<MAX_TEXTS>(&fields, INPUT)?;
+    let texts = given.into_iter().enumerate().map(text).collect::<Result<_, ApiError>>()?;
+    let shape = Shape {
+        format: fields.get("encoding_format")?.unwrap_or_default(),
+        dimensions: fields.ranged("dimensions", 1..=width)?.unwrap_or(width) as usize,
+    };
+    Ok(Embeddings { model: model.id.clone(), texts, shape })
+}
+
+/// An answer as OpenAI's clients expect it. Not a `serde_json::Value`, which would write each f32 as the f64 next
+/// to it, with twice the digits.
+#[derive(Debug, Serialize)]
+pub struct Answer {
+    object: &'static str,
+    data: Vec<Item>,
+    model: ModelId,
+    usage: Usage,
+}
+
+#[derive(Debug, Serialize)]
+struct Item {
+    object: &'static str,
+    index: usize,
+    embedding: Vector,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+enum Vector {
+    Float(Vec<f32>),
+    Base64(String),
+}
+
+#[derive(Debug, Serialize)]
+struct Usage {
+    prompt_tokens: u64,
+    total_tokens: u64,
+}
+
+impl Shape {
+    /// The answer of what the texts became.
+    pub fn answer(self, model: ModelId, gathered: &Gathered) -> Answer {
+        let item = |(index, values): (usize, &Vec<f32>)| Item {
+            object: "embedding",
+            index,
+            embedding: self.vector(values),
+        };
+        let data = gathered.texts.iter().enumerate().map(item).collect();
+        let usage = Usage { prompt_tokens: gathered.tokens, total_tokens: gathered.tokens };
+        Answer { object: "list", data, model, usage }
+    }
+
+    fn vector(self, values: &[f32]) -> Vector {
+        let unit = unit(values.get(..self.dimensions).unwrap_or(values));
+        match self.format {
+            Format::Float => Vector::Float(unit),
+            Format::Base64 => {
+                let bytes: Vec<u8> = unit.iter().flat_map(|value| value.to_le_bytes()).collect();
+                Vector::Base64(base64::encode(&bytes))
+            }
+        }
+    }
+}
+
+/// `values` at length one; what has no length stays as it is.
+fn unit(values: &[f32]) -> Vec<f32> {
+    let square: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
+    if square == 0.0 {
+        return values.to_vec();
+    }
+    values.iter().map(|value| (f64::from(*value) / square.sqrt()) as f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vector(format: Format, dimensions: usize, values: &[f32]) -> Vector {
+        Shape { format, dimensions }.vector(values)
+    }
+
+    #[test]
+    fn vectors_are_cut_and_then_brought_to_length_one() {
+        assert_eq!(
+            vector(Format::Float, 3, &[3.0, 4.0, 12.0]),
+            Vector::Float(vec![3.0 / 13.0, 4.0 / 13.0, 12.0 / 13.0])
+        );
+        assert_eq!(vector(Format::Float, 2, &[3.0, 4.0, 12.0]), Vector::Float(vec![0.6, 0.8]));
+        assert_eq!(vector(Format::Float, 2, &[0.0, 0.0, 1.0]), Vector::Float(vec![0.0, 0.0]));
+        // Neither overflows nor underflows on the way.
+        for scale in [2f32.powi(120), 2f32.powi(-120)] {
+            let values = [3.0 * scale, 4.0 * scale];
+            assert_eq!(vector(Format::Float, 2, &values), Vector::Float(vec![0.6, 0.8]));
+        }
+        // 0.6f32 and 0.8f32, little endian.
+        assert_eq!(vector(Format::Base64, 2, &[3.0, 4.0]), Vector::Base64("mpkZP83MTD8=".into()));
+    }
+
+    #[test]
+    fn numbers_are_written_as_short_as_they_read_back() {
+        let shape = Shape { format: Format::Float, dimensions: 2 };
+        let gathered =
+            Gathered { texts: vec![vec![3.0, 4.0]], tokens: 5, headers: axum::http::HeaderMap::new() };
+        let json = serde_json::to_string(&shape.answer(ModelId::new("m").unwrap(), &gathered)).unwrap();
+        let expected = r#"{"object":"list","data":[{"object":"embedding","index":0,"embedding":[0.6,0.8]}],"#;
+        assert_eq!(
+            json,
+            format!(r#"{expected}"model":"m","usage":{{"prompt_tokens":5,"total_tokens":5}}}}"#)
+        );
+    }
+}

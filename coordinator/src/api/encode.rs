@@ -1,0 +1,148 @@
+//! Requests that want texts encoded: spread over the model's workers, gathered in order.
+
+use super::Front;
+use super::answer::{ROUTE_HEADER, WORKER_HEADER};
+use super::auth::Caller;
+use super::error::ApiError;
+use crate::dispatch::{EncodeJob, Encoded, Encoding};
+use axum::http::{HeaderMap, HeaderValue};
+use futures::future::try_join_all;
+use proto::ids::{ModelId, RequestId};
+use proto::message::{EncodeTextV1, MAX_ENCODE_TEXTS};
+use std::time::Instant;
+
+/// Texts and tokens of one call at most: small enough that several workers share a request, large enough that a
+/// call costs little beside it. A text that is longer makes a call of its own.
+const PART_TEXTS: usize = 32;
+const PART_TOKENS: usize = 512;
+const _: () = assert!(PART_TEXTS <= MAX_ENCODE_TEXTS);
+
+/// Who asks, and when.
+#[derive(Debug, Clone)]
+pub struct Asker {
+    /// Whose request it is.
+    pub caller: Caller,
+    /// Its name.
+    pub id: RequestId,
+    /// When it came.
+    pub arrived: Instant,
+}
+
+/// What became of the texts of a request.
+#[derive(Debug)]
+pub struct Gathered {
+    /// For each text its values, in order.
+    pub texts: Vec<Vec<f32>>,
+    /// Tokens of all texts.
+    pub tokens: u64,
+    /// Who served the first part, and why.
+    pub headers: HeaderMap,
+}
+
+/// Has `texts` encoded by workers of `model`.
+pub async fn gather(
+    front: &Front,
+    asker: Asker,
+    model: &ModelId,
+    texts: Vec<EncodeTextV1>,
+) -> Result<Gathered, ApiError> {
+    let jobs: Vec<EncodeJob> = (0u32..)
+        .zip(parts(texts))
+        .map(|(part, texts)| EncodeJob {
+            request_id: asker.id.clone(),
+            part,
+            tenant: asker.caller.tenant.clone(),
+            model: model.clone(),
+            texts,
+            deadline: asker.arrived + front.request_timeout,
+        })
+        .collect();
+    let tokens = jobs.iter().map(EncodeJob::tokens).sum();
+    let encodings = front.dispatch.encode(jobs)?;
+    // The first failure cancels the other parts.
+    let parts = try_join_all(encodings.into_iter().map(Encoding::run)).await?;
+    let queued = parts.iter().map(|part| part.queued).max().unwrap_or_default();
+    front.metrics.encoded(model, queued, asker.arrived.elapsed(), tokens);
+    let headers = parts.first().map(route).unwrap_or_default();
+    let texts: Vec<Vec<f32>> = parts.into_iter().flat_map(|part| part.texts).collect();
+    if texts.iter().flatten().any(|value| !value.is_finite()) {
+        tracing::error!(%model, request = %asker.id, "a worker's values are not finite");
+        return Err(ApiError::Internal);
+    }
+    Ok(Gathered { texts, tokens, headers })
+}
+
+/// Cuts a request into calls, in order.
+fn parts(texts: Vec<EncodeTextV1>) -> Vec<Vec<EncodeTextV1>> {
+    let mut parts: Vec<Vec<EncodeTextV1>> = Vec::new();
+    let mut tokens = 0;
+    for text in texts {
+        let more = text.tokens.len();
+        match parts.last_mut() {
+            Some(part) if part.len() < PART_TEXTS && tokens + more <= PART_TOKENS => {
+                tokens += more;
+                part.push(text);
+            }
+            _ => {
+                tokens = more;
+                parts.push(vec![text]);
+            }
+        }
+    }
+    parts
+}
+
+fn route(part: &Encoded) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    let route = format!("reason={};predicted=0", part.reason.as_str());
+    // Names are of header characters only, by their types.
+    if let (Ok(worker), Ok(route)) =
+        (HeaderValue::from_str(part.node.as_str()), HeaderValue::from_str(&route))
+    {
+        headers.insert(WORKER_HEADER, worker);
+        headers.insert(ROUTE_HEADER, route);
+    }
+    headers
+}
+
+/// Refuses a text that the model cannot read whole.
+pub fn check_length(field: &str, tokens: &[u32], limit: u32) -> Result<(), ApiError> {
+    let (need, limit) = (tokens.len() as u64, u64::from(limit));
+    match need {
+        0 => Err(ApiError::field(field, "has no tokens")),
+        need if need > limit => Err(ApiError::ContextLength { prompt: need, need, limit }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(len: usize) -> EncodeTextV1 {
+        EncodeTextV1 { tokens: vec![1; len], segment_start: None }
+    }
+
+    fn lengths(lengths: &[usize]) -> Vec<Vec<usize>> {
+        let parts = parts(lengths.iter().map(|len| text(*len)).collect());
+        parts.iter().map(|part| part.iter().map(|text| text.tokens.len()).collect()).collect()
+    }
+
+    #[test]
+    fn a_request_is_cut_in_order_by_texts_and_by_tokens() {
+        assert_eq!(lengths(&[3]), [[3]]);
+        assert_eq!(lengths(&[300, 212, 1]), [vec![300, 212], vec![1]]);
+        assert_eq!(lengths(&[1, 5_000, 2]), [vec![1], vec![5_000], vec![2]]);
+        let many = lengths(&[1; 70]);
+        assert_eq!(many.iter().map(Vec::len).collect::<Vec<_>>(), [32, 32, 6]);
+        assert_eq!(lengths(&[]), Vec::<Vec<usize>>::new());
+    }
+
+    #[test]
+    fn a_text_fits_whole_or_not_at_all() {
+        assert_eq!(check_length("input", &[1; 8], 8), Ok(()));
+        let refused = check_length("input", &[1; 9], 8);
+        assert_eq!(refused, Err(ApiError::ContextLength { prompt: 9, need: 9, limit: 8 }));
+        assert_eq!(check_length("input", &[], 8), Err(ApiError::field("input", "has no tokens")));
+    }
+}

@@ -1,0 +1,167 @@
+//! `/v1/rerank`: documents in the order in which they answer a query. The shape is vLLM's and Jina's, which is
+//! Cohere's with `usage` (docs/decisions/0006-rerank-shape.md).
+
+use super::encode::{Gathered, check_length};
+use super::error::ApiError;
+use super::fields::Fields;
+use super::limits::MAX_TEXTS;
+use super::params::Bounded;
+use super::plan::{Sources, asked, wrong_task};
+use proto::ids::{ModelId, RequestId};
+use proto::message::{EncodeTextV1, ModelTask};
+use serde::{Deserialize, Serialize};
+
+const FIELDS: [&str; 6] = ["model", "query", "documents", "top_n", "return_documents", "use_activation"];
+
+/// What a request wants.
+#[derive(Debug)]
+pub struct Rerank {
+    /// Of which model.
+    pub model: ModelId,
+    /// Query and document of each pair.
+    pub texts: Vec<EncodeTextV1>,
+    /// How the answer is written.
+    pub shape: Shape,
+}
+
+/// How scores are turned, sorted and written.
+#[derive(Debug)]
+pub struct Shape {
+    /// Results at most.
+    top_n: usize,
+    /// Whether scores go through a sigmoid.
+    sigmoid: bool,
+    /// Texts to send back, if wanted.
+    documents: Option<Vec<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a text or an object with a text")]
+enum Given {
+    Text(String),
+    Object { text: String },
+}
+
+/// Reads and checks a request.
+pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Rerank, ApiError> {
+    let fields = Fields::parse(body, &FIELDS)?;
+    let (model, served) = asked(&fields, sources)?;
+    let served = served.ok_or(ApiError::NoWorker)?;
+    let ModelTask::Rerank { scores } = served.task else { return Err(wrong_task(&served)) };
+    if scores != 1 {
+        let reason = format!("{} gives {scores} scores a pair; one is needed to sort by", served.id);
+        return Err(ApiError::field("model", reason));
+    }
+    let query: String = fields.get("query")?.ok_or_else(|| ApiError::field("query", "is missing"))?;
+    let given: Option<Bounded<Given, MAX_TEXTS>> = fields.get("documents")?;
+    let given = given.ok_or_else(|| ApiError::field("documents", "is missing"))?.0;
+    if given.is_empty() {
+        return Err(ApiError::field("documents", "is empty"));
+    }
+    let documents: Vec<String> = given
+        .into_iter()
+        .map(|given| match given {
+            Given::Text(text) | Given::Object { text } => text,
+        })
+        .collect();
+    let tokenizer = &model.tokenizer;
+    let query = tokenizer.encode(&query, false);
+    let pair = |(at, document): (usize, &String)| {
+        let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(document, false));
+        check_length(&format!("documents[{at}]"), &tokens, served.max_model_len)?;
+        Ok(EncodeTextV1 { tokens, segment_start: u32::try_from(second).ok() })
+    };
+    let texts = documents.iter().enumerate().map(pair).collect::<Result<_, ApiError>>()?;
+    let top_n = match fields.get("top_n")?.unwrap_or(0) {
+        0 => usize::MAX,
+        n => n,
+    };
+    let sigmoid = fields.get("use_activation")?.unwrap_or(true);
+    let wants = fields.get("return_documents")?.unwrap_or(true);
+    let shape = Shape { top_n, sigmoid, documents: wants.then_some(documents) };
+    Ok(Rerank { model: model.id.clone(), texts, shape })
+}
+
+/// The answer.
+#[derive(Debug, Serialize)]
+pub struct Answer {
+    id: String,
+    object: &'static str,
+    model: ModelId,
+    results: Vec<Ranked>,
+    usage: Usage,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct Ranked {
+    index: usize,
+    relevance_score: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    document: Option<Document>,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct Document {
+    text: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Usage {
+    prompt_tokens: u64,
+    total_tokens: u64,
+}
+
+impl Shape {
+    /// The answer of what the pairs became, best first; of equal scores the earlier document.
+    pub fn answer(mut self, id: &RequestId, model: ModelId, gathered: &Gathered) -> Answer {
+        let score = |values: &Vec<f32>| values.first().copied().unwrap_or(f32::NEG_INFINITY);
+        let mut scored: Vec<(usize, f32)> = gathered.texts.iter().map(score).enumerate().collect();
+        // By the score itself: far out a sigmoid is 0 or 1 for all.
+        scored.sort_by(|a, b| b.1.total_cmp(&a.1));
+        scored.truncate(self.top_n);
+        let ranked = |(index, score): (usize, f32)| {
+            let text = self.documents.as_mut().and_then(|documents| documents.get_mut(index));
+            Ranked {
+                index,
+                relevance_score: if self.sigmoid { sigmoid(score) } else { score },
+                document: text.map(|text| Document { text: std::mem::take(text) }),
+            }
+        };
+        let results = scored.into_iter().map(ranked).collect();
+        let usage = Usage { prompt_tokens: gathered.tokens, total_tokens: gathered.tokens };
+        Answer { id: format!("rerank-{id}"), object: "list", model, results, usage }
+    }
+}
+
+fn sigmoid(score: f32) -> f32 {
+    (1.0 / (1.0 + (-f64::from(score)).exp())) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(shape: Shape, scores: &[f32]) -> Answer {
+        let texts = scores.iter().map(|score| vec![*score]).collect();
+        let gathered = Gathered { texts, tokens: 9, headers: axum::http::HeaderMap::new() };
+        shape.answer(&RequestId::new("r").unwrap(), ModelId::new("m").unwrap(), &gathered)
+    }
+
+    #[test]
+    fn the_best_comes_first_and_equals_keep_their_order() {
+        let shape = Shape { top_n: usize::MAX, sigmoid: true, documents: None };
+        let found = answer(shape, &[0.0, 200.0, -1.0, 300.0, 0.0]);
+        let order: Vec<usize> = found.results.iter().map(|ranked| ranked.index).collect();
+        assert_eq!(order, [3, 1, 0, 4, 2], "also where the sigmoid is 1 for two");
+        assert_eq!(found.results[2].relevance_score, 0.5);
+        assert_eq!(found.results[4].relevance_score, 0.268_941_43);
+    }
+
+    #[test]
+    fn results_are_cut_and_carry_their_documents() {
+        let documents = Some(vec!["a".into(), "b".into(), "c".into()]);
+        let found = answer(Shape { top_n: 2, sigmoid: false, documents }, &[1.0, -2.0, 3.0]);
+        let expected = r#"[{"index":2,"relevance_score":3.0,"document":{"text":"c"}},{"index":0,"relevance_score":1.0,"document":{"text":"a"}}]"#;
+        assert_eq!(serde_json::to_string(&found.results).unwrap(), expected);
+    }
+}

@@ -1,0 +1,111 @@
+//! One call to encode texts, over as many workers as it takes: nothing is emitted before it is all there, so a
+//! call that fails starts over elsewhere.
+
+use super::Failure;
+use super::claim::Claim;
+use crate::balancer::{Ask, Assignment};
+use crate::routing::Reason;
+use proto::ids::{ModelId, NodeId, RequestId};
+use proto::message::{EncodeRequest, EncodeRequestV1, EncodeTextV1};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Texts to be encoded together.
+#[derive(Debug, Clone)]
+pub struct EncodeJob {
+    /// The client's request.
+    pub request_id: RequestId,
+    /// Which part of it.
+    pub part: u32,
+    /// Whose it is.
+    pub tenant: Arc<str>,
+    /// The model.
+    pub model: ModelId,
+    /// The texts; at least one, at most [`proto::message::MAX_ENCODE_TEXTS`].
+    pub texts: Vec<EncodeTextV1>,
+    /// When it is worth nothing any more.
+    pub deadline: Instant,
+}
+
+impl EncodeJob {
+    /// Tokens of all texts.
+    pub fn tokens(&self) -> u64 {
+        self.texts.iter().map(|text| text.tokens.len() as u64).sum()
+    }
+
+    pub(super) fn ask(&self) -> Ask {
+        Ask {
+            tenant: Arc::clone(&self.tenant),
+            model: self.model.clone(),
+            prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
+            // Encoders keep no prefixes.
+            chain: [].into(),
+            deadline: self.deadline,
+        }
+    }
+}
+
+/// What became of a job's texts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Encoded {
+    /// For each text its values, in order; all of one length.
+    pub texts: Vec<Vec<f32>>,
+    /// The worker.
+    pub node: NodeId,
+    /// Why it was chosen.
+    pub reason: Reason,
+    /// Time from submission until a worker had been chosen.
+    pub queued: Duration,
+}
+
+/// An encoding under way. Dropping it, or its future, cancels it wherever it is.
+#[derive(Debug)]
+pub struct Encoding {
+    claim: Claim,
+    job: EncodeJob,
+}
+
+impl Encoding {
+    pub(super) fn new(claim: Claim, job: EncodeJob) -> Self {
+        Self { claim, job }
+    }
+
+    /// Has it done.
+    pub async fn run(mut self) -> Result<Encoded, Failure> {
+        let deadline = tokio::time::Instant::from_std(self.job.deadline);
+        tokio::time::timeout_at(deadline, self.advance()).await.unwrap_or(Err(Failure::Deadline))
+    }
+
+    async fn advance(&mut self) -> Result<Encoded, Failure> {
+        loop {
+            let (placed, turn) = self.claim.worker().await?;
+            // Order matters to prefix caches only.
+            drop(turn);
+            let setback = match placed.link.connection().encode(&self.request(&placed.assignment)).await {
+                Ok(Ok(texts)) => {
+                    let Assignment { node, reason, .. } = placed.assignment;
+                    return Ok(Encoded { texts, node, reason, queued: placed.queued });
+                }
+                Ok(Err(error)) if error.retryable() => Some(error),
+                Ok(Err(error)) => return Err(Failure::Worker(error)),
+                Err(error) => {
+                    tracing::info!(request = %self.job.request_id, %error, "an encode call was cut off");
+                    None
+                }
+            };
+            self.claim.give_up(&placed, setback, None);
+        }
+    }
+
+    fn request(&self, assignment: &Assignment) -> EncodeRequest {
+        let left = self.job.deadline.saturating_duration_since(Instant::now());
+        EncodeRequest::V1(EncodeRequestV1 {
+            request_id: self.job.request_id.clone(),
+            part: self.job.part,
+            attempt: assignment.attempt,
+            model: self.job.model.clone(),
+            texts: self.job.texts.clone(),
+            deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
+        })
+    }
+}

@@ -1,0 +1,108 @@
+//! One call to encode texts on one stream: the request goes one way; a head frame and then the values
+//! themselves, which no codec touches, come back.
+
+use super::streams::{FrameReader, FrameWriter, StreamCode};
+use crate::Error;
+use crate::codec::Cap;
+use crate::message::{EncodeReply, EncodeRequest, EncodedV1, GenerateError, MAX_ENCODED_WIDTH};
+use quinn::{RecvStream, SendStream};
+
+const VALUE_BYTES: usize = size_of::<f32>();
+
+/// The coordinator's end.
+pub(super) async fn call(
+    send: SendStream,
+    receive: RecvStream,
+    request: &EncodeRequest,
+) -> Result<Result<Vec<Vec<f32>>, GenerateError>, Error> {
+    let EncodeRequest::V1(asked) = request;
+    let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
+    writer.write(request).await?;
+    writer.finish();
+    let mut frames = FrameReader::<EncodeReply>::new(receive, Cap::Stream);
+    match frames.next().await?.ok_or(Error::StreamCut { what: "the answer to an encode call" })? {
+        EncodeReply::Failed(error) => Ok(Err(error)),
+        EncodeReply::Encoded(EncodedV1 { texts, width }) => {
+            if texts as usize != asked.texts.len() || !(1..=MAX_ENCODED_WIDTH).contains(&width) {
+                return Err(Error::Protocol("what is encoded is not what was asked for"));
+            }
+            let mut encoded = Vec::with_capacity(asked.texts.len());
+            let mut bytes = Vec::new();
+            for _ in 0..texts {
+                bytes.clear();
+                frames.read_raw(width as usize * VALUE_BYTES, &mut bytes).await?;
+                let (values, _) = bytes.as_chunks::<VALUE_BYTES>();
+                encoded.push(values.iter().map(|value| f32::from_le_bytes(*value)).collect());
+            }
+            Ok(Ok(encoded))
+        }
+    }
+}
+
+/// The worker's end: texts, and where what becomes of them goes.
+#[derive(Debug)]
+pub struct EncodeCall {
+    /// What to encode.
+    pub request: EncodeRequest,
+    /// Where the answer goes.
+    pub reply: EncodeReplier,
+}
+
+impl EncodeCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let mut reply = EncodeReplier { frames: FrameWriter::new(send, Cap::Stream) };
+        let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
+        match requests.next().await {
+            Ok(Some(request)) => Ok(Self { request, reply }),
+            Ok(None) => Err(Error::StreamCut { what: "an encode call's request" }),
+            Err(error) => {
+                reply.frames.reset(StreamCode::Malformed);
+                requests.stop(StreamCode::Malformed);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Where a worker sends its one answer. Dropped without, the coordinator sees a stream that was cut off.
+#[derive(Debug)]
+pub struct EncodeReplier {
+    frames: FrameWriter<EncodeReply>,
+}
+
+impl EncodeReplier {
+    /// Sends what the texts became, in the request's order, all of one length. Fails with
+    /// [`Error::StreamEnded`] once the coordinator has cancelled.
+    pub async fn send(mut self, encoded: &[Vec<f32>]) -> Result<(), Error> {
+        let width = encoded.first().map_or(0, Vec::len);
+        if encoded.iter().any(|values| values.len() != width) {
+            return Err(Error::Protocol("encoded texts differ in width"));
+        }
+        let head = EncodedV1 {
+            texts: u32::try_from(encoded.len()).unwrap_or(u32::MAX),
+            width: u32::try_from(width).unwrap_or(u32::MAX),
+        };
+        self.frames.write(&EncodeReply::Encoded(head)).await?;
+        for values in encoded {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            self.frames.write_raw(&bytes).await?;
+        }
+        self.frames.finish();
+        Ok(())
+    }
+
+    /// Says why there is nothing to send.
+    pub async fn fail(mut self, error: GenerateError) -> Result<(), Error> {
+        self.frames.write(&EncodeReply::Failed(error)).await?;
+        self.frames.finish();
+        Ok(())
+    }
+
+    /// Resolves as soon as nobody reads any more: the coordinator has cancelled or the connection is gone.
+    pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.frames.stream().stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! `kvasir embed`: what an encoder makes of texts, as a safetensors file or as JSON.
+
+use crate::models::resolve_or_pull;
+use crate::numerics::{ActivationsArg, KvTypeArg};
+use anyhow::{Context, Result, bail};
+use model::Tokenizer;
+use model::spec::Pooling;
+use proto::message::ModelTask;
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use std::io::Write;
+use std::path::PathBuf;
+use worker::encoder::{Encoder, Text};
+use worker::load::{self, EngineOptions};
+
+/// Writes the vectors of texts, or the scores of pairs of texts
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    kvasir embed minilm-l6 --text 'Hello, world!' --text 'Good morning' --json\n  \
+    kvasir embed minilm-l6 --tokens texts.json --out vectors.safetensors\n  \
+    kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' --text 'A river.' --json")]
+#[group(id = "input", required = true, multiple = false, args = ["text", "tokens"])]
+#[group(id = "output", required = true, multiple = true, args = ["out", "json"])]
+pub(crate) struct Embed {
+    /// Catalog name, path to a .gguf or to a checkpoint's .safetensors
+    model: String,
+    /// A text; may be given several times
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    text: Vec<String>,
+    /// JSON file: an array of arrays of token ids, special tokens included
+    #[arg(long, value_name = "IDS.json")]
+    tokens: Option<PathBuf>,
+    /// The first text of every pair, for a model that compares two texts
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, requires = "text")]
+    query: Option<String>,
+    /// Output: `p{i}.tokens` f32 `[n, width]`, the vectors of all tokens; `p{i}.mean_l2` f32 `[width]`, their mean
+    /// at length one (`cls_l2` or `last_l2` where the model takes the first or last); `p{i}.scores` of pairs
+    #[arg(long, value_name = "F.safetensors")]
+    out: Option<PathBuf>,
+    /// Print one JSON object: {"texts":[{"tokens":N,"embedding":[..]}]}, of pairs "scores" instead of "embedding"
+    #[arg(long)]
+    json: bool,
+    /// All rows of a pair are of token type 0, as engines compute it that know no types
+    #[arg(long)]
+    no_token_types: bool,
+    /// Compute threads [default: usable CPUs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Element type of keys and values; they live for one step only
+    #[arg(long, value_enum, default_value = "f32")]
+    kv_type: KvTypeArg,
+    /// What quantised matrices are multiplied with
+    #[arg(long, value_enum, default_value = "int8")]
+    activations: ActivationsArg,
+}
+
+/// What one text became.
+struct Encoded {
+    /// Row by row.
+    rows: Vec<f32>,
+    tokens: usize,
+    values: Vec<f32>,
+}
+
+impl Embed {
+    /// Runs the command.
+    pub(crate) fn run(self) -> Result<()> {
+        let path = resolve_or_pull(&self.model)?.path;
+        let options = EngineOptions {
+            threads: self.threads.map(usize::from),
+            kv_type: self.kv_type.into(),
+            activations: self.activations.into(),
+            ..EngineOptions::default()
+        };
+        let mut encoder = load::encoder(&path, &options, &mut |_, _| {})
+            .with_context(|| format!("cannot load {}", path.display()))?;
+        let texts = self.texts(&encoder)?;
+        let limits = encoder.limits();
+        for (index, text) in texts.iter().enumerate() {
+            limits.check(text).with_context(|| format!("text {index} ({} tokens)", text.tokens.len()))?;
+        }
+        let mut encoded = Vec::with_capacity(texts.len());
+        let mut left = texts.as_slice();
+        while !left.is_empty() {
+            let (now, later) = left.split_at(limits.fit(left.iter().map(|text| text.tokens.len())).max(1));
+            let together: Vec<&Text> = now.iter().collect();
+            let mut step = encoder.run(&together)?;
+            for (index, text) in now.iter().enumerate() {
+                let values = step.pooled(index)?;
+                encoded.push(Encoded { rows: step.rows(index)?.concat(), tokens: text.tokens.len(), values });
+            }
+            left = later;
+        }
+        let pooling = encoder.pooling();
+        if let Some(out) = &self.out {
+            write(&encoded, pooling, out)?;
+        }
+        if self.json {
+            let text = |encoded: &Encoded| match pooling {
+                Some(_) => serde_json::json!({"tokens": encoded.tokens, "embedding": unit(&encoded.values)}),
+                None => serde_json::json!({"tokens": encoded.tokens, "scores": encoded.values}),
+            };
+            let texts: Vec<_> = encoded.iter().map(text).collect();
+            writeln!(std::io::stdout().lock(), "{}", serde_json::json!({"texts": texts}))?;
+        }
+        Ok(())
+    }
+
+    fn texts(&self, encoder: &Encoder) -> Result<Vec<Text>> {
+        let tokenizer = encoder.tokenizer();
+        let pairs = matches!(encoder.task(), ModelTask::Rerank { .. });
+        let mut texts: Vec<Text> = match (&self.tokens, &self.query) {
+            (Some(path), _) => {
+                let read = std::fs::read_to_string(path);
+                let read = read.with_context(|| format!("cannot read {}", path.display()))?;
+                let given: Vec<Vec<u32>> = serde_json::from_str(&read).with_context(|| {
+                    format!("{}: expected an array of arrays of token ids", path.display())
+                })?;
+                let second = |tokens: &[u32]| if pairs { second(tokenizer, tokens) } else { None };
+                given.into_iter().map(|tokens| Text { second: second(&tokens), tokens }).collect()
+            }
+            (None, Some(_)) if !pairs => bail!("--query: this model reads one text at a time"),
+            (None, None) if pairs => bail!("this model compares two texts: give the first as --query"),
+            (None, Some(query)) => {
+                let query = tokenizer.encode(query, false);
+                let pair = |text: &String| {
+                    let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(text, false));
+                    Text { tokens, second: Some(second) }
+                };
+                self.text.iter().map(pair).collect()
+            }
+            (None, None) => {
+                let whole = |text: &String| tokenizer.with_ends(tokenizer.encode(text, false));
+                self.text.iter().map(|text| Text { tokens: whole(text), second: None }).collect()
+            }
+        };
+        if self.no_token_types {
+            texts.iter_mut().for_each(|text| text.second = None);
+        }
+        Ok(texts)
+    }
+}
+
+/// Where the second text of a pair begins: behind the first separator, if anything follows it.
+fn second(tokenizer: &Tokenizer, tokens: &[u32]) -> Option<usize> {
+    let end = tokens.iter().position(|token| Some(*token) == tokenizer.eos())? + 1;
+    (end < tokens.len()).then_some(end)
+}
+
+fn unit(values: &[f32]) -> Vec<f32> {
+    let length = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+    let scale = if length > 0.0 { length.recip() } else { 1.0 };
+    values.iter().map(|value| (f64::from(*value) * scale) as f32).collect()
+}
+
+fn write(encoded: &[Encoded], pooling: Option<Pooling>, out: &PathBuf) -> Result<()> {
+    let name = match pooling {
+        Some(Pooling::Mean) => "mean_l2",
+        Some(Pooling::First) => "cls_l2",
+        Some(Pooling::Last) => "last_l2",
+        None => "scores",
+    };
+    let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+    let mut tensors = Vec::with_capacity(2 * encoded.len());
+    for (index, Encoded { rows, tokens, values }) in encoded.iter().enumerate() {
+        let width = rows.len() / tokens;
+        tensors.push((format!("p{index}.tokens"), vec![*tokens, width], bytes(rows)));
+        let values = if pooling.is_some() { unit(values) } else { values.clone() };
+        tensors.push((format!("p{index}.{name}"), vec![values.len()], bytes(&values)));
+    }
+    let mut views = Vec::with_capacity(tensors.len());
+    for (name, shape, bytes) in &tensors {
+        views.push((name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes)?));
+    }
+    serialize_to_file(views, None, out).with_context(|| format!("cannot write {}", out.display()))
+}

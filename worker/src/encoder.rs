@@ -1,0 +1,313 @@
+//! Encoders: whole texts in, vectors or scores out.
+//!
+//! No scheduler and no prefix cache: a text is computed whole in one step, because every one of its rows sees all
+//! of it. Several texts share a step; each has its own stretch of an arena that is as large as the largest step,
+//! and which texts share a step changes no bit of what any of them becomes.
+
+use crate::Error;
+use crate::decoder::{CacheKind, Decoder};
+use kernels::backend::{BlockTable, KvType, StepInput, StepSequence};
+use model::Tokenizer;
+use model::spec::{ModelSpec, OutputSpec, Pooling};
+use proto::ids::ModelId;
+use proto::message::{GenerateError, ModelTask, ServedModelV2};
+use std::ops::Range;
+use std::sync::Arc;
+
+mod queue;
+pub mod thread;
+
+/// The arena is addressed in units of so many bytes.
+const OFFSET_UNIT: usize = 64;
+
+/// A text, or two that are compared, as the model reads it: special tokens included.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Text {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// Where the second text begins. From there on rows are of segment type 1, if the model tells types apart;
+    /// all others are of type 0.
+    pub second: Option<usize>,
+}
+
+/// What a text may be, and how much a step may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Tokens of the model's vocabulary.
+    pub vocab: usize,
+    /// Tokens of one text at most; not more than those of a step.
+    pub text_tokens: usize,
+    /// Tokens of one step at most.
+    pub step_tokens: usize,
+    /// Texts of one step at most.
+    pub step_texts: usize,
+}
+
+/// A loaded encoder. See the module.
+pub struct Encoder {
+    decoder: Decoder,
+    tokenizer: Arc<Tokenizer>,
+    layout: Layout,
+    limits: Limits,
+    /// Whether the model has a second segment type.
+    two_types: bool,
+    model_digest: [u8; 32],
+    kv_type: KvType,
+}
+
+/// Where the texts of a step lie in the arena.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Layout {
+    block_tokens: usize,
+    step_tokens: usize,
+    step_texts: usize,
+    /// Of each group the offset of its first block and the distance of its blocks, in units of 64 bytes.
+    groups: Vec<(u32, u32)>,
+    bytes: usize,
+}
+
+/// What was computed together; the texts' rows are still on the device.
+pub struct EncodedStep<'a> {
+    decoder: &'a mut Decoder,
+    rows: Vec<Range<usize>>,
+}
+
+/// What the model of `spec` is asked for.
+pub fn task(spec: &ModelSpec) -> ModelTask {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    match &spec.output {
+        OutputSpec::Logits(_) => ModelTask::Generate,
+        OutputSpec::Pooled(pooled) => match &pooled.classifier {
+            None => ModelTask::Embed { width: number(spec.hidden) },
+            Some(classifier) => ModelTask::Rerank { scores: number(classifier.out.rows) },
+        },
+    }
+}
+
+impl Layout {
+    /// For steps of at most so many tokens and texts. Each text may leave a block partly unused.
+    pub(crate) fn new(
+        decoder: &Decoder,
+        (step_tokens, step_texts): (usize, usize),
+        block_tokens: usize,
+    ) -> Result<Self, Error> {
+        let blocks = step_tokens.div_ceil(block_tokens) + step_texts;
+        let mut groups = Vec::with_capacity(decoder.groups().len());
+        let mut bytes = 0usize;
+        for group in decoder.groups() {
+            if group.kind == CacheKind::State {
+                let reason = "an encoder with recurrent layers is not served".to_owned();
+                return Err(Error::Config { option: "model", reason });
+            }
+            let unit = |bytes: usize| {
+                let reason = || format!("{bytes} bytes are more than the arena can be addressed");
+                u32::try_from(bytes / OFFSET_UNIT).map_err(|_| Error::KvMemory { reason: reason() })
+            };
+            groups.push((unit(bytes)?, unit(group.block_bytes)?));
+            bytes += group.block_bytes * blocks;
+        }
+        Ok(Self { block_tokens, step_tokens, step_texts, groups, bytes })
+    }
+
+    /// Bytes of the arena.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// `tables[group][text]`: the texts' blocks follow each other.
+    fn tables(&self, lengths: impl Iterator<Item = usize> + Clone) -> Vec<Vec<BlockTable<'static>>> {
+        let table = |&(first, stride): &(u32, u32)| {
+            let mut block = 0;
+            let place = |len: usize| {
+                let table = BlockTable::Contiguous { first: first + block as u32 * stride, stride };
+                block += len.div_ceil(self.block_tokens);
+                table
+            };
+            lengths.clone().map(place).collect()
+        };
+        self.groups.iter().map(table).collect()
+    }
+}
+
+impl Encoder {
+    /// Over a decoder whose arena is as `layout` says. Texts have at most `text_tokens`.
+    pub(crate) fn new(
+        decoder: Decoder,
+        tokenizer: Arc<Tokenizer>,
+        layout: Layout,
+        text_tokens: usize,
+        (model_digest, kv_type): ([u8; 32], KvType),
+    ) -> Self {
+        let spec = decoder.spec();
+        let Layout { step_tokens, step_texts, .. } = layout;
+        let limits = Limits { vocab: spec.vocab, text_tokens, step_tokens, step_texts };
+        let two_types = spec.embedding.token_types.as_ref().is_some_and(|types| types.rows > 1);
+        Self { decoder, tokenizer, layout, limits, two_types, model_digest, kv_type }
+    }
+
+    /// What texts may be, and how much a step may hold.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// What it is asked for.
+    pub fn task(&self) -> ModelTask {
+        task(self.decoder.spec())
+    }
+
+    /// Which rows a vector is made of; none where scores come out.
+    pub fn pooling(&self) -> Option<Pooling> {
+        match &self.decoder.spec().output {
+            OutputSpec::Pooled(pooled) if pooled.classifier.is_none() => Some(pooled.pooling),
+            _ => None,
+        }
+    }
+
+    /// Values of the vector of each row.
+    pub fn row_width(&self) -> usize {
+        self.decoder.spec().hidden
+    }
+
+    /// The model's tokenizer.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// The decoder.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// What this worker tells coordinators of the model.
+    pub fn served(&self, id: ModelId) -> ServedModelV2 {
+        let digests = (self.model_digest, self.tokenizer.digest());
+        let lengths = (self.limits.text_tokens, self.layout.block_tokens);
+        crate::load::describe(id, &self.decoder, digests, lengths, self.kv_type)
+    }
+
+    /// Computes texts that fit one step ([`Limits::fit`]), each within the limits ([`Limits::check`]).
+    pub fn run(&mut self, texts: &[&Text]) -> Result<EncodedStep<'_>, Error> {
+        let tokens: Vec<u32> = texts.iter().flat_map(|text| text.tokens.iter().copied()).collect();
+        let mut sequences = Vec::with_capacity(texts.len());
+        let mut start = 0;
+        for text in texts {
+            let rows = start..start + text.tokens.len();
+            start = rows.end;
+            let segment_start = text.second.filter(|_| self.two_types);
+            sequences.push(StepSequence { rows, context: 0, segment_start });
+        }
+        let tables = self.layout.tables(texts.iter().map(|text| text.tokens.len()));
+        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
+        self.decoder.forward(&[], &input)?;
+        let rows = sequences.into_iter().map(|sequence| sequence.rows).collect();
+        Ok(EncodedStep { decoder: &mut self.decoder, rows })
+    }
+}
+
+impl EncodedStep<'_> {
+    /// What text `index` became: its pooled vector, or its scores.
+    ///
+    /// # Panics
+    /// If there is no such text.
+    pub fn pooled(&mut self, index: usize) -> Result<Vec<f32>, Error> {
+        self.decoder.pooled(self.rows[index].clone())
+    }
+
+    /// The vectors of the rows of text `index`, as they leave the last layer.
+    ///
+    /// # Panics
+    /// If there is no such text.
+    pub fn rows(&mut self, index: usize) -> Result<Vec<Vec<f32>>, Error> {
+        self.decoder.row_vectors(self.rows[index].clone())
+    }
+}
+
+impl Limits {
+    /// Whether a text can be encoded at all.
+    pub fn check(&self, text: &Text) -> Result<(), GenerateError> {
+        let refuse = |reason: String| Err(GenerateError::InvalidField { field: "input".to_owned(), reason });
+        let len = text.tokens.len();
+        if len == 0 {
+            return refuse("it has no tokens".to_owned());
+        }
+        if len > self.text_tokens {
+            return Err(GenerateError::ContextLength { need: len as u64, limit: self.text_tokens as u64 });
+        }
+        if let Some(token) = text.tokens.iter().find(|token| **token as usize >= self.vocab) {
+            return refuse(format!("token {token} is outside the vocabulary of {}", self.vocab));
+        }
+        match text.second {
+            Some(second) if second > len => {
+                refuse(format!("the second text begins at {second} of {len} tokens"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// How many texts of these lengths, from the first on, fit one step together; at least one of any.
+    pub fn fit(&self, lengths: impl Iterator<Item = usize>) -> usize {
+        let mut tokens = 0;
+        lengths
+            .take(self.step_texts)
+            .take_while(|len| {
+                tokens += len;
+                tokens <= self.step_tokens
+            })
+            .count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { vocab: 100, text_tokens: 8, step_tokens: 20, step_texts: 4 };
+
+    fn text(tokens: &[u32], second: Option<usize>) -> Text {
+        Text { tokens: tokens.to_vec(), second }
+    }
+
+    #[test]
+    fn texts_outside_the_limits_are_refused_by_name() {
+        assert_eq!(LIMITS.check(&text(&[99; 8], Some(8))), Ok(()));
+        let long = LIMITS.check(&text(&[1; 9], None));
+        assert_eq!(long, Err(GenerateError::ContextLength { need: 9, limit: 8 }));
+        for (wrong, said) in [
+            (text(&[], None), "no tokens"),
+            (text(&[1, 100], None), "token 100"),
+            (text(&[1, 2], Some(3)), "begins at 3"),
+        ] {
+            match LIMITS.check(&wrong) {
+                Err(GenerateError::InvalidField { field, reason }) => {
+                    assert!(field == "input" && reason.contains(said), "{reason}");
+                }
+                other => panic!("{wrong:?}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_takes_texts_in_order_while_they_fit() {
+        let fit = |lengths: &[usize]| LIMITS.fit(lengths.iter().copied());
+        assert_eq!(fit(&[]), 0);
+        assert_eq!(fit(&[8, 8, 4]), 3);
+        assert_eq!(fit(&[8, 8, 5, 1]), 2, "what comes later does not overtake");
+        assert_eq!(fit(&[1; 9]), 4);
+    }
+
+    #[test]
+    fn blocks_of_a_step_follow_each_other() {
+        let groups = vec![(0, 10), (1000, 3)];
+        let layout = Layout { block_tokens: 16, step_tokens: 40, step_texts: 4, groups, bytes: 0 };
+        let tables = layout.tables([5, 16, 17, 1].into_iter());
+        let firsts = |group: &[BlockTable<'_>]| -> Vec<u32> {
+            let first = |table: &BlockTable<'_>| match table {
+                BlockTable::Contiguous { first, .. } => *first,
+                BlockTable::Paged(_) => panic!("not contiguous"),
+            };
+            group.iter().map(first).collect()
+        };
+        assert_eq!(firsts(&tables[0]), [0, 10, 20, 40]);
+        assert_eq!(firsts(&tables[1]), [1000, 1003, 1006, 1012]);
+    }
+}

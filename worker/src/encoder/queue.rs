@@ -1,0 +1,177 @@
+//! Texts that wait to be encoded: first come first served, several requests in one step, whoever has left
+//! dropped. Pure state: the caller brings the clock and says who is gone.
+
+use super::{Limits, Text};
+use std::collections::VecDeque;
+use std::time::Instant;
+
+/// A request in the queue.
+#[derive(Debug)]
+struct Waiting<R> {
+    texts: Vec<Text>,
+    /// Results of the first texts.
+    done: Vec<Vec<f32>>,
+    /// When its first text was taken.
+    started: Option<Instant>,
+    received: Instant,
+    deadline: Option<Instant>,
+    reply: R,
+}
+
+/// A request that has left the queue.
+#[derive(Debug, PartialEq)]
+pub(super) struct Left<R> {
+    /// Where its answer goes.
+    pub(super) reply: R,
+    /// When it came.
+    pub(super) received: Instant,
+    /// When its first text was taken, if it was.
+    pub(super) started: Option<Instant>,
+    /// What its texts became, if they all did.
+    pub(super) encoded: Vec<Vec<f32>>,
+}
+
+/// See the module. `R` is where a request's answer goes.
+#[derive(Debug)]
+pub(super) struct Queue<R> {
+    limits: Limits,
+    waiting: VecDeque<Waiting<R>>,
+}
+
+impl<R> Queue<R> {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self { limits, waiting: VecDeque::new() }
+    }
+
+    /// Appends a request; its texts are within the limits.
+    pub(super) fn push(&mut self, now: Instant, texts: Vec<Text>, deadline: Option<Instant>, reply: R) {
+        let done = Vec::with_capacity(texts.len());
+        self.waiting.push_back(Waiting { texts, done, started: None, received: now, deadline, reply });
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Requests of which some texts have been computed, those of which none have, and tokens left to compute.
+    pub(super) fn sizes(&self) -> (usize, usize, u64) {
+        let running = self.waiting.iter().filter(|request| request.started.is_some()).count();
+        let tokens =
+            self.waiting.iter().flat_map(|request| request.left()).map(|text| text.tokens.len() as u64);
+        (running, self.waiting.len() - running, tokens.sum())
+    }
+
+    /// Drops requests that nobody waits for any more.
+    pub(super) fn forget(&mut self, gone: impl Fn(&R) -> bool) -> usize {
+        let before = self.waiting.len();
+        self.waiting.retain(|request| !gone(&request.reply));
+        before - self.waiting.len()
+    }
+
+    /// Takes out what has passed its deadline.
+    pub(super) fn expire(&mut self, now: Instant) -> Vec<Left<R>> {
+        let late = |request: &Waiting<R>| request.deadline.is_some_and(|deadline| deadline <= now);
+        self.take_out(late)
+    }
+
+    /// The texts of the next step, in order.
+    pub(super) fn step(&mut self, now: Instant) -> Vec<&Text> {
+        let texts = || self.waiting.iter().flat_map(Waiting::left);
+        let fit = self.limits.fit(texts().map(|text| text.tokens.len()));
+        let mut left = fit;
+        for request in &mut self.waiting {
+            if left == 0 {
+                break;
+            }
+            request.started.get_or_insert(now);
+            left = left.saturating_sub(request.texts.len() - request.done.len());
+        }
+        self.waiting.iter().flat_map(Waiting::left).take(fit).collect()
+    }
+
+    /// What the texts of the last [`step`](Self::step) became, in order; gives back the requests that are done.
+    pub(super) fn complete(&mut self, encoded: Vec<Vec<f32>>) -> Vec<Left<R>> {
+        let mut encoded = encoded.into_iter();
+        for request in &mut self.waiting {
+            let missing = request.texts.len() - request.done.len();
+            request.done.extend(encoded.by_ref().take(missing));
+        }
+        self.take_out(|request| request.done.len() == request.texts.len())
+    }
+
+    fn take_out(&mut self, leaves: impl Fn(&Waiting<R>) -> bool) -> Vec<Left<R>> {
+        let (out, stay): (Vec<_>, Vec<_>) = self.waiting.drain(..).partition(leaves);
+        self.waiting.extend(stay);
+        let left =
+            |Waiting { reply, received, started, done, .. }| Left { reply, received, started, encoded: done };
+        out.into_iter().map(left).collect()
+    }
+}
+
+impl<R> Waiting<R> {
+    /// Its texts that are still to be computed.
+    fn left(&self) -> impl Iterator<Item = &Text> {
+        self.texts.iter().skip(self.done.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const LIMITS: Limits = Limits { vocab: 100, text_tokens: 10, step_tokens: 12, step_texts: 4 };
+
+    fn texts(lengths: &[usize]) -> Vec<Text> {
+        lengths.iter().map(|len| Text { tokens: vec![1; *len], second: None }).collect()
+    }
+
+    /// The next step, each text of which becomes its length.
+    fn run(queue: &mut Queue<&'static str>, now: Instant) -> (Vec<usize>, Vec<Left<&'static str>>) {
+        let lengths: Vec<usize> = queue.step(now).iter().map(|text| text.tokens.len()).collect();
+        let encoded = lengths.iter().map(|len| vec![*len as f32]).collect();
+        (lengths, queue.complete(encoded))
+    }
+
+    #[test]
+    fn requests_share_steps_and_leave_in_order() {
+        let (mut queue, now) = (Queue::new(LIMITS), Instant::now());
+        queue.push(now, texts(&[5, 6, 7]), None, "a");
+        queue.push(now, texts(&[3]), None, "b");
+        queue.push(now, texts(&[1, 1, 1, 1]), None, "c");
+        assert_eq!(queue.sizes(), (0, 3, 25));
+        let later = now + Duration::from_secs(1);
+        assert_eq!(run(&mut queue, later).0, [5, 6]);
+        assert_eq!(queue.sizes(), (1, 2, 14));
+        let (lengths, left) = run(&mut queue, later + Duration::from_secs(1));
+        assert_eq!(lengths, [7, 3, 1, 1]);
+        let names: Vec<_> = left.iter().map(|left| (left.reply, left.encoded.concat())).collect();
+        assert_eq!(names, [("a", vec![5.0, 6.0, 7.0]), ("b", vec![3.0])]);
+        assert_eq!((left[0].received, left[0].started), (now, Some(later)));
+        let (lengths, left) = run(&mut queue, later);
+        assert_eq!((lengths, left[0].encoded.concat()), (vec![1, 1], vec![1.0; 4]));
+        assert!(queue.is_empty() && queue.step(later).is_empty());
+    }
+
+    #[test]
+    fn whoever_has_left_or_is_late_is_dropped_in_the_middle_too() {
+        let (mut queue, now) = (Queue::new(LIMITS), Instant::now());
+        queue.push(now, texts(&[10, 10]), None, "gone");
+        queue.push(now, texts(&[10]), Some(now + Duration::from_secs(5)), "late");
+        queue.push(now, texts(&[2]), Some(now + Duration::from_secs(9)), "stays");
+        assert_eq!(run(&mut queue, now).0, [10]);
+        assert_eq!(queue.forget(|reply| *reply == "gone"), 1);
+        let late = queue.expire(now + Duration::from_secs(5));
+        assert_eq!(late.iter().map(|left| left.reply).collect::<Vec<_>>(), ["late"]);
+        assert_eq!(run(&mut queue, now).1[0].reply, "stays");
+    }
+
+    #[test]
+    fn a_request_without_texts_is_done_with_the_next_step() {
+        let (mut queue, now) = (Queue::new(LIMITS), Instant::now());
+        queue.push(now, texts(&[]), None, "empty");
+        queue.push(now, texts(&[4]), None, "full");
+        let (lengths, left) = run(&mut queue, now);
+        assert_eq!((lengths, left.len()), (vec![4], 2));
+    }
+}

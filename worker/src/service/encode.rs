@@ -1,0 +1,51 @@
+//! One call to encode texts over QUIC: texts in, values out, cancelled when nobody reads any more.
+
+use super::Node;
+use super::runner::Runner;
+use crate::encoder::Text;
+use crate::encoder::thread::Answer;
+use proto::message::{EncodeRequest, EncodeRequestV1, EncodeTextV1, GenerateError, WorkerState};
+use proto::transport::EncodeCall;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// Hands the call to the encoder at once; the future serves it to its end.
+pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> + Send + use<> {
+    let EncodeCall { request, reply } = call;
+    let EncodeRequest::V1(request) = request;
+    let submitted = submit(node, request);
+    async move {
+        let answer = match submitted {
+            Ok(answer) => tokio::select! {
+                // The encoder ends before it answers only when the process does.
+                answer = answer => answer.unwrap_or(Err(GenerateError::Internal)),
+                // Dropping the receiver tells the encoder.
+                () = reply.cancelled() => return,
+            },
+            Err(error) => Err(error),
+        };
+        let sent = match answer {
+            Ok(encoded) => reply.send(&encoded).await,
+            Err(error) => reply.fail(error).await,
+        };
+        if let Err(error) = sent {
+            tracing::debug!(%error, "encoded texts were not taken");
+        }
+    }
+}
+
+fn submit(node: &Node, request: EncodeRequestV1) -> Result<oneshot::Receiver<Answer>, GenerateError> {
+    if node.state() == WorkerState::Draining {
+        return Err(GenerateError::Draining);
+    }
+    let EncodeRequestV1 { model, texts, deadline_ms, .. } = request;
+    let Some(Runner::Encodes(encoder)) = node.engine().filter(|_| model == node.served.id) else {
+        return Err(GenerateError::ModelNotFound(model));
+    };
+    let text = |EncodeTextV1 { tokens, segment_start }| Text {
+        tokens,
+        second: segment_start.map(|start| start as usize),
+    };
+    let deadline = (deadline_ms > 0).then(|| Instant::now().checked_add(Duration::from_millis(deadline_ms)));
+    encoder.encode(texts.into_iter().map(text).collect(), deadline.flatten())
+}
