@@ -109,7 +109,7 @@ impl Scratch {
         let isa = backend.config.rows;
         let out = &mut backend.buffers[op.out.0 as usize];
         match op.accumulate {
-            false => out.set_rows(rows)?,
+            false => out.set_shape(rows, out.cols())?,
             true => out.check_rows(rows)?,
         }
         let (routes, down) = (&self.routes, &self.down);

@@ -68,7 +68,7 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
     for job in jobs {
         let out = &mut backend.buffers[job.out.0 as usize];
         match job.accumulate {
-            false => out.reshape(rows, backend.matrices[job.matrix.0 as usize].rows())?,
+            false => out.set_shape(rows, backend.matrices[job.matrix.0 as usize].rows())?,
             true => out.check_rows(rows)?,
         }
     }

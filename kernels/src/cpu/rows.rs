@@ -9,12 +9,11 @@ use crate::pool::Pool;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// An activation buffer: up to `capacity` rows of `cols` values, and their 8-bit form while it is fresh.
+/// An activation buffer: `rows` of `cols` values with room for more, and their 8-bit form while it is fresh.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     data: AlignedBuf<f32>,
     cols: usize,
-    capacity: usize,
     rows: usize,
     pub(super) quantized: QuantizedRows,
     /// Whether `quantized` holds what `data` holds.
@@ -22,10 +21,10 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    pub(super) fn new(capacity: usize, cols: usize) -> Result<Self, Error> {
-        let len = capacity.checked_mul(cols).ok_or(Error::Shape { rows: capacity, cols, experts: 1 })?;
+    pub(super) fn new(rows: usize, cols: usize) -> Result<Self, Error> {
+        let len = rows.checked_mul(cols).ok_or(Error::Shape { rows, cols, experts: 1 })?;
         let data = AlignedBuf::zeroed(len);
-        Ok(Self { data, cols, capacity, rows: 0, quantized: QuantizedRows::new(), fresh: false })
+        Ok(Self { data, cols, rows: 0, quantized: QuantizedRows::new(), fresh: false })
     }
 
     pub(super) fn rows(&self) -> usize {
@@ -41,13 +40,13 @@ impl Buffer {
         self.data.len() * size_of::<f32>()
     }
 
-    /// Declares how many rows the buffer holds; what it held is stale.
-    pub(super) fn set_rows(&mut self, rows: usize) -> Result<(), Error> {
-        if rows > self.capacity {
-            return Err(Error::OutOfRange { what: "buffer row", index: rows, len: self.capacity });
+    /// Declares how many rows of which width the buffer holds; what it held is stale.
+    pub(super) fn set_shape(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
+        if rows.checked_mul(cols).is_none_or(|len| len > self.data.len()) {
+            let (index, len) = (rows.saturating_mul(cols), self.data.len());
+            return Err(Error::OutOfRange { what: "buffer value", index, len });
         }
-        self.rows = rows;
-        self.fresh = false;
+        (self.rows, self.cols, self.fresh) = (rows, cols, false);
         Ok(())
     }
 
@@ -63,7 +62,7 @@ impl Buffer {
     pub(super) fn fit(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
         let len = rows.checked_mul(cols).ok_or(Error::Shape { rows, cols, experts: 1 })?;
         self.data.grow(len);
-        (self.rows, self.cols, self.capacity, self.fresh) = (rows, cols, rows, false);
+        (self.rows, self.cols, self.fresh) = (rows, cols, false);
         Ok(())
     }
 
