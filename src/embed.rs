@@ -8,7 +8,7 @@ use model::spec::Pooling;
 use proto::message::ModelTask;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use worker::encoder::{Encoder, Text};
 use worker::load::{self, EngineOptions};
 
@@ -152,7 +152,7 @@ fn unit(values: &[f32]) -> Vec<f32> {
     values.iter().map(|value| (f64::from(*value) * scale) as f32).collect()
 }
 
-fn write(encoded: &[Encoded], pooling: Option<Pooling>, out: &PathBuf) -> Result<()> {
+fn write(encoded: &[Encoded], pooling: Option<Pooling>, out: &Path) -> Result<()> {
     let name = match pooling {
         Some(Pooling::Mean) => "mean_l2",
         Some(Pooling::First) => "cls_l2",
