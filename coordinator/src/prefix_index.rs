@@ -6,8 +6,8 @@
 //!   there would be served by every cache group. So the deepest unit held decides, not the first one missing:
 //!   a sliding window keeps its tail and forgets what came before, and of a recurrent model only the resume
 //!   points are held.
-//! - What a worker says replaces what was assumed: a reserved unit counts until its `Stored` arrives, then
-//!   only the worker's own events count.
+//! - What a worker says replaces what was assumed: a reserved unit counts until its `Stored` arrives, or a
+//!   resume point at it or behind it, then only the worker's own events count.
 //! - A wrong entry costs speed, never content: workers compare tokens on a hit.
 //! - Memory is bounded by a byte budget; over it new units are not recorded and that is counted.
 
@@ -23,7 +23,7 @@ pub use stream::{Need, StreamError, StreamView};
 use crate::slot::{MAX_SLOTS, Slot, SlotSet};
 use claims::Claims;
 use holders::Holders;
-use proto::block::BlockId;
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::event::{KvEvent, KvEventBatch, KvSnapshot, Medium};
 use proto::ids::Epoch;
 use std::sync::Arc;
@@ -202,9 +202,10 @@ impl PrefixIndex {
                     self.claims.confirm(slot, unit);
                 }
             }
-            KvEvent::ResumePoint { unit, medium: Medium::Device, .. } => {
+            KvEvent::ResumePoint { unit, position, medium: Medium::Device } => {
                 self.holders.insert(slot, unit);
                 self.claims.confirm(slot, unit);
+                self.claims.passed(slot, unit, position as usize / HASH_UNIT_TOKENS);
             }
             KvEvent::Removed { units, medium: Medium::Device } => {
                 for unit in units {

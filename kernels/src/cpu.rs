@@ -31,6 +31,9 @@ mod rows;
 mod rowwise;
 mod step;
 
+#[cfg(test)]
+mod tests;
+
 pub use config::{Attention, CpuConfig, Matmul, Rows};
 
 /// See the module.
@@ -245,7 +248,7 @@ impl Backend for CpuBackend {
 
     fn gather_rows(&mut self, x: BufferId, rows: &[u32], out: BufferId) -> Result<(), Error> {
         let (x, out) = rows::pair(&mut self.buffers, x, out)?;
-        out.reshape(rows.len(), x.cols())?;
+        out.set_shape(rows.len(), x.cols())?;
         let cols = out.cols();
         for (values, row) in out.values_mut().chunks_exact_mut(cols).zip(rows) {
             values.copy_from_slice(x.row(*row as usize)?);
@@ -286,7 +289,7 @@ impl Backend for CpuBackend {
         if !values.len().is_multiple_of(x.cols()) {
             return Err(Error::Length { what: "rows to write", expected: x.cols(), found: values.len() });
         }
-        x.set_rows(values.len() / x.cols())?;
+        x.set_shape(values.len() / x.cols(), x.cols())?;
         x.values_mut().copy_from_slice(values);
         Ok(())
     }

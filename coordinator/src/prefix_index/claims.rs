@@ -67,6 +67,17 @@ impl Claims {
         }
     }
 
+    /// The worker has announced a resume point at `unit`, after `units` units: it has computed everything before
+    /// it, and of what it keeps there it has said so. Reserved units before it will not be announced any more.
+    pub(super) fn passed(&mut self, slot: Slot, unit: BlockId, units: usize) {
+        let passes = |r: &&Reservation| r.slot == slot && units > 0 && r.chain.get(units - 1) == Some(&unit);
+        let chains: Vec<Arc<[BlockId]>> =
+            self.live.values().filter(passes).map(|r| Arc::clone(&r.chain)).collect();
+        for before in chains.iter().flat_map(|chain| chain.iter().take(units)) {
+            self.confirm(slot, *before);
+        }
+    }
+
     pub(super) fn release(&mut self, id: ReservationId) {
         let Some(Reservation { slot, chain, .. }) = self.live.remove(&id) else { return };
         for &unit in chain.iter() {

@@ -70,9 +70,12 @@ fn a_resume_point_counts_until_it_is_removed() {
     let point = |n, medium| KvEvent::ResumePoint { unit: unit(n), position: 16 * n as u32, medium };
     let mut index = joined(1);
     let s = slot(0);
-    let reservation = index.reserve(s, chain(1..=4));
-    let events = vec![point(2, Medium::Device), point(4, Medium::Device), point(5, Medium::Disk)];
-    index.apply(s, batch(1, 1, events)).unwrap();
+    index.apply(s, batch(1, 1, vec![point(2, Medium::Device), point(5, Medium::Disk)])).unwrap();
+    let reservation = index.reserve(s, chain(1..=5));
+    assert_eq!([1, 3, 5].map(|units| index.lookup(&chain(1..=units)).units(s)), [1, 3, 5]);
+    // The worker is past unit 3 and keeps no state there or before 2: only what is still to come is assumed.
+    index.apply(s, batch(1, 3, vec![point(4, Medium::Device)])).unwrap();
+    assert_eq!([1, 3, 4, 5].map(|units| index.lookup(&chain(1..=units)).units(s)), [0, 2, 4, 5]);
     index.release(reservation);
     assert_eq!(index.lookup(&chain(1..=5)).units(s), 4);
     assert_eq!(index.lookup(&chain(1..=3)).units(s), 2);

@@ -87,7 +87,7 @@ pub(super) fn attention(backend: &mut CpuBackend, op: &AttentionOp) -> Result<()
     let layer = layer(backend, op.layer)?;
     let plan = backend.step.plan(op.layer)?;
     let (q, out) = pair(&mut backend.buffers, op.q, op.out)?;
-    out.reshape(q.rows(), layer.shape.heads * layer.shape.layout.v_head_dim())?;
+    out.set_shape(q.rows(), layer.shape.heads * layer.shape.layout.v_head_dim())?;
     let arena = ArenaView::new(&mut backend.arena)?;
     let call = AttentionCall {
         arena: &arena,

@@ -102,7 +102,7 @@ pub(super) fn delta_net(backend: &mut CpuBackend, op: &DeltaNetOp) -> Result<(),
     check_len("delta net qkv", keys + shape.heads * shape.cols, qkv.cols())?;
     check_len("delta net beta", shape.heads, beta.cols())?;
     check_len("delta net alpha", shape.heads, alpha.cols())?;
-    out.reshape(qkv.rows(), shape.heads * shape.cols)?;
+    out.set_shape(qkv.rows(), shape.heads * shape.cols)?;
     let vector = |id: VectorId| backend.vectors[id.0 as usize].as_slice();
     let net = recurrent::DeltaNet {
         a: vector(op.a),
@@ -126,7 +126,7 @@ pub(super) fn mamba2(backend: &mut CpuBackend, op: &Mamba2Op) -> Result<(), Erro
     let inner = shape.heads * shape.rows;
     check_len("Mamba-2 xBC", inner + 2 * op.groups * shape.cols, xbc.cols())?;
     check_len("Mamba-2 step size", shape.heads, dt.cols())?;
-    out.reshape(xbc.rows(), inner)?;
+    out.set_shape(xbc.rows(), inner)?;
     let vector = |id: VectorId| backend.vectors[id.0 as usize].as_slice();
     let net = recurrent::Mamba2 {
         a: vector(op.a),

@@ -13,7 +13,7 @@ pub(super) fn embed(backend: &mut CpuBackend, op: &EmbedOp) -> Result<(), Error>
     let out = &mut backend.buffers[op.out.0 as usize];
     let rows = step.tokens.len();
     match op.accumulate {
-        false => out.reshape(rows, matrix.cols())?,
+        false => out.set_shape(rows, matrix.cols())?,
         true => out.check_rows(rows)?,
     }
     let cols = out.cols();
@@ -54,7 +54,7 @@ pub(super) fn norm(backend: &mut CpuBackend, x: BufferId, norm: &Norm, out: Buff
         }
         norm => {
             let (x, out) = pair(&mut backend.buffers, x, out)?;
-            out.reshape(x.rows(), x.cols())?;
+            out.set_shape(x.rows(), x.cols())?;
             match norm {
                 RowNorm::Rms(norm) => ops::rms_norm(pool, isa, norm, x.values(), out.values_mut()),
                 RowNorm::Layer(norm) => ops::layer_norm(pool, isa, norm, x.values(), out.values_mut()),

@@ -153,6 +153,8 @@ fn slabs_waste_less_than_two_percent() {
         (vec![(FULL, 10_048), (sliding, 24_000), (sliding, 4_160)], 1 << 28),
         (vec![(FULL, 64_064), (sliding, 65_536)], 1 << 30),
         (vec![(FULL, 69_632), (sliding, 208_896), (sliding, 3_328)], 100 << 30),
+        // A hybrid's slot weighs as much as a hundred blocks.
+        (vec![(FULL, 196_608), (GroupKind::State, 19_574_784)], 4 << 30),
     ] {
         let spec = spec(&groups, 16, arena);
         let pool = BlockPool::new(&spec, Placement::Paged);

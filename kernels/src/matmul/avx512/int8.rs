@@ -21,11 +21,11 @@ const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
-pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call, tile: &mut Tile) {
+pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mut Tile) {
     // SAFETY: the caller's contract; each `N` is at least the number of tokens, and tokens past the last are
     // read from the last one's row.
     unsafe {
-        match call.tokens {
+        match call.tokens.len() {
             1 => tokens::<C, S, 1>(call, tile),
             2 => tokens::<C, S, 2>(call, tile),
             3 => tokens::<C, S, 3>(call, tile),
@@ -52,8 +52,10 @@ fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
-unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mut Tile) {
-    let last = call.tokens - 1;
+unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile: &mut Tile) {
+    let last = call.tokens.len() - 1;
+    // Multiplied here, the offsets need no arithmetic in the loop.
+    let offsets: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)] * size_of::<QuantizedBlock>());
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
     let mut activations = call.activations;
@@ -74,10 +76,9 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call, tile: &mu
             // SAFETY: a block's scales and codes are there.
             let (scales, w) = unsafe { (S::block(header, scales_at), C::load(codes_at)) };
             unroll!(N, |t| {
-                let row = if t < 2 || N <= 4 { t } else { t.min(last) };
-                // SAFETY: row `row` of the call has a block at `activations`, and 32 quants are 8 words.
+                // SAFETY: every token has as many blocks as the panel, and 32 quants are 8 words.
                 acc[t] = unsafe {
-                    let a: *const QuantizedBlock = activations.add(row * call.stride);
+                    let a = activations.byte_add(offsets[t]);
                     let quants = (&raw const (*a).quants).cast::<i32>();
                     let word = |g: usize| _mm512_set1_epi32(quants.add(g).read_unaligned());
                     let [mut first, second] = S::start(a);

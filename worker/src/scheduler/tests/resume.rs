@@ -364,7 +364,7 @@ fn what_is_saved_can_be_restored_into_an_empty_cache() {
         assert_eq!(of(0).map(|block| block.tokens.len()).sum::<usize>(), 336);
         let window: usize = of(1).map(|block| block.tokens.len()).sum();
         assert!((99..99 + 16 + block_tokens as usize).contains(&window), "{window}");
-        assert_eq!(of(2).map(|block| block.tokens.clone()).collect::<Vec<_>>(), [336..336]);
+        assert!(of(2).map(|block| block.tokens.clone()).eq(std::iter::once(336..336)));
         // Less is asked for, less is found.
         assert_eq!(sim.scheduler.resume_point(ROOT, &whole[..335]).unwrap().tokens, 288);
         assert!(sim.scheduler.resume_point(ROOT, &whole[..10]).is_none());
