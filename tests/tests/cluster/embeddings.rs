@@ -3,7 +3,7 @@
 use crate::openai_client::python;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::fixtures::{self, Manifest, Tensors};
-use kvasir_cluster_tests::http;
+use kvasir_cluster_tests::{http, signal};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -22,11 +22,33 @@ fn the_official_client_gets_the_vectors_of_minilm() {
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     println!("{stdout}");
     assert!(output.status.success(), "{stdout}\n{stderr}");
-    // Both workers had a part of it, and their own figures say so.
+    // What the workers counted themselves.
+    let requests = cluster.worker_metric("vllm:request_success_total").unwrap();
     let computed = cluster.worker_metric("kvasir_prefill_tokens_computed_total").unwrap();
-    assert!(computed > 0.0, "{computed}");
+    assert!(requests >= 20.0 && computed >= 20.0 * 100.0, "{requests} requests, {computed} tokens");
     let status = cluster.status().unwrap();
     assert_eq!(status["models"][0]["task"], "embed");
+}
+
+#[test]
+fn a_killed_worker_costs_no_request_and_no_bit() {
+    let manifest = Manifest::read().unwrap();
+    let model = manifest.tiny("bert").unwrap().path();
+    let cluster = Cluster::builder("embeddings-failover", model.to_str().unwrap()).start().unwrap();
+    let inputs: Vec<Vec<u32>> =
+        (0..200).map(|i| (0..40 + i % 60).map(|t| 5 + (i * 31 + t * 7) % 400).collect()).collect();
+    let body = json!({"model": cluster.model(), "input": inputs});
+    let ask = || http::post(cluster.http(), "/v1/embeddings", &body).unwrap().ok().unwrap()["data"].clone();
+    let expected = ask();
+    let victim = cluster.nodes().workers[0].clone();
+    std::thread::scope(|scope| {
+        let asking: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+        signal::kill_now(victim.pid);
+        for (index, asked) in asking.into_iter().enumerate() {
+            assert!(asked.join().unwrap() == expected, "request {index} answers differently than before");
+        }
+    });
+    assert!(ask() == expected);
 }
 
 /// Ten pairs with known scores: two queries, five documents each.
