@@ -167,6 +167,56 @@ impl Reference {
     }
 }
 
+/// A file of tensors, by name.
+#[derive(Debug)]
+pub struct Tensors(Vec<u8>);
+
+impl Tensors {
+    /// Reads a file.
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        std::fs::read(path).map(Self).with_context(|| path.display().to_string())
+    }
+
+    /// The numbers of an F32 tensor, row by row; none if there is no such tensor.
+    pub fn floats(&self, name: &str) -> anyhow::Result<Option<Vec<f32>>> {
+        let file = SafeTensors::deserialize(&self.0)?;
+        let Ok(tensor) = file.tensor(name) else { return Ok(None) };
+        floats(tensor.dtype(), tensor.data()).map(Some)
+    }
+
+    /// The token ids of an I32 tensor; none if there is no such tensor.
+    pub fn tokens(&self, name: &str) -> anyhow::Result<Option<Vec<u32>>> {
+        let file = SafeTensors::deserialize(&self.0)?;
+        let Ok(tensor) = file.tensor(name) else { return Ok(None) };
+        tokens(tensor.dtype(), tensor.data()).map(Some)
+    }
+}
+
+/// `real/minilm.json`: what the model's own library makes of a few texts.
+#[derive(Debug, Deserialize)]
+pub struct MiniLm {
+    /// The texts.
+    pub items: Vec<MiniLmItem>,
+}
+
+/// One text of [`MiniLm`].
+#[derive(Debug, Deserialize)]
+pub struct MiniLmItem {
+    /// The text.
+    pub text: String,
+    /// Its tokens, special ones included.
+    pub ids: Vec<u32>,
+    /// Its vector, of length one.
+    pub embedding: Vec<f32>,
+}
+
+impl MiniLm {
+    /// Reads it.
+    pub fn read() -> anyhow::Result<Self> {
+        json(&root().join("real/minilm.json"))
+    }
+}
+
 /// Little-endian f32 numbers of a tensor.
 pub fn floats(dtype: Dtype, data: &[u8]) -> anyhow::Result<Vec<f32>> {
     ensure!(dtype == Dtype::F32, "expected F32, found {dtype:?}");
