@@ -25,6 +25,10 @@ use crate::simd::{Kernel, LANES, Simd, dispatch};
 /// Strips that one thread takes at a time: with 128 of `inner`, half of an L1 cache.
 const STRIPS: usize = 2;
 
+/// How many rows ahead values and outputs are fetched: they lie so far apart that each is a line from the far end of
+/// the caches.
+const AHEAD_ROWS: usize = 8;
+
 /// What the rows of a step bring, prepared by the op; reused from step to step.
 #[derive(Debug, Default)]
 pub struct ScanScratch {
@@ -190,7 +194,9 @@ impl Kernel for Advance<'_> {
         if S::COLUMNS > 2 && strips.len() == STRIPS {
             self.run_rule::<S, STRIPS>(s, strips.start);
         } else {
-            strips.for_each(|strip| self.run_rule::<S, 1>(s, strip));
+            for strip in strips {
+                self.run_rule::<S, 1>(s, strip);
+            }
         }
     }
 }
@@ -244,24 +250,31 @@ impl Advance<'_> {
                 exports.next_if(|(after, _)| *after == row && !last).map_or(write, |(_, slot)| place(*slot));
             let scalar = (rows.start + row) * layout.shape().heads + part.head;
             let (decay, gain) = (shared.decay[scalar], shared.gain[scalar]);
-            let values: [S::V; N] = std::array::from_fn(|n| self.value(s, row, strip + n));
-            let update = std::array::from_fn(|n| {
-                let value = if DELTA { s.fma(s.splat(-decay), projected[n], values[n]) } else { values[n] };
-                s.mul(s.splat(gain), value)
-            });
+            let (mut values, mut update) = ([s.splat(0.0); N], [s.splat(0.0); N]);
+            for (n, (value, update)) in values.iter_mut().zip(&mut update).enumerate() {
+                *value = self.value(s, row, strip + n);
+                *update = if DELTA { s.fma(s.splat(-decay), projected[n], *value) } else { *value };
+                *update = s.mul(s.splat(gain), *update);
+            }
             let (key, query) = key_query(row);
             let next_key = if last { key } else { key_query(row + 1).0 };
-            let ahead = last.then(|| self.ahead(strip + N)).flatten();
+            let ahead = if last { self.ahead(strip + N) } else { None };
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
             // SAFETY: `from` and `to` point to N strips of `inner` vectors, keys and query have `inner` elements;
             // nobody else touches what is written (`LayerState::at`).
-            let sums =
-                unsafe { if DELTA && !last { sweep.run::<S, true>(s) } else { sweep.run::<S, false>(s) } };
-            let (out, next_projected) = sums;
+            let (mut out, next_projected) = unsafe {
+                match (DELTA && !last, ahead.is_some()) {
+                    (true, _) => sweep.run::<S, true, false>(s),
+                    (false, true) => sweep.run::<S, false, true>(s),
+                    (false, false) => sweep.run::<S, false, false>(s),
+                }
+            };
             projected = next_projected;
-            for n in 0..N {
-                let out = if DELTA { out[n] } else { s.fma(s.splat(skip), values[n], out[n]) };
-                self.put(s, row, strip + n, out);
+            for (n, (out, value)) in out.iter_mut().zip(&values).enumerate() {
+                if !DELTA {
+                    *out = s.fma(s.splat(skip), *value, *out);
+                }
+                self.put(s, row, strip + n, *out);
             }
             while let Some((_, slot)) = exports.next_if(|(after, _)| *after == row) {
                 // SAFETY: as above, and slots that are written do not overlap.
@@ -289,7 +302,7 @@ impl Advance<'_> {
         let lanes = LANES.min(outer - strip * LANES);
         let at = row * shared.value_stride + shared.value_offset + column;
         // Rows lie too far apart for the processor to foresee the next one.
-        s.prefetch(shared.values.as_ptr().wrapping_add(at + shared.value_stride).cast());
+        s.prefetch(shared.values.as_ptr().wrapping_add(at + AHEAD_ROWS * shared.value_stride).cast());
         match shared.values[at..at + lanes].first_chunk() {
             Some(chunk) => s.chunk(chunk),
             None => s.tail(&shared.values[at..at + lanes]),
@@ -305,6 +318,8 @@ impl Advance<'_> {
         let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
         // SAFETY: sequences do not share rows, and this strip of this head is this part's.
         let place = unsafe { self.shared.out.slice(at, lanes) };
+        // A store that waits for its line holds up those of the state behind it.
+        s.prefetch(place.as_ptr().wrapping_add(AHEAD_ROWS * layout.shape().heads * outer).cast());
         match place.first_chunk_mut() {
             Some(chunk) => s.put(out, chunk),
             None => s.put_tail(out, place),
@@ -326,11 +341,22 @@ struct Sweep<'a, V, const N: usize> {
 }
 
 /// Two partial sums of each of N strips, over even and odd indices.
-type Sums<V, const N: usize> = [[V; N]; 2];
+struct Sums<V, const N: usize>([[V; N]; 2]);
 
-#[inline(always)]
-fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
-    std::array::from_fn(|n| s.add(sums[0][n], sums[1][n]))
+impl<V: Copy, const N: usize> Sums<V, N> {
+    #[inline(always)]
+    fn zero<S: Simd<V = V>>(s: S) -> Self {
+        Self([[s.splat(0.0); N]; 2])
+    }
+
+    #[inline(always)]
+    fn total<S: Simd<V = V>>(self, s: S) -> [V; N] {
+        let Self([mut total, odd]) = self;
+        for (even, odd) in total.iter_mut().zip(&odd) {
+            *even = s.add(*even, *odd);
+        }
+        total
+    }
 }
 
 /// `S^T key` of N strips.
@@ -340,55 +366,49 @@ fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
 #[inline(always)]
 unsafe fn project<S: Simd, const N: usize>(s: S, from: *const f32, key: &[f32]) -> [S::V; N] {
     let strip = key.len() * LANES;
-    let mut sums = [[s.splat(0.0); N]; 2];
-    let mut add = |i: usize, parity: usize| {
-        for n in 0..N {
-            // SAFETY: `i` is below the length of the key, so this is vector i of strip n.
-            let state = unsafe { s.load(from.add(i * LANES + n * strip)) };
-            sums[parity][n] = s.fma(s.splat(key[i]), state, sums[parity][n]);
+    let mut sums = Sums::<S::V, N>::zero(s);
+    for (i, pair) in key.chunks(2).enumerate() {
+        for (parity, key) in pair.iter().enumerate() {
+            let at = (2 * i + parity) * LANES;
+            for (n, sum) in sums.0[parity].iter_mut().enumerate() {
+                // SAFETY: there is one vector in each strip for each element of the key.
+                *sum = s.fma(s.splat(*key), unsafe { s.load(from.add(at + n * strip)) }, *sum);
+            }
         }
-    };
-    for i in (0..key.len() / 2 * 2).step_by(2) {
-        add(i, 0);
-        add(i + 1, 1);
     }
-    if key.len() % 2 == 1 {
-        add(key.len() - 1, 0);
-    }
-    total(s, sums)
+    sums.total(s)
 }
 
 impl<V: Copy, const N: usize> Sweep<'_, V, N> {
-    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`.
+    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`. `AHEAD` fetches.
     ///
     /// # Safety
     /// `from` must be readable and `to` writable for N strips of `key.len()` vectors; they may be one.
     #[inline(always)]
-    unsafe fn run<S: Simd<V = V>, const NEXT: bool>(&self, s: S) -> ([V; N], [V; N]) {
+    unsafe fn run<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(&self, s: S) -> ([V; N], [V; N]) {
         let inner = self.key.len();
         assert!(self.query.len() == inner && self.next_key.len() == inner);
-        let mut sums = [[s.splat(0.0); N]; 2];
-        let mut next_sums = sums;
+        let (mut sums, mut next_sums) = (Sums::zero(s), Sums::zero(s));
         for i in (0..inner / 2 * 2).step_by(2) {
             // SAFETY: both indices are below `inner`; else this function's own contract.
             unsafe {
-                self.step::<S, NEXT>(s, i, &mut sums[0], &mut next_sums[0]);
-                self.step::<S, NEXT>(s, i + 1, &mut sums[1], &mut next_sums[1]);
+                self.step::<S, NEXT, AHEAD>(s, i, &mut sums.0[0], &mut next_sums.0[0]);
+                self.step::<S, NEXT, AHEAD>(s, i + 1, &mut sums.0[1], &mut next_sums.0[1]);
             }
         }
         if inner % 2 == 1 {
             // SAFETY: as above.
-            unsafe { self.step::<S, NEXT>(s, inner - 1, &mut sums[0], &mut next_sums[0]) };
+            unsafe { self.step::<S, NEXT, AHEAD>(s, inner - 1, &mut sums.0[0], &mut next_sums.0[0]) };
         }
-        (total(s, sums), total(s, next_sums))
+        (sums.total(s), next_sums.total(s))
     }
 
     /// Index `i` of all strips.
     ///
     /// # Safety
-    /// As for `run`, and `i` below the length of the key.
+    /// As for `run`, and `i` below the length of key, query and next key.
     #[inline(always)]
-    unsafe fn step<S: Simd<V = V>, const NEXT: bool>(
+    unsafe fn step<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(
         &self,
         s: S,
         i: usize,
@@ -396,21 +416,27 @@ impl<V: Copy, const N: usize> Sweep<'_, V, N> {
         next_sums: &mut [V; N],
     ) {
         let strip = self.key.len() * LANES;
-        let (key, query, next_key) = (self.key[i], self.query[i], self.next_key[i]);
-        for n in 0..N {
+        // SAFETY: `i` is below their lengths, by this function's contract.
+        let [key, query, next_key] =
+            unsafe { [self.key, self.query, self.next_key].map(|x| s.splat(*x.get_unchecked(i))) };
+        // All loads come first: a store of one strip would look like the source of a load of the next, which lies a
+        // multiple of 4 KiB away.
+        let mut states = self.update;
+        for (n, state) in states.iter_mut().enumerate() {
             let at = i * LANES + n * strip;
-            if let Some(ahead) = self.ahead {
+            if AHEAD && let Some(ahead) = self.ahead {
                 s.prefetch(ahead.wrapping_add(at).cast());
             }
             // SAFETY: vector i of strip n, by this function's contract.
-            unsafe {
-                let state = s.mul(self.decay, s.load(self.from.add(at)));
-                let state = s.fma(s.splat(key), self.update[n], state);
-                s.store(state, self.to.add(at));
-                sums[n] = s.fma(s.splat(query), state, sums[n]);
-                if NEXT {
-                    next_sums[n] = s.fma(s.splat(next_key), state, next_sums[n]);
-                }
+            let old = unsafe { s.load(self.from.add(at)) };
+            *state = s.fma(key, *state, s.mul(self.decay, old));
+        }
+        for (n, state) in states.into_iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { s.store(state, self.to.add(i * LANES + n * strip)) };
+            sums[n] = s.fma(query, state, sums[n]);
+            if NEXT {
+                next_sums[n] = s.fma(next_key, state, next_sums[n]);
             }
         }
     }
