@@ -22,8 +22,15 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{Kernel, LANES, Simd, dispatch};
 
-/// Strips that one thread takes at a time: with 128 of `inner`, half of an L1 cache.
+/// Strips that go through the rows together: with 128 of `inner`, half of an L1 cache.
 const STRIPS: usize = 2;
+
+/// Rows that all strips of a part go through before the next rows, so that their keys, values and outputs come from
+/// far away once, and then from the L2 cache.
+const TILE_ROWS: usize = 64;
+
+/// Heads are cut into several parts where there would be fewer parts than this for a thread.
+const PARTS_PER_THREAD: usize = 4;
 
 /// How many rows ahead values and outputs are fetched: they lie so far apart that each is a line from the far end of
 /// the caches.
@@ -115,7 +122,6 @@ pub(super) struct Scan<'a> {
 /// Advances the states over the rows of the plan. All shapes have been checked.
 pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_>) {
     let layout = *state.layout();
-    let (heads, groups) = (layout.shape().heads, layout.strips().div_ceil(STRIPS));
     let state = &*state;
     let sequences = state.plan().sequences();
     let shared = Shared {
@@ -130,14 +136,18 @@ pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan
         value_offset: scan.value_offset,
         out: Disjoint::new(scan.out),
     };
-    // By sequence, head and group: the order of the memory.
+    let heads = layout.shape().heads;
+    let whole_heads = sequences.len() * heads >= PARTS_PER_THREAD * pool.threads();
+    let strips = if whole_heads { layout.strips() } else { STRIPS };
+    let parts = layout.strips().div_ceil(strips);
+    // By sequence, head and strips: the order of the memory.
     let part = |item: usize| {
-        let (rest, group) = (item / groups, item % groups);
+        let (rest, part) = (item / parts, item % parts);
         let sequence = sequences.get(rest / heads)?;
-        let strips = group * STRIPS..layout.strips().min((group + 1) * STRIPS);
+        let strips = part * strips..layout.strips().min((part + 1) * strips);
         Some(Part { sequence, head: rest % heads, strips })
     };
-    pool.for_each_range(sequences.len() * heads * groups, 1, &|items| {
+    pool.for_each_range(sequences.len() * heads * parts, 1, &|items| {
         for item in items {
             let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
             if let Some(part) = part(item) {
@@ -189,65 +199,86 @@ impl Kernel for Advance<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let strips = self.part.strips.clone();
-        // Both at once need twenty vectors, which only the largest register file has.
-        if S::COLUMNS > 2 && strips.len() == STRIPS {
-            self.run_rule::<S, STRIPS>(s, strips.start);
-        } else {
-            for strip in strips {
-                self.run_rule::<S, 1>(s, strip);
+        let Part { sequence, strips, .. } = &self.part;
+        let rows = sequence.rows.len();
+        if rows == 0 {
+            return self.carry_over();
+        }
+        for tile in (0..rows).step_by(TILE_ROWS) {
+            let tile = tile..rows.min(tile + TILE_ROWS);
+            for first in strips.clone().step_by(STRIPS) {
+                // Both at once need twenty vectors, which only the largest register file has.
+                if S::COLUMNS > 2 && first + STRIPS <= strips.end {
+                    self.run_rule::<S, STRIPS>(s, first, tile.clone());
+                } else {
+                    for strip in first..strips.end.min(first + STRIPS) {
+                        self.run_rule::<S, 1>(s, strip, tile.clone());
+                    }
+                }
             }
         }
     }
 }
 
 impl Advance<'_> {
-    #[inline(always)]
-    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize) {
-        match self.shared.rule {
-            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, 0.0),
-            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, skip[self.part.head]),
+    /// What a sequence without rows does: its state goes where it belongs.
+    fn carry_over(&self) {
+        let Part { sequence, head, strips } = &self.part;
+        let state = self.shared.state;
+        let place = |slot| state.at(slot, state.layout().strip(*head, strips.start));
+        let (to, len) = (place(sequence.write), strips.len() * state.layout().strip_len());
+        // SAFETY: these are the strips of this part, in slots of its sequence; the two may be one.
+        unsafe {
+            match sequence.read {
+                Some(slot) => place(slot).copy_to(to, len),
+                None => to.write_bytes(0, len),
+            }
         }
     }
 
-    /// Strips `strip..strip + N`.
     #[inline(always)]
-    fn advance<S: Simd, const N: usize, const DELTA: bool>(&self, s: S, strip: usize, skip: f32) {
+    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize, tile: Range<usize>) {
+        match self.shared.rule {
+            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, tile, 0.0),
+            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, tile, skip[self.part.head]),
+        }
+    }
+
+    /// Takes strips `strip..strip + N` through the rows of `tile`.
+    #[inline(always)]
+    fn advance<S: Simd, const N: usize, const DELTA: bool>(
+        &self,
+        s: S,
+        strip: usize,
+        tile: Range<usize>,
+        skip: f32,
+    ) {
         let Self { shared, part, .. } = self;
-        let PlannedSequence { rows, read, write, exports } = part.sequence;
+        let (sequence, rows) = (part.sequence, &part.sequence.rows);
         let layout = shared.state.layout();
         let (inner, len) = (layout.inner(), N * layout.strip_len());
         let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
-        let write = place(*write);
-        let mut from = match read {
-            Some(slot) => place(*slot),
+        let mut from = match sequence.before(tile.start) {
+            Some(slot) => place(slot),
             None => {
+                let zeroes = place(sequence.write);
                 // SAFETY: `len` values of strips of this part, in a slot that is its sequence's own.
-                unsafe { write.write_bytes(0, len) };
-                write
+                unsafe { zeroes.write_bytes(0, len) };
+                zeroes
             }
         };
-        if rows.is_empty() {
-            // SAFETY: as above; the two may be one.
-            unsafe { from.copy_to(write, len) };
-            return;
-        }
         let all_rows = shared.state.plan().rows();
         let first = (shared.key_heads.of(part.head) * all_rows + rows.start) * 2 * inner;
         let keys = &shared.keys[first..first + rows.len() * 2 * inner];
         let key_query = |row: usize| keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-        let (first_key, _) = key_query(0);
         let mut projected = [s.splat(0.0); N];
         if DELTA {
             // SAFETY: `from` points to N strips of `inner` vectors, and keys have `inner` elements.
-            projected = unsafe { project(s, from, first_key) };
+            projected = unsafe { project(s, from, key_query(tile.start).0) };
         }
-        let mut exports = exports.iter().peekable();
-        for row in 0..rows.len() {
-            let last = row + 1 == rows.len();
-            // A state to be kept is left where it belongs, and the next row goes on from there.
-            let to =
-                exports.next_if(|(after, _)| *after == row && !last).map_or(write, |(_, slot)| place(*slot));
+        for row in tile.clone() {
+            let last = row + 1 == tile.end;
+            let to = place(sequence.after(row));
             let scalar = (rows.start + row) * layout.shape().heads + part.head;
             let (decay, gain) = (shared.decay[scalar], shared.gain[scalar]);
             let (mut values, mut update) = ([s.splat(0.0); N], [s.splat(0.0); N]);
@@ -276,9 +307,9 @@ impl Advance<'_> {
                 }
                 self.put(s, row, strip + n, *out);
             }
-            while let Some((_, slot)) = exports.next_if(|(after, _)| *after == row) {
+            for slot in sequence.copies(row) {
                 // SAFETY: as above, and slots that are written do not overlap.
-                unsafe { to.copy_to_nonoverlapping(place(*slot), len) };
+                unsafe { to.copy_to_nonoverlapping(place(slot), len) };
             }
             from = to;
         }
