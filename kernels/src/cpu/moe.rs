@@ -41,6 +41,11 @@ pub(super) fn run(backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
 }
 
 impl Scratch {
+    /// Bytes of the f32 values.
+    pub(super) fn bytes(&self) -> usize {
+        [&self.gate_up, &self.inner, &self.down].map(Buffer::bytes).iter().sum()
+    }
+
     fn run(&mut self, backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
         let rows = backend.buffers[op.router.0 as usize].rows();
         let width = backend.buffers[op.out.0 as usize].cols();
