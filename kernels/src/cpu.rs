@@ -122,7 +122,7 @@ impl Backend for CpuBackend {
         MemoryUse {
             weights: self.matrices.iter().map(PackedMatrix::resident_bytes).sum::<usize>()
                 + self.vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum::<usize>(),
-            activations: self.buffers.iter().map(Buffer::bytes).sum(),
+            activations: self.buffers.iter().map(Buffer::bytes).sum::<usize>() + self.moe.bytes(),
             kv: self.arena.len(),
         }
     }

@@ -19,7 +19,7 @@ use crate::ops;
 use std::ops::Range;
 
 /// Bytes of inner values for each thread: what its share of them may take of an L2 cache.
-const INNER_BYTES: usize = 1 << 20;
+const INNER_BYTES: usize = 1 << 19;
 
 /// Buffers that grow to the largest call and stay.
 #[derive(Debug, Default)]
@@ -41,6 +41,11 @@ pub(super) fn run(backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
 }
 
 impl Scratch {
+    /// Bytes of the f32 values.
+    pub(super) fn bytes(&self) -> usize {
+        [&self.gate_up, &self.inner, &self.down].map(Buffer::bytes).iter().sum()
+    }
+
     fn run(&mut self, backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
         let rows = backend.buffers[op.router.0 as usize].rows();
         let width = backend.buffers[op.out.0 as usize].cols();
