@@ -152,7 +152,13 @@ fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
     let second = cache.step_state(&mut sequence, true).unwrap();
     assert_eq!((second.read, second.write, second.held), (Some(first.write), first.write, None));
     cache.complete(2);
-    cache.check_all(std::iter::once(&sequence), std::iter::empty()).unwrap();
+    let check = |cache: &KvCache, sequence: &SequenceCache| {
+        cache.check_all(std::iter::once(sequence), std::iter::empty())
+    };
+    assert_eq!(check(&cache, &sequence), Ok(()));
+    let lost = sequence.state.current.take();
+    assert_eq!(check(&cache, &sequence), Err(Broken::State { tokens: 32 }));
+    sequence.state.current = lost;
     // At the end it stays behind.
     cache.retire(&mut sequence);
     assert_eq!(lookup(&mut cache, &ids, &all), (2, HitStop::PromptEnd));
