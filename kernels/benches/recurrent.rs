@@ -56,12 +56,15 @@ fn main() {
     let bench = Bench { pool, isa: Isa::detect(), probe: BandwidthProbe::new() };
     println!("{}, {threads} thread(s), reading {:.1} GB/s", bench.isa, bench.bandwidth());
     for model in models() {
-        let benches: [(&str, fn(&Bench, &Model)); 3] =
-            [("decode", Bench::decode), ("prefill", Bench::prefill), ("conv", Bench::conv)];
-        for (what, run) in benches {
-            if format!("{what} {}", model.name).contains(&filter) {
-                run(&bench, &model);
-            }
+        let wanted = |what: &str| format!("{what} {}", model.name).contains(&filter);
+        if wanted("decode") {
+            bench.decode(&model);
+        }
+        if wanted("prefill") {
+            bench.prefill(&model);
+        }
+        if wanted("conv") {
+            bench.conv(&model);
         }
     }
 }

@@ -209,8 +209,12 @@ fn prepare_on(
     let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
     let wanted_len =
         options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
-    let rows = options.max_rows.unwrap_or(defaults.max_batch_tokens.value as usize);
-    let rows = if chunk == 0 { rows.max(wanted_len) } else { rows.max(chunk) }.max(max_sequences);
+    let rows = match options.max_rows {
+        Some(rows) => rows,
+        None if chunk == 0 => wanted_len,
+        None => defaults.max_batch_tokens.value as usize,
+    };
+    let rows = rows.max(chunk).max(max_sequences);
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused =
         |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };

@@ -22,8 +22,19 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{Kernel, LANES, Simd, dispatch};
 
-/// Strips that one thread takes at a time: with 128 of `inner`, half of an L1 cache.
+/// Strips that go through the rows together: with 128 of `inner`, half of an L1 cache.
 const STRIPS: usize = 2;
+
+/// Rows that all strips of a part go through before the next rows, so that their keys, values and outputs come from
+/// far away once, and then from the L2 cache.
+const TILE_ROWS: usize = 64;
+
+/// Heads are cut into several parts where there would be fewer parts than this for a thread.
+const PARTS_PER_THREAD: usize = 4;
+
+/// How many rows ahead values and outputs are fetched: they lie so far apart that each is a line from the far end of
+/// the caches.
+const AHEAD_ROWS: usize = 8;
 
 /// What the rows of a step bring, prepared by the op; reused from step to step.
 #[derive(Debug, Default)]
@@ -111,7 +122,6 @@ pub(super) struct Scan<'a> {
 /// Advances the states over the rows of the plan. All shapes have been checked.
 pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_>) {
     let layout = *state.layout();
-    let (heads, groups) = (layout.shape().heads, layout.strips().div_ceil(STRIPS));
     let state = &*state;
     let sequences = state.plan().sequences();
     let shared = Shared {
@@ -126,14 +136,18 @@ pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan
         value_offset: scan.value_offset,
         out: Disjoint::new(scan.out),
     };
-    // By sequence, head and group: the order of the memory.
+    let heads = layout.shape().heads;
+    let whole_heads = sequences.len() * heads >= PARTS_PER_THREAD * pool.threads();
+    let strips = if whole_heads { layout.strips() } else { STRIPS };
+    let parts = layout.strips().div_ceil(strips);
+    // By sequence, head and strips: the order of the memory.
     let part = |item: usize| {
-        let (rest, group) = (item / groups, item % groups);
+        let (rest, part) = (item / parts, item % parts);
         let sequence = sequences.get(rest / heads)?;
-        let strips = group * STRIPS..layout.strips().min((group + 1) * STRIPS);
+        let strips = part * strips..layout.strips().min((part + 1) * strips);
         Some(Part { sequence, head: rest % heads, strips })
     };
-    pool.for_each_range(sequences.len() * heads * groups, 1, &|items| {
+    pool.for_each_range(sequences.len() * heads * parts, 1, &|items| {
         for item in items {
             let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
             if let Some(part) = part(item) {
@@ -185,87 +199,117 @@ impl Kernel for Advance<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let strips = self.part.strips.clone();
-        // Both at once need twenty vectors, which only the largest register file has.
-        if S::COLUMNS > 2 && strips.len() == STRIPS {
-            self.run_rule::<S, STRIPS>(s, strips.start);
-        } else {
-            strips.for_each(|strip| self.run_rule::<S, 1>(s, strip));
+        let Part { sequence, strips, .. } = &self.part;
+        let rows = sequence.rows.len();
+        if rows == 0 {
+            return self.carry_over();
+        }
+        for tile in (0..rows).step_by(TILE_ROWS) {
+            let tile = tile..rows.min(tile + TILE_ROWS);
+            for first in strips.clone().step_by(STRIPS) {
+                // Both at once need twenty vectors, which only the largest register file has.
+                if S::COLUMNS > 2 && first + STRIPS <= strips.end {
+                    self.run_rule::<S, STRIPS>(s, first, tile.clone());
+                } else {
+                    for strip in first..strips.end.min(first + STRIPS) {
+                        self.run_rule::<S, 1>(s, strip, tile.clone());
+                    }
+                }
+            }
         }
     }
 }
 
 impl Advance<'_> {
-    #[inline(always)]
-    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize) {
-        match self.shared.rule {
-            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, 0.0),
-            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, skip[self.part.head]),
+    /// What a sequence without rows does: its state goes where it belongs.
+    fn carry_over(&self) {
+        let Part { sequence, head, strips } = &self.part;
+        let state = self.shared.state;
+        let place = |slot| state.at(slot, state.layout().strip(*head, strips.start));
+        let (to, len) = (place(sequence.write), strips.len() * state.layout().strip_len());
+        // SAFETY: these are the strips of this part, in slots of its sequence; the two may be one.
+        unsafe {
+            match sequence.read {
+                Some(slot) => place(slot).copy_to(to, len),
+                None => to.write_bytes(0, len),
+            }
         }
     }
 
-    /// Strips `strip..strip + N`.
     #[inline(always)]
-    fn advance<S: Simd, const N: usize, const DELTA: bool>(&self, s: S, strip: usize, skip: f32) {
+    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize, tile: Range<usize>) {
+        match self.shared.rule {
+            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, tile, 0.0),
+            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, tile, skip[self.part.head]),
+        }
+    }
+
+    /// Takes strips `strip..strip + N` through the rows of `tile`.
+    #[inline(always)]
+    fn advance<S: Simd, const N: usize, const DELTA: bool>(
+        &self,
+        s: S,
+        strip: usize,
+        tile: Range<usize>,
+        skip: f32,
+    ) {
         let Self { shared, part, .. } = self;
-        let PlannedSequence { rows, read, write, exports } = part.sequence;
+        let (sequence, rows) = (part.sequence, &part.sequence.rows);
         let layout = shared.state.layout();
         let (inner, len) = (layout.inner(), N * layout.strip_len());
         let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
-        let write = place(*write);
-        let mut from = match read {
-            Some(slot) => place(*slot),
+        let mut from = match sequence.before(tile.start) {
+            Some(slot) => place(slot),
             None => {
+                let zeroes = place(sequence.write);
                 // SAFETY: `len` values of strips of this part, in a slot that is its sequence's own.
-                unsafe { write.write_bytes(0, len) };
-                write
+                unsafe { zeroes.write_bytes(0, len) };
+                zeroes
             }
         };
-        if rows.is_empty() {
-            // SAFETY: as above; the two may be one.
-            unsafe { from.copy_to(write, len) };
-            return;
-        }
         let all_rows = shared.state.plan().rows();
         let first = (shared.key_heads.of(part.head) * all_rows + rows.start) * 2 * inner;
         let keys = &shared.keys[first..first + rows.len() * 2 * inner];
         let key_query = |row: usize| keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-        let (first_key, _) = key_query(0);
         let mut projected = [s.splat(0.0); N];
         if DELTA {
             // SAFETY: `from` points to N strips of `inner` vectors, and keys have `inner` elements.
-            projected = unsafe { project(s, from, first_key) };
+            projected = unsafe { project(s, from, key_query(tile.start).0) };
         }
-        let mut exports = exports.iter().peekable();
-        for row in 0..rows.len() {
-            let last = row + 1 == rows.len();
-            // A state to be kept is left where it belongs, and the next row goes on from there.
-            let to =
-                exports.next_if(|(after, _)| *after == row && !last).map_or(write, |(_, slot)| place(*slot));
+        for row in tile.clone() {
+            let last = row + 1 == tile.end;
+            let to = place(sequence.after(row));
             let scalar = (rows.start + row) * layout.shape().heads + part.head;
             let (decay, gain) = (shared.decay[scalar], shared.gain[scalar]);
-            let values: [S::V; N] = std::array::from_fn(|n| self.value(s, row, strip + n));
-            let update = std::array::from_fn(|n| {
-                let value = if DELTA { s.fma(s.splat(-decay), projected[n], values[n]) } else { values[n] };
-                s.mul(s.splat(gain), value)
-            });
+            let (mut values, mut update) = ([s.splat(0.0); N], [s.splat(0.0); N]);
+            for (n, (value, update)) in values.iter_mut().zip(&mut update).enumerate() {
+                *value = self.value(s, row, strip + n);
+                *update = if DELTA { s.fma(s.splat(-decay), projected[n], *value) } else { *value };
+                *update = s.mul(s.splat(gain), *update);
+            }
             let (key, query) = key_query(row);
             let next_key = if last { key } else { key_query(row + 1).0 };
-            let ahead = last.then(|| self.ahead(strip + N)).flatten();
+            let ahead = if last { self.ahead(strip + N) } else { None };
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
             // SAFETY: `from` and `to` point to N strips of `inner` vectors, keys and query have `inner` elements;
             // nobody else touches what is written (`LayerState::at`).
-            let sums =
-                unsafe { if DELTA && !last { sweep.run::<S, true>(s) } else { sweep.run::<S, false>(s) } };
-            let (out, next_projected) = sums;
+            let (mut out, next_projected) = unsafe {
+                match (DELTA && !last, ahead.is_some()) {
+                    (true, _) => sweep.run::<S, true, false>(s),
+                    (false, true) => sweep.run::<S, false, true>(s),
+                    (false, false) => sweep.run::<S, false, false>(s),
+                }
+            };
             projected = next_projected;
-            for n in 0..N {
-                let out = if DELTA { out[n] } else { s.fma(s.splat(skip), values[n], out[n]) };
-                self.put(s, row, strip + n, out);
+            for (n, (out, value)) in out.iter_mut().zip(&values).enumerate() {
+                if !DELTA {
+                    *out = s.fma(s.splat(skip), *value, *out);
+                }
+                self.put(s, row, strip + n, *out);
             }
-            while let Some((_, slot)) = exports.next_if(|(after, _)| *after == row) {
+            for slot in sequence.copies(row) {
                 // SAFETY: as above, and slots that are written do not overlap.
-                unsafe { to.copy_to_nonoverlapping(place(*slot), len) };
+                unsafe { to.copy_to_nonoverlapping(place(slot), len) };
             }
             from = to;
         }
@@ -289,7 +333,7 @@ impl Advance<'_> {
         let lanes = LANES.min(outer - strip * LANES);
         let at = row * shared.value_stride + shared.value_offset + column;
         // Rows lie too far apart for the processor to foresee the next one.
-        s.prefetch(shared.values.as_ptr().wrapping_add(at + shared.value_stride).cast());
+        s.prefetch(shared.values.as_ptr().wrapping_add(at + AHEAD_ROWS * shared.value_stride).cast());
         match shared.values[at..at + lanes].first_chunk() {
             Some(chunk) => s.chunk(chunk),
             None => s.tail(&shared.values[at..at + lanes]),
@@ -305,6 +349,8 @@ impl Advance<'_> {
         let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
         // SAFETY: sequences do not share rows, and this strip of this head is this part's.
         let place = unsafe { self.shared.out.slice(at, lanes) };
+        // A store that waits for its line holds up those of the state behind it.
+        s.prefetch(place.as_ptr().wrapping_add(AHEAD_ROWS * layout.shape().heads * outer).cast());
         match place.first_chunk_mut() {
             Some(chunk) => s.put(out, chunk),
             None => s.put_tail(out, place),
@@ -326,11 +372,22 @@ struct Sweep<'a, V, const N: usize> {
 }
 
 /// Two partial sums of each of N strips, over even and odd indices.
-type Sums<V, const N: usize> = [[V; N]; 2];
+struct Sums<V, const N: usize>([[V; N]; 2]);
 
-#[inline(always)]
-fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
-    std::array::from_fn(|n| s.add(sums[0][n], sums[1][n]))
+impl<V: Copy, const N: usize> Sums<V, N> {
+    #[inline(always)]
+    fn zero<S: Simd<V = V>>(s: S) -> Self {
+        Self([[s.splat(0.0); N]; 2])
+    }
+
+    #[inline(always)]
+    fn total<S: Simd<V = V>>(self, s: S) -> [V; N] {
+        let Self([mut total, odd]) = self;
+        for (even, odd) in total.iter_mut().zip(&odd) {
+            *even = s.add(*even, *odd);
+        }
+        total
+    }
 }
 
 /// `S^T key` of N strips.
@@ -340,55 +397,49 @@ fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
 #[inline(always)]
 unsafe fn project<S: Simd, const N: usize>(s: S, from: *const f32, key: &[f32]) -> [S::V; N] {
     let strip = key.len() * LANES;
-    let mut sums = [[s.splat(0.0); N]; 2];
-    let mut add = |i: usize, parity: usize| {
-        for n in 0..N {
-            // SAFETY: `i` is below the length of the key, so this is vector i of strip n.
-            let state = unsafe { s.load(from.add(i * LANES + n * strip)) };
-            sums[parity][n] = s.fma(s.splat(key[i]), state, sums[parity][n]);
+    let mut sums = Sums::<S::V, N>::zero(s);
+    for (i, pair) in key.chunks(2).enumerate() {
+        for (parity, key) in pair.iter().enumerate() {
+            let at = (2 * i + parity) * LANES;
+            for (n, sum) in sums.0[parity].iter_mut().enumerate() {
+                // SAFETY: there is one vector in each strip for each element of the key.
+                *sum = s.fma(s.splat(*key), unsafe { s.load(from.add(at + n * strip)) }, *sum);
+            }
         }
-    };
-    for i in (0..key.len() / 2 * 2).step_by(2) {
-        add(i, 0);
-        add(i + 1, 1);
     }
-    if key.len() % 2 == 1 {
-        add(key.len() - 1, 0);
-    }
-    total(s, sums)
+    sums.total(s)
 }
 
 impl<V: Copy, const N: usize> Sweep<'_, V, N> {
-    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`.
+    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`. `AHEAD` fetches.
     ///
     /// # Safety
     /// `from` must be readable and `to` writable for N strips of `key.len()` vectors; they may be one.
     #[inline(always)]
-    unsafe fn run<S: Simd<V = V>, const NEXT: bool>(&self, s: S) -> ([V; N], [V; N]) {
+    unsafe fn run<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(&self, s: S) -> ([V; N], [V; N]) {
         let inner = self.key.len();
         assert!(self.query.len() == inner && self.next_key.len() == inner);
-        let mut sums = [[s.splat(0.0); N]; 2];
-        let mut next_sums = sums;
+        let (mut sums, mut next_sums) = (Sums::zero(s), Sums::zero(s));
         for i in (0..inner / 2 * 2).step_by(2) {
             // SAFETY: both indices are below `inner`; else this function's own contract.
             unsafe {
-                self.step::<S, NEXT>(s, i, &mut sums[0], &mut next_sums[0]);
-                self.step::<S, NEXT>(s, i + 1, &mut sums[1], &mut next_sums[1]);
+                self.step::<S, NEXT, AHEAD>(s, i, &mut sums.0[0], &mut next_sums.0[0]);
+                self.step::<S, NEXT, AHEAD>(s, i + 1, &mut sums.0[1], &mut next_sums.0[1]);
             }
         }
         if inner % 2 == 1 {
             // SAFETY: as above.
-            unsafe { self.step::<S, NEXT>(s, inner - 1, &mut sums[0], &mut next_sums[0]) };
+            unsafe { self.step::<S, NEXT, AHEAD>(s, inner - 1, &mut sums.0[0], &mut next_sums.0[0]) };
         }
-        (total(s, sums), total(s, next_sums))
+        (sums.total(s), next_sums.total(s))
     }
 
     /// Index `i` of all strips.
     ///
     /// # Safety
-    /// As for `run`, and `i` below the length of the key.
+    /// As for `run`, and `i` below the length of key, query and next key.
     #[inline(always)]
-    unsafe fn step<S: Simd<V = V>, const NEXT: bool>(
+    unsafe fn step<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(
         &self,
         s: S,
         i: usize,
@@ -396,21 +447,27 @@ impl<V: Copy, const N: usize> Sweep<'_, V, N> {
         next_sums: &mut [V; N],
     ) {
         let strip = self.key.len() * LANES;
-        let (key, query, next_key) = (self.key[i], self.query[i], self.next_key[i]);
-        for n in 0..N {
+        // SAFETY: `i` is below their lengths, by this function's contract.
+        let [key, query, next_key] =
+            unsafe { [self.key, self.query, self.next_key].map(|x| s.splat(*x.get_unchecked(i))) };
+        // All loads come first: a store of one strip would look like the source of a load of the next, which lies a
+        // multiple of 4 KiB away.
+        let mut states = self.update;
+        for (n, state) in states.iter_mut().enumerate() {
             let at = i * LANES + n * strip;
-            if let Some(ahead) = self.ahead {
+            if AHEAD && let Some(ahead) = self.ahead {
                 s.prefetch(ahead.wrapping_add(at).cast());
             }
             // SAFETY: vector i of strip n, by this function's contract.
-            unsafe {
-                let state = s.mul(self.decay, s.load(self.from.add(at)));
-                let state = s.fma(s.splat(key), self.update[n], state);
-                s.store(state, self.to.add(at));
-                sums[n] = s.fma(s.splat(query), state, sums[n]);
-                if NEXT {
-                    next_sums[n] = s.fma(s.splat(next_key), state, next_sums[n]);
-                }
+            let old = unsafe { s.load(self.from.add(at)) };
+            *state = s.fma(key, *state, s.mul(self.decay, old));
+        }
+        for (n, state) in states.into_iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { s.store(state, self.to.add(i * LANES + n * strip)) };
+            sums[n] = s.fma(query, state, sums[n]);
+            if NEXT {
+                next_sums[n] = s.fma(next_key, state, next_sums[n]);
             }
         }
     }

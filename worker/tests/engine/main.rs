@@ -9,3 +9,4 @@ mod harness;
 mod instruction_sets;
 mod opaque;
 mod opaque_device;
+mod storm;

@@ -2,8 +2,11 @@
 
 use super::*;
 
-/// Everything after all rows of a sequence alone, one row a step, in place, on one thread.
-fn stepped(layer: &Layer, isa: Isa, rows: &Rows) -> (Vec<u32>, Vec<(Vec<u32>, Vec<u32>)>) {
+/// The outputs of all rows of a sequence and the states after each, as bits.
+type History = (Vec<u32>, Vec<StateBits>);
+
+/// A sequence alone, one row a step, in place, on one thread.
+fn stepped(layer: &Layer, isa: Isa, rows: &Rows) -> History {
     let mut arena = layer.arena(1);
     let (mut out, mut states) = (Vec::new(), Vec::new());
     let pool = pool(1);
