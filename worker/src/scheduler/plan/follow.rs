@@ -22,6 +22,14 @@ impl Scheduler {
         if !sequence.following && !joins {
             return false;
         }
+        if let Some(unit) = sequence.awaited.take()
+            && draft.patient
+            && self.joins(sequence, unit, slot, step)
+        {
+            sequence.awaited = Some(unit);
+            sequence.progressed_in = step;
+            return self.wait(draft);
+        }
         let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
         let (end, known) = (hit.end(), hit.known);
         if sequence.info.computed_tokens == 0 {
