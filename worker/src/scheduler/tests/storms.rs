@@ -221,7 +221,7 @@ fn storms(recurrent: bool, cases: u64) -> Seen {
 
 #[test]
 fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
-    let seen = storms(false, 1500);
+    let seen = storms(false, 1200);
     let often = [
         seen.preemptions,
         seen.takeovers,
@@ -240,7 +240,7 @@ fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
 
 #[test]
 fn storm_with_recurrent_states_is_exact_and_leaks_nothing() {
-    let seen = storms(true, 3000);
+    let seen = storms(true, 2000);
     let often = [
         seen.preemptions,
         seen.copies,
