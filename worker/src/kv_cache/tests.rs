@@ -152,7 +152,13 @@ fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
     let second = cache.step_state(&mut sequence, true).unwrap();
     assert_eq!((second.read, second.write, second.held), (Some(first.write), first.write, None));
     cache.complete(2);
-    cache.check_all(std::iter::once(&sequence), std::iter::empty()).unwrap();
+    let check = |cache: &KvCache, sequence: &SequenceCache| {
+        cache.check_all(std::iter::once(sequence), std::iter::empty())
+    };
+    assert_eq!(check(&cache, &sequence), Ok(()));
+    let lost = sequence.state.current.take();
+    assert_eq!(check(&cache, &sequence), Err(Broken::State { tokens: 32 }));
+    sequence.state.current = lost;
     // At the end it stays behind.
     cache.retire(&mut sequence);
     assert_eq!(lookup(&mut cache, &ids, &all), (2, HitStop::PromptEnd));
@@ -174,10 +180,14 @@ fn free_blocks_are_reused_empty_first_and_then_the_oldest() {
     // A hit takes block 1 out of the list and gives it back as the youngest.
     pool.retain(0, blocks[1]);
     pool.release(0, blocks[1]);
+    // What is worth least goes before all other content, and after what is empty.
+    pool.demote(0, blocks[2]);
+    pool.demote(0, blocks[3]);
+    assert_eq!(pool.recount(0).map(|count| count.free), Some(3));
     let order: Vec<u32> = (0..4).map(|_| pool.alloc(0, &mut evicted).unwrap()).collect();
-    assert_eq!(order, [blocks[3], blocks[0], blocks[2], blocks[1]]);
+    assert_eq!(order, [blocks[3], blocks[2], blocks[0], blocks[1]]);
     let lost: Vec<u32> = evicted.iter().map(|at| at.block).collect();
-    assert_eq!(lost, [blocks[0], blocks[2], blocks[1]]);
+    assert_eq!(lost, [blocks[2], blocks[0], blocks[1]]);
 }
 
 #[test]

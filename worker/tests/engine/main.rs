@@ -9,4 +9,5 @@ mod harness;
 mod instruction_sets;
 mod opaque;
 mod opaque_device;
+mod resume;
 mod storm;

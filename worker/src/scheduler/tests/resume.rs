@@ -191,6 +191,26 @@ fn a_path_keeps_no_more_states_than_the_cap() {
 }
 
 #[test]
+fn users_that_come_back_find_their_last_turn_among_what_others_leave() {
+    // Slots for two of each user, and for the batch; each turn leaves more than that behind.
+    let mut sim = Sim::new(SchedulerConfig { max_seqs: 4, ..chunked(512) }, hybrid(16, 19, 350));
+    let mut chats: Vec<Vec<u32>> = vec![tokens(0..300); 8];
+    for turn in 0..5u32 {
+        for (user, chat) in (0u32..).zip(&mut chats) {
+            let known = (chat.len() - 1) as u32 / 16 * 16;
+            chat.extend(10_000 * (user + 1) + 100 * turn..10_000 * (user + 1) + 100 * turn + 50);
+            let id = sim.submit(ROOT, chat.clone(), 80).unwrap();
+            sim.run();
+            if turn > 0 {
+                assert_eq!(served(&sim, id).0, known, "user {user}, turn {turn}");
+            }
+            chat.extend(&sim.done[&id].output);
+        }
+    }
+    assert!(sim.scheduler.stats().counters.evictions > 40, "{:?}", sim.scheduler.stats().counters);
+}
+
+#[test]
 fn decode_writes_on_in_place_or_leaves_its_slot_behind() {
     let mut scheduler = bare(chunked(64), ample());
     scheduler.submit(request(1, tokens(0..30), 40)).unwrap();
