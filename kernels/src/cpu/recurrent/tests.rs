@@ -205,7 +205,6 @@ fn what_does_not_fit_is_refused() {
     let op = setup.delta_op();
     for (op, length) in [
         (DeltaNetOp { out: op.qkv, ..op }, false),
-        (DeltaNetOp { out: setup.mamba_out, ..op }, true),
         (DeltaNetOp { beta: setup.mamba_out, ..op }, true),
         (DeltaNetOp { k_heads: 2, ..op }, true),
     ] {
