@@ -16,14 +16,14 @@ use worker::load::{self, EngineOptions};
 /// Writes the vectors of texts, or the scores of pairs of texts
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
-    kvasir embed minilm-l6 --text 'Hello, world!' --text 'Good morning' --json\n  \
+    kvasir embed minilm-l6 --text 'Hello, world!' 'Good morning' --json\n  \
     kvasir embed minilm-l6 --tokens texts.json --out vectors.safetensors\n  \
-    kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' --text 'A river.' --json")]
+    kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' 'A river.' --json")]
 pub(crate) struct Embed {
     /// Catalog name, path to a .gguf or to a checkpoint's .safetensors
     model: String,
-    /// A text; may be given several times
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, required_unless_present = "tokens")]
+    /// Texts, one after the other; one that begins with a hyphen as --text=-x
+    #[arg(long, value_name = "TEXT", num_args = 1.., required_unless_present = "tokens")]
     text: Vec<String>,
     /// JSON file: an array of arrays of token ids, special tokens included
     #[arg(long, value_name = "IDS.json", conflicts_with = "text")]
