@@ -114,11 +114,6 @@ impl Rule for DeltaRule<'_> {
         }
     }
 
-    #[inline(always)]
-    fn key_query<'a>(&'a self, _head: usize, _row: usize, prepared: &'a [f32]) -> (&'a [f32], &'a [f32]) {
-        prepared.split_at(self.k_dim)
-    }
-
     fn skip(&self, _head: usize) -> f32 {
         0.0
     }

@@ -83,6 +83,14 @@ impl Rule for Mamba2Rule<'_> {
 
     #[inline(always)]
     fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>) {
+        let Self { width, state, .. } = *self;
+        let (groups, group) = (self.net.groups, self.key_heads.of(head));
+        for (row, pair) in rows.clone().zip(tile.keys.chunks_exact_mut(2 * state)) {
+            let bc = &self.input.xbc[(row + 1) * width - 2 * groups * state..(row + 1) * width];
+            let (b, c) = pair.split_at_mut(state);
+            b.copy_from_slice(&bc[group * state..][..state]);
+            c.copy_from_slice(&bc[(groups + group) * state..][..state]);
+        }
         let (a, dt_bias) = (s.splat(self.net.a[head]), s.splat(self.net.dt_bias[head]));
         let mut steps = [0.0; TILE_ROWS];
         for (step, row) in steps.iter_mut().zip(rows.clone()) {
@@ -94,14 +102,6 @@ impl Rule for Mamba2Rule<'_> {
             s.put_tail(step, &mut tile.gain[lanes.clone()]);
             s.put_tail(simd::exp(s, s.mul(a, step)), &mut tile.decay[lanes]);
         }
-    }
-
-    /// B and C as they are.
-    #[inline(always)]
-    fn key_query<'a>(&'a self, head: usize, row: usize, _prepared: &'a [f32]) -> (&'a [f32], &'a [f32]) {
-        let (groups, group) = (self.net.groups, self.key_heads.of(head));
-        let bc = &self.input.xbc[(row + 1) * self.width - 2 * groups * self.state..];
-        (&bc[group * self.state..][..self.state], &bc[(groups + group) * self.state..][..self.state])
     }
 
     fn skip(&self, head: usize) -> f32 {

@@ -76,9 +76,6 @@ pub(super) trait Rule: Sync {
     /// Works out what rows bring to a head.
     fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>);
 
-    /// Key and query that a row brings to a head, given its part of [`Tile::keys`].
-    fn key_query<'a>(&'a self, head: usize, row: usize, prepared: &'a [f32]) -> (&'a [f32], &'a [f32]);
-
     /// What a head's value is multiplied with before it is added to its output.
     fn skip(&self, head: usize) -> f32;
 }
@@ -87,7 +84,7 @@ pub(super) trait Rule: Sync {
 pub(super) struct Tile<'a> {
     pub(super) decay: [f32; TILE_ROWS],
     pub(super) gain: [f32; TILE_ROWS],
-    /// `[rows][2][inner]`, for rules that cannot use the input as it is.
+    /// `[rows][2][inner]`: key, then query. Together, because in the input rows lie far apart.
     pub(super) keys: &'a mut [f32],
 }
 
@@ -188,8 +185,9 @@ impl<R: Rule> Kernel for Advance<'_, R> {
             shared.rule.prepare(s, part.head, rows.clone(), &mut tile);
             for first in strips.clone().step_by(STRIPS) {
                 let passage = Passage { shared, part: &part, rows: rows.clone(), tile: &tile, upcoming };
-                // Both at once need twenty vectors, which only the largest register file has.
-                if S::COLUMNS > 2 && first + STRIPS <= strips.end {
+                // Both at once need twenty vectors, which only the largest register file has, and are no faster
+                // where they come from memory for one row.
+                if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
                     passage.run::<S, STRIPS>(s, first);
                 } else {
                     for strip in first..strips.end.min(first + STRIPS) {
@@ -293,9 +291,8 @@ impl<R: Rule> Passage<'_, R> {
     /// Key and query of a row of the tile.
     #[inline(always)]
     fn key_query(&self, row: usize) -> (&[f32], &[f32]) {
-        let width = 2 * self.shared.state.layout().inner();
-        let prepared = &self.tile.keys[row * width..(row + 1) * width];
-        self.shared.rule.key_query(self.part.head, self.rows.start + row, prepared)
+        let inner = self.shared.state.layout().inner();
+        self.tile.keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner)
     }
 
     /// The memory to fetch while the last row passes over the strips before `strip`.
