@@ -31,6 +31,9 @@ mod rows;
 mod rowwise;
 mod step;
 
+#[cfg(test)]
+mod tests;
+
 pub use config::{Attention, CpuConfig, Matmul, Rows};
 
 /// See the module.
@@ -119,7 +122,7 @@ impl Backend for CpuBackend {
         MemoryUse {
             weights: self.matrices.iter().map(PackedMatrix::resident_bytes).sum::<usize>()
                 + self.vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum::<usize>(),
-            activations: self.buffers.iter().map(Buffer::bytes).sum(),
+            activations: self.buffers.iter().map(Buffer::bytes).sum::<usize>() + self.moe.bytes(),
             kv: self.arena.len(),
         }
     }

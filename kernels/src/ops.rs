@@ -16,7 +16,8 @@ mod select;
 mod tests;
 
 pub use elementwise::{
-    Activation, Columns, Gating, activate, add_scaled, gate_in_place, gated, scale, scale_rows, softcap,
+    Activation, Columns, Gating, activate, add_scaled, gate_in_place, gated_row, scale, scale_rows, softcap,
+    weighted_sum,
 };
 pub use gated_norm::{GateOrder, gated_norm};
 pub(crate) use norm::row_sum;

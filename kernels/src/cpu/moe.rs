@@ -1,222 +1,304 @@
-//! Mixture of experts: route, gather rows per expert, gated FFN, weighted sum in rank order.
+//! Mixture of experts: route, gate and up of all experts, activation, down, weighted sum in rank order.
 //!
-//! A row's result depends on that row only: each (row, expert) product is a row of a batch-invariant product,
-//! and the sum runs over the row's experts from the most to the least probable.
+//! A *slot* is one row at one of its experts. Slots are numbered by expert, then by row, so that what an expert
+//! gives is a run of slots, and its input a list of rows that the products read in place. Experts go through the
+//! stages together, each stage one parallel region, as many at a time as keep their inner values in the caches.
+//!
+//! A row's result depends on that row only: each slot is a row of a batch-invariant product, and the sum runs
+//! over the row's experts from the most to the least probable.
 
+use super::CpuBackend;
 use super::product::{self, Product};
-use super::rows::Buffer;
+use super::rows::{Buffer, SharedRows};
 use super::rowwise::gating;
-use super::{CpuBackend, try_each};
 use crate::Error;
 use crate::backend::{ExpertGateUp, MatrixId, MoeOp, VectorId};
-use crate::matmul::{Activations, Epilogue, MatmulKernels};
+use crate::disjoint::Disjoint;
+use crate::matmul::{Activations, Epilogue, MatmulKernels, PackedMatrix};
 use crate::ops;
+use std::ops::Range;
+
+/// Bytes of inner values for each thread: what its share of them may take of an L2 cache.
+const INNER_BYTES: usize = 1 << 20;
 
 /// Buffers that grow to the largest call and stay.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    shape: Option<(usize, usize, usize)>,
-    buffers: Vec<Buffer>,
+    routes: Routes,
+    /// Gate and up side by side, `[slots of some experts][2 ff]`.
+    gate_up: Buffer,
+    /// `[slots of some experts][ff]`
+    inner: Buffer,
+    /// `[slots][hidden]`
+    down: Buffer,
 }
-
-/// Row `row`'s expert of rank `rank`, with its weight.
-#[derive(Debug, Clone, Copy)]
-struct Route {
-    row: usize,
-    rank: usize,
-    expert: usize,
-    weight: f32,
-}
-
-const INPUT: usize = 0;
-const GATE: usize = 1;
-const UP: usize = 2;
-const DOWN: usize = 3;
-const SLOTS: usize = 4;
 
 pub(super) fn run(backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
-    let routes = route(backend, op)?;
-    let rows = backend.buffers[op.x.0 as usize].rows();
-    let (x_width, out_width) =
-        (backend.buffers[op.x.0 as usize].cols(), backend.buffers[op.out.0 as usize].cols());
     let mut scratch = std::mem::take(&mut backend.moe);
-    scratch.fit(rows, op.used, x_width, op.ff, out_width)?;
-    scratch.buffers[SLOTS].set_rows(rows * op.used)?;
-    let mut by_expert = routes.clone();
-    by_expert.sort_by_key(|route| (route.expert, route.row));
-    let mut result = Ok(());
-    for group in by_expert.chunk_by(|a, b| a.expert == b.expert) {
-        result = expert(backend, op, group, &mut scratch.buffers);
-        if result.is_err() {
-            break;
-        }
-    }
-    if result.is_ok() {
-        result = combine(backend, op, &routes, &scratch.buffers[SLOTS]);
-    }
+    let result = scratch.run(backend, op);
     backend.moe = scratch;
     result
 }
 
 impl Scratch {
-    fn fit(&mut self, rows: usize, used: usize, x: usize, ff: usize, out: usize) -> Result<(), Error> {
-        let slots = rows * used;
-        let fits = self.shape.is_some_and(|(held, a, b)| held >= slots && (a, b) == (x.max(out), ff));
-        if !fits {
-            let sizes = [(rows, x), (rows, 2 * ff), (rows, ff), (rows, out), (slots, out)];
-            self.buffers =
-                sizes.iter().map(|&(rows, cols)| Buffer::new(rows, cols)).collect::<Result<_, _>>()?;
-            self.shape = Some((slots, x.max(out), ff));
+    /// Bytes of the f32 values.
+    pub(super) fn bytes(&self) -> usize {
+        [&self.gate_up, &self.inner, &self.down].map(Buffer::bytes).iter().sum()
+    }
+
+    fn run(&mut self, backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
+        let rows = backend.buffers[op.router.0 as usize].rows();
+        let width = backend.buffers[op.out.0 as usize].cols();
+        self.routes.find(backend, op)?;
+        self.down.fit(self.routes.slots(), width)?;
+        let slot_bytes = 3 * op.ff.max(1) * size_of::<f32>();
+        let most = INNER_BYTES * backend.pool.threads() / slot_bytes;
+        let mut from = 0;
+        while from < self.routes.experts() {
+            let experts = self.routes.some_experts(from, most);
+            from = experts.end;
+            self.gate_up(backend, op, experts.clone())?;
+            self.activate(backend, op)?;
+            self.down(backend, op, experts)?;
         }
-        Ok(())
+        self.combine(backend, op, rows)
     }
-}
 
-/// Every row's experts, best first, with their weights.
-fn route(backend: &CpuBackend, op: &MoeOp) -> Result<Vec<Route>, Error> {
-    let router = &backend.buffers[op.router.0 as usize];
-    if op.used == 0 || op.used > router.cols() {
-        return Err(Error::OutOfRange { what: "experts per row", index: op.used, len: router.cols() });
-    }
-    let isa = backend.config.rows;
-    let mut routes = Vec::with_capacity(router.rows() * op.used);
-    let mut probabilities = Vec::new();
-    for row in 0..router.rows() {
-        probabilities.clear();
-        probabilities.extend_from_slice(router.row(row)?);
-        ops::softmax(isa, &mut probabilities);
-        let best = ops::top_k(isa, &probabilities, op.used);
-        let total: f32 = if op.renormalise { best.iter().map(|(_, p)| p).sum() } else { 1.0 };
-        routes.extend(best.iter().enumerate().map(|(rank, &(expert, p))| Route {
-            row,
-            rank,
-            expert,
-            weight: p / total,
-        }));
-    }
-    Ok(routes)
-}
-
-/// One expert's FFN over the rows routed to it, into their slots.
-fn expert(backend: &CpuBackend, op: &MoeOp, group: &[Route], buffers: &mut [Buffer]) -> Result<(), Error> {
-    let Some(first) = group.first() else { return Ok(()) };
-    let expert = first.expert;
-    let experts = backend.buffers[op.router.0 as usize].cols();
-    let part = |id: Option<VectorId>, len: usize| match id.map(|id| &backend.vectors[id.0 as usize]) {
-        None => Ok(None),
-        Some(vector) if vector.len() == experts * len => Ok(Some(&vector[expert * len..][..len])),
-        Some(vector) => {
-            Err(Error::Length { what: "values of experts", expected: experts * len, found: vector.len() })
+    fn gate_up(&mut self, backend: &mut CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
+        let ff = op.ff;
+        let parts: &[Part] = match op.gate_up {
+            ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => &[
+                Part { matrix: gate, scale: gate_scale, bias: gate_bias, columns: 0..ff },
+                Part { matrix: up, scale: up_scale, bias: up_bias, columns: ff..2 * ff },
+            ],
+            ExpertGateUp::Fused { gate_up, scale, bias } => {
+                &[Part { matrix: gate_up, scale, bias, columns: 0..2 * ff }]
+            }
+        };
+        let int8 = parts.iter().any(|part| part.reads_int8(backend));
+        let x = &mut backend.buffers[op.x.0 as usize];
+        if int8 {
+            x.quantize(&backend.pool, backend.kernels)?;
         }
-    };
-    let of = |matrix, scale, bias, width| -> Result<ExpertMatrix<'_>, Error> {
-        let factor = part(scale, 1)?.map_or(1.0, |factor| factor[0]);
-        Ok(ExpertMatrix { matrix, expert, factor, bias: part(bias, width)?, width })
-    };
-    let x = &backend.buffers[op.x.0 as usize];
-    let input = &mut buffers[INPUT];
-    input.set_rows(group.len())?;
-    let width = input.cols();
-    for (values, route) in input.values_mut().chunks_exact_mut(width).zip(group) {
-        values.copy_from_slice(x.row(route.row)?);
-    }
-    let ff = op.ff;
-    match op.gate_up {
-        ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => {
-            multiply(backend, buffers, INPUT, GATE, of(gate, gate_scale, gate_bias, ff)?)?;
-            multiply(backend, buffers, INPUT, UP, of(up, up_scale, up_bias, ff)?)?;
-        }
-        ExpertGateUp::Fused { gate_up, scale, bias } => {
-            multiply(backend, buffers, INPUT, GATE, of(gate_up, scale, bias, 2 * ff)?)?;
-            split(buffers, ff)?;
-        }
-    }
-    let [gate, up] = buffers.get_disjoint_mut([GATE, UP]).map_err(|_| Error::SameBuffer)?;
-    let (isa, gating) = (backend.config.rows, gating(op.activation));
-    ops::gate_in_place(&backend.pool, isa, gating, gate.values_mut(), ops::Columns::all(up.values(), ff))?;
-    let out_width = buffers[DOWN].cols();
-    multiply(backend, buffers, GATE, DOWN, of(op.down, op.down_scale, op.down_bias, out_width)?)?;
-    let [down, slots] = buffers.get_disjoint_mut([DOWN, SLOTS]).map_err(|_| Error::SameBuffer)?;
-    let slot_values = slots.values_mut();
-    for (index, route) in group.iter().enumerate() {
-        let slot = (route.row * op.used + route.rank) * out_width;
-        slot_values[slot..slot + out_width].copy_from_slice(down.row(index)?);
-    }
-    Ok(())
-}
-
-/// One expert's matrix and the factor of its product.
-struct ExpertMatrix<'a> {
-    matrix: MatrixId,
-    expert: usize,
-    factor: f32,
-    bias: Option<&'a [f32]>,
-    /// Values per row of the product.
-    width: usize,
-}
-
-/// `buffers[to] = factor * (matrix of the expert) buffers[from]`.
-fn multiply(
-    backend: &CpuBackend,
-    buffers: &mut [Buffer],
-    from: usize,
-    to: usize,
-    ExpertMatrix { matrix, expert, factor, bias, width }: ExpertMatrix<'_>,
-) -> Result<(), Error> {
-    let mode = backend.config.activations;
-    let matrix = &backend.matrices[matrix.0 as usize];
-    let int8 = MatmulKernels::reads_int8(matrix.ty(), mode);
-    if int8 {
-        buffers[from].quantize(&backend.pool, backend.kernels)?;
-    }
-    let [from, to] = buffers.get_disjoint_mut([from, to]).map_err(|_| Error::SameBuffer)?;
-    to.reshape(from.rows(), width)?;
-    let activations =
-        Activations::new(from.rows(), from.cols(), from.values(), int8.then_some(&from.quantized))?;
-    let epilogue = Epilogue { scale: factor, bias, accumulate: false };
-    let product = Product { view: matrix.view(expert)?, out: to.output(), epilogue };
-    product::run(&backend.pool, backend.kernels, mode, &activations, &[product])
-}
-
-/// Rows of gate and up side by side become two buffers.
-fn split(buffers: &mut [Buffer], ff: usize) -> Result<(), Error> {
-    let [both, up] = buffers.get_disjoint_mut([GATE, UP]).map_err(|_| Error::SameBuffer)?;
-    let rows = both.rows();
-    up.reshape(rows, ff)?;
-    for (up, both) in up.values_mut().chunks_exact_mut(ff).zip(both.values().chunks_exact(2 * ff)) {
-        up.copy_from_slice(&both[ff..]);
-    }
-    let values = both.values_mut();
-    for row in 0..rows {
-        values.copy_within(row * 2 * ff..row * 2 * ff + ff, row * ff);
-    }
-    both.reshape(rows, ff)
-}
-
-/// The weighted sums, in rank order.
-fn combine(backend: &mut CpuBackend, op: &MoeOp, routes: &[Route], slots: &Buffer) -> Result<(), Error> {
-    let out = &mut backend.buffers[op.out.0 as usize];
-    let rows = slots.rows() / op.used;
-    match op.accumulate {
-        false => out.set_rows(rows)?,
-        true => out.check_rows(rows)?,
-    }
-    let shared = out.share();
-    try_each(&backend.pool, rows, |row| {
-        // SAFETY: every row is visited once.
-        #[allow(unsafe_code, reason = "disjoint rows")]
-        let out = unsafe { shared.row(row) };
-        let mut sum = vec![0f32; out.len()];
-        for (rank, route) in routes[row * op.used..(row + 1) * op.used].iter().enumerate() {
-            let values = slots.row(row * op.used + rank)?;
-            for (sum, value) in sum.iter_mut().zip(values) {
-                *sum = value.mul_add(route.weight, *sum);
+        let x = &backend.buffers[op.x.0 as usize];
+        let all = Activations::new(x.rows(), x.cols(), x.values(), int8.then_some(&x.quantized))?;
+        let of_experts = self.routes.slots_of(experts.clone());
+        self.gate_up.fit(of_experts.len(), 2 * ff)?;
+        let out = self.gate_up.share();
+        let mut products = Vec::with_capacity(parts.len() * experts.len());
+        for (expert, slots) in self.routes.by_expert(experts) {
+            let input = all.listed(&self.routes.rows[slots.clone()])?;
+            let slots = slots.start - of_experts.start..slots.end - of_experts.start;
+            for part in parts {
+                products.push(part.product(backend, &self.routes, expert, input, out, slots.clone())?);
             }
         }
-        for (out, sum) in out.iter_mut().zip(sum) {
-            let before = if op.accumulate { *out } else { 0.0 };
-            *out = sum.mul_add(op.scale, before);
+        product::run(&backend.pool, backend.kernels, backend.config.activations, &products)
+    }
+
+    fn activate(&mut self, backend: &CpuBackend, op: &MoeOp) -> Result<(), Error> {
+        let (ff, isa, gating) = (op.ff, backend.config.rows, gating(op.activation));
+        let down = &backend.matrices[op.down.0 as usize];
+        let int8 = MatmulKernels::reads_int8(down.ty(), backend.config.activations);
+        self.inner.fit(self.gate_up.rows(), ff)?;
+        let gate_up = &self.gate_up;
+        self.inner.fill(&backend.pool, int8.then_some(backend.kernels), |slot, out| {
+            let (gate, up) = gate_up.row(slot)?.split_at(ff);
+            ops::gated_row(isa, gating, gate, up, out)
+        })
+    }
+
+    fn down(&mut self, backend: &CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
+        let columns = 0..self.down.cols();
+        let part = Part { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns };
+        let int8 = part.reads_int8(backend);
+        let (inner, out) = (&self.inner, self.down.share());
+        let all = Activations::new(inner.rows(), op.ff, inner.values(), int8.then_some(&inner.quantized))?;
+        let first = self.routes.slots_of(experts.clone()).start;
+        let mut products = Vec::with_capacity(experts.len());
+        for (expert, slots) in self.routes.by_expert(experts) {
+            let input = all.run(slots.start - first..slots.end - first)?;
+            products.push(part.product(backend, &self.routes, expert, input, out, slots)?);
         }
+        product::run(&backend.pool, backend.kernels, backend.config.activations, &products)
+    }
+
+    /// The weighted sums, in rank order.
+    fn combine(&mut self, backend: &mut CpuBackend, op: &MoeOp, rows: usize) -> Result<(), Error> {
+        let isa = backend.config.rows;
+        let out = &mut backend.buffers[op.out.0 as usize];
+        match op.accumulate {
+            false => out.set_rows(rows)?,
+            true => out.check_rows(rows)?,
+        }
+        let (routes, down) = (&self.routes, &self.down);
+        out.change(&backend.pool, |row, out| {
+            let ranks = row * op.used..(row + 1) * op.used;
+            let parts = routes.chosen[ranks.clone()].iter().zip(&routes.slot_of[ranks]);
+            let parts: Result<Vec<(&[f32], f32)>, Error> =
+                parts.map(|(choice, slot)| Ok((down.row(*slot as usize)?, choice.weight))).collect();
+            ops::weighted_sum(isa, &parts?, op.scale, op.accumulate, out)
+        })
+    }
+}
+
+/// Which experts each row goes to.
+#[derive(Debug, Default)]
+struct Routes {
+    /// `[rows][used]`, the most probable first.
+    chosen: Vec<Choice>,
+    /// Slot of each of them.
+    slot_of: Vec<u32>,
+    /// Row of each slot.
+    rows: Vec<u32>,
+    /// First slot of each expert, then the number of slots.
+    starts: Vec<u32>,
+}
+
+/// An expert of a row.
+#[derive(Debug, Clone, Copy, Default)]
+struct Choice {
+    expert: u32,
+    weight: f32,
+}
+
+impl Routes {
+    fn find(&mut self, backend: &CpuBackend, op: &MoeOp) -> Result<(), Error> {
+        let router = &backend.buffers[op.router.0 as usize];
+        let (rows, experts, used) = (router.rows(), router.cols(), op.used);
+        if used == 0 || used > experts {
+            return Err(Error::OutOfRange { what: "experts per row", index: used, len: experts });
+        }
+        let x_rows = backend.buffers[op.x.0 as usize].rows();
+        if x_rows != rows {
+            return Err(Error::Length { what: "rows of the router", expected: x_rows, found: rows });
+        }
+        self.chosen.clear();
+        self.chosen.resize(rows * used, Choice::default());
+        let (isa, chosen) = (backend.config.rows, Disjoint::new(&mut self.chosen));
+        backend.pool.for_each_range(rows, 8, &|range| {
+            let mut probabilities = Vec::with_capacity(experts);
+            for row in range {
+                probabilities.clear();
+                probabilities.extend_from_slice(&router.values()[row * experts..][..experts]);
+                ops::softmax(isa, &mut probabilities);
+                // SAFETY: every row is visited once.
+                #[allow(unsafe_code, reason = "disjoint rows")]
+                let chosen = unsafe { chosen.slice(row * used, used) };
+                choose(&ops::top_k(isa, &probabilities, used), op.renormalise, chosen);
+            }
+        });
+        self.number(experts, used);
         Ok(())
-    })
+    }
+
+    /// Numbers the slots.
+    fn number(&mut self, experts: usize, used: usize) {
+        self.starts.clear();
+        self.starts.resize(experts + 1, 0);
+        for choice in &self.chosen {
+            self.starts[choice.expert as usize + 1] += 1;
+        }
+        for expert in 0..experts {
+            self.starts[expert + 1] += self.starts[expert];
+        }
+        self.rows.clear();
+        self.rows.resize(self.chosen.len(), 0);
+        self.slot_of.clear();
+        let mut next = self.starts.clone();
+        for (index, choice) in self.chosen.iter().enumerate() {
+            let slot = &mut next[choice.expert as usize];
+            self.slot_of.push(*slot);
+            self.rows[*slot as usize] = (index / used) as u32;
+            *slot += 1;
+        }
+    }
+
+    fn slots(&self) -> usize {
+        self.rows.len()
+    }
+
+    fn experts(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// Slots of some experts.
+    fn slots_of(&self, experts: Range<usize>) -> Range<usize> {
+        self.starts[experts.start] as usize..self.starts[experts.end] as usize
+    }
+
+    /// Experts from `from` on that together have at most so many slots, or one that has more.
+    fn some_experts(&self, from: usize, slots: usize) -> Range<usize> {
+        let end = self.starts[from] as usize + slots;
+        let fit = self.starts[from + 1..].iter().take_while(|start| **start as usize <= end).count();
+        from..from + fit.max(1)
+    }
+
+    /// Those experts that have rows, with their slots.
+    fn by_expert(&self, experts: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let with_slots = experts.map(|expert| (expert, self.slots_of(expert..expert + 1)));
+        with_slots.filter(|(_, slots)| !slots.is_empty())
+    }
+}
+
+/// Weights of a row's best experts. Where its logits are not numbers, neither are the weights.
+fn choose(best: &[(usize, f32)], renormalise: bool, chosen: &mut [Choice]) {
+    let total: f32 = if renormalise { best.iter().map(|(_, p)| p).sum() } else { 1.0 };
+    chosen.fill(Choice { expert: 0, weight: f32::NAN });
+    for (choice, &(expert, p)) in chosen.iter_mut().zip(best) {
+        *choice = Choice { expert: expert as u32, weight: p / total };
+    }
+}
+
+/// Matrices of all experts, and the columns of a buffer that their products fill.
+struct Part {
+    matrix: MatrixId,
+    /// `[experts]`
+    scale: Option<VectorId>,
+    /// `[experts][columns]`
+    bias: Option<VectorId>,
+    columns: Range<usize>,
+}
+
+impl Part {
+    fn matrix<'a>(&self, backend: &'a CpuBackend) -> &'a PackedMatrix {
+        &backend.matrices[self.matrix.0 as usize]
+    }
+
+    fn reads_int8(&self, backend: &CpuBackend) -> bool {
+        MatmulKernels::reads_int8(self.matrix(backend).ty(), backend.config.activations)
+    }
+
+    /// The product of one expert, into its slots.
+    fn product<'a>(
+        &self,
+        backend: &'a CpuBackend,
+        routes: &Routes,
+        expert: usize,
+        activations: Activations<'a>,
+        out: SharedRows<'a>,
+        slots: Range<usize>,
+    ) -> Result<Product<'a>, Error> {
+        let (len, experts) = (self.columns.len(), routes.experts());
+        let matrix = self.matrix(backend);
+        if matrix.rows() != len {
+            return Err(Error::Length { what: "rows of an expert", expected: len, found: matrix.rows() });
+        }
+        let of_expert = |id: Option<VectorId>, len: usize| {
+            let Some(id) = id else { return Ok(None) };
+            let vector = backend.vectors[id.0 as usize].as_slice();
+            let (expected, found) = (experts * len, vector.len());
+            if expected != found {
+                return Err(Error::Length { what: "values of all experts", expected, found });
+            }
+            Ok(Some(&vector[expert * len..][..len]))
+        };
+        let scale = of_expert(self.scale, 1)?.map_or(1.0, |scale| scale[0]);
+        let bias = of_expert(self.bias, len)?;
+        // SAFETY: slots of different experts are different rows, and parts of one expert different columns.
+        #[allow(unsafe_code, reason = "disjoint parts of one buffer")]
+        let out = unsafe { out.output(slots, self.columns.clone()) };
+        let epilogue = Epilogue { scale, bias, accumulate: false };
+        Ok(Product { view: matrix.view(expert)?, activations, out, epilogue })
+    }
 }

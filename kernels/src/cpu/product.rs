@@ -3,7 +3,7 @@
 use super::{CpuBackend, try_each};
 use crate::Error;
 use crate::backend::{BufferId, MatmulJob};
-use crate::matmul::{Activations, Epilogue, MatmulKernels, MatrixView, SharedOut};
+use crate::matmul::{ActivationMode, Activations, Epilogue, MatmulKernels, MatrixView, SharedOut};
 use crate::pool::Pool;
 use std::ops::Range;
 
@@ -13,32 +13,39 @@ const PARTS_PER_THREAD: usize = 8;
 /// One product with its output, ready to be cut into panels.
 pub(super) struct Product<'a> {
     pub(super) view: MatrixView<'a>,
+    pub(super) activations: Activations<'a>,
     pub(super) out: SharedOut<'a>,
     pub(super) epilogue: Epilogue<'a>,
 }
 
-/// Runs products of the same activations, cut by bytes over the pool's threads.
+impl Product<'_> {
+    /// What a panel costs, in bytes read: up to a few rows that is all it costs, beyond it grows with them.
+    fn panel_cost(&self) -> usize {
+        self.view.panel_bytes() * self.activations.rows().max(4)
+    }
+}
+
+/// Runs products, cut by cost over the pool's threads.
 pub(super) fn run(
     pool: &Pool,
     kernels: MatmulKernels,
-    mode: crate::matmul::ActivationMode,
-    activations: &Activations<'_>,
+    mode: ActivationMode,
     products: &[Product<'_>],
 ) -> Result<(), Error> {
     let part = |product: &Product<'_>, panels: Range<usize>| {
-        kernels.run(product.view, panels, activations, mode, product.out, &product.epilogue)
+        let Product { view, activations, out, epilogue } = product;
+        kernels.run(*view, panels, activations, mode, *out, epilogue)
     };
     if pool.threads() == 1 {
         return products.iter().try_for_each(|product| part(product, 0..product.view.panels()));
     }
-    let bytes: usize =
-        products.iter().map(|product| product.view.panels() * product.view.panel_bytes()).sum();
-    let share = bytes.div_ceil(pool.threads() * PARTS_PER_THREAD).max(1);
+    let cost: usize = products.iter().map(|product| product.view.panels() * product.panel_cost()).sum();
+    let share = cost.div_ceil(pool.threads() * PARTS_PER_THREAD).max(1);
     let parts: Vec<(usize, Range<usize>)> = products
         .iter()
         .enumerate()
         .flat_map(|(index, product)| {
-            let step = (share / product.view.panel_bytes().max(1)).max(1);
+            let step = (share / product.panel_cost().max(1)).max(1);
             let panels = product.view.panels();
             (0..panels).step_by(step).map(move |start| (index, start..panels.min(start + step)))
         })
@@ -73,9 +80,10 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
         let bias = job.bias.map(|id| backend.vectors[id.0 as usize].as_slice());
         products.push(Product {
             view: backend.matrices[job.matrix.0 as usize].view(0)?,
+            activations,
             out,
             epilogue: Epilogue { scale: job.scale, bias, accumulate: job.accumulate },
         });
     }
-    run(&backend.pool, backend.kernels, mode, &activations, &products)
+    run(&backend.pool, backend.kernels, mode, &products)
 }

@@ -7,9 +7,10 @@ use crate::backend::BufferId;
 use crate::matmul::{MatmulKernels, QuantizedRows, SharedOut};
 use crate::pool::Pool;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// An activation buffer: up to `capacity` rows of `cols` values, and their 8-bit form while it is fresh.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Buffer {
     data: AlignedBuf<f32>,
     cols: usize,
@@ -58,12 +59,11 @@ impl Buffer {
         }
     }
 
-    /// Declares rows of another width; the memory must suffice. What the buffer held is kept as it lies.
-    pub(super) fn reshape(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
-        if rows.checked_mul(cols).is_none_or(|len| len > self.data.len()) {
-            return Err(Error::OutOfRange { what: "buffer value", index: rows, len: self.data.len() });
-        }
-        (self.rows, self.cols, self.fresh) = (rows, cols, false);
+    /// Gives the buffer another shape and as much memory as that takes; what it held is stale.
+    pub(super) fn fit(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
+        let len = rows.checked_mul(cols).ok_or(Error::Shape { rows, cols, experts: 1 })?;
+        self.data.grow(len);
+        (self.rows, self.cols, self.capacity, self.fresh) = (rows, cols, rows, false);
         Ok(())
     }
 
@@ -87,6 +87,42 @@ impl Buffer {
     pub(super) fn share(&mut self) -> SharedRows<'_> {
         self.fresh = false;
         SharedRows { start: self.data.as_mut_ptr(), rows: self.rows, cols: self.cols, owner: PhantomData }
+    }
+
+    /// Changes every row, rows in parallel.
+    pub(super) fn change(
+        &mut self,
+        pool: &Pool,
+        row: impl Fn(usize, &mut [f32]) -> Result<(), Error> + Sync,
+    ) -> Result<(), Error> {
+        let (rows, shared) = (self.rows, self.share());
+        super::try_each(pool, rows, |index| {
+            // SAFETY: every row is visited once.
+            row(index, unsafe { shared.row(index) })
+        })
+    }
+
+    /// As [`Buffer::change`], and makes the 8-bit form of each row on the way if `kernels` are given for it.
+    pub(super) fn fill(
+        &mut self,
+        pool: &Pool,
+        kernels: Option<MatmulKernels>,
+        row: impl Fn(usize, &mut [f32]) -> Result<(), Error> + Sync,
+    ) -> Result<(), Error> {
+        let Some(kernels) = kernels else { return self.change(pool, row) };
+        let (rows, cols) = (self.rows, self.cols);
+        self.quantized.resize(rows, cols);
+        let shared = SharedRows { start: self.data.as_mut_ptr(), rows, cols, owner: PhantomData };
+        let quantized = self.quantized.share();
+        super::try_each(pool, rows, |index| {
+            // SAFETY: every row is visited once.
+            let values = unsafe { shared.row(index) };
+            row(index, values)?;
+            // SAFETY: as above.
+            unsafe { quantized.quantize_row(kernels, index, values) }
+        })?;
+        self.fresh = true;
+        Ok(())
     }
 
     /// Makes the 8-bit form fresh, rows in parallel.
@@ -166,7 +202,21 @@ unsafe impl Send for SharedRows<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for SharedRows<'_> {}
 
-impl SharedRows<'_> {
+impl<'a> SharedRows<'a> {
+    /// Some columns of some rows as the output of a product of as many rows and columns.
+    ///
+    /// # Safety
+    /// While a product runs on the result, nobody else may touch these columns of these rows.
+    pub(super) unsafe fn output(&self, rows: Range<usize>, columns: Range<usize>) -> SharedOut<'a> {
+        assert!(rows.end <= self.rows && columns.end <= self.cols);
+        // SAFETY: from there on the rows lie inside the buffer that this handle borrows mutably, `cols` values
+        // apart, and of the last row as much is left as the columns take.
+        unsafe {
+            let start = self.start.add(rows.start * self.cols + columns.start);
+            SharedOut::new(start, rows.len(), self.cols)
+        }
+    }
+
     /// Row `row`.
     ///
     /// # Safety

@@ -5,6 +5,7 @@ use super::kernel::MatmulKernels;
 use crate::aligned::AlignedBuf;
 use crate::error::Error;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Values that share a scale.
 pub(crate) const BLOCK: usize = 32;
@@ -57,14 +58,24 @@ pub enum ActivationMode {
     F32,
 }
 
-/// Activations of a call: `rows` (tokens) by `k` f32 values, row-major, and their int8 form if an int8
-/// product is wanted.
+/// Activations of a call: rows (tokens) of `k` f32 values, row-major, and their int8 form if an int8 product is
+/// wanted; all of them or some, such as those that go to one expert.
 #[derive(Debug, Clone, Copy)]
 pub struct Activations<'a> {
-    pub(super) rows: usize,
     pub(super) k: usize,
     pub(super) f32: &'a [f32],
     pub(super) int8: Option<&'a QuantizedRows>,
+    /// Rows that `f32` and `int8` hold.
+    held: usize,
+    /// Those of the call.
+    chosen: Chosen<'a>,
+}
+
+/// Which rows take part in a call. All of them exist.
+#[derive(Debug, Clone, Copy)]
+enum Chosen<'a> {
+    Run { first: usize, len: usize },
+    Listed(&'a [u32]),
 }
 
 impl<'a> Activations<'a> {
@@ -90,12 +101,46 @@ impl<'a> Activations<'a> {
                 return Err(Error::Length { what: "quantised columns", expected: k, found: int8.k });
             }
         }
-        Ok(Self { rows, k, f32, int8 })
+        Ok(Self { k, f32, int8, held: rows, chosen: Chosen::Run { first: 0, len: rows } })
     }
 
-    /// Number of rows (tokens).
+    /// Only these rows, in this order; nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a row that there is not.
+    pub fn listed(&self, rows: &'a [u32]) -> Result<Self, Error> {
+        match rows.iter().find(|row| **row as usize >= self.held) {
+            Some(row) => Err(Error::OutOfRange { what: "row", index: *row as usize, len: self.held }),
+            None => Ok(Self { chosen: Chosen::Listed(rows), ..*self }),
+        }
+    }
+
+    /// Only the rows of a range; nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a row that there is not.
+    pub fn run(&self, rows: Range<usize>) -> Result<Self, Error> {
+        if rows.end > self.held {
+            return Err(Error::OutOfRange { what: "row", index: rows.end, len: self.held });
+        }
+        Ok(Self { chosen: Chosen::Run { first: rows.start, len: rows.len() }, ..*self })
+    }
+
+    /// Number of rows (tokens) of the call.
     pub fn rows(&self) -> usize {
-        self.rows
+        match self.chosen {
+            Chosen::Run { len, .. } => len,
+            Chosen::Listed(rows) => rows.len(),
+        }
+    }
+
+    /// Where the row of token `token` of the call lies.
+    #[inline]
+    pub(super) fn row(&self, token: usize) -> usize {
+        match self.chosen {
+            Chosen::Run { first, .. } => first + token,
+            Chosen::Listed(rows) => rows[token] as usize,
+        }
     }
 }
 
@@ -151,23 +196,6 @@ impl QuantizedRows {
         }
         self.resize(rows, k);
         (0..rows).try_for_each(|row| self.quantize_row(kernels, row, &src[row * k..][..k]))
-    }
-
-    /// Makes this buffer a copy of some rows of another one, in the order given: the tokens of one expert.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRange`] for a row that `from` lacks.
-    pub fn gather(&mut self, from: &Self, rows: &[usize]) -> Result<(), Error> {
-        self.resize(rows.len(), from.k);
-        let stride = self.stride();
-        for (i, &row) in rows.iter().enumerate() {
-            if row >= from.rows {
-                return Err(Error::OutOfRange { what: "row", index: row, len: from.rows });
-            }
-            let to = &mut self.blocks[i * stride..][..stride];
-            to.copy_from_slice(&from.blocks[row * stride..][..stride]);
-        }
-        Ok(())
     }
 
     /// A handle through which several threads may quantise different rows at once.

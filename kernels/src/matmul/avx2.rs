@@ -25,18 +25,18 @@ const HALF_PANEL: usize = PANEL_ROWS / 2;
 /// # Safety
 /// See [`KernelSet`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
+unsafe fn int8(call: &Int8Call<'_>, tile: &mut Tile) {
     let Some(scheme) = Scheme::of(call.ty) else { return };
     let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
-    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
+    tile.0[..call.tokens.len()].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
     for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
         unpack(&scheme, packed, &mut block);
-        for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
+        for (token, acc) in call.tokens.iter().zip(&mut tile.0) {
             // SAFETY: the caller's contract.
-            let a = unsafe { &*call.activations.add(token * call.stride + index) };
+            let a = unsafe { &*call.activations.add(token + index) };
             let sums = [half_sums(&block, &scheme, 0, a), half_sums(&block, &scheme, 1, a)];
             fold(&block, &scheme, &sums, a, acc);
         }
@@ -144,19 +144,18 @@ type Columns = [Lanes<f32>; BLOCK];
 /// # Safety
 /// See [`KernelSet`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn f32(call: &F32Call, tile: &mut Tile) {
+unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
     let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
     let mut sums = [[[0.0; PANEL_ROWS]; TILE_TOKENS]; 2];
     let mut columns: Columns = [[0.0; PANEL_ROWS]; BLOCK];
-    // SAFETY: the caller's contract.
-    let activations = unsafe { std::slice::from_raw_parts(call.activations, call.tokens * call.cols) };
     let mut accumulate = |first: usize, columns: &Columns| {
-        for (token, a) in activations.chunks_exact(call.cols).enumerate() {
-            let a = &a[first..call.cols.min(first + BLOCK)];
-            let [even, odd] = &mut sums;
-            add_columns(&mut even[token], &mut odd[token], columns, a);
+        let [even, odd] = &mut sums;
+        for ((token, even), odd) in call.tokens.iter().zip(even).zip(odd) {
+            // SAFETY: the caller's contract.
+            let a = unsafe { std::slice::from_raw_parts(call.activations.add(*token), call.cols) };
+            add_columns(even, odd, columns, &a[first..call.cols.min(first + BLOCK)]);
         }
     };
     if let Some(scheme) = Scheme::of(call.ty) {
@@ -178,7 +177,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
         }
     }
     let [even, odd] = &sums;
-    for (out, (even, odd)) in tile.0[..call.tokens].iter_mut().zip(even.iter().zip(odd)) {
+    for (out, (even, odd)) in tile.0[..call.tokens.len()].iter_mut().zip(even.iter().zip(odd)) {
         *out = lanes(|r| even[r] + odd[r]);
     }
 }

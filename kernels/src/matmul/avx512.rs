@@ -43,14 +43,14 @@ macro_rules! by_format {
 
 /// # Safety
 /// See [`KernelSet`].
-unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
+unsafe fn int8(call: &Int8Call<'_>, tile: &mut Tile) {
     // SAFETY: the caller's contract.
     unsafe { by_format!(call.ty, int8::product, (call, tile), ()) }
 }
 
 /// # Safety
 /// See [`KernelSet`].
-unsafe fn f32(call: &F32Call, tile: &mut Tile) {
+unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
     // SAFETY: the caller's contract.
     unsafe { by_format!(call.ty, float::quantised, (call, tile), float::plain(call, tile)) }
 }

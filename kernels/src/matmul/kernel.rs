@@ -24,31 +24,29 @@ pub(super) struct Tile(pub(super) [[f32; PANEL_ROWS]; TILE_TOKENS]);
 
 /// One panel times some quantised tokens.
 #[derive(Clone, Copy)]
-pub(super) struct Int8Call {
+pub(super) struct Int8Call<'a> {
     pub(super) ty: GgmlType,
     /// Start of the panel: `cols / 32` blocks in the layout of `ty`.
     pub(super) panel: *const u8,
     /// Blocks of 32 columns.
     pub(super) blocks: usize,
-    /// First token's first block.
+    /// Blocks that the tokens lie in.
     pub(super) activations: *const QuantizedBlock,
-    /// Blocks from one token to the next.
-    pub(super) stride: usize,
-    /// 1 to [`TILE_TOKENS`].
-    pub(super) tokens: usize,
+    /// Where the first block of each token is among them, of 1 to [`TILE_TOKENS`] tokens.
+    pub(super) tokens: &'a [usize],
 }
 
 /// One panel times some f32 tokens.
 #[derive(Clone, Copy)]
-pub(super) struct F32Call {
+pub(super) struct F32Call<'a> {
     pub(super) ty: GgmlType,
     /// Start of the panel: `cols` columns in the layout of `ty`.
     pub(super) panel: *const u8,
     pub(super) cols: usize,
-    /// First token's first value; tokens are `cols` apart.
+    /// Values that the tokens lie in.
     pub(super) activations: *const f32,
-    /// 1 to [`TILE_TOKENS`].
-    pub(super) tokens: usize,
+    /// Where the first value of each token is among them, of 1 to [`TILE_TOKENS`] tokens.
+    pub(super) tokens: &'a [usize],
 }
 
 /// The kernels of one instruction set.
@@ -56,8 +54,8 @@ pub(super) struct F32Call {
 /// Contracts of the unsafe functions: the processor has the instruction set; the pointers of a call cover what
 /// its fields say; `int8` is called for formats with a [`Scheme`] only, `f32` for those and plain floats.
 pub(super) struct KernelSet {
-    pub(super) int8: unsafe fn(&Int8Call, &mut Tile),
-    pub(super) f32: unsafe fn(&F32Call, &mut Tile),
+    pub(super) int8: unsafe fn(&Int8Call<'_>, &mut Tile),
+    pub(super) f32: unsafe fn(&F32Call<'_>, &mut Tile),
     /// Quantises a row into `len.div_ceil(32)` blocks.
     pub(super) quantize: unsafe fn(&[f32], &mut [QuantizedBlock]),
 }
@@ -128,7 +126,7 @@ impl MatmulKernels {
         check(&matrix, &panels, activations, out, epilogue)?;
         if Self::reads_int8(matrix.ty(), mode) {
             let quantized = activations.int8.ok_or(Error::NotQuantized)?;
-            self.run_int8(matrix, panels, quantized, out, epilogue);
+            self.run_int8(matrix, panels, activations, quantized, out, epilogue);
         } else {
             self.run_f32(matrix, panels, activations, out, epilogue);
         }
@@ -139,27 +137,32 @@ impl MatmulKernels {
         &self,
         matrix: MatrixView<'_>,
         panels: Range<usize>,
+        activations: &Activations<'_>,
         quantized: &QuantizedRows,
         out: SharedOut<'_>,
         epilogue: &Epilogue<'_>,
     ) {
         let stride = quantized.stride();
         let all = quantized.blocks();
-        let walk =
-            Walk { panels, tokens: quantized.rows(), token_bytes: stride * size_of::<QuantizedBlock>() };
+        let token_bytes = stride * size_of::<QuantizedBlock>();
+        let walk = Walk { panels, tokens: activations.rows(), token_bytes };
         let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
+        let mut starts = [0; TILE_TOKENS];
         walk.tiles(|panel, tokens| {
+            for (start, token) in starts.iter_mut().zip(tokens.clone()) {
+                out.prefetch(token, panel * PANEL_ROWS);
+                *start = activations.row(token) * stride;
+            }
             let call = Int8Call {
                 ty: matrix.ty(),
                 panel: matrix.panel(panel).as_ptr(),
                 blocks: matrix.cols() / BLOCK,
-                activations: all[tokens.start * stride..tokens.end * stride].as_ptr(),
-                stride,
-                tokens: tokens.len(),
+                activations: all.as_ptr(),
+                tokens: &starts[..tokens.len()],
             };
             // SAFETY: `for_isa` made sure of the instruction set. The panel slice holds `cols / 32` blocks of
-            // the format (`PackedMatrix` only exists with whole blocks), the activation slice `tokens` rows of
-            // `stride` blocks, and `check` made sure that they have `cols` columns.
+            // the format (`PackedMatrix` only exists with whole blocks). Rows of a call exist (`Activations`), so
+            // that `stride` blocks follow each start, which `check` made sure are `cols` columns.
             unsafe { (self.set.int8)(&call, &mut tile) };
             store(&matrix, panel, tokens, &tile, out, epilogue);
         });
@@ -174,17 +177,22 @@ impl MatmulKernels {
         epilogue: &Epilogue<'_>,
     ) {
         let cols = matrix.cols();
-        let walk = Walk { panels, tokens: activations.rows, token_bytes: cols * size_of::<f32>() };
+        let walk = Walk { panels, tokens: activations.rows(), token_bytes: cols * size_of::<f32>() };
         let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
+        let mut starts = [0; TILE_TOKENS];
         walk.tiles(|panel, tokens| {
+            for (start, token) in starts.iter_mut().zip(tokens.clone()) {
+                out.prefetch(token, panel * PANEL_ROWS);
+                *start = activations.row(token) * cols;
+            }
             let call = F32Call {
                 ty: matrix.ty(),
                 panel: matrix.panel(panel).as_ptr(),
                 cols,
-                activations: activations.f32[tokens.start * cols..tokens.end * cols].as_ptr(),
-                tokens: tokens.len(),
+                activations: activations.f32.as_ptr(),
+                tokens: &starts[..tokens.len()],
             };
-            // SAFETY: as for int8; the activation slice holds `tokens` rows of `cols` values.
+            // SAFETY: as for int8; `cols` values follow each start.
             unsafe { (self.set.f32)(&call, &mut tile) };
             store(&matrix, panel, tokens, &tile, out, epilogue);
         });
@@ -245,8 +253,8 @@ fn check(
     if activations.k != matrix.cols() {
         return Err(length("activation columns", matrix.cols(), activations.k));
     }
-    if out.rows() != activations.rows {
-        return Err(length("output rows", activations.rows, out.rows()));
+    if out.rows() != activations.rows() {
+        return Err(length("output rows", activations.rows(), out.rows()));
     }
     if out.ld() < matrix.rows() {
         return Err(length("output columns", matrix.rows(), out.ld()));
@@ -307,11 +315,11 @@ pub fn matmul_single_thread(
     epilogue: &Epilogue<'_>,
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let expected = activations.rows * matrix.rows();
+    let expected = activations.rows() * matrix.rows();
     if out.len() != expected {
         return Err(Error::Length { what: "output", expected, found: out.len() });
     }
     // SAFETY: `out` is borrowed exclusively and holds `rows` tokens of `matrix.rows()` values.
-    let shared = unsafe { SharedOut::new(out.as_mut_ptr(), activations.rows, matrix.rows()) };
+    let shared = unsafe { SharedOut::new(out.as_mut_ptr(), activations.rows(), matrix.rows()) };
     kernels.run(matrix, 0..matrix.panels(), activations, mode, shared, epilogue)
 }

@@ -11,18 +11,18 @@ pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
 
 /// # Safety
 /// See [`KernelSet`].
-unsafe fn int8(call: &Int8Call, tile: &mut Tile) {
+unsafe fn int8(call: &Int8Call<'_>, tile: &mut Tile) {
     let Some(scheme) = Scheme::of(call.ty) else { return };
     let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
-    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
+    tile.0[..call.tokens.len()].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
     for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
         block.unpack(&scheme, packed);
-        for (token, acc) in tile.0[..call.tokens].iter_mut().enumerate() {
+        for (token, acc) in call.tokens.iter().zip(&mut tile.0) {
             // SAFETY: the caller's contract.
-            let a = unsafe { &*call.activations.add(token * call.stride + index) };
+            let a = unsafe { &*call.activations.add(token + index) };
             let sums = [0, 1].map(|half| integer_sums(&block, scheme.offset, half, a));
             fold(&block, &scheme, &sums, a, acc);
         }
@@ -92,17 +92,17 @@ fn by_factors(factors: &[Lanes<i32>; 2], sums: &[Lanes<i32>; 2]) -> impl Fn(usiz
 
 /// # Safety
 /// See [`KernelSet`].
-unsafe fn f32(call: &F32Call, tile: &mut Tile) {
+unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
     let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
-    tile.0[..call.tokens].fill([0.0; PANEL_ROWS]);
+    tile.0[..call.tokens.len()].fill([0.0; PANEL_ROWS]);
     let mut odd = [[0.0; PANEL_ROWS]; super::kernel::TILE_TOKENS];
     let mut column = |k: usize, weights: &Lanes<f32>| {
         let sums = if k.is_multiple_of(2) { &mut tile.0 } else { &mut odd };
-        for (token, acc) in sums[..call.tokens].iter_mut().enumerate() {
+        for (token, acc) in call.tokens.iter().zip(sums) {
             // SAFETY: the caller's contract; `k < cols`.
-            let a = unsafe { *call.activations.add(token * call.cols + k) };
+            let a = unsafe { *call.activations.add(token + k) };
             for (acc, weight) in acc.iter_mut().zip(weights) {
                 *acc = weight.mul_add(a, *acc);
             }
@@ -123,7 +123,7 @@ unsafe fn f32(call: &F32Call, tile: &mut Tile) {
             column(k, &lanes(|r| plain_value(call.ty, &slots[r * size..][..size])));
         }
     }
-    for (even, odd) in tile.0[..call.tokens].iter_mut().zip(&odd) {
+    for (even, odd) in tile.0[..call.tokens.len()].iter_mut().zip(&odd) {
         even.iter_mut().zip(odd).for_each(|(even, odd)| *even += odd);
     }
 }

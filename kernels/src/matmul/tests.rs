@@ -265,16 +265,46 @@ fn quantised_rows_are_the_same_on_every_isa_and_poison_spreads() {
 }
 
 #[test]
-fn gathered_rows_are_copies() {
-    let kernels = every_isa().next().unwrap();
-    let mut all = QuantizedRows::new();
-    all.quantize(kernels, 64, &Random(9).values(5 * 64)).unwrap();
-    let mut some = QuantizedRows::new();
-    some.gather(&all, &[4, 0, 4]).unwrap();
-    assert_eq!(some.rows(), 3);
-    assert_eq!(some.blocks()[..2], all.blocks()[8..10]);
-    assert_eq!(some.blocks()[2..4], all.blocks()[..2]);
-    assert_eq!(some.gather(&all, &[5]), Err(Error::OutOfRange { what: "row", index: 5, len: 5 }));
+fn chosen_rows_give_what_they_give_among_all() {
+    let (rows, tokens) = (33, 40);
+    for ty in served() {
+        let cols = columns(ty, 3);
+        let mut random = Random(9);
+        let matrix = PackedMatrix::pack(ty, rows, cols, 1, &random.tensor(ty, rows, cols)).unwrap();
+        let a = random.values(tokens * cols);
+        for kernels in every_isa() {
+            let mut quantized = QuantizedRows::new();
+            quantized.quantize(kernels, cols, &a).unwrap();
+            let all = Activations::new(tokens, cols, &a, Some(&quantized)).unwrap();
+            for mode in [ActivationMode::Int8, ActivationMode::F32] {
+                let whole = product(kernels, &matrix, &a, mode);
+                let product = |activations: &Activations<'_>| {
+                    let mut out = vec![f32::NAN; activations.rows() * rows];
+                    let view = matrix.view(0).unwrap();
+                    matmul_single_thread(kernels, view, activations, mode, &Epilogue::STORE, &mut out)
+                        .unwrap();
+                    bits(&out)
+                };
+                // With repetitions, out of order, more than a tile.
+                for count in [0, 1, 3, 7, 19, 37] {
+                    let listed: Vec<u32> = (0..count).map(|i| (i * 23 + 5) % tokens as u32).collect();
+                    let want: Vec<f32> = listed
+                        .iter()
+                        .flat_map(|row| &whole[*row as usize * rows..][..rows])
+                        .copied()
+                        .collect();
+                    assert_eq!(product(&all.listed(&listed).unwrap()), bits(&want), "{ty} {kernels:?}");
+                    let run = all.run(2..2 + count as usize).unwrap();
+                    assert_eq!(product(&run), bits(&whole[2 * rows..][..count as usize * rows]));
+                }
+            }
+            assert_eq!(
+                all.listed(&[0, 40]).map(|_| ()),
+                Err(Error::OutOfRange { what: "row", index: 40, len: 40 })
+            );
+            assert!(matches!(all.run(3..41), Err(Error::OutOfRange { what: "row", index: 41, len: 40 })));
+        }
+    }
 }
 
 #[test]

@@ -67,26 +67,32 @@ pub struct Columns<'a> {
     pub len: usize,
 }
 
-/// `out = gating(gate, up)`, element by element; `out` is `[rows][columns]`.
+/// `out = gating(gate, up)`, element by element, on the calling thread.
 ///
 /// # Errors
-/// [`Error::Length`] where `gate` and `up` do not have these columns and rows.
-pub fn gated(
-    pool: &Pool,
+/// [`Error::Length`] where the three are not of one length.
+pub fn gated_row(isa: Isa, gating: Gating, gate: &[f32], up: &[f32], out: &mut [f32]) -> Result<(), Error> {
+    check_len("gate", out.len(), gate.len())?;
+    check_len("up", out.len(), up.len())?;
+    dispatch(isa, MapChunk { a: gate, b: up, out, map: Gated(gating) });
+    Ok(())
+}
+
+/// `out = scale * sum of weight * row (+ out)`, the rows in order, on the calling thread.
+///
+/// # Errors
+/// [`Error::Length`] where a row is not as long as `out`.
+pub fn weighted_sum(
     isa: Isa,
-    gating: Gating,
-    gate: Columns<'_>,
-    up: Columns<'_>,
+    rows: &[(&[f32], f32)],
+    scale: f32,
+    accumulate: bool,
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let len = gate.len;
-    let rows = out.len().checked_div(len).unwrap_or(0);
-    check_len("gated output", rows * len, out.len())?;
-    gate.check("gate", rows, len)?;
-    up.check("up", rows, len)?;
-    for_each_row(pool, rows, len, out, |row, out| {
-        dispatch(isa, MapChunk { a: gate.row(row), b: up.row(row), out, map: Gated(gating) });
-    });
+    for (row, _) in rows {
+        check_len("row of a weighted sum", out.len(), row.len())?;
+    }
+    dispatch(isa, WeightedSum { rows, scale, accumulate, out });
     Ok(())
 }
 
@@ -302,5 +308,30 @@ impl Kernel for ScaleRow<'_> {
             s.put(s.mul(s.chunk(x), factor), x);
         }
         s.put_tail(s.mul(s.tail(rest), factor), rest);
+    }
+}
+
+struct WeightedSum<'a> {
+    rows: &'a [(&'a [f32], f32)],
+    scale: f32,
+    accumulate: bool,
+    out: &'a mut [f32],
+}
+
+impl Kernel for WeightedSum<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (zero, scale) = (s.splat(0.0), s.splat(self.scale));
+        for (i, out) in self.out.chunks_mut(LANES).enumerate() {
+            let mut sum = zero;
+            for (row, weight) in self.rows {
+                let row = &row[i * LANES..];
+                sum = s.fma(s.tail(&row[..out.len()]), s.splat(*weight), sum);
+            }
+            let before = if self.accumulate { s.tail(out) } else { zero };
+            s.put_tail(s.fma(sum, scale, before), out);
+        }
     }
 }

@@ -34,7 +34,8 @@ pub fn mixture(
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> = logits.iter().map(|x| f64::from(x - highest).exp()).collect();
     let mut order: Vec<usize> = (0..experts.len()).collect();
-    order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+    // The sort is stable, and zeroes of both signs are equal.
+    order.sort_by(|a, b| logits[*b].partial_cmp(&logits[*a]).unwrap_or(std::cmp::Ordering::Equal));
     order.truncate(used);
     let total: f64 = if renormalise { order.iter().map(|e| weights[*e]).sum() } else { weights.iter().sum() };
     let mut out = vec![0.0; x.len()];

@@ -20,14 +20,10 @@ use std::arch::x86_64::{
 /// Calls `$kernel::<.., N>` for as many tokens as the call has, at most eight at a time.
 macro_rules! by_tokens {
     ($call:expr, $tile:expr, $kernel:ident::<$($generic:ty),+>) => {
-        for first in (0..$call.tokens).step_by(8) {
-            let call = F32Call {
-                activations: $call.activations.add(first * $call.cols),
-                tokens: ($call.tokens - first).min(8),
-                ..*$call
-            };
-            let lanes = $tile.0[first..].as_mut_ptr().cast();
-            match call.tokens {
+        for (part, tokens) in $call.tokens.chunks(8).enumerate() {
+            let call = F32Call { tokens, ..*$call };
+            let lanes = $tile.0[8 * part..].as_mut_ptr().cast();
+            match tokens.len() {
                 1 => $kernel::<$($generic),+, 1>(&call, lanes),
                 2 => $kernel::<$($generic),+, 2>(&call, lanes),
                 3..=4 => $kernel::<$($generic),+, 4>(&call, lanes),
@@ -39,15 +35,14 @@ macro_rules! by_tokens {
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
-pub(super) unsafe fn quantised<C: Codes, S: Scales>(call: &F32Call, tile: &mut Tile) {
-    // SAFETY: the caller's contract; `first` is below the number of tokens, and at most eight tokens from
-    // there have their place in the tile.
+pub(super) unsafe fn quantised<C: Codes, S: Scales>(call: &F32Call<'_>, tile: &mut Tile) {
+    // SAFETY: the caller's contract; each part is at most eight tokens, which have their place in the tile.
     unsafe { by_tokens!(call, tile, quantised_tokens::<C, S>) }
 }
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is a plain float.
-pub(super) unsafe fn plain(call: &F32Call, tile: &mut Tile) {
+pub(super) unsafe fn plain(call: &F32Call<'_>, tile: &mut Tile) {
     // SAFETY: as above.
     unsafe {
         match call.ty {
@@ -73,8 +68,9 @@ unsafe fn store<const N: usize>(sums: Sums<N>, tokens: usize, lanes: *mut f32) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
-unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, lanes: *mut f32) {
-    let last = call.tokens - 1;
+unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'_>, lanes: *mut f32) {
+    let last = call.tokens.len() - 1;
+    let starts: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     let mut at = call.panel;
     let mut activations = call.activations;
@@ -109,7 +105,7 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
                 unroll!(N, |t| {
                     // SAFETY: the row of a token that exists has the four columns of the group here.
                     unsafe {
-                        let a = activations.add(t.min(last) * call.cols + 4 * group);
+                        let a = activations.add(starts[t] + 4 * group);
                         sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
                         sums[1][t] = _mm512_fmadd_ps(w[1], _mm512_set1_ps(*a.add(1)), sums[1][t]);
                         sums[0][t] = _mm512_fmadd_ps(w[2], _mm512_set1_ps(*a.add(2)), sums[0][t]);
@@ -124,7 +120,7 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call, 
         at = codes_at;
     }
     // SAFETY: the caller's contract.
-    unsafe { store(sums, call.tokens, lanes) }
+    unsafe { store(sums, call.tokens.len(), lanes) }
 }
 
 /// A plain float format.
@@ -174,8 +170,9 @@ impl Plain for Bf16 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call, lanes: *mut f32) {
-    let last = call.tokens - 1;
+unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut f32) {
+    let last = call.tokens.len() - 1;
+    let starts: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     for k in (0..call.cols & !1).step_by(2) {
         // See `super::int8`: with few tokens the hardware does as well alone.
@@ -191,7 +188,7 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call, lanes: *mut f32
         unroll!(N, |t| {
             // SAFETY: so they do in the row of a token that exists.
             unsafe {
-                let a = call.activations.add(t.min(last) * call.cols + k);
+                let a = call.activations.add(starts[t] + k);
                 sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
                 sums[1][t] = _mm512_fmadd_ps(w[1], _mm512_set1_ps(*a.add(1)), sums[1][t]);
             }
@@ -203,10 +200,10 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call, lanes: *mut f32
         let w = unsafe { P::load(call.panel.add(k * P::BYTES)) };
         unroll!(N, |t| {
             // SAFETY: as above.
-            let a = unsafe { *call.activations.add(t.min(last) * call.cols + k) };
+            let a = unsafe { *call.activations.add(starts[t] + k) };
             sums[0][t] = _mm512_fmadd_ps(w, _mm512_set1_ps(a), sums[0][t]);
         });
     }
     // SAFETY: the caller's contract.
-    unsafe { store(sums, call.tokens, lanes) }
+    unsafe { store(sums, call.tokens.len(), lanes) }
 }

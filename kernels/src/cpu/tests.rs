@@ -1,0 +1,118 @@
+//! The op vocabulary on every instruction set, against plain definitions.
+
+use super::*;
+use crate::Isa;
+use crate::backend::StepSequence;
+use crate::pool::PoolConfig;
+use std::num::NonZeroUsize;
+
+mod attend;
+mod moe;
+mod rowwise;
+
+/// A small deterministic generator.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 ^ self.0 >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32
+    }
+
+    /// Between -1 and 1.
+    fn values(&mut self, count: usize) -> Vec<f32> {
+        (0..count).map(|_| self.next() as f32 / (1_u64 << 31) as f32 - 1.0).collect()
+    }
+}
+
+fn device(isa: Isa, activations: ActivationMode, threads: usize) -> CpuBackend {
+    let config = CpuConfig { matmul: isa, attention: isa, rows: isa, activations };
+    let pool = Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap())).unwrap();
+    CpuBackend::new(config, pool).unwrap()
+}
+
+/// What `f` gives on every instruction set, with one thread and with three: the same bits.
+fn on_every_isa(activations: ActivationMode, f: impl Fn(&mut CpuBackend) -> Vec<f32>) -> Vec<f32> {
+    let want = f(&mut device(Isa::Scalar, activations, 1));
+    for isa in Isa::available() {
+        for threads in [1, 3] {
+            let got = f(&mut device(isa, activations, threads));
+            assert_eq!(bits(&got), bits(&want), "{isa}, {threads} threads");
+        }
+    }
+    want
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+fn assert_close(got: &[f32], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len());
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let error = (f64::from(*got) - want).abs();
+        assert!(error <= tolerance * want.abs().max(1.0), "element {i}: {got} is not {want}");
+    }
+}
+
+/// A buffer that holds these rows.
+fn buffer(backend: &mut CpuBackend, cols: usize, values: &[f32]) -> BufferId {
+    let id = backend.create_buffer(values.len() / cols, cols).unwrap();
+    backend.write_rows(id, values).unwrap();
+    id
+}
+
+fn values(backend: &CpuBackend, id: BufferId) -> Vec<f32> {
+    backend.buffers[id.0 as usize].values().to_vec()
+}
+
+/// `experts` matrices of F32.
+fn matrix(backend: &mut CpuBackend, experts: usize, cols: usize, values: &[f32]) -> MatrixId {
+    let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let rows = values.len() / cols / experts;
+    let ggml_type = GgmlType::F32.id();
+    backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts, bytes: &bytes }).unwrap()
+}
+
+/// A step of whole sequences of these lengths, without attention.
+fn begin(backend: &mut CpuBackend, tokens: &[u32], sequences: &[StepSequence]) -> Result<(), Error> {
+    backend.begin_step(&StepInput { tokens, sequences, tables: &[], states: &[] })
+}
+
+#[test]
+fn the_arena_is_read_and_written_in_bounds_only() {
+    let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
+    backend.create_kv_arena(1024, &[128]).unwrap();
+    let bytes: Vec<u8> = (0..200).collect();
+    backend.write_arena(3, &bytes).unwrap();
+    let mut read = vec![0; 200];
+    backend.read_arena(3, &mut read).unwrap();
+    assert_eq!(read, bytes);
+    let copy = |from, to| KvCopy { group: 0, from, to };
+    backend.copy_kv(&[copy(3, 9), copy(9, 14)]).unwrap();
+    backend.read_arena(14, &mut read[..128]).unwrap();
+    assert_eq!(read[..128], bytes[..128]);
+    // Up to the last byte, and not beyond.
+    assert_eq!(backend.write_arena(15, &[1; 64]), Ok(()));
+    assert_eq!(backend.read_arena(16, &mut []), Ok(()));
+    let outside = |end| Err(Error::OutsideArena { end, len: 1024 });
+    assert_eq!(backend.write_arena(15, &[1; 65]), outside(1025));
+    assert_eq!(backend.read_arena(16, &mut [0]), outside(1025));
+    assert_eq!(backend.copy_kv(&[copy(0, 15)]), outside(1088));
+    let far = u64::from(u32::MAX) * 64 + 64;
+    assert_eq!(backend.read_arena(u32::MAX, &mut read[..64]), outside(far));
+    let group = KvCopy { group: 1, from: 0, to: 0 };
+    assert_eq!(backend.copy_kv(&[group]), Err(Error::OutOfRange { what: "KV group", index: 1, len: 1 }));
+}
+
+#[test]
+fn a_step_s_sequences_cover_its_tokens() {
+    let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
+    let sequence = |rows| StepSequence { rows, context: 0, segment_start: None };
+    assert_eq!(begin(&mut backend, &[1, 2, 3], &[sequence(0..1), sequence(1..3)]), Ok(()));
+    for parts in [[0..1, 1..2], [0..2, 1..3], [1..3, 0..1], [0..3, 3..4]] {
+        let parts = parts.map(sequence);
+        let result = begin(&mut backend, &[1, 2, 3], &parts);
+        assert!(matches!(result, Err(Error::Length { .. })), "{parts:?}");
+    }
+}

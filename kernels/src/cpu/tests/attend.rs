@@ -1,0 +1,298 @@
+//! From projections to the result of attention, through the cache.
+
+use super::*;
+use crate::backend::{BlockTable, KvType, KvWrite, StepSequence};
+use crate::ops::{RopeParams, RopeStyle};
+use crate::reference::attention::AttentionHead;
+use crate::reference::rows as reference;
+use std::ops::Range;
+
+const BLOCK_TOKENS: usize = 16;
+const POSITIONS: usize = 45;
+const EPS: f32 = 1e-5;
+/// Blocks of one sequence, in blocks.
+const BLOCKS: [u32; 3] = [2, 0, 1];
+
+/// One kind of layer.
+#[derive(Clone, Copy)]
+struct Layer {
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    window: Option<usize>,
+    causal: bool,
+    /// Values are the raw keys.
+    shared_projection: bool,
+    sinks: bool,
+}
+
+const FULL: Layer = Layer {
+    heads: 4,
+    kv_heads: 2,
+    dim: 16,
+    window: None,
+    causal: true,
+    shared_projection: false,
+    sinks: false,
+};
+const WINDOWED: Layer = Layer { heads: 3, kv_heads: 1, dim: 40, window: Some(7), ..FULL };
+
+/// Weights of a layer and its projections of every position.
+struct Input {
+    layer: Layer,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    q_norm: Vec<f32>,
+    k_norm: Vec<f32>,
+    sinks: Vec<f32>,
+}
+
+fn rope() -> RopeParams {
+    let style = RopeStyle::Half;
+    RopeParams { style, n_rot: 16, base: 1e4, freq_scale: 1.0, factors: None, magnitude: 1.3 }
+}
+
+impl Input {
+    fn new(layer: Layer, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let kv = POSITIONS * layer.kv_heads * layer.dim;
+        Self {
+            layer,
+            q: random.values(POSITIONS * layer.heads * layer.dim),
+            k: random.values(kv),
+            v: random.values(kv),
+            q_norm: random.values(layer.dim),
+            k_norm: random.values(layer.dim),
+            sinks: random.values(layer.heads).iter().map(|x| 3.0 * x).collect(),
+        }
+    }
+
+    fn shape(&self) -> KvShape {
+        let Layer { heads, kv_heads, dim, window, causal, .. } = self.layer;
+        KvShape {
+            block_tokens: BLOCK_TOKENS,
+            kv_heads,
+            head_dim: dim,
+            v_head_dim: dim,
+            heads,
+            kv_type: KvType::F32,
+            window,
+            causal,
+        }
+    }
+
+    /// The result of one position, seeing `keys` of `cache`.
+    fn reference(&self, cache: &Self, position: usize, keys: Range<usize>) -> Vec<f64> {
+        let Layer { heads, dim, .. } = self.layer;
+        let kv_heads = cache.layer.kv_heads;
+        let f32s = |x: Vec<f64>| x.into_iter().map(|x| x as f32).collect::<Vec<f32>>();
+        let head = |x: &[f32], heads: usize, position: usize, head: usize| {
+            x[(position * heads + head) * dim..][..dim].to_vec()
+        };
+        let rotated = |x: Vec<f32>, weight: &[f32], position: usize| {
+            f32s(reference::rope(&rope(), position, &f32s(reference::rms_norm(&x, Some(weight), EPS))))
+        };
+        (0..heads)
+            .flat_map(|h| {
+                let kv_head = h / (heads / kv_heads);
+                let of = |p: usize| {
+                    let k = head(&cache.k, kv_heads, p, kv_head);
+                    let v = if cache.layer.shared_projection {
+                        k.clone()
+                    } else {
+                        head(&cache.v, kv_heads, p, kv_head)
+                    };
+                    let v = f32s(reference::rms_norm(&v, None, EPS));
+                    (rotated(k, &cache.k_norm, p), v)
+                };
+                let pairs: Vec<_> = keys.clone().map(of).collect();
+                AttentionHead {
+                    q: &rotated(head(&self.q, heads, position, h), &self.q_norm, position),
+                    keys: &pairs.iter().map(|(k, v)| (&k[..], &v[..])).collect::<Vec<_>>(),
+                    scale: 0.5,
+                    softcap: None,
+                    sink: self.layer.sinks.then(|| self.sinks[h]),
+                }
+                .run()
+            })
+            .collect()
+    }
+}
+
+/// A layer on a device.
+struct Placed {
+    id: KvLayerId,
+    q_norm: Norm,
+    k_norm: Norm,
+    sinks: Option<VectorId>,
+    rope: RopeId,
+}
+
+impl Placed {
+    /// Declares the layer in a group.
+    fn new(backend: &mut CpuBackend, input: &Input, group: usize) -> Self {
+        let id = backend.create_kv_layer(group, input.shape(), 0).unwrap();
+        let width = input.layer.dim;
+        let mut norm = |weight: &[f32]| {
+            let weight = Some(backend.create_vector(weight).unwrap());
+            Norm { rms: true, weight, bias: None, eps: EPS, width }
+        };
+        let (q_norm, k_norm) = (norm(&input.q_norm), norm(&input.k_norm));
+        let sinks = input.layer.sinks.then(|| backend.create_vector(&input.sinks).unwrap());
+        let RopeParams { n_rot, base, freq_scale, factors, magnitude, .. } = rope();
+        let source = RopeSource { interleaved: false, n_rot, base, freq_scale, factors, magnitude };
+        Self { id, q_norm, k_norm, sinks, rope: backend.create_rope(source).unwrap() }
+    }
+
+    /// Writes keys and values of some positions if `writes`, and attends.
+    fn run(&self, backend: &mut CpuBackend, input: &Input, rows: Range<usize>, writes: bool) -> Vec<f32> {
+        let Layer { heads, kv_heads, dim, shared_projection, .. } = input.layer;
+        let part = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
+        let q = buffer(backend, heads * dim, &part(&input.q, heads * dim));
+        let kv = writes.then(|| {
+            let k = buffer(backend, kv_heads * dim, &part(&input.k, kv_heads * dim));
+            let v = match shared_projection {
+                true => k,
+                false => buffer(backend, kv_heads * dim, &part(&input.v, kv_heads * dim)),
+            };
+            let v_norm = Norm { rms: true, weight: None, bias: None, eps: EPS, width: dim };
+            KvWrite { k, v, k_norm: Some(self.k_norm), v_norm: Some(v_norm) }
+        });
+        let (q_norm, rope) = (Some(self.q_norm), Some(self.rope));
+        backend.qkv(&QkvOp { q, q_norm, kv, rope, layer: self.id }).unwrap();
+        let out = backend.create_buffer(rows.len(), heads * dim).unwrap();
+        let (sinks, layer) = (self.sinks, self.id);
+        backend.attention(&AttentionOp { q, out, scale: 0.5, sinks, layer }).unwrap();
+        values(backend, out)
+    }
+}
+
+/// An arena for blocks of these layers, each in a group of its own, one after the other.
+fn arena(backend: &mut CpuBackend, inputs: &[&Input]) -> Vec<Vec<u32>> {
+    let bytes: Vec<usize> =
+        inputs.iter().map(|input| backend.kv_block_bytes(input.shape()).unwrap()).collect();
+    backend.create_kv_arena(bytes.iter().sum::<usize>() * BLOCKS.len(), &bytes).unwrap();
+    let mut start = 0;
+    bytes
+        .iter()
+        .map(|bytes| {
+            let units = (bytes / 64) as u32;
+            let table = BLOCKS.map(|block| start + block * units).to_vec();
+            start += units * BLOCKS.len() as u32;
+            table
+        })
+        .collect()
+}
+
+fn begin(backend: &mut CpuBackend, tables: &[Vec<u32>], rows: Range<usize>) -> Result<(), Error> {
+    let tables: Vec<_> = tables.iter().map(|table| vec![BlockTable::Paged(table)]).collect();
+    let sequence = StepSequence { rows: 0..rows.len(), context: rows.start, segment_start: None };
+    let tokens = vec![0; rows.len()];
+    backend.begin_step(&StepInput { tokens: &tokens, sequences: &[sequence], tables: &tables, states: &[] })
+}
+
+/// Steps of one sequence: a prefill, a decode, another chunk.
+const CHUNKS: [Range<usize>; 3] = [0..20, 20..21, 21..POSITIONS];
+
+fn seen(layer: Layer, position: usize) -> Range<usize> {
+    layer.window.map_or(0, |w| (position + 1).saturating_sub(w))..position + 1
+}
+
+#[test]
+fn layers_of_two_head_widths_live_in_two_groups() {
+    let full = Input::new(Layer { sinks: true, ..FULL }, 1);
+    let windowed = Input::new(Layer { shared_projection: true, ..WINDOWED }, 2);
+    for input in [0, 1] {
+        let out = on_every_isa(ActivationMode::F32, |backend| {
+            let inputs = [&full, &windowed];
+            let tables = arena(backend, &inputs);
+            let placed = [0, 1].map(|group| Placed::new(backend, inputs[group], group));
+            let mut out = Vec::new();
+            for chunk in CHUNKS {
+                begin(backend, &tables, chunk.clone()).unwrap();
+                let results = [0, 1].map(|i| placed[i].run(backend, inputs[i], chunk.clone(), true));
+                out.extend_from_slice(&results[input]);
+            }
+            out
+        });
+        let input = [&full, &windowed][input];
+        let want: Vec<f64> =
+            (0..POSITIONS).flat_map(|p| input.reference(input, p, seen(input.layer, p))).collect();
+        assert_close(&out, &want, 3e-6);
+    }
+}
+
+#[test]
+fn a_layer_may_read_the_cache_of_another_one() {
+    // Through its handle with as many query heads; through one of its own, at the same place, with more.
+    let writer = Input::new(FULL, 3);
+    let same = Input::new(Layer { sinks: true, ..FULL }, 4);
+    let more = Input::new(Layer { heads: 6, ..FULL }, 5);
+    for reader in [&same, &more] {
+        let out = on_every_isa(ActivationMode::F32, |backend| {
+            let tables = arena(backend, &[&writer]);
+            let placed = Placed::new(backend, &writer, 0);
+            let mut read = Placed::new(backend, reader, 0);
+            if reader.layer.heads == writer.layer.heads {
+                read.id = placed.id;
+            }
+            let mut out = Vec::new();
+            for chunk in CHUNKS {
+                begin(backend, &tables, chunk.clone()).unwrap();
+                placed.run(backend, &writer, chunk.clone(), true);
+                let mut before = vec![0; backend.memory().kv];
+                backend.read_arena(0, &mut before).unwrap();
+                out.extend(read.run(backend, reader, chunk, false));
+                let mut after = vec![0; before.len()];
+                backend.read_arena(0, &mut after).unwrap();
+                assert_eq!(after, before);
+            }
+            out
+        });
+        let want: Vec<f64> =
+            (0..POSITIONS).flat_map(|p| reader.reference(&writer, p, seen(FULL, p))).collect();
+        assert_close(&out, &want, 3e-6);
+    }
+}
+
+#[test]
+fn without_causality_every_row_sees_the_whole_sequence() {
+    let input = Input::new(Layer { causal: false, ..FULL }, 6);
+    let out = on_every_isa(ActivationMode::F32, |backend| {
+        let tables = arena(backend, &[&input]);
+        let placed = Placed::new(backend, &input, 0);
+        begin(backend, &tables, 0..POSITIONS).unwrap();
+        placed.run(backend, &input, 0..POSITIONS, true)
+    });
+    let want: Vec<f64> = (0..POSITIONS).flat_map(|p| input.reference(&input, p, 0..POSITIONS)).collect();
+    assert_close(&out, &want, 3e-6);
+    let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
+    let tables = arena(&mut backend, &[&input]);
+    Placed::new(&mut backend, &input, 0);
+    let partial = begin(&mut backend, &tables, 1..POSITIONS);
+    assert_eq!(partial, Err(Error::PartialSequence { sequence: 0, position: 0 }));
+    let window = KvShape { window: Some(3), ..input.shape() };
+    assert!(matches!(backend.create_kv_layer(0, window, 0), Err(Error::Unsupported { .. })));
+    let window = KvShape { window: Some(0), causal: true, ..input.shape() };
+    assert_eq!(backend.create_kv_layer(0, window, 0), Err(Error::EmptyWindow));
+}
+
+#[test]
+fn heads_are_normed_by_their_width_only() {
+    let input = Input::new(FULL, 7);
+    let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
+    let tables = arena(&mut backend, &[&input]);
+    let placed = Placed::new(&mut backend, &input, 0);
+    begin(&mut backend, &tables, 0..POSITIONS).unwrap();
+    let q = buffer(&mut backend, 64, &input.q);
+    let norm = |norm| QkvOp { q, q_norm: Some(norm), kv: None, rope: None, layer: placed.id };
+    let wrong = Norm { width: 15, ..placed.q_norm };
+    assert!(matches!(backend.qkv(&norm(wrong)), Err(Error::Length { .. })));
+    let wrong = Norm { rms: false, ..placed.q_norm };
+    assert!(matches!(backend.qkv(&norm(wrong)), Err(Error::Unsupported { .. })));
+    let out = backend.create_buffer(POSITIONS, 64).unwrap();
+    let sinks = Some(backend.create_vector(&[0.0; 3]).unwrap());
+    let op = AttentionOp { q, out, scale: 1.0, sinks, layer: placed.id };
+    assert!(matches!(backend.attention(&op), Err(Error::Length { what: "attention sinks", .. })));
+}
