@@ -2,8 +2,9 @@
 //!
 //! Decode rows print the bytes of state read and written per second by one-row steps, in place and from one slot
 //! to another, over more layers than any cache holds; prefill rows print the time per row and layer of one step of
-//! 512 rows. Each figure is the best of its repetitions, on one thread unless `THREADS` says otherwise and on the best instruction set
-//! unless `ISA` does; time is the thread's CPU time where there is one. The first line is what the same threads read from memory.
+//! 512 rows. Each figure is the best of its repetitions, on one thread unless `THREADS` says otherwise and on the
+//! best instruction set unless `ISA` does; time is the thread's CPU time where there is one. The first line is what
+//! the same threads read from memory.
 
 #![allow(unsafe_code)]
 

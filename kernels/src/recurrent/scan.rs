@@ -45,6 +45,16 @@ pub struct ScanScratch {
     threads: Vec<Mutex<AlignedBuf<f32>>>,
 }
 
+impl ScanScratch {
+    /// Size in memory.
+    pub fn bytes(&self) -> usize {
+        let keys = |keys: &Mutex<AlignedBuf<f32>>| {
+            size_of_val(&keys.lock().unwrap_or_else(PoisonError::into_inner)[..])
+        };
+        self.threads.iter().map(keys).sum()
+    }
+}
+
 /// Which key head a head uses.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeyHeads {
