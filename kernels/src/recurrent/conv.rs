@@ -42,6 +42,11 @@ impl ConvWeight {
         }
         Ok(Self { taps, channels, values })
     }
+
+    /// Size in memory.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&self.values[..])
+    }
 }
 
 /// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` in place on `x`, `[rows][channels]` of the plan's

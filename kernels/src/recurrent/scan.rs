@@ -13,6 +13,8 @@
 //! order, then added: whether or not it is fused, and on every instruction set.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use super::plan::{LayerState, PlannedSequence};
 use crate::aligned::AlignedBuf;
@@ -27,7 +29,7 @@ const STRIPS: usize = 2;
 
 /// Rows that all strips of a part go through before the next rows, so that their keys, values and outputs come from
 /// far away once, and then from the L2 cache.
-const TILE_ROWS: usize = 64;
+pub(super) const TILE_ROWS: usize = 64;
 
 /// Heads are cut into several parts where there would be fewer parts than this for a thread.
 const PARTS_PER_THREAD: usize = 4;
@@ -36,42 +38,20 @@ const PARTS_PER_THREAD: usize = 4;
 /// the caches.
 const AHEAD_ROWS: usize = 8;
 
-/// What the rows of a step bring, prepared by the op; reused from step to step.
+/// Buffers that scans reuse from step to step.
 #[derive(Debug, Default)]
 pub struct ScanScratch {
-    keys: AlignedBuf<f32>,
-    decay: AlignedBuf<f32>,
-    gain: AlignedBuf<f32>,
-}
-
-/// Places for what the rows bring, to be filled by several threads.
-pub(super) struct Prepared<'a> {
-    /// `[key_heads][rows][2][inner]`: key, then query. A head's rows follow each other, because that is how a scan
-    /// goes through them.
-    pub(super) keys: &'a mut [f32],
-    /// `[rows][heads]`.
-    pub(super) decay: &'a mut [f32],
-    /// `[rows][heads]`.
-    pub(super) gain: &'a mut [f32],
+    /// Keys of a tile, for each thread.
+    threads: Vec<Mutex<AlignedBuf<f32>>>,
 }
 
 impl ScanScratch {
-    pub(super) fn prepare(
-        &mut self,
-        rows: usize,
-        heads: usize,
-        key_heads: usize,
-        inner: usize,
-    ) -> Prepared<'_> {
-        let (keys, scalars) = (key_heads * rows * 2 * inner, rows * heads);
-        self.keys.grow(keys);
-        self.decay.grow(scalars);
-        self.gain.grow(scalars);
-        Prepared {
-            keys: &mut self.keys[..keys],
-            decay: &mut self.decay[..scalars],
-            gain: &mut self.gain[..scalars],
-        }
+    /// Size in memory.
+    pub fn bytes(&self) -> usize {
+        let keys = |keys: &Mutex<AlignedBuf<f32>>| {
+            size_of_val(&keys.lock().unwrap_or_else(PoisonError::into_inner)[..])
+        };
+        self.threads.iter().map(keys).sum()
     }
 }
 
@@ -93,49 +73,49 @@ impl KeyHeads {
         Ok(Self { heads, key_heads, tiled })
     }
 
-    fn of(self, head: usize) -> usize {
+    pub(super) fn of(self, head: usize) -> usize {
         if self.tiled { head % self.key_heads } else { head / (self.heads / self.key_heads) }
     }
 }
 
 /// What the two recurrences do differently.
-#[derive(Clone, Copy)]
-pub(super) enum Rule<'a> {
-    DeltaNet,
-    /// With `skip`, `[heads]`.
-    Mamba2(&'a [f32]),
+pub(super) trait Rule: Sync {
+    /// Whether the state's own answer to the key is taken off the value.
+    const CORRECTS: bool;
+
+    /// Works out what rows bring to a head.
+    fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>);
+
+    /// What a head's value is multiplied with before it is added to its output.
+    fn skip(&self, head: usize) -> f32;
+}
+
+/// What a tile of rows brings to one head.
+pub(super) struct Tile<'a> {
+    pub(super) decay: [f32; TILE_ROWS],
+    pub(super) gain: [f32; TILE_ROWS],
+    /// `[rows][2][inner]`: key, then query. Together, because in the input rows lie far apart.
+    pub(super) keys: &'a mut [f32],
 }
 
 /// One call of [`scan`].
-pub(super) struct Scan<'a> {
-    pub(super) rule: Rule<'a>,
-    pub(super) key_heads: KeyHeads,
-    pub(super) prepared: Prepared<'a>,
+pub(super) struct Scan<'a, R> {
+    pub(super) rule: R,
     /// `[rows][value_stride]`; a row's values `[heads][outer]` start at `value_offset`.
     pub(super) values: &'a [f32],
     pub(super) value_stride: usize,
     pub(super) value_offset: usize,
     /// `[rows][heads][outer]`.
     pub(super) out: &'a mut [f32],
+    pub(super) scratch: &'a mut ScanScratch,
 }
 
 /// Advances the states over the rows of the plan. All shapes have been checked.
-pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_>) {
-    let layout = *state.layout();
+pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_, R>) {
+    let Scan { rule, values, value_stride, value_offset, out, scratch } = scan;
     let state = &*state;
-    let sequences = state.plan().sequences();
-    let shared = Shared {
-        rule: scan.rule,
-        key_heads: scan.key_heads,
-        state,
-        keys: scan.prepared.keys,
-        decay: scan.prepared.decay,
-        gain: scan.prepared.gain,
-        values: scan.values,
-        value_stride: scan.value_stride,
-        value_offset: scan.value_offset,
-        out: Disjoint::new(scan.out),
-    };
+    let (layout, sequences) = (state.layout(), state.plan().sequences());
+    let shared = Shared { rule, state, values, value_stride, value_offset, out: Disjoint::new(out) };
     let heads = layout.shape().heads;
     let whole_heads = sequences.len() * heads >= PARTS_PER_THREAD * pool.threads();
     let strips = if whole_heads { layout.strips() } else { STRIPS };
@@ -147,31 +127,33 @@ pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan
         let strips = part * strips..layout.strips().min((part + 1) * strips);
         Some(Part { sequence, head: rest % heads, strips })
     };
-    pool.for_each_range(sequences.len() * heads * parts, 1, &|items| {
-        for item in items {
+    let threads = &mut scratch.threads;
+    threads.resize_with(pool.threads().max(threads.len()), Mutex::default);
+    let (threads, next) = (&*threads, AtomicUsize::new(0));
+    pool.run(&|thread| {
+        // A panic elsewhere may have left numbers behind, but every tile is prepared from scratch.
+        let mut keys = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        keys.grow(TILE_ROWS * 2 * layout.inner());
+        loop {
+            let item = next.fetch_add(1, Ordering::Relaxed);
+            let Some(now) = part(item) else { break };
             let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
-            if let Some(part) = part(item) {
-                dispatch(isa, Advance { shared: &shared, part, upcoming });
-            }
+            dispatch(isa, Advance { shared: &shared, part: now, upcoming, keys: &mut keys });
         }
     });
 }
 
 /// What all parts of a scan look at.
-struct Shared<'a> {
-    rule: Rule<'a>,
-    key_heads: KeyHeads,
+struct Shared<'a, R> {
+    rule: R,
     state: &'a LayerState<'a>,
-    keys: &'a [f32],
-    decay: &'a [f32],
-    gain: &'a [f32],
     values: &'a [f32],
     value_stride: usize,
     value_offset: usize,
     out: Disjoint<'a, f32>,
 }
 
-impl Shared<'_> {
+impl<R> Shared<'_, R> {
     /// Where a strip of a part comes from.
     fn source(&self, part: &Part<'_>, strip: usize) -> *const f32 {
         let slot = part.sequence.read.unwrap_or(part.sequence.write);
@@ -187,32 +169,39 @@ struct Part<'a> {
 }
 
 /// Takes a part through its sequence's rows.
-struct Advance<'a> {
-    shared: &'a Shared<'a>,
+struct Advance<'a, R> {
+    shared: &'a Shared<'a, R>,
     part: Part<'a>,
     /// The memory that is likely to be wanted next.
     upcoming: Option<*const f32>,
+    /// Room for the keys of a tile.
+    keys: &'a mut [f32],
 }
 
-impl Kernel for Advance<'_> {
+impl<R: Rule> Kernel for Advance<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Part { sequence, strips, .. } = &self.part;
-        let rows = sequence.rows.len();
-        if rows == 0 {
-            return self.carry_over();
+        let Self { shared, part, upcoming, keys } = self;
+        let rows = part.sequence.rows.clone();
+        if rows.is_empty() {
+            return part.carry_over(shared.state);
         }
-        for tile in (0..rows).step_by(TILE_ROWS) {
-            let tile = tile..rows.min(tile + TILE_ROWS);
+        let mut tile = Tile { decay: [0.0; TILE_ROWS], gain: [0.0; TILE_ROWS], keys };
+        let strips = part.strips.clone();
+        for start in rows.clone().step_by(TILE_ROWS) {
+            let rows = start..rows.end.min(start + TILE_ROWS);
+            shared.rule.prepare(s, part.head, rows.clone(), &mut tile);
             for first in strips.clone().step_by(STRIPS) {
-                // Both at once need twenty vectors, which only the largest register file has.
-                if S::COLUMNS > 2 && first + STRIPS <= strips.end {
-                    self.run_rule::<S, STRIPS>(s, first, tile.clone());
+                let passage = Passage { shared, part: &part, rows: rows.clone(), tile: &tile, upcoming };
+                // Both at once need twenty vectors, which only the largest register file has, and are no faster
+                // where they come from memory for one row.
+                if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
+                    passage.run::<S, STRIPS>(s, first);
                 } else {
                     for strip in first..strips.end.min(first + STRIPS) {
-                        self.run_rule::<S, 1>(s, strip, tile.clone());
+                        passage.run::<S, 1>(s, strip);
                     }
                 }
             }
@@ -220,45 +209,40 @@ impl Kernel for Advance<'_> {
     }
 }
 
-impl Advance<'_> {
+impl Part<'_> {
     /// What a sequence without rows does: its state goes where it belongs.
-    fn carry_over(&self) {
-        let Part { sequence, head, strips } = &self.part;
-        let state = self.shared.state;
-        let place = |slot| state.at(slot, state.layout().strip(*head, strips.start));
-        let (to, len) = (place(sequence.write), strips.len() * state.layout().strip_len());
+    fn carry_over(&self, state: &LayerState<'_>) {
+        let place = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
+        let (to, len) = (place(self.sequence.write), self.strips.len() * state.layout().strip_len());
         // SAFETY: these are the strips of this part, in slots of its sequence; the two may be one.
         unsafe {
-            match sequence.read {
+            match self.sequence.read {
                 Some(slot) => place(slot).copy_to(to, len),
                 None => to.write_bytes(0, len),
             }
         }
     }
+}
 
-    #[inline(always)]
-    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize, tile: Range<usize>) {
-        match self.shared.rule {
-            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, tile, 0.0),
-            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, tile, skip[self.part.head]),
-        }
-    }
+/// A tile of rows on its way over strips of a part.
+struct Passage<'a, R> {
+    shared: &'a Shared<'a, R>,
+    part: &'a Part<'a>,
+    /// Rows of the step.
+    rows: Range<usize>,
+    tile: &'a Tile<'a>,
+    upcoming: Option<*const f32>,
+}
 
-    /// Takes strips `strip..strip + N` through the rows of `tile`.
+impl<R: Rule> Passage<'_, R> {
+    /// Takes strips `strip..strip + N` through the rows.
     #[inline(always)]
-    fn advance<S: Simd, const N: usize, const DELTA: bool>(
-        &self,
-        s: S,
-        strip: usize,
-        tile: Range<usize>,
-        skip: f32,
-    ) {
-        let Self { shared, part, .. } = self;
-        let (sequence, rows) = (part.sequence, &part.sequence.rows);
-        let layout = shared.state.layout();
+    fn run<S: Simd, const N: usize>(&self, s: S, strip: usize) {
+        let Self { shared, part, rows, tile, .. } = self;
+        let (sequence, layout) = (part.sequence, shared.state.layout());
         let (inner, len) = (layout.inner(), N * layout.strip_len());
         let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
-        let mut from = match sequence.before(tile.start) {
+        let mut from = match sequence.before(rows.start - sequence.rows.start) {
             Some(slot) => place(slot),
             None => {
                 let zeroes = place(sequence.write);
@@ -267,34 +251,33 @@ impl Advance<'_> {
                 zeroes
             }
         };
-        let all_rows = shared.state.plan().rows();
-        let first = (shared.key_heads.of(part.head) * all_rows + rows.start) * 2 * inner;
-        let keys = &shared.keys[first..first + rows.len() * 2 * inner];
-        let key_query = |row: usize| keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
+        let skip = s.splat(shared.rule.skip(part.head));
+        let (mut key, mut query) = self.key_query(0);
         let mut projected = [s.splat(0.0); N];
-        if DELTA {
-            // SAFETY: `from` points to N strips of `inner` vectors, and keys have `inner` elements.
-            projected = unsafe { project(s, from, key_query(tile.start).0) };
+        if R::CORRECTS {
+            assert_eq!(key.len(), inner);
+            // SAFETY: `from` points to N strips of `inner` vectors.
+            projected = unsafe { project(s, from, key) };
         }
-        for row in tile.clone() {
-            let last = row + 1 == tile.end;
-            let to = place(sequence.after(row));
-            let scalar = (rows.start + row) * layout.shape().heads + part.head;
-            let (decay, gain) = (shared.decay[scalar], shared.gain[scalar]);
+        for row in 0..rows.len() {
+            let of_sequence = rows.start - sequence.rows.start + row;
+            let last = row + 1 == rows.len();
+            let to = place(sequence.after(of_sequence));
+            let (decay, gain) = (tile.decay[row], tile.gain[row]);
             let (mut values, mut update) = ([s.splat(0.0); N], [s.splat(0.0); N]);
             for (n, (value, update)) in values.iter_mut().zip(&mut update).enumerate() {
-                *value = self.value(s, row, strip + n);
-                *update = if DELTA { s.fma(s.splat(-decay), projected[n], *value) } else { *value };
+                *value = self.value(s, rows.start + row, strip + n);
+                *update = if R::CORRECTS { s.fma(s.splat(-decay), projected[n], *value) } else { *value };
                 *update = s.mul(s.splat(gain), *update);
             }
-            let (key, query) = key_query(row);
-            let next_key = if last { key } else { key_query(row + 1).0 };
+            let (next_key, next_query) = if last { (key, query) } else { self.key_query(row + 1) };
             let ahead = if last { self.ahead(strip + N) } else { None };
+            assert!(key.len() == inner && query.len() == inner && next_key.len() == inner);
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
-            // SAFETY: `from` and `to` point to N strips of `inner` vectors, keys and query have `inner` elements;
-            // nobody else touches what is written (`LayerState::at`).
+            // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written
+            // (`LayerState::at`).
             let (mut out, next_projected) = unsafe {
-                match (DELTA && !last, ahead.is_some()) {
+                match (R::CORRECTS && !last, ahead.is_some()) {
                     (true, _) => sweep.run::<S, true, false>(s),
                     (false, true) => sweep.run::<S, false, true>(s),
                     (false, false) => sweep.run::<S, false, false>(s),
@@ -302,23 +285,30 @@ impl Advance<'_> {
             };
             projected = next_projected;
             for (n, (out, value)) in out.iter_mut().zip(&values).enumerate() {
-                if !DELTA {
-                    *out = s.fma(s.splat(skip), *value, *out);
+                if !R::CORRECTS {
+                    *out = s.fma(skip, *value, *out);
                 }
-                self.put(s, row, strip + n, *out);
+                self.put(s, rows.start + row, strip + n, *out);
             }
-            for slot in sequence.copies(row) {
+            for slot in sequence.copies(of_sequence) {
                 // SAFETY: as above, and slots that are written do not overlap.
                 unsafe { to.copy_to_nonoverlapping(place(slot), len) };
             }
-            from = to;
+            (from, key, query) = (to, next_key, next_query);
         }
+    }
+
+    /// Key and query of a row of the tile.
+    #[inline(always)]
+    fn key_query(&self, row: usize) -> (&[f32], &[f32]) {
+        let inner = self.shared.state.layout().inner();
+        self.tile.keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner)
     }
 
     /// The memory to fetch while the last row passes over the strips before `strip`.
     fn ahead(&self, strip: usize) -> Option<*const f32> {
         if self.part.strips.contains(&strip) {
-            Some(self.shared.source(&self.part, strip))
+            Some(self.shared.source(self.part, strip))
         } else {
             self.upcoming
         }
@@ -328,7 +318,7 @@ impl Advance<'_> {
     #[inline(always)]
     fn value<S: Simd>(&self, s: S, row: usize, strip: usize) -> S::V {
         let shared = self.shared;
-        let (outer, row) = (shared.state.layout().outer(), self.part.sequence.rows.start + row);
+        let outer = shared.state.layout().outer();
         let column = self.part.head * outer + strip * LANES;
         let lanes = LANES.min(outer - strip * LANES);
         let at = row * shared.value_stride + shared.value_offset + column;
@@ -344,7 +334,7 @@ impl Advance<'_> {
     #[inline(always)]
     fn put<S: Simd>(&self, s: S, row: usize, strip: usize, out: S::V) {
         let layout = self.shared.state.layout();
-        let (outer, row) = (layout.outer(), self.part.sequence.rows.start + row);
+        let outer = layout.outer();
         let lanes = LANES.min(outer - strip * LANES);
         let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
         // SAFETY: sequences do not share rows, and this strip of this head is this part's.

@@ -341,7 +341,7 @@ const ODD: [Sizes; 4] = {
 #[test]
 fn known_sizes_are_the_reference() {
     for sizes in ODD {
-        check_recurrence(sizes, 40, 7).unwrap();
+        check_recurrence(sizes, 150, 7).unwrap();
     }
 }
 
