@@ -17,7 +17,7 @@ pub(crate) struct Tokenize {
     /// Parse special tokens in the text, such as <|im_start|>; without, they are text like any other.
     #[arg(long)]
     special: bool,
-    /// Put the model's beginning-of-sequence token first and, where the vocabulary ends every text so ([SEP] of
+    /// Put the model's beginning-of-sequence token first and, where the vocabulary ends every text so (`[SEP]` of
     /// encoders), its end-of-sequence token last.
     #[arg(long)]
     bos: bool,
