@@ -19,7 +19,7 @@ use crate::ops;
 use std::ops::Range;
 
 /// Bytes of inner values for each thread: what its share of them may take of an L2 cache.
-const INNER_BYTES: usize = 1 << 20;
+const INNER_BYTES: usize = 1 << 19;
 
 /// Buffers that grow to the largest call and stay.
 #[derive(Debug, Default)]
