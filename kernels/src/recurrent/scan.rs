@@ -172,7 +172,7 @@ struct Part<'a> {
 struct Advance<'a, R> {
     shared: &'a Shared<'a, R>,
     part: Part<'a>,
-    /// The memory that is likely to be wanted next.
+    /// Where the part that is likely to be next starts.
     upcoming: Option<*const f32>,
     /// Room for the keys of a tile.
     keys: &'a mut [f32],
@@ -271,7 +271,7 @@ impl<R: Rule> Passage<'_, R> {
                 *update = s.mul(s.splat(gain), *update);
             }
             let (next_key, next_query) = if last { (key, query) } else { self.key_query(row + 1) };
-            let ahead = if last { self.ahead(strip + N) } else { None };
+            let ahead = if last { self.ahead(strip) } else { None };
             assert!(key.len() == inner && query.len() == inner && next_key.len() == inner);
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
             // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written
@@ -305,13 +305,15 @@ impl<R: Rule> Passage<'_, R> {
         self.tile.keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner)
     }
 
-    /// The memory to fetch while the last row passes over the strips before `strip`.
+    /// The memory to fetch while the last row passes over a strip: that of the strip after the next, because the next
+    /// one is too close.
     fn ahead(&self, strip: usize) -> Option<*const f32> {
-        if self.part.strips.contains(&strip) {
-            Some(self.shared.source(self.part, strip))
-        } else {
-            self.upcoming
+        let (ahead, end) = (strip + 2, self.part.strips.end);
+        if ahead < end {
+            return Some(self.shared.source(self.part, ahead));
         }
+        let layout = self.shared.state.layout();
+        self.upcoming.map(|start| start.wrapping_add((ahead - end) * layout.strip_len()))
     }
 
     /// A strip of the value that a row brings, zero in the padding.
