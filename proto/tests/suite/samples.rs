@@ -1,10 +1,12 @@
 //! One value of every variant of everything that crosses the wire or is written to disk.
 
+use crate::sequences;
 use kvasir_proto::block::{BlockId, ClusterKey};
 use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::sequence::{SaveMedium, SequenceOperation};
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
@@ -242,6 +244,11 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
             ],
         ),
+        samples("SequenceRequest", Request, [sequences::request(SequenceOperation::List)]),
+        samples("SequenceOperation", Request, sequences::operations()),
+        samples("SequenceReply", Control, sequences::replies()),
+        samples("SequenceError", Control, sequences::errors()),
+        samples("SaveMedium", Control, [SaveMedium::Memory, SaveMedium::Disk]),
         samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),
         samples("TensorType", Stream, elements),
         samples(

@@ -107,6 +107,7 @@ impl Heard {
 /// A request of a test.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask {
+    pub(crate) name: Option<SequenceName>,
     pub(crate) prompt: Vec<u32>,
     pub(crate) emitted: Vec<u32>,
     pub(crate) sampling: Sampling,
@@ -119,6 +120,7 @@ impl Ask {
     /// Greedy, `max_tokens` to the end, all logits.
     pub(crate) fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
         Self {
+            name: None,
             prompt,
             emitted: Vec::new(),
             sampling: Sampling::default(),
@@ -201,6 +203,7 @@ pub(crate) fn submit_at(
 ) -> Asked {
     let heard = Arc::new(Mutex::new(Heard::default()));
     let request = EngineRequest {
+        name: ask.name.clone(),
         root: BlockId([7; 16]),
         prompt: ask.prompt.clone(),
         emitted: ask.emitted.clone(),
