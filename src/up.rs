@@ -174,6 +174,7 @@ impl Plan {
                 device: self.settings.device,
                 kv_type: self.settings.kv_type,
                 activations: self.settings.activations,
+                snapshot_dir: Some(dir.node(&name).join("snapshots")),
                 ..WorkerSettings::default()
             };
             workers.push((name, settings));

@@ -245,11 +245,12 @@ impl Engine {
     /// Lets a pinned prefix go; it stays cached until its bytes are needed.
     pub fn unpin(&mut self, now: Instant, root: BlockId, pin: u64) -> Result<(), SequenceError> {
         self.expire_pins(now);
-        let pins = &mut self.resume.pins;
-        let Some(held) = pins.remove(&pin).filter(|held| held.root == root) else {
+        let held = self.resume.pins.get(&pin).filter(|held| held.root == root);
+        let Some(held) = held.map(|held| held.pin) else {
             return Err(SequenceError::Unknown { what: format!("pin {pin}") });
         };
-        self.scheduler.unpin(held.pin);
+        self.resume.pins.remove(&pin);
+        self.scheduler.unpin(held);
         Ok(())
     }
 

@@ -376,7 +376,7 @@ impl PrefixTree {
         }
         let mut blocks = Vec::new();
         for group in 0..self.needs.len() {
-            while let head @ 0..NIL = self.state(node, group).head {
+            while let Some(head) = Some(self.state(node, group).head).filter(|&head| head != NIL) {
                 self.vacate(group, head);
                 blocks.push(BlockAt { group, block: head / self.units_in[group] });
             }

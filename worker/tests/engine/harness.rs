@@ -7,6 +7,7 @@ use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::scheduler::SeqId;
 use proto::block::BlockId;
 use proto::message::{FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs};
+use proto::sequence::SequenceName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -17,6 +18,9 @@ pub(crate) const TINY: [&str; 3] =
     ["tiny/llama/llama-f32", "tiny/qwen3moe/qwen3moe-f32", "tiny/gemma3/gemma3-f32"];
 /// Quantised models, by file.
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
+
+/// Root of everything that is asked.
+pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 
 /// The file of a model of the set.
 pub(crate) fn path(model: &str) -> PathBuf {
@@ -72,7 +76,7 @@ pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        4 + (state >> 33) as u32 % 400
+        4 + (state >> 33) as u32 % 360
     };
     (0..len).map(next).collect()
 }
@@ -127,6 +131,11 @@ impl Ask {
             stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
             logits: true,
         }
+    }
+
+    /// Named, as a coordinator does it.
+    pub(crate) fn named(self, name: SequenceName) -> Self {
+        Self { name: Some(name), ..self }
     }
 
     /// Tokens only, as a server asks.
@@ -204,7 +213,7 @@ pub(crate) fn submit_at(
     let heard = Arc::new(Mutex::new(Heard::default()));
     let request = EngineRequest {
         name: ask.name.clone(),
-        root: BlockId([7; 16]),
+        root: ROOT,
         prompt: ask.prompt.clone(),
         emitted: ask.emitted.clone(),
         sampling: ask.sampling.clone(),

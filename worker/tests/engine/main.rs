@@ -9,3 +9,5 @@ mod harness;
 mod instruction_sets;
 mod opaque;
 mod opaque_device;
+mod pins;
+mod snapshots;
