@@ -11,8 +11,10 @@ const PATH: &str = "/admin/v1/prefixes";
 
 /// Pins, lists and drops prefixes.
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  kvasir prefix pin --file system-prompt.txt --ttl 12h\n  kvasir prefix list\n  \
-    kvasir prefix drop worker-0.1")]
+#[command(
+    after_help = "Examples:\n  kvasir prefix pin --file system-prompt.txt --ttl 12h\n  kvasir prefix list\n  \
+    kvasir prefix drop worker-0.1"
+)]
 pub(crate) struct Prefix {
     #[command(subcommand)]
     action: Action,

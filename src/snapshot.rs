@@ -187,7 +187,8 @@ impl Save {
         }
         let path = out.context("--out FILE or --keep is needed")?;
         let bytes = download(&admin, &sequence, &path)?;
-        let answer = json!({"id": sequence.id, "choice": sequence.choice.unwrap_or(0), "file": path, "bytes": bytes});
+        let answer =
+            json!({"id": sequence.id, "choice": sequence.choice.unwrap_or(0), "file": path, "bytes": bytes});
         admin.show(&answer, |_| format!("{bytes} bytes in {}\n", path.display()))
     }
 }
@@ -274,9 +275,6 @@ mod tests {
         for expected in ["SEQUENCE", "r1", "worker-0", "40", "32", "r2", "70000", "disk"] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }
-        assert_eq!(
-            stands(&list["sequences"][0]),
-            "r1 at worker-0: 40 tokens, 32 of them cached\n"
-        );
+        assert_eq!(stands(&list["sequences"][0]), "r1 at worker-0: 40 tokens, 32 of them cached\n");
     }
 }

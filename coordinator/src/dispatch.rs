@@ -62,7 +62,8 @@ impl Dispatch {
     /// No workers yet.
     pub fn new(policy: Policy, metrics: Arc<Metrics>) -> Arc<Self> {
         let balancer = Balancer::new(policy);
-        let desk = Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
+        let desk =
+            Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
         Arc::new(Self { desk: Mutex::new(desk), metrics })
     }
 

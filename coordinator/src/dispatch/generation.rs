@@ -158,8 +158,7 @@ impl Generation {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
                     self.claim.started();
-                    let name =
-                        SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
+                    let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
                     let node = &attempt.placed.assignment.node;
                     self.claim.dispatch().note_served(self.job.root, name, node);
                     // The client knows who serves it; that another goes on is not its concern.

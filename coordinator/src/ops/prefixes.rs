@@ -59,9 +59,8 @@ async fn pin(
     let plan::Prefix { tokens, ttl } = planned.map_err(|_| ApiError::Internal)??;
     let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
     let workers = keep.workers(&query, None)?;
-    let asked = workers.iter().map(|node| {
-        keep.ask(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms })
-    });
+    let asked =
+        workers.iter().map(|node| keep.ask(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms }));
     let answers = futures::future::join_all(asked).await;
     let (mut pinned, mut refusal) = (Vec::new(), None);
     for (node, answer) in workers.iter().zip(answers) {

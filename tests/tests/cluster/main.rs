@@ -4,6 +4,7 @@
 mod failover;
 mod openai_client;
 mod shared_prefix;
+mod snapshots;
 mod up;
 
 use kvasir_cluster_tests::fixtures::Manifest;

@@ -198,11 +198,15 @@ impl Engine {
         self.not_live(key)?;
         let tokens = self.resume.remembered.get(key).ok_or_else(|| unknown(&key.name))?;
         let Some(kept) = tokens.get(..keep as usize).filter(|kept| !kept.is_empty()) else {
-            return Err(field("keep", format!("{keep} is not from 1 to the {} tokens there are", tokens.len())));
+            return Err(field(
+                "keep",
+                format!("{keep} is not from 1 to the {} tokens there are", tokens.len()),
+            ));
         };
         let info = self.remember(key.clone(), kept);
         // A fork has no blocks of its own: it counts by its name.
-        let shared = self.resume.remembered.iter().filter(|(other, _)| *other != key && other.root == key.root);
+        let shared =
+            self.resume.remembered.iter().filter(|(other, _)| *other != key && other.root == key.root);
         let shared = shared.map(|(_, other)| other.iter().zip(&*tokens).take_while(|(a, b)| a == b).count());
         let keep = shared.fold(kept.len(), usize::max);
         self.scheduler.cut(key.root, &tokens, keep as u32);
@@ -229,7 +233,9 @@ impl Engine {
         let until = ttl.and_then(|ttl| now.checked_add(ttl));
         let whole = tokens.as_chunks::<HASH_UNIT_TOKENS>().0.as_flattened();
         let checked = match whole.is_empty() {
-            true => Err(field("tokens", format!("{} tokens fill no unit of {HASH_UNIT_TOKENS}", tokens.len()))),
+            true => {
+                Err(field("tokens", format!("{} tokens fill no unit of {HASH_UNIT_TOKENS}", tokens.len())))
+            }
             false => self.check_tokens("tokens", whole),
         };
         if let Err(error) = checked {

@@ -55,7 +55,8 @@ async fn perform(
     let key = |name| SequenceKey { root, name };
     let reply = match operation {
         SequenceOperation::List => {
-            let of_engine = ask(&engine, move |engine| (engine.sequences(root), engine.pins(Instant::now(), root)));
+            let of_engine =
+                ask(&engine, move |engine| (engine.sequences(root), engine.pins(Instant::now(), root)));
             let (sequences, pins) = of_engine.await?;
             let snapshots = blocking(node, move |node| node.snapshots.list(root)).await?;
             SequenceReply::List(SequenceListV1 {
@@ -67,7 +68,9 @@ async fn perform(
         SequenceOperation::Save { sequence, medium } => {
             let key = key(sequence);
             let file = capture(node, &engine, key.clone()).await?;
-            blocking(node, move |node| node.snapshots.put(&key, medium, file)).await.map(SequenceReply::Saved)?
+            blocking(node, move |node| node.snapshots.put(&key, medium, file))
+                .await
+                .map(SequenceReply::Saved)?
         }
         SequenceOperation::Fetch { sequence } => {
             let key = key(sequence);
@@ -151,7 +154,8 @@ async fn restore(
 ) -> Result<SequenceInfoV1, SequenceError> {
     let origin = engine.origin();
     let snapshot = blocking(node, move |_| {
-        Snapshot::from_bytes(&file, &origin).map_err(|error| SequenceError::NotThisSnapshot(error.to_string()))
+        Snapshot::from_bytes(&file, &origin)
+            .map_err(|error| SequenceError::NotThisSnapshot(error.to_string()))
     });
     let snapshot = snapshot.await?;
     ask(engine, move |engine| engine.restore(key, &snapshot)).await?

@@ -47,7 +47,8 @@ impl SnapshotStore {
         match medium {
             SaveMedium::Memory => {
                 let mut memory = self.memory.lock();
-                let others = memory.iter().filter(|(other, _)| *other != key).map(|(_, file)| file.len() as u64);
+                let others =
+                    memory.iter().filter(|(other, _)| *other != key).map(|(_, file)| file.len() as u64);
                 within("snapshots in memory", others.sum::<u64>() + info.bytes, self.config.memory_bytes)?;
                 memory.insert(key.clone(), file.into());
             }
@@ -208,7 +209,8 @@ mod tests {
         for request in ["..", "a:b_c.7", "a"] {
             store.put(&key(1, request, 3), SaveMedium::Disk, request.into()).unwrap();
         }
-        std::fs::write(dir.path().join("snapshots").join(hex(BlockId([1; 16]))).join("notes.txt"), "x").unwrap();
+        std::fs::write(dir.path().join("snapshots").join(hex(BlockId([1; 16]))).join("notes.txt"), "x")
+            .unwrap();
         let disk = SaveMedium::Disk;
         let on_disk = [("..".into(), 3, 2, disk), ("a".into(), 3, 1, disk), ("a:b_c.7".into(), 3, 7, disk)];
         assert_eq!(names(&store, 1)[1..], on_disk);

@@ -46,8 +46,9 @@ fn a_pinned_prefix_is_warm_at_once_and_stays_under_load_until_its_time_is_up() {
         let start = Instant::now();
         let prefix = prompt(1, 100);
         let info = pin(&mut engine, start, &prefix, Some(Duration::from_secs(3600))).unwrap();
-        assert_eq!((info.tokens, info.ttl_ms), (96, 3_600_000), "{model}");
-        assert!(info.pinned_bytes > 0 && engine.load().kv_used == 0, "{model}");
+        assert_eq!(info.tokens, 96, "{model}");
+        assert!((1..=3_600_000).contains(&info.ttl_ms), "{model}: {}", info.ttl_ms);
+        assert_eq!(engine.load().kv_used, info.pinned_bytes, "{model}: nothing else is held");
         assert_eq!(cached(&mut engine, &prefix, 50), 96, "{model}: the first request hits");
         overload(&mut engine, 100);
         assert_eq!(cached(&mut engine, &prefix, 51), 96, "{model}");

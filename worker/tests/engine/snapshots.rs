@@ -77,7 +77,11 @@ fn a_restored_sequence_goes_on_bit_by_bit() {
             let snapshot = Snapshot::from_bytes(&file, &second.origin()).unwrap();
             assert_eq!((snapshot.tokens(), snapshot.position() as usize), (&tokens[..], position), "{what}");
             let restored = second.restore(key("again"), &snapshot).unwrap();
-            assert_eq!((restored.tokens as usize, restored.cached as usize), (tokens.len(), position), "{what}");
+            assert_eq!(
+                (restored.tokens as usize, restored.cached as usize),
+                (tokens.len(), position),
+                "{what}"
+            );
             assert_eq!(second.metrics().steps.get(), 0, "{what}: nothing was computed to restore it");
             let want = undisturbed(model, &tokens);
             assert_continues(&what, &mut second, &tokens, &want, position);
@@ -194,10 +198,8 @@ fn what_does_not_belong_here_is_refused_and_changes_nothing() {
         let before = (engine.sequences(ROOT), engine.load().kv_used);
         for (index, lie) in lies.iter().enumerate() {
             let refused = engine.restore(key("new"), lie).unwrap_err();
-            let expected = matches!(
-                refused,
-                SequenceError::NotThisSnapshot(_) | SequenceError::InvalidField { .. }
-            );
+            let expected =
+                matches!(refused, SequenceError::NotThisSnapshot(_) | SequenceError::InvalidField { .. });
             assert!(expected, "{model}: lie {index}: {refused}");
             assert_eq!((engine.sequences(ROOT), engine.load().kv_used), before, "{model}: lie {index}");
         }
@@ -230,11 +232,17 @@ fn forks_share_and_a_reset_lets_go_of_what_nobody_shares() {
         assert_eq!(heard.tokens, cut.tokens, "{model}");
         assert!(heard.logits.iter().all(|(position, row)| *row == cut.logits[position]), "{model}");
 
-        // Now nobody has it: gone, down to the cut.
+        // Where nobody else has it, it is gone down to the cut.
+        let mut engine = open(model, &options(model));
+        assert_eq!(generate(&mut engine, "r", prompt(12, 300)), tokens);
+        engine.fork(&key("r"), name("fork")).unwrap();
+        engine.reset(&key("r"), 100).unwrap();
+        assert_eq!(engine.sequences(ROOT)[0].cached as usize, position, "{model}: the fork has it");
         for bad in [0, 500] {
             assert!(matches!(engine.reset(&key("fork"), bad), Err(SequenceError::InvalidField { .. })));
         }
         engine.reset(&key("fork"), 100).unwrap();
+        assert_eq!(engine.sequences(ROOT).iter().map(|s| s.tokens).collect::<Vec<_>>(), [100, 100]);
         let again = together(&mut engine, &[Ask::greedy(tokens.clone(), 1)]).remove(0);
         assert!(again.cached() <= 96, "{model}: {} tokens are still there", again.cached());
         assert!(engine.forget(&key("fork")).unwrap() && !engine.forget(&key("fork")).unwrap());
