@@ -1,6 +1,6 @@
 //! What the subcommands have in common that ask a coordinator's `/admin/v1` for something.
 
-use crate::ops_client::{self, Call, Incoming};
+use crate::ops_client::{self, Body, Call, Incoming};
 use crate::{home, status};
 use anyhow::Context;
 use serde_json::Value;
@@ -62,11 +62,11 @@ impl Admin {
         if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") }
     }
 
-    fn send(
-        &self,
-        method: &str,
-        path: &str,
-        body: Option<(&str, &mut dyn Read, u64)>,
+    fn send<'a>(
+        &'a self,
+        method: &'a str,
+        path: &'a str,
+        body: Option<Body<'a>>,
     ) -> anyhow::Result<Incoming> {
         let server = self.server()?;
         let call = Call { key: self.key.as_deref(), body, ..Call::new(method, path, TIMEOUT) };
@@ -84,10 +84,7 @@ impl Admin {
         let text = body.map(Value::to_string).unwrap_or_default();
         let mut bytes = text.as_bytes();
         let length = bytes.len() as u64;
-        let body: Option<(&str, &mut dyn Read, u64)> = match body {
-            Some(_) => Some(("application/json", &mut bytes, length)),
-            None => None,
-        };
+        let body = body.map(|_| Body { kind: "application/json", from: &mut bytes, length });
         read(self.send(method, &self.path(path, more), body)?)
     }
 
@@ -99,8 +96,8 @@ impl Admin {
         file: &mut dyn Read,
         length: u64,
     ) -> anyhow::Result<Value> {
-        let body: Option<(&str, &mut dyn Read, u64)> = Some(("application/octet-stream", file, length));
-        read(self.send("POST", &self.path(path, more), body)?)
+        let body = Body { kind: "application/octet-stream", from: file, length };
+        read(self.send("POST", &self.path(path, more), Some(body))?)
     }
 
     /// Copies what is answered into `out`; its length.

@@ -34,6 +34,16 @@ impl Answer {
     }
 }
 
+/// A request's body.
+pub(crate) struct Body<'a> {
+    /// Its content type.
+    pub(crate) kind: &'static str,
+    /// What it is read from.
+    pub(crate) from: &'a mut dyn Read,
+    /// Bytes of it.
+    pub(crate) length: u64,
+}
+
 /// A request.
 pub(crate) struct Call<'a> {
     /// HTTP method.
@@ -42,8 +52,8 @@ pub(crate) struct Call<'a> {
     pub(crate) path: &'a str,
     /// API key, where one is needed.
     pub(crate) key: Option<&'a str>,
-    /// The body's type, what it is read from and its length.
-    pub(crate) body: Option<(&'a str, &'a mut dyn Read, u64)>,
+    /// What it brings.
+    pub(crate) body: Option<Body<'a>>,
     /// Every wait is bounded by this.
     pub(crate) timeout: Duration,
 }
@@ -61,10 +71,10 @@ impl<'a> Call<'a> {
             .with_context(|| format!("nobody answers on {server}"))?;
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
-        let length = body.as_ref().map_or(0, |(_, _, length)| *length);
+        let length = body.as_ref().map_or(0, |body| body.length);
         // HTTP/1.0: the answer ends with the connection and is never chunked.
         let mut head = format!("{method} {path} HTTP/1.0\r\nHost: {server}\r\nContent-Length: {length}\r\n");
-        if let Some((kind, ..)) = &body {
+        if let Some(Body { kind, .. }) = &body {
             head += &format!("Content-Type: {kind}\r\n");
         }
         if let Some(key) = key {
@@ -73,7 +83,7 @@ impl<'a> Call<'a> {
         }
         stream.write_all(format!("{head}\r\n").as_bytes())?;
         let sent = match body {
-            Some((_, body, length)) => std::io::copy(&mut body.take(length), &mut stream).map(drop),
+            Some(Body { from, length, .. }) => std::io::copy(&mut from.take(length), &mut stream).map(drop),
             None => Ok(()),
         };
         // A server that refuses a body may stop reading: what it says counts more than that it did.
@@ -200,9 +210,8 @@ mod tests {
     #[test]
     fn bodies_go_out_with_their_key_and_come_in_whole_or_not_at_all() {
         let (at, served) = server(b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\n\x00\xff\x01\x02\x03");
-        let mut body = &b"{}"[..];
-        let body: Option<(&str, &mut dyn Read, u64)> = Some(("application/json", &mut body, 2));
-        let call = Call { key: Some("secret"), body, ..Call::new("POST", "/x?y=z", LIMIT) };
+        let body = Body { kind: "application/json", from: &mut &b"{}"[..], length: 2 };
+        let call = Call { key: Some("secret"), body: Some(body), ..Call::new("POST", "/x?y=z", LIMIT) };
         let mut out = Vec::new();
         assert_eq!(call.send(at).unwrap().copy_to(&mut out).unwrap(), 5);
         assert_eq!(out, b"\x00\xff\x01\x02\x03");
