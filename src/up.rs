@@ -178,7 +178,7 @@ impl Plan {
                 kv_bytes: self.settings.kv_bytes,
                 kv_type: self.settings.kv_type,
                 activations: self.settings.activations,
-                snapshot_dir: Some(dir.node(&name).join("snapshots")),
+                snapshot_dir: Some(dir.snapshots(&name)),
                 ..WorkerSettings::default()
             };
             workers.push((name, settings));

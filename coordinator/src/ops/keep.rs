@@ -5,6 +5,8 @@ use super::Ops;
 use crate::api::auth::{Caller, salt};
 use crate::api::error::ApiError;
 use crate::models::OfferedModel;
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
 use proto::block::{BlockId, Scope};
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{ModelTask, ServedModelV2};
@@ -32,6 +34,15 @@ pub(super) struct Query {
     pub(super) worker: Option<String>,
     /// The name of a sequence that is made.
     pub(super) id: Option<String>,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Query {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let asked = axum::extract::Query::<Self>::from_request_parts(parts, state).await;
+        asked.map(|asked| asked.0).map_err(|error| ApiError::field("query", error.body_text()))
+    }
 }
 
 /// A tenant's sequences of one model.

@@ -17,7 +17,7 @@ use super::keep::{Keep, Query};
 use crate::api::auth::Caller;
 use crate::api::error::ApiError;
 use crate::api::{limits, plan};
-use axum::extract::{Path, Query as Asked, Request, State};
+use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get};
 use axum::{Extension, Json, Router};
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Where a request comes from and what it says besides its body.
-type From = (State<Arc<Ops>>, Extension<Caller>, Asked<Query>);
+type From = (State<Arc<Ops>>, Extension<Caller>, Query);
 
 /// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
@@ -36,7 +36,7 @@ pub(super) fn router() -> Router<Arc<Ops>> {
         .route("/admin/v1/prefixes/{id}", delete(unpin))
 }
 
-async fn list((State(ops), Extension(caller), Asked(query)): From) -> Result<Json<Value>, ApiError> {
+async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value>, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
     let mut prefixes = Vec::new();
     for node in keep.workers(&query, None)? {
@@ -49,7 +49,7 @@ async fn list((State(ops), Extension(caller), Asked(query)): From) -> Result<Jso
 
 /// At all workers or at none: what some have pinned goes again when another refuses.
 async fn pin(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
@@ -82,7 +82,7 @@ async fn pin(
 }
 
 async fn unpin(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
 ) -> Result<StatusCode, ApiError> {
     let unknown = || ApiError::Unknown { what: "this prefix".to_owned() };

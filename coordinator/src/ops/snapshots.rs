@@ -23,7 +23,7 @@ use crate::api::fields::Fields;
 use crate::api::limits::{self, BODY_IDLE};
 use crate::random::random_u64;
 use axum::body::Body;
-use axum::extract::{Path, Query as Asked, Request, State};
+use axum::extract::{Path, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -39,7 +39,7 @@ use std::sync::Arc;
 use tokio::time::timeout;
 
 /// Where a request comes from and what it says besides its body.
-type From = (State<Arc<Ops>>, Extension<Caller>, Asked<Query>);
+type From = (State<Arc<Ops>>, Extension<Caller>, Query);
 
 /// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
@@ -51,7 +51,7 @@ pub(super) fn router() -> Router<Arc<Ops>> {
         .route("/admin/v1/snapshots/{id}/reset", post(reset))
 }
 
-async fn list((State(ops), Extension(caller), Asked(query)): From) -> Result<Json<Value>, ApiError> {
+async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value>, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
     let (mut sequences, mut snapshots) = (Vec::new(), Vec::new());
     for node in keep.workers(&query, None)? {
@@ -72,7 +72,7 @@ async fn save_or_upload(from: From, request: Request) -> Result<Json<Value>, Api
 }
 
 async fn save(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
@@ -91,7 +91,7 @@ async fn save(
 
 /// Passes the bytes on as they come: a snapshot may be far longer than any other body.
 async fn upload(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
@@ -120,7 +120,7 @@ async fn upload(
 }
 
 async fn fetch(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
@@ -145,7 +145,7 @@ async fn fetch(
 
 /// At the worker that has the snapshot, or, where another is named, by way of here.
 async fn restore(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
@@ -181,7 +181,7 @@ async fn restore(
 }
 
 async fn fork(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
@@ -195,7 +195,7 @@ async fn fork(
 }
 
 async fn reset(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
@@ -210,7 +210,7 @@ async fn reset(
 }
 
 async fn drop_all(
-    (State(ops), Extension(caller), Asked(query)): From,
+    (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
 ) -> Result<StatusCode, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;

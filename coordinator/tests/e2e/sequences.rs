@@ -212,5 +212,7 @@ async fn tenants_do_not_see_each_other_and_only_admins_come_in() {
     assert_eq!(refused.status.as_u16(), 403);
     let unknown = get(rig.at.ops, &format!("{SNAPSHOTS}?model=none")).await;
     assert_eq!(unknown.error(), (404, "model_not_found".into(), "model".into()));
+    let odd = get(rig.at.ops, &format!("{SNAPSHOTS}?choice=x")).await;
+    assert_eq!(odd.error(), (400, "invalid_field".into(), "query".into()));
     until("nothing is left open", async || rig.cluster().await["queue"]["inflight"] == 0).await;
 }

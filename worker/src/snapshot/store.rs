@@ -7,6 +7,7 @@ use proto::ids::RequestId;
 use proto::sequence::{SaveMedium, SequenceError, SequenceName, SnapshotInfoV1};
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -169,7 +170,8 @@ fn bytes_below(dir: &Path, but: &Path) -> io::Result<u64> {
 /// Whole or not at all, also when the machine goes down meanwhile.
 fn write(path: &Path, file: &[u8]) -> io::Result<()> {
     let dir = path.parent().ok_or(ErrorKind::InvalidInput)?;
-    std::fs::create_dir_all(dir)?;
+    // What stands in a snapshot is nobody else's business on this machine.
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     let unfinished = path.with_extension("unfinished");
     let written = std::fs::File::create(&unfinished).and_then(|mut out| {
         io::Write::write_all(&mut out, file)?;
