@@ -71,8 +71,13 @@ class Context:
     def forget(self):
         ll.llama_memory_clear(self.memory, False)
 
-    def trim(self, position):
-        ll.llama_memory_seq_rm(self.memory, -1, position, -1)
+    def rewind(self, sequences, position):
+        """Back to `position` tokens of each sequence; computed again where a recurrent state cannot go back."""
+        if position > 0 and all(ll.llama_memory_seq_rm(self.memory, s, position, -1) for s in range(sequences)):
+            return
+        self.forget()
+        for sequence in range(sequences):
+            self.prefill(sequence, position)
 
     def run(self, rows):
         """rows: (sequence, position, wants logits). Returns the seconds of the computation alone."""
@@ -129,7 +134,7 @@ def measure(args):
             context.decode(batch, depth, min(args.decode, 4))
             rates = []
             for _ in range(args.repeat):
-                context.trim(depth)
+                context.rewind(batch, depth)
                 rates.append(args.decode * batch / context.decode(batch, depth, args.decode))
         add(test, depth, batch, rates)
     print(json.dumps({"model": args.model, "threads": args.threads, "version": ll.__version__, "rows": rows}))

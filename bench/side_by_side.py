@@ -23,7 +23,11 @@ import servers
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 CATALOG = {"smollm2-135m": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3-270m": "gemma-3-270m-q4_k_m.gguf"}
-SHAPES = {"qwen3-0.6b-q4_k_m": "q4-k-m", "qwen3-0.6b-q8_0": "q8-0", "qwen3-0.6b-q4_0": "q4-0"}
+# Generated: shape and quantisation.
+SHAPES = {f"{shape}-{quant.replace('-', '_')}": (shape, quant)
+          for shape, quants in (("qwen3-0.6b", ("q4-k-m", "q8-0", "q4-0")), ("qwen3.5-0.5b", ("q4-k-m", "q8-0")),
+                                ("granite-4-h-0.35b", ("q4-k-m", "q8-0")))
+          for quant in quants}
 VLLM_MODELS = {"smollm2-135m"}
 SECTIONS = ["prefill", "decode", "depth", "batch", "http", "burst"]
 
@@ -77,8 +81,9 @@ class Run:
             path = ROOT / "target/models" / f"{name}.gguf" if self.args.models_dir is None else self.args.models_dir / f"{name}.gguf"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
+                shape, quant = SHAPES[name]
                 subprocess.run(["cargo", "run", "--release", "-q", "-p", "kvasir-bench", "--bin", "make-model", "--",
-                                "--shape", "qwen3-0.6b", "--quant", SHAPES[name], "--out", str(path)], check=True, cwd=ROOT)
+                                "--shape", shape, "--quant", quant, "--out", str(path)], check=True, cwd=ROOT)
             return path
         return pathlib.Path(name)
 

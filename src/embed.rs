@@ -7,34 +7,33 @@ use model::Tokenizer;
 use model::spec::Pooling;
 use proto::message::ModelTask;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use serde::Serialize;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use worker::encoder::{Encoder, Text};
 use worker::load::{self, EngineOptions};
 
 /// Writes the vectors of texts, or the scores of pairs of texts
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
-    kvasir embed minilm-l6 --text 'Hello, world!' --text 'Good morning' --json\n  \
+    kvasir embed minilm-l6 --text 'Hello, world!' 'Good morning' --json\n  \
     kvasir embed minilm-l6 --tokens texts.json --out vectors.safetensors\n  \
-    kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' --text 'A river.' --json")]
-#[group(id = "input", required = true, multiple = false, args = ["text", "tokens"])]
-#[group(id = "output", required = true, multiple = true, args = ["out", "json"])]
+    kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' 'A river.' --json")]
 pub(crate) struct Embed {
     /// Catalog name, path to a .gguf or to a checkpoint's .safetensors
     model: String,
-    /// A text; may be given several times
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    /// Texts, one after the other; one that begins with a hyphen as --text=-x
+    #[arg(long, value_name = "TEXT", num_args = 1.., required_unless_present = "tokens")]
     text: Vec<String>,
     /// JSON file: an array of arrays of token ids, special tokens included
-    #[arg(long, value_name = "IDS.json")]
+    #[arg(long, value_name = "IDS.json", conflicts_with = "text")]
     tokens: Option<PathBuf>,
     /// The first text of every pair, for a model that compares two texts
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, requires = "text")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with = "tokens")]
     query: Option<String>,
     /// Output: `p{i}.tokens` f32 `[n, width]`, the vectors of all tokens; `p{i}.mean_l2` f32 `[width]`, their mean
     /// at length one (`cls_l2` or `last_l2` where the model takes the first or last); `p{i}.scores` of pairs
-    #[arg(long, value_name = "F.safetensors")]
+    #[arg(long, value_name = "F.safetensors", required_unless_present = "json")]
     out: Option<PathBuf>,
     /// Print one JSON object: {"texts":[{"tokens":N,"embedding":[..]}]}, of pairs "scores" instead of "embedding"
     #[arg(long)]
@@ -59,6 +58,31 @@ struct Encoded {
     rows: Vec<f32>,
     tokens: usize,
     values: Vec<f32>,
+}
+
+/// What `--json` prints. Not a `serde_json::Value`, which would write each f32 as the f64 next to it.
+#[derive(Serialize)]
+struct Report {
+    texts: Vec<Printed>,
+}
+
+#[derive(Serialize)]
+struct Printed {
+    tokens: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    embedding: Option<Vec<f32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    scores: Option<Vec<f32>>,
+}
+
+impl Printed {
+    fn new(encoded: &Encoded, pooling: Option<Pooling>) -> Self {
+        let tokens = encoded.tokens;
+        match pooling {
+            Some(_) => Self { tokens, embedding: Some(unit(&encoded.values)), scores: None },
+            None => Self { tokens, embedding: None, scores: Some(encoded.values.clone()) },
+        }
+    }
 }
 
 impl Embed {
@@ -95,12 +119,8 @@ impl Embed {
             write(&encoded, pooling, out)?;
         }
         if self.json {
-            let text = |encoded: &Encoded| match pooling {
-                Some(_) => serde_json::json!({"tokens": encoded.tokens, "embedding": unit(&encoded.values)}),
-                None => serde_json::json!({"tokens": encoded.tokens, "scores": encoded.values}),
-            };
-            let texts: Vec<_> = encoded.iter().map(text).collect();
-            writeln!(std::io::stdout().lock(), "{}", serde_json::json!({"texts": texts}))?;
+            let texts = encoded.iter().map(|encoded| Printed::new(encoded, pooling)).collect();
+            writeln!(std::io::stdout().lock(), "{}", serde_json::to_string(&Report { texts })?)?;
         }
         Ok(())
     }
@@ -152,7 +172,7 @@ fn unit(values: &[f32]) -> Vec<f32> {
     values.iter().map(|value| (f64::from(*value) * scale) as f32).collect()
 }
 
-fn write(encoded: &[Encoded], pooling: Option<Pooling>, out: &PathBuf) -> Result<()> {
+fn write(encoded: &[Encoded], pooling: Option<Pooling>, out: &Path) -> Result<()> {
     let name = match pooling {
         Some(Pooling::Mean) => "mean_l2",
         Some(Pooling::First) => "cls_l2",

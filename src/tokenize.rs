@@ -17,7 +17,8 @@ pub(crate) struct Tokenize {
     /// Parse special tokens in the text, such as <|im_start|>; without, they are text like any other.
     #[arg(long)]
     special: bool,
-    /// Put the model's beginning-of-sequence token first.
+    /// Put the model's beginning-of-sequence token first and, where the vocabulary ends every text so ([SEP] of
+    /// encoders), its end-of-sequence token last.
     #[arg(long)]
     bos: bool,
     /// Print {"ids":[...]}; without, one token a line with its text.
@@ -33,6 +34,7 @@ impl Tokenize {
         let mut ids = tokenizer.encode(&self.text, self.special);
         if self.bos {
             ids.insert(0, tokenizer.bos().context("the model has no beginning-of-sequence token")?);
+            ids.extend(tokenizer.eos().filter(|_| tokenizer.adds_eos()));
         }
         let mut out = std::io::stdout().lock();
         if self.json {

@@ -18,6 +18,7 @@ use data_dir::DataDir;
 use nodes::Nodes;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
+use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -194,6 +195,8 @@ impl Up {
         let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;
         let dir = DataDir::open(dir)?;
         let model = models::resolve_or_pull(plan.settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
+        // A file that nobody can read is told here, before any node is started.
+        let task = ::worker::load::task(&model.path).with_context(|| model.path.display().to_string())?;
         let nodes = plan.nodes(&dir, &model)?;
         let up_file = dir.up_file();
         // One thread: the kernel ends children with the thread that started them.
@@ -202,7 +205,7 @@ impl Up {
             let mut supervisor = Supervisor::new(dir, nodes, !self.no_restart)?;
             if supervisor.start().await? {
                 let nodes = supervisor.nodes();
-                let text = if self.json { nodes.up_line()? + "\n" } else { banner(nodes, &up_file) };
+                let text = if self.json { nodes.up_line()? + "\n" } else { banner(nodes, task, &up_file) };
                 let mut out = std::io::stdout().lock();
                 out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("stdout")?;
                 drop(out);
@@ -242,7 +245,7 @@ fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAdd
 }
 
 /// What a person sees when the cluster is ready.
-fn banner(nodes: &Nodes, up_file: &std::path::Path) -> String {
+fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
     let mut rows = vec![["NODE", "PID", "RSS", "API", "OPS"].map(str::to_owned).to_vec()];
     for role in [Role::Coordinator, Role::Worker] {
         for node in nodes.listening(role) {
@@ -253,10 +256,16 @@ fn banner(nodes: &Nodes, up_file: &std::path::Path) -> String {
         }
     }
     let first = nodes.listening(Role::Coordinator).find_map(|node| node.http);
+    let (path, question) = match task {
+        ModelTask::Generate => {
+            ("chat/completions", r#""stream":true,"messages":[{"role":"user","content":"Hello!"}]"#)
+        }
+        ModelTask::Embed { .. } => ("embeddings", r#""input":"Hello!""#),
+        ModelTask::Rerank { .. } => ("rerank", r#""query":"a panda?","documents":["a bear","a river"]"#),
+    };
     let curl = first.map_or_else(String::new, |http| {
         format!(
-            "curl -N http://{}/v1/chat/completions -H 'Content-Type: application/json' -d \
-             '{{\"model\":\"{}\",\"stream\":true,\"messages\":[{{\"role\":\"user\",\"content\":\"Hello!\"}}]}}'\n",
+            "curl -N http://{}/v1/{path} -H 'Content-Type: application/json' -d '{{\"model\":\"{}\",{question}}}'\n",
             reachable(http),
             nodes.model()
         )

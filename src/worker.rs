@@ -319,6 +319,15 @@ mod tests {
     }
 
     #[test]
+    fn an_encoder_keeps_keys_and_values_as_computed_and_for_one_step() {
+        let model = tiny_model().map(|path| path.replace("llama", "bert"));
+        let plan = WorkerSettings { model: model.clone(), ..Default::default() }.plan().unwrap();
+        assert_eq!((plan.settings.kv_type, plan.settings.kv_bytes), (Some(KvTypeArg::F32), None));
+        let set = WorkerSettings { model, kv_type: Some(KvTypeArg::F16), ..Default::default() };
+        assert_eq!(set.plan().unwrap().settings.kv_type, Some(KvTypeArg::F16));
+    }
+
+    #[test]
     fn limits_are_told_with_field_and_value() {
         let cases = [
             (WorkerSettings { threads: Some(0), ..Default::default() }, "`threads`: 0"),

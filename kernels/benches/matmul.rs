@@ -18,7 +18,7 @@ use std::hint::black_box;
 const STREAMED: usize = 256 << 20;
 /// Rows x columns of the matrices.
 const SHAPES: [(usize, usize); 5] = [(576, 576), (1536, 576), (576, 1536), (1024, 3072), (4096, 4096)];
-const BATCHES: [usize; 7] = [1, 2, 4, 8, 16, 64, 512];
+const BATCHES: [usize; 9] = [1, 2, 4, 8, 9, 13, 16, 64, 512];
 
 struct Options {
     types: Vec<GgmlType>,

@@ -1,4 +1,5 @@
-//! A mixture of experts as a decoder runs it: `cargo bench -p kvasir-kernels --bench moe [-- TYPE]`.
+//! A mixture of experts as a decoder runs it: `cargo bench -p kvasir-kernels --bench moe [-- FILTER]`, where a
+//! filter is part of a line's beginning, such as `Q4_K rows 64`.
 //!
 //! Each row of a step goes to 4 of 32 experts of width 512 in a model of width 1024, on one thread unless `THREADS`
 //! says otherwise. Layers follow each other and every step routes anew, so that weights come from memory as they
@@ -60,7 +61,7 @@ fn now(threads: usize) -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-fn run(ty: GgmlType, threads: NonZeroUsize) -> Result<(), kvasir_kernels::Error> {
+fn run(ty: GgmlType, threads: NonZeroUsize, filter: &str) -> Result<(), kvasir_kernels::Error> {
     let isa = Isa::detect();
     let config = CpuConfig { matmul: isa, attention: isa, rows: isa, activations: ActivationMode::Int8 };
     let mut backend = CpuBackend::new(config, Pool::new(PoolConfig::new(threads))?)?;
@@ -76,6 +77,10 @@ fn run(ty: GgmlType, threads: NonZeroUsize) -> Result<(), kvasir_kernels::Error>
         .map(|_| Ok([matrix(FF, HIDDEN)?, matrix(FF, HIDDEN)?, matrix(HIDDEN, FF)?]))
         .collect::<Result<Vec<_>, _>>()?;
     for rows in ROWS {
+        let name = format!("{} rows {rows}", ty.name());
+        if !name.contains(filter) {
+            continue;
+        }
         let mut times = Vec::new();
         for round in 0..(8192 / (rows + 32)).max(12) {
             for [gate, up, down] in &layers {
@@ -128,7 +133,9 @@ fn main() {
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
     let threads = std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(NonZeroUsize::MIN);
     println!("{}, {threads} thread(s), {USED} of {EXPERTS} experts, {HIDDEN} x {FF}", Isa::detect());
-    for ty in [GgmlType::Q4_K, GgmlType::MXFP4].into_iter().filter(|ty| ty.name().contains(&filter)) {
-        run(ty, threads).expect("a mixture that the backend serves");
+    for ty in [GgmlType::Q4_K, GgmlType::MXFP4] {
+        if ROWS.iter().any(|rows| format!("{} rows {rows}", ty.name()).contains(&filter)) {
+            run(ty, threads, &filter).expect("a mixture that the backend serves");
+        }
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! Decode rows print the bytes of state read and written per second by one-row steps, in place and from one slot
 //! to another, over more layers than any cache holds; prefill rows print the time per row and layer of one step of
-//! 512 rows. Each figure is the best of its repetitions, on one thread unless `THREADS` says otherwise; time is the
-//! thread's CPU time where there is one. The first line is what the same threads read from memory.
+//! 512 rows. Each figure is the best of its repetitions, on one thread unless `THREADS` says otherwise and on the
+//! best instruction set unless `ISA` does; time is the thread's CPU time where there is one. The first line is what
+//! the same threads read from memory.
 
 #![allow(unsafe_code)]
 
@@ -53,15 +54,20 @@ fn main() {
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
     let threads = std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(NonZeroUsize::MIN);
     let pool = Pool::new(PoolConfig::new(threads)).expect("threads");
-    let bench = Bench { pool, isa: Isa::detect(), probe: BandwidthProbe::new() };
+    let isa = std::env::var("ISA").ok();
+    let isa = Isa::available().into_iter().rfind(|level| isa.as_ref().is_none_or(|isa| level.name() == isa));
+    let bench = Bench { pool, isa: isa.expect("an instruction set"), probe: BandwidthProbe::new() };
     println!("{}, {threads} thread(s), reading {:.1} GB/s", bench.isa, bench.bandwidth());
     for model in models() {
-        let benches: [(&str, fn(&Bench, &Model)); 3] =
-            [("decode", Bench::decode), ("prefill", Bench::prefill), ("conv", Bench::conv)];
-        for (what, run) in benches {
-            if format!("{what} {}", model.name).contains(&filter) {
-                run(&bench, &model);
-            }
+        let wanted = |what: &str| format!("{what} {}", model.name).contains(&filter);
+        if wanted("decode") {
+            bench.decode(&model);
+        }
+        if wanted("prefill") {
+            bench.prefill(&model);
+        }
+        if wanted("conv") {
+            bench.conv(&model);
         }
     }
 }

@@ -524,7 +524,8 @@ pub trait Backend: Send {
     /// Bytes that one block of one layer takes; a multiple of 64.
     fn kv_block_bytes(&self, shape: KvShape) -> Result<usize, Error>;
 
-    /// Declares a layer's KV: its group and its byte offset inside the group's blocks (a multiple of 64).
+    /// Declares a layer's KV: its group and its byte offset inside the group's blocks (a multiple of 64). Layers
+    /// that share keys and values lie at one place; they may differ in their query heads.
     fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error>;
 
     /// Bytes that one layer's state takes in a slot; a multiple of 64.

@@ -121,8 +121,11 @@ impl Backend for CpuBackend {
     fn memory(&self) -> MemoryUse {
         MemoryUse {
             weights: self.matrices.iter().map(PackedMatrix::resident_bytes).sum::<usize>()
-                + self.vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum::<usize>(),
-            activations: self.buffers.iter().map(Buffer::bytes).sum(),
+                + self.vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum::<usize>()
+                + self.states.weight_bytes(),
+            activations: self.buffers.iter().map(Buffer::bytes).sum::<usize>()
+                + self.moe.bytes()
+                + self.states.scratch_bytes(),
             kv: self.arena.len(),
         }
     }

@@ -546,9 +546,10 @@ impl RowSlice {
 }
 
 impl ConvSpec {
-    /// Elements that a sequence keeps: the inputs of all positions that a token sees but its own.
+    /// Elements that a sequence keeps: the inputs of as many positions as a token sees. The oldest is read by no
+    /// later token; reference implementations keep it, and states are compared with theirs.
     pub fn state_elements(&self) -> usize {
-        self.taps.saturating_sub(1) * self.channels
+        self.taps * self.channels
     }
 }
 

@@ -4,7 +4,11 @@ use anyhow::{Context, ensure};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+/// Tiny models with recurrent layers, by the manifest's name.
+pub const HYBRID: [&str; 5] = ["granitehybrid", "granitehybrid-dense", "qwen35", "qwen35moe", "qwen3next"];
 
 /// The folder of the set: `KVASIR_FIXTURES`, else the committed one.
 pub fn root() -> PathBuf {
@@ -80,6 +84,19 @@ impl Manifest {
     }
 }
 
+/// Tensors `p{index}.state.*` of a file.
+pub fn states(file: &SafeTensors<'_>, index: usize) -> anyhow::Result<BTreeMap<String, Vec<f32>>> {
+    let prefix = format!("p{index}.");
+    let names = file.names().into_iter().filter_map(|name| name.strip_prefix(&prefix));
+    let names = names.filter(|name| name.starts_with("state."));
+    names
+        .map(|name| {
+            let tensor = file.tensor(&format!("{prefix}{name}"))?;
+            Ok((name.to_owned(), floats(tensor.dtype(), tensor.data())?))
+        })
+        .collect()
+}
+
 impl Item {
     /// The model file.
     pub fn path(&self) -> PathBuf {
@@ -116,6 +133,8 @@ pub struct ReferencePrompt {
     pub vocab: usize,
     /// Greedy continuation.
     pub greedy: Vec<u32>,
+    /// Recurrent states behind the prompt, where the set has them, by their name in the file without `pN.`.
+    pub states: BTreeMap<String, Vec<f32>>,
 }
 
 impl Reference {
@@ -128,7 +147,9 @@ impl Reference {
             let logits = file.tensor(&format!("p{index}.logits"))?;
             let &[rows, vocab] = logits.shape() else { anyhow::bail!("p{index}.logits is not a matrix") };
             let greedy = file.tensor(&format!("p{index}.greedy"))?;
+            let states = states(&file, index)?;
             prompts.push(ReferencePrompt {
+                states,
                 ids: tokens(ids.dtype(), ids.data())?,
                 logits: floats(logits.dtype(), logits.data())?,
                 rows,
@@ -143,6 +164,56 @@ impl Reference {
     /// The prompts alone.
     pub fn ids(&self) -> Vec<Vec<u32>> {
         self.prompts.iter().map(|prompt| prompt.ids.clone()).collect()
+    }
+}
+
+/// A file of tensors, by name.
+#[derive(Debug)]
+pub struct Tensors(Vec<u8>);
+
+impl Tensors {
+    /// Reads a file.
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        std::fs::read(path).map(Self).with_context(|| path.display().to_string())
+    }
+
+    /// The numbers of an F32 tensor, row by row; none if there is no such tensor.
+    pub fn floats(&self, name: &str) -> anyhow::Result<Option<Vec<f32>>> {
+        let file = SafeTensors::deserialize(&self.0)?;
+        let Ok(tensor) = file.tensor(name) else { return Ok(None) };
+        floats(tensor.dtype(), tensor.data()).map(Some)
+    }
+
+    /// The token ids of an I32 tensor; none if there is no such tensor.
+    pub fn tokens(&self, name: &str) -> anyhow::Result<Option<Vec<u32>>> {
+        let file = SafeTensors::deserialize(&self.0)?;
+        let Ok(tensor) = file.tensor(name) else { return Ok(None) };
+        tokens(tensor.dtype(), tensor.data()).map(Some)
+    }
+}
+
+/// `real/minilm.json`: what the model's own library makes of a few texts.
+#[derive(Debug, Deserialize)]
+pub struct MiniLm {
+    /// The texts.
+    pub items: Vec<MiniLmItem>,
+}
+
+/// One text of [`MiniLm`].
+#[derive(Debug, Deserialize)]
+pub struct MiniLmItem {
+    /// The text.
+    pub text: String,
+    /// Its tokens, special ones included.
+    pub ids: Vec<u32>,
+    /// Its vector, of length one.
+    pub embedding: Vec<f32>,
+}
+
+impl MiniLm {
+    /// Reads it.
+    pub fn read() -> anyhow::Result<Self> {
+        json(&root().join("real/minilm.json"))
     }
 }
 

@@ -4,6 +4,7 @@ use crate::binary;
 use crate::fixtures::{self, ReferencePrompt};
 use anyhow::{Context, ensure};
 use safetensors::SafeTensors;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// What `kvasir logits` wrote for one prompt.
@@ -19,6 +20,8 @@ pub struct PromptLogits {
     pub preemptions: usize,
     /// Greedy continuation; empty unless asked for.
     pub greedy: Vec<u32>,
+    /// Recurrent states behind the prompt by name; empty unless asked for.
+    pub states: BTreeMap<String, Vec<f32>>,
 }
 
 /// Runs `kvasir logits MODEL` over `prompts` with further `flags`.
@@ -58,7 +61,8 @@ fn read(path: &Path, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<PromptLogits>> 
         let (hit, computed) = logits.split_at(cached * vocab);
         ensure!(hit.iter().all(|x| x.is_nan()), "p{index}: rows of cached tokens are not NaN");
         ensure!(computed.iter().all(|x| x.is_finite()), "p{index}: a computed logit is not finite");
-        read.push(PromptLogits { logits, vocab, cached, preemptions, greedy });
+        let states = fixtures::states(&file, index)?;
+        read.push(PromptLogits { logits, vocab, cached, preemptions, greedy, states });
     }
     Ok(read)
 }
@@ -101,6 +105,10 @@ impl PromptLogits {
             let (row, token) = (at / self.vocab, at % self.vocab);
             ensure!(a.to_bits() == b.to_bits(), "row {row}, token {token}: {a:e} and {b:e} differ");
         }
+        let bits = |states: &BTreeMap<String, Vec<f32>>| -> Vec<(String, Vec<u32>)> {
+            states.iter().map(|(name, x)| (name.clone(), x.iter().map(|x| x.to_bits()).collect())).collect()
+        };
+        ensure!(bits(&self.states) == bits(&other.states), "recurrent states differ");
         ensure!(
             self.greedy == other.greedy,
             "greedy tokens differ: {:?} and {:?}",

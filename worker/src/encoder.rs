@@ -244,7 +244,8 @@ impl Limits {
         }
     }
 
-    /// How many texts of these lengths, from the first on, fit one step together; at least one of any.
+    /// How many texts of these lengths, from the first on, fit one step together: at least one if there is any,
+    /// since no text is longer than a step.
     pub fn fit(&self, lengths: impl Iterator<Item = usize>) -> usize {
         let mut tokens = 0;
         lengths

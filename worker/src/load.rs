@@ -14,7 +14,7 @@ use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::gguf::Gguf;
 use model::metadata::Metadata;
-use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
+use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
@@ -213,8 +213,12 @@ fn prepare_on(
     let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
     let wanted_len =
         options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
-    let rows = options.max_rows.unwrap_or(defaults.max_batch_tokens.value as usize);
-    let rows = if chunk == 0 { rows.max(wanted_len) } else { rows.max(chunk) }.max(max_sequences);
+    let rows = match options.max_rows {
+        Some(rows) => rows,
+        None if chunk == 0 => wanted_len,
+        None => defaults.max_batch_tokens.value as usize,
+    };
+    let rows = rows.max(chunk).max(max_sequences);
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused =
         |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
@@ -386,21 +390,11 @@ fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Pl
             head
         }),
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
-        state_bytes: spec.layers.iter().map(|layer| state_values(&layer.mixer) * 4).sum(),
+        state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum(),
         activation_bytes_per_row: activation_bytes(spec),
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };
     Ok(Plan { defaults: defaults(host, needs), host, needs, task: crate::encoder::task(spec) })
-}
-
-/// Values of one layer's recurrent state.
-fn state_values(mixer: &MixerSpec) -> u64 {
-    let values = match mixer {
-        MixerSpec::Attention(_) => 0,
-        MixerSpec::DeltaNet(d) => d.conv.taps * d.conv.channels + d.v_heads * d.k_dim * d.v_dim,
-        MixerSpec::Mamba2(m) => m.conv.taps * m.conv.channels + m.heads * m.head_dim * m.state,
-    };
-    values as u64
 }
 
 /// Bytes of activation buffers per row: f32 and the 8-bit form.

@@ -387,6 +387,7 @@ impl Scheduler {
             self.cache.close(&mut sequence.cache);
         }
         sequence.state = State::Waiting;
+        sequence.awaited = None;
         sequence.in_flight = None;
         self.waiting.insert(sequence.rank, slot);
     }

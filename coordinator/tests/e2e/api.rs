@@ -29,7 +29,7 @@ async fn a_completion_tells_text_usage_and_route() {
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
     let usage = json!({
         "prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "kvasir_lookups": ["absent"]},
     });
     assert_eq!(answer["usage"], usage);
     assert_eq!(reply.header("x-kvasir-worker"), "w1");

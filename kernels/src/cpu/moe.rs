@@ -1,8 +1,8 @@
 //! Mixture of experts: route, gate and up of all experts, activation, down, weighted sum in rank order.
 //!
 //! A *slot* is one row at one of its experts. Slots are numbered by expert, then by row, so that what an expert
-//! gives is a run of slots, and its input a list of rows that the products read in place. Each stage is one
-//! parallel region over all experts.
+//! gives is a run of slots, and its input a list of rows that the products read in place. Experts go through the
+//! stages together, each stage one parallel region, as many at a time as keep their inner values in the caches.
 //!
 //! A row's result depends on that row only: each slot is a row of a batch-invariant product, and the sum runs
 //! over the row's experts from the most to the least probable.
@@ -18,13 +18,16 @@ use crate::matmul::{Activations, Epilogue, MatmulKernels, PackedMatrix};
 use crate::ops;
 use std::ops::Range;
 
+/// Bytes of inner values for each thread: what its share of them may take of an L2 cache.
+const INNER_BYTES: usize = 1 << 19;
+
 /// Buffers that grow to the largest call and stay.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     routes: Routes,
-    /// Gate and up side by side, `[slots][2 ff]`.
+    /// Gate and up side by side, `[slots of some experts][2 ff]`.
     gate_up: Buffer,
-    /// `[slots][ff]`
+    /// `[slots of some experts][ff]`
     inner: Buffer,
     /// `[slots][hidden]`
     down: Buffer,
@@ -38,17 +41,30 @@ pub(super) fn run(backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
 }
 
 impl Scratch {
+    /// Bytes of the f32 values.
+    pub(super) fn bytes(&self) -> usize {
+        [&self.gate_up, &self.inner, &self.down].map(Buffer::bytes).iter().sum()
+    }
+
     fn run(&mut self, backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
         let rows = backend.buffers[op.router.0 as usize].rows();
         let width = backend.buffers[op.out.0 as usize].cols();
         self.routes.find(backend, op)?;
-        self.gate_up(backend, op)?;
-        self.activate(backend, op)?;
-        self.down(backend, op, width)?;
+        self.down.fit(self.routes.slots(), width)?;
+        let slot_bytes = 3 * op.ff.max(1) * size_of::<f32>();
+        let most = INNER_BYTES * backend.pool.threads() / slot_bytes;
+        let mut from = 0;
+        while from < self.routes.experts() {
+            let experts = self.routes.some_experts(from, most);
+            from = experts.end;
+            self.gate_up(backend, op, experts.clone())?;
+            self.activate(backend, op)?;
+            self.down(backend, op, experts)?;
+        }
         self.combine(backend, op, rows)
     }
 
-    fn gate_up(&mut self, backend: &mut CpuBackend, op: &MoeOp) -> Result<(), Error> {
+    fn gate_up(&mut self, backend: &mut CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
         let ff = op.ff;
         let parts: &[Part] = match op.gate_up {
             ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => &[
@@ -64,13 +80,15 @@ impl Scratch {
         if int8 {
             x.quantize(&backend.pool, backend.kernels)?;
         }
-        self.gate_up.fit(self.routes.slots(), 2 * ff)?;
-        let out = self.gate_up.share();
         let x = &backend.buffers[op.x.0 as usize];
         let all = Activations::new(x.rows(), x.cols(), x.values(), int8.then_some(&x.quantized))?;
-        let mut products = Vec::with_capacity(parts.len() * self.routes.experts());
-        for (expert, slots) in self.routes.by_expert() {
+        let of_experts = self.routes.slots_of(experts.clone());
+        self.gate_up.fit(of_experts.len(), 2 * ff)?;
+        let out = self.gate_up.share();
+        let mut products = Vec::with_capacity(parts.len() * experts.len());
+        for (expert, slots) in self.routes.by_expert(experts) {
             let input = all.listed(&self.routes.rows[slots.clone()])?;
+            let slots = slots.start - of_experts.start..slots.end - of_experts.start;
             for part in parts {
                 products.push(part.product(backend, &self.routes, expert, input, out, slots.clone())?);
             }
@@ -82,7 +100,7 @@ impl Scratch {
         let (ff, isa, gating) = (op.ff, backend.config.rows, gating(op.activation));
         let down = &backend.matrices[op.down.0 as usize];
         let int8 = MatmulKernels::reads_int8(down.ty(), backend.config.activations);
-        self.inner.fit(self.routes.slots(), ff)?;
+        self.inner.fit(self.gate_up.rows(), ff)?;
         let gate_up = &self.gate_up;
         self.inner.fill(&backend.pool, int8.then_some(backend.kernels), |slot, out| {
             let (gate, up) = gate_up.row(slot)?.split_at(ff);
@@ -90,15 +108,16 @@ impl Scratch {
         })
     }
 
-    fn down(&mut self, backend: &CpuBackend, op: &MoeOp, width: usize) -> Result<(), Error> {
-        let part = Part { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns: 0..width };
-        let (slots, int8) = (self.routes.slots(), part.reads_int8(backend));
-        self.down.fit(slots, width)?;
+    fn down(&mut self, backend: &CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
+        let columns = 0..self.down.cols();
+        let part = Part { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns };
+        let int8 = part.reads_int8(backend);
         let (inner, out) = (&self.inner, self.down.share());
-        let all = Activations::new(slots, op.ff, inner.values(), int8.then_some(&inner.quantized))?;
-        let mut products = Vec::with_capacity(self.routes.experts());
-        for (expert, slots) in self.routes.by_expert() {
-            let input = all.run(slots.clone())?;
+        let all = Activations::new(inner.rows(), op.ff, inner.values(), int8.then_some(&inner.quantized))?;
+        let first = self.routes.slots_of(experts.clone()).start;
+        let mut products = Vec::with_capacity(experts.len());
+        for (expert, slots) in self.routes.by_expert(experts) {
+            let input = all.run(slots.start - first..slots.end - first)?;
             products.push(part.product(backend, &self.routes, expert, input, out, slots)?);
         }
         product::run(&backend.pool, backend.kernels, backend.config.activations, &products)
@@ -203,10 +222,22 @@ impl Routes {
         self.starts.len() - 1
     }
 
-    /// Experts that have rows, with their slots.
-    fn by_expert(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let slots = self.starts.windows(2).map(|ends| ends[0] as usize..ends[1] as usize);
-        slots.enumerate().filter(|(_, slots)| !slots.is_empty())
+    /// Slots of some experts.
+    fn slots_of(&self, experts: Range<usize>) -> Range<usize> {
+        self.starts[experts.start] as usize..self.starts[experts.end] as usize
+    }
+
+    /// Experts from `from` on that together have at most so many slots, or one that has more.
+    fn some_experts(&self, from: usize, slots: usize) -> Range<usize> {
+        let end = self.starts[from] as usize + slots;
+        let fit = self.starts[from + 1..].iter().take_while(|start| **start as usize <= end).count();
+        from..from + fit.max(1)
+    }
+
+    /// Those experts that have rows, with their slots.
+    fn by_expert(&self, experts: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let with_slots = experts.map(|expert| (expert, self.slots_of(expert..expert + 1)));
+        with_slots.filter(|(_, slots)| !slots.is_empty())
     }
 }
 

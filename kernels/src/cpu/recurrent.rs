@@ -68,6 +68,16 @@ impl States {
         layout.read(&arena[slot][offset..], conv, recurrent)
     }
 
+    /// Bytes of weights in the order of the kernels.
+    pub(super) fn weight_bytes(&self) -> usize {
+        self.conv_weights.values().map(ConvWeight::bytes).sum()
+    }
+
+    /// Bytes of scratch.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.scratch.bytes()
+    }
+
     fn layer(&self, id: StateLayerId) -> Result<StateLayer, Error> {
         let missing = Error::OutOfRange { what: "state layer", index: id.0 as usize, len: self.layers.len() };
         self.layers.get(id.0 as usize).copied().ok_or(missing)
@@ -152,6 +162,3 @@ pub(super) fn gated_norm(backend: &mut CpuBackend, op: &GatedNormOp) -> Result<(
 fn buffers<const N: usize>(all: &mut [Buffer], ids: [BufferId; N]) -> Result<[&mut Buffer; N], Error> {
     all.get_disjoint_mut(ids.map(|id| id.0 as usize)).map_err(|_| Error::SameBuffer)
 }
-
-#[cfg(test)]
-mod tests;

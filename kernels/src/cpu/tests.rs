@@ -8,6 +8,7 @@ use std::num::NonZeroUsize;
 
 mod attend;
 mod moe;
+mod recurrent;
 mod rowwise;
 
 /// A small deterministic generator.

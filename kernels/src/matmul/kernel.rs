@@ -150,6 +150,7 @@ impl MatmulKernels {
         let mut starts = [0; TILE_TOKENS];
         walk.tiles(|panel, tokens| {
             for (start, token) in starts.iter_mut().zip(tokens.clone()) {
+                out.prefetch(token, panel * PANEL_ROWS);
                 *start = activations.row(token) * stride;
             }
             let call = Int8Call {
@@ -181,6 +182,7 @@ impl MatmulKernels {
         let mut starts = [0; TILE_TOKENS];
         walk.tiles(|panel, tokens| {
             for (start, token) in starts.iter_mut().zip(tokens.clone()) {
+                out.prefetch(token, panel * PANEL_ROWS);
                 *start = activations.row(token) * cols;
             }
             let call = F32Call {

@@ -61,6 +61,24 @@ impl<'a> SharedOut<'a> {
         self.ld
     }
 
+    /// Asks for the cache lines that the lanes of one panel will be stored to. Rows are often a power of two of
+    /// bytes apart, and a store that has to fetch its line first holds up those behind it.
+    #[inline]
+    pub(super) fn prefetch(&self, token: usize, first_row: usize) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+            let line = self.start.wrapping_add(token * self.ld + first_row);
+            // SAFETY: hints, which may name any address.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_ET0>(line.cast());
+                _mm_prefetch::<_MM_HINT_ET0>(line.wrapping_add(PANEL_ROWS - 1).cast());
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (token, first_row);
+    }
+
     /// Stores the lanes of one panel that are rows of the matrix.
     ///
     /// # Safety

@@ -42,6 +42,11 @@ impl ConvWeight {
         }
         Ok(Self { taps, channels, values })
     }
+
+    /// Size in memory.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&self.values[..])
+    }
 }
 
 /// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` in place on `x`, `[rows][channels]` of the plan's
@@ -151,13 +156,17 @@ impl Convolve<'_> {
         for tile in rows.clone().step_by(TILE_ROWS) {
             for channel in (0..self.channels).step_by(LANES) {
                 let (at, lanes) = (self.first + channel, LANES.min(self.channels - channel));
-                let weight = |tap: usize| load(s, &self.weight.values[tap * width + at..][..lanes]);
-                let weights: [S::V; TAPS] = std::array::from_fn(weight);
                 let bias = self.bias.map_or(s.splat(0.0), |bias| load(s, &bias[at..at + lanes]));
-                let past = |tap: usize| load(s, &history[tap][channel..channel + LANES]);
-                let mut oldest = past(0);
+                let mut weights = [bias; TAPS];
+                for (tap, weight) in weights.iter_mut().enumerate() {
+                    *weight = load(s, &self.weight.values[tap * width + at..][..lanes]);
+                }
+                let mut oldest = load(s, &history[0][channel..channel + LANES]);
                 // The inputs that a row sees, oldest first; the last is its own, which is still to come.
-                let mut inputs: [S::V; TAPS] = std::array::from_fn(|tap| past((tap + 1).min(TAPS - 1)));
+                let mut inputs = [bias; TAPS];
+                for (input, past) in inputs.iter_mut().zip(&history[1..TAPS]) {
+                    *input = load(s, &past[channel..channel + LANES]);
+                }
                 for row in tile..rows.end.min(tile + TILE_ROWS) {
                     // SAFETY: sequences do not share rows, and these channels are this item's.
                     let x = unsafe { self.x.slice((self.sequence.rows.start + row) * width + at, lanes) };

@@ -1,18 +1,16 @@
 //! Gated delta net.
 
+use std::ops::Range;
+
 use super::plan::LayerState;
-use super::scan::{KeyHeads, Prepared, Rule, Scan, ScanScratch, scan};
+use super::scan::{KeyHeads, Rule, Scan, ScanScratch, TILE_ROWS, Tile, scan};
 use crate::attention::check_len;
 use crate::backend::StateKind;
-use crate::disjoint::Disjoint;
 use crate::error::Error;
 use crate::isa::Isa;
 use crate::ops::row_sum;
 use crate::pool::Pool;
-use crate::simd::{self, Kernel, LANES, Simd, dispatch};
-
-/// Below this many inputs a thread is faster alone than woken.
-const GRAIN: usize = 8192;
+use crate::simd::{self, LANES, Simd};
 
 /// Weights and shape of a delta net, beside those of its state.
 #[derive(Debug, Clone, Copy)]
@@ -70,96 +68,66 @@ pub fn delta_net(
     check_len("delta net beta", rows * heads, input.beta.len())?;
     check_len("delta net alpha", rows * heads, input.alpha.len())?;
     check_len("delta net output", rows * heads * shape.cols, out.len())?;
-    let mut prepared = scratch.prepare(rows, heads, net.k_heads, shape.rows);
-    prepare(pool, isa, net, input, shape.rows, &mut prepared);
-    let values = input.qkv;
-    let rule = Rule::DeltaNet;
-    let call = Scan { rule, key_heads, prepared, values, value_stride: width, value_offset: keys, out };
+    let rule = DeltaRule { net, input, key_heads, heads, width, k_dim: shape.rows };
+    let call = Scan { rule, values: input.qkv, value_stride: width, value_offset: keys, out, scratch };
     scan(pool, isa, state, call);
     Ok(())
 }
 
-/// Keys and queries of unit length, decays and gains of all rows.
-fn prepare(
-    pool: &Pool,
-    isa: Isa,
-    net: &DeltaNet<'_>,
-    input: &DeltaNetInput<'_>,
+struct DeltaRule<'a> {
+    net: &'a DeltaNet<'a>,
+    input: &'a DeltaNetInput<'a>,
+    key_heads: KeyHeads,
+    heads: usize,
+    /// Width of a row of q, k and v.
+    width: usize,
     k_dim: usize,
-    prepared: &mut Prepared<'_>,
-) {
-    let heads = net.a.len();
-    let rows = input.beta.len() / heads;
-    let width = input.qkv.len() / rows.max(1);
-    let keys = Disjoint::new(prepared.keys);
-    let (decay, gain) = (Disjoint::new(prepared.decay), Disjoint::new(prepared.gain));
-    pool.for_each_range(rows, GRAIN.div_ceil(width.max(1)), &|range| {
-        for row in range {
-            for head in 0..net.k_heads {
-                let at = |head: usize| &input.qkv[row * width + head * k_dim..][..k_dim];
-                // SAFETY: every row is visited once and has its own place in every key head.
-                let pair = unsafe { keys.slice((head * rows + row) * 2 * k_dim, 2 * k_dim) };
-                let (key, query) = pair.split_at_mut(k_dim);
-                let unit = |x, scale, out| dispatch(isa, Unit { x, eps: net.l2_eps, scale, out });
-                unit(at(net.k_heads + head), 1.0, key);
-                unit(at(head), 1.0 / (k_dim as f32).sqrt(), query);
-            }
-            let scalars = row * heads..(row + 1) * heads;
-            // SAFETY: every row is visited once.
-            let (decay, gain) =
-                unsafe { (decay.slice(scalars.start, heads), gain.slice(scalars.start, heads)) };
-            let (beta, alpha) = (&input.beta[scalars.clone()], &input.alpha[scalars]);
-            dispatch(isa, Gates { net, beta, alpha, decay, gain });
+}
+
+impl Rule for DeltaRule<'_> {
+    const CORRECTS: bool = true;
+
+    /// Keys and queries get unit length here, once for each head that uses them: next to the passage over a state
+    /// that is nothing, and they are still in the cache when they are needed.
+    #[inline(always)]
+    fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>) {
+        let Self { net, input, heads, width, k_dim, .. } = *self;
+        let key_head = self.key_heads.of(head);
+        let query_scale = 1.0 / (k_dim as f32).sqrt();
+        for (row, pair) in rows.clone().zip(tile.keys.chunks_exact_mut(2 * k_dim)) {
+            let qkv = &input.qkv[row * width..(row + 1) * width];
+            let (key, query) = pair.split_at_mut(k_dim);
+            unit(s, &qkv[(net.k_heads + key_head) * k_dim..][..k_dim], net.l2_eps, 1.0, key);
+            unit(s, &qkv[key_head * k_dim..][..k_dim], net.l2_eps, query_scale, query);
         }
-    });
+        let (a, dt_bias) = (s.splat(net.a[head]), s.splat(net.dt_bias[head]));
+        let (mut alphas, mut betas) = ([0.0; TILE_ROWS], [0.0; TILE_ROWS]);
+        for (i, row) in rows.clone().enumerate() {
+            alphas[i] = input.alpha[row * heads + head];
+            betas[i] = input.beta[row * heads + head];
+        }
+        for at in (0..rows.len()).step_by(LANES) {
+            let lanes = at..at + LANES;
+            let step = simd::softplus(s, s.add(s.tail(&alphas[lanes.clone()]), dt_bias));
+            s.put_tail(simd::exp(s, s.mul(a, step)), &mut tile.decay[lanes.clone()]);
+            s.put_tail(simd::sigmoid(s, s.tail(&betas[lanes.clone()])), &mut tile.gain[lanes]);
+        }
+    }
+
+    fn skip(&self, _head: usize) -> f32 {
+        0.0
+    }
 }
 
 /// `out = scale x / sqrt(sum x^2 + eps)`
-struct Unit<'a> {
-    x: &'a [f32],
-    eps: f32,
-    scale: f32,
-    out: &'a mut [f32],
-}
-
-impl Kernel for Unit<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let sum = row_sum(s, self.x, |acc, x| s.fma(x, x, acc));
-        let factor = s.splat(self.scale / (sum + self.eps).sqrt());
-        let (xs, x_rest) = self.x.as_chunks::<LANES>();
-        let (outs, out_rest) = self.out.as_chunks_mut::<LANES>();
-        for (x, out) in xs.iter().zip(outs) {
-            s.put(s.mul(s.chunk(x), factor), out);
-        }
-        s.put_tail(s.mul(s.tail(x_rest), factor), out_rest);
+#[inline(always)]
+fn unit<S: Simd>(s: S, x: &[f32], eps: f32, scale: f32, out: &mut [f32]) {
+    let sum = row_sum(s, x, |acc, x| s.fma(x, x, acc));
+    let factor = s.splat(scale / (sum + eps).sqrt());
+    let (xs, x_rest) = x.as_chunks::<LANES>();
+    let (outs, out_rest) = out.as_chunks_mut::<LANES>();
+    for (x, out) in xs.iter().zip(outs) {
+        s.put(s.mul(s.chunk(x), factor), out);
     }
-}
-
-/// `decay = exp(a softplus(alpha + dt_bias))`, `gain = sigmoid(beta)` for all heads of a row.
-struct Gates<'a> {
-    net: &'a DeltaNet<'a>,
-    beta: &'a [f32],
-    alpha: &'a [f32],
-    decay: &'a mut [f32],
-    gain: &'a mut [f32],
-}
-
-impl Kernel for Gates<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let lanes = |x: &[f32], at: usize| s.tail(&x[at..x.len().min(at + LANES)]);
-        let heads = self.beta.len();
-        for at in (0..heads).step_by(LANES) {
-            let step = simd::softplus(s, s.add(lanes(self.alpha, at), lanes(self.net.dt_bias, at)));
-            let decay = simd::exp(s, s.mul(lanes(self.net.a, at), step));
-            let gain = simd::sigmoid(s, lanes(self.beta, at));
-            s.put_tail(decay, &mut self.decay[at..heads.min(at + LANES)]);
-            s.put_tail(gain, &mut self.gain[at..heads.min(at + LANES)]);
-        }
-    }
+    s.put_tail(s.mul(s.tail(x_rest), factor), out_rest);
 }

@@ -1,17 +1,15 @@
 //! Mamba-2.
 
+use std::ops::Range;
+
 use super::plan::LayerState;
-use super::scan::{KeyHeads, Prepared, Rule, Scan, ScanScratch, scan};
+use super::scan::{KeyHeads, Rule, Scan, ScanScratch, TILE_ROWS, Tile, scan};
 use crate::attention::check_len;
 use crate::backend::StateKind;
-use crate::disjoint::Disjoint;
 use crate::error::Error;
 use crate::isa::Isa;
 use crate::pool::Pool;
-use crate::simd::{self, Kernel, LANES, Simd, dispatch};
-
-/// Below this many inputs a thread is faster alone than woken.
-const GRAIN: usize = 8192;
+use crate::simd::{self, LANES, Simd};
 
 /// Weights and shape of a Mamba-2 layer, beside those of its state.
 #[derive(Debug, Clone, Copy)]
@@ -64,67 +62,49 @@ pub fn mamba2(
     check_len("Mamba-2 xBC", rows * width, input.xbc.len())?;
     check_len("Mamba-2 step size", rows * heads, input.dt.len())?;
     check_len("Mamba-2 output", rows * heads * shape.rows, out.len())?;
-    let mut prepared = scratch.prepare(rows, heads, net.groups, shape.cols);
-    prepare(pool, isa, net, input, shape.cols, &mut prepared);
-    let (values, rule) = (input.xbc, Rule::Mamba2(net.d));
-    let call = Scan { rule, key_heads, prepared, values, value_stride: width, value_offset: 0, out };
+    let rule = Mamba2Rule { net, input, key_heads, heads, width, state: shape.cols };
+    let call = Scan { rule, values: input.xbc, value_stride: width, value_offset: 0, out, scratch };
     scan(pool, isa, state, call);
     Ok(())
 }
 
-/// B and C in the order of the scan, decays and gains of all rows.
-fn prepare(
-    pool: &Pool,
-    isa: Isa,
-    net: &Mamba2<'_>,
-    input: &Mamba2Input<'_>,
-    state: usize,
-    prepared: &mut Prepared<'_>,
-) {
-    let heads = net.a.len();
-    let rows = input.dt.len() / heads;
-    let width = input.xbc.len() / rows.max(1);
-    let keys = Disjoint::new(prepared.keys);
-    let (decay, gain) = (Disjoint::new(prepared.decay), Disjoint::new(prepared.gain));
-    pool.for_each_range(rows, GRAIN.div_ceil(heads + 2 * net.groups * state), &|range| {
-        for row in range {
-            let bc = &input.xbc[(row + 1) * width - 2 * net.groups * state..(row + 1) * width];
-            for group in 0..net.groups {
-                // SAFETY: every row is visited once and has its own place in every group.
-                let pair = unsafe { keys.slice((group * rows + row) * 2 * state, 2 * state) };
-                let (b, c) = pair.split_at_mut(state);
-                b.copy_from_slice(&bc[group * state..][..state]);
-                c.copy_from_slice(&bc[(net.groups + group) * state..][..state]);
-            }
-            let scalars = row * heads..(row + 1) * heads;
-            // SAFETY: every row is visited once.
-            let (decay, gain) =
-                unsafe { (decay.slice(scalars.start, heads), gain.slice(scalars.start, heads)) };
-            dispatch(isa, Steps { net, dt: &input.dt[scalars], decay, gain });
-        }
-    });
-}
-
-/// `gain = softplus(dt + dt_bias)`, `decay = exp(a gain)` for all heads of a row.
-struct Steps<'a> {
+struct Mamba2Rule<'a> {
     net: &'a Mamba2<'a>,
-    dt: &'a [f32],
-    decay: &'a mut [f32],
-    gain: &'a mut [f32],
+    input: &'a Mamba2Input<'a>,
+    key_heads: KeyHeads,
+    heads: usize,
+    /// Width of a row of x, B and C.
+    width: usize,
+    state: usize,
 }
 
-impl Kernel for Steps<'_> {
-    type Output = ();
+impl Rule for Mamba2Rule<'_> {
+    const CORRECTS: bool = false;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let lanes = |x: &[f32], at: usize| s.tail(&x[at..x.len().min(at + LANES)]);
-        let heads = self.dt.len();
-        for at in (0..heads).step_by(LANES) {
-            let gain = simd::softplus(s, s.add(lanes(self.dt, at), lanes(self.net.dt_bias, at)));
-            let decay = simd::exp(s, s.mul(lanes(self.net.a, at), gain));
-            s.put_tail(gain, &mut self.gain[at..heads.min(at + LANES)]);
-            s.put_tail(decay, &mut self.decay[at..heads.min(at + LANES)]);
+    fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>) {
+        let Self { width, state, .. } = *self;
+        let (groups, group) = (self.net.groups, self.key_heads.of(head));
+        for (row, pair) in rows.clone().zip(tile.keys.chunks_exact_mut(2 * state)) {
+            let bc = &self.input.xbc[(row + 1) * width - 2 * groups * state..(row + 1) * width];
+            let (b, c) = pair.split_at_mut(state);
+            b.copy_from_slice(&bc[group * state..][..state]);
+            c.copy_from_slice(&bc[(groups + group) * state..][..state]);
         }
+        let (a, dt_bias) = (s.splat(self.net.a[head]), s.splat(self.net.dt_bias[head]));
+        let mut steps = [0.0; TILE_ROWS];
+        for (step, row) in steps.iter_mut().zip(rows.clone()) {
+            *step = self.input.dt[row * self.heads + head];
+        }
+        for at in (0..rows.len()).step_by(LANES) {
+            let lanes = at..at + LANES;
+            let step = simd::softplus(s, s.add(s.tail(&steps[lanes.clone()]), dt_bias));
+            s.put_tail(step, &mut tile.gain[lanes.clone()]);
+            s.put_tail(simd::exp(s, s.mul(a, step)), &mut tile.decay[lanes]);
+        }
+    }
+
+    fn skip(&self, head: usize) -> f32 {
+        self.net.d[head]
     }
 }

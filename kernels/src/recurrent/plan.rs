@@ -35,6 +35,34 @@ pub(super) struct PlannedSequence {
     pub(super) exports: Vec<(usize, usize)>,
 }
 
+impl PlannedSequence {
+    /// The slot in which the state stands before a row; none for zeroes.
+    pub(super) fn before(&self, row: usize) -> Option<usize> {
+        row.checked_sub(1).map_or(self.read, |previous| Some(self.after(previous)))
+    }
+
+    /// The slot in which the state is left by a row. A state to be kept in the middle of a step is left where it
+    /// belongs, and the next row goes on from there.
+    pub(super) fn after(&self, row: usize) -> usize {
+        match self.exports_of(row) {
+            [(_, slot), ..] if row + 1 < self.rows.len() => *slot,
+            _ => self.write,
+        }
+    }
+
+    /// The slots that get a copy of what a row leaves in [`PlannedSequence::after`].
+    pub(super) fn copies(&self, row: usize) -> impl Iterator<Item = usize> {
+        let left_in = self.after(row);
+        self.exports_of(row).iter().map(|(_, slot)| *slot).filter(move |slot| *slot != left_in)
+    }
+
+    fn exports_of(&self, row: usize) -> &[(usize, usize)] {
+        let start = self.exports.partition_point(|(after, _)| *after < row);
+        let len = self.exports[start..].partition_point(|(after, _)| *after == row);
+        &self.exports[start..start + len]
+    }
+}
+
 impl StatePlan {
     /// Checks a step: one state for each sequence, slots of `slot_bytes` (all layers together).
     ///

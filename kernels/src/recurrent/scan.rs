@@ -13,6 +13,8 @@
 //! order, then added: whether or not it is fused, and on every instruction set.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use super::plan::{LayerState, PlannedSequence};
 use crate::aligned::AlignedBuf;
@@ -22,45 +24,34 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{Kernel, LANES, Simd, dispatch};
 
-/// Strips that one thread takes at a time: with 128 of `inner`, half of an L1 cache.
+/// Strips that go through the rows together: with 128 of `inner`, half of an L1 cache.
 const STRIPS: usize = 2;
 
-/// What the rows of a step bring, prepared by the op; reused from step to step.
+/// Rows that all strips of a part go through before the next rows, so that their keys, values and outputs come from
+/// far away once, and then from the L2 cache.
+pub(super) const TILE_ROWS: usize = 64;
+
+/// Heads are cut into several parts where there would be fewer parts than this for a thread.
+const PARTS_PER_THREAD: usize = 4;
+
+/// How many rows ahead values and outputs are fetched: they lie so far apart that each is a line from the far end of
+/// the caches.
+const AHEAD_ROWS: usize = 8;
+
+/// Buffers that scans reuse from step to step.
 #[derive(Debug, Default)]
 pub struct ScanScratch {
-    keys: AlignedBuf<f32>,
-    decay: AlignedBuf<f32>,
-    gain: AlignedBuf<f32>,
-}
-
-/// Places for what the rows bring, to be filled by several threads.
-pub(super) struct Prepared<'a> {
-    /// `[key_heads][rows][2][inner]`: key, then query. A head's rows follow each other, because that is how a scan
-    /// goes through them.
-    pub(super) keys: &'a mut [f32],
-    /// `[rows][heads]`.
-    pub(super) decay: &'a mut [f32],
-    /// `[rows][heads]`.
-    pub(super) gain: &'a mut [f32],
+    /// Keys of a tile, for each thread.
+    threads: Vec<Mutex<AlignedBuf<f32>>>,
 }
 
 impl ScanScratch {
-    pub(super) fn prepare(
-        &mut self,
-        rows: usize,
-        heads: usize,
-        key_heads: usize,
-        inner: usize,
-    ) -> Prepared<'_> {
-        let (keys, scalars) = (key_heads * rows * 2 * inner, rows * heads);
-        self.keys.grow(keys);
-        self.decay.grow(scalars);
-        self.gain.grow(scalars);
-        Prepared {
-            keys: &mut self.keys[..keys],
-            decay: &mut self.decay[..scalars],
-            gain: &mut self.gain[..scalars],
-        }
+    /// Size in memory.
+    pub fn bytes(&self) -> usize {
+        let keys = |keys: &Mutex<AlignedBuf<f32>>| {
+            size_of_val(&keys.lock().unwrap_or_else(PoisonError::into_inner)[..])
+        };
+        self.threads.iter().map(keys).sum()
     }
 }
 
@@ -82,82 +73,87 @@ impl KeyHeads {
         Ok(Self { heads, key_heads, tiled })
     }
 
-    fn of(self, head: usize) -> usize {
+    pub(super) fn of(self, head: usize) -> usize {
         if self.tiled { head % self.key_heads } else { head / (self.heads / self.key_heads) }
     }
 }
 
 /// What the two recurrences do differently.
-#[derive(Clone, Copy)]
-pub(super) enum Rule<'a> {
-    DeltaNet,
-    /// With `skip`, `[heads]`.
-    Mamba2(&'a [f32]),
+pub(super) trait Rule: Sync {
+    /// Whether the state's own answer to the key is taken off the value.
+    const CORRECTS: bool;
+
+    /// Works out what rows bring to a head.
+    fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>);
+
+    /// What a head's value is multiplied with before it is added to its output.
+    fn skip(&self, head: usize) -> f32;
+}
+
+/// What a tile of rows brings to one head.
+pub(super) struct Tile<'a> {
+    pub(super) decay: [f32; TILE_ROWS],
+    pub(super) gain: [f32; TILE_ROWS],
+    /// `[rows][2][inner]`: key, then query. Together, because in the input rows lie far apart.
+    pub(super) keys: &'a mut [f32],
 }
 
 /// One call of [`scan`].
-pub(super) struct Scan<'a> {
-    pub(super) rule: Rule<'a>,
-    pub(super) key_heads: KeyHeads,
-    pub(super) prepared: Prepared<'a>,
+pub(super) struct Scan<'a, R> {
+    pub(super) rule: R,
     /// `[rows][value_stride]`; a row's values `[heads][outer]` start at `value_offset`.
     pub(super) values: &'a [f32],
     pub(super) value_stride: usize,
     pub(super) value_offset: usize,
     /// `[rows][heads][outer]`.
     pub(super) out: &'a mut [f32],
+    pub(super) scratch: &'a mut ScanScratch,
 }
 
 /// Advances the states over the rows of the plan. All shapes have been checked.
-pub(super) fn scan(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_>) {
-    let layout = *state.layout();
-    let (heads, groups) = (layout.shape().heads, layout.strips().div_ceil(STRIPS));
+pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_, R>) {
+    let Scan { rule, values, value_stride, value_offset, out, scratch } = scan;
     let state = &*state;
-    let sequences = state.plan().sequences();
-    let shared = Shared {
-        rule: scan.rule,
-        key_heads: scan.key_heads,
-        state,
-        keys: scan.prepared.keys,
-        decay: scan.prepared.decay,
-        gain: scan.prepared.gain,
-        values: scan.values,
-        value_stride: scan.value_stride,
-        value_offset: scan.value_offset,
-        out: Disjoint::new(scan.out),
-    };
-    // By sequence, head and group: the order of the memory.
+    let (layout, sequences) = (state.layout(), state.plan().sequences());
+    let shared = Shared { rule, state, values, value_stride, value_offset, out: Disjoint::new(out) };
+    let heads = layout.shape().heads;
+    let whole_heads = sequences.len() * heads >= PARTS_PER_THREAD * pool.threads();
+    let strips = if whole_heads { layout.strips() } else { STRIPS };
+    let parts = layout.strips().div_ceil(strips);
+    // By sequence, head and strips: the order of the memory.
     let part = |item: usize| {
-        let (rest, group) = (item / groups, item % groups);
+        let (rest, part) = (item / parts, item % parts);
         let sequence = sequences.get(rest / heads)?;
-        let strips = group * STRIPS..layout.strips().min((group + 1) * STRIPS);
+        let strips = part * strips..layout.strips().min((part + 1) * strips);
         Some(Part { sequence, head: rest % heads, strips })
     };
-    pool.for_each_range(sequences.len() * heads * groups, 1, &|items| {
-        for item in items {
+    let threads = &mut scratch.threads;
+    threads.resize_with(pool.threads().max(threads.len()), Mutex::default);
+    let (threads, next) = (&*threads, AtomicUsize::new(0));
+    pool.run(&|thread| {
+        // A panic elsewhere may have left numbers behind, but every tile is prepared from scratch.
+        let mut keys = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        keys.grow(TILE_ROWS * 2 * layout.inner());
+        loop {
+            let item = next.fetch_add(1, Ordering::Relaxed);
+            let Some(now) = part(item) else { break };
             let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
-            if let Some(part) = part(item) {
-                dispatch(isa, Advance { shared: &shared, part, upcoming });
-            }
+            dispatch(isa, Advance { shared: &shared, part: now, upcoming, keys: &mut keys });
         }
     });
 }
 
 /// What all parts of a scan look at.
-struct Shared<'a> {
-    rule: Rule<'a>,
-    key_heads: KeyHeads,
+struct Shared<'a, R> {
+    rule: R,
     state: &'a LayerState<'a>,
-    keys: &'a [f32],
-    decay: &'a [f32],
-    gain: &'a [f32],
     values: &'a [f32],
     value_stride: usize,
     value_offset: usize,
     out: Disjoint<'a, f32>,
 }
 
-impl Shared<'_> {
+impl<R> Shared<'_, R> {
     /// Where a strip of a part comes from.
     fn source(&self, part: &Part<'_>, strip: usize) -> *const f32 {
         let slot = part.sequence.read.unwrap_or(part.sequence.write);
@@ -173,108 +169,146 @@ struct Part<'a> {
 }
 
 /// Takes a part through its sequence's rows.
-struct Advance<'a> {
-    shared: &'a Shared<'a>,
+struct Advance<'a, R> {
+    shared: &'a Shared<'a, R>,
     part: Part<'a>,
     /// The memory that is likely to be wanted next.
     upcoming: Option<*const f32>,
+    /// Room for the keys of a tile.
+    keys: &'a mut [f32],
 }
 
-impl Kernel for Advance<'_> {
+impl<R: Rule> Kernel for Advance<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let strips = self.part.strips.clone();
-        // Both at once need twenty vectors, which only the largest register file has.
-        if S::COLUMNS > 2 && strips.len() == STRIPS {
-            self.run_rule::<S, STRIPS>(s, strips.start);
-        } else {
-            strips.for_each(|strip| self.run_rule::<S, 1>(s, strip));
+        let Self { shared, part, upcoming, keys } = self;
+        let rows = part.sequence.rows.clone();
+        if rows.is_empty() {
+            return part.carry_over(shared.state);
+        }
+        let mut tile = Tile { decay: [0.0; TILE_ROWS], gain: [0.0; TILE_ROWS], keys };
+        let strips = part.strips.clone();
+        for start in rows.clone().step_by(TILE_ROWS) {
+            let rows = start..rows.end.min(start + TILE_ROWS);
+            shared.rule.prepare(s, part.head, rows.clone(), &mut tile);
+            for first in strips.clone().step_by(STRIPS) {
+                let passage = Passage { shared, part: &part, rows: rows.clone(), tile: &tile, upcoming };
+                // Both at once need twenty vectors, which only the largest register file has, and are no faster
+                // where they come from memory for one row.
+                if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
+                    passage.run::<S, STRIPS>(s, first);
+                } else {
+                    for strip in first..strips.end.min(first + STRIPS) {
+                        passage.run::<S, 1>(s, strip);
+                    }
+                }
+            }
         }
     }
 }
 
-impl Advance<'_> {
+impl Part<'_> {
+    /// What a sequence without rows does: its state goes where it belongs.
+    fn carry_over(&self, state: &LayerState<'_>) {
+        let place = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
+        let (to, len) = (place(self.sequence.write), self.strips.len() * state.layout().strip_len());
+        // SAFETY: these are the strips of this part, in slots of its sequence; the two may be one.
+        unsafe {
+            match self.sequence.read {
+                Some(slot) => place(slot).copy_to(to, len),
+                None => to.write_bytes(0, len),
+            }
+        }
+    }
+}
+
+/// A tile of rows on its way over strips of a part.
+struct Passage<'a, R> {
+    shared: &'a Shared<'a, R>,
+    part: &'a Part<'a>,
+    /// Rows of the step.
+    rows: Range<usize>,
+    tile: &'a Tile<'a>,
+    upcoming: Option<*const f32>,
+}
+
+impl<R: Rule> Passage<'_, R> {
+    /// Takes strips `strip..strip + N` through the rows.
     #[inline(always)]
-    fn run_rule<S: Simd, const N: usize>(&self, s: S, strip: usize) {
-        match self.shared.rule {
-            Rule::DeltaNet => self.advance::<S, N, true>(s, strip, 0.0),
-            Rule::Mamba2(skip) => self.advance::<S, N, false>(s, strip, skip[self.part.head]),
+    fn run<S: Simd, const N: usize>(&self, s: S, strip: usize) {
+        let Self { shared, part, rows, tile, .. } = self;
+        let (sequence, layout) = (part.sequence, shared.state.layout());
+        let (inner, len) = (layout.inner(), N * layout.strip_len());
+        let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
+        let mut from = match sequence.before(rows.start - sequence.rows.start) {
+            Some(slot) => place(slot),
+            None => {
+                let zeroes = place(sequence.write);
+                // SAFETY: `len` values of strips of this part, in a slot that is its sequence's own.
+                unsafe { zeroes.write_bytes(0, len) };
+                zeroes
+            }
+        };
+        let skip = s.splat(shared.rule.skip(part.head));
+        let (mut key, mut query) = self.key_query(0);
+        let mut projected = [s.splat(0.0); N];
+        if R::CORRECTS {
+            assert_eq!(key.len(), inner);
+            // SAFETY: `from` points to N strips of `inner` vectors.
+            projected = unsafe { project(s, from, key) };
+        }
+        for row in 0..rows.len() {
+            let of_sequence = rows.start - sequence.rows.start + row;
+            let last = row + 1 == rows.len();
+            let to = place(sequence.after(of_sequence));
+            let (decay, gain) = (tile.decay[row], tile.gain[row]);
+            let (mut values, mut update) = ([s.splat(0.0); N], [s.splat(0.0); N]);
+            for (n, (value, update)) in values.iter_mut().zip(&mut update).enumerate() {
+                *value = self.value(s, rows.start + row, strip + n);
+                *update = if R::CORRECTS { s.fma(s.splat(-decay), projected[n], *value) } else { *value };
+                *update = s.mul(s.splat(gain), *update);
+            }
+            let (next_key, next_query) = if last { (key, query) } else { self.key_query(row + 1) };
+            let ahead = if last { self.ahead(strip + N) } else { None };
+            assert!(key.len() == inner && query.len() == inner && next_key.len() == inner);
+            let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
+            // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written
+            // (`LayerState::at`).
+            let (mut out, next_projected) = unsafe {
+                match (R::CORRECTS && !last, ahead.is_some()) {
+                    (true, _) => sweep.run::<S, true, false>(s),
+                    (false, true) => sweep.run::<S, false, true>(s),
+                    (false, false) => sweep.run::<S, false, false>(s),
+                }
+            };
+            projected = next_projected;
+            for (n, (out, value)) in out.iter_mut().zip(&values).enumerate() {
+                if !R::CORRECTS {
+                    *out = s.fma(skip, *value, *out);
+                }
+                self.put(s, rows.start + row, strip + n, *out);
+            }
+            for slot in sequence.copies(of_sequence) {
+                // SAFETY: as above, and slots that are written do not overlap.
+                unsafe { to.copy_to_nonoverlapping(place(slot), len) };
+            }
+            (from, key, query) = (to, next_key, next_query);
         }
     }
 
-    /// Strips `strip..strip + N`.
+    /// Key and query of a row of the tile.
     #[inline(always)]
-    fn advance<S: Simd, const N: usize, const DELTA: bool>(&self, s: S, strip: usize, skip: f32) {
-        let Self { shared, part, .. } = self;
-        let PlannedSequence { rows, read, write, exports } = part.sequence;
-        let layout = shared.state.layout();
-        let (inner, len) = (layout.inner(), N * layout.strip_len());
-        let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
-        let write = place(*write);
-        let mut from = match read {
-            Some(slot) => place(*slot),
-            None => {
-                // SAFETY: `len` values of strips of this part, in a slot that is its sequence's own.
-                unsafe { write.write_bytes(0, len) };
-                write
-            }
-        };
-        if rows.is_empty() {
-            // SAFETY: as above; the two may be one.
-            unsafe { from.copy_to(write, len) };
-            return;
-        }
-        let all_rows = shared.state.plan().rows();
-        let first = (shared.key_heads.of(part.head) * all_rows + rows.start) * 2 * inner;
-        let keys = &shared.keys[first..first + rows.len() * 2 * inner];
-        let key_query = |row: usize| keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-        let (first_key, _) = key_query(0);
-        let mut projected = [s.splat(0.0); N];
-        if DELTA {
-            // SAFETY: `from` points to N strips of `inner` vectors, and keys have `inner` elements.
-            projected = unsafe { project(s, from, first_key) };
-        }
-        let mut exports = exports.iter().peekable();
-        for row in 0..rows.len() {
-            let last = row + 1 == rows.len();
-            // A state to be kept is left where it belongs, and the next row goes on from there.
-            let to =
-                exports.next_if(|(after, _)| *after == row && !last).map_or(write, |(_, slot)| place(*slot));
-            let scalar = (rows.start + row) * layout.shape().heads + part.head;
-            let (decay, gain) = (shared.decay[scalar], shared.gain[scalar]);
-            let values: [S::V; N] = std::array::from_fn(|n| self.value(s, row, strip + n));
-            let update = std::array::from_fn(|n| {
-                let value = if DELTA { s.fma(s.splat(-decay), projected[n], values[n]) } else { values[n] };
-                s.mul(s.splat(gain), value)
-            });
-            let (key, query) = key_query(row);
-            let next_key = if last { key } else { key_query(row + 1).0 };
-            let ahead = last.then(|| self.ahead(strip + N)).flatten();
-            let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
-            // SAFETY: `from` and `to` point to N strips of `inner` vectors, keys and query have `inner` elements;
-            // nobody else touches what is written (`LayerState::at`).
-            let sums =
-                unsafe { if DELTA && !last { sweep.run::<S, true>(s) } else { sweep.run::<S, false>(s) } };
-            let (out, next_projected) = sums;
-            projected = next_projected;
-            for n in 0..N {
-                let out = if DELTA { out[n] } else { s.fma(s.splat(skip), values[n], out[n]) };
-                self.put(s, row, strip + n, out);
-            }
-            while let Some((_, slot)) = exports.next_if(|(after, _)| *after == row) {
-                // SAFETY: as above, and slots that are written do not overlap.
-                unsafe { to.copy_to_nonoverlapping(place(*slot), len) };
-            }
-            from = to;
-        }
+    fn key_query(&self, row: usize) -> (&[f32], &[f32]) {
+        let inner = self.shared.state.layout().inner();
+        self.tile.keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner)
     }
 
     /// The memory to fetch while the last row passes over the strips before `strip`.
     fn ahead(&self, strip: usize) -> Option<*const f32> {
         if self.part.strips.contains(&strip) {
-            Some(self.shared.source(&self.part, strip))
+            Some(self.shared.source(self.part, strip))
         } else {
             self.upcoming
         }
@@ -284,12 +318,12 @@ impl Advance<'_> {
     #[inline(always)]
     fn value<S: Simd>(&self, s: S, row: usize, strip: usize) -> S::V {
         let shared = self.shared;
-        let (outer, row) = (shared.state.layout().outer(), self.part.sequence.rows.start + row);
+        let outer = shared.state.layout().outer();
         let column = self.part.head * outer + strip * LANES;
         let lanes = LANES.min(outer - strip * LANES);
         let at = row * shared.value_stride + shared.value_offset + column;
         // Rows lie too far apart for the processor to foresee the next one.
-        s.prefetch(shared.values.as_ptr().wrapping_add(at + shared.value_stride).cast());
+        s.prefetch(shared.values.as_ptr().wrapping_add(at + AHEAD_ROWS * shared.value_stride).cast());
         match shared.values[at..at + lanes].first_chunk() {
             Some(chunk) => s.chunk(chunk),
             None => s.tail(&shared.values[at..at + lanes]),
@@ -300,11 +334,13 @@ impl Advance<'_> {
     #[inline(always)]
     fn put<S: Simd>(&self, s: S, row: usize, strip: usize, out: S::V) {
         let layout = self.shared.state.layout();
-        let (outer, row) = (layout.outer(), self.part.sequence.rows.start + row);
+        let outer = layout.outer();
         let lanes = LANES.min(outer - strip * LANES);
         let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
         // SAFETY: sequences do not share rows, and this strip of this head is this part's.
         let place = unsafe { self.shared.out.slice(at, lanes) };
+        // A store that waits for its line holds up those of the state behind it.
+        s.prefetch(place.as_ptr().wrapping_add(AHEAD_ROWS * layout.shape().heads * outer).cast());
         match place.first_chunk_mut() {
             Some(chunk) => s.put(out, chunk),
             None => s.put_tail(out, place),
@@ -326,11 +362,22 @@ struct Sweep<'a, V, const N: usize> {
 }
 
 /// Two partial sums of each of N strips, over even and odd indices.
-type Sums<V, const N: usize> = [[V; N]; 2];
+struct Sums<V, const N: usize>([[V; N]; 2]);
 
-#[inline(always)]
-fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
-    std::array::from_fn(|n| s.add(sums[0][n], sums[1][n]))
+impl<V: Copy, const N: usize> Sums<V, N> {
+    #[inline(always)]
+    fn zero<S: Simd<V = V>>(s: S) -> Self {
+        Self([[s.splat(0.0); N]; 2])
+    }
+
+    #[inline(always)]
+    fn total<S: Simd<V = V>>(self, s: S) -> [V; N] {
+        let Self([mut total, odd]) = self;
+        for (even, odd) in total.iter_mut().zip(&odd) {
+            *even = s.add(*even, *odd);
+        }
+        total
+    }
 }
 
 /// `S^T key` of N strips.
@@ -340,55 +387,49 @@ fn total<S: Simd, const N: usize>(s: S, sums: Sums<S::V, N>) -> [S::V; N] {
 #[inline(always)]
 unsafe fn project<S: Simd, const N: usize>(s: S, from: *const f32, key: &[f32]) -> [S::V; N] {
     let strip = key.len() * LANES;
-    let mut sums = [[s.splat(0.0); N]; 2];
-    let mut add = |i: usize, parity: usize| {
-        for n in 0..N {
-            // SAFETY: `i` is below the length of the key, so this is vector i of strip n.
-            let state = unsafe { s.load(from.add(i * LANES + n * strip)) };
-            sums[parity][n] = s.fma(s.splat(key[i]), state, sums[parity][n]);
+    let mut sums = Sums::<S::V, N>::zero(s);
+    for (i, pair) in key.chunks(2).enumerate() {
+        for (parity, key) in pair.iter().enumerate() {
+            let at = (2 * i + parity) * LANES;
+            for (n, sum) in sums.0[parity].iter_mut().enumerate() {
+                // SAFETY: there is one vector in each strip for each element of the key.
+                *sum = s.fma(s.splat(*key), unsafe { s.load(from.add(at + n * strip)) }, *sum);
+            }
         }
-    };
-    for i in (0..key.len() / 2 * 2).step_by(2) {
-        add(i, 0);
-        add(i + 1, 1);
     }
-    if key.len() % 2 == 1 {
-        add(key.len() - 1, 0);
-    }
-    total(s, sums)
+    sums.total(s)
 }
 
 impl<V: Copy, const N: usize> Sweep<'_, V, N> {
-    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`.
+    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`. `AHEAD` fetches.
     ///
     /// # Safety
     /// `from` must be readable and `to` writable for N strips of `key.len()` vectors; they may be one.
     #[inline(always)]
-    unsafe fn run<S: Simd<V = V>, const NEXT: bool>(&self, s: S) -> ([V; N], [V; N]) {
+    unsafe fn run<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(&self, s: S) -> ([V; N], [V; N]) {
         let inner = self.key.len();
         assert!(self.query.len() == inner && self.next_key.len() == inner);
-        let mut sums = [[s.splat(0.0); N]; 2];
-        let mut next_sums = sums;
+        let (mut sums, mut next_sums) = (Sums::zero(s), Sums::zero(s));
         for i in (0..inner / 2 * 2).step_by(2) {
             // SAFETY: both indices are below `inner`; else this function's own contract.
             unsafe {
-                self.step::<S, NEXT>(s, i, &mut sums[0], &mut next_sums[0]);
-                self.step::<S, NEXT>(s, i + 1, &mut sums[1], &mut next_sums[1]);
+                self.step::<S, NEXT, AHEAD>(s, i, &mut sums.0[0], &mut next_sums.0[0]);
+                self.step::<S, NEXT, AHEAD>(s, i + 1, &mut sums.0[1], &mut next_sums.0[1]);
             }
         }
         if inner % 2 == 1 {
             // SAFETY: as above.
-            unsafe { self.step::<S, NEXT>(s, inner - 1, &mut sums[0], &mut next_sums[0]) };
+            unsafe { self.step::<S, NEXT, AHEAD>(s, inner - 1, &mut sums.0[0], &mut next_sums.0[0]) };
         }
-        (total(s, sums), total(s, next_sums))
+        (sums.total(s), next_sums.total(s))
     }
 
     /// Index `i` of all strips.
     ///
     /// # Safety
-    /// As for `run`, and `i` below the length of the key.
+    /// As for `run`, and `i` below the length of key, query and next key.
     #[inline(always)]
-    unsafe fn step<S: Simd<V = V>, const NEXT: bool>(
+    unsafe fn step<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(
         &self,
         s: S,
         i: usize,
@@ -396,21 +437,27 @@ impl<V: Copy, const N: usize> Sweep<'_, V, N> {
         next_sums: &mut [V; N],
     ) {
         let strip = self.key.len() * LANES;
-        let (key, query, next_key) = (self.key[i], self.query[i], self.next_key[i]);
-        for n in 0..N {
+        // SAFETY: `i` is below their lengths, by this function's contract.
+        let [key, query, next_key] =
+            unsafe { [self.key, self.query, self.next_key].map(|x| s.splat(*x.get_unchecked(i))) };
+        // All loads come first: a store of one strip would look like the source of a load of the next, which lies a
+        // multiple of 4 KiB away.
+        let mut states = self.update;
+        for (n, state) in states.iter_mut().enumerate() {
             let at = i * LANES + n * strip;
-            if let Some(ahead) = self.ahead {
+            if AHEAD && let Some(ahead) = self.ahead {
                 s.prefetch(ahead.wrapping_add(at).cast());
             }
             // SAFETY: vector i of strip n, by this function's contract.
-            unsafe {
-                let state = s.mul(self.decay, s.load(self.from.add(at)));
-                let state = s.fma(s.splat(key), self.update[n], state);
-                s.store(state, self.to.add(at));
-                sums[n] = s.fma(s.splat(query), state, sums[n]);
-                if NEXT {
-                    next_sums[n] = s.fma(s.splat(next_key), state, next_sums[n]);
-                }
+            let old = unsafe { s.load(self.from.add(at)) };
+            *state = s.fma(key, *state, s.mul(self.decay, old));
+        }
+        for (n, state) in states.into_iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { s.store(state, self.to.add(i * LANES + n * strip)) };
+            sums[n] = s.fma(query, state, sums[n]);
+            if NEXT {
+                next_sums[n] = s.fma(next_key, state, next_sums[n]);
             }
         }
     }

@@ -65,7 +65,7 @@ fn state_is_told_apart_from_keys_and_values() {
     let Reading::Model(model) = summary.unwrap().reading else { panic!() };
     // Two attention layers of two heads of 16, three Mamba-2 layers of 8 heads of 16 x 16.
     assert_eq!(model.kv_elements_per_token, 2 * 2 * 2 * 16);
-    assert_eq!(model.state_elements, 3 * (3 * 160 + 8 * 16 * 16));
+    assert_eq!(model.state_elements, 3 * (4 * 160 + 8 * 16 * 16));
     let first = "Mamba-2, 8 heads of 16, state 16, convolution over 4; \
                  2 of 6 experts of 40, SiLU + dense FFN of 64, SiLU";
     assert_eq!(model.layer_list[0].description, first);

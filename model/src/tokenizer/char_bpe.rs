@@ -126,3 +126,60 @@ impl CharBpe {
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TOKENS: [&str; 14] =
+        ["<unk>", "a", "b", "▁", "\n", "▁a", "ab", "▁▁", "a▁", "a▁b", "\n\n", "▁ab", "<0xC3>", "<0xA9>"];
+    const MERGES: [&str; 7] = ["▁ a", "▁ ▁", "a b", "a ▁", "a▁ b", "\n \n", "▁ ab"];
+
+    fn bpe(merges: &[&'static str]) -> (Pieces, CharBpe) {
+        let mut texts = Pieces::default();
+        TOKENS.iter().for_each(|token| texts.push(token.as_bytes()));
+        let bpe = CharBpe::new(&texts, merges.iter().copied(), Some(0)).unwrap();
+        (texts, bpe)
+    }
+
+    fn encode(merges: &[&'static str], text: &str) -> Vec<&'static str> {
+        let (texts, bpe) = bpe(merges);
+        let mut ids = Vec::new();
+        bpe.encode(&texts, text, &mut ids);
+        ids.into_iter().map(|id| TOKENS[id as usize]).collect()
+    }
+
+    #[test]
+    fn merges_decide_and_bytes_stand_in() {
+        assert_eq!(encode(&MERGES[..3], "ab a"), ["ab", "▁a"]);
+        assert_eq!(encode(&["a b", "▁ ab"], "ab ab"), ["ab", "▁ab"]);
+        assert_eq!(encode(&MERGES, "a b"), ["a▁b"], "merges may cross into a space");
+        assert_eq!(encode(&MERGES, "aé"), ["a", "<0xC3>", "<0xA9>"]);
+        assert_eq!(encode(&MERGES, "🦀"), ["<unk>"; 4]);
+        assert_eq!(encode(&MERGES, "\n\n\nb"), ["\n\n", "\n", "b"]);
+        assert_eq!(encode(&MERGES, ""), [""; 0]);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// Cutting into words changes nothing: the whole text merged at once gives the same.
+        #[test]
+        fn words_are_cut_where_nothing_merges(
+            text in "[ab \nc]{0,30}",
+            taken in prop::sample::subsequence(MERGES.to_vec(), 0..=MERGES.len()),
+        ) {
+            let (texts, bpe) = bpe(&taken);
+            let (mut by_word, mut at_once) = (Vec::new(), Vec::new());
+            bpe.encode(&texts, &text, &mut by_word);
+            // Once more, with what is remembered of whole words.
+            bpe.encode(&texts, &text, &mut by_word);
+            for _ in 0..2 {
+                bpe.merge(&text.replace(' ', "▁"), &mut Merger::new(), &mut at_once);
+            }
+            prop_assert_eq!(by_word, at_once);
+        }
+    }
+}

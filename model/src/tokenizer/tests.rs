@@ -241,6 +241,14 @@ fn wrong_metadata_is_refused_with_its_name() {
         ("tokenizer.ggml.bos_token_id", Value::U32(256)),
     ];
     assert!(refused(&bos).contains("bos_token_id"));
+    let eos = [("tokenizer.ggml.add_eos_token", Value::Bool(true))];
+    assert!(refused(&eos).contains("eos_token_id"));
+    let no_unknown = [
+        ("tokenizer.ggml.model", Value::from("bert")),
+        ("tokenizer.ggml.tokens", Value::from(Strings::from_iter(["a"]))),
+    ];
+    let error = refused(&no_unknown);
+    assert!(error.starts_with("tokenizer.ggml.unknown_token_id names no token"), "{error}");
     let nan = [
         ("tokenizer.ggml.model", Value::from("llama")),
         ("tokenizer.ggml.scores", Value::from(vec![f32::NAN; 256])),

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// The interpreter of the virtual environment that `./test` makes.
-fn python() -> std::path::PathBuf {
+pub(crate) fn python() -> std::path::PathBuf {
     let python = binary::target().join("test-venv/bin/python");
     assert!(python.exists(), "{} is missing: run `./test venv`", python.display());
     python

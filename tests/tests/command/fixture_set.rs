@@ -3,7 +3,23 @@
 use kvasir_cluster_tests::fixtures::{self, Manifest};
 
 /// What this version serves, and so what the set must hold.
-const NEEDED: [&str; 6] = ["llama", "llama3rope", "qwen2", "qwen3", "qwen3moe", "gemma3"];
+const NEEDED: [&str; 15] = [
+    "gemma3",
+    "gemma4",
+    "gemma4moe",
+    "gpt-oss",
+    "granitehybrid",
+    "granitehybrid-dense",
+    "llama",
+    "llama3rope",
+    "qwen2",
+    "qwen2moe",
+    "qwen3",
+    "qwen35",
+    "qwen35moe",
+    "qwen3moe",
+    "qwen3next",
+];
 
 #[test]
 fn every_file_of_the_set_has_the_digest_of_the_manifest() {

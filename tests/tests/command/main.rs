@@ -1,6 +1,7 @@
 //! The command line as others script against it: numbers against the oracle, exit codes, outputs.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+mod embed;
 mod fixture_set;
 mod golden;
 mod numerics;

@@ -1,13 +1,17 @@
 //! One numeric class, one answer: whatever surrounds a sequence, its logits do not change in a bit.
 
-use kvasir_cluster_tests::fixtures::{self, Manifest};
+use kvasir_cluster_tests::fixtures::{self, HYBRID, Manifest};
 use kvasir_cluster_tests::{binary, logits};
 use serde_json::Value;
 use std::path::Path;
 
 /// Ways to compute the same prompts that must agree with `--chunk 0 --threads 1`.
-const VARIANTS: [&[&str]; 9] = [
+const VARIANTS: [&[&str]; 13] = [
     &["--chunk", "1"],
+    &["--chunk", "3"],
+    &["--chunk", "16"],
+    &["--chunk", "63"],
+    &["--chunk", "66"],
     &["--chunk", "7"],
     &["--chunk", "64"],
     &["--chunk", "0", "--threads", "2"],
@@ -44,18 +48,57 @@ fn tiny_model_is_batch_invariant(arch: &str) {
     let manifest = Manifest::read().unwrap();
     let item = manifest.tiny(arch).unwrap();
     let prompts = item.reference().unwrap().ids();
-    assert_batch_invariant(&item.path(), &prompts, &["--activations", "f32", "--kv-type", "f32"]);
+    assert_batch_invariant(&item.path(), &prompts, &["--activations", "f32", "--kv-type", "f32", "--states"]);
 }
 
 macro_rules! tiny_models {
-    ($($arch:ident),*) => {$(
+    ($($name:ident: $arch:literal),* $(,)?) => {$(
         #[test]
-        fn $arch() {
-            tiny_model_is_batch_invariant(stringify!($arch));
+        fn $name() {
+            tiny_model_is_batch_invariant($arch);
         }
     )*};
 }
-tiny_models!(llama, llama3rope, qwen2, qwen3, qwen3moe, gemma3);
+tiny_models!(
+    gemma3: "gemma3",
+    gemma4: "gemma4",
+    gemma4moe: "gemma4moe",
+    gpt_oss: "gpt-oss",
+    granitehybrid: "granitehybrid",
+    granitehybrid_dense: "granitehybrid-dense",
+    llama: "llama",
+    llama3rope: "llama3rope",
+    qwen2: "qwen2",
+    qwen2moe: "qwen2moe",
+    qwen3: "qwen3",
+    qwen35: "qwen35",
+    qwen35moe: "qwen35moe",
+    qwen3moe: "qwen3moe",
+    qwen3next: "qwen3next",
+);
+
+/// MXFP4 experts on the default path: int8 activations, f16 KV, grouped experts.
+#[test]
+fn gpt_oss_with_mxfp4_experts() {
+    let manifest = Manifest::read().unwrap();
+    let prompts = manifest.tiny("gpt-oss").unwrap().reference().unwrap().ids();
+    assert_batch_invariant(&fixtures::root().join("variants/gpt-oss/gpt-oss-mxfp4.gguf"), &prompts, &[]);
+}
+
+/// A prefix is reused when it is seen for the second time, not only from the third on.
+#[test]
+fn the_second_sighting_of_a_prefix_hits() {
+    let manifest = Manifest::read().unwrap();
+    for arch in HYBRID {
+        let item = manifest.tiny(arch).unwrap();
+        let ids = item.reference().unwrap().ids();
+        let longest = ids.iter().max_by_key(|ids| ids.len()).unwrap();
+        let prompt = |own: u32| [&longest[..100], &[own; 30]].concat();
+        let computed = logits::run(&item.path(), &[prompt(5), prompt(6), prompt(7)], &[]).unwrap();
+        let cached: Vec<usize> = computed.iter().map(|prompt| prompt.cached).collect();
+        assert_eq!(cached, [0, 96, 96], "{arch}");
+    }
+}
 
 /// Prompts that do not fit together while they grow: some are preempted, and nobody can tell by the answers.
 fn assert_preemption_invisible(model: &Path, text: &[u32], kv_bytes: &str) {

@@ -1,8 +1,8 @@
 //! `kvasir tokenize` against the oracle's token ids.
 
 use kvasir_cluster_tests::binary;
-use kvasir_cluster_tests::fixtures::{self, Manifest};
-use serde_json::Value;
+use kvasir_cluster_tests::fixtures::{self, Manifest, MiniLm};
+use serde_json::{Value, json};
 use std::path::Path;
 
 fn ids(model: &Path, text: &str, flags: &[&str]) -> Value {
@@ -23,6 +23,24 @@ fn tiny_models() {
             let expected = case.get("ids_llama_cpp").unwrap_or(&case["ids"]);
             assert_eq!(&ids(&item.path(), text, &["--special"]), expected, "{arch}: {text:?}");
         }
+    }
+}
+
+/// Of encoders the oracle's ids are those of the whole text, [CLS] and [SEP] included.
+#[test]
+fn encoders() {
+    let manifest = Manifest::read().unwrap();
+    for arch in ["bert", "bert-rerank"] {
+        let item = manifest.tiny(arch).unwrap();
+        let reference: Value = fixtures::json(&item.path().with_file_name("ref.json")).unwrap();
+        for case in reference["tokenize"].as_array().unwrap() {
+            let text = case["text"].as_str().unwrap();
+            assert_eq!(ids(&item.path(), text, &["--special", "--bos"]), case["ids"], "{arch}: {text:?}");
+        }
+    }
+    let minilm = binary::catalog_model("minilm-l6").unwrap();
+    for item in MiniLm::read().unwrap().items {
+        assert_eq!(ids(&minilm, &item.text, &["--bos"]), json!(item.ids), "{:?}", item.text);
     }
 }
 

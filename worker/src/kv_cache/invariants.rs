@@ -37,6 +37,12 @@ pub enum Broken {
         /// What sequences, steps and pins say.
         held: u32,
     },
+    /// A sequence has tokens before its end and no recurrent state of them.
+    #[error("a sequence of {tokens} tokens has no recurrent state")]
+    State {
+        /// Its length.
+        tokens: u32,
+    },
     /// The pool and the prefix tree disagree on which blocks have cached content.
     #[error("group {group}, block {block}: pool and prefix tree disagree on cached content")]
     Cached {
@@ -68,6 +74,13 @@ impl KvCache {
         self.check()?;
         let mut held: Vec<HashMap<u32, u32>> = vec![HashMap::new(); self.spec.groups.len()];
         for sequence in sequences {
+            if self.has_states()
+                && self.extents.is_none()
+                && sequence.len > 0
+                && sequence.state.current.is_none()
+            {
+                return Err(Broken::State { tokens: sequence.len });
+            }
             for (held, table) in held.iter_mut().zip(&sequence.tables) {
                 for &block in table.live_blocks() {
                     *held.entry(block).or_default() += 1;

@@ -218,19 +218,31 @@ impl KvCache {
         if !self.pool.fits(&needs) {
             return None;
         }
-        let mut placed: Vec<Placed> = Vec::with_capacity(wanted.len());
-        for (group, units) in wanted {
-            let Some(block) = self.alloc(group) else {
-                placed.iter().for_each(|p| self.pool.release(p.group, p.block));
-                return None;
-            };
-            placed.push(Placed { group, block, units });
-        }
+        // As for a sequence: once more, thriftily, if one group's thrift leaves none for another.
+        let placed = self.take_placed(&wanted).or_else(|| {
+            let compact = self.pool.set_compact(true);
+            let placed = self.take_placed(&wanted);
+            self.pool.set_compact(compact);
+            placed
+        })?;
         let point = self.describe(units, &placed);
         self.pins.last += 1;
         let id = RestoreId(self.pins.last);
         self.pins.restores.insert(id, placed);
         Some((id, point))
+    }
+
+    /// A block for each of these, or none at all.
+    fn take_placed(&mut self, wanted: &[(usize, Range<u32>)]) -> Option<Vec<Placed>> {
+        let mut placed: Vec<Placed> = Vec::with_capacity(wanted.len());
+        for (group, units) in wanted {
+            let Some(block) = self.alloc(*group) else {
+                placed.iter().for_each(|p| self.pool.release(p.group, p.block));
+                return None;
+            };
+            placed.push(Placed { group: *group, block, units: units.clone() });
+        }
+        Some(placed)
     }
 
     /// The blocks of a restore are filled: from now on they serve `ids` and `tokens`, which are as many units

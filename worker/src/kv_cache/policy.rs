@@ -78,15 +78,16 @@ impl CheckpointPolicy {
     }
 
     /// Which of the checkpoints of a path, ascending, is to be given up, if there are too many: the one
-    /// whose loss costs least recomputation. Never the newest prompt end or a junction before others, never
-    /// one in use; `None` too when all are in use.
+    /// whose loss costs least recomputation. Never a junction, the newest prompt end or the deepest of all
+    /// before others, never one in use; `None` too when all are in use.
     pub(crate) fn excess(self, path: &[Checkpoint]) -> Option<usize> {
         if path.len() <= self.max_per_path {
             return None;
         }
         let newest_end = path.iter().rposition(|point| point.kind == CheckpointKind::PromptEnd);
         (0..path.len()).filter(|&at| !path[at].fixed).min_by_key(|&at| {
-            let kept = path[at].kind == CheckpointKind::Junction || Some(at) == newest_end;
+            let newest = Some(at) == newest_end || at + 1 == path.len();
+            let kept = newest || path[at].kind == CheckpointKind::Junction;
             (kept, loss(path, at))
         })
     }
@@ -184,6 +185,8 @@ mod tests {
             ([free(4, Spacing), free(30, Spacing), free(32, Turn), free(60, PromptEnd)], Some(1)),
             ([free(4, Spacing), free(30, Junction), free(32, Turn), free(60, PromptEnd)], Some(2)),
             ([free(30, PromptEnd), free(31, PromptEnd), free(60, Tail), free(90, Tail)], Some(0)),
+            ([free(30, Junction), free(60, Junction), free(63, PromptEnd), free(70, Tail)], Some(2)),
+            ([free(30, Junction), free(60, PromptEnd), free(63, Tail), free(66, Spacing)], Some(2)),
             ([free(1, Junction), free(2, Junction), free(40, Junction), free(90, PromptEnd)], Some(0)),
             ([free(4, Spacing), (30, Spacing, true), free(32, Turn), free(60, PromptEnd)], Some(2)),
             ([(4, Tail, true), (30, Tail, true), (32, Tail, true), (60, Tail, true)], None),

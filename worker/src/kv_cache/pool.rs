@@ -222,6 +222,24 @@ impl BlockPool {
         }
     }
 
+    /// A free block with cached content becomes the first whose content is given up.
+    pub(super) fn demote(&mut self, group: usize, block: u32) {
+        let entry = self.groups[group].blocks[block as usize];
+        if entry.refs > 0 || !entry.hashed {
+            return;
+        }
+        self.unlink(group, block);
+        let g = &mut self.groups[group];
+        // Free blocks without content come first, and few are free without content.
+        let (mut prev, mut next) = (NIL, g.head);
+        while next != NIL && !g.blocks[next as usize].hashed {
+            (prev, next) = (next, g.blocks[next as usize].next);
+        }
+        let entry = &mut g.blocks[block as usize];
+        (entry.prev, entry.next, entry.freed_at) = (prev, next, 0);
+        self.linked(group, block);
+    }
+
     /// Says whether the prefix tree knows content of this block.
     pub(super) fn set_hashed(&mut self, group: usize, block: u32, hashed: bool) {
         let entry = &mut self.groups[group].blocks[block as usize];
@@ -329,6 +347,12 @@ impl BlockPool {
         } else {
             (entry.prev, entry.next) = (NIL, g.head);
         }
+        self.linked(group, block);
+    }
+
+    /// A block names its neighbours in the free list: makes it part of the list.
+    fn linked(&mut self, group: usize, block: u32) {
+        let g = &mut self.groups[group];
         g.set_neighbours(block);
         g.free += 1;
         let slab = &mut self.slabs[(block / g.per_slab) as usize];

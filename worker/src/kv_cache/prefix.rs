@@ -320,6 +320,12 @@ impl PrefixTree {
         })
     }
 
+    /// Whether more than one known prefix goes on from here.
+    pub(super) fn branches(&self, node: u32) -> bool {
+        let child = self.nodes[node as usize].first_child;
+        child != NIL && self.nodes[child as usize].next_sibling != NIL
+    }
+
     /// Keeps a node alive while something outside the tree stands on it.
     pub(super) fn pin(&mut self, node: u32) {
         self.nodes[node as usize].pins += 1;

@@ -90,7 +90,7 @@ impl KvCache {
                 self.entries -= 1;
                 self.release(group, slot);
             }
-            self.touch_states(sequence);
+            self.age_states(sequence);
         }
         for (group, table) in std::mem::take(&mut sequence.tables).into_iter().enumerate() {
             if let (Some(base), Some(extents)) = (table.base, self.extents.as_mut()) {

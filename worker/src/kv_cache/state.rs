@@ -223,15 +223,27 @@ impl KvCache {
         }
     }
 
-    /// The deepest checkpoints of a sequence that goes count as used last: where its successors go on. Those
-    /// before them have to be found useful by a hit.
-    pub(super) fn touch_states(&mut self, sequence: &SequenceCache) {
+    /// A sequence goes. Its deepest checkpoints, where its own prompt or the next turn would go on, count as
+    /// used now. Those before them are given up first, unless other prefixes branch off behind them: the
+    /// deeper one serves whoever comes this way, and every user that comes back needs his deepest one only.
+    pub(super) fn age_states(&mut self, sequence: &SequenceCache) {
+        const NEWEST: usize = 2;
         let (Some(group), Some(cursor)) = (self.state_group(), sequence.cursor) else { return };
-        let slots = self.tree.upwards(cursor).filter_map(|node| self.tree.block_of(node, group));
-        let deepest: Vec<u32> = slots.take(2).collect();
-        for &slot in deepest.iter().rev() {
+        let (mut slots, mut covered) = (Vec::new(), true);
+        for node in self.tree.upwards(cursor) {
+            covered &= !self.tree.branches(node);
+            if let Some(slot) = self.tree.block_of(node, group) {
+                slots.push((slot, covered));
+                covered = true;
+            }
+        }
+        let newest = slots.len().min(NEWEST);
+        for &(slot, _) in slots[..newest].iter().rev() {
             self.pool.retain(group, slot);
             self.pool.release(group, slot);
+        }
+        for &(slot, _) in slots[newest..].iter().filter(|&&(_, covered)| covered) {
+            self.pool.demote(group, slot);
         }
     }
 

@@ -94,6 +94,77 @@ fn groups_shorten_each_other_until_all_agree() {
 }
 
 #[test]
+fn a_state_shortens_the_hit_to_where_it_stands() {
+    for order in [[FULL, GroupKind::State], [GroupKind::State, FULL]] {
+        let state = order.iter().position(|&kind| kind == GroupKind::State).unwrap();
+        let mut cache = cache(&order.map(|kind| (kind, 64)), 16, 64 * 100);
+        let ids: Vec<BlockId> = (1..=10).map(id).collect();
+        let all = tokens(&(0..10).collect::<Vec<_>>());
+        let mut sequence = cache.open(Some(id(0)));
+        assert!(cache.extend(&mut sequence, 160));
+        cache.commit(&mut sequence, &ids, &all, 160, 1);
+        for (unit, kind) in [(3, CheckpointKind::Spacing), (7, CheckpointKind::PromptEnd)] {
+            let kept = cache.keep_state(&mut sequence, unit, kind, 1, CheckpointPolicy::default());
+            let Some(Kept::Copied { held: (group, slot), .. }) = kept else { panic!("{kept:?}") };
+            assert_eq!(group, state);
+            cache.step_state(&mut sequence, false).unwrap();
+            // As when the step has been computed.
+            cache.end_hold(group, slot);
+        }
+        cache.complete(1);
+        assert_eq!(cache.held_units(), 2);
+        assert_eq!(lookup(&mut cache, &ids, &all), (7, HitStop::StateGone { token: 160 }));
+        assert_eq!(lookup(&mut cache, &ids[..7], &all), (7, HitStop::PromptEnd));
+        assert_eq!(lookup(&mut cache, &ids[..5], &all), (3, HitStop::StateGone { token: 80 }));
+        assert_eq!(cache.tree.deepest_held(&ids), 7);
+        // The KV before a state is as necessary as the state.
+        let node = cache.tree.node_of(ids[4]).unwrap();
+        let block = cache.tree.block_of(node, 1 - state).unwrap();
+        cache.tree.remove_block(1 - state, block);
+        cache.pool.set_hashed(1 - state, block, false);
+        assert_eq!(lookup(&mut cache, &ids, &all), (3, HitStop::StateGone { token: 64 }));
+        assert_eq!((cache.tree.deepest_held(&ids), cache.held_units()), (3, 1));
+        assert_eq!(cache.tokens_shared(&sequence), 0);
+        cache.close(&mut sequence);
+        cache.check_all(std::iter::empty(), std::iter::empty()).unwrap();
+    }
+}
+
+#[test]
+fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
+    // Room for one slot and two blocks.
+    let mut cache = cache(&[(FULL, 64), (GroupKind::State, 64)], 16, 64 * 3);
+    let (ids, all) = ([id(1), id(2)], tokens(&[1, 2]));
+    let mut sequence = cache.open(Some(id(0)));
+    assert!(cache.extend(&mut sequence, 16));
+    cache.commit(&mut sequence, &ids, &all, 16, 1);
+    let policy = CheckpointPolicy::default();
+    let kept = cache.keep_state(&mut sequence, 1, CheckpointKind::Spacing, 1, policy);
+    assert_eq!(kept, Some(Kept::Left));
+    let first = cache.step_state(&mut sequence, false).unwrap();
+    assert_eq!((first.read, first.held), (None, None));
+    cache.complete(1);
+    assert_eq!(cache.held_units(), 1);
+    // One block more, and no slot: the checkpoint is written on.
+    assert!(cache.extend(&mut sequence, 32));
+    assert_eq!(cache.held_units(), 0);
+    cache.commit(&mut sequence, &ids, &all, 32, 2);
+    let second = cache.step_state(&mut sequence, true).unwrap();
+    assert_eq!((second.read, second.write, second.held), (Some(first.write), first.write, None));
+    cache.complete(2);
+    let check = |cache: &KvCache, sequence: &SequenceCache| {
+        cache.check_all(std::iter::once(sequence), std::iter::empty())
+    };
+    assert_eq!(check(&cache, &sequence), Ok(()));
+    let lost = sequence.state.current.take();
+    assert_eq!(check(&cache, &sequence), Err(Broken::State { tokens: 32 }));
+    sequence.state.current = lost;
+    // At the end it stays behind.
+    cache.retire(&mut sequence);
+    assert_eq!(lookup(&mut cache, &ids, &all), (2, HitStop::PromptEnd));
+}
+
+#[test]
 fn free_blocks_are_reused_empty_first_and_then_the_oldest() {
     let spec = spec(&[(FULL, 64)], 16, 64 * 4);
     let mut pool = BlockPool::new(&spec, Placement::Paged);
@@ -109,10 +180,14 @@ fn free_blocks_are_reused_empty_first_and_then_the_oldest() {
     // A hit takes block 1 out of the list and gives it back as the youngest.
     pool.retain(0, blocks[1]);
     pool.release(0, blocks[1]);
+    // What is worth least goes before all other content, and after what is empty.
+    pool.demote(0, blocks[2]);
+    pool.demote(0, blocks[3]);
+    assert_eq!(pool.recount(0).map(|count| count.free), Some(3));
     let order: Vec<u32> = (0..4).map(|_| pool.alloc(0, &mut evicted).unwrap()).collect();
-    assert_eq!(order, [blocks[3], blocks[0], blocks[2], blocks[1]]);
+    assert_eq!(order, [blocks[3], blocks[2], blocks[0], blocks[1]]);
     let lost: Vec<u32> = evicted.iter().map(|at| at.block).collect();
-    assert_eq!(lost, [blocks[0], blocks[2], blocks[1]]);
+    assert_eq!(lost, [blocks[2], blocks[0], blocks[1]]);
 }
 
 #[test]
@@ -195,6 +270,9 @@ fn impossible_caches_are_refused() {
     assert_eq!(refused(|s| s.groups.clear()), SpecError::Groups(0));
     assert_eq!(refused(|s| s.groups = vec![s.groups[0]; 9]), SpecError::Groups(9));
     assert_eq!(refused(|s| s.block_tokens = 48), SpecError::BlockTokens(48));
+    let state = GroupSpec { kind: GroupKind::State, block_bytes: 64 };
+    let states = CacheSpec { groups: vec![state; 2], arena_bytes: 128, ..good.clone() };
+    assert_eq!(states.validate(), Err(SpecError::States(2)));
     assert_eq!(refused(|s| s.groups[0].block_bytes = 0), SpecError::BlockBytes { group: 0, bytes: 0 });
     assert_eq!(refused(|s| s.groups[0].block_bytes = 96), SpecError::BlockBytes { group: 0, bytes: 96 });
     assert_eq!(refused(|s| s.groups[0].kind = GroupKind::Sliding { window: 0 }), SpecError::Window(0));

@@ -2,11 +2,12 @@
 
 use super::{EngineOptions, MAX_CONTEXT, Plan, Progress, backend, environment, load_decoder, plan_for};
 use crate::Error;
-use crate::encoder::{Encoder, Layout};
+use crate::encoder::{Encoder, Layout, task};
 use crate::kv_cache::memory::{MemoryFloor, MemoryRefused, ProcMemInfo};
 use model::gguf::Gguf;
-use model::spec::{ModelSpec, OutputSpec};
+use model::spec::ModelSpec;
 use model::tokenizer::Tokenizer;
+use proto::message::{MAX_ENCODED_WIDTH, ModelTask};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,9 +16,16 @@ use std::sync::Arc;
 pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Encoder, Error> {
     let gguf = Gguf::open(path)?;
     let spec = ModelSpec::from_gguf(&gguf)?;
-    if !matches!(spec.output, OutputSpec::Pooled(_)) {
-        let instead = "`kvasir run` and `kvasir up` let it";
-        return Err(Error::WrongTask { does: "generates text, it has no vectors to give", instead });
+    let width = match task(&spec) {
+        ModelTask::Embed { width } | ModelTask::Rerank { scores: width } => width,
+        ModelTask::Generate => {
+            let instead = "`kvasir run` and `kvasir up` let it";
+            return Err(Error::WrongTask { does: "generates text, it has no vectors to give", instead });
+        }
+    };
+    if !(1..=MAX_ENCODED_WIDTH).contains(&width) {
+        let reason = format!("it gives {width} values for a text; 1 to {MAX_ENCODED_WIDTH} are served");
+        return Err(Error::Config { option: "model", reason });
     }
     let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
     let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;

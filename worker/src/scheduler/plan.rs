@@ -145,6 +145,7 @@ impl Scheduler {
         if prefill && self.follow(sequence, slot, most_rows, draft) || most_rows == 0 {
             return Turn::Over;
         }
+        sequence.awaited = None;
         let from = sequence.cache.len();
         let mut rows = sequence.remaining().min(most_rows);
         let mut joins_at = None;

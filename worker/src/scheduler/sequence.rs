@@ -25,6 +25,8 @@ pub(super) struct Sequence {
     pub(super) state: State,
     /// Takes over units until it has to compute one itself.
     pub(super) following: bool,
+    /// The last unit before the state that it waits for; so long as another plans it there is nothing to look up.
+    pub(super) awaited: Option<BlockId>,
     /// Admitted before: a later admission is no new prefix query.
     pub(super) seen: bool,
     /// The step that computes rows of it and has not completed.
@@ -63,6 +65,7 @@ impl Sequence {
             cache: SequenceCache::default(),
             state: State::Waiting,
             following: false,
+            awaited: None,
             seen: false,
             in_flight: None,
             committed_in: 0,

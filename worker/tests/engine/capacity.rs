@@ -1,8 +1,8 @@
 //! How much one arena holds when sequences share and grow, beside reserving a whole context for each.
 
-use crate::harness::{Ask, Asked, TINY, open, options, prompt, run_to_end, submit};
+use crate::harness::{Ask, Asked, TINY, options, path, prompt, run_to_end, submit};
 use kvasir_worker::engine::Engine;
-use kvasir_worker::load::EngineOptions;
+use kvasir_worker::load::{self, EngineOptions};
 use std::time::Instant;
 
 /// Full attention in every layer: what is compared is sharing and paging, not windows.
@@ -10,6 +10,19 @@ const MODEL: &str = TINY[0];
 const BLOCK_TOKENS: usize = 16;
 /// Prompt lengths as they come in practice.
 const LENGTHS: &str = include_str!("../../../bench/data/lengths.txt");
+
+/// The model with a context of 4,096 tokens, which its file does not allow: the key's value, a number of 32 bits
+/// behind its type, is changed in a copy.
+fn long_context() -> tempfile::NamedTempFile {
+    const KEY: &[u8] = b"llama.context_length";
+    let mut bytes = std::fs::read(path(MODEL)).unwrap();
+    let key = bytes.windows(KEY.len()).position(|window| window == KEY).unwrap();
+    let value = key + KEY.len() + size_of::<u32>();
+    bytes[value..value + size_of::<u32>()].copy_from_slice(&4096u32.to_le_bytes());
+    let file = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
+    std::fs::write(file.path(), bytes).unwrap();
+    file
+}
 
 /// An engine that takes every prompt in one step, so that all can be counted before any grows.
 fn engine(blocks: u64, rows: usize, prefix_cache: bool) -> (Engine, u64) {
@@ -22,8 +35,10 @@ fn engine(blocks: u64, rows: usize, prefix_cache: bool) -> (Engine, u64) {
         max_sequences: Some(256),
         ..options(MODEL)
     };
-    let block = open(MODEL, &with(64 << 20)).decoder().groups().iter().map(|g| g.block_bytes as u64).sum();
-    (open(MODEL, &with(blocks * block)), block)
+    let file = long_context();
+    let open = |kv_bytes| load::open(file.path(), &with(kv_bytes), &mut |_, _| {}).unwrap().engine;
+    let block = open(64 << 20).decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
+    (open(blocks * block), block)
 }
 
 /// One token each, and one more that keeps the sequence alive.

@@ -13,9 +13,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// Models with weights in F32, by folder: full attention, a mixture of experts, sliding windows.
-pub(crate) const TINY: [&str; 3] =
-    ["tiny/llama/llama-f32", "tiny/qwen3moe/qwen3moe-f32", "tiny/gemma3/gemma3-f32"];
+/// Models with weights in F32, by folder: full attention, a mixture of experts, sliding windows, windows with sinks,
+/// layers that share KV, delta nets, Mamba-2.
+pub(crate) const TINY: [&str; 7] = [
+    "tiny/llama/llama-f32",
+    "tiny/qwen3moe/qwen3moe-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/gpt-oss/gpt-oss-f32",
+    "tiny/gemma4/gemma4-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+];
 /// Quantised models, by file.
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
 

@@ -10,4 +10,6 @@ mod instruction_sets;
 mod opaque;
 mod opaque_device;
 mod pins;
+mod resume;
 mod snapshots;
+mod storm;

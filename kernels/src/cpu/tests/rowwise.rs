@@ -61,9 +61,9 @@ fn embeddings_refuse_what_the_table_lacks() {
     begin(&mut backend, &TOKENS[..3], &sequences()[..1]).unwrap();
     // The buffer still holds seven rows.
     assert!(matches!(backend.embed(&op), Err(Error::Length { what: "rows to add to", .. })));
-    let wide = backend.create_buffer(7, 5).unwrap();
-    let op = EmbedOp { accumulate: false, out: wide, ..op };
-    assert!(matches!(backend.embed(&op), Err(Error::Length { .. })));
+    let small = backend.create_buffer(2, 5).unwrap();
+    let op = EmbedOp { accumulate: false, out: small, ..op };
+    assert!(matches!(backend.embed(&op), Err(Error::OutOfRange { what: "buffer value", .. })));
 }
 
 proptest! {

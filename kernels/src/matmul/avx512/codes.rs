@@ -2,8 +2,9 @@
 
 use crate::quant::{GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
-    __m512i, _mm_loadu_si128, _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_loadu_si512, _mm512_set1_epi8,
-    _mm512_shuffle_epi8, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_ternarylogic_epi32,
+    __m512i, _mm_loadu_si128, _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_loadu_si512,
+    _mm512_permutexvar_epi8, _mm512_set1_epi8, _mm512_slli_epi16, _mm512_srli_epi16,
+    _mm512_ternarylogic_epi32,
 };
 
 /// A kind of code planes.
@@ -14,7 +15,7 @@ pub(super) trait Codes {
     /// Unsigned codes of the eight groups.
     ///
     /// # Safety
-    /// Needs AVX-512 F and BW; `planes` must be valid for reads of `BYTES` bytes.
+    /// Needs AVX-512 F, BW and VBMI; `planes` must be valid for reads of `BYTES` bytes.
     unsafe fn load(planes: *const u8) -> [__m512i; 8];
 }
 
@@ -212,25 +213,26 @@ const fn codebook(ty: GgmlType) -> &'static [u8; 16] {
     }
 }
 
-/// Four bits a code, through a codebook.
+/// Four bits a code, through a codebook. The table stands four times in a vector, so that what is beside a code's
+/// four bits does not matter and need not be masked away.
 ///
 /// # Safety
-/// Needs AVX-512 F and BW; 256 bytes from `planes` must be readable.
+/// Needs AVX-512 F, BW and VBMI; 256 bytes from `planes` must be readable.
 #[inline(always)]
 unsafe fn looked_up(planes: *const u8, table: &'static [u8; 16]) -> [__m512i; 8] {
     // SAFETY: the caller's contract; the table is 16 bytes.
     unsafe {
         let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-        let v = Bits4::load(planes);
+        let v = [vector(planes, 0), vector(planes, 1), vector(planes, 2), vector(planes, 3)];
         [
-            _mm512_shuffle_epi8(table, v[0]),
-            _mm512_shuffle_epi8(table, v[1]),
-            _mm512_shuffle_epi8(table, v[2]),
-            _mm512_shuffle_epi8(table, v[3]),
-            _mm512_shuffle_epi8(table, v[4]),
-            _mm512_shuffle_epi8(table, v[5]),
-            _mm512_shuffle_epi8(table, v[6]),
-            _mm512_shuffle_epi8(table, v[7]),
+            _mm512_permutexvar_epi8(v[0], table),
+            _mm512_permutexvar_epi8(v[1], table),
+            _mm512_permutexvar_epi8(v[2], table),
+            _mm512_permutexvar_epi8(v[3], table),
+            _mm512_permutexvar_epi8(shift::<4, 0>(v[0]), table),
+            _mm512_permutexvar_epi8(shift::<4, 0>(v[1]), table),
+            _mm512_permutexvar_epi8(shift::<4, 0>(v[2]), table),
+            _mm512_permutexvar_epi8(shift::<4, 0>(v[3]), table),
         ]
     }
 }

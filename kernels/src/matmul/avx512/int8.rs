@@ -1,6 +1,7 @@
 //! Products with int8 activations. The weights of a block are unpacked into eight registers once and meet up
 //! to 16 tokens, whose accumulators stay in registers over the whole panel.
 
+use super::super::PANEL_ROWS;
 use super::super::activations::QuantizedBlock;
 use super::super::kernel::{Int8Call, Tile};
 use super::super::layout::{HEADER_BLOCKS, cluster_blocks};
@@ -22,18 +23,39 @@ const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
 pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mut Tile) {
+    // Where the next larger kernel would work for nothing, a second pass over the panel, which is in L1 by then,
+    // is faster.
+    let first = match call.tokens.len() {
+        9..=11 => 8,
+        13..=14 => 12,
+        all => all,
+    };
+    let (tokens, rest) = call.tokens.split_at(first);
+    let (lanes, rest_lanes) = tile.0.split_at_mut(first);
+    // SAFETY: the caller's contract; there are lanes for each token.
+    unsafe {
+        some::<C, S>(&Int8Call { tokens, ..*call }, lanes);
+        if !rest.is_empty() {
+            some::<C, S>(&Int8Call { tokens: rest, ..*call }, rest_lanes);
+        }
+    }
+}
+
+/// # Safety
+/// As [`product`], with lanes for each token.
+unsafe fn some<C: Codes, S: Scales>(call: &Int8Call<'_>, lanes: &mut [[f32; PANEL_ROWS]]) {
     // SAFETY: the caller's contract; each `N` is at least the number of tokens, and tokens past the last are
     // read from the last one's row.
     unsafe {
         match call.tokens.len() {
-            1 => tokens::<C, S, 1>(call, tile),
-            2 => tokens::<C, S, 2>(call, tile),
-            3 => tokens::<C, S, 3>(call, tile),
-            4 => tokens::<C, S, 4>(call, tile),
-            5..=6 => tokens::<C, S, 6>(call, tile),
-            7..=8 => tokens::<C, S, 8>(call, tile),
-            9..=12 => tokens::<C, S, 12>(call, tile),
-            _ => tokens::<C, S, 16>(call, tile),
+            1 => tokens::<C, S, 1>(call, lanes),
+            2 => tokens::<C, S, 2>(call, lanes),
+            3 => tokens::<C, S, 3>(call, lanes),
+            4 => tokens::<C, S, 4>(call, lanes),
+            5..=6 => tokens::<C, S, 6>(call, lanes),
+            7..=8 => tokens::<C, S, 8>(call, lanes),
+            9..=12 => tokens::<C, S, 12>(call, lanes),
+            _ => tokens::<C, S, 16>(call, lanes),
         }
     }
 }
@@ -52,7 +74,7 @@ fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
-unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile: &mut Tile) {
+unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, lanes: &mut [[f32; PANEL_ROWS]]) {
     let last = call.tokens.len() - 1;
     // Multiplied here, the offsets need no arithmetic in the loop.
     let offsets: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)] * size_of::<QuantizedBlock>());
@@ -101,7 +123,7 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, tile:
         }
         at = codes_at;
     }
-    for (lanes, acc) in tile.0.iter_mut().zip(acc) {
+    for (lanes, acc) in lanes.iter_mut().zip(acc) {
         // SAFETY: 16 lanes.
         unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), acc) };
     }

@@ -49,7 +49,7 @@ fn delta_nets() {
                     assert_eq!((net.qkv.rows, net.gate.rows), (net.conv.channels, v_heads * net.v_dim));
                     assert_eq!((net.beta.rows, net.alpha.rows), (v_heads, v_heads));
                     assert_eq!((net.norm.width, &net.conv.bias), (net.v_dim, &None));
-                    assert_eq!(layer.mixer.state_elements(), 3 * net.conv.channels + 4 * 16 * 16);
+                    assert_eq!(layer.mixer.state_elements(), 4 * net.conv.channels + 4 * 16 * 16);
                     let slice = |start| Some(RowSlice { of: 8, period: 4, start, len: 2 });
                     let (grouping, slices) = match arch {
                         "qwen3next" => (HeadGrouping::Grouped, (slice(0), slice(2))),

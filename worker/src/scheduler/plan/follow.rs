@@ -22,17 +22,21 @@ impl Scheduler {
         if !sequence.following && !joins {
             return false;
         }
+        if let Some(unit) = sequence.awaited.take()
+            && draft.patient
+            && self.joins(sequence, unit, slot, step)
+        {
+            sequence.awaited = Some(unit);
+            sequence.progressed_in = step;
+            return self.wait(draft);
+        }
         let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
         let (end, known) = (hit.end(), hit.known);
         if sequence.info.computed_tokens == 0 {
             sequence.info.hit_stop = hit.stop;
         }
         // A state comes only where it is asked for, so that is done before anything is taken.
-        let awaited = if self.cache.has_states() {
-            self.ask_for_state(sequence, slot, end, known, draft)
-        } else {
-            false
-        };
+        let awaited = self.cache.has_states() && self.ask_for_state(sequence, slot, end, known, draft);
         if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
         {
             // Nothing is copied: only a state can be one that this very step writes.
@@ -41,21 +45,20 @@ impl Scheduler {
                 Err(_) => return self.wait(draft),
             }
         }
-        if self.cache.has_states() {
-            if awaited {
-                sequence.progressed_in = step;
-                return self.wait(draft);
-            }
-            if known > end {
-                // Others part here too: whoever comes next finds a state.
-                sequence.wish(known as u32, CheckpointKind::Junction);
-            }
-        } else if let Some(&unit) = sequence.units[..cap].get(end) {
-            if draft.patient && self.joins(sequence, unit, slot, step) {
+        if awaited {
+            sequence.progressed_in = step;
+            return self.wait(draft);
+        }
+        if let Some(&unit) = sequence.units[..cap].get(end) {
+            if !self.cache.has_states() && draft.patient && self.joins(sequence, unit, slot, step) {
                 return self.wait(draft);
             }
             let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
             self.counters.takeovers += u64::from(stalled && most_rows > 0);
+        }
+        if self.cache.has_states() && known > end {
+            // Others part here too: whoever comes next finds a state.
+            sequence.wish(known as u32, CheckpointKind::Junction);
         }
         if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
             return false;

@@ -68,7 +68,7 @@ impl Scheduler {
     /// now, of `known` the KV is there. `true`: a state is coming, and worth waiting for.
     pub(super) fn ask_for_state(
         &mut self,
-        sequence: &Sequence,
+        sequence: &mut Sequence,
         slot: u32,
         end: usize,
         known: usize,
@@ -90,6 +90,7 @@ impl Scheduler {
             if let Some(producer) = self.sequences[producer as usize].as_mut() {
                 producer.wish(unit as u32, CheckpointKind::Junction);
             }
+            sequence.awaited = Some(sequence.units[unit - 1]);
             return draft.patient;
         }
         known > end && self.keep_in_this_step(sequence, known as u32, draft)

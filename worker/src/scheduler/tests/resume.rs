@@ -61,6 +61,39 @@ fn a_burst_computes_its_shared_prefix_once_up_to_the_unit() {
 }
 
 #[test]
+fn samples_of_one_prompt_compute_it_once() {
+    for (len, chunk) in [(33, 512), (129, 512), (1000, 64), (1000, 0)] {
+        let mut sim = Sim::new(chunked(chunk), ample());
+        let ids: Vec<SeqId> = (0..8).map(|_| sim.submit(ROOT, tokens(0..len), 20).unwrap()).collect();
+        sim.run();
+        let computed: Vec<u32> = ids.iter().map(|&id| served(&sim, id).1).collect();
+        assert_eq!(computed[0], len);
+        assert!(computed[1..].iter().all(|&rest| rest == (len - 1) % 16 + 1), "{computed:?}");
+    }
+}
+
+#[test]
+fn the_distance_to_a_shared_state_counts_as_work_to_do_again() {
+    let mut scheduler = bare(chunked(512), hybrid(16, 6, 60));
+    let long = |request| prompt(160, 0, 0).into_iter().chain(prompt(0, request, 2)).collect::<Vec<u32>>();
+    scheduler.submit(request(1, tokens(0..160), 400)).unwrap();
+    let plan = scheduler.plan().unwrap().unwrap();
+    finish(&mut scheduler, &plan);
+    // Of what nobody holds nothing is left when sequences have to give way.
+    scheduler.pin(ROOT, &tokens(0..160)).unwrap();
+    scheduler.submit(request(2, long(7), 400)).unwrap();
+    scheduler.submit(request(3, tokens(5000..5120), 400)).unwrap();
+    let preemptions =
+        |scheduler: &crate::scheduler::Scheduler, id| scheduler.info(SeqId(id)).unwrap().preemptions;
+    while (1..=3).all(|id| preemptions(&scheduler, id) == 0) {
+        let plan = scheduler.plan().unwrap().unwrap();
+        finish(&mut scheduler, &plan);
+    }
+    // The second is longer than the third, but goes on from the state that is pinned.
+    assert_eq!([1, 2, 3].map(|id| preemptions(&scheduler, id)), [0, 1, 0]);
+}
+
+#[test]
 fn followers_that_part_at_different_places_each_find_a_state_there() {
     let mut sim = Sim::new(chunked(100), ample());
     let shared = [700, 333, 500, 90, 650];
@@ -155,6 +188,26 @@ fn a_path_keeps_no_more_states_than_the_cap() {
         }
         assert!(sim.predict(ROOT, &last) as usize >= last.len() - 200);
     }
+}
+
+#[test]
+fn users_that_come_back_find_their_last_turn_among_what_others_leave() {
+    // Slots for two of each user, and for the batch; each turn leaves more than that behind.
+    let mut sim = Sim::new(SchedulerConfig { max_seqs: 4, ..chunked(512) }, hybrid(16, 19, 350));
+    let mut chats: Vec<Vec<u32>> = vec![tokens(0..300); 8];
+    for turn in 0..5u32 {
+        for (user, chat) in (0u32..).zip(&mut chats) {
+            let known = (chat.len() - 1) as u32 / 16 * 16;
+            chat.extend(10_000 * (user + 1) + 100 * turn..10_000 * (user + 1) + 100 * turn + 50);
+            let id = sim.submit(ROOT, chat.clone(), 80).unwrap();
+            sim.run();
+            if turn > 0 {
+                assert_eq!(served(&sim, id).0, known, "user {user}, turn {turn}");
+            }
+            chat.extend(&sim.done[&id].output);
+        }
+    }
+    assert!(sim.scheduler.stats().counters.evictions > 40, "{:?}", sim.scheduler.stats().counters);
 }
 
 #[test]

@@ -221,7 +221,7 @@ fn storms(recurrent: bool, cases: u64) -> Seen {
 
 #[test]
 fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
-    let seen = storms(false, 2000);
+    let seen = storms(false, 1200);
     let often = [
         seen.preemptions,
         seen.takeovers,
@@ -235,12 +235,12 @@ fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
         seen.pins,
         seen.restores,
     ];
-    assert!(seen.lone_restarts >= 5 && often.iter().all(|&n| n >= 500), "{seen:?}");
+    assert!(seen.lone_restarts >= 5 && often.iter().all(|&n| n >= 300), "{seen:?}");
 }
 
 #[test]
 fn storm_with_recurrent_states_is_exact_and_leaks_nothing() {
-    let seen = storms(true, 3000);
+    let seen = storms(true, 2000);
     let often = [
         seen.preemptions,
         seen.copies,
@@ -257,5 +257,6 @@ fn storm_with_recurrent_states_is_exact_and_leaks_nothing() {
         seen.exports,
         seen.states_gone,
     ];
-    assert!(seen.lone_restarts >= 5 && often.iter().all(|&n| n >= 500), "{seen:?}");
+    let rare = [seen.lone_restarts, seen.pins_lost, seen.takeovers];
+    assert!(rare.iter().all(|&n| n >= 2) && often.iter().all(|&n| n >= 500), "{seen:?}");
 }

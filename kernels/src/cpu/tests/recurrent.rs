@@ -1,11 +1,9 @@
-use crate::Error;
-use crate::backend::*;
-use crate::cpu::{CpuBackend, CpuConfig};
-use crate::isa::Isa;
-use crate::pool::{Pool, PoolConfig};
+//! Recurrent layers: states in slots, and what is refused.
+
+use super::*;
+use crate::backend::{StateExport, StateKind, StepState};
 use crate::recurrent::{DeltaNet, DeltaNetInput, Mamba2, Mamba2Input};
 use crate::reference::recurrent as reference;
-use std::num::NonZeroUsize;
 
 const DELTA: StateShape =
     StateShape { kind: StateKind::DeltaNet, channels: 2 * 6 + 2 * 5, taps: 3, heads: 2, rows: 6, cols: 5 };
@@ -33,14 +31,7 @@ struct Setup {
 
 impl Setup {
     fn new() -> Self {
-        let config = CpuConfig {
-            matmul: Isa::detect(),
-            attention: Isa::detect(),
-            rows: Isa::detect(),
-            activations: ActivationMode::F32,
-        };
-        let pool = Pool::new(PoolConfig::new(NonZeroUsize::MIN)).unwrap();
-        let mut backend = CpuBackend::new(config, pool).unwrap();
+        let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
         let first = backend.state_bytes(DELTA).unwrap();
         let second = backend.state_bytes(MAMBA).unwrap();
         let delta = backend.create_state_layer(DELTA, 0).unwrap();
@@ -100,13 +91,6 @@ fn state(read: Option<u32>, write: u32) -> StepState {
     StepState { read, write, exports: Vec::new() }
 }
 
-fn assert_close(got: &[f32], want: &[f64]) {
-    assert_eq!(got.len(), want.len());
-    for (got, want) in got.iter().zip(want) {
-        assert!((f64::from(*got) - want).abs() < 1e-5, "{got} is not {want}");
-    }
-}
-
 #[test]
 fn layers_keep_their_states_in_slots() {
     let mut setup = Setup::new();
@@ -125,26 +109,43 @@ fn layers_keep_their_states_in_slots() {
         setup.backend.mamba2(&setup.mamba_op()).unwrap();
         let (delta_out, mamba_out) = (setup.delta_out, setup.mamba_out);
         let want = reference::delta_net(&DELTA, &delta, &input, &mut delta_state);
-        assert_close(&setup.rows(delta_out, 4, 2 * 5), &want);
+        assert_close(&setup.rows(delta_out, 4, 2 * 5), &want, 1e-5);
         let want =
             reference::mamba2(&MAMBA, &mamba, &Mamba2Input { xbc: &x, dt: &scalars }, &mut mamba_state);
-        assert_close(&setup.rows(mamba_out, 4, 2 * 4), &want);
-        assert_close(&setup.state(setup.delta, DELTA, write * slot).1, &delta_state);
-        assert_close(&setup.state(setup.mamba, MAMBA, write * slot).1, &mamba_state);
+        assert_close(&setup.rows(mamba_out, 4, 2 * 4), &want, 1e-5);
+        assert_close(&setup.state(setup.delta, DELTA, write * slot).1, &delta_state, 1e-5);
+        assert_close(&setup.state(setup.mamba, MAMBA, write * slot).1, &mamba_state, 1e-5);
     }
+}
+
+#[test]
+fn a_step_leaves_states_where_it_is_told() {
+    let mut setup = Setup::new();
+    let slot = setup.slot;
+    let exports = vec![StateExport { row: 1, slot: 2 * slot }];
+    setup.begin(4, StepState { read: None, write: slot, exports }).unwrap();
+    setup.backend.delta_net(&setup.delta_op()).unwrap();
+    let exported = setup.state(setup.delta, DELTA, 2 * slot);
+    assert!(exported.1 != setup.state(setup.delta, DELTA, slot).1);
+    setup.begin(2, state(None, 0)).unwrap();
+    setup.backend.delta_net(&setup.delta_op()).unwrap();
+    assert_eq!(exported.1, setup.state(setup.delta, DELTA, 0).1);
 }
 
 #[test]
 fn a_convolution_keeps_its_last_inputs() {
     let mut setup = Setup::new();
     setup.begin(4, state(None, 0)).unwrap();
+    let weights = setup.backend.memory().weights;
     let op = ConvOp { x: setup.x, weight: setup.vectors[2], bias: None, layer: setup.delta };
     setup.backend.conv(&op).unwrap();
     let input = numbers(4 * DELTA.channels);
     let mut past = vec![0.0; DELTA.conv_len()];
     let want = reference::conv(&DELTA, &numbers(66), None, &input, &mut past);
-    assert_close(&setup.rows(setup.x, 4, DELTA.channels), &want);
+    assert_close(&setup.rows(setup.x, 4, DELTA.channels), &want, 1e-5);
     assert_eq!(setup.state(setup.delta, DELTA, 0).0, &input[(4 - DELTA.taps) * DELTA.channels..]);
+    // The weight is kept a second time, in the order of the kernel.
+    assert_eq!(setup.backend.memory().weights, weights + 66 * 4);
     // The same vector as the weight of a convolution of another shape.
     let op = ConvOp { layer: setup.mamba, ..op };
     assert!(matches!(setup.backend.conv(&op), Err(Error::Length { .. })));
@@ -177,7 +178,7 @@ fn a_gated_norm_is_an_rms_norm() {
         .chunks(2)
         .flat_map(|x| crate::reference::rows::rms_norm(x, Some(&[-0.5, -1.5]), 1e-5))
         .collect();
-    assert_close(&setup.rows(x, 2, 2), &want);
+    assert_close(&setup.rows(x, 2, 2), &want, 1e-5);
     let mut refused = |op: &GatedNormOp| setup.backend.gated_norm(op).unwrap_err();
     assert_eq!(refused(&GatedNormOp { gate: x, ..op }), Error::SameBuffer);
     let layer = Norm { rms: false, ..norm };
@@ -205,7 +206,6 @@ fn what_does_not_fit_is_refused() {
     let op = setup.delta_op();
     for (op, length) in [
         (DeltaNetOp { out: op.qkv, ..op }, false),
-        (DeltaNetOp { out: setup.mamba_out, ..op }, true),
         (DeltaNetOp { beta: setup.mamba_out, ..op }, true),
         (DeltaNetOp { k_heads: 2, ..op }, true),
     ] {

@@ -1,0 +1,66 @@
+//! Texts to be encoded and what becomes of them.
+
+use super::GenerateError;
+use crate::codec::bounded;
+use crate::ids::{Attempt, ModelId, RequestId};
+use serde::{Deserialize, Serialize};
+
+/// Texts of one encode call at most.
+pub const MAX_ENCODE_TEXTS: usize = 256;
+/// Values of one encoded text at most.
+pub const MAX_ENCODED_WIDTH: u32 = 1 << 14;
+
+/// Texts to be encoded, as a coordinator hands them to a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EncodeRequest {
+    /// First version.
+    V1(EncodeRequestV1),
+}
+
+/// See [`EncodeRequest`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodeRequestV1 {
+    /// The client's request.
+    pub request_id: RequestId,
+    /// Which part of the request, where it is spread over several calls.
+    pub part: u32,
+    /// Which try at this part it is.
+    pub attempt: Attempt,
+    /// The model.
+    pub model: ModelId,
+    /// The texts; at least one, at most [`MAX_ENCODE_TEXTS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_ENCODE_TEXTS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_ENCODE_TEXTS>"
+    )]
+    pub texts: Vec<EncodeTextV1>,
+    /// Milliseconds from receipt until the request is worth nothing any more; 0 is no limit.
+    pub deadline_ms: u64,
+}
+
+/// A text, or two that are compared, as the model reads it: special tokens included.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodeTextV1 {
+    /// The tokens; not empty.
+    pub tokens: Vec<u32>,
+    /// Where the second text begins, of a model that tells them apart.
+    pub segment_start: Option<u32>,
+}
+
+/// What a worker answers to an [`EncodeRequest`], once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EncodeReply {
+    /// What every text became. The values follow the frame: `texts * width` f32, little endian, text by text.
+    Encoded(EncodedV1),
+    /// Nothing, and why.
+    Failed(GenerateError),
+}
+
+/// See [`EncodeReply::Encoded`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodedV1 {
+    /// As many as the request has.
+    pub texts: u32,
+    /// Values of each: a vector's width or the number of scores, at most [`MAX_ENCODED_WIDTH`].
+    pub width: u32,
+}
