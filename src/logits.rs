@@ -149,6 +149,7 @@ impl Logits {
         let rows = vec![f32::NAN; prompt.len() * vocab];
         let into = Arc::new(Mutex::new(Collected { rows, ..Collected::default() }));
         local.submit(EngineRequest {
+            name: None,
             root: local.root,
             prompt: prompt.to_vec(),
             emitted: Vec::new(),

@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
+mod admin;
 mod bench;
 mod ca;
 mod cluster_key;
@@ -17,8 +18,10 @@ mod node;
 mod numerics;
 mod ops_client;
 mod perplexity;
+mod prefix;
 mod progress;
 mod run;
+mod snapshot;
 mod status;
 mod tokenize;
 mod up;
@@ -61,6 +64,8 @@ enum Command {
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
+    Snapshot(snapshot::Snapshot),
+    Prefix(prefix::Prefix),
     Ca(ca::Ca),
 }
 
@@ -78,6 +83,8 @@ impl Command {
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
+            Self::Snapshot(command) => command.run(),
+            Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
         }
     }

@@ -105,6 +105,7 @@ impl Perplexity {
             }
             let into = Arc::new(Mutex::new(Score::default()));
             local.submit(EngineRequest {
+                name: None,
                 root: local.root,
                 prompt: chunk.clone(),
                 emitted: Vec::new(),

@@ -74,6 +74,7 @@ impl Run {
         let outcome = Arc::new(Mutex::new(Outcome::default()));
         let submitted = Instant::now();
         local.submit(EngineRequest {
+            name: None,
             root: local.root,
             prompt,
             emitted: Vec::new(),

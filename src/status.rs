@@ -84,7 +84,7 @@ impl Status {
 }
 
 /// The ops address of the first coordinator in a data directory's `up.json`.
-fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
+pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
     let path = dir.join("up.json");
     let text = std::fs::read_to_string(&path).with_context(|| {
         format!("{}: no cluster runs from here; name a coordinator with --ops HOST:PORT", path.display())

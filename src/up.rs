@@ -6,7 +6,7 @@ mod data_dir;
 mod nodes;
 mod supervisor;
 
-use crate::config::{self, ConfigError};
+use crate::config::{self, ByteSize, ConfigError};
 use crate::coordinator::CoordinatorSettings;
 use crate::cpus::{self, CpuSet};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
@@ -75,6 +75,9 @@ struct UpSettings {
     /// What workers compute on [default: auto]
     #[arg(long, value_enum, env = "KVASIR_DEVICE")]
     device: Option<Device>,
+    /// Memory for the KV cache of each worker, such as 2GiB [default: computed from what is free]
+    #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
+    kv_bytes: Option<ByteSize>,
     /// Element type of the KV cache [default: f16]
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     kv_type: Option<KvTypeArg>,
@@ -173,8 +176,10 @@ impl Plan {
                 threads: Some(self.shares.threads),
                 cpus: self.shares.sets.get(index).cloned(),
                 device: self.settings.device,
+                kv_bytes: self.settings.kv_bytes,
                 kv_type: self.settings.kv_type,
                 activations: self.settings.activations,
+                snapshot_dir: Some(dir.snapshots(&name)),
                 ..WorkerSettings::default()
             };
             workers.push((name, settings));

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::load::{self, EngineOptions};
 use worker::service::{WorkerConfig, WorkerService};
+use worker::snapshot::store::StoreConfig;
 
 /// More sequences at a time than this only lengthen every step.
 const MAX_SEQS: usize = 4096;
@@ -62,6 +63,18 @@ pub(crate) struct WorkerSettings {
     /// Memory for KV, such as 2GiB [default: computed, see --explain].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
     pub(crate) kv_bytes: Option<ByteSize>,
+    /// Memory of the KV cache that pinned prefixes may hold [default: a quarter of it].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_PIN_BYTES")]
+    pub(crate) pin_bytes: Option<ByteSize>,
+    /// Snapshots kept in memory at most, besides the KV cache [default: a quarter of its size].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_SNAPSHOT_BYTES")]
+    pub(crate) snapshot_bytes: Option<ByteSize>,
+    /// Directory of snapshots that outlive the process; without, none do.
+    #[arg(long, value_name = "DIR", env = "KVASIR_SNAPSHOT_DIR")]
+    pub(crate) snapshot_dir: Option<PathBuf>,
+    /// Snapshots kept in that directory at most [default: 16GiB].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_SNAPSHOT_DISK_BYTES")]
+    pub(crate) snapshot_disk_bytes: Option<ByteSize>,
     /// Tokens of a KV block: 16, 32 or 64 [default: 16].
     #[arg(long, value_name = "N", env = "KVASIR_BLOCK_TOKENS")]
     pub(crate) block_tokens: Option<usize>,
@@ -136,6 +149,7 @@ impl WorkerSettings {
             listen: settings.quic.unwrap_or(local(0)),
             ops: settings.ops.unwrap_or(local(0)),
             engine: settings.options(),
+            snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
         };
         let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
@@ -173,6 +187,7 @@ impl WorkerSettings {
                 or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason)
             }
         };
+        let quarter = ByteSize(kv_bytes.map_or(0, |bytes| bytes.0) / 4);
         let complete = Self {
             identity: self.identity.clone(),
             coordinators: self.coordinators.clone(),
@@ -183,6 +198,14 @@ impl WorkerSettings {
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
             device: or!(device, Device::Cpu, "the only device that this version computes on"),
             kv_bytes,
+            pin_bytes: or!(pin_bytes, quarter, "a quarter of kv_bytes: the rest serves everybody"),
+            snapshot_bytes: or!(snapshot_bytes, quarter, "a quarter of kv_bytes"),
+            snapshot_dir: self.snapshot_dir.clone(),
+            snapshot_disk_bytes: or!(
+                snapshot_disk_bytes,
+                ByteSize(16 << 30),
+                "little beside the disks of such machines"
+            ),
             block_tokens: or!(block_tokens, options.block_tokens, "the hash unit's size wastes least"),
             kv_type: or!(kv_type, kv_type, kv_reason),
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
@@ -199,6 +222,15 @@ impl WorkerSettings {
         Ok((complete, explained))
     }
 
+    fn snapshots(&self) -> StoreConfig {
+        let bytes = |size: Option<ByteSize>| size.map_or(0, |size| size.0);
+        StoreConfig {
+            memory_bytes: bytes(self.snapshot_bytes),
+            dir: self.snapshot_dir.clone(),
+            disk_bytes: bytes(self.snapshot_disk_bytes),
+        }
+    }
+
     /// The engine's options as far as they are set.
     fn options(&self) -> EngineOptions {
         let default = EngineOptions::default();
@@ -213,6 +245,7 @@ impl WorkerSettings {
             activations: self.activations.map_or(default.activations, Into::into),
             block_tokens: self.block_tokens.unwrap_or(default.block_tokens),
             kv_bytes: self.kv_bytes.map(|size| size.0),
+            pin_bytes: self.pin_bytes.map(|size| size.0),
             chunk: self.chunk,
             max_sequences: self.max_seqs,
             workers: self.workers_here.unwrap_or(default.workers),

@@ -5,6 +5,7 @@ mod claim;
 mod encoding;
 mod generation;
 mod link;
+mod sequences;
 
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
@@ -25,6 +26,7 @@ use proto::ids::{ModelId, NodeId};
 use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
+use sequences::Served;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,6 +48,7 @@ struct Desk {
     balancer: Balancer,
     tickets: HashMap<Ticket, mpsc::UnboundedSender<Verdict>>,
     links: HashMap<NodeId, Arc<Link>>,
+    served: Served,
 }
 
 /// What the balancer has decided about a ticket.
@@ -59,7 +62,8 @@ impl Dispatch {
     /// No workers yet.
     pub fn new(policy: Policy, metrics: Arc<Metrics>) -> Arc<Self> {
         let balancer = Balancer::new(policy);
-        let desk = Desk { balancer, tickets: HashMap::new(), links: HashMap::new() };
+        let desk =
+            Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
         Arc::new(Self { desk: Mutex::new(desk), metrics })
     }
 

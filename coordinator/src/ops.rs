@@ -1,10 +1,13 @@
 //! The operations port: health, metrics, administration.
 
 pub mod cluster;
+mod keep;
 pub mod metrics;
+pub mod prefixes;
 pub mod relabel;
+pub mod snapshots;
 
-use crate::api::auth::Keys;
+use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
 use crate::api::error::ApiError;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
@@ -17,6 +20,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use metrics::Metrics;
+use proto::block::ClusterKey;
 use proto::ids::NodeId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,6 +40,8 @@ pub struct Ops {
     pub models: Arc<Models>,
     /// Who may administer from afar.
     pub keys: Keys,
+    /// Keys block ids and salts.
+    pub cluster_key: ClusterKey,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// Whether this node may call itself ready.
@@ -78,6 +84,8 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .route("/admin/v1/workers/{id}/dead", post(dead))
         .route("/admin/v1/workers/{id}/drain", post(async |ops, id| drain(ops, id, true).await))
         .route("/admin/v1/workers/{id}/undrain", post(async |ops, id| drain(ops, id, false).await))
+        .merge(snapshots::router())
+        .merge(prefixes::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
     Router::new()
         .route("/livez", get(async || "ok\n"))
@@ -91,23 +99,28 @@ pub fn router(ops: Arc<Ops>) -> Router {
 }
 
 /// From this machine, or with an admin key. A browser that is sent here by another site is not an admin.
-async fn admins_only(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
+async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Next) -> Response {
     let headers = request.headers();
     let local =
         request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
     let allowed = if local && !from_elsewhere(headers) {
-        Ok(())
+        // Whose key it is still says whose sequences are meant.
+        let caller = ops.keys.authenticate(headers);
+        Ok(caller.unwrap_or_else(|_| Caller { tenant: DEFAULT_TENANT.into(), admin: true }))
     } else if ops.keys.is_empty() {
         Err(ApiError::Forbidden)
     } else {
         match ops.keys.authenticate(headers) {
-            Ok(caller) if caller.admin => Ok(()),
+            Ok(caller) if caller.admin => Ok(caller),
             Ok(_) => Err(ApiError::Forbidden),
             Err(error) => Err(error),
         }
     };
     match allowed {
-        Ok(()) => next.run(request).await,
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
         Err(error) => error.into_response(),
     }
 }

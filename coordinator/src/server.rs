@@ -108,7 +108,7 @@ impl Coordinator {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: keys.clone(),
-            cluster_key,
+            cluster_key: cluster_key.clone(),
             metrics: Arc::clone(&metrics),
             planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
             request_timeout: Duration::from_secs(config.request_timeout_s),
@@ -119,6 +119,7 @@ impl Coordinator {
             dispatch: Arc::clone(&dispatch),
             models,
             keys,
+            cluster_key,
             metrics,
             gate: ReadyGate::new(config.hold_ready),
         });

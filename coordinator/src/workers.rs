@@ -77,7 +77,8 @@ impl Session {
                 // Kinds that a worker may not open at a coordinator are refused by the transport; tensors
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
-                Ok(Incoming::Generate(_) | Incoming::Encode(_) | Incoming::KvSnapshot(_)) => {}
+                Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
+                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());

@@ -98,6 +98,7 @@ mod identity;
 mod incoming;
 mod kv;
 mod rpc;
+mod sequence;
 mod streams;
 mod tls;
 
@@ -112,4 +113,5 @@ pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
 pub use incoming::Incoming;
 pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
 pub use rpc::{CoordinatorRpc, WorkerRpc};
+pub use sequence::{SequenceBody, SequenceBytes, SequenceCall, SequenceExchange, SequenceReplier};
 pub use streams::{StreamCode, StreamKind};

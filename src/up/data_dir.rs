@@ -1,4 +1,4 @@
-//! What a cluster on this machine keeps: its authority and secrets for good, its nodes' settings, identities
+//! What a cluster on this machine keeps: its authority, secrets and snapshots for good, its nodes' settings, identities
 //! and logs for one run, and `up.json` while it is ready.
 
 use anyhow::{Context, bail};
@@ -56,6 +56,11 @@ impl DataDir {
     /// What a node keeps for itself, its identity among it.
     pub(crate) fn node(&self, name: &str) -> PathBuf {
         self.root.join("nodes").join(name)
+    }
+
+    /// Where a worker keeps snapshots; they stay for the next run.
+    pub(crate) fn snapshots(&self, name: &str) -> PathBuf {
+        self.root.join("snapshots").join(name)
     }
 
     /// A node's log.

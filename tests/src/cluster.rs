@@ -60,6 +60,7 @@ pub struct Builder {
     model: String,
     name: String,
     flags: Vec<String>,
+    data_dir: Option<PathBuf>,
 }
 
 /// A running cluster.
@@ -67,7 +68,8 @@ pub struct Cluster {
     up: Child,
     stdout: BufReader<ChildStdout>,
     first: UpFile,
-    dir: TempDir,
+    dir: PathBuf,
+    _own_dir: Option<TempDir>,
     log: PathBuf,
     ready_after: Duration,
     _turn: MutexGuard<'static, ()>,
@@ -76,7 +78,7 @@ pub struct Cluster {
 impl Cluster {
     /// A cluster that serves `model`; its log is kept under `name`.
     pub fn builder(name: &str, model: &str) -> Builder {
-        Builder { model: model.to_owned(), name: name.to_owned(), flags: Vec::new() }
+        Builder { model: model.to_owned(), name: name.to_owned(), flags: Vec::new(), data_dir: None }
     }
 }
 
@@ -84,6 +86,12 @@ impl Builder {
     /// A further flag of `kvasir up` and its value.
     pub fn flag(mut self, flag: &str, value: &str) -> Self {
         self.flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// In this data directory, which stays, instead of one of its own.
+    pub fn data_dir(mut self, dir: &Path) -> Self {
+        self.data_dir = Some(dir.to_owned());
         self
     }
 
@@ -96,11 +104,13 @@ impl Builder {
     /// Starts the cluster and waits until it is ready.
     pub fn start(self) -> anyhow::Result<Cluster> {
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        let dir = tempfile::tempdir()?;
+        let own = if self.data_dir.is_none() { Some(tempfile::tempdir()?) } else { None };
+        let own_path = own.as_ref().map(|dir| dir.path().to_owned());
+        let dir = self.data_dir.or(own_path).context("no data directory")?;
         let logs = binary::target().join("test-logs");
         std::fs::create_dir_all(&logs)?;
         let log = logs.join(format!("{}.log", self.name));
-        let data_dir = dir.path().to_str().context("a temporary directory that is not UTF-8")?;
+        let data_dir = dir.to_str().context("a temporary directory that is not UTF-8")?;
         let mut arguments = vec!["up", &self.model, "--json", "--data-dir", data_dir];
         arguments.extend(["--http", "127.0.0.1:0", "--ops", "127.0.0.1:0"]);
         arguments.extend(self.flags.iter().map(String::as_str));
@@ -115,14 +125,22 @@ impl Builder {
             Ok((line, stdout)) => {
                 let first = serde_json::from_str(&line).with_context(|| format!("not an up.json: {line:?}"));
                 let ready_after = started.elapsed();
-                let mut cluster =
-                    Cluster { up, stdout, first: UpFile::empty(), dir, log, ready_after, _turn: turn };
+                let mut cluster = Cluster {
+                    up,
+                    stdout,
+                    first: UpFile::empty(),
+                    dir,
+                    log,
+                    ready_after,
+                    _own_dir: own,
+                    _turn: turn,
+                };
                 cluster.first = first?;
                 Ok(cluster)
             }
             Err(error) => {
                 stop(&mut up);
-                keep_logs(dir.path(), &log);
+                keep_logs(&dir, &log);
                 let tail = std::fs::read_to_string(&log).unwrap_or_default();
                 bail!("{error:#}\n{tail}")
             }
@@ -181,7 +199,7 @@ impl Cluster {
 
     /// The cluster's data directory.
     pub fn data_dir(&self) -> &Path {
-        self.dir.path()
+        &self.dir
     }
 
     /// The process id of `kvasir up`.
@@ -191,7 +209,7 @@ impl Cluster {
 
     /// `up.json` as it is now.
     pub fn up_file(&self) -> anyhow::Result<UpFile> {
-        crate::fixtures::json(&self.dir.path().join("up.json"))
+        crate::fixtures::json(&self.dir.join("up.json"))
     }
 
     /// `/admin/v1/cluster` of the first coordinator.
@@ -232,7 +250,7 @@ impl Drop for Cluster {
         // Children die with `up`; a test must leave nothing behind even where that is what is broken.
         let pids = nodes.coordinators.iter().map(|n| n.pid).chain(nodes.workers.iter().map(|n| n.pid));
         pids.filter(|pid| is_kvasir(*pid)).for_each(signal::kill_now);
-        keep_logs(self.dir.path(), &self.log);
+        keep_logs(&self.dir, &self.log);
     }
 }
 

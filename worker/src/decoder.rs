@@ -106,6 +106,22 @@ impl Decoder {
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
     }
 
+    /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena.
+    pub fn read_block(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
+        let mut bytes = vec![0; self.groups.get(group).map_or(0, |group| group.block_bytes)];
+        self.backend.read_arena(offset, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Fills a block of a group with bytes that [`Decoder::read_block`] gave, here or elsewhere.
+    pub fn write_block(&mut self, group: usize, offset: u32, bytes: &[u8]) -> Result<(), Error> {
+        let length = self.groups.get(group).map_or(0, |group| group.block_bytes);
+        if bytes.len() != length {
+            return Err(Error::Invariant(format!("{} bytes for a block of {length}", bytes.len())));
+        }
+        Ok(self.backend.write_arena(offset, bytes)?)
+    }
+
     /// Runs the layers over a step; the residual stream stays on the device.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
         if !copies.is_empty() {

@@ -11,6 +11,7 @@ use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{
     LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
 };
+use crate::snapshot::Origin;
 use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 use model::tokenizer::Tokenizer;
@@ -21,10 +22,13 @@ use proto::message::{
     FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs,
     TokenOut,
 };
+use proto::sequence::SequenceName;
+use resume::{Resume, SequenceKey};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub mod resume;
 pub mod thread;
 
 /// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
@@ -32,6 +36,8 @@ const MAX_TURN_ENDS: usize = 16;
 
 /// A request to the engine.
 pub struct EngineRequest {
+    /// How it can be named, also after it has ended; none is not at all.
+    pub name: Option<SequenceName>,
     /// Root of its prefix chain.
     pub root: BlockId,
     /// Prompt tokens; not empty.
@@ -116,6 +122,7 @@ pub struct EngineLoad {
 }
 
 struct Live {
+    key: Option<SequenceKey>,
     sampler: Sampler,
     text: OutputText,
     sink: Box<dyn Sink>,
@@ -135,6 +142,7 @@ pub struct Engine {
     events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
     live: HashMap<SeqId, Live>,
+    resume: Resume,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
@@ -151,13 +159,15 @@ struct Rates {
 }
 
 impl Engine {
-    /// An engine over a loaded decoder whose KV arena is allocated; sequences end at `max_model_len` tokens.
+    /// An engine over a loaded decoder whose KV arena is allocated; sequences end at `max_model_len` tokens, and
+    /// snapshots of them say that they are of `origin`.
     pub fn new(
         decoder: Decoder,
         scheduler: Scheduler,
         events: EventLog,
         tokenizer: Arc<Tokenizer>,
         max_model_len: usize,
+        origin: Origin,
     ) -> Self {
         let metrics = EngineMetrics::default();
         let memory = decoder.backend().memory();
@@ -170,6 +180,7 @@ impl Engine {
             events: Arc::new(Mutex::new(events)),
             tokenizer,
             live: HashMap::new(),
+            resume: Resume::new(origin),
             next_id: 0,
             max_model_len,
             metrics,
@@ -193,7 +204,7 @@ impl Engine {
     pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
-        let EngineRequest { root, prompt, emitted, sampling, mut stop, deadline, mut sink } = request;
+        let EngineRequest { name, root, prompt, emitted, sampling, mut stop, deadline, mut sink } = request;
         // A completion ends where the context does.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
@@ -225,6 +236,7 @@ impl Engine {
             return None;
         }
         let live = Live {
+            key: name.map(|name| SequenceKey { root, name }),
             sampler,
             text,
             sink,
@@ -288,6 +300,7 @@ impl Engine {
 
     /// Forgets a request; its blocks are free after the step in flight.
     pub fn cancel(&mut self, id: SeqId) {
+        self.remember_live(id);
         if self.live.remove(&id).is_some() {
             self.scheduler.remove(id);
             self.count_end(Reason::abort);
@@ -299,9 +312,9 @@ impl Engine {
         self.decoder.backend().bind_thread();
     }
 
-    /// Whether any request is queued or running.
+    /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
-        !self.live.is_empty()
+        !self.live.is_empty() || self.resume.is_warming()
     }
 
     /// Plans, runs and accounts for one step.
@@ -327,6 +340,9 @@ impl Engine {
         self.metrics.iteration_tokens.0.observe(rows as f64);
         for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
             self.start(sequence.id);
+        }
+        for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk && !sequence.samples) {
+            self.warmed(ended, sequence.id);
         }
         for (id, token, logprobs) in sampled {
             self.emit(ended, id, token, logprobs);
@@ -431,6 +447,7 @@ impl Engine {
     }
 
     fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
+        self.remember_live(id);
         let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
         let Some(mut live) = self.live.remove(&id) else { return };
         let reason = match ending.reason {
@@ -450,12 +467,15 @@ impl Engine {
     }
 
     fn expire(&mut self, now: Instant) {
+        self.expire_pins(now);
+        self.expire_warming();
         let late = self.live.iter().filter_map(|(id, live)| {
             let age = now.saturating_duration_since(live.received);
             live.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
         });
         let late: Vec<(SeqId, Duration)> = late.collect();
         for (id, age) in late {
+            self.remember_live(id);
             self.scheduler.remove(id);
             let Some(mut live) = self.live.remove(&id) else { continue };
             self.count_end(Reason::error);

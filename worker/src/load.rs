@@ -8,6 +8,7 @@ use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::snapshot::Origin;
 use kernels::backend::{ActivationMode, Backend, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -58,6 +59,8 @@ pub struct EngineOptions {
     pub max_model_len: Option<usize>,
     /// Share prefixes between sequences.
     pub prefix_cache: bool,
+    /// Bytes of the KV arena that pinned prefixes may hold; none = a quarter.
+    pub pin_bytes: Option<u64>,
     /// How blocks are placed.
     pub placement: Placement,
     /// Workers started on this machine together, this one included.
@@ -78,6 +81,7 @@ impl Default for EngineOptions {
             max_sequences: None,
             max_model_len: None,
             prefix_cache: true,
+            pin_bytes: None,
             placement: Placement::Paged,
             workers: 1,
         }
@@ -236,6 +240,7 @@ fn prepare_on(
         max_seqs: max_sequences,
         chunk: chunk as u32,
         prefix_cache: options.prefix_cache,
+        pin_bytes: options.pin_bytes,
         placement: options.placement,
         ..SchedulerConfig::default()
     };
@@ -267,12 +272,24 @@ impl Prepared {
         describe(id, &self.decoder, digests, lengths, self.kv_type)
     }
 
+    /// What a snapshot must come from to be restored here.
+    fn origin(&self) -> Origin {
+        Origin {
+            model_digest: self.model_digest,
+            tokenizer_digest: self.tokenizer.digest(),
+            numeric_class: numeric_class(&self.decoder, &self.model_digest, self.kv_type),
+            block_tokens: self.cache.block_tokens,
+            block_bytes: self.cache.groups.iter().map(|group| group.block_bytes).collect(),
+        }
+    }
+
     /// The engine, its prefixes named under `key`.
     pub fn engine(self, key: ClusterKey, epoch: Epoch) -> Result<Engine, Error> {
+        let origin = self.origin();
         let scheduler = Scheduler::new(self.scheduler, self.cache, key)
             .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
-        Ok(Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len))
+        Ok(Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin))
     }
 }
 
@@ -285,10 +302,7 @@ pub(crate) fn describe(
     (max_model_len, block_tokens): (usize, usize),
     kv_type: KvType,
 ) -> ServedModelV2 {
-    let info = decoder.backend().info();
-    let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    let numeric_class =
-        format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name());
+    let numeric_class = numeric_class(decoder, &model_digest, kv_type);
     ServedModelV2 {
         id,
         model_digest,
@@ -299,6 +313,13 @@ pub(crate) fn describe(
         block_tokens: block_tokens as u32,
         task: crate::encoder::task(decoder.spec()),
     }
+}
+
+/// What decides the bits of a result, in words.
+fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) -> String {
+    let info = decoder.backend().info();
+    let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
 }
 
 fn group_spec(group: &CacheGroup) -> GroupSpec {

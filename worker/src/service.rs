@@ -6,6 +6,7 @@
 use crate::Error;
 use crate::encoder::Encoder;
 use crate::load::{EngineOptions, Prepared};
+use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
@@ -25,6 +26,7 @@ mod generate;
 mod link;
 mod ops;
 mod runner;
+mod sequences;
 
 use runner::Runner;
 
@@ -43,6 +45,8 @@ pub struct WorkerConfig {
     pub ops: SocketAddr,
     /// The engine.
     pub engine: EngineOptions,
+    /// Where snapshots are kept.
+    pub snapshots: StoreConfig,
     /// No stall is called before this long.
     pub stall_floor: Duration,
 }
@@ -61,6 +65,7 @@ struct Node {
     engine: watch::Sender<Option<(ClusterKey, Runner)>>,
     /// Taken by the first registration.
     prepared: Mutex<Option<Loaded>>,
+    snapshots: SnapshotStore,
     stall_floor: Duration,
 }
 
@@ -124,6 +129,7 @@ impl WorkerService {
             joined: watch::Sender::new(0),
             engine: watch::Sender::new(None),
             prepared: Mutex::new(Some(prepared)),
+            snapshots: SnapshotStore::new(config.snapshots.clone()),
             stall_floor: config.stall_floor,
         });
         let mut tasks = vec![tokio::spawn(ops::serve(listener, Arc::clone(&node)))];

@@ -8,6 +8,8 @@ use proto::codec::{self, Cap, CodecError};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
+pub mod store;
+
 const MAGIC: &[u8; 8] = b"kvasirsn";
 const DIGEST_BYTES: usize = 32;
 /// Most bytes of one piece: no block and no state slot comes near it.

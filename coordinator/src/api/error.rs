@@ -49,6 +49,18 @@ pub enum ApiError {
     /// No such path, or not with this method.
     #[error("there is nothing at this path with this method")]
     NotFound,
+    /// No sequence, snapshot or pin of this name.
+    #[error("{what} is not known")]
+    Unknown {
+        /// Which.
+        what: String,
+    },
+    /// Not as things stand.
+    #[error("{why}")]
+    Refused {
+        /// Why, with the limit where there is one.
+        why: String,
+    },
     /// No key, or not one of ours.
     #[error("no valid API key was given")]
     InvalidApiKey,
@@ -87,7 +99,8 @@ impl ApiError {
             Self::InvalidField { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
-            Self::ModelNotFound(_) | Self::NotFound => StatusCode::NOT_FOUND,
+            Self::ModelNotFound(_) | Self::NotFound | Self::Unknown { .. } => StatusCode::NOT_FOUND,
+            Self::Refused { .. } => StatusCode::CONFLICT,
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
@@ -99,7 +112,11 @@ impl ApiError {
     /// The stable code.
     pub fn code(&self) -> &'static str {
         match self {
-            Self::InvalidField { .. } | Self::BodyTooLarge { .. } | Self::NotFound => "invalid_field",
+            Self::InvalidField { .. }
+            | Self::BodyTooLarge { .. }
+            | Self::NotFound
+            | Self::Unknown { .. }
+            | Self::Refused { .. } => "invalid_field",
             Self::BodyTimeout | Self::DeadlineExceeded => "deadline_exceeded",
             Self::ContextLength { .. } => "context_length_exceeded",
             Self::ModelNotFound(_) => "model_not_found",
@@ -123,6 +140,7 @@ impl ApiError {
             Self::InvalidField { field, .. } => Some(field.as_str()),
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
             Self::ModelNotFound(_) => Some("model"),
+            Self::Unknown { .. } => Some("id"),
             _ => None,
         };
         json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": self.code()}})

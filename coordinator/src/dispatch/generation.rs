@@ -15,6 +15,7 @@ use proto::message::{
     FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV1, Sampling,
     Stop, TokenOut,
 };
+use proto::sequence::SequenceName;
 use proto::transport::GenerateStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -157,6 +158,9 @@ impl Generation {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
                     self.claim.started();
+                    let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
+                    let node = &attempt.placed.assignment.node;
+                    self.claim.dispatch().note_served(self.job.root, name, node);
                     // The client knows who serves it; that another goes on is not its concern.
                     if !self.emitted.is_empty() {
                         continue;

@@ -1,15 +1,18 @@
 //! A worker without an engine: it speaks the protocol, keeps a prefix cache of ids, and generates letters
 //! that follow from the prompt.
 
+use super::fake_sequences::{self, Sequences};
+use kvasir_coordinator::api::auth::{DEFAULT_TENANT, salt};
 use parking_lot::Mutex;
-use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use proto::block::{BlockId, HASH_UNIT_TOKENS, Scope};
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
-use proto::ids::{Epoch, ModelId, NodeId, Role};
+use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     EncodeRequest, EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame,
     GenerateRequest, GenerateRequestV1, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered,
     ServedModelV2, StartedV1, TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
+use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
 use proto::transport::{
     Connection, EncodeCall, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming,
@@ -49,6 +52,7 @@ pub(crate) struct FakeWorker {
 
 struct Shared {
     setup: Setup,
+    sequences: Mutex<Sequences>,
     state: Mutex<State>,
     /// Requests compute their prompts while this is true.
     open: watch::Sender<bool>,
@@ -104,6 +108,7 @@ impl FakeWorker {
         }
         let shared = Arc::new(Shared {
             setup,
+            sequences: Mutex::default(),
             state: Mutex::new(state),
             open: watch::Sender::new(true),
             tokens: watch::Sender::new(u32::MAX),
@@ -171,6 +176,24 @@ impl FakeWorker {
     /// What it was asked to encode, in order of arrival.
     pub(crate) fn encodes(&self) -> Vec<EncodeRequestV1> {
         self.shared.state.lock().encodes.clone()
+    }
+
+    /// What it was asked to do with sequences, in order.
+    pub(crate) fn operations(&self) -> Vec<SequenceOperation> {
+        self.shared.sequences.lock().asked.clone()
+    }
+
+    /// It has a sequence of this name, of the default tenant.
+    pub(crate) fn knows(&self, request: &str, prompt: &[u32]) {
+        let key = super::cluster_key();
+        let root = key.root(Scope {
+            salt: &salt(&key, DEFAULT_TENANT),
+            model_digest: &[9; 32],
+            tokenizer_digest: &self.shared.setup.tokenizer_digest,
+            adapter: b"",
+        });
+        let name = SequenceName { request: RequestId::new(request).unwrap(), choice: 0 };
+        self.shared.sequences.lock().generated((root, name), prompt, 0);
     }
 
     pub(crate) fn draining(&self) -> bool {
@@ -289,6 +312,9 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
             Incoming::Generate(call) => {
                 let GenerateRequest::V1(request) = &call.request;
                 shared.state.lock().requests.push(request.clone());
+                let name = SequenceName { request: request.request_id.clone(), choice: request.choice };
+                let most = request.stop.max_tokens;
+                shared.sequences.lock().generated((request.root, name), &request.prompt, most);
                 let cached = shared.look_up(request);
                 shared.count(|c| c.received += 1);
                 streams.spawn(generate(Arc::clone(&shared), call, cached));
@@ -298,6 +324,10 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 shared.state.lock().encodes.push(request.clone());
                 shared.count(|c| c.received += 1);
                 streams.spawn(encode(Arc::clone(&shared), call));
+            }
+            Incoming::Sequence(call) => {
+                let shared = Arc::clone(&shared);
+                streams.spawn(async move { fake_sequences::serve(&shared.sequences, call).await });
             }
             Incoming::WorkerRpc(rpc) => {
                 streams.spawn(rpc.serve(Api(Arc::clone(&shared))));

@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
-fn key(text: &str, tenant: &str, admin: bool) -> KeyEntry {
+pub(crate) fn key(text: &str, tenant: &str, admin: bool) -> KeyEntry {
     let digest = Sha256::digest(text.as_bytes());
     let sha256 = digest.iter().map(|b| format!("{b:02x}")).collect();
     KeyEntry { sha256, tenant: tenant.into(), admin }

@@ -4,10 +4,12 @@
 mod api;
 mod client;
 mod encode;
+mod fake_sequences;
 mod fake_worker;
 mod faults;
 mod limits;
 mod operations;
+mod sequences;
 
 use client::get;
 use fake_worker::{FakeWorker, Setup};

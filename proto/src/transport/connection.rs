@@ -9,11 +9,13 @@ use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
 use super::rpc;
+use super::sequence::SequenceExchange;
 use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::KvSnapshot;
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
+use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
 use quinn::{RecvStream, SendStream, VarInt};
 use std::net::SocketAddr;
@@ -197,6 +199,12 @@ impl Connection {
     ) -> Result<Result<Vec<Vec<f32>>, GenerateError>, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Encode).await?;
         encode::call(send, receive, request).await
+    }
+
+    /// Asks the worker at the other end to do something with a sequence.
+    pub async fn open_sequence(&self, request: &SequenceRequest) -> Result<SequenceExchange, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Sequence).await?;
+        SequenceExchange::start(send, receive, request).await
     }
 
     /// Opens a stream for our KV events to the coordinator at the other end.

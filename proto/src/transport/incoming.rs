@@ -8,6 +8,7 @@ use super::generate::GenerateCall;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
 use super::rpc::{CoordinatorRpc, WorkerRpc};
+use super::sequence::SequenceCall;
 use super::streams::{StreamCode, StreamKind, read_error, within};
 use crate::Error;
 use quinn::{RecvStream, SendStream};
@@ -32,6 +33,8 @@ pub enum Incoming {
     Generate(GenerateCall),
     /// A coordinator wants texts encoded.
     Encode(EncodeCall),
+    /// A coordinator wants something done with a sequence.
+    Sequence(SequenceCall),
     /// A worker tells its KV events.
     KvEvents(KvEventReceiver),
     /// A coordinator wants to know all that we hold.
@@ -126,6 +129,9 @@ async fn identify(
         }
         (Ok(StreamKind::Encode), Some(send)) => {
             return EncodeCall::read(send, receive).await.map(Incoming::Encode);
+        }
+        (Ok(StreamKind::Sequence), Some(send)) => {
+            return SequenceCall::read(send, receive).await.map(Incoming::Sequence);
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::codec::{self, Cap, CodecError};
 use crate::ids::Role;
-use bytes::{Buf, BytesMut};
+use bytes::{Buf, Bytes, BytesMut};
 use quinn::{ReadError, RecvStream, SendStream, VarInt, WriteError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -32,6 +32,8 @@ pub enum StreamKind {
     KvSnapshot = 5,
     /// One call to encode texts, coordinator to worker. Bidirectional.
     Encode = 6,
+    /// One operation on sequences, coordinator to worker. Bidirectional.
+    Sequence = 7,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -46,6 +48,7 @@ impl StreamKind {
             Self::Bulk,
             Self::KvSnapshot,
             Self::Encode,
+            Self::Sequence,
             Self::Hello,
         ]
         .into_iter()
@@ -56,7 +59,7 @@ impl StreamKind {
     pub fn allowed(self, opener: Role, acceptor: Role) -> bool {
         match self {
             Self::CoordinatorRpc | Self::KvEvents => (opener, acceptor) == (Role::Worker, Role::Coordinator),
-            Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode => {
+            Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
             Self::Bulk => true,
@@ -239,6 +242,14 @@ impl<T: DeserializeOwned> FrameReader<T> {
             missing -= part.len();
         }
         Ok(())
+    }
+
+    /// At least one and at most `most` of the raw bytes that come next; `most` must not be 0.
+    pub(super) async fn read_some(&mut self, most: usize) -> Result<Bytes, Error> {
+        if self.buffer.is_empty() && !self.fill(1).await? {
+            return Err(Error::StreamCut { what: "raw bytes" });
+        }
+        Ok(self.buffer.split_to(self.buffer.len().min(most)).freeze())
     }
 
     /// Reads until `len` bytes are buffered; false at an end before the first of them. The buffer grows

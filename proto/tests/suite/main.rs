@@ -10,4 +10,5 @@ mod round_trip;
 mod samples;
 mod sec_frames;
 mod sec_join;
+mod sequences;
 mod streams;

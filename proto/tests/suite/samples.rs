@@ -5,6 +5,7 @@ use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
@@ -196,6 +197,74 @@ fn refusals() -> Vec<Refusal> {
     ]
 }
 
+pub(crate) fn sequence_name(choice: u32) -> SequenceName {
+    SequenceName { request: RequestId::new("req-1").unwrap(), choice }
+}
+
+pub(crate) fn sequence_request(operation: SequenceOperation) -> SequenceRequest {
+    let model = ModelId::new("smollm2-135m").unwrap();
+    SequenceRequest::V1(SequenceRequestV1 { model, root: id(5), operation })
+}
+
+pub(crate) fn sequence_operations() -> Vec<SequenceOperation> {
+    use SequenceOperation::*;
+    vec![
+        List,
+        Save { sequence: sequence_name(0), medium: SaveMedium::Disk },
+        Fetch { sequence: sequence_name(1) },
+        Restore { snapshot: sequence_name(0), name: sequence_name(300) },
+        Upload { name: sequence_name(0), bytes: 70_000 },
+        Fork { sequence: sequence_name(0), name: sequence_name(1) },
+        Reset { sequence: sequence_name(0), keep: 70_000 },
+        Drop { sequence: sequence_name(0) },
+        Pin { tokens: vec![1, 70_000], ttl_ms: 3_600_000 },
+        Unpin { pin: 300 },
+    ]
+}
+
+fn sequence_info() -> SequenceInfoV1 {
+    SequenceInfoV1 { name: sequence_name(0), tokens: 40, cached: 32, live: true }
+}
+
+fn snapshot_info() -> SnapshotInfoV1 {
+    SnapshotInfoV1 { name: sequence_name(0), bytes: 70_000, medium: SaveMedium::Memory }
+}
+
+fn pin_info() -> PinInfoV1 {
+    PinInfoV1 { pin: 3, tokens: 96, ttl_ms: 70_000, pinned_bytes: 1 << 20, budget_bytes: 1 << 22 }
+}
+
+pub(crate) fn sequence_replies() -> Vec<SequenceReply> {
+    let list = SequenceListV1 {
+        sequences: vec![sequence_info()],
+        snapshots: vec![snapshot_info()],
+        pins: vec![pin_info()],
+    };
+    vec![
+        SequenceReply::List(list),
+        SequenceReply::Sequence(sequence_info()),
+        SequenceReply::Saved(snapshot_info()),
+        SequenceReply::Bytes(70_000),
+        SequenceReply::Pinned(pin_info()),
+        SequenceReply::Done,
+        SequenceReply::Failed(SequenceError::Internal),
+    ]
+}
+
+pub(crate) fn sequence_errors() -> Vec<SequenceError> {
+    vec![
+        SequenceError::Unknown { what: "sequence req-1".into() },
+        SequenceError::Live(sequence_name(2)),
+        SequenceError::InvalidField { field: "keep".into(), reason: "0 is below 1".into() },
+        SequenceError::NotThisSnapshot("the snapshot's model is a, this worker has b".into()),
+        SequenceError::OverBudget { what: "pins".into(), wanted: 70_000, limit: 300 },
+        SequenceError::NoRoom { tokens: 70_000 },
+        SequenceError::QueueFull,
+        SequenceError::Unsupported("this worker encodes texts".into()),
+        SequenceError::Internal,
+    ]
+}
+
 pub(crate) fn all() -> Vec<Samples> {
     use Cap::{Control, Events, GenerateRequest as Request, Stream};
     let elements = [TensorType::U8, TensorType::I32, TensorType::F32, TensorType::F16, TensorType::Bf16];
@@ -242,6 +311,11 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
             ],
         ),
+        samples("SequenceRequest", Request, [sequence_request(SequenceOperation::List)]),
+        samples("SequenceOperation", Request, sequence_operations()),
+        samples("SequenceReply", Control, sequence_replies()),
+        samples("SequenceError", Control, sequence_errors()),
+        samples("SaveMedium", Control, [SaveMedium::Memory, SaveMedium::Disk]),
         samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),
         samples("TensorType", Stream, elements),
         samples(

@@ -5,6 +5,7 @@ mod embeddings;
 mod failover;
 mod openai_client;
 mod shared_prefix;
+mod snapshots;
 mod up;
 
 use kvasir_cluster_tests::fixtures::Manifest;

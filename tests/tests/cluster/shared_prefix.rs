@@ -14,7 +14,7 @@ struct Outcome {
 }
 
 /// The reference's 4,096 tokens of English text.
-fn text() -> Vec<u32> {
+pub(crate) fn text() -> Vec<u32> {
     let path = fixtures::root().join("real/smollm2-135m-instruct.json");
     let reference: Value = fixtures::json(&path).unwrap();
     serde_json::from_value(reference["perplexity"]["ids"].clone()).unwrap()

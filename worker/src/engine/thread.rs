@@ -5,6 +5,7 @@ use crate::Error;
 use crate::kv_events::EventLog;
 use crate::progress::{Progress, spawn};
 use crate::scheduler::SeqId;
+use crate::snapshot::Origin;
 use crate::telemetry::EngineMetrics;
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
@@ -19,6 +20,7 @@ pub const EXIT_BROKEN: i32 = 71;
 enum Command {
     Submit(Box<EngineRequest>, oneshot::Sender<Option<SeqId>>),
     Cancel(SeqId),
+    Call(Box<dyn FnOnce(&mut Engine) + Send>),
     Stop,
 }
 
@@ -26,6 +28,7 @@ enum Command {
 struct Shared {
     progress: Arc<Progress>,
     events: Arc<Mutex<EventLog>>,
+    origin: Arc<Origin>,
     registry: Registry,
     rss: prometheus_client::metrics::gauge::Gauge,
 }
@@ -50,7 +53,8 @@ impl EngineHandle {
         let (newest_sender, newest) = watch::channel(events.lock().last_sequence());
         let rss = engine.metrics().rss.clone();
         let progress = Progress::watched(engine.load(), stall_floor)?;
-        let shared = Arc::new(Shared { progress, events, registry, rss });
+        let origin = engine.origin();
+        let shared = Arc::new(Shared { progress, events, origin, registry, rss });
         let for_engine = Arc::clone(&shared);
         spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender))?;
         Ok(Self { commands, shared, newest })
@@ -74,6 +78,23 @@ impl EngineHandle {
     pub fn cancel(&self, id: SeqId) {
         // A stopped engine has forgotten it already.
         let _ = self.commands.send(Command::Cancel(id));
+    }
+
+    /// Has the engine do something between two steps: it must be short.
+    pub async fn call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut Engine) -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        let (reply, answer) = oneshot::channel();
+        // A caller that has gone away wants no answer.
+        let call = move |engine: &mut Engine| drop(reply.send(call(engine)));
+        self.commands.send(Command::Call(Box::new(call))).map_err(|_| Error::EngineStopped)?;
+        answer.await.map_err(|_| Error::EngineStopped)
+    }
+
+    /// What a snapshot must come from to be restored here.
+    pub fn origin(&self) -> Arc<Origin> {
+        Arc::clone(&self.shared.origin)
     }
 
     /// Ends the thread after the step in flight.
@@ -169,6 +190,7 @@ fn obey(engine: &mut Engine, command: Command) -> bool {
             let _ = reply.send(id);
         }
         Command::Cancel(id) => engine.cancel(id),
+        Command::Call(call) => call(engine),
         Command::Stop => return false,
     }
     true

@@ -166,6 +166,32 @@ impl KvCache {
         true
     }
 
+    /// Whether there is such a pin: a sequence that could not have run otherwise may have ended it.
+    pub(crate) fn is_pinned(&self, id: PinId) -> bool {
+        self.pins.pins.contains_key(&id)
+    }
+
+    /// Gives up what is cached of a path behind its first `keep` units, from its end as far as nobody else stands
+    /// on it: no other path, no live sequence, no pin.
+    pub(crate) fn cut(&mut self, root: BlockId, ids: &[BlockId], tokens: &[u32], keep: usize) {
+        let Some(mut node) = self.tree.root(root) else { return };
+        let mut path = Vec::with_capacity(ids.len());
+        for (&id, unit) in ids.iter().zip(tokens.as_chunks::<HASH_UNIT_TOKENS>().0) {
+            let Child::Node(child) = self.tree.child(node, id, unit) else { break };
+            node = child;
+            path.push(node);
+        }
+        // Forgetting a node may end those above it that hold nothing themselves, never those that it keeps.
+        for &node in path.iter().skip(keep).rev() {
+            let Some(blocks) = self.tree.forget(node) else { return };
+            for at in blocks {
+                if !self.tree.any_unit(at.group, at.block) {
+                    self.pool.set_hashed(at.group, at.block, false);
+                }
+            }
+        }
+    }
+
     /// Lets every pin go; returns how many there were.
     pub(crate) fn unpin_all(&mut self) -> u64 {
         let ids: Vec<PinId> = self.pins.pins.keys().copied().collect();

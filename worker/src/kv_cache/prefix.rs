@@ -373,6 +373,23 @@ impl PrefixTree {
         self.slots[group][first..first + units as usize].iter().any(|slot| slot.node != NIL)
     }
 
+    /// Forgets where the unit of `node` lies; returns the blocks concerned. `None`: something stands on it, a
+    /// descendant or a pin.
+    pub(super) fn forget(&mut self, node: u32) -> Option<Vec<BlockAt>> {
+        let entry = &self.nodes[node as usize];
+        if entry.pins > 0 || entry.first_child != NIL {
+            return None;
+        }
+        let mut blocks = Vec::new();
+        for group in 0..self.needs.len() {
+            while let Some(head) = Some(self.state(node, group).head).filter(|&head| head != NIL) {
+                self.vacate(group, head);
+                blocks.push(BlockAt { group, block: head / self.units_in[group] });
+            }
+        }
+        Some(blocks)
+    }
+
     fn state(&self, node: u32, group: usize) -> &State {
         &self.states[node as usize * self.needs.len() + group]
     }

@@ -52,8 +52,25 @@ impl Scheduler {
     /// A pin yields only to a sequence that could not run at all otherwise
     /// ([`Counters::pins_lost`](super::Counters::pins_lost)) and to [`Scheduler::clear_prefixes`].
     pub fn pin(&mut self, root: BlockId, tokens: &[u32]) -> Result<(PinId, u32), PinRefused> {
-        let budget = self.config.pin_bytes.unwrap_or(self.cache.spec().arena_bytes / 4);
+        let budget = self.pin_budget();
         self.cache.pin(root, &self.key.chain(root, tokens), tokens, budget)
+    }
+
+    /// Whether there is such a pin still.
+    pub fn is_pinned(&self, id: PinId) -> bool {
+        self.cache.is_pinned(id)
+    }
+
+    /// Bytes that pins may hold.
+    pub fn pin_budget(&self) -> u64 {
+        self.config.pin_bytes.unwrap_or(self.cache.spec().arena_bytes / 4)
+    }
+
+    /// Gives up what is cached of `tokens` behind the first `keep` of them and nobody else uses or shares: so a
+    /// sequence that is taken back leaves no bytes behind. Units that `keep` cuts through go too.
+    pub fn cut(&mut self, root: BlockId, tokens: &[u32], keep: u32) {
+        let ids = self.key.chain(root, tokens);
+        self.cache.cut(root, &ids, tokens, keep as usize / HASH_UNIT_TOKENS);
     }
 
     /// Lets a pinned prefix go; it stays cached until its bytes are needed. `false`: there is no such pin.

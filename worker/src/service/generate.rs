@@ -7,6 +7,7 @@ use crate::engine::EngineRequest;
 use crate::engine::thread::EngineHandle;
 use crate::scheduler::SeqId;
 use proto::message::{GenerateError, GenerateFrame, GenerateRequest, WorkerState};
+use proto::sequence::SequenceName;
 use proto::transport::{GenerateCall, GenerateReply};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -29,6 +30,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             let (frames, inbox) = mpsc::unbounded_channel();
             let sink = move |frame: GenerateFrame| frames.send(frame).is_ok();
             let id = engine.submit(EngineRequest {
+                name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
                 prompt: request.prompt,
                 emitted: request.emitted,

@@ -1,7 +1,7 @@
 //! One connection to one coordinator: register, report, tell KV events, serve what it opens.
 
 use super::runner::Runner;
-use super::{Node, encode, generate};
+use super::{Node, encode, generate, sequences};
 use proto::event::KvReplay;
 use proto::message::{LoadReport, Registered, RegisteredV1, WorkerStatus};
 use proto::service::{CoordinatorApiClient, WorkerApi, deadline};
@@ -129,6 +129,9 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
             }
             Ok(Incoming::Encode(call)) => {
                 tokio::spawn(encode::serve(node, call));
+            }
+            Ok(Incoming::Sequence(call)) => {
+                tokio::spawn(sequences::serve(Arc::clone(node), call));
             }
             Ok(Incoming::WorkerRpc(rpc)) => {
                 tokio::spawn(rpc.serve(Api { node: Arc::clone(node), engine: engine.clone() }));

@@ -117,6 +117,7 @@ fn a_request_that_nobody_listens_to_is_cancelled() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let mut tokens = 0;
     let request = EngineRequest {
+        name: None,
         root: BlockId([7; 16]),
         prompt: prompt(1, 20),
         emitted: Vec::new(),

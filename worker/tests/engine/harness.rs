@@ -7,6 +7,7 @@ use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::scheduler::SeqId;
 use proto::block::BlockId;
 use proto::message::{FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs};
+use proto::sequence::SequenceName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -25,6 +26,9 @@ pub(crate) const TINY: [&str; 7] = [
 ];
 /// Quantised models, by file.
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
+
+/// Root of everything that is asked.
+pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 
 /// The file of a model of the set.
 pub(crate) fn path(model: &str) -> PathBuf {
@@ -115,6 +119,7 @@ impl Heard {
 /// A request of a test.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask {
+    pub(crate) name: Option<SequenceName>,
     pub(crate) prompt: Vec<u32>,
     pub(crate) emitted: Vec<u32>,
     pub(crate) sampling: Sampling,
@@ -127,12 +132,18 @@ impl Ask {
     /// Greedy, `max_tokens` to the end, all logits.
     pub(crate) fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
         Self {
+            name: None,
             prompt,
             emitted: Vec::new(),
             sampling: Sampling::default(),
             stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
             logits: true,
         }
+    }
+
+    /// Named, as a coordinator does it.
+    pub(crate) fn named(self, name: SequenceName) -> Self {
+        Self { name: Some(name), ..self }
     }
 
     /// Tokens only, as a server asks.
@@ -209,7 +220,8 @@ pub(crate) fn submit_at(
 ) -> Asked {
     let heard = Arc::new(Mutex::new(Heard::default()));
     let request = EngineRequest {
-        root: BlockId([7; 16]),
+        name: ask.name.clone(),
+        root: ROOT,
         prompt: ask.prompt.clone(),
         emitted: ask.emitted.clone(),
         sampling: ask.sampling.clone(),

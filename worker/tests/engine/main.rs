@@ -9,5 +9,7 @@ mod harness;
 mod instruction_sets;
 mod opaque;
 mod opaque_device;
+mod pins;
 mod resume;
+mod snapshots;
 mod storm;

@@ -386,6 +386,45 @@ fn a_pinned_prefix_outlives_any_load_and_its_budget() {
 }
 
 #[test]
+fn a_cut_gives_up_what_is_behind_it_and_nobody_stands_on() {
+    for block_tokens in [16, 32, 64] {
+        let sliding = GroupSpec { kind: GroupKind::Sliding { window: 100 }, block_bytes: 320 };
+        let mut spec = hybrid(block_tokens, 60, 4000);
+        spec.groups.insert(1, sliding);
+        let mut sim = Sim::new(chunked(64), spec);
+        let finish = |sim: &mut Sim, prompt: Vec<u32>| {
+            let id = sim.submit(ROOT, prompt, 20).unwrap();
+            sim.run();
+            let client = sim.done[&id].clone();
+            [client.prompt, client.output].concat()
+        };
+        let long = finish(&mut sim, tokens(0..400));
+        let branch = finish(&mut sim, prompt(200, 1, 80));
+        let (_, pinned) = sim.scheduler.pin(ROOT, &tokens(0..300)).unwrap();
+        sim.scheduler.cut(ROOT, &long, 250);
+        sim.check();
+        // The pin holds its own, the branch is another's, and behind both it is gone.
+        assert_eq!(sim.predict(ROOT, &[&long[..], &[7; 20]].concat()), pinned, "{block_tokens}");
+        assert_eq!(sim.predict(ROOT, &[&branch[..], &[7; 20]].concat()), 288, "{block_tokens}");
+        sim.scheduler.cut(ROOT, &branch, 0);
+        sim.check();
+        assert!(sim.predict(ROOT, &[&branch[..], &[7; 20]].concat()) <= 192, "{block_tokens}");
+        assert_eq!(sim.predict(ROOT, &[&long[..], &[7; 20]].concat()), pinned, "{block_tokens}");
+        // What stands nowhere and what is not known are no reason to do anything.
+        sim.scheduler.cut(ROOT, &tokens(9000..9100), 0);
+        sim.scheduler.cut(proto::block::BlockId([99; 16]), &long, 0);
+        sim.check();
+        assert_eq!(finish(&mut sim, tokens(0..400)), long, "{block_tokens}");
+    }
+    let mut sim = Sim::new(chunked(64), ample());
+    let id = sim.submit(ROOT, tokens(0..400), 20).unwrap();
+    sim.run();
+    let client = sim.done[&id].clone();
+    sim.scheduler.cut(ROOT, &[client.prompt, client.output].concat(), 0);
+    assert!(sim.scheduler.is_pristine());
+}
+
+#[test]
 fn a_pin_yields_only_to_a_sequence_that_could_not_run() {
     let config = SchedulerConfig { pin_bytes: Some(u64::MAX), ..chunked(64) };
     let mut sim = Sim::new(config, hybrid(16, 4, 60));

@@ -1,0 +1,87 @@
+//! Operations on sequences at the workers that have them.
+
+use super::{Dispatch, Link};
+use proto::block::BlockId;
+use proto::ids::{ModelId, NodeId};
+use proto::message::WorkerState;
+use proto::sequence::{SequenceName, SequenceRequest};
+use proto::transport::SequenceExchange;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+/// Requests of which is remembered who served them.
+const MAX_SERVED: usize = 1 << 16;
+
+/// Who served which request: a hint, so that not every worker has to be asked.
+#[derive(Debug, Default)]
+pub(super) struct Served {
+    nodes: HashMap<(BlockId, SequenceName), NodeId>,
+    /// In the order in which they were first served.
+    order: VecDeque<(BlockId, SequenceName)>,
+}
+
+impl Served {
+    fn insert(&mut self, root: BlockId, name: SequenceName, node: NodeId) {
+        if self.nodes.insert((root, name.clone()), node).is_some() {
+            return;
+        }
+        self.order.push_back((root, name));
+        if self.order.len() > MAX_SERVED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.nodes.remove(&oldest);
+        }
+    }
+}
+
+impl Dispatch {
+    /// A worker has a sequence of this name from now on.
+    pub fn note_served(&self, root: BlockId, name: SequenceName, node: &NodeId) {
+        self.desk.lock().served.insert(root, name, node.clone());
+    }
+
+    /// The workers that serve a model: first the one that has the sequence of this name, as far as is known here, then
+    /// those with least to do.
+    pub fn serving(&self, model: &ModelId, sequence: Option<(BlockId, &SequenceName)>) -> Vec<NodeId> {
+        let holder = sequence
+            .and_then(|(root, name)| self.desk.lock().served.nodes.get(&(root, name.clone())).cloned());
+        let mut workers = self.workers();
+        workers.retain(|view| view.member.register.models.iter().any(|served| served.id == *model));
+        workers.sort_by_key(|view| {
+            let other = holder.as_ref() != Some(&view.member.register.node);
+            (other, view.state() != WorkerState::Ready, view.inflight, view.pending_tokens)
+        });
+        workers.into_iter().map(|view| view.member.register.node).collect()
+    }
+
+    /// Opens an operation at a worker. `None`: it is no member.
+    pub async fn open_sequence(
+        &self,
+        node: &NodeId,
+        request: &SequenceRequest,
+    ) -> Option<Result<SequenceExchange, proto::Error>> {
+        let link: Arc<Link> = self.desk.lock().links.get(node).cloned()?;
+        Some(link.connection().open_sequence(request).await)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::ids::RequestId;
+
+    #[test]
+    fn the_oldest_requests_are_forgotten_first() {
+        let name = |n: usize| SequenceName { request: RequestId::new(format!("r{n}")).unwrap(), choice: 0 };
+        let node = |text: &str| NodeId::new(text).unwrap();
+        let root = BlockId([1; 16]);
+        let mut served = Served::default();
+        for n in 0..=MAX_SERVED {
+            served.insert(root, name(n), node("w1"));
+            served.insert(root, name(n), node("w2"));
+        }
+        assert_eq!((served.nodes.len(), served.order.len()), (MAX_SERVED, MAX_SERVED));
+        assert!(!served.nodes.contains_key(&(root, name(0))));
+        assert_eq!(served.nodes[&(root, name(1))], node("w2"));
+    }
+}

@@ -1,0 +1,183 @@
+//! What the handlers of `/admin/v1/snapshots` and `/admin/v1/prefixes` have in common: whose sequences are meant, at
+//! which worker they are, and how a worker is asked.
+
+use super::Ops;
+use crate::api::auth::{Caller, salt};
+use crate::api::error::ApiError;
+use crate::models::OfferedModel;
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
+use proto::block::{BlockId, Scope};
+use proto::ids::{ModelId, NodeId, RequestId};
+use proto::message::{ModelTask, ServedModelV2};
+use proto::sequence::{
+    SequenceError, SequenceName, SequenceOperation, SequenceReply, SequenceRequest, SequenceRequestV1,
+};
+use proto::transport::{SequenceBytes, SequenceExchange, StreamCode};
+use serde::Deserialize;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long an operation may take: a long prefix has to be computed for some.
+pub(super) const OPERATION_LIMIT: Duration = Duration::from_secs(600);
+
+/// What every request may say, in its query.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(super) struct Query {
+    /// Which model; may be left out where there is only one.
+    pub(super) model: Option<String>,
+    /// Whose; the caller's own where it is left out. Only administrators come here, so it may be anybody's.
+    pub(super) tenant: Option<String>,
+    /// Which choice of the request.
+    pub(super) choice: Option<u32>,
+    /// At which worker.
+    pub(super) worker: Option<String>,
+    /// The name of a sequence that is made.
+    pub(super) id: Option<String>,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Query {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let asked = axum::extract::Query::<Self>::from_request_parts(parts, state).await;
+        asked.map(|asked| asked.0).map_err(|error| ApiError::field("query", error.body_text()))
+    }
+}
+
+/// A tenant's sequences of one model.
+#[derive(Debug)]
+pub(super) struct Keep<'a> {
+    ops: &'a Ops,
+    pub(super) model: Arc<OfferedModel>,
+    pub(super) served: ServedModelV2,
+    pub(super) root: BlockId,
+}
+
+impl<'a> Keep<'a> {
+    pub(super) fn new(ops: &'a Ops, caller: &Caller, query: &Query) -> Result<Self, ApiError> {
+        let found = match &query.model {
+            Some(name) => ops.models.get(name),
+            None => ops.models.only(),
+        };
+        let model = Arc::clone(found.ok_or_else(|| match &query.model {
+            Some(name) => ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect()),
+            None => ApiError::field("model", "is missing"),
+        })?);
+        let served = ops.dispatch.model(&model.id).ok_or(ApiError::NoWorker)?;
+        if served.task != ModelTask::Generate {
+            return Err(ApiError::field("model", "generates no text: it keeps no sequences"));
+        }
+        let root = ops.cluster_key.root(Scope {
+            salt: &salt(&ops.cluster_key, query.tenant.as_deref().unwrap_or(&caller.tenant)),
+            model_digest: &served.model_digest,
+            tokenizer_digest: &served.tokenizer_digest,
+            adapter: b"",
+        });
+        Ok(Self { ops, model, served, root })
+    }
+
+    /// The workers that serve the model, the likely holder of the sequence first; or only the one that is named.
+    pub(super) fn workers(
+        &self,
+        query: &Query,
+        sequence: Option<&SequenceName>,
+    ) -> Result<Vec<NodeId>, ApiError> {
+        let mut workers = self.ops.dispatch.serving(&self.model.id, sequence.map(|name| (self.root, name)));
+        if let Some(only) = &query.worker {
+            workers.retain(|node| node.as_str() == only);
+            if workers.is_empty() {
+                return Err(ApiError::field("worker", "no worker of this name serves the model"));
+            }
+        }
+        if workers.is_empty() { Err(ApiError::NoWorker) } else { Ok(workers) }
+    }
+
+    /// Has one worker do something.
+    pub(super) async fn ask(
+        &self,
+        node: &NodeId,
+        operation: SequenceOperation,
+    ) -> Result<(SequenceReply, SequenceBytes), ApiError> {
+        let operation = async { answer(self.open(node, operation).await?).await };
+        tokio::time::timeout(OPERATION_LIMIT, operation).await.unwrap_or(Err(ApiError::DeadlineExceeded))
+    }
+
+    /// Begins an operation whose bytes the caller will send.
+    pub(super) async fn open(
+        &self,
+        node: &NodeId,
+        operation: SequenceOperation,
+    ) -> Result<SequenceExchange, ApiError> {
+        let model = self.model.id.clone();
+        let request = SequenceRequest::V1(SequenceRequestV1 { model, root: self.root, operation });
+        let opened = self.ops.dispatch.open_sequence(node, &request).await.ok_or(ApiError::WorkerLost)?;
+        opened.map_err(lost)
+    }
+
+    /// Has it done by whichever worker knows the sequence.
+    pub(super) async fn ask_holder(
+        &self,
+        query: &Query,
+        sequence: &SequenceName,
+        operation: &SequenceOperation,
+    ) -> Result<(NodeId, SequenceReply, SequenceBytes), ApiError> {
+        let mut refusal = ApiError::Unknown { what: format!("sequence {sequence}") };
+        for node in self.workers(query, Some(sequence))? {
+            match self.ask(&node, operation.clone()).await {
+                Ok((reply, bytes)) => return Ok((node, reply, bytes)),
+                Err(ApiError::Unknown { .. }) => {}
+                // It may be at another worker all the same.
+                Err(error @ (ApiError::WorkerLost | ApiError::Refused { .. })) => refusal = error,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(refusal)
+    }
+
+    /// A worker has a sequence of this name from now on.
+    pub(super) fn note(&self, name: SequenceName, node: &NodeId) {
+        self.ops.dispatch.note_served(self.root, name, node);
+    }
+}
+
+/// The worker's answer, a refusal as an error.
+pub(super) async fn answer(exchange: SequenceExchange) -> Result<(SequenceReply, SequenceBytes), ApiError> {
+    match exchange.answer().await.map_err(lost)? {
+        (SequenceReply::Failed(error), _) => Err(error.into()),
+        answered => Ok(answered),
+    }
+}
+
+fn lost(error: proto::Error) -> ApiError {
+    tracing::info!(%error, "an operation on a sequence was cut off");
+    match error {
+        proto::Error::StreamEnded(StreamCode::UnknownKind) => {
+            ApiError::Refused { why: "the worker is of a version that keeps no sequences".to_owned() }
+        }
+        proto::Error::Codec(error) => ApiError::field("body", error.to_string()),
+        _ => ApiError::WorkerLost,
+    }
+}
+
+/// The name in a path and a query.
+pub(super) fn named(id: String, query: &Query) -> Result<SequenceName, ApiError> {
+    let request = RequestId::new(id).map_err(|error| ApiError::field("id", error.rule))?;
+    Ok(SequenceName { request, choice: query.choice.unwrap_or(0) })
+}
+
+impl From<SequenceError> for ApiError {
+    fn from(error: SequenceError) -> Self {
+        match error {
+            SequenceError::Unknown { what } => Self::Unknown { what },
+            SequenceError::InvalidField { field, reason } => Self::InvalidField { field, reason },
+            SequenceError::NotThisSnapshot(reason) => Self::field("snapshot", reason),
+            SequenceError::QueueFull => Self::QueueFull { retry_after: Duration::from_secs(1) },
+            SequenceError::Internal => Self::Internal,
+            SequenceError::Live(_)
+            | SequenceError::OverBudget { .. }
+            | SequenceError::NoRoom { .. }
+            | SequenceError::Unsupported(_) => Self::Refused { why: error.to_string() },
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! `/admin/v1/prefixes`: prefixes that are computed ahead and held against eviction.
+//!
+//! | request | does | answers |
+//! |---|---|---|
+//! | `GET` | lists | `{"prefixes":[P]}` |
+//! | `POST` JSON `{"prompt" or "messages","ttl_s","add_special_tokens"}` | pins, at `?worker=` or at every worker that serves the model | `{"prefixes":[P]}` |
+//! | `DELETE /{id}` | lets one go | 204 |
+//!
+//! `prompt` is a text or token ids; `messages` is rendered by the model's chat template without a place for an
+//! answer. A pin holds the prefix's full units of 16 tokens. Text that follows a text may be cut into tokens together
+//! with its end; token ids leave no doubt. `ttl_s` is 3600 where it is left out, 0 is until it is dropped. P is
+//! `{"id","worker","model","tokens","expires_in_s" (null: never),"pinned_bytes","budget_bytes"}`; the budget is the
+//! worker's and a pin beyond it is refused with 409. Every request may say `?model=`, `?tenant=`, `?worker=`.
+
+use super::Ops;
+use super::keep::{Keep, Query};
+use crate::api::auth::Caller;
+use crate::api::error::ApiError;
+use crate::api::{limits, plan};
+use axum::extract::{Path, Request, State};
+use axum::http::StatusCode;
+use axum::routing::{delete, get};
+use axum::{Extension, Json, Router};
+use proto::ids::NodeId;
+use proto::sequence::{PinInfoV1, SequenceOperation, SequenceReply};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Where a request comes from and what it says besides its body.
+type From = (State<Arc<Ops>>, Extension<Caller>, Query);
+
+/// The routes.
+pub(super) fn router() -> Router<Arc<Ops>> {
+    Router::new()
+        .route("/admin/v1/prefixes", get(list).post(pin))
+        .route("/admin/v1/prefixes/{id}", delete(unpin))
+}
+
+async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let mut prefixes = Vec::new();
+    for node in keep.workers(&query, None)? {
+        if let (SequenceReply::List(list), _) = keep.ask(&node, SequenceOperation::List).await? {
+            prefixes.extend(list.pins.into_iter().map(|info| pin_json(&keep, &node, &info)));
+        }
+    }
+    Ok(Json(json!({"prefixes": prefixes})))
+}
+
+/// At all workers or at none: what some have pinned goes again when another refuses.
+async fn pin(
+    (State(ops), Extension(caller), query): From,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let body = limits::read(request.into_body()).await?;
+    let (model, limit) = (Arc::clone(&keep.model), keep.served.max_model_len);
+    let planned = tokio::task::spawn_blocking(move || plan::prefix(&body, &model, limit)).await;
+    let plan::Prefix { tokens, ttl } = planned.map_err(|_| ApiError::Internal)??;
+    let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
+    let workers = keep.workers(&query, None)?;
+    let asked =
+        workers.iter().map(|node| keep.ask(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms }));
+    let answers = futures::future::join_all(asked).await;
+    let (mut pinned, mut refusal) = (Vec::new(), None);
+    for (node, answer) in workers.iter().zip(answers) {
+        match answer {
+            Ok((SequenceReply::Pinned(info), _)) => pinned.push((node, info)),
+            Ok(_) => refusal = Some(ApiError::Internal),
+            Err(error) => refusal = Some(error),
+        }
+    }
+    if let Some(error) = refusal {
+        for (node, info) in pinned {
+            // The worker that cannot be told now lets it go when its time is up.
+            let _ = keep.ask(node, SequenceOperation::Unpin { pin: info.pin }).await;
+        }
+        return Err(error);
+    }
+    let prefixes: Vec<Value> = pinned.iter().map(|(node, info)| pin_json(&keep, node, info)).collect();
+    Ok(Json(json!({"prefixes": prefixes})))
+}
+
+async fn unpin(
+    (State(ops), Extension(caller), query): From,
+    Path(id): Path<String>,
+) -> Result<StatusCode, ApiError> {
+    let unknown = || ApiError::Unknown { what: "this prefix".to_owned() };
+    let (worker, pin) = id.rsplit_once('.').ok_or_else(unknown)?;
+    let pin: u64 = pin.parse().map_err(|_| unknown())?;
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let worker = NodeId::new(worker).map_err(|_| unknown())?;
+    keep.ask(&worker, SequenceOperation::Unpin { pin }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+fn pin_json(keep: &Keep<'_>, node: &NodeId, info: &PinInfoV1) -> Value {
+    json!({
+        "id": format!("{node}.{}", info.pin),
+        "worker": node.as_str(),
+        "model": keep.model.id.as_str(),
+        "tokens": info.tokens,
+        "expires_in_s": (info.ttl_ms > 0).then(|| info.ttl_ms.div_ceil(1000)),
+        "pinned_bytes": info.pinned_bytes,
+        "budget_bytes": info.budget_bytes,
+    })
+}

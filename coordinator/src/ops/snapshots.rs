@@ -1,0 +1,262 @@
+//! `/admin/v1/snapshots`: sequences by the request that made them (`x-request-id`), and what is saved of them.
+//!
+//! | request | does | answers |
+//! |---|---|---|
+//! | `GET` | lists | `{"sequences":[S],"snapshots":[K]}` |
+//! | `POST` JSON `{"id","medium"}` | saves at the worker, in `memory` (default) or on `disk` | K |
+//! | `POST` `application/octet-stream` | restores a snapshot's bytes, as `?id=` or a new name, at `?worker=` or the one with least to do | S |
+//! | `GET /{id}` | a snapshot's bytes: the saved one of this name, else one taken now | bytes |
+//! | `POST /{id}/restore` JSON `{"as","worker"}` | restores a saved snapshot, under its own name or another; at another worker its bytes move there | S |
+//! | `POST /{id}/fork` JSON `{"as"}` | another sequence that stands where this one does | S |
+//! | `POST /{id}/reset` JSON `{"keep"}` | cuts the sequence to its first tokens | S |
+//! | `DELETE /{id}` | forgets the sequence and the snapshot of this name | 204 |
+//!
+//! S is `{"id","choice","worker","model","tokens","cached","live"}`, K is `{"id","choice","worker","model","bytes",
+//! "medium"}`. Every request may say `?model=`, `?tenant=` and, where a sequence is named, `?choice=` (0) and
+//! `?worker=`. A name that nobody knows is 404; what is refused because of the state of things is 409.
+
+use super::Ops;
+use super::keep::{Keep, OPERATION_LIMIT, Query, answer, named};
+use crate::api::auth::Caller;
+use crate::api::error::ApiError;
+use crate::api::fields::Fields;
+use crate::api::limits::{self, BODY_IDLE};
+use crate::random::random_u64;
+use axum::body::Body;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
+use http_body_util::BodyExt;
+use proto::ids::NodeId;
+use proto::sequence::{
+    SaveMedium, SequenceInfoV1, SequenceName, SequenceOperation, SequenceReply, SnapshotInfoV1,
+};
+use proto::transport::SequenceBytes;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use tokio::time::timeout;
+
+/// Where a request comes from and what it says besides its body.
+type From = (State<Arc<Ops>>, Extension<Caller>, Query);
+
+/// The routes.
+pub(super) fn router() -> Router<Arc<Ops>> {
+    Router::new()
+        .route("/admin/v1/snapshots", get(list).post(save_or_upload))
+        .route("/admin/v1/snapshots/{id}", get(fetch).delete(drop_all))
+        .route("/admin/v1/snapshots/{id}/restore", post(restore))
+        .route("/admin/v1/snapshots/{id}/fork", post(fork))
+        .route("/admin/v1/snapshots/{id}/reset", post(reset))
+}
+
+async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let (mut sequences, mut snapshots) = (Vec::new(), Vec::new());
+    for node in keep.workers(&query, None)? {
+        if let (SequenceReply::List(list), _) = keep.ask(&node, SequenceOperation::List).await? {
+            sequences.extend(list.sequences.into_iter().map(|info| sequence_json(&keep, &node, &info)));
+            snapshots.extend(list.snapshots.into_iter().map(|info| snapshot_json(&keep, &node, &info)));
+        }
+    }
+    Ok(Json(json!({"sequences": sequences, "snapshots": snapshots})))
+}
+
+async fn save_or_upload(from: From, request: Request) -> Result<Json<Value>, ApiError> {
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+    match kind {
+        Some("application/octet-stream") => upload(from, request).await,
+        _ => save(from, request).await,
+    }
+}
+
+async fn save(
+    (State(ops), Extension(caller), query): From,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let body = limits::read(request.into_body()).await?;
+    let fields = Fields::parse(&body, &["id", "medium"])?;
+    let id: String = fields.get("id")?.ok_or_else(|| ApiError::field("id", "is missing"))?;
+    let sequence = named(id, &query)?;
+    let medium: Option<SaveMedium> = fields.get("medium")?;
+    let medium = medium.unwrap_or(SaveMedium::Memory);
+    let operation = SequenceOperation::Save { sequence: sequence.clone(), medium };
+    match keep.ask_holder(&query, &sequence, &operation).await? {
+        (node, SequenceReply::Saved(info), _) => Ok(Json(snapshot_json(&keep, &node, &info))),
+        _ => Err(ApiError::Internal),
+    }
+}
+
+/// Passes the bytes on as they come: a snapshot may be far longer than any other body.
+async fn upload(
+    (State(ops), Extension(caller), query): From,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
+    let bytes: u64 = length
+        .and_then(|length| length.parse().ok())
+        .ok_or_else(|| ApiError::field("content-length", "is needed with a snapshot"))?;
+    let name = new_name(query.id.clone(), &query)?;
+    let workers = keep.workers(&query, None)?;
+    let node = workers.first().ok_or(ApiError::NoWorker)?;
+    let operation = SequenceOperation::Upload { name: name.clone(), bytes };
+    let mut exchange = keep.open(node, operation).await?;
+    let mut body = request.into_body();
+    loop {
+        let frame = timeout(BODY_IDLE, body.frame()).await.map_err(|_| ApiError::BodyTimeout)?;
+        let Some(frame) = frame else { break };
+        let frame = frame.map_err(|_| ApiError::field("body", "cut off or malformed"))?;
+        let Ok(data) = frame.into_data() else { continue };
+        if exchange.send(&data).await.is_err() {
+            // The worker wants no more and says why.
+            break;
+        }
+    }
+    let answered = timeout(OPERATION_LIMIT, answer(exchange)).await;
+    restored(&keep, node, answered.unwrap_or(Err(ApiError::DeadlineExceeded))?.0)
+}
+
+async fn fetch(
+    (State(ops), Extension(caller), query): From,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let sequence = named(id, &query)?;
+    let operation = SequenceOperation::Fetch { sequence: sequence.clone() };
+    let (node, reply, bytes) = keep.ask_holder(&query, &sequence, &operation).await?;
+    let SequenceReply::Bytes(length) = reply else { return Err(ApiError::Internal) };
+    let pieces = futures::stream::try_unfold(bytes, async |mut bytes: SequenceBytes| {
+        let piece = timeout(BODY_IDLE, bytes.next()).await.map_err(std::io::Error::other)?;
+        let piece = piece.map_err(std::io::Error::other)?;
+        Ok::<_, std::io::Error>(piece.map(|piece| (piece, bytes)))
+    });
+    let mut response = Body::from_stream(pieces).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    headers.insert(header::CONTENT_LENGTH, length.into());
+    if let Ok(node) = HeaderValue::from_str(node.as_str()) {
+        headers.insert("x-kvasir-worker", node);
+    }
+    Ok(response)
+}
+
+/// At the worker that has the snapshot, or, where another is named, by way of here.
+async fn restore(
+    (State(ops), Extension(caller), query): From,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let body = body_or_nothing(request).await?;
+    let fields = Fields::parse(&body, &["as", "worker"])?;
+    let snapshot = named(id, &query)?;
+    let name = match fields.get::<String>("as")? {
+        Some(id) => named(id, &Query::default())?,
+        None => snapshot.clone(),
+    };
+    let Some(target) = fields.get::<String>("worker")? else {
+        let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name };
+        let (node, reply, _) = keep.ask_holder(&query, &snapshot, &operation).await?;
+        return restored(&keep, &node, reply);
+    };
+    let workers = keep.workers(&Query { worker: Some(target), ..Query::default() }, None)?;
+    let target = workers.first().ok_or(ApiError::NoWorker)?;
+    let operation = SequenceOperation::Fetch { sequence: snapshot.clone() };
+    let (_, reply, mut pieces) = keep.ask_holder(&query, &snapshot, &operation).await?;
+    let SequenceReply::Bytes(bytes) = reply else { return Err(ApiError::Internal) };
+    let moved = async {
+        let mut exchange = keep.open(target, SequenceOperation::Upload { name, bytes }).await?;
+        while let Some(piece) = pieces.next().await.map_err(|_| ApiError::WorkerLost)? {
+            if exchange.send(&piece).await.is_err() {
+                break;
+            }
+        }
+        answer(exchange).await
+    };
+    let answered = timeout(OPERATION_LIMIT, moved).await.unwrap_or(Err(ApiError::DeadlineExceeded))?;
+    restored(&keep, target, answered.0)
+}
+
+async fn fork(
+    (State(ops), Extension(caller), query): From,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let body = body_or_nothing(request).await?;
+    let sequence = named(id, &query)?;
+    let name = new_name(Fields::parse(&body, &["as"])?.get("as")?, &Query::default())?;
+    let operation = SequenceOperation::Fork { sequence: sequence.clone(), name };
+    let (node, reply, _) = keep.ask_holder(&query, &sequence, &operation).await?;
+    restored(&keep, &node, reply)
+}
+
+async fn reset(
+    (State(ops), Extension(caller), query): From,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let body = limits::read(request.into_body()).await?;
+    let left = Fields::parse(&body, &["keep"])?.get("keep")?;
+    let left = left.ok_or_else(|| ApiError::field("keep", "is missing"))?;
+    let sequence = named(id, &query)?;
+    let operation = SequenceOperation::Reset { sequence: sequence.clone(), keep: left };
+    let (node, reply, _) = keep.ask_holder(&query, &sequence, &operation).await?;
+    restored(&keep, &node, reply)
+}
+
+async fn drop_all(
+    (State(ops), Extension(caller), query): From,
+    Path(id): Path<String>,
+) -> Result<StatusCode, ApiError> {
+    let keep = Keep::new(&ops, &caller, &query)?;
+    let sequence = named(id, &query)?;
+    keep.ask_holder(&query, &sequence, &SequenceOperation::Drop { sequence: sequence.clone() }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// The sequence that an operation has made or changed.
+fn restored(keep: &Keep<'_>, node: &NodeId, reply: SequenceReply) -> Result<Json<Value>, ApiError> {
+    let SequenceReply::Sequence(info) = reply else { return Err(ApiError::Internal) };
+    let json = sequence_json(keep, node, &info);
+    keep.note(info.name, node);
+    Ok(Json(json))
+}
+
+/// The name that is asked for, or a new one.
+fn new_name(id: Option<String>, query: &Query) -> Result<SequenceName, ApiError> {
+    named(id.unwrap_or_else(|| format!("{:016x}{:016x}", random_u64(), random_u64())), query)
+}
+
+/// A body, where none is as good as an empty object.
+async fn body_or_nothing(request: Request) -> Result<bytes::Bytes, ApiError> {
+    let body = limits::read(request.into_body()).await?;
+    Ok(if body.is_empty() { bytes::Bytes::from_static(b"{}") } else { body })
+}
+
+fn sequence_json(keep: &Keep<'_>, node: &NodeId, info: &SequenceInfoV1) -> Value {
+    json!({
+        "id": info.name.request.as_str(),
+        "choice": info.name.choice,
+        "worker": node.as_str(),
+        "model": keep.model.id.as_str(),
+        "tokens": info.tokens,
+        "cached": info.cached,
+        "live": info.live,
+    })
+}
+
+fn snapshot_json(keep: &Keep<'_>, node: &NodeId, info: &SnapshotInfoV1) -> Value {
+    json!({
+        "id": info.name.request.as_str(),
+        "choice": info.name.choice,
+        "worker": node.as_str(),
+        "model": keep.model.id.as_str(),
+        "bytes": info.bytes,
+        "medium": info.medium.name(),
+    })
+}

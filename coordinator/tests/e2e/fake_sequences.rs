@@ -1,0 +1,191 @@
+//! What the fake worker does with sequences: it knows those that it was asked to generate, its snapshots are their
+//! tokens, and it notes every operation.
+
+use super::fake_worker::letters;
+use proto::block::BlockId;
+use proto::sequence::*;
+use proto::transport::SequenceCall;
+use std::collections::BTreeMap;
+
+/// Bytes of a snapshot at most, and tokens of all pins.
+pub(crate) const MAX_UPLOAD: u64 = 64 << 20;
+pub(crate) const PIN_TOKENS: u64 = 100;
+
+type Key = (BlockId, SequenceName);
+
+#[derive(Default)]
+pub(crate) struct Sequences {
+    known: BTreeMap<Key, Vec<u32>>,
+    saved: BTreeMap<Key, (SaveMedium, Vec<u8>)>,
+    pins: BTreeMap<u64, (BlockId, Vec<u32>, u64)>,
+    /// Names of what was asked, in order.
+    pub(crate) asked: Vec<SequenceOperation>,
+}
+
+pub(crate) enum Answer {
+    Reply(SequenceReply),
+    File(Vec<u8>),
+}
+
+fn file(tokens: &[u32]) -> Vec<u8> {
+    tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
+fn info(name: &SequenceName, tokens: &[u32]) -> SequenceInfoV1 {
+    SequenceInfoV1 { name: name.clone(), tokens: tokens.len() as u32, cached: 16, live: false }
+}
+
+fn unknown(name: &SequenceName) -> SequenceError {
+    SequenceError::Unknown { what: format!("sequence {name}") }
+}
+
+impl Sequences {
+    /// It generates what a request asks for.
+    pub(crate) fn generated(&mut self, key: Key, prompt: &[u32], n: u32) {
+        let output = letters(prompt, n as usize);
+        self.known.insert(key, prompt.iter().copied().chain(output.bytes().map(u32::from)).collect());
+    }
+
+    fn perform(&mut self, request: &SequenceRequestV1, body: Vec<u8>) -> Result<Answer, SequenceError> {
+        let root = request.root;
+        self.asked.push(request.operation.clone());
+        let known = |all: &BTreeMap<Key, Vec<u32>>, name: &SequenceName| {
+            all.get(&(root, name.clone())).cloned().ok_or_else(|| unknown(name))
+        };
+        let pin = |pin: u64, (_, tokens, ttl_ms): &(BlockId, Vec<u32>, u64), all: u64| PinInfoV1 {
+            pin,
+            tokens: tokens.len() as u32 / 16 * 16,
+            ttl_ms: *ttl_ms,
+            pinned_bytes: all,
+            budget_bytes: PIN_TOKENS,
+        };
+        let pinned: u64 = self.pins.values().map(|(_, tokens, _)| tokens.len() as u64).sum();
+        let reply = match &request.operation {
+            SequenceOperation::List => SequenceReply::List(SequenceListV1 {
+                sequences: self
+                    .known
+                    .iter()
+                    .filter(|(k, _)| k.0 == root)
+                    .map(|(k, t)| info(&k.1, t))
+                    .collect(),
+                snapshots: self
+                    .saved
+                    .iter()
+                    .filter(|(k, _)| k.0 == root)
+                    .map(|(k, (medium, file))| SnapshotInfoV1 {
+                        name: k.1.clone(),
+                        bytes: file.len() as u64,
+                        medium: *medium,
+                    })
+                    .collect(),
+                pins: self
+                    .pins
+                    .iter()
+                    .filter(|(_, p)| p.0 == root)
+                    .map(|(n, p)| pin(*n, p, pinned))
+                    .collect(),
+            }),
+            SequenceOperation::Save { sequence, medium } => {
+                let file = file(&known(&self.known, sequence)?);
+                let bytes = file.len() as u64;
+                self.saved.insert((root, sequence.clone()), (*medium, file));
+                SequenceReply::Saved(SnapshotInfoV1 { name: sequence.clone(), bytes, medium: *medium })
+            }
+            SequenceOperation::Fetch { sequence } => {
+                let saved = self.saved.get(&(root, sequence.clone())).map(|(_, file)| file.clone());
+                return match saved {
+                    Some(file) => Ok(Answer::File(file)),
+                    None => known(&self.known, sequence).map(|tokens| Answer::File(file(&tokens))),
+                };
+            }
+            SequenceOperation::Restore { snapshot, name } => {
+                let (_, saved) =
+                    self.saved.get(&(root, snapshot.clone())).ok_or_else(|| unknown(snapshot))?;
+                let saved = saved.clone();
+                self.take(root, name, &saved)?
+            }
+            SequenceOperation::Upload { name, .. } => self.take(root, name, &body)?,
+            SequenceOperation::Fork { sequence, name } => {
+                let tokens = known(&self.known, sequence)?;
+                let reply = SequenceReply::Sequence(info(name, &tokens));
+                self.known.insert((root, name.clone()), tokens);
+                reply
+            }
+            SequenceOperation::Reset { sequence, keep } => {
+                let mut tokens = known(&self.known, sequence)?;
+                if !(1..=tokens.len()).contains(&(*keep as usize)) {
+                    let reason = format!("{keep} is not from 1 to {}", tokens.len());
+                    return Err(SequenceError::InvalidField { field: "keep".into(), reason });
+                }
+                tokens.truncate(*keep as usize);
+                let reply = SequenceReply::Sequence(info(sequence, &tokens));
+                self.known.insert((root, sequence.clone()), tokens);
+                reply
+            }
+            SequenceOperation::Drop { sequence } => {
+                let key = (root, sequence.clone());
+                let (known, saved) = (self.known.remove(&key), self.saved.remove(&key));
+                if known.is_none() && saved.is_none() {
+                    return Err(unknown(sequence));
+                }
+                SequenceReply::Done
+            }
+            SequenceOperation::Pin { tokens, ttl_ms } => {
+                let wanted = pinned + tokens.len() as u64;
+                if wanted > PIN_TOKENS {
+                    let what = "pinned prefixes".to_owned();
+                    return Err(SequenceError::OverBudget { what, wanted, limit: PIN_TOKENS });
+                }
+                let number = self.pins.keys().next_back().map_or(1, |last| last + 1);
+                let entry = (root, tokens.clone(), *ttl_ms);
+                let reply = SequenceReply::Pinned(pin(number, &entry, wanted));
+                self.pins.insert(number, entry);
+                reply
+            }
+            SequenceOperation::Unpin { pin } => match self.pins.get(pin) {
+                Some(held) if held.0 == root => {
+                    self.pins.remove(pin);
+                    SequenceReply::Done
+                }
+                _ => return Err(SequenceError::Unknown { what: format!("pin {pin}") }),
+            },
+        };
+        Ok(Answer::Reply(reply))
+    }
+
+    fn take(
+        &mut self,
+        root: BlockId,
+        name: &SequenceName,
+        file: &[u8],
+    ) -> Result<SequenceReply, SequenceError> {
+        let (tokens, rest) = file.as_chunks::<4>();
+        if !rest.is_empty() || file.is_empty() {
+            return Err(SequenceError::NotThisSnapshot("damaged snapshot: odd bytes".into()));
+        }
+        let tokens: Vec<u32> = tokens.iter().map(|token| u32::from_le_bytes(*token)).collect();
+        let reply = SequenceReply::Sequence(info(name, &tokens));
+        self.known.insert((root, name.clone()), tokens);
+        Ok(reply)
+    }
+}
+
+/// Serves one call.
+pub(crate) async fn serve(sequences: &parking_lot::Mutex<Sequences>, call: SequenceCall) {
+    let SequenceRequest::V1(request) = call.request;
+    // A coordinator that is cut off sends less than it said; then nothing has happened.
+    let answer = match call.body.read(MAX_UPLOAD).await {
+        Ok(body) => sequences.lock().perform(&request, body),
+        Err(proto::Error::Codec(error)) => {
+            Err(SequenceError::InvalidField { field: "body".into(), reason: error.to_string() })
+        }
+        Err(_) => return,
+    };
+    let sent = match answer {
+        Ok(Answer::Reply(reply)) => call.reply.send(reply).await,
+        Ok(Answer::File(file)) => call.reply.send_bytes(&file).await,
+        Err(error) => call.reply.fail(error).await,
+    };
+    // A client that has gone away takes no answer.
+    let _ = sent;
+}

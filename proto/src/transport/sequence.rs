@@ -1,0 +1,164 @@
+//! One operation on sequences on one stream: a request goes one way, an answer comes back, and either may be
+//! followed by a snapshot's bytes, which no codec touches.
+
+use super::streams::{FrameReader, FrameWriter, StreamCode};
+use crate::Error;
+use crate::codec::{Cap, CodecError};
+use crate::sequence::{SequenceError, SequenceOperation, SequenceReply, SequenceRequest};
+use bytes::Bytes;
+use quinn::{RecvStream, SendStream};
+
+const REQUEST: Cap = Cap::GenerateRequest;
+const REPLY: Cap = Cap::Control;
+/// Bytes written at once.
+const PIECE: usize = 1 << 20;
+
+/// The coordinator's end. Dropping it cancels the operation as far as it has not been done.
+#[derive(Debug)]
+pub struct SequenceExchange {
+    writer: FrameWriter<SequenceRequest>,
+    frames: FrameReader<SequenceReply>,
+}
+
+impl SequenceExchange {
+    pub(super) async fn start(
+        send: SendStream,
+        receive: RecvStream,
+        request: &SequenceRequest,
+    ) -> Result<Self, Error> {
+        let mut writer = FrameWriter::new(send, REQUEST);
+        writer.write(request).await?;
+        Ok(Self { writer, frames: FrameReader::new(receive, REPLY) })
+    }
+
+    /// Sends a part of the bytes that the request announces. Fails with [`Error::StreamEnded`] once the worker
+    /// wants no more of them; then it has answered.
+    pub async fn send(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.writer.write_raw(bytes).await
+    }
+
+    /// The worker's answer, and what follows it.
+    pub async fn answer(mut self) -> Result<(SequenceReply, SequenceBytes), Error> {
+        self.writer.finish();
+        let reply = self.frames.next().await?;
+        let reply = reply.ok_or(Error::StreamCut { what: "the answer to an operation on a sequence" })?;
+        let left = if let SequenceReply::Bytes(bytes) = reply { bytes } else { 0 };
+        Ok((reply, SequenceBytes { frames: self.frames, left }))
+    }
+}
+
+/// A snapshot's bytes as they arrive.
+#[derive(Debug)]
+pub struct SequenceBytes {
+    frames: FrameReader<SequenceReply>,
+    left: u64,
+}
+
+impl SequenceBytes {
+    /// The next bytes; `None` after the last.
+    pub async fn next(&mut self) -> Result<Option<Bytes>, Error> {
+        if self.left == 0 {
+            return Ok(None);
+        }
+        let most = usize::try_from(self.left).unwrap_or(usize::MAX);
+        let bytes = self.frames.read_some(most).await?;
+        self.left -= bytes.len() as u64;
+        Ok(Some(bytes))
+    }
+}
+
+/// The worker's end: what is asked, and where the answer goes.
+#[derive(Debug)]
+pub struct SequenceCall {
+    /// What to do.
+    pub request: SequenceRequest,
+    /// What follows the request.
+    pub body: SequenceBody,
+    /// Where the answer goes.
+    pub reply: SequenceReplier,
+}
+
+impl SequenceCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let mut reply = SequenceReplier { frames: FrameWriter::new(send, REPLY) };
+        let mut frames = FrameReader::<SequenceRequest>::new(receive, REQUEST);
+        match frames.next().await {
+            Ok(Some(request)) => {
+                let SequenceRequest::V1(asked) = &request;
+                let bytes = match asked.operation {
+                    SequenceOperation::Upload { bytes, .. } => bytes,
+                    _ => 0,
+                };
+                Ok(Self { request, body: SequenceBody { frames, bytes }, reply })
+            }
+            Ok(None) => Err(Error::StreamCut { what: "a request about a sequence" }),
+            Err(error) => {
+                reply.frames.reset(StreamCode::Malformed);
+                frames.stop(StreamCode::Malformed);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// The bytes that a request announces.
+#[derive(Debug)]
+pub struct SequenceBody {
+    frames: FrameReader<SequenceRequest>,
+    bytes: u64,
+}
+
+impl SequenceBody {
+    /// All of them; none are read if they are more than `most`. Memory grows with what arrives.
+    pub async fn read(mut self, most: u64) -> Result<Vec<u8>, Error> {
+        let len = usize::try_from(self.bytes).unwrap_or(usize::MAX);
+        if self.bytes > most {
+            let cap = usize::try_from(most).unwrap_or(usize::MAX);
+            return Err(CodecError::TooLong { message: "snapshot", len, cap }.into());
+        }
+        let mut bytes = Vec::new();
+        self.frames.read_raw(len, &mut bytes).await?;
+        Ok(bytes)
+    }
+}
+
+/// Where a worker sends its one answer. Dropped without, the coordinator sees a stream that was cut off.
+#[derive(Debug)]
+pub struct SequenceReplier {
+    frames: FrameWriter<SequenceReply>,
+}
+
+impl SequenceReplier {
+    /// Sends an answer that no bytes follow.
+    pub async fn send(mut self, reply: SequenceReply) -> Result<(), Error> {
+        if matches!(reply, SequenceReply::Bytes(_)) {
+            return Err(Error::Protocol("a snapshot is announced and not sent"));
+        }
+        self.frames.write(&reply).await?;
+        self.frames.finish();
+        Ok(())
+    }
+
+    /// Sends a snapshot.
+    pub async fn send_bytes(mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.frames.write(&SequenceReply::Bytes(bytes.len() as u64)).await?;
+        for piece in bytes.chunks(PIECE) {
+            self.frames.write_raw(piece).await?;
+        }
+        self.frames.finish();
+        Ok(())
+    }
+
+    /// Says why it is not done.
+    pub async fn fail(self, error: SequenceError) -> Result<(), Error> {
+        self.send(SequenceReply::Failed(error)).await
+    }
+
+    /// Resolves as soon as nobody reads any more: the coordinator has cancelled or the connection is gone.
+    pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.frames.stream().stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+}

@@ -1,0 +1,464 @@
+//! Sequences and prefixes as things of their own. A sequence can be named after it has ended: saved, restored,
+//! forked, cut. A prefix can be computed ahead and pinned.
+//!
+//! A snapshot stands at the deepest unit boundary before the sequence's last token: what is computed to go on from
+//! there is at most a unit. Where the cache does not reach there any more, the sequence is computed once again
+//! first, as a request without output.
+
+mod remembered;
+
+use super::Engine;
+use crate::kv_cache::{PinId, PinRefused, ResumePoint};
+use crate::scheduler::{LogitRows, Rejected, SeqId, SequenceRequest};
+use crate::snapshot::{Origin, Snapshot};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use proto::sequence::{PinInfoV1, SequenceError, SequenceInfoV1, SequenceName};
+use remembered::Remembered;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// A sequence, by whose it is and by its request.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceKey {
+    /// Root of its prefix chain: its tenant and model.
+    pub root: BlockId,
+    /// Its name.
+    pub name: SequenceName,
+}
+
+/// Hears how an operation ended that may have to compute first.
+pub type Reply<T> = oneshot::Sender<Result<T, SequenceError>>;
+
+/// A sequence's caches, copied out. What is left to make a [`Snapshot`] of it, digests above all, needs no engine.
+#[derive(Debug)]
+pub struct Capture {
+    origin: Arc<Origin>,
+    tokens: Arc<[u32]>,
+    position: u32,
+    pieces: Vec<(u32, u32, Vec<u8>)>,
+}
+
+impl Capture {
+    /// The snapshot.
+    pub fn into_snapshot(self) -> Snapshot {
+        Snapshot::new((*self.origin).clone(), self.tokens.to_vec(), self.position, self.pieces)
+    }
+}
+
+/// What the engine keeps besides live requests.
+#[derive(Debug)]
+pub(super) struct Resume {
+    origin: Arc<Origin>,
+    remembered: Remembered,
+    /// Prompts that are computed to be saved or pinned.
+    warming: HashMap<SeqId, Warming>,
+    pins: BTreeMap<u64, Pinned>,
+    last_pin: u64,
+}
+
+#[derive(Debug)]
+struct Warming {
+    root: BlockId,
+    tokens: Arc<[u32]>,
+    then: Then,
+}
+
+#[derive(Debug)]
+enum Then {
+    Save(Reply<Capture>),
+    Pin(Option<Instant>, Reply<PinInfoV1>),
+}
+
+#[derive(Debug)]
+struct Pinned {
+    root: BlockId,
+    tokens: Arc<[u32]>,
+    pin: PinId,
+    covered: u32,
+    until: Option<Instant>,
+}
+
+impl Then {
+    /// Whether nobody waits for it any more.
+    fn is_closed(&self) -> bool {
+        match self {
+            Self::Save(reply) => reply.is_closed(),
+            Self::Pin(_, reply) => reply.is_closed(),
+        }
+    }
+
+    fn refuse(self, error: SequenceError) {
+        // Fails only where nobody waits any more.
+        match self {
+            Self::Save(reply) => drop(reply.send(Err(error))),
+            Self::Pin(_, reply) => drop(reply.send(Err(error))),
+        }
+    }
+}
+
+impl Resume {
+    pub(super) fn new(origin: Origin) -> Self {
+        Self {
+            origin: Arc::new(origin),
+            remembered: Remembered::default(),
+            warming: HashMap::new(),
+            pins: BTreeMap::new(),
+            last_pin: 0,
+        }
+    }
+
+    /// Whether a prompt waits to be computed.
+    pub(super) fn is_warming(&self) -> bool {
+        !self.warming.is_empty()
+    }
+}
+
+fn unknown(name: &SequenceName) -> SequenceError {
+    SequenceError::Unknown { what: format!("sequence {name}") }
+}
+
+fn field(field: &str, reason: String) -> SequenceError {
+    SequenceError::InvalidField { field: field.to_owned(), reason }
+}
+
+/// Where a sequence of so many tokens is saved: units before its last token, which is computed in any case.
+fn savable(tokens: usize) -> usize {
+    tokens.saturating_sub(1) / HASH_UNIT_TOKENS * HASH_UNIT_TOKENS
+}
+
+impl Engine {
+    /// What a snapshot must come from to be restored here.
+    pub fn origin(&self) -> Arc<Origin> {
+        Arc::clone(&self.resume.origin)
+    }
+
+    /// Sequences that can be named under `root`: those that have ended, the least recently used first, then those
+    /// that are being generated.
+    pub fn sequences(&self, root: BlockId) -> Vec<SequenceInfoV1> {
+        let ended = self.resume.remembered.iter().filter(|(key, _)| key.root == root);
+        let ended = ended.map(|(key, tokens)| self.describe(key, tokens, false));
+        let live = self.live.iter().filter_map(|(id, live)| {
+            let key = live.key.as_ref().filter(|key| key.root == root)?;
+            Some(self.describe(key, self.scheduler.tokens(*id)?, true))
+        });
+        ended.chain(live).collect()
+    }
+
+    /// Copies a sequence's caches out, as it stands now; computes them first where they are not all there.
+    pub fn save(&mut self, key: &SequenceKey, reply: Reply<Capture>) {
+        let Some(tokens) = self.tokens_of(key) else { return drop(reply.send(Err(unknown(&key.name)))) };
+        if self.reaches(key.root, &tokens[..savable(tokens.len())]) {
+            let capture = self.capture(key.root, tokens);
+            return drop(reply.send(capture));
+        }
+        self.warm(key.root, tokens, Then::Save(reply));
+    }
+
+    /// Brings a snapshot's caches back and names the sequence. Nothing has changed after an error.
+    pub fn restore(
+        &mut self,
+        key: SequenceKey,
+        snapshot: &Snapshot,
+    ) -> Result<SequenceInfoV1, SequenceError> {
+        self.not_live(&key)?;
+        self.check_tokens("tokens", snapshot.tokens())?;
+        let position = snapshot.position();
+        let Some(prefix) = snapshot.tokens().get(..position as usize) else {
+            return Err(SequenceError::NotThisSnapshot("it stands behind its tokens' end".to_owned()));
+        };
+        if !prefix.len().is_multiple_of(HASH_UNIT_TOKENS) {
+            return Err(SequenceError::NotThisSnapshot(format!("{position} tokens are no resume point")));
+        }
+        if !prefix.is_empty() {
+            let begun = self.scheduler.begin_restore(position);
+            let (id, point) = begun.ok_or(SequenceError::NoRoom { tokens: position })?;
+            let written = self.write(&point, snapshot);
+            let named = self.scheduler.end_restore(id, written.is_ok().then_some((key.root, prefix)));
+            written?;
+            if !named {
+                return Err(SequenceError::Internal);
+            }
+        }
+        Ok(self.remember(key, snapshot.tokens()))
+    }
+
+    /// Another sequence that stands where this one does.
+    pub fn fork(&mut self, of: &SequenceKey, name: SequenceName) -> Result<SequenceInfoV1, SequenceError> {
+        let tokens = self.tokens_of(of).ok_or_else(|| unknown(&of.name))?;
+        let key = SequenceKey { root: of.root, name };
+        self.not_live(&key)?;
+        Ok(self.remember(key, &tokens))
+    }
+
+    /// Cuts a sequence to its first `keep` tokens. What is cached behind them and no other sequence or pin shares is
+    /// let go.
+    pub fn reset(&mut self, key: &SequenceKey, keep: u32) -> Result<SequenceInfoV1, SequenceError> {
+        self.not_live(key)?;
+        let tokens = self.resume.remembered.get(key).ok_or_else(|| unknown(&key.name))?;
+        let Some(kept) = tokens.get(..keep as usize).filter(|kept| !kept.is_empty()) else {
+            return Err(field(
+                "keep",
+                format!("{keep} is not from 1 to the {} tokens there are", tokens.len()),
+            ));
+        };
+        let info = self.remember(key.clone(), kept);
+        // A fork has no blocks of its own: it counts by its name.
+        let shared =
+            self.resume.remembered.iter().filter(|(other, _)| *other != key && other.root == key.root);
+        let shared = shared.map(|(_, other)| other.iter().zip(&*tokens).take_while(|(a, b)| a == b).count());
+        let keep = shared.fold(kept.len(), usize::max);
+        self.scheduler.cut(key.root, &tokens, keep as u32);
+        Ok(info)
+    }
+
+    /// Forgets a sequence's name. `false`: there is none.
+    pub fn forget(&mut self, key: &SequenceKey) -> Result<bool, SequenceError> {
+        self.not_live(key)?;
+        Ok(self.resume.remembered.remove(key))
+    }
+
+    /// Holds the full units of a prefix against eviction, for `ttl` if there is one; computes them first where they
+    /// are not cached. A prefix that is pinned already is pinned for as long as is said last.
+    pub fn pin(
+        &mut self,
+        now: Instant,
+        root: BlockId,
+        tokens: &[u32],
+        ttl: Option<Duration>,
+        reply: Reply<PinInfoV1>,
+    ) {
+        self.expire_pins(now);
+        let until = ttl.and_then(|ttl| now.checked_add(ttl));
+        let whole = tokens.as_chunks::<HASH_UNIT_TOKENS>().0.as_flattened();
+        let checked = match whole.is_empty() {
+            true => {
+                Err(field("tokens", format!("{} tokens fill no unit of {HASH_UNIT_TOKENS}", tokens.len())))
+            }
+            false => self.check_tokens("tokens", whole),
+        };
+        if let Err(error) = checked {
+            return drop(reply.send(Err(error)));
+        }
+        if self.reaches(root, whole) {
+            let held = self.hold(now, root, whole.into(), until);
+            return drop(reply.send(held));
+        }
+        self.warm(root, whole.into(), Then::Pin(until, reply));
+    }
+
+    /// Lets a pinned prefix go; it stays cached until its bytes are needed.
+    pub fn unpin(&mut self, now: Instant, root: BlockId, pin: u64) -> Result<(), SequenceError> {
+        self.expire_pins(now);
+        let held = self.resume.pins.get(&pin).filter(|held| held.root == root);
+        let Some(held) = held.map(|held| held.pin) else {
+            return Err(SequenceError::Unknown { what: format!("pin {pin}") });
+        };
+        self.resume.pins.remove(&pin);
+        self.scheduler.unpin(held);
+        Ok(())
+    }
+
+    /// Prefixes pinned under `root`, the first one first.
+    pub fn pins(&mut self, now: Instant, root: BlockId) -> Vec<PinInfoV1> {
+        self.expire_pins(now);
+        let pins = self.resume.pins.iter().filter(|(_, pinned)| pinned.root == root);
+        pins.map(|(pin, pinned)| self.describe_pin(now, *pin, pinned)).collect()
+    }
+
+    /// Pins whose time is up are let go, those that the scheduler has given up forgotten.
+    pub(super) fn expire_pins(&mut self, now: Instant) {
+        let scheduler = &mut self.scheduler;
+        self.resume.pins.retain(|_, pinned| {
+            let over = pinned.until.is_some_and(|until| until <= now);
+            if over {
+                scheduler.unpin(pinned.pin);
+            }
+            !over && scheduler.is_pinned(pinned.pin)
+        });
+    }
+
+    /// Drops what is computed for nobody.
+    pub(super) fn expire_warming(&mut self) {
+        let scheduler = &mut self.scheduler;
+        self.resume.warming.retain(|id, warming| {
+            let closed = warming.then.is_closed();
+            if closed {
+                scheduler.remove(*id);
+            }
+            !closed
+        });
+    }
+
+    /// A prompt's last rows have been computed.
+    pub(super) fn warmed(&mut self, now: Instant, id: SeqId) {
+        let Some(Warming { root, tokens, then }) = self.resume.warming.remove(&id) else { return };
+        self.scheduler.remove(id);
+        // Sending fails only where nobody waits any more.
+        match then {
+            Then::Save(reply) => drop(reply.send(self.capture(root, tokens))),
+            Then::Pin(until, reply) => drop(reply.send(self.hold(now, root, tokens, until))),
+        }
+    }
+
+    /// A live request is about to end: from now on it can be named by its tokens.
+    pub(super) fn remember_live(&mut self, id: SeqId) {
+        let key = self.live.get(&id).and_then(|live| live.key.clone());
+        if let (Some(key), Some(tokens)) = (key, self.scheduler.tokens(id)) {
+            self.resume.remembered.insert(key, tokens);
+        }
+    }
+
+    fn remember(&mut self, key: SequenceKey, tokens: &[u32]) -> SequenceInfoV1 {
+        let info = self.describe(&key, tokens, false);
+        self.resume.remembered.insert(key, tokens);
+        info
+    }
+
+    fn describe(&self, key: &SequenceKey, tokens: &[u32], live: bool) -> SequenceInfoV1 {
+        let cached = self.scheduler.resume_point(key.root, &tokens[..savable(tokens.len())]);
+        SequenceInfoV1 {
+            name: key.name.clone(),
+            tokens: tokens.len() as u32,
+            cached: cached.map_or(0, |point| point.tokens),
+            live,
+        }
+    }
+
+    fn live_id(&self, key: &SequenceKey) -> Option<SeqId> {
+        self.live.iter().find(|(_, live)| live.key.as_ref() == Some(key)).map(|(id, _)| *id)
+    }
+
+    fn not_live(&self, key: &SequenceKey) -> Result<(), SequenceError> {
+        self.live_id(key).map_or(Ok(()), |_| Err(SequenceError::Live(key.name.clone())))
+    }
+
+    fn tokens_of(&mut self, key: &SequenceKey) -> Option<Arc<[u32]>> {
+        match self.live_id(key) {
+            Some(id) => self.scheduler.tokens(id).map(Into::into),
+            None => self.resume.remembered.get(key),
+        }
+    }
+
+    fn check_tokens(&self, name: &str, tokens: &[u32]) -> Result<(), SequenceError> {
+        let vocab = self.decoder.spec().vocab;
+        if tokens.is_empty() || tokens.len() > self.max_model_len {
+            let reason = format!("{} tokens are not from 1 to {}", tokens.len(), self.max_model_len);
+            return Err(field(name, reason));
+        }
+        match tokens.iter().find(|token| **token as usize >= vocab) {
+            Some(token) => Err(field(name, format!("token {token} is outside the vocabulary of {vocab}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the cache serves all of these tokens, which are whole units.
+    fn reaches(&self, root: BlockId, tokens: &[u32]) -> bool {
+        let point = || self.scheduler.resume_point(root, tokens);
+        tokens.is_empty() || point().is_some_and(|point| point.tokens as usize == tokens.len())
+    }
+
+    /// Computes a prompt and nothing behind it.
+    fn warm(&mut self, root: BlockId, tokens: Arc<[u32]>, then: Then) {
+        self.next_id += 1;
+        let id = SeqId(self.next_id);
+        let submitted = self.scheduler.submit(SequenceRequest {
+            id,
+            root,
+            prompt: tokens.to_vec(),
+            max_new_tokens: 0,
+            logit_rows: LogitRows::LastOnly,
+            // So that a state is kept at the very end too: longer prompts go on from there.
+            boundaries: vec![tokens.len() as u32],
+            priority: 0,
+        });
+        match submitted {
+            Ok(()) => drop(self.resume.warming.insert(id, Warming { root, tokens, then })),
+            Err(Rejected::QueueFull { .. }) => then.refuse(SequenceError::QueueFull),
+            Err(Rejected::TooLong { need, .. }) => {
+                then.refuse(SequenceError::NoRoom { tokens: need.try_into().unwrap_or(u32::MAX) });
+            }
+            Err(Rejected::EmptyPrompt | Rejected::Duplicate(_)) => then.refuse(SequenceError::Internal),
+        }
+    }
+
+    /// Copies out the deepest resume point within these tokens.
+    fn capture(&mut self, root: BlockId, tokens: Arc<[u32]>) -> Result<Capture, SequenceError> {
+        let prefix = &tokens[..savable(tokens.len())];
+        let point = self.scheduler.resume_point(root, prefix);
+        let (position, blocks) = match point {
+            Some(point) => (point.tokens, point.blocks),
+            None if prefix.is_empty() => (0, Vec::new()),
+            None => return Err(SequenceError::NoRoom { tokens: prefix.len() as u32 }),
+        };
+        let mut pieces = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let bytes = self.decoder.read_block(block.group, block.offset).map_err(|error| {
+                tracing::error!(%error, "a block cannot be read");
+                SequenceError::Internal
+            })?;
+            pieces.push((block.group as u32, block.tokens.start, bytes));
+        }
+        Ok(Capture { origin: self.origin(), tokens, position, pieces })
+    }
+
+    /// Fills the blocks of a resume point with what a snapshot has of it.
+    fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
+        let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
+        if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
+            let reason = "its pieces are not those of a resume point of this model".to_owned();
+            return Err(SequenceError::NotThisSnapshot(reason));
+        }
+        for (block, (_, bytes)) in point.blocks.iter().zip(snapshot.pieces()) {
+            self.decoder.write_block(block.group, block.offset, bytes).map_err(|error| {
+                tracing::error!(%error, "a block cannot be written");
+                SequenceError::Internal
+            })?;
+        }
+        Ok(())
+    }
+
+    fn hold(
+        &mut self,
+        now: Instant,
+        root: BlockId,
+        tokens: Arc<[u32]>,
+        until: Option<Instant>,
+    ) -> Result<PinInfoV1, SequenceError> {
+        let known = self.resume.pins.iter().find(|(_, known)| known.root == root && known.tokens == tokens);
+        let known = known.map(|(number, known)| (*number, known.pin, known.covered));
+        let (number, pin, covered) = match known {
+            Some(known) => known,
+            None => {
+                let (pin, covered) = self.scheduler.pin(root, &tokens).map_err(|refused| match refused {
+                    PinRefused::NotCached => SequenceError::NoRoom { tokens: tokens.len() as u32 },
+                    PinRefused::OverBudget { wanted, budget: limit } => {
+                        SequenceError::OverBudget { what: "pinned prefixes".to_owned(), wanted, limit }
+                    }
+                })?;
+                if (covered as usize) < tokens.len() {
+                    self.scheduler.unpin(pin);
+                    return Err(SequenceError::NoRoom { tokens: tokens.len() as u32 });
+                }
+                self.resume.last_pin += 1;
+                (self.resume.last_pin, pin, covered)
+            }
+        };
+        let pinned = Pinned { root, tokens, pin, covered, until };
+        let info = self.describe_pin(now, number, &pinned);
+        self.resume.pins.insert(number, pinned);
+        Ok(info)
+    }
+
+    fn describe_pin(&self, now: Instant, pin: u64, pinned: &Pinned) -> PinInfoV1 {
+        let left = pinned.until.map(|until| until.saturating_duration_since(now).as_millis().max(1));
+        PinInfoV1 {
+            pin,
+            tokens: pinned.covered,
+            ttl_ms: left.map_or(0, |left| left.try_into().unwrap_or(u64::MAX)),
+            pinned_bytes: self.scheduler.stats().pinned_bytes,
+            budget_bytes: self.scheduler.pin_budget(),
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! One operation on sequences over QUIC. Files are hashed, checked, written and read where blocking holds nobody up;
+//! the engine only copies blocks.
+
+use super::Node;
+use super::runner::Runner;
+use crate::engine::resume::{Reply, SequenceKey};
+use crate::engine::thread::EngineHandle;
+use crate::snapshot::Snapshot;
+use proto::sequence::{
+    MAX_LISTED, SequenceError, SequenceInfoV1, SequenceListV1, SequenceOperation, SequenceReply,
+    SequenceRequest, SequenceRequestV1,
+};
+use proto::transport::{SequenceBody, SequenceCall};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// A snapshot's header may be this long besides its blocks.
+const HEADER_BYTES: u64 = 32 << 20;
+
+/// What is sent back.
+enum Answer {
+    Reply(SequenceReply),
+    File(Arc<[u8]>),
+}
+
+/// Serves the call to its end, or until nobody reads any more.
+pub(super) async fn serve(node: Arc<Node>, call: SequenceCall) {
+    let SequenceCall { request, body, reply } = call;
+    let SequenceRequest::V1(request) = request;
+    let answer = tokio::select! {
+        answer = perform(&node, request, body) => answer,
+        // What waits for the engine is dropped with its reply; what it has begun it finishes.
+        () = reply.cancelled() => return,
+    };
+    let sent = match answer {
+        Ok(Answer::Reply(answer)) => reply.send(answer).await,
+        Ok(Answer::File(file)) => reply.send_bytes(&file).await,
+        Err(error) => reply.fail(error).await,
+    };
+    if let Err(error) = sent {
+        tracing::debug!(%error, "an answer about a sequence was not taken");
+    }
+}
+
+async fn perform(
+    node: &Arc<Node>,
+    request: SequenceRequestV1,
+    body: SequenceBody,
+) -> Result<Answer, SequenceError> {
+    let SequenceRequestV1 { model, root, operation } = request;
+    let Some(Runner::Generates(engine)) = node.engine().filter(|_| model == node.served.id) else {
+        return Err(SequenceError::Unsupported(format!("this worker generates no text by {model}")));
+    };
+    let key = |name| SequenceKey { root, name };
+    let reply = match operation {
+        SequenceOperation::List => {
+            let of_engine =
+                ask(&engine, move |engine| (engine.sequences(root), engine.pins(Instant::now(), root)));
+            let (sequences, pins) = of_engine.await?;
+            let snapshots = blocking(node, move |node| node.snapshots.list(root)).await?;
+            SequenceReply::List(SequenceListV1 {
+                sequences: latest(sequences),
+                snapshots: latest(snapshots),
+                pins: latest(pins),
+            })
+        }
+        SequenceOperation::Save { sequence, medium } => {
+            let key = key(sequence);
+            let file = capture(node, &engine, key.clone()).await?;
+            blocking(node, move |node| node.snapshots.put(&key, medium, file))
+                .await
+                .map(SequenceReply::Saved)?
+        }
+        SequenceOperation::Fetch { sequence } => {
+            let key = key(sequence);
+            let saved = key.clone();
+            let saved = blocking(node, move |node| node.snapshots.get(&saved)).await?;
+            return Ok(Answer::File(match saved {
+                Some(file) => file,
+                None => capture(node, &engine, key).await?.into(),
+            }));
+        }
+        SequenceOperation::Restore { snapshot, name } => {
+            let saved = key(snapshot.clone());
+            let file = blocking(node, move |node| node.snapshots.get(&saved)).await?;
+            let what = format!("snapshot {snapshot}");
+            let file = file.ok_or(SequenceError::Unknown { what })?;
+            SequenceReply::Sequence(restore(node, &engine, key(name), file).await?)
+        }
+        SequenceOperation::Upload { name, .. } => {
+            let most = engine.load().kv_total + HEADER_BYTES;
+            let file = body.read(most).await.map_err(|error| SequenceError::InvalidField {
+                field: "body".to_owned(),
+                reason: error.to_string(),
+            })?;
+            SequenceReply::Sequence(restore(node, &engine, key(name), file.into()).await?)
+        }
+        SequenceOperation::Fork { sequence, name } => {
+            let of = key(sequence);
+            SequenceReply::Sequence(ask(&engine, move |engine| engine.fork(&of, name)).await??)
+        }
+        SequenceOperation::Reset { sequence, keep } => {
+            let key = key(sequence);
+            SequenceReply::Sequence(ask(&engine, move |engine| engine.reset(&key, keep)).await??)
+        }
+        SequenceOperation::Drop { sequence } => {
+            let key = key(sequence);
+            let what = format!("sequence {}", key.name);
+            let named = key.clone();
+            let known = ask(&engine, move |engine| engine.forget(&named)).await??;
+            let saved = blocking(node, move |node| node.snapshots.remove(&key)).await?;
+            match known || saved {
+                true => SequenceReply::Done,
+                false => return Err(SequenceError::Unknown { what }),
+            }
+        }
+        SequenceOperation::Pin { tokens, ttl_ms } => {
+            let ttl = (ttl_ms > 0).then(|| Duration::from_millis(ttl_ms));
+            let pinned = computed(&engine, move |engine, reply| {
+                engine.pin(Instant::now(), root, &tokens, ttl, reply);
+            });
+            SequenceReply::Pinned(pinned.await?)
+        }
+        SequenceOperation::Unpin { pin } => {
+            ask(&engine, move |engine| engine.unpin(Instant::now(), root, pin)).await??;
+            SequenceReply::Done
+        }
+    };
+    Ok(Answer::Reply(reply))
+}
+
+/// The file of a sequence as it stands now.
+async fn capture(
+    node: &Arc<Node>,
+    engine: &EngineHandle,
+    key: SequenceKey,
+) -> Result<Vec<u8>, SequenceError> {
+    let capture = computed(engine, move |engine, reply| engine.save(&key, reply)).await?;
+    blocking(node, move |_| {
+        capture.into_snapshot().to_bytes().map_err(|error| {
+            tracing::error!(%error, "a snapshot cannot be written");
+            SequenceError::Internal
+        })
+    })
+    .await
+}
+
+async fn restore(
+    node: &Arc<Node>,
+    engine: &EngineHandle,
+    key: SequenceKey,
+    file: Arc<[u8]>,
+) -> Result<SequenceInfoV1, SequenceError> {
+    let origin = engine.origin();
+    let snapshot = blocking(node, move |_| {
+        Snapshot::from_bytes(&file, &origin)
+            .map_err(|error| SequenceError::NotThisSnapshot(error.to_string()))
+    });
+    let snapshot = snapshot.await?;
+    ask(engine, move |engine| engine.restore(key, &snapshot)).await?
+}
+
+/// Has the engine do what it can do at once.
+async fn ask<T: Send + 'static>(
+    engine: &EngineHandle,
+    call: impl FnOnce(&mut crate::engine::Engine) -> T + Send + 'static,
+) -> Result<T, SequenceError> {
+    engine.call(call).await.map_err(|_| SequenceError::Internal)
+}
+
+/// Has the engine do what it may have to compute for.
+async fn computed<T: Send + 'static>(
+    engine: &EngineHandle,
+    call: impl FnOnce(&mut crate::engine::Engine, Reply<T>) + Send + 'static,
+) -> Result<T, SequenceError> {
+    let (reply, answer) = oneshot::channel();
+    ask(engine, move |engine| call(engine, reply)).await?;
+    answer.await.unwrap_or(Err(SequenceError::Internal))
+}
+
+async fn blocking<T: Send + 'static>(
+    node: &Arc<Node>,
+    work: impl FnOnce(&Node) -> Result<T, SequenceError> + Send + 'static,
+) -> Result<T, SequenceError> {
+    let node = Arc::clone(node);
+    tokio::task::spawn_blocking(move || work(&node)).await.unwrap_or(Err(SequenceError::Internal))
+}
+
+/// The last ones, of more than can be told.
+fn latest<T>(mut all: Vec<T>) -> Vec<T> {
+    all.drain(..all.len().saturating_sub(MAX_LISTED));
+    all
+}

@@ -1,0 +1,265 @@
+//! Sequences saved, restored, forked and cut: after each of it they go on as if nothing had happened, bit by bit.
+
+use crate::harness::{Ask, Heard, ROOT, cramped, one_by_one, open, options, prompt, run_to_end, together};
+use kernels::backend::KvType;
+use kvasir_worker::decoder::CacheKind;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::engine::resume::SequenceKey;
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::snapshot::{Snapshot, SnapshotError};
+use proto::ids::RequestId;
+use proto::sequence::{SequenceError, SequenceName};
+use tokio::sync::oneshot;
+
+/// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes), delta net and
+/// Mamba-2 states.
+const KINDS: [&str; 6] = [
+    "tiny/llama/llama-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/gpt-oss/gpt-oss-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+    "tiny/gemma4/gemma4-f32",
+];
+const GENERATE: u32 = 12;
+
+fn name(request: &str) -> SequenceName {
+    SequenceName { request: RequestId::new(request).unwrap(), choice: 0 }
+}
+
+fn key(request: &str) -> SequenceKey {
+    SequenceKey { root: ROOT, name: name(request) }
+}
+
+fn save(engine: &mut Engine, request: &str) -> Result<Snapshot, SequenceError> {
+    let (reply, mut answer) = oneshot::channel();
+    engine.save(&key(request), reply);
+    run_to_end(engine);
+    Ok(answer.try_recv().expect("an answer")?.into_snapshot())
+}
+
+fn generate(engine: &mut Engine, request: &str, prompt: Vec<u32>) -> Vec<u32> {
+    let heard = together(engine, &[Ask::greedy(prompt.clone(), GENERATE).named(name(request))]).remove(0);
+    assert_eq!(heard.failed, None);
+    [prompt, heard.tokens].concat()
+}
+
+/// What follows `tokens` when nothing is shared: the logits of every position.
+fn undisturbed(model: &str, tokens: &[u32]) -> Heard {
+    let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+    one_by_one(&mut open(model, &options), &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0)
+}
+
+/// Goes on behind `tokens`: at most a unit of them is computed again, and no bit differs.
+fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], want: &Heard, cached: usize) {
+    let heard = together(engine, &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0);
+    assert_eq!(heard.failed, None, "{what}");
+    assert_eq!(heard.cached(), cached, "{what}");
+    assert_eq!(heard.tokens, want.tokens, "{what}");
+    assert!(heard.logits.len() == tokens.len() - cached + GENERATE as usize - 1, "{what}");
+    for (position, row) in &heard.logits {
+        assert!(*row == want.logits[position], "{what}: logits at {position} differ");
+    }
+}
+
+#[test]
+fn a_restored_sequence_goes_on_bit_by_bit() {
+    for model in KINDS {
+        for block_tokens in [16, 64] {
+            let what = format!("{model}, blocks of {block_tokens}");
+            let options = EngineOptions { block_tokens, ..options(model) };
+            let mut first = open(model, &options);
+            let tokens = generate(&mut first, "r", prompt(3, 333));
+            let position = (tokens.len() - 1) / 16 * 16;
+            let file = save(&mut first, "r").unwrap().to_bytes().unwrap();
+
+            let mut second = open(model, &options);
+            let snapshot = Snapshot::from_bytes(&file, &second.origin()).unwrap();
+            assert_eq!((snapshot.tokens(), snapshot.position() as usize), (&tokens[..], position), "{what}");
+            let restored = second.restore(key("again"), &snapshot).unwrap();
+            assert_eq!(
+                (restored.tokens as usize, restored.cached as usize),
+                (tokens.len(), position),
+                "{what}"
+            );
+            assert_eq!(second.metrics().steps.get(), 0, "{what}: nothing was computed to restore it");
+            let want = undisturbed(model, &tokens);
+            assert_continues(&what, &mut second, &tokens, &want, position);
+            // It can be saved again as it came, and the first engine still has it.
+            assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{what}");
+            assert_continues(&what, &mut first, &tokens, &want, position);
+        }
+    }
+}
+
+#[test]
+fn only_what_a_continuation_can_read_is_saved() {
+    for model in KINDS {
+        let mut engine = open(model, &options(model));
+        let tokens = generate(&mut engine, "r", prompt(4, 400));
+        let snapshot = save(&mut engine, "r").unwrap();
+        let position = snapshot.position() as usize;
+        assert_eq!(position, (tokens.len() - 1) / 16 * 16);
+        for (index, group) in engine.decoder().groups().iter().enumerate() {
+            let pieces = snapshot.pieces().filter(|(piece, _)| piece.group as usize == index).count();
+            let most = match group.kind {
+                CacheKind::Full => position / 16..=position / 16,
+                // The window of the next token, in whole blocks.
+                CacheKind::Sliding(window) => (window - 1) / 16..=(window - 1).div_ceil(16) + 1,
+                CacheKind::State => 1..=1,
+            };
+            assert!(most.contains(&pieces), "{model}: {pieces} pieces of {:?}", group.kind);
+        }
+    }
+}
+
+#[test]
+fn what_has_been_evicted_is_computed_once_more_to_be_saved() {
+    for model in KINDS {
+        let options = cramped(model, &options(model), 400);
+        let mut engine = open(model, &options);
+        let tokens = generate(&mut engine, "r", prompt(5, 200));
+        let saved = save(&mut engine, "r").unwrap();
+        for seed in 6..12 {
+            generate(&mut engine, "other", prompt(seed, 330));
+        }
+        let steps = engine.metrics().steps.get();
+        assert_eq!(save(&mut engine, "r").unwrap(), saved, "{model}: the same bytes");
+        assert!(engine.metrics().steps.get() > steps, "{model}: it was gone");
+        assert_eq!(saved.tokens(), tokens);
+        assert_eq!(engine.load().kv_used, 0, "{model}");
+    }
+}
+
+#[test]
+fn a_live_sequence_is_saved_as_it_stands_and_a_short_one_by_its_tokens() {
+    for model in KINDS {
+        let mut engine = open(model, &options(model));
+        crate::harness::submit(&mut engine, &Ask::greedy(prompt(8, 70), 60).named(name("live")));
+        for _ in 0..30 {
+            engine.step(std::time::Instant::now()).unwrap();
+        }
+        let (reply, mut answer) = oneshot::channel();
+        engine.save(&key("live"), reply);
+        assert!(matches!(engine.fork(&key("x"), name("live")), Err(SequenceError::Unknown { .. })));
+        assert_eq!(engine.reset(&key("live"), 5), Err(SequenceError::Live(name("live"))));
+        assert_eq!(engine.forget(&key("live")), Err(SequenceError::Live(name("live"))));
+        assert!(engine.sequences(ROOT).iter().all(|sequence| sequence.live));
+        run_to_end(&mut engine);
+        let snapshot = answer.try_recv().unwrap().unwrap().into_snapshot();
+        let len = snapshot.tokens().len();
+        assert!((90..110).contains(&len), "{model}: {len}");
+        assert_eq!(snapshot.position() as usize, (len - 1) / 16 * 16);
+        let mut other = open(model, &options(model));
+        other.restore(key("live"), &snapshot).unwrap();
+        let want = undisturbed(model, snapshot.tokens());
+        assert_continues(model, &mut other, snapshot.tokens(), &want, snapshot.position() as usize);
+
+        generate(&mut engine, "short", prompt(9, 3));
+        let short = save(&mut engine, "short").unwrap();
+        assert_eq!((short.tokens().len(), short.position(), short.cache_bytes()), (15, 0, 0));
+        assert_eq!(other.restore(key("short"), &short).unwrap().tokens, 15);
+    }
+}
+
+#[test]
+fn what_does_not_belong_here_is_refused_and_changes_nothing() {
+    for model in KINDS {
+        let mut engine = open(model, &options(model));
+        generate(&mut engine, "r", prompt(3, 100));
+        let snapshot = save(&mut engine, "r").unwrap();
+        let file = snapshot.to_bytes().unwrap();
+        for at in [0, 9, 40, file.len() / 2, file.len() - 1] {
+            let mut damaged = file.clone();
+            damaged[at] ^= 1;
+            assert!(Snapshot::from_bytes(&damaged, &engine.origin()).is_err(), "{model}: byte {at}");
+        }
+        let other_kv = EngineOptions { kv_type: KvType::F16, ..options(model) };
+        let refused = Snapshot::from_bytes(&file, &open(model, &other_kv).origin());
+        assert!(matches!(refused, Err(SnapshotError::Other { what: "numeric class", .. })), "{refused:?}");
+        let other_model = if model == KINDS[0] { KINDS[1] } else { KINDS[0] };
+        let refused = Snapshot::from_bytes(&file, &open(other_model, &options(other_model)).origin());
+        assert!(matches!(refused, Err(SnapshotError::Other { what: "model", .. })), "{refused:?}");
+
+        // A header that is in order and lies: pieces missing, a position inside a unit, tokens out of range.
+        let pieces = || snapshot.pieces().map(|(piece, bytes)| (piece.group, piece.token, bytes.to_vec()));
+        let forged = |tokens: &[u32], position, skip| {
+            Snapshot::new((*engine.origin()).clone(), tokens.to_vec(), position, pieces().skip(skip))
+        };
+        let tokens = snapshot.tokens();
+        let lies = [
+            forged(tokens, snapshot.position(), 1),
+            forged(tokens, snapshot.position() - 16, 0),
+            forged(tokens, snapshot.position() - 1, 0),
+            forged(&tokens[..20], snapshot.position(), 0),
+            forged(&[u32::MAX; 112], snapshot.position(), 0),
+            forged(&[], 0, 0),
+        ];
+        let before = (engine.sequences(ROOT), engine.load().kv_used);
+        for (index, lie) in lies.iter().enumerate() {
+            let refused = engine.restore(key("new"), lie).unwrap_err();
+            let expected =
+                matches!(refused, SequenceError::NotThisSnapshot(_) | SequenceError::InvalidField { .. });
+            assert!(expected, "{model}: lie {index}: {refused}");
+            assert_eq!((engine.sequences(ROOT), engine.load().kv_used), before, "{model}: lie {index}");
+        }
+        // There is no room for it: said so, and what was there is still there.
+        let small = cramped(model, &options(model), 40);
+        let refused = open(model, &small).restore(key("new"), &snapshot);
+        assert!(
+            matches!(refused, Err(SequenceError::NoRoom { .. } | SequenceError::InvalidField { .. })),
+            "{model}: {refused:?}"
+        );
+    }
+}
+
+#[test]
+fn forks_share_and_a_reset_lets_go_of_what_nobody_shares() {
+    for model in KINDS {
+        let mut engine = open(model, &options(model));
+        let tokens = generate(&mut engine, "r", prompt(12, 300));
+        let position = (tokens.len() - 1) / 16 * 16;
+        let fork = engine.fork(&key("r"), name("fork")).unwrap();
+        assert_eq!((fork.tokens as usize, fork.cached as usize), (tokens.len(), position), "{model}");
+        let want = undisturbed(model, &tokens);
+
+        // The fork still has it, so it stays.
+        assert_eq!(engine.reset(&key("r"), 100).unwrap().tokens, 100);
+        assert_continues(model, &mut engine, &tokens, &want, position);
+        // What goes on behind the cut parts from the fork.
+        let cut = undisturbed(model, &tokens[..100]);
+        let heard = together(&mut engine, &[Ask::greedy(tokens[..100].to_vec(), GENERATE)]).remove(0);
+        assert_eq!(heard.tokens, cut.tokens, "{model}");
+        assert!(heard.logits.iter().all(|(position, row)| *row == cut.logits[position]), "{model}");
+
+        // Where nobody else has it, it is gone down to the cut.
+        let mut engine = open(model, &options(model));
+        assert_eq!(generate(&mut engine, "r", prompt(12, 300)), tokens);
+        engine.fork(&key("r"), name("fork")).unwrap();
+        engine.reset(&key("r"), 100).unwrap();
+        assert_eq!(engine.sequences(ROOT)[0].cached as usize, position, "{model}: the fork has it");
+        for bad in [0, 500] {
+            assert!(matches!(engine.reset(&key("fork"), bad), Err(SequenceError::InvalidField { .. })));
+        }
+        engine.reset(&key("fork"), 100).unwrap();
+        assert_eq!(engine.sequences(ROOT).iter().map(|s| s.tokens).collect::<Vec<_>>(), [100, 100]);
+        let again = together(&mut engine, &[Ask::greedy(tokens.clone(), 1)]).remove(0);
+        assert!(again.cached() <= 96, "{model}: {} tokens are still there", again.cached());
+        assert!(engine.forget(&key("fork")).unwrap() && !engine.forget(&key("fork")).unwrap());
+        assert!(matches!(engine.reset(&key("fork"), 1), Err(SequenceError::Unknown { .. })));
+    }
+}
+
+#[test]
+fn a_name_is_seen_by_its_own_tenant_only() {
+    let model = KINDS[0];
+    let mut engine = open(model, &options(model));
+    generate(&mut engine, "r", prompt(1, 50));
+    let root = proto::block::BlockId([8; 16]);
+    let foreign = SequenceKey { root, name: name("r") };
+    assert!(engine.sequences(root).is_empty() && engine.sequences(ROOT).len() == 1);
+    assert!(matches!(engine.fork(&foreign, name("s")), Err(SequenceError::Unknown { .. })));
+    let (reply, mut answer) = oneshot::channel();
+    engine.save(&foreign, reply);
+    assert!(matches!(answer.try_recv().unwrap(), Err(SequenceError::Unknown { .. })));
+}
