@@ -45,3 +45,63 @@ impl KvCache {
         blocks.map(move |block| block * per_block..((block + 1) * per_block).min(units))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    fn cache(kinds: &[GroupKind], block_tokens: u32) -> KvCache {
+        let groups = kinds.iter().map(|&kind| GroupSpec { kind, block_bytes: 64 }).collect();
+        KvCache::new(CacheSpec { groups, block_tokens, arena_bytes: 1 << 20 }, Placement::Paged).unwrap()
+    }
+
+    fn kinds() -> impl Strategy<Value = Vec<GroupKind>> {
+        let sliding = GroupKind::Sliding { window: 40 };
+        prop::sample::select(vec![
+            vec![GroupKind::Full],
+            vec![GroupKind::Full, sliding],
+            vec![sliding, GroupKind::Full, GroupKind::State],
+            vec![GroupKind::State],
+        ])
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        /// As trying every length, the longest first.
+        #[test]
+        fn the_deepest_whole_point_is_found(
+            kinds in kinds(),
+            block_tokens in prop::sample::select(vec![16, 32, 64]),
+            missing in prop::collection::btree_set((0usize..3, 1u32..24), 0..12),
+            states in prop::collection::btree_set(1u32..24, 0..4),
+            most in 0u32..24,
+        ) {
+            let cache = cache(&kinds, block_tokens);
+            let has = |group: usize, end: u32| match kinds[group] {
+                GroupKind::State => states.contains(&end),
+                _ => !missing.contains(&(group, end)),
+            };
+            let whole = |units: &u32| cache.shape(*units).all(|(group, end)| has(group, end));
+            let want = (1..=most).rev().find(whole).unwrap_or(0);
+            prop_assert_eq!(cache.deepest_whole(most, has), want);
+        }
+    }
+
+    #[test]
+    fn a_long_prefix_without_its_first_block_is_not_counted_through() {
+        let cache = cache(&[GroupKind::Full, GroupKind::Sliding { window: 512 }], 16);
+        let mut asked = BTreeSet::new();
+        let mut times = 0u32;
+        let deepest = cache.deepest_whole(8000, |group, end| {
+            asked.insert((group, end));
+            times += 1;
+            (group, end) != (0, 1)
+        });
+        assert_eq!(deepest, 0);
+        assert!(times < 100 && asked.contains(&(0, 1)), "{times}");
+    }
+}
