@@ -6,7 +6,7 @@
 //! token up to its end, the group. So a name can be trusted as tokens can, and what another model or KV type has left
 //! in a directory is never asked for; it goes as the oldest.
 //!
-//! Nothing here waits for a disk: files are written and read by threads of their own ([`disk`]), bounded in bytes.
+//! Nothing here waits for a disk: files are written and read by threads of their own, bounded in bytes.
 //! A file that is damaged or gone is a failed load: who waited for it computes.
 
 use crate::Error;
