@@ -6,7 +6,7 @@ mod data_dir;
 mod nodes;
 mod supervisor;
 
-use crate::config::{self, ByteSize, ConfigError};
+use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::CoordinatorSettings;
 use crate::cpus::{self, CpuSet};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
@@ -78,6 +78,12 @@ struct UpSettings {
     /// Memory for the KV cache of each worker, such as 2GiB [default: computed from what is free]
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
     kv_bytes: Option<ByteSize>,
+    /// Memory of each worker beside the KV cache for prefixes that it has no room for [default: none]
+    #[arg(long, value_name = "SIZE", env = "KVASIR_KV_HOST_BYTES")]
+    kv_host_bytes: Option<ByteSize>,
+    /// Directory for prefixes, kept over restarts, and how much each worker may keep there [default: none]
+    #[arg(long, value_name = "DIR:SIZE", env = "KVASIR_KV_DISK")]
+    kv_disk: Option<DiskBudget>,
     /// Element type of the KV cache [default: f16]
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     kv_type: Option<KvTypeArg>,
@@ -177,6 +183,8 @@ impl Plan {
                 cpus: self.shares.sets.get(index).cloned(),
                 device: self.settings.device,
                 kv_bytes: self.settings.kv_bytes,
+                kv_host_bytes: self.settings.kv_host_bytes,
+                kv_disk: self.settings.kv_disk.as_ref().map(|disk| disk.below(&name)),
                 kv_type: self.settings.kv_type,
                 activations: self.settings.activations,
                 snapshot_dir: Some(dir.snapshots(&name)),

@@ -1,6 +1,6 @@
 //! `kvasir worker`: one engine of a cluster.
 
-use crate::config::{self, ByteSize, ConfigError, Period};
+use crate::config::{self, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
@@ -13,6 +13,7 @@ use std::time::Duration;
 use worker::load::{self, EngineOptions};
 use worker::service::{WorkerConfig, WorkerService};
 use worker::snapshot::store::StoreConfig;
+use worker::tiers::{DiskConfig, TiersConfig};
 
 /// More sequences at a time than this only lengthen every step.
 const MAX_SEQS: usize = 4096;
@@ -66,6 +67,13 @@ pub(crate) struct WorkerSettings {
     /// Memory of the KV cache that pinned prefixes may hold [default: a quarter of it].
     #[arg(long, value_name = "SIZE", env = "KVASIR_PIN_BYTES")]
     pub(crate) pin_bytes: Option<ByteSize>,
+    /// Memory beside the KV cache for prefixes that it has no room for [default: none].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_KV_HOST_BYTES")]
+    pub(crate) kv_host_bytes: Option<ByteSize>,
+    /// Directory for prefixes, kept over restarts, and how much it may hold, such as /var/cache/kvasir:64GiB; each
+    /// worker has one of its own [default: none].
+    #[arg(long, value_name = "DIR:SIZE", env = "KVASIR_KV_DISK")]
+    pub(crate) kv_disk: Option<DiskBudget>,
     /// Snapshots kept in memory at most, besides the KV cache [default: a quarter of its size].
     #[arg(long, value_name = "SIZE", env = "KVASIR_SNAPSHOT_BYTES")]
     pub(crate) snapshot_bytes: Option<ByteSize>,
@@ -199,6 +207,8 @@ impl WorkerSettings {
             device: or!(device, Device::Cpu, "the only device that this version computes on"),
             kv_bytes,
             pin_bytes: or!(pin_bytes, quarter, "a quarter of kv_bytes: the rest serves everybody"),
+            kv_host_bytes: or!(kv_host_bytes, ByteSize(0), "memory that nobody has granted is not taken"),
+            kv_disk: self.kv_disk.clone(),
             snapshot_bytes: or!(snapshot_bytes, quarter, "a quarter of kv_bytes"),
             snapshot_dir: self.snapshot_dir.clone(),
             snapshot_disk_bytes: or!(
@@ -231,6 +241,12 @@ impl WorkerSettings {
         }
     }
 
+    fn tiers(&self) -> TiersConfig {
+        let disk = self.kv_disk.clone().map(|disk| DiskConfig { dir: disk.dir, bytes: disk.bytes.0 });
+        let host_bytes = self.kv_host_bytes.map_or(0, |size| size.0);
+        TiersConfig { host_bytes, disk, ..TiersConfig::default() }
+    }
+
     /// The engine's options as far as they are set.
     fn options(&self) -> EngineOptions {
         let default = EngineOptions::default();
@@ -246,6 +262,7 @@ impl WorkerSettings {
             block_tokens: self.block_tokens.unwrap_or(default.block_tokens),
             kv_bytes: self.kv_bytes.map(|size| size.0),
             pin_bytes: self.pin_bytes.map(|size| size.0),
+            tiers: self.tiers(),
             chunk: self.chunk,
             max_sequences: self.max_seqs,
             workers: self.workers_here.unwrap_or(default.workers),
@@ -316,6 +333,22 @@ mod tests {
         let again: WorkerSettings = toml::from_str(&file).unwrap();
         assert_eq!(again, plan.settings);
         assert!(again.plan().unwrap().explained.is_empty());
+    }
+
+    #[test]
+    fn tiers_are_what_was_asked_for() {
+        let plan = WorkerSettings { model: tiny_model(), ..Default::default() }.plan().unwrap();
+        assert_eq!(plan.config.engine.tiers, TiersConfig::default());
+        let settings = WorkerSettings {
+            model: tiny_model(),
+            kv_host_bytes: Some(ByteSize(5)),
+            kv_disk: "/kv:6B".parse().ok(),
+            ..Default::default()
+        };
+        let file = toml::to_string(&settings).unwrap();
+        let plan = toml::from_str::<WorkerSettings>(&file).unwrap().plan().unwrap();
+        let disk = Some(DiskConfig { dir: "/kv".into(), bytes: 6 });
+        assert_eq!(plan.config.engine.tiers, TiersConfig { host_bytes: 5, disk, ..Default::default() });
     }
 
     #[test]

@@ -13,6 +13,7 @@ use crate::scheduler::{
 };
 use crate::snapshot::Origin;
 use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
+use crate::tiers::Tiers;
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
@@ -27,9 +28,12 @@ use resume::{Resume, SequenceKey};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tiering::Tiering;
+pub(crate) use tiering::TieringCounts;
 
 pub mod resume;
 pub mod thread;
+mod tiering;
 
 /// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
 const MAX_TURN_ENDS: usize = 16;
@@ -123,6 +127,7 @@ pub struct EngineLoad {
 
 struct Live {
     key: Option<SequenceKey>,
+    root: BlockId,
     sampler: Sampler,
     text: OutputText,
     sink: Box<dyn Sink>,
@@ -143,6 +148,7 @@ pub struct Engine {
     tokenizer: Arc<Tokenizer>,
     live: HashMap<SeqId, Live>,
     resume: Resume,
+    tiering: Option<Tiering>,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
@@ -181,6 +187,7 @@ impl Engine {
             tokenizer,
             live: HashMap::new(),
             resume: Resume::new(origin),
+            tiering: None,
             next_id: 0,
             max_model_len,
             metrics,
@@ -188,6 +195,11 @@ impl Engine {
             steps: 0,
             rates: Rates::default(),
         }
+    }
+
+    /// Keeps resume points in these tiers too, and serves prompts from them.
+    pub fn with_tiers(self, tiers: Tiers) -> Self {
+        Self { tiering: Some(Tiering::new(tiers)), ..self }
     }
 
     /// The engine's metrics.
@@ -222,7 +234,7 @@ impl Engine {
         tokens.extend_from_slice(&emitted);
         let left = text.tokens_left();
         let boundaries = self.turn_ends(&tokens);
-        let submitted = self.scheduler.submit(SequenceRequest {
+        let request = SequenceRequest {
             id,
             root,
             prompt: tokens,
@@ -230,13 +242,10 @@ impl Engine {
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
             boundaries,
             priority: 0,
-        });
-        if let Err(rejected) = submitted {
-            sink.frame(GenerateFrame::Failed(refusal(rejected)));
-            return None;
-        }
+        };
         let live = Live {
             key: name.map(|name| SequenceKey { root, name }),
+            root,
             sampler,
             text,
             sink,
@@ -249,8 +258,26 @@ impl Engine {
             last_token: None,
         };
         self.live.insert(id, live);
-        self.metrics.prompt_tokens.inc_by(prompt_len as u64);
-        Some(id)
+        let queued = self.bring_or_park(now, request).is_none_or(|request| self.enqueue(request));
+        queued.then_some(id)
+    }
+
+    /// Queues the request of a live sequence; `false` if it is refused, and its sink has heard so.
+    fn enqueue(&mut self, request: SequenceRequest) -> bool {
+        let id = request.id;
+        let refused = self.scheduler.submit(request).err();
+        match (refused, self.live.get(&id)) {
+            (None, live) => {
+                self.metrics.prompt_tokens.inc_by(live.map_or(0, |live| live.prompt_len as u64));
+                true
+            }
+            (Some(rejected), _) => {
+                if let Some(mut live) = self.live.remove(&id) {
+                    live.sink.frame(GenerateFrame::Failed(refusal(rejected)));
+                }
+                false
+            }
+        }
     }
 
     fn prepare(
@@ -320,6 +347,8 @@ impl Engine {
     /// Plans, runs and accounts for one step.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
+        self.copy_out();
+        self.unpark(now);
         let planned = self.scheduler.plan().map_err(|broken| Error::Invariant(broken.to_string()))?;
         let Some(plan) = planned else {
             self.publish();
@@ -504,6 +533,7 @@ impl Engine {
         raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
         raise(&self.metrics.preemptions, counters.preemptions);
         raise(&self.metrics.evictions, counters.evictions);
+        self.publish_tiers();
         let load = self.load();
         self.metrics.running.set(load.running as i64);
         self.metrics.waiting.set(load.waiting as i64);
@@ -514,12 +544,17 @@ impl Engine {
         });
     }
 
+    fn publish_tiers(&self) {
+        let Some(tiering) = &self.tiering else { return };
+        self.metrics.tiers.update(&tiering.tiers().stats(), &tiering.counts());
+    }
+
     /// What the engine holds.
     pub fn load(&self) -> EngineLoad {
         let stats = self.scheduler.stats();
         EngineLoad {
             running: stats.running,
-            waiting: stats.waiting,
+            waiting: stats.waiting + self.tiering.as_ref().map_or(0, Tiering::parked),
             pending_prefill_tokens: stats.pending_prefill_tokens,
             kv_used: stats.kv_used_bytes,
             kv_total: stats.kv_total_bytes,

@@ -20,6 +20,7 @@ mod policy;
 mod pool;
 mod prefix;
 mod sequence;
+mod shape;
 mod spec;
 mod state;
 mod table;

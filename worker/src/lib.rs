@@ -20,6 +20,7 @@ pub mod scheduler;
 pub mod service;
 pub mod snapshot;
 pub mod telemetry;
+pub mod tiers;
 pub mod watchdog;
 pub mod weights;
 

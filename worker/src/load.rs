@@ -9,6 +9,7 @@ use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::snapshot::Origin;
+use crate::tiers::{Tiers, TiersConfig};
 use kernels::backend::{ActivationMode, Backend, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -61,6 +62,8 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Bytes of the KV arena that pinned prefixes may hold; none = a quarter.
     pub pin_bytes: Option<u64>,
+    /// Where resume points are kept besides the arena.
+    pub tiers: TiersConfig,
     /// How blocks are placed.
     pub placement: Placement,
     /// Workers started on this machine together, this one included.
@@ -82,6 +85,7 @@ impl Default for EngineOptions {
             max_model_len: None,
             prefix_cache: true,
             pin_bytes: None,
+            tiers: TiersConfig::default(),
             placement: Placement::Paged,
             workers: 1,
         }
@@ -98,6 +102,7 @@ pub struct Prepared {
     scheduler: SchedulerConfig,
     max_model_len: usize,
     kv_type: KvType,
+    tiers: TiersConfig,
 }
 
 /// A model with its engine.
@@ -261,6 +266,7 @@ fn prepare_on(
         scheduler,
         max_model_len,
         kv_type: options.kv_type,
+        tiers: options.tiers.clone(),
     })
 }
 
@@ -286,10 +292,15 @@ impl Prepared {
     /// The engine, its prefixes named under `key`.
     pub fn engine(self, key: ClusterKey, epoch: Epoch) -> Result<Engine, Error> {
         let origin = self.origin();
+        let tiers = Tiers::open(&self.tiers, &origin)?;
         let scheduler = Scheduler::new(self.scheduler, self.cache, key)
             .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
-        Ok(Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin))
+        let engine = Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin);
+        Ok(match tiers {
+            Some(tiers) => engine.with_tiers(tiers),
+            None => engine,
+        })
     }
 }
 

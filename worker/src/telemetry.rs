@@ -1,5 +1,7 @@
 //! The engine's metrics: vLLM's names where existing boards query them, `kvasir_*` for what is ours.
 
+use crate::engine::TieringCounts;
+use crate::tiers::TierStats;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -35,6 +37,72 @@ pub enum Reason {
 pub struct LookupLabel {
     /// Why the lookup stopped: the first word of what the response says.
     pub stop: &'static str,
+}
+
+/// Label of what is kept besides the arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct TierLabel {
+    /// Where.
+    pub tier: Tier,
+}
+
+/// A place for resume points besides the arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
+pub enum Tier {
+    /// Memory of the host.
+    host,
+    /// Files.
+    disk,
+}
+
+/// Metrics of the tiers below the arena.
+#[derive(Debug, Default)]
+pub struct TierMetrics {
+    /// Bytes held.
+    pub bytes: Family<TierLabel, Gauge>,
+    /// Requests that got part of their prompt back.
+    pub hits: Counter,
+    /// Tokens that these did not compute.
+    pub hit_tokens: Counter,
+    /// Pieces read from files.
+    pub loads: Counter,
+    /// Files that were damaged or gone.
+    pub load_failures: Counter,
+    /// Pieces that could not be written to a file.
+    pub write_failures: Counter,
+    /// Ended sequences that were not copied.
+    pub dropped: Counter,
+}
+
+impl TierMetrics {
+    pub(crate) fn update(&self, stats: &TierStats, counts: &TieringCounts) {
+        for (tier, bytes) in [(Tier::host, stats.host_bytes), (Tier::disk, stats.disk_bytes)] {
+            self.bytes.get_or_create(&TierLabel { tier }).set(bytes as i64);
+        }
+        for (counter, to) in [
+            (&self.hits, counts.hits),
+            (&self.hit_tokens, counts.hit_tokens),
+            (&self.dropped, counts.dropped),
+            (&self.loads, stats.loads),
+            (&self.load_failures, stats.load_failures),
+            (&self.write_failures, stats.write_failures),
+        ] {
+            counter.inc_by(to.saturating_sub(counter.get()));
+        }
+    }
+
+    fn register(&self, registry: &mut Registry) {
+        registry.register("kvasir_tier_bytes", "Bytes of KV kept besides the arena", self.bytes.clone());
+        let mut counter =
+            |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
+        counter("kvasir_tier_hits", "Requests that got part of their prompt from a tier", &self.hits);
+        counter("kvasir_tier_hit_tokens", "Prompt tokens that a tier has saved", &self.hit_tokens);
+        counter("kvasir_tier_loads", "Pieces read from files", &self.loads);
+        counter("kvasir_tier_load_failures", "Files of pieces damaged or gone", &self.load_failures);
+        counter("kvasir_tier_write_failures", "Pieces that could not be written", &self.write_failures);
+        counter("kvasir_tier_dropped", "Ended sequences that were not copied to a tier", &self.dropped);
+    }
 }
 
 type Fraction = Gauge<f64, AtomicU64>;
@@ -88,6 +156,8 @@ pub struct EngineMetrics {
     pub weight_file_bytes: Gauge,
     /// Bytes of the KV arena.
     pub kv_bytes: Gauge,
+    /// Tiers below the arena.
+    pub tiers: TierMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -149,6 +219,7 @@ impl EngineMetrics {
         );
         counter("kvasir_kv_evictions", "Blocks evicted from the prefix cache", &self.evictions);
         counter("kvasir_steps", "Steps executed", &self.steps);
+        self.tiers.register(registry);
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

@@ -124,7 +124,7 @@ fn field(field: &str, reason: String) -> SequenceError {
 }
 
 /// Where a sequence of so many tokens is saved: units before its last token, which is computed in any case.
-fn savable(tokens: usize) -> usize {
+pub(super) fn savable(tokens: usize) -> usize {
     tokens.saturating_sub(1) / HASH_UNIT_TOKENS * HASH_UNIT_TOKENS
 }
 
@@ -304,6 +304,7 @@ impl Engine {
 
     /// A live request is about to end: from now on it can be named by its tokens.
     pub(super) fn remember_live(&mut self, id: SeqId) {
+        self.keep_ended(id);
         let key = self.live.get(&id).and_then(|live| live.key.clone());
         if let (Some(key), Some(tokens)) = (key, self.scheduler.tokens(id)) {
             self.resume.remembered.insert(key, tokens);

@@ -10,7 +10,7 @@ use crate::telemetry::EngineMetrics;
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 
@@ -140,7 +140,13 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
         // Idle: wait for a command. Busy: take what is there and go on.
         if !engine.has_work() {
             shared.progress.queued(Instant::now(), false);
-            let Ok(command) = inbox.recv() else { return };
+            let copying = engine.copy_out();
+            let command = match inbox.try_recv() {
+                Err(TryRecvError::Empty) if copying => continue,
+                Err(TryRecvError::Empty) => inbox.recv().ok(),
+                command => command.ok(),
+            };
+            let Some(command) = command else { return };
             if !obey(&mut engine, command) {
                 return;
             }

@@ -2,7 +2,7 @@
 //! save, and room for what a snapshot brings back.
 
 use super::KvCache;
-use super::prefix::{Child, Need};
+use super::prefix::Child;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -291,18 +291,6 @@ impl KvCache {
             path.push(node);
         }
         Some((path, cursor))
-    }
-
-    /// Which units a resume point after `units` units takes of a group, block by block. Every block holds its
-    /// units from its start: so it can serve shorter prefixes too.
-    fn unit_ranges(&self, group: usize, units: u32) -> impl Iterator<Item = Range<u32>> + use<> {
-        let per_block = self.spec.units_in(group) as u32;
-        let first = match self.tree.needs()[group] {
-            Need::All => 0,
-            Need::Window(window) => units.saturating_sub(window),
-        };
-        let blocks = first / per_block..units.div_ceil(per_block);
-        blocks.map(move |block| block * per_block..((block + 1) * per_block).min(units))
     }
 
     /// Where the resume point at `node` lies. `None`: not all of it is there.

@@ -78,6 +78,23 @@ impl Scheduler {
         self.cache.unpin(id)
     }
 
+    /// The pieces of a resume point of `tokens` tokens: groups, and the positions behind the last token of their
+    /// blocks. As many and in the order of [`ResumePoint::blocks`].
+    pub fn shape(&self, tokens: u32) -> impl Iterator<Item = (usize, u32)> {
+        let unit = HASH_UNIT_TOKENS as u32;
+        self.cache.shape(tokens / unit).map(move |(group, end)| (group, end * unit))
+    }
+
+    /// Tokens of the deepest resume point of at most `tokens` tokens whose pieces are all there, by what `has` says
+    /// of a group and the end of a block as in [`Scheduler::shape`]; 0 if there is none.
+    pub fn deepest_whole(&self, tokens: u32, mut has: impl FnMut(usize, u32) -> bool) -> u32 {
+        let unit = HASH_UNIT_TOKENS as u32;
+        match self.config.prefix_cache {
+            true => self.cache.deepest_whole(tokens / unit, |group, end| has(group, end * unit)) * unit,
+            false => 0,
+        }
+    }
+
     /// Room for a saved resume point of `tokens` tokens, a multiple of 16: blocks for the caller to fill before
     /// it calls [`Scheduler::end_restore`]. `None`: live sequences hold too much, the length is no resume
     /// point's, or nothing is shared here.

@@ -13,3 +13,4 @@ mod pins;
 mod resume;
 mod snapshots;
 mod storm;
+mod tiers;

@@ -1,0 +1,259 @@
+//! Resume points to the tiers below the arena, and back.
+//!
+//! A sequence that has ended leaves copies of the resume points on its path, so many bytes per step. A request whose
+//! prompt the tiers know further than the arena has that copied back before it is queued; if part of it lies in
+//! files it is parked until that has been read, at most as long as the tiers' patience lasts. Then the lookup hits as
+//! any other.
+
+use super::Engine;
+use super::resume::savable;
+use crate::kv_cache::ResumePoint;
+use crate::scheduler::{SeqId, SequenceRequest};
+use crate::tiers::{PieceKey, PrefixNames, Tiers};
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Sequences that wait to be copied; of more, those that have waited longest are left out.
+const MAX_ENDED: usize = 256;
+/// Bytes copied out between two steps, and one resume point more: a few milliseconds.
+const COPY_BYTES: u64 = 16 << 20;
+/// Tokens that bringing a resume point back must save at least.
+const LEAST_GAIN: u32 = 32;
+/// It is brought back whole, so it must save this part of its tokens at least: copying a token is faster than
+/// computing it, but not by any factor.
+const GAIN_PART: u32 = 16;
+
+/// The engine's side of the tiers.
+#[derive(Debug)]
+pub(super) struct Tiering {
+    tiers: Tiers,
+    ended: VecDeque<Ended>,
+    parked: VecDeque<Parked>,
+    counts: TieringCounts,
+}
+
+/// What has happened so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct TieringCounts {
+    /// Requests that got part of their prompt from the tiers.
+    pub(crate) hits: u64,
+    /// Tokens that these did not compute.
+    pub(crate) hit_tokens: u64,
+    /// Ended sequences that were not copied: too many at once.
+    pub(crate) dropped: u64,
+}
+
+#[derive(Debug)]
+struct Ended {
+    root: BlockId,
+    tokens: Arc<[u32]>,
+    /// Its prompt ended here: there, too, others may part from it.
+    prompt: usize,
+}
+
+#[derive(Debug)]
+struct Parked {
+    request: SequenceRequest,
+    /// Pieces that are read, or held, for it.
+    keys: Vec<PieceKey>,
+    until: Instant,
+}
+
+impl Tiering {
+    pub(super) fn new(tiers: Tiers) -> Self {
+        Self { tiers, ended: VecDeque::new(), parked: VecDeque::new(), counts: TieringCounts::default() }
+    }
+
+    pub(super) fn tiers(&self) -> &Tiers {
+        &self.tiers
+    }
+
+    pub(super) fn counts(&self) -> TieringCounts {
+        self.counts
+    }
+
+    /// Requests that wait for files.
+    pub(super) fn parked(&self) -> usize {
+        self.parked.len()
+    }
+}
+
+impl Engine {
+    /// Copies out some of what has ended; whether there is more to copy at once. Called by every step, and between
+    /// requests.
+    pub fn copy_out(&mut self) -> bool {
+        let mut left = COPY_BYTES;
+        while left > 0 {
+            let Some(tiering) = self.tiering.as_mut().filter(|tiering| tiering.tiers.has_room()) else {
+                return false;
+            };
+            let Some(ended) = tiering.ended.pop_front() else { return false };
+            left = left.saturating_sub(self.keep(&ended));
+        }
+        true
+    }
+
+    /// A live sequence is about to end.
+    pub(super) fn keep_ended(&mut self, id: SeqId) {
+        let Some(tiering) = &mut self.tiering else { return };
+        let (Some(live), Some(tokens)) = (self.live.get(&id), self.scheduler.tokens(id)) else { return };
+        if tiering.ended.len() >= MAX_ENDED {
+            tiering.ended.pop_front();
+            tiering.counts.dropped += 1;
+        }
+        tiering.ended.push_back(Ended { root: live.root, tokens: tokens.into(), prompt: live.prompt_len });
+    }
+
+    /// Copies the resume points of a path that are in the arena and in no tier yet. Returns how many bytes.
+    fn keep(&mut self, ended: &Ended) -> u64 {
+        let Ended { root, tokens, prompt } = ended;
+        let Some(tiering) = &self.tiering else { return 0 };
+        let names = tiering.tiers.names(*root, tokens);
+        let recurrent = self.decoder.spec().is_recurrent();
+        let mut copied = 0;
+        // Without states, what lies before a resume point is one too as far as its windows are there: the last one
+        // and the prompt's are enough. States are few, and each of them is a place where others may go on.
+        let mut next = Some(tokens.len());
+        while let Some(end) = next {
+            let Some(point) = self.scheduler.resume_point(*root, &tokens[..end]) else { break };
+            copied += self.keep_point(&names, &point);
+            next = match recurrent {
+                true => (point.tokens as usize).checked_sub(HASH_UNIT_TOKENS),
+                false => Some(savable(*prompt)).filter(|prompt| *prompt < end),
+            };
+        }
+        copied
+    }
+
+    /// From its end on: what runs out of room, or grows old, is then the end and leaves a shorter prefix.
+    fn keep_point(&mut self, names: &PrefixNames, point: &ResumePoint) -> u64 {
+        let Some(tiering) = &mut self.tiering else { return 0 };
+        let mut copied = 0;
+        for block in point.blocks.iter().rev() {
+            let bytes = self.decoder.groups().get(block.group).map_or(0, |group| group.block_bytes as u64);
+            let Some(key) = names.piece(block.group, block.tokens.end) else { continue };
+            if !tiering.tiers.lacks(key, bytes) {
+                continue;
+            }
+            match self.decoder.read_block(block.group, block.offset) {
+                Ok(bytes) => {
+                    copied += bytes.len() as u64;
+                    tiering.tiers.put(key, bytes);
+                }
+                Err(error) => {
+                    tracing::error!(%error, "a block cannot be read");
+                    return copied;
+                }
+            }
+        }
+        copied
+    }
+
+    /// Brings back what the tiers know of a prompt and the arena does not, then hands the request on; `None` if it
+    /// waits for files.
+    pub(super) fn bring_or_park(
+        &mut self,
+        now: Instant,
+        request: SequenceRequest,
+    ) -> Option<SequenceRequest> {
+        let Some(tiering) = &mut self.tiering else { return Some(request) };
+        tiering.tiers.receive();
+        let prefix = &request.prompt[..savable(request.prompt.len())];
+        let names = tiering.tiers.names(request.root, prefix);
+        let (arena, deepest) = self.depths(request.root, prefix, &names, Tiers::holds);
+        let Some(tiering) = self.tiering.as_mut().filter(|_| worthwhile(arena, deepest)) else {
+            return Some(request);
+        };
+        let keys = self.scheduler.shape(deepest).filter_map(|(group, end)| names.piece(group, end));
+        let keys: Vec<PieceKey> = keys.collect();
+        if keys.iter().any(|key| !tiering.tiers.is_here(*key)) && tiering.tiers.load(&keys) {
+            let until = now + tiering.tiers.patience();
+            tiering.parked.push_back(Parked { request, keys, until });
+            return None;
+        }
+        self.bring_back(request.root, &request.prompt);
+        Some(request)
+    }
+
+    /// Queues the requests for which everything has been read, or which have waited long enough.
+    pub(super) fn unpark(&mut self, now: Instant) {
+        let Some(tiering) = self.tiering.as_mut().filter(|tiering| !tiering.parked.is_empty()) else {
+            return;
+        };
+        tiering.tiers.receive();
+        for Parked { request, keys, until } in std::mem::take(&mut tiering.parked) {
+            let Some(tiering) = &mut self.tiering else { return };
+            if !self.live.contains_key(&request.id) {
+                tiering.tiers.done_with(&keys);
+            } else if now < until && keys.iter().any(|key| tiering.tiers.is_loading(*key)) {
+                tiering.parked.push_back(Parked { request, keys, until });
+            } else {
+                self.bring_back(request.root, &request.prompt);
+                if let Some(tiering) = &mut self.tiering {
+                    tiering.tiers.done_with(&keys);
+                }
+                self.enqueue(request);
+            }
+        }
+    }
+
+    /// Copies into the arena what is in memory of a prompt beyond what the arena has, if that is worth it.
+    fn bring_back(&mut self, root: BlockId, prompt: &[u32]) {
+        let prefix = &prompt[..savable(prompt.len())];
+        let Some(names) = self.tiering.as_ref().map(|tiering| tiering.tiers.names(root, prefix)) else {
+            return;
+        };
+        let (arena, deepest) = self.depths(root, prefix, &names, Tiers::is_here);
+        if !worthwhile(arena, deepest) {
+            return;
+        }
+        // Live sequences may hold too much; then it is computed when there is room.
+        let Some((id, point)) = self.scheduler.begin_restore(deepest) else { return };
+        let written = self.write_pieces(&names, &point);
+        let prefix = written.then_some((root, &prefix[..deepest as usize]));
+        if self.scheduler.end_restore(id, prefix)
+            && let Some(tiering) = &mut self.tiering
+        {
+            tiering.counts.hits += 1;
+            tiering.counts.hit_tokens += u64::from(deepest - arena);
+        }
+    }
+
+    fn write_pieces(&mut self, names: &PrefixNames, point: &ResumePoint) -> bool {
+        let Some(tiering) = &mut self.tiering else { return false };
+        for block in point.blocks.iter().rev() {
+            let piece = names.piece(block.group, block.tokens.end).and_then(|key| tiering.tiers.get(key));
+            let Some(bytes) = piece else { return false };
+            if let Err(error) = self.decoder.write_block(block.group, block.offset, &bytes) {
+                tracing::error!(%error, "a block cannot be written");
+                return false;
+            }
+        }
+        true
+    }
+
+    /// How many tokens of a prefix the arena can serve, and how many the tiers by what `has` says.
+    fn depths(
+        &self,
+        root: BlockId,
+        prefix: &[u32],
+        names: &PrefixNames,
+        has: impl Fn(&Tiers, PieceKey) -> bool,
+    ) -> (u32, u32) {
+        let Some(tiering) = &self.tiering else { return (0, 0) };
+        let deepest = self.scheduler.deepest_whole(prefix.len() as u32, |group, end| {
+            names.piece(group, end).is_some_and(|key| has(&tiering.tiers, key))
+        });
+        match deepest {
+            0 => (0, 0),
+            _ => (self.scheduler.resume_point(root, prefix).map_or(0, |point| point.tokens), deepest),
+        }
+    }
+}
+
+fn worthwhile(arena: u32, deepest: u32) -> bool {
+    let gain = deepest.saturating_sub(arena);
+    gain >= LEAST_GAIN && gain >= deepest / GAIN_PART
+}

@@ -1,0 +1,107 @@
+//! What resume points are made of, wherever their pieces lie.
+
+use super::KvCache;
+use super::prefix::Need;
+use std::ops::Range;
+
+impl KvCache {
+    /// The pieces of a resume point after `units` units: groups, and the ends of their blocks in units.
+    pub(crate) fn shape(&self, units: u32) -> impl Iterator<Item = (usize, u32)> {
+        let groups = 0..self.spec.groups.len();
+        groups.flat_map(move |group| self.unit_ranges(group, units).map(move |block| (group, block.end)))
+    }
+
+    /// The deepest resume point of at most `units` units whose pieces are all there; 0 if there is none. `has` is
+    /// asked for a group and the end of a block in units.
+    pub(crate) fn deepest_whole(&self, units: u32, mut has: impl FnMut(usize, u32) -> bool) -> u32 {
+        // Windows and states first: they are few, and where they are missing nobody needs to count the rest.
+        let mut groups: Vec<usize> = (0..self.spec.groups.len()).collect();
+        groups.sort_by_key(|&group| self.tree.needs()[group] == Need::All);
+        let mut units = units;
+        while units > 0 {
+            let missing = groups.iter().find_map(|&group| {
+                let block = self.unit_ranges(group, units).find(|block| !has(group, block.end))?;
+                Some((self.tree.needs()[group], block))
+            });
+            match missing {
+                None => return units,
+                // Whatever reaches that far needs this block.
+                Some((Need::All, block)) => units = block.end - 1,
+                Some((Need::Window(_), _)) => units -= 1,
+            }
+        }
+        0
+    }
+
+    /// Which units a resume point after `units` units takes of a group, block by block. Every block holds its
+    /// units from its start: so it can serve shorter prefixes too.
+    pub(super) fn unit_ranges(&self, group: usize, units: u32) -> impl Iterator<Item = Range<u32>> + use<> {
+        let per_block = self.spec.units_in(group) as u32;
+        let first = match self.tree.needs()[group] {
+            Need::All => 0,
+            Need::Window(window) => units.saturating_sub(window),
+        };
+        let blocks = first / per_block..units.div_ceil(per_block);
+        blocks.map(move |block| block * per_block..((block + 1) * per_block).min(units))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    fn cache(kinds: &[GroupKind], block_tokens: u32) -> KvCache {
+        let groups = kinds.iter().map(|&kind| GroupSpec { kind, block_bytes: 64 }).collect();
+        KvCache::new(CacheSpec { groups, block_tokens, arena_bytes: 1 << 20 }, Placement::Paged).unwrap()
+    }
+
+    fn kinds() -> impl Strategy<Value = Vec<GroupKind>> {
+        let sliding = GroupKind::Sliding { window: 40 };
+        prop::sample::select(vec![
+            vec![GroupKind::Full],
+            vec![GroupKind::Full, sliding],
+            vec![sliding, GroupKind::Full, GroupKind::State],
+            vec![GroupKind::State],
+        ])
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        /// As trying every length, the longest first.
+        #[test]
+        fn the_deepest_whole_point_is_found(
+            kinds in kinds(),
+            block_tokens in prop::sample::select(vec![16, 32, 64]),
+            missing in prop::collection::btree_set((0usize..3, 1u32..24), 0..12),
+            states in prop::collection::btree_set(1u32..24, 0..4),
+            most in 0u32..24,
+        ) {
+            let cache = cache(&kinds, block_tokens);
+            let has = |group: usize, end: u32| match kinds[group] {
+                GroupKind::State => states.contains(&end),
+                _ => !missing.contains(&(group, end)),
+            };
+            let whole = |units: &u32| cache.shape(*units).all(|(group, end)| has(group, end));
+            let want = (1..=most).rev().find(whole).unwrap_or(0);
+            prop_assert_eq!(cache.deepest_whole(most, has), want);
+        }
+    }
+
+    #[test]
+    fn a_long_prefix_without_its_first_block_is_not_counted_through() {
+        let cache = cache(&[GroupKind::Full, GroupKind::Sliding { window: 512 }], 16);
+        let mut asked = BTreeSet::new();
+        let mut times = 0u32;
+        let deepest = cache.deepest_whole(8000, |group, end| {
+            asked.insert((group, end));
+            times += 1;
+            (group, end) != (0, 1)
+        });
+        assert_eq!(deepest, 0);
+        assert!(times < 100 && asked.contains(&(0, 1)), "{times}");
+    }
+}

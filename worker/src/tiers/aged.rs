@@ -1,0 +1,109 @@
+//! Pieces by the time of their last use, within a budget of bytes.
+
+use super::PieceKey;
+use std::collections::{BTreeMap, HashMap};
+
+/// Forgets the least recently used where bytes run out.
+#[derive(Debug)]
+pub(super) struct Aged<V> {
+    entries: HashMap<PieceKey, Entry<V>>,
+    /// Time of the last use to its piece.
+    order: BTreeMap<u64, PieceKey>,
+    clock: u64,
+    bytes: u64,
+    limit: u64,
+}
+
+#[derive(Debug)]
+struct Entry<V> {
+    value: V,
+    bytes: u64,
+    used: u64,
+}
+
+impl<V> Aged<V> {
+    pub(super) fn new(limit: u64) -> Self {
+        Self { entries: HashMap::new(), order: BTreeMap::new(), clock: 0, bytes: 0, limit }
+    }
+
+    pub(super) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn get(&self, key: &PieceKey) -> Option<&V> {
+        self.entries.get(key).map(|entry| &entry.value)
+    }
+
+    pub(super) fn bytes_of(&self, key: &PieceKey) -> Option<u64> {
+        self.entries.get(key).map(|entry| entry.bytes)
+    }
+
+    /// Marks as used now. `false`: it is not there.
+    pub(super) fn touch(&mut self, key: &PieceKey) -> bool {
+        let Some(entry) = self.entries.get_mut(key) else { return false };
+        self.order.remove(&entry.used);
+        self.clock += 1;
+        entry.used = self.clock;
+        self.order.insert(self.clock, *key);
+        true
+    }
+
+    /// Keeps it as the most recently used. Returns what had to go; of that nothing is kept here any more. What is
+    /// larger than the budget is not kept.
+    pub(super) fn insert(&mut self, key: PieceKey, bytes: u64, value: V) -> Vec<PieceKey> {
+        self.remove(&key);
+        if bytes > self.limit {
+            return Vec::new();
+        }
+        let mut gone = Vec::new();
+        while self.bytes + bytes > self.limit
+            && let Some((_, oldest)) = self.order.first_key_value().map(|(used, key)| (*used, *key))
+        {
+            self.remove(&oldest);
+            gone.push(oldest);
+        }
+        self.clock += 1;
+        self.entries.insert(key, Entry { value, bytes, used: self.clock });
+        self.order.insert(self.clock, key);
+        self.bytes += bytes;
+        gone
+    }
+
+    pub(super) fn remove(&mut self, key: &PieceKey) -> Option<V> {
+        let entry = self.entries.remove(key)?;
+        self.order.remove(&entry.used);
+        self.bytes -= entry.bytes;
+        Some(entry.value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(n: u32) -> PieceKey {
+        PieceKey { prefix: [0; 32], group: n }
+    }
+
+    #[test]
+    fn the_least_recently_used_go_until_there_is_room() {
+        let mut aged = Aged::new(10);
+        for n in 0..3 {
+            assert_eq!(aged.insert(key(n), 3, n), []);
+        }
+        assert!(aged.touch(&key(0)) && !aged.touch(&key(7)));
+        assert_eq!(aged.insert(key(3), 5, 3), [key(1), key(2)]);
+        assert_eq!((aged.bytes(), aged.get(&key(0)), aged.get(&key(1))), (8, Some(&0), None));
+        // The same again takes the place of itself.
+        assert_eq!(aged.insert(key(0), 5, 9), []);
+        assert_eq!((aged.bytes(), aged.get(&key(0)), aged.bytes_of(&key(0))), (10, Some(&9), Some(5)));
+        // What never fits drives nobody out.
+        assert_eq!(aged.insert(key(4), 11, 4), []);
+        assert_eq!((aged.bytes(), aged.get(&key(4))), (10, None));
+        assert_eq!((aged.remove(&key(3)), aged.remove(&key(3)), aged.bytes()), (Some(3), None, 5));
+    }
+}

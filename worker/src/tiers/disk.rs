@@ -1,0 +1,237 @@
+//! The directory, and the two threads that write to it and read from it.
+
+use super::aged::Aged;
+use super::{DiskConfig, PieceKey, file};
+use crate::Error;
+use parking_lot::Mutex;
+use std::collections::HashSet;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::SystemTime;
+
+/// Bytes of a file besides those of its piece, at most.
+const OVERHEAD: u64 = 128;
+
+/// A piece that was asked for; none if it was damaged or gone.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) key: PieceKey,
+    pub(super) bytes: Option<Arc<[u8]>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Disk {
+    shared: Arc<Shared>,
+    // Taken when it is dropped: so the threads end.
+    writes: Option<Sender<(PieceKey, Arc<[u8]>)>>,
+    reads: Option<Sender<PieceKey>>,
+    arrivals: Receiver<Loaded>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    dir: PathBuf,
+    // Never held while a file is touched.
+    index: Mutex<Index>,
+    queued_bytes: AtomicU64,
+    write_failures: AtomicU64,
+    /// Nobody wants what is still to be read.
+    closing: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Index {
+    files: Aged<()>,
+    writing: HashSet<PieceKey>,
+}
+
+impl Disk {
+    /// Takes a directory over with what is in it, the files used longest ago as the oldest.
+    pub(super) fn open(config: &DiskConfig) -> Result<Self, Error> {
+        let failed =
+            |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
+        // What stands in a cache is nobody else's business on this machine.
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&config.dir).map_err(failed)?;
+        let files = scan(&config.dir, config.bytes).map_err(failed)?;
+        let shared = Arc::new(Shared {
+            dir: config.dir.clone(),
+            index: Mutex::new(Index { files, writing: HashSet::new() }),
+            queued_bytes: AtomicU64::new(0),
+            write_failures: AtomicU64::new(0),
+            closing: AtomicBool::new(false),
+        });
+        let (writes, to_write) = channel();
+        let (reads, to_read) = channel();
+        let (loaded, arrivals) = channel();
+        let (writer, reader) = (Arc::clone(&shared), Arc::clone(&shared));
+        let threads = vec![
+            spawn("kvasir-kv-write", move || writer.write_all(&to_write))?,
+            spawn("kvasir-kv-read", move || reader.read_all(&to_read, &loaded))?,
+        ];
+        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads })
+    }
+
+    /// Bytes of the piece's file; none if there is no file.
+    pub(super) fn bytes_of(&self, key: PieceKey) -> Option<u64> {
+        self.shared.index.lock().files.bytes_of(&key)
+    }
+
+    /// Whether a piece of so many bytes is neither there nor on its way, and could be. One that is there grows young.
+    pub(super) fn lacks(&self, key: PieceKey, bytes: u64) -> bool {
+        let mut index = self.shared.index.lock();
+        bytes + OVERHEAD <= index.files.limit() && !index.files.touch(&key) && !index.writing.contains(&key)
+    }
+
+    /// Bytes that wait to be written.
+    pub(super) fn queued_bytes(&self) -> u64 {
+        self.shared.queued_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Has a piece written.
+    pub(super) fn write(&self, key: PieceKey, bytes: Arc<[u8]>) {
+        let length = bytes.len() as u64;
+        self.shared.index.lock().writing.insert(key);
+        self.shared.queued_bytes.fetch_add(length, Ordering::Relaxed);
+        if self.writes.as_ref().is_none_or(|writes| writes.send((key, bytes)).is_err()) {
+            self.shared.queued_bytes.fetch_sub(length, Ordering::Relaxed);
+            self.shared.index.lock().writing.remove(&key);
+            self.shared.write_failures.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Has a piece read; it arrives in [`Disk::loaded`]. Should the thread be gone it never does, and whoever waits
+    /// waits as long as its patience lasts.
+    pub(super) fn read(&self, key: PieceKey) {
+        let _ = self.reads.as_ref().map(|reads| reads.send(key));
+    }
+
+    /// What has been read since the last call.
+    pub(super) fn loaded(&self) -> impl Iterator<Item = Loaded> {
+        self.arrivals.try_iter()
+    }
+
+    /// Bytes of all files.
+    pub(super) fn bytes(&self) -> u64 {
+        self.shared.index.lock().files.bytes()
+    }
+
+    /// Pieces that could not be written.
+    pub(super) fn write_failures(&self) -> u64 {
+        self.shared.write_failures.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Disk {
+    /// Waits for what is queued to be written.
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::Relaxed);
+        drop((self.writes.take(), self.reads.take()));
+        for thread in self.threads.drain(..) {
+            // One that has panicked has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn write_all(&self, queue: &Receiver<(PieceKey, Arc<[u8]>)>) {
+        while let Ok((key, bytes)) = queue.recv() {
+            self.write(key, &bytes);
+            self.queued_bytes.fetch_sub(bytes.len() as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn write(&self, key: PieceKey, bytes: &[u8]) {
+        // Room first, so that the directory never holds more than it may; the place is taken when it is filled.
+        let gone = {
+            let files = &mut self.index.lock().files;
+            let gone = files.insert(key, bytes.len() as u64 + OVERHEAD, ());
+            files.remove(&key);
+            gone
+        };
+        gone.into_iter().for_each(|key| self.remove(key));
+        let written = file::write(&self.dir, key, bytes);
+        let mut index = self.index.lock();
+        index.writing.remove(&key);
+        match written {
+            Ok(length) => {
+                index.files.insert(key, length, ());
+            }
+            Err(error) => {
+                drop(index);
+                self.write_failures.fetch_add(1, Ordering::Relaxed);
+                tracing::warn!(dir = %self.dir.display(), %error, "KV cannot be kept on disk");
+            }
+        }
+    }
+
+    fn read_all(&self, queue: &Receiver<PieceKey>, loaded: &Sender<Loaded>) {
+        while let Ok(key) = queue.recv() {
+            if self.closing.load(Ordering::Relaxed) || loaded.send(self.read(key)).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn read(&self, key: PieceKey) -> Loaded {
+        let bytes = match file::read(&self.dir, key) {
+            Ok(bytes) => {
+                self.index.lock().files.touch(&key);
+                Some(bytes.into())
+            }
+            Err(error) => {
+                tracing::warn!(path = %file::path_of(&self.dir, key).display(), %error, "KV on disk is lost");
+                self.index.lock().files.remove(&key);
+                self.remove(key);
+                None
+            }
+        };
+        Loaded { key, bytes }
+    }
+
+    fn remove(&self, key: PieceKey) {
+        let path = file::path_of(&self.dir, key);
+        match std::fs::remove_file(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!(path = %path.display(), %error, "a file cannot be removed"),
+        }
+    }
+}
+
+/// The pieces of a directory by age. Removes what was never finished and what is too much.
+fn scan(dir: &Path, limit: u64) -> io::Result<Aged<()>> {
+    let mut found: Vec<(SystemTime, PieceKey, u64)> = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        let path = entry.path();
+        if path.extension().is_some_and(|extension| extension == file::UNFINISHED) {
+            std::fs::remove_file(&path)?;
+        } else if let Some(key) = file::key_of(&path) {
+            let metadata = entry.metadata()?;
+            found.push((metadata.modified()?, key, metadata.len()));
+        }
+    }
+    found.sort_unstable();
+    let mut files = Aged::new(limit);
+    for (_, key, bytes) in found {
+        let gone = files.insert(key, bytes, ());
+        let refused = files.get(&key).is_none().then_some(key);
+        for key in gone.into_iter().chain(refused) {
+            std::fs::remove_file(file::path_of(dir, key))?;
+        }
+    }
+    Ok(files)
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
+    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+    spawned.map_err(|source| Error::Io { what: format!("cannot start thread {name}"), source })
+}

@@ -1,0 +1,257 @@
+//! Prefixes that were evicted come back from host memory and from files, also after a restart, and no bit tells; what
+//! is damaged or of another origin is computed again.
+
+use crate::harness::{Ask, Asked, Heard, cramped, one_by_one, open, options, prompt, submit};
+use kernels::backend::KvType;
+use kvasir_worker::engine::{Engine, StepOutcome};
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::tiers::{DiskConfig, TiersConfig};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states.
+const KINDS: [&str; 5] = [
+    "tiny/llama/llama-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/gpt-oss/gpt-oss-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+];
+const PROMPT: usize = 200;
+const GENERATE: u32 = 12;
+
+fn asked() -> Ask {
+    Ask::greedy(prompt(1, PROMPT), GENERATE)
+}
+
+/// All positions of the prompt and what follows, with nothing shared.
+fn undisturbed(model: &str, ask: &Ask) -> Heard {
+    let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+    one_by_one(&mut open(model, &options), std::slice::from_ref(ask)).remove(0)
+}
+
+/// An arena for little more than one such request.
+fn small(model: &str, block_tokens: usize, tiers: TiersConfig) -> EngineOptions {
+    let options = EngineOptions { block_tokens, ..options(model) };
+    EngineOptions { tiers, ..cramped(model, &options, 2 * PROMPT) }
+}
+
+fn host(host_bytes: u64) -> TiersConfig {
+    TiersConfig { host_bytes, ..TiersConfig::default() }
+}
+
+fn disk(dir: &Path, host_bytes: u64) -> TiersConfig {
+    let disk = Some(DiskConfig { dir: dir.to_owned(), bytes: 1 << 30 });
+    TiersConfig { host_bytes, disk, patience: Duration::from_secs(60) }
+}
+
+/// To the end; a request may wait for files meanwhile.
+fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
+    let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while engine.has_work() {
+        if engine.step(Instant::now()).unwrap() == StepOutcome::Idle {
+            assert!(Instant::now() < deadline, "it waits for ever");
+            std::thread::yield_now();
+        }
+    }
+    while engine.copy_out() {}
+    asked.iter().map(Asked::heard).collect()
+}
+
+fn evict(engine: &mut Engine) {
+    for seed in 100..108 {
+        finish(engine, &[Ask::greedy(prompt(seed, 330), 2).tokens_only()]);
+    }
+}
+
+/// The same tokens, and the same bits wherever there are any.
+fn assert_same(what: &str, heard: &Heard, want: &Heard) {
+    assert_eq!(heard.failed, None, "{what}");
+    assert_eq!(heard.tokens, want.tokens, "{what}");
+    assert_eq!(heard.logits.len(), want.logits.len() - heard.cached(), "{what}");
+    for (position, row) in &heard.logits {
+        assert!(*row == want.logits[position], "{what}: logits at {position} differ");
+    }
+}
+
+#[test]
+fn without_tiers_it_is_gone() {
+    for model in KINDS {
+        let mut engine = open(model, &small(model, 16, TiersConfig::default()));
+        finish(&mut engine, &[asked()]);
+        evict(&mut engine);
+        assert_eq!(finish(&mut engine, &[asked()])[0].cached(), 0, "{model}");
+    }
+}
+
+#[test]
+fn an_evicted_prefix_comes_back_from_host_memory_bit_by_bit() {
+    for model in KINDS {
+        for block_tokens in [16, 64] {
+            let what = format!("{model}, blocks of {block_tokens}");
+            let mut engine = open(model, &small(model, block_tokens, host(64 << 20)));
+            let first = finish(&mut engine, &[asked()]).remove(0);
+            let want = undisturbed(model, &asked());
+            assert_same(&what, &first, &want);
+            evict(&mut engine);
+            let again = finish(&mut engine, &[asked()]).remove(0);
+            assert_eq!(again.cached(), 192, "{what}");
+            assert_same(&what, &again, &want);
+            assert_eq!(engine.metrics().tiers.hits.get(), 1, "{what}");
+            assert_eq!(engine.metrics().tiers.hit_tokens.get(), 192, "{what}");
+
+            // The next turn: what was generated came too.
+            let next = Ask::greedy([asked().prompt, first.tokens, prompt(9, 30)].concat(), GENERATE);
+            evict(&mut engine);
+            let heard = finish(&mut engine, std::slice::from_ref(&next)).remove(0);
+            assert_eq!(heard.cached(), 208, "{what}");
+            assert_same(&what, &heard, &undisturbed(model, &next));
+        }
+    }
+}
+
+#[test]
+fn a_tier_that_is_too_small_keeps_the_start() {
+    let model = KINDS[0];
+    let want = undisturbed(model, &asked());
+    let mut engine = open(model, &small(model, 16, host(1)));
+    finish(&mut engine, &[asked()]);
+    evict(&mut engine);
+    let heard = finish(&mut engine, &[asked()]).remove(0);
+    assert_eq!(heard.cached(), 0);
+    assert_same(model, &heard, &want);
+
+    let block = engine.decoder().groups()[0].block_bytes as u64;
+    let dir = tempfile::tempdir().unwrap();
+    let six = Some(DiskConfig { dir: dir.path().to_owned(), bytes: 6 * (block + 128) });
+    let options = small(model, 16, TiersConfig { disk: six, ..disk(dir.path(), 0) });
+    finish(&mut open(model, &options), &[asked()]);
+    let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
+    assert_eq!(heard.cached(), 96);
+    assert_same(model, &heard, &want);
+}
+
+#[test]
+fn files_serve_the_next_process_and_a_burst_of_requests() {
+    for model in KINDS {
+        for host_bytes in [0, 64 << 20] {
+            let what = format!("{model}, {host_bytes} bytes of host memory");
+            let dir = tempfile::tempdir().unwrap();
+            let options = small(model, 16, disk(dir.path(), host_bytes));
+            let want = undisturbed(model, &asked());
+            let mut engine = open(model, &options);
+            finish(&mut engine, &[asked()]);
+            drop(engine);
+            let mut engine = open(model, &options);
+            let heard = finish(&mut engine, &[asked()]).remove(0);
+            assert_eq!(heard.cached(), 192, "{what}");
+            assert_same(&what, &heard, &want);
+            assert_eq!(engine.metrics().tiers.load_failures.get(), 0, "{what}");
+            evict(&mut engine);
+            drop(engine);
+
+            let mut engine = open(model, &options);
+            for heard in finish(&mut engine, &[asked(), asked(), asked()]) {
+                assert_eq!(heard.cached(), 192, "{what}");
+                assert_same(&what, &heard, &want);
+            }
+            assert_eq!(engine.metrics().tiers.hits.get(), 1, "{what}: then the arena has it");
+            assert_eq!(engine.load().kv_used, 0, "{what}");
+        }
+    }
+}
+
+#[test]
+fn damaged_files_are_computed_again() {
+    for model in KINDS {
+        let dir = tempfile::tempdir().unwrap();
+        let options = small(model, 16, disk(dir.path(), 0));
+        let want = undisturbed(model, &asked());
+        finish(&mut open(model, &options), &[asked()]);
+        let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|file| file.unwrap().path()).collect();
+        for (index, path) in files.iter().enumerate() {
+            let mut bytes = std::fs::read(path).unwrap();
+            match index % 2 {
+                0 => {
+                    let middle = bytes.len() / 2;
+                    bytes[middle] ^= 4;
+                }
+                _ => bytes.truncate(bytes.len() - 1),
+            }
+            std::fs::write(path, bytes).unwrap();
+        }
+        let mut engine = open(model, &options);
+        let heard = finish(&mut engine, &[asked()]).remove(0);
+        assert_eq!(heard.cached(), 0, "{model}");
+        assert_same(model, &heard, &want);
+        let failures = engine.metrics().tiers.load_failures.get();
+        assert!(failures > 0 && engine.metrics().tiers.hits.get() == 0, "{model}: {failures}");
+        drop(engine);
+        // It was kept once more, and this time it is whole.
+        let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
+        assert_eq!(heard.cached(), 192, "{model}");
+        assert_same(model, &heard, &want);
+    }
+}
+
+#[test]
+fn one_damaged_block_truncates() {
+    let model = KINDS[0];
+    let dir = tempfile::tempdir().unwrap();
+    let options = small(model, 16, disk(dir.path(), 0));
+    finish(&mut open(model, &options), &[asked()]);
+    let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|file| file.unwrap().path()).collect();
+    let want = undisturbed(model, &asked());
+    let mut served = Vec::new();
+    for path in files {
+        let whole = std::fs::read(&path).unwrap();
+        let mut bytes = whole.clone();
+        bytes[100] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
+        served.push(heard.cached());
+        assert_same(model, &heard, &want);
+        std::fs::write(&path, whole).unwrap();
+    }
+    // Damaged at the first block: nothing. At the second: less than is worth it. From there on all before it. Behind
+    // the prompt there is one block more, which nobody asks for.
+    served.sort_unstable();
+    assert_eq!(served, [0, 0, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192]);
+}
+
+#[test]
+fn what_another_origin_has_left_is_not_used() {
+    for model in KINDS {
+        let dir = tempfile::tempdir().unwrap();
+        let here = small(model, 16, disk(dir.path(), 0));
+        let other = EngineOptions { kv_type: KvType::F16, ..here.clone() };
+        finish(&mut open(model, &other), &[asked()]);
+        assert!(std::fs::read_dir(dir.path()).unwrap().count() > 0);
+        let mut engine = open(model, &here);
+        let heard = finish(&mut engine, &[asked()]).remove(0);
+        assert_eq!((heard.cached(), engine.metrics().tiers.loads.get()), (0, 0), "{model}");
+        assert_same(model, &heard, &undisturbed(model, &asked()));
+    }
+}
+
+#[test]
+fn a_request_that_waits_for_files_can_end_and_need_not_wait_longer_than_it_may() {
+    let model = KINDS[0];
+    let dir = tempfile::tempdir().unwrap();
+    let options = small(model, 16, disk(dir.path(), 0));
+    finish(&mut open(model, &options), &[asked()]);
+
+    let mut engine = open(model, &options);
+    let asked_twice = [submit(&mut engine, &asked()), submit(&mut engine, &asked())];
+    assert_eq!(engine.load().waiting, 2);
+    engine.cancel(asked_twice[0].id.unwrap());
+    let rest = finish(&mut engine, &[]);
+    assert!(rest.is_empty() && asked_twice[0].heard().started.is_none());
+    assert_eq!(asked_twice[1].heard().cached(), 192);
+
+    let tiers = TiersConfig { patience: Duration::ZERO, ..disk(dir.path(), 0) };
+    let mut engine = open(model, &EngineOptions { tiers, ..options });
+    let heard = finish(&mut engine, &[asked()]).remove(0);
+    assert_same(model, &heard, &undisturbed(model, &asked()));
+}
