@@ -47,11 +47,6 @@ impl Admin {
         ops_client::address(&server)
     }
 
-    /// The worker that is named.
-    pub(crate) fn worker(&self) -> Option<&str> {
-        self.worker.as_deref()
-    }
-
     /// `path` with what is asked in general and `more` in its query.
     fn path(&self, path: &str, more: &[(&str, Option<String>)]) -> String {
         let general = [("model", &self.model), ("tenant", &self.tenant), ("worker", &self.worker)];

@@ -223,7 +223,7 @@ impl Restore {
                 admin.upload(PATH, &[choice, ("id", name)], &mut file, length)?
             }
             (None, Some(id)) => {
-                let body = json!({"as": name, "worker": admin.worker()});
+                let body = json!({ "as": name });
                 let path = format!("{PATH}/{}/restore", escape(&id));
                 admin.ask("POST", &path, &choice(nth), Some(&body))?
             }

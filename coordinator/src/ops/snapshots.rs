@@ -6,7 +6,7 @@
 //! | `POST` JSON `{"id","medium"}` | saves at the worker, in `memory` (default) or on `disk` | K |
 //! | `POST` `application/octet-stream` | restores a snapshot's bytes, as `?id=` or a new name, at `?worker=` or the one with least to do | S |
 //! | `GET /{id}` | a snapshot's bytes: the saved one of this name, else one taken now | bytes |
-//! | `POST /{id}/restore` JSON `{"as","worker"}` | restores a saved snapshot, under its own name or another; at another worker its bytes move there | S |
+//! | `POST /{id}/restore` JSON `{"as"}` | restores a saved snapshot, under its own name or another; where `?worker=` is another worker than the one that has it, its bytes move there | S |
 //! | `POST /{id}/fork` JSON `{"as"}` | another sequence that stands where this one does | S |
 //! | `POST /{id}/reset` JSON `{"keep"}` | cuts the sequence to its first tokens | S |
 //! | `DELETE /{id}` | forgets the sequence and the snapshot of this name | 204 |
@@ -20,7 +20,7 @@ use super::keep::{Keep, OPERATION_LIMIT, Query, answer, named};
 use crate::api::auth::Caller;
 use crate::api::error::ApiError;
 use crate::api::fields::Fields;
-use crate::api::limits::{self, BODY_IDLE};
+use crate::api::limits::{self, BODY_IDLE, WRITE_STALL};
 use crate::random::random_u64;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -110,7 +110,8 @@ async fn upload(
         let Some(frame) = frame else { break };
         let frame = frame.map_err(|_| ApiError::field("body", "cut off or malformed"))?;
         let Ok(data) = frame.into_data() else { continue };
-        if exchange.send(&data).await.is_err() {
+        let sent = timeout(WRITE_STALL, exchange.send(&data)).await;
+        if sent.map_err(|_| ApiError::WorkerLost)?.is_err() {
             // The worker wants no more and says why.
             break;
         }
@@ -151,21 +152,27 @@ async fn restore(
 ) -> Result<Json<Value>, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
     let body = body_or_nothing(request).await?;
-    let fields = Fields::parse(&body, &["as", "worker"])?;
     let snapshot = named(id, &query)?;
-    let name = match fields.get::<String>("as")? {
+    let name = match Fields::parse(&body, &["as"])?.get::<String>("as")? {
         Some(id) => named(id, &Query::default())?,
         None => snapshot.clone(),
     };
-    let Some(target) = fields.get::<String>("worker")? else {
-        let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name };
-        let (node, reply, _) = keep.ask_holder(&query, &snapshot, &operation).await?;
+    // Here the worker is where it goes, not where it is.
+    let anywhere = Query { worker: None, ..query.clone() };
+    let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name: name.clone() };
+    if query.worker.is_none() {
+        let (node, reply, _) = keep.ask_holder(&anywhere, &snapshot, &operation).await?;
         return restored(&keep, &node, reply);
-    };
-    let workers = keep.workers(&Query { worker: Some(target), ..Query::default() }, None)?;
+    }
+    let workers = keep.workers(&query, None)?;
     let target = workers.first().ok_or(ApiError::NoWorker)?;
+    match keep.ask(target, operation).await {
+        Ok((reply, _)) => return restored(&keep, target, reply),
+        Err(ApiError::Unknown { .. }) => {}
+        Err(error) => return Err(error),
+    }
     let operation = SequenceOperation::Fetch { sequence: snapshot.clone() };
-    let (_, reply, mut pieces) = keep.ask_holder(&query, &snapshot, &operation).await?;
+    let (_, reply, mut pieces) = keep.ask_holder(&anywhere, &snapshot, &operation).await?;
     let SequenceReply::Bytes(bytes) = reply else { return Err(ApiError::Internal) };
     let moved = async {
         let mut exchange = keep.open(target, SequenceOperation::Upload { name, bytes }).await?;

@@ -75,12 +75,16 @@ async fn snapshots_come_back_as_bytes_and_move_between_workers() {
     let path = format!("{SNAPSHOTS}/a/restore");
     let here = post(rig.at.ops, &path, &json!({"as": "c"})).await.json();
     assert_eq!((&here["id"], &here["worker"]), (&json!("c"), &json!(worker)));
-    let there = post(rig.at.ops, &path, &json!({"worker": other})).await.json();
+    let there = post(rig.at.ops, &format!("{path}?worker={other}"), &json!({})).await.json();
     assert_eq!((&there["id"], &there["worker"]), (&json!("a"), &json!(other)));
     let moved = workers.iter().find(|w| w.name.as_str() == other).unwrap();
     assert!(matches!(moved.operations().last(), Some(SequenceOperation::Upload { bytes: 48, .. })));
+    let back = post(rig.at.ops, &format!("{path}?worker={worker}"), &json!({})).await.json();
+    assert_eq!(back["worker"], json!(worker), "where it is, nothing moves");
+    let stays = workers.iter().find(|w| w.name.as_str() == worker).unwrap();
+    assert!(matches!(stays.operations().last(), Some(SequenceOperation::Restore { .. })));
     assert_eq!(
-        post(rig.at.ops, &path, &json!({"worker": "w9"})).await.error(),
+        post(rig.at.ops, &format!("{path}?worker=w9"), &json!({})).await.error(),
         (400, "invalid_field".into(), "worker".into())
     );
 }

@@ -74,8 +74,8 @@ fn a_saved_sequence_outlives_every_process_and_goes_on_bit_by_bit() {
     // What was kept on disk is still there, and can go to the other worker.
     let list = kvasir(dir.path(), &["snapshot", "list"]);
     assert_eq!(list["snapshots"][0], kept);
-    let other =
-        cluster.nodes().workers.iter().map(|node| node.id.clone()).find(|id| *id != then.worker).unwrap();
+    let mut workers = cluster.nodes().workers.iter().map(|node| node.id.clone());
+    let other = workers.find(|id| *id != first.worker).unwrap();
     let moved = kvasir(dir.path(), &["snapshot", "restore", "--kept", "talk", "--worker", &other]);
     assert_eq!(
         (&moved["id"], &moved["worker"], &moved["cached"]),
