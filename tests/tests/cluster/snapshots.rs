@@ -3,7 +3,7 @@
 use crate::shared_prefix::text;
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
-use kvasir_cluster_tests::{binary, http};
+use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -190,4 +190,36 @@ fn a_snapshot_has_windows_of_sliding_layers_only() {
         uniform / (1 << 20) as f64,
     );
     assert!(found <= 1.15 * least, "{found} bytes, {least} are needed");
+}
+
+#[test]
+fn a_worker_that_is_killed_finds_its_prefixes_in_its_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let budget = format!("{}:64MiB", dir.path().display());
+    let builder = Cluster::builder("kv-disk", &tiny_model()).flag("--workers", "1");
+    let cluster = builder.flag("--kv-disk", &budget).start().unwrap();
+    let prompt: Vec<u32> = (0..200).map(|at| 5 + at * 7 % 400).collect();
+    let first = complete(&cluster, "first", &prompt, 12);
+    assert_eq!(first.cached, 0);
+    // Thirteen units have been computed, one block each.
+    let worker = cluster.nodes().workers[0].clone();
+    let pieces = || {
+        let files = std::fs::read_dir(dir.path().join(&worker.id)).unwrap();
+        files
+            .filter(|file| file.as_ref().is_ok_and(|f| f.path().extension().is_some_and(|e| e == "kvpiece")))
+            .count()
+    };
+    wait::until("all is written", binary::PATIENCE, || (pieces() == 13).then_some(())).unwrap();
+    signal::kill_now(worker.pid);
+    wait::until("the worker comes back", binary::PATIENCE, || {
+        let again = cluster.up_file().ok()?.workers.into_iter().next()?;
+        (again.pid != worker.pid && signal::is_alive(again.pid)).then_some(())?;
+        (cluster.status().ok()?["workers"][0]["state"] == "ready").then_some(())
+    })
+    .unwrap();
+    let again = complete(&cluster, "again", &prompt, 12);
+    assert_eq!(again.cached, 192);
+    assert_eq!((again.tokens, again.logprobs), (first.tokens, first.logprobs));
+    assert_eq!(cluster.worker_metric("kvasir_tier_hits_total").unwrap(), 1.0);
+    assert_eq!(cluster.worker_metric("kvasir_tier_load_failures_total").unwrap(), 0.0);
 }
