@@ -3,7 +3,7 @@
 use crate::progress::Bar;
 use crate::status::columns;
 use anyhow::Context;
-use model::Gguf;
+use model::ModelFile;
 use model::catalog::{self, Entry, Listed, Store};
 use model::inspect::Summary;
 use proto::ids::ModelId;
@@ -85,7 +85,7 @@ impl Models {
                 writeln!(out, "{}", path.display())?;
             }
             Action::Inspect(inspect) => {
-                let summary = Summary::of(&Gguf::open(resolve_or_pull(&inspect.model)?.path)?)?;
+                let summary = Summary::of(&ModelFile::open(resolve_or_pull(&inspect.model)?.path)?)?;
                 if inspect.json {
                     writeln!(out, "{}", serde_json::to_string(&summary)?)?;
                 } else {

@@ -2,7 +2,7 @@
 
 use crate::models;
 use anyhow::Context;
-use model::{Gguf, Tokenizer};
+use model::{ModelFile, Tokenizer};
 use std::io::Write;
 
 /// Prints the token ids of a text.
@@ -29,7 +29,7 @@ pub(crate) struct Tokenize {
 impl Tokenize {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let model = models::resolve_or_pull(&self.model)?;
-        let file = Gguf::open(&model.path)?;
+        let file = ModelFile::open(&model.path)?;
         let tokenizer = Tokenizer::from_metadata(file.metadata())?;
         let mut ids = tokenizer.encode(&self.text, self.special);
         if self.bos {

@@ -3,7 +3,7 @@
 use model::catalog;
 use model::chat_template::ChatTemplate;
 use model::sampling::SamplingDefaults;
-use model::{Gguf, Tokenizer};
+use model::{ModelFile, Tokenizer};
 use proto::ids::ModelId;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -76,7 +76,7 @@ impl Models {
                 return Err(ModelsError::Twice(id.clone()));
             }
             let file = |source| ModelsError::File { id: id.clone(), source: Box::new(source) };
-            let gguf = Gguf::open(path).map_err(file)?;
+            let gguf = ModelFile::open(path).map_err(file)?;
             let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?;
             let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
                 // Completions work without one.

@@ -67,11 +67,6 @@ pub fn known() -> impl ExactSizeIterator<Item = &'static str> {
 }
 
 impl ModelSpec {
-    /// As [`from_file`](Self::from_file).
-    pub fn from_gguf(file: &ModelFile) -> Result<Self, Error> {
-        Self::from_file(file)
-    }
-
     /// What the model in `file` computes.
     ///
     /// Fails if its architecture is not served, a hyper-parameter is missing, absurd or asks for something that

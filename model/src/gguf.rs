@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::Error;
 use crate::file::Contents;
 
-pub use crate::file::{ModelFile as Gguf, TensorInfo};
+pub use crate::file::TensorInfo;
 pub use malformed::Malformed;
 pub(crate) use parse::ALIGNMENT_KEY;
 

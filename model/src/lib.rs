@@ -25,7 +25,7 @@ mod test_files;
 
 pub use chat_template::ChatTemplate;
 pub use error::Error;
-pub use file::{ModelFile, ModelFile as Gguf};
+pub use file::ModelFile;
 pub use ggml_type::GgmlType;
 pub use metadata::Metadata;
 pub use spec::ModelSpec;

@@ -13,7 +13,7 @@ use crate::tiers::{Tiers, TiersConfig};
 use kernels::backend::{ActivationMode, Backend, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
-use model::gguf::Gguf;
+use model::ModelFile;
 use model::metadata::Metadata;
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
@@ -135,8 +135,8 @@ pub struct Plan {
 
 /// Loads a decoder without a KV arena.
 pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Decoder, Error> {
-    let gguf = Gguf::open(path)?;
-    let spec = ModelSpec::from_gguf(&gguf)?;
+    let gguf = ModelFile::open(path)?;
+    let spec = ModelSpec::from_file(&gguf)?;
     generates(&spec)?;
     let rows = options.max_rows.unwrap_or(512);
     load_decoder(&gguf, spec, options, backend(options, &environment)?, rows, progress)
@@ -160,7 +160,7 @@ fn environment(name: &str) -> Option<String> {
 
 /// What the model in a file is asked for.
 pub fn task(path: &Path) -> Result<ModelTask, Error> {
-    Ok(crate::encoder::task(&ModelSpec::from_gguf(&Gguf::open(path)?)?))
+    Ok(crate::encoder::task(&ModelSpec::from_file(&ModelFile::open(path)?)?))
 }
 
 fn generates(spec: &ModelSpec) -> Result<(), Error> {
@@ -175,8 +175,8 @@ fn generates(spec: &ModelSpec) -> Result<(), Error> {
 
 /// Computes the defaults for a model on this machine without loading weights.
 pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
-    let gguf = Gguf::open(path)?;
-    plan_for(&gguf, &ModelSpec::from_gguf(&gguf)?, options)
+    let gguf = ModelFile::open(path)?;
+    plan_for(&gguf, &ModelSpec::from_file(&gguf)?, options)
 }
 
 /// Loads a model and its engine; for one process, so the key of its prefixes does not matter.
@@ -209,8 +209,8 @@ fn prepare_on(
     backend: Box<dyn Backend>,
     progress: &mut Progress<'_>,
 ) -> Result<Prepared, Error> {
-    let gguf = Gguf::open(path)?;
-    let spec = ModelSpec::from_gguf(&gguf)?;
+    let gguf = ModelFile::open(path)?;
+    let spec = ModelSpec::from_file(&gguf)?;
     generates(&spec)?;
     let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
     let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
@@ -347,7 +347,7 @@ fn group_spec(group: &CacheGroup) -> GroupSpec {
 }
 
 fn load_decoder(
-    gguf: &Gguf,
+    gguf: &ModelFile,
     spec: ModelSpec,
     options: &EngineOptions,
     backend: Box<dyn Backend>,
@@ -369,7 +369,7 @@ fn threads(options: &EngineOptions) -> NonZeroUsize {
     options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
 }
 
-fn plan_for(gguf: &Gguf, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
+fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
     let available = ProcMemInfo.available_bytes().map_err(|source| Error::Io {
         what: "cannot read the free memory of this host".to_owned(),
         source,

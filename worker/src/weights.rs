@@ -24,7 +24,7 @@ pub trait TensorSource {
     fn tensor(&self, name: &str) -> Option<TensorView<'_>>;
 }
 
-impl TensorSource for model::gguf::Gguf {
+impl TensorSource for model::ModelFile {
     fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let info = Self::tensor(self, name)?;
         let bytes = self.tensor_data(name).ok()?;

@@ -18,7 +18,7 @@ use kvasir_coordinator::{Config, Coordinator};
 use model::gguf::writer::Writer;
 use model::metadata::Strings;
 use model::metadata::{Metadata, Value};
-use model::{Gguf, Tokenizer};
+use model::{ModelFile, Tokenizer};
 use proto::block::ClusterKey;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, ModelId, NodeId, Role};
@@ -51,7 +51,7 @@ impl Rig {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
         write_model(&path);
-        let digest = Tokenizer::from_metadata(Gguf::open(&path).unwrap().metadata()).unwrap().digest();
+        let digest = Tokenizer::from_metadata(ModelFile::open(&path).unwrap().metadata()).unwrap().digest();
         let authority = Authority::new(ClusterName::new("test").unwrap(), SystemTime::now()).unwrap();
         let node = NodeId::new("c1").unwrap();
         let identity =

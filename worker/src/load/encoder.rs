@@ -4,7 +4,7 @@ use super::{EngineOptions, MAX_CONTEXT, Plan, Progress, backend, environment, lo
 use crate::Error;
 use crate::encoder::{Encoder, Layout, task};
 use crate::kv_cache::memory::{MemoryFloor, MemoryRefused, ProcMemInfo};
-use model::gguf::Gguf;
+use model::ModelFile;
 use model::spec::ModelSpec;
 use model::tokenizer::Tokenizer;
 use proto::message::{MAX_ENCODED_WIDTH, ModelTask};
@@ -14,8 +14,8 @@ use std::sync::Arc;
 /// Loads a model that encodes texts. Of the options `chunk` and `max_sequences` are the most tokens and texts of a
 /// step, and `kv_bytes` is the most that keys and values may take; prefixes and placement do not apply.
 pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Encoder, Error> {
-    let gguf = Gguf::open(path)?;
-    let spec = ModelSpec::from_gguf(&gguf)?;
+    let gguf = ModelFile::open(path)?;
+    let spec = ModelSpec::from_file(&gguf)?;
     let width = match task(&spec) {
         ModelTask::Embed { width } | ModelTask::Rerank { scores: width } => width,
         ModelTask::Generate => {
