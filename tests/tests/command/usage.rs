@@ -40,7 +40,7 @@ fn flags_of_features_that_have_not_landed_are_absent() {
     for arguments in [
         &["up", "--shards", "2"][..],
         &["worker", "--role", "prefill"],
-        &["worker", "--kv-host-bytes", "1GiB"],
+        &["worker", "--state-type", "auto-bf16"],
         &["run", "m", "-p", "a", "--spec", "ngram"],
     ] {
         assert_eq!(end(arguments).0, BAD_USAGE, "kvasir {}", arguments.join(" "));
