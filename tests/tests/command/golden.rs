@@ -47,31 +47,7 @@ fn tiny_model_matches(arch: &str) {
     assert_eq!(compared > 0, HYBRID.contains(&arch), "{arch}: {compared} states compared");
 }
 
-macro_rules! tiny_models {
-    ($($name:ident: $arch:literal),* $(,)?) => {$(
-        #[test]
-        fn $name() {
-            tiny_model_matches($arch);
-        }
-    )*};
-}
-tiny_models!(
-    gemma3: "gemma3",
-    gemma4: "gemma4",
-    gemma4moe: "gemma4moe",
-    gpt_oss: "gpt-oss",
-    granitehybrid: "granitehybrid",
-    granitehybrid_dense: "granitehybrid-dense",
-    llama: "llama",
-    llama3rope: "llama3rope",
-    qwen2: "qwen2",
-    qwen2moe: "qwen2moe",
-    qwen3: "qwen3",
-    qwen35: "qwen35",
-    qwen35moe: "qwen35moe",
-    qwen3moe: "qwen3moe",
-    qwen3next: "qwen3next",
-);
+tiny_models!(tiny_model_matches);
 
 /// Experts in MXFP4, other matrices in F16, and the F32 file's values: the exact path must be as close.
 #[test]

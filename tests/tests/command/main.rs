@@ -1,6 +1,35 @@
 //! The command line as others script against it: numbers against the oracle, exit codes, outputs.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+/// A test of `$check` for every tiny model that generates, by the manifest's name.
+macro_rules! tiny_models {
+    ($check:ident) => {
+        tiny_models! { $check:
+            gemma3: "gemma3",
+            gemma4: "gemma4",
+            gemma4moe: "gemma4moe",
+            gpt_oss: "gpt-oss",
+            granitehybrid: "granitehybrid",
+            granitehybrid_dense: "granitehybrid-dense",
+            llama: "llama",
+            llama3rope: "llama3rope",
+            qwen2: "qwen2",
+            qwen2moe: "qwen2moe",
+            qwen3: "qwen3",
+            qwen35: "qwen35",
+            qwen35moe: "qwen35moe",
+            qwen3moe: "qwen3moe",
+            qwen3next: "qwen3next",
+        }
+    };
+    ($check:ident: $($name:ident: $arch:literal),* $(,)?) => {$(
+        #[test]
+        fn $name() {
+            $check($arch);
+        }
+    )*};
+}
+
 mod embed;
 mod fixture_set;
 mod golden;

@@ -51,31 +51,7 @@ fn tiny_model_is_batch_invariant(arch: &str) {
     assert_batch_invariant(&item.path(), &prompts, &["--activations", "f32", "--kv-type", "f32", "--states"]);
 }
 
-macro_rules! tiny_models {
-    ($($name:ident: $arch:literal),* $(,)?) => {$(
-        #[test]
-        fn $name() {
-            tiny_model_is_batch_invariant($arch);
-        }
-    )*};
-}
-tiny_models!(
-    gemma3: "gemma3",
-    gemma4: "gemma4",
-    gemma4moe: "gemma4moe",
-    gpt_oss: "gpt-oss",
-    granitehybrid: "granitehybrid",
-    granitehybrid_dense: "granitehybrid-dense",
-    llama: "llama",
-    llama3rope: "llama3rope",
-    qwen2: "qwen2",
-    qwen2moe: "qwen2moe",
-    qwen3: "qwen3",
-    qwen35: "qwen35",
-    qwen35moe: "qwen35moe",
-    qwen3moe: "qwen3moe",
-    qwen3next: "qwen3next",
-);
+tiny_models!(tiny_model_is_batch_invariant);
 
 /// MXFP4 experts on the default path: int8 activations, f16 KV, grouped experts.
 #[test]
