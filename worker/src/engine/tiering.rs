@@ -11,7 +11,7 @@ use crate::kv_cache::ResumePoint;
 use crate::scheduler::{SeqId, SequenceRequest};
 use crate::tiers::{PieceKey, PrefixNames, Tiers};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -107,37 +107,27 @@ impl Engine {
     }
 
     /// Copies the resume points of a path that are in the arena and in no tier yet. Returns how many bytes.
+    ///
+    /// From the end of the path on, each piece once: what runs out of room, or grows old, is then its end and leaves a
+    /// shorter prefix.
     fn keep(&mut self, ended: &Ended) -> u64 {
-        let Ended { root, tokens, prompt } = ended;
-        let Some(tiering) = &self.tiering else { return 0 };
-        let names = tiering.tiers.names(*root, tokens);
-        let recurrent = self.decoder.spec().is_recurrent();
-        let mut copied = 0;
-        // Without states, what lies before a resume point is one too as far as its windows are there: the last one
-        // and the prompt's are enough. States are few, and each of them is a place where others may go on.
-        let mut next = Some(tokens.len());
-        while let Some(end) = next {
-            let Some(point) = self.scheduler.resume_point(*root, &tokens[..end]) else { break };
-            copied += self.keep_point(&names, &point);
-            next = match recurrent {
-                true => (point.tokens as usize).checked_sub(HASH_UNIT_TOKENS),
-                false => Some(savable(*prompt)).filter(|prompt| *prompt < end),
-            };
-        }
-        copied
-    }
-
-    /// From its end on: what runs out of room, or grows old, is then the end and leaves a shorter prefix.
-    fn keep_point(&mut self, names: &PrefixNames, point: &ResumePoint) -> u64 {
+        let Ended { root, tokens, .. } = ended;
+        let pieces: BTreeMap<(u32, usize), u32> = self
+            .points_to_keep(ended)
+            .iter()
+            .flat_map(|point| &point.blocks)
+            .map(|block| ((block.tokens.end, block.group), block.offset))
+            .collect();
         let Some(tiering) = &mut self.tiering else { return 0 };
+        let names = tiering.tiers.names(*root, tokens);
         let mut copied = 0;
-        for block in point.blocks.iter().rev() {
-            let bytes = self.decoder.groups().get(block.group).map_or(0, |group| group.block_bytes as u64);
-            let Some(key) = names.piece(block.group, block.tokens.end) else { continue };
+        for ((end, group), offset) in pieces.into_iter().rev() {
+            let bytes = self.decoder.groups().get(group).map_or(0, |group| group.block_bytes as u64);
+            let Some(key) = names.piece(group, end) else { continue };
             if !tiering.tiers.lacks(key, bytes) {
                 continue;
             }
-            match self.decoder.read_block(block.group, block.offset) {
+            match self.decoder.read_block(group, offset) {
                 Ok(bytes) => {
                     copied += bytes.len() as u64;
                     tiering.tiers.put(key, bytes);
@@ -149,6 +139,24 @@ impl Engine {
             }
         }
         copied
+    }
+
+    fn points_to_keep(&mut self, ended: &Ended) -> Vec<ResumePoint> {
+        let Ended { root, tokens, prompt } = ended;
+        let recurrent = self.decoder.spec().is_recurrent();
+        let mut points = Vec::new();
+        // Without states, what lies before a resume point is one too as far as its windows are there: the last one
+        // and the prompt's are enough. States are few, and each of them is a place where others may go on.
+        let mut next = Some(tokens.len());
+        while let Some(end) = next {
+            let Some(point) = self.scheduler.resume_point(*root, &tokens[..end]) else { break };
+            next = match recurrent {
+                true => (point.tokens as usize).checked_sub(HASH_UNIT_TOKENS),
+                false => Some(savable(*prompt)).filter(|prompt| *prompt < end),
+            };
+            points.push(point);
+        }
+        points
     }
 
     /// Brings back what the tiers know of a prompt and the arena does not, then hands the request on; `None` if it
