@@ -10,4 +10,5 @@ pub mod fixtures;
 pub mod http;
 pub mod logits;
 pub mod signal;
+pub mod testnet;
 pub mod wait;
