@@ -47,7 +47,7 @@ impl Default for Policy {
             queue: QueueLimits { requests: 2_048, tokens: 4_000_000 },
             max_inflight: 256,
             suspect_after: Duration::from_millis(1_500),
-            lease: Duration::from_secs(5),
+            lease: Duration::from_secs(4),
             event_lag: Duration::from_secs(1),
             max_attempts: 4,
             index_bytes: 256 << 20,

@@ -219,13 +219,13 @@ impl Cluster {
 
     /// The sum over all series of a metric at the first coordinator, re-exported worker metrics included.
     pub fn metric(&self, name: &str) -> anyhow::Result<f64> {
-        sum_of(&http::get(self.coordinator().ops, "/metrics")?.text()?, name)
+        http::metric(self.coordinator().ops, name)
     }
 
     /// The sum over all workers of a metric, asked of each worker itself.
     pub fn worker_metric(&self, name: &str) -> anyhow::Result<f64> {
         let workers = self.up_file()?.workers;
-        workers.iter().map(|worker| sum_of(&http::get(worker.ops, "/metrics")?.text()?, name)).sum()
+        workers.iter().map(|worker| http::metric(worker.ops, name)).sum()
     }
 
     /// Waits until `kvasir up` has ended and returns its exit code.
@@ -276,32 +276,4 @@ fn keep_logs(data_dir: &Path, log: &Path) {
         text += &std::fs::read_to_string(&file).unwrap_or_default();
     }
     let _ = std::fs::write(log, text);
-}
-
-/// The sum over all series of `name` in a Prometheus exposition; a metric that is not there is an error.
-fn sum_of(exposition: &str, name: &str) -> anyhow::Result<f64> {
-    let mut found = false;
-    let mut sum = 0.0;
-    for line in exposition.lines().filter(|line| !line.starts_with('#')) {
-        let Some(rest) = line.strip_prefix(name).filter(|rest| rest.starts_with(['{', ' '])) else {
-            continue;
-        };
-        let value = rest.rsplit_once(' ').map(|(_, value)| value).context("a sample without a value")?;
-        sum += value.parse::<f64>().with_context(|| line.to_owned())?;
-        found = true;
-    }
-    if found { Ok(sum) } else { bail!("no metric {name}") }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn metrics_are_summed_over_their_series_and_not_over_longer_names() {
-        let text = "# TYPE a counter\na_total{w=\"1\"} 2\na_total{w=\"2\"} 3.5\na_total_sum 100\nb 7\n";
-        assert_eq!(sum_of(text, "a_total").unwrap(), 5.5);
-        assert_eq!(sum_of(text, "b").unwrap(), 7.0);
-        assert!(sum_of(text, "a").is_err());
-    }
 }

@@ -209,6 +209,25 @@ impl Events {
     }
 }
 
+/// The sum over all series of a metric that `server` exposes; one that is not there is an error.
+pub fn metric(server: SocketAddr, name: &str) -> anyhow::Result<f64> {
+    sum_of(&get(server, "/metrics")?.text()?, name)
+}
+
+fn sum_of(exposition: &str, name: &str) -> anyhow::Result<f64> {
+    let mut found = false;
+    let mut sum = 0.0;
+    for line in exposition.lines().filter(|line| !line.starts_with('#')) {
+        let Some(rest) = line.strip_prefix(name).filter(|rest| rest.starts_with(['{', ' '])) else {
+            continue;
+        };
+        let value = rest.rsplit_once(' ').map(|(_, value)| value).context("a sample without a value")?;
+        sum += value.parse::<f64>().with_context(|| line.to_owned())?;
+        found = true;
+    }
+    if found { Ok(sum) } else { bail!("no metric {name}") }
+}
+
 fn line(stream: &mut impl BufRead) -> anyhow::Result<String> {
     let mut text = String::new();
     ensure!(stream.read_line(&mut text)? > 0, "the connection closed before the answer");
@@ -263,5 +282,13 @@ mod tests {
     fn errors_show_status_and_body() {
         let refused = answered(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\n{}").unwrap();
         assert!(refused.ok().unwrap_err().to_string().contains("429"));
+    }
+
+    #[test]
+    fn metrics_are_summed_over_their_series_and_not_over_longer_names() {
+        let text = "# TYPE a counter\na_total{w=\"1\"} 2\na_total{w=\"2\"} 3.5\na_total_sum 100\nb 7\n";
+        assert_eq!(sum_of(text, "a_total").unwrap(), 5.5);
+        assert_eq!(sum_of(text, "b").unwrap(), 7.0);
+        assert!(sum_of(text, "a").is_err());
     }
 }

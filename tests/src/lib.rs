@@ -7,6 +7,7 @@
 pub mod binary;
 pub mod cluster;
 pub mod fixtures;
+pub mod fleet;
 pub mod http;
 pub mod logits;
 pub mod signal;

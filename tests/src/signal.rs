@@ -11,6 +11,11 @@ pub fn terminate(pid: u32) {
     send(pid, libc::SIGTERM);
 }
 
+/// Holds process `pid` still, or lets it go on.
+pub fn freeze(pid: u32, frozen: bool) {
+    send(pid, if frozen { libc::SIGSTOP } else { libc::SIGCONT });
+}
+
 /// Whether `pid` exists and has not merely yet to be waited for.
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

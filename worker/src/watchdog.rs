@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 pub const EXIT_STALLED: i32 = 70;
 
 const RECENT_STEPS: usize = 256;
+/// Somebody looks much more often than this. If nobody has for so long, the whole process stood still (stopped by a
+/// signal, starved, or its machine suspended), and that time says nothing about the engine.
+const FROZEN: Duration = Duration::from_secs(2);
 
 /// What the watchdog knows.
 #[derive(Debug)]
@@ -18,6 +21,8 @@ pub struct Watchdog {
     next: usize,
     /// When work was first seen waiting without a step having ended since.
     waiting_since: Option<Instant>,
+    /// When it last heard of anything.
+    seen: Option<Instant>,
 }
 
 /// What the caller should do.
@@ -37,7 +42,7 @@ pub enum Verdict {
 impl Watchdog {
     /// A watchdog that never calls a stall before `floor`.
     pub fn new(floor: Duration) -> Self {
-        Self { floor, steps: Vec::new(), next: 0, waiting_since: None }
+        Self { floor, steps: Vec::new(), next: 0, waiting_since: None, seen: None }
     }
 
     /// A step ended at `now` after `took`; `queued` says whether work is left.
@@ -49,10 +54,12 @@ impl Watchdog {
             self.next = (self.next + 1) % RECENT_STEPS;
         }
         self.waiting_since = queued.then_some(now);
+        self.seen = Some(now);
     }
 
     /// Work is queued, or there is none any more.
     pub fn queued(&mut self, now: Instant, queued: bool) {
+        self.discount_frozen(now);
         match queued {
             true => self.waiting_since = self.waiting_since.or(Some(now)),
             false => self.waiting_since = None,
@@ -67,13 +74,14 @@ impl Watchdog {
         self.floor.max(p99 * 20)
     }
 
-    /// How long work has waited without progress.
-    pub fn stalled(&self, now: Instant) -> Duration {
+    /// How long work has waited without progress, as far as anybody could have made any.
+    pub fn stalled(&mut self, now: Instant) -> Duration {
+        self.discount_frozen(now);
         self.waiting_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// What to do at `now`.
-    pub fn check(&self, now: Instant) -> Verdict {
+    /// What to do at `now`. To be called several times in a second.
+    pub fn check(&mut self, now: Instant) -> Verdict {
         let (stalled, limit) = (self.stalled(now), self.limit());
         if stalled >= limit {
             Verdict::Stalled { after: stalled }
@@ -82,6 +90,14 @@ impl Watchdog {
         } else {
             Verdict::Healthy
         }
+    }
+
+    fn discount_frozen(&mut self, now: Instant) {
+        let unseen = self.seen.map_or(Duration::ZERO, |seen| now.saturating_duration_since(seen));
+        if unseen > FROZEN {
+            self.waiting_since = self.waiting_since.map(|since| since + unseen);
+        }
+        self.seen = Some(now);
     }
 }
 
@@ -93,14 +109,19 @@ mod tests {
         Duration::from_secs(n)
     }
 
+    /// Looks once in a second, as far as `to`; the last verdict.
+    fn watch(dog: &mut Watchdog, start: Instant, from: u64, to: u64) -> Verdict {
+        (from..=to).map(|second| dog.check(start + seconds(second))).last().unwrap()
+    }
+
     #[test]
     fn idle_is_never_a_stall() {
         let start = Instant::now();
         let mut dog = Watchdog::new(seconds(10));
-        assert_eq!(dog.check(start + seconds(1000)), Verdict::Healthy);
-        dog.queued(start, true);
-        dog.queued(start + seconds(1), false);
-        assert_eq!(dog.check(start + seconds(1000)), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 0, 100), Verdict::Healthy);
+        dog.queued(start + seconds(100), true);
+        dog.queued(start + seconds(101), false);
+        assert_eq!(watch(&mut dog, start, 101, 200), Verdict::Healthy);
     }
 
     #[test]
@@ -108,12 +129,11 @@ mod tests {
         let start = Instant::now();
         let mut dog = Watchdog::new(seconds(10));
         dog.queued(start, true);
-        dog.queued(start + seconds(4), true);
-        assert_eq!(dog.check(start + seconds(4)), Verdict::Healthy);
-        assert_eq!(dog.check(start + seconds(6)), Verdict::Unwell);
-        assert_eq!(dog.check(start + seconds(10)), Verdict::Stalled { after: seconds(10) });
+        assert_eq!(watch(&mut dog, start, 1, 4), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 5, 9), Verdict::Unwell);
+        assert_eq!(watch(&mut dog, start, 10, 10), Verdict::Stalled { after: seconds(10) });
         dog.step_ended(start + seconds(11), seconds(11), true);
-        assert_eq!(dog.check(start + seconds(12)), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 12, 12), Verdict::Healthy);
     }
 
     #[test]
@@ -124,7 +144,19 @@ mod tests {
             dog.step_ended(start, seconds(2), true);
         }
         assert_eq!(dog.limit(), seconds(40));
-        assert_eq!(dog.check(start + seconds(19)), Verdict::Healthy);
-        assert_eq!(dog.check(start + seconds(40)), Verdict::Stalled { after: seconds(40) });
+        assert_eq!(watch(&mut dog, start, 1, 19), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 20, 40), Verdict::Stalled { after: seconds(40) });
+    }
+
+    #[test]
+    fn a_frozen_process_has_not_stalled() {
+        let start = Instant::now();
+        let mut dog = Watchdog::new(seconds(10));
+        dog.queued(start, true);
+        assert_eq!(watch(&mut dog, start, 1, 3), Verdict::Healthy);
+        // Whoever asks first after the freeze gets the same answer.
+        assert_eq!(dog.stalled(start + seconds(60)), seconds(3));
+        assert_eq!(watch(&mut dog, start, 60, 61), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 62, 67), Verdict::Stalled { after: seconds(10) });
     }
 }

@@ -1,0 +1,296 @@
+//! A cluster whose nodes are on hosts of their own: coordinators and workers as an operator starts them, with
+//! certificates, on a [`Net`] that can be made bad. Everything is gone when it is dropped.
+
+use crate::testnet::Net;
+use crate::{binary, http, signal, wait};
+use anyhow::{Context, ensure};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tempfile::TempDir;
+
+/// Two of them at once on two cores would only measure each other.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Every node has a host of its own, so all may use the same ports.
+const HTTP: u16 = 8080;
+const OPS: u16 = 9090;
+const QUIC: u16 = 7000;
+
+/// A node: what it may do, and which of its kind it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Node {
+    /// A front.
+    Coordinator(usize),
+    /// An engine.
+    Worker(usize),
+}
+
+/// What to start.
+#[derive(Debug)]
+pub struct Builder {
+    name: String,
+    model: String,
+    coordinators: usize,
+    workers: usize,
+    coordinator_flags: Vec<String>,
+    worker_flags: Vec<String>,
+}
+
+/// A running cluster.
+#[derive(Debug)]
+pub struct Fleet {
+    shape: Builder,
+    net: Net,
+    dir: TempDir,
+    /// By host.
+    processes: Vec<Option<Child>>,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Builder {
+    /// A flag for every coordinator, with its value.
+    pub fn coordinator_flag(mut self, flag: &str, value: &str) -> Self {
+        self.coordinator_flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// A flag for every worker, with its value.
+    pub fn worker_flag(mut self, flag: &str, value: &str) -> Self {
+        self.worker_flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// Starts all nodes and waits until every coordinator can use every worker. `seed` is the network's.
+    pub fn start(self, seed: u64) -> anyhow::Result<Fleet> {
+        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let hosts = self.coordinators + self.workers;
+        let dir = tempfile::tempdir()?;
+        authority(dir.path())?;
+        let net = Net::new(hosts, seed)?;
+        let processes = (0..hosts).map(|_| None).collect();
+        let mut fleet = Fleet { shape: self, net, dir, processes, _turn: turn };
+        for node in fleet.nodes() {
+            fleet.make_identity(node)?;
+            fleet.start(node)?;
+        }
+        for coordinator in 0..fleet.shape.coordinators {
+            fleet.wait_for_workers(coordinator, fleet.shape.workers)?;
+        }
+        Ok(fleet)
+    }
+}
+
+impl Fleet {
+    /// A cluster that serves `model`; its nodes' logs are kept under `name`.
+    pub fn builder(name: &str, model: &str, coordinators: usize, workers: usize) -> Builder {
+        let [name, model] = [name, model].map(str::to_owned);
+        let flags = Vec::new();
+        Builder { name, model, coordinators, workers, coordinator_flags: flags.clone(), worker_flags: flags }
+    }
+
+    /// The network that the nodes are on.
+    pub fn net(&self) -> &Net {
+        &self.net
+    }
+
+    /// The host of a node.
+    pub fn host(&self, node: Node) -> usize {
+        match node {
+            Node::Coordinator(index) => index,
+            Node::Worker(index) => self.shape.coordinators + index,
+        }
+    }
+
+    /// Runs `work` beside a node, where its HTTP ports can be reached: [`api`] and [`ops`].
+    pub fn beside<T: Send>(&self, node: Node, work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
+        self.net.on(self.host(node), work)
+    }
+
+    /// Sends a JSON body to a coordinator's API. The answer can be read anywhere.
+    pub fn post(
+        &self,
+        coordinator: usize,
+        path: &str,
+        body: &serde_json::Value,
+    ) -> anyhow::Result<http::Answer> {
+        self.beside(Node::Coordinator(coordinator), || http::post(api(), path, body))?
+    }
+
+    /// `/admin/v1/cluster` of a coordinator.
+    pub fn status(&self, coordinator: usize) -> anyhow::Result<serde_json::Value> {
+        self.beside(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/cluster")?.ok())?
+    }
+
+    /// The sum over all series of a metric at a coordinator; 0 while it has none.
+    pub fn metric(&self, coordinator: usize, name: &str) -> anyhow::Result<f64> {
+        let sum = self.beside(Node::Coordinator(coordinator), || http::metric(ops(), name))?;
+        Ok(sum.unwrap_or(0.0))
+    }
+
+    /// Waits until a coordinator knows so many workers that take work.
+    pub fn wait_for_workers(&self, coordinator: usize, count: usize) -> anyhow::Result<()> {
+        wait::until(&format!("coordinator {coordinator} has {count} workers"), binary::PATIENCE, || {
+            let status = self.status(coordinator).ok()?;
+            let workers = status["workers"].as_array()?;
+            (workers.iter().filter(|worker| worker["state"] == "ready").count() == count).then_some(())
+        })
+    }
+
+    /// The model's id in the API.
+    pub fn model(&self) -> anyhow::Result<String> {
+        let status = self.status(0)?;
+        Ok(status["models"][0]["id"].as_str().context("no model is served")?.to_owned())
+    }
+
+    /// The process of a node; none if it does not run.
+    pub fn pid(&self, node: Node) -> Option<u32> {
+        self.processes[self.host(node)].as_ref().map(Child::id)
+    }
+
+    /// Ends a node as a power cut would.
+    pub fn kill(&mut self, node: Node) -> anyhow::Result<()> {
+        let host = self.host(node);
+        let mut process = self.processes[host].take().context("it does not run")?;
+        process.kill()?;
+        process.wait()?;
+        Ok(())
+    }
+
+    /// Holds a node still, or lets it go on.
+    pub fn freeze(&self, node: Node, frozen: bool) -> anyhow::Result<()> {
+        signal::freeze(self.pid(node).context("it does not run")?, frozen);
+        Ok(())
+    }
+
+    /// Asks a node to end in order and returns its exit code.
+    pub fn stop(&mut self, node: Node) -> anyhow::Result<Option<i32>> {
+        let host = self.host(node);
+        let mut process = self.processes[host].take().context("it does not run")?;
+        signal::terminate(process.id());
+        let ended = wait::until("it ends", binary::PATIENCE, || process.try_wait().transpose());
+        if ended.is_err() {
+            process.kill()?;
+            process.wait()?;
+        }
+        Ok(ended??.code())
+    }
+
+    /// Starts a node that does not run, and waits until it listens.
+    pub fn start(&mut self, node: Node) -> anyhow::Result<()> {
+        let host = self.host(node);
+        ensure!(self.processes[host].is_none(), "{node:?} runs already");
+        let arguments = self.arguments(node)?;
+        let log = File::options().create(true).append(true).open(self.log(node)?)?;
+        let mut process = self.net.on(host, || {
+            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+            let mut command = binary::command(&arguments)?;
+            Ok::<_, anyhow::Error>(command.stdout(Stdio::piped()).stderr(log).spawn()?)
+        })??;
+        let mut stdout = BufReader::new(process.stdout.take().context("no stdout")?);
+        self.processes[host] = Some(process);
+        let mut line = String::new();
+        stdout.read_line(&mut line)?;
+        ensure!(!line.is_empty(), "{node:?} ended before it listened; see {}", self.log(node)?.display());
+        Ok(())
+    }
+
+    /// All nodes, coordinators first.
+    pub fn nodes(&self) -> Vec<Node> {
+        let coordinators = (0..self.shape.coordinators).map(Node::Coordinator);
+        coordinators.chain((0..self.shape.workers).map(Node::Worker)).collect()
+    }
+
+    /// Where a node keeps what must outlive it.
+    pub fn data_dir(&self, node: Node) -> PathBuf {
+        self.dir.path().join(name(node))
+    }
+
+    fn make_identity(&self, node: Node) -> anyhow::Result<()> {
+        let (role, name) = match node {
+            Node::Coordinator(_) => ("coordinator", name(node)),
+            Node::Worker(_) => ("worker", name(node)),
+        };
+        let [ca, out] = [self.dir.path().join("ca"), self.data_dir(node).join("identity")].map(text);
+        binary::stdout(&["ca", "issue", "--dir", &ca?, "--role", role, "--node", &name, "--out", &out?])?;
+        Ok(())
+    }
+
+    fn arguments(&self, node: Node) -> anyhow::Result<Vec<String>> {
+        let quic = SocketAddr::from((self.net.address(self.host(node)), QUIC)).to_string();
+        let [ops, api] = [ops(), api()].map(|address| address.to_string());
+        let identity = text(self.data_dir(node).join("identity"))?;
+        let cluster_key = text(self.dir.path().join("cluster.key"))?;
+        let coordinators: Vec<String> = (0..self.shape.coordinators)
+            .map(|index| SocketAddr::from((self.net.address(index), QUIC)).to_string())
+            .collect();
+        let coordinators = coordinators.join(",");
+        let model = self.shape.model.clone();
+        let common = [("--identity", identity), ("--quic", quic), ("--ops", ops)];
+        let (command, own, more) = match node {
+            Node::Coordinator(_) => {
+                let own = vec![("--models", model), ("--http", api), ("--cluster-key", cluster_key)];
+                ("coordinator", own, &self.shape.coordinator_flags)
+            }
+            Node::Worker(_) => {
+                let own =
+                    vec![("--model", model), ("--coordinators", coordinators), ("--threads", "1".into())];
+                ("worker", own, &self.shape.worker_flags)
+            }
+        };
+        let pairs = common.into_iter().chain(own).flat_map(|(flag, value)| [flag.to_owned(), value]);
+        Ok([command.to_owned()].into_iter().chain(pairs).chain(more.iter().cloned()).collect())
+    }
+
+    fn log(&self, node: Node) -> anyhow::Result<PathBuf> {
+        let logs = binary::target().join("test-logs").join(&self.shape.name);
+        std::fs::create_dir_all(&logs)?;
+        Ok(logs.join(format!("{}.log", name(node))))
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        for mut process in self.processes.iter_mut().filter_map(Option::take) {
+            // Both fail only if it has ended, which is what is wanted.
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+/// Where a coordinator's API answers, as seen from beside it: other hosts would need keys.
+pub fn api() -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, HTTP))
+}
+
+/// Where a node's operations port answers, as seen from beside it.
+pub fn ops() -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, OPS))
+}
+
+/// The worker of this name, if it is one's.
+pub fn worker_named(name: &str) -> Option<Node> {
+    name.strip_prefix('w')?.parse().ok().map(Node::Worker)
+}
+
+/// Its name, as status and the `x-kvasir-worker` header tell it.
+pub fn name(node: Node) -> String {
+    match node {
+        Node::Coordinator(index) => format!("c{index}"),
+        Node::Worker(index) => format!("w{index}"),
+    }
+}
+
+/// The cluster's authority.
+fn authority(dir: &Path) -> anyhow::Result<()> {
+    let ca = text(dir.join("ca"))?;
+    binary::stdout(&["ca", "init", "--dir", &ca, "--cluster", "fleet"]).map(drop)
+}
+
+fn text(path: PathBuf) -> anyhow::Result<String> {
+    path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
+}

@@ -1,0 +1,13 @@
+//! Clusters whose nodes are on hosts of their own: what is promised when nodes die, freeze or cannot reach each other.
+//! Needs root, for network namespaces.
+#![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
+
+mod stream;
+mod worker_loss;
+
+use kvasir_cluster_tests::binary;
+
+/// A model that is slow enough to be interrupted.
+fn real_model() -> String {
+    binary::catalog_model("smollm2-135m").unwrap().to_str().unwrap().to_owned()
+}

@@ -1,0 +1,97 @@
+//! Streams of tokens, watched token by token.
+
+use anyhow::{Context, ensure};
+use kvasir_cluster_tests::fleet::{Fleet, Node, worker_named};
+use serde_json::json;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+/// What a stream has told.
+#[derive(Debug, Default)]
+pub(crate) struct Told {
+    pub(crate) tokens: Vec<u64>,
+    /// Longest time between two tokens.
+    pub(crate) longest_pause: Duration,
+}
+
+/// A request for `count` tokens of greedy decoding, whatever they are.
+pub(crate) fn request(model: &str, prompt: &[u32], count: usize) -> serde_json::Value {
+    json!({
+        "model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": true,
+        "stream": true, "return_token_ids": true, "stream_options": {"include_usage": true},
+    })
+}
+
+/// A prompt that no other number shares a block with.
+pub(crate) fn prompt(number: u32, length: u32) -> Vec<u32> {
+    (0..length).map(|at| 1_000 + (number * 7_919 + at * 31 + at * at % 97) % 40_000).collect()
+}
+
+/// Asks coordinator 0 and reads to the end; `seen` is called whenever tokens come, with the worker
+/// that began.
+pub(crate) fn read(
+    fleet: &Fleet,
+    body: &serde_json::Value,
+    mut seen: impl FnMut(Node),
+) -> anyhow::Result<Told> {
+    let answer = fleet.post(0, "/v1/completions", body)?;
+    let worker = answer.header("x-kvasir-worker").and_then(worker_named).context("no worker is named")?;
+    let mut events = answer.events()?;
+    let mut told = Told::default();
+    let mut last: Option<Instant> = None;
+    let mut usage = None;
+    while let Some(event) = events.next_event()? {
+        ensure!(event.get("error").is_none(), "after {} tokens: {event}", told.tokens.len());
+        if let Some(count) = event["usage"]["completion_tokens"].as_u64() {
+            usage = Some(count);
+        }
+        let Some(ids) = event["choices"][0]["token_ids"].as_array() else { continue };
+        if ids.is_empty() {
+            continue;
+        }
+        let now = Instant::now();
+        told.longest_pause = told.longest_pause.max(last.map_or(Duration::ZERO, |last| now - last));
+        last = Some(now);
+        told.tokens.extend(ids.iter().filter_map(|id| id.as_u64()));
+        seen(worker);
+    }
+    let wanted = body["max_tokens"].as_u64().context("no max_tokens")?;
+    ensure!(told.tokens.len() as u64 == wanted, "{} of {wanted} tokens came", told.tokens.len());
+    ensure!(usage == Some(wanted), "usage tells {usage:?} tokens of {wanted}");
+    Ok(told)
+}
+
+/// Tokens have come.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Heard {
+    pub(crate) stream: usize,
+    /// Who began this stream.
+    pub(crate) worker: Node,
+}
+
+/// All at once. `disturb` runs beside them and is told whenever tokens come.
+pub(crate) fn read_all(
+    fleet: &Fleet,
+    bodies: &[serde_json::Value],
+    disturb: impl FnOnce(Receiver<Heard>),
+) -> anyhow::Result<Vec<Told>> {
+    let (sender, receiver) = channel();
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = bodies
+            .iter()
+            .enumerate()
+            .map(|(number, body)| {
+                let sender = sender.clone();
+                scope.spawn(move || {
+                    read(fleet, body, |worker| {
+                        // Nobody listens once the disturbance is over.
+                        let _ = sender.send(Heard { stream: number, worker });
+                    })
+                })
+            })
+            .collect();
+        drop(sender);
+        disturb(receiver);
+        readers.into_iter().map(|reader| reader.join().unwrap()).collect()
+    })
+}

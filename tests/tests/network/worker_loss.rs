@@ -1,0 +1,140 @@
+//! A worker dies or freezes in the middle of its streams; their readers get every token once.
+
+use crate::stream::{Heard, Told, prompt, read_all, request};
+use kvasir_cluster_tests::fleet::{Fleet, Node};
+use kvasir_cluster_tests::signal;
+use kvasir_cluster_tests::testnet::Link;
+use serde_json::Value;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+const STREAMS: u32 = 8;
+const TOKENS: usize = 96;
+
+/// Long enough that nothing is over before the fault has been noticed.
+fn bodies(model: &str, round: u32) -> Vec<Value> {
+    (0..STREAMS).map(|n| request(model, &prompt(round * STREAMS + n, 60), TOKENS)).collect()
+}
+
+/// Until some stream has told tokens so many times; the worker that it is from.
+fn until_token(events: &Receiver<Heard>, count: usize) -> Node {
+    let mut told = [0; STREAMS as usize];
+    loop {
+        let heard = events.recv().expect("all streams are over before the fault");
+        told[heard.stream] += 1;
+        if told[heard.stream] >= count {
+            return heard.worker;
+        }
+    }
+}
+
+/// The streams of `bodies` with a fault in the middle tell what they tell without it.
+fn assert_undisturbed(fleet: &Fleet, bodies: &[Value], fault: impl FnOnce(Receiver<Heard>)) -> Vec<Duration> {
+    let undisturbed = read_all(fleet, bodies, drop).unwrap();
+    let told = read_all(fleet, bodies, fault).unwrap();
+    let tokens = |told: &[Told]| told.iter().map(|told| told.tokens.clone()).collect::<Vec<_>>();
+    assert_eq!(tokens(&told), tokens(&undisturbed));
+    told.iter().map(|told| told.longest_pause).collect()
+}
+
+/// Attempts that were lost with their worker.
+fn lost(fleet: &Fleet) -> f64 {
+    fleet.metric(0, "kvasir_retries_total").unwrap()
+}
+
+fn print(what: &str, mut pauses: Vec<Duration>) -> Duration {
+    pauses.sort_unstable();
+    let (median, longest) = (pauses[pauses.len() / 2], pauses[pauses.len() - 1]);
+    println!("{what}: longest pause of {} streams: median {median:.1?}, p99 {longest:.1?}", pauses.len());
+    longest
+}
+
+#[test]
+fn streams_of_a_killed_worker_go_on_token_by_token() {
+    let mut fleet = Fleet::builder("killed-worker", &crate::real_model(), 1, 2).start(1).unwrap();
+    let model = fleet.model().unwrap();
+    let mut pauses = Vec::new();
+    for (round, at) in [1, 7, 31].into_iter().enumerate() {
+        let before = lost(&fleet);
+        let (say, said) = channel();
+        pauses.extend(assert_undisturbed(&fleet, &bodies(&model, round as u32), |events| {
+            let victim = until_token(&events, at);
+            signal::kill_now(fleet.pid(victim).unwrap());
+            say.send(victim).unwrap();
+        }));
+        assert!(lost(&fleet) > before, "no stream was on the worker that was killed at token {at}");
+        let victim = said.recv().unwrap();
+        fleet.kill(victim).unwrap();
+        fleet.start(victim).unwrap();
+        fleet.wait_for_workers(0, 2).unwrap();
+    }
+    // Promised are 5 seconds.
+    assert!(print("killed", pauses) < Duration::from_secs(15));
+}
+
+#[test]
+fn a_frozen_worker_that_goes_on_repeats_nothing() {
+    let fleet = Fleet::builder("frozen-worker", &crate::real_model(), 1, 2).start(2).unwrap();
+    let model = fleet.model().unwrap();
+    let (say, said) = channel();
+    let pauses = assert_undisturbed(&fleet, &bodies(&model, 0), |events| {
+        let victim = until_token(&events, 7);
+        fleet.freeze(victim, true).unwrap();
+        say.send(victim).unwrap();
+    });
+    assert!(print("frozen", pauses) < Duration::from_secs(15));
+    assert!(lost(&fleet) > 0.0, "no stream was on the worker that was frozen");
+    // It wakes up in the middle of others' streams with its own that nobody wants any more.
+    let frozen = said.recv().unwrap();
+    let bodies = bodies(&model, 1);
+    assert_undisturbed(&fleet, &bodies, |events| {
+        until_token(&events, 7);
+        fleet.freeze(frozen, false).unwrap();
+    });
+    fleet.wait_for_workers(0, 2).unwrap();
+    assert_undisturbed(&fleet, &bodies, drop);
+}
+
+#[test]
+fn a_worker_that_cannot_be_heard_is_replaced_and_comes_back() {
+    let fleet = Fleet::builder("cut-worker", &crate::real_model(), 1, 2).start(3).unwrap();
+    let model = fleet.model().unwrap();
+    let coordinator = fleet.host(Node::Coordinator(0));
+    let pauses = assert_undisturbed(&fleet, &bodies(&model, 0), |events| {
+        let victim = until_token(&events, 7);
+        fleet.net().link(fleet.host(victim), coordinator, Link::CUT);
+    });
+    assert!(print("cut towards the coordinator", pauses) < Duration::from_secs(15));
+    assert!(lost(&fleet) > 0.0, "no stream was on the worker that was cut off");
+    fleet.net().everywhere(Link::default());
+    fleet.wait_for_workers(0, 2).unwrap();
+    // What is cut off only from hearing can still finish what it has been asked for.
+    let pauses = assert_undisturbed(&fleet, &bodies(&model, 1), |events| {
+        let victim = until_token(&events, 7);
+        fleet.net().link(coordinator, fleet.host(victim), Link::CUT);
+    });
+    assert!(print("cut towards the worker", pauses) < Duration::from_secs(15));
+    fleet.net().everywhere(Link::default());
+    fleet.wait_for_workers(0, 2).unwrap();
+}
+
+#[test]
+fn bad_links_change_no_token() {
+    let fleet = Fleet::builder("bad-links", &crate::real_model(), 1, 2).start(4).unwrap();
+    let model = fleet.model().unwrap();
+    let ms = Duration::from_millis;
+    let bad = [
+        Link { delay: ms(50), loss: 0.05, ..Link::default() },
+        Link { jitter: ms(40), duplication: 0.2, ..Link::default() },
+    ];
+    for (round, link) in bad.into_iter().enumerate() {
+        let pauses = assert_undisturbed(&fleet, &bodies(&model, round as u32), |events| {
+            until_token(&events, 1);
+            fleet.net().everywhere(link);
+        });
+        print("bad links", pauses);
+        fleet.net().everywhere(Link::default());
+    }
+    // Nobody was given up for dead.
+    assert_eq!(lost(&fleet), 0.0);
+}
