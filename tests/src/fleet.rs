@@ -47,7 +47,7 @@ pub struct Fleet {
     net: Net,
     dir: TempDir,
     /// By host.
-    processes: Vec<Option<Child>>,
+    processes: Vec<Mutex<Option<Child>>>,
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -71,8 +71,8 @@ impl Builder {
         let dir = tempfile::tempdir()?;
         authority(dir.path())?;
         let net = Net::new(hosts, seed)?;
-        let processes = (0..hosts).map(|_| None).collect();
-        let mut fleet = Fleet { shape: self, net, dir, processes, _turn: turn };
+        let processes = (0..hosts).map(|_| Mutex::new(None)).collect();
+        let fleet = Fleet { shape: self, net, dir, processes, _turn: turn };
         for node in fleet.nodes() {
             fleet.make_identity(node)?;
             fleet.start(node)?;
@@ -148,13 +148,12 @@ impl Fleet {
 
     /// The process of a node; none if it does not run.
     pub fn pid(&self, node: Node) -> Option<u32> {
-        self.processes[self.host(node)].as_ref().map(Child::id)
+        self.process(node).as_ref().map(Child::id)
     }
 
     /// Ends a node as a power cut would.
-    pub fn kill(&mut self, node: Node) -> anyhow::Result<()> {
-        let host = self.host(node);
-        let mut process = self.processes[host].take().context("it does not run")?;
+    pub fn kill(&self, node: Node) -> anyhow::Result<()> {
+        let mut process = self.process(node).take().context("it does not run")?;
         process.kill()?;
         process.wait()?;
         Ok(())
@@ -167,9 +166,8 @@ impl Fleet {
     }
 
     /// Asks a node to end in order and returns its exit code.
-    pub fn stop(&mut self, node: Node) -> anyhow::Result<Option<i32>> {
-        let host = self.host(node);
-        let mut process = self.processes[host].take().context("it does not run")?;
+    pub fn stop(&self, node: Node) -> anyhow::Result<Option<i32>> {
+        let mut process = self.process(node).take().context("it does not run")?;
         signal::terminate(process.id());
         let ended = wait::until("it ends", binary::PATIENCE, || process.try_wait().transpose());
         if ended.is_err() {
@@ -180,18 +178,18 @@ impl Fleet {
     }
 
     /// Starts a node that does not run, and waits until it listens.
-    pub fn start(&mut self, node: Node) -> anyhow::Result<()> {
-        let host = self.host(node);
-        ensure!(self.processes[host].is_none(), "{node:?} runs already");
+    pub fn start(&self, node: Node) -> anyhow::Result<()> {
+        let mut running = self.process(node);
+        ensure!(running.is_none(), "{node:?} runs already");
         let arguments = self.arguments(node)?;
         let log = File::options().create(true).append(true).open(self.log(node)?)?;
-        let mut process = self.net.on(host, || {
+        let mut process = self.beside(node, || {
             let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
             let mut command = binary::command(&arguments)?;
             Ok::<_, anyhow::Error>(command.stdout(Stdio::piped()).stderr(log).spawn()?)
         })??;
         let mut stdout = BufReader::new(process.stdout.take().context("no stdout")?);
-        self.processes[host] = Some(process);
+        *running = Some(process);
         let mut line = String::new();
         stdout.read_line(&mut line)?;
         ensure!(!line.is_empty(), "{node:?} ended before it listened; see {}", self.log(node)?.display());
@@ -207,6 +205,10 @@ impl Fleet {
     /// Where a node keeps what must outlive it.
     pub fn data_dir(&self, node: Node) -> PathBuf {
         self.dir.path().join(name(node))
+    }
+
+    fn process(&self, node: Node) -> MutexGuard<'_, Option<Child>> {
+        self.processes[self.host(node)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn make_identity(&self, node: Node) -> anyhow::Result<()> {
@@ -254,7 +256,7 @@ impl Fleet {
 
 impl Drop for Fleet {
     fn drop(&mut self) {
-        for mut process in self.processes.iter_mut().filter_map(Option::take) {
+        for mut process in self.nodes().into_iter().filter_map(|node| self.process(node).take()) {
             // Both fail only if it has ended, which is what is wanted.
             let _ = process.kill();
             let _ = process.wait();

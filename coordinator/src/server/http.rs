@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tower::ServiceExt;
 
 /// Waits after `accept` has failed, as it does when file descriptors run out.
@@ -28,6 +28,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// What is still read of a body that is refused.
 const LINGER_BYTES: usize = 2 * MAX_BODY;
 const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Who is told to stop still takes connections for a moment, since whoever sends requests learns of it only by and by:
+/// until none has come for so long,
+const QUIET: Duration = Duration::from_millis(200);
+/// and at most for so long.
+const LINGER_OPEN: Duration = Duration::from_secs(2);
 
 /// The address at the other end of a connection; an extension of every request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +48,8 @@ pub(super) struct Limits {
 #[derive(Debug)]
 pub(super) struct Listener {
     address: SocketAddr,
-    stopping: watch::Sender<bool>,
+    /// Since when, once it is stopped.
+    stopping: watch::Sender<Option<Instant>>,
     task: JoinHandle<()>,
 }
 
@@ -55,7 +62,7 @@ impl Listener {
         let bind = |source| StartError::Bind { address, source };
         let listener = TcpListener::bind(address).await.map_err(bind)?;
         let address = listener.local_addr().map_err(bind)?;
-        let (stopping, stop) = watch::channel(false);
+        let (stopping, stop) = watch::channel(None);
         let task = tokio::spawn(serve(listener, router, limits, stop));
         Ok(Self { address, stopping, task })
     }
@@ -64,10 +71,10 @@ impl Listener {
         self.address
     }
 
-    /// Takes no new connections and waits at most `limit` for requests under way; `true` if all finished.
+    /// Soon takes no new connections, and waits at most `limit` for requests under way; `true` if all finished.
     pub(super) async fn stop(&mut self, limit: Duration) -> bool {
         // Fails only when the task has ended already.
-        let _ = self.stopping.send(true);
+        let _ = self.stopping.send(Some(Instant::now()));
         tokio::time::timeout(limit, &mut self.task).await.is_ok()
     }
 }
@@ -78,23 +85,31 @@ impl Drop for Listener {
     }
 }
 
-async fn serve(listener: TcpListener, router: Router, limits: Limits, mut stop: watch::Receiver<bool>) {
+async fn serve(
+    listener: TcpListener,
+    router: Router,
+    limits: Limits,
+    mut stop: watch::Receiver<Option<Instant>>,
+) {
     let room = Arc::new(Semaphore::new(limits.connections));
     let mut connections = JoinSet::new();
+    let (closing, close) = watch::channel(false);
+    let mut latest = Instant::now();
     loop {
         while connections.try_join_next().is_some() {}
         // Over the limit connections wait in the kernel's backlog.
-        let permit = tokio::select! {
-            permit = Arc::clone(&room).acquire_owned() => permit,
-            () = told(&mut stop) => break,
+        let next = async {
+            let permit = Arc::clone(&room).acquire_owned().await;
+            (permit, listener.accept().await)
         };
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = told(&mut stop) => break,
+        let (permit, accepted) = tokio::select! {
+            next = next => next,
+            () = quiet(&mut stop, latest) => break,
         };
+        latest = Instant::now();
         match accepted {
             Ok((stream, peer)) => {
-                let connection = connection(stream, peer, router.clone(), stop.clone());
+                let connection = connection(stream, peer, router.clone(), close.clone());
                 connections.spawn(async move {
                     let _permit = permit;
                     connection.await;
@@ -107,16 +122,26 @@ async fn serve(listener: TcpListener, router: Router, limits: Limits, mut stop: 
         }
     }
     drop(listener);
+    closing.send_replace(true);
     while connections.join_next().await.is_some() {}
 }
 
-/// Waits until it is time to stop.
-async fn told(stop: &mut watch::Receiver<bool>) {
+/// Waits until it is time to take no more connections, of which the latest came at `latest`.
+async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
     // An error means that whoever would tell is gone.
-    let _ = stop.wait_for(|stop| *stop).await;
+    let stopped = stop.wait_for(Option::is_some).await.ok().and_then(|since| *since);
+    if let Some(since) = stopped {
+        tokio::time::sleep_until((since.max(latest) + QUIET).min(since + LINGER_OPEN)).await;
+    }
 }
 
-async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut stop: watch::Receiver<bool>) {
+/// Waits until connections shall be closed.
+async fn told(close: &mut watch::Receiver<bool>) {
+    // An error means that whoever would tell is gone.
+    let _ = close.wait_for(|close| *close).await;
+}
+
+async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut close: watch::Receiver<bool>) {
     // Tokens are small and each is waited for.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
@@ -134,7 +159,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut sto
     let mut connection = pin!(connection);
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,
-        () = told(&mut stop) => {
+        () = told(&mut close) => {
             connection.as_mut().graceful_shutdown();
             connection.await
         }

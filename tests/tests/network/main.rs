@@ -2,12 +2,20 @@
 //! Needs root, for network namespaces.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+mod rolling_restart;
 mod stream;
 mod worker_loss;
 
 use kvasir_cluster_tests::binary;
+use kvasir_cluster_tests::fixtures::Manifest;
 
 /// A model that is slow enough to be interrupted.
 fn real_model() -> String {
     binary::catalog_model("smollm2-135m").unwrap().to_str().unwrap().to_owned()
+}
+
+/// A model of a few hundred kilobytes, for all that does not need time.
+fn tiny_model() -> String {
+    let manifest = Manifest::read().unwrap();
+    manifest.tiny("llama").unwrap().path().to_str().unwrap().to_owned()
 }

@@ -51,7 +51,7 @@ fn print(what: &str, mut pauses: Vec<Duration>) -> Duration {
 
 #[test]
 fn streams_of_a_killed_worker_go_on_token_by_token() {
-    let mut fleet = Fleet::builder("killed-worker", &crate::real_model(), 1, 2).start(1).unwrap();
+    let fleet = Fleet::builder("killed-worker", &crate::real_model(), 1, 2).start(1).unwrap();
     let model = fleet.model().unwrap();
     let mut pauses = Vec::new();
     for (round, at) in [1, 7, 31].into_iter().enumerate() {
