@@ -20,14 +20,19 @@ pub(crate) fn load_or_make(path: &Path) -> anyhow::Result<ClusterKey> {
     })
 }
 
+/// A new key.
+pub(crate) fn random() -> std::io::Result<ClusterKey> {
+    let mut key = [0u8; 32];
+    File::open("/dev/urandom")?.read_exact(&mut key)?;
+    Ok(ClusterKey(key))
+}
+
 /// Another process may make the same file at the same time: the first one wins and nobody reads a part.
 fn make(path: &Path) -> std::io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
-    let mut key = [0u8; 32];
-    File::open("/dev/urandom")?.read_exact(&mut key)?;
-    let text: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+    let text: String = random()?.0.iter().map(|byte| format!("{byte:02x}")).collect();
     let temporary = path.with_extension(format!("tmp{}", std::process::id()));
     let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&temporary)?;
     writeln!(file, "{text}")?;

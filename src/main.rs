@@ -10,6 +10,7 @@ mod config;
 mod coordinator;
 mod cpus;
 mod embed;
+mod front;
 mod home;
 mod local;
 mod logits;

@@ -72,7 +72,7 @@ pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
 pub(crate) struct Announcement {
     pub(crate) id: String,
     pub(crate) pid: u32,
-    /// The API; coordinators only.
+    /// The API, where there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) http: Option<SocketAddr>,
     pub(crate) ops: SocketAddr,

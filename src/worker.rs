@@ -2,9 +2,11 @@
 
 use crate::config::{self, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
+use crate::front::Front;
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
+use coordinator::models::ModelEntry;
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -23,6 +25,7 @@ const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
+    kvasir worker --http 127.0.0.1:8080 --model smollm2-135m\n  \
     kvasir worker --config worker.toml --explain\n\n\
     It prints one line of JSON with its addresses when it listens; logs go to stderr."
 )]
@@ -43,6 +46,10 @@ pub(crate) struct WorkerSettings {
     /// UDP addresses of all coordinators, names or numbers, separated by commas.
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_COORDINATORS", value_delimiter = ',')]
     pub(crate) coordinators: Option<Vec<String>>,
+    /// Where the OpenAI API answers, for a worker that is in no cluster: no identity and no coordinators then, and
+    /// loopback only.
+    #[arg(long, value_name = "ADDR", env = "KVASIR_WORKER_HTTP")]
+    pub(crate) http: Option<SocketAddr>,
     /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
@@ -199,6 +206,7 @@ impl WorkerSettings {
         let complete = Self {
             identity: self.identity.clone(),
             coordinators: self.coordinators.clone(),
+            http: self.http,
             model: self.model.clone(),
             cpus: self.cpus.clone(),
             threads,
@@ -278,31 +286,66 @@ impl Worker {
         if self.node.answer(&plan.settings, &plan.explained)? {
             return Ok(());
         }
-        if plan.config.coordinators.is_empty() {
-            return Err(ConfigError::missing("coordinators", "name at least one coordinator to join").into());
+        let Plan { settings, mut config, drain, .. } = plan;
+        match (settings.http, config.coordinators.is_empty()) {
+            (None, true) => {
+                let need = "name at least one coordinator to join, or an address for `http`";
+                return Err(ConfigError::missing("coordinators", need).into());
+            }
+            (Some(http), false) => {
+                let rule = "not together with `coordinators`, which have the API of their cluster";
+                return Err(ConfigError::field("http", http, rule).into());
+            }
+            _ => {}
         }
-        let identity = crate::node::identity(plan.settings.identity.as_deref())?;
         // Arithmetic has threads of its own; these only move bytes.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
+            let front = match settings.http {
+                Some(http) => {
+                    let model = ModelEntry { id: config.model_id.clone(), path: config.model_path.clone() };
+                    Some(Front::start(http, model, drain).await?)
+                }
+                None => None,
+            };
+            let identity = match &front {
+                Some(front) => {
+                    config.coordinators = vec![front.quic().to_string()];
+                    front.worker_identity().clone()
+                }
+                None => crate::node::identity(settings.identity.as_deref())?,
+            };
+            let started = async {
+                let service = WorkerService::start(config, &identity).await?;
+                if let Some(front) = &front {
+                    front.joined().await;
+                }
+                anyhow::Ok(service)
+            };
             let service = tokio::select! {
-                service = WorkerService::start(plan.config, &identity) => service?,
+                service = started => service?,
                 () = signals.next() => return Ok(()),
             };
             let announcement = Announcement {
                 id: identity.name().node.to_string(),
                 pid: std::process::id(),
-                http: None,
+                http: front.as_ref().map(Front::http),
                 ops: service.ops_address(),
                 quic: service.quic_address(),
             };
             announcement.print()?;
             signals.next().await;
             tracing::info!("draining");
+            let drained = async {
+                if let Some(front) = front {
+                    front.stop().await;
+                }
+                service.drain().await;
+            };
             tokio::select! {
-                () = service.drain() => {}
-                () = tokio::time::sleep(plan.drain) => tracing::warn!("requests were cut off"),
+                () = drained => {}
+                () = tokio::time::sleep(drain) => tracing::warn!("requests were cut off"),
                 () = signals.next() => {}
             }
             service.stop().await;

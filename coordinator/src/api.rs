@@ -7,6 +7,7 @@
 pub mod answer;
 pub mod auth;
 mod base64;
+pub mod documents;
 pub mod embeddings;
 pub mod encode;
 pub mod error;
@@ -32,6 +33,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
+use documents::Popularity;
 use embeddings::Embeddings;
 use encode::{Asker, Gathered, gather};
 use error::ApiError;
@@ -62,6 +64,8 @@ pub struct Front {
     pub cluster_key: ClusterKey,
     /// What is counted.
     pub metrics: Arc<Metrics>,
+    /// How often documents are asked for.
+    pub popularity: Popularity,
     /// Requests that are planned at once; more would only share the same cores.
     pub planners: Arc<Semaphore>,
     /// How long a request may take in all.
@@ -196,8 +200,10 @@ async fn models(State(front): State<Arc<Front>>) -> Response {
 }
 
 async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    // Put there by the gate.
+    let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let body = body(request).await?;
-    let tokenized = front.plan(move |sources| plan::tokenize(&body, sources)).await?;
+    let tokenized = front.plan(move |sources| plan::tokenize(&body, &caller.tenant, sources)).await?;
     let count = tokenized.tokens.len();
     let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
     Ok(Json(body).into_response())
@@ -221,7 +227,7 @@ async fn generate(
     let planned = Instant::now();
     let (plan, jobs) = front
         .plan(move |sources| {
-            let plan = plan::generation(kind, &body, sources)?;
+            let plan = plan::generation(kind, &body, &caller.tenant, sources)?;
             let jobs = jobs(&plan, &key, &caller, &name, deadline);
             Ok((plan, jobs))
         })
@@ -324,7 +330,8 @@ impl Front {
         let planned = tokio::task::spawn_blocking(move || {
             let _permit = permit;
             let served = |id: &ModelId| front.dispatch.model(id);
-            work(&Sources { models: &front.models, served: &served, seed: random_u64() })
+            let seed = random_u64();
+            work(&Sources { models: &front.models, served: &served, seed, popularity: &front.popularity })
         });
         planned.await.unwrap_or_else(|error| {
             tracing::error!(%error, "planning a request failed");

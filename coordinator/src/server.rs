@@ -2,7 +2,7 @@
 
 mod http;
 
-use crate::api::{self, Front, auth::Keys};
+use crate::api::{self, Front, auth::Keys, documents::Popularity};
 use crate::config::{Config, ConfigError};
 use crate::dispatch::Dispatch;
 use crate::models::{Models, ModelsError};
@@ -12,7 +12,7 @@ use crate::random::random_u64;
 use crate::workers::{self, Terms};
 use http::{Limits, Listener};
 use proto::block::ClusterKey;
-use proto::ids::{Epoch, NodeId, Role};
+use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::transport::{Endpoint, EndpointConfig, Identity};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -110,6 +110,7 @@ impl Coordinator {
             keys: keys.clone(),
             cluster_key: cluster_key.clone(),
             metrics: Arc::clone(&metrics),
+            popularity: Popularity::default(),
             planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
             request_timeout: Duration::from_secs(config.request_timeout_s),
             started: started.as_secs(),
@@ -141,6 +142,11 @@ impl Coordinator {
     /// Where it listens.
     pub fn addresses(&self) -> Addresses {
         self.addresses
+    }
+
+    /// Whether a worker takes work for this model.
+    pub fn serves(&self, model: &ModelId) -> bool {
+        self.dispatch.serves(model)
     }
 
     /// Lets `/readyz` turn 200, where the configuration holds it back.

@@ -26,6 +26,8 @@ use std::time::Instant;
 pub const WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvasir-worker");
 /// Why it was chosen, and what it was expected to have cached.
 pub const ROUTE_HEADER: HeaderName = HeaderName::from_static("x-kvasir-route");
+/// The places of the request's documents, from 0, in the order in which the prompt has them.
+pub const DOCUMENTS_HEADER: HeaderName = HeaderName::from_static("x-kvasir-documents");
 
 /// An answer in the making.
 pub struct Answer {
@@ -34,6 +36,7 @@ pub struct Answer {
     metrics: Arc<Metrics>,
     events: SelectAll<BoxStream<'static, (u32, Result<Event, Failure>)>>,
     choices: Vec<Progress>,
+    documents: Vec<usize>,
     include_usage: bool,
 }
 
@@ -87,6 +90,7 @@ impl Answer {
             metrics,
             events: stream::select_all(events),
             choices,
+            documents: plan.documents.clone(),
             include_usage: plan.params.include_usage,
         }
     }
@@ -224,6 +228,12 @@ impl Answer {
         {
             headers.insert(WORKER_HEADER, worker);
             headers.insert(ROUTE_HEADER, route);
+        }
+        let places: Vec<String> = self.documents.iter().map(usize::to_string).collect();
+        if !places.is_empty()
+            && let Ok(places) = HeaderValue::from_str(&places.join(","))
+        {
+            headers.insert(DOCUMENTS_HEADER, places);
         }
         headers
     }

@@ -1,6 +1,7 @@
 //! From a body to what is to be generated: fields checked, templates rendered, texts cut into tokens. All of
 //! it computes and nothing of it waits, so it runs where blocking is allowed.
 
+use super::documents::{self, Document, Popularity};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::{MAX_CHOICES, MAX_LOGPROBS, MAX_TOOLS};
@@ -35,6 +36,8 @@ pub struct Plan {
     pub served: ServedModelV2,
     /// The prompts, each with the most tokens to generate.
     pub prompts: Vec<(Arc<[u32]>, u32)>,
+    /// The places of the request's documents, in the order in which the prompt has them.
+    pub documents: Vec<usize>,
     /// Everything else.
     pub params: Params,
 }
@@ -65,12 +68,15 @@ pub struct Sources<'a> {
     pub served: &'a dyn Fn(&ModelId) -> Option<ServedModelV2>,
     /// A seed for requests that bring none.
     pub seed: u64,
+    /// How often documents are asked for.
+    pub popularity: &'a Popularity,
 }
 
 const COMPLETION: [&str; 26] =
     with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format"]);
-const CHAT: [&str; 29] = with([
+const CHAT: [&str; 30] = with([
     "messages",
+    "documents",
     "max_tokens",
     "max_completion_tokens",
     "logprobs",
@@ -81,7 +87,7 @@ const CHAT: [&str; 29] = with([
     "chat_template",
     "chat_template_kwargs",
 ]);
-const TOKENIZE: [&str; 4] = ["model", "prompt", "messages", "add_special_tokens"];
+const TOKENIZE: [&str; 5] = ["model", "prompt", "messages", "documents", "add_special_tokens"];
 const PREFIX: [&str; 6] =
     ["prompt", "messages", "tools", "chat_template_kwargs", "add_special_tokens", "ttl_s"];
 /// How long a prefix is pinned where it is not said.
@@ -104,8 +110,8 @@ const fn with<const N: usize, const ALL: usize>(own: [&'static str; N]) -> [&'st
     all
 }
 
-/// Reads and checks a generation request.
-pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan, ApiError> {
+/// Reads and checks a tenant's generation request.
+pub fn generation(kind: Kind, body: &[u8], tenant: &str, sources: &Sources<'_>) -> Result<Plan, ApiError> {
     let known: &'static [&'static str] = match kind {
         Kind::Completion => &COMPLETION,
         Kind::Chat => &CHAT,
@@ -119,6 +125,11 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
     let mut params = Params::read(&fields, vocab, sources.seed, &model.sampling)?;
     params.sampling.logprobs = logprobs(kind, &fields)?;
     refuse_unsupported(kind, &fields)?;
+    let documents = match kind {
+        Kind::Completion => Vec::new(),
+        Kind::Chat => documents::documents(&fields)?,
+    };
+    let order = sources.popularity.count(tenant, &documents);
     let (most, prompts) = match kind {
         Kind::Completion => {
             let most = Some(fields.get("max_tokens")?.unwrap_or(COMPLETION_TOKENS));
@@ -129,7 +140,8 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
         Kind::Chat => {
             let new: Option<u32> = fields.get("max_completion_tokens")?;
             let tokens = if new.is_some() { new } else { fields.get("max_tokens")? };
-            let prompt = chat_prompt(&fields, &model, params.add_special_tokens.unwrap_or(true), true)?;
+            let bos = params.add_special_tokens.unwrap_or(true);
+            let prompt = chat_prompt(&fields, &model, (&documents, &order), bos, true)?;
             (Most { tokens, said: tokens.is_some() }, vec![prompt])
         }
     };
@@ -145,11 +157,11 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
         let reason = format!("{} is above the {shortest} tokens to generate", params.stop.min_tokens);
         return Err(ApiError::field("min_tokens", reason));
     }
-    Ok(Plan { kind, model, served, prompts, params })
+    Ok(Plan { kind, model, served, prompts, documents: order, params })
 }
 
-/// Reads and serves `/tokenize`.
-pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiError> {
+/// Reads and serves a tenant's `/tokenize`.
+pub fn tokenize(body: &[u8], tenant: &str, sources: &Sources<'_>) -> Result<Tokenized, ApiError> {
     let fields = Fields::parse(body, &TOKENIZE)?;
     let (model, served) = asked(&fields, sources)?;
     let special = fields.get("add_special_tokens")?.unwrap_or(true);
@@ -163,7 +175,11 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
                 model.tokens(&text, special)
             }
         }
-        (None, Some(_)) => chat_prompt(&fields, &model, special, true)?,
+        (None, Some(_)) => {
+            let documents = documents::documents(&fields)?;
+            let order = sources.popularity.order(tenant, &documents);
+            chat_prompt(&fields, &model, (&documents, &order), special, true)?
+        }
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
     let max_model_len = served.map(|served| served.max_model_len);
@@ -181,7 +197,7 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
                 .map_err(|_| ApiError::field("prompt", "give one prefix at a time"))?;
             tokens
         }
-        (None, Some(_)) => chat_prompt(&fields, model, bos, false)?,
+        (None, Some(_)) => chat_prompt(&fields, model, (&[], &[]), bos, false)?,
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
     let (prompt, limit) = (tokens.len() as u64, u64::from(limit));
@@ -273,14 +289,18 @@ fn completion_prompts(
     prompts(fields)?.into_iter().map(tokens).collect()
 }
 
-/// `answer`: the chat ends where an answer begins.
+/// `documents` with the order of their places; `answer`: the chat ends where an answer begins.
 fn chat_prompt(
     fields: &Fields<'_>,
     model: &OfferedModel,
+    (documents, order): (&[Document], &[usize]),
     bos: bool,
     answer: bool,
 ) -> Result<Vec<u32>, ApiError> {
-    let messages = messages(fields)?;
+    let mut messages = messages(fields)?;
+    if !documents.is_empty() {
+        documents::insert(&mut messages, documents, order)?;
+    }
     let tools: Option<Bounded<Value, { MAX_TOOLS }>> = fields.get("tools")?;
     let tools = tools.map(|list| list.0).filter(|list| !list.is_empty());
     let extra: Map<String, Value> = fields.get("chat_template_kwargs")?.unwrap_or_default();

@@ -167,6 +167,33 @@ async fn tokens_and_text_are_told_without_generating() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn documents_stand_in_the_prompt_by_popularity() {
+    let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
+    let ask = async |documents: Value| {
+        let messages = json!([{"role": "user", "content": "why"}]);
+        let body = json!({"messages": messages, "documents": documents, "max_tokens": 1});
+        let answer = post(rig.at.http, CHAT, &body).await;
+        let order = answer.headers.get("x-kvasir-documents").and_then(|v| v.to_str().ok()).map(str::to_owned);
+        ok(&answer);
+        let prompt = workers[0].requests().last().unwrap().prompt.clone();
+        (order, prompt)
+    };
+    let [a, b] = ["a", "b"].map(|id| json!({"id": id, "text": format!("about {id}")}));
+    let (order, _) = ask(json!([b])).await;
+    assert_eq!(order.as_deref(), Some("0"));
+    let (order, prompt) = ask(json!([a, b])).await;
+    assert_eq!(order.as_deref(), Some("1,0"));
+    let text = "user\nDocuments:\n<document id=\"b\">\nabout b\n</document>\n\
+                <document id=\"a\">\nabout a\n</document>\nMost relevant first: a, b\n\nwhy";
+    assert_eq!(prompt[2..2 + text.len()], tokens(text));
+    let messages = json!([{"role": "user", "content": "why"}]);
+    let body = json!({"messages": messages, "documents": [a, b]});
+    assert_eq!(ok(&post(rig.at.http, "/tokenize", &body).await)["tokens"], json!(prompt));
+    // Without any, nothing is said of them.
+    assert_eq!(ask(json!([])).await.0, None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
     let (rig, workers) = Rig::with_workers::<2>(|_| {}).await;
     let shared: Vec<u32> = (0..1_500).map(|i| (i * 7 + i / 256) % 256).collect();

@@ -1,6 +1,7 @@
 //! Whole clusters: real processes over QUIC with mutual TLS, used through their HTTP API.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+mod alone;
 mod embeddings;
 mod failover;
 mod openai_client;
