@@ -9,5 +9,6 @@ pub mod cluster;
 pub mod fixtures;
 pub mod http;
 pub mod logits;
+pub mod quantised;
 pub mod signal;
 pub mod wait;
