@@ -10,6 +10,7 @@ pub mod fixtures;
 pub mod fleet;
 pub mod http;
 pub mod logits;
+pub mod quantised;
 pub mod signal;
 pub mod testnet;
 pub mod wait;

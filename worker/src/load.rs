@@ -333,7 +333,8 @@ fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) ->
     format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
 }
 
-fn group_spec(group: &CacheGroup) -> GroupSpec {
+/// A group of layers as the cache sees it.
+pub(crate) fn group_spec(group: &CacheGroup) -> GroupSpec {
     GroupSpec {
         kind: match group.kind {
             CacheKind::Full => GroupKind::Full,

@@ -53,6 +53,23 @@ fn tiny_model_is_batch_invariant(arch: &str) {
 
 tiny_models!(tiny_model_is_batch_invariant);
 
+/// Every architecture on the path that users get: quantised matrices, int8 activations, f16 KV.
+mod quantised {
+    use super::*;
+    use kvasir_cluster_tests::quantised;
+
+    fn quantised_model_is_batch_invariant(arch: &str) {
+        let manifest = Manifest::read().unwrap();
+        let item = manifest.tiny(arch).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join(format!("{arch}-quantised.gguf"));
+        quantised::write(&item.path(), &model).unwrap();
+        assert_batch_invariant(&model, &item.reference().unwrap().ids(), &["--states"]);
+    }
+
+    tiny_models!(quantised_model_is_batch_invariant);
+}
+
 /// MXFP4 experts on the default path: int8 activations, f16 KV, grouped experts.
 #[test]
 fn gpt_oss_with_mxfp4_experts() {

@@ -78,15 +78,20 @@ impl KvCache {
     /// Whether the sequence needs another slot before it can compute.
     pub(super) fn lacks_slot(&self, sequence: &SequenceCache) -> bool {
         let Some(States { group, .. }) = self.states else { return false };
-        let slots = &sequence.state;
-        let contiguous = sequence.tables[group].base.is_some();
-        !contiguous && slots.next.is_none() && !slots.current.is_some_and(|slot| self.is_private(group, slot))
+        sequence.tables[group].base.is_none() && !self.has_own_slot(sequence)
     }
 
     /// Whether that slot must come from elsewhere: the sequence has none that it could write again.
     pub(super) fn wants_slot(&self, sequence: &SequenceCache) -> bool {
         let alone = |group| sequence.state.current.is_some_and(|slot| self.pool.refs(group, slot) == 1);
         self.lacks_slot(sequence) && !self.state_group().is_some_and(alone)
+    }
+
+    /// Whether the sequence has a slot that it may write although it goes on from another one.
+    pub(super) fn has_own_slot(&self, sequence: &SequenceCache) -> bool {
+        let Some(States { group, .. }) = self.states else { return false };
+        let slots = &sequence.state;
+        slots.next.is_some() || slots.current.is_some_and(|slot| self.is_private(group, slot))
     }
 
     /// Nobody else can read it.

@@ -212,6 +212,7 @@ fn bad_requests_fail_alone() {
         ("prompt", bad(&|ask| ask.prompt[0] = u32::MAX)),
         ("prompt", bad(&|ask| ask.prompt.clear())),
         ("prompt", bad(&|ask| ask.emitted = vec![1 << 30])),
+        ("max_tokens", bad(&|ask| ask.stop.max_tokens = 0)),
         ("temperature", bad(&|ask| ask.sampling.temperature = f32::NAN)),
         ("top_p", bad(&|ask| ask.sampling.top_p = 0.0)),
         ("logit_bias", bad(&|ask| ask.sampling.logit_bias = vec![(448, 1.0)])),

@@ -1,19 +1,31 @@
-//! Random storms through the real engine: whatever is admitted, cancelled, preempted and evicted around a request,
-//! its tokens are those of an undisturbed run.
+//! Random storms through the real engine: whatever is admitted, cancelled, preempted, evicted, forked, saved and
+//! restored around a request, its tokens are those of an undisturbed run.
 
-use crate::harness::{Ask, Asked, QUANT, TINY, cramped, one_by_one, open, options, prompt, submit};
-use kvasir_worker::engine::StepOutcome;
+use crate::harness::{
+    Ask, Asked, Heard, QUANT, ROOT, TINY, cramped, one_by_one, open, options, prompt, submit,
+};
+use kvasir_worker::engine::resume::{Capture, SequenceKey};
+use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::snapshot::Snapshot;
+use proto::ids::RequestId;
 use proto::message::FinishReason;
+use proto::sequence::{SequenceError, SequenceName};
 use std::time::Instant;
+use tokio::sync::oneshot;
 
 /// Storms per model.
 const SEEDS: u64 = 30;
 /// More than admission keeps room for.
 const GENERATE: u32 = 44;
+/// What a fork or a restored sequence generates beyond that at least.
+const AFTER: u32 = 8;
 /// Longest prompt and its output.
 const LONGEST: usize = 170;
+
+/// Requests of a storm at most, those that go on from forks and snapshots included.
+const MOST: usize = 24;
 
 /// A small generator, so that a storm is its seed.
 struct Dice(u64);
@@ -42,17 +54,180 @@ fn prompts() -> Vec<Vec<u32>> {
     prompts
 }
 
+/// A request of the storm: which prompt, how many tokens of its undisturbed output belong to the prompt too.
+struct Sent {
+    which: usize,
+    given: usize,
+    key: SequenceKey,
+    asked: Asked,
+}
+
+/// What happened in all storms.
+#[derive(Debug, Default)]
+struct Seen {
+    preempted: u64,
+    cached: u64,
+    cancelled: u64,
+    forks: u64,
+    saves: u64,
+    restores: u64,
+}
+
+/// One storm.
+struct Storm<'a> {
+    what: String,
+    dice: Dice,
+    engine: Engine,
+    asks: &'a [Ask],
+    want: &'a [Heard],
+    sent: Vec<Sent>,
+    saving: Vec<(usize, oneshot::Receiver<Result<Capture, SequenceError>>)>,
+    saved: Vec<(usize, Snapshot)>,
+    names: u32,
+}
+
+impl Storm<'_> {
+    fn key(&mut self) -> SequenceKey {
+        self.names += 1;
+        let name = SequenceName { request: RequestId::new("storm").unwrap(), choice: self.names };
+        SequenceKey { root: ROOT, name }
+    }
+
+    /// Asks for a prompt's output behind the first `given` tokens of it, if there is more of it.
+    fn ask(&mut self, which: usize, given: usize) {
+        if given == self.want[which].tokens.len() {
+            return;
+        }
+        let key = self.key();
+        let prompt = [&self.asks[which].prompt[..], &self.want[which].tokens[..given]].concat();
+        let most = if given == 0 { GENERATE } else { GENERATE + AFTER - given as u32 };
+        let ask = Ask::greedy(prompt, most).tokens_only().named(key.name.clone());
+        let asked = submit(&mut self.engine, &ask);
+        self.sent.push(Sent { which, given, key, asked });
+    }
+
+    /// How many tokens of a prompt's output a sequence has by now.
+    fn given(&self, which: usize, tokens: u32) -> usize {
+        tokens as usize - self.asks[which].prompt.len()
+    }
+
+    /// A fork of some sequence, live or not, and a request that goes on from it.
+    fn fork(&mut self, seen: &mut Seen) {
+        let at = self.dice.below(self.sent.len());
+        let (which, of, to) = (self.sent[at].which, self.sent[at].key.clone(), self.key());
+        match self.engine.fork(&of, to.name) {
+            Ok(info) => {
+                seen.forks += 1;
+                self.ask(which, self.given(which, info.tokens));
+            }
+            // Nothing of it has been computed yet, or it was refused.
+            Err(error) => assert!(matches!(error, SequenceError::Unknown { .. }), "{}: {error}", self.what),
+        }
+    }
+
+    fn save(&mut self) {
+        let at = self.dice.below(self.sent.len());
+        let (reply, answer) = oneshot::channel();
+        self.engine.save(&self.sent[at].key, reply);
+        self.saving.push((self.sent[at].which, answer));
+    }
+
+    /// Takes in what has been saved meanwhile.
+    fn collect(&mut self, seen: &mut Seen) {
+        for (which, mut answer) in std::mem::take(&mut self.saving) {
+            match answer.try_recv() {
+                Ok(Ok(capture)) => {
+                    seen.saves += 1;
+                    self.saved.push((which, capture.into_snapshot()));
+                }
+                Ok(Err(SequenceError::Unknown { .. } | SequenceError::NoRoom { .. })) => {}
+                Ok(Err(error)) => panic!("{}: {error}", self.what),
+                Err(oneshot::error::TryRecvError::Empty) => self.saving.push((which, answer)),
+                Err(error) => panic!("{}: {error}", self.what),
+            }
+        }
+    }
+
+    /// Puts a snapshot back, and a request that goes on from it.
+    fn restore(&mut self, seen: &mut Seen) {
+        let at = self.dice.below(self.saved.len());
+        let (which, snapshot) = self.saved.swap_remove(at);
+        let key = self.key();
+        match self.engine.restore(key, &snapshot) {
+            Ok(_) => seen.restores += 1,
+            // Live sequences hold too much.
+            Err(error) => assert!(matches!(error, SequenceError::NoRoom { .. }), "{}: {error}", self.what),
+        }
+        self.ask(which, self.given(which, snapshot.tokens().len() as u32));
+    }
+
+    fn run(&mut self, seen: &mut Seen) {
+        let mut left = 6 + self.dice.below(10);
+        while left > 0 || self.engine.has_work() {
+            while left > 0 && (!self.engine.has_work() || self.dice.below(3) == 0) {
+                let which = self.dice.below(self.asks.len());
+                self.ask(which, 0);
+                left -= 1;
+            }
+            // So that a storm ends although its forks are forked.
+            let open = self.sent.len() < MOST;
+            match self.dice.below(200) {
+                0 | 1 => {
+                    let at = self.dice.below(self.sent.len());
+                    self.sent[at].asked.id.into_iter().for_each(|id| self.engine.cancel(id));
+                }
+                2 | 3 if open => self.fork(seen),
+                4 | 5 if open => self.save(),
+                6..=9 if open && !self.saved.is_empty() => self.restore(seen),
+                _ => {}
+            }
+            let outcome = self.engine.step(Instant::now()).unwrap();
+            assert!(
+                outcome != StepOutcome::Idle || !self.engine.has_work(),
+                "{}: nothing is planned",
+                self.what
+            );
+            self.collect(seen);
+        }
+        assert!(self.saving.is_empty(), "{}: a save has no answer", self.what);
+    }
+
+    fn judge(&self, seen: &mut Seen) {
+        assert_eq!(self.engine.load().kv_used, 0, "{}", self.what);
+        for Sent { which, given, asked, .. } in &self.sent {
+            let what = format!("{}, prompt {which} and {given} tokens", self.what);
+            let heard = asked.heard();
+            assert_eq!(heard.failed, None, "{what}");
+            let want = &self.want[*which].tokens[*given..];
+            match &heard.finished {
+                Some(finished) => {
+                    let most = if *given == 0 { GENERATE as usize } else { want.len() };
+                    assert_eq!(finished.reason, FinishReason::Length, "{what}");
+                    assert_eq!(heard.tokens, want[..most], "{what}");
+                    seen.cached += heard.cached() as u64;
+                }
+                None => {
+                    assert!(want.starts_with(&heard.tokens), "{what}");
+                    seen.cancelled += 1;
+                }
+            }
+        }
+        seen.preempted += self.engine.metrics().preemptions.get();
+    }
+}
+
 #[test]
 fn a_storm_changes_no_token() {
-    let (mut preempted, mut cached, mut cancelled) = (0u64, 0u64, 0u64);
+    let mut seen = Seen::default();
     for model in TINY.into_iter().chain(QUANT) {
-        let asks: Vec<Ask> =
-            prompts().into_iter().map(|prompt| Ask::greedy(prompt, GENERATE).tokens_only()).collect();
+        let ask = |prompt| Ask::greedy(prompt, GENERATE + AFTER).tokens_only();
+        let asks: Vec<Ask> = prompts().into_iter().map(ask).collect();
         let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
         let want = one_by_one(&mut open(model, &calm), &asks);
         // Windows hold more at once the more of a prompt goes into one step.
         let whole = EngineOptions { chunk: Some(0), ..options(model) };
-        let smallest = cramped(model, &whole, LONGEST + GENERATE as usize).kv_bytes.unwrap();
+        let longest = LONGEST + (GENERATE + AFTER) as usize;
+        let smallest = cramped(model, &whole, longest).kv_bytes.unwrap();
         for seed in 0..SEEDS {
             let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
             let options = EngineOptions {
@@ -63,42 +238,23 @@ fn a_storm_changes_no_token() {
                 placement: dice.pick(&[Placement::Paged, Placement::Permuted { seed }]),
                 ..options(model)
             };
-            let what = format!("{model}, seed {seed}");
-            let mut engine = open(model, &options);
-            let mut asked: Vec<(usize, Asked)> = Vec::new();
-            let mut left = 6 + dice.below(10);
-            while left > 0 || engine.has_work() {
-                while left > 0 && (!engine.has_work() || dice.below(3) == 0) {
-                    let which = dice.below(asks.len());
-                    asked.push((which, submit(&mut engine, &asks[which])));
-                    left -= 1;
-                }
-                if dice.below(100) == 0 {
-                    let at = dice.below(asked.len());
-                    asked[at].1.id.into_iter().for_each(|id| engine.cancel(id));
-                }
-                let outcome = engine.step(Instant::now()).unwrap();
-                assert!(outcome != StepOutcome::Idle || !engine.has_work(), "{what}: nothing is planned");
-            }
-            assert_eq!(engine.load().kv_used, 0, "{what}");
-            for (which, asked) in &asked {
-                let heard = asked.heard();
-                assert_eq!(heard.failed, None, "{what}, prompt {which}");
-                match &heard.finished {
-                    Some(finished) => {
-                        assert_eq!(finished.reason, FinishReason::Length, "{what}, prompt {which}");
-                        assert_eq!(heard.tokens, want[*which].tokens, "{what}, prompt {which}");
-                        cached += heard.cached() as u64;
-                    }
-                    None => {
-                        assert!(want[*which].tokens.starts_with(&heard.tokens), "{what}, prompt {which}");
-                        cancelled += 1;
-                    }
-                }
-            }
-            preempted += engine.metrics().preemptions.get();
+            let mut storm = Storm {
+                what: format!("{model}, seed {seed}"),
+                dice,
+                engine: open(model, &options),
+                asks: &asks,
+                want: &want,
+                sent: Vec::new(),
+                saving: Vec::new(),
+                saved: Vec::new(),
+                names: 0,
+            };
+            storm.run(&mut seen);
+            storm.judge(&mut seen);
         }
     }
-    assert!(preempted > 100 && cached > 10_000 && cancelled > 50, "{preempted} {cached} {cancelled}");
-    println!("{preempted} preemptions, {cached} tokens served by the cache, {cancelled} cancelled");
+    let Seen { preempted, cached, cancelled, forks, saves, restores } = seen;
+    assert!(preempted > 100 && cached > 10_000 && cancelled > 50, "{seen:?}");
+    assert!(forks > 50 && saves > 50 && restores > 50, "{seen:?}");
+    println!("{seen:?}");
 }

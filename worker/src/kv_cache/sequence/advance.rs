@@ -77,6 +77,14 @@ impl KvCache {
                 }
             }
         }
+        let copies_any = shares.iter().any(|share| share.copy.is_some());
+        let mut spare = None;
+        if copies_any && outcome.is_ok() && self.needs_slot_after(sequence, &shares) {
+            // A copy is only made by a step in which the sequence has a row.
+            spare = self.state_group().and_then(|group| Some((group, self.alloc(group)?)));
+            allocated.extend(spare);
+            outcome = spare.map(|_| ()).ok_or(NotAdvanced::NoBlock);
+        }
         if outcome.is_err() {
             for (group, block) in allocated {
                 self.pool.release(group, block);
@@ -88,6 +96,10 @@ impl KvCache {
             }
             return outcome;
         }
+        if let Some((_, slot)) = spare {
+            sequence.state.next = Some(slot);
+            self.entries += 1;
+        }
         let end = (hit.end() * HASH_UNIT_TOKENS) as u32;
         for share in shares {
             self.adopt(sequence, hit, share, step, copies);
@@ -98,6 +110,15 @@ impl KvCache {
         }
         sequence.len = end;
         Ok(())
+    }
+
+    /// Whether a sequence that goes on from the states among `shares`, on which references have been taken, has
+    /// nowhere to write the next one: no slot of its own, and others read the one that it starts from.
+    fn needs_slot_after(&self, sequence: &SequenceCache, shares: &[Share]) -> bool {
+        let Some(group) = self.state_group() else { return false };
+        let from = shares.iter().filter(|share| share.group == group).flat_map(|share| &share.whole);
+        let mut shared = from.map(|&slot| self.pool.refs(group, slot) > 1);
+        shared.next().unwrap_or(false) && !self.has_own_slot(sequence)
     }
 
     /// What `hit` means for one group. `None`: the partial block cannot be copied yet, or the state read.

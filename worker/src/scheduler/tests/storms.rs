@@ -1,4 +1,7 @@
-//! Random storms. `SEED=n cargo test -p kvasir-worker storm` replays one case.
+//! Random storms. `SEED=n` replays one case of the test that is named behind it, `STORM_SEEDS=n` runs so many cases:
+//! `STORM_SEEDS=5000 cargo test --release -p kvasir-worker --lib storms::architecture`.
+
+mod architecture;
 
 use super::simulator::*;
 use crate::kv_cache::{CacheSpec, CheckpointPolicy, GroupKind, GroupSpec, HitStop, Placement};
@@ -84,6 +87,7 @@ struct Seen {
     aborts: u64,
     predicted_hits: u64,
     forks: u64,
+    cancels: u64,
     pins: u64,
     pins_lost: u64,
     restores: u64,
@@ -93,9 +97,8 @@ struct Seen {
     states_gone: u64,
 }
 
-fn storm(seed: u64, recurrent: bool, seen: &mut Seen) {
-    let mut rng = Rng(seed);
-    let mut sim = Sim::new(random_config(&mut rng), random_spec(&mut rng, recurrent));
+fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
+    let mut sim = Sim::new(random_config(&mut rng), spec(&mut rng));
     let longest = 8 + rng.below(250);
     let longest_output = rng.pick(&[2, 40, 200]);
     let prompts = Prompts::new(&mut rng, longest);
@@ -117,6 +120,7 @@ fn storm(seed: u64, recurrent: bool, seen: &mut Seen) {
             let ids: Vec<_> = sim.live.keys().copied().collect();
             let id = rng.pick(&ids);
             sim.remove(id);
+            seen.cancels += 1;
         }
         if rng.chance(forks) && !sim.live.is_empty() {
             let ids: Vec<_> = sim.live.keys().copied().collect();
@@ -207,11 +211,18 @@ fn storm(seed: u64, recurrent: bool, seen: &mut Seen) {
     assert!(sim.scheduler.is_pristine(), "the pool did not return to its fresh state");
 }
 
-fn storms(recurrent: bool, cases: u64) -> Seen {
+/// A number from the environment.
+fn said(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|number| number.parse().ok())
+}
+
+/// `cases` storms over caches of this shape, or what the environment says; what happened in them. Each `family` has
+/// storms of its own.
+fn storms(family: u64, cases: u64, spec: &dyn Fn(&mut Rng) -> CacheSpec) -> Seen {
     let mut seen = Seen::default();
-    let replay = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok());
-    for seed in replay.map_or(0..cases, |seed| seed..seed + 1) {
-        let case = std::panic::AssertUnwindSafe(|| storm(seed, recurrent, &mut seen));
+    let cases = said("STORM_SEEDS").unwrap_or(cases);
+    for seed in said("SEED").map_or(0..cases, |seed| seed..seed + 1) {
+        let case = std::panic::AssertUnwindSafe(|| storm(Rng(family << 32 | seed), spec, &mut seen));
         if std::panic::catch_unwind(case).is_err() {
             panic!("replay with SEED={seed}");
         }
@@ -221,7 +232,7 @@ fn storms(recurrent: bool, cases: u64) -> Seen {
 
 #[test]
 fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
-    let seen = storms(false, 1200);
+    let seen = storms(0, 1200, &|rng| random_spec(rng, false));
     let often = [
         seen.preemptions,
         seen.takeovers,
@@ -240,7 +251,7 @@ fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
 
 #[test]
 fn storm_with_recurrent_states_is_exact_and_leaks_nothing() {
-    let seen = storms(true, 2000);
+    let seen = storms(0, 2000, &|rng| random_spec(rng, true));
     let often = [
         seen.preemptions,
         seen.copies,

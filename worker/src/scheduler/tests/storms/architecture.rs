@@ -1,0 +1,105 @@
+//! Storms over the caches of every architecture: the groups of each tiny model of the oracle set, with their
+//! windows, and with the weight that a block and a state have there.
+
+use super::*;
+use crate::load::{EngineOptions, group_spec, open};
+use std::path::Path;
+
+/// Storms per architecture unless the environment says otherwise.
+const CASES: u64 = 200;
+
+/// The groups of an architecture's tiny model, in blocks of 16 tokens.
+fn groups(arch: &str) -> Vec<GroupSpec> {
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let options = EngineOptions {
+        threads: Some(1),
+        kv_bytes: Some(16 << 20),
+        chunk: Some(64),
+        max_rows: Some(64),
+        max_sequences: Some(1),
+        ..EngineOptions::default()
+    };
+    let loaded = open(&tiny.join(arch).join(format!("{arch}-f32.gguf")), &options, &mut |_, _| {});
+    loaded.unwrap().engine.decoder().groups().iter().map(group_spec).collect()
+}
+
+/// A cache of these groups that holds little.
+fn cramped(groups: &[GroupSpec], rng: &mut Rng) -> CacheSpec {
+    let block_tokens = rng.pick(&[16, 16, 32, 64]);
+    let scaled = |group: &GroupSpec| match group.kind {
+        GroupKind::State => *group,
+        _ => GroupSpec { block_bytes: group.block_bytes * u64::from(block_tokens) / 16, ..*group },
+    };
+    let groups: Vec<GroupSpec> = groups.iter().map(scaled).collect();
+    let one_of_each: u64 = groups.iter().map(|group| group.block_bytes).sum();
+    let arena_bytes = one_of_each * (4 + rng.below(40));
+    CacheSpec { groups, block_tokens, arena_bytes }
+}
+
+/// Numbers the storms of an architecture, so that those over equal caches differ.
+fn family(arch: &str) -> u64 {
+    arch.bytes().fold(1, |family: u64, byte| family * 31 % 0xffff_fffb + u64::from(byte))
+}
+
+fn storm_over(arch: &str) {
+    let groups = groups(arch);
+    let recurrent = groups.iter().any(|group| group.kind == GroupKind::State);
+    let seen = storms(family(arch), CASES, &|rng| cramped(&groups, rng));
+    println!("{arch}: {groups:?}, {seen:?}");
+    if said("SEED").is_some() {
+        return;
+    }
+    let common = [
+        seen.preemptions,
+        seen.evictions,
+        seen.hits,
+        seen.waits,
+        seen.copies,
+        seen.aborts,
+        seen.predicted_hits,
+        seen.forks,
+        seen.pins,
+        seen.restores,
+        seen.cancels,
+    ];
+    let states = [seen.checkpoints, seen.checkpoints_skipped, seen.exports, seen.states_gone];
+    assert!(common.iter().all(|&n| n >= 10), "{arch}: {seen:?}");
+    assert!(!recurrent || states.iter().all(|&n| n >= 10), "{arch}: {seen:?}");
+}
+
+macro_rules! architectures {
+    ($($name:ident: $arch:literal),* $(,)?) => {$(
+        #[test]
+        fn $name() {
+            storm_over($arch);
+        }
+    )*};
+}
+
+architectures! {
+    gemma3: "gemma3",
+    gemma4: "gemma4",
+    gemma4moe: "gemma4moe",
+    gpt_oss: "gpt-oss",
+    granitehybrid: "granitehybrid",
+    granitehybrid_dense: "granitehybrid-dense",
+    llama: "llama",
+    llama3rope: "llama3rope",
+    qwen2: "qwen2",
+    qwen2moe: "qwen2moe",
+    qwen3: "qwen3",
+    qwen35: "qwen35",
+    qwen35moe: "qwen35moe",
+    qwen3moe: "qwen3moe",
+    qwen3next: "qwen3next",
+}
+
+/// The rest of a prefix lay in part of a block and was to be copied, but there was no slot for the state behind it: the
+/// sequence had no row in the step, the step was none, and the copy was never made.
+#[test]
+fn a_copy_is_planned_only_with_a_row_behind_it() {
+    for (arch, seed) in [("granitehybrid-dense", 103), ("qwen35moe", 839)] {
+        let groups = groups(arch);
+        storm(Rng(family(arch) << 32 | seed), &|rng| cramped(&groups, rng), &mut Seen::default());
+    }
+}
