@@ -2,7 +2,7 @@
 //! same run. Speed does not depend on the tokens, so they are arbitrary.
 
 use crate::models::resolve_or_pull;
-use crate::numerics::{ActivationsArg, KvTypeArg};
+use crate::numerics::{ActivationsArg, KvTypeArg, StateTypeArg};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use kernels::backend::{BlockTable, StepInput, StepSequence, StepState};
@@ -48,6 +48,12 @@ pub(crate) struct Bench {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
+    /// How recurrent layers keep their states
+    #[arg(long, value_enum, default_value = "f32")]
+    state_type: StateTypeArg,
+    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16]
+    #[arg(long, value_name = "TOKENS")]
+    state_tau: Option<u32>,
     /// What quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     activations: ActivationsArg,
@@ -136,6 +142,7 @@ impl Bench {
         let options = EngineOptions {
             threads: Some(usize::from(self.threads)),
             kv_type: self.kv_type.into(),
+            state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
             block_tokens: BLOCK_TOKENS,
             max_rows: Some(self.chunk.max(widest)),

@@ -1,7 +1,8 @@
 //! One process, no cluster: an engine driven to the end by the command itself (`run`, `logits`, `perplexity`).
 
+use crate::config::ConfigError;
 use crate::models::resolve_or_pull;
-use crate::numerics::{ActivationsArg, KvTypeArg};
+use crate::numerics::{ActivationsArg, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
 use model::tokenizer::Tokenizer;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
@@ -20,6 +21,12 @@ pub(crate) struct EngineArgs {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     pub(crate) kv_type: KvTypeArg,
+    /// How recurrent layers keep their states
+    #[arg(long, value_enum, default_value = "f32")]
+    pub(crate) state_type: StateTypeArg,
+    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16]
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) state_tau: Option<u32>,
     /// What quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     pub(crate) activations: ActivationsArg,
@@ -27,13 +34,14 @@ pub(crate) struct EngineArgs {
 
 impl EngineArgs {
     /// Options for [`open`], everything else at its default.
-    pub(crate) fn options(&self) -> EngineOptions {
-        EngineOptions {
+    pub(crate) fn options(&self) -> Result<EngineOptions, ConfigError> {
+        Ok(EngineOptions {
             threads: self.threads.map(usize::from),
             kv_type: self.kv_type.into(),
+            state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
             ..EngineOptions::default()
-        }
+        })
     }
 }
 

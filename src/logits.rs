@@ -119,7 +119,7 @@ impl Logits {
         if prompts.is_empty() {
             bail!("{}: no prompts", self.tokens.display());
         }
-        let mut options = self.engine.options();
+        let mut options = self.engine.options()?;
         options.chunk = Some(self.chunk);
         if self.contiguous {
             options.placement = Placement::Contiguous;

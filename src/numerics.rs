@@ -1,6 +1,8 @@
 //! How numbers are held and multiplied: the flags that choose a numeric class, the same wherever a model runs.
 
+use crate::config::ConfigError;
 use serde::{Deserialize, Serialize};
+use worker::decoder::StateType;
 
 /// Element type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -45,6 +47,32 @@ impl From<ActivationsArg> for kernels::backend::ActivationMode {
     }
 }
 
+/// How recurrent layers keep their states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum StateTypeArg {
+    /// As computed.
+    F32,
+    /// Half as large where a head forgets within a few tokens.
+    AutoBf16,
+}
+
+impl StateTypeArg {
+    /// With the memory, in tokens, below which a head forgets fast.
+    pub(crate) fn with_tau(self, tau: Option<u32>) -> Result<StateType, ConfigError> {
+        match (self, tau) {
+            (Self::F32, None) => Ok(StateType::F32),
+            (Self::F32, Some(tau)) => {
+                Err(ConfigError::field("state_tau", tau, "nothing, unless state_type is auto-bf16"))
+            }
+            (Self::AutoBf16, tau) => match tau.unwrap_or(StateType::TAU) {
+                tau @ 1..=StateType::MAX_TAU => Ok(StateType::AutoBf16 { tau }),
+                tau => Err(ConfigError::field("state_tau", tau, format!("1 to {}", StateType::MAX_TAU))),
+            },
+        }
+    }
+}
+
 /// What a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -71,6 +99,19 @@ mod tests {
     fn values_have_one_name() {
         same_in_files_and_flags::<KvTypeArg>();
         same_in_files_and_flags::<ActivationsArg>();
+        same_in_files_and_flags::<StateTypeArg>();
         same_in_files_and_flags::<Device>();
+    }
+
+    #[test]
+    fn tau_belongs_to_auto_bf16() {
+        let (f32s, auto) = (StateTypeArg::F32, StateTypeArg::AutoBf16);
+        assert_eq!(f32s.with_tau(None).unwrap(), StateType::F32);
+        assert_eq!(auto.with_tau(None).unwrap(), StateType::AutoBf16 { tau: StateType::TAU });
+        assert_eq!(auto.with_tau(Some(3)).unwrap(), StateType::AutoBf16 { tau: 3 });
+        for (ty, tau) in [(f32s, 16), (auto, 0), (auto, StateType::MAX_TAU + 1)] {
+            let refused = ty.with_tau(Some(tau)).unwrap_err().to_string();
+            assert!(refused.contains("state_tau") && refused.contains(&tau.to_string()), "{refused}");
+        }
     }
 }

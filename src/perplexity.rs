@@ -85,7 +85,7 @@ impl Perplexity {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
         let ctx = self.ctx as usize;
-        let mut options = self.engine.options();
+        let mut options = self.engine.options()?;
         options.prefix_cache = false;
         let mut local = local::open(&self.model, options)?;
         if ctx + 1 > local.max_model_len {

@@ -68,7 +68,7 @@ struct Outcome {
 impl Run {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
-        let mut local = local::open(&self.model, self.engine.options())?;
+        let mut local = local::open(&self.model, self.engine.options()?)?;
         let prompt = self.prompt_ids(&local)?;
         let prompt_len = prompt.len();
         let outcome = Arc::new(Mutex::new(Outcome::default()));

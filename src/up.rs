@@ -9,7 +9,7 @@ mod supervisor;
 use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::CoordinatorSettings;
 use crate::cpus::{self, CpuSet};
-use crate::numerics::{ActivationsArg, Device, KvTypeArg};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::worker::WorkerSettings;
 use crate::{home, models};
 use ::coordinator::api::auth::KeyEntry;
@@ -87,6 +87,12 @@ struct UpSettings {
     /// Element type of the KV cache [default: f16]
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     kv_type: Option<KvTypeArg>,
+    /// How recurrent layers keep their states [default: f32]
+    #[arg(long, value_enum, env = "KVASIR_STATE_TYPE")]
+    state_type: Option<StateTypeArg>,
+    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16]
+    #[arg(long, value_name = "TOKENS", env = "KVASIR_STATE_TAU")]
+    state_tau: Option<u32>,
     /// What quantised matrices are multiplied with [default: int8]
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     activations: Option<ActivationsArg>,
@@ -138,6 +144,7 @@ impl Plan {
             let limit = format!("1 to {}", cpus::MAX_THREADS);
             return Err(ConfigError::field("threads", settings.threads.unwrap_or(0), limit));
         }
+        settings.state_type.unwrap_or(StateTypeArg::F32).with_tau(settings.state_tau)?;
         let shares = cpus::share(&usable, cpus::capacity(), workers, settings.threads);
         Ok(Self { coordinators, workers, shares, settings })
     }
@@ -186,6 +193,8 @@ impl Plan {
                 kv_host_bytes: self.settings.kv_host_bytes,
                 kv_disk: self.settings.kv_disk.as_ref().map(|disk| disk.below(&name)),
                 kv_type: self.settings.kv_type,
+                state_type: self.settings.state_type,
+                state_tau: self.settings.state_tau,
                 activations: self.settings.activations,
                 snapshot_dir: Some(dir.snapshots(&name)),
                 ..WorkerSettings::default()

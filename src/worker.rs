@@ -5,13 +5,14 @@ use crate::cpus::{self, CpuSet};
 use crate::front::Front;
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
-use crate::numerics::{ActivationsArg, Device, KvTypeArg};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use coordinator::models::ModelEntry;
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
 use worker::service::{WorkerConfig, WorkerService};
 use worker::snapshot::store::StoreConfig;
@@ -96,6 +97,12 @@ pub(crate) struct WorkerSettings {
     /// Element type of the KV cache [default: f16].
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     pub(crate) kv_type: Option<KvTypeArg>,
+    /// How recurrent layers keep their states [default: f32].
+    #[arg(long, value_enum, env = "KVASIR_STATE_TYPE")]
+    pub(crate) state_type: Option<StateTypeArg>,
+    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16].
+    #[arg(long, value_name = "TOKENS", env = "KVASIR_STATE_TAU")]
+    pub(crate) state_tau: Option<u32>,
     /// What quantised matrices are multiplied with [default: int8].
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
@@ -163,7 +170,7 @@ impl WorkerSettings {
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.unwrap_or(local(0)),
             ops: settings.ops.unwrap_or(local(0)),
-            engine: settings.options(),
+            engine: settings.options()?,
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
         };
@@ -185,7 +192,7 @@ impl WorkerSettings {
                 })
             };
         }
-        let options = self.options();
+        let options = self.options()?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
         let load::Plan { defaults, task, .. } =
@@ -226,6 +233,13 @@ impl WorkerSettings {
             ),
             block_tokens: or!(block_tokens, options.block_tokens, "the hash unit's size wastes least"),
             kv_type: or!(kv_type, kv_type, kv_reason),
+            state_type: or!(state_type, StateTypeArg::F32, "bf16 is smaller, and another result"),
+            state_tau: match self.state_type {
+                Some(StateTypeArg::AutoBf16) => {
+                    or!(state_tau, StateType::TAU, "errors add up over few tokens, see docs/measurements")
+                }
+                Some(StateTypeArg::F32) | None => None,
+            },
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
             max_seqs: or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason),
             chunk: or!(chunk, defaults.chunk.value as usize, &defaults.chunk.reason),
@@ -256,9 +270,9 @@ impl WorkerSettings {
     }
 
     /// The engine's options as far as they are set.
-    fn options(&self) -> EngineOptions {
+    fn options(&self) -> Result<EngineOptions, ConfigError> {
         let default = EngineOptions::default();
-        EngineOptions {
+        Ok(EngineOptions {
             threads: self.threads,
             // A set may be larger than the pool; its first CPUs are used.
             cpus: self
@@ -266,6 +280,7 @@ impl WorkerSettings {
                 .as_ref()
                 .map(|set| set.cpus().iter().copied().take(self.threads.unwrap_or(usize::MAX)).collect()),
             kv_type: self.kv_type.map_or(default.kv_type, Into::into),
+            state_type: self.state_type.unwrap_or(StateTypeArg::F32).with_tau(self.state_tau)?,
             activations: self.activations.map_or(default.activations, Into::into),
             block_tokens: self.block_tokens.unwrap_or(default.block_tokens),
             kv_bytes: self.kv_bytes.map(|size| size.0),
@@ -275,7 +290,7 @@ impl WorkerSettings {
             max_sequences: self.max_seqs,
             workers: self.workers_here.unwrap_or(default.workers),
             ..default
-        }
+        })
     }
 }
 
@@ -401,6 +416,26 @@ mod tests {
         assert_eq!((plan.settings.kv_type, plan.settings.kv_bytes), (Some(KvTypeArg::F32), None));
         let set = WorkerSettings { model, kv_type: Some(KvTypeArg::F16), ..Default::default() };
         assert_eq!(set.plan().unwrap().settings.kv_type, Some(KvTypeArg::F16));
+    }
+
+    #[test]
+    fn states_are_f32_unless_asked_for_otherwise() {
+        let plan = |state_type, state_tau| {
+            let set = WorkerSettings { model: tiny_model(), state_type, state_tau, ..Default::default() };
+            set.plan()
+        };
+        let default = plan(None, None).unwrap();
+        assert_eq!(default.config.engine.state_type, StateType::F32);
+        assert_eq!(
+            (default.settings.state_type, default.settings.state_tau),
+            (Some(StateTypeArg::F32), None)
+        );
+        let auto = plan(Some(StateTypeArg::AutoBf16), None).unwrap();
+        assert_eq!(auto.config.engine.state_type, StateType::AutoBf16 { tau: StateType::TAU });
+        assert_eq!(auto.settings.state_tau, Some(StateType::TAU));
+        assert!(auto.explained.iter().any(|e| e.field == "state_tau"));
+        let error = plan(None, Some(8)).unwrap_err();
+        assert!(error.is::<ConfigError>() && error.to_string().contains("`state_tau`: 8"), "{error}");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use kvasir_kernels::Isa;
 use kvasir_kernels::aligned::AlignedBuf;
 use kvasir_kernels::attention::OFFSET_UNIT;
-use kvasir_kernels::backend::{StateKind, StateShape, StepSequence, StepState};
+use kvasir_kernels::backend::{HeadType, StateKind, StateShape, StepSequence, StepState};
 use kvasir_kernels::bandwidth::BandwidthProbe;
 use kvasir_kernels::ops;
 use kvasir_kernels::pool::{Pool, PoolConfig};
@@ -28,26 +28,30 @@ const WORKING_SET: usize = 256 << 20;
 
 const PREFILL_ROWS: usize = 512;
 
-/// A layer's sizes: heads, rows and columns of a state, and heads of q and k, or groups.
+/// A layer's sizes: heads, rows and columns of a state, heads of q and k, or groups, and the type of all heads.
 struct Model {
     name: &'static str,
     shape: StateShape,
     key_heads: usize,
+    heads: HeadType,
 }
 
-fn models() -> [Model; 2] {
+impl Model {
+    fn layout(&self) -> StateLayout {
+        StateLayout::new(self.shape, &vec![self.heads; self.shape.heads]).expect("a layout")
+    }
+}
+
+fn models() -> [Model; 4] {
     let shape = |kind, channels, heads, rows, cols| StateShape { kind, channels, taps: 4, heads, rows, cols };
+    let delta = shape(StateKind::DeltaNet, 3 * 16 * 128, 16, 128, 128);
+    let mamba = shape(StateKind::Mamba2, 48 * 64 + 2 * 128, 48, 64, 128);
+    let model = |name, shape, key_heads, heads| Model { name, shape, key_heads, heads };
     [
-        Model {
-            name: "delta-net 16x128x128",
-            shape: shape(StateKind::DeltaNet, 3 * 16 * 128, 16, 128, 128),
-            key_heads: 16,
-        },
-        Model {
-            name: "mamba2 48x64x128",
-            shape: shape(StateKind::Mamba2, 48 * 64 + 2 * 128, 48, 64, 128),
-            key_heads: 1,
-        },
+        model("delta-net 16x128x128", delta, 16, HeadType::F32),
+        model("delta-net 16x128x128 bf16", delta, 16, HeadType::Bf16),
+        model("mamba2 48x64x128", mamba, 1, HeadType::F32),
+        model("mamba2 48x64x128 bf16", mamba, 1, HeadType::Bf16),
     ]
 }
 
@@ -108,7 +112,7 @@ impl Layer {
         let outer = if kind == StateKind::DeltaNet { model.shape.cols } else { model.shape.rows };
         let numbers = |n: usize| (0..n).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect::<Vec<f32>>();
         Self {
-            layout: StateLayout::new(model.shape).expect("a layout"),
+            layout: model.layout(),
             key_heads: model.key_heads,
             a: vec![-0.1; heads],
             ones: vec![1.0; heads],
@@ -121,7 +125,7 @@ impl Layer {
 
     fn run(&mut self, bench: &Bench, arena: &mut [u8], plan: &StatePlan) {
         let Self { layout, a, ones, x, scalars, out, scratch, .. } = self;
-        let mut state = LayerState::new(arena, plan, *layout, 0).expect("a state");
+        let mut state = LayerState::new(arena, plan, layout, 0).expect("a state");
         let (pool, isa) = (&bench.pool, bench.isa);
         match layout.shape().kind {
             StateKind::DeltaNet => {
@@ -174,7 +178,7 @@ impl Bench {
 
     fn decode(&self, model: &Model) {
         let mut layer = Layer::new(model, 1);
-        let layout = layer.layout;
+        let layout = layer.layout.clone();
         let slots = WORKING_SET / layout.bytes();
         let mut arena = AlignedBuf::<u8>::zeroed(slots * layout.bytes());
         // Real pages, not the one that is all zeroes.
@@ -191,8 +195,9 @@ impl Bench {
             2.0 * (plans.len() * layout.bytes()) as f64 / seconds / 1e9
         };
         let (in_place, moved) = (rate(&in_place), rate(&moved));
+        let micros = 2.0 * layout.bytes() as f64 / in_place / 1e3;
         println!(
-            "decode {}: in place {in_place:.1} GB/s, to another slot {moved:.1} GB/s, reading {:.1} GB/s, scaling in \
+            "decode {}: in place {micros:.1} us, {in_place:.1} GB/s, to another slot {moved:.1} GB/s, reading {:.1} GB/s, scaling in \
              place {:.1} GB/s",
             model.name,
             self.bandwidth(),
@@ -202,7 +207,7 @@ impl Bench {
 
     fn prefill(&self, model: &Model) {
         let mut layer = Layer::new(model, PREFILL_ROWS);
-        let layout = layer.layout;
+        let layout = layer.layout.clone();
         let mut arena = AlignedBuf::<u8>::zeroed(layout.bytes());
         let plan = plan(&layout, PREFILL_ROWS, None, 0);
         let seconds = self.best(Duration::from_secs(2), || layer.run(self, &mut arena, &plan));
@@ -218,7 +223,7 @@ impl Bench {
     }
 
     fn conv(&self, model: &Model) {
-        let layout = StateLayout::new(model.shape).expect("a layout");
+        let layout = model.layout();
         let StateShape { channels, taps, .. } = model.shape;
         let weight = ConvWeight::new(channels, taps, &vec![0.25; channels * taps]).expect("a weight");
         let mut arena = AlignedBuf::<u8>::zeroed(layout.bytes());
@@ -229,7 +234,7 @@ impl Bench {
             let calls = PREFILL_ROWS / rows;
             let seconds = self.best(Duration::from_secs(1), || {
                 for _ in 0..calls {
-                    let mut state = LayerState::new(&mut arena, &plan, layout, 0).expect("a state");
+                    let mut state = LayerState::new(&mut arena, &plan, &layout, 0).expect("a state");
                     conv(&self.pool, self.isa, &mut state, &weight, None, &mut x).expect("a step");
                 }
             });

@@ -117,9 +117,19 @@ pub enum StateKind {
     Mamba2,
 }
 
-/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps` positions, and `heads`
-/// matrices of `rows` x `cols`, all f32. The oldest of those inputs is read by no later row; it is kept because
-/// reference implementations keep it and states are compared with theirs.
+/// What a head's matrix is stored as. Rows are computed in f32 whatever it is; what a row leaves behind is rounded
+/// after each row, so that it does not matter where a chunk ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum HeadType {
+    /// As computed.
+    F32,
+    /// Rounded to the nearest bfloat16, ties to even.
+    Bf16,
+}
+
+/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps` positions, all f32, and `heads`
+/// matrices of `rows` x `cols`, each of a [`HeadType`]. The oldest of those inputs is read by no later row; it is
+/// kept because reference implementations keep it and states are compared with theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
     /// Which op advances it.
@@ -528,11 +538,16 @@ pub trait Backend: Send {
     /// that share keys and values lie at one place; they may differ in their query heads.
     fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error>;
 
-    /// Bytes that one layer's state takes in a slot; a multiple of 64.
-    fn state_bytes(&self, shape: StateShape) -> Result<usize, Error>;
+    /// Bytes that one layer's state takes in a slot; a multiple of 64. `heads` names the type of each head.
+    fn state_bytes(&self, shape: StateShape, heads: &[HeadType]) -> Result<usize, Error>;
 
-    /// Declares a layer's state: its byte offset inside a slot (a multiple of 64).
-    fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error>;
+    /// Declares a layer's state: its shape, the type of each head, its byte offset inside a slot (a multiple of 64).
+    fn create_state_layer(
+        &mut self,
+        shape: StateShape,
+        heads: &[HeadType],
+        offset: usize,
+    ) -> Result<StateLayerId, Error>;
 
     /// Reads a layer's state out of a slot: the convolution's past inputs `[taps][channels]`, oldest first,
     /// and the matrices `[heads][rows][cols]`.

@@ -8,8 +8,8 @@ use crate::aligned::AlignedBuf;
 use crate::attention::AttentionScratch;
 use crate::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
-    GatedNormOp, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp,
-    Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, VectorId,
+    GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource,
+    MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, VectorId,
 };
 use crate::matmul::{MatmulKernels, PackedMatrix, PackedMatrixBuilder};
 use crate::ops;
@@ -297,12 +297,17 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn state_bytes(&self, shape: StateShape) -> Result<usize, Error> {
-        Ok(StateLayout::new(shape)?.bytes())
+    fn state_bytes(&self, shape: StateShape, heads: &[HeadType]) -> Result<usize, Error> {
+        Ok(StateLayout::new(shape, heads)?.bytes())
     }
 
-    fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error> {
-        self.states.create_layer(shape, offset)
+    fn create_state_layer(
+        &mut self,
+        shape: StateShape,
+        heads: &[HeadType],
+        offset: usize,
+    ) -> Result<StateLayerId, Error> {
+        self.states.create_layer(shape, heads, offset)
     }
 
     fn read_state(

@@ -96,6 +96,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `p` must be readable for one u16.
     unsafe fn splat_f16(self, p: *const u16) -> Self::V;
+    /// Sixteen bfloat16.
+    /// # Safety
+    /// `p` must be readable for sixteen u16.
+    unsafe fn load_bf16(self, p: *const u16) -> Self::V;
+    /// Rounds to nearest even, also below the normal range; not-a-numbers become one of them. Gives back what was
+    /// stored.
+    /// # Safety
+    /// `p` must be writable for sixteen u16.
+    unsafe fn store_bf16(self, a: Self::V, p: *mut u16) -> Self::V;
     /// Sixteen signed bytes.
     /// # Safety
     /// `p` must be readable for sixteen i8.

@@ -17,10 +17,13 @@ mod feed_forward;
 mod layout;
 mod mixer;
 mod pooled;
+mod state_type;
 mod states;
 
 pub(crate) use layout::Widths;
 pub use layout::{CacheGroup, CacheKind};
+pub use state_type::StateType;
+pub(crate) use state_type::memory as head_memory;
 pub use states::LayerState;
 
 /// How a decoder is laid out.
@@ -36,6 +39,8 @@ pub struct DecoderConfig {
     pub block_tokens: usize,
     /// Element type of the KV cache.
     pub kv_type: KvType,
+    /// How recurrent states are kept.
+    pub state_type: StateType,
 }
 
 /// A loaded layer range.
@@ -46,6 +51,8 @@ pub struct Decoder {
     weights: Weights,
     groups: Vec<CacheGroup>,
     caches: Vec<LayerCache>,
+    /// Heads of recurrent layers whose state is kept in fewer bits than it is computed in.
+    narrow_heads: usize,
     buffers: Buffers,
 }
 
@@ -59,9 +66,10 @@ impl Decoder {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, Error> {
         let weights = Loader::new(source, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
-        let (groups, caches) = layout::place_caches(&spec, &config, backend.as_mut())?;
+        let (groups, caches, narrow_heads) =
+            layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
         let buffers = layout::create_buffers(&spec, &config, backend.as_mut())?;
-        Ok(Self { spec, config, backend, weights, groups, caches, buffers })
+        Ok(Self { spec, config, backend, weights, groups, caches, narrow_heads, buffers })
     }
 
     /// The model.
@@ -73,6 +81,12 @@ impl Decoder {
     /// of recurrent states, if the model has any.
     pub fn groups(&self) -> &[CacheGroup] {
         &self.groups
+    }
+
+    /// How recurrent states are kept, as part of a numeric class; none where it is as in any class, because all heads
+    /// are f32.
+    pub fn state_class(&self) -> Option<String> {
+        self.config.state_type.class().filter(|_| self.narrow_heads > 0)
     }
 
     /// The device.

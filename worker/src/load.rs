@@ -1,7 +1,7 @@
 //! From a model file to an engine: read the spec, load weights, size the KV cache from what memory is left.
 
 use crate::Error;
-use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, Widths};
+use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, StateType, Widths};
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
 use crate::engine::Engine;
 use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
@@ -44,6 +44,8 @@ pub struct EngineOptions {
     pub cpus: Option<Vec<usize>>,
     /// Element type of the KV cache.
     pub kv_type: KvType,
+    /// How recurrent states are kept.
+    pub state_type: StateType,
     /// What quantised matrices are multiplied with.
     pub activations: ActivationMode,
     /// Tokens per KV block: 16, 32 or 64.
@@ -76,6 +78,7 @@ impl Default for EngineOptions {
             threads: None,
             cpus: None,
             kv_type: KvType::F16,
+            state_type: StateType::F32,
             activations: ActivationMode::Int8,
             block_tokens: 16,
             kv_bytes: None,
@@ -330,7 +333,11 @@ pub(crate) fn describe(
 fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) -> String {
     let info = decoder.backend().info();
     let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
+    let class = format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name());
+    match decoder.state_class() {
+        Some(state) => format!("{class}/{state}"),
+        None => class,
+    }
 }
 
 /// A group of layers as the cache sees it.
@@ -361,6 +368,7 @@ fn load_decoder(
         logit_rows: LOGIT_ROWS,
         block_tokens: options.block_tokens,
         kv_type: options.kv_type,
+        state_type: options.state_type,
     };
     Decoder::load(spec, config, gguf, backend, progress)
 }
@@ -402,6 +410,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
             head
         }),
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
+        // Which heads could do with less is known with the weights only.
         state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum(),
         activation_bytes_per_row: activation_bytes(spec),
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,

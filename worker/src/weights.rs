@@ -48,6 +48,17 @@ pub(crate) enum MixerWeights {
     Mamba2(Box<Mamba2Weights>),
 }
 
+impl MixerWeights {
+    /// The memory of each head of a recurrent layer, in tokens: see [`crate::decoder::StateType`].
+    pub(crate) fn memory(&self) -> &[f32] {
+        match self {
+            Self::Attention(_) => &[],
+            Self::DeltaNet(net) => &net.memory,
+            Self::Mamba2(mamba) => &mamba.memory,
+        }
+    }
+}
+
 /// Attention weights of a layer.
 #[derive(Debug)]
 pub(crate) struct AttentionWeights {
@@ -88,6 +99,8 @@ pub(crate) struct DeltaNetWeights {
     pub(crate) alpha: Linear,
     pub(crate) a: VectorId,
     pub(crate) dt_bias: VectorId,
+    /// See [`MixerWeights::memory`].
+    pub(crate) memory: Vec<f32>,
     pub(crate) k_heads: usize,
     pub(crate) tiled: bool,
     pub(crate) l2_eps: f32,
@@ -105,6 +118,8 @@ pub(crate) struct Mamba2Weights {
     pub(crate) a: VectorId,
     pub(crate) d: VectorId,
     pub(crate) dt_bias: VectorId,
+    /// See [`MixerWeights::memory`].
+    pub(crate) memory: Vec<f32>,
     pub(crate) groups: usize,
     pub(crate) norm: Norm,
     pub(crate) out: Linear,

@@ -7,7 +7,8 @@ use super::rowwise::rms;
 use crate::Error;
 use crate::attention::check_len;
 use crate::backend::{
-    BufferId, ConvOp, DeltaNetOp, GatedNormOp, Mamba2Op, StateLayerId, StateShape, StepInput, VectorId,
+    BufferId, ConvOp, DeltaNetOp, GatedNormOp, HeadType, Mamba2Op, StateLayerId, StateShape, StepInput,
+    VectorId,
 };
 use crate::ops::{self, GateOrder};
 use crate::recurrent::{self, ConvWeight, LayerState, ScanScratch, StateLayout, StatePlan};
@@ -27,7 +28,7 @@ pub(super) struct States {
 }
 
 /// One layer's place in the slots.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct StateLayer {
     layout: StateLayout,
     offset: usize,
@@ -35,8 +36,13 @@ struct StateLayer {
 
 impl States {
     /// See [`crate::backend::Backend::create_state_layer`].
-    pub(super) fn create_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error> {
-        let layout = StateLayout::new(shape)?;
+    pub(super) fn create_layer(
+        &mut self,
+        shape: StateShape,
+        heads: &[HeadType],
+        offset: usize,
+    ) -> Result<StateLayerId, Error> {
+        let layout = StateLayout::new(shape, heads)?;
         let end =
             offset.checked_add(layout.bytes()).filter(|_| offset.is_multiple_of(crate::aligned::CACHE_LINE));
         self.slot_bytes = self.slot_bytes.max(end.ok_or(Error::UnalignedArena)?);
@@ -63,9 +69,9 @@ impl States {
         conv: &mut [f32],
         recurrent: &mut [f32],
     ) -> Result<(), Error> {
-        let StateLayer { layout, offset } = self.layer(layer)?;
+        let StateLayer { layout, offset } = find(&self.layers, layer)?;
         let slot = part(arena, slot, offset + layout.bytes())?;
-        layout.read(&arena[slot][offset..], conv, recurrent)
+        layout.read(&arena[slot][*offset..], conv, recurrent)
     }
 
     /// Bytes of weights in the order of the kernels.
@@ -77,25 +83,25 @@ impl States {
     pub(super) fn scratch_bytes(&self) -> usize {
         self.scratch.bytes()
     }
+}
 
-    fn layer(&self, id: StateLayerId) -> Result<StateLayer, Error> {
-        let missing = Error::OutOfRange { what: "state layer", index: id.0 as usize, len: self.layers.len() };
-        self.layers.get(id.0 as usize).copied().ok_or(missing)
-    }
+fn find(layers: &[StateLayer], id: StateLayerId) -> Result<&StateLayer, Error> {
+    let missing = Error::OutOfRange { what: "state layer", index: id.0 as usize, len: layers.len() };
+    layers.get(id.0 as usize).ok_or(missing)
 }
 
 /// See [`ConvOp`].
 pub(super) fn conv(backend: &mut CpuBackend, op: &ConvOp) -> Result<(), Error> {
-    let StateLayer { layout, offset } = backend.states.layer(op.layer)?;
+    let States { layers, plan, conv_weights, .. } = &mut backend.states;
+    let StateLayer { layout, offset } = find(layers, op.layer)?;
     let weight = &backend.vectors[op.weight.0 as usize];
     let bias = op.bias.map(|id| backend.vectors[id.0 as usize].as_slice());
     let (channels, taps) = (layout.shape().channels, layout.shape().taps);
-    let States { plan, conv_weights, .. } = &mut backend.states;
     let weight = match conv_weights.entry((op.weight, taps)) {
         Entry::Occupied(known) => known.into_mut(),
         Entry::Vacant(place) => place.insert(ConvWeight::new(channels, taps, weight)?),
     };
-    let mut state = LayerState::new(&mut backend.arena, plan, layout, offset)?;
+    let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
     let x = &mut backend.buffers[op.x.0 as usize];
     check_len("convolution input", channels, x.cols())?;
     recurrent::conv(&backend.pool, backend.config.rows, &mut state, weight, bias, x.values_mut())
@@ -103,10 +109,10 @@ pub(super) fn conv(backend: &mut CpuBackend, op: &ConvOp) -> Result<(), Error> {
 
 /// See [`DeltaNetOp`].
 pub(super) fn delta_net(backend: &mut CpuBackend, op: &DeltaNetOp) -> Result<(), Error> {
-    let StateLayer { layout, offset } = backend.states.layer(op.layer)?;
+    let States { layers, plan, scratch, .. } = &mut backend.states;
+    let StateLayer { layout, offset } = find(layers, op.layer)?;
     let shape = *layout.shape();
-    let States { plan, scratch, .. } = &mut backend.states;
-    let mut state = LayerState::new(&mut backend.arena, plan, layout, offset)?;
+    let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
     let [qkv, beta, alpha, out] = buffers(&mut backend.buffers, [op.qkv, op.beta, op.alpha, op.out])?;
     let keys = 2 * op.k_heads * shape.rows;
     check_len("delta net qkv", keys + shape.heads * shape.cols, qkv.cols())?;
@@ -128,10 +134,10 @@ pub(super) fn delta_net(backend: &mut CpuBackend, op: &DeltaNetOp) -> Result<(),
 
 /// See [`Mamba2Op`].
 pub(super) fn mamba2(backend: &mut CpuBackend, op: &Mamba2Op) -> Result<(), Error> {
-    let StateLayer { layout, offset } = backend.states.layer(op.layer)?;
+    let States { layers, plan, scratch, .. } = &mut backend.states;
+    let StateLayer { layout, offset } = find(layers, op.layer)?;
     let shape = *layout.shape();
-    let States { plan, scratch, .. } = &mut backend.states;
-    let mut state = LayerState::new(&mut backend.arena, plan, layout, offset)?;
+    let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
     let [xbc, dt, out] = buffers(&mut backend.buffers, [op.xbc, op.dt, op.out])?;
     let inner = shape.heads * shape.rows;
     check_len("Mamba-2 xBC", inner + 2 * op.groups * shape.cols, xbc.cols())?;

@@ -2,9 +2,11 @@
 
 use crate::aligned::CACHE_LINE;
 use crate::attention::check_len;
-use crate::backend::{StateKind, StateShape};
+use crate::backend::{HeadType, StateKind, StateShape};
 use crate::error::Error;
 use crate::simd::LANES;
+use half::bf16;
+use std::sync::Arc;
 
 /// Most positions that a convolution sees.
 pub(super) const MAX_TAPS: usize = 4;
@@ -16,39 +18,67 @@ pub(super) const MAX_TAPS: usize = 4;
 /// elements of the other (`outer`) independently. A head's matrix is cut along `outer` into strips of sixteen
 /// lanes, `[strips][inner][16]`, the last one padded with zeroes: a strip is one run of memory, and a vector of it
 /// is sixteen sums that never meet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+///
+/// Places are counted in units of [`UNIT`] bytes: one f32, two bfloat16. Every head starts on a cache line.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateLayout {
     shape: StateShape,
     inner: usize,
     outer: usize,
+    heads: Arc<[HeadPlace]>,
+    /// Units of the layer's part of a slot.
+    len: usize,
+}
+
+/// Where a head's matrix starts, and what it is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct HeadPlace {
+    ty: HeadType,
+    start: usize,
+}
+
+/// Bytes of the unit in which places are counted.
+const UNIT: usize = size_of::<f32>();
+
+/// Units of a vector of sixteen values.
+fn vector_len(ty: HeadType) -> usize {
+    match ty {
+        HeadType::F32 => LANES,
+        HeadType::Bf16 => LANES / 2,
+    }
 }
 
 impl StateLayout {
-    /// The layout of a shape.
+    /// The layout of a shape, `heads` naming the type of each head.
     ///
     /// # Errors
-    /// [`Error::StateShape`] for a dimension of zero, a convolution of more than 4 taps, or a size that does not
-    /// fit the address space.
-    pub fn new(shape: StateShape) -> Result<Self, Error> {
-        let StateShape { kind, channels, taps, heads, rows, cols } = shape;
+    /// [`Error::Length`] where there is not one type for each head. [`Error::StateShape`] for a dimension of zero, a
+    /// convolution of more than 4 taps, or a size that does not fit the address space.
+    pub fn new(shape: StateShape, heads: &[HeadType]) -> Result<Self, Error> {
+        let StateShape { kind, channels, taps, rows, cols, .. } = shape;
+        let refused = || Error::StateShape { channels, taps, heads: shape.heads, rows, cols };
         let (inner, outer) = match kind {
             StateKind::DeltaNet => (rows, cols),
             StateKind::Mamba2 => (cols, rows),
         };
-        let padded = |n: usize| n.checked_next_multiple_of(LANES);
-        let conv = taps.checked_mul(channels).and_then(padded);
-        let matrices =
-            padded(outer).and_then(|outer| outer.checked_mul(inner)).and_then(|head| head.checked_mul(heads));
-        let bytes = conv.zip(matrices).and_then(|(conv, matrices)| {
-            conv.checked_add(matrices)?
-                .checked_mul(size_of::<f32>())
-                .filter(|bytes| isize::try_from(*bytes).is_ok())
-        });
-        let served = (1..=MAX_TAPS).contains(&taps) && channels > 0 && heads > 0 && rows > 0 && cols > 0;
-        if !served || bytes.is_none() {
-            return Err(Error::StateShape { channels, taps, heads, rows, cols });
+        let served =
+            (1..=MAX_TAPS).contains(&taps) && channels > 0 && shape.heads > 0 && rows > 0 && cols > 0;
+        if !served {
+            return Err(refused());
         }
-        Ok(Self { shape, inner, outer })
+        check_len("types of heads", shape.heads, heads.len())?;
+        let aligned = |n: usize| n.checked_next_multiple_of(CACHE_LINE / UNIT);
+        let head_len = |ty| outer.div_ceil(LANES).checked_mul(inner)?.checked_mul(vector_len(ty));
+        let mut end = taps.checked_mul(channels).and_then(aligned).ok_or_else(refused)?;
+        let mut places = Vec::with_capacity(heads.len());
+        for ty in heads.iter().copied() {
+            places.push(HeadPlace { ty, start: end });
+            let next = head_len(ty).and_then(|len| end.checked_add(len)).and_then(aligned);
+            end = next.ok_or_else(refused)?;
+        }
+        let bytes = end.checked_mul(UNIT).filter(|bytes| isize::try_from(*bytes).is_ok());
+        bytes.ok_or_else(refused)?;
+        Ok(Self { shape, inner, outer, heads: places.into(), len: end })
     }
 
     /// What it is the layout of.
@@ -58,7 +88,7 @@ impl StateLayout {
 
     /// Bytes of the layer's part of a slot; a multiple of 64.
     pub fn bytes(&self) -> usize {
-        (self.matrices() + self.shape.heads * self.head_len()) * size_of::<f32>()
+        self.len * UNIT
     }
 
     /// Takes a layer's part of a slot apart into what the convolution saw, `[taps][channels]`, oldest first,
@@ -67,7 +97,7 @@ impl StateLayout {
     /// # Errors
     /// [`Error::Length`].
     pub fn read(&self, state: &[u8], conv: &mut [f32], recurrent: &mut [f32]) -> Result<(), Error> {
-        let StateShape { kind, heads, rows, cols, .. } = self.shape;
+        let StateShape { kind, rows, cols, .. } = self.shape;
         check_len("layer state", self.bytes(), state.len())?;
         check_len("convolution state", self.shape.conv_len(), conv.len())?;
         check_len("recurrent state", self.shape.recurrent_len(), recurrent.len())?;
@@ -75,18 +105,22 @@ impl StateLayout {
         for (out, value) in conv.iter_mut().zip(values) {
             *out = f32::from_ne_bytes(*value);
         }
-        let places = (0..heads).flat_map(|head| {
-            (0..rows * cols).map(move |i| {
+        for (place, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
+            let head = &state[place.start * UNIT..];
+            let (floats, _) = head.as_chunks::<{ size_of::<f32>() }>();
+            let (narrow, _) = head.as_chunks::<{ size_of::<bf16>() }>();
+            for (i, out) in out.iter_mut().enumerate() {
                 let (row, col) = (i / cols, i % cols);
                 let (inner, outer) = match kind {
                     StateKind::DeltaNet => (row, col),
                     StateKind::Mamba2 => (col, row),
                 };
-                self.strip(head, outer / LANES) + inner * LANES + outer % LANES
-            })
-        });
-        for (out, place) in recurrent.iter_mut().zip(places) {
-            *out = f32::from_ne_bytes(values[place]);
+                let at = (outer / LANES * self.inner + inner) * LANES + outer % LANES;
+                *out = match place.ty {
+                    HeadType::F32 => f32::from_ne_bytes(floats[at]),
+                    HeadType::Bf16 => bf16::from_ne_bytes(narrow[at]).to_f32(),
+                };
+            }
         }
         Ok(())
     }
@@ -106,22 +140,18 @@ impl StateLayout {
         self.outer.div_ceil(LANES)
     }
 
-    /// Values of a strip.
-    pub(super) fn strip_len(&self) -> usize {
-        self.inner * LANES
+    /// What a head's matrix is stored as.
+    pub(super) fn head_type(&self, head: usize) -> HeadType {
+        self.heads[head].ty
     }
 
-    /// The value of the layer's part at which a strip starts.
+    /// Units of a strip of a head.
+    pub(super) fn strip_len(&self, head: usize) -> usize {
+        self.inner * vector_len(self.heads[head].ty)
+    }
+
+    /// The unit of the layer's part at which a strip starts.
     pub(super) fn strip(&self, head: usize, strip: usize) -> usize {
-        self.matrices() + head * self.head_len() + strip * self.strip_len()
-    }
-
-    /// The value at which the matrices start.
-    fn matrices(&self) -> usize {
-        self.shape.conv_len().next_multiple_of(CACHE_LINE / size_of::<f32>())
-    }
-
-    fn head_len(&self) -> usize {
-        self.strips() * self.strip_len()
+        self.heads[head].start + strip * self.strip_len(head)
     }
 }

@@ -9,7 +9,7 @@ use crate::attention::OFFSET_UNIT;
 use crate::backend::{StepSequence, StepState};
 use crate::error::Error;
 
-/// Values of f32 in one unit of a slot's offset.
+/// Units of four bytes in one unit of a slot's offset.
 const UNIT: usize = OFFSET_UNIT / size_of::<f32>();
 
 /// What one step does with the states of its sequences.
@@ -25,7 +25,7 @@ pub struct StatePlan {
     end: u64,
 }
 
-/// One sequence of a [`StatePlan`]. Slots are given by their first value in the arena.
+/// One sequence of a [`StatePlan`]. Slots are given by their first unit of four bytes in the arena.
 #[derive(Debug, Clone)]
 pub(super) struct PlannedSequence {
     pub(super) rows: Range<usize>,
@@ -154,7 +154,7 @@ fn check_overlap(states: &[StepState], slot_bytes: usize) -> Result<u64, Error> 
 #[derive(Debug)]
 pub struct LayerState<'a> {
     plan: &'a StatePlan,
-    layout: StateLayout,
+    layout: &'a StateLayout,
     /// The layer's part of a slot at offset zero.
     start: *mut f32,
     arena: PhantomData<&'a mut [u8]>,
@@ -174,7 +174,7 @@ impl<'a> LayerState<'a> {
     pub fn new(
         arena: &'a mut [u8],
         plan: &'a StatePlan,
-        layout: StateLayout,
+        layout: &'a StateLayout,
         offset: usize,
     ) -> Result<Self, Error> {
         if !arena.as_ptr().addr().is_multiple_of(CACHE_LINE) || !offset.is_multiple_of(CACHE_LINE) {
@@ -195,12 +195,12 @@ impl<'a> LayerState<'a> {
         self.plan
     }
 
-    pub(super) fn layout(&self) -> &StateLayout {
-        &self.layout
+    pub(super) fn layout(&self) -> &'a StateLayout {
+        self.layout
     }
 
-    /// Value `index` of the layer's part of a slot. For a slot of the plan and an index inside the layout it points
-    /// to an aligned, initialised f32 of the arena. A slot that is written may be touched only on behalf of its
+    /// Unit `index` of the layer's part of a slot. For a slot of the plan and an index inside the layout it points
+    /// to four aligned, initialised bytes of the arena: an f32, or two bfloat16. A slot that is written may be touched only on behalf of its
     /// own sequence, and each value of it by one thread; then nothing else touches it.
     pub(super) fn at(&self, slot: usize, index: usize) -> *mut f32 {
         self.start.wrapping_add(slot + index)

@@ -11,13 +11,18 @@
 //! The delta net's `S^T k` of the next row is summed in the same sweep that updates S with this one, so S is
 //! loaded and stored once a row. A sum over `inner` is always two sums, over even and odd indices in ascending
 //! order, then added: whether or not it is fused, and on every instruction set.
+//!
+//! A row is computed in f32 from what the row before it has left. Where a head is stored as bfloat16, what is left
+//! is rounded; `S^T q` is summed before that, the next row's `S^T k` after.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::plan::{LayerState, PlannedSequence};
 use crate::aligned::AlignedBuf;
+use crate::backend::HeadType;
 use crate::disjoint::Disjoint;
 use crate::error::Error;
 use crate::isa::Isa;
@@ -138,9 +143,60 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
             let item = next.fetch_add(1, Ordering::Relaxed);
             let Some(now) = part(item) else { break };
             let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
-            dispatch(isa, Advance { shared: &shared, part: now, upcoming, keys: &mut keys });
+            let advance = Advance { shared: &shared, part: now, upcoming, keys: &mut keys };
+            match layout.head_type(advance.part.head) {
+                HeadType::F32 => dispatch(isa, Typed::<_, f32>(advance, PhantomData)),
+                HeadType::Bf16 => dispatch(isa, Typed::<_, Bf16>(advance, PhantomData)),
+            }
         }
     });
+}
+
+/// How the elements of a state are stored.
+trait Element: Copy {
+    /// # Safety
+    /// `p` must be readable for sixteen elements.
+    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V;
+
+    /// What a load gives afterwards.
+    ///
+    /// # Safety
+    /// `p` must be writable for sixteen elements.
+    unsafe fn store<S: Simd>(s: S, state: S::V, p: *mut Self) -> S::V;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V {
+        // SAFETY: by this function's contract.
+        unsafe { s.load(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(s: S, state: S::V, p: *mut Self) -> S::V {
+        // SAFETY: by this function's contract.
+        unsafe { s.store(state, p) };
+        state
+    }
+}
+
+/// See [`HeadType::Bf16`].
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Bf16(u16);
+
+impl Element for Bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V {
+        // SAFETY: by this function's contract.
+        unsafe { s.load_bf16(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(s: S, state: S::V, p: *mut Self) -> S::V {
+        // SAFETY: by this function's contract.
+        unsafe { s.store_bf16(state, p.cast()) }
+    }
 }
 
 /// What all parts of a scan look at.
@@ -178,12 +234,15 @@ struct Advance<'a, R> {
     keys: &'a mut [f32],
 }
 
-impl<R: Rule> Kernel for Advance<'_, R> {
+/// A part whose head's elements are `E`.
+struct Typed<'a, R, E>(Advance<'a, R>, PhantomData<E>);
+
+impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Self { shared, part, upcoming, keys } = self;
+        let Advance { shared, part, upcoming, keys } = self.0;
         let rows = part.sequence.rows.clone();
         if rows.is_empty() {
             return part.carry_over(shared.state);
@@ -198,10 +257,10 @@ impl<R: Rule> Kernel for Advance<'_, R> {
                 // Both at once need twenty vectors, which only the largest register file has, and are no faster
                 // where they come from memory for one row.
                 if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
-                    passage.run::<S, STRIPS>(s, first);
+                    passage.run::<S, E, STRIPS>(s, first);
                 } else {
                     for strip in first..strips.end.min(first + STRIPS) {
-                        passage.run::<S, 1>(s, strip);
+                        passage.run::<S, E, 1>(s, strip);
                     }
                 }
             }
@@ -213,7 +272,7 @@ impl Part<'_> {
     /// What a sequence without rows does: its state goes where it belongs.
     fn carry_over(&self, state: &LayerState<'_>) {
         let place = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
-        let (to, len) = (place(self.sequence.write), self.strips.len() * state.layout().strip_len());
+        let (to, len) = (place(self.sequence.write), self.strips.len() * state.layout().strip_len(self.head));
         // SAFETY: these are the strips of this part, in slots of its sequence; the two may be one.
         unsafe {
             match self.sequence.read {
@@ -237,16 +296,17 @@ struct Passage<'a, R> {
 impl<R: Rule> Passage<'_, R> {
     /// Takes strips `strip..strip + N` through the rows.
     #[inline(always)]
-    fn run<S: Simd, const N: usize>(&self, s: S, strip: usize) {
+    fn run<S: Simd, E: Element, const N: usize>(&self, s: S, strip: usize) {
         let Self { shared, part, rows, tile, .. } = self;
         let (sequence, layout) = (part.sequence, shared.state.layout());
-        let (inner, len) = (layout.inner(), N * layout.strip_len());
-        let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip));
+        let inner = layout.inner();
+        let len = N * inner * LANES;
+        let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip)).cast::<E>();
         let mut from = match sequence.before(rows.start - sequence.rows.start) {
             Some(slot) => place(slot),
             None => {
                 let zeroes = place(sequence.write);
-                // SAFETY: `len` values of strips of this part, in a slot that is its sequence's own.
+                // SAFETY: `len` elements of strips of this part, in a slot that is its sequence's own.
                 unsafe { zeroes.write_bytes(0, len) };
                 zeroes
             }
@@ -271,7 +331,7 @@ impl<R: Rule> Passage<'_, R> {
                 *update = s.mul(s.splat(gain), *update);
             }
             let (next_key, next_query) = if last { (key, query) } else { self.key_query(row + 1) };
-            let ahead = if last { self.ahead(strip) } else { None };
+            let ahead = if last { self.ahead(strip).map(<*const f32>::cast) } else { None };
             assert!(key.len() == inner && query.len() == inner && next_key.len() == inner);
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
             // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written
@@ -313,7 +373,7 @@ impl<R: Rule> Passage<'_, R> {
             return Some(self.shared.source(self.part, ahead));
         }
         let layout = self.shared.state.layout();
-        self.upcoming.map(|start| start.wrapping_add((ahead - end) * layout.strip_len()))
+        self.upcoming.map(|start| start.wrapping_add((ahead - end) * layout.strip_len(self.part.head)))
     }
 
     /// A strip of the value that a row brings, zero in the padding.
@@ -351,14 +411,14 @@ impl<R: Rule> Passage<'_, R> {
 }
 
 /// One row's passage over N strips.
-struct Sweep<'a, V, const N: usize> {
-    from: *const f32,
-    to: *mut f32,
+struct Sweep<'a, E, V, const N: usize> {
+    from: *const E,
+    to: *mut E,
     key: &'a [f32],
     query: &'a [f32],
     next_key: &'a [f32],
     /// As much memory as the strips take, to be fetched meanwhile.
-    ahead: Option<*const f32>,
+    ahead: Option<*const E>,
     decay: V,
     update: [V; N],
 }
@@ -387,7 +447,7 @@ impl<V: Copy, const N: usize> Sums<V, N> {
 /// # Safety
 /// `from` must be readable for N strips of `key.len()` vectors.
 #[inline(always)]
-unsafe fn project<S: Simd, const N: usize>(s: S, from: *const f32, key: &[f32]) -> [S::V; N] {
+unsafe fn project<S: Simd, E: Element, const N: usize>(s: S, from: *const E, key: &[f32]) -> [S::V; N] {
     let strip = key.len() * LANES;
     let mut sums = Sums::<S::V, N>::zero(s);
     for (i, pair) in key.chunks(2).enumerate() {
@@ -395,14 +455,14 @@ unsafe fn project<S: Simd, const N: usize>(s: S, from: *const f32, key: &[f32]) 
             let at = (2 * i + parity) * LANES;
             for (n, sum) in sums.0[parity].iter_mut().enumerate() {
                 // SAFETY: there is one vector in each strip for each element of the key.
-                *sum = s.fma(s.splat(*key), unsafe { s.load(from.add(at + n * strip)) }, *sum);
+                *sum = s.fma(s.splat(*key), unsafe { E::load(s, from.add(at + n * strip)) }, *sum);
             }
         }
     }
     sums.total(s)
 }
 
-impl<V: Copy, const N: usize> Sweep<'_, V, N> {
+impl<E: Element, V: Copy, const N: usize> Sweep<'_, E, V, N> {
     /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`. `AHEAD` fetches.
     ///
     /// # Safety
@@ -451,15 +511,15 @@ impl<V: Copy, const N: usize> Sweep<'_, V, N> {
                 s.prefetch(ahead.wrapping_add(at).cast());
             }
             // SAFETY: vector i of strip n, by this function's contract.
-            let old = unsafe { s.load(self.from.add(at)) };
+            let old = unsafe { E::load(s, self.from.add(at)) };
             *state = s.fma(key, *state, s.mul(self.decay, old));
         }
         for (n, state) in states.into_iter().enumerate() {
             // SAFETY: as above.
-            unsafe { s.store(state, self.to.add(i * LANES + n * strip)) };
+            let left = unsafe { E::store(s, state, self.to.add(i * LANES + n * strip)) };
             sums[n] = s.fma(query, state, sums[n]);
             if NEXT {
-                next_sums[n] = s.fma(next_key, state, next_sums[n]);
+                next_sums[n] = s.fma(next_key, left, next_sums[n]);
             }
         }
     }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::aligned::AlignedBuf;
 use crate::attention::OFFSET_UNIT;
-use crate::backend::{StateExport, StateKind, StateShape, StepSequence, StepState};
+use crate::backend::{HeadType, StateExport, StateKind, StateShape, StepSequence, StepState};
 use crate::error::Error;
 use crate::isa::Isa;
 use crate::pool::{Pool, PoolConfig};
@@ -37,13 +37,16 @@ struct Sizes {
     rows: usize,
     cols: usize,
     tiled: bool,
+    /// Which heads are stored as bfloat16, a bit for each.
+    bf16: u32,
 }
 
 fn sizes() -> impl Strategy<Value = Sizes> {
     let kind = prop_oneof![Just(StateKind::DeltaNet), Just(StateKind::Mamba2)];
     let width = || prop_oneof![1..50usize, Just(16), Just(32), Just(64)];
-    (kind, 1..=4usize, 1..=3usize, 1..=3usize, width(), width(), any::<bool>()).prop_map(
-        |(kind, taps, key_heads, heads_per_key, rows, cols, tiled)| Sizes {
+    let bf16 = prop_oneof![Just(0), any::<u32>()];
+    (kind, 1..=4usize, 1..=3usize, 1..=3usize, width(), width(), any::<bool>(), bf16).prop_map(
+        |(kind, taps, key_heads, heads_per_key, rows, cols, tiled, bf16)| Sizes {
             kind,
             taps,
             key_heads,
@@ -51,6 +54,7 @@ fn sizes() -> impl Strategy<Value = Sizes> {
             rows,
             cols,
             tiled,
+            bf16,
         },
     )
 }
@@ -75,13 +79,17 @@ const OFFSET: usize = 2 * OFFSET_UNIT;
 
 impl Layer {
     fn new(sizes: Sizes, seed: u64) -> Self {
-        let Sizes { kind, taps, key_heads, heads_per_key, rows, cols, tiled } = sizes;
+        let Sizes { kind, taps, key_heads, heads_per_key, rows, cols, tiled, bf16 } = sizes;
         let heads = key_heads * heads_per_key;
         let channels = match kind {
             StateKind::DeltaNet => 2 * key_heads * rows + heads * cols,
             StateKind::Mamba2 => heads * rows + 2 * key_heads * cols,
         };
-        let layout = StateLayout::new(StateShape { kind, channels, taps, heads, rows, cols }).unwrap();
+        let shape = StateShape { kind, channels, taps, heads, rows, cols };
+        let types: Vec<_> = (0..heads)
+            .map(|head| if bf16 >> head & 1 == 1 { HeadType::Bf16 } else { HeadType::F32 })
+            .collect();
+        let layout = StateLayout::new(shape, &types).unwrap();
         Self {
             layout,
             key_heads,
@@ -222,7 +230,7 @@ fn step(
     }
     let states: Vec<StepState> = sequences.iter().map(|(_, state)| state.clone()).collect();
     let plan = StatePlan::new(&ranges, &states, layer.slot_bytes()).unwrap();
-    let mut state = LayerState::new(arena, &plan, layer.layout, OFFSET).unwrap();
+    let mut state = LayerState::new(arena, &plan, &layer.layout, OFFSET).unwrap();
     let StateShape { channels, taps, .. } = *layer.shape();
     let weight = ConvWeight::new(channels, taps, &layer.conv_weight).unwrap();
     conv(pool, isa, &mut state, &weight, Some(&layer.conv_bias), &mut all.x).unwrap();
@@ -267,7 +275,7 @@ fn check_recurrence(sizes: Sizes, rows: usize, seed: u64) -> Result<(), TestCase
         for (input, state) in inputs.iter().zip([write(None, layer.slot(1)), write(Some(layer.slot(1)), 0)]) {
             let slot = state.write;
             let plan = one_sequence(&layer, input.len(), state);
-            let mut state = LayerState::new(&mut arena, &plan, layer.layout, OFFSET).unwrap();
+            let mut state = LayerState::new(&mut arena, &plan, &layer.layout, OFFSET).unwrap();
             let out = layer.recurrence(isa, &pool(1), &mut state, input);
             close(&out, &layer.reference(input, &mut want_state), 4e-6)?;
             let (_, state) = layer.state(&arena, slot);
@@ -283,7 +291,7 @@ proptest! {
 
     #[test]
     fn a_recurrence_is_the_reference(sizes in sizes(), rows in 1..20usize, seed in 0..1_000_000u64) {
-        check_recurrence(sizes, rows, seed)?;
+        check_recurrence(Sizes { bf16: 0, ..sizes }, rows, seed)?;
     }
 
     #[test]
@@ -295,7 +303,7 @@ proptest! {
         seed in 0..1_000_000u64,
     ) {
         let shape = StateShape { kind: StateKind::Mamba2, channels, taps, heads: 1, rows: 1, cols: 1 };
-        let layer = Layer { layout: StateLayout::new(shape).unwrap(), ..Layer::new(ODD[0], seed) };
+        let layer = Layer { layout: StateLayout::new(shape, &[HeadType::F32]).unwrap(), ..Layer::new(ODD[0], seed) };
         let weight = numbers(seed, channels * taps);
         let packed = ConvWeight::new(channels, taps, &weight).unwrap();
         let bias = numbers(seed + 1, channels);
@@ -306,7 +314,7 @@ proptest! {
             for (state, rows) in [(write(None, 0), rows), (write(Some(0), 0), 3)] {
                 let input = numbers(seed + 2, rows * channels);
                 let plan = one_sequence(&layer, rows, state);
-                let mut state = LayerState::new(&mut arena, &plan, layer.layout, OFFSET).unwrap();
+                let mut state = LayerState::new(&mut arena, &plan, &layer.layout, OFFSET).unwrap();
                 let mut x = input.clone();
                 conv(&pool(1), isa, &mut state, &packed, bias, &mut x).unwrap();
                 close(&x, &reference::conv(&shape, &weight, bias, &input, &mut past), 1e-6)?;
@@ -318,7 +326,7 @@ proptest! {
     }
 }
 
-/// Sizes of real models, and sizes that fill nothing evenly.
+/// Sizes that fill nothing evenly, and sizes of real models.
 const ODD: [Sizes; 4] = {
     let delta = Sizes {
         kind: StateKind::DeltaNet,
@@ -328,6 +336,7 @@ const ODD: [Sizes; 4] = {
         rows: 24,
         cols: 40,
         tiled: true,
+        bf16: 0,
     };
     let mamba = Sizes { kind: StateKind::Mamba2, taps: 3, rows: 12, cols: 20, ..delta };
     [
@@ -348,20 +357,28 @@ fn known_sizes_are_the_reference() {
 #[test]
 fn a_layout_refuses_what_it_cannot_hold() {
     let shape = StateShape { kind: StateKind::DeltaNet, channels: 8, taps: 4, heads: 1, rows: 4, cols: 4 };
-    assert_eq!(StateLayout::new(shape).unwrap().bytes(), (32 + 4 * 16) * 4);
-    for wrong in [
-        StateShape { channels: 0, ..shape },
-        StateShape { taps: 0, ..shape },
-        StateShape { taps: 5, ..shape },
-        StateShape { heads: 0, ..shape },
-        StateShape { rows: 0, ..shape },
-        StateShape { cols: 0, ..shape },
-        StateShape { heads: usize::MAX / 4, ..shape },
-        StateShape { channels: usize::MAX, ..shape },
-        StateShape { cols: usize::MAX, ..shape },
+    let f32s = &[HeadType::F32];
+    assert_eq!(StateLayout::new(shape, f32s).unwrap().bytes(), (32 + 4 * 16) * 4);
+    assert_eq!(StateLayout::new(shape, &[HeadType::Bf16]).unwrap().bytes(), 32 * 4 + 4 * 16 * 2);
+    // The second head starts on a cache line.
+    let two = StateShape { heads: 2, rows: 3, ..shape };
+    let mixed = StateLayout::new(two, &[HeadType::Bf16, HeadType::F32]).unwrap();
+    assert_eq!(mixed.bytes(), 32 * 4 + 4 * 16 * 2 + 3 * 16 * 4);
+    for (shape, heads) in [
+        (StateShape { channels: 0, ..shape }, f32s),
+        (StateShape { taps: 0, ..shape }, f32s),
+        (StateShape { taps: 5, ..shape }, f32s),
+        (StateShape { heads: 0, ..shape }, f32s),
+        (StateShape { rows: 0, ..shape }, f32s),
+        (StateShape { cols: 0, ..shape }, f32s),
+        (StateShape { channels: usize::MAX, ..shape }, f32s),
+        (StateShape { cols: usize::MAX, ..shape }, f32s),
     ] {
-        assert!(matches!(StateLayout::new(wrong), Err(Error::StateShape { .. })), "{wrong:?}");
+        assert!(matches!(StateLayout::new(shape, heads), Err(Error::StateShape { .. })), "{shape:?}");
     }
+    let vast = StateShape { rows: usize::MAX / 64, heads: 2, ..shape };
+    assert!(matches!(StateLayout::new(vast, &[HeadType::F32; 2]), Err(Error::StateShape { .. })));
+    assert!(matches!(StateLayout::new(shape, &[HeadType::F32; 2]), Err(Error::Length { .. })));
 }
 
 #[test]
@@ -370,7 +387,9 @@ fn states_outside_the_arena_or_the_slot_are_refused() {
     let mut arena = layer.arena(2);
     let plan = |state| one_sequence(&layer, 1, state);
     let mut result = |plan: &StatePlan, offset| {
-        LayerState::new(&mut arena, plan, layer.layout, offset).map(|_| ()).map_err(|error| error.to_string())
+        LayerState::new(&mut arena, plan, &layer.layout, offset)
+            .map(|_| ())
+            .map_err(|error| error.to_string())
     };
     assert_eq!(result(&plan(write(None, layer.slot(1))), OFFSET), Ok(()));
     for state in [write(None, layer.slot(1) + 1), write(Some(layer.slot(2)), 0), write(None, u32::MAX)] {
@@ -389,7 +408,7 @@ fn buffers_of_other_shapes_are_refused() {
         let layer = Layer::new(sizes, 1);
         let mut arena = layer.arena(1);
         let plan = one_sequence(&layer, 2, write(None, 0));
-        let mut state = LayerState::new(&mut arena, &plan, layer.layout, OFFSET).unwrap();
+        let mut state = LayerState::new(&mut arena, &plan, &layer.layout, OFFSET).unwrap();
         let (pool, isa) = (pool(1), Isa::Scalar);
         let good = Rows::new(&layer, 2, 3);
         let (long, width) = (Rows::new(&layer, 3, 3), layer.out_width());

@@ -152,6 +152,24 @@ impl Simd for Scalar {
         [f16::from_bits(unsafe { p.read_unaligned() }).to_f32(); LANES]
     }
     #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> Lanes {
+        // SAFETY: the caller gives sixteen readable u16.
+        lanes(|i| f32::from_bits(u32::from(unsafe { p.add(i).read_unaligned() }) << 16))
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, a: Lanes, p: *mut u16) -> Lanes {
+        let rounded = a.map(|x| {
+            let bits = x.to_bits();
+            let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+            if x.is_nan() { 0x7fc0 } else { rounded as u16 }
+        });
+        for (i, x) in rounded.iter().enumerate() {
+            // SAFETY: the caller gives sixteen writable u16.
+            unsafe { p.add(i).write_unaligned(*x) }
+        }
+        lanes(|i| f32::from_bits(u32::from(rounded[i]) << 16))
+    }
+    #[inline(always)]
     unsafe fn load_i8(self, p: *const i8) -> Lanes {
         // SAFETY: the caller gives sixteen readable i8.
         lanes(|i| f32::from(unsafe { p.add(i).read() }))

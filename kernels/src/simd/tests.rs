@@ -17,9 +17,12 @@ impl Kernel for Everything {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Vec<u32> {
         let (a, b, c) = (s.chunk(&self.a), s.chunk(&self.b), s.chunk(&self.c));
-        let mut halves = [0u16; LANES];
+        let (mut halves, mut narrow) = ([0u16; LANES], [0u16; LANES]);
         let bytes: [i8; LANES] = std::array::from_fn(|i| (self.a[i] * 100.0) as i8);
         // SAFETY: sixteen elements each.
+        let (rounded, brain) =
+            unsafe { (s.store_bf16(a, narrow.as_mut_ptr()), s.load_bf16(narrow.as_ptr())) };
+        // SAFETY: as above.
         let (half, byte, one) = unsafe {
             s.store_f16(a, halves.as_mut_ptr());
             (s.load_f16(halves.as_ptr()), s.load_i8(bytes.as_ptr()), s.splat_f16(halves.as_ptr().add(3)))
@@ -41,6 +44,8 @@ impl Kernel for Everything {
             half,
             byte,
             one,
+            rounded,
+            brain,
             exp(s, a),
             silu(s, a),
             gelu_tanh(s, a),
@@ -57,6 +62,7 @@ impl Kernel for Everything {
         s.put_tail(a, &mut short[..self.n]);
         out.extend(short.map(f32::to_bits));
         out.extend(halves.map(u32::from));
+        out.extend(narrow.map(u32::from));
         out.extend([s.reduce_add(a).to_bits(), s.reduce_max(a).to_bits(), u32::from(s.any_gt(a, b))]);
         out
     }
@@ -153,6 +159,37 @@ fn functions_are_accurate() {
     assert!(worst(Sigmoid, -80.0, 80.0, 0.0, |x| rows::sigmoid(x as f32)) < 4e-7);
     assert!(worst(Clamped, -40.0, 40.0, 1e-2, |x| rows::clamped_swiglu(x as f32, 0.5)) < 1e-6);
     assert!(worst(Cap, -300.0, 300.0, 1e-6, |x| 30.0 * (x / 30.0).tanh()) < 1e-6);
+}
+
+/// Stores a number as bfloat16; the number that is then there, and its bits.
+struct Narrow(f32);
+
+impl Kernel for Narrow {
+    type Output = (f32, u16);
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> (f32, u16) {
+        let mut bits = [0; LANES];
+        // SAFETY: sixteen elements.
+        let stored = unsafe { s.store_bf16(s.splat(self.0), bits.as_mut_ptr()) };
+        (s.reduce_max(stored), bits[LANES - 1])
+    }
+}
+
+#[test]
+fn bfloat16_is_rounded_to_nearest_even() {
+    // All upper halves, below, at and above the middle between two neighbours.
+    for (high, low) in
+        (0..=u16::MAX).step_by(7).flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001].map(|low| (high, low)))
+    {
+        let x = f32::from_bits(u32::from(high) << 16 | low);
+        let want = half::bf16::from_f32(x);
+        for isa in Isa::available() {
+            let (stored, bits) = dispatch(isa, Narrow(x));
+            let same = bits == want.to_bits() && stored.to_bits() == want.to_f32().to_bits();
+            assert!(same || x.is_nan() && bits == 0x7fc0 && stored.is_nan(), "{isa}: {x:e} is {bits:x}");
+        }
+    }
 }
 
 #[test]

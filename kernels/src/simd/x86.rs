@@ -168,6 +168,25 @@ impl Simd for Avx512 {
         avx!(_mm512_cvtph_ps(_mm256_set1_epi16(p.read_unaligned() as i16)))
     }
     #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> __m512 {
+        avx!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
+            p.cast()
+        )))))
+    }
+    // The instruction that rounds to bfloat16 takes subnormal numbers for zero, which no other instruction set does.
+    #[inline(always)]
+    unsafe fn store_bf16(self, a: __m512, p: *mut u16) -> __m512 {
+        avx!({
+            let bits = _mm512_castps_si512(a);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
+            let high = _mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(sum), nan, _mm512_set1_epi32(0x7fc0));
+            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(high));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(high))
+        })
+    }
+    #[inline(always)]
     unsafe fn load_i8(self, p: *const i8) -> __m512 {
         avx!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))))
     }
@@ -203,6 +222,29 @@ fn wide_mask(base: usize, from: usize, to: usize) -> __m256i {
     let too_low = _mm256_cmpgt_epi32(_mm256_set1_epi32(from as i32), lane);
     let low_enough = _mm256_cmpgt_epi32(_mm256_set1_epi32(to as i32), lane);
     _mm256_andnot_si256(too_low, low_enough)
+}
+
+/// Eight bfloat16.
+///
+/// # Safety
+/// `p` must be readable for eight u16.
+#[target_feature(enable = "avx2")]
+#[inline]
+unsafe fn load_bf16_8(p: *const u16) -> __m256 {
+    // SAFETY: by this function's contract.
+    let bits = unsafe { _mm_loadu_si128(p.cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
+}
+
+/// The bits of eight bfloat16, one in each lane.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn round_bf16_8(a: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(a);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, a));
+    _mm256_blendv_epi8(_mm256_srli_epi32::<16>(sum), _mm256_set1_epi32(0x7fc0), nan)
 }
 
 impl Simd for Avx2 {
@@ -333,6 +375,20 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn splat_f16(self, p: *const u16) -> Self::V {
         avx!([_mm256_cvtph_ps(_mm_set1_epi16(p.read_unaligned() as i16)); 2])
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> Self::V {
+        avx!([load_bf16_8(p), load_bf16_8(p.add(8))])
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, a: Self::V, p: *mut u16) -> Self::V {
+        avx!({
+            let high = [round_bf16_8(a[0]), round_bf16_8(a[1])];
+            // Packing works on the halves of registers on their own.
+            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(high[0], high[1]));
+            _mm256_storeu_si256(p.cast(), packed);
+            high.map(|high| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)))
+        })
     }
     #[inline(always)]
     unsafe fn load_i8(self, p: *const i8) -> Self::V {

@@ -29,6 +29,9 @@ fn exit_codes() {
         (&["coordinator", "--config", "/nonexistent.toml"], BAD_CONFIG),
         (&["up", "--workers", "0"], BAD_CONFIG),
         (&["up", "--listen-public"], BAD_CONFIG),
+        (&["up", "--state-tau", "8"], BAD_CONFIG),
+        (&["run", "m.gguf", "-p", "a", "--state-type", "auto-bf16", "--state-tau", "0"], BAD_CONFIG),
+        (&["run", "m.gguf", "-p", "a", "--state-type", "bf16"], BAD_USAGE),
     ] {
         let (found, stderr) = end(arguments);
         assert_eq!(found, code, "kvasir {}:\n{stderr}", arguments.join(" "));
@@ -40,7 +43,6 @@ fn flags_of_features_that_have_not_landed_are_absent() {
     for arguments in [
         &["up", "--shards", "2"][..],
         &["worker", "--role", "prefill"],
-        &["worker", "--state-type", "auto-bf16"],
         &["run", "m", "-p", "a", "--spec", "ngram"],
     ] {
         assert_eq!(end(arguments).0, BAD_USAGE, "kvasir {}", arguments.join(" "));

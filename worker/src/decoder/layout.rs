@@ -2,7 +2,10 @@
 
 use super::DecoderConfig;
 use crate::Error;
-use kernels::backend::{Backend, BufferId, KvLayerId, KvShape, StateKind, StateLayerId, StateShape};
+use crate::weights::Weights;
+use kernels::backend::{
+    Backend, BufferId, HeadType, KvLayerId, KvShape, StateKind, StateLayerId, StateShape,
+};
 use model::spec::{AttentionSpec, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpec, OutputSpec};
 
 /// Layers whose cache blocks live and die together.
@@ -35,12 +38,13 @@ pub(super) enum LayerCache {
 }
 
 /// Groups layers by what they can forget, and places each layer inside its group's block. Full attention comes
-/// first: its hit bounds every other group's; states come last.
+/// first: its hit bounds every other group's; states come last. Also the number of heads that keep a narrow state.
 pub(super) fn place_caches(
     spec: &ModelSpec,
+    weights: &Weights,
     config: &DecoderConfig,
     backend: &mut dyn Backend,
-) -> Result<(Vec<CacheGroup>, Vec<LayerCache>), Error> {
+) -> Result<(Vec<CacheGroup>, Vec<LayerCache>, usize), Error> {
     let mut windows: Vec<Option<usize>> =
         config.layers.clone().filter_map(|index| spec.attention(index)).map(|a| a.window).collect();
     windows.sort_unstable();
@@ -50,9 +54,11 @@ pub(super) fn place_caches(
         windows.iter().map(|window| CacheGroup { kind: kind(window), block_bytes: 0, layers: 0 }).collect();
     let mut state = CacheGroup { kind: CacheKind::State, block_bytes: 0, layers: 0 };
     let mut caches = Vec::with_capacity(config.layers.len());
+    let mut narrow_heads = 0;
     // Group and offset of each layer's keys and values.
     let mut places = vec![None; config.layers.len()];
-    for (index, layer) in spec.layers[config.layers.clone()].iter().enumerate() {
+    let layers = spec.layers[config.layers.clone()].iter().zip(&weights.layers);
+    for (index, (layer, own)) in layers.enumerate() {
         let shape = match &layer.mixer {
             MixerSpec::Attention(attention) => {
                 let kv = kv_shape(attention, config);
@@ -94,12 +100,14 @@ pub(super) fn place_caches(
                 cols: mamba.state,
             },
         };
-        caches.push(LayerCache::State(backend.create_state_layer(shape, state.block_bytes)?));
-        state.block_bytes += backend.state_bytes(shape)?;
+        let heads = config.state_type.heads(own.mixer.memory());
+        narrow_heads += heads.iter().filter(|head| **head != HeadType::F32).count();
+        caches.push(LayerCache::State(backend.create_state_layer(shape, &heads, state.block_bytes)?));
+        state.block_bytes += backend.state_bytes(shape, &heads)?;
         state.layers += 1;
     }
     groups.extend((state.layers > 0).then_some(state));
-    Ok((groups, caches))
+    Ok((groups, caches, narrow_heads))
 }
 
 fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvShape {

@@ -168,14 +168,16 @@ impl<'a> Loader<'a> {
     }
 
     fn delta_net(&mut self, delta: &DeltaNetSpec) -> Result<DeltaNetWeights, Error> {
+        let (a, dt_bias, memory) = self.decay(&delta.a, &delta.dt_bias, delta.v_heads)?;
         Ok(DeltaNetWeights {
             qkv: self.linear(&delta.qkv)?,
             conv: self.conv(&delta.conv)?,
             gate: self.linear(&delta.gate)?,
             beta: self.linear(&delta.beta)?,
             alpha: self.linear(&delta.alpha)?,
-            a: self.vector(&delta.a, delta.v_heads)?,
-            dt_bias: self.vector(&delta.dt_bias, delta.v_heads)?,
+            a,
+            dt_bias,
+            memory,
             k_heads: delta.k_heads,
             tiled: delta.grouping == HeadGrouping::Tiled,
             l2_eps: delta.l2_eps,
@@ -186,14 +188,16 @@ impl<'a> Loader<'a> {
 
     fn mamba2(&mut self, mamba: &Mamba2Spec) -> Result<Mamba2Weights, Error> {
         let inner = mamba.heads * mamba.head_dim;
+        let (a, dt_bias, memory) = self.decay(&mamba.a, &mamba.dt_bias, mamba.heads)?;
         Ok(Mamba2Weights {
             z: self.linear(&mamba.z)?,
             xbc: self.linear(&mamba.xbc)?,
             dt: self.linear(&mamba.dt)?,
             conv: self.conv(&mamba.conv)?,
-            a: self.vector(&mamba.a, mamba.heads)?,
+            a,
             d: self.vector(&mamba.d, mamba.heads)?,
-            dt_bias: self.vector(&mamba.dt_bias, mamba.heads)?,
+            dt_bias,
+            memory,
             groups: mamba.groups,
             norm: Norm {
                 // The weight runs over all groups, the norm over each.
@@ -202,6 +206,18 @@ impl<'a> Loader<'a> {
             },
             out: self.linear(&mamba.out)?,
         })
+    }
+
+    /// What the heads' decay is made of, and the memory that follows from it.
+    fn decay(
+        &mut self,
+        a: &str,
+        dt_bias: &str,
+        heads: usize,
+    ) -> Result<(VectorId, VectorId, Vec<f32>), Error> {
+        let (a, dt_bias) = (self.floats(a, heads)?, self.floats(dt_bias, heads)?);
+        let memory = crate::decoder::head_memory(&a, &dt_bias);
+        Ok((self.backend.create_vector(&a)?, self.backend.create_vector(&dt_bias)?, memory))
     }
 
     fn conv(&mut self, conv: &ConvSpec) -> Result<ConvWeights, Error> {

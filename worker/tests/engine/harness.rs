@@ -2,6 +2,7 @@
 
 use kernels::backend::{ActivationMode, Backend, KvType};
 use kvasir_worker::Error;
+use kvasir_worker::decoder::StateType;
 use kvasir_worker::engine::{Engine, EngineRequest, Sink, StepOutcome};
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::scheduler::SeqId;
@@ -14,8 +15,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Models with weights in F32, by folder: full attention, a mixture of experts, sliding windows, windows with sinks,
-/// layers that share KV, delta nets, Mamba-2.
-pub(crate) const TINY: [&str; 7] = [
+/// layers that share KV, delta nets, Mamba-2. With `+bf16` some heads keep their states in bfloat16.
+pub(crate) const TINY: [&str; 9] = [
     "tiny/llama/llama-f32",
     "tiny/qwen3moe/qwen3moe-f32",
     "tiny/gemma3/gemma3-f32",
@@ -23,9 +24,14 @@ pub(crate) const TINY: [&str; 7] = [
     "tiny/gemma4/gemma4-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "tiny/qwen35/qwen35-f32+bf16",
+    "tiny/granitehybrid/granitehybrid-f32+bf16",
 ];
 /// Quantised models, by file.
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
+
+/// What a model's name ends with to have states of both types in every recurrent layer.
+const NARROW: &str = "+bf16";
 
 /// Root of everything that is asked.
 pub(crate) const ROOT: BlockId = BlockId([7; 16]);
@@ -34,7 +40,7 @@ pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 pub(crate) fn path(model: &str) -> PathBuf {
     let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
     let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
-    root.join(format!("{model}.gguf"))
+    root.join(format!("{}.gguf", model.trim_end_matches(NARROW)))
 }
 
 /// The exact path for F32 models, the default one for the others; one thread and room for everything.
@@ -44,6 +50,7 @@ pub(crate) fn options(model: &str) -> EngineOptions {
         threads: Some(1),
         kv_type: if exact { KvType::F32 } else { KvType::F16 },
         activations: if exact { ActivationMode::F32 } else { ActivationMode::Int8 },
+        state_type: if model.ends_with(NARROW) { StateType::AutoBf16 { tau: 4 } } else { StateType::F32 },
         kv_bytes: Some(16 << 20),
         chunk: Some(64),
         max_rows: Some(1024),

@@ -6,9 +6,9 @@
 use kernels::Error;
 use kernels::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BlockTable, BufferId, ConvOp, DeltaNetOp, EmbedOp,
-    ExpertGateUp, GateOp, GatedNormOp, KvCopy, KvLayerId, KvShape, KvWrite, Mamba2Op, MatmulJob, MatrixId,
-    MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput,
-    StepSequence, StepState, VectorId,
+    ExpertGateUp, GateOp, GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, KvWrite, Mamba2Op, MatmulJob,
+    MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape,
+    StepInput, StepSequence, StepState, VectorId,
 };
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -156,12 +156,17 @@ impl Backend for OpaqueDevice {
         self.device.create_kv_layer(group, shape, offset).map(Secret::turned)
     }
 
-    fn state_bytes(&self, shape: StateShape) -> Result<usize, Error> {
-        self.device.state_bytes(shape)
+    fn state_bytes(&self, shape: StateShape, heads: &[HeadType]) -> Result<usize, Error> {
+        self.device.state_bytes(shape, heads)
     }
 
-    fn create_state_layer(&mut self, shape: StateShape, offset: usize) -> Result<StateLayerId, Error> {
-        self.device.create_state_layer(shape, offset).map(Secret::turned)
+    fn create_state_layer(
+        &mut self,
+        shape: StateShape,
+        heads: &[HeadType],
+        offset: usize,
+    ) -> Result<StateLayerId, Error> {
+        self.device.create_state_layer(shape, heads, offset).map(Secret::turned)
     }
 
     fn read_state(

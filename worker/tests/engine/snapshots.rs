@@ -2,7 +2,7 @@
 
 use crate::harness::{Ask, Heard, ROOT, cramped, one_by_one, open, options, prompt, run_to_end, together};
 use kernels::backend::KvType;
-use kvasir_worker::decoder::CacheKind;
+use kvasir_worker::decoder::{CacheKind, StateType};
 use kvasir_worker::engine::Engine;
 use kvasir_worker::engine::resume::SequenceKey;
 use kvasir_worker::load::EngineOptions;
@@ -12,13 +12,15 @@ use proto::sequence::{SequenceError, SequenceName};
 use tokio::sync::oneshot;
 
 /// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes), delta net and
-/// Mamba-2 states.
-const KINDS: [&str; 6] = [
+/// Mamba-2 states, in f32 and not.
+const KINDS: [&str; 8] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "tiny/qwen35/qwen35-f32+bf16",
+    "tiny/granitehybrid/granitehybrid-f32+bf16",
     "tiny/gemma4/gemma4-f32",
 ];
 const GENERATE: u32 = 12;
@@ -160,6 +162,41 @@ fn a_live_sequence_is_saved_as_it_stands_and_a_short_one_by_its_tokens() {
         assert_eq!((short.tokens().len(), short.position(), short.cache_bytes()), (15, 0, 0));
         assert_eq!(other.restore(key("short"), &short).unwrap().tokens, 15);
     }
+}
+
+#[test]
+fn states_of_another_type_are_refused_by_name() {
+    let narrow = |tau| {
+        let model = "tiny/qwen35/qwen35-f32";
+        open(model, &EngineOptions { state_type: StateType::AutoBf16 { tau }, ..options(model) })
+    };
+    let mut engines =
+        [open("tiny/qwen35/qwen35-f32", &options("tiny/qwen35/qwen35-f32")), narrow(4), narrow(5)];
+    let files = engines.each_mut().map(|engine| {
+        generate(engine, "r", prompt(3, 100));
+        save(engine, "r").unwrap().to_bytes().unwrap()
+    });
+    for (from, file) in files.iter().enumerate() {
+        for (to, engine) in engines.iter().enumerate() {
+            match Snapshot::from_bytes(file, &engine.origin()) {
+                Ok(_) => assert_eq!(from, to),
+                Err(error) => {
+                    assert!(matches!(error, SnapshotError::Other { what: "numeric class", .. }), "{error}");
+                    assert!(from != to && error.to_string().contains("/state-bf16.1-tau"), "{error}");
+                }
+            }
+        }
+    }
+    assert!(files[1].len() < files[0].len());
+    // Where no head forgets fast enough, or there is none, it is the class of states in f32.
+    let class = |model: &str, state_type| {
+        let options = EngineOptions { state_type, ..options(model) };
+        open(model, &options).origin().numeric_class.clone()
+    };
+    let auto = StateType::AutoBf16 { tau: StateType::TAU };
+    assert_eq!(class(KINDS[0], auto), class(KINDS[0], StateType::F32));
+    let qwen = "tiny/qwen3next/qwen3next-f32";
+    assert_ne!(class(qwen, auto), class(qwen, StateType::F32));
 }
 
 #[test]

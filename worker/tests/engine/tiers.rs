@@ -3,19 +3,21 @@
 
 use crate::harness::{Ask, Asked, Heard, cramped, one_by_one, open, options, prompt, submit};
 use kernels::backend::KvType;
+use kvasir_worker::decoder::StateType;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::tiers::{DiskConfig, TiersConfig};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states.
-const KINDS: [&str; 5] = [
+/// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states, in f32 and not.
+const KINDS: [&str; 6] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "tiny/qwen35/qwen35-f32+bf16",
 ];
 const PROMPT: usize = 200;
 const GENERATE: u32 = 12;
@@ -227,6 +229,10 @@ fn what_another_origin_has_left_is_not_used() {
         let here = small(model, 16, disk(dir.path(), 0));
         let other = EngineOptions { kv_type: KvType::F16, ..here.clone() };
         finish(&mut open(model, &other), &[asked()]);
+        let other = EngineOptions { state_type: StateType::AutoBf16 { tau: 5 }, ..here.clone() };
+        if open(model, &other).origin() != open(model, &here).origin() {
+            finish(&mut open(model, &other), &[asked()]);
+        }
         assert!(std::fs::read_dir(dir.path()).unwrap().count() > 0);
         let mut engine = open(model, &here);
         let heard = finish(&mut engine, &[asked()]).remove(0);

@@ -1,7 +1,7 @@
 //! Recurrent layers: states in slots, and what is refused.
 
 use super::*;
-use crate::backend::{StateExport, StateKind, StepState};
+use crate::backend::{HeadType, StateExport, StateKind, StepState};
 use crate::recurrent::{DeltaNet, DeltaNetInput, Mamba2, Mamba2Input};
 use crate::reference::recurrent as reference;
 
@@ -9,6 +9,8 @@ const DELTA: StateShape =
     StateShape { kind: StateKind::DeltaNet, channels: 2 * 6 + 2 * 5, taps: 3, heads: 2, rows: 6, cols: 5 };
 const MAMBA: StateShape =
     StateShape { kind: StateKind::Mamba2, channels: 2 * 4 + 2 * 7, taps: 2, heads: 2, rows: 4, cols: 7 };
+
+const F32: [HeadType; 2] = [HeadType::F32; 2];
 
 fn numbers(n: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 50.0 - 1.0).collect()
@@ -32,10 +34,10 @@ struct Setup {
 impl Setup {
     fn new() -> Self {
         let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
-        let first = backend.state_bytes(DELTA).unwrap();
-        let second = backend.state_bytes(MAMBA).unwrap();
-        let delta = backend.create_state_layer(DELTA, 0).unwrap();
-        let mamba = backend.create_state_layer(MAMBA, first).unwrap();
+        let first = backend.state_bytes(DELTA, &F32).unwrap();
+        let second = backend.state_bytes(MAMBA, &F32).unwrap();
+        let delta = backend.create_state_layer(DELTA, &F32, 0).unwrap();
+        let mamba = backend.create_state_layer(MAMBA, &F32, first).unwrap();
         backend.create_kv_arena(3 * (first + second), &[]).unwrap();
         let mut buffer = |cols| backend.create_buffer(8, cols).unwrap();
         let (x, beta, alpha) = (buffer(DELTA.channels), buffer(2), buffer(2));
@@ -224,9 +226,9 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused, Error::OutsideArena { .. }), "{refused}");
     let refused = setup.backend.read_state(setup.delta, 0, &mut conv, &mut values[1..]).unwrap_err();
     assert!(matches!(refused, Error::Length { .. }), "{refused}");
-    assert_eq!(setup.backend.create_state_layer(DELTA, 4), Err(Error::UnalignedArena));
+    assert_eq!(setup.backend.create_state_layer(DELTA, &F32, 4), Err(Error::UnalignedArena));
     assert!(matches!(
-        setup.backend.create_state_layer(StateShape { taps: 0, ..DELTA }, 0),
+        setup.backend.create_state_layer(StateShape { taps: 0, ..DELTA }, &F32, 0),
         Err(Error::StateShape { .. })
     ));
 }

@@ -19,7 +19,8 @@ fn stepped(layer: &Layer, isa: Isa, rows: &Rows) -> History {
 }
 
 fn all_sizes() -> impl Strategy<Value = Sizes> {
-    prop_oneof![4 => sizes(), 1 => prop::sample::select(&ODD[..])]
+    let known = (prop::sample::select(&ODD[..]), any::<u32>()).prop_map(|(odd, bf16)| Sizes { bf16, ..odd });
+    prop_oneof![4 => sizes(), 1 => known]
 }
 
 proptest! {
@@ -33,6 +34,28 @@ proptest! {
         for isa in Isa::available() {
             prop_assert!(stepped(&layer, isa, &rows) == want, "{}", isa);
         }
+    }
+
+    #[test]
+    fn bfloat16_is_rounding_what_a_row_leaves(sizes in all_sizes(), rows in 1..6usize, seed in 0..1_000_000u64) {
+        let (layer, wide) = (Layer::new(sizes, seed), Layer::new(Sizes { bf16: 0, ..sizes }, seed));
+        let rows = Rows::new(&layer, rows, seed);
+        let (out, states) = stepped(&layer, Isa::detect(), &rows);
+        let (mut arena, mut want_out) = (wide.arena(1), Vec::new());
+        for row in 0..rows.len() {
+            let state = write((row > 0).then_some(0), 0);
+            let rows = [(&rows.part(row..row + 1), state)];
+            want_out.extend(step(&wide, Isa::detect(), &pool(1), &mut arena, &rows).remove(0));
+            for head in (0..wide.shape().heads).filter(|head| sizes.bf16 >> head & 1 == 1) {
+                let start = OFFSET + wide.layout.strip(head, 0) * size_of::<f32>();
+                let len = wide.layout.strips() * wide.layout.strip_len(head) * size_of::<f32>();
+                for value in arena[start..start + len].as_chunks_mut().0 {
+                    *value = half::bf16::from_f32(f32::from_ne_bytes(*value)).to_f32().to_ne_bytes();
+                }
+            }
+            prop_assert!(wide.state(&arena, 0) == states[row]);
+        }
+        prop_assert!(out == want_out);
     }
 
     #[test]
