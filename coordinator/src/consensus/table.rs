@@ -206,6 +206,11 @@ impl Table {
         self.seats().map(|seat| seat.level).min().unwrap_or(Level(0))
     }
 
+    /// What a change of the group would do to it now.
+    pub(crate) fn preview(&self, change: &Change) -> Result<Membership, Refusal> {
+        self.clone().make(change.clone())?.ok_or(Refusal::WrongPath)
+    }
+
     /// As bytes, the same for equal tables.
     pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
         #[derive(Serialize)]
