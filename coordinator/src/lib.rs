@@ -1,9 +1,10 @@
 //! The front of a cluster: HTTP API, admission, prefix index, routing, dispatch, operations port.
 //!
 //! Read in this order: [`prefix_index`] (who holds what), [`routing`] (which worker, and why), [`admission`]
-//! (what waits), [`table`] (who is a member), [`balancer`] (all of these as one state machine: time and
-//! events in, actions out), [`dispatch`] (the actions become traffic; the life of a generation), [`workers`]
-//! (the workers' connections), [`api`] and [`ops`] (HTTP), [`server`] (all of it started and stopped).
+//! (what waits), [`table`] (who is a member), [`consensus`] (what all coordinators agree on), [`balancer`]
+//! (all of these as one state machine: time and events in, actions out), [`dispatch`] (the actions become
+//! traffic; the life of a generation), [`workers`] (the workers' connections), [`api`] and [`ops`] (HTTP),
+//! [`server`] (all of it started and stopped).
 //!
 //! Promises: a request that has emitted nothing is tried on another worker before any error; a stream is a
 //! prefix of what an undisturbed run would emit and then ends in `[DONE]` or an explicit error; nothing
@@ -14,6 +15,7 @@ pub mod admission;
 pub mod api;
 pub mod balancer;
 pub mod config;
+pub mod consensus;
 pub mod dispatch;
 pub mod models;
 pub mod ops;

@@ -1,12 +1,21 @@
 //! The table of workers: who is a member, in which life, what it serves, whether it drains.
 //!
 //! A deterministic state machine: [`WorkerTable::apply`] is the only way to change it, so that a replicated
-//! log can feed it. What changes by the second (load, progress) is not here but in [`crate::balancer`].
+//! log can feed it. Who is a member in which life is decided by the [`Roster`], the same for every
+//! coordinator; slots are this coordinator's own numbering of the members. What changes by the second (load,
+//! progress) is not here but in [`crate::balancer`].
+
+pub mod roster;
 
 use crate::slot::{MAX_SLOTS, Slot, SlotSet};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{RegisterV2, ServedModelV2};
-use std::collections::{BTreeMap, BTreeSet};
+use roster::{Life, Roster};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Workers that are remembered at a time, members or not.
+pub const MAX_WORKERS: usize = 4096;
 
 /// A worker of the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,7 +23,7 @@ pub struct Member {
     /// Its slot while it is a member.
     pub slot: Slot,
     /// How it introduced itself.
-    pub register: RegisterV2,
+    pub register: Arc<RegisterV2>,
     /// An operator has asked it to take no new work.
     pub draining: bool,
 }
@@ -82,8 +91,19 @@ pub enum TableError {
     #[error("no worker {0} is a member")]
     UnknownWorker(NodeId),
     /// The cluster is at its limit.
-    #[error("{MAX_SLOTS} workers are members already")]
-    Full,
+    #[error("{limit} workers are members already")]
+    Full {
+        /// Members at most.
+        limit: usize,
+    },
+    /// What all members serve is too long to be kept.
+    #[error("the workers' introductions take {bytes} bytes, {limit} are kept")]
+    TooLarge {
+        /// About the bytes they would take.
+        bytes: usize,
+        /// Bytes kept at most.
+        limit: usize,
+    },
     /// Another member serves other weights or another tokenizer under the same name.
     #[error("{node} serves a {model} that differs from the one of {other}: {what} digests differ")]
     ModelConflict {
@@ -101,18 +121,20 @@ pub enum TableError {
 /// The table. See the module.
 #[derive(Debug, Clone, Default)]
 pub struct WorkerTable {
+    roster: Roster,
     members: BTreeMap<NodeId, Member>,
     used: SlotSet,
-    /// The latest life seen of every worker that ever was a member.
-    epochs: BTreeMap<NodeId, Epoch>,
-    drains: BTreeSet<NodeId>,
     version: u64,
 }
 
 impl WorkerTable {
     /// Changes the table.
     pub fn apply(&mut self, change: TableChange) -> Result<Applied, TableError> {
-        let applied = self.apply_inner(change)?;
+        let applied = match change {
+            TableChange::Join(register) => self.join(register),
+            TableChange::Leave { node, epoch } => self.leave(node, epoch),
+            TableChange::Drain { node, draining } => self.drain(node, draining),
+        }?;
         self.version += 1;
         Ok(applied)
     }
@@ -120,36 +142,6 @@ impl WorkerTable {
     /// Changes applied so far.
     pub fn version(&self) -> u64 {
         self.version
-    }
-
-    fn apply_inner(&mut self, change: TableChange) -> Result<Applied, TableError> {
-        match change {
-            TableChange::Join(register) => self.join(register),
-            TableChange::Leave { node, epoch } => {
-                let member =
-                    self.members.get(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
-                let known = member.register.epoch;
-                if known != epoch {
-                    return Err(TableError::StaleEpoch { node, got: epoch, known });
-                }
-                let slot = member.slot;
-                self.members.remove(&node);
-                self.used.remove(slot);
-                Ok(Applied::Left(slot))
-            }
-            TableChange::Drain { node, draining } => {
-                let member =
-                    self.members.get_mut(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
-                member.draining = draining;
-                let slot = member.slot;
-                if draining {
-                    self.drains.insert(node);
-                } else {
-                    self.drains.remove(&node);
-                }
-                Ok(Applied::Drained(slot))
-            }
-        }
     }
 
     /// The members, by name.
@@ -174,39 +166,31 @@ impl WorkerTable {
 
     fn join(&mut self, register: RegisterV2) -> Result<Applied, TableError> {
         let node = register.node.clone();
-        if let Some(&known) = self.epochs.get(&node)
-            && register.epoch < known
-        {
-            return Err(TableError::StaleEpoch { node, got: register.epoch, known });
-        }
-        self.check_models(&register)?;
         let before = self.members.get(&node).map(|m| m.slot);
         let free = || (0..MAX_SLOTS).filter_map(Slot::new).find(|&s| !self.used.contains(s));
-        let slot = before.or_else(free).ok_or(TableError::Full)?;
+        let slot = before.or_else(free).ok_or(TableError::Full { limit: MAX_SLOTS })?;
+        self.roster.apply(TableChange::Join(register))?;
+        let worker = self.roster.worker(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
+        let register = worker.life.register().ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
+        let (epoch, draining) = (worker.epoch, matches!(worker.life, Life::Draining(_)));
+        let member = Member { slot, register: Arc::clone(register), draining };
         self.used.insert(slot);
-        let epoch = register.epoch;
-        self.epochs.insert(node.clone(), epoch);
-        let draining = self.drains.contains(&node);
-        self.members.insert(node.clone(), Member { slot, register, draining });
+        self.members.insert(node.clone(), member);
         Ok(Applied::Joined { slot, node, epoch })
     }
 
-    fn check_models(&self, register: &RegisterV2) -> Result<(), TableError> {
-        for other in self.members.values().filter(|m| m.register.node != register.node) {
-            for model in &register.models {
-                let Some(theirs) = other.model(&model.id) else { continue };
-                let what = if theirs.model_digest != model.model_digest {
-                    "model"
-                } else if theirs.tokenizer_digest != model.tokenizer_digest {
-                    "tokenizer"
-                } else {
-                    continue;
-                };
-                let (node, other) = (register.node.clone(), other.register.node.clone());
-                return Err(TableError::ModelConflict { node, other, model: model.id.clone(), what });
-            }
-        }
-        Ok(())
+    fn leave(&mut self, node: NodeId, epoch: Epoch) -> Result<Applied, TableError> {
+        self.roster.apply(TableChange::Leave { node: node.clone(), epoch })?;
+        let member = self.members.remove(&node).ok_or(TableError::UnknownWorker(node))?;
+        self.used.remove(member.slot);
+        Ok(Applied::Left(member.slot))
+    }
+
+    fn drain(&mut self, node: NodeId, draining: bool) -> Result<Applied, TableError> {
+        self.roster.apply(TableChange::Drain { node: node.clone(), draining })?;
+        let member = self.members.get_mut(&node).ok_or(TableError::UnknownWorker(node))?;
+        member.draining = draining;
+        Ok(Applied::Drained(member.slot))
     }
 }
 
@@ -308,6 +292,9 @@ pub(crate) mod tests {
         (0..MAX_SLOTS).for_each(|i| {
             joined(&mut table, &format!("w{i}"), 1);
         });
-        assert_eq!(table.apply(TableChange::Join(register("late", 1, &[]))), Err(TableError::Full));
+        assert_eq!(
+            table.apply(TableChange::Join(register("late", 1, &[]))),
+            Err(TableError::Full { limit: MAX_SLOTS })
+        );
     }
 }

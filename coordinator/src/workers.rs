@@ -141,7 +141,9 @@ impl CoordinatorApi for Session {
                     TableError::ModelConflict { model, .. } => {
                         Refusal::ModelDiffers { model: model.to_string() }
                     }
-                    TableError::Full | TableError::UnknownWorker(_) => Refusal::NotRegistered,
+                    TableError::Full { .. } | TableError::TooLarge { .. } | TableError::UnknownWorker(_) => {
+                        Refusal::NotRegistered
+                    }
                 })
             }
         }

@@ -80,6 +80,11 @@ text_id!(
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')
 );
 text_id!(
+    /// Who a key belongs to. Two tenants never share a block.
+    TenantId, "tenant", 63, "1 to 63 characters of a-z, 0-9, '-', '_' and '.'",
+    |b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_' | b'.')
+);
+text_id!(
     /// One client request, as told in the header `x-request-id`.
     RequestId, "request id", 128, "1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'",
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':')

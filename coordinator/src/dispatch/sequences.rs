@@ -51,7 +51,7 @@ impl Dispatch {
             let other = holder.as_ref() != Some(&view.member.register.node);
             (other, view.state() != WorkerState::Ready, view.inflight, view.pending_tokens)
         });
-        workers.into_iter().map(|view| view.member.register.node).collect()
+        workers.into_iter().map(|view| view.member.register.node.clone()).collect()
     }
 
     /// Opens an operation at a worker. `None`: it is no member.

@@ -1,0 +1,222 @@
+//! One round of the core: send, write, and only then the rest.
+
+use super::{Core, CoreError, Outbound, Request, Table, conf_change};
+use crate::consensus::member::MemberId;
+use crate::consensus::message::{Body, HardStateV1, LogEntryV1, MessageV1, OfferV1, SnapshotMetaV1};
+use crate::consensus::storage::{Snapshot, Write};
+use crate::consensus::table::Outcome;
+use raft::eraftpb::{self, EntryType, MessageType};
+use raft::{Ready, StateRole};
+use std::sync::Arc;
+
+/// What is to be done: send [`early`](Self::early), make [`write`](Self::write) durable, then ask for the
+/// rest by [`persisted`](Self::persisted). While it is there the core can do nothing else; dropped, it is as
+/// if the process had ended before the write, so the core must be dropped too.
+#[must_use]
+pub struct Batch<'a> {
+    core: &'a mut Core,
+    ready: Option<Ready>,
+    early: Vec<Outbound>,
+    write: Write,
+}
+
+/// What follows from a batch whose write is durable.
+#[derive(Debug, Default)]
+pub struct Done {
+    /// To be sent.
+    pub send: Vec<Outbound>,
+    /// The entries that were applied and have an answer, in their order.
+    pub answers: Vec<Answer>,
+    /// Reads whose index has been applied, by their tokens.
+    pub reads: Vec<u64>,
+}
+
+/// What came of a proposal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// Which.
+    pub request: Request,
+    /// Where it stands in the log; for a change made before, where it came again.
+    pub index: u64,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+impl<'a> Batch<'a> {
+    pub(super) fn of(core: &'a mut Core) -> Result<Option<Self>, CoreError> {
+        core.cut |= core.raw.store().take_fresh_wanted();
+        let log = core.raw.store();
+        let due = core.table.applied() - log.snapshot_meta().index >= core.settings.snapshot_after;
+        let ready = core.raw.has_ready().then(|| core.raw.ready());
+        if ready.is_none() && core.outbox.is_empty() && !due && !core.cut {
+            return Ok(None);
+        }
+        let mut batch = Self { core, ready: None, early: Vec::new(), write: Write::default() };
+        batch.early = std::mem::take(&mut batch.core.outbox);
+        if let Some(mut ready) = ready {
+            let messages = ready.take_messages();
+            batch.early.extend(batch.core.address(messages));
+            if !ready.snapshot().is_empty() {
+                batch.write.install = Some(snapshot_of(ready.snapshot()));
+            }
+            batch.write.entries = ready.entries().iter().map(LogEntryV1::from_raft).collect();
+            batch.write.hard = ready.hs().map(HardStateV1::from_raft);
+            batch.ready = Some(ready);
+        }
+        if (due || batch.core.cut) && batch.write.install.is_none() {
+            batch.compact()?;
+        }
+        Ok(Some(batch))
+    }
+
+    /// Frames that need not wait for the write.
+    pub fn early(&mut self) -> Vec<Outbound> {
+        std::mem::take(&mut self.early)
+    }
+
+    /// What has to be durable before [`persisted`](Self::persisted).
+    pub fn write(&self) -> &Write {
+        &self.write
+    }
+
+    /// The write is durable: applies what has been agreed on and gives out the rest.
+    pub fn persisted(mut self) -> Result<Done, CoreError> {
+        let mut done = Done { send: std::mem::take(&mut self.early), ..Done::default() };
+        let write = std::mem::take(&mut self.write);
+        if let Some(snapshot) = write.install {
+            self.core.table = Arc::new(Table::from_bytes(&snapshot.data)?);
+            self.core.raw.mut_store().install(snapshot);
+            self.core.learn_names();
+        }
+        if let Some(mut ready) = self.ready.take() {
+            let committed = ready.take_committed_entries();
+            self.apply(committed, &mut done)?;
+            let (log, entries) = (self.core.raw.mut_store(), ready.take_entries());
+            log.append(entries);
+            if let Some(hard) = write.hard {
+                log.set_hard(hard);
+            }
+            let reads = ready.take_read_states();
+            self.core.note_reads(reads);
+            done.send.extend(self.core.address(ready.take_persisted_messages()));
+            let mut light = self.core.raw.advance_append(ready);
+            done.send.extend(self.core.address(light.take_messages()));
+            self.apply(light.take_committed_entries(), &mut done)?;
+            self.core.raw.advance_apply();
+            self.core.leave_if_removed();
+        }
+        if let Some((snapshot, floor)) = write.compact {
+            self.core.raw.mut_store().compact(snapshot, floor);
+        }
+        self.core.finish_reads(&mut done);
+        self.core.draw_timeout();
+        Ok(done)
+    }
+
+    fn compact(&mut self) -> Result<(), CoreError> {
+        self.core.cut = false;
+        let (table, log) = (&self.core.table, self.core.raw.store());
+        let index = table.applied();
+        // Nothing was applied since the last one.
+        let Some(term) = log.term_of(index).filter(|_| index > log.snapshot_meta().index) else {
+            return Ok(());
+        };
+        let conf = self.core.raw.raft.prs().conf().to_conf_state();
+        let meta = SnapshotMetaV1 { index, term, voters: conf.voters, learners: conf.learners };
+        let at = index.saturating_sub(self.core.settings.keep_entries).max(log.floor().0);
+        let floor = (at, log.term_of(at).unwrap_or(term));
+        let snapshot = Snapshot { meta, data: table.to_bytes()?.into() };
+        let hard =
+            self.write.hard.unwrap_or_else(|| HardStateV1::from_raft(&self.core.raw.raft.hard_state()));
+        self.write.hard = Some(hard);
+        self.write.compact = Some((snapshot, floor));
+        Ok(())
+    }
+
+    fn apply(&mut self, entries: Vec<eraftpb::Entry>, done: &mut Done) -> Result<(), CoreError> {
+        if entries.is_empty() {
+            return Ok(());
+        }
+        let core = &mut *self.core;
+        for entry in entries {
+            let table = Arc::make_mut(&mut core.table);
+            let membership = entry.get_entry_type() != EntryType::EntryNormal;
+            let bytes = if membership { &entry.context } else { &entry.data };
+            if bytes.is_empty() {
+                table.skip(entry.index);
+                continue;
+            }
+            let applied = table.apply(entry.index, bytes, membership);
+            if let Some(membership) = applied.membership {
+                core.raw.apply_conf_change(&conf_change(membership))?;
+                core.learn_names();
+            }
+            if let Some(request) = applied.request {
+                done.answers.push(Answer { request, index: entry.index, outcome: applied.outcome });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    /// Frames for Raft's messages; a snapshot becomes an offer.
+    fn address(&mut self, messages: Vec<eraftpb::Message>) -> Vec<Outbound> {
+        let mut outbound = Vec::with_capacity(messages.len());
+        for message in messages {
+            let member = self.names.keys().find(|member| member.get() == message.to).copied();
+            let (Some(member), Some(mirror)) = (member, MessageV1::from_raft(&message)) else { continue };
+            let body = if message.get_msg_type() == MessageType::MsgSnapshot {
+                self.offer(member, mirror, &message)
+            } else {
+                Body::Raft(mirror)
+            };
+            outbound.extend(self.frame(member, body));
+        }
+        outbound
+    }
+
+    fn offer(&mut self, to: MemberId, mirror: MessageV1, message: &eraftpb::Message) -> Body {
+        let data = Arc::clone(self.raw.store().snapshot_data());
+        let meta = SnapshotMetaV1::from_raft(message.get_snapshot().get_metadata());
+        let (len, digest) = (data.len() as u64, *blake3::hash(&data).as_bytes());
+        self.sending.begin(to, digest, data);
+        Body::Offer(OfferV1 { message: mirror, meta, len, digest })
+    }
+
+    fn note_reads(&mut self, reads: Vec<raft::ReadState>) {
+        for read in reads {
+            let Some((seed, token)) = read.request_ctx.split_first_chunk::<8>() else { continue };
+            // An answer to an earlier life of this process says nothing about reads of this one.
+            if u64::from_le_bytes(*seed) == self.seed
+                && let Ok(token) = token.try_into()
+            {
+                self.reads.push((read.index, u64::from_le_bytes(token)));
+            }
+        }
+    }
+
+    fn finish_reads(&mut self, done: &mut Done) {
+        let applied = self.table.applied();
+        self.reads.retain(|&(index, token)| {
+            if index <= applied {
+                done.reads.push(token);
+            }
+            index > applied
+        });
+    }
+
+    /// A leader that finds itself removed hands over; the others go on without it either way.
+    fn leave_if_removed(&mut self) {
+        let raft = &self.raw.raft;
+        let gone = !raft.prs().conf().voters().contains(self.id());
+        if raft.state == StateRole::Leader && gone && raft.lead_transferee.is_none() {
+            let _not_now = self.transfer_leadership(None);
+        }
+    }
+}
+
+fn snapshot_of(snapshot: &eraftpb::Snapshot) -> Snapshot {
+    let meta = SnapshotMetaV1::from_raft(snapshot.get_metadata());
+    Snapshot { meta, data: snapshot.data.to_vec().into() }
+}

@@ -1,0 +1,148 @@
+//! The log in memory, as Raft reads it. What is here has been persisted by whoever drives the core; it is
+//! small, since the table is written as a snapshot every few thousand entries.
+
+use crate::consensus::message::{HardStateV1, LogEntryV1, SnapshotMetaV1};
+use crate::consensus::storage::{Loaded, Snapshot};
+use raft::eraftpb::{self, ConfState, Entry};
+use raft::{Error, GetEntriesContext, RaftState, StorageError};
+use std::cell::Cell;
+use std::sync::Arc;
+
+#[derive(Debug)]
+pub(super) struct Log {
+    hard: HardStateV1,
+    /// The snapshot that the table was last written as.
+    meta: SnapshotMetaV1,
+    data: Arc<[u8]>,
+    /// Index and term of the entry before the first that is kept.
+    floor: (u64, u64),
+    entries: Vec<Entry>,
+    /// Raft has asked for a snapshot that the last one cannot serve.
+    fresh_wanted: Cell<bool>,
+}
+
+impl Log {
+    pub(super) fn new(loaded: Loaded) -> Self {
+        let Loaded { hard, snapshot, floor, entries, .. } = loaded;
+        let entries = entries.into_iter().map(LogEntryV1::into_raft).collect();
+        let Snapshot { meta, data } = snapshot;
+        let hard = HardStateV1 { commit: hard.commit.max(meta.index), ..hard };
+        Self { hard, meta, data, floor, entries, fresh_wanted: Cell::new(false) }
+    }
+
+    pub(super) fn snapshot_meta(&self) -> &SnapshotMetaV1 {
+        &self.meta
+    }
+
+    pub(super) fn snapshot_data(&self) -> &Arc<[u8]> {
+        &self.data
+    }
+
+    pub(super) fn floor(&self) -> (u64, u64) {
+        self.floor
+    }
+
+    pub(super) fn last(&self) -> u64 {
+        self.floor.0 + self.entries.len() as u64
+    }
+
+    pub(super) fn entry(&self, index: u64) -> Option<&Entry> {
+        let at = index.checked_sub(self.floor.0 + 1)?;
+        self.entries.get(usize::try_from(at).ok()?)
+    }
+
+    pub(super) fn term_of(&self, index: u64) -> Option<u64> {
+        if index == self.floor.0 {
+            return Some(self.floor.1);
+        }
+        if index == self.meta.index {
+            return Some(self.meta.term);
+        }
+        self.entry(index).map(|entry| entry.term)
+    }
+
+    /// Whether a snapshot of the table as it is now is wanted; asking takes the wish back.
+    pub(super) fn take_fresh_wanted(&self) -> bool {
+        self.fresh_wanted.take()
+    }
+
+    pub(super) fn set_hard(&mut self, hard: HardStateV1) {
+        self.hard = hard;
+    }
+
+    /// Takes entries; those that stood at or after the first of them go.
+    pub(super) fn append(&mut self, entries: Vec<Entry>) {
+        let Some(first) = entries.first() else { return };
+        let keep = first.index.saturating_sub(self.floor.0 + 1);
+        self.entries.truncate(usize::try_from(keep).unwrap_or(usize::MAX));
+        self.entries.extend(entries);
+    }
+
+    /// A snapshot from the leader takes the place of everything.
+    pub(super) fn install(&mut self, snapshot: Snapshot) {
+        self.floor = (snapshot.meta.index, snapshot.meta.term);
+        self.entries.clear();
+        self.hard.commit = self.hard.commit.max(snapshot.meta.index);
+        self.meta = snapshot.meta;
+        self.data = snapshot.data;
+    }
+
+    /// The table has been written; entries up to the new floor go.
+    pub(super) fn compact(&mut self, snapshot: Snapshot, floor: (u64, u64)) {
+        let gone = usize::try_from(floor.0.saturating_sub(self.floor.0)).unwrap_or(usize::MAX);
+        self.entries.drain(..gone.min(self.entries.len()));
+        self.floor = floor;
+        self.meta = snapshot.meta;
+        self.data = snapshot.data;
+    }
+}
+
+impl raft::Storage for Log {
+    fn initial_state(&self) -> raft::Result<RaftState> {
+        let conf: ConfState = self.meta.conf_state();
+        Ok(RaftState::new(self.hard.into_raft(), conf))
+    }
+
+    fn entries(
+        &self,
+        low: u64,
+        high: u64,
+        max_size: impl Into<Option<u64>>,
+        _: GetEntriesContext,
+    ) -> raft::Result<Vec<Entry>> {
+        if low <= self.floor.0 {
+            return Err(Error::Store(StorageError::Compacted));
+        }
+        let at = |index: u64| usize::try_from(index - self.floor.0 - 1).unwrap_or(usize::MAX);
+        let wanted = self.entries.get(at(low)..at(high)).ok_or(Error::Store(StorageError::Unavailable))?;
+        let mut entries = wanted.to_vec();
+        raft::util::limit_size(&mut entries, max_size.into());
+        Ok(entries)
+    }
+
+    fn term(&self, index: u64) -> raft::Result<u64> {
+        let why = if index < self.floor.0 { StorageError::Compacted } else { StorageError::Unavailable };
+        self.term_of(index).ok_or(Error::Store(why))
+    }
+
+    fn first_index(&self) -> raft::Result<u64> {
+        Ok(self.floor.0 + 1)
+    }
+
+    fn last_index(&self) -> raft::Result<u64> {
+        Ok(self.last())
+    }
+
+    fn snapshot(&self, request_index: u64, to: u64) -> raft::Result<eraftpb::Snapshot> {
+        // A member takes only a snapshot that knows it.
+        let known = self.meta.voters.iter().chain(&self.meta.learners).any(|&member| member == to);
+        if !known || self.meta.index < request_index {
+            self.fresh_wanted.set(true);
+            return Err(Error::Store(StorageError::SnapshotTemporarilyUnavailable));
+        }
+        // The bytes go by another way, in chunks.
+        let mut snapshot = eraftpb::Snapshot::default();
+        snapshot.set_metadata(self.meta.to_raft());
+        Ok(snapshot)
+    }
+}

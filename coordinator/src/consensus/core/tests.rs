@@ -1,0 +1,394 @@
+use super::*;
+use crate::consensus::member::{Incarnation, MemberId};
+use crate::consensus::message::{ChunkV1, EntryBodyV1, GroupId, WantV1};
+use crate::consensus::table::{
+    ClientId, LevelReportedV1, OpenSessionV1, Outcome, PolicyAdvancedV1, SeatV1, Standing,
+};
+use proptest::prelude::*;
+
+const GROUP: GroupId = GroupId(9);
+
+fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap()
+}
+
+fn identity(name: &str, incarnation: u64) -> Identity {
+    Identity { group: GROUP, node: node(name), incarnation: Incarnation(incarnation) }
+}
+
+fn seat(name: &str, incarnation: u64) -> SeatV1 {
+    let level = super::super::table::Level::OWN;
+    SeatV1 { node: node(name), incarnation: Incarnation(incarnation), quic: "127.0.0.1:1".into(), level }
+}
+
+fn settings() -> Settings {
+    Settings { snapshot_after: 20, keep_entries: 5, chunk_bytes: 64, ..Settings::default() }
+}
+
+fn founder(name: &str, all: &[&str]) -> Core {
+    let seats = all.iter().map(|name| seat(name, 1)).collect();
+    let loaded = Loaded::founded(identity(name, 1), seats).unwrap();
+    Core::start(settings(), loaded, 1).unwrap()
+}
+
+/// A group on a perfect network and perfect disks.
+struct Group {
+    cores: BTreeMap<NodeId, Core>,
+    answers: Vec<(NodeId, Answer)>,
+    reads: Vec<(NodeId, u64)>,
+    refused: Vec<ReceiveError>,
+    cut: Option<NodeId>,
+}
+
+impl Group {
+    fn new(names: &[&str]) -> Self {
+        let cores = names.iter().map(|name| (node(name), founder(name, names))).collect();
+        Self { cores, answers: Vec::new(), reads: Vec::new(), refused: Vec::new(), cut: None }
+    }
+
+    fn settle(&mut self) {
+        loop {
+            let mut sent = Vec::new();
+            for (name, core) in &mut self.cores {
+                while let Some(mut batch) = core.batch().unwrap() {
+                    sent.extend(batch.early().into_iter().map(|out| (name.clone(), out)));
+                    let done = batch.persisted().unwrap();
+                    sent.extend(done.send.into_iter().map(|out| (name.clone(), out)));
+                    self.answers.extend(done.answers.into_iter().map(|a| (name.clone(), a)));
+                    self.reads.extend(done.reads.into_iter().map(|token| (name.clone(), token)));
+                }
+            }
+            if sent.is_empty() {
+                return;
+            }
+            for (from, Outbound { to, frame }) in sent {
+                if [&from, &to].into_iter().any(|end| Some(end) == self.cut.as_ref()) {
+                    continue;
+                }
+                let frame = Frame::from_bytes(&frame.to_bytes().unwrap()).unwrap();
+                if let Some(core) = self.cores.get_mut(&to) {
+                    self.refused.extend(core.receive(&from, frame).err());
+                }
+            }
+        }
+    }
+
+    fn tick(&mut self, times: usize) {
+        for _ in 0..times {
+            self.cores.values_mut().for_each(Core::tick);
+            self.settle();
+        }
+    }
+
+    fn leader(&mut self) -> NodeId {
+        for _ in 0..100 {
+            self.tick(1);
+            let leads = |(_, core): &(&NodeId, &Core)| core.status().role == RaftRole::Leader;
+            if let Some((name, _)) = self.cores.iter().find(leads) {
+                return name.clone();
+            }
+        }
+        panic!("nobody leads")
+    }
+
+    fn core(&mut self, name: &NodeId) -> &mut Core {
+        self.cores.get_mut(name).unwrap()
+    }
+
+    fn ask(&mut self, at: &NodeId, entry: &Entry) -> Outcome {
+        self.answers.clear();
+        self.core(at).propose(entry).unwrap();
+        self.settle();
+        self.answers.iter().find(|(name, _)| name == at).map(|(_, a)| a.outcome.clone()).unwrap()
+    }
+
+    fn session(&mut self, at: &NodeId) -> ClientId {
+        match self.ask(at, &Entry::OpenSession(OpenSessionV1 { nonce: 1 })) {
+            Outcome::Opened(client) => client,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn policy(client: ClientId, seq: u64) -> Entry {
+    change(client, seq, Change::PolicyAdvanced(PolicyAdvancedV1 { from: seq - 1, to: seq }))
+}
+
+fn change(client: ClientId, seq: u64, change: Change) -> Entry {
+    Entry::Change(ChangeV1 { client, seq, change })
+}
+
+#[test]
+fn a_group_of_one_leads_at_once() {
+    let mut group = Group::new(&["c0"]);
+    group.settle();
+    let name = node("c0");
+    assert_eq!(group.core(&name).status().role, RaftRole::Leader);
+    let client = group.session(&name);
+    assert_eq!(group.ask(&name, &policy(client, 1)), Outcome::Done);
+    group.core(&name).read_index(5).unwrap();
+    group.settle();
+    assert_eq!(group.reads, [(name, 5)]);
+}
+
+#[test]
+fn any_member_takes_changes_and_reads_and_all_tables_are_equal() {
+    let mut group = Group::new(&["c0", "c1", "c2"]);
+    let leader = group.leader();
+    let follower = group.cores.keys().find(|name| **name != leader).unwrap().clone();
+    let client = group.session(&follower);
+    assert_eq!(group.ask(&follower, &policy(client, 1)), Outcome::Done);
+    group.core(&follower).read_index(7).unwrap();
+    group.settle();
+    assert_eq!(group.reads, [(follower, 7)]);
+    let tables: Vec<Table> = group.cores.values().map(|core| Table::clone(core.table())).collect();
+    assert!(tables.iter().all(|table| *table == tables[0] && table.policy() == 1));
+}
+
+#[test]
+fn a_newcomer_gets_the_table_in_chunks_and_becomes_a_voter() {
+    let mut group = Group::new(&["c0"]);
+    group.settle();
+    let name = node("c0");
+    let client = group.session(&name);
+    let late = node("late");
+    let joining = Core::start(settings(), Loaded::joining(identity("late", 4)), 2).unwrap();
+    group.cores.insert(late.clone(), joining);
+    assert_eq!(group.core(&late).status().role, RaftRole::Outsider);
+    let add = change(client, 1, Change::LearnerAdded(seat("late", 4)));
+    assert_eq!(group.ask(&name, &add), Outcome::Done);
+    group.tick(10);
+    assert_eq!(group.core(&late).status().role, RaftRole::Learner);
+    assert_eq!(group.ask(&name, &change(client, 2, Change::LearnerPromoted(late.clone()))), Outcome::Done);
+    group.tick(5);
+    assert_eq!(group.core(&late).status().role, RaftRole::Follower);
+    // The leader hands over before it goes.
+    let go = change(client, 3, Change::CoordinatorRemoved(name.clone()));
+    assert_eq!(group.core(&name).propose(&go), Err(ProposeError::LeaderStays));
+    group.core(&name).transfer_leadership(None).unwrap();
+    group.settle();
+    assert_eq!(group.leader(), late);
+    assert_eq!(group.ask(&late, &go), Outcome::Done);
+    group.tick(5);
+    assert_eq!(group.core(&late).status().role, RaftRole::Leader);
+    assert_eq!(group.refused, []);
+}
+
+#[test]
+fn a_member_that_was_away_for_long_catches_up_by_a_snapshot() {
+    let mut group = Group::new(&["c0", "c1", "c2"]);
+    let leader = group.leader();
+    let away = group.cores.keys().find(|name| **name != leader).unwrap().clone();
+    let client = group.session(&leader);
+    group.cut = Some(away.clone());
+    for seq in 1..=60 {
+        assert_eq!(group.ask(&leader, &policy(client, seq)), Outcome::Done);
+    }
+    assert!(group.core(&leader).entries().count() < 40, "the log is cut");
+    group.cut = None;
+    group.tick(60);
+    assert_eq!(group.core(&away).table().policy(), 60);
+    assert_eq!(group.leader(), leader, "who was away does not force an election");
+}
+
+#[test]
+fn a_wiped_coordinator_is_nobody_until_it_is_added_again() {
+    let mut group = Group::new(&["c0", "c1", "c2"]);
+    let leader = group.leader();
+    let wiped = group.cores.keys().find(|name| **name != leader).unwrap().clone();
+    let reborn = Core::start(settings(), Loaded::joining(identity(wiped.as_str(), 2)), 3).unwrap();
+    group.cores.insert(wiped.clone(), reborn);
+    group.tick(50);
+    let status = group.core(&wiped).status();
+    assert_eq!(
+        (status.role, status.term),
+        (RaftRole::Outsider, 0),
+        "it hears nothing, so it votes for nobody"
+    );
+    let to_nobody = |error: &ReceiveError| matches!(error, ReceiveError::NotForMe { .. });
+    assert!(!group.refused.is_empty() && group.refused.iter().all(to_nobody));
+    let client = group.session(&leader);
+    let add = |seq, life| change(client, seq, Change::LearnerAdded(seat(wiped.as_str(), life)));
+    let known = ProposeError::Refused(Refusal::AnotherLife(Incarnation(1)));
+    assert_eq!(group.core(&leader).propose(&add(1, 2)), Err(known));
+    let remove = change(client, 2, Change::CoordinatorRemoved(wiped.clone()));
+    assert_eq!(group.ask(&leader, &remove), Outcome::Done);
+    assert_eq!(group.ask(&leader, &add(3, 2)), Outcome::Done);
+    group.tick(10);
+    assert_eq!(group.core(&wiped).status().role, RaftRole::Learner);
+}
+
+#[test]
+fn a_change_above_a_members_level_is_not_proposed() {
+    let mut old = seat("c0", 1);
+    old.level = super::super::table::Level(0);
+    let loaded = Loaded::founded(identity("c0", 1), vec![old]).unwrap();
+    let core = Core::start(settings(), loaded, 1).unwrap();
+    let mut group = Group::new(&[]);
+    let name = node("c0");
+    group.cores.insert(name.clone(), core);
+    group.settle();
+    let client = group.session(&name);
+    let refused = group.core(&name).propose(&policy(client, 1));
+    let level = super::super::table::Level(0);
+    assert_eq!(refused, Err(ProposeError::Refused(Refusal::LevelTooLow(level))));
+    let level = super::super::table::Level::OWN;
+    let report = Change::LevelReported(LevelReportedV1 { node: name.clone(), level });
+    assert_eq!(group.ask(&name, &change(client, 2, report)), Outcome::Done);
+    assert_eq!(group.ask(&name, &policy(client, 3)), Outcome::Refused(Refusal::PolicyMoved(0)));
+}
+
+/// A heartbeat from c1, the rest to be changed.
+fn heartbeat(core: &Core) -> FrameV1 {
+    let message = MessageV1 {
+        kind: KindV1::Heartbeat,
+        to: core.id(),
+        from: MemberId::of(&node("c1"), Incarnation(1)).get(),
+        term: 2,
+        log_term: 0,
+        index: 0,
+        entries: Vec::new(),
+        commit: 0,
+        commit_term: 0,
+        request_snapshot: 0,
+        reject: false,
+        reject_hint: 0,
+        context: Vec::new(),
+        priority: 0,
+    };
+    let to = core.identity.member();
+    FrameV1 { group: GROUP, incarnation: Incarnation(1), to, body: Body::Raft(message) }
+}
+
+#[test]
+fn who_sends_must_be_who_it_says_it_is() {
+    let mut core = founder("c0", &["c0", "c1", "c2"]);
+    let good = heartbeat(&core);
+    core.receive(&node("c1"), Frame::V1(good.clone())).unwrap();
+    let refused = core.receive(&node("c2"), Frame::V1(good.clone()));
+    assert!(matches!(refused, Err(ReceiveError::Spoofed { peer, .. }) if peer == node("c2")));
+    // Another life of the same coordinator is another member.
+    let other = FrameV1 { incarnation: Incarnation(2), ..good.clone() };
+    let refused = core.receive(&node("c1"), Frame::V1(other));
+    assert!(matches!(refused, Err(ReceiveError::Spoofed { .. })));
+    let foreign = FrameV1 { group: GroupId(1), ..good.clone() };
+    let refused = core.receive(&node("c1"), Frame::V1(foreign));
+    assert_eq!(refused, Err(ReceiveError::ForeignGroup(node("c1"))));
+    let astray = FrameV1 { to: MemberId::of(&node("c0"), Incarnation(7)), ..good };
+    let refused = core.receive(&node("c1"), Frame::V1(astray));
+    assert!(matches!(refused, Err(ReceiveError::NotForMe { .. })));
+}
+
+/// Found by `no_frame_makes_it_panic`: Raft takes term 0 of an entry that is not there for a match and
+/// commits past its log.
+#[test]
+fn an_append_after_nothing_commits_nothing() {
+    let mut core = founder("c0", &["c0", "c1", "c2"]);
+    let mut frame = heartbeat(&core);
+    if let Body::Raft(message) = &mut frame.body {
+        (message.kind, message.index, message.commit) = (KindV1::Append, 3, 3);
+    }
+    let refused = core.receive(&node("c1"), Frame::V1(frame));
+    assert!(matches!(refused, Err(ReceiveError::Implausible { .. })), "{refused:?}");
+}
+
+fn any_message() -> impl Strategy<Value = MessageV1> {
+    use KindV1::*;
+    let kinds = vec![
+        Propose,
+        Append,
+        AppendResponse,
+        RequestVote,
+        RequestVoteResponse,
+        Heartbeat,
+        HeartbeatResponse,
+        TimeoutNow,
+        ReadIndex,
+        ReadIndexResponse,
+        RequestPreVote,
+        RequestPreVoteResponse,
+        Snapshot,
+    ];
+    let body = prop_oneof![
+        prop::collection::vec(any::<u8>(), 0..12).prop_map(EntryBodyV1::Plain),
+        prop::collection::vec(any::<u8>(), 0..12).prop_map(EntryBodyV1::Membership),
+    ];
+    let small = || prop_oneof![4 => 0u64..6, 1 => any::<u64>()];
+    let entry = (0u64..4, small(), body).prop_map(|(term, index, body)| LogEntryV1 { term, index, body });
+    let numbers = (small(), small(), small(), small(), small(), small());
+    let rest = (any::<bool>(), prop::collection::vec(any::<u8>(), 0..20), any::<i64>());
+    (prop::sample::select(kinds), 0u64..4, prop::collection::vec(entry, 0..3), numbers, rest).prop_map(
+        |(kind, term, entries, n, (reject, context, priority))| MessageV1 {
+            kind,
+            to: 0,
+            from: 0,
+            term,
+            log_term: n.0 % 4,
+            index: n.1,
+            entries,
+            commit: n.2,
+            commit_term: n.3 % 4,
+            request_snapshot: n.4,
+            reject,
+            reject_hint: n.5,
+            context,
+            priority,
+        },
+    )
+}
+
+fn any_body() -> impl Strategy<Value = Body> {
+    let digest = || prop::sample::select(vec![[0; 32], [1; 32]]);
+    let bytes = prop::collection::vec(any::<u8>(), 0..8);
+    let ids = || prop::collection::vec(0u64..4, 0..3);
+    let meta = (0u64..4, 0u64..4, ids(), ids()).prop_map(|(index, term, voters, learners)| SnapshotMetaV1 {
+        index,
+        term,
+        voters,
+        learners,
+    });
+    prop_oneof![
+        6 => any_message().prop_map(Body::Raft),
+        1 => (any_message(), meta, 0u64..9, digest())
+            .prop_map(|(message, meta, len, digest)| Body::Offer(OfferV1 { message, meta, len, digest })),
+        1 => (digest(), 0u64..9).prop_map(|(digest, offset)| Body::Want(WantV1 { digest, offset })),
+        1 => (digest(), 0u64..9, bytes)
+            .prop_map(|(digest, offset, bytes)| Body::Chunk(ChunkV1 { digest, offset, bytes })),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Whatever another coordinator sends, in whatever order: an error or nothing, never a panic, and what
+    /// is agreed on stays.
+    #[test]
+    fn no_frame_makes_it_panic(bodies in prop::collection::vec((any_body(), 0u8..3), 1..25), lead in any::<bool>()) {
+        let mut group = Group::new(&["c0", "c1", "c2"]);
+        group.leader();
+        let own = group.cores.values().find(|core| (core.status().role == RaftRole::Leader) == lead);
+        let own = own.unwrap().identity.node.clone();
+        let peers: Vec<NodeId> = group.cores.keys().filter(|name| **name != own).cloned().collect();
+        let core = group.core(&own);
+        for (mut body, ticks) in bodies {
+            let peer = &peers[usize::from(ticks) % 2];
+            let from = MemberId::of(peer, Incarnation(1));
+            if let Body::Raft(message) | Body::Offer(OfferV1 { message, .. }) = &mut body {
+                (message.from, message.to) = (from.get(), core.id());
+            }
+            let to = core.identity.member();
+            let frame = FrameV1 { group: GROUP, incarnation: Incarnation(1), to, body };
+            let before = core.table().applied();
+            let _judged = core.receive(peer, Frame::V1(frame));
+            for _ in 0..ticks {
+                core.tick();
+            }
+            while let Some(batch) = core.batch().unwrap() {
+                batch.persisted().unwrap();
+            }
+            prop_assert!(core.table().applied() >= before);
+        }
+        let voters = core.table().coordinators().values().filter(|s| matches!(s, Standing::Voter(_))).count();
+        prop_assert!(voters >= 1);
+    }
+}

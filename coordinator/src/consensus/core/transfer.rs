@@ -1,0 +1,151 @@
+//! Snapshots in chunks. The receiver asks for one chunk after the other, so a lost one is asked for again, a
+//! transfer goes on where it stood after a pause, and the sender keeps nothing but how long it was not asked.
+
+use crate::consensus::member::MemberId;
+use crate::consensus::message::{Body, ChunkV1, OfferV1, WantV1};
+use crate::consensus::storage::MAX_SNAPSHOT_BYTES;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Ticks without an answer after which a receiver asks again.
+const ASK_AGAIN: u32 = 3;
+/// Ticks without a request after which a sender counts the transfer as failed; Raft then probes and offers
+/// again.
+const GIVE_UP: u32 = 40;
+
+/// What is being sent, by receiver.
+#[derive(Debug, Default)]
+pub(super) struct Sending(BTreeMap<MemberId, Outgoing>);
+
+#[derive(Debug)]
+struct Outgoing {
+    digest: [u8; 32],
+    data: Arc<[u8]>,
+    idle: u32,
+}
+
+/// How a request for a chunk was met.
+#[derive(Debug)]
+pub(super) enum Served {
+    Chunk(ChunkV1),
+    /// The receiver has everything.
+    Complete,
+    /// Nothing of that kind is being sent.
+    Unknown,
+}
+
+impl Sending {
+    pub(super) fn begin(&mut self, to: MemberId, digest: [u8; 32], data: Arc<[u8]>) {
+        self.0.insert(to, Outgoing { digest, data, idle: 0 });
+    }
+
+    pub(super) fn serve(&mut self, to: MemberId, want: &WantV1, chunk_bytes: usize) -> Served {
+        let Some(outgoing) = self.0.get_mut(&to).filter(|o| o.digest == want.digest) else {
+            return Served::Unknown;
+        };
+        outgoing.idle = 0;
+        let Some(rest) = usize::try_from(want.offset).ok().and_then(|at| outgoing.data.get(at..)) else {
+            return Served::Unknown;
+        };
+        if rest.is_empty() {
+            self.0.remove(&to);
+            return Served::Complete;
+        }
+        let bytes = rest[..chunk_bytes.min(rest.len())].to_vec();
+        Served::Chunk(ChunkV1 { digest: want.digest, offset: want.offset, bytes })
+    }
+
+    /// The receivers that have not asked for too long.
+    pub(super) fn tick(&mut self) -> Vec<MemberId> {
+        self.0.values_mut().for_each(|outgoing| outgoing.idle += 1);
+        let failed: Vec<MemberId> =
+            self.0.iter().filter(|(_, outgoing)| outgoing.idle > GIVE_UP).map(|(&to, _)| to).collect();
+        failed.iter().for_each(|to| {
+            self.0.remove(to);
+        });
+        failed
+    }
+}
+
+/// The snapshot that is being fetched, if any.
+#[derive(Debug, Default)]
+pub(super) struct Fetching(Option<Incoming>);
+
+#[derive(Debug)]
+struct Incoming {
+    from: MemberId,
+    offer: OfferV1,
+    bytes: Vec<u8>,
+    idle: u32,
+}
+
+/// What came of a chunk.
+#[derive(Debug)]
+pub(super) enum Fetched {
+    /// More is wanted, or nothing was.
+    Going(Option<(MemberId, Body)>),
+    /// All bytes are there and their digest is right.
+    Whole(MemberId, OfferV1, Arc<[u8]>),
+    /// All bytes are there and are not what was offered: the transfer begins anew.
+    Corrupt,
+}
+
+impl Fetching {
+    /// Someone offers a snapshot. One that is under way goes on with its bytes if it is the same.
+    pub(super) fn offered(
+        &mut self,
+        from: MemberId,
+        offer: OfferV1,
+    ) -> Result<Option<(MemberId, Body)>, &'static str> {
+        if offer.len == 0 || offer.len > MAX_SNAPSHOT_BYTES as u64 {
+            return Err("the snapshot's length is out of range");
+        }
+        let bytes = match self.0.take() {
+            Some(incoming) if offer.message.term < incoming.offer.message.term => {
+                self.0 = Some(incoming);
+                return Ok(None);
+            }
+            Some(incoming) if incoming.offer.digest == offer.digest && incoming.offer.len == offer.len => {
+                incoming.bytes
+            }
+            _ => Vec::new(),
+        };
+        let incoming = self.0.insert(Incoming { from, offer, bytes, idle: 0 });
+        Ok(Some(incoming.ask()))
+    }
+
+    pub(super) fn chunk(&mut self, from: MemberId, chunk: &ChunkV1) -> Fetched {
+        let Some(incoming) = self.0.as_mut() else { return Fetched::Going(None) };
+        let here = incoming.bytes.len() as u64;
+        let fits = chunk.offset == here && here + chunk.bytes.len() as u64 <= incoming.offer.len;
+        if from != incoming.from || chunk.digest != incoming.offer.digest || !fits || chunk.bytes.is_empty() {
+            return Fetched::Going(None);
+        }
+        incoming.bytes.extend_from_slice(&chunk.bytes);
+        incoming.idle = 0;
+        if (incoming.bytes.len() as u64) < incoming.offer.len {
+            return Fetched::Going(Some(incoming.ask()));
+        }
+        if *blake3::hash(&incoming.bytes).as_bytes() != incoming.offer.digest {
+            incoming.bytes.clear();
+            return Fetched::Corrupt;
+        }
+        match self.0.take() {
+            Some(Incoming { from, offer, bytes, .. }) => Fetched::Whole(from, offer, bytes.into()),
+            None => Fetched::Going(None),
+        }
+    }
+
+    pub(super) fn tick(&mut self) -> Option<(MemberId, Body)> {
+        let incoming = self.0.as_mut()?;
+        incoming.idle += 1;
+        (incoming.idle.is_multiple_of(ASK_AGAIN) && incoming.idle < GIVE_UP).then(|| incoming.ask())
+    }
+}
+
+impl Incoming {
+    fn ask(&self) -> (MemberId, Body) {
+        let offset = self.bytes.len() as u64;
+        (self.from, Body::Want(WantV1 { digest: self.offer.digest, offset }))
+    }
+}

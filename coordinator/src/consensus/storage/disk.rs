@@ -1,0 +1,243 @@
+//! The disk as one redb file: a write is one transaction, durable when it returns. Records carry a checksum
+//! over their key and bytes, beside what redb checks: a torn write is redb's to undo, a flipped bit is found
+//! here and refused.
+
+use super::{Identity, Loaded, MAX_SNAPSHOT_BYTES, Snapshot, Storage, StorageError, Write};
+use crate::consensus::message::{HardStateV1, LogEntryV1, SnapshotMetaV1};
+use proto::codec::{Cap, decode, encode};
+use proto::ids::NodeId;
+use redb::{
+    Database, ReadTransaction, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition,
+    WriteTransaction,
+};
+use serde::{Deserialize, Serialize};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+/// Entries, by index.
+const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");
+/// Everything else, by name.
+const STATE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("state");
+
+const IDENTITY: &str = "identity";
+const HARD: &str = "hard-state";
+const SNAPSHOT: &str = "snapshot";
+const SNAPSHOT_DATA: &str = "snapshot-data";
+const CHECKSUM_BYTES: usize = 16;
+/// redb's cache: the file is a few MB.
+const CACHE_BYTES: usize = 8 << 20;
+
+/// What stands in the file. Variants are only appended.
+#[derive(Debug, Serialize, Deserialize)]
+enum Record {
+    Identity(Identity),
+    Hard(HardStateV1),
+    /// What the snapshot is of, and the log's floor.
+    Snapshot(SnapshotMetaV1, (u64, u64)),
+    Entry(LogEntryV1),
+}
+
+/// A file, open. No other process can open it meanwhile.
+pub struct Disk {
+    database: Database,
+}
+
+impl std::fmt::Debug for Disk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Disk(..)")
+    }
+}
+
+impl Disk {
+    /// Opens the file, or makes it, and reads what `node` has there: nothing if it was never
+    /// [formatted](Self::format).
+    pub fn open(path: &Path, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
+        let made = !path.exists();
+        let opened = Self::load(node, || {
+            Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(failed)
+        })?;
+        if made && let Some(parent) = path.parent() {
+            // The file's name must outlive a crash as its contents do.
+            std::fs::File::open(parent).and_then(|dir| dir.sync_all()).map_err(failed)?;
+        }
+        Ok(opened)
+    }
+
+    /// The same on another kind of file.
+    pub fn on(backend: impl StorageBackend, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
+        Self::load(node, || {
+            Database::builder().set_cache_size(CACHE_BYTES).create_with_backend(backend).map_err(failed)
+        })
+    }
+
+    /// Writes what a disk begins with. Only on one that was never formatted.
+    pub fn format(&mut self, loaded: &Loaded) -> Result<(), StorageError> {
+        self.transaction(|txn| {
+            put(txn, IDENTITY, &Record::Identity(loaded.identity.clone()))?;
+            put_snapshot(txn, &loaded.snapshot, loaded.floor)?;
+            put(txn, HARD, &Record::Hard(loaded.hard))?;
+            loaded.entries.iter().try_for_each(|entry| put_entry(txn, entry))
+        })
+    }
+
+    fn load(
+        node: &NodeId,
+        open: impl FnOnce() -> Result<Database, StorageError>,
+    ) -> Result<(Self, Option<Loaded>), StorageError> {
+        // redb asserts what it finds in a damaged file; here that is an error like others.
+        let opened = catch_unwind(AssertUnwindSafe(|| {
+            let disk = Self { database: open()? };
+            // Both tables are there from now on.
+            disk.transaction(|_| Ok(()))?;
+            let loaded = read(&disk.database.begin_read().map_err(failed)?)?;
+            Ok((disk, loaded))
+        }));
+        let (disk, loaded) =
+            opened.unwrap_or_else(|_| Err(damaged("the file", "its structure is broken")))?;
+        match &loaded {
+            Some(Loaded { identity, .. }) if identity.node != *node => {
+                Err(StorageError::Foreign { found: identity.node.clone(), expected: node.clone() })
+            }
+            _ => Ok((disk, loaded)),
+        }
+    }
+
+    fn transaction(
+        &self,
+        body: impl FnOnce(&WriteTransaction) -> Result<(), StorageError>,
+    ) -> Result<(), StorageError> {
+        let txn = self.database.begin_write().map_err(failed)?;
+        txn.open_table(LOG).map_err(failed)?;
+        txn.open_table(STATE).map_err(failed)?;
+        body(&txn)?;
+        txn.commit().map_err(failed)
+    }
+}
+
+impl Storage for Disk {
+    fn write(&mut self, write: &Write) -> Result<(), StorageError> {
+        self.transaction(|txn| {
+            if let Some(snapshot) = &write.install {
+                put_snapshot(txn, snapshot, (snapshot.meta.index, snapshot.meta.term))?;
+                cut(txn, 0..=u64::MAX)?;
+            }
+            if let Some(first) = write.entries.first() {
+                cut(txn, first.index..=u64::MAX)?;
+                write.entries.iter().try_for_each(|entry| put_entry(txn, entry))?;
+            }
+            if let Some(hard) = write.hard {
+                put(txn, HARD, &Record::Hard(hard))?;
+            }
+            if let Some((snapshot, floor)) = &write.compact {
+                put_snapshot(txn, snapshot, *floor)?;
+                cut(txn, 0..=floor.0)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> StorageError {
+    StorageError::Disk(error.to_string())
+}
+
+fn damaged(record: impl Into<String>, why: impl Into<String>) -> StorageError {
+    StorageError::Damaged { record: record.into(), why: why.into() }
+}
+
+fn checksum(key: &[u8], bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
+    let mut hash = blake3::Hasher::new();
+    hash.update(&(key.len() as u64).to_le_bytes()).update(key).update(bytes);
+    let mut sum = [0; CHECKSUM_BYTES];
+    hash.finalize_xof().fill(&mut sum);
+    sum
+}
+
+fn seal(key: &[u8], bytes: &[u8]) -> Vec<u8> {
+    let mut sealed = checksum(key, bytes).to_vec();
+    sealed.extend_from_slice(bytes);
+    sealed
+}
+
+fn unseal<'a>(name: &str, key: &[u8], sealed: &'a [u8]) -> Result<&'a [u8], StorageError> {
+    match sealed.split_first_chunk::<CHECKSUM_BYTES>() {
+        Some((sum, bytes)) if *sum == checksum(key, bytes) => Ok(bytes),
+        _ => Err(damaged(name, "its checksum is wrong")),
+    }
+}
+
+fn put(txn: &WriteTransaction, name: &str, record: &Record) -> Result<(), StorageError> {
+    let sealed = seal(name.as_bytes(), &encode(record, Cap::Control)?);
+    let mut state = txn.open_table(STATE).map_err(failed)?;
+    state.insert(name, sealed.as_slice()).map_err(failed)?;
+    Ok(())
+}
+
+fn put_snapshot(txn: &WriteTransaction, snapshot: &Snapshot, floor: (u64, u64)) -> Result<(), StorageError> {
+    put(txn, SNAPSHOT, &Record::Snapshot(snapshot.meta.clone(), floor))?;
+    let sealed = seal(SNAPSHOT_DATA.as_bytes(), &snapshot.data);
+    let mut state = txn.open_table(STATE).map_err(failed)?;
+    state.insert(SNAPSHOT_DATA, sealed.as_slice()).map_err(failed)?;
+    Ok(())
+}
+
+fn put_entry(txn: &WriteTransaction, entry: &LogEntryV1) -> Result<(), StorageError> {
+    let sealed = seal(&entry.index.to_le_bytes(), &encode(&Record::Entry(entry.clone()), Cap::Control)?);
+    let mut log = txn.open_table(LOG).map_err(failed)?;
+    log.insert(entry.index, sealed.as_slice()).map_err(failed)?;
+    Ok(())
+}
+
+fn cut(txn: &WriteTransaction, range: std::ops::RangeInclusive<u64>) -> Result<(), StorageError> {
+    let mut log = txn.open_table(LOG).map_err(failed)?;
+    log.retain_in(range, |_, _| false).map_err(failed)
+}
+
+fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
+    let state = txn.open_table(STATE).map_err(failed)?;
+    let record = |name: &str| -> Result<Option<Record>, StorageError> {
+        let Some(sealed) = state.get(name).map_err(failed)? else { return Ok(None) };
+        let bytes = unseal(name, name.as_bytes(), sealed.value())?;
+        decode(bytes, Cap::Control).map(Some).map_err(|error| damaged(name, error.to_string()))
+    };
+    let Some(first) = record(IDENTITY)? else { return Ok(None) };
+    let (Record::Identity(identity), Some(Record::Hard(hard)), Some(Record::Snapshot(meta, floor))) =
+        (first, record(HARD)?, record(SNAPSHOT)?)
+    else {
+        return Err(damaged("the state", "a record is missing or another kind"));
+    };
+    let missing = || damaged(SNAPSHOT_DATA, "it is missing");
+    let sealed = state.get(SNAPSHOT_DATA).map_err(failed)?.ok_or_else(missing)?;
+    let data = unseal(SNAPSHOT_DATA, SNAPSHOT_DATA.as_bytes(), sealed.value())?;
+    if data.len() > MAX_SNAPSHOT_BYTES {
+        return Err(damaged(SNAPSHOT_DATA, "it is too long"));
+    }
+    let snapshot = Snapshot { meta, data: data.into() };
+    let entries = read_log(txn, floor)?;
+    let last = entries.last().map_or(floor.0, |entry| entry.index);
+    if floor.0 > snapshot.meta.index || last < snapshot.meta.index || hard.commit > last {
+        return Err(damaged("the log", "it does not reach from the snapshot to what was agreed on"));
+    }
+    Ok(Some(Loaded { identity, hard, snapshot, floor, entries }))
+}
+
+/// The entries, which must follow each other from the floor on.
+fn read_log(txn: &ReadTransaction, floor: (u64, u64)) -> Result<Vec<LogEntryV1>, StorageError> {
+    let log = txn.open_table(LOG).map_err(failed)?;
+    let (mut entries, mut before) = (Vec::new(), floor);
+    for item in log.iter().map_err(failed)? {
+        let (key, sealed) = item.map_err(failed)?;
+        let index = key.value();
+        let name = format!("entry {index}");
+        let bytes = unseal(&name, &index.to_le_bytes(), sealed.value())?;
+        let Ok(Record::Entry(entry)) = decode(bytes, Cap::Control) else {
+            return Err(damaged(name, "it cannot be read"));
+        };
+        if index != before.0 + 1 || entry.index != index || entry.term < before.1 {
+            return Err(damaged(name, "it does not follow the entry before"));
+        }
+        before = (entry.index, entry.term);
+        entries.push(entry);
+    }
+    Ok(entries)
+}

@@ -1,0 +1,230 @@
+use super::*;
+use crate::consensus::message::EntryBodyV1;
+use crate::consensus::table::Level;
+use parking_lot::Mutex;
+use proptest::prelude::*;
+use redb::StorageBackend;
+use std::io;
+
+fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap()
+}
+
+fn founded() -> Loaded {
+    let identity = Identity { group: GroupId(1), node: node("c0"), incarnation: Incarnation(5) };
+    let quic = "127.0.0.1:1".to_owned();
+    let seat = SeatV1 { node: node("c0"), incarnation: Incarnation(5), quic, level: Level::OWN };
+    Loaded::founded(identity, vec![seat]).unwrap()
+}
+
+/// A file whose unsynced writes may or may not be there after a power cut, whole or in part.
+#[derive(Debug, Clone, Default)]
+struct File(Arc<Mutex<Sectors>>);
+
+#[derive(Debug, Default)]
+struct Sectors {
+    synced: Vec<u8>,
+    now: Vec<u8>,
+    pending: Vec<(u64, Vec<u8>)>,
+    /// Operations until the power is cut; none is never.
+    power: Option<usize>,
+    failing_sync: bool,
+}
+
+impl Sectors {
+    fn operate(&mut self) -> io::Result<()> {
+        match &mut self.power {
+            Some(0) => Err(io::Error::other("no power")),
+            Some(left) => {
+                *left -= 1;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn put(bytes: &mut Vec<u8>, offset: u64, data: &[u8]) {
+    let (start, end) = (offset as usize, offset as usize + data.len());
+    bytes.resize(bytes.len().max(end), 0);
+    bytes[start..end].copy_from_slice(data);
+}
+
+impl StorageBackend for File {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.lock().now.len() as u64)
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let file = self.0.lock();
+        let start = offset as usize;
+        let wanted = file.now.get(start..start + out.len());
+        out.copy_from_slice(wanted.ok_or_else(|| io::Error::other("past the end"))?);
+        Ok(())
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let mut file = self.0.lock();
+        file.operate()?;
+        file.now.resize(len as usize, 0);
+        file.synced.resize(len as usize, 0);
+        Ok(())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        let mut file = self.0.lock();
+        file.operate()?;
+        if file.failing_sync {
+            return Err(io::Error::other("EIO"));
+        }
+        file.pending.clear();
+        file.synced = file.now.clone();
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let mut file = self.0.lock();
+        file.operate()?;
+        put(&mut file.now, offset, data);
+        file.pending.push((offset, data.to_vec()));
+        Ok(())
+    }
+}
+
+impl File {
+    /// What is there after the power came back: of the unsynced writes those that `lucky` picks, each cut
+    /// short where it says.
+    fn after_power_cut(&self, mut lucky: impl FnMut(usize) -> usize) -> Self {
+        let file = self.0.lock();
+        let mut bytes = file.synced.clone();
+        for (offset, data) in &file.pending {
+            put(&mut bytes, *offset, &data[..lucky(data.len() + 1)]);
+        }
+        Self::holding(bytes)
+    }
+
+    fn holding(bytes: Vec<u8>) -> Self {
+        Self(Arc::new(Mutex::new(Sectors { synced: bytes.clone(), now: bytes, ..Sectors::default() })))
+    }
+}
+
+fn entry(index: u64, term: u64) -> LogEntryV1 {
+    LogEntryV1 { term, index, body: EntryBodyV1::Plain(vec![index as u8; 40]) }
+}
+
+fn snapshot(index: u64, term: u64) -> Snapshot {
+    let meta = SnapshotMetaV1 { index, term, voters: vec![1], learners: vec![2] };
+    Snapshot { meta, data: vec![index as u8; 5000].into() }
+}
+
+/// Appends, overwrites, compacts, installs.
+fn writes() -> Vec<Write> {
+    let hard = |term, commit| Some(HardStateV1 { term, vote: 7, commit });
+    vec![
+        Write { entries: vec![entry(2, 1), entry(3, 1)], hard: hard(1, 1), ..Write::default() },
+        Write { entries: vec![entry(4, 1), entry(5, 1), entry(6, 2)], ..Write::default() },
+        Write { entries: vec![entry(5, 3)], hard: hard(3, 4), ..Write::default() },
+        Write { compact: Some((snapshot(4, 1), (3, 1))), hard: hard(3, 5), ..Write::default() },
+        Write { install: Some(snapshot(20, 4)), hard: hard(4, 20), ..Write::default() },
+        Write { entries: vec![entry(21, 4)], ..Write::default() },
+    ]
+}
+
+#[test]
+fn what_was_written_is_read_and_a_second_owner_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("raft.redb");
+    let (mut disk, loaded) = Disk::open(&path, &node("c0")).unwrap();
+    assert_eq!(loaded, None);
+    let mut model = founded();
+    disk.format(&model).unwrap();
+    for write in writes() {
+        disk.write(&write).unwrap();
+        model.take(&write);
+        assert!(Disk::open(&path, &node("c0")).is_err(), "two processes have one disk");
+        drop(disk);
+        let (again, loaded) = Disk::open(&path, &node("c0")).unwrap();
+        assert_eq!(loaded.as_ref(), Some(&model));
+        disk = again;
+    }
+    drop(disk);
+    let foreign = Disk::open(&path, &node("c1"));
+    assert!(matches!(foreign, Err(StorageError::Foreign { .. })), "{foreign:?}");
+}
+
+#[test]
+fn a_failed_sync_is_an_error_and_so_is_everything_after_it() {
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    disk.format(&founded()).unwrap();
+    file.0.lock().failing_sync = true;
+    assert!(disk.write(&writes()[0]).is_err());
+    file.0.lock().failing_sync = false;
+    assert!(disk.write(&writes()[0]).is_err(), "what the disk holds is not known any more");
+}
+
+/// Cuts the power after every single operation on the file.
+#[test]
+fn a_power_cut_loses_nothing_acknowledged_and_tears_nothing() {
+    let mut random = 1u64;
+    for power in 0.. {
+        let file = File::default();
+        let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+        let mut model = founded();
+        disk.format(&model).unwrap();
+        file.0.lock().power = Some(power);
+        let mut attempted = model.clone();
+        let mut survived = true;
+        for write in writes() {
+            attempted.take(&write);
+            if disk.write(&write).is_err() {
+                survived = false;
+                break;
+            }
+            model.take(&write);
+        }
+        for _ in 0..3 {
+            let after = file.after_power_cut(|most| {
+                random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                // Whole, nothing, or a part.
+                match (random >> 33) % 4 {
+                    0 => 0,
+                    1 => (random >> 40) as usize % most,
+                    _ => most - 1,
+                }
+            });
+            let (_, loaded) = Disk::on(after, &node("c0")).unwrap();
+            let loaded = loaded.unwrap();
+            assert!(loaded == model || loaded == attempted, "power cut after {power} operations: {loaded:?}");
+        }
+        if survived {
+            assert!(power > 12, "the power was never cut");
+            return;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// A bit that flips at rest is found, or was not in use.
+    #[test]
+    fn damage_is_found(at in any::<prop::sample::Index>(), bit in 0u8..8) {
+        let file = File::default();
+        let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+        let mut model = founded();
+        disk.format(&model).unwrap();
+        for write in writes().iter().take(3) {
+            disk.write(write).unwrap();
+            model.take(write);
+        }
+        drop(disk);
+        let mut bytes = file.0.lock().now.clone();
+        // Most of a file is empty: the bytes that say something are flipped more often.
+        let said: Vec<usize> = (0..bytes.len()).filter(|&i| bytes[i] != 0).collect();
+        bytes[*at.get(&said)] ^= 1 << bit;
+        if let Ok((_, Some(loaded))) = Disk::on(File::holding(bytes), &node("c0")) {
+            prop_assert_eq!(loaded, model);
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! The table that coordinators agree on: [`Table::apply`] takes the entries of the log in order and is the
+//! only way to change it. Two members that have applied the same entries hold the same table, byte for byte.
+//!
+//! Small state only: workers and coordinators and their lives, plans for models, tenants, keys, the version
+//! of the routing policy. Everything is bounded in number and size.
+
+mod entry;
+mod outcome;
+mod sessions;
+
+#[cfg(test)]
+mod tests;
+
+use crate::consensus::member::{Incarnation, MemberId};
+use crate::table::TableChange;
+use crate::table::roster::Roster;
+pub(crate) use entry::decode_entry;
+pub use entry::{
+    CanaryV1, Change, ChangeV1, ClientId, Entry, KeyV1, Level, LevelReportedV1, MAX_ENTRY_BYTES, ModelPlanV1,
+    OpenSessionV1, PolicyAdvancedV1, QuotaV1, SeatV1, TenantV1, WorkerDrainedV1, WorkerLeftV1, encode_entry,
+};
+pub use outcome::{Kind, Outcome, Refusal};
+use proto::codec::{Cap, CodecError, decode, encode};
+use proto::ids::{ModelId, NodeId, TenantId};
+use serde::{Deserialize, Serialize};
+pub use sessions::MAX_SESSIONS;
+use sessions::Sessions;
+use std::collections::BTreeMap;
+
+/// Coordinators that are remembered at a time, removed ones included.
+pub const MAX_COORDINATORS: usize = 64;
+/// Coordinators that vote at a time.
+pub const MAX_VOTERS: usize = 5;
+/// Coordinators that take part at a time: the voters and room for two that come or go.
+pub const MAX_SEATS: usize = MAX_VOTERS + 2;
+/// Models planned at a time.
+pub const MAX_MODELS: usize = 256;
+/// Places of one model.
+pub const MAX_PLACES: usize = 64;
+/// Tenants at a time.
+pub const MAX_TENANTS: usize = 4096;
+/// Keys at a time.
+pub const MAX_KEYS: usize = 16_384;
+/// Bytes of a coordinator's address.
+const MAX_ADDRESS: usize = 256;
+
+/// Where a coordinator stands. There is no other state than these.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Standing {
+    /// It follows and does not vote.
+    Learner(SeatV1),
+    /// It votes.
+    Voter(SeatV1),
+    /// It was removed in this life of its disk.
+    Removed(Incarnation),
+}
+
+impl Standing {
+    /// Its place, while it has one.
+    pub fn seat(&self) -> Option<&SeatV1> {
+        match self {
+            Self::Learner(seat) | Self::Voter(seat) => Some(seat),
+            Self::Removed(_) => None,
+        }
+    }
+}
+
+/// What came of an entry, and for the group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Applied {
+    /// Whose answer it is; none if the entry is not one that is answered.
+    pub request: Option<Request>,
+    /// The answer.
+    pub outcome: Outcome,
+    /// What it did to the group. Nothing when the same change came a second time.
+    pub membership: Option<Membership>,
+}
+
+/// What an answer belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Request {
+    /// The opening of a session, by its nonce.
+    Open(u64),
+    /// A client's change, by its number.
+    Change(ClientId, u64),
+}
+
+/// A change of who takes part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Membership {
+    /// This one follows.
+    Learner(MemberId),
+    /// This one votes.
+    Voter(MemberId),
+    /// This one is gone.
+    Gone(MemberId),
+}
+
+/// The table. See the module.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table {
+    applied: u64,
+    workers: Roster,
+    coordinators: BTreeMap<NodeId, Standing>,
+    models: BTreeMap<ModelId, ModelPlanV1>,
+    tenants: BTreeMap<TenantId, TenantV1>,
+    keys: BTreeMap<[u8; 32], KeyV1>,
+    policy: u64,
+    sessions: Sessions,
+}
+
+/// A table as bytes. The first version is [`Table`] as it stands; when that changes, its old form becomes a
+/// struct of its own here (the golden bytes tell).
+#[derive(Serialize, Deserialize)]
+enum Image {
+    V1(Table),
+}
+
+impl Table {
+    /// The table that a group begins with: these coordinators vote.
+    pub fn genesis(index: u64, voters: impl IntoIterator<Item = SeatV1>) -> Self {
+        let seated = |seat: SeatV1| (seat.node.clone(), Standing::Voter(seat));
+        let coordinators = voters.into_iter().map(seated).collect();
+        Self { applied: index, coordinators, ..Self::default() }
+    }
+
+    /// Takes the entry at `index`, as it stands in the log. `membership`: it came as a change of the group.
+    pub fn apply(&mut self, index: u64, bytes: &[u8], membership: bool) -> Applied {
+        self.applied = index;
+        let refused = |why| Applied { request: None, outcome: Outcome::Refused(why), membership: None };
+        let ChangeV1 { client, seq, change } = match decode_entry(bytes) {
+            Ok(Entry::Change(change)) => change,
+            Ok(Entry::OpenSession(OpenSessionV1 { nonce })) => {
+                let outcome = Outcome::Opened(self.sessions.open(index));
+                return Applied { request: Some(Request::Open(nonce)), outcome, membership: None };
+            }
+            Err(CodecError::UnknownVariant { index, .. }) => return refused(Refusal::UnknownKind(index)),
+            Err(_) => return refused(Refusal::Malformed),
+        };
+        let request = Some(Request::Change(client, seq));
+        if let Err(outcome) = self.sessions.check(client, seq, index) {
+            return Applied { request, outcome, membership: None };
+        }
+        let made =
+            if change.is_membership() == membership { self.make(change) } else { Err(Refusal::WrongPath) };
+        let (outcome, membership) = match made {
+            Ok(membership) => (Outcome::Done, membership),
+            Err(refusal) => (Outcome::Refused(refusal), None),
+        };
+        self.sessions.record(client, seq, &outcome);
+        Applied { request, outcome, membership }
+    }
+
+    /// An entry that says nothing: a new leader's first.
+    pub(crate) fn skip(&mut self, index: u64) {
+        self.applied = index;
+    }
+
+    /// The last entry taken.
+    pub fn applied(&self) -> u64 {
+        self.applied
+    }
+
+    /// The workers.
+    pub fn workers(&self) -> &Roster {
+        &self.workers
+    }
+
+    /// Every coordinator that takes part or took part.
+    pub fn coordinators(&self) -> &BTreeMap<NodeId, Standing> {
+        &self.coordinators
+    }
+
+    /// The places in the group that are taken.
+    pub fn seats(&self) -> impl Iterator<Item = &SeatV1> {
+        self.coordinators.values().filter_map(Standing::seat)
+    }
+
+    /// The models to be served.
+    pub fn models(&self) -> &BTreeMap<ModelId, ModelPlanV1> {
+        &self.models
+    }
+
+    /// The tenants.
+    pub fn tenants(&self) -> &BTreeMap<TenantId, TenantV1> {
+        &self.tenants
+    }
+
+    /// The keys, by their SHA-256.
+    pub fn keys(&self) -> &BTreeMap<[u8; 32], KeyV1> {
+        &self.keys
+    }
+
+    /// The version of the routing policy.
+    pub fn policy(&self) -> u64 {
+        self.policy
+    }
+
+    /// Sessions open now.
+    pub fn sessions(&self) -> usize {
+        self.sessions.len()
+    }
+
+    /// What every coordinator in the group understands.
+    pub fn level(&self) -> Level {
+        self.seats().map(|seat| seat.level).min().unwrap_or(Level(0))
+    }
+
+    /// What a change of the group would do to it now.
+    pub(crate) fn preview(&self, change: &Change) -> Result<Membership, Refusal> {
+        self.clone().make(change.clone())?.ok_or(Refusal::WrongPath)
+    }
+
+    /// As bytes, the same for equal tables.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
+        #[derive(Serialize)]
+        enum Borrowed<'a> {
+            V1(&'a Table),
+        }
+        encode(&Borrowed::V1(self), Cap::Control)
+    }
+
+    /// From the bytes of [`to_bytes`](Self::to_bytes).
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
+        let Image::V1(table) = decode(bytes, Cap::Control)?;
+        Ok(table)
+    }
+
+    fn make(&mut self, change: Change) -> Result<Option<Membership>, Refusal> {
+        let level = self.level();
+        if change.level() > level {
+            return Err(Refusal::LevelTooLow(level));
+        }
+        match change {
+            Change::WorkerJoined(register) => {
+                self.workers.apply(TableChange::Join(register.into_latest()))?
+            }
+            Change::WorkerLeft(WorkerLeftV1 { node, epoch }) => {
+                self.workers.apply(TableChange::Leave { node, epoch })?;
+            }
+            Change::WorkerDrained(WorkerDrainedV1 { node, draining }) => {
+                self.workers.apply(TableChange::Drain { node, draining })?;
+            }
+            Change::LearnerAdded(seat) => return self.add_learner(seat).map(Some),
+            Change::LearnerPromoted(node) => return self.promote(&node).map(Some),
+            Change::CoordinatorRemoved(node) => return self.remove(&node).map(Some),
+            Change::LevelReported(LevelReportedV1 { node, level }) => {
+                match self.coordinators.get_mut(&node) {
+                    Some(Standing::Learner(seat) | Standing::Voter(seat)) => seat.level = level,
+                    Some(Standing::Removed(_)) | None => return Err(Refusal::Unknown(Kind::Coordinator)),
+                }
+            }
+            Change::ModelPlanned(plan) => self.plan(plan)?,
+            Change::ModelDropped(model) => {
+                self.models.remove(&model).ok_or(Refusal::Unknown(Kind::Model))?;
+            }
+            Change::TenantSet(tenant) => {
+                put(&mut self.tenants, tenant.tenant.clone(), tenant, MAX_TENANTS, Kind::Tenant)?;
+            }
+            Change::TenantDropped(tenant) => {
+                self.tenants.remove(&tenant).ok_or(Refusal::Unknown(Kind::Tenant))?;
+                self.keys.retain(|_, key| key.tenant != tenant);
+            }
+            Change::KeySet(key) => {
+                if !self.tenants.contains_key(&key.tenant) {
+                    return Err(Refusal::Unknown(Kind::Tenant));
+                }
+                put(&mut self.keys, key.sha256, key, MAX_KEYS, Kind::Key)?;
+            }
+            Change::KeyRevoked(sha256) => {
+                self.keys.remove(&sha256).ok_or(Refusal::Unknown(Kind::Key))?;
+            }
+            Change::PolicyAdvanced(PolicyAdvancedV1 { from, to }) => {
+                if from != self.policy {
+                    return Err(Refusal::PolicyMoved(self.policy));
+                }
+                self.policy = to;
+            }
+        }
+        Ok(None)
+    }
+
+    fn voters(&self) -> usize {
+        self.coordinators.values().filter(|standing| matches!(standing, Standing::Voter(_))).count()
+    }
+
+    fn plan(&mut self, plan: ModelPlanV1) -> Result<(), Refusal> {
+        if plan.placement.len() > MAX_PLACES {
+            return Err(Refusal::Full(Kind::Place));
+        }
+        if plan.canary.as_ref().is_some_and(|canary| canary.permille > 1000) {
+            return Err(Refusal::OutOfRange);
+        }
+        put(&mut self.models, plan.model.clone(), plan, MAX_MODELS, Kind::Model)
+    }
+
+    fn add_learner(&mut self, seat: SeatV1) -> Result<Membership, Refusal> {
+        if seat.quic.len() > MAX_ADDRESS {
+            return Err(Refusal::TooLarge);
+        }
+        match self.coordinators.get(&seat.node) {
+            Some(Standing::Removed(life)) if *life == seat.incarnation => return Err(Refusal::LifeEnded),
+            Some(Standing::Learner(known) | Standing::Voter(known)) => {
+                return Err(Refusal::AnotherLife(known.incarnation));
+            }
+            Some(Standing::Removed(_)) => {}
+            None if self.coordinators.len() >= MAX_COORDINATORS => {
+                return Err(Refusal::Full(Kind::Coordinator));
+            }
+            None => {}
+        }
+        if self.seats().count() >= MAX_SEATS {
+            return Err(Refusal::Full(Kind::Coordinator));
+        }
+        let member = seat.member();
+        self.coordinators.insert(seat.node.clone(), Standing::Learner(seat));
+        Ok(Membership::Learner(member))
+    }
+
+    fn promote(&mut self, node: &NodeId) -> Result<Membership, Refusal> {
+        let voters = self.voters();
+        let standing = self.coordinators.get_mut(node).ok_or(Refusal::Unknown(Kind::Coordinator))?;
+        let Standing::Learner(seat) = standing else { return Err(Refusal::NoLearner) };
+        if voters >= MAX_VOTERS {
+            return Err(Refusal::Full(Kind::Coordinator));
+        }
+        let seat = seat.clone();
+        let member = seat.member();
+        *standing = Standing::Voter(seat);
+        Ok(Membership::Voter(member))
+    }
+
+    fn remove(&mut self, node: &NodeId) -> Result<Membership, Refusal> {
+        let voters = self.voters();
+        let standing = self.coordinators.get_mut(node).ok_or(Refusal::Unknown(Kind::Coordinator))?;
+        let seat = match standing {
+            Standing::Voter(_) if voters == 1 => return Err(Refusal::LastVoter),
+            Standing::Voter(seat) | Standing::Learner(seat) => seat.clone(),
+            Standing::Removed(_) => return Err(Refusal::Unknown(Kind::Coordinator)),
+        };
+        *standing = Standing::Removed(seat.incarnation);
+        Ok(Membership::Gone(seat.member()))
+    }
+}
+
+fn put<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: V, max: usize, kind: Kind) -> Result<(), Refusal> {
+    if map.len() >= max && !map.contains_key(&key) {
+        return Err(Refusal::Full(kind));
+    }
+    map.insert(key, value);
+    Ok(())
+}

@@ -1,0 +1,236 @@
+//! What stands in the log: closed enums of versioned structs. Variants are only appended and shipped structs
+//! never change; `golden.txt` holds their bytes.
+
+use crate::consensus::member::{Incarnation, MemberId};
+use proto::block::TenantSalt;
+use proto::codec::{Cap, CodecError, decode, encode};
+use proto::ids::{Epoch, ModelId, NodeId, TenantId};
+use proto::message::Register;
+use serde::{Deserialize, Serialize};
+
+/// Bytes of one entry at most. A worker that serves as many models as it may fits.
+pub const MAX_ENTRY_BYTES: usize = 256 << 10;
+
+/// A client of the table: the index of the entry that opened its session, so that no two are ever the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ClientId(pub u64);
+
+/// One entry of the log.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Entry {
+    /// Someone wants to make changes.
+    OpenSession(OpenSessionV1),
+    /// A client's change.
+    Change(ChangeV1),
+}
+
+/// See [`Entry::OpenSession`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenSessionV1 {
+    /// Drawn by the opener, who knows its answer by it.
+    pub nonce: u64,
+}
+
+/// See [`Entry::Change`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangeV1 {
+    /// Who.
+    pub client: ClientId,
+    /// Which of its changes; each is larger than the one before. The same number is the same change.
+    pub seq: u64,
+    /// What.
+    pub change: Change,
+}
+
+/// How much of the language of changes a build understands. A change is proposed only when every member has
+/// reported the level it takes, so that no member ever meets a change that it cannot make.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Level(pub u32);
+
+impl Level {
+    /// What this build understands.
+    pub const OWN: Self = Self(1);
+}
+
+/// A change of the table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Change {
+    /// A worker's life begins, or it serves something else.
+    WorkerJoined(Register),
+    /// A worker's life has ended.
+    WorkerLeft(WorkerLeftV1),
+    /// An operator wants a worker to take no new work, or to take it again.
+    WorkerDrained(WorkerDrainedV1),
+    /// A coordinator comes in; it follows and does not vote.
+    LearnerAdded(SeatV1),
+    /// A learner becomes a voter.
+    LearnerPromoted(NodeId),
+    /// A coordinator goes.
+    CoordinatorRemoved(NodeId),
+    /// A coordinator tells what it understands since its restart.
+    LevelReported(LevelReportedV1),
+    /// A model is to be served so.
+    ModelPlanned(ModelPlanV1),
+    /// A model is no longer to be served.
+    ModelDropped(ModelId),
+    /// A tenant, its salt and its limits.
+    TenantSet(TenantV1),
+    /// A tenant goes, and its keys with it.
+    TenantDropped(TenantId),
+    /// A key opens for a tenant.
+    KeySet(KeyV1),
+    /// The key with this SHA-256 opens no more.
+    KeyRevoked([u8; 32]),
+    /// The routing policy changes from one version to another.
+    PolicyAdvanced(PolicyAdvancedV1),
+}
+
+impl Change {
+    /// What a member must understand to make it.
+    pub fn level(&self) -> Level {
+        match self {
+            // Reporting a level is how one is reached.
+            Self::LevelReported(_) => Level(0),
+            _ => Level(1),
+        }
+    }
+
+    /// Whether it changes who takes part in the agreement. Such changes go one at a time, by the leader.
+    pub fn is_membership(&self) -> bool {
+        matches!(self, Self::LearnerAdded(_) | Self::LearnerPromoted(_) | Self::CoordinatorRemoved(_))
+    }
+}
+
+/// See [`Change::WorkerLeft`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerLeftV1 {
+    /// The worker.
+    pub node: NodeId,
+    /// The life that has ended.
+    pub epoch: Epoch,
+}
+
+/// See [`Change::WorkerDrained`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerDrainedV1 {
+    /// The worker.
+    pub node: NodeId,
+    /// Whether it shall drain.
+    pub draining: bool,
+}
+
+/// A coordinator's place in the group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SeatV1 {
+    /// Its name.
+    pub node: NodeId,
+    /// The life of its disk.
+    pub incarnation: Incarnation,
+    /// Where other nodes reach it, `ip:port`.
+    pub quic: String,
+    /// What it understands.
+    pub level: Level,
+}
+
+impl SeatV1 {
+    /// Its number in Raft.
+    pub fn member(&self) -> MemberId {
+        MemberId::of(&self.node, self.incarnation)
+    }
+}
+
+/// See [`Change::LevelReported`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LevelReportedV1 {
+    /// The coordinator.
+    pub node: NodeId,
+    /// What it understands.
+    pub level: Level,
+}
+
+/// How a model is to be served.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelPlanV1 {
+    /// Its name.
+    pub model: ModelId,
+    /// Digest of its file(s).
+    pub model_digest: [u8; 32],
+    /// Digest of its tokenizer.
+    pub tokenizer_digest: [u8; 32],
+    /// Where it is to run; at most [`MAX_PLACES`](super::MAX_PLACES).
+    pub placement: Vec<NodeId>,
+    /// Takes no new work.
+    pub draining: bool,
+    /// A part of its requests goes to another model.
+    pub canary: Option<CanaryV1>,
+}
+
+/// A part of one model's requests is served by another.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CanaryV1 {
+    /// The other model.
+    pub model: ModelId,
+    /// How many of a thousand requests; at most 1000.
+    pub permille: u16,
+}
+
+/// A tenant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantV1 {
+    /// Its name.
+    pub tenant: TenantId,
+    /// Part of all its block ids.
+    pub salt: TenantSalt,
+    /// Its limits.
+    pub quota: QuotaV1,
+}
+
+/// A tenant's limits; 0 is none.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuotaV1 {
+    /// Requests in a minute.
+    pub requests_per_minute: u32,
+    /// Prompt and output tokens in a minute.
+    pub tokens_per_minute: u64,
+    /// Requests at a time.
+    pub concurrency: u32,
+}
+
+/// An API key.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyV1 {
+    /// SHA-256 of the key.
+    pub sha256: [u8; 32],
+    /// For whom it opens.
+    pub tenant: TenantId,
+    /// Whether it opens the administration too.
+    pub admin: bool,
+    /// Seconds since 1970 at which it ends; 0 is never.
+    pub expires_unix_s: u64,
+}
+
+/// See [`Change::PolicyAdvanced`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PolicyAdvancedV1 {
+    /// The version that the change was made from; it must still be the current one.
+    pub from: u64,
+    /// The new version.
+    pub to: u64,
+}
+
+/// The bytes of an entry, as they stand in the log.
+pub fn encode_entry(entry: &Entry) -> Result<Vec<u8>, CodecError> {
+    let bytes = encode(entry, Cap::Stream)?;
+    within(bytes.len())?;
+    Ok(bytes)
+}
+
+pub(crate) fn decode_entry(bytes: &[u8]) -> Result<Entry, CodecError> {
+    within(bytes.len())?;
+    decode(bytes, Cap::Stream)
+}
+
+fn within(len: usize) -> Result<(), CodecError> {
+    let (message, cap) = ("log entry", MAX_ENTRY_BYTES);
+    if len > cap { Err(CodecError::TooLong { message, len, cap }) } else { Ok(()) }
+}

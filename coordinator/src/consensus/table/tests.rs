@@ -1,0 +1,359 @@
+use super::*;
+use crate::table::roster::Life;
+use crate::table::tests::register;
+use proptest::prelude::*;
+use proto::block::TenantSalt;
+use proto::ids::Epoch;
+use proto::message::Register;
+
+const GOLDEN: &str = include_str!("golden.txt");
+
+fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap()
+}
+
+fn seat(name: &str, incarnation: u64) -> SeatV1 {
+    SeatV1 {
+        node: node(name),
+        incarnation: Incarnation(incarnation),
+        quic: "127.0.0.1:1".into(),
+        level: Level(1),
+    }
+}
+
+fn genesis() -> Table {
+    Table::genesis(1, ["c0", "c1", "c2"].map(|name| seat(name, 1)))
+}
+
+/// One client's view of a table.
+struct Client {
+    table: Table,
+    id: ClientId,
+    seq: u64,
+}
+
+impl Client {
+    fn new() -> Self {
+        let mut table = genesis();
+        let id = open(&mut table, 7);
+        Self { table, id, seq: 0 }
+    }
+
+    fn make(&mut self, change: Change) -> Applied {
+        self.seq += 1;
+        apply_change(&mut self.table, self.id, self.seq, change)
+    }
+
+    fn done(&mut self, change: Change) -> Option<Membership> {
+        let applied = self.make(change);
+        assert_eq!(applied.outcome, Outcome::Done);
+        applied.membership
+    }
+
+    fn refused(&mut self, change: Change) -> Refusal {
+        let before = self.table.clone();
+        let Outcome::Refused(refusal) = self.make(change).outcome else { panic!("not refused") };
+        let mut after = self.table.clone();
+        (after.applied, after.sessions) = (before.applied, before.sessions.clone());
+        assert_eq!(after, before, "{refusal:?} has changed something");
+        refusal
+    }
+}
+
+fn apply(table: &mut Table, entry: &Entry, membership: bool) -> Applied {
+    let bytes = encode_entry(entry).unwrap();
+    table.apply(table.applied() + 1, &bytes, membership)
+}
+
+fn apply_change(table: &mut Table, client: ClientId, seq: u64, change: Change) -> Applied {
+    let membership = change.is_membership();
+    apply(table, &Entry::Change(ChangeV1 { client, seq, change }), membership)
+}
+
+fn open(table: &mut Table, nonce: u64) -> ClientId {
+    match apply(table, &Entry::OpenSession(OpenSessionV1 { nonce }), false).outcome {
+        Outcome::Opened(client) => client,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn policy(from: u64, to: u64) -> Change {
+    Change::PolicyAdvanced(PolicyAdvancedV1 { from, to })
+}
+
+fn tenant(name: &str) -> TenantV1 {
+    let quota = QuotaV1 { requests_per_minute: 60, tokens_per_minute: 1 << 20, concurrency: 4 };
+    TenantV1 { tenant: TenantId::new(name).unwrap(), salt: TenantSalt([3; 32]), quota }
+}
+
+fn key(byte: u8, of: &str) -> KeyV1 {
+    KeyV1 { sha256: [byte; 32], tenant: TenantId::new(of).unwrap(), admin: false, expires_unix_s: 0 }
+}
+
+fn plan(name: &str) -> ModelPlanV1 {
+    ModelPlanV1 {
+        model: ModelId::new(name).unwrap(),
+        model_digest: [1; 32],
+        tokenizer_digest: [2; 32],
+        placement: vec![node("w0")],
+        draining: false,
+        canary: Some(CanaryV1 { model: ModelId::new("other").unwrap(), permille: 50 }),
+    }
+}
+
+/// One of each, in the order of their variants.
+fn every_change() -> Vec<Change> {
+    let register = register("w0", 3, &[("m", 7)]);
+    vec![
+        Change::WorkerJoined(Register::V2(register)),
+        Change::WorkerLeft(WorkerLeftV1 { node: node("w0"), epoch: Epoch(3) }),
+        Change::WorkerDrained(WorkerDrainedV1 { node: node("w0"), draining: true }),
+        Change::LearnerAdded(seat("c3", 9)),
+        Change::LearnerPromoted(node("c3")),
+        Change::CoordinatorRemoved(node("c3")),
+        Change::LevelReported(LevelReportedV1 { node: node("c0"), level: Level(1) }),
+        Change::ModelPlanned(plan("m")),
+        Change::ModelDropped(ModelId::new("m").unwrap()),
+        Change::TenantSet(tenant("a")),
+        Change::TenantDropped(TenantId::new("a").unwrap()),
+        Change::KeySet(key(5, "a")),
+        Change::KeyRevoked([5; 32]),
+        Change::PolicyAdvanced(PolicyAdvancedV1 { from: 0, to: 1 }),
+    ]
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let digits = text.as_bytes().chunks(2).map(|pair| std::str::from_utf8(pair).unwrap());
+    digits.map(|pair| u8::from_str_radix(pair, 16).unwrap()).collect()
+}
+
+#[test]
+fn every_entry_and_the_table_are_written_as_shipped() {
+    let golden: BTreeMap<&str, &str> = GOLDEN
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| line.split_once(' ').unwrap())
+        .collect();
+    let mut forms = vec![("open".to_owned(), Entry::OpenSession(OpenSessionV1 { nonce: 1 << 40 }))];
+    for (at, change) in every_change().into_iter().enumerate() {
+        let entry = Entry::Change(ChangeV1 { client: ClientId(300), seq: 2, change });
+        let bytes = encode_entry(&entry).unwrap();
+        // Entry, client (3 bytes), seq, then the number of the change.
+        assert_eq!((bytes[0], usize::from(bytes[5])), (1, at), "the samples stand in the order of variants");
+        forms.push((format!("change/{at}"), entry));
+    }
+    let mut written: Vec<(String, Vec<u8>)> = Vec::new();
+    for (name, entry) in forms {
+        let bytes = encode_entry(&entry).unwrap();
+        assert_eq!(decode_entry(&bytes).unwrap(), entry, "{name}");
+        written.push((name, bytes));
+    }
+    let mut client = Client::new();
+    for change in every_change() {
+        client.make(change);
+    }
+    client.done(Change::LearnerAdded(seat("c4", 1)));
+    client.done(Change::TenantSet(tenant("b")));
+    client.done(Change::KeySet(key(6, "b")));
+    client.done(Change::ModelPlanned(plan("n")));
+    client.done(Change::WorkerJoined(Register::V2(register("w1", 1, &[("m", 7)]))));
+    written.push(("table".into(), client.table.to_bytes().unwrap()));
+    let mut missing = String::new();
+    for (name, bytes) in &written {
+        match golden.get(name.as_str()) {
+            Some(shipped) => {
+                assert_eq!(hex(bytes), **shipped, "{name} is written in another form than shipped");
+                assert_eq!(unhex(shipped), *bytes);
+            }
+            None => missing += &format!("{name} {}\n", hex(bytes)),
+        }
+    }
+    assert!(missing.is_empty(), "append to golden.txt:\n{missing}");
+    assert_eq!(golden.len(), written.len(), "golden.txt has lines for which there is no sample");
+    assert_eq!(Table::from_bytes(&client.table.to_bytes().unwrap()).unwrap(), client.table);
+}
+
+#[test]
+fn an_unknown_kind_and_rubbish_are_outcomes_and_change_nothing() {
+    let mut table = genesis();
+    let before = table.clone();
+    let unknown = |kind| Outcome::Refused(Refusal::UnknownKind(kind));
+    assert_eq!(table.apply(2, &[9, 0, 0], false).outcome, unknown(9));
+    // A change of a kind that does not exist: entry 1, client 0, seq 1, change 99.
+    assert_eq!(table.apply(3, &[1, 0, 1, 99, 0], false).outcome, unknown(99));
+    assert_eq!(table.apply(4, &[], false).outcome, Outcome::Refused(Refusal::Malformed));
+    assert_eq!(
+        table.apply(5, &vec![0; MAX_ENTRY_BYTES + 1], false).outcome,
+        Outcome::Refused(Refusal::Malformed)
+    );
+    assert_eq!(table, Table { applied: 5, ..before });
+}
+
+#[test]
+fn a_change_sent_twice_is_made_once() {
+    let mut client = Client::new();
+    client.done(policy(0, 5));
+    let (id, seq) = (client.id, client.seq);
+    let again = apply_change(&mut client.table, id, seq, policy(0, 5));
+    assert_eq!(again.outcome, Outcome::Done);
+    assert_eq!(client.table.policy(), 5);
+    client.done(policy(5, 6));
+    let late = apply_change(&mut client.table, id, seq, policy(0, 5));
+    assert_eq!(late.outcome, Outcome::Refused(Refusal::Superseded { last: seq + 1 }));
+    // A change of the group that comes again does nothing to the group.
+    assert!(client.done(Change::LearnerAdded(seat("c3", 1))).is_some());
+    let (id, seq) = (client.id, client.seq);
+    let again = apply_change(&mut client.table, id, seq, Change::LearnerAdded(seat("c3", 1)));
+    assert_eq!((again.outcome, again.membership), (Outcome::Done, None));
+}
+
+#[test]
+fn the_session_unused_for_longest_expires_and_says_so() {
+    let mut table = genesis();
+    let (first, second) = (open(&mut table, 1), open(&mut table, 2));
+    assert_eq!(apply_change(&mut table, first, 1, policy(0, 1)).outcome, Outcome::Done);
+    for nonce in 3..=MAX_SESSIONS as u64 + 1 {
+        open(&mut table, nonce);
+    }
+    assert_eq!(table.sessions(), MAX_SESSIONS);
+    let expired = Outcome::Refused(Refusal::SessionExpired);
+    assert_eq!(apply_change(&mut table, second, 1, policy(1, 2)).outcome, expired);
+    assert_eq!(apply_change(&mut table, first, 2, policy(1, 2)).outcome, Outcome::Done);
+}
+
+#[test]
+fn a_coordinator_comes_in_as_a_learner_and_a_life_that_went_never_returns() {
+    let mut client = Client::new();
+    let member = seat("c3", 1).member();
+    assert_eq!(client.done(Change::LearnerAdded(seat("c3", 1))), Some(Membership::Learner(member)));
+    // Its disk was wiped: another life may not come in beside the first.
+    let known = Refusal::AnotherLife(Incarnation(1));
+    assert_eq!(client.refused(Change::LearnerAdded(seat("c3", 2))), known);
+    assert_eq!(client.done(Change::LearnerPromoted(node("c3"))), Some(Membership::Voter(member)));
+    assert_eq!(client.refused(Change::LearnerPromoted(node("c3"))), Refusal::NoLearner);
+    assert_eq!(client.done(Change::CoordinatorRemoved(node("c3"))), Some(Membership::Gone(member)));
+    assert_eq!(client.refused(Change::LearnerAdded(seat("c3", 1))), Refusal::LifeEnded);
+    let reborn = seat("c3", 2).member();
+    assert_ne!(reborn, member);
+    assert_eq!(client.done(Change::LearnerAdded(seat("c3", 2))), Some(Membership::Learner(reborn)));
+    for name in ["c4", "c5", "c6"] {
+        client.done(Change::LearnerAdded(seat(name, 1)));
+    }
+    client.done(Change::LearnerPromoted(node("c4")));
+    client.done(Change::LearnerPromoted(node("c5")));
+    assert_eq!(client.refused(Change::LearnerPromoted(node("c6"))), Refusal::Full(Kind::Coordinator));
+    for name in ["c1", "c2", "c4", "c5"] {
+        client.done(Change::CoordinatorRemoved(node(name)));
+    }
+    assert_eq!(client.refused(Change::CoordinatorRemoved(node("c0"))), Refusal::LastVoter);
+}
+
+#[test]
+fn changes_of_the_group_and_of_the_table_do_not_take_each_others_way() {
+    let mut client = Client::new();
+    let entry = |seq, change| Entry::Change(ChangeV1 { client: client.id, seq, change });
+    let wrong = Outcome::Refused(Refusal::WrongPath);
+    let add = entry(1, Change::LearnerAdded(seat("c3", 1)));
+    assert_eq!(apply(&mut client.table, &add, false).outcome, wrong);
+    let advance = entry(2, policy(0, 1));
+    assert_eq!(apply(&mut client.table, &advance, true).outcome, wrong);
+}
+
+#[test]
+fn a_change_waits_until_every_member_understands_it() {
+    let mut old = seat("c1", 1);
+    old.level = Level(0);
+    let mut table = Table::genesis(1, [seat("c0", 1), old]);
+    let client = open(&mut table, 1);
+    let outcome = apply_change(&mut table, client, 1, policy(0, 1)).outcome;
+    assert_eq!(outcome, Outcome::Refused(Refusal::LevelTooLow(Level(0))));
+    let report = Change::LevelReported(LevelReportedV1 { node: node("c1"), level: Level::OWN });
+    assert_eq!(apply_change(&mut table, client, 2, report).outcome, Outcome::Done);
+    assert_eq!(apply_change(&mut table, client, 3, policy(0, 1)).outcome, Outcome::Done);
+}
+
+#[test]
+fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
+    let mut client = Client::new();
+    let join = |epoch| Change::WorkerJoined(Register::V2(register("w0", epoch, &[("m", 7)])));
+    client.done(join(5));
+    assert_eq!(client.refused(join(4)), Refusal::StaleEpoch(Epoch(5)));
+    client.done(Change::WorkerDrained(WorkerDrainedV1 { node: node("w0"), draining: true }));
+    client.done(Change::WorkerLeft(WorkerLeftV1 { node: node("w0"), epoch: Epoch(5) }));
+    assert_eq!(client.refused(join(4)), Refusal::StaleEpoch(Epoch(5)));
+    client.done(join(6));
+    let worker = client.table.workers().worker(&node("w0")).unwrap();
+    assert!(matches!(worker.life, Life::Draining(_)));
+    let other = Change::WorkerJoined(Register::V2(register("w1", 1, &[("m", 8)])));
+    assert_eq!(client.refused(other), Refusal::ModelConflict(node("w0")));
+}
+
+#[test]
+fn keys_go_with_their_tenant() {
+    let mut client = Client::new();
+    assert_eq!(client.refused(Change::KeySet(key(1, "a"))), Refusal::Unknown(Kind::Tenant));
+    client.done(Change::TenantSet(tenant("a")));
+    client.done(Change::KeySet(key(1, "a")));
+    client.done(Change::KeySet(key(2, "a")));
+    client.done(Change::KeyRevoked([2; 32]));
+    client.done(Change::TenantDropped(TenantId::new("a").unwrap()));
+    assert!(client.table.keys().is_empty());
+    let mut bad = plan("m");
+    bad.canary = Some(CanaryV1 { model: ModelId::new("n").unwrap(), permille: 1001 });
+    assert_eq!(client.refused(Change::ModelPlanned(bad)), Refusal::OutOfRange);
+    assert_eq!(client.refused(policy(3, 4)), Refusal::PolicyMoved(0));
+}
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let name = prop::sample::select(vec!["w0", "w1", "w2"]);
+    let join = (name.clone(), 0u64..4, 0u8..2)
+        .prop_map(|(n, e, d)| Change::WorkerJoined(Register::V2(register(n, e, &[("m", d)]))));
+    let leave = (name.clone(), 0u64..4)
+        .prop_map(|(n, e)| Change::WorkerLeft(WorkerLeftV1 { node: node(n), epoch: Epoch(e) }));
+    let drain = (name, any::<bool>())
+        .prop_map(|(n, draining)| Change::WorkerDrained(WorkerDrainedV1 { node: node(n), draining }));
+    let seats = prop::sample::select(vec!["c2", "c3"]);
+    let group = (seats, 1u64..3, 0u8..3).prop_map(|(n, life, what)| match what {
+        0 => Change::LearnerAdded(seat(n, life)),
+        1 => Change::LearnerPromoted(node(n)),
+        _ => Change::CoordinatorRemoved(node(n)),
+    });
+    let advance = (0u64..3, 0u64..3).prop_map(|(from, to)| policy(from, to));
+    prop_oneof![join, leave, drain, group, advance]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// A table that was written and read in the middle goes on as the one that was not; epochs never fall;
+    /// sending everything twice changes nothing.
+    #[test]
+    fn a_table_is_a_function_of_its_log(changes in prop::collection::vec(any_change(), 1..40), cut in 0usize..40) {
+        let (mut whole, mut twice) = (genesis(), genesis());
+        let client = open(&mut whole, 1);
+        open(&mut twice, 1);
+        let mut cut_table = whole.clone();
+        for (at, change) in changes.into_iter().enumerate() {
+            if at == cut {
+                cut_table = Table::from_bytes(&cut_table.to_bytes().unwrap()).unwrap();
+            }
+            let before: Vec<_> = whole.workers.workers().map(|(n, w)| (n.clone(), w.epoch)).collect();
+            let seq = at as u64 + 1;
+            let first = apply_change(&mut whole, client, seq, change.clone());
+            prop_assert_eq!(&first, &apply_change(&mut cut_table, client, seq, change.clone()));
+            apply_change(&mut twice, client, seq, change.clone());
+            let again = apply_change(&mut twice, client, seq, change);
+            prop_assert_eq!(again.outcome, first.outcome);
+            prop_assert_eq!(again.membership, None);
+            for (name, epoch) in before {
+                prop_assert!(whole.workers.worker(&name).unwrap().epoch >= epoch);
+            }
+        }
+        prop_assert_eq!(&whole, &cut_table);
+        prop_assert_eq!((&whole.workers, &whole.coordinators, whole.policy), (&twice.workers, &twice.coordinators, twice.policy));
+    }
+}

@@ -1,0 +1,181 @@
+//! The lives of workers: who is a member, in which epoch, whether it drains, and what it says it serves.
+//!
+//! These are the rules that hold wherever workers are counted: in one coordinator's [`WorkerTable`], where a
+//! member also has a slot, and in the table that coordinators replicate ([`crate::consensus::table`]).
+//!
+//! [`WorkerTable`]: crate::table::WorkerTable
+
+use super::{MAX_WORKERS, TableChange, TableError};
+use proto::ids::{Epoch, NodeId};
+use proto::message::RegisterV2;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Bytes that all members' introductions may take together, roughly.
+const MAX_BYTES: usize = 4 << 20;
+
+/// A worker that is or was a member.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Worker {
+    /// Its latest life; what an earlier one says is refused.
+    pub epoch: Epoch,
+    /// Where that life stands.
+    pub life: Life,
+}
+
+/// Where a worker stands. There is no other state than these.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Life {
+    /// A member that takes work, as it introduced itself.
+    Serving(Arc<RegisterV2>),
+    /// A member that an operator has asked to take no new work.
+    Draining(Arc<RegisterV2>),
+    /// No member.
+    Away {
+        /// It will drain when it comes back.
+        drains: bool,
+        /// How many departures the roster had seen before this one: the longest away is forgotten first.
+        departure: u64,
+    },
+}
+
+impl Life {
+    /// How it introduced itself, while it is a member.
+    pub fn register(&self) -> Option<&Arc<RegisterV2>> {
+        match self {
+            Self::Serving(register) | Self::Draining(register) => Some(register),
+            Self::Away { .. } => None,
+        }
+    }
+
+    fn drains(&self) -> bool {
+        match self {
+            Self::Serving(_) => false,
+            Self::Draining(_) => true,
+            Self::Away { drains, .. } => *drains,
+        }
+    }
+}
+
+/// The workers of a cluster. Bounded: [`MAX_WORKERS`] names, of which those longest away are forgotten when a
+/// new one comes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Roster {
+    workers: BTreeMap<NodeId, Worker>,
+    departures: u64,
+}
+
+impl Roster {
+    /// Changes one worker's life, or refuses and leaves everything as it was.
+    pub fn apply(&mut self, change: TableChange) -> Result<(), TableError> {
+        match change {
+            TableChange::Join(register) => self.join(register),
+            TableChange::Leave { node, epoch } => self.leave(node, epoch),
+            TableChange::Drain { node, draining } => self.drain(node, draining),
+        }
+    }
+
+    /// The worker of this name, if it is known.
+    pub fn worker(&self, node: &NodeId) -> Option<&Worker> {
+        self.workers.get(node)
+    }
+
+    /// All workers known, by name.
+    pub fn workers(&self) -> impl Iterator<Item = (&NodeId, &Worker)> {
+        self.workers.iter()
+    }
+
+    /// The introductions of all members.
+    pub fn members(&self) -> impl Iterator<Item = &Arc<RegisterV2>> {
+        self.workers.values().filter_map(|worker| worker.life.register())
+    }
+
+    fn join(&mut self, register: RegisterV2) -> Result<(), TableError> {
+        let node = register.node.clone();
+        let known = self.workers.get(&node);
+        if let Some(worker) = known.filter(|worker| register.epoch < worker.epoch) {
+            return Err(TableError::StaleEpoch { node, got: register.epoch, known: worker.epoch });
+        }
+        let drains = known.is_some_and(|worker| worker.life.drains());
+        let forgotten = match known {
+            None if self.workers.len() >= MAX_WORKERS => {
+                Some(self.longest_away().ok_or(TableError::Full { limit: MAX_WORKERS })?)
+            }
+            _ => None,
+        };
+        self.check_models(&register)?;
+        let others = self.members().filter(|other| other.node != node);
+        let bytes = others.map(|other| weight(other)).sum::<usize>() + weight(&register);
+        if bytes > MAX_BYTES {
+            return Err(TableError::TooLarge { bytes, limit: MAX_BYTES });
+        }
+        if let Some(forgotten) = forgotten {
+            self.workers.remove(&forgotten);
+        }
+        let epoch = register.epoch;
+        let register = Arc::new(register);
+        let life = if drains { Life::Draining(register) } else { Life::Serving(register) };
+        self.workers.insert(node, Worker { epoch, life });
+        Ok(())
+    }
+
+    fn leave(&mut self, node: NodeId, epoch: Epoch) -> Result<(), TableError> {
+        let worker = self.member(&node)?;
+        let known = worker.epoch;
+        if known != epoch {
+            return Err(TableError::StaleEpoch { node, got: epoch, known });
+        }
+        let drains = worker.life.drains();
+        let departure = self.departures;
+        self.departures += 1;
+        self.workers.insert(node, Worker { epoch, life: Life::Away { drains, departure } });
+        Ok(())
+    }
+
+    fn drain(&mut self, node: NodeId, draining: bool) -> Result<(), TableError> {
+        let worker = self.member(&node)?;
+        if let Some(register) = worker.life.register().cloned() {
+            worker.life = if draining { Life::Draining(register) } else { Life::Serving(register) };
+        }
+        Ok(())
+    }
+
+    fn member(&mut self, node: &NodeId) -> Result<&mut Worker, TableError> {
+        let member = self.workers.get_mut(node).filter(|worker| worker.life.register().is_some());
+        member.ok_or_else(|| TableError::UnknownWorker(node.clone()))
+    }
+
+    fn longest_away(&self) -> Option<NodeId> {
+        let away = self.workers.iter().filter_map(|(node, worker)| match worker.life {
+            Life::Away { departure, .. } => Some((departure, node)),
+            Life::Serving(_) | Life::Draining(_) => None,
+        });
+        away.min().map(|(_, node)| node.clone())
+    }
+
+    fn check_models(&self, register: &RegisterV2) -> Result<(), TableError> {
+        for other in self.members().filter(|other| other.node != register.node) {
+            for model in &register.models {
+                let Some(theirs) = other.models.iter().find(|m| m.id == model.id) else { continue };
+                let what = if theirs.model_digest != model.model_digest {
+                    "model"
+                } else if theirs.tokenizer_digest != model.tokenizer_digest {
+                    "tokenizer"
+                } else {
+                    continue;
+                };
+                let (node, other) = (register.node.clone(), other.node.clone());
+                return Err(TableError::ModelConflict { node, other, model: model.id.clone(), what });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// About the bytes that an introduction takes in a snapshot.
+fn weight(register: &RegisterV2) -> usize {
+    let model = |m: &proto::message::ServedModelV2| 96 + m.id.as_str().len() + m.numeric_class.len();
+    let texts = register.node.as_str().len() + register.quic.len() + register.ops.len();
+    32 + texts + register.models.iter().map(model).sum::<usize>()
+}
