@@ -15,7 +15,7 @@ use crate::routing::Reason;
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
 use proto::block::BlockId;
-use proto::event::{KvEventBatch, KvSnapshot};
+use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
 use std::sync::Arc;
@@ -319,9 +319,9 @@ impl Balancer {
         self.floor.index_of(node, |index, slot| index.replayed(slot, epoch, missed))
     }
 
-    /// What [`Need::Snapshot`] asked for.
-    pub fn snapshot(&mut self, node: &NodeId, snapshot: KvSnapshot) -> Result<Option<Action>, StreamError> {
-        self.floor.index_of(node, |index, slot| index.install(slot, snapshot))
+    /// The next part of what [`Need::Snapshot`] asked for.
+    pub fn snapshot(&mut self, node: &NodeId, part: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
+        self.floor.index_of(node, |index, slot| index.install(slot, part))
     }
 
     /// A fetch did not work out; the worker's next events will ask for it again.

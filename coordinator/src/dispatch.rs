@@ -20,7 +20,7 @@ use crate::random::random_u64;
 use crate::table::{TableChange, TableError};
 use claim::Claim;
 use link::{Link, Turn};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{ModelId, NodeId};
 use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
@@ -340,7 +340,17 @@ impl Dispatch {
             Need::Snapshot => {
                 let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;
                 let snapshot = snapshot.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
-                Ok(self.desk.lock().balancer.snapshot(node, snapshot))
+                let mut need = Ok(None);
+                for part in snapshot.into_parts() {
+                    // Whoever has a request to place goes between the parts.
+                    let mut desk = self.desk.lock();
+                    need = desk.balancer.snapshot(node, part);
+                    MutexGuard::unlock_fair(desk);
+                    if need.is_err() {
+                        break;
+                    }
+                }
+                Ok(need)
             }
         }
     }

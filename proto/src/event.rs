@@ -106,6 +106,32 @@ pub struct KvSnapshot {
     pub resume_points: Vec<KvResumePoint>,
 }
 
+/// Units and resume points of one part that [`KvSnapshot::into_parts`] makes, about.
+const UNITS_PER_PART: usize = 4096;
+
+impl KvSnapshot {
+    /// The same as the frames by which it travels, cut so small that whoever takes one part at a time does
+    /// not keep others waiting.
+    pub fn into_parts(self) -> impl Iterator<Item = KvSnapshotFrame> {
+        let (mut runs, mut points) = (self.runs.into_iter().peekable(), self.resume_points.into_iter());
+        let begin = KvSnapshotFrame::Begin { epoch: self.epoch, sequence: self.sequence };
+        let runs = std::iter::from_fn(move || {
+            let mut units = 0;
+            let mut part = Vec::new();
+            while let Some(run) = runs.next_if(|_| units < UNITS_PER_PART) {
+                units += run.1.len().max(1);
+                part.push(run);
+            }
+            (!part.is_empty()).then_some(KvSnapshotFrame::Runs(part))
+        });
+        let points = std::iter::from_fn(move || {
+            let part: Vec<_> = points.by_ref().take(UNITS_PER_PART).collect();
+            (!part.is_empty()).then_some(KvSnapshotFrame::ResumePoints(part))
+        });
+        std::iter::once(begin).chain(runs).chain(points).chain([KvSnapshotFrame::End])
+    }
+}
+
 /// A part of a snapshot on the wire: `Begin`, any number of `Runs` and `ResumePoints`, `End`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvSnapshotFrame {

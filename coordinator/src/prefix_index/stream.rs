@@ -4,8 +4,9 @@ use proto::event::{KvEvent, KvEventBatch};
 use proto::ids::Epoch;
 use std::collections::VecDeque;
 
-/// Events kept aside while a gap is being filled; beyond, they are dropped and fetched again.
-const MAX_PARKED: usize = 65_536;
+/// Units and events kept aside while a gap is being filled; beyond, they are dropped and fetched again. About
+/// 4 MiB, which are not of the index's budget.
+const MAX_PARKED: usize = 1 << 18;
 
 /// What the caller must fetch from the worker to close a gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +34,9 @@ pub enum StreamError {
         /// The epoch of the message.
         got: Epoch,
     },
+    /// A part of a snapshot that has not begun.
+    #[error("a part of a snapshot that has not begun")]
+    NoSnapshot,
     /// Sequence numbers start at 1 and do not wrap.
     #[error("a batch of {len} events cannot start at {first}")]
     BadSequence {
@@ -67,7 +71,10 @@ pub(super) struct Stream {
     /// What has been asked for and not yet come.
     pending: Option<Need>,
     parked: VecDeque<KvEventBatch>,
-    parked_events: usize,
+    parked_weight: usize,
+    /// The last sequence number in the snapshot that is being installed. What is in the index belongs to no point
+    /// of the stream until all of it is there.
+    installing: Option<u64>,
 }
 
 type Step = (Vec<KvEvent>, Option<Need>);
@@ -82,7 +89,8 @@ impl Stream {
             snapshots: 0,
             pending: Some(need),
             parked: VecDeque::new(),
-            parked_events: 0,
+            parked_weight: 0,
+            installing: None,
         };
         (stream, need)
     }
@@ -91,7 +99,8 @@ impl Stream {
     pub(super) fn accept(&mut self, batch: KvEventBatch) -> Result<Step, StreamError> {
         self.check_epoch(batch.epoch)?;
         check_sequence(&batch)?;
-        if self.pending.is_some() || batch.first_sequence > self.applied + 1 {
+        let torn = self.installing.is_some();
+        if self.pending.is_some() || torn || batch.first_sequence > self.applied + 1 {
             self.park(batch);
             let need = (self.pending.is_none()).then(|| self.open_gap());
             return Ok((Vec::new(), need));
@@ -109,7 +118,7 @@ impl Stream {
         missed: Option<KvEventBatch>,
     ) -> Result<Step, StreamError> {
         self.check_epoch(epoch)?;
-        let Some(batch) = missed else {
+        let Some(batch) = missed.filter(|_| self.installing.is_none()) else {
             self.pending = Some(Need::Snapshot);
             return Ok((Vec::new(), self.pending));
         };
@@ -128,9 +137,23 @@ impl Stream {
         Ok((ready, need))
     }
 
-    pub(super) fn installed(&mut self, epoch: Epoch, sequence: u64) -> Result<Step, StreamError> {
+    /// A snapshot begins, which contains everything up to `sequence`.
+    pub(super) fn install(&mut self, epoch: Epoch, sequence: u64) -> Result<(), StreamError> {
         self.check_epoch(epoch)?;
-        self.applied = sequence;
+        self.installing = Some(sequence);
+        self.pending = Some(Need::Snapshot);
+        Ok(())
+    }
+
+    pub(super) fn check_installing(&self) -> Result<(), StreamError> {
+        let going_on = self.installing.is_some() && self.pending == Some(Need::Snapshot);
+        going_on.then_some(()).ok_or(StreamError::NoSnapshot)
+    }
+
+    /// The snapshot is complete.
+    pub(super) fn installed(&mut self) -> Result<Step, StreamError> {
+        self.check_installing()?;
+        self.applied = self.installing.take().ok_or(StreamError::NoSnapshot)?;
         self.snapshots += 1;
         let mut ready = Vec::new();
         let need = self.unpark(&mut ready);
@@ -167,10 +190,10 @@ impl Stream {
     }
 
     fn park(&mut self, batch: KvEventBatch) {
-        self.parked_events += batch.events.len();
-        if self.parked_events > MAX_PARKED {
+        self.parked_weight += weight(&batch);
+        if self.parked_weight > MAX_PARKED {
             self.parked.clear();
-            self.parked_events = 0;
+            self.parked_weight = 0;
             return;
         }
         self.parked.push_back(batch);
@@ -178,7 +201,8 @@ impl Stream {
 
     fn open_gap(&mut self) -> Need {
         self.gaps += 1;
-        let need = Need::Replay { from: self.applied + 1 };
+        let torn = self.installing.is_some();
+        let need = if torn { Need::Snapshot } else { Need::Replay { from: self.applied + 1 } };
         self.pending = Some(need);
         need
     }
@@ -190,7 +214,7 @@ impl Stream {
                 self.parked.push_front(batch);
                 return Some(self.open_gap());
             }
-            self.parked_events -= batch.events.len();
+            self.parked_weight -= weight(&batch);
             self.advance(batch, ready);
         }
         None
@@ -204,4 +228,13 @@ fn check_sequence(batch: &KvEventBatch) -> Result<(), StreamError> {
         return Err(StreamError::BadSequence { first: batch.first_sequence, len });
     }
     Ok(())
+}
+
+/// What a parked batch takes, in units or events.
+fn weight(batch: &KvEventBatch) -> usize {
+    let units = |event: &KvEvent| match event {
+        KvEvent::Stored { units, .. } | KvEvent::Removed { units, .. } => 1 + units.len(),
+        KvEvent::Cleared | KvEvent::ResumePoint { .. } => 1,
+    };
+    batch.events.iter().map(units).sum()
 }

@@ -1,0 +1,302 @@
+//! The index against what it means, written down as plainly as possible, under random churn.
+
+use super::*;
+use std::collections::{HashMap, HashSet};
+
+const WORKERS: usize = 5;
+/// Units of an edge of the tree of paths that the tests draw from.
+const EDGE: u64 = 11;
+/// Edges; edge n goes off at the end of edge (n - 1) / 2, the first three at the root.
+const EDGES: u64 = 23;
+
+/// The units from the root to the end of `edge`.
+fn path(edge: u64) -> Vec<u64> {
+    let mut units = if edge < 3 { Vec::new() } else { path((edge - 1) / 2) };
+    units.extend((1..=EDGE).map(|n| edge * 100 + n));
+    units
+}
+
+fn run(path: &[u64], from: usize, until: usize) -> (BlockId, Vec<BlockId>) {
+    let parent = unit(from.checked_sub(1).map_or(0, |before| path[before]));
+    (parent, chain(path[from..until].iter().copied()).to_vec())
+}
+
+#[derive(Default)]
+struct Reference {
+    held: HashMap<usize, HashSet<u64>>,
+    /// (slot, chain) of live reservations.
+    reserved: HashMap<u64, (usize, Vec<u64>)>,
+    /// Units of which the worker has said nothing since they were reserved.
+    unconfirmed: HashSet<(usize, u64)>,
+}
+
+impl Reference {
+    /// What counts as held at the worker.
+    fn known(&self, slot: usize) -> HashSet<u64> {
+        let expected = self.expected(slot).filter(|u| self.unconfirmed.contains(&(slot, *u)));
+        expected.chain(self.held.get(&slot).into_iter().flatten().copied()).collect()
+    }
+
+    /// What may count for an index that has not recorded all that it was told: it cannot know that a reserved
+    /// unit was held before.
+    fn assumed(&self, slot: usize) -> HashSet<u64> {
+        self.expected(slot).chain(self.held.get(&slot).into_iter().flatten().copied()).collect()
+    }
+
+    fn expected(&self, slot: usize) -> impl Iterator<Item = u64> {
+        self.reserved.values().filter(move |(s, _)| *s == slot).flat_map(|(_, chain)| chain.iter().copied())
+    }
+
+    fn hold(&mut self, slot: usize, unit: u64) {
+        self.held.entry(slot).or_default().insert(unit);
+        self.unconfirmed.remove(&(slot, unit));
+    }
+
+    fn reserve(&mut self, name: u64, slot: usize, chain: Vec<u64>) {
+        let held = self.held.entry(slot).or_default();
+        for u in &chain {
+            if held.contains(u) {
+                self.unconfirmed.remove(&(slot, *u));
+            } else {
+                self.unconfirmed.insert((slot, *u));
+            }
+        }
+        self.reserved.insert(name, (slot, chain));
+    }
+
+    fn leave(&mut self, slot: usize) {
+        self.held.remove(&slot);
+        self.reserved.retain(|_, (s, _)| *s != slot);
+        self.unconfirmed.retain(|(s, _)| *s != slot);
+    }
+}
+
+/// (edge, from, until): a part of the path to the end of an edge, as shares of it in 256ths.
+type Part = (u64, u8, u8);
+
+fn cut((edge, from, until): Part) -> (Vec<u64>, usize, usize) {
+    let path = path(edge);
+    let place = |share: u8| usize::from(share) * path.len() / 256;
+    let (a, b) = (place(from.min(until)), place(from.max(until)));
+    (path, a, b + 1)
+}
+
+#[derive(Debug, Clone)]
+enum Op {
+    Stored(usize, Part),
+    /// Also as the edge's path in reverse, or every other unit of it.
+    Removed(usize, Part, u8),
+    ResumePoint(usize, u64, u8),
+    Cleared(usize),
+    Reserve(usize, u64, u8),
+    Release(usize),
+    Settle(usize),
+    Restart(usize),
+    Snapshot(usize, Vec<Part>),
+    Root,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let who = 0..WORKERS;
+    let edge = || 0..EDGES;
+    let part = || (edge(), any::<u8>(), any::<u8>());
+    let whole = || (edge(), Just(0), any::<u8>());
+    prop_oneof![
+        6 => (who.clone(), whole()).prop_map(|(w, p)| Op::Stored(w, p)),
+        3 => (who.clone(), part()).prop_map(|(w, p)| Op::Stored(w, p)),
+        6 => (who.clone(), part(), 0..3u8).prop_map(|(w, p, how)| Op::Removed(w, p, how)),
+        2 => (who.clone(), edge(), any::<u8>()).prop_map(|(w, e, at)| Op::ResumePoint(w, e, at)),
+        1 => who.clone().prop_map(Op::Cleared),
+        4 => (who.clone(), edge(), any::<u8>()).prop_map(|(w, e, to)| Op::Reserve(w, e, to)),
+        2 => (0..8usize).prop_map(Op::Release),
+        1 => (0..8usize).prop_map(Op::Settle),
+        1 => who.clone().prop_map(Op::Restart),
+        1 => (who, proptest::collection::vec(part(), 0..4)).prop_map(|(w, p)| Op::Snapshot(w, p)),
+        1 => Just(Op::Root),
+    ]
+}
+
+/// Index and reference, side by side.
+struct Both {
+    index: PrefixIndex,
+    reference: Reference,
+    epochs: [u64; WORKERS],
+    sequences: [u64; WORKERS],
+    live: Vec<(u64, ReservationId)>,
+    names: u64,
+}
+
+impl Both {
+    fn new(max_bytes: u64) -> Self {
+        let mut index = PrefixIndex::new(max_bytes);
+        (0..WORKERS).for_each(|w| join(&mut index, w, 1));
+        Self {
+            index,
+            reference: Reference::default(),
+            epochs: [1; WORKERS],
+            sequences: [0; WORKERS],
+            live: Vec::new(),
+            names: 0,
+        }
+    }
+
+    fn send(&mut self, w: usize, event: KvEvent) {
+        self.sequences[w] += 1;
+        let told = batch(self.epochs[w], self.sequences[w], vec![event]);
+        assert_eq!(self.index.apply(slot(w), told), Ok(None));
+    }
+
+    fn apply(&mut self, op: Op) {
+        match op {
+            Op::Stored(w, part) => {
+                let (path, from, until) = cut(part);
+                let (parent, units) = run(&path, from, until);
+                self.send(w, KvEvent::Stored { parent, units, medium: Medium::Device });
+                path[from..until].iter().for_each(|&u| self.reference.hold(w, u));
+            }
+            Op::Removed(w, part, how) => {
+                let (path, from, until) = cut(part);
+                let mut units = path[from..until].to_vec();
+                match how {
+                    0 => units.reverse(),
+                    1 => units = units.into_iter().step_by(2).collect(),
+                    _ => {}
+                }
+                self.send(w, removed(units.clone()));
+                let held = self.reference.held.entry(w).or_default();
+                units.iter().for_each(|u| {
+                    held.remove(u);
+                });
+            }
+            Op::ResumePoint(w, edge, at) => {
+                let (path, _, units) = cut((edge, at, at));
+                let last = path[units - 1];
+                let position = 16 * units as u32;
+                self.send(w, KvEvent::ResumePoint { unit: unit(last), position, medium: Medium::Device });
+                self.reference.hold(w, last);
+                let passes = |(s, c): &(usize, Vec<u64>)| *s == w && c.contains(&last);
+                if self.reference.reserved.values().any(passes) {
+                    path[..units].iter().for_each(|&u| {
+                        self.reference.unconfirmed.remove(&(w, u));
+                    });
+                }
+            }
+            Op::Cleared(w) => {
+                self.send(w, KvEvent::Cleared);
+                self.reference.held.remove(&w);
+            }
+            Op::Reserve(w, edge, to) => {
+                let (path, _, units) = cut((edge, to, to));
+                let path = path[..units].to_vec();
+                self.live.push((self.names, self.index.reserve(slot(w), chain(path.clone()))));
+                self.reference.reserve(self.names, w, path);
+                self.names += 1;
+            }
+            Op::Release(n) | Op::Settle(n) if !self.live.is_empty() => {
+                let (name, id) = self.live.swap_remove(n % self.live.len());
+                let now = Instant::now();
+                if matches!(op, Op::Settle(_)) {
+                    self.index.settle(id, now);
+                    self.index.expire(now);
+                } else {
+                    self.index.release(id);
+                }
+                self.reference.reserved.remove(&name);
+            }
+            Op::Release(_) | Op::Settle(_) => {}
+            Op::Restart(w) => {
+                self.epochs[w] += 1;
+                self.sequences[w] = 0;
+                join(&mut self.index, w, self.epochs[w]);
+                self.reference.leave(w);
+                self.live.retain(|(name, _)| self.reference.reserved.contains_key(name));
+            }
+            Op::Snapshot(w, parts) => {
+                self.sequences[w] += 1;
+                self.reference.held.remove(&w);
+                let mut runs = Vec::new();
+                for part in parts {
+                    let (path, from, until) = cut(part);
+                    let (parent, units) = run(&path, from, until);
+                    runs.push((parent, units, Medium::Device));
+                    path[from..until].iter().for_each(|&u| self.reference.hold(w, u));
+                }
+                let (epoch, sequence) = (Epoch(self.epochs[w]), self.sequences[w]);
+                let snapshot = KvSnapshot { epoch, sequence, runs, resume_points: vec![] };
+                assert_eq!(install(&mut self.index, slot(w), snapshot), Ok(None));
+            }
+            Op::Root => self.index.root(unit(0)),
+        }
+    }
+
+    /// For every path, with `unknown` units behind it that nobody knows, and every worker: what the index says,
+    /// what follows from the units that `known` tells of each worker, and which path and worker that is.
+    fn depths(
+        &self,
+        unknown: u64,
+        known: impl Fn(&Reference, usize) -> HashSet<u64>,
+    ) -> Vec<(u32, u32, (u64, usize))> {
+        let known: Vec<HashSet<u64>> = (0..WORKERS).map(|w| known(&self.reference, w)).collect();
+        let mut all = Vec::new();
+        // The paths of the outer half of the edges contain those of the inner ones; two of those as well.
+        for edge in (EDGES / 2 - 2)..EDGES {
+            let mut asked = path(edge);
+            asked.extend((0..unknown).map(|n| 90_000 + n));
+            let overlap = self.index.lookup(&chain(asked.iter().copied()));
+            for (w, known) in known.iter().enumerate() {
+                let meant = asked.iter().rposition(|u| known.contains(u)).map_or(0, |at| at as u32 + 1);
+                all.push((overlap.units(slot(w)), meant, (edge, w)));
+            }
+        }
+        all
+    }
+
+    fn end(&mut self) {
+        for (_, id) in std::mem::take(&mut self.live) {
+            self.index.release(id);
+        }
+        (0..WORKERS).for_each(|w| self.index.leave(slot(w)));
+        self.index.expire(Instant::now());
+        let size = self.index.size();
+        assert_eq!((size.blocks, size.reservations), (0, 0));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn under_any_churn_it_equals_the_reference(
+        ops in proptest::collection::vec(op(), 1..80),
+        unknown in 0..40u64,
+    ) {
+        let mut both = Both::new(1 << 22);
+        for op in ops {
+            both.apply(op.clone());
+            for (got, meant, what) in both.depths(unknown, Reference::known) {
+                prop_assert_eq!(got, meant, "(edge, worker) {:?} after {:?}", what, op);
+            }
+        }
+        prop_assert_eq!(both.index.size().refused, 0);
+        both.end();
+    }
+
+    #[test]
+    fn over_budget_it_knows_less_but_nothing_wrong(
+        ops in proptest::collection::vec(op(), 1..80),
+        budget in 110_000..140_000u64,
+    ) {
+        let mut both = Both::new(budget);
+        for op in ops {
+            both.apply(op.clone());
+            let size = both.index.size();
+            prop_assert!(size.bytes <= budget, "{:?}", size);
+            let known = if size.refused == 0 { Reference::known } else { Reference::assumed };
+            for (got, most, what) in both.depths(3, known) {
+                prop_assert!(got == most || got < most && size.refused > 0,
+                    "(edge, worker) {:?}: {} of {} after {:?}", what, got, most, op);
+            }
+        }
+        both.end();
+    }
+}

@@ -1,0 +1,231 @@
+//! Unit ids, each kept once, and where in the tree each stands.
+//!
+//! Ids lie in chunks of [`CHUNK`]; a chunk belongs to one strand. A hash table of (32 bits of hash, unit
+//! number) finds an id with two dependent memory accesses. It is cut into [`SHARDS`] parts that grow one by
+//! one, so that no insertion waits for a table of millions to move.
+
+use super::blocks::Blocks;
+use proto::block::BlockId;
+
+/// Units of a chunk.
+pub(super) const CHUNK: u32 = 8;
+const SHARDS: usize = 1 << SHARD_BITS;
+const SHARD_BITS: u32 = 10;
+const VACANT: u64 = u64::MAX;
+const NONE: u32 = u32::MAX;
+
+/// Where a unit stands: the strand, and how many of the strand's units are before it.
+pub(super) type Place = (u32, u32);
+
+#[derive(Debug, Clone, Copy)]
+struct Owner {
+    /// The strand; the next free chunk in a chunk that is free.
+    strand: u32,
+    /// Which of the strand's chunks it is.
+    ordinal: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Units {
+    ids: Blocks<BlockId, 12>,
+    owners: Blocks<Owner, 9>,
+    /// First of the free chunks.
+    free: u32,
+    shards: Box<[Shard]>,
+    shard_bytes: usize,
+    /// The most that one shard has.
+    largest_shard: usize,
+    len: u64,
+}
+
+/// Open addressing with linear probing, an entry being `hash << 32 | unit`. The home of an entry is its hash
+/// scaled to the capacity, which need not be a power of two.
+#[derive(Debug, Clone, Default)]
+struct Shard {
+    entries: Box<[u64]>,
+    len: u32,
+}
+
+impl Units {
+    pub(super) fn new() -> Self {
+        Self {
+            ids: Blocks::new(),
+            owners: Blocks::new(),
+            free: NONE,
+            shards: vec![Shard::default(); SHARDS].into_boxed_slice(),
+            shard_bytes: 0,
+            largest_shard: 0,
+            len: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.ids.bytes() + self.owners.bytes() + SHARDS * size_of::<Shard>() + self.shard_bytes
+    }
+
+    /// Bytes that taking a chunk and filling it takes at its highest.
+    pub(super) fn growth(&self) -> usize {
+        let table = CHUNK as usize * (self.largest_shard + 64) + self.largest_shard;
+        table + if self.free == NONE { self.ids.growth() + self.owners.growth() } else { 0 }
+    }
+
+    #[inline]
+    pub(super) fn find(&self, id: &BlockId) -> Option<Place> {
+        let (shard, hash) = hash(id);
+        let unit = self.shards[shard].find(hash, |unit| self.ids[unit] == *id)?;
+        let owner = self.owners[unit / CHUNK];
+        Some((owner.strand, owner.ordinal * CHUNK + unit % CHUNK))
+    }
+
+    pub(super) fn id(&self, unit: u32) -> &BlockId {
+        &self.ids[unit]
+    }
+
+    /// A chunk for `strand`, whose chunk number `ordinal` it will be.
+    pub(super) fn take_chunk(&mut self, strand: u32, ordinal: u32) -> u32 {
+        if self.free == NONE {
+            let first = self.owners.len();
+            self.ids.grow(BlockId([0; 16]));
+            self.owners.grow(Owner { strand: NONE, ordinal: 0 });
+            for chunk in (first..self.owners.len()).rev() {
+                self.owners[chunk].strand = self.free;
+                self.free = chunk;
+            }
+        }
+        let chunk = self.free;
+        self.free = std::mem::replace(&mut self.owners[chunk], Owner { strand, ordinal }).strand;
+        chunk
+    }
+
+    /// Gives a chunk back; none of its units is in the table any more.
+    pub(super) fn give_chunk(&mut self, chunk: u32) {
+        self.owners[chunk] = Owner { strand: self.free, ordinal: 0 };
+        self.free = chunk;
+    }
+
+    /// Names `unit`, whose chunk was taken. The id must not be there yet.
+    pub(super) fn insert(&mut self, id: BlockId, unit: u32) {
+        let (shard, hash) = hash(&id);
+        self.ids[unit] = id;
+        let shard = &mut self.shards[shard];
+        if (shard.len as usize + 1) * 4 > shard.entries.len() * 3 {
+            self.shard_bytes -= shard.bytes();
+            shard.resize((shard.entries.len() * 3 / 2).max(8));
+            self.shard_bytes += shard.bytes();
+            self.largest_shard = self.largest_shard.max(shard.bytes());
+        }
+        shard.insert(u64::from(hash) << 32 | u64::from(unit));
+        self.len += 1;
+    }
+
+    pub(super) fn remove(&mut self, unit: u32) {
+        let (shard, hash) = hash(&self.ids[unit]);
+        let shard = &mut self.shards[shard];
+        shard.remove(u64::from(hash) << 32 | u64::from(unit));
+        if shard.entries.len() > 8 && (shard.len as usize) * 4 < shard.entries.len() {
+            self.shard_bytes -= shard.bytes();
+            shard.resize((shard.len as usize * 2).max(8));
+            self.shard_bytes += shard.bytes();
+        }
+        self.len -= 1;
+        if self.len == 0 {
+            self.shards.fill(Shard::default());
+            (self.shard_bytes, self.largest_shard) = (0, 0);
+        }
+    }
+
+    /// Frees the memory of all chunks; none may be in use.
+    pub(super) fn free_chunks(&mut self) {
+        self.ids.clear();
+        self.owners.clear();
+        self.free = NONE;
+    }
+}
+
+impl Shard {
+    fn bytes(&self) -> usize {
+        self.entries.len() * size_of::<u64>()
+    }
+
+    fn home(&self, hash: u32) -> usize {
+        ((u64::from(hash) * self.entries.len() as u64) >> 32) as usize
+    }
+
+    #[inline]
+    fn find(&self, hash: u32, is_it: impl Fn(u32) -> bool) -> Option<u32> {
+        if self.entries.is_empty() {
+            return None;
+        }
+        let mut at = self.home(hash);
+        loop {
+            let entry = self.entries[at];
+            if (entry >> 32) as u32 == hash && entry != VACANT && is_it(entry as u32) {
+                return Some(entry as u32);
+            }
+            if entry == VACANT {
+                return None;
+            }
+            at = self.next(at);
+        }
+    }
+
+    fn next(&self, at: usize) -> usize {
+        if at + 1 == self.entries.len() { 0 } else { at + 1 }
+    }
+
+    /// There is always a vacant place: see the load that [`Units::insert`] allows.
+    fn insert(&mut self, entry: u64) {
+        let mut at = self.home((entry >> 32) as u32);
+        while self.entries[at] != VACANT {
+            at = self.next(at);
+        }
+        self.entries[at] = entry;
+        self.len += 1;
+    }
+
+    fn resize(&mut self, capacity: usize) {
+        let old = std::mem::replace(&mut self.entries, vec![VACANT; capacity].into_boxed_slice());
+        self.len = 0;
+        old.iter().filter(|&&entry| entry != VACANT).for_each(|&entry| self.insert(entry));
+    }
+
+    fn remove(&mut self, entry: u64) {
+        let mut hole = self.home((entry >> 32) as u32);
+        while self.entries[hole] != entry {
+            if self.entries[hole] == VACANT {
+                return;
+            }
+            hole = self.next(hole);
+        }
+        self.len -= 1;
+        // Entries behind the hole move into it unless they would then stand before their home.
+        let capacity = self.entries.len();
+        let mut at = hole;
+        loop {
+            at = self.next(at);
+            let moving = self.entries[at];
+            if moving == VACANT {
+                break;
+            }
+            let home = self.home((moving >> 32) as u32);
+            let distance = |from: usize| (at + capacity - from) % capacity;
+            if distance(home) >= distance(hole) {
+                self.entries[hole] = moving;
+                hole = at;
+            }
+        }
+        self.entries[hole] = VACANT;
+    }
+}
+
+/// Shard and hash of an id. Ids are outputs of a keyed hash; one multiplication spreads also those of tests.
+#[inline]
+fn hash(id: &BlockId) -> (usize, u32) {
+    let bits = u128::from_le_bytes(id.0);
+    let folded = (bits as u64 ^ (bits >> 64) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((folded >> (64 - SHARD_BITS)) as usize, (folded >> 16) as u32)
+}
