@@ -18,6 +18,7 @@
 mod blocks;
 mod claims;
 mod lanes;
+pub mod peer;
 mod sets;
 mod strand;
 mod stream;
@@ -237,6 +238,12 @@ impl PrefixIndex {
         self.streams.get(slot.index())?.as_ref().map(Stream::view)
     }
 
+    /// Life and last event applied of the worker in `slot`, unless only a part of what it holds is here.
+    fn whole(&self, slot: Slot) -> Option<(Epoch, u64)> {
+        let view = self.stream(slot).filter(|view| !view.torn)?;
+        Some((view.epoch, view.applied))
+    }
+
     fn stream_mut(&mut self, slot: Slot) -> Result<&mut Stream, StreamError> {
         self.streams.get_mut(slot.index()).and_then(Option::as_mut).ok_or(StreamError::NotFollowed)
     }
@@ -269,7 +276,7 @@ impl PrefixIndex {
             }
             KvEvent::ResumePoint { unit, position, medium: Medium::Device } => {
                 let units = position as usize / HASH_UNIT_TOKENS;
-                let before = if units == 1 { Before::Start } else { Before::Unknown };
+                let before = if units == 1 { Before::Start(None) } else { Before::Unknown };
                 self.tree.insert(before, &[unit], hold);
                 self.claims.passed(slot, unit, units, &self.lanes, &mut self.tree);
             }

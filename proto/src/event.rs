@@ -3,7 +3,7 @@
 
 use crate::block::BlockId;
 use crate::codec::bounded;
-use crate::ids::Epoch;
+use crate::ids::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
 
 /// Events in one batch at most; [`KvEventSender`](crate::transport::KvEventSender) splits longer ones.
@@ -160,4 +160,51 @@ pub enum KvSnapshotFrame {
         )]
         Vec<KvResumePoint>,
     ),
+}
+
+/// Roots in one frame at most.
+pub const MAX_ROOTS_PER_FRAME: usize = 64 * 1024;
+
+/// What a coordinator sends a peer that has restarted: its own prefix index, worker by worker. `Roots` first,
+/// then for each worker `Worker`, any number of `Runs` and `ResumePoints`, `End`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PeerIndexFrame {
+    /// Ids that are roots.
+    Roots(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_ROOTS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_ROOTS_PER_FRAME>"
+        )]
+        Vec<BlockId>,
+    ),
+    /// What follows is held by this worker.
+    Worker {
+        /// The worker.
+        node: NodeId,
+        /// Its life.
+        epoch: Epoch,
+        /// Events up to this one are contained; of later ones some may be, and the stream tells them all again.
+        sequence: u64,
+    },
+    /// Runs that it holds, in any order.
+    Runs(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_RUNS_PER_FRAME>"
+        )]
+        Vec<KvRun>,
+    ),
+    /// Units that it holds and of which only the position is known.
+    ResumePoints(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_RUNS_PER_FRAME>"
+        )]
+        Vec<KvResumePoint>,
+    ),
+    /// The worker is complete.
+    End {
+        /// BLAKE3 of the bytes of its frames before this one.
+        digest: [u8; 32],
+    },
 }

@@ -47,7 +47,7 @@ impl Claims {
         if let Some((held, expected)) = lanes.expecting(slot, tree)
             && tree.has_room(self.growth(chain.len()))
         {
-            tree.insert(Before::Start, &chain, Change::Expect { held, expected });
+            tree.insert(Before::Start(None), &chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
             self.by_slot.entry(slot).or_default().push(id);
             self.live.insert(id, Reservation { slot, chain, until: None });

@@ -8,8 +8,8 @@ pub(super) const NONE: u32 = u32::MAX;
 /// What is before a strand's first unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Before {
-    /// Nothing: its first unit is the first of a prompt.
-    Start,
+    /// Nothing but a root, if it has been named: its first unit is the first of a prompt.
+    Start(Option<BlockId>),
     /// Another strand, the first `at` units of it.
     Strand {
         /// Which.

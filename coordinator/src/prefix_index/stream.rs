@@ -60,6 +60,8 @@ pub struct StreamView {
     pub snapshots: u64,
     /// Whether something is missing just now.
     pub behind: bool,
+    /// Whether only a part of a snapshot is there.
+    pub torn: bool,
 }
 
 #[derive(Debug)]
@@ -171,6 +173,7 @@ impl Stream {
             gaps: self.gaps,
             snapshots: self.snapshots,
             behind: self.pending.is_some() || !self.parked.is_empty(),
+            torn: self.installing.is_some(),
         }
     }
 

@@ -26,6 +26,12 @@ use std::collections::{HashMap, HashSet};
 /// Roots known as such, at most: one for each tenant, model and adapter.
 const MAX_ROOTS: usize = 1 << 16;
 
+/// Ids whose places in the table are fetched at a time.
+const FETCH: usize = 64;
+
+/// Chunks of an addition that are checked for room all at once, if there is plenty.
+const SURE_CHUNKS: usize = 32;
+
 /// Bytes that only removals may use, so that they need not forget more than they are told to.
 const SPARE: usize = 16 << 10;
 
@@ -157,12 +163,17 @@ impl Tree {
             cursor = self.units.find(&id).map(|(strand, at)| (strand, at + 1));
         }
         let before = match before {
-            Before::After(id) if self.roots.contains(&id) => Before::Start,
+            Before::After(id) if self.roots.contains(&id) => Before::Start(Some(id)),
             other => other,
         };
         let mut known: Option<(u32, u32, u32)> = None;
         let (mut at, mut full, mut unchanged) = (0, false, false);
+        let mut fetched = 0;
         while let Some(id) = ids.get(at) {
+            if at >= fetched {
+                fetched = at + FETCH;
+                self.units.fetch(&ids[at..ids.len().min(fetched)]);
+            }
             let Some(place) = self.units.find(id) else {
                 unchanged |= !self.change_known(known.take(), change);
                 let added = if full { None } else { self.append(cursor, before, &ids[at..], change) };
@@ -198,7 +209,10 @@ impl Tree {
     /// `lane` leaves these units, in any order.
     pub(super) fn remove(&mut self, ids: &[BlockId], lane: Lane) {
         let mut known: Option<(u32, u32, u32)> = None;
-        for id in ids {
+        for (index, id) in ids.iter().enumerate() {
+            if index % FETCH == 0 {
+                self.units.fetch(&ids[index..ids.len().min(index + FETCH)]);
+            }
             let Some((strand, at)) = self.units.find(id) else { continue };
             known = match known {
                 Some((s, from, until)) if (s, until) == (strand, at) => Some((s, from, until + 1)),
@@ -272,20 +286,33 @@ impl Tree {
         (end < self.strands.len()).then_some(end)
     }
 
-    /// The next strand in use from `from` on, for export.
-    pub(super) fn strand(&self, from: u32) -> Option<(u32, &Strand)> {
-        let strand = (from..self.strands.len()).find(|&strand| self.strands[strand].len > 0)?;
-        Some((strand, &self.strands[strand]))
+    /// Ids that are known to be roots.
+    pub(super) fn roots(&self) -> impl Iterator<Item = BlockId> {
+        self.roots.iter().copied()
     }
 
-    /// The id of a strand's unit.
-    pub(super) fn id(&self, strand: u32, at: u32) -> BlockId {
-        *self.units.id(unit(&self.strands[strand], at))
-    }
-
-    /// The sets that segments name.
-    pub(super) fn sets(&self) -> &Sets {
-        &self.sets
+    /// What is known of one of the strands, which are numbered without gaps: the parts of it that `lane` is in,
+    /// first to last, each as what is before its first unit, and its units. `None` behind the last strand.
+    pub(super) fn held_in(&self, strand: u32, lane: Lane) -> Option<Vec<(Before, Vec<BlockId>)>> {
+        if strand >= self.strands.len() {
+            return None;
+        }
+        let here = &self.strands[strand];
+        let id = |strand: &Strand, at: u32| *self.units.id(unit(strand, at));
+        let (mut parts, mut start) = (Vec::new(), 0);
+        for segment in here.segments() {
+            let from = std::mem::replace(&mut start, segment.end);
+            if !self.sets.contains(segment.set, lane) {
+                continue;
+            }
+            let before = match here.before {
+                _ if from > 0 => Before::After(id(here, from - 1)),
+                Before::Strand { parent, at } => Before::After(id(&self.strands[parent], at - 1)),
+                other => other,
+            };
+            parts.push((before, (from..segment.end).map(|at| id(here, at)).collect()));
+        }
+        Some(parts)
     }
 
     /// Visits the segments of `chain` from its deepest known unit up, each with the units of the chain up to
@@ -326,29 +353,52 @@ impl Tree {
     fn deepest(&self, chain: &[BlockId]) -> Option<(usize, u32, u32)> {
         let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, place)| (at, strand, place));
         let last = chain.len().checked_sub(1)?;
+        let first = probe(0);
+        if first.is_none() && self.loose == 0 {
+            return None;
+        }
         if let Some(found) = probe(last) {
             return Some(found);
         }
         if self.loose > 0 {
             return (0..last).rev().find_map(probe);
         }
-        // Eight probes a round do not wait for each other, so a round takes hardly longer than a probe.
-        let mut found = probe(0)?;
-        let (mut low, mut high) = (0, last);
-        while high - low > 1 {
-            let step = (high - low).div_ceil(9).max(1);
-            let mut probes = [None; 8];
-            for (index, slot) in probes.iter_mut().enumerate() {
-                let at = low + (index + 1) * step;
-                *slot = if at < high { probe(at) } else { None };
+        let (_, mut strand, mut at) = first?;
+        // Down from the start: how much of the strand the chain follows, then on in the strand that goes off there.
+        let mut done = 0;
+        loop {
+            // The unit at `done` was found here.
+            let followed = self.followed(strand, at, &chain[done..]).max(1);
+            done += followed;
+            at += followed as u32 - 1;
+            match probe(done) {
+                Some((_, next, place)) => (strand, at) = (next, place),
+                None => return Some((done - 1, strand, at)),
             }
-            let known = probes.iter().take_while(|probe| probe.is_some()).count();
-            if let Some(deeper) = known.checked_sub(1).and_then(|index| probes[index]) {
-                found = deeper;
-            }
-            (low, high) = (low + known * step, high.min(low + (known + 1) * step));
         }
-        Some(found)
+    }
+
+    /// How many units of `chain` are those of the strand from `at` on. An id commits to all before it, so the
+    /// last that is the same is found by comparing a few.
+    fn followed(&self, strand: u32, at: u32, chain: &[BlockId]) -> usize {
+        let here = &self.strands[strand];
+        let most = chain.len().min((here.len - at) as usize);
+        let same = |ahead: usize| *self.units.id(unit(here, at + ahead as u32)) == chain[ahead];
+        if most > 0 && same(most - 1) {
+            return most;
+        }
+        // The first that differs is from `low` on and not behind `high`. Seven comparisons a round do not wait for
+        // each other, so a round takes hardly longer than one.
+        let (mut low, mut high) = (0, most.saturating_sub(1));
+        while low < high {
+            let step = (high - low).div_ceil(8);
+            let ahead = |index: usize| (low + (index + 1) * step).min(high) - 1;
+            let known: usize = (0..7).map(|index| usize::from(same(ahead(index)))).sum();
+            let end = if known < 7 { ahead(known) } else { high };
+            low = known.checked_sub(1).map_or(low, |last| ahead(last) + 1);
+            high = end;
+        }
+        low
     }
 
     /// Adds units of `ids` until one is known: where they end, and how many they are. `None` if there is no room
@@ -371,19 +421,25 @@ impl Tree {
         let heap = self.strands[strand].heap();
         let mut len = self.strands[strand].len;
         let (first, mut waiting) = (len, Vec::new());
+        let sure = self.has_room(SURE_CHUNKS * self.units.growth() + self.strands[strand].growth() + SPARE);
         for (index, &id) in ids.iter().enumerate() {
-            if index > 0 && self.units.find(&id).is_some() {
-                break;
-            }
-            if len % CHUNK == 0 {
-                if index > 0 && !self.may_add(Some(strand)) {
+            let in_chunk = len % CHUNK;
+            if in_chunk == 0 {
+                let sure = sure && index / (CHUNK as usize) < SURE_CHUNKS - 1;
+                if index > 0 && !sure && !self.may_add(Some(strand)) {
                     break;
                 }
                 let chunk = self.units.take_chunk(strand, len / CHUNK);
                 self.strands[strand].chunks.push(chunk);
             }
             let chunk = self.strands[strand].chunks[(len / CHUNK) as usize];
-            self.units.insert(id, chunk * CHUNK + len % CHUNK);
+            if !self.units.insert(id, chunk * CHUNK + in_chunk) {
+                if in_chunk == 0 {
+                    self.strands[strand].chunks.pop();
+                    self.units.give_chunk(chunk);
+                }
+                break;
+            }
             len += 1;
             if !self.anchors.is_empty() {
                 waiting.extend(self.take_anchored(&id).into_iter().map(|loose| (loose, len)));
@@ -450,7 +506,7 @@ impl Tree {
                 waiting.push(strand);
                 self.anchor_heap += waiting.capacity() * size_of::<u32>();
             }
-            Before::Start | Before::Unknown => {}
+            Before::Start(_) | Before::Unknown => {}
         }
     }
 
@@ -475,7 +531,7 @@ impl Tree {
                     }
                 }
             }
-            Before::Start | Before::Unknown => {}
+            Before::Start(_) | Before::Unknown => {}
         }
         None
     }
@@ -495,15 +551,16 @@ impl Tree {
         let (strand, 0) = place else { return };
         match (self.strands[strand].before, cursor, before) {
             (Before::After(_) | Before::Unknown, Some(cursor), _) => self.attach(strand, cursor),
-            (Before::After(root), None, Before::Start) => {
-                self.add_root(root);
-            }
-            (Before::Unknown, None, Before::Start | Before::After(_)) => {
+            (Before::After(root), None, Before::Start(_)) => self.add_root(root),
+            (Before::Unknown, None, Before::Start(_) | Before::After(_)) => {
                 self.unbind(strand);
                 self.strands[strand].before = before;
                 self.bind(strand);
             }
-            (Before::Start, None, Before::After(root)) => self.add_root(root),
+            (Before::Start(None), None, Before::After(root) | Before::Start(Some(root))) => {
+                self.strands[strand].before = Before::Start(Some(root));
+                self.add_root(root);
+            }
             _ => {}
         }
     }
@@ -512,7 +569,7 @@ impl Tree {
     pub(super) fn add_root(&mut self, root: BlockId) {
         for strand in self.take_anchored(&root) {
             self.unbind(strand);
-            self.strands[strand].before = Before::Start;
+            self.strands[strand].before = Before::Start(Some(root));
         }
         let growth = table_bytes(self.roots.capacity() * 2 + 4, size_of::<BlockId>());
         if self.roots.len() < MAX_ROOTS && self.has_room(growth) {

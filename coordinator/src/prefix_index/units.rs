@@ -81,6 +81,16 @@ impl Units {
         Some((owner.strand, owner.ordinal * CHUNK + unit % CHUNK))
     }
 
+    /// Has the places of these ids in the table fetched, all at once, for what is done with them one by one next.
+    pub(super) fn fetch(&self, ids: &[BlockId]) {
+        let home = |id: &BlockId| {
+            let (shard, hash) = hash(id);
+            let shard = &self.shards[shard];
+            shard.entries.get(shard.home(hash)).copied().unwrap_or(0)
+        };
+        std::hint::black_box(ids.iter().map(home).fold(0, |all, entry| all ^ entry));
+    }
+
     pub(super) fn id(&self, unit: u32) -> &BlockId {
         &self.ids[unit]
     }
@@ -107,10 +117,9 @@ impl Units {
         self.free = chunk;
     }
 
-    /// Names `unit`, whose chunk was taken. The id must not be there yet.
-    pub(super) fn insert(&mut self, id: BlockId, unit: u32) {
+    /// Names `unit`, whose chunk was taken; `false` if the id is another unit's already.
+    pub(super) fn insert(&mut self, id: BlockId, unit: u32) -> bool {
         let (shard, hash) = hash(&id);
-        self.ids[unit] = id;
         let shard = &mut self.shards[shard];
         if (shard.len as usize + 1) * 4 > shard.entries.len() * 3 {
             self.shard_bytes -= shard.bytes();
@@ -118,8 +127,12 @@ impl Units {
             self.shard_bytes += shard.bytes();
             self.largest_shard = self.largest_shard.max(shard.bytes());
         }
-        shard.insert(u64::from(hash) << 32 | u64::from(unit));
-        self.len += 1;
+        let added = shard.insert(hash, unit, |other| self.ids[other] == id);
+        if added {
+            self.ids[unit] = id;
+            self.len += 1;
+        }
+        added
     }
 
     pub(super) fn remove(&mut self, unit: u32) {
@@ -177,20 +190,30 @@ impl Shard {
         if at + 1 == self.entries.len() { 0 } else { at + 1 }
     }
 
-    /// There is always a vacant place: see the load that [`Units::insert`] allows.
-    fn insert(&mut self, entry: u64) {
-        let mut at = self.home((entry >> 32) as u32);
-        while self.entries[at] != VACANT {
+    /// Adds an entry unless `is_it` knows one with its hash. There is always a vacant place: see the load that
+    /// [`Units::insert`] allows.
+    fn insert(&mut self, hash: u32, unit: u32, is_it: impl Fn(u32) -> bool) -> bool {
+        let mut at = self.home(hash);
+        loop {
+            let entry = self.entries[at];
+            if entry == VACANT {
+                self.entries[at] = u64::from(hash) << 32 | u64::from(unit);
+                self.len += 1;
+                return true;
+            }
+            if (entry >> 32) as u32 == hash && is_it(entry as u32) {
+                return false;
+            }
             at = self.next(at);
         }
-        self.entries[at] = entry;
-        self.len += 1;
     }
 
     fn resize(&mut self, capacity: usize) {
         let old = std::mem::replace(&mut self.entries, vec![VACANT; capacity].into_boxed_slice());
         self.len = 0;
-        old.iter().filter(|&&entry| entry != VACANT).for_each(|&entry| self.insert(entry));
+        for entry in old.into_iter().filter(|&entry| entry != VACANT) {
+            self.insert((entry >> 32) as u32, entry as u32, |_| false);
+        }
     }
 
     fn remove(&mut self, entry: u64) {

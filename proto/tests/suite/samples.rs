@@ -2,7 +2,9 @@
 
 use kvasir_proto::block::{BlockId, ClusterKey};
 use kvasir_proto::codec::{self, Cap, CodecError};
-use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
+use kvasir_proto::event::{
+    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexFrame,
+};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
 use kvasir_proto::sequence::*;
@@ -309,6 +311,17 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::Runs(vec![(id(1), vec![id(2)], Medium::Device)]),
                 KvSnapshotFrame::End,
                 KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
+            ],
+        ),
+        samples(
+            "PeerIndexFrame",
+            Events,
+            [
+                PeerIndexFrame::Roots(vec![id(1)]),
+                PeerIndexFrame::Worker { node: node("w1"), epoch: Epoch(3), sequence: 70_000 },
+                PeerIndexFrame::Runs(vec![(id(1), vec![id(2)], Medium::Device)]),
+                PeerIndexFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
+                PeerIndexFrame::End { digest: [7; 32] },
             ],
         ),
         samples("SequenceRequest", Request, [sequence_request(SequenceOperation::List)]),
