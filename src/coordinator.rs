@@ -6,6 +6,7 @@ use crate::{cluster_key, home, models};
 use coordinator::api::auth::KeyEntry;
 use coordinator::config::Config;
 use coordinator::models::ModelEntry;
+use coordinator::routing::Routing;
 use coordinator::server::{self, StartError};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -79,6 +80,9 @@ pub(crate) struct CoordinatorSettings {
     /// Memory for the prefix index, such as 256MiB.
     #[arg(long, value_name = "SIZE", env = "KVASIR_INDEX_BYTES")]
     pub(crate) index_bytes: Option<ByteSize>,
+    /// By what a worker is chosen; all but `prefix` are there to compare with.
+    #[arg(long, value_enum, env = "KVASIR_ROUTING")]
+    pub(crate) routing: Option<RoutingArg>,
     /// HTTP connections at a time on the API port.
     #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
     pub(crate) max_connections: Option<usize>,
@@ -86,6 +90,28 @@ pub(crate) struct CoordinatorSettings {
     #[arg(skip)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) keys: Option<Vec<KeyEntry>>,
+}
+
+/// See [`Routing`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum RoutingArg {
+    /// The least time until it answers, what it holds of the prompt counted in.
+    Prefix,
+    /// The same as if nobody held anything.
+    LeastLoad,
+    /// One after the other.
+    RoundRobin,
+}
+
+impl From<RoutingArg> for Routing {
+    fn from(arg: RoutingArg) -> Self {
+        match arg {
+            RoutingArg::Prefix => Self::Prefix,
+            RoutingArg::LeastLoad => Self::LeastLoad,
+            RoutingArg::RoundRobin => Self::RoundRobin,
+        }
+    }
 }
 
 impl CoordinatorSettings {
@@ -133,6 +159,7 @@ impl CoordinatorSettings {
             suspect_after: or!(suspect_after, millis(default.suspect_ms), "a few missed reports"),
             lease: or!(lease, millis(default.lease_ms), "a pause longer than this is a death"),
             index_bytes: or!(index_bytes, ByteSize(default.index_bytes), "a bound, not a reservation"),
+            routing: or!(routing, RoutingArg::Prefix, "it computes the least"),
             max_connections: or!(max_connections, default.max_connections, "a bound on open files"),
         };
         Ok((complete, explained))
@@ -164,6 +191,7 @@ impl CoordinatorSettings {
             suspect_ms: ms(self.suspect_after, default.suspect_ms),
             lease_ms: ms(self.lease, default.lease_ms),
             index_bytes: self.index_bytes.map_or(default.index_bytes, |size| size.0),
+            routing: self.routing.map_or(default.routing, Into::into),
             max_connections: self.max_connections.unwrap_or(default.max_connections),
             drain_s: ms(self.drain_timeout, default.drain_s * 1000).div_ceil(1000),
         };

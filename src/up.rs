@@ -7,7 +7,7 @@ mod nodes;
 mod supervisor;
 
 use crate::config::{self, ByteSize, ConfigError, DiskBudget};
-use crate::coordinator::CoordinatorSettings;
+use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::worker::WorkerSettings;
@@ -96,6 +96,9 @@ struct UpSettings {
     /// What quantised matrices are multiplied with [default: int8]
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     activations: Option<ActivationsArg>,
+    /// By what a worker is chosen; all but `prefix` are there to compare with [default: prefix]
+    #[arg(long, value_enum, env = "KVASIR_ROUTING")]
+    routing: Option<RoutingArg>,
     /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     data_dir: Option<PathBuf>,
@@ -173,6 +176,7 @@ impl Plan {
                 models: Some(vec![named.clone()]),
                 hold_ready: Some(true),
                 keys: self.settings.keys.clone(),
+                routing: self.settings.routing,
                 ..CoordinatorSettings::default()
             };
             coordinators.push((name, settings));

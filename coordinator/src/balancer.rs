@@ -11,7 +11,7 @@ mod tests;
 
 use crate::admission::{Queue, QueueLimits, Waiting, retry_after};
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
-use crate::routing::Reason;
+use crate::routing::{Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
 use proto::block::BlockId;
@@ -39,6 +39,8 @@ pub struct Policy {
     pub max_attempts: u32,
     /// Bytes for the prefix index.
     pub index_bytes: u64,
+    /// By what a worker is chosen.
+    pub routing: Routing,
 }
 
 impl Default for Policy {
@@ -51,6 +53,7 @@ impl Default for Policy {
             event_lag: Duration::from_secs(1),
             max_attempts: 4,
             index_bytes: 256 << 20,
+            routing: Routing::Prefix,
         }
     }
 }

@@ -4,6 +4,7 @@ use crate::admission::QueueLimits;
 use crate::api::auth::KeyEntry;
 use crate::balancer::Policy;
 use crate::models::ModelEntry;
+use crate::routing::Routing;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -40,6 +41,8 @@ pub struct Config {
     pub lease_ms: u64,
     /// Memory for the prefix index, in bytes.
     pub index_bytes: u64,
+    /// By what a worker is chosen.
+    pub routing: Routing,
     /// HTTP connections at a time, on the API port.
     pub max_connections: usize,
     /// Seconds that requests under way are given when the coordinator is told to stop.
@@ -66,6 +69,7 @@ impl Default for Config {
             suspect_ms: millis(policy.suspect_after),
             lease_ms: millis(policy.lease),
             index_bytes: policy.index_bytes,
+            routing: policy.routing,
             max_connections: 4096,
             drain_s: 30,
         }
@@ -130,6 +134,7 @@ impl Config {
             suspect_after: Duration::from_millis(self.suspect_ms),
             lease: Duration::from_millis(self.lease_ms),
             index_bytes: self.index_bytes,
+            routing: self.routing,
             ..Policy::default()
         }
     }

@@ -11,6 +11,7 @@ mod tests;
 
 use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
+use serde::{Deserialize, Serialize};
 
 /// How often the request's own work counts: once as its own latency, twice as delay of others.
 pub const WORK_WEIGHT: f64 = 3.0;
@@ -38,6 +39,19 @@ pub struct Candidate {
     pub prefill_rate: f32,
     /// Measured time of a decode step in milliseconds; 0 if unknown.
     pub step_ms: f32,
+}
+
+/// By what a worker is chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Routing {
+    /// The least time until it answers, with what it holds of the prompt counted in.
+    #[default]
+    Prefix,
+    /// The same as if nobody held anything; to compare with.
+    LeastLoad,
+    /// One after the other; to compare with.
+    RoundRobin,
 }
 
 /// Why a worker was chosen, as told in `x-kvasir-route`.
@@ -85,28 +99,43 @@ pub fn predicted_tokens(prompt_tokens: u32, units: u32) -> u32 {
 
 /// Chooses among `candidates`; `None` only if there are none. `random` breaks ties: of two candidates drawn
 /// from those that cost the same, the one with less in hand is taken, so that several coordinators with the
-/// same view do not all run to the same worker.
-pub fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<Choice> {
+/// same view do not all run to the same worker. `turn` counts the choices so far.
+pub fn choose(
+    routing: Routing,
+    prompt_tokens: u32,
+    candidates: &[Candidate],
+    random: u64,
+    turn: u64,
+) -> Option<Choice> {
     let rate = candidates.iter().map(|c| f64::from(c.prefill_rate)).fold(0.0, f64::max);
     let assumed_rate = if rate > 0.0 { rate } else { ASSUMED_PREFILL_RATE };
-    let mut tied: Vec<(&Candidate, f64)> =
-        candidates.iter().map(|c| (c, cost(prompt_tokens, c, assumed_rate))).collect();
-    let best = tied.iter().map(|&(_, cost)| cost).fold(f64::INFINITY, f64::min);
-    tied.retain(|&(_, cost)| cost <= best + (best * TIE_SHARE).max(TIE_S));
-    let (chosen, cost) = two_choices(&tied, random)?;
-    let predicted = predicted_tokens(prompt_tokens, chosen.units);
+    let cached = |c: &Candidate| predicted_tokens(prompt_tokens, c.units);
+    let seconds = |c: &Candidate| match routing {
+        Routing::Prefix | Routing::RoundRobin => cost(prompt_tokens - cached(c), c, assumed_rate),
+        Routing::LeastLoad => cost(prompt_tokens, c, assumed_rate),
+    };
+    let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, seconds(c))).collect();
+    let (chosen, cost) = match routing {
+        Routing::Prefix | Routing::LeastLoad => {
+            let best = tied.iter().map(|&(_, cost)| cost).fold(f64::INFINITY, f64::min);
+            tied.retain(|&(_, cost)| cost <= best + (best * TIE_SHARE).max(TIE_S));
+            two_choices(&tied, random)?
+        }
+        Routing::RoundRobin => *tied.get(turn.checked_rem(tied.len() as u64)? as usize)?,
+    };
+    let predicted = cached(chosen);
     let reason = match candidates.len() {
         1 => Reason::Only,
-        _ if predicted > 0 => Reason::Prefix,
+        _ if predicted > 0 && routing == Routing::Prefix => Reason::Prefix,
         _ => Reason::Load,
     };
     Some(Choice { slot: chosen.slot, reason, predicted, cost })
 }
 
-fn cost(prompt_tokens: u32, candidate: &Candidate, assumed_rate: f64) -> f64 {
+/// Of computing `own` tokens behind all that the candidate has to do.
+fn cost(own: u32, candidate: &Candidate, assumed_rate: f64) -> f64 {
     let rate = if candidate.prefill_rate > 0.0 { f64::from(candidate.prefill_rate) } else { assumed_rate };
     let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
-    let own = prompt_tokens - predicted_tokens(prompt_tokens, candidate.units);
     let queue = candidate.pending_tokens as f64 / rate + f64::from(candidate.running) * step;
     queue + WORK_WEIGHT * f64::from(own) / rate
 }

@@ -22,6 +22,8 @@ pub(super) struct Floor {
     loads: Vec<Option<Load>>,
     flights: HashMap<Ticket, Flight>,
     joins: u64,
+    /// Generations placed.
+    turns: u64,
 }
 
 /// How busy a worker is: what it reports, and what this coordinator has sent there since.
@@ -74,6 +76,7 @@ impl Floor {
             loads: (0..MAX_SLOTS).map(|_| None).collect(),
             flights: HashMap::new(),
             joins: 0,
+            turns: 0,
         }
     }
 
@@ -157,7 +160,8 @@ impl Floor {
             .filter(|(_, load)| load.own.unstarted + load.own.running < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(member.slot, overlap.units(member.slot)))
             .collect();
-        let choice = routing::choose(waiter.ask.prompt_tokens, &candidates, random);
+        let choice =
+            routing::choose(self.policy.routing, waiter.ask.prompt_tokens, &candidates, random, self.turns);
         let Some((choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
             return Placing::Later(waiter);
         };
@@ -276,6 +280,7 @@ impl Floor {
     fn book(&mut self, mut waiter: Waiter, choice: routing::Choice, assignment: &Assignment) {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
         let uncached = u64::from(waiter.ask.prompt_tokens - choice.predicted);
+        self.turns += 1;
         load.own.pending += uncached;
         load.own.unstarted += 1;
         let join = load.join;

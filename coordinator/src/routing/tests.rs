@@ -1,6 +1,10 @@
 use super::*;
 use proptest::prelude::*;
 
+fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<Choice> {
+    super::choose(Routing::Prefix, prompt_tokens, candidates, random, 0)
+}
+
 fn idle(index: usize) -> Candidate {
     Candidate {
         slot: Slot::new(index).unwrap(),
@@ -10,6 +14,19 @@ fn idle(index: usize) -> Candidate {
         prefill_rate: 2_000.0,
         step_ms: 8.0,
     }
+}
+
+#[test]
+fn routings_to_compare_with_do_not_look_at_what_is_held() {
+    let workers = [Candidate { units: 60, pending_tokens: 10, ..idle(0) }, idle(1)];
+    let by = |routing, turn| super::choose(routing, 1_000, &workers, 3, turn).unwrap();
+    assert_eq!(by(Routing::Prefix, 0).slot.index(), 0);
+    let least = by(Routing::LeastLoad, 0);
+    assert_eq!((least.slot.index(), least.reason, least.predicted), (1, Reason::Load, 0));
+    let turns: Vec<_> = (0..4).map(|turn| by(Routing::RoundRobin, turn)).collect();
+    assert_eq!(turns.iter().map(|c| c.slot.index()).collect::<Vec<_>>(), [0, 1, 0, 1]);
+    // What a worker has is told truly all the same.
+    assert_eq!((turns[0].predicted, turns[1].predicted), (960, 0));
 }
 
 #[test]

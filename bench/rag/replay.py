@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Replays RAG traffic through routers in front of the same Kvasir workers, and tells what the workers computed.
+
+    bench/rag/replay.py --questions 300 --concurrency 8
+
+Policies: Kvasir's (prefix), its own least-load and round-robin, and `sglang-router` and `smg` with their cache_aware
+policy in front of workers that are plain OpenAI servers (`kvasir worker --http`). Each policy gets fresh workers with
+empty caches and the same questions, with documents by rank; Kvasir also with the `documents` field. Needs both peers:
+`python3 -m venv target/peers/routers && target/peers/routers/bin/pip install sglang-router==0.3.2 smg==1.13.0`.
+"""
+import argparse
+import asyncio
+import contextlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from load import counter, get  # noqa: E402
+from servers import Server, free_port  # noqa: E402
+from traffic import Traffic, by_popularity, by_rank  # noqa: E402
+
+PREFILLED = "kvasir_prefill_tokens_computed_total"
+
+
+class Cluster(Server):
+    """`kvasir up` with a routing of its own."""
+
+    name, freezable = "kvasir", False
+
+    def __init__(self, logs, args, routing):
+        self.variant = routing
+        super().__init__(logs)
+        self.data = tempfile.TemporaryDirectory(prefix="kvasir-rag-")
+        self.spawn([args.kvasir, "up", args.model, "--workers", args.workers, "--threads", 1, "--http", "127.0.0.1:0",
+                    "--ops", "127.0.0.1:0", "--kv-bytes", args.kv_bytes, "--routing", routing, "--data-dir", self.data.name,
+                    "--json"], stdout=subprocess.PIPE)
+        up = json.loads(self.process.stdout.readline())
+        self.port = int(up["coordinators"][0]["http"].rsplit(":", 1)[1])
+        self.ops = [int(worker["ops"].rsplit(":", 1)[1]) for worker in up["workers"]]
+
+    def stop(self):
+        super().stop()
+        self.data.cleanup()
+
+
+class Worker(Server):
+    """One worker as a plain OpenAI server."""
+
+    name, freezable = "kvasir-worker", False
+
+    def __init__(self, logs, args, number):
+        self.variant = str(number)
+        super().__init__(logs)
+        self.port, self.ops = free_port(), free_port()
+        self.spawn([args.kvasir, "worker", "--http", f"127.0.0.1:{self.port}", "--ops", f"127.0.0.1:{self.ops}", "--quic",
+                    "127.0.0.1:0", "--model", args.model, "--threads", 1, "--kv-bytes", args.kv_bytes, "--workers-here",
+                    args.workers], stdout=subprocess.PIPE)
+        if not self.process.stdout.readline():
+            raise RuntimeError(f"a worker did not start: {self.log}")
+
+
+class Router(Server):
+    """A peer in front of such workers."""
+
+    freezable = False
+
+    def __init__(self, logs, args, name):
+        self.name, self.variant = name, "cache_aware"
+        super().__init__(logs)
+        self.workers = []
+        try:
+            self.workers = [Worker(logs, args, number) for number in range(args.workers)]
+            self.ops = [worker.ops for worker in self.workers]
+            self.port = free_port()
+            urls = [f"http://127.0.0.1:{worker.port}" for worker in self.workers]
+            self.spawn([args.routers / name, "launch", "--policy", "cache_aware", "--host", "127.0.0.1", "--port", self.port,
+                        "--prometheus-port", free_port(), "--worker-urls", *urls])
+            self.wait_ready("/health")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self):
+        super().stop()
+        for worker in self.workers:
+            worker.stop()
+
+
+async def ask(port, body):
+    """One streamed chat; seconds to its first event, and tokens of its prompt and of these cached."""
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    started = time.monotonic()
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                 b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+    first, usage, status = None, None, await reader.readline()
+    while line := await reader.readline():
+        if b"data:" not in line:
+            continue
+        if b'"content":"' in line and b'"content":""' not in line:
+            first = first or time.monotonic() - started
+        if b'"usage":{' in line:
+            usage = json.loads(line[line.index(b"{"):])["usage"]
+    writer.close()
+    if b" 200 " not in status or usage is None:
+        raise RuntimeError(f"no answer: {status.decode().strip()}")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {"ttft": first or time.monotonic() - started, "prompt": usage["prompt_tokens"], "cached": cached}
+
+
+async def replay(port, bodies, concurrency):
+    """All bodies, so many at a time, in their order."""
+    waiting, answers = list(enumerate(bodies))[::-1], [None] * len(bodies)
+
+    async def client():
+        while waiting:
+            place, body = waiting.pop()
+            answers[place] = await ask(port, body)
+
+    await asyncio.gather(*[client() for _ in range(concurrency)])
+    return answers
+
+
+def quantile(values, share):
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def measure(server, model, shape, args):
+    traffic = Traffic(documents=args.documents, length=args.words)
+    common = {"model": model, "max_tokens": args.out, "temperature": 0, "ignore_eos": True, "stream": True,
+              "stream_options": {"include_usage": True}}
+    bodies = [{**shape(question), **common} for question in traffic.questions(args.questions)]
+    started = time.monotonic()
+    answers = asyncio.run(replay(server.port, bodies, args.concurrency))
+    wall = time.monotonic() - started
+    computed = [counter(get(f"http://127.0.0.1:{port}/metrics"), PREFILLED) for port in server.ops]
+    prompt = sum(answer["prompt"] for answer in answers)
+    mean = statistics.fmean(computed)
+    return {
+        "router": server.name, "policy": server.variant, "prompt": shape.__name__, "prompt_tokens": prompt,
+        "hit_ratio": round(sum(answer["cached"] for answer in answers) / prompt, 4), "computed": int(sum(computed)),
+        "load_cov": round(statistics.pstdev(computed) / mean, 4) if mean else 0.0, "seconds": round(wall, 2),
+        "ttft_p50": round(quantile([a["ttft"] for a in answers], 0.5), 3),
+        "ttft_p99": round(quantile([a["ttft"] for a in answers], 0.99), 3),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kvasir", type=pathlib.Path, default=ROOT / "target/release/kvasir")
+    parser.add_argument("--routers", type=pathlib.Path, default=ROOT / "target/peers/routers/bin")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kv-bytes", default="512MiB")
+    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--words", type=int, default=120, help="words of a document")
+    parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--out", type=int, default=4, help="tokens of an answer")
+    parser.add_argument("--only", help="routers, by name and policy: kvasir-prefix,smg-cache_aware,..")
+    parser.add_argument("--results", type=pathlib.Path, default=ROOT / "target/bench/rag.jsonl")
+    args = parser.parse_args()
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    logs = args.results.parent
+    runs = [("kvasir", routing, by_rank) for routing in ("prefix", "least-load", "round-robin")]
+    runs += [("kvasir", "prefix", by_popularity)]
+    runs += [(name, "cache_aware", by_rank) for name in ("sglang-router", "smg")]
+    model = pathlib.Path(args.model).stem if "/" in args.model else args.model
+    with open(args.results, "a") as results:
+        for name, policy, shape in runs:
+            if args.only and f"{name}-{policy}" not in args.only.split(","):
+                continue
+            server = Cluster(logs, args, policy) if name == "kvasir" else Router(logs, args, name)
+            with contextlib.closing(contextlib.ExitStack()) as stack:
+                stack.callback(server.stop)
+                row = measure(server, model, shape, args)
+            results.write(json.dumps(row) + "\n")
+            results.flush()
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""RAG traffic: questions that each bring a few documents out of many, some of which are asked for far more often."""
+import random
+
+WORDS = 12_000
+
+
+class Traffic:
+    """The same questions for every server, in the same order.
+
+    `documents` texts of `length` words; each question has from `least` to `most` of them, drawn by Zipf's law with
+    exponent `skew`, ranked at random: a retriever's order depends on the question.
+    """
+
+    def __init__(self, documents=200, length=120, least=3, most=8, skew=1.0, seed=1):
+        draw = random.Random(seed)
+        self.documents = []
+        for number in range(documents):
+            words = " ".join(_word(draw.randrange(WORDS)) for _ in range(length))
+            self.documents.append({"id": f"doc{number:03}", "text": words})
+        self.weights = [1 / (rank + 1) ** skew for rank in range(documents)]
+        self.least, self.most, self.seed = least, most, seed
+
+    def questions(self, count):
+        draw = random.Random(self.seed + 1)
+        for number in range(count):
+            wanted, chosen = draw.randint(self.least, self.most), {}
+            while len(chosen) < wanted:
+                [place] = draw.choices(range(len(self.documents)), self.weights)
+                chosen[place] = None
+            ranked = list(chosen)
+            draw.shuffle(ranked)
+            question = " ".join(_word(draw.randrange(WORDS)) for _ in range(12))
+            yield {"documents": [self.documents[place] for place in ranked], "question": f"{number}: {question}?"}
+
+
+def _word(number):
+    syllables = ["ka", "ro", "mi", "te", "su", "lo", "ne", "da", "vi", "pu", "go", "fa"]
+    text = ""
+    for _ in range(3):
+        number, place = divmod(number, len(syllables))
+        text += syllables[place]
+    return text
+
+
+def by_rank(request):
+    """The prompt as a client without help writes it: documents in the order of their rank."""
+    texts = "\n".join(f"<document id=\"{d['id']}\">\n{d['text']}\n</document>" for d in request["documents"])
+    content = f"Documents:\n{texts}\n\n{request['question']}"
+    return {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]}
+
+
+def by_popularity(request):
+    """Documents as a field: the server orders them."""
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request["question"]}]
+    return {"messages": messages, "documents": request["documents"]}
+
+
+SYSTEM = "You answer questions from the documents given, and say so when they do not hold the answer."
