@@ -319,15 +319,15 @@ impl Engine {
         if prompt.is_empty() {
             return refuse("prompt", "it is empty".to_owned());
         }
-        if stop.max_tokens == 0 {
-            // Nothing would ever end it.
-            return refuse("max_tokens", "it is 0".to_owned());
-        }
         if prompt.len() >= self.max_model_len {
             return Err(GenerateError::ContextLength {
                 need: prompt.len() as u64 + 1,
                 limit: self.max_model_len as u64,
             });
+        }
+        if stop.max_tokens == 0 {
+            // Nothing would ever end it.
+            return refuse("max_tokens", "it is 0".to_owned());
         }
         if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
             return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
