@@ -25,6 +25,7 @@ use proto::message::{
 };
 use proto::sequence::SequenceName;
 use resume::{Resume, SequenceKey};
+use siblings::Siblings;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,6 +33,7 @@ use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
 
 pub mod resume;
+mod siblings;
 pub mod thread;
 mod tiering;
 
@@ -140,6 +142,16 @@ struct Live {
     last_token: Option<Instant>,
 }
 
+/// A token that was drawn.
+struct Draw {
+    /// The sequence whose row it was drawn from.
+    of: SeqId,
+    /// Who has drawn it: the sequence itself, or one that goes on from there as its fork.
+    id: SeqId,
+    token: u32,
+    logprobs: Option<TokenLogprobs>,
+}
+
 /// See the module.
 pub struct Engine {
     decoder: Decoder,
@@ -147,6 +159,7 @@ pub struct Engine {
     events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
     live: HashMap<SeqId, Live>,
+    siblings: Siblings,
     resume: Resume,
     tiering: Option<Tiering>,
     next_id: u64,
@@ -186,6 +199,7 @@ impl Engine {
             events: Arc::new(Mutex::new(events)),
             tokenizer,
             live: HashMap::new(),
+            siblings: Siblings::default(),
             resume: Resume::new(origin),
             tiering: None,
             next_id: 0,
@@ -258,8 +272,18 @@ impl Engine {
             last_token: None,
         };
         self.live.insert(id, live);
-        let queued = self.bring_or_park(now, request).is_none_or(|request| self.enqueue(request));
-        queued.then_some(id)
+        self.queue(now, request).then_some(id)
+    }
+
+    /// Has the request of a live sequence wait for one with the same prompt, or for what a tier has of it, or queues
+    /// it; `false` if it is refused, and its sink has heard so.
+    fn queue(&mut self, now: Instant, request: SequenceRequest) -> bool {
+        let can_fork =
+            |live: &Live| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
+        let joins = self.scheduler.shares() && self.live.get(&request.id).is_some_and(can_fork);
+        let request = if joins { self.siblings.join(request) } else { Some(request) };
+        let Some(request) = request else { return true };
+        self.bring_or_park(now, request).is_none_or(|request| self.enqueue(request))
     }
 
     /// Queues the request of a live sequence; `false` if it is refused, and its sink has heard so.
@@ -275,6 +299,7 @@ impl Engine {
                 if let Some(mut live) = self.live.remove(&id) {
                     live.sink.frame(GenerateFrame::Failed(refusal(rejected)));
                 }
+                self.siblings.gone(id);
                 false
             }
         }
@@ -294,15 +319,15 @@ impl Engine {
         if prompt.is_empty() {
             return refuse("prompt", "it is empty".to_owned());
         }
-        if stop.max_tokens == 0 {
-            // Nothing would ever end it.
-            return refuse("max_tokens", "it is 0".to_owned());
-        }
         if prompt.len() >= self.max_model_len {
             return Err(GenerateError::ContextLength {
                 need: prompt.len() as u64 + 1,
                 limit: self.max_model_len as u64,
             });
+        }
+        if stop.max_tokens == 0 {
+            // Nothing would ever end it.
+            return refuse("max_tokens", "it is 0".to_owned());
         }
         if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
             return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
@@ -334,6 +359,7 @@ impl Engine {
         self.remember_live(id);
         if self.live.remove(&id).is_some() {
             self.scheduler.remove(id);
+            self.siblings.gone(id);
             self.count_end(Reason::abort);
         }
     }
@@ -353,6 +379,11 @@ impl Engine {
         self.expire(now);
         self.copy_out();
         self.unpark(now);
+        for orphan in self.siblings.take_orphans() {
+            if self.live.contains_key(&orphan.id) {
+                self.queue(now, orphan);
+            }
+        }
         let planned = self.scheduler.plan().map_err(|broken| Error::Invariant(broken.to_string()))?;
         let Some(plan) = planned else {
             self.publish();
@@ -360,10 +391,11 @@ impl Engine {
         };
         run(&mut self.decoder, &self.scheduler, &plan)?;
         self.read_states(&plan)?;
-        let sampled = self.draw(&plan)?;
+        let mut sampled = self.draw(&plan)?;
         let rows = plan.tokens.len();
         let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
-        let drawn: Vec<(SeqId, u32)> = sampled.iter().map(|(id, token, _)| (*id, *token)).collect();
+        let own = sampled.iter().filter(|draw| draw.of == draw.id);
+        let drawn: Vec<(SeqId, u32)> = own.map(|draw| (draw.id, draw.token)).collect();
         self.scheduler.complete(plan.step, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
         let ended = Instant::now();
         let took = ended.saturating_duration_since(now);
@@ -371,17 +403,35 @@ impl Engine {
         self.steps += 1;
         self.metrics.steps.inc();
         self.metrics.iteration_tokens.0.observe(rows as f64);
-        for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
-            self.start(sequence.id);
+        self.fork_siblings(&plan, &mut sampled);
+        for draw in &sampled {
+            self.start(draw.id);
         }
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk && !sequence.samples) {
             self.warmed(ended, sequence.id);
         }
-        for (id, token, logprobs) in sampled {
+        for Draw { id, token, logprobs, .. } in sampled {
             self.emit(ended, id, token, logprobs);
         }
         self.publish();
         Ok(StepOutcome::Ran { rows })
+    }
+
+    /// Where a prompt has ended, those that waited for it go on from there with what they have drawn. Who cannot be
+    /// forked is queued, and will draw the same again: a draw depends on the seed and the logits.
+    fn fork_siblings(&mut self, plan: &StepPlan, drawn: &mut Vec<Draw>) {
+        for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
+            for request in self.siblings.part(sequence.id) {
+                let Some(at) = drawn.iter().position(|draw| draw.id == request.id) else { continue };
+                let (id, token, most) = (request.id, drawn[at].token, request.max_new_tokens);
+                if self.scheduler.fork(sequence.id, id, token, most).is_ok() {
+                    self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
+                } else {
+                    drawn.remove(at);
+                    self.enqueue(request);
+                }
+            }
+        }
     }
 
     /// Hands the states behind a prompt to whoever wants them.
@@ -397,41 +447,50 @@ impl Engine {
     }
 
     /// Logits of rows that are drawn from or wanted whole, and the draws.
-    fn draw(&mut self, plan: &StepPlan) -> Result<Vec<(SeqId, u32, Option<TokenLogprobs>)>, Error> {
-        let mut plain: Vec<(SeqId, u32)> = Vec::new();
+    /// A last row of a prompt is drawn from for everybody who waits for it.
+    fn draw(&mut self, plan: &StepPlan) -> Result<Vec<Draw>, Error> {
+        // (sequence of the row, who draws, row)
+        let mut plain: Vec<(SeqId, SeqId, u32)> = Vec::new();
         let mut rows: Vec<u32> = Vec::new();
-        // (sequence, position, whether this row is drawn from)
-        let mut targets: Vec<(SeqId, usize, bool)> = Vec::new();
-        for sequence in &plan.sequences {
-            let Some(live) = self.live.get(&sequence.id) else { continue };
+        // (sequence of the row, who hears or draws, position, whether this row is drawn from)
+        let mut targets: Vec<(SeqId, SeqId, usize, bool)> = Vec::new();
+        let with_siblings = plan.sequences.iter().flat_map(|sequence| {
+            let siblings = sequence.samples.then(|| self.siblings.followers(sequence.id));
+            let ids = std::iter::once(sequence.id).chain(siblings.into_iter().flatten());
+            ids.map(move |id| (sequence, id))
+        });
+        for (sequence, id) in with_siblings {
+            let Some(live) = self.live.get(&id) else { continue };
+            let of = sequence.id;
             let last = sequence.rows.end - 1;
             let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
             if live.all_logits {
                 for row in sequence.rows.clone() {
                     rows.push(row);
-                    targets.push((sequence.id, position(row), sequence.samples && row == last));
+                    targets.push((of, id, position(row), sequence.samples && row == last));
                 }
             } else if sequence.samples {
                 match live.sampler.is_plain_argmax() {
-                    true => plain.push((sequence.id, last)),
+                    true => plain.push((of, id, last)),
                     false => {
                         rows.push(last);
-                        targets.push((sequence.id, position(last), true));
+                        targets.push((of, id, position(last), true));
                     }
                 }
             }
         }
         let mut drawn = Vec::with_capacity(plan.sequences.len());
         if !plain.is_empty() {
-            let picked: Vec<u32> = plain.iter().map(|(_, row)| *row).collect();
+            let picked: Vec<u32> = plain.iter().map(|(_, _, row)| *row).collect();
             let mut best = Vec::with_capacity(picked.len());
             self.decoder.argmax(&picked, &mut best)?;
-            drawn.extend(plain.iter().zip(best).map(|((id, _), token)| (*id, token, None)));
+            let draws = plain.iter().zip(best);
+            drawn.extend(draws.map(|(&(of, id, _), token)| Draw { of, id, token, logprobs: None }));
         }
         if !rows.is_empty() {
             let live = &mut self.live;
             self.decoder.logits(&rows, &mut |index, row| {
-                let (id, position, draws) = targets[index];
+                let (of, id, position, draws) = targets[index];
                 let Some(live) = live.get_mut(&id) else { return };
                 if live.all_logits {
                     live.sink.logits(position, row);
@@ -439,7 +498,7 @@ impl Engine {
                 if draws {
                     let mut scratch = row.to_vec();
                     let (token, logprobs) = live.sampler.draw(&mut scratch);
-                    drawn.push((id, token, logprobs));
+                    drawn.push(Draw { of, id, token, logprobs });
                 }
             })?;
         }
@@ -510,6 +569,7 @@ impl Engine {
         for (id, age) in late {
             self.remember_live(id);
             self.scheduler.remove(id);
+            self.siblings.gone(id);
             let Some(mut live) = self.live.remove(&id) else { continue };
             self.count_end(Reason::error);
             let after_ms = age.as_millis() as u64;
@@ -558,7 +618,9 @@ impl Engine {
         let stats = self.scheduler.stats();
         EngineLoad {
             running: stats.running,
-            waiting: stats.waiting + self.tiering.as_ref().map_or(0, Tiering::parked),
+            waiting: stats.waiting
+                + self.siblings.waiting()
+                + self.tiering.as_ref().map_or(0, Tiering::parked),
             pending_prefill_tokens: stats.pending_prefill_tokens,
             kv_used: stats.kv_used_bytes,
             kv_total: stats.kv_total_bytes,

@@ -179,11 +179,7 @@ impl Scheduler {
         if waiting >= self.config.max_waiting {
             return Err(Rejected::QueueFull { waiting });
         }
-        let need = request.prompt.len() as u64 + u64::from(request.max_new_tokens.max(1)) - 1;
-        let fits = u32::try_from(need).is_ok_and(|need| self.cache.possible(need, self.step_tokens()));
-        if !fits {
-            return Err(Rejected::TooLong { need, limit: u64::from(self.max_sequence_tokens()) });
-        }
+        self.check_length(request.prompt.len(), request.max_new_tokens)?;
         self.arrivals += 1;
         let key = self.config.prefix_cache.then_some(&self.key);
         let recurrent = key.is_some() && self.cache.has_states();
@@ -191,7 +187,14 @@ impl Scheduler {
             .then(|| self.config.checkpoints.of_prompt(request.prompt.len() as u32, &request.boundaries));
         let mut sequence = Sequence::new(request, self.arrivals, key);
         sequence.wishes = wishes.unwrap_or_default();
-        let (id, rank) = (sequence.id, sequence.rank);
+        let rank = sequence.rank;
+        let slot = self.insert(sequence);
+        self.waiting.insert(rank, slot);
+        Ok(())
+    }
+
+    fn insert(&mut self, sequence: Sequence) -> u32 {
+        let id = sequence.id;
         let slot = match self.vacant.pop() {
             Some(slot) => {
                 self.sequences[slot as usize] = Some(sequence);
@@ -203,8 +206,15 @@ impl Scheduler {
             }
         };
         self.by_id.insert(id, slot);
-        self.waiting.insert(rank, slot);
-        Ok(())
+        slot
+    }
+
+    fn check_length(&self, prompt: usize, max_new_tokens: u32) -> Result<(), Rejected> {
+        let need = prompt as u64 + u64::from(max_new_tokens.max(1)) - 1;
+        match u32::try_from(need).is_ok_and(|need| self.cache.possible(need, self.step_tokens())) {
+            true => Ok(()),
+            false => Err(Rejected::TooLong { need, limit: u64::from(self.max_sequence_tokens()) }),
+        }
     }
 
     /// The longest sequence that fits when it is alone, in tokens of KV.

@@ -166,7 +166,10 @@ impl Generation {
                         continue;
                     }
                     let assignment = &attempt.placed.assignment;
-                    self.claim.dispatch().metrics.cached(assignment.predicted, started.cached_tokens);
+                    // Only a fork computes nothing of its prompt: it looks nothing up that could have been predicted.
+                    let forked = started.computed_tokens == 0;
+                    let predicted = if forked { started.cached_tokens } else { assignment.predicted };
+                    self.claim.dispatch().metrics.cached(predicted, started.cached_tokens);
                     return Ok(Event::Started(Started {
                         node: assignment.node.clone(),
                         reason: assignment.reason,

@@ -86,6 +86,9 @@ impl KvCache {
                     *held.entry(block).or_default() += 1;
                 }
             }
+            for &(group, block) in &sequence.tail {
+                *held[group].entry(block).or_default() += 1;
+            }
             for (group, slot) in
                 self.state_group().into_iter().flat_map(|g| sequence.state.blocks().map(move |s| (g, s)))
             {

@@ -9,6 +9,8 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 pub enum HitStop {
     /// Nothing was looked up: prefix caching is off, or the placement does not share.
     Disabled,
+    /// Nothing was looked up: the sequence goes on from where another one stood, and computes nothing of its prompt.
+    Forked,
     /// Everything that may be served is: the last token of a prompt is always computed.
     PromptEnd,
     /// A group that needs every unit lacks one.
@@ -47,6 +49,7 @@ impl HitStop {
     pub fn name(self) -> &'static str {
         match self {
             Self::Disabled => "disabled",
+            Self::Forked => "forked",
             Self::PromptEnd => "prompt_end",
             Self::NotCached { .. } => "not_cached",
             Self::WindowGone { .. } => "window_gone",
@@ -61,7 +64,7 @@ impl std::fmt::Display for HitStop {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())?;
         match self {
-            Self::Disabled | Self::PromptEnd => Ok(()),
+            Self::Disabled | Self::Forked | Self::PromptEnd => Ok(()),
             Self::NotCached { group, token } | Self::WindowGone { group, token } => {
                 write!(f, " group={group} token={token}")
             }

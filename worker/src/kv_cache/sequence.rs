@@ -1,6 +1,7 @@
 //! One sequence's share of the cache: its tables, and the place in the prefix tree where it stands.
 
 mod advance;
+mod fork;
 mod room;
 
 use super::state::StateSlots;
@@ -18,6 +19,8 @@ pub(crate) struct SequenceCache {
     /// One per group; that of recurrent states stays empty.
     pub(super) tables: Vec<BlockTable>,
     pub(super) state: StateSlots,
+    /// (group, block) of which the first part is still to be copied into the table's last block: see [`KvCache::fork`].
+    pub(super) tail: Vec<(usize, u32)>,
 }
 
 /// Why a sequence did not advance to a hit.
@@ -54,7 +57,7 @@ impl KvCache {
     pub(crate) fn open(&mut self, root: Option<BlockId>) -> SequenceCache {
         let tables = vec![BlockTable::default(); self.spec.groups.len()];
         let cursor = root.and_then(|id| self.tree.pin_root(id));
-        SequenceCache { len: 0, cursor, tables, state: StateSlots::default() }
+        SequenceCache { cursor, tables, ..SequenceCache::default() }
     }
 
     /// A sequence with room for `max_len` tokens in one run per group, and a slot. `None`: there is no such run now.
@@ -101,6 +104,10 @@ impl KvCache {
             for &block in table.live_blocks().iter().rev() {
                 self.pool.release(group, block);
             }
+        }
+        for (group, block) in std::mem::take(&mut sequence.tail) {
+            self.entries -= 1;
+            self.release(group, block);
         }
         if let Some(node) = sequence.cursor.take() {
             self.tree.unpin(node);

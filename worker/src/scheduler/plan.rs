@@ -172,6 +172,10 @@ impl Scheduler {
                 }
             }
         };
+        if self.cache.copy_tail(&mut sequence.cache, draft.step, &mut draft.copies) {
+            // Its copies belong to this step: it must take part in it.
+            sequence.committed_in = draft.step;
+        }
         let (first, end) = (from as usize / HASH_UNIT_TOKENS, (from + room) as usize / HASH_UNIT_TOKENS);
         if prefill && sequence.cache.shares() {
             let ahead = sequence.units_ahead();
@@ -312,7 +316,7 @@ impl Scheduler {
     }
 
     /// Tokens that room is kept for: everybody running keeps room for its input and some to grow into.
-    fn ahead(&self, sequence: &Sequence) -> u32 {
+    pub(super) fn ahead(&self, sequence: &Sequence) -> u32 {
         sequence.len().saturating_add(self.lookahead).min(sequence.longest().max(sequence.len()))
     }
 

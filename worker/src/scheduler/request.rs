@@ -164,6 +164,8 @@ pub struct Counters {
     pub checkpoints: u64,
     /// Recurrent states that were to be kept and were not, for want of a slot that nobody needs.
     pub checkpoints_skipped: u64,
+    /// Sequences that went on from where another stood.
+    pub forks: u64,
     /// Pins given up because a sequence could not have run otherwise.
     pub pins_lost: u64,
 }

@@ -1,42 +1,95 @@
 //! Prefixes as things of their own: forked, pinned, saved and restored.
 
+use super::sequence::{Sequence, State};
 use super::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest};
-use crate::kv_cache::{PinId, PinRefused, RestoreId, ResumePoint};
+use crate::kv_cache::{HitStop, PinId, PinRefused, RestoreId, ResumePoint};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
 /// Why a sequence is not forked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ForkRefused {
-    /// There is no such sequence.
-    #[error("there is no sequence {0:?}")]
-    Unknown(SeqId),
+    /// It does not stand behind a token that was just drawn, or nothing is shared here.
+    #[error("sequence {0:?} cannot be forked where it stands")]
+    NotHere(SeqId),
+    /// Both would not fit beside what is promised to others.
+    #[error("there is no room for a fork now")]
+    NoRoom,
     /// The fork is refused as any sequence would be.
     #[error(transparent)]
     Rejected(#[from] Rejected),
 }
 
 impl Scheduler {
+    /// Whether sequences share what they have in common.
+    pub fn shares(&self) -> bool {
+        self.config.prefix_cache
+    }
+
     /// Prompt and drawn tokens of a live sequence.
     pub fn tokens(&self, id: SeqId) -> Option<&[u32]> {
         self.get(*self.by_id.get(&id)?).map(|sequence| &sequence.tokens[..])
     }
 
-    /// Queues a sequence that goes on from where `of` stands: its prompt is what `of` has, prompt and drawn
-    /// tokens. It shares every full unit, the state at the end of the last one included, through the prefix
-    /// tree: a fork computes at most 15 tokens besides the last, which is always computed for its logits.
-    pub fn fork(&mut self, of: SeqId, id: SeqId, max_new_tokens: u32) -> Result<(), ForkRefused> {
-        let slot = self.by_id.get(&of).copied();
-        let parent = slot.and_then(|slot| self.get(slot)).ok_or(ForkRefused::Unknown(of))?;
+    /// Starts a sequence that goes on from where `of` stands, which has just drawn a token: with the same tokens before
+    /// it and `drawn` in its place. The fork computes nothing of them: it shares the blocks, full ones until the end
+    /// and the last as a copy, and the recurrent state until either writes one. At most `max_new_tokens` are drawn,
+    /// this one included. After an error nothing has changed, and the tokens can be submitted as any prompt.
+    pub fn fork(&mut self, of: SeqId, id: SeqId, drawn: u32, max_new_tokens: u32) -> Result<(), ForkRefused> {
+        if self.by_id.contains_key(&id) {
+            return Err(Rejected::Duplicate(id).into());
+        }
+        let slot = self.by_id.get(&of).copied().ok_or(ForkRefused::NotHere(of))?;
+        let here = |parent: &&Sequence| {
+            parent.state == State::Running
+                && parent.in_flight.is_none()
+                && parent.cache.len() + 1 == parent.len()
+                && parent.len() > parent.prompt_len
+        };
+        let parent = self.get(slot).filter(here).filter(|_| self.config.prefix_cache);
+        let parent = parent.ok_or(ForkRefused::NotHere(of))?;
+        let (len, priority) = (parent.cache.len(), parent.rank.0.0);
+        self.check_length(len as usize, max_new_tokens)?;
+        if self.alone.is_some() || self.running.len() >= self.config.max_seqs {
+            return Err(ForkRefused::NoRoom);
+        }
         let request = SequenceRequest {
             id,
             root: parent.root,
-            prompt: parent.tokens.clone(),
+            prompt: parent.tokens[..len as usize].to_vec(),
             max_new_tokens,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
-            priority: parent.rank.0.0,
+            priority,
         };
-        Ok(self.submit(request)?)
+        let mut fork = Sequence::new(request, self.arrivals + 1, Some(&self.key));
+        fork.push(drawn, Some(&self.key));
+        let parent = self.sequences.get(slot as usize).and_then(Option::as_ref);
+        let cache = parent.and_then(|parent| self.cache.fork(&parent.cache));
+        fork.cache = cache.ok_or(ForkRefused::NoRoom)?;
+        let mut needs = vec![0; self.cache.spec().groups.len()];
+        let running = self.running.iter().filter_map(|&slot| self.get(slot));
+        for live in running.chain(std::iter::once(&fork)) {
+            self.cache.add_outstanding(&live.cache, self.ahead(live), self.step_tokens(), &mut needs);
+        }
+        if !self.cache.fits(&needs) {
+            self.cache.close(&mut fork.cache);
+            return Err(ForkRefused::NoRoom);
+        }
+        self.arrivals += 1;
+        fork.state = State::Running;
+        fork.seen = true;
+        fork.progressed_in = self.step;
+        fork.info.hit_stop = HitStop::Forked;
+        let cached = u64::from(fork.count_cached(0, len));
+        self.counters.prefix_query_tokens += cached;
+        self.counters.prefix_hit_tokens += cached;
+        self.counters.generated_tokens += 1;
+        self.counters.forks += 1;
+        let rank = fork.rank;
+        let slot = self.insert(fork);
+        let at = self.running.partition_point(|&other| self.get(other).is_some_and(|s| s.rank < rank));
+        self.running.insert(at, slot);
+        Ok(())
     }
 
     /// The deepest point within `tokens` at which a sequence could go on without computing anything before it,

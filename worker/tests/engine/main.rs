@@ -11,6 +11,7 @@ mod opaque;
 mod opaque_device;
 mod pins;
 mod resume;
+mod siblings;
 mod snapshots;
 mod storm;
 mod tiers;

@@ -16,7 +16,7 @@ use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// Storms per model.
-const SEEDS: u64 = 30;
+const SEEDS: u64 = 24;
 /// More than admission keeps room for.
 const GENERATE: u32 = 44;
 /// What a fork or a restored sequence generates beyond that at least.

@@ -2,7 +2,7 @@
 
 use super::simulator::*;
 use crate::kv_cache::{CheckpointPolicy, GroupKind, GroupSpec, HitStop, PinRefused};
-use crate::scheduler::{SchedulerConfig, SeqId};
+use crate::scheduler::{ForkRefused, Rejected, SchedulerConfig, SeqId};
 use proto::event::KvEvent;
 
 fn ample() -> crate::kv_cache::CacheSpec {
@@ -331,20 +331,63 @@ fn a_failed_step_keeps_no_state() {
 }
 
 #[test]
-fn a_fork_computes_less_than_a_unit_besides_its_last_token() {
-    for (prompt_len, steps) in [(33, 1), (100, 20), (128, 1), (90, 7)] {
-        let mut sim = Sim::new(chunked(512), ample());
-        let parent = sim.submit(ROOT, tokens(0..prompt_len), 50).unwrap();
-        for _ in 0..steps {
-            assert!(sim.step());
-        }
-        let forks: Vec<SeqId> = (0..3).map(|_| sim.fork(parent, 10).unwrap()).collect();
-        sim.run();
-        for fork in forks {
-            let (_, computed) = served(&sim, fork);
-            assert!(computed <= 16, "{prompt_len} {steps}: {computed}");
+fn a_fork_computes_nothing_and_shares_all_but_the_last_block() {
+    let specs = [ample(), full(16, 400), full(64, 100), mixed(40, 384 * 400), hybrid(64, 30, 300)];
+    for spec in specs {
+        for (prompt_len, steps) in [(5, 1), (33, 1), (64, 1), (100, 20), (128, 1), (90, 7)] {
+            let what = format!("{spec:?}: {prompt_len} {steps}");
+            let mut sim = Sim::new(chunked(512), spec.clone());
+            let parent = sim.submit(ROOT, tokens(0..prompt_len), 50).unwrap();
+            for _ in 0..steps {
+                assert!(sim.step());
+            }
+            let before = sim.scheduler.stats().kv_used_bytes;
+            let computed = sim.scheduler.stats().counters.prefill_tokens_computed;
+            let forks: Vec<SeqId> = (0..3).map(|token| sim.fork(parent, token, 10).unwrap()).collect();
+            let last: u64 = spec
+                .groups
+                .iter()
+                .filter(|group| group.kind != GroupKind::State)
+                .map(|group| group.block_bytes)
+                .sum();
+            let partial = !(prompt_len + steps - 1).is_multiple_of(spec.block_tokens);
+            let own = if partial { 3 * last } else { 0 };
+            assert_eq!(sim.scheduler.stats().kv_used_bytes, before + own, "{what}");
+            sim.check();
+            // One goes before it has computed anything.
+            sim.remove(forks[1]);
+            sim.run();
+            for fork in [forks[0], forks[2]] {
+                assert_eq!(served(&sim, fork), (prompt_len + steps - 1, 0), "{what}");
+                assert_eq!(sim.done[&fork].info.unwrap().hit_stop, HitStop::Forked, "{what}");
+            }
+            assert_eq!(sim.scheduler.stats().counters.prefill_tokens_computed, computed, "{what}");
+            assert_eq!(sim.scheduler.stats().kv_used_bytes, 0, "{what}");
+            sim.check();
         }
     }
+}
+
+#[test]
+fn only_what_stands_behind_a_drawn_token_is_forked() {
+    let mut sim = Sim::new(SchedulerConfig { max_seqs: 2, ..chunked(16) }, full(16, 400));
+    let parent = sim.submit(ROOT, tokens(0..40), 50).unwrap();
+    let id = SeqId(99);
+    let not_here = Err(ForkRefused::NotHere(parent));
+    assert_eq!(sim.scheduler.fork(parent, id, 1, 5), not_here);
+    for _ in 0..2 {
+        assert!(sim.step());
+        assert_eq!(sim.scheduler.fork(parent, id, 1, 5), not_here);
+    }
+    assert!(sim.step());
+    let pending = sim.plan().unwrap();
+    assert_eq!(sim.scheduler.fork(parent, id, 1, 5), not_here);
+    sim.complete(pending);
+    assert_eq!(sim.scheduler.fork(parent, parent, 1, 5), Err(Rejected::Duplicate(parent).into()));
+    assert!(matches!(sim.scheduler.fork(parent, id, 1, 9999), Err(ForkRefused::Rejected(_))));
+    sim.fork(parent, 1, 5).unwrap();
+    assert_eq!(sim.scheduler.fork(parent, id, 1, 5), Err(ForkRefused::NoRoom));
+    sim.run();
 }
 
 #[test]

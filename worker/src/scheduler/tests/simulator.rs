@@ -23,6 +23,8 @@ pub(super) struct Client {
     pub(super) max_new: u32,
     pub(super) output: Vec<u32>,
     pub(super) info: Option<SequenceInfo>,
+    /// A token that was not drawn here: it came with the fork.
+    given: Option<u32>,
     /// The true history behind each token of prompt and output.
     truth: Vec<u64>,
 }
@@ -102,19 +104,24 @@ impl Sim {
             priority: self.priority,
         })?;
         let truth = histories(root, &prompt);
-        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, truth });
+        self.live
+            .insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, given: None, truth });
         Ok(id)
     }
 
-    /// A sequence that goes on from where another stands.
-    pub(super) fn fork(&mut self, of: SeqId, max_new: u32) -> Result<SeqId, ForkRefused> {
+    /// A sequence that goes on from where another stands, with another last token.
+    pub(super) fn fork(&mut self, of: SeqId, token: u32, max_new: u32) -> Result<SeqId, ForkRefused> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
-        self.scheduler.fork(of, id, max_new)?;
+        self.scheduler.fork(of, id, token, max_new)?;
         let parent = &self.live[&of];
-        let (root, truth) = (parent.root, parent.truth.clone());
-        let prompt = [&parent.prompt[..], &parent.output].concat();
-        self.live.insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, truth });
+        let (root, mut truth) = (parent.root, parent.truth.clone());
+        let mut prompt = [&parent.prompt[..], &parent.output].concat();
+        prompt.pop();
+        truth.pop();
+        truth.push(extend(truth[truth.len() - 1], token));
+        let (output, given) = (vec![token], Some(token));
+        self.live.insert(id, Client { root, prompt, max_new, output, info: None, given, truth });
         Ok(id)
     }
 
@@ -321,7 +328,12 @@ impl Sim {
             .collect();
         for id in ended {
             let client = self.remove(id);
-            assert_eq!(client.output, expected_output(client.root, &client.prompt, client.max_new), "{id:?}");
+            let mut told = client.prompt.clone();
+            told.extend(client.given);
+            let (given, drawn) = client.output.split_at(told.len() - client.prompt.len());
+            assert_eq!(given, &told[client.prompt.len()..], "{id:?}");
+            assert_eq!(drawn, expected_output(client.root, &told, drawn.len() as u32), "{id:?}");
+            assert_eq!(client.output.len() as u32, client.max_new, "{id:?}");
             let info = client.info.unwrap();
             assert_eq!(info.cached_tokens + info.computed_tokens, client.prompt.len() as u32, "{id:?}");
             self.done.insert(id, client);

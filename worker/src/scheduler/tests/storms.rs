@@ -103,7 +103,7 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     let longest_output = rng.pick(&[2, 40, 200]);
     let prompts = Prompts::new(&mut rng, longest);
     let (submits, cancels, aborts) = (10 + rng.below(60), rng.below(12), rng.below(3));
-    let [forks, pins, saves] = [rng.below(8), rng.below(25), rng.below(15)];
+    let [forks, pins, saves] = [rng.below(30), rng.below(25), rng.below(15)];
     let mut saved = Vec::new();
     let depth = 1 + rng.below(3) as usize;
     let mut in_flight = std::collections::VecDeque::new();
@@ -123,9 +123,13 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
             seen.cancels += 1;
         }
         if rng.chance(forks) && !sim.live.is_empty() {
-            let ids: Vec<_> = sim.live.keys().copied().collect();
-            let of = rng.pick(&ids);
-            seen.forks += u64::from(sim.fork(of, rng.below(longest_output) as u32).is_ok());
+            let mut ids: Vec<_> = sim.live.keys().copied().collect();
+            let first = rng.below(ids.len() as u64) as usize;
+            ids.rotate_left(first);
+            // One more token than it comes with at least: it would have nothing to do.
+            let (token, most) = (rng.below(3) as u32, 2 + rng.below(longest_output) as u32);
+            // Few stand where they can be forked.
+            seen.forks += u64::from(ids.into_iter().any(|of| sim.fork(of, token, most).is_ok()));
         }
         if rng.chance(pins) {
             let (root, prompt) = prompts.next(&mut rng);

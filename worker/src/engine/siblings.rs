@@ -1,0 +1,77 @@
+//! Requests for one prompt that come before it has been computed: the choices of one request (`n` > 1) above all.
+//!
+//! The first one leads and is computed. The others wait for the end of its prompt and go on from there as forks, each
+//! with a first token of its own, drawn from the same logits. If the leader goes before that, the next one leads.
+
+use crate::scheduler::{SeqId, SequenceRequest};
+use proto::block::BlockId;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Requests that wait for one leader at most; more are computed like any others.
+const MAX_FOLLOWERS: usize = 256;
+
+type Prompt = (BlockId, Arc<[u32]>);
+
+#[derive(Debug, Default)]
+pub(super) struct Siblings {
+    leaders: HashMap<Prompt, SeqId>,
+    families: HashMap<SeqId, Family>,
+    /// Those whose leader has gone.
+    orphans: Vec<SequenceRequest>,
+}
+
+#[derive(Debug)]
+struct Family {
+    prompt: Prompt,
+    followers: Vec<SequenceRequest>,
+}
+
+impl Siblings {
+    /// Has the request wait for the one that leads its prompt; gives it back to be computed if it leads itself.
+    pub(super) fn join(&mut self, request: SequenceRequest) -> Option<SequenceRequest> {
+        let prompt: Prompt = (request.root, request.prompt[..].into());
+        let family = self.leaders.get(&prompt).and_then(|leader| self.families.get_mut(leader));
+        match family {
+            Some(family) if family.followers.len() < MAX_FOLLOWERS => {
+                family.followers.push(request);
+                None
+            }
+            Some(_) => Some(request),
+            None => {
+                self.leaders.insert(prompt.clone(), request.id);
+                self.families.insert(request.id, Family { prompt, followers: Vec::new() });
+                Some(request)
+            }
+        }
+    }
+
+    /// Who waits for the end of this one's prompt; some of them may have been cancelled.
+    pub(super) fn followers(&self, leader: SeqId) -> impl Iterator<Item = SeqId> {
+        self.families.get(&leader).into_iter().flat_map(|family| &family.followers).map(|request| request.id)
+    }
+
+    /// The prompt has been computed: nobody waits for it any more.
+    pub(super) fn part(&mut self, leader: SeqId) -> Vec<SequenceRequest> {
+        let Some(Family { prompt, followers }) = self.families.remove(&leader) else { return Vec::new() };
+        self.leaders.remove(&prompt);
+        followers
+    }
+
+    /// A request has gone: if it led, others have to.
+    pub(super) fn gone(&mut self, id: SeqId) {
+        let followers = self.part(id);
+        self.orphans.extend(followers);
+    }
+
+    /// Those whose leader has gone since the last call, the one that waits longest first.
+    pub(super) fn take_orphans(&mut self) -> Vec<SequenceRequest> {
+        std::mem::take(&mut self.orphans)
+    }
+
+    /// How many wait.
+    pub(super) fn waiting(&self) -> usize {
+        let followers: usize = self.families.values().map(|family| family.followers.len()).sum();
+        followers + self.orphans.len()
+    }
+}

@@ -1,0 +1,88 @@
+//! Choices of one request: their prompt is computed once, they go on as forks, and no token tells.
+
+use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, together};
+use kvasir_worker::load::EngineOptions;
+use proto::message::Sampling;
+use std::time::Instant;
+
+/// One model for every kind of cache.
+const KINDS: [&str; 6] = [
+    "tiny/llama/llama-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/gpt-oss/gpt-oss-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+    "tiny/gemma4/gemma4-f32",
+];
+const GENERATE: u32 = 20;
+
+/// `n` choices as the API makes them: seeds that follow each other. The last one is greedy.
+fn choices(prompt: &[u32], n: u64) -> Vec<Ask> {
+    let choice = |nth| {
+        let temperature = if nth + 1 == n { 0.0 } else { 1.0 };
+        let sampling = Sampling { temperature, seed: 40 + nth, ..Sampling::default() };
+        Ask { sampling, ..Ask::greedy(prompt.to_vec(), GENERATE).tokens_only() }
+    };
+    (0..n).map(choice).collect()
+}
+
+fn tokens(heard: &[Heard]) -> Vec<&[u32]> {
+    heard.iter().map(|heard| &heard.tokens[..]).collect()
+}
+
+#[test]
+fn choices_compute_their_prompt_once_and_are_what_they_would_be_alone() {
+    for model in KINDS {
+        for (len, chunk, block_tokens) in [(7, 0, 16), (100, 16, 16), (100, 33, 64), (128, 0, 32)] {
+            let what = format!("{model}, {len} tokens in chunks of {chunk}, blocks of {block_tokens}");
+            let asks = choices(&prompt(3, len), 4);
+            let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+            let want = one_by_one(&mut open(model, &calm), &asks);
+            let options = EngineOptions { chunk: Some(chunk), block_tokens, ..options(model) };
+            let mut engine = open(model, &options);
+            let got = together(&mut engine, &asks);
+            assert_eq!(tokens(&got), tokens(&want), "{what}");
+            let cached: Vec<usize> = got.iter().map(Heard::cached).collect();
+            assert_eq!(cached, [0, len, len, len], "{what}");
+            let stops: Vec<&str> = got.iter().map(|h| &h.started.as_ref().unwrap().hit_stop[..]).collect();
+            assert_eq!(stops[1..], ["forked"; 3], "{what}");
+            assert_eq!(engine.metrics().prefill_computed.get(), len as u64, "{what}");
+            assert_eq!(engine.load().kv_used, 0, "{what}");
+            assert!(got[0].tokens != got[1].tokens, "{what}: the choices do not differ");
+        }
+    }
+}
+
+#[test]
+fn choices_outlive_the_one_that_leads() {
+    for model in KINDS {
+        let asks = choices(&prompt(4, 90), 4);
+        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let want = one_by_one(&mut open(model, &calm), &asks);
+        let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
+        let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+        assert_eq!(engine.load().waiting, 4, "{model}");
+        for gone in [0, 1] {
+            engine.step(Instant::now()).unwrap();
+            engine.cancel(asked[gone].id.unwrap());
+        }
+        run_to_end(&mut engine);
+        assert_eq!(asked[2].heard().tokens, want[2].tokens, "{model}");
+        assert_eq!(asked[3].heard().tokens, want[3].tokens, "{model}");
+        assert_eq!(asked[3].heard().cached(), 90, "{model}");
+        assert_eq!((engine.load().waiting, engine.load().kv_used), (0, 0), "{model}");
+    }
+}
+
+#[test]
+fn choices_that_do_not_fit_beside_each_other_take_turns() {
+    for model in KINDS {
+        let asks = choices(&prompt(5, 100), 6);
+        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let want = one_by_one(&mut open(model, &calm), &asks);
+        let mut engine = open(model, &cramped(model, &options(model), 130));
+        let got = together(&mut engine, &asks);
+        assert_eq!(tokens(&got), tokens(&want), "{model}");
+        assert_eq!(engine.load().kv_used, 0, "{model}");
+    }
+}
