@@ -1,7 +1,8 @@
 //! What all coordinators agree on: one small table, replicated by Raft among one, three or five of them.
 //!
 //! Read in this order: [`table`] (the state machine: an entry in, an outcome out), [`core`] (Raft without
-//! clock, disk and network), [`message`] (what goes over the wire and to the disk), [`storage`] (the disk).
+//! clock, disk and network), [`message`] (what goes over the wire and to the disk), [`storage`] (the disk),
+//! [`driver`] (the thread that owns all of it).
 //!
 //! Promises: acknowledged changes survive the loss of any minority and any crash; reads by index see every
 //! change acknowledged before they began; a change is made at most once, however often it is sent; without a
@@ -10,6 +11,7 @@
 //! in the driver.
 
 pub mod core;
+pub mod driver;
 mod member;
 pub mod message;
 pub mod storage;

@@ -124,9 +124,13 @@ impl Table {
         Self { applied: index, coordinators, ..Self::default() }
     }
 
-    /// Takes the entry at `index`, as it stands in the log. `membership`: it came as a change of the group.
+    /// Takes the entry at `index`, as it stands in the log; one without bytes is a new leader's first and
+    /// says nothing. `membership`: it came as a change of the group.
     pub fn apply(&mut self, index: u64, bytes: &[u8], membership: bool) -> Applied {
         self.applied = index;
+        if bytes.is_empty() {
+            return Applied { request: None, outcome: Outcome::Done, membership: None };
+        }
         let refused = |why| Applied { request: None, outcome: Outcome::Refused(why), membership: None };
         let ChangeV1 { client, seq, change } = match decode_entry(bytes) {
             Ok(Entry::Change(change)) => change,
@@ -149,11 +153,6 @@ impl Table {
         };
         self.sessions.record(client, seq, &outcome);
         Applied { request, outcome, membership }
-    }
-
-    /// An entry that says nothing: a new leader's first.
-    pub(crate) fn skip(&mut self, index: u64) {
-        self.applied = index;
     }
 
     /// The last entry taken.

@@ -142,10 +142,6 @@ impl<'a> Batch<'a> {
             let table = Arc::make_mut(&mut core.table);
             let membership = entry.get_entry_type() != EntryType::EntryNormal;
             let bytes = if membership { &entry.context } else { &entry.data };
-            if bytes.is_empty() {
-                table.skip(entry.index);
-                continue;
-            }
             let applied = table.apply(entry.index, bytes, membership);
             if let Some(membership) = applied.membership {
                 core.raw.apply_conf_change(&conf_change(membership))?;
@@ -164,6 +160,11 @@ impl Core {
     fn address(&mut self, messages: Vec<eraftpb::Message>) -> Vec<Outbound> {
         let mut outbound = Vec::with_capacity(messages.len());
         for message in messages {
+            // A follower hands on what another took it for the leader for, in that one's name. Nobody would
+            // believe it; the one who asked asks again.
+            if message.from != self.id() {
+                continue;
+            }
             let member = self.names.keys().find(|member| member.get() == message.to).copied();
             let (Some(member), Some(mirror)) = (member, MessageV1::from_raft(&message)) else { continue };
             let body = if message.get_msg_type() == MessageType::MsgSnapshot {

@@ -185,7 +185,7 @@ fn an_unknown_kind_and_rubbish_are_outcomes_and_change_nothing() {
     assert_eq!(table.apply(2, &[9, 0, 0], false).outcome, unknown(9));
     // A change of a kind that does not exist: entry 1, client 0, seq 1, change 99.
     assert_eq!(table.apply(3, &[1, 0, 1, 99, 0], false).outcome, unknown(99));
-    assert_eq!(table.apply(4, &[], false).outcome, Outcome::Refused(Refusal::Malformed));
+    assert_eq!(table.apply(4, &[1], false).outcome, Outcome::Refused(Refusal::Malformed));
     assert_eq!(
         table.apply(5, &vec![0; MAX_ENTRY_BYTES + 1], false).outcome,
         Outcome::Refused(Refusal::Malformed)

@@ -1,0 +1,139 @@
+use super::*;
+use crate::consensus::member::Incarnation;
+use crate::consensus::message::GroupId;
+use crate::consensus::storage::{Disk, Identity, Write};
+use crate::consensus::table::{Level, PolicyAdvancedV1, SeatV1};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const TICK: Duration = Duration::from_millis(10);
+
+fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+fn policy(from: u64, to: u64) -> Change {
+    Change::PolicyAdvanced(PolicyAdvancedV1 { from, to })
+}
+
+fn loaded(name: &str, all: &[&str]) -> Loaded {
+    let seat = |name: &&str| SeatV1 {
+        node: node(name),
+        incarnation: Incarnation(1),
+        quic: "127.0.0.1:1".into(),
+        level: Level::OWN,
+    };
+    let identity = Identity { group: GroupId(3), node: node(name), incarnation: Incarnation(1) };
+    Loaded::founded(identity, all.iter().map(seat).collect()).unwrap()
+}
+
+/// Frames go straight to whoever is there.
+#[derive(Clone, Default)]
+struct Switch(Arc<Mutex<BTreeMap<NodeId, Handle>>>);
+
+struct Port(NodeId, Switch);
+
+impl Network for Port {
+    fn send(&self, outbound: Outbound) {
+        let target = self.1.0.lock().get(&outbound.to).cloned();
+        if let Some(target) = target {
+            let frame = Frame::from_bytes(&outbound.frame.to_bytes().unwrap()).unwrap();
+            target.receive(self.0.clone(), frame);
+        }
+    }
+}
+
+fn start(dir: &Path, name: &str, all: &[&str], switch: &Switch) -> Driver {
+    let (mut disk, found) = Disk::open(&dir.join(name), &node(name)).unwrap();
+    let loaded = found.unwrap_or_else(|| {
+        let loaded = loaded(name, all);
+        disk.format(&loaded).unwrap();
+        loaded
+    });
+    let port = Port(node(name), switch.clone());
+    let on_fatal: OnFatal = Box::new(|fatal| panic!("{fatal}"));
+    let driver = Driver::start(Settings::default(), TICK, loaded, Box::new(disk), port, on_fatal).unwrap();
+    switch.0.lock().insert(node(name), driver.handle());
+    driver
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn three_agree_lose_their_majority_and_remember_everything() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["c0", "c1", "c2"];
+    let switch = Switch::default();
+    let mut drivers: Vec<Driver> =
+        names.iter().map(|name| start(dir.path(), name, &names, &switch)).collect();
+    let client = drivers[0].handle().open_session(soon()).await.unwrap();
+    for (seq, driver) in (1..).zip(&drivers) {
+        let outcome = driver.handle().propose(policy(seq - 1, seq), client, seq, soon()).await;
+        assert_eq!(outcome, Ok(Outcome::Done));
+    }
+    for driver in &drivers {
+        assert_eq!(driver.handle().read(soon()).await.unwrap().policy(), 3);
+    }
+    // Sent again to another: answered, not made again.
+    assert_eq!(drivers[1].handle().propose(policy(2, 3), client, 3, soon()).await, Ok(Outcome::Done));
+
+    // The leader ends: it hands over, so the others need no election timeout to be sure.
+    let leads = |driver: &Driver| driver.handle().status().role == RaftRole::Leader;
+    let leader = drivers.iter().position(leads).unwrap();
+    let gone = drivers.remove(leader);
+    tokio::task::spawn_blocking(move || gone.stop(Duration::from_secs(10))).await.unwrap();
+    let handle = drivers[0].handle();
+    assert_eq!(handle.propose(policy(3, 4), client, 4, soon()).await, Ok(Outcome::Done));
+
+    // One of three is no majority.
+    let second = drivers.remove(1);
+    tokio::task::spawn_blocking(move || second.stop(Duration::ZERO)).await.unwrap();
+    let short = || Instant::now() + Duration::from_millis(300);
+    let began = Instant::now();
+    let refused = handle.propose(policy(4, 5), client, 5, short()).await;
+    assert_eq!(refused, Err(ConsensusError::NoQuorum));
+    assert_eq!(handle.read(short()).await, Err(ConsensusError::NoQuorum));
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert_eq!(handle.table().borrow().policy(), 4, "what was agreed on stays readable");
+
+    // All end and come back from their disks.
+    let last = drivers.remove(0);
+    tokio::task::spawn_blocking(move || last.stop(Duration::ZERO)).await.unwrap();
+    assert_eq!(handle.read(soon()).await, Err(ConsensusError::Stopped));
+    let drivers: Vec<Driver> = names.iter().map(|name| start(dir.path(), name, &names, &switch)).collect();
+    let table = drivers[2].handle().read(soon()).await.unwrap();
+    assert!((4..=5).contains(&table.policy()), "the change without a majority may yet be made, once");
+    let again = drivers[0].handle().propose(policy(4, 5), client, 5, soon()).await;
+    assert_eq!(again, Ok(Outcome::Done));
+    assert_eq!(drivers[1].handle().read(soon()).await.unwrap().policy(), 5);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_fails_ends_it() {
+    struct Failing(u32);
+    impl Storage for Failing {
+        fn write(&mut self, _: &Write) -> Result<(), StorageError> {
+            self.0 += 1;
+            assert!(self.0 <= 5, "it goes on after a failed write");
+            if self.0 == 5 { Err(StorageError::Disk("EIO".into())) } else { Ok(()) }
+        }
+    }
+    let (told, fatal) = oneshot::channel();
+    let on_fatal: OnFatal = Box::new(|fatal| told.send(fatal).unwrap());
+    let (disk, port) = (Box::new(Failing(0)), Port(node("c0"), Switch::default()));
+    let driver =
+        Driver::start(Settings::default(), TICK, loaded("c0", &["c0"]), disk, port, on_fatal).unwrap();
+    let handle = driver.handle();
+    let mut seen = Ok(());
+    for _ in 0..10 {
+        seen = handle.open_session(soon()).await.map(|_| ());
+        if seen.is_err() {
+            break;
+        }
+    }
+    assert_eq!(seen, Err(ConsensusError::Stopped));
+    assert!(matches!(fatal.await.unwrap(), Fatal::Storage(StorageError::Disk(_))));
+}

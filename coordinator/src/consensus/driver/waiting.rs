@@ -1,0 +1,133 @@
+//! Who waits for what: changes and reads that are put forward again until they are answered or their time is
+//! up. Putting forward twice is harmless: a change is made once, and a read gets a new token each time.
+
+use super::{ConsensusError, Reply};
+use crate::consensus::core::{Answer, Core, ProposeError};
+use crate::consensus::table::{Entry, Outcome, Request, Table};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Changes and reads that wait at a time, each.
+const MAX_WAITING: usize = 4096;
+/// Ticks after which something is put forward again.
+const TRY_AGAIN: u32 = 5;
+
+#[derive(Default)]
+pub(super) struct Waiting {
+    changes: BTreeMap<Request, Pending>,
+    reads: BTreeMap<u64, PendingRead>,
+    /// The token of the last read.
+    token: u64,
+}
+
+struct Pending {
+    entry: Box<Entry>,
+    deadline: Instant,
+    replies: Vec<Reply<Outcome>>,
+    idle: u32,
+}
+
+struct PendingRead {
+    deadline: Instant,
+    reply: Reply<Arc<Table>>,
+    idle: u32,
+}
+
+impl Waiting {
+    pub(super) fn propose(
+        &mut self,
+        core: &mut Core,
+        request: Request,
+        entry: Box<Entry>,
+        deadline: Instant,
+        reply: Reply<Outcome>,
+    ) {
+        if let Some(pending) = self.changes.get_mut(&request) {
+            pending.replies.push(reply);
+            pending.deadline = pending.deadline.max(deadline);
+            return;
+        }
+        if self.changes.len() >= MAX_WAITING {
+            let _gone = reply.send(Err(ConsensusError::Overloaded));
+            return;
+        }
+        match core.propose(&entry) {
+            Err(error) if !passes(&error) => {
+                let _gone = reply.send(Err(error.into()));
+            }
+            _ => {
+                let pending = Pending { entry, deadline, replies: vec![reply], idle: 0 };
+                self.changes.insert(request, pending);
+            }
+        }
+    }
+
+    pub(super) fn read(&mut self, core: &mut Core, deadline: Instant, reply: Reply<Arc<Table>>) {
+        if self.reads.len() >= MAX_WAITING {
+            let _gone = reply.send(Err(ConsensusError::Overloaded));
+            return;
+        }
+        self.ask(core, PendingRead { deadline, reply, idle: 0 });
+    }
+
+    /// Gives up what is out of time and puts the rest forward again, now and then.
+    pub(super) fn tick(&mut self, now: Instant, core: &mut Core) {
+        self.changes.retain(|_, pending| {
+            pending.idle += 1;
+            let failed = if now >= pending.deadline {
+                Some(ConsensusError::NoQuorum)
+            } else if pending.idle.is_multiple_of(TRY_AGAIN) {
+                core.propose(&pending.entry).err().filter(|error| !passes(error)).map(Into::into)
+            } else {
+                None
+            };
+            let Some(error) = failed else { return true };
+            for reply in pending.replies.drain(..) {
+                let _gone = reply.send(Err(error.clone()));
+            }
+            false
+        });
+        let due = |_: &u64, read: &mut PendingRead| {
+            read.idle += 1;
+            now >= read.deadline || read.idle >= TRY_AGAIN
+        };
+        let due: Vec<PendingRead> = self.reads.extract_if(.., due).map(|(_, read)| read).collect();
+        for read in due {
+            if now >= read.deadline {
+                let _gone = read.reply.send(Err(ConsensusError::NoQuorum));
+            } else {
+                self.ask(core, PendingRead { idle: 0, ..read });
+            }
+        }
+    }
+
+    pub(super) fn answered(&mut self, answers: &[Answer]) {
+        for answer in answers {
+            let Some(pending) = self.changes.remove(&answer.request) else { continue };
+            for reply in pending.replies {
+                let _gone = reply.send(Ok(answer.outcome.clone()));
+            }
+        }
+    }
+
+    pub(super) fn read_done(&mut self, tokens: &[u64], table: &Arc<Table>) {
+        for token in tokens {
+            if let Some(read) = self.reads.remove(token) {
+                let _gone = read.reply.send(Ok(Arc::clone(table)));
+            }
+        }
+    }
+
+    fn ask(&mut self, core: &mut Core, read: PendingRead) {
+        self.token += 1;
+        // Without a leader it is asked again later.
+        let _later = core.read_index(self.token);
+        self.reads.insert(self.token, read);
+    }
+}
+
+/// Whether what stands in the way may go away in time.
+fn passes(error: &ProposeError) -> bool {
+    matches!(error, ProposeError::NoLeader | ProposeError::Busy | ProposeError::MembershipPending)
+}

@@ -1,0 +1,75 @@
+//! Bugs that can be planted in the world around the cores, to see that the checks find them.
+
+use crate::invariants::apply;
+use coordinator::consensus::message::{Body, EntryBodyV1, Frame, LogEntryV1};
+use coordinator::consensus::storage::Loaded;
+use coordinator::consensus::table::{Change, ChangeV1, Entry, Table, encode_entry};
+use proto::codec::{Cap, decode};
+use proto::ids::Epoch;
+use proto::message::Register;
+
+/// A bug.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bug {
+    /// What was written is not synced before what depends on it is sent.
+    SkipSync,
+    /// A restarted coordinator remembers its workers without their epochs.
+    ForgetEpoch,
+    /// A restarted coordinator applies entries to a table that has them already.
+    ApplyTwice,
+    /// A snapshot's second chunk is never sent.
+    DropChunk,
+    /// Reads are answered from the table as it is.
+    StaleRead,
+}
+
+impl Bug {
+    pub(crate) const ALL: [Self; 5] =
+        [Self::SkipSync, Self::ForgetEpoch, Self::ApplyTwice, Self::DropChunk, Self::StaleRead];
+
+    /// Tampers with what a disk says; `agreed` is the whole log from index 2 on.
+    pub(crate) fn on_restart(self, loaded: &mut Loaded, agreed: &[LogEntryV1]) {
+        let index = loaded.snapshot.meta.index;
+        let before = |upto: u64| agreed.iter().filter(move |entry| entry.index <= upto);
+        let Ok(mut table) = Table::from_bytes(&loaded.snapshot.data) else { return };
+        match self {
+            Self::ForgetEpoch => {
+                let seats = table.seats().cloned().collect::<Vec<_>>();
+                if before(index).count() > 0 {
+                    table = Table::genesis(1, seats);
+                    before(index).for_each(|entry| apply(&mut table, &without_epoch(entry)));
+                }
+            }
+            Self::ApplyTwice => {
+                let upto = loaded.hard.commit;
+                before(upto).filter(|entry| entry.index > index).for_each(|entry| apply(&mut table, entry));
+            }
+            Self::SkipSync | Self::DropChunk | Self::StaleRead => return,
+        }
+        if let Ok(bytes) = table.to_bytes() {
+            loaded.snapshot.data = bytes.into();
+        }
+    }
+
+    /// Whether this frame is never sent.
+    pub(crate) fn drops(self, frame: &Frame) -> bool {
+        let Frame::V1(frame) = frame;
+        self == Self::DropChunk && matches!(&frame.body, Body::Chunk(chunk) if chunk.offset > 0)
+    }
+}
+
+fn without_epoch(entry: &LogEntryV1) -> LogEntryV1 {
+    let mut entry = entry.clone();
+    if let EntryBodyV1::Plain(bytes) = &mut entry.body
+        && let Ok(Entry::Change(ChangeV1 { client, seq, change })) = decode(bytes, Cap::Stream)
+        && let Change::WorkerJoined(register) = change
+    {
+        let mut register = register.into_latest();
+        register.epoch = Epoch(0);
+        let change = Change::WorkerJoined(Register::V2(register));
+        if let Ok(changed) = encode_entry(&Entry::Change(ChangeV1 { client, seq, change })) {
+            *bytes = changed;
+        }
+    }
+    entry
+}

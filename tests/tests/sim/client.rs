@@ -1,0 +1,232 @@
+//! Clients: each does one thing at a time, tries it again until it has an answer, gives up at last, and
+//! writes down when it called and what it was told.
+
+use crate::linearizable::{Call, Op};
+use crate::random::Random;
+use coordinator::consensus::core::Answer;
+use coordinator::consensus::table::{
+    Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, PolicyAdvancedV1, QuotaV1, Refusal, Request,
+    Table, TenantV1,
+};
+use proto::block::TenantSalt;
+use proto::ids::{Epoch, NodeId, TenantId};
+use proto::message::{Register, RegisterV2};
+use std::collections::BTreeMap;
+
+/// Registers: so many tenants, each with a number, and the version of the policy.
+const TENANTS: u64 = 2;
+/// Microseconds after which a call is made again, and after which it is given up.
+const TRY_AGAIN: u64 = 400_000;
+const GIVE_UP: u64 = 6_000_000;
+
+/// A register of the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Cell {
+    Tenant(u64),
+    Policy,
+}
+
+/// What a client wants of a coordinator now.
+#[derive(Debug, Clone)]
+pub(crate) enum Want {
+    Propose(Entry),
+    /// A read with this token.
+    Read(u64),
+}
+
+#[derive(Debug, Clone)]
+enum Doing {
+    Nothing,
+    Opening,
+    Changing { what: Option<(Cell, Op)>, change: Change },
+    Reading { register: Cell, tokens: Vec<u64> },
+}
+
+#[derive(Debug)]
+pub(crate) struct Client {
+    number: u64,
+    session: Option<ClientId>,
+    seq: u64,
+    nonce: u64,
+    doing: Doing,
+    called: u64,
+    tried: u64,
+    /// The value written last, so that each is another.
+    written: u64,
+}
+
+/// All that clients were told.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    pub(crate) calls: BTreeMap<Cell, Vec<Call>>,
+    pub(crate) done: usize,
+}
+
+impl Client {
+    pub(crate) fn new(number: u64) -> Self {
+        let nonce = number << 32;
+        let doing = Doing::Nothing;
+        Self { number, session: None, seq: 0, nonce, doing, called: 0, tried: 0, written: 0 }
+    }
+
+    /// What to ask of a coordinator now, if it is time.
+    pub(crate) fn act(
+        &mut self,
+        now: u64,
+        random: &mut Random,
+        table: &Table,
+        history: &mut History,
+    ) -> Option<Want> {
+        if !matches!(self.doing, Doing::Nothing) && now > self.called + GIVE_UP {
+            self.give_up(history);
+        }
+        if matches!(self.doing, Doing::Nothing) {
+            if !random.chance(600) {
+                return None;
+            }
+            self.begin(now, random, table);
+        } else if now < self.tried + TRY_AGAIN {
+            return None;
+        }
+        self.tried = now;
+        match &mut self.doing {
+            Doing::Nothing => None,
+            Doing::Opening => Some(Want::Propose(Entry::OpenSession(OpenSessionV1 { nonce: self.nonce }))),
+            Doing::Changing { change, .. } => {
+                let (client, seq, change) = (self.session?, self.seq, change.clone());
+                Some(Want::Propose(Entry::Change(ChangeV1 { client, seq, change })))
+            }
+            Doing::Reading { tokens, .. } => {
+                self.nonce += 1;
+                tokens.push(self.nonce);
+                Some(Want::Read(self.nonce))
+            }
+        }
+    }
+
+    /// A coordinator has applied an entry.
+    pub(crate) fn answered(&mut self, now: u64, answer: &Answer, history: &mut History) {
+        match (&self.doing, answer.request, &answer.outcome) {
+            (Doing::Opening, Request::Open(nonce), Outcome::Opened(client)) if nonce == self.nonce => {
+                (self.session, self.seq, self.doing) = (Some(*client), 0, Doing::Nothing);
+            }
+            (Doing::Changing { what, .. }, Request::Change(client, seq), outcome)
+                if Some(client) == self.session && seq == self.seq =>
+            {
+                if *outcome == Outcome::Refused(Refusal::SessionExpired) {
+                    self.give_up(history);
+                    self.session = None;
+                    return;
+                }
+                let told = what.and_then(|(register, op)| Some((register, told(op, outcome)?)));
+                self.finish(now, told, history);
+            }
+            _ => {}
+        }
+    }
+
+    /// A coordinator whose table is this one may answer this read.
+    pub(crate) fn read(&mut self, now: u64, token: u64, table: &Table, history: &mut History) {
+        if let Doing::Reading { register, tokens } = &self.doing
+            && tokens.contains(&token)
+        {
+            let told = (*register, Op::Read(value(table, *register)));
+            self.finish(now, Some(told), history);
+        }
+    }
+
+    fn begin(&mut self, now: u64, random: &mut Random, table: &Table) {
+        self.called = now;
+        if self.session.is_none() {
+            self.nonce += 1;
+            self.doing = Doing::Opening;
+            return;
+        }
+        let register = if random.chance(300) { Cell::Policy } else { Cell::Tenant(random.below(TENANTS)) };
+        self.written += 1;
+        let new = self.number << 32 | self.written;
+        self.doing = match (random.below(10), register) {
+            (0, _) => Doing::Changing { what: None, change: worker(random) },
+            (1..6, register) => Doing::Reading { register, tokens: Vec::new() },
+            (_, Cell::Tenant(number)) => {
+                Doing::Changing { what: Some((register, Op::Write(new))), change: write(number, new) }
+            }
+            (_, Cell::Policy) => {
+                let from = if random.chance(800) { table.policy() } else { 0 };
+                let change = Change::PolicyAdvanced(PolicyAdvancedV1 { from, to: new });
+                Doing::Changing { what: Some((register, Op::Swap { from, to: new })), change }
+            }
+        };
+        if matches!(self.doing, Doing::Changing { .. }) {
+            self.seq += 1;
+        }
+    }
+
+    fn finish(&mut self, now: u64, told: Option<(Cell, Op)>, history: &mut History) {
+        if let Some((register, op)) = told {
+            let call = Call { op, called: self.called, returned: Some(now) };
+            history.calls.entry(register).or_default().push(call);
+        }
+        history.done += 1;
+        self.doing = Doing::Nothing;
+    }
+
+    /// Whether it was done, or will yet be, is not known.
+    pub(crate) fn give_up(&mut self, history: &mut History) {
+        if let Doing::Changing { what: Some((register, op)), .. } = self.doing {
+            let call = Call { op, called: self.called, returned: None };
+            history.calls.entry(register).or_default().push(call);
+        }
+        self.doing = Doing::Nothing;
+    }
+}
+
+/// What an operation turned out to be.
+fn told(op: Op, outcome: &Outcome) -> Option<Op> {
+    match (op, outcome) {
+        (op, Outcome::Done) => Some(op),
+        (Op::Swap { from, .. }, Outcome::Refused(Refusal::PolicyMoved(found))) => {
+            Some(Op::NotSwapped { from, found: *found })
+        }
+        _ => None,
+    }
+}
+
+fn value(table: &Table, register: Cell) -> u64 {
+    match register {
+        Cell::Policy => table.policy(),
+        Cell::Tenant(number) => {
+            tenant(number).and_then(|id| table.tenants().get(&id)).map_or(0, |t| t.quota.tokens_per_minute)
+        }
+    }
+}
+
+fn tenant(number: u64) -> Option<TenantId> {
+    TenantId::new(format!("t{number}")).ok()
+}
+
+fn write(number: u64, value: u64) -> Change {
+    let quota = QuotaV1 { requests_per_minute: 1, tokens_per_minute: value, concurrency: 1 };
+    match tenant(number) {
+        Some(tenant) => Change::TenantSet(TenantV1 { tenant, salt: TenantSalt([0; 32]), quota }),
+        None => Change::PolicyAdvanced(PolicyAdvancedV1 { from: 0, to: 0 }),
+    }
+}
+
+/// A worker's life begins; sometimes an old one speaks again.
+fn worker(random: &mut Random) -> Change {
+    let name = ["w0", "w1"][random.below(2) as usize];
+    let register = RegisterV2 {
+        node: node(name),
+        epoch: Epoch(random.below(30)),
+        pid: 1,
+        quic: String::new(),
+        ops: String::new(),
+        models: Vec::new(),
+    };
+    Change::WorkerJoined(Register::V2(register))
+}
+
+pub(crate) fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap_or_else(|error| panic!("{error}"))
+}

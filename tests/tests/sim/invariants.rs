@@ -1,0 +1,180 @@
+//! What must hold at every step, whatever happens.
+
+use coordinator::consensus::MemberId;
+use coordinator::consensus::core::{Answer, Core, RaftRole};
+use coordinator::consensus::message::{EntryBodyV1, LogEntryV1};
+use coordinator::consensus::storage::Write;
+use coordinator::consensus::table::{Outcome, Refusal, Request, SeatV1, Table};
+use proto::ids::{Epoch, NodeId};
+use std::collections::{BTreeMap, HashMap};
+
+/// What went wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Violation(pub(crate) String);
+
+fn holds(right: bool, what: impl FnOnce() -> String) -> Result<(), Violation> {
+    if right { Ok(()) } else { Err(Violation(what())) }
+}
+
+/// Everything that was ever seen, against which each step is held.
+#[derive(Debug)]
+pub(crate) struct Invariants {
+    leaders: BTreeMap<u64, MemberId>,
+    /// Every entry ever written: the same place and term is the same entry.
+    written: HashMap<(u64, u64), EntryBodyV1>,
+    /// What was agreed on, from `first` on.
+    agreed: Vec<LogEntryV1>,
+    first: u64,
+    /// The table that follows from `agreed`, and its digest after each entry.
+    table: Table,
+    digests: Vec<[u8; 32]>,
+    /// How far each member's log was compared.
+    compared: BTreeMap<MemberId, u64>,
+    /// The largest epoch of each worker that a table has shown to each member.
+    epochs: BTreeMap<(MemberId, NodeId), Epoch>,
+    outcomes: BTreeMap<Request, Outcome>,
+}
+
+impl Invariants {
+    pub(crate) fn new(founders: Vec<SeatV1>, index: u64) -> Self {
+        let table = Table::genesis(index, founders);
+        let digests = vec![digest(&table)];
+        Self {
+            leaders: BTreeMap::new(),
+            written: HashMap::new(),
+            agreed: Vec::new(),
+            first: index + 1,
+            table,
+            digests,
+            compared: BTreeMap::new(),
+            epochs: BTreeMap::new(),
+            outcomes: BTreeMap::new(),
+        }
+    }
+
+    /// The table as agreed on so far.
+    pub(crate) fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Entries agreed on, the first of them at index 2.
+    pub(crate) fn agreed(&self) -> &[LogEntryV1] {
+        &self.agreed
+    }
+
+    /// A member is about to write.
+    pub(crate) fn writes(&mut self, who: &NodeId, write: &Write) -> Result<(), Violation> {
+        for entry in &write.entries {
+            let known = self.written.entry((entry.index, entry.term)).or_insert_with(|| entry.body.clone());
+            holds(*known == entry.body, || {
+                format!("log matching: {who} writes another entry {} of term {}", entry.index, entry.term)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// A member was restarted: its log is compared from the start.
+    pub(crate) fn restarted(&mut self, member: MemberId) {
+        self.compared.remove(&member);
+        self.epochs.retain(|(m, _), _| *m != member);
+    }
+
+    /// A member has done a step.
+    pub(crate) fn stepped(&mut self, core: &Core, answers: &[Answer]) -> Result<(), Violation> {
+        let (who, status) = (core.identity(), core.status());
+        let member = who.member();
+        let name = &who.node;
+        if status.role == RaftRole::Leader {
+            let new = !self.leaders.contains_key(&status.term);
+            let leader = *self.leaders.entry(status.term).or_insert(member);
+            holds(leader == member, || format!("two leaders in term {}: {name} is the second", status.term))?;
+            if new {
+                self.leads(core)?;
+            }
+        }
+        self.agrees(core, member, status.applied)?;
+        let at = status.applied.checked_sub(self.first - 1).and_then(|at| self.digests.get(at as usize));
+        if let Some(expected) = at {
+            holds(*expected == digest(core.table()), || {
+                format!("{name} has another table than follows from the log at {}", status.applied)
+            })?;
+        }
+        for (worker, life) in core.table().workers().workers() {
+            let seen = self.epochs.entry((member, worker.clone())).or_insert(life.epoch);
+            holds(*seen <= life.epoch, || format!("{name} forgets epoch {seen:?} of {worker}"))?;
+            *seen = life.epoch;
+        }
+        answers.iter().try_for_each(|answer| self.answered(answer))
+    }
+
+    /// A change has one outcome, whoever tells it and however often.
+    fn answered(&mut self, answer: &Answer) -> Result<(), Violation> {
+        let gone = |outcome: &Outcome| {
+            matches!(outcome, Outcome::Refused(Refusal::SessionExpired | Refusal::Superseded { .. }))
+        };
+        // The opening of a session may be made twice: that leaves an idle one.
+        if gone(&answer.outcome) || matches!(answer.request, Request::Open(_)) {
+            return Ok(());
+        }
+        let known = self.outcomes.entry(answer.request).or_insert_with(|| answer.outcome.clone());
+        holds(*known == answer.outcome, || {
+            format!("{:?} came out as {known:?} and as {:?}", answer.request, answer.outcome)
+        })
+    }
+
+    /// A new leader must have everything that was agreed on.
+    fn leads(&self, core: &Core) -> Result<(), Violation> {
+        let mut log = core.entries().peekable();
+        let floor = log.peek().map_or(core.status().applied, |first| first.index - 1);
+        let log: HashMap<u64, LogEntryV1> = log.map(|entry| (entry.index, entry)).collect();
+        for entry in self.agreed.iter().filter(|entry| entry.index > floor) {
+            holds(log.get(&entry.index) == Some(entry), || {
+                format!("{} leads without entry {}, which was agreed on", core.identity().node, entry.index)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// What a member has applied must be what everybody applies at that place.
+    fn agrees(&mut self, core: &Core, member: MemberId, applied: u64) -> Result<(), Violation> {
+        let compared = self.compared.get(&member).copied().unwrap_or(0);
+        if applied <= compared {
+            return Ok(());
+        }
+        for entry in core.entries().filter(|e| e.index > compared && e.index <= applied) {
+            let Some(at) = entry.index.checked_sub(self.first).map(|at| at as usize) else { continue };
+            match self.agreed.get(at) {
+                Some(agreed) => holds(*agreed == entry, || {
+                    format!("{} applies another entry at {}", core.identity().node, entry.index)
+                })?,
+                None => {
+                    holds(at == self.agreed.len(), || {
+                        format!("entry {} before its forerunners", entry.index)
+                    })?;
+                    self.follow(entry);
+                }
+            }
+        }
+        self.compared.insert(member, applied);
+        Ok(())
+    }
+
+    fn follow(&mut self, entry: LogEntryV1) {
+        apply(&mut self.table, &entry);
+        self.digests.push(digest(&self.table));
+        self.agreed.push(entry);
+    }
+}
+
+/// What an entry does to a table.
+pub(crate) fn apply(table: &mut Table, entry: &LogEntryV1) {
+    let (bytes, membership) = match &entry.body {
+        EntryBodyV1::Plain(bytes) => (bytes, false),
+        EntryBodyV1::Membership(bytes) => (bytes, true),
+    };
+    table.apply(entry.index, bytes, membership);
+}
+
+fn digest(table: &Table) -> [u8; 32] {
+    table.to_bytes().map(|bytes| *blake3::hash(&bytes).as_bytes()).unwrap_or_default()
+}

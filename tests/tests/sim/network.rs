@@ -1,0 +1,65 @@
+//! A network that delays, loses, doubles, reorders, and is cut one way or both.
+
+use crate::random::Random;
+use proto::ids::NodeId;
+use std::collections::BTreeSet;
+
+#[derive(Debug, Default)]
+pub(crate) struct Network {
+    /// Ways that are cut: (from, to).
+    cuts: BTreeSet<(NodeId, NodeId)>,
+    loss: u64,
+    doubled: u64,
+    late: u64,
+}
+
+impl Network {
+    /// Microseconds after which each copy of a packet arrives.
+    pub(crate) fn send(&self, random: &mut Random, from: &NodeId, to: &NodeId) -> Vec<u64> {
+        if self.cuts.contains(&(from.clone(), to.clone())) || random.chance(self.loss) {
+            return Vec::new();
+        }
+        let copies = if random.chance(self.doubled) { 2 } else { 1 };
+        let delay = |random: &mut Random| {
+            let most = if random.chance(self.late) { 1_500_000 } else { 8_000 };
+            random.within(200, most)
+        };
+        (0..copies).map(|_| delay(random)).collect()
+    }
+
+    /// Another weather.
+    pub(crate) fn change(&mut self, random: &mut Random) {
+        self.loss = *random.pick(&[0, 0, 20, 100, 300]).unwrap_or(&0);
+        self.doubled = *random.pick(&[0, 50, 200]).unwrap_or(&0);
+        self.late = *random.pick(&[0, 10, 100]).unwrap_or(&0);
+    }
+
+    /// Cuts some of `nodes` off: one way, both ways, or into two halves.
+    pub(crate) fn cut(&mut self, random: &mut Random, nodes: &[NodeId]) {
+        let kind = random.below(3);
+        let Some(one) = random.pick(nodes).cloned() else { return };
+        let side: BTreeSet<&NodeId> = nodes.iter().filter(|_| random.chance(500)).collect();
+        for a in nodes {
+            for b in nodes {
+                let cut = match kind {
+                    0 => *a == one && random.chance(700),
+                    1 => *a == one || *b == one,
+                    _ => side.contains(a) != side.contains(b),
+                };
+                if cut && a != b {
+                    self.cuts.insert((a.clone(), b.clone()));
+                }
+            }
+        }
+    }
+
+    /// Mends the cuts.
+    pub(crate) fn mend(&mut self) {
+        self.cuts.clear();
+    }
+
+    /// A perfect network.
+    pub(crate) fn heal(&mut self) {
+        *self = Self::default();
+    }
+}

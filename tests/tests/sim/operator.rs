@@ -1,0 +1,119 @@
+//! Who changes the group: brings coordinators in, takes them out, and replaces those whose data is gone.
+
+use crate::random::Random;
+use crate::world::{Machine, World, seat};
+use coordinator::consensus::core::{Answer, RaftRole};
+use coordinator::consensus::table::{
+    Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Request, Standing,
+};
+use proto::ids::NodeId;
+
+const NONCE: u64 = 1 << 60;
+/// Microseconds after which a change without an answer is given up.
+const GIVE_UP: u64 = 3_000_000;
+
+#[derive(Debug)]
+pub(crate) struct Operator {
+    session: Option<ClientId>,
+    seq: u64,
+    /// The change that is under way, and since when.
+    doing: Option<(Change, u64)>,
+    /// A change was given up and may yet be made.
+    unsure: bool,
+}
+
+impl Operator {
+    pub(crate) fn new() -> Self {
+        Self { session: None, seq: 0, doing: None, unsure: false }
+    }
+
+    pub(crate) fn answered(&mut self, answer: &Answer) {
+        match (answer.request, &answer.outcome) {
+            (Request::Open(NONCE), Outcome::Opened(client)) => self.session = Some(*client),
+            (Request::Change(client, seq), _) if Some(client) == self.session && seq == self.seq => {
+                // It comes after all earlier ones, which can no more be made.
+                (self.doing, self.unsure) = (None, false);
+            }
+            _ => {}
+        }
+    }
+
+    /// Does something at the leader, whose name is returned.
+    pub(crate) fn act(&mut self, world: &mut World) -> Option<NodeId> {
+        let now = world.now;
+        self.unsure |= self.doing.take_if(|(_, since)| now > *since + GIVE_UP).is_some();
+        let leads = |m: &Machine| m.core.as_ref().is_some_and(|core| core.status().role == RaftRole::Leader);
+        let (name, _) = world.machines.iter().find(|(_, machine)| leads(machine))?;
+        let name = name.clone();
+        let entry = match (self.session, &self.doing) {
+            (None, _) => Entry::OpenSession(OpenSessionV1 { nonce: NONCE }),
+            (Some(client), Some((change, _))) => {
+                Entry::Change(ChangeV1 { client, seq: self.seq, change: change.clone() })
+            }
+            (Some(client), None) => {
+                let change = self.choose(world, &name)?;
+                self.seq += 1;
+                self.doing = Some((change.clone(), now));
+                Entry::Change(ChangeV1 { client, seq: self.seq, change })
+            }
+        };
+        let core = world.machines.get_mut(&name)?.core.as_mut()?;
+        if core.propose(&entry).is_err() && self.session.is_some() {
+            // The group is not ready for it; another time, another change.
+            self.unsure |= self.doing.take().is_some();
+        }
+        Some(name)
+    }
+
+    fn choose(&self, world: &mut World, leader: &NodeId) -> Option<Change> {
+        let table = world.invariants.table().clone();
+        for (name, standing) in table.coordinators() {
+            let Some(known) = standing.seat().map(|seat| seat.incarnation) else { continue };
+            if known != world.machines.get(name)?.incarnation {
+                return Some(Change::CoordinatorRemoved(name.clone()));
+            }
+            if matches!(standing, Standing::Learner(_)) && world.random.chance(700) {
+                return Some(Change::LearnerPromoted(name.clone()));
+            }
+        }
+        if world.calm {
+            return None;
+        }
+        let voting = table.coordinators().iter().filter(|(_, s)| matches!(s, Standing::Voter(_)));
+        let voters: Vec<&NodeId> = voting.map(|(name, _)| name).collect();
+        let all = voters.len();
+        match world.random.below(20) {
+            // One that is not there comes in.
+            0..=2 if all < 5 => {
+                let names: Vec<NodeId> = world.machines.keys().cloned().collect();
+                let name = world.random.pick(&names)?;
+                let seated = table.coordinators().get(name).is_some_and(|s| s.seat().is_some());
+                let removed = match table.coordinators().get(name) {
+                    Some(Standing::Removed(life)) => *life == world.machines.get(name)?.incarnation,
+                    _ => false,
+                };
+                if removed {
+                    // A life that was removed never comes back.
+                    world.wipe(name);
+                    return None;
+                }
+                (!seated).then(|| Change::LearnerAdded(seat(name, world.machines[name].incarnation)))
+            }
+            3 if all > 1 => {
+                let name = pick_other(&mut world.random, &voters, leader)?;
+                Some(Change::CoordinatorRemoved(name))
+            }
+            // A disk is lost, as long as the others are a majority.
+            4 if all > 2 && !self.unsure => {
+                let name = pick_other(&mut world.random, &voters, leader)?;
+                world.wipe(&name);
+                None
+            }
+            _ => None,
+        }
+    }
+}
+
+fn pick_other(random: &mut Random, names: &[&NodeId], not: &NodeId) -> Option<NodeId> {
+    random.pick(names).copied().filter(|name| *name != not).cloned()
+}
