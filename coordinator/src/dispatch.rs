@@ -127,15 +127,19 @@ impl Dispatch {
 
     /// A worker's events arrive on this session.
     pub fn events(self: &Arc<Self>, session: SessionId, node: &NodeId, batch: KvEventBatch) {
-        let mut desk = self.desk.lock();
-        if desk.links.get(node).is_none_or(|link| link.session() != session) {
-            // Said before registering, or by a connection that has been replaced: the replay that follows
-            // a registration tells it again.
-            return;
-        }
-        match desk.balancer.events(node, batch) {
-            Ok(action) => self.perform(&mut desk, action.into_iter().collect()),
-            Err(error) => tracing::warn!(%node, %error, "KV events refused"),
+        for part in batch.into_parts() {
+            let mut desk = self.desk.lock();
+            if desk.links.get(node).is_none_or(|link| link.session() != session) {
+                // Said before registering, or by a connection that has been replaced: the replay that follows
+                // a registration tells it again.
+                return;
+            }
+            match desk.balancer.events(node, part) {
+                Ok(action) => self.perform(&mut desk, action.into_iter().collect()),
+                Err(error) => tracing::warn!(%node, %error, "KV events refused"),
+            }
+            // Whoever has a request to place goes between the parts.
+            MutexGuard::unlock_fair(desk);
         }
     }
 

@@ -186,6 +186,11 @@ impl Strand {
         }
     }
 
+    /// Whether another strand goes off behind the first `at` units.
+    pub(super) fn forks_at(&self, at: u32) -> bool {
+        self.forks.binary_search_by_key(&at, |&(at, _)| at).is_ok()
+    }
+
     pub(super) fn add_fork(&mut self, at: u32) {
         match self.forks.binary_search_by_key(&at, |&(at, _)| at) {
             Ok(found) => self.forks[found].1 += 1,

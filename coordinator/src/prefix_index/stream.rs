@@ -188,7 +188,11 @@ impl Stream {
             return;
         }
         let known = usize::try_from(self.applied + 1 - batch.first_sequence).unwrap_or(usize::MAX);
-        ready.extend(batch.events.into_iter().skip(known));
+        if known == 0 && ready.is_empty() {
+            *ready = batch.events;
+        } else {
+            ready.extend(batch.events.into_iter().skip(known));
+        }
         self.applied = last;
     }
 

@@ -1,4 +1,5 @@
 mod churn;
+mod peer;
 
 use super::*;
 use proptest::prelude::*;

@@ -371,7 +371,8 @@ impl Tree {
             let followed = self.followed(strand, at, &chain[done..]).max(1);
             done += followed;
             at += followed as u32 - 1;
-            match probe(done) {
+            let next = if self.strands[strand].forks_at(at + 1) { probe(done) } else { None };
+            match next {
                 Some((_, next, place)) => (strand, at) = (next, place),
                 None => return Some((done - 1, strand, at)),
             }

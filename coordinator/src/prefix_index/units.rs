@@ -69,7 +69,7 @@ impl Units {
 
     /// Bytes that taking a chunk and filling it takes at its highest.
     pub(super) fn growth(&self) -> usize {
-        let table = CHUNK as usize * (self.largest_shard + 64) + self.largest_shard;
+        let table = (CHUNK as usize + 1) * (self.largest_shard + 64);
         table + if self.free == NONE { self.ids.growth() + self.owners.growth() } else { 0 }
     }
 
@@ -83,12 +83,15 @@ impl Units {
 
     /// Has the places of these ids in the table fetched, all at once, for what is done with them one by one next.
     pub(super) fn fetch(&self, ids: &[BlockId]) {
-        let home = |id: &BlockId| {
+        let places = |id: &BlockId| {
             let (shard, hash) = hash(id);
             let shard = &self.shards[shard];
-            shard.entries.get(shard.home(hash)).copied().unwrap_or(0)
+            let home = shard.home(hash);
+            // Looking on often leads into the next line of memory.
+            let entry = |at: usize| shard.entries.get(at).copied().unwrap_or(0);
+            entry(home) ^ entry(home + 7)
         };
-        std::hint::black_box(ids.iter().map(home).fold(0, |all, entry| all ^ entry));
+        std::hint::black_box(ids.iter().map(places).fold(0, |all, entries| all ^ entries));
     }
 
     pub(super) fn id(&self, unit: u32) -> &BlockId {
@@ -123,7 +126,7 @@ impl Units {
         let shard = &mut self.shards[shard];
         if (shard.len as usize + 1) * 4 > shard.entries.len() * 3 {
             self.shard_bytes -= shard.bytes();
-            shard.resize((shard.entries.len() * 3 / 2).max(8));
+            shard.resize((shard.entries.len() * 7 / 4).max(8));
             self.shard_bytes += shard.bytes();
             self.largest_shard = self.largest_shard.max(shard.bytes());
         }
