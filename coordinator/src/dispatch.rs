@@ -335,11 +335,24 @@ impl Dispatch {
             Need::Replay { from } => {
                 let api = link.api().await.map_err(|e| e.to_string())?;
                 let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
-                let missed = match replay {
-                    KvReplay::Events(batch) => Some(batch),
-                    KvReplay::TakeSnapshot => None,
+                let KvReplay::Events(batch) = replay else {
+                    return Ok(self.desk.lock().balancer.replayed(node, link.epoch(), None));
                 };
-                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), missed))
+                let (epoch, first_sequence) = (batch.epoch, batch.first_sequence);
+                let mut last = KvEventBatch { epoch, first_sequence, events: Vec::new() };
+                for part in batch.into_parts() {
+                    let part = std::mem::replace(&mut last, part);
+                    if part.events.is_empty() {
+                        continue;
+                    }
+                    let mut desk = self.desk.lock();
+                    let taken = desk.balancer.replaying(node, part);
+                    MutexGuard::unlock_fair(desk);
+                    if taken.is_err() {
+                        return Ok(taken);
+                    }
+                }
+                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), Some(last)))
             }
             Need::Snapshot => {
                 let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;
