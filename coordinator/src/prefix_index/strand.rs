@@ -44,7 +44,9 @@ enum Segments {
     Many(Vec<Segment>),
 }
 
+/// What a lookup reads is in its first line of memory.
 #[derive(Debug, Clone)]
+#[repr(C, align(64))]
 pub(super) struct Strand {
     pub(super) before: Before,
     /// Units; 0 in a strand that is free.

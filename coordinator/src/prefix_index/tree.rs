@@ -7,9 +7,9 @@
 //! up to the start is known.
 //!
 //! So a lookup finds the deepest unit of a chain that is known at all, and from there walks up strand by
-//! strand: it visits as many segments as the path has, not as many units. Whether the deepest known unit can be found by
-//! bisection is a matter of closure: if the way up to the start is known for every unit, the known units of a
-//! chain are its first ones. While some strand is *loose* (a worker has kept a unit whose path was never told),
+//! strand: it visits as many segments as the path has, not as many units. Where the end of the chain is not known, the
+//! deepest unit is found by following the chain from its start. That is right as long as the way up to the start is
+//! known for every unit, so that the known units of a chain are its first ones. While some strand is *loose* (a worker has kept a unit whose path was never told),
 //! the chain is scanned from its end instead, which is slower and as exact.
 //!
 //! No allocation takes the whole over its budget: before anything grows, the highest that it may need is
@@ -27,6 +27,9 @@ use std::collections::{HashMap, HashSet};
 
 /// Roots known as such, at most: one for each tenant, model and adapter.
 const MAX_ROOTS: usize = 1 << 16;
+
+/// Beyond, units could no longer be numbered by 32 bits.
+const MAX_BYTES: u64 = 60 << 30;
 
 /// Ids whose places in the table are fetched at a time.
 const FETCH: usize = 64;
@@ -111,7 +114,7 @@ impl Tree {
             loose: 0,
             roots: HashSet::new(),
             lanes: 0,
-            max_bytes: usize::try_from(max_bytes).unwrap_or(usize::MAX),
+            max_bytes: usize::try_from(max_bytes.min(MAX_BYTES)).unwrap_or(usize::MAX),
             foreign: 0,
             refused: 0,
             forgotten: 0,
