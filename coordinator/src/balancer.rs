@@ -312,7 +312,12 @@ impl Balancer {
         self.floor.index_of(node, |index, slot| index.apply(slot, batch))
     }
 
-    /// What [`Need::Replay`] asked for; `None` if the worker no longer has it.
+    /// A part of what [`Need::Replay`] asked for, and not its last.
+    pub fn replaying(&mut self, node: &NodeId, part: KvEventBatch) -> Result<Option<Action>, StreamError> {
+        self.floor.index_of(node, |index, slot| index.replaying(slot, part).map(|()| None))
+    }
+
+    /// The last part of what [`Need::Replay`] asked for; `None` if the worker no longer has it.
     pub fn replayed(
         &mut self,
         node: &NodeId,

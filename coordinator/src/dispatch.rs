@@ -127,15 +127,19 @@ impl Dispatch {
 
     /// A worker's events arrive on this session.
     pub fn events(self: &Arc<Self>, session: SessionId, node: &NodeId, batch: KvEventBatch) {
-        let mut desk = self.desk.lock();
-        if desk.links.get(node).is_none_or(|link| link.session() != session) {
-            // Said before registering, or by a connection that has been replaced: the replay that follows
-            // a registration tells it again.
-            return;
-        }
-        match desk.balancer.events(node, batch) {
-            Ok(action) => self.perform(&mut desk, action.into_iter().collect()),
-            Err(error) => tracing::warn!(%node, %error, "KV events refused"),
+        for part in batch.into_parts() {
+            let mut desk = self.desk.lock();
+            if desk.links.get(node).is_none_or(|link| link.session() != session) {
+                // Said before registering, or by a connection that has been replaced: the replay that follows
+                // a registration tells it again.
+                return;
+            }
+            match desk.balancer.events(node, part) {
+                Ok(action) => self.perform(&mut desk, action.into_iter().collect()),
+                Err(error) => tracing::warn!(%node, %error, "KV events refused"),
+            }
+            // Whoever has a request to place goes between the parts.
+            MutexGuard::unlock_fair(desk);
         }
     }
 
@@ -331,11 +335,24 @@ impl Dispatch {
             Need::Replay { from } => {
                 let api = link.api().await.map_err(|e| e.to_string())?;
                 let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
-                let missed = match replay {
-                    KvReplay::Events(batch) => Some(batch),
-                    KvReplay::TakeSnapshot => None,
+                let KvReplay::Events(batch) = replay else {
+                    return Ok(self.desk.lock().balancer.replayed(node, link.epoch(), None));
                 };
-                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), missed))
+                let (epoch, first_sequence) = (batch.epoch, batch.first_sequence);
+                let mut last = KvEventBatch { epoch, first_sequence, events: Vec::new() };
+                for part in batch.into_parts() {
+                    let part = std::mem::replace(&mut last, part);
+                    if part.events.is_empty() {
+                        continue;
+                    }
+                    let mut desk = self.desk.lock();
+                    let taken = desk.balancer.replaying(node, part);
+                    MutexGuard::unlock_fair(desk);
+                    if taken.is_err() {
+                        return Ok(taken);
+                    }
+                }
+                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), Some(last)))
             }
             Need::Snapshot => {
                 let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;

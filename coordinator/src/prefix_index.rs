@@ -131,8 +131,15 @@ impl PrefixIndex {
         Ok(need)
     }
 
-    /// Takes the answer to [`Need::Replay`]: what was missed, in one batch (without events if nothing was),
-    /// or `None` if the worker no longer has it.
+    /// Takes a part of the answer to [`Need::Replay`], which [`replayed`](Self::replayed) ends.
+    pub fn replaying(&mut self, slot: Slot, part: KvEventBatch) -> Result<(), StreamError> {
+        let ready = self.stream_mut(slot)?.replaying(part)?;
+        self.take_all(slot, ready);
+        Ok(())
+    }
+
+    /// Takes the answer to [`Need::Replay`], or the last part of it: what was missed, in one batch (without
+    /// events if nothing was), or `None` if the worker no longer has it.
     pub fn replayed(
         &mut self,
         slot: Slot,

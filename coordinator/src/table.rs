@@ -287,7 +287,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_sixty_fifth_worker_is_refused() {
+    fn a_worker_for_whom_no_slot_is_left_is_refused() {
         let mut table = WorkerTable::default();
         (0..MAX_SLOTS).for_each(|i| {
             joined(&mut table, &format!("w{i}"), 1);

@@ -71,6 +71,28 @@ pub struct KvEventBatch {
     pub events: Vec<KvEvent>,
 }
 
+impl KvEventBatch {
+    /// The same events in batches of about 4,096 units, so that whoever takes one at a time does
+    /// not keep others waiting.
+    pub fn into_parts(self) -> impl Iterator<Item = Self> {
+        let (epoch, mut next) = (self.epoch, self.first_sequence);
+        let mut events = self.events.into_iter().peekable();
+        std::iter::from_fn(move || {
+            let (mut part, mut units) = (Vec::new(), 0);
+            while let Some(event) = events.next_if(|_| units < UNITS_PER_PART) {
+                units += match &event {
+                    KvEvent::Stored { units, .. } | KvEvent::Removed { units, .. } => units.len().max(1),
+                    KvEvent::Cleared | KvEvent::ResumePoint { .. } => 1,
+                };
+                part.push(event);
+            }
+            let first_sequence = next;
+            next = next.saturating_add(part.len() as u64);
+            (!part.is_empty()).then_some(Self { epoch, first_sequence, events: part })
+        })
+    }
+}
+
 /// What a worker sends on its event stream. Later kinds of events come as further variants.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvFrame {
@@ -106,7 +128,7 @@ pub struct KvSnapshot {
     pub resume_points: Vec<KvResumePoint>,
 }
 
-/// Units and resume points of one part that [`KvSnapshot::into_parts`] makes, about.
+/// Units and resume points of one part of a batch or a snapshot, about.
 const UNITS_PER_PART: usize = 4096;
 
 impl KvSnapshot {
@@ -207,4 +229,50 @@ pub enum PeerIndexFrame {
         /// BLAKE3 of the bytes of its frames before this one.
         digest: [u8; 32],
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stored(units: usize) -> KvEvent {
+        let ids = (0..units).map(|n| BlockId([n as u8; 16])).collect();
+        KvEvent::Stored { parent: BlockId([0; 16]), units: ids, medium: Medium::Device }
+    }
+
+    #[test]
+    fn parts_of_a_batch_are_the_batch() {
+        let events: Vec<_> =
+            [3_000, 3_000, 1, 5_000].map(stored).into_iter().chain([KvEvent::Cleared]).collect();
+        let batch = KvEventBatch { epoch: Epoch(2), first_sequence: 7, events: events.clone() };
+        let parts: Vec<_> = batch.into_parts().collect();
+        assert_eq!(
+            parts.iter().map(|p| (p.first_sequence, p.events.len())).collect::<Vec<_>>(),
+            [(7, 2), (9, 2), (11, 1)]
+        );
+        assert_eq!(parts.into_iter().flat_map(|p| p.events).collect::<Vec<_>>(), events);
+    }
+
+    #[test]
+    fn parts_of_a_snapshot_are_the_snapshot() {
+        let run = |n: u8, units: usize| (BlockId([n; 16]), vec![BlockId([n; 16]); units], Medium::Device);
+        let runs = vec![run(1, 4_000), run(2, 4_000), run(3, 0), run(4, 10)];
+        let resume_points = vec![(BlockId([9; 16]), 16, Medium::Host); 5_000];
+        let (epoch, sequence) = (Epoch(1), 5);
+        let snapshot =
+            KvSnapshot { epoch, sequence, runs: runs.clone(), resume_points: resume_points.clone() };
+        let mut parts: Vec<_> = snapshot.into_parts().collect();
+        assert_eq!(parts.remove(0), KvSnapshotFrame::Begin { epoch, sequence });
+        assert_eq!(parts.pop(), Some(KvSnapshotFrame::End));
+        let (mut all_runs, mut all_points) = (Vec::new(), Vec::new());
+        assert_eq!(parts.len(), 4);
+        for part in parts {
+            match part {
+                KvSnapshotFrame::Runs(part) => all_runs.extend(part),
+                KvSnapshotFrame::ResumePoints(part) => all_points.extend(part),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!((all_runs, all_points), (runs, resume_points));
+    }
 }

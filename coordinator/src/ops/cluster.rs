@@ -32,6 +32,7 @@ pub fn view(ops: &Ops) -> Value {
         "index": {
             "blocks": index.blocks,
             "bytes": index.bytes,
+            "max_bytes": index.max_bytes,
             "refused": index.refused,
             "reservations": index.reservations,
             "streams": workers.iter().filter_map(stream).collect::<Vec<_>>(),

@@ -78,6 +78,7 @@ pub struct Metrics {
 struct StateGauges {
     index_blocks: Gauge,
     index_bytes: Gauge,
+    index_max_bytes: Gauge,
     index_refused: Gauge,
     reservations: Gauge,
     queue_requests: Gauge,
@@ -321,6 +322,7 @@ impl StateGauges {
         let mut gauge = |name: &str, help: &str, gauge: &Gauge| registry.register(name, help, gauge.clone());
         gauge("kvasir_index_blocks", "Distinct hash units in the prefix index", &all.index_blocks);
         gauge("kvasir_index_bytes", "Memory of the prefix index", &all.index_bytes);
+        gauge("kvasir_index_max_bytes", "Memory that it may take", &all.index_max_bytes);
         gauge("kvasir_index_refused_blocks", "Units not recorded for lack of budget", &all.index_refused);
         gauge(
             "kvasir_reservations",
@@ -349,6 +351,7 @@ impl StateGauges {
         let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
         self.index_blocks.set(int(index.blocks));
         self.index_bytes.set(int(index.bytes));
+        self.index_max_bytes.set(int(index.max_bytes));
         self.index_refused.set(int(index.refused));
         self.reservations.set(int(index.reservations));
         self.queue_requests.set(int(queue.requests as u64));

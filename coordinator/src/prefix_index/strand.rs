@@ -44,7 +44,9 @@ enum Segments {
     Many(Vec<Segment>),
 }
 
+/// What a lookup reads is in its first line of memory.
 #[derive(Debug, Clone)]
+#[repr(C, align(64))]
 pub(super) struct Strand {
     pub(super) before: Before,
     /// Units; 0 in a strand that is free.
@@ -184,6 +186,11 @@ impl Strand {
         if self.forks.is_empty() {
             self.forks = Vec::new();
         }
+    }
+
+    /// Whether another strand goes off behind the first `at` units.
+    pub(super) fn forks_at(&self, at: u32) -> bool {
+        self.forks.binary_search_by_key(&at, |&(at, _)| at).is_ok()
     }
 
     pub(super) fn add_fork(&mut self, at: u32) {

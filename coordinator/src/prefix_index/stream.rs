@@ -113,6 +113,18 @@ impl Stream {
         Ok((ready, need))
     }
 
+    /// A part of what was missed, and not its last.
+    pub(super) fn replaying(&mut self, part: KvEventBatch) -> Result<Vec<KvEvent>, StreamError> {
+        self.check_epoch(part.epoch)?;
+        check_sequence(&part)?;
+        let mut ready = Vec::new();
+        // After a hole nothing more is taken; the last part tells of it.
+        if self.installing.is_none() && part.first_sequence <= self.applied + 1 {
+            self.advance(part, &mut ready);
+        }
+        Ok(ready)
+    }
+
     /// What was missed, in one batch (without events if nothing was), or `None` if it is gone.
     pub(super) fn replayed(
         &mut self,
@@ -188,7 +200,11 @@ impl Stream {
             return;
         }
         let known = usize::try_from(self.applied + 1 - batch.first_sequence).unwrap_or(usize::MAX);
-        ready.extend(batch.events.into_iter().skip(known));
+        if known == 0 && ready.is_empty() {
+            *ready = batch.events;
+        } else {
+            ready.extend(batch.events.into_iter().skip(known));
+        }
         self.applied = last;
     }
 

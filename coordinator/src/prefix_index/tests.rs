@@ -1,4 +1,5 @@
 mod churn;
+mod peer;
 
 use super::*;
 use proptest::prelude::*;
@@ -110,6 +111,28 @@ fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
     assert_eq!(index.lookup(&chain(1..=3)).units(s), 3);
     let view = index.stream(s).unwrap();
     assert_eq!((view.applied, view.gaps, view.behind), (4, 1, false));
+}
+
+#[test]
+fn a_replay_may_come_in_parts() {
+    let mut index = joined(1);
+    let s = slot(0);
+    assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(Need::Replay { from: 1 })));
+    assert_eq!(index.replaying(s, batch(1, 1, vec![stored([1]), stored([2])])), Ok(()));
+    // What has come counts, and the stream still waits for the rest.
+    assert_eq!(index.lookup(&chain(1..=6)).units(s), 2);
+    assert_eq!(index.apply(s, batch(1, 7, vec![stored([7])])), Ok(None));
+    // A part is lost: only a snapshot can help.
+    assert_eq!(index.replaying(s, batch(1, 4, vec![stored([4])])), Ok(()));
+    let last = batch(1, 5, vec![stored([5])]);
+    assert_eq!(index.replayed(s, Epoch(1), Some(last.clone())), Ok(Some(Need::Snapshot)));
+    assert_eq!(index.lookup(&chain(1..=6)).units(s), 2);
+    // None is.
+    index.fetch_failed(s);
+    assert_eq!(index.apply(s, batch(1, 8, vec![stored([8])])), Ok(Some(Need::Replay { from: 3 })));
+    assert_eq!(index.replaying(s, batch(1, 3, vec![stored([3]), stored([4])])), Ok(()));
+    assert_eq!(index.replayed(s, Epoch(1), Some(last)), Ok(None));
+    assert_eq!(index.lookup(&chain(1..=9)).units(s), 8);
 }
 
 #[test]

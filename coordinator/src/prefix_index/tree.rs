@@ -7,14 +7,16 @@
 //! up to the start is known.
 //!
 //! So a lookup finds the deepest unit of a chain that is known at all, and from there walks up strand by
-//! strand: it visits as many segments as the path has, not as many units. Whether the deepest known unit can be found by
-//! bisection is a matter of closure: if the way up to the start is known for every unit, the known units of a
-//! chain are its first ones. While some strand is *loose* (a worker has kept a unit whose path was never told),
+//! strand: it visits as many segments as the path has, not as many units. Where the end of the chain is not known, the
+//! deepest unit is found by following the chain from its start. That is right as long as the way up to the start is
+//! known for every unit, so that the known units of a chain are its first ones. While some strand is *loose* (a worker has kept a unit whose path was never told),
 //! the chain is scanned from its end instead, which is slower and as exact.
 //!
 //! No allocation takes the whole over its budget: before anything grows, the highest that it may need is
 //! added to what is there. What does not fit is refused and counted; where even forgetting would need memory
 //! (a hole makes two segments of one), more is forgotten than was asked for, and that is counted too.
+
+mod find;
 
 use super::blocks::Blocks;
 use super::sets::{Lane, Set, Sets, table_bytes};
@@ -25,6 +27,9 @@ use std::collections::{HashMap, HashSet};
 
 /// Roots known as such, at most: one for each tenant, model and adapter.
 const MAX_ROOTS: usize = 1 << 16;
+
+/// Beyond, units could no longer be numbered by 32 bits.
+const MAX_BYTES: u64 = 60 << 30;
 
 /// Ids whose places in the table are fetched at a time.
 const FETCH: usize = 64;
@@ -109,7 +114,7 @@ impl Tree {
             loose: 0,
             roots: HashSet::new(),
             lanes: 0,
-            max_bytes: usize::try_from(max_bytes).unwrap_or(usize::MAX),
+            max_bytes: usize::try_from(max_bytes.min(MAX_BYTES)).unwrap_or(usize::MAX),
             foreign: 0,
             refused: 0,
             forgotten: 0,
@@ -239,35 +244,6 @@ impl Tree {
         }
     }
 
-    /// Whether `lane` is anywhere on the path `chain`.
-    pub(super) fn meets_path(&self, chain: &[BlockId], lane: Lane) -> bool {
-        let mut met = false;
-        self.walk(chain, |_, set| {
-            met |= self.sets.contains(set, lane);
-            !met
-        });
-        met
-    }
-
-    /// Visits the lanes of the segments of `chain`, deepest first, each with the units up to the segment's end;
-    /// until `visit` has seen enough, which it says by `false`.
-    #[inline]
-    pub(super) fn lookup(
-        &self,
-        chain: &[BlockId],
-        mut visit: impl FnMut(Lane, u32),
-        enough: impl Fn() -> bool,
-    ) {
-        let mut last = Set::EMPTY;
-        self.walk(chain, |units, set| {
-            if set != last {
-                last = set;
-                self.sets.for_each(set, |lane| visit(lane, units));
-            }
-            !enough()
-        });
-    }
-
     /// Takes the lanes in `dead` out of up to `strands` strands from `from` on; where to go on, if not done.
     pub(super) fn sweep(&mut self, dead: &[u64], from: u32, strands: u32) -> Option<u32> {
         let end = self.strands.len().min(from.saturating_add(strands));
@@ -313,92 +289,6 @@ impl Tree {
             parts.push((before, (from..segment.end).map(|at| id(here, at)).collect()));
         }
         Some(parts)
-    }
-
-    /// Visits the segments of `chain` from its deepest known unit up, each with the units of the chain up to
-    /// its end, while `visit` says `true`.
-    #[inline]
-    fn walk(&self, chain: &[BlockId], mut visit: impl FnMut(u32, Set) -> bool) {
-        let mut end = chain.len();
-        while let Some((last, strand, at)) = self.deepest(&chain[..end]) {
-            let (mut last, mut strand, mut at) = (last, strand, at);
-            loop {
-                let here = &self.strands[strand];
-                // Units of the chain before the strand's first.
-                let above = last.saturating_sub(at as usize);
-                let segments = here.segments();
-                let mut index = segments.len() - 1;
-                while index > 0 && segments[index - 1].end > at {
-                    index -= 1;
-                }
-                for segment in segments[..=index].iter().rev() {
-                    let below = (at + 1).saturating_sub(segment.end);
-                    let units = (last as u32 + 1).saturating_sub(below);
-                    if segment.set != Set::EMPTY && !visit(units, segment.set) {
-                        return;
-                    }
-                }
-                end = above;
-                let Before::Strand { parent, at: behind } = here.before else { break };
-                if above == 0 {
-                    return;
-                }
-                (last, strand, at) = (above - 1, parent, behind - 1);
-            }
-        }
-    }
-
-    /// The deepest unit of `chain` that is known: its place in the chain, its strand, its place there.
-    #[inline]
-    fn deepest(&self, chain: &[BlockId]) -> Option<(usize, u32, u32)> {
-        let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, place)| (at, strand, place));
-        let last = chain.len().checked_sub(1)?;
-        let first = probe(0);
-        if first.is_none() && self.loose == 0 {
-            return None;
-        }
-        if let Some(found) = probe(last) {
-            return Some(found);
-        }
-        if self.loose > 0 {
-            return (0..last).rev().find_map(probe);
-        }
-        let (_, mut strand, mut at) = first?;
-        // Down from the start: how much of the strand the chain follows, then on in the strand that goes off there.
-        let mut done = 0;
-        loop {
-            // The unit at `done` was found here.
-            let followed = self.followed(strand, at, &chain[done..]).max(1);
-            done += followed;
-            at += followed as u32 - 1;
-            match probe(done) {
-                Some((_, next, place)) => (strand, at) = (next, place),
-                None => return Some((done - 1, strand, at)),
-            }
-        }
-    }
-
-    /// How many units of `chain` are those of the strand from `at` on. An id commits to all before it, so the
-    /// last that is the same is found by comparing a few.
-    fn followed(&self, strand: u32, at: u32, chain: &[BlockId]) -> usize {
-        let here = &self.strands[strand];
-        let most = chain.len().min((here.len - at) as usize);
-        let same = |ahead: usize| *self.units.id(unit(here, at + ahead as u32)) == chain[ahead];
-        if most > 0 && same(most - 1) {
-            return most;
-        }
-        // The first that differs is from `low` on and not behind `high`. Seven comparisons a round do not wait for
-        // each other, so a round takes hardly longer than one.
-        let (mut low, mut high) = (0, most.saturating_sub(1));
-        while low < high {
-            let step = (high - low).div_ceil(8);
-            let ahead = |index: usize| (low + (index + 1) * step).min(high) - 1;
-            let known: usize = (0..7).map(|index| usize::from(same(ahead(index)))).sum();
-            let end = if known < 7 { ahead(known) } else { high };
-            low = known.checked_sub(1).map_or(low, |last| ahead(last) + 1);
-            high = end;
-        }
-        low
     }
 
     /// Adds units of `ids` until one is known: where they end, and how many they are. `None` if there is no room

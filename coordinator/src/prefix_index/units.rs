@@ -25,10 +25,16 @@ struct Owner {
     ordinal: u32,
 }
 
+/// Ids and owner side by side: a lookup that finds the id needs the owner next.
+#[derive(Debug, Clone)]
+struct Chunk {
+    ids: [BlockId; CHUNK as usize],
+    owner: Owner,
+}
+
 #[derive(Debug)]
 pub(super) struct Units {
-    ids: Blocks<BlockId, 12>,
-    owners: Blocks<Owner, 9>,
+    chunks: Blocks<Chunk, 9>,
     /// First of the free chunks.
     free: u32,
     shards: Box<[Shard]>,
@@ -49,8 +55,7 @@ struct Shard {
 impl Units {
     pub(super) fn new() -> Self {
         Self {
-            ids: Blocks::new(),
-            owners: Blocks::new(),
+            chunks: Blocks::new(),
             free: NONE,
             shards: vec![Shard::default(); SHARDS].into_boxed_slice(),
             shard_bytes: 0,
@@ -64,56 +69,59 @@ impl Units {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.ids.bytes() + self.owners.bytes() + SHARDS * size_of::<Shard>() + self.shard_bytes
+        self.chunks.bytes() + SHARDS * size_of::<Shard>() + self.shard_bytes
     }
 
     /// Bytes that taking a chunk and filling it takes at its highest.
     pub(super) fn growth(&self) -> usize {
-        let table = CHUNK as usize * (self.largest_shard + 64) + self.largest_shard;
-        table + if self.free == NONE { self.ids.growth() + self.owners.growth() } else { 0 }
+        let table = (CHUNK as usize + 1) * (self.largest_shard + 64);
+        table + if self.free == NONE { self.chunks.growth() } else { 0 }
     }
 
     #[inline]
     pub(super) fn find(&self, id: &BlockId) -> Option<Place> {
         let (shard, hash) = hash(id);
-        let unit = self.shards[shard].find(hash, |unit| self.ids[unit] == *id)?;
-        let owner = self.owners[unit / CHUNK];
+        let unit = self.shards[shard].find(hash, |unit| self.id(unit) == id)?;
+        let owner = self.chunks[unit / CHUNK].owner;
         Some((owner.strand, owner.ordinal * CHUNK + unit % CHUNK))
     }
 
     /// Has the places of these ids in the table fetched, all at once, for what is done with them one by one next.
     pub(super) fn fetch(&self, ids: &[BlockId]) {
-        let home = |id: &BlockId| {
+        let places = |id: &BlockId| {
             let (shard, hash) = hash(id);
             let shard = &self.shards[shard];
-            shard.entries.get(shard.home(hash)).copied().unwrap_or(0)
+            let home = shard.home(hash);
+            // Looking on often leads into the next line of memory.
+            let entry = |at: usize| shard.entries.get(at).copied().unwrap_or(0);
+            entry(home) ^ entry(home + 7)
         };
-        std::hint::black_box(ids.iter().map(home).fold(0, |all, entry| all ^ entry));
+        std::hint::black_box(ids.iter().map(places).fold(0, |all, entries| all ^ entries));
     }
 
     pub(super) fn id(&self, unit: u32) -> &BlockId {
-        &self.ids[unit]
+        id_of(&self.chunks, unit)
     }
 
     /// A chunk for `strand`, whose chunk number `ordinal` it will be.
     pub(super) fn take_chunk(&mut self, strand: u32, ordinal: u32) -> u32 {
         if self.free == NONE {
-            let first = self.owners.len();
-            self.ids.grow(BlockId([0; 16]));
-            self.owners.grow(Owner { strand: NONE, ordinal: 0 });
-            for chunk in (first..self.owners.len()).rev() {
-                self.owners[chunk].strand = self.free;
+            let first = self.chunks.len();
+            let owner = Owner { strand: NONE, ordinal: 0 };
+            self.chunks.grow(Chunk { ids: [BlockId([0; 16]); CHUNK as usize], owner });
+            for chunk in (first..self.chunks.len()).rev() {
+                self.chunks[chunk].owner.strand = self.free;
                 self.free = chunk;
             }
         }
         let chunk = self.free;
-        self.free = std::mem::replace(&mut self.owners[chunk], Owner { strand, ordinal }).strand;
+        self.free = std::mem::replace(&mut self.chunks[chunk].owner, Owner { strand, ordinal }).strand;
         chunk
     }
 
     /// Gives a chunk back; none of its units is in the table any more.
     pub(super) fn give_chunk(&mut self, chunk: u32) {
-        self.owners[chunk] = Owner { strand: self.free, ordinal: 0 };
+        self.chunks[chunk].owner = Owner { strand: self.free, ordinal: 0 };
         self.free = chunk;
     }
 
@@ -123,20 +131,20 @@ impl Units {
         let shard = &mut self.shards[shard];
         if (shard.len as usize + 1) * 4 > shard.entries.len() * 3 {
             self.shard_bytes -= shard.bytes();
-            shard.resize((shard.entries.len() * 3 / 2).max(8));
+            shard.resize((shard.entries.len() * 7 / 4).max(8));
             self.shard_bytes += shard.bytes();
             self.largest_shard = self.largest_shard.max(shard.bytes());
         }
-        let added = shard.insert(hash, unit, |other| self.ids[other] == id);
+        let added = shard.insert(hash, unit, |other| id_of(&self.chunks, other) == &id);
         if added {
-            self.ids[unit] = id;
+            self.chunks[unit / CHUNK].ids[(unit % CHUNK) as usize] = id;
             self.len += 1;
         }
         added
     }
 
     pub(super) fn remove(&mut self, unit: u32) {
-        let (shard, hash) = hash(&self.ids[unit]);
+        let (shard, hash) = hash(self.id(unit));
         let shard = &mut self.shards[shard];
         shard.remove(u64::from(hash) << 32 | u64::from(unit));
         if shard.entries.len() > 8 && (shard.len as usize) * 4 < shard.entries.len() {
@@ -153,8 +161,7 @@ impl Units {
 
     /// Frees the memory of all chunks; none may be in use.
     pub(super) fn free_chunks(&mut self) {
-        self.ids.clear();
-        self.owners.clear();
+        self.chunks.clear();
         self.free = NONE;
     }
 }
@@ -243,6 +250,11 @@ impl Shard {
         }
         self.entries[hole] = VACANT;
     }
+}
+
+#[inline]
+fn id_of(chunks: &Blocks<Chunk, 9>, unit: u32) -> &BlockId {
+    &chunks[unit / CHUNK].ids[(unit % CHUNK) as usize]
 }
 
 /// Shard and hash of an id. Ids are outputs of a keyed hash; one multiplication spreads also those of tests.

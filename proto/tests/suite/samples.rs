@@ -318,7 +318,11 @@ pub(crate) fn all() -> Vec<Samples> {
             Events,
             [
                 PeerIndexFrame::Roots(vec![id(1)]),
-                PeerIndexFrame::Worker { node: node("w1"), epoch: Epoch(3), sequence: 70_000 },
+                PeerIndexFrame::Worker {
+                    node: NodeId::new("w1").unwrap(),
+                    epoch: Epoch(3),
+                    sequence: 70_000,
+                },
                 PeerIndexFrame::Runs(vec![(id(1), vec![id(2)], Medium::Device)]),
                 PeerIndexFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
                 PeerIndexFrame::End { digest: [7; 32] },

@@ -1,0 +1,124 @@
+//! Finding: the deepest known unit of a chain, and the way up from there.
+
+use super::{Tree, unit};
+use crate::prefix_index::sets::{Lane, Set};
+use crate::prefix_index::strand::Before;
+use proto::block::BlockId;
+
+impl Tree {
+    /// Whether `lane` is anywhere on the path `chain`.
+    pub(in crate::prefix_index) fn meets_path(&self, chain: &[BlockId], lane: Lane) -> bool {
+        let mut met = false;
+        self.walk(chain, |_, set| {
+            met |= self.sets.contains(set, lane);
+            !met
+        });
+        met
+    }
+
+    /// Visits the lanes of the segments of `chain`, deepest first, each with the units up to the segment's end;
+    /// until `visit` has seen enough, which it says by `false`.
+    #[inline]
+    pub(in crate::prefix_index) fn lookup(
+        &self,
+        chain: &[BlockId],
+        mut visit: impl FnMut(Lane, u32),
+        enough: impl Fn() -> bool,
+    ) {
+        let mut last = Set::EMPTY;
+        self.walk(chain, |units, set| {
+            if set != last {
+                last = set;
+                self.sets.for_each(set, |lane| visit(lane, units));
+            }
+            !enough()
+        });
+    }
+
+    /// Visits the segments of `chain` from its deepest known unit up, each with the units of the chain up to
+    /// its end, while `visit` says `true`.
+    #[inline]
+    fn walk(&self, chain: &[BlockId], mut visit: impl FnMut(u32, Set) -> bool) {
+        let mut end = chain.len();
+        while let Some((last, strand, at)) = self.deepest(&chain[..end]) {
+            let (mut last, mut strand, mut at) = (last, strand, at);
+            loop {
+                let here = &self.strands[strand];
+                // Units of the chain before the strand's first.
+                let above = last.saturating_sub(at as usize);
+                let segments = here.segments();
+                let mut index = segments.len() - 1;
+                while index > 0 && segments[index - 1].end > at {
+                    index -= 1;
+                }
+                for segment in segments[..=index].iter().rev() {
+                    let below = (at + 1).saturating_sub(segment.end);
+                    let units = (last as u32 + 1).saturating_sub(below);
+                    if segment.set != Set::EMPTY && !visit(units, segment.set) {
+                        return;
+                    }
+                }
+                end = above;
+                let Before::Strand { parent, at: behind } = here.before else { break };
+                if above == 0 {
+                    return;
+                }
+                (last, strand, at) = (above - 1, parent, behind - 1);
+            }
+        }
+    }
+
+    /// The deepest unit of `chain` that is known: its place in the chain, its strand, its place there.
+    #[inline]
+    pub(super) fn deepest(&self, chain: &[BlockId]) -> Option<(usize, u32, u32)> {
+        let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, place)| (at, strand, place));
+        let last = chain.len().checked_sub(1)?;
+        let first = probe(0);
+        if first.is_none() && self.loose == 0 {
+            return None;
+        }
+        if let Some(found) = probe(last) {
+            return Some(found);
+        }
+        if self.loose > 0 {
+            return (0..last).rev().find_map(probe);
+        }
+        let (_, mut strand, mut at) = first?;
+        // Down from the start: how much of the strand the chain follows, then on in the strand that goes off there.
+        let mut done = 0;
+        loop {
+            // The unit at `done` was found here.
+            let followed = self.followed(strand, at, &chain[done..]).max(1);
+            done += followed;
+            at += followed as u32 - 1;
+            let next = if self.strands[strand].forks_at(at + 1) { probe(done) } else { None };
+            match next {
+                Some((_, next, place)) => (strand, at) = (next, place),
+                None => return Some((done - 1, strand, at)),
+            }
+        }
+    }
+
+    /// How many units of `chain` are those of the strand from `at` on. An id commits to all before it, so the
+    /// last that is the same is found by comparing a few.
+    fn followed(&self, strand: u32, at: u32, chain: &[BlockId]) -> usize {
+        let here = &self.strands[strand];
+        let most = chain.len().min((here.len - at) as usize);
+        let same = |ahead: usize| *self.units.id(unit(here, at + ahead as u32)) == chain[ahead];
+        if most > 0 && same(most - 1) {
+            return most;
+        }
+        // The first that differs is from `low` on and not behind `high`. Seven comparisons a round do not wait for
+        // each other, so a round takes hardly longer than one.
+        let (mut low, mut high) = (0, most.saturating_sub(1));
+        while low < high {
+            let step = (high - low).div_ceil(8);
+            let ahead = |index: usize| (low + (index + 1) * step).min(high) - 1;
+            let known: usize = (0..7).map(|index| usize::from(same(ahead(index)))).sum();
+            let end = if known < 7 { ahead(known) } else { high };
+            low = known.checked_sub(1).map_or(low, |last| ahead(last) + 1);
+            high = end;
+        }
+        low
+    }
+}
