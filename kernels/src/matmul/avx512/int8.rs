@@ -14,9 +14,9 @@ use std::arch::x86_64::{
     _mm512_setzero_si512, _mm512_storeu_ps,
 };
 
-/// Whether to ask for weights ahead of use, given the tokens and bytes of a block. A few tokens run as fast
-/// as memory with hardware prefetching alone, and prefetch instructions only slow that down. With more, the
-/// streams of activations keep the hardware from running ahead far enough.
+/// Whether to ask for all weights ahead of use, given the tokens and bytes of a block. With a few tokens that only
+/// slows the hardware's own prefetching down ([`lead`] is for one). With more, the streams of activations keep the
+/// hardware from running ahead far enough.
 const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
     tokens > 1 && tokens * 210 >= block_bytes
 }
