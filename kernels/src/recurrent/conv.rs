@@ -16,6 +16,9 @@ const CHANNELS: usize = 256;
 /// Rows whose inputs go through the registers before the next channels have their turn.
 const TILE_ROWS: usize = 8;
 
+/// How many channels ahead of use a single row asks for its past inputs and weights.
+const AHEAD: usize = 256;
+
 /// Below this many inputs a thread is faster alone than woken.
 const GRAIN: usize = 2048;
 
@@ -116,6 +119,9 @@ impl Kernel for Convolve<'_> {
 impl Convolve<'_> {
     #[inline(always)]
     fn convolve<S: Simd, const TAPS: usize>(&self, s: S) {
+        if self.sequence.rows.len() == 1 && self.sequence.exports.is_empty() {
+            return self.step::<S, TAPS>(s);
+        }
         let mut history = self.read::<TAPS>();
         let PlannedSequence { rows, write, exports, .. } = self.sequence;
         let mut row = 0;
@@ -126,6 +132,45 @@ impl Convolve<'_> {
         }
         self.advance::<S, TAPS>(s, row..rows.len(), &mut history);
         self.write::<TAPS>(&history, *write);
+    }
+
+    /// One row, straight from slot to slot. What it reads is far away and lies in short runs, so the next channels
+    /// are asked for early.
+    #[inline(always)]
+    fn step<S: Simd, const TAPS: usize>(&self, s: S) {
+        let (width, sequence) = (self.weight.channels, self.sequence);
+        for channel in (0..self.channels).step_by(LANES) {
+            let (at, lanes) = (self.first + channel, LANES.min(self.channels - channel));
+            let mut sum = self.bias.map_or(s.splat(0.0), |bias| load(s, &bias[at..at + lanes]));
+            // The inputs of the last positions, oldest first; the last is the row's own.
+            let mut inputs = [s.splat(0.0); TAPS];
+            // SAFETY: sequences do not share rows, and these channels are this item's.
+            let x = unsafe { self.x.slice(sequence.rows.start * width + at, lanes) };
+            inputs[TAPS - 1] = load(s, x);
+            if let Some(slot) = sequence.read {
+                for (tap, input) in inputs.iter_mut().take(TAPS - 1).enumerate() {
+                    let from = self.state.at(slot, (tap + 1) * width + at);
+                    s.prefetch(from.wrapping_add(AHEAD).cast());
+                    // SAFETY: the channels lie inside the layer's past inputs (`LayerState::at`), which nobody else
+                    // writes; those of all taps are read before this sequence's own slot is written.
+                    *input = unsafe { s.load_first(from, lanes) };
+                }
+            }
+            for (tap, input) in inputs.iter().enumerate() {
+                let weight = &self.weight.values[tap * width + at..][..lanes];
+                s.prefetch(weight.as_ptr().wrapping_add(AHEAD).cast());
+                sum = s.fma(load(s, weight), *input, sum);
+                let to = self.state.at(sequence.write, tap * width + at);
+                // SAFETY: as above; a slot that the sequence writes is its own, and these channels are this item's.
+                unsafe { s.store_first(*input, to, lanes) };
+            }
+            s.prefetch(self.state.at(sequence.write, at).wrapping_add(AHEAD).cast());
+            let y = simd::silu(s, sum);
+            match x.first_chunk_mut() {
+                Some(chunk) => s.put(y, chunk),
+                None => s.put_tail(y, x),
+            }
+        }
     }
 
     fn read<const TAPS: usize>(&self) -> History {

@@ -6,10 +6,10 @@ use std::arch::x86_64::{
     __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_and_si512,
     _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmplt_epu32_mask, _mm512_cvtepi8_epi16,
     _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_cvtph_ps,
-    _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32, _mm512_mul_ps,
-    _mm512_mullo_epi32, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16,
-    _mm512_srli_epi32, _mm512_sub_epi32, _mm512_xor_si512,
+    _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32,
+    _mm512_mul_ps, _mm512_mullo_epi32, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sllv_epi32, _mm512_srai_epi32,
+    _mm512_srli_epi16, _mm512_srli_epi32, _mm512_sub_epi32, _mm512_xor_si512,
 };
 
 /// A kind of scales. All functions need AVX-512 F, BW, DQ, VL and VNNI.
@@ -279,7 +279,10 @@ pub(super) struct SuperMin;
 impl Scales for SuperMin {
     const HEADER: bool = true;
     const BYTES: usize = 32;
-    whole_block!(scale and min);
+    whole_block!(0);
+    const ADDED: bool = true;
+    /// Scale and min, which is taken off.
+    type Block = (__m512, __m512);
 
     #[inline(always)]
     unsafe fn block(header: *const u8, at: *const u8) -> (__m512, __m512) {
@@ -287,9 +290,29 @@ impl Scales for SuperMin {
         unsafe {
             let factor = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes_16(at)));
             let min_factor = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes_16(at.add(16))));
-            let min = _mm512_mul_ps(f16_lanes(header.add(32)), min_factor);
-            (_mm512_mul_ps(f16_lanes(header), factor), negated(min))
+            (_mm512_mul_ps(f16_lanes(header), factor), _mm512_mul_ps(f16_lanes(header.add(32)), min_factor))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn fold(
+        acc: __m512,
+        first: __m512i,
+        _: __m512i,
+        block: &(__m512, __m512),
+        a: *const QuantizedBlock,
+    ) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let acc = fold_scaled(acc, first, block.0, a);
+            _mm512_fnmadd_ps(block.1, _mm512_set1_ps((*a).scaled_sum), acc)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn affine(block: &(__m512, __m512)) -> [(__m512, __m512); 2] {
+        // SAFETY: the caller's contract.
+        unsafe { [(block.0, negated(block.1)); 2] }
     }
 }
 
