@@ -111,7 +111,7 @@ proptest! {
             }
             let read = (context > 0).then_some(0);
             let last = if in_place { 0 } else { layer.slot(1) };
-            let state = StepState { read, write: last, exports: exports.clone() };
+            let state = StepState { read, write: last, exports: exports.clone(), deferred: false };
             let out = step(&layer, isa, &pool(1), &mut arena, &[(&all.part(context..context + rows), state)]);
             prop_assert!(want.ends_with(&out[0]));
             for export in &exports {
