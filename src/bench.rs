@@ -338,7 +338,12 @@ impl Tables {
         let Some((first, stride)) = self.state else { return Vec::new() };
         let state = |sequence: usize| {
             let slot = first + sequence as u32 * stride;
-            StepState { read: (context > 0).then_some(slot), write: slot, exports: Vec::new() }
+            StepState {
+                read: (context > 0).then_some(slot),
+                write: slot,
+                exports: Vec::new(),
+                deferred: false,
+            }
         };
         (0..batch).map(state).collect()
     }

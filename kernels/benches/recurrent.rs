@@ -146,7 +146,7 @@ impl Layer {
 fn plan(layout: &StateLayout, rows: usize, read: Option<usize>, write: usize) -> StatePlan {
     let slot = |index: usize| (index * layout.bytes() / OFFSET_UNIT) as u32;
     let sequence = StepSequence { rows: 0..rows, context: 0, segment_start: None };
-    let state = StepState { read: read.map(slot), write: slot(write), exports: Vec::new() };
+    let state = StepState { read: read.map(slot), write: slot(write), exports: Vec::new(), deferred: false };
     StatePlan::new(&[sequence], &[state], layout.bytes()).expect("a plan")
 }
 

@@ -464,6 +464,9 @@ pub struct StepSequence {
     pub segment_start: Option<usize>,
 }
 
+/// Most rows of a sequence whose state is [`StepState::deferred`].
+pub const MAX_DEFERRED_ROWS: usize = 8;
+
 /// What a step does with the recurrent state of one sequence. Slots are byte offsets / 64 into the arena.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepState {
@@ -473,6 +476,9 @@ pub struct StepState {
     pub write: u32,
     /// Further slots, ascending by row, each for the state after one row.
     pub exports: Vec<StateExport>,
+    /// Nothing is written by the step, but by [`Backend::accept`], once it is known how many of the rows count: for
+    /// rows that are guesses, [`MAX_DEFERRED_ROWS`] at most, without exports.
+    pub deferred: bool,
 }
 
 /// A copy of the state in the middle of a step.
@@ -598,6 +604,15 @@ pub trait Backend: Send {
 
     /// See [`Mamba2Op`].
     fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error>;
+
+    /// Ends the deferred part of the step: of each sequence whose state is deferred, in their order, `rows` of its
+    /// rows count (none to all). Its slot [`StepState::write`] gets, of every layer that the step ran, the state of
+    /// having been stepped by these rows, bit for bit. A sequence that none is accepted of keeps the state that it
+    /// had. Once for each step that defers; the next step forgets what was deferred.
+    ///
+    /// The device keeps the inputs of the deferred rows' recurrences, not their states: per layer a few rows of
+    /// `channels` values and of one or two per head, where a state has `rows * cols` per head.
+    fn accept(&mut self, rows: &[usize]) -> Result<(), Error>;
 
     /// See [`GatedNormOp`].
     fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error>;

@@ -24,6 +24,7 @@ use step::Step;
 mod arena;
 mod attend;
 mod config;
+mod deferred;
 mod moe;
 mod product;
 mod recurrent;
@@ -330,6 +331,10 @@ impl Backend for CpuBackend {
 
     fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error> {
         recurrent::mamba2(self, op)
+    }
+
+    fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
+        recurrent::accept(self, rows)
     }
 
     fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error> {

@@ -178,6 +178,17 @@ pub enum Error {
         /// The row that comes too late.
         row: usize,
     },
+    /// More rows than can be taken back.
+    #[error("{rows} rows with a deferred state, at most {most} can be taken back")]
+    DeferredRows {
+        /// Rows of the sequence.
+        rows: usize,
+        /// The most that it may have.
+        most: usize,
+    },
+    /// A deferred state and exports of it.
+    #[error("a sequence whose state is deferred exports none")]
+    DeferredExport,
     /// An op on a layer whose state belongs to the other recurrence.
     #[error("the layer's state does not belong to {op}")]
     StateKind {

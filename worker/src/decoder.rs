@@ -5,6 +5,8 @@
 
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, TensorSource, Weights};
+#[cfg(doc)]
+use kernels::backend::StepState;
 use kernels::backend::{
     Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, Norm,
     StepInput,
@@ -147,6 +149,23 @@ impl Decoder {
             self.layer(index)?;
         }
         Ok(())
+    }
+
+    /// Ends a step that defers states ([`StepState::deferred`]), made to look at guesses: of each sequence that does,
+    /// in their order, the first `rows` of its rows count. Afterwards its caches are, bit for bit, those of having been
+    /// stepped by these rows: go on at `context + rows`, with the state in [`StepState::write`].
+    ///
+    /// What [`Decoder::forward`] computes is the same with and without. Keys and values of the rows that do not count
+    /// stay where they are and are written over by the next step; nothing reads them before, since no query looks
+    /// behind its own position. What a sliding window needs must therefore be judged by rows that count: a block is
+    /// out of the window when it is for position `context + rows`, not for the last guess, and a table must hold the
+    /// blocks of all guesses, none of which is shared or named before it is known that it counts.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] for another number of sequences than defer, more rows than one has, or a second time for one
+    /// step.
+    pub fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
+        Ok(self.backend.accept(rows)?)
     }
 
     /// Tokens into the residual stream, and into the slices that layers read by themselves.

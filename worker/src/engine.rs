@@ -667,7 +667,8 @@ fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<
 
 fn step_state(state: &SequenceState) -> StepState {
     let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
-    StepState { read: state.read, write: state.write, exports: state.exports.iter().map(export).collect() }
+    let exports = state.exports.iter().map(export).collect();
+    StepState { read: state.read, write: state.write, exports, deferred: false }
 }
 
 fn refusal(rejected: Rejected) -> GenerateError {

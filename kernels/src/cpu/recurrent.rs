@@ -2,6 +2,7 @@
 
 use super::CpuBackend;
 use super::arena::part;
+use super::deferred::{Deferred, Inputs, Recurrence};
 use super::rows::{Buffer, pair};
 use super::rowwise::rms;
 use crate::Error;
@@ -25,6 +26,7 @@ pub(super) struct States {
     /// Weights in the order of the kernel, made when first used: vectors never change.
     conv_weights: HashMap<(VectorId, usize), ConvWeight>,
     scratch: ScanScratch,
+    deferred: Deferred,
 }
 
 /// One layer's place in the slots.
@@ -57,6 +59,7 @@ impl States {
             true => StatePlan::default(),
             false => StatePlan::new(step.sequences, step.states, self.slot_bytes)?,
         };
+        self.deferred.begin(step);
         Ok(())
     }
 
@@ -81,7 +84,7 @@ impl States {
 
     /// Bytes of scratch.
     pub(super) fn scratch_bytes(&self) -> usize {
-        self.scratch.bytes()
+        self.scratch.bytes() + self.deferred.bytes()
     }
 }
 
@@ -92,24 +95,28 @@ fn find(layers: &[StateLayer], id: StateLayerId) -> Result<&StateLayer, Error> {
 
 /// See [`ConvOp`].
 pub(super) fn conv(backend: &mut CpuBackend, op: &ConvOp) -> Result<(), Error> {
-    let States { layers, plan, conv_weights, .. } = &mut backend.states;
+    let States { layers, plan, conv_weights, deferred, .. } = &mut backend.states;
     let StateLayer { layout, offset } = find(layers, op.layer)?;
-    let weight = &backend.vectors[op.weight.0 as usize];
-    let bias = op.bias.map(|id| backend.vectors[id.0 as usize].as_slice());
     let (channels, taps) = (layout.shape().channels, layout.shape().taps);
     let weight = match conv_weights.entry((op.weight, taps)) {
         Entry::Occupied(known) => known.into_mut(),
-        Entry::Vacant(place) => place.insert(ConvWeight::new(channels, taps, weight)?),
+        Entry::Vacant(place) => {
+            place.insert(ConvWeight::new(channels, taps, &backend.vectors[op.weight.0 as usize])?)
+        }
     };
+    let bias = op.bias.map(|id| backend.vectors[id.0 as usize].as_slice());
     let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
     let x = &mut backend.buffers[op.x.0 as usize];
     check_len("convolution input", channels, x.cols())?;
+    if let Some((keeper, inputs)) = deferred.layer(op.layer) {
+        inputs.conv = Some((*op, keeper.keep(x)?));
+    }
     recurrent::conv(&backend.pool, backend.config.rows, &mut state, weight, bias, x.values_mut())
 }
 
 /// See [`DeltaNetOp`].
 pub(super) fn delta_net(backend: &mut CpuBackend, op: &DeltaNetOp) -> Result<(), Error> {
-    let States { layers, plan, scratch, .. } = &mut backend.states;
+    let States { layers, plan, scratch, deferred, .. } = &mut backend.states;
     let StateLayer { layout, offset } = find(layers, op.layer)?;
     let shape = *layout.shape();
     let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
@@ -119,22 +126,24 @@ pub(super) fn delta_net(backend: &mut CpuBackend, op: &DeltaNetOp) -> Result<(),
     check_len("delta net beta", shape.heads, beta.cols())?;
     check_len("delta net alpha", shape.heads, alpha.cols())?;
     out.set_shape(qkv.rows(), shape.heads * shape.cols)?;
-    let vector = |id: VectorId| backend.vectors[id.0 as usize].as_slice();
-    let net = recurrent::DeltaNet {
-        a: vector(op.a),
-        dt_bias: vector(op.dt_bias),
-        k_heads: op.k_heads,
-        tiled: op.tiled,
-        l2_eps: op.l2_eps,
-    };
+    if let Some((keeper, inputs)) = deferred.layer(op.layer) {
+        let [qkv, beta, alpha] = [keeper.keep(qkv)?, keeper.keep(beta)?, keeper.keep(alpha)?];
+        inputs.recurrence = Some(Recurrence::DeltaNet { op: *op, qkv, beta, alpha });
+    }
     let input = recurrent::DeltaNetInput { qkv: qkv.values(), beta: beta.values(), alpha: alpha.values() };
-    let (pool, isa) = (&backend.pool, backend.config.rows);
+    let (pool, isa, net) = (&backend.pool, backend.config.rows, net(&backend.vectors, op));
     recurrent::delta_net(pool, isa, &mut state, &net, &input, out.values_mut(), scratch)
+}
+
+fn net<'a>(vectors: &'a [Vec<f32>], op: &DeltaNetOp) -> recurrent::DeltaNet<'a> {
+    let vector = |id: VectorId| vectors[id.0 as usize].as_slice();
+    let DeltaNetOp { k_heads, tiled, l2_eps, .. } = *op;
+    recurrent::DeltaNet { a: vector(op.a), dt_bias: vector(op.dt_bias), k_heads, tiled, l2_eps }
 }
 
 /// See [`Mamba2Op`].
 pub(super) fn mamba2(backend: &mut CpuBackend, op: &Mamba2Op) -> Result<(), Error> {
-    let States { layers, plan, scratch, .. } = &mut backend.states;
+    let States { layers, plan, scratch, deferred, .. } = &mut backend.states;
     let StateLayer { layout, offset } = find(layers, op.layer)?;
     let shape = *layout.shape();
     let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
@@ -143,16 +152,54 @@ pub(super) fn mamba2(backend: &mut CpuBackend, op: &Mamba2Op) -> Result<(), Erro
     check_len("Mamba-2 xBC", inner + 2 * op.groups * shape.cols, xbc.cols())?;
     check_len("Mamba-2 step size", shape.heads, dt.cols())?;
     out.set_shape(xbc.rows(), inner)?;
-    let vector = |id: VectorId| backend.vectors[id.0 as usize].as_slice();
-    let net = recurrent::Mamba2 {
-        a: vector(op.a),
-        d: vector(op.d),
-        dt_bias: vector(op.dt_bias),
-        groups: op.groups,
-    };
+    if let Some((keeper, inputs)) = deferred.layer(op.layer) {
+        let (xbc, dt) = (keeper.keep(xbc)?, keeper.keep(dt)?);
+        inputs.recurrence = Some(Recurrence::Mamba2 { op: *op, xbc, dt });
+    }
     let input = recurrent::Mamba2Input { xbc: xbc.values(), dt: dt.values() };
-    let (pool, isa) = (&backend.pool, backend.config.rows);
+    let (pool, isa, net) = (&backend.pool, backend.config.rows, mamba(&backend.vectors, op));
     recurrent::mamba2(pool, isa, &mut state, &net, &input, out.values_mut(), scratch)
+}
+
+fn mamba<'a>(vectors: &'a [Vec<f32>], op: &Mamba2Op) -> recurrent::Mamba2<'a> {
+    let vector = |id: VectorId| vectors[id.0 as usize].as_slice();
+    recurrent::Mamba2 { a: vector(op.a), d: vector(op.d), dt_bias: vector(op.dt_bias), groups: op.groups }
+}
+
+/// See [`crate::backend::Backend::accept`].
+pub(super) fn accept(backend: &mut CpuBackend, rows: &[usize]) -> Result<(), Error> {
+    let CpuBackend { states, vectors, arena, pool, config, .. } = backend;
+    let States { layers, slot_bytes, conv_weights, scratch, deferred, .. } = states;
+    let (accepted, inputs) = deferred.accept(rows)?;
+    let plan = StatePlan::new(&accepted.sequences, &accepted.states, *slot_bytes)?;
+    for (StateLayer { layout, offset }, Inputs { conv, recurrence }) in layers.iter().zip(inputs) {
+        let shape = *layout.shape();
+        let mut state = LayerState::new(arena, &plan, layout, *offset)?;
+        if let Some((op, x)) = conv
+            && let Some(weight) = conv_weights.get(&(op.weight, shape.taps))
+        {
+            let bias = op.bias.map(|id| vectors[id.0 as usize].as_slice());
+            recurrent::conv(pool, config.rows, &mut state, weight, bias, &mut x.accepted(&accepted))?;
+        }
+        // What the rows gave is known already.
+        let mut out = vec![0.0; plan.rows() * layout.out_len()];
+        match recurrence {
+            None => {}
+            Some(Recurrence::DeltaNet { op, qkv, beta, alpha }) => {
+                let [qkv, beta, alpha] = [qkv, beta, alpha].map(|kept| kept.accepted(&accepted));
+                let input = recurrent::DeltaNetInput { qkv: &qkv, beta: &beta, alpha: &alpha };
+                let net = net(vectors, &op);
+                recurrent::delta_net(pool, config.rows, &mut state, &net, &input, &mut out, scratch)?;
+            }
+            Some(Recurrence::Mamba2 { op, xbc, dt }) => {
+                let [xbc, dt] = [xbc, dt].map(|kept| kept.accepted(&accepted));
+                let input = recurrent::Mamba2Input { xbc: &xbc, dt: &dt };
+                let net = mamba(vectors, &op);
+                recurrent::mamba2(pool, config.rows, &mut state, &net, &input, &mut out, scratch)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// See [`GatedNormOp`].

@@ -7,6 +7,7 @@ use crate::pool::PoolConfig;
 use std::num::NonZeroUsize;
 
 mod attend;
+mod deferred;
 mod moe;
 mod recurrent;
 mod rowwise;

@@ -54,7 +54,7 @@ impl ConvWeight {
 
 /// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` in place on `x`, `[rows][channels]` of the plan's
 /// rows. What lies before a sequence's first row comes from the slot that it reads; its last `taps` inputs go to the
-/// slots that it writes.
+/// slots that it writes, of a deferred one nowhere.
 ///
 /// # Errors
 /// [`Error::Length`] for a weight, bias or `x` that is not of the layer's shape.
@@ -131,7 +131,9 @@ impl Convolve<'_> {
             row = after + 1;
         }
         self.advance::<S, TAPS>(s, row..rows.len(), &mut history);
-        self.write::<TAPS>(&history, *write);
+        if !self.sequence.deferred {
+            self.write::<TAPS>(&history, *write);
+        }
     }
 
     /// One row, straight from slot to slot. What it reads is far away and lies in short runs, so the next channels

@@ -91,6 +91,11 @@ impl StateLayout {
         self.len * UNIT
     }
 
+    /// Values of a row's output, all heads together.
+    pub fn out_len(&self) -> usize {
+        self.shape.heads * self.outer
+    }
+
     /// Takes a layer's part of a slot apart into what the convolution saw, `[taps][channels]`, oldest first,
     /// and the matrices `[heads][rows][cols]`.
     ///

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::layout::StateLayout;
 use crate::aligned::CACHE_LINE;
 use crate::attention::OFFSET_UNIT;
-use crate::backend::{StepSequence, StepState};
+use crate::backend::{MAX_DEFERRED_ROWS, StepSequence, StepState};
 use crate::error::Error;
 
 /// Units of four bytes in one unit of a slot's offset.
@@ -33,6 +33,8 @@ pub(super) struct PlannedSequence {
     pub(super) write: usize,
     /// Row among the sequence's own, and slot; ascending by row.
     pub(super) exports: Vec<(usize, usize)>,
+    /// No slot is written.
+    pub(super) deferred: bool,
 }
 
 impl PlannedSequence {
@@ -69,7 +71,7 @@ impl StatePlan {
     /// # Errors
     /// [`Error::Length`] where there is not one state for each sequence or the sequences' rows do not follow each
     /// other, [`Error::OutOfRange`] for an export after a row that the sequence lacks, [`Error::ExportOrder`],
-    /// [`Error::OverlappingStates`].
+    /// [`Error::DeferredRows`], [`Error::DeferredExport`], [`Error::OverlappingStates`].
     pub fn new(sequences: &[StepSequence], states: &[StepState], slot_bytes: usize) -> Result<Self, Error> {
         if sequences.len() != states.len() {
             let (expected, found) = (sequences.len(), states.len());
@@ -83,6 +85,9 @@ impl StatePlan {
             }
             rows = end;
             check_exports(end - start, state)?;
+            if state.deferred {
+                check_deferred(end - start, state)?;
+            }
         }
         let end = check_overlap(states, slot_bytes)?;
         let place = |slot: u32| slot as usize * UNIT;
@@ -91,6 +96,7 @@ impl StatePlan {
             read: state.read.map(place),
             write: place(state.write),
             exports: state.exports.iter().map(|export| (export.row, place(export.slot))).collect(),
+            deferred: state.deferred,
         });
         Ok(Self { sequences: planned.collect(), rows, slot_bytes, end })
     }
@@ -102,6 +108,11 @@ impl StatePlan {
 
     pub(super) fn sequences(&self) -> &[PlannedSequence] {
         &self.sequences
+    }
+
+    /// Whether the state of any sequence is deferred.
+    pub(super) fn defers(&self) -> bool {
+        self.sequences.iter().any(|sequence| sequence.deferred)
     }
 }
 
@@ -115,6 +126,16 @@ fn check_exports(rows: usize, state: &StepState) -> Result<(), Error> {
             return Err(Error::ExportOrder { row: export.row });
         }
         last = export.row;
+    }
+    Ok(())
+}
+
+fn check_deferred(rows: usize, state: &StepState) -> Result<(), Error> {
+    if rows > MAX_DEFERRED_ROWS {
+        return Err(Error::DeferredRows { rows, most: MAX_DEFERRED_ROWS });
+    }
+    if !state.exports.is_empty() {
+        return Err(Error::DeferredExport);
     }
     Ok(())
 }
@@ -218,7 +239,7 @@ mod tests {
 
     fn state(read: Option<u32>, write: u32, exports: &[(usize, u32)]) -> StepState {
         let exports = exports.iter().map(|&(row, slot)| StateExport { row, slot }).collect();
-        StepState { read, write, exports }
+        StepState { read, write, exports, deferred: false }
     }
 
     /// A plan of slots of two units, two rows per sequence.

@@ -46,7 +46,7 @@ const AHEAD_ROWS: usize = 8;
 /// Buffers that scans reuse from step to step.
 #[derive(Debug, Default)]
 pub struct ScanScratch {
-    /// Keys of a tile, for each thread.
+    /// Keys of a tile, and strips of a deferred state, for each thread.
     threads: Vec<Mutex<AlignedBuf<f32>>>,
 }
 
@@ -132,18 +132,21 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
         let strips = part * strips..layout.strips().min((part + 1) * strips);
         Some(Part { sequence, head: rest % heads, strips })
     };
+    let spill = if state.plan().defers() { STRIPS * layout.inner() * LANES } else { 0 };
     let threads = &mut scratch.threads;
     threads.resize_with(pool.threads().max(threads.len()), Mutex::default);
     let (threads, next) = (&*threads, AtomicUsize::new(0));
     pool.run(&|thread| {
         // A panic elsewhere may have left numbers behind, but every tile is prepared from scratch.
         let mut keys = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
-        keys.grow(TILE_ROWS * 2 * layout.inner());
+        let tile = TILE_ROWS * 2 * layout.inner();
+        keys.grow(tile + spill);
+        let (keys, spill) = keys.split_at_mut(tile);
         loop {
             let item = next.fetch_add(1, Ordering::Relaxed);
             let Some(now) = part(item) else { break };
             let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
-            let advance = Advance { shared: &shared, part: now, upcoming, keys: &mut keys };
+            let advance = Advance { shared: &shared, part: now, upcoming, keys, spill };
             match layout.head_type(advance.part.head) {
                 HeadType::F32 => dispatch(isa, Typed::<_, f32>(advance, PhantomData)),
                 HeadType::Bf16 => dispatch(isa, Typed::<_, Bf16>(advance, PhantomData)),
@@ -232,6 +235,8 @@ struct Advance<'a, R> {
     upcoming: Option<*const f32>,
     /// Room for the keys of a tile.
     keys: &'a mut [f32],
+    /// Room for the strips of a state that is not to be written.
+    spill: &'a mut [f32],
 }
 
 /// A part whose head's elements are `E`.
@@ -242,10 +247,13 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Advance { shared, part, upcoming, keys } = self.0;
+        let Advance { shared, part, upcoming, keys, spill } = self.0;
         let rows = part.sequence.rows.clone();
         if rows.is_empty() {
-            return part.carry_over(shared.state);
+            if !part.sequence.deferred {
+                part.carry_over(shared.state);
+            }
+            return;
         }
         let mut tile = Tile { decay: [0.0; TILE_ROWS], gain: [0.0; TILE_ROWS], keys };
         let strips = part.strips.clone();
@@ -257,10 +265,10 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
                 // Both at once need twenty vectors, which only the largest register file has, and are no faster
                 // where they come from memory for one row.
                 if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
-                    passage.run::<S, E, STRIPS>(s, first);
+                    passage.run::<S, E, STRIPS>(s, first, spill);
                 } else {
                     for strip in first..strips.end.min(first + STRIPS) {
-                        passage.run::<S, E, 1>(s, strip);
+                        passage.run::<S, E, 1>(s, strip, spill);
                     }
                 }
             }
@@ -294,19 +302,24 @@ struct Passage<'a, R> {
 }
 
 impl<R: Rule> Passage<'_, R> {
-    /// Takes strips `strip..strip + N` through the rows.
+    /// Takes strips `strip..strip + N` through the rows. Those of a deferred state go from row to row in `spill`.
     #[inline(always)]
-    fn run<S: Simd, E: Element, const N: usize>(&self, s: S, strip: usize) {
+    fn run<S: Simd, E: Element, const N: usize>(&self, s: S, strip: usize, spill: &mut [f32]) {
         let Self { shared, part, rows, tile, .. } = self;
         let (sequence, layout) = (part.sequence, shared.state.layout());
         let inner = layout.inner();
         let len = N * inner * LANES;
         let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip)).cast::<E>();
+        // A deferred sequence has few rows, all in one tile, so that its spill need not outlive the passage.
+        assert!(!sequence.deferred || len * size_of::<E>() <= size_of_val(spill));
+        let spill = spill.as_mut_ptr().cast::<E>();
+        let written = |slot: usize| if sequence.deferred { spill } else { place(slot) };
         let mut from = match sequence.before(rows.start - sequence.rows.start) {
             Some(slot) => place(slot),
             None => {
-                let zeroes = place(sequence.write);
-                // SAFETY: `len` elements of strips of this part, in a slot that is its sequence's own.
+                let zeroes = written(sequence.write);
+                // SAFETY: `len` elements of strips of this part, in a slot that is its sequence's own, or as many of
+                // this thread's spill.
                 unsafe { zeroes.write_bytes(0, len) };
                 zeroes
             }
@@ -322,7 +335,7 @@ impl<R: Rule> Passage<'_, R> {
         for row in 0..rows.len() {
             let of_sequence = rows.start - sequence.rows.start + row;
             let last = row + 1 == rows.len();
-            let to = place(sequence.after(of_sequence));
+            let to = written(sequence.after(of_sequence));
             let (decay, gain) = (tile.decay[row], tile.gain[row]);
             let (mut values, mut update) = ([s.splat(0.0); N], [s.splat(0.0); N]);
             for (n, (value, update)) in values.iter_mut().zip(&mut update).enumerate() {
@@ -334,8 +347,8 @@ impl<R: Rule> Passage<'_, R> {
             let ahead = if last { self.ahead(strip).map(<*const f32>::cast) } else { None };
             assert!(key.len() == inner && query.len() == inner && next_key.len() == inner);
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
-            // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written
-            // (`LayerState::at`).
+            // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written: a
+            // slot (`LayerState::at`) or this thread's spill.
             let (mut out, next_projected) = unsafe {
                 match (R::CORRECTS && !last, ahead.is_some()) {
                     (true, _) => sweep.run::<S, true, false>(s),

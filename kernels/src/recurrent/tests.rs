@@ -246,7 +246,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 fn write(read: Option<u32>, write: u32) -> StepState {
-    StepState { read, write, exports: Vec::new() }
+    StepState { read, write, exports: Vec::new(), deferred: false }
 }
 
 /// Close relative to the largest of all, because each is a sum of numbers of that size.

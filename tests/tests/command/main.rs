@@ -35,5 +35,6 @@ mod fixture_set;
 mod golden;
 mod numerics;
 mod perplexity;
+mod state_type;
 mod tokenize;
 mod usage;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 mod capacity;
+mod deferred;
 mod exactness;
 mod generation;
 mod harness;

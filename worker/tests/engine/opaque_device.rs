@@ -318,6 +318,12 @@ impl Backend for OpaqueDevice {
         Ok(())
     }
 
+    fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
+        let rows = rows.to_vec();
+        self.push(move |device| device.accept(&rows));
+        Ok(())
+    }
+
     fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error> {
         let op = GatedNormOp { x: op.x.turned(), gate: op.gate.turned(), norm: norm(&op.norm), ..*op };
         self.push(move |device| device.gated_norm(&op));

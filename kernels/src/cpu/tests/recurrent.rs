@@ -90,7 +90,7 @@ impl Setup {
 }
 
 fn state(read: Option<u32>, write: u32) -> StepState {
-    StepState { read, write, exports: Vec::new() }
+    StepState { read, write, exports: Vec::new(), deferred: false }
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_step_leaves_states_where_it_is_told() {
     let mut setup = Setup::new();
     let slot = setup.slot;
     let exports = vec![StateExport { row: 1, slot: 2 * slot }];
-    setup.begin(4, StepState { read: None, write: slot, exports }).unwrap();
+    setup.begin(4, StepState { read: None, write: slot, exports, deferred: false }).unwrap();
     setup.backend.delta_net(&setup.delta_op()).unwrap();
     let exported = setup.state(setup.delta, DELTA, 2 * slot);
     assert!(exported.1 != setup.state(setup.delta, DELTA, slot).1);

@@ -1,0 +1,259 @@
+//! Rows that are taken back: what is left is the state of having been stepped by those that count.
+
+use super::*;
+use crate::backend::{HeadType, MAX_DEFERRED_ROWS, StateExport, StateKind, StepState};
+use std::ops::Range;
+
+const DELTA: StateShape =
+    StateShape { kind: StateKind::DeltaNet, channels: 2 * 6 + 3 * 21, taps: 4, heads: 3, rows: 6, cols: 21 };
+const MAMBA: StateShape =
+    StateShape { kind: StateKind::Mamba2, channels: 3 * 18 + 2 * 9, taps: 3, heads: 3, rows: 18, cols: 9 };
+
+/// A number that belongs to one value of one position of one sequence, in -1..1.
+fn number(sequence: usize, position: usize, i: usize) -> f32 {
+    ((sequence * 7919 + position * 613 + i * 37 + 11) % 1009) as f32 / 504.5 - 1.0
+}
+
+/// One sequence's part of a step: its number, its positions, its state.
+type Part = (usize, Range<usize>, StepState);
+
+/// A model of one delta net and one Mamba-2 layer, each behind a convolution.
+struct Model {
+    backend: CpuBackend,
+    layers: [(StateShape, StateLayerId); 2],
+    /// Offset / 64 between slots.
+    slot: u32,
+    x: [BufferId; 2],
+    gates: [BufferId; 2],
+    out: BufferId,
+    conv_weights: [VectorId; 2],
+    heads: VectorId,
+}
+
+impl Model {
+    fn new(isa: Isa, threads: usize, types: [HeadType; 3]) -> Self {
+        let mut backend = device(isa, ActivationMode::F32, threads);
+        let mut end = 0;
+        let layers = [DELTA, MAMBA].map(|shape| {
+            let layer = backend.create_state_layer(shape, &types, end).unwrap();
+            end += backend.state_bytes(shape, &types).unwrap();
+            (shape, layer)
+        });
+        backend.create_kv_arena(4 * end, &[]).unwrap();
+        let mut buffer = |cols| backend.create_buffer(32, cols).unwrap();
+        let x = [buffer(DELTA.channels), buffer(MAMBA.channels)];
+        let (gates, out) = ([buffer(3), buffer(3)], buffer(63));
+        let mut vector = |n: usize| {
+            let values: Vec<f32> = (0..n).map(|i| number(99, 0, i)).collect();
+            backend.create_vector(&values).unwrap()
+        };
+        let conv_weights = [vector(DELTA.channels * DELTA.taps), vector(MAMBA.channels * MAMBA.taps)];
+        let heads = backend.create_vector(&[-0.4, -1.5, -0.1]).unwrap();
+        Self { backend, layers, slot: (end / 64) as u32, x, gates, out, conv_weights, heads }
+    }
+
+    /// A step through both layers; what each gave, by sequence, as bits.
+    fn step(&mut self, parts: &[Part]) -> Result<Vec<Vec<u32>>, Error> {
+        let mut sequences = Vec::new();
+        let mut rows = 0;
+        for (_, positions, _) in parts {
+            let next = rows + positions.len();
+            sequences.push(StepSequence { rows: rows..next, context: positions.start, segment_start: None });
+            rows = next;
+        }
+        let tokens = vec![0; rows];
+        let states: Vec<StepState> = parts.iter().map(|(_, _, state)| state.clone()).collect();
+        let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &states };
+        self.backend.begin_step(&step)?;
+        let mut outs = vec![Vec::new(); parts.len()];
+        for (index, (shape, layer)) in self.layers.into_iter().enumerate() {
+            for (buffer, cols) in [(self.x[index], shape.channels), (self.gates[0], 3), (self.gates[1], 3)] {
+                let values: Vec<f32> = parts
+                    .iter()
+                    .flat_map(|(sequence, positions, _)| {
+                        positions.clone().flat_map(move |at| (0..cols).map(move |i| number(*sequence, at, i)))
+                    })
+                    .collect();
+                self.backend.write_rows(buffer, &values)?;
+            }
+            let (x, weight) = (self.x[index], self.conv_weights[index]);
+            self.backend.conv(&ConvOp { x, weight, bias: None, layer })?;
+            let Self { gates: [beta, alpha], heads, out, .. } = *self;
+            let width = match shape.kind {
+                StateKind::DeltaNet => {
+                    let (k_heads, tiled, l2_eps) = (1, true, 1e-6);
+                    let (a, dt_bias) = (heads, heads);
+                    self.backend.delta_net(&DeltaNetOp {
+                        qkv: x,
+                        beta,
+                        alpha,
+                        a,
+                        dt_bias,
+                        k_heads,
+                        tiled,
+                        l2_eps,
+                        out,
+                        layer,
+                    })?;
+                    shape.heads * shape.cols
+                }
+                StateKind::Mamba2 => {
+                    let (a, d, dt_bias) = (heads, heads, heads);
+                    self.backend.mamba2(&Mamba2Op {
+                        xbc: x,
+                        dt: alpha,
+                        a,
+                        d,
+                        dt_bias,
+                        groups: 1,
+                        out,
+                        layer,
+                    })?;
+                    shape.heads * shape.rows
+                }
+            };
+            for (sequence, outs) in sequences.iter().zip(&mut outs) {
+                for row in sequence.rows.clone() {
+                    let mut values = vec![0.0; width];
+                    self.backend.read_row(out, row, &mut values)?;
+                    outs.extend(bits(&values));
+                }
+            }
+        }
+        Ok(outs)
+    }
+
+    /// All that a slot holds of values, as bits.
+    fn state(&mut self, slot: u32) -> Vec<u32> {
+        let mut all = Vec::new();
+        for (shape, layer) in self.layers {
+            let (mut conv, mut state) = (vec![0.0; shape.conv_len()], vec![0.0; shape.recurrent_len()]);
+            self.backend.read_state(layer, slot * self.slot, &mut conv, &mut state).unwrap();
+            all.extend(bits(&conv).into_iter().chain(bits(&state)));
+        }
+        all
+    }
+
+    fn part(&self, positions: Range<usize>, read: Option<u32>, write: u32, deferred: bool) -> Part {
+        let (read, write) = (read.map(|slot| slot * self.slot), write * self.slot);
+        (1, positions, StepState { read, write, exports: Vec::new(), deferred })
+    }
+}
+
+/// State after each number of positions and what the positions gave by layer, stepped one by one.
+fn stepped(isa: Isa, types: [HeadType; 3], positions: usize) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
+    let mut model = Model::new(isa, 1, types);
+    // A sequence without rows and without a state gets zeroes.
+    let nothing = model.part(0..0, None, 0, false);
+    model.step(&[nothing]).unwrap();
+    let (mut states, mut outs) = (vec![model.state(0)], Vec::new());
+    for position in 0..positions {
+        let part = model.part(position..position + 1, (position > 0).then_some(0), 0, false);
+        outs.push(model.step(&[part]).unwrap().remove(0));
+        states.push(model.state(0));
+    }
+    (states, outs)
+}
+
+/// What rows one by one gave, in the order of a step: layer by layer.
+fn by_layer(outs: &[Vec<u32>]) -> Vec<u32> {
+    let split = DELTA.heads * DELTA.cols;
+    let first = outs.iter().flat_map(|out| &out[..split]);
+    first.chain(outs.iter().flat_map(|out| &out[split..])).copied().collect()
+}
+
+const MIXED: [HeadType; 3] = [HeadType::F32, HeadType::Bf16, HeadType::F32];
+
+#[test]
+fn any_number_of_rows_can_be_taken_back() {
+    for isa in Isa::available() {
+        for types in [[HeadType::F32; 3], MIXED] {
+            let (states, outs) = stepped(isa, types, 5 + MAX_DEFERRED_ROWS);
+            for context in [0, 5] {
+                for rows in 1..=MAX_DEFERRED_ROWS {
+                    let mut model = Model::new(isa, 2, types);
+                    let read = (context > 0).then_some(0);
+                    if context > 0 {
+                        let part = model.part(0..context, None, 0, false);
+                        model.step(&[part]).unwrap();
+                    }
+                    for (accepted, write) in (0..=rows).flat_map(|rows| [(rows, 0), (rows, 1)]) {
+                        let what = format!(
+                            "{isa}, {types:?}: {accepted} of {rows} rows behind {context}, slot {write}"
+                        );
+                        let before = [model.state(0), model.state(1)];
+                        let part = model.part(context..context + rows, read, write, true);
+                        let out = model.step(&[part]).unwrap().remove(0);
+                        assert_eq!(out, by_layer(&outs[context..context + rows]), "{what}");
+                        assert_eq!([model.state(0), model.state(1)], before, "{what}: a slot was written");
+                        model.backend.accept(&[accepted]).unwrap();
+                        assert_eq!(model.state(write), states[context + accepted], "{what}");
+                        // It goes on from there as if nothing had been taken back.
+                        let end = context + accepted;
+                        let part = model.part(end..end + 1, Some(write), 2, false);
+                        let next = model.step(&[part]).unwrap().remove(0);
+                        if end < outs.len() {
+                            assert_eq!(next, outs[end], "{what}");
+                            assert_eq!(model.state(2), states[end + 1], "{what}");
+                        }
+                        if write == 0 && context > 0 {
+                            let part = model.part(0..context, None, 0, false);
+                            model.step(&[part]).unwrap();
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_that_defer_and_others_share_a_step() {
+    let isa = Isa::detect();
+    let (states, outs) = stepped(isa, MIXED, 12);
+    for threads in [1, 3] {
+        let mut model = Model::new(isa, threads, MIXED);
+        // All are the same sequence: four positions in slot 0, two deferred from it and one that is not.
+        let part = model.part(0..4, None, 0, false);
+        model.step(&[part]).unwrap();
+        let parts = [
+            model.part(4..9, Some(0), 1, true),
+            model.part(4..12, Some(0), 2, false),
+            model.part(4..6, Some(0), 3, true),
+        ];
+        let out = model.step(&parts).unwrap();
+        for (out, (_, positions, _)) in out.iter().zip(&parts) {
+            assert_eq!(*out, by_layer(&outs[positions.clone()]), "{positions:?}");
+        }
+        assert_eq!(model.state(2), states[12]);
+        for wrong in [&[1][..], &[1, 2, 1], &[6, 1], &[1, 3]] {
+            let refused = model.backend.accept(wrong).unwrap_err();
+            assert!(matches!(refused, Error::Length { .. } | Error::OutOfRange { .. }), "{refused}");
+        }
+        model.backend.accept(&[3, 0]).unwrap();
+        let found = [0, 1, 2, 3].map(|slot| model.state(slot));
+        assert!(found == [4, 7, 12, 4].map(|at| states[at].clone()));
+        // Once.
+        assert!(matches!(model.backend.accept(&[3, 0]), Err(Error::Length { .. })));
+        // A step that defers nothing has nothing to accept, and forgets what the one before has deferred.
+        let part = model.part(7..8, Some(1), 1, true);
+        model.step(&[part]).unwrap();
+        assert!(model.backend.states.scratch_bytes() > 0);
+        let part = model.part(7..8, Some(1), 1, false);
+        model.step(&[part]).unwrap();
+        assert!(matches!(model.backend.accept(&[1]), Err(Error::Length { .. })));
+        model.backend.accept(&[]).unwrap();
+        assert_eq!(model.state(1), states[8]);
+    }
+}
+
+#[test]
+fn more_rows_than_can_be_taken_back_and_exports_of_them_are_refused() {
+    let mut model = Model::new(Isa::detect(), 1, MIXED);
+    let part = model.part(0..MAX_DEFERRED_ROWS + 1, None, 0, true);
+    let (rows, most) = (MAX_DEFERRED_ROWS + 1, MAX_DEFERRED_ROWS);
+    assert_eq!(model.step(&[part]), Err(Error::DeferredRows { rows, most }));
+    let (sequence, positions, mut state) = model.part(0..2, None, 0, true);
+    state.exports.push(StateExport { row: 0, slot: model.slot });
+    assert_eq!(model.step(&[(sequence, positions, state)]), Err(Error::DeferredExport));
+}
