@@ -14,6 +14,7 @@ mod world;
 
 use bugs::Bug;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use world::{Plan, Report, run};
 
 /// Microseconds of trouble in a run.
@@ -39,26 +40,29 @@ fn number(variable: &str) -> Option<u64> {
 
 /// Runs seeds on all CPUs and says what they have seen.
 fn sweep(seeds: std::ops::Range<u64>) {
-    let next = std::sync::atomic::AtomicU64::new(seeds.start);
-    let total = std::sync::Mutex::new([0u64; 6]);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                    if seed >= seeds.end {
-                        return;
-                    }
-                    let r = holds(seed);
-                    let seen = [r.answered, r.entries, r.crashes, r.wipes, r.snapshots, r.terms as usize];
-                    let mut total = total.lock().unwrap();
-                    total.iter_mut().zip(seen).for_each(|(sum, seen)| *sum += seen as u64);
-                }
-            });
+    let next = AtomicU64::new(seeds.start);
+    let some = || {
+        let mut seen = [0; 6];
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds.end {
+                return seen;
+            }
+            let r = holds(seed);
+            let run = [r.answered, r.entries, r.crashes, r.wipes, r.snapshots, r.terms as usize];
+            seen.iter_mut().zip(run).for_each(|(sum, one)| *sum += one as u64);
         }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let total = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
+        running.into_iter().fold([0; 6], |mut total, thread| {
+            let seen = thread.join().unwrap_or_else(|failure| std::panic::resume_unwind(failure));
+            total.iter_mut().zip(seen).for_each(|(sum, one)| *sum += one);
+            total
+        })
     });
-    let [answered, entries, crashes, wipes, snapshots, terms] = *total.lock().unwrap();
+    let [answered, entries, crashes, wipes, snapshots, terms] = total;
     println!(
         "{} seeds: {answered} calls answered, {entries} entries agreed on, {terms} terms, {crashes} crashes, \
          {wipes} disks lost, {snapshots} snapshots",
