@@ -2,7 +2,8 @@
 //!
 //! Promises: every wait has a deadline; every process started here is gone when its handle is dropped; logs
 //! of nodes stay under `target/test-logs`. Never here: linking Kvasir's libraries, so that what is tested is
-//! what is shipped.
+//! what is shipped; only the simulator (`tests/sim`) does, which puts a virtual world around the coordinators'
+//! consensus.
 
 pub mod binary;
 pub mod cluster;

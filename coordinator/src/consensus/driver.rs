@@ -63,7 +63,7 @@ pub enum ConsensusError {
 type Reply<T> = oneshot::Sender<Result<T, ConsensusError>>;
 
 enum Event {
-    Frame(NodeId, Frame),
+    Frame(NodeId, Box<Frame>),
     Propose {
         request: Request,
         entry: Box<Entry>,
@@ -190,7 +190,7 @@ impl Handle {
 
     /// A frame has come from `peer`, as its certificate says. It is lost when too many wait.
     pub fn receive(&self, peer: NodeId, frame: Frame) {
-        let _lost = self.events.try_send(Event::Frame(peer, frame));
+        let _lost = self.events.try_send(Event::Frame(peer, Box::new(frame)));
     }
 
     /// The table as it is here: perhaps behind, never wrong.
@@ -269,7 +269,7 @@ impl<N: Network> Edge<N> {
     fn take(&mut self, event: Event) -> Option<Instant> {
         match event {
             Event::Frame(peer, frame) => {
-                if let Err(error) = self.core.receive(&peer, frame) {
+                if let Err(error) = self.core.receive(&peer, *frame) {
                     tracing::warn!(%error, "a frame was not taken");
                 }
             }

@@ -2,8 +2,8 @@
 //! messages in our own codec, so that no byte from outside is ever parsed by the protobuf library that raft
 //! brings along. Closed enums of versioned structs; variants are only appended.
 //!
-//! Promises: decoding allocates no more than the frame's cap allows; [`check`] refuses what the Raft library
-//! would answer with a panic.
+//! Promises: decoding allocates no more than the frame's cap allows; what the Raft library would answer with a
+//! panic is refused before it gets there.
 
 use super::member::{Incarnation, MemberId};
 use proto::codec::{Cap, CodecError, decode, encode};

@@ -1,5 +1,6 @@
 //! Coordinators' agreement in a seeded world: virtual network, disks and clocks around the real cores. A
-//! failure prints its seed; `SIM_SEED=n` runs that one alone, `SIM_SEEDS=n` so many.
+//! failure prints its seed; `SIM_SEED=n` runs that one alone, `SIM_SEEDS=n` so many:
+//! `SIM_SEEDS=20000 cargo test --release -p kvasir-cluster-tests --test sim many -- --nocapture`.
 
 mod bugs;
 mod client;
@@ -13,10 +14,11 @@ mod world;
 
 use bugs::Bug;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use world::{Plan, Report, run};
 
 /// Microseconds of trouble in a run.
-const TROUBLE: u64 = 12_000_000;
+const TROUBLE: u64 = 10_000_000;
 
 fn plan(seed: u64) -> Plan {
     Plan { seed, trouble: TROUBLE, bug: None }
@@ -38,26 +40,29 @@ fn number(variable: &str) -> Option<u64> {
 
 /// Runs seeds on all CPUs and says what they have seen.
 fn sweep(seeds: std::ops::Range<u64>) {
-    let next = std::sync::atomic::AtomicU64::new(seeds.start);
-    let total = std::sync::Mutex::new([0u64; 6]);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                    if seed >= seeds.end {
-                        return;
-                    }
-                    let r = holds(seed);
-                    let seen = [r.answered, r.entries, r.crashes, r.wipes, r.snapshots, r.terms as usize];
-                    let mut total = total.lock().unwrap();
-                    total.iter_mut().zip(seen).for_each(|(sum, seen)| *sum += seen as u64);
-                }
-            });
+    let next = AtomicU64::new(seeds.start);
+    let some = || {
+        let mut seen = [0; 6];
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds.end {
+                return seen;
+            }
+            let r = holds(seed);
+            let run = [r.answered, r.entries, r.crashes, r.wipes, r.snapshots, r.terms as usize];
+            seen.iter_mut().zip(run).for_each(|(sum, one)| *sum += one as u64);
         }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let total = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
+        running.into_iter().fold([0; 6], |mut total, thread| {
+            let seen = thread.join().unwrap_or_else(|failure| std::panic::resume_unwind(failure));
+            total.iter_mut().zip(seen).for_each(|(sum, one)| *sum += one);
+            total
+        })
     });
-    let [answered, entries, crashes, wipes, snapshots, terms] = *total.lock().unwrap();
+    let [answered, entries, crashes, wipes, snapshots, terms] = total;
     println!(
         "{} seeds: {answered} calls answered, {entries} entries agreed on, {terms} terms, {crashes} crashes, \
          {wipes} disks lost, {snapshots} snapshots",

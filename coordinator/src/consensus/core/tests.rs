@@ -292,6 +292,27 @@ fn an_append_after_nothing_commits_nothing() {
     assert!(matches!(refused, Err(ReceiveError::Implausible { .. })), "{refused:?}");
 }
 
+/// Found by the simulator (its seed 7 then): a follower that is taken for the leader hands a read on to whom
+/// it takes for the leader, in the asker's name, which looks like a forged sender there.
+#[test]
+fn nothing_is_sent_in_anothers_name() {
+    let mut group = Group::new(&["c0", "c1", "c2"]);
+    let leader = group.leader();
+    let mut followers = group.cores.keys().filter(|name| **name != leader).cloned();
+    let (asked, asker) = (followers.next().unwrap(), followers.next().unwrap());
+    drop(followers);
+    let core = group.core(&asked);
+    let mut frame = heartbeat(core);
+    if let Body::Raft(message) = &mut frame.body {
+        message.from = MemberId::of(&asker, Incarnation(1)).get();
+        (message.kind, message.term) = (KindV1::ReadIndex, 0);
+        message.entries = vec![LogEntryV1 { term: 0, index: 0, body: EntryBodyV1::Plain(vec![1; 16]) }];
+    }
+    core.receive(&asker, Frame::V1(frame)).unwrap();
+    group.settle();
+    assert_eq!(group.refused, []);
+}
+
 fn any_message() -> impl Strategy<Value = MessageV1> {
     use KindV1::*;
     let kinds = vec![
