@@ -119,11 +119,11 @@ impl Kernel for Convolve<'_> {
 impl Convolve<'_> {
     #[inline(always)]
     fn convolve<S: Simd, const TAPS: usize>(&self, s: S) {
-        if self.sequence.rows.len() == 1 && self.sequence.exports.is_empty() {
+        let PlannedSequence { rows, write, exports, deferred, .. } = self.sequence;
+        if rows.len() == 1 && exports.is_empty() && !deferred {
             return self.step::<S, TAPS>(s);
         }
         let mut history = self.read::<TAPS>();
-        let PlannedSequence { rows, write, exports, .. } = self.sequence;
         let mut row = 0;
         for &(after, slot) in exports {
             self.advance::<S, TAPS>(s, row..after + 1, &mut history);
@@ -131,12 +131,12 @@ impl Convolve<'_> {
             row = after + 1;
         }
         self.advance::<S, TAPS>(s, row..rows.len(), &mut history);
-        if !self.sequence.deferred {
+        if !deferred {
             self.write::<TAPS>(&history, *write);
         }
     }
 
-    /// One row, straight from slot to slot. What it reads is far away and lies in short runs, so the next channels
+    /// One row that is not deferred, straight from slot to slot. What it reads is far away and lies in short runs, so the next channels
     /// are asked for early.
     #[inline(always)]
     fn step<S: Simd, const TAPS: usize>(&self, s: S) {
