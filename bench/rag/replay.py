@@ -10,7 +10,6 @@ empty caches and the same questions, with documents by rank; Kvasir also with th
 """
 import argparse
 import asyncio
-import contextlib
 import json
 import pathlib
 import statistics
@@ -83,9 +82,24 @@ class Router(Server):
             self.spawn([args.routers / name, "launch", "--policy", "cache_aware", "--host", "127.0.0.1", "--port", self.port,
                         "--prometheus-port", free_port(), "--worker-urls", *urls])
             self.wait_ready("/health")
+            self.wait_for_workers(args)
         except BaseException:
             self.stop()
             raise
+
+    def wait_for_workers(self, args):
+        """It says that it is healthy before it has found its workers."""
+        body = {"model": model_id(args), "messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1, "stream": True,
+                "stream_options": {"include_usage": True}}
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                asyncio.run(ask(self.port, body))
+                return
+            except (OSError, RuntimeError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def stop(self):
         super().stop()
@@ -132,21 +146,29 @@ def quantile(values, share):
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def measure(server, model, shape, args):
+def model_id(args):
+    return pathlib.Path(args.model).stem if "/" in args.model else args.model
+
+
+def computed(server):
+    return [counter(get(f"http://127.0.0.1:{port}/metrics"), PREFILLED) for port in server.ops]
+
+
+def measure(server, shape, args):
     traffic = Traffic(documents=args.documents, length=args.words)
-    common = {"model": model, "max_tokens": args.out, "temperature": 0, "ignore_eos": True, "stream": True,
+    common = {"model": model_id(args), "max_tokens": args.out, "temperature": 0, "ignore_eos": True, "stream": True,
               "stream_options": {"include_usage": True}}
     bodies = [{**shape(question), **common} for question in traffic.questions(args.questions)]
-    started = time.monotonic()
+    before, started = computed(server), time.monotonic()
     answers = asyncio.run(replay(server.port, bodies, args.concurrency))
     wall = time.monotonic() - started
-    computed = [counter(get(f"http://127.0.0.1:{port}/metrics"), PREFILLED) for port in server.ops]
+    loads = [now - then for now, then in zip(computed(server), before)]
     prompt = sum(answer["prompt"] for answer in answers)
-    mean = statistics.fmean(computed)
+    mean = statistics.fmean(loads)
     return {
         "router": server.name, "policy": server.variant, "prompt": shape.__name__, "prompt_tokens": prompt,
-        "hit_ratio": round(sum(answer["cached"] for answer in answers) / prompt, 4), "computed": int(sum(computed)),
-        "load_cov": round(statistics.pstdev(computed) / mean, 4) if mean else 0.0, "seconds": round(wall, 2),
+        "hit_ratio": round(sum(answer["cached"] for answer in answers) / prompt, 4), "computed": int(sum(loads)),
+        "load_cov": round(statistics.pstdev(loads) / mean, 4) if mean else 0.0, "seconds": round(wall, 2),
         "ttft_p50": round(quantile([a["ttft"] for a in answers], 0.5), 3),
         "ttft_p99": round(quantile([a["ttft"] for a in answers], 0.99), 3),
     }
@@ -172,15 +194,15 @@ def main():
     runs = [("kvasir", routing, by_rank) for routing in ("prefix", "least-load", "round-robin")]
     runs += [("kvasir", "prefix", by_popularity)]
     runs += [(name, "cache_aware", by_rank) for name in ("sglang-router", "smg")]
-    model = pathlib.Path(args.model).stem if "/" in args.model else args.model
     with open(args.results, "a") as results:
         for name, policy, shape in runs:
             if args.only and f"{name}-{policy}" not in args.only.split(","):
                 continue
             server = Cluster(logs, args, policy) if name == "kvasir" else Router(logs, args, name)
-            with contextlib.closing(contextlib.ExitStack()) as stack:
-                stack.callback(server.stop)
-                row = measure(server, model, shape, args)
+            try:
+                row = measure(server, shape, args)
+            finally:
+                server.stop()
             results.write(json.dumps(row) + "\n")
             results.flush()
             print(json.dumps(row), flush=True)

@@ -77,6 +77,8 @@ pub struct Front {
 /// What is served here. The router is made of this list and of nothing else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Endpoint {
+    /// Whether requests can be answered, for routers in front of this port; probes ask the ops port.
+    Health,
     /// Which models there are.
     Models,
     /// Completions of text or tokens.
@@ -95,7 +97,8 @@ pub enum Endpoint {
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
+        Self::Health,
         Self::Models,
         Self::Completions,
         Self::Chat,
@@ -108,6 +111,7 @@ impl Endpoint {
     /// Its path.
     pub fn path(self) -> &'static str {
         match self {
+            Self::Health => "/health",
             Self::Models => "/v1/models",
             Self::Completions => "/v1/completions",
             Self::Chat => "/v1/chat/completions",
@@ -121,7 +125,7 @@ impl Endpoint {
     /// Its method.
     pub fn method(self) -> Method {
         match self {
-            Self::Models => Method::GET,
+            Self::Health | Self::Models => Method::GET,
             Self::Completions | Self::Chat => Method::POST,
             Self::Embeddings | Self::Rerank | Self::Tokenize | Self::Detokenize => Method::POST,
         }
@@ -129,6 +133,7 @@ impl Endpoint {
 
     fn route(self) -> MethodRouter<Arc<Front>> {
         match self {
+            Self::Health => get(health),
             Self::Models => get(models),
             Self::Completions => {
                 post(async |front, request| generate(front, Kind::Completion, request).await)
@@ -181,6 +186,11 @@ fn request_id(headers: &HeaderMap) -> Result<RequestId, InvalidId> {
         Some(id) => Ok(id),
         None => RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64())),
     }
+}
+
+async fn health(State(front): State<Arc<Front>>) -> Result<(), ApiError> {
+    let serves = front.models.iter().any(|model| front.dispatch.serves(&model.id));
+    if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
 async fn models(State(front): State<Arc<Front>>) -> Response {

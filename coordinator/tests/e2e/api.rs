@@ -161,6 +161,7 @@ async fn tokens_and_text_are_told_without_generating() {
     assert_eq!((&chat["tokens"][0], &chat["tokens"][1]), (&json!(258), &json!(256)));
     let text = ok(&post(rig.at.http, "/detokenize", &json!({"tokens": [104, 105, 257]})).await);
     assert_eq!(text, json!({"prompt": "hi<|im_end|>"}));
+    assert_eq!(get(rig.at.http, "/health").await.status.as_u16(), 200);
     let models = ok(&get(rig.at.http, "/v1/models").await);
     assert_eq!(models["data"][0]["id"], "tiny");
     assert_eq!(models["data"][0]["max_model_len"], MAX_MODEL_LEN);

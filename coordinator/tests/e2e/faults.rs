@@ -1,6 +1,6 @@
 //! What clients see when something fails.
 
-use super::client::{Events, Reply, post};
+use super::client::{Events, Reply, get, post};
 use super::fake_worker::{Counters, FakeWorker, letters};
 use super::{Rig, tokens, until};
 use proto::message::GenerateError;
@@ -99,6 +99,7 @@ async fn with_nobody_left_a_stream_ends_in_an_error_and_not_in_silence() {
     // And now there is nobody at all.
     let reply = post(rig.at.http, COMPLETIONS, &body("x", 1)).await;
     assert_eq!(reply.error(), (503, "no_worker".into(), String::new()));
+    assert_eq!(get(rig.at.http, "/health").await.status.as_u16(), 503);
     assert_eq!(reply.header("retry-after"), "1");
 }
 
