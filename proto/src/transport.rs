@@ -98,6 +98,7 @@ mod hello;
 mod identity;
 mod incoming;
 mod kv;
+mod reset;
 mod rpc;
 mod sequence;
 mod streams;

@@ -58,6 +58,8 @@ fn worker(view: &WorkerView) -> Value {
         "id": register.node.as_str(),
         "epoch": register.epoch.0,
         "state": state_name(view.state()),
+        // What operators want; the state is the worker's own, and follows.
+        "draining": view.member.draining,
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
         "layers": first.map(|m| [m.layers.0, m.layers.1]),
