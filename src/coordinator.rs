@@ -3,11 +3,13 @@
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::{cluster_key, home, models};
+use coordinator::agreement::PeerEntry;
 use coordinator::api::auth::KeyEntry;
 use coordinator::config::Config;
 use coordinator::models::ModelEntry;
 use coordinator::routing::Routing;
 use coordinator::server::{self, StartError};
+use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,6 +19,8 @@ use std::time::Duration;
 #[derive(clap::Args)]
 #[command(
     after_help = "Example:\n  kvasir coordinator --identity ./c0 --models smollm2-135m --http 0.0.0.0:8080 --quic 0.0.0.0:7000 --config keys.toml\n\n\
+    kvasir coordinator --identity ./c0 --models smollm2-135m --quic 10.0.0.1:7000 --data-dir ./c0-data \\\n    \
+    --peers c0=10.0.0.1:7000,c1=10.0.0.2:7000,c2=10.0.0.3:7000\n\n\
     keys.toml:\n  [[keys]]\n  sha256 = \"<SHA-256 of the key, in hexadecimal>\"\n  tenant = \"team-a\"\n\n\
     It prints one line of JSON with its addresses when it listens; logs go to stderr."
 )]
@@ -43,9 +47,17 @@ pub(crate) struct CoordinatorSettings {
     /// Where /livez, /readyz, /metrics and /admin/v1 answer [default: 127.0.0.1:9090].
     #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
     pub(crate) ops: Option<SocketAddr>,
-    /// UDP address where workers dial in [default: 127.0.0.1:7000].
+    /// UDP address where workers and other coordinators dial in [default: 127.0.0.1:7000].
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
     pub(crate) quic: Option<SocketAddr>,
+    /// All coordinators of the group, at most 5, separated by commas; this one may be left out. Needs a data
+    /// directory. The same at each of them when the group is founded.
+    #[arg(long, value_name = "NAME=HOST:PORT,..", env = "KVASIR_PEERS", value_delimiter = ',')]
+    pub(crate) peers: Option<Vec<String>>,
+    /// Directory for what the coordinators agree on, such as which workers drain; nobody else's. Without it
+    /// nothing of that is kept over a restart.
+    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
     /// File of the key that keys all block ids, shared by all coordinators [default: cluster.key in
     /// $KVASIR_HOME]; made on first use.
     #[arg(long, value_name = "FILE", env = "KVASIR_CLUSTER_KEY")]
@@ -136,6 +148,8 @@ impl CoordinatorSettings {
         let complete = Self {
             identity: self.identity,
             models: self.models,
+            peers: self.peers,
+            data_dir: self.data_dir,
             keys: self.keys,
             http: or!(http, default.http, "this machine only, unless told otherwise"),
             ops: or!(ops, default.ops, "this machine only, unless told otherwise"),
@@ -180,6 +194,8 @@ impl CoordinatorSettings {
             http: self.http.unwrap_or(default.http),
             ops: self.ops.unwrap_or(default.ops),
             quic: self.quic.unwrap_or(default.quic),
+            peers: self.peers.iter().flatten().map(|peer| peer_entry(peer)).collect::<Result<_, _>>()?,
+            data_dir: self.data_dir.clone(),
             models: models.collect::<anyhow::Result<_>>()?,
             keys: self.keys.clone().unwrap_or_default(),
             hold_ready: self.hold_ready.unwrap_or(default.hold_ready),
@@ -198,6 +214,17 @@ impl CoordinatorSettings {
         config.check().map_err(ConfigError::Coordinator)?;
         Ok(config)
     }
+}
+
+/// One of `--peers`.
+fn peer_entry(text: &str) -> Result<PeerEntry, ConfigError> {
+    let entry = text.split_once('=').and_then(|(name, quic)| {
+        let (host, port) = quic.rsplit_once(':')?;
+        let reachable = !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0);
+        let node = NodeId::new(name).ok().filter(|_| reachable)?;
+        Some(PeerEntry { node, quic: quic.to_owned() })
+    });
+    entry.ok_or_else(|| ConfigError::field("peers", text, "NAME=HOST:PORT"))
 }
 
 impl Coordinator {
@@ -256,6 +283,16 @@ mod tests {
         let again: CoordinatorSettings = toml::from_str(&file).unwrap();
         assert_eq!(again, complete);
         assert!(again.complete().unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn peers_are_names_and_places() {
+        let PeerEntry { node, quic } = peer_entry("c1=host.example:7000").unwrap();
+        assert_eq!((node.as_str(), quic.as_str()), ("c1", "host.example:7000"));
+        for wrong in ["c1", "c1=host", "c1=host:0", "c1=:7000", "=host:7000", "c 1=host:7000", "c1=host:port"]
+        {
+            assert!(peer_entry(wrong).unwrap_err().to_string().contains("`peers`"), "{wrong}");
+        }
     }
 
     #[test]

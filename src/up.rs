@@ -13,6 +13,7 @@ use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::worker::WorkerSettings;
 use crate::{home, models};
 use ::coordinator::api::auth::KeyEntry;
+use ::coordinator::consensus::table::MAX_VOTERS;
 use anyhow::Context;
 use data_dir::DataDir;
 use nodes::Nodes;
@@ -21,14 +22,14 @@ use proto::ids::{ClusterName, NodeId, Role};
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::time::SystemTime;
 use supervisor::Supervisor;
 
 const DEFAULT_MODEL: &str = "smollm2-135m";
-/// More nodes than this on one machine are a slip of the finger.
-const MAX_NODES: usize = 64;
+/// More workers than this on one machine are a slip of the finger.
+const MAX_WORKERS: usize = 64;
 
 /// Starts a whole cluster on this machine: coordinators and workers as processes of their own.
 #[derive(clap::Args)]
@@ -57,7 +58,7 @@ pub(crate) struct Up {
 struct UpSettings {
     /// Catalog name or path of a .gguf file [default: smollm2-135m, pulled on first use]
     model: Option<String>,
-    /// Coordinator processes [default: 1]
+    /// Coordinator processes, at most 5; they are one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
     /// Worker processes [default: 2]
@@ -119,8 +120,8 @@ struct Plan {
 
 impl Plan {
     fn new(settings: UpSettings, listen_public: bool) -> Result<Self, ConfigError> {
-        let coordinators = count("coordinators", settings.coordinators, 1)?;
-        let workers = count("workers", settings.workers, 2)?;
+        let coordinators = count("coordinators", settings.coordinators, 1, MAX_VOTERS)?;
+        let workers = count("workers", settings.workers, 2, MAX_WORKERS)?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let http = settings.http.unwrap_or(local(8080));
         let ops = settings.ops.unwrap_or(local(9090));
@@ -164,14 +165,19 @@ impl Plan {
         };
         // Nodes find each other on this machine only, whatever the API listens on.
         let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let quics = free_ports(self.coordinators.len()).context("UDP ports for the coordinators")?;
+        let names = (0..).map(|index| format!("coordinator-{index}"));
+        let peers: Vec<String> = names.zip(&quics).map(|(name, quic)| format!("{name}={quic}")).collect();
         let mut coordinators = Vec::new();
-        for (index, (http, ops)) in self.coordinators.iter().enumerate() {
+        for (index, ((http, ops), quic)) in self.coordinators.iter().zip(&quics).enumerate() {
             let name = format!("coordinator-{index}");
             let settings = CoordinatorSettings {
                 identity: Some(identity(Role::Coordinator, &name)?),
                 http: Some(*http),
                 ops: Some(*ops),
-                quic: Some(any_port),
+                quic: Some(*quic),
+                peers: Some(peers.clone()),
+                data_dir: Some(dir.node(&name).join("data")),
                 cluster_key: Some(dir.cluster_key()),
                 models: Some(vec![named.clone()]),
                 hold_ready: Some(true),
@@ -247,10 +253,15 @@ fn authority(dir: &DataDir) -> anyhow::Result<Authority> {
     Authority::load(&path).with_context(|| path.display().to_string())
 }
 
-fn count(field: &'static str, given: Option<usize>, default: usize) -> Result<usize, ConfigError> {
+fn count(
+    field: &'static str,
+    given: Option<usize>,
+    default: usize,
+    most: usize,
+) -> Result<usize, ConfigError> {
     match given.unwrap_or(default) {
-        found if (1..=MAX_NODES).contains(&found) => Ok(found),
-        found => Err(ConfigError::field(field, found, format!("1 to {MAX_NODES}"))),
+        found if (1..=most).contains(&found) => Ok(found),
+        found => Err(ConfigError::field(field, found, format!("1 to {most}"))),
     }
 }
 
@@ -263,6 +274,14 @@ fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAdd
     let port = port
         .ok_or_else(|| ConfigError::field(field, first, "a port with room for all coordinators above it"))?;
     Ok(SocketAddr::new(first.ip(), port))
+}
+
+/// UDP ports that are free now, on this machine only: coordinators must know each other's before they start.
+fn free_ports(count: usize) -> std::io::Result<Vec<SocketAddr>> {
+    // All are held until the last is drawn, so that no two are the same.
+    let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let sockets = (0..count).map(|_| UdpSocket::bind(any_port)).collect::<Result<Vec<_>, _>>()?;
+    sockets.iter().map(UdpSocket::local_addr).collect()
 }
 
 /// What a person sees when the cluster is ready.
@@ -351,7 +370,7 @@ mod tests {
             refused(UpSettings { workers: Some(0), ..Default::default() }, false).contains("`workers`: 0")
         );
         assert!(
-            refused(UpSettings { coordinators: Some(65), ..Default::default() }, false).contains("1 to 64")
+            refused(UpSettings { coordinators: Some(6), ..Default::default() }, false).contains("1 to 5")
         );
         assert!(
             refused(UpSettings { threads: Some(0), ..Default::default() }, false).contains("`threads`: 0")

@@ -1,12 +1,16 @@
 //! The coordinator's configuration, as it stands in a file.
 
 use crate::admission::QueueLimits;
+use crate::agreement::PeerEntry;
 use crate::api::auth::KeyEntry;
 use crate::balancer::Policy;
+use crate::consensus::table::MAX_VOTERS;
 use crate::models::ModelEntry;
 use crate::routing::Routing;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// A coordinator's configuration. Every field has a default; unknown fields are refused.
@@ -19,6 +23,11 @@ pub struct Config {
     pub ops: SocketAddr,
     /// UDP port for workers. Port 0: any.
     pub quic: SocketAddr,
+    /// All coordinators of the group, with or without this one; 1 to 5 in all. None: a group of one.
+    pub peers: Vec<PeerEntry>,
+    /// Where this coordinator keeps what the group has agreed on. Without it, which only a group of one may
+    /// be, nothing is kept over a restart.
+    pub data_dir: Option<PathBuf>,
     /// Models that the API offers.
     pub models: Vec<ModelEntry>,
     /// API keys. Without any, everybody on this machine is one tenant.
@@ -58,6 +67,8 @@ impl Default for Config {
             http: loopback(8080),
             ops: loopback(9090),
             quic: loopback(7000),
+            peers: Vec::new(),
+            data_dir: None,
             models: Vec::new(),
             keys: Vec::new(),
             hold_ready: false,
@@ -95,6 +106,12 @@ pub enum ConfigError {
         /// The rule that it breaks.
         rule: &'static str,
     },
+    /// The group cannot be what is configured.
+    #[error("peers: {rule}")]
+    Peers {
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
     /// The keys cannot be used.
     #[error("[[keys]]: {0}")]
     Keys(#[from] crate::api::auth::KeysError),
@@ -107,6 +124,7 @@ impl Config {
         if self.keys.is_empty() && !self.http.ip().is_loopback() {
             return Err(ConfigError::KeysRequired { http: self.http });
         }
+        self.check_peers()?;
         let wrong = |field, value, rule| Err(ConfigError::OutOfRange { field, value, rule });
         let positive = [
             ("request_timeout_s", self.request_timeout_s),
@@ -126,6 +144,20 @@ impl Config {
         Ok(())
     }
 
+    fn check_peers(&self) -> Result<(), ConfigError> {
+        let names: BTreeSet<_> = self.peers.iter().map(|peer| &peer.node).collect();
+        let rule = if names.len() != self.peers.len() {
+            "each coordinator is named once"
+        } else if names.len() > MAX_VOTERS {
+            "a group has at most 5 coordinators"
+        } else if !names.is_empty() && self.data_dir.is_none() {
+            "a coordinator of a group needs a data_dir"
+        } else {
+            return Ok(());
+        };
+        Err(ConfigError::Peers { rule })
+    }
+
     /// The numbers that steer the balancer.
     pub fn policy(&self) -> Policy {
         Policy {
@@ -143,6 +175,7 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proto::ids::NodeId;
 
     #[test]
     fn the_defaults_are_valid_and_unknown_fields_are_not() {
@@ -165,6 +198,17 @@ mod tests {
         };
         assert_eq!(field(Config { worker_inflight: 0, ..Config::default() }), "worker_inflight");
         assert_eq!(field(Config { suspect_ms: 100, ..Config::default() }), "suspect_ms");
+        let peer = |name: &str| PeerEntry { node: NodeId::new(name).unwrap(), quic: "h:1".into() };
+        let group = |names: &[&str]| Config {
+            peers: names.iter().map(|name| peer(name)).collect(),
+            ..Config::default()
+        };
+        let kept = |config| Config { data_dir: Some("state".into()), ..config };
+        assert_eq!(kept(group(&["a", "b", "c"])).check(), Ok(()));
+        assert!(matches!(group(&["a", "b"]).check(), Err(ConfigError::Peers { .. })));
+        assert!(matches!(kept(group(&["a", "a"])).check(), Err(ConfigError::Peers { .. })));
+        let six = kept(group(&["a", "b", "c", "d", "e", "f"])).check();
+        assert!(matches!(six, Err(ConfigError::Peers { .. })));
         assert_eq!(field(Config { lease_ms: 1_000, ..Config::default() }), "lease_ms");
     }
 }

@@ -17,12 +17,13 @@ use crate::balancer::{
 use crate::ops::metrics::Metrics;
 use crate::prefix_index::{IndexSize, Need};
 use crate::random::random_u64;
-use crate::table::{TableChange, TableError};
+use crate::table::roster::Roster;
+use crate::table::{Member, TableChange, TableError};
 use claim::Claim;
 use link::{Link, Turn};
 use parking_lot::{Mutex, MutexGuard};
 use proto::event::{KvEventBatch, KvReplay};
-use proto::ids::{ModelId, NodeId};
+use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
@@ -156,24 +157,70 @@ impl Dispatch {
 
     /// Asks a worker to take no new work, or to take it again; here at once, there by RPC.
     pub async fn drain(self: &Arc<Self>, node: &NodeId, draining: bool) -> Result<(), TableError> {
-        let link = {
-            let mut desk = self.desk.lock();
-            let change = TableChange::Drain { node: node.clone(), draining };
-            let actions = desk.balancer.change(Instant::now(), change, random_u64())?;
-            self.perform(&mut desk, actions);
-            desk.links.get(node).cloned()
-        };
-        let Some(link) = link else { return Ok(()) };
-        let told = match link.api().await {
-            Ok(api) if draining => api.drain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
-            Ok(api) => api.undrain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
-            Err(error) => Err(error.to_string()),
-        };
-        if let Err(error) = told {
-            // It gets no work from here in any case.
-            tracing::warn!(%node, draining, %error, "the worker could not be told");
-        }
+        let change = TableChange::Drain { node: node.clone(), draining };
+        self.change(change)?;
+        self.tell_drain(node).await;
         Ok(())
+    }
+
+    fn change(self: &Arc<Self>, change: TableChange) -> Result<(), TableError> {
+        let mut desk = self.desk.lock();
+        let actions = desk.balancer.change(Instant::now(), change, random_u64())?;
+        self.perform(&mut desk, actions);
+        Ok(())
+    }
+
+    /// Brings the workers here in line with what all coordinators have agreed on: who drains, and which life of
+    /// a worker is the present one; an older life is no member any more.
+    pub fn agree(self: &Arc<Self>, roster: &Roster) {
+        for (node, epoch, draining) in self.lives() {
+            let Some(agreed) = roster.worker(&node) else { continue };
+            if agreed.epoch > epoch {
+                self.remove(&node, "a later life of it is agreed on", |link| link.epoch() == epoch);
+            } else if agreed.life.drains() != draining {
+                let change = TableChange::Drain { node: node.clone(), draining: !draining };
+                // Refused only if it has left meanwhile.
+                if self.change(change).is_ok() {
+                    let dispatch = Arc::clone(self);
+                    tokio::spawn(async move { dispatch.tell_drain(&node).await });
+                }
+            }
+        }
+    }
+
+    /// How the workers here have introduced themselves.
+    pub fn introductions(&self) -> Vec<Arc<RegisterV2>> {
+        self.desk.lock().balancer.table().members().map(|member| Arc::clone(&member.register)).collect()
+    }
+
+    fn lives(&self) -> Vec<(NodeId, Epoch, bool)> {
+        let desk = self.desk.lock();
+        let life = |member: &Member| (member.register.node.clone(), member.register.epoch, member.draining);
+        desk.balancer.table().members().map(life).collect()
+    }
+
+    /// Tells a worker whether it drains, until what it was told last is so.
+    async fn tell_drain(&self, node: &NodeId) {
+        let wanted = || {
+            let desk = self.desk.lock();
+            let member = desk.balancer.table().member(node)?;
+            Some((Arc::clone(desk.links.get(node)?), member.draining))
+        };
+        let mut last = None;
+        while let Some((link, draining)) = wanted()
+            && last != Some(draining)
+        {
+            last = Some(draining);
+            let told = match link.api().await {
+                Ok(api) if draining => api.drain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
+                Ok(api) => api.undrain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(error) = told {
+                // It gets no work from here in any case.
+                tracing::warn!(%node, draining, %error, "the worker could not be told");
+            }
+        }
     }
 
     /// Deadlines, leases, reservations; to be called several times a second.

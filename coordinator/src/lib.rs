@@ -1,7 +1,8 @@
 //! The front of a cluster: HTTP API, admission, prefix index, routing, dispatch, operations port.
 //!
 //! Read in this order: [`prefix_index`] (who holds what), [`routing`] (which worker, and why), [`admission`]
-//! (what waits), [`table`] (who is a member), [`consensus`] (what all coordinators agree on), [`balancer`]
+//! (what waits), [`table`] (who is a member), [`consensus`] (what all coordinators agree on), [`agreement`] (how
+//! that holds here), [`balancer`]
 //! (all of these as one state machine: time and events in, actions out), [`dispatch`] (the actions become
 //! traffic; the life of a generation), [`workers`] (the workers' connections), [`api`] and [`ops`] (HTTP),
 //! [`server`] (all of it started and stopped).
@@ -12,6 +13,7 @@
 //! Never here: arithmetic (no dependency on `kernels`), model execution.
 
 pub mod admission;
+pub mod agreement;
 pub mod api;
 pub mod balancer;
 pub mod config;

@@ -7,8 +7,10 @@ pub mod prefixes;
 pub mod relabel;
 pub mod snapshots;
 
+use crate::agreement::{Agreement, ChangeError};
 use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
 use crate::api::error::ApiError;
+use crate::consensus::table::Refusal;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::server::Peer;
@@ -36,6 +38,8 @@ pub struct Ops {
     pub id: NodeId,
     /// Workers and index.
     pub dispatch: Arc<Dispatch>,
+    /// Through which operators' changes go; without it they hold here alone.
+    pub agreement: Option<Arc<Agreement>>,
     /// What is offered.
     pub models: Arc<Models>,
     /// Who may administer from afar.
@@ -171,6 +175,14 @@ async fn drain(
     draining: bool,
 ) -> Result<StatusCode, ApiError> {
     let node = worker_name(id)?;
+    if let Some(agreement) = &ops.agreement {
+        return match agreement.drain(&node, draining).await {
+            Ok(()) => Ok(StatusCode::NO_CONTENT),
+            Err(ChangeError::NoQuorum) => Err(ApiError::NoQuorum),
+            Err(ChangeError::Refused(Refusal::Unknown(_))) => Err(ApiError::NotFound),
+            Err(ChangeError::Refused(refusal)) => Err(ApiError::Refused { why: refusal.to_string() }),
+        };
+    }
     match ops.dispatch.drain(&node, draining).await {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
         Err(TableError::UnknownWorker(_)) => Err(ApiError::NotFound),

@@ -2,6 +2,7 @@
 
 mod http;
 
+use crate::agreement::{Agreement, GroupError};
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
 use crate::config::{Config, ConfigError};
 use crate::dispatch::Dispatch;
@@ -42,6 +43,9 @@ pub enum StartError {
     /// The QUIC endpoint cannot be opened.
     #[error(transparent)]
     Quic(#[from] proto::Error),
+    /// It cannot take part in the coordinators' agreement.
+    #[error(transparent)]
+    Group(#[from] GroupError),
     /// A TCP port cannot be opened.
     #[error("cannot listen on {address}: {source}")]
     Bind {
@@ -70,6 +74,7 @@ pub struct Coordinator {
     dispatch: Arc<Dispatch>,
     ops: Arc<Ops>,
     endpoint: Arc<Endpoint>,
+    agreement: Option<Arc<Agreement>>,
     http: Listener,
     ops_http: Listener,
     tasks: Vec<JoinHandle<()>>,
@@ -95,8 +100,11 @@ impl Coordinator {
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
-        let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, [Role::Worker]))?;
+        let alone = config.peers.iter().all(|peer| peer.node == name.node);
+        let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
+        let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
         let endpoint = Arc::new(endpoint);
+        let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch))?;
         let terms = Arc::new(Terms {
             cluster_key: cluster_key.clone(),
             lease: Duration::from_millis(config.lease_ms),
@@ -118,6 +126,7 @@ impl Coordinator {
         let ops = Arc::new(Ops {
             id: name.node.clone(),
             dispatch: Arc::clone(&dispatch),
+            agreement: agreement.clone(),
             models,
             keys,
             cluster_key,
@@ -131,12 +140,17 @@ impl Coordinator {
 
         let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
         let tasks = vec![
-            tokio::spawn(workers::serve(Arc::clone(&endpoint), Arc::clone(&dispatch), terms)),
+            tokio::spawn(workers::serve(
+                Arc::clone(&endpoint),
+                Arc::clone(&dispatch),
+                terms,
+                agreement.clone(),
+            )),
             tokio::spawn(tick(Arc::clone(&dispatch))),
         ];
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
         let drain = Duration::from_secs(config.drain_s);
-        Ok(Self { addresses, dispatch, ops, endpoint, http, ops_http, tasks, drain })
+        Ok(Self { addresses, dispatch, ops, endpoint, agreement, http, ops_http, tasks, drain })
     }
 
     /// Where it listens.
@@ -165,6 +179,9 @@ impl Coordinator {
         self.ops.gate.stop();
         let finished = self.http.stop(self.drain).await;
         self.ops_http.stop(Duration::ZERO).await;
+        if let Some(agreement) = &self.agreement {
+            agreement.stop().await;
+        }
         self.endpoint.close().await;
         tracing::info!(finished, "coordinator stopped");
         finished

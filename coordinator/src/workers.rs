@@ -1,5 +1,7 @@
-//! The workers' side of the network: they dial us, introduce themselves, report, and tell their KV events.
+//! The workers' side of the network: they dial us, introduce themselves, report, and tell their KV events. Other
+//! coordinators dial the same port and are handed on.
 
+use crate::agreement::Agreement;
 use crate::dispatch::{Dispatch, SessionId};
 use crate::table::TableError;
 use proto::block::ClusterKey;
@@ -29,16 +31,26 @@ pub struct Terms {
 }
 
 /// Serves workers until the endpoint is closed.
-pub async fn serve(endpoint: Arc<Endpoint>, dispatch: Arc<Dispatch>, terms: Arc<Terms>) {
+pub async fn serve(
+    endpoint: Arc<Endpoint>,
+    dispatch: Arc<Dispatch>,
+    terms: Arc<Terms>,
+    agreement: Option<Arc<Agreement>>,
+) {
     let sessions = AtomicU64::new(0);
     let mut open = JoinSet::new();
     while let Some(connection) = endpoint.accept().await {
         while open.try_join_next().is_some() {}
+        if let (Role::Coordinator, Some(agreement)) = (connection.peer().role, &agreement) {
+            agreement.accepted(connection);
+            continue;
+        }
         let session = Session {
             id: SessionId(sessions.fetch_add(1, Ordering::Relaxed)),
             connection,
             dispatch: Arc::clone(&dispatch),
             terms: Arc::clone(&terms),
+            agreement: agreement.clone(),
         };
         open.spawn(session.run());
     }
@@ -51,6 +63,7 @@ struct Session {
     connection: Connection,
     dispatch: Arc<Dispatch>,
     terms: Arc<Terms>,
+    agreement: Option<Arc<Agreement>>,
 }
 
 impl Session {
@@ -78,7 +91,7 @@ impl Session {
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
-                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_)) => {}
+                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Group(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());
@@ -124,8 +137,16 @@ impl CoordinatorApi for Session {
         }
         let epoch = register.epoch;
         let models: Vec<_> = register.models.iter().map(|m| m.id.to_string()).collect();
+        let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
+        if let Some(known) = later {
+            tracing::error!(%node, epoch = epoch.0, known = known.0, "refused: a later life is agreed on");
+            return Err(Refusal::StaleEpoch { known });
+        }
         match self.dispatch.join(self.id, self.connection.clone(), register) {
             Ok(()) => {
+                if let Some(agreement) = &self.agreement {
+                    agreement.joined();
+                }
                 tracing::info!(%node, epoch = epoch.0, ?models, "a worker has joined");
                 let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
                 Ok(Registered::V1(RegisteredV1 {

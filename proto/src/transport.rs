@@ -1,7 +1,7 @@
 //! QUIC with mutual TLS between the nodes of one cluster.
 //!
-//! A node [binds](Endpoint::bind) one endpoint. Every worker dials every coordinator ([`Dialer`]); on the one
-//! [`Connection`] of a pair either side opens streams, each of which starts with a byte that says its
+//! A node [binds](Endpoint::bind) one endpoint. Every worker dials every coordinator ([`Dialer`]), and
+//! coordinators dial each other; on a [`Connection`] either side opens streams, each of which starts with a byte that says its
 //! [`StreamKind`]. Invariants:
 //!
 //! - A `Connection` exists only after both certificates were checked (chain, validity, key usage, cluster,
@@ -93,10 +93,12 @@ mod dialer;
 mod encode;
 mod endpoint;
 mod generate;
+mod group;
 mod hello;
 mod identity;
 mod incoming;
 mod kv;
+mod reset;
 mod rpc;
 mod sequence;
 mod streams;
@@ -108,6 +110,7 @@ pub use dialer::{Backoff, Dialer};
 pub use encode::{EncodeCall, EncodeReplier};
 pub use endpoint::{Endpoint, EndpointConfig, EndpointStats};
 pub use generate::{GenerateCall, GenerateReply, GenerateStream};
+pub use group::{GroupReceiver, GroupSender, GroupStream};
 pub use hello::{Hello, HelloV1, VersionRange};
 pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
 pub use incoming::Incoming;

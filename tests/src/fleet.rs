@@ -229,12 +229,16 @@ impl Fleet {
         let coordinators: Vec<String> = (0..self.shape.coordinators)
             .map(|index| SocketAddr::from((self.net.address(index), QUIC)).to_string())
             .collect();
+        let peers = (0..).map(|index| name(Node::Coordinator(index))).zip(&coordinators);
+        let peers = peers.map(|(name, quic)| format!("{name}={quic}")).collect::<Vec<_>>().join(",");
         let coordinators = coordinators.join(",");
+        let data = text(self.data_dir(node).join("data"))?;
         let model = self.shape.model.clone();
         let common = [("--identity", identity), ("--quic", quic), ("--ops", ops)];
         let (command, own, more) = match node {
             Node::Coordinator(_) => {
                 let own = vec![("--models", model), ("--http", api), ("--cluster-key", cluster_key)];
+                let own = own.into_iter().chain([("--peers", peers), ("--data-dir", data)]).collect();
                 ("coordinator", own, &self.shape.coordinator_flags)
             }
             Node::Worker(_) => {

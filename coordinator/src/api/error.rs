@@ -79,6 +79,11 @@ pub enum ApiError {
     /// The worker went away and nobody could go on in its place.
     #[error("the worker that served this request was lost")]
     WorkerLost,
+    /// The coordinators cannot agree at the moment.
+    #[error(
+        "no majority of the coordinators has agreed in time; the change may yet be made, and may be sent again"
+    )]
+    NoQuorum,
     /// It took too long.
     #[error("the request did not finish in time")]
     DeadlineExceeded,
@@ -104,7 +109,9 @@ impl ApiError {
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
-            Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded | Self::NoQuorum => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -124,6 +131,7 @@ impl ApiError {
             Self::QueueFull { .. } => "queue_full",
             Self::NoWorker => "no_worker",
             Self::WorkerLost => "worker_lost",
+            Self::NoQuorum => "no_quorum",
             Self::Internal => "internal",
         }
     }
@@ -152,7 +160,7 @@ impl IntoResponse for ApiError {
         let mut response = (self.status(), Json(self.body())).into_response();
         let retry = match self {
             Self::QueueFull { retry_after } => Some(retry_after.as_secs().max(1)),
-            Self::NoWorker | Self::WorkerLost => Some(1),
+            Self::NoWorker | Self::WorkerLost | Self::NoQuorum => Some(1),
             _ => None,
         };
         if let Some(seconds) = retry {

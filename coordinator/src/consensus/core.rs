@@ -24,6 +24,7 @@ use proto::codec::CodecError;
 use proto::ids::NodeId;
 use raft::eraftpb::{self, ConfChangeSingle, ConfChangeType, ConfChangeV2};
 use raft::{RawNode, SnapshotStatus, StateRole};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use transfer::{Fetched, Fetching, Sending, Served};
@@ -146,8 +147,8 @@ pub enum ProposeError {
     TooLong(#[from] CodecError),
 }
 
-/// What a coordinator is in its group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a coordinator is in its group. Coordinators tell each other: variants are only appended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RaftRole {
     /// It leads.
     Leader,

@@ -297,17 +297,11 @@ impl<N: Network> Edge<N> {
             }
             let done = batch.persisted()?;
             done.send.into_iter().for_each(|outbound| self.network.send(outbound));
+            // Before the answers: who is answered sees a table with the change.
+            show(&self.table, self.core.table());
             self.waiting.answered(&done.answers);
             self.waiting.read_done(&done.reads, self.core.table());
         }
-        let table = self.core.table();
-        self.table.send_if_modified(|shown| {
-            let changed = !Arc::ptr_eq(shown, table);
-            if changed {
-                *shown = Arc::clone(table);
-            }
-            changed
-        });
         let status = self.core.status();
         self.status.send_if_modified(|shown| {
             if shown.role != status.role || shown.term != status.term {
@@ -317,4 +311,14 @@ impl<N: Network> Edge<N> {
         });
         Ok(())
     }
+}
+
+fn show(out: &watch::Sender<Arc<Table>>, table: &Arc<Table>) {
+    out.send_if_modified(|shown| {
+        let changed = !Arc::ptr_eq(shown, table);
+        if changed {
+            *shown = Arc::clone(table);
+        }
+        changed
+    });
 }

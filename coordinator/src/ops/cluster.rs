@@ -2,6 +2,7 @@
 
 use super::Ops;
 use super::metrics::state_name;
+use crate::agreement::Standing;
 use crate::balancer::WorkerView;
 use serde_json::{Value, json};
 
@@ -22,10 +23,7 @@ pub fn view(ops: &Ops) -> Value {
         })
         .collect();
     json!({
-        // One coordinator decides alone; it leads by definition.
-        "coordinators": [{
-            "id": ops.id.as_str(), "role": "leader", "term": 0, "applied": ops.dispatch.table_version(),
-        }],
+        "coordinators": coordinators(ops),
         "workers": workers.iter().map(worker).collect::<Vec<_>>(),
         "models": models,
         "replicas": workers.iter().flat_map(replicas).collect::<Vec<_>>(),
@@ -41,6 +39,16 @@ pub fn view(ops: &Ops) -> Value {
     })
 }
 
+fn coordinators(ops: &Ops) -> Vec<Value> {
+    let Some(agreement) = &ops.agreement else {
+        // It decides alone and leads by definition.
+        let applied = ops.dispatch.table_version();
+        return vec![json!({"id": ops.id.as_str(), "role": "leader", "term": 0, "applied": applied})];
+    };
+    let value = |Standing { node, role, term, applied }: Standing| json!({"id": node.as_str(), "role": role, "term": term, "applied": applied});
+    agreement.standings().into_iter().map(value).collect()
+}
+
 fn worker(view: &WorkerView) -> Value {
     let register = &view.member.register;
     let report = view.report.as_ref();
@@ -50,6 +58,8 @@ fn worker(view: &WorkerView) -> Value {
         "id": register.node.as_str(),
         "epoch": register.epoch.0,
         "state": state_name(view.state()),
+        // What operators want; the state is the worker's own, and follows.
+        "draining": view.member.draining,
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
         "layers": first.map(|m| [m.layers.0, m.layers.1]),

@@ -49,7 +49,8 @@ impl Life {
         }
     }
 
-    fn drains(&self) -> bool {
+    /// Whether it drains, or will when it comes back.
+    pub fn drains(&self) -> bool {
         match self {
             Self::Serving(_) => false,
             Self::Draining(_) => true,

@@ -4,6 +4,7 @@ use super::BulkSender;
 use super::encode;
 use super::endpoint::{Counters, Local};
 use super::generate::GenerateStream;
+use super::group::GroupSender;
 use super::hello::Agreement;
 use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
@@ -18,6 +19,7 @@ use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
 use quinn::{RecvStream, SendStream, VarInt};
+use serde::Serialize;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -216,6 +218,11 @@ impl Connection {
     pub async fn kv_snapshot(&self) -> Result<KvSnapshot, Error> {
         let (_, receive) = self.open_bidirectional(StreamKind::KvSnapshot).await?;
         kv::read_snapshot(receive).await
+    }
+
+    /// Opens a stream for what we tell the coordinator at the other end.
+    pub async fn open_group<T: Serialize>(&self) -> Result<GroupSender<T>, Error> {
+        Ok(GroupSender::new(self.open_one_way(StreamKind::Group).await?))
     }
 
     /// Opens a stream of tensors.

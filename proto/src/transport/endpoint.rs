@@ -4,7 +4,7 @@ use super::connection::{CloseCode, Connection, Slot};
 use super::hello::{Agreement, Hello, HelloV1, VersionRange, agree};
 use super::identity::{Expected, Identity, PeerIdentity};
 use super::streams::{FrameReader, FrameWriter, StreamKind, read_error, within, write_error};
-use super::tls;
+use super::{reset, tls};
 use crate::Error;
 use crate::codec::Cap;
 use crate::ids::{Epoch, Role};
@@ -163,13 +163,9 @@ impl Endpoint {
         let mut server = quinn::ServerConfig::with_crypto(tls::server(identity, &config.accepts)?);
         server.transport_config(transport.clone()).migration(false).max_incoming(config.max_connections);
         let bind_error = |source| Error::Bind { address, source };
+        let settings = reset::endpoint_config(identity)?;
         let quic = socket(address).and_then(|socket| {
-            quinn::Endpoint::new(
-                quinn::EndpointConfig::default(),
-                Some(server),
-                socket,
-                Arc::new(quinn::TokioRuntime),
-            )
+            quinn::Endpoint::new(settings, Some(server), socket, Arc::new(quinn::TokioRuntime))
         });
         let quic = quic.map_err(bind_error)?;
         let address = quic.local_addr().map_err(bind_error)?;

@@ -5,6 +5,7 @@ use super::BulkReceiver;
 use super::encode::EncodeCall;
 use super::endpoint::{Counters, Local};
 use super::generate::GenerateCall;
+use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
 use super::rpc::{CoordinatorRpc, WorkerRpc};
@@ -39,6 +40,8 @@ pub enum Incoming {
     KvEvents(KvEventReceiver),
     /// A coordinator wants to know all that we hold.
     KvSnapshot(KvSnapshotReply),
+    /// A coordinator tells us, a coordinator, something.
+    Group(GroupStream),
     /// Tensors arrive.
     Bulk(BulkReceiver),
 }
@@ -139,6 +142,7 @@ async fn identify(
         (Ok(StreamKind::KvEvents), None) => {
             return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));
         }
+        (Ok(StreamKind::Group), None) => return Ok(Incoming::Group(GroupStream::new(receive))),
         (Ok(StreamKind::Bulk), None) => return Ok(Incoming::Bulk(BulkReceiver::new(receive))),
         // A kind that is allowed, on a stream of the wrong direction.
         (Ok(_), send) => (StreamCode::Malformed, send),

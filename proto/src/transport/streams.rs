@@ -34,6 +34,8 @@ pub enum StreamKind {
     Encode = 6,
     /// One operation on sequences, coordinator to worker. Bidirectional.
     Sequence = 7,
+    /// What coordinators tell each other. One direction.
+    Group = 8,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -49,6 +51,7 @@ impl StreamKind {
             Self::KvSnapshot,
             Self::Encode,
             Self::Sequence,
+            Self::Group,
             Self::Hello,
         ]
         .into_iter()
@@ -62,6 +65,7 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
+            Self::Group => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
             Self::Bulk => true,
             Self::Hello => false,
         }

@@ -24,6 +24,11 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
+/// Random bytes that nobody can guess.
+pub(super) fn fill_random(out: &mut [u8]) -> Result<(), Error> {
+    Ok(provider().secure_random.fill(out).map_err(rustls::Error::from)?)
+}
+
 fn roots(identity: &Identity) -> Result<Arc<RootCertStore>, Error> {
     let mut store = RootCertStore::empty();
     for root in identity.roots() {

@@ -90,11 +90,11 @@ async fn malformed_requests_end_their_own_stream() {
 #[tokio::test]
 async fn unknown_kinds_and_wrong_directions_are_refused() {
     let half = worker().await;
-    for (kind, code) in [(8u8, 1), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
+    for (kind, code) in [(8u8, 2), (9, 1), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
         let stream = write(&half.ours, &[kind]).await;
         assert_eq!(refusal(stream).await, (code, code), "kind {kind}");
     }
-    assert_eq!(half.endpoint.stats().streams_refused, 7);
+    assert_eq!(half.endpoint.stats().streams_refused, 8);
     generation_still_works(&half).await;
 }
 

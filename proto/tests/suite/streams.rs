@@ -430,3 +430,28 @@ async fn a_fenced_worker_is_told_so() {
     let error = soon("the close", nodes.to_coordinator.closed()).await;
     assert!(error.to_string().contains("fenced"), "{error}");
 }
+
+#[tokio::test]
+async fn coordinators_tell_each_other_frames() {
+    let ca = authority("c");
+    let config = || EndpointConfig { accepts: vec![Role::Coordinator], ..config() };
+    let [c1, c2] = ["c1", "c2"].map(|name| endpoint(&ca, Role::Coordinator, name, config()));
+    let expected = Expected::node(Role::Coordinator, node("c2"));
+    let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
+    let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+    assert_eq!(theirs.peer().node, node("c1"));
+    // Either side may, on the one connection.
+    for (from, to) in [(&ours, &theirs), (&theirs, &ours)] {
+        let mut sender = from.open_group::<Vec<u8>>().await.unwrap();
+        let too_long = sender.send(&vec![0; 2 << 20]).await;
+        assert!(matches!(too_long, Err(Error::Codec(_))), "{too_long:?}");
+        sender.send(&vec![7; 1000]).await.unwrap();
+        let Incoming::Group(stream) = soon("a stream", to.accept()).await.unwrap() else {
+            panic!("another kind");
+        };
+        let mut frames = stream.frames::<Vec<u8>>();
+        assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), vec![7; 1000]);
+        drop(sender);
+        assert!(soon("the end", frames.next()).await.is_none());
+    }
+}

@@ -2,6 +2,7 @@
 //! Needs root, for network namespaces.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+mod agreement;
 mod rolling_restart;
 mod stream;
 mod worker_loss;

@@ -1,0 +1,164 @@
+//! The ways between coordinators: each dials every other one and takes what dials in. Frames are lost while a
+//! peer is away, and when more wait than are kept; who needs them sends again.
+
+use super::{PeerEntry, Told};
+use crate::random::random_u64;
+use proto::codec::CodecError;
+use proto::ids::{NodeId, Role};
+use proto::transport::{CloseCode, Connection, Dialer, Endpoint, Expected, GroupStream, Incoming};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, JoinSet};
+
+/// Frames that wait for one peer.
+const MAX_QUEUED: usize = 256;
+/// Connections that a peer has made and that wait to be used.
+const MAX_ACCEPTED: usize = 4;
+/// Coordinators that start together do not dial in step.
+const FIRST_DIAL_MS: u64 = 20;
+
+/// Takes what a peer tells, who is the one that its certificate names.
+pub(super) type Deliver = Arc<dyn Fn(&NodeId, Told) + Send + Sync>;
+
+/// The ways to all peers.
+pub(super) struct Mesh {
+    lanes: BTreeMap<NodeId, Lane>,
+    deliver: Deliver,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+struct Lane {
+    queue: mpsc::Sender<Told>,
+    accepted: mpsc::Sender<Connection>,
+}
+
+impl std::fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_set().entries(self.lanes.keys()).finish()
+    }
+}
+
+impl Mesh {
+    /// Begins to dial; inside a runtime.
+    pub(super) fn start(endpoint: &Arc<Endpoint>, peers: &[PeerEntry], deliver: Deliver) -> Self {
+        let (mut lanes, mut tasks) = (BTreeMap::new(), Vec::new());
+        for PeerEntry { node, quic } in peers {
+            let (queue, frames) = mpsc::channel(MAX_QUEUED);
+            let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
+            lanes.insert(node.clone(), Lane { queue, accepted });
+            let expected = Expected::node(Role::Coordinator, node.clone());
+            let dialer = Dialer::new(Arc::clone(endpoint), quic, expected);
+            let talker = Talker { dialer, frames, connections, deliver: Arc::clone(&deliver) };
+            tasks.push(tokio::spawn(talker.run()));
+        }
+        Self { lanes, deliver, tasks }
+    }
+
+    /// Who else there is.
+    pub(super) fn peers(&self) -> impl Iterator<Item = &NodeId> {
+        self.lanes.keys()
+    }
+
+    /// Tells a peer something, if it can be told.
+    pub(super) fn send(&self, to: &NodeId, told: Told) {
+        if let Some(lane) = self.lanes.get(to) {
+            // Too much waits already: the way is down or slow.
+            let _lost = lane.queue.try_send(told);
+        }
+    }
+
+    /// A coordinator has dialed in.
+    pub(super) fn accepted(&self, connection: Connection) {
+        let Some(lane) = self.lanes.get(&connection.peer().node) else {
+            tracing::warn!(peer = %connection.peer(), "a coordinator that is not among --peers has dialed in");
+            connection.close(CloseCode::Protocol);
+            return;
+        };
+        tokio::spawn(listen(connection.clone(), Arc::clone(&self.deliver)));
+        // It is the newest, so it is with the peer's present life; if several wait, one of them will do.
+        let _enough = lane.accepted.try_send(connection);
+    }
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+/// Tells one peer what there is to tell.
+struct Talker {
+    dialer: Dialer,
+    frames: mpsc::Receiver<Told>,
+    connections: mpsc::Receiver<Connection>,
+    deliver: Deliver,
+}
+
+impl Talker {
+    async fn run(mut self) {
+        tokio::time::sleep(Duration::from_millis(random_u64() % FIRST_DIAL_MS)).await;
+        let mut next = None;
+        loop {
+            let connection = match next.take() {
+                Some(connection) => connection,
+                None => tokio::select! {
+                    Some(connection) = self.connections.recv() => connection,
+                    connection = self.dialer.connect() => {
+                        tokio::spawn(listen(connection.clone(), Arc::clone(&self.deliver)));
+                        connection
+                    }
+                },
+            };
+            tracing::info!(peer = %connection.peer(), "connected to a coordinator");
+            next = self.talk(connection).await;
+        }
+    }
+
+    /// Until the connection is gone, or the peer has made a newer one.
+    async fn talk(&mut self, connection: Connection) -> Option<Connection> {
+        let mut out = connection.open_group().await.ok()?;
+        // What has waited is of the time before.
+        while self.frames.try_recv().is_ok() {}
+        loop {
+            let told = tokio::select! {
+                Some(newer) = self.connections.recv() => return Some(newer),
+                _ = connection.closed() => return None,
+                Some(told) = self.frames.recv() => told,
+            };
+            tokio::select! {
+                // The peer may have restarted and not know the connection that we write to.
+                Some(newer) = self.connections.recv() => return Some(newer),
+                sent = out.send(&told) => sent.ok()?,
+            }
+        }
+    }
+}
+
+/// Takes what a peer tells on one connection, until it is gone.
+async fn listen(connection: Connection, deliver: Deliver) {
+    let mut streams = JoinSet::new();
+    while let Ok(incoming) = connection.accept().await {
+        while streams.try_join_next().is_some() {}
+        // Tensors are not for us; the transport refuses the rest.
+        if let Incoming::Group(stream) = incoming {
+            streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&deliver)));
+        }
+    }
+}
+
+async fn read(peer: NodeId, stream: GroupStream, deliver: Deliver) {
+    let mut frames = stream.frames::<Told>();
+    while let Some(frame) = frames.next().await {
+        match frame {
+            Ok(told) => deliver(&peer, told),
+            // Of a later version; what it needs, its sender asks for again.
+            Err(proto::Error::Codec(CodecError::UnknownVariant { .. })) => {}
+            Err(error) => {
+                tracing::debug!(%peer, %error, "a coordinator's stream has ended");
+                return;
+            }
+        }
+    }
+}

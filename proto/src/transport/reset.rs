@@ -1,0 +1,88 @@
+//! Connections of an earlier life: a node that has ended without a word and is back tells its peers that it
+//! knows nothing of them (RFC 9000, section 10.3). Otherwise they would wait for the idle timeout before they
+//! dial again. For that, the tokens by which a peer recognises such a word must be the same in all lives.
+
+use super::identity::Identity;
+use super::tls;
+use crate::Error;
+use quinn::crypto::{CryptoError, HmacKey};
+use quinn::{ConnectionId, ConnectionIdGenerator};
+use std::sync::Arc;
+use std::time::Duration;
+
+const ID_BYTES: usize = 8;
+
+/// QUIC's settings for an endpoint of this node.
+pub(super) fn endpoint_config(identity: &Identity) -> Result<quinn::EndpointConfig, Error> {
+    let secret = blake3::derive_key("kvasir 2026 quic stateless reset", identity.key().secret_der());
+    let mut config = quinn::EndpointConfig::new(Arc::new(ResetKey(secret)));
+    let mut seed = [0; blake3::KEY_LEN];
+    tls::fill_random(&mut seed)?;
+    // The generator that comes with QUIC drops what an earlier life has named, without a word.
+    config.cid_generator(move || Box::new(Ids { seed, drawn: 0 }));
+    Ok(config)
+}
+
+/// Makes and checks the tokens. Only who has the node's private key can.
+struct ResetKey([u8; blake3::KEY_LEN]);
+
+impl HmacKey for ResetKey {
+    fn sign(&self, data: &[u8], signature_out: &mut [u8]) {
+        blake3::Hasher::new_keyed(&self.0).update(data).finalize_xof().fill(signature_out);
+    }
+
+    fn signature_len(&self) -> usize {
+        blake3::OUT_LEN
+    }
+
+    fn verify(&self, data: &[u8], signature: &[u8]) -> Result<(), CryptoError> {
+        let expected = blake3::keyed_hash(&self.0, data);
+        // Compared in constant time.
+        if expected == *signature { Ok(()) } else { Err(CryptoError) }
+    }
+}
+
+/// Names of connections: random, and any is taken for one that may have been ours.
+struct Ids {
+    seed: [u8; blake3::KEY_LEN],
+    drawn: u64,
+}
+
+impl ConnectionIdGenerator for Ids {
+    fn generate_cid(&mut self) -> ConnectionId {
+        self.drawn += 1;
+        let mut id = [0; ID_BYTES];
+        blake3::Hasher::new_keyed(&self.seed).update(&self.drawn.to_le_bytes()).finalize_xof().fill(&mut id);
+        ConnectionId::new(&id)
+    }
+
+    fn cid_len(&self) -> usize {
+        ID_BYTES
+    }
+
+    fn cid_lifetime(&self) -> Option<Duration> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_outlive_a_life_and_names_do_not() {
+        let sign = |key: u8, id: &ConnectionId| {
+            let mut token = [0; blake3::OUT_LEN];
+            ResetKey([key; blake3::KEY_LEN]).sign(id, &mut token);
+            token
+        };
+        let mut life = Ids { seed: [1; blake3::KEY_LEN], drawn: 0 };
+        let mut next = Ids { seed: [2; blake3::KEY_LEN], drawn: 0 };
+        let (a, b, c) = (life.generate_cid(), life.generate_cid(), next.generate_cid());
+        assert!(a != b && a != c && b != c);
+        assert_eq!(sign(7, &a), sign(7, &a));
+        assert_ne!(sign(7, &a), sign(8, &a));
+        assert!(ResetKey([7; blake3::KEY_LEN]).verify(&a, &sign(7, &a)).is_ok());
+        assert!(ResetKey([7; blake3::KEY_LEN]).verify(&b, &sign(7, &a)).is_err());
+    }
+}
