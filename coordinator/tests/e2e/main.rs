@@ -1,6 +1,7 @@
 //! A whole coordinator over loopback, with workers that speak the protocol but compute nothing.
 #![allow(clippy::unwrap_used)] // a panic is the report
 
+mod agreement;
 mod api;
 mod client;
 mod encode;

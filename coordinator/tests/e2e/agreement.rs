@@ -1,0 +1,75 @@
+//! A coordinator that keeps what was agreed on. Groups of several are tested with real processes.
+
+use super::client::post;
+use super::{Rig, until};
+use kvasir_coordinator::Config;
+use kvasir_coordinator::agreement::PeerEntry;
+use proto::ids::{Epoch, NodeId};
+use proto::service::Refusal;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+async fn drain(rig: &Rig, worker: &str, what: &str) -> (u16, Value) {
+    let reply = post(rig.at.ops, &format!("/admin/v1/workers/{worker}/{what}"), &json!({})).await;
+    let status = reply.status.as_u16();
+    (status, if status == 204 { Value::Null } else { reply.json() })
+}
+
+async fn applied(rig: &Rig) -> u64 {
+    rig.cluster().await["coordinators"][0]["applied"].as_u64().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn drains_and_epochs_outlive_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let keep = |config: &mut Config| config.data_dir = Some(dir.path().join("data"));
+    let rig = Rig::bare(keep).await;
+    let worker = rig.join("w1", 5).await;
+    assert_eq!(drain(&rig, "w1", "drain").await.0, 204);
+    until("the worker is told", async || worker.draining()).await;
+    assert_eq!(drain(&rig, "w2", "drain").await.0, 404);
+    let cluster = rig.cluster().await;
+    assert_eq!(cluster["coordinators"].as_array().unwrap().len(), 1);
+    assert_eq!(cluster["coordinators"][0]["role"], "leader");
+    assert_eq!(cluster["workers"][0]["draining"], true);
+    let before = applied(&rig).await;
+    worker.leave().await;
+    assert!(rig.stop().await);
+
+    let rig = Rig::bare(keep).await;
+    until("it has read its log", async || applied(&rig).await >= before).await;
+    let zombie = rig.join_as(rig.setup("w1", 4)).await.err();
+    assert_eq!(zombie, Some(Refusal::StaleEpoch { known: Epoch(5) }));
+    let worker = rig.join("w1", 6).await;
+    assert_eq!(rig.cluster().await["workers"][0]["draining"], true);
+    until("the worker is told again", async || worker.draining()).await;
+    assert_eq!(drain(&rig, "w1", "undrain").await.0, 204);
+    assert_eq!(rig.cluster().await["workers"][0]["draining"], false);
+    until("the worker is told", async || !worker.draining()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn before_its_peers_are_there_a_founder_serves_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::bare(|config| {
+        config.data_dir = Some(dir.path().join("data"));
+        let peer = |name: &str| PeerEntry { node: NodeId::new(name).unwrap(), quic: "127.0.0.1:1".into() };
+        config.peers = vec![peer("c1"), peer("c2"), peer("c3")];
+    })
+    .await;
+    let _worker = rig.join("w1", 1).await;
+    let body = json!({"prompt": [1, 2, 3], "max_tokens": 1});
+    assert_eq!(post(rig.at.http, "/v1/completions", &body).await.status.as_u16(), 200);
+    let asked = Instant::now();
+    let (status, answer) = drain(&rig, "w1", "drain").await;
+    assert_eq!((status, &answer["error"]["code"]), (503, &json!("no_quorum")));
+    assert!(asked.elapsed() < Duration::from_secs(6));
+    let roles: Vec<Value> = rig.cluster().await["coordinators"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|coordinator| coordinator["role"].clone())
+        .collect();
+    assert_eq!(roles, ["founding", "unreachable", "unreachable"]);
+    assert_eq!(rig.cluster().await["workers"][0]["draining"], false);
+}
