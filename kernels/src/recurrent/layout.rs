@@ -19,7 +19,7 @@ pub(super) const MAX_TAPS: usize = 4;
 /// lanes, `[strips][inner][16]`, the last one padded with zeroes: a strip is one run of memory, and a vector of it
 /// is sixteen sums that never meet.
 ///
-/// Places are counted in units of [`UNIT`] bytes: one f32, two bfloat16. Every head starts on a cache line.
+/// Places are counted in units of 4 bytes: one f32, two bfloat16. Every head starts on a cache line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateLayout {
     shape: StateShape,
