@@ -505,11 +505,10 @@ impl Shared {
     }
 }
 
-/// Whether the table does not know a worker as it has introduced itself.
-fn is_news(table: &Table, register: &Arc<RegisterV2>) -> bool {
+/// Whether the table does not know this life of a worker as one that goes on.
+fn is_news(table: &Table, register: &RegisterV2) -> bool {
     table.workers().worker(&register.node).is_none_or(|known| {
-        known.epoch < register.epoch
-            || known.epoch == register.epoch && known.life.register() != Some(register)
+        known.epoch < register.epoch || known.epoch == register.epoch && known.life.register().is_none()
     })
 }
 

@@ -105,3 +105,37 @@ fn a_port_in_use_is_named() {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains(&address) && stderr.contains("in use"), "{stderr}");
 }
+
+#[test]
+fn three_coordinators_are_one_group_and_a_killed_one_comes_back_to_it() {
+    let cluster = Cluster::builder("up-three-coordinators", &tiny_model())
+        .flag("--coordinators", "3")
+        .flag("--workers", "1")
+        .start()
+        .unwrap();
+    let ops: Vec<_> = cluster.nodes().coordinators.iter().map(|node| node.ops).collect();
+    let roles = |at: usize| -> Option<Vec<String>> {
+        let status = http::get(ops[at], "/admin/v1/cluster").ok()?.ok().ok()?;
+        let roles = status["coordinators"].as_array()?.iter().map(|listed| listed["role"].as_str());
+        let mut roles = roles.map(|role| role.map(str::to_owned)).collect::<Option<Vec<_>>>()?;
+        roles.sort();
+        Some(roles)
+    };
+    let whole = |at| roles(at).filter(|roles| roles == &["follower", "follower", "leader"]);
+    let draining = |at: usize| {
+        let status = http::get(ops[at], "/admin/v1/cluster").ok()?.ok().ok()?;
+        status["workers"][0]["draining"].as_bool()
+    };
+    wait::until("they are a group", binary::PATIENCE, || whole(0)).unwrap();
+    let drained = http::post(ops[1], "/admin/v1/workers/worker-0/drain", &json!({})).unwrap();
+    assert_eq!(drained.status, 204);
+    wait::until("the others know", binary::PATIENCE, || draining(2).filter(|&drains| drains)).unwrap();
+    let killed = cluster.nodes().coordinators[0].pid;
+    signal::kill_now(killed);
+    let another =
+        || cluster.up_file().ok().filter(|up| up.coordinators.first().is_some_and(|c| c.pid != killed));
+    let back = || another().filter(|up| up.coordinators.len() == 3 && up.coordinators[0].ops == ops[0]);
+    wait::until("it is started again", binary::PATIENCE, back).unwrap();
+    wait::until("they are a group again", binary::PATIENCE, || whole(0)).unwrap();
+    wait::until("and remembers", binary::PATIENCE, || draining(0).filter(|&drains| drains)).unwrap();
+}

@@ -232,6 +232,20 @@ fn without_a_majority_only_changes_wait() {
 }
 
 #[test]
+fn a_leader_that_is_told_to_end_hands_over() {
+    let fleet = Fleet::builder("leader-ends", &crate::tiny_model(), 3, 3).start(25).unwrap();
+    let ending = leader(&fleet, &[0, 1, 2]);
+    let others: Vec<usize> = (0..3).filter(|&c| c != ending).collect();
+    assert_eq!(fleet.stop(Node::Coordinator(ending)).unwrap(), Some(0));
+    // Nobody has to find out that it is gone: a change is taken at once.
+    let answer = drain(&fleet, others[0], 0, true).unwrap();
+    assert_eq!(answer.status, 204);
+    leader(&fleet, &others);
+    fleet.start(Node::Coordinator(ending)).unwrap();
+    converge(&fleet);
+}
+
+#[test]
 fn all_coordinators_restarted_answer_and_remember() {
     let fleet = Fleet::builder("all-restarted", &crate::tiny_model(), 3, 3).start(24).unwrap();
     let model = fleet.model().unwrap();
