@@ -13,7 +13,10 @@ const PROBE_BYTES: usize = 1 << 30;
 #[derive(Debug)]
 pub struct BandwidthProbe {
     words: Vec<u64>,
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "elsewhere there is one way to read"))]
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "elsewhere there is one way to read")
+    )]
     isa: Isa,
 }
 
