@@ -422,6 +422,7 @@ impl Core {
         let term = |index| raft_log.term(index).ok().filter(|&term| term != 0);
         let log = LogView {
             now: self.raw.raft.term,
+            leads: self.raw.raft.state == StateRole::Leader,
             last: raft_log.last_index(),
             committed: raft_log.committed,
             term: &term,

@@ -81,6 +81,13 @@ fn many_seeds_hold() {
     }
 }
 
+/// It had sent entries before its own disk had them, crashed, and was still in the term that it had led when the others
+/// told what they had taken: that was refused as what no correct member says.
+#[test]
+fn a_leader_that_has_lost_what_it_sent_hears_of_it() {
+    holds(2765);
+}
+
 #[test]
 fn a_seed_tells_everything() {
     assert_eq!(run(plan(4)), run(plan(4)));

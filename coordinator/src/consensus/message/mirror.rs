@@ -10,6 +10,9 @@ const MAX_CONTEXT: usize = 64;
 pub(crate) struct Log<'a> {
     /// The receiver's term. Raft drops what comes from an earlier one.
     pub(crate) now: u64,
+    /// Whether it leads that term. A leader sends before its own disk has what it sends: after a crash it may hear of
+    /// entries that it has lost, and does not lead any more.
+    pub(crate) leads: bool,
     pub(crate) last: u64,
     pub(crate) committed: u64,
     /// The term of an entry, if it is still there.
@@ -128,7 +131,9 @@ pub(crate) fn check(message: &MessageV1, log: &Log<'_>) -> Result<(), &'static s
         KindV1::Heartbeat if message.term >= log.now && message.commit > log.last => {
             Err("it commits what is not there")
         }
-        KindV1::AppendResponse if message.term == log.now && !message.reject && message.index > log.last => {
+        KindV1::AppendResponse
+            if log.leads && message.term == log.now && !message.reject && message.index > log.last =>
+        {
             Err("it has taken what was never sent")
         }
         _ => Ok(()),
