@@ -8,6 +8,7 @@ use super::generate::GenerateCall;
 use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
+use super::peer_index::PeerIndexCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
 use super::streams::{StreamCode, StreamKind, read_error, within};
@@ -42,6 +43,8 @@ pub enum Incoming {
     KvSnapshot(KvSnapshotReply),
     /// A coordinator tells us, a coordinator, something.
     Group(GroupStream),
+    /// A coordinator wants to know what we, a coordinator, know of a worker's prefixes.
+    PeerIndex(PeerIndexCall),
     /// Tensors arrive.
     Bulk(BulkReceiver),
 }
@@ -138,6 +141,9 @@ async fn identify(
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));
+        }
+        (Ok(StreamKind::PeerIndex), Some(send)) => {
+            return PeerIndexCall::read(send, receive).await.map(Incoming::PeerIndex);
         }
         (Ok(StreamKind::KvEvents), None) => {
             return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));
