@@ -17,6 +17,7 @@ use crate::consensus::storage::{Disk, Loaded, StorageError};
 use crate::consensus::table::{
     Change, ClientId, Kind, Outcome, Refusal, Table, WorkerDrainedV1, WorkerLeftV1,
 };
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use founding::{DraftFile, DraftV1, Founding};
 use mesh::Mesh;
@@ -149,6 +150,7 @@ pub struct Agreement {
 struct Shared {
     node: NodeId,
     dispatch: Arc<Dispatch>,
+    metrics: RaftMetrics,
     /// Once there is a group.
     member: OnceLock<Member>,
     driver: Mutex<Option<Driver>>,
@@ -190,6 +192,7 @@ impl Agreement {
         config: &Config,
         endpoint: &Arc<Endpoint>,
         dispatch: Arc<Dispatch>,
+        metrics: RaftMetrics,
     ) -> Result<Option<Arc<Self>>, GroupError> {
         let Some(directory) = &config.data_dir else { return Ok(None) };
         let node = endpoint.name().node.clone();
@@ -202,6 +205,7 @@ impl Agreement {
         let shared = Arc::new(Shared {
             node: node.clone(),
             dispatch,
+            metrics,
             member: OnceLock::new(),
             driver: Mutex::new(None),
             heard: Mutex::new(BTreeMap::new()),
@@ -297,20 +301,10 @@ impl Drop for Agreement {
 
 fn standing(node: &NodeId, news: &News) -> Standing {
     let (role, term, applied) = match news {
-        News::Member(MemberV1 { role, term, applied, .. }) => (role_name(*role), *term, *applied),
+        News::Member(MemberV1 { role, term, applied, .. }) => (role.name(), *term, *applied),
         News::Draft(_) => ("founding", 0, 0),
     };
     Standing { node: node.clone(), role, term, applied }
-}
-
-fn role_name(role: RaftRole) -> &'static str {
-    match role {
-        RaftRole::Leader => "leader",
-        RaftRole::Follower => "follower",
-        RaftRole::Candidate => "candidate",
-        RaftRole::Learner => "learner",
-        RaftRole::Outsider => "outsider",
-    }
 }
 
 /// Frames of the group leave by the mesh.
@@ -343,7 +337,8 @@ impl Shared {
         let group = loaded.identity.group;
         let network = ByMesh(Arc::clone(mesh));
         let on_fatal = Box::new(driver::abort);
-        let driver = Driver::start(Settings::default(), TICK, loaded, Box::new(disk), network, on_fatal)?;
+        let (settings, metrics) = (Settings::default(), self.metrics.clone());
+        let driver = Driver::start(settings, TICK, loaded, Box::new(disk), network, metrics, on_fatal)?;
         let _first = self.member.set(Member { group, handle: driver.handle() });
         *self.driver.lock() = Some(driver);
         // Whoever follows the table begins now.
@@ -499,7 +494,7 @@ impl Shared {
         match self.member.get() {
             Some(member) => {
                 let status = member.handle.status();
-                Standing { node, role: role_name(status.role), term: status.term, applied: status.applied }
+                Standing { node, role: status.role.name(), term: status.term, applied: status.applied }
             }
             None => Standing { node, role: "founding", term: 0, applied: 0 },
         }

@@ -175,22 +175,32 @@ async fn drain(
     draining: bool,
 ) -> Result<StatusCode, ApiError> {
     let node = worker_name(id)?;
-    if let Some(agreement) = &ops.agreement {
-        return match agreement.drain(&node, draining).await {
-            Ok(()) => Ok(StatusCode::NO_CONTENT),
-            Err(ChangeError::NoQuorum) => Err(ApiError::NoQuorum),
-            Err(ChangeError::Refused(Refusal::Unknown(_))) => Err(ApiError::NotFound),
-            Err(ChangeError::Refused(refusal)) => Err(ApiError::Refused { why: refusal.to_string() }),
-        };
-    }
-    match ops.dispatch.drain(&node, draining).await {
-        Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(TableError::UnknownWorker(_)) => Err(ApiError::NotFound),
-        Err(error) => {
-            tracing::error!(%node, %error, "draining failed");
-            Err(ApiError::Internal)
-        }
-    }
+    let made = match &ops.agreement {
+        Some(agreement) => agreement.drain(&node, draining).await.map_err(|error| match error {
+            ChangeError::NoQuorum => ApiError::NoQuorum,
+            ChangeError::Refused(Refusal::Unknown(_)) => ApiError::NotFound,
+            ChangeError::Refused(refusal) => ApiError::Refused { why: refusal.to_string() },
+        }),
+        None => ops.dispatch.drain(&node, draining).await.map_err(|error| match error {
+            TableError::UnknownWorker(_) => ApiError::NotFound,
+            error => {
+                tracing::error!(%node, %error, "draining failed");
+                ApiError::Internal
+            }
+        }),
+    };
+    count(&ops, if draining { "drain" } else { "undrain" }, &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+/// Counts what has become of an operator's change.
+fn count<T>(ops: &Ops, what: &'static str, made: &Result<T, ApiError>) {
+    let outcome = match made {
+        Ok(_) => "made",
+        Err(ApiError::NoQuorum) => "no_quorum",
+        Err(_) => "refused",
+    };
+    ops.metrics.changed(what, outcome);
 }
 
 fn worker_name(id: String) -> Result<NodeId, ApiError> {
