@@ -205,6 +205,11 @@ impl Handle {
         self.status.borrow().clone()
     }
 
+    /// The same, as it changes.
+    pub fn statuses(&self) -> watch::Receiver<Status> {
+        self.status.clone()
+    }
+
     async fn ask(
         &self,
         request: Request,

@@ -4,6 +4,7 @@
 
 mod agreement;
 mod index;
+mod members;
 mod rolling_restart;
 mod stream;
 mod worker_loss;
