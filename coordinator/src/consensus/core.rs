@@ -99,6 +99,9 @@ pub enum ProposeError {
     /// The learner has not caught up.
     #[error("{0} has not caught up")]
     LearnerBehind(NodeId),
+    /// There is no room on this coordinator's disk.
+    #[error("there is no room on this coordinator's disk; ask another one, or make room")]
+    NoRoom,
     /// The leader must hand over before it goes.
     #[error("the leader must hand over before it is removed")]
     LeaderStays,
@@ -192,6 +195,8 @@ pub struct Core {
     reads: Vec<(u64, u64)>,
     /// The log has to be cut, whatever its length.
     cut: bool,
+    /// Nothing new is put forward from here.
+    held_back: bool,
     elections: u64,
 }
 
@@ -235,6 +240,7 @@ impl Core {
             outbox: Vec::new(),
             reads: Vec::new(),
             cut: false,
+            held_back: false,
             elections: 0,
         };
         core.learn_names();
@@ -266,6 +272,9 @@ impl Core {
     /// an entry may be lost on the way. The same entry may be proposed again, since it is made once.
     pub fn propose(&mut self, entry: &Entry) -> Result<(), ProposeError> {
         let bytes = encode_entry(entry)?;
+        if self.held_back {
+            return Err(ProposeError::NoRoom);
+        }
         if self.raw.raft.leader_id == 0 {
             return Err(ProposeError::NoLeader);
         }
@@ -279,6 +288,16 @@ impl Core {
             }
         }
         self.raw.propose(Vec::new(), bytes).map_err(|_| ProposeError::Busy)
+    }
+
+    /// Whether there is little room to write: then nothing new is put forward from here or by those who take this one
+    /// for their leader, leadership is handed over where another voter is, and the log is cut once.
+    pub fn hold_back(&mut self, held_back: bool) {
+        self.cut |= held_back && !self.held_back;
+        self.held_back = held_back;
+        if held_back && self.raw.raft.state == StateRole::Leader && self.raw.raft.lead_transferee.is_none() {
+            let _nobody_else = self.transfer_leadership(None);
+        }
     }
 
     /// Asks for an index that every change acknowledged until now is at or before. The read is done when

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod agreement;
+mod disk_full;
 mod index;
 mod members;
 mod rolling_restart;

@@ -70,7 +70,10 @@ impl Core {
                 if message.kind == KindV1::Snapshot {
                     return Err(implausible("a snapshot comes in chunks"));
                 }
-                self.step(message.into_raft());
+                // Like a packet that is lost: its sender puts it forward again, to the next leader.
+                if !(self.held_back && message.kind == KindV1::Propose) {
+                    self.step(message.into_raft());
+                }
             }
             Body::Offer(offer) => {
                 self.check(peer, from, &offer.message)?;
