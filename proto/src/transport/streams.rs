@@ -36,6 +36,8 @@ pub enum StreamKind {
     Sequence = 7,
     /// What coordinators tell each other. One direction.
     Group = 8,
+    /// One pull of a prefix's resume point, worker to worker. Bidirectional.
+    Pull = 9,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -52,6 +54,7 @@ impl StreamKind {
             Self::Encode,
             Self::Sequence,
             Self::Group,
+            Self::Pull,
             Self::Hello,
         ]
         .into_iter()
@@ -66,6 +69,7 @@ impl StreamKind {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
             Self::Group => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
+            Self::Pull => (opener, acceptor) == (Role::Worker, Role::Worker),
             Self::Bulk => true,
             Self::Hello => false,
         }
