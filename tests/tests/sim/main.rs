@@ -6,10 +6,8 @@ mod bugs;
 mod client;
 mod disk;
 mod invariants;
-mod linearizable;
 mod network;
 mod operator;
-mod random;
 mod streams;
 mod world;
 

@@ -9,10 +9,10 @@ mod life;
 
 use crate::client::node;
 use crate::invariants::Violation;
-use crate::random::Random;
 use coordinator::balancer::{Action, Ask, Balancer, Policy, Setback, Ticket};
 use coordinator::prefix_index::Need;
 use coordinator::table::TableChange;
+use kvasir_cluster_tests::random::Random;
 use life::{Call, Life, Said, chain, token};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEventBatch, KvSnapshotFrame};

@@ -1,8 +1,8 @@
 //! One life of a worker: it computes a token of each of its sequences in a step, holds prefixes, and says so.
 
 use super::model;
-use crate::random::Random;
 use coordinator::balancer::Ticket;
+use kvasir_cluster_tests::random::Random;
 use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvSnapshot, Medium};
 use proto::ids::{Attempt, Epoch, NodeId};
