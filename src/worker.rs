@@ -7,7 +7,7 @@ use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use coordinator::models::ModelEntry;
-use proto::message::ModelTask;
+use proto::message::{ModelTask, WorkPart};
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -171,6 +171,7 @@ impl WorkerSettings {
             listen: settings.quic.unwrap_or(local(0)),
             ops: settings.ops.unwrap_or(local(0)),
             engine: settings.options()?,
+            part: WorkPart::Both,
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
         };
