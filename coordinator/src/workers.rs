@@ -91,9 +91,8 @@ impl Session {
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
-                Ok(
-                    Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Group(_) | Incoming::Pull(_),
-                ) => {}
+                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
+                Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());

@@ -9,12 +9,13 @@ use super::hello::Agreement;
 use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
+use super::peer_index::PeerIndexStream;
 use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
 use super::streams::{StreamKind, within, write_error};
 use crate::Error;
-use crate::event::KvSnapshot;
+use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
 use crate::pull::PullRequest;
@@ -231,6 +232,12 @@ impl Connection {
     /// Opens a stream for what we tell the coordinator at the other end.
     pub async fn open_group<T: Serialize>(&self) -> Result<GroupSender<T>, Error> {
         Ok(GroupSender::new(self.open_one_way(StreamKind::Group).await?))
+    }
+
+    /// Asks the coordinator at the other end what it knows of a worker's prefixes.
+    pub async fn open_peer_index(&self, ask: &PeerIndexAsk) -> Result<PeerIndexStream, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::PeerIndex).await?;
+        PeerIndexStream::start(send, receive, ask).await
     }
 
     /// Opens a stream of tensors.

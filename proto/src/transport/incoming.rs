@@ -8,6 +8,7 @@ use super::generate::GenerateCall;
 use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
+use super::peer_index::PeerIndexCall;
 use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
@@ -45,6 +46,8 @@ pub enum Incoming {
     KvSnapshot(KvSnapshotReply),
     /// A coordinator tells us, a coordinator, something.
     Group(GroupStream),
+    /// A coordinator wants to know what we, a coordinator, know of a worker's prefixes.
+    PeerIndex(PeerIndexCall),
     /// Tensors arrive.
     Bulk(BulkReceiver),
 }
@@ -144,6 +147,9 @@ async fn identify(
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));
+        }
+        (Ok(StreamKind::PeerIndex), Some(send)) => {
+            return PeerIndexCall::read(send, receive).await.map(Incoming::PeerIndex);
         }
         (Ok(StreamKind::KvEvents), None) => {
             return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));

@@ -3,7 +3,8 @@
 use kvasir_proto::block::{BlockId, ClusterKey};
 use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{
-    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexFrame,
+    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexAsk, PeerIndexAskV1,
+    PeerIndexFrame,
 };
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
@@ -354,6 +355,15 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::End,
                 KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
             ],
+        ),
+        samples(
+            "PeerIndexAsk",
+            Control,
+            [PeerIndexAsk::V1(PeerIndexAskV1 {
+                node: NodeId::new("w1").unwrap(),
+                epoch: Epoch(3),
+                after: 70_000,
+            })],
         ),
         samples(
             "PeerIndexFrame",
