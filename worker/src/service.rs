@@ -11,7 +11,8 @@ use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState, WorkerStatus, WorkerStatusV1,
+    LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
+    WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
@@ -25,9 +26,11 @@ mod encode;
 mod generate;
 mod link;
 mod ops;
+mod peers;
 mod runner;
 mod sequences;
 
+use peers::Peers;
 use runner::Runner;
 
 /// What a worker node is told.
@@ -45,6 +48,8 @@ pub struct WorkerConfig {
     pub ops: SocketAddr,
     /// The engine.
     pub engine: EngineOptions,
+    /// What part of requests it is for.
+    pub part: WorkPart,
     /// Where snapshots are kept.
     pub snapshots: StoreConfig,
     /// No stall is called before this long.
@@ -59,6 +64,8 @@ struct Node {
     quic: SocketAddr,
     ops: SocketAddr,
     served: ServedModelV2,
+    part: WorkPart,
+    pull_cost: Option<PullCostV1>,
     draining: AtomicBool,
     /// Coordinators that have accepted us.
     joined: watch::Sender<usize>,
@@ -66,6 +73,7 @@ struct Node {
     /// Taken by the first registration.
     prepared: Mutex<Option<Loaded>>,
     snapshots: SnapshotStore,
+    peers: Arc<Peers>,
     stall_floor: Duration,
 }
 
@@ -94,6 +102,13 @@ impl Loaded {
             Self::Encoder(encoder) => encoder.served(id),
         }
     }
+
+    fn pull_cost(&self, id: ModelId) -> Option<PullCostV1> {
+        match self {
+            Self::Generator(prepared) => prepared.pull_cost(id),
+            Self::Encoder(_) => None,
+        }
+    }
 }
 
 /// A running worker node.
@@ -118,6 +133,7 @@ impl WorkerService {
             .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
         let ops = listener.local_addr().map_err(|source| Error::Io { what: "ops address".into(), source })?;
         let served = prepared.served(config.model_id.clone());
+        let pull_cost = prepared.pull_cost(config.model_id.clone());
         let node = Arc::new(Node {
             node: endpoint.name().node.clone(),
             epoch,
@@ -125,14 +141,20 @@ impl WorkerService {
             quic: endpoint.address(),
             ops,
             served,
+            part: config.part,
+            pull_cost,
             draining: AtomicBool::new(false),
             joined: watch::Sender::new(0),
             engine: watch::Sender::new(None),
             prepared: Mutex::new(Some(prepared)),
             snapshots: SnapshotStore::new(config.snapshots.clone()),
+            peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
             stall_floor: config.stall_floor,
         });
-        let mut tasks = vec![tokio::spawn(ops::serve(listener, Arc::clone(&node)))];
+        let mut tasks = vec![
+            tokio::spawn(ops::serve(listener, Arc::clone(&node))),
+            tokio::spawn(peers::serve(Arc::clone(&node), Arc::clone(&endpoint))),
+        ];
         for target in &config.coordinators {
             let mut dialer =
                 Dialer::new(Arc::clone(&endpoint), target.clone(), Expected::any(Role::Coordinator));
@@ -219,15 +241,16 @@ impl Node {
         }
     }
 
-    fn register(&self) -> RegisterV2 {
-        RegisterV2 {
+    fn register(&self) -> RegisterV3 {
+        let worker = RegisterV2 {
             node: self.node.clone(),
             epoch: self.epoch,
             pid: std::process::id(),
             quic: self.quic.to_string(),
             ops: self.ops.to_string(),
             models: vec![self.served.clone()],
-        }
+        };
+        RegisterV3 { worker, part: self.part, pulls: self.pull_cost.iter().cloned().collect() }
     }
 
     fn report(&self) -> LoadReportV1 {
@@ -248,6 +271,15 @@ impl Node {
             step_ms: load.step_ms,
             rss: crate::memory::resident_bytes(),
         }
+    }
+
+    /// With what was pulled and sent.
+    fn full_report(&self) -> LoadReportV2 {
+        let pulls = match self.engine() {
+            Some(Runner::Generates(engine)) => engine.transfers().report(),
+            Some(Runner::Encodes(_)) | None => PullReportV1::default(),
+        };
+        LoadReportV2 { load: self.report(), pulls }
     }
 
     fn status(&self) -> WorkerStatus {

@@ -3,7 +3,7 @@
 use super::runner::Runner;
 use super::{Node, encode, generate, sequences};
 use proto::event::KvReplay;
-use proto::message::{LoadReport, Registered, RegisteredV1, WorkerStatus};
+use proto::message::{Registered, RegisteredV1, WorkerStatus};
 use proto::service::{CoordinatorApiClient, WorkerApi, deadline};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     tracing::info!(coordinator = %connection.peer().node, "joined");
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
-        reason = report(node, &api, &engine, &registered) => reason,
+        reason = report(node, &connection, &api, &engine, &registered) => reason,
         reason = tell_events(&connection, &engine) => reason,
         reason = serve(node, &connection, &engine) => reason,
     };
@@ -62,6 +62,7 @@ async fn register(
 /// Reports load: regularly, and at once when the state of work changes by much.
 async fn report(
     node: &Node,
+    connection: &Connection,
     api: &CoordinatorApiClient,
     engine: &Runner,
     registered: &RegisteredV1,
@@ -80,7 +81,7 @@ async fn report(
             }
         }
         first = false;
-        match api.report(deadline(CALL_LIMIT), LoadReport::V1(node.report())).await {
+        match api.report(deadline(CALL_LIMIT), node.full_report().at_version(connection.version())).await {
             Ok(Ok(())) => {}
             Ok(Err(refusal)) => return refusal.to_string(),
             Err(error) => return error.to_string(),
