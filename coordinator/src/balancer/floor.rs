@@ -1,5 +1,9 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+mod peers;
+
+pub use peers::{PeerExport, PeerImport};
+
 use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::{self, Candidate};

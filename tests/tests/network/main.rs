@@ -8,6 +8,7 @@ mod ending;
 mod flap;
 mod group;
 mod history;
+mod index;
 mod restart;
 mod rolling_restart;
 mod stream;
