@@ -158,6 +158,8 @@ struct Shared {
     news: Notify,
     /// A worker has joined here.
     joined: Notify,
+    /// Held while a table is brought here, so that an older one is never brought after a newer one.
+    applying: Mutex<()>,
     /// Operators' changes go one after the other.
     operators: tokio::sync::Mutex<Option<Session>>,
 }
@@ -207,6 +209,7 @@ impl Agreement {
             heard: Mutex::new(BTreeMap::new()),
             news: Notify::new(),
             joined: Notify::new(),
+            applying: Mutex::new(()),
             operators: tokio::sync::Mutex::new(None),
         });
         let hears = Arc::clone(&shared);
@@ -489,6 +492,7 @@ impl Shared {
     }
 
     fn apply(&self) {
+        let _turn = self.applying.lock();
         if let Some(table) = self.table() {
             self.dispatch.agree(table.workers());
         }

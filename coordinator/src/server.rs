@@ -173,15 +173,16 @@ impl Coordinator {
         self.dispatch.notice_dead(worker)
     }
 
-    /// Takes no new connections, lets requests under way finish for as long as the configuration gives
-    /// them, and closes everything. `true` if all of them finished.
+    /// Hands leadership over, takes no new connections, lets requests under way finish for as long as the
+    /// configuration gives them, and closes everything. `true` if all of them finished.
     pub async fn stop(mut self) -> bool {
         self.ops.gate.stop();
-        let finished = self.http.stop(self.drain).await;
-        self.ops_http.stop(Duration::ZERO).await;
+        // First, so that another takes changes while requests finish here.
         if let Some(agreement) = &self.agreement {
             agreement.stop().await;
         }
+        let finished = self.http.stop(self.drain).await;
+        self.ops_http.stop(Duration::ZERO).await;
         self.endpoint.close().await;
         tracing::info!(finished, "coordinator stopped");
         finished
