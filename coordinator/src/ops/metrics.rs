@@ -2,6 +2,7 @@
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
 use crate::balancer::{Setback, WorkerView};
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::routing::Reason;
 use prometheus_client::encoding::text::encode;
@@ -70,6 +71,7 @@ pub struct Metrics {
     cached_predicted: Counter,
     cached_actual: Counter,
     prediction_error: Family<One, Counter>,
+    changes: Family<Two, Counter>,
     index_imports: Family<One, Counter>,
     index_exports: Counter,
     index_export_bytes: Counter,
@@ -121,16 +123,13 @@ pub struct Served {
     pub reason: FinishReason,
 }
 
-impl Default for Metrics {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Metrics {
-    /// All at zero.
-    pub fn new() -> Self {
+    /// All at zero; with those of the group, if this coordinator is in one.
+    pub fn new(group: Option<&RaftMetrics>) -> Self {
         let mut registry = Registry::default();
+        if let Some(group) = group {
+            group.register(&mut registry);
+        }
         let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
             let family = Histograms::new_with_constructor(buckets);
             registry.register(name, help, family.clone());
@@ -232,6 +231,7 @@ impl Metrics {
                 "kvasir_cached_tokens_mispredicted",
                 "Tokens by which predictions of cached tokens were over or under; 0 when all is well",
             ),
+            changes: pairs(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
             index_imports: counters(
                 r,
                 "kvasir_index_imports",
@@ -326,6 +326,12 @@ impl Metrics {
         let (direction, error) =
             if predicted > actual { ("over", predicted - actual) } else { ("under", actual - predicted) };
         self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
+    }
+
+    /// An operator wanted something changed.
+    pub fn changed(&self, what: &'static str, outcome: &'static str) {
+        let labels = [("change", Cow::Borrowed(what)), ("outcome", Cow::Borrowed(outcome))];
+        self.changes.get_or_create(&labels).inc();
     }
 
     /// Another coordinator was asked for a worker's prefixes.

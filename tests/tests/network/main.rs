@@ -9,6 +9,7 @@ mod flap;
 mod group;
 mod history;
 mod index;
+mod members;
 mod restart;
 mod rolling_restart;
 mod stream;
