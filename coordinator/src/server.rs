@@ -4,6 +4,7 @@ mod http;
 
 use crate::agreement::{Agreement, GroupError};
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
+use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
 use crate::dispatch::Dispatch;
 use crate::models::{Models, ModelsError};
@@ -27,6 +28,8 @@ pub use http::Peer;
 const TICK: Duration = Duration::from_millis(50);
 /// Connections on the operations port.
 const OPS_CONNECTIONS: usize = 256;
+/// Memory for the names of prompts that may come again.
+const CHAIN_BYTES: usize = 32 << 20;
 
 /// Why a coordinator does not start.
 #[derive(Debug, thiserror::Error)]
@@ -112,11 +115,13 @@ impl Coordinator {
             tokenizers: models.tokenizer_digests(),
         });
 
+        let chains = Arc::new(ChainMemo::new(cluster_key.clone(), CHAIN_BYTES));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: keys.clone(),
             cluster_key: cluster_key.clone(),
+            chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
             planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
@@ -130,6 +135,7 @@ impl Coordinator {
             models,
             keys,
             cluster_key,
+            chains,
             metrics,
             gate: ReadyGate::new(config.hold_ready),
         });
