@@ -24,6 +24,7 @@ mod ops_client;
 mod perplexity;
 mod prefix;
 mod progress;
+mod role;
 mod run;
 mod snapshot;
 mod status;

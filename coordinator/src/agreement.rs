@@ -128,6 +128,8 @@ struct Shared {
     news: Notify,
     /// A worker has joined here.
     joined: Notify,
+    /// Held while a table is brought here, so that an older one is never brought after a newer one.
+    applying: Mutex<()>,
     /// Operators' changes go one after the other.
     operators: tokio::sync::Mutex<Option<Session>>,
     /// So do changes of the group, here at the leader.
@@ -179,6 +181,7 @@ impl Agreement {
             heard: Mutex::default(),
             news: Notify::new(),
             joined: Notify::new(),
+            applying: Mutex::new(()),
             operators: tokio::sync::Mutex::new(None),
             members: tokio::sync::Mutex::new(None),
             asked: Mutex::default(),
@@ -414,6 +417,7 @@ impl Shared {
     }
 
     fn apply(&self) {
+        let _turn = self.applying.lock();
         if let Some(table) = self.table() {
             self.dispatch.agree(table.workers());
         }

@@ -11,6 +11,7 @@ pub mod snapshots;
 use crate::agreement::{Agreement, ChangeError};
 use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
 use crate::api::error::ApiError;
+use crate::chain_memo::ChainMemo;
 use crate::consensus::table::Refusal;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
@@ -47,6 +48,8 @@ pub struct Ops {
     pub keys: Keys,
     /// Keys block ids and salts.
     pub cluster_key: ClusterKey,
+    /// Names prompts under that key.
+    pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// Whether this node may call itself ready.
@@ -150,7 +153,7 @@ async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
 
 async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
     let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
-    let mut text = ops.metrics.text(&ops.dispatch);
+    let mut text = ops.metrics.text(&ops.dispatch, &ops.models, &ops.chains);
     relabel::append(&mut text, &workers);
     text.push_str("# EOF\n");
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

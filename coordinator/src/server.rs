@@ -4,6 +4,7 @@ mod http;
 
 use crate::agreement::{Agreement, GroupError};
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
+use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
@@ -28,6 +29,8 @@ pub use http::Peer;
 const TICK: Duration = Duration::from_millis(50);
 /// Connections on the operations port.
 const OPS_CONNECTIONS: usize = 256;
+/// Memory for the names of prompts that may come again.
+const CHAIN_BYTES: usize = 32 << 20;
 
 /// Why a coordinator does not start.
 #[derive(Debug, thiserror::Error)]
@@ -116,11 +119,13 @@ impl Coordinator {
             tokenizers: models.tokenizer_digests(),
         });
 
+        let chains = Arc::new(ChainMemo::new(cluster_key.clone(), CHAIN_BYTES));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: keys.clone(),
             cluster_key: cluster_key.clone(),
+            chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
             planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
@@ -134,6 +139,7 @@ impl Coordinator {
             models,
             keys,
             cluster_key,
+            chains,
             metrics,
             gate: ReadyGate::new(config.hold_ready),
         });
@@ -177,15 +183,16 @@ impl Coordinator {
         self.dispatch.notice_dead(worker)
     }
 
-    /// Takes no new connections, lets requests under way finish for as long as the configuration gives
-    /// them, and closes everything. `true` if all of them finished.
+    /// Hands leadership over, takes no new connections, lets requests under way finish for as long as the
+    /// configuration gives them, and closes everything. `true` if all of them finished.
     pub async fn stop(mut self) -> bool {
         self.ops.gate.stop();
-        let finished = self.http.stop(self.drain).await;
-        self.ops_http.stop(Duration::ZERO).await;
+        // First, so that another takes changes while requests finish here.
         if let Some(agreement) = &self.agreement {
             agreement.stop().await;
         }
+        let finished = self.http.stop(self.drain).await;
+        self.ops_http.stop(Duration::ZERO).await;
         self.endpoint.close().await;
         tracing::info!(finished, "coordinator stopped");
         finished

@@ -11,6 +11,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
+mod transfers;
+
+pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
+
 /// Label of finished requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct FinishedLabel {
@@ -166,6 +170,8 @@ pub struct EngineMetrics {
     pub kv_bytes: Gauge,
     /// Tiers below the arena.
     pub tiers: TierMetrics,
+    /// Pulls from and by other workers.
+    pub transfers: TransferMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -240,6 +246,7 @@ impl EngineMetrics {
         counter("kvasir_forks", "Sequences that went on from where another stood", &self.forks);
         counter("kvasir_steps", "Steps executed", &self.steps);
         self.tiers.register(registry);
+        self.transfers.register(registry);
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

@@ -10,6 +10,7 @@ use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
 use super::peer_index::PeerIndexStream;
+use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
 use super::streams::{StreamKind, within, write_error};
@@ -17,6 +18,7 @@ use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
+use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
 use quinn::{RecvStream, SendStream, VarInt};
@@ -208,6 +210,12 @@ impl Connection {
     pub async fn open_sequence(&self, request: &SequenceRequest) -> Result<SequenceExchange, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Sequence).await?;
         SequenceExchange::start(send, receive, request).await
+    }
+
+    /// Asks the worker at the other end, one of our own kind, for the resume point of a prefix.
+    pub async fn open_pull(&self, request: &PullRequest) -> Result<PullStream, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Pull).await?;
+        PullStream::start(send, receive, request).await
     }
 
     /// Opens a stream for our KV events to the coordinator at the other end.

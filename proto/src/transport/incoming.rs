@@ -9,6 +9,7 @@ use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
 use super::peer_index::PeerIndexCall;
+use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
 use super::streams::{StreamCode, StreamKind, read_error, within};
@@ -37,6 +38,8 @@ pub enum Incoming {
     Encode(EncodeCall),
     /// A coordinator wants something done with a sequence.
     Sequence(SequenceCall),
+    /// A worker wants the resume point of a prefix from us, a worker.
+    Pull(PullCall),
     /// A worker tells its KV events.
     KvEvents(KvEventReceiver),
     /// A coordinator wants to know all that we hold.
@@ -138,6 +141,9 @@ async fn identify(
         }
         (Ok(StreamKind::Sequence), Some(send)) => {
             return SequenceCall::read(send, receive).await.map(Incoming::Sequence);
+        }
+        (Ok(StreamKind::Pull), Some(send)) => {
+            return PullCall::read(send, receive).await.map(Incoming::Pull);
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));

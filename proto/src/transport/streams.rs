@@ -36,6 +36,8 @@ pub enum StreamKind {
     Sequence = 7,
     /// What coordinators tell each other. One direction.
     Group = 8,
+    /// One pull of a prefix's resume point, worker to worker. Bidirectional.
+    Pull = 9,
     /// What a coordinator knows of one worker's prefixes, for another coordinator. Bidirectional.
     PeerIndex = 10,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
@@ -54,6 +56,7 @@ impl StreamKind {
             Self::Encode,
             Self::Sequence,
             Self::Group,
+            Self::Pull,
             Self::PeerIndex,
             Self::Hello,
         ]
@@ -68,6 +71,7 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
+            Self::Pull => (opener, acceptor) == (Role::Worker, Role::Worker),
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
             Self::Bulk => true,
             Self::Hello => false,

@@ -9,6 +9,7 @@ mod openai_client;
 mod operate;
 mod shared_prefix;
 mod snapshots;
+mod transfer;
 mod up;
 
 use kvasir_cluster_tests::fixtures::Manifest;
