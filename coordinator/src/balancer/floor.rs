@@ -173,7 +173,7 @@ impl Floor {
             .filter(|(_, load)| load.own.unstarted + load.own.running < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(member.slot, overlap.units(member.slot)))
             .collect();
-        self.offer_pulls(&waiter, &wanted, &mut candidates);
+        self.offer_pulls(&waiter, &wanted, &overlap, &mut candidates);
         let choice =
             routing::choose(self.policy.routing, waiter.ask.prompt_tokens, &candidates, random, self.turns);
         let Some((choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {

@@ -8,7 +8,7 @@ use crate::slot::Slot;
 use proto::message::PullCostV1;
 
 /// Bytes per second assumed of a worker that has not pulled anything yet.
-const ASSUMED_RATE: f64 = 250e6;
+const ASSUMED_RATE: f64 = 100e6;
 /// Seconds that a pull takes besides its bytes: a connection, round trips, waiting between steps.
 const OVERHEAD_S: f64 = 0.02;
 /// Workers pull whole resume points, and only if that saves so many tokens and this part of them.

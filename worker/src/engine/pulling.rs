@@ -24,8 +24,8 @@ const UNDER_WAY_BYTES: u64 = 512 << 20;
 /// Requests that wait for one pull at most; more compute.
 const MAX_WAITING: usize = 256;
 /// A pull is given the time that computing takes, but not less or more than this.
-const LEAST_PATIENCE: Duration = Duration::from_millis(250);
-const MOST_PATIENCE: Duration = Duration::from_secs(5);
+const LEAST_PATIENCE: Duration = Duration::from_secs(1);
+const MOST_PATIENCE: Duration = Duration::from_secs(10);
 
 type Pieces = HashMap<(usize, u32), Arc<[u8]>>;
 
@@ -130,7 +130,7 @@ impl Engine {
         request: SequenceRequest,
         source: Option<Box<dyn Source>>,
     ) -> Option<SequenceRequest> {
-        if source.is_none() && self.pulling.pulls.is_empty() {
+        if !self.scheduler.shares() || (source.is_none() && self.pulling.pulls.is_empty()) {
             return Some(request);
         }
         let prefix = &request.prompt[..savable(request.prompt.len())];

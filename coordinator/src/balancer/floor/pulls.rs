@@ -3,7 +3,7 @@
 
 use super::{Floor, Load, Waiter, own_of};
 use crate::balancer::Prefilling;
-use crate::prefix_index::ReservationId;
+use crate::prefix_index::{Overlap, ReservationId};
 use crate::routing::transfer::{self, PullPrice, is_worth_asking};
 use crate::routing::{Candidate, Choice, predicted_tokens};
 use crate::slot::Slot;
@@ -83,13 +83,12 @@ impl Floor {
         &self,
         waiter: &Waiter,
         lively: &[(&Member, &Load)],
+        overlap: &Overlap,
         candidates: &mut [Candidate],
     ) {
-        let most = candidates.iter().map(|c| c.units).max().unwrap_or(0);
-        // Nobody can hold more than what is held or expected of one of them; of workers that only compute prompts
-        // that is not known yet.
-        let prefills = lively.iter().any(|(_, load)| load.pulls.part == WorkPart::Prefill);
-        if !prefills && candidates.iter().all(|c| c.units == most) {
+        // Nobody holds more than is held or expected of it.
+        let most = lively.iter().map(|(member, _)| overlap.units(member.slot)).max();
+        if candidates.iter().all(|c| Some(c.units) == most) {
             return;
         }
         let held = self.index.lookup_held(&waiter.ask.chain);
@@ -137,8 +136,11 @@ impl Floor {
         let ask = &waiter.ask;
         load.pulls.price(&ask.model)?;
         let predicted = predicted_tokens(ask.prompt_tokens, ask.prompt_tokens / HASH_UNIT_TOKENS as u32);
-        let long = ask.prompt_tokens - choice.predicted > self.policy.decode_prefill_tokens;
-        if !long || !is_worth_asking(choice.predicted, predicted) {
+        // What it is only expected to hold may be what another request has had computed ahead and has not pulled yet.
+        let held = self.index.lookup_held(&ask.chain).units(choice.slot);
+        let have = predicted_tokens(ask.prompt_tokens, held);
+        let long = ask.prompt_tokens - have > self.policy.decode_prefill_tokens;
+        if !long || !is_worth_asking(have, predicted) {
             return None;
         }
         let overlap = self.index.lookup(&ask.chain);
