@@ -18,7 +18,7 @@ use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
@@ -59,7 +59,8 @@ pub struct WorkerConfig {
 /// What all tasks of the node share.
 struct Node {
     node: NodeId,
-    epoch: Epoch,
+    /// This life. Changes only before the first coordinator has accepted it: see [`Node::outlive`].
+    epoch: AtomicU64,
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
@@ -136,7 +137,7 @@ impl WorkerService {
         let pull_cost = prepared.pull_cost(config.model_id.clone());
         let node = Arc::new(Node {
             node: endpoint.name().node.clone(),
-            epoch,
+            epoch: AtomicU64::new(epoch.0),
             started: Instant::now(),
             quic: endpoint.address(),
             ops,
@@ -210,12 +211,30 @@ impl Node {
         self.engine.borrow().as_ref().map(|(_, engine)| engine.clone())
     }
 
+    fn epoch(&self) -> Epoch {
+        Epoch(self.epoch.load(Ordering::Relaxed))
+    }
+
+    /// A coordinator knows a later life. While nobody has accepted this one, it has just begun, and the clock was set
+    /// back since that other life: this one comes after it. Afterwards it is this one that is over.
+    fn outlive(&self, known: Epoch) {
+        let prepared = self.prepared.lock();
+        if prepared.is_some() {
+            self.epoch.fetch_max(known.0.saturating_add(1), Ordering::Relaxed);
+        }
+    }
+
     fn busy(&self) -> bool {
         self.engine().is_some_and(|engine| engine.busy())
     }
 
     /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
-    fn start_engine(&self, key: ClusterKey) -> Result<Runner, Error> {
+    /// `epoch` is what that coordinator has accepted.
+    fn start_engine(&self, key: ClusterKey, epoch: Epoch) -> Result<Runner, Error> {
+        let mut prepared = self.prepared.lock();
+        if self.epoch() != epoch {
+            return Err(Error::AnotherLife(epoch));
+        }
         if let Some((known, engine)) = &*self.engine.borrow() {
             return match *known == key {
                 true => Ok(engine.clone()),
@@ -225,8 +244,8 @@ impl Node {
                 }),
             };
         }
-        let prepared = self.prepared.lock().take().ok_or(Error::EngineStopped)?;
-        let runner = Runner::start(prepared, &key, self.epoch, self.stall_floor)?;
+        let prepared = prepared.take().ok_or(Error::EngineStopped)?;
+        let runner = Runner::start(prepared, &key, epoch, self.stall_floor)?;
         self.engine.send_replace(Some((key, runner.clone())));
         Ok(runner)
     }
@@ -244,7 +263,7 @@ impl Node {
     fn register(&self) -> RegisterV3 {
         let worker = RegisterV2 {
             node: self.node.clone(),
-            epoch: self.epoch,
+            epoch: self.epoch(),
             pid: std::process::id(),
             quic: self.quic.to_string(),
             ops: self.ops.to_string(),
@@ -257,7 +276,7 @@ impl Node {
         let engine = self.engine();
         let load = engine.as_ref().map(Runner::load).unwrap_or_default();
         LoadReportV1 {
-            epoch: self.epoch,
+            epoch: self.epoch(),
             state: self.state(),
             running: load.running as u32,
             waiting: load.waiting as u32,

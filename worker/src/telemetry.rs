@@ -138,6 +138,14 @@ pub struct EngineMetrics {
     pub preemptions: Counter,
     /// Blocks evicted from the prefix cache.
     pub evictions: Counter,
+    /// Recurrent states kept as checkpoints.
+    pub checkpoints: Counter,
+    /// Recurrent states that were to be kept and were not, for want of a slot.
+    pub checkpoints_skipped: Counter,
+    /// Pins given up because a sequence could not have run otherwise.
+    pub pins_lost: Counter,
+    /// Sequences that went on from where another stood.
+    pub forks: Counter,
     /// Steps.
     pub steps: Counter,
     /// Finished requests by reason.
@@ -224,6 +232,18 @@ impl EngineMetrics {
             &self.recomputed,
         );
         counter("kvasir_kv_evictions", "Blocks evicted from the prefix cache", &self.evictions);
+        counter("kvasir_checkpoints", "Recurrent states kept as checkpoints", &self.checkpoints);
+        counter(
+            "kvasir_checkpoints_skipped",
+            "Recurrent states that were to be kept and for which there was no slot",
+            &self.checkpoints_skipped,
+        );
+        counter(
+            "kvasir_pins_lost",
+            "Pins given up because a sequence could not have run otherwise",
+            &self.pins_lost,
+        );
+        counter("kvasir_forks", "Sequences that went on from where another stood", &self.forks);
         counter("kvasir_steps", "Steps executed", &self.steps);
         self.tiers.register(registry);
         self.transfers.register(registry);

@@ -4,6 +4,7 @@
 mod alone;
 mod embeddings;
 mod failover;
+mod metrics;
 mod openai_client;
 mod operate;
 mod shared_prefix;

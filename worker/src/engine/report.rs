@@ -52,6 +52,10 @@ impl Engine {
         raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
         raise(&self.metrics.preemptions, counters.preemptions);
         raise(&self.metrics.evictions, counters.evictions);
+        raise(&self.metrics.checkpoints, counters.checkpoints);
+        raise(&self.metrics.checkpoints_skipped, counters.checkpoints_skipped);
+        raise(&self.metrics.pins_lost, counters.pins_lost);
+        raise(&self.metrics.forks, counters.forks);
         self.publish_tiers();
         let load = self.load();
         self.metrics.running.set(load.running as i64);
