@@ -20,7 +20,7 @@ use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, PullCostV1, ServedModelV2, WorkPart, WorkerState};
+use proto::message::{LoadReportV1, PullCostV1, PullReportV1, ServedModelV2, WorkPart, WorkerState};
 use proto::pull::PullSourceV1;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -183,6 +183,8 @@ pub struct WorkerView {
     pub pending_tokens: u64,
     /// What part of requests it is for.
     pub part: WorkPart,
+    /// What it has pulled and sent, by its last report.
+    pub pulls: PullReportV1,
     /// Its event stream.
     pub stream: Option<StreamView>,
 }
@@ -342,9 +344,9 @@ impl Balancer {
         self.floor.introduce(node, epoch, (part, pulls, quic));
     }
 
-    /// A member tells how many bytes per second it pulls.
-    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
-        self.floor.pulled(node, epoch, rate);
+    /// A member tells what it has pulled and sent.
+    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReportV1) {
+        self.floor.pulled(node, epoch, report);
     }
 
     /// A worker's events arrive.

@@ -127,7 +127,7 @@ impl Dispatch {
         let epoch = report.load.epoch;
         let member = desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
-            desk.balancer.pulled(node, epoch, report.pulls.rate);
+            desk.balancer.pulled(node, epoch, report.pulls);
             let actions = desk.balancer.load(Instant::now(), node, report.load, random_u64());
             self.perform(&mut desk, actions);
         }

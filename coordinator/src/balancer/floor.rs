@@ -265,6 +265,7 @@ impl Floor {
                 inflight: load.own.unstarted + load.own.running,
                 pending_tokens: load.own.pending,
                 part: load.pulls.part(),
+                pulls: load.pulls.report(),
                 stream: self.index.stream(member.slot),
             })
         };

@@ -4,13 +4,13 @@
 use super::{Floor, Load, Waiter, own_of};
 use crate::balancer::Prefilling;
 use crate::prefix_index::{Overlap, ReservationId};
-use crate::routing::transfer::{self, PullPrice, is_worth_asking};
+use crate::routing::transfer::{self, Holder, PullPrice, is_worth_asking};
 use crate::routing::{Candidate, Choice, predicted_tokens};
 use crate::slot::Slot;
 use crate::table::Member;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{PullCostV1, WorkPart};
+use proto::message::{PullCostV1, PullReportV1, WorkPart};
 use proto::pull::PullSourceV1;
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ pub(super) struct PullTerms {
     costs: Vec<PullCostV1>,
     /// Where other workers reach it.
     quic: String,
-    /// Bytes per second of its pulls; 0 if unknown.
-    rate: f32,
+    /// What it has pulled and sent.
+    report: PullReportV1,
 }
 
 /// A prompt that another worker computes for the one that has the flight.
@@ -55,14 +55,14 @@ impl Floor {
         (part, costs, quic): (WorkPart, Vec<PullCostV1>, String),
     ) {
         if let Some(load) = self.load_of(node, epoch) {
-            load.pulls = PullTerms { part, costs, quic, rate: 0.0 };
+            load.pulls = PullTerms { part, costs, quic, report: PullReportV1::default() };
         }
     }
 
-    /// A worker has measured how fast it pulls.
-    pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
+    /// A worker tells what it has pulled and sent.
+    pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReportV1) {
         if let Some(load) = self.load_of(node, epoch) {
-            load.pulls.rate = rate;
+            load.pulls.report = report;
         }
     }
 
@@ -100,7 +100,11 @@ impl Floor {
             let holders = lively
                 .iter()
                 .filter(|(other, load)| same_class(model, member, other) && load.pulls.price(model).is_some())
-                .map(|(other, _)| (other.slot, held.units(other.slot)));
+                .map(|(other, load)| Holder {
+                    slot: other.slot,
+                    units: held.units(other.slot),
+                    step: load.step_seconds(),
+                });
             candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &price, holders);
         }
     }
@@ -189,14 +193,28 @@ impl Stage {
     }
 }
 
+impl Load {
+    /// How long its steps take; 0 while it has nothing to do.
+    fn step_seconds(&self) -> f64 {
+        let idle =
+            [self.own, self.foreign].iter().all(|of| of.pending == 0 && of.unstarted + of.running == 0);
+        let step_ms = self.report.as_ref().map_or(0.0, |report| report.step_ms);
+        if idle { 0.0 } else { f64::from(step_ms) / 1e3 }
+    }
+}
+
 impl PullTerms {
     pub(super) fn part(&self) -> WorkPart {
         self.part
     }
 
+    pub(super) fn report(&self) -> PullReportV1 {
+        self.report
+    }
+
     fn price(&self, model: &ModelId) -> Option<PullPrice<'_>> {
         let cost = self.costs.iter().find(|cost| cost.model == *model)?;
-        Some(PullPrice { cost, rate: self.rate })
+        Some(PullPrice { cost, rate: self.report.rate })
     }
 
     fn source(&self, node: &NodeId, tokens: u32) -> PullSourceV1 {

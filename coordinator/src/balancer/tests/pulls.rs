@@ -1,14 +1,13 @@
 //! Prefixes that are pulled instead of computed, and prompts that one worker computes for another.
 
 use super::*;
-use proto::message::PullCostV1;
 
 /// A worker with its part, which pulls at 1 GB/s and is reached by its name.
 fn introduce(rig: &mut Rig, name: &str, part: WorkPart) {
     let cost =
         PullCostV1 { model: ModelId::new(MODEL).unwrap(), bytes_per_token: 20_000, bytes_per_point: 0 };
     rig.balancer.introduce(&node(name), Epoch(1), part, vec![cost], format!("{name}:1"));
-    rig.balancer.pulled(&node(name), Epoch(1), 1e9);
+    rig.balancer.pulled(&node(name), Epoch(1), PullReportV1 { rate: 1e9, ..PullReportV1::default() });
 }
 
 fn rig(workers: &[(&str, WorkPart)]) -> Rig {
