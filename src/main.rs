@@ -2,13 +2,16 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
+mod access;
 mod admin;
 mod bench;
 mod ca;
 mod cluster_key;
 mod config;
 mod coordinator;
+mod coordinators;
 mod cpus;
+mod drain;
 mod embed;
 mod front;
 mod home;
@@ -21,10 +24,12 @@ mod ops_client;
 mod perplexity;
 mod prefix;
 mod progress;
+mod role;
 mod run;
 mod snapshot;
 mod status;
 mod tokenize;
+mod top;
 mod up;
 mod worker;
 
@@ -65,6 +70,10 @@ enum Command {
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
+    Top(top::Top),
+    Drain(drain::Drain),
+    Undrain(drain::Undrain),
+    Coordinators(coordinators::Coordinators),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -84,6 +93,10 @@ impl Command {
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
+            Self::Top(command) => command.run(),
+            Self::Drain(command) => command.run(),
+            Self::Undrain(command) => command.run(),
+            Self::Coordinators(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

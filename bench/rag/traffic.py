@@ -1,4 +1,12 @@
-"""RAG traffic: questions that each bring a few documents out of many, some of which are asked for far more often."""
+#!/usr/bin/env python3
+"""RAG traffic: questions that each bring a few documents out of many, some of which are asked for far more often.
+
+    bench/rag/traffic.py --questions 4000 > target/bench/traffic.jsonl
+
+prints the questions, each as a client without help writes it and with the `documents` field: what `bench/fleet` reads.
+"""
+import argparse
+import json
 import random
 
 WORDS = 12_000
@@ -56,3 +64,17 @@ def by_popularity(request):
 
 
 SYSTEM = "You answer questions from the documents given, and say so when they do not hold the answer."
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=int, default=4000)
+    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--words", type=int, default=120, help="words of a document")
+    args = parser.parse_args()
+    for question in Traffic(documents=args.documents, length=args.words).questions(args.questions):
+        print(json.dumps({shape.__name__: shape(question) for shape in (by_rank, by_popularity)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,14 +10,18 @@ mod floor;
 mod tests;
 
 use crate::admission::{Queue, QueueLimits, Waiting, retry_after};
+use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::{Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
+pub use floor::{PeerExport, PeerImport};
 use proto::block::BlockId;
+use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
+use proto::message::{LoadReportV1, PullCostV1, ServedModelV2, WorkPart, WorkerState};
+use proto::pull::PullSourceV1;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -41,6 +45,8 @@ pub struct Policy {
     pub index_bytes: u64,
     /// By what a worker is chosen.
     pub routing: Routing,
+    /// Prompt tokens that a worker for decoding computes itself at most while there is one for prefill.
+    pub decode_prefill_tokens: u32,
 }
 
 impl Default for Policy {
@@ -54,6 +60,7 @@ impl Default for Policy {
             max_attempts: 4,
             index_bytes: 256 << 20,
             routing: Routing::Prefix,
+            decode_prefill_tokens: 256,
         }
     }
 }
@@ -92,6 +99,19 @@ pub struct Assignment {
     pub reason: Reason,
     /// Workers of equal classes give bit-equal results.
     pub numeric_class: String,
+    /// Who computes the prompt first, for this worker to pull it.
+    pub prefill: Option<Prefilling>,
+    /// Where the worker may pull a prefix from.
+    pub pull: Option<PullSourceV1>,
+}
+
+/// A worker that computes a prompt for another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefilling {
+    /// The worker.
+    pub node: NodeId,
+    /// Its life.
+    pub epoch: Epoch,
 }
 
 /// Why a generation is not placed.
@@ -161,6 +181,8 @@ pub struct WorkerView {
     pub inflight: u32,
     /// Prompt tokens sent there by this coordinator and not yet computed.
     pub pending_tokens: u64,
+    /// What part of requests it is for.
+    pub part: WorkPart,
     /// Its event stream.
     pub stream: Option<StreamView>,
 }
@@ -307,6 +329,24 @@ impl Balancer {
         self.pump(now, random)
     }
 
+    /// A member says what part of requests it is for, what pulls of its models' prefixes cost, and where other workers
+    /// reach it. Until then it is for everything, and nothing is pulled.
+    pub fn introduce(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        part: WorkPart,
+        pulls: Vec<PullCostV1>,
+        quic: String,
+    ) {
+        self.floor.introduce(node, epoch, (part, pulls, quic));
+    }
+
+    /// A member tells how many bytes per second it pulls.
+    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
+        self.floor.pulled(node, epoch, rate);
+    }
+
     /// A worker's events arrive.
     pub fn events(&mut self, node: &NodeId, batch: KvEventBatch) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.apply(slot, batch))
@@ -330,6 +370,27 @@ impl Balancer {
     /// The next part of what [`Need::Snapshot`] asked for.
     pub fn snapshot(&mut self, node: &NodeId, part: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.install(slot, part))
+    }
+
+    /// Begins to tell a peer what is known of a worker in this life, if that is more than up to event `after`.
+    pub fn export(&self, node: &NodeId, epoch: Epoch, after: u64) -> Option<PeerExport> {
+        self.floor.export(node, epoch, after)
+    }
+
+    /// The next frame of what a peer is told; `None` behind the last.
+    pub fn exported(&self, export: &mut PeerExport) -> Result<Option<Vec<u8>>, CodecError> {
+        self.floor.exported(export)
+    }
+
+    /// Begins to hear from a peer what it knows of a worker in this life, and the last event known here. Only whoever
+    /// has been asked by an [`Action::Fetch`] may, in its place.
+    pub fn import(&self, node: &NodeId, epoch: Epoch) -> Option<(PeerImport, u64)> {
+        self.floor.import(node, epoch)
+    }
+
+    /// The next frame of what a peer knows; the last one is answered with what has to be asked of the worker.
+    pub fn imported(&mut self, import: &mut PeerImport, frame: &[u8]) -> Result<Option<Action>, PeerError> {
+        self.floor.imported(import, frame)
     }
 
     /// A fetch did not work out; the worker's next events will ask for it again.

@@ -5,11 +5,13 @@ mod claim;
 mod encoding;
 mod generation;
 mod link;
+mod peers;
 mod sequences;
 
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
+pub use peers::Peers;
 
 use crate::balancer::{
     Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
@@ -24,11 +26,12 @@ use link::{Link, Turn};
 use parking_lot::{Mutex, MutexGuard};
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
+use proto::message::{LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
 use sequences::Served;
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
@@ -41,6 +44,7 @@ const RPC_LIMIT: Duration = Duration::from_secs(5);
 pub struct Dispatch {
     desk: Mutex<Desk>,
     metrics: Arc<Metrics>,
+    peers: Peers,
 }
 
 /// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
@@ -65,7 +69,7 @@ impl Dispatch {
         let balancer = Balancer::new(policy);
         let desk =
             Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
-        Arc::new(Self { desk: Mutex::new(desk), metrics })
+        Arc::new(Self { desk: Mutex::new(desk), metrics, peers: Peers::default() })
     }
 
     /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
@@ -98,12 +102,15 @@ impl Dispatch {
         self: &Arc<Self>,
         session: SessionId,
         connection: Connection,
-        register: RegisterV2,
+        register: RegisterV3,
     ) -> Result<(), TableError> {
+        let RegisterV3 { worker: register, part, pulls } = register;
         let (node, epoch) = (register.node.clone(), register.epoch);
+        let quic = reachable(&register.quic, connection.remote_address());
         let mut desk = self.desk.lock();
         let join = TableChange::Join(register);
         let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
+        desk.balancer.introduce(&node, epoch, part, pulls, quic);
         let link = Arc::new(Link::new(session, epoch, connection));
         if let Some(old) = desk.links.insert(node, link)
             && old.session() != session
@@ -115,12 +122,13 @@ impl Dispatch {
     }
 
     /// A worker reports on this session. `false` if it is not a member by this session and epoch.
-    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV1) -> bool {
+    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV2) -> bool {
         let mut desk = self.desk.lock();
-        let member =
-            desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == report.epoch);
+        let epoch = report.load.epoch;
+        let member = desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
-            let actions = desk.balancer.load(Instant::now(), node, report, random_u64());
+            desk.balancer.pulled(node, epoch, report.pulls.rate);
+            let actions = desk.balancer.load(Instant::now(), node, report.load, random_u64());
             self.perform(&mut desk, actions);
         }
         member
@@ -288,6 +296,11 @@ impl Dispatch {
         true
     }
 
+    /// The connection of a worker in this life, while it is a member.
+    fn link(&self, node: &NodeId, epoch: Epoch) -> Option<Arc<Link>> {
+        self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
+    }
+
     fn started(&self, ticket: Ticket) {
         self.desk.lock().balancer.started(ticket);
     }
@@ -351,6 +364,9 @@ impl Dispatch {
 
     async fn fetch(self: Arc<Self>, node: NodeId, link: Arc<Link>, need: Need) {
         let mut need = Some(need);
+        if matches!(need, Some(Need::Snapshot | Need::Replay { from: 1 })) {
+            need = self.ask_peers(&node, link.epoch()).await.or(need);
+        }
         while let Some(wanted) = need.take() {
             let applied = match self.fetch_once(&node, &link, wanted).await {
                 Ok(applied) => applied,
@@ -417,5 +433,15 @@ impl Dispatch {
                 Ok(need)
             }
         }
+    }
+}
+
+/// Where other workers reach a worker: where it says, or, if it listens everywhere, where it has dialled from.
+fn reachable(said: &str, seen: SocketAddr) -> String {
+    match said.parse::<SocketAddr>() {
+        Ok(address) if address.ip().is_unspecified() => {
+            SocketAddr::new(seen.ip(), address.port()).to_string()
+        }
+        _ => said.to_owned(),
     }
 }

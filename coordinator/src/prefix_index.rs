@@ -182,6 +182,13 @@ impl PrefixIndex {
         Ok(None)
     }
 
+    /// What a peer has told of the worker is complete.
+    fn handed_over(&mut self, slot: Slot) -> Result<Need, StreamError> {
+        let need = self.stream_mut(slot)?.handed_over();
+        self.go_on();
+        need
+    }
+
     /// The fetch that [`Need`] asked for failed; the next batch will ask again.
     pub fn fetch_failed(&mut self, slot: Slot) {
         if let Ok(stream) = self.stream_mut(slot) {
@@ -202,6 +209,20 @@ impl PrefixIndex {
             }
         };
         self.tree.lookup(chain, visit, || missing.get() == 0);
+        Overlap { units }
+    }
+
+    /// How many leading units of `chain` each worker has said to hold; what is only expected does not count.
+    pub fn lookup_held(&self, chain: &[BlockId]) -> Overlap {
+        let mut units = vec![0; self.lanes.slots()];
+        let visit = |lane, depth| {
+            if let Some(slot) = self.lanes.holder(lane)
+                && units[slot] == 0
+            {
+                units[slot] = depth;
+            }
+        };
+        self.tree.lookup(chain, visit, || false);
         Overlap { units }
     }
 

@@ -91,7 +91,8 @@ impl Session {
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
-                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Group(_)) => {}
+                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
+                Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());
@@ -121,9 +122,9 @@ impl Session {
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
         let register = request.into_latest();
-        let node = register.node.clone();
+        let node = register.worker.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
-        for model in &register.models {
+        for model in &register.worker.models {
             match self.terms.tokenizers.get(&model.id) {
                 Some(digest) if *digest != model.tokenizer_digest => {
                     tracing::error!(%node, model = %model.id, "refused: its tokenizer is not ours");
@@ -135,8 +136,8 @@ impl CoordinatorApi for Session {
                 }
             }
         }
-        let epoch = register.epoch;
-        let models: Vec<_> = register.models.iter().map(|m| m.id.to_string()).collect();
+        let epoch = register.worker.epoch;
+        let models: Vec<_> = register.worker.models.iter().map(|m| m.id.to_string()).collect();
         let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
         if let Some(known) = later {
             tracing::error!(%node, epoch = epoch.0, known = known.0, "refused: a later life is agreed on");
@@ -171,7 +172,7 @@ impl CoordinatorApi for Session {
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let LoadReport::V1(report) = report;
+        let report = report.into_latest();
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
     }
 }

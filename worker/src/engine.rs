@@ -4,26 +4,25 @@
 //! A request that is wrong fails alone; a broken invariant ends the worker.
 
 use crate::Error;
-use crate::decoder::{CacheKind, Decoder, LayerState};
+use crate::decoder::{Decoder, LayerState};
 use crate::kv_events::EventLog;
+use crate::pieces::Namer;
+use crate::pull::Source;
 use crate::sampling::Sampler;
-use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{
-    LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
-};
+use crate::sampling::stop::OutputText;
+use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::snapshot::Origin;
-use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
+use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
-use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
+use forward::run;
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
 use proto::block::BlockId;
-use proto::event::KvEvent;
-use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs,
-    TokenOut,
-};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TokenLogprobs};
 use proto::sequence::SequenceName;
+use pulling::{Pulled, Pulling};
+pub use report::EngineLoad;
+use report::Rates;
 use resume::{Resume, SequenceKey};
 use siblings::Siblings;
 use std::collections::HashMap;
@@ -32,6 +31,11 @@ use std::time::{Duration, Instant};
 use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
 
+mod forward;
+pub mod offering;
+mod output;
+mod pulling;
+mod report;
 pub mod resume;
 mod siblings;
 pub mod thread;
@@ -56,6 +60,8 @@ pub struct EngineRequest {
     pub stop: Stop,
     /// From receipt until it is worth nothing; none is no limit.
     pub deadline: Option<Duration>,
+    /// Another worker that is expected to hold a prefix of the prompt.
+    pub pull: Option<Box<dyn Source>>,
     /// Who hears of it.
     pub sink: Box<dyn Sink>,
 }
@@ -104,29 +110,6 @@ pub enum StepOutcome {
     },
 }
 
-/// What the engine holds right now.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct EngineLoad {
-    /// Sequences in the batch.
-    pub running: usize,
-    /// Sequences queued.
-    pub waiting: usize,
-    /// Prompt tokens not yet computed.
-    pub pending_prefill_tokens: u64,
-    /// KV bytes held by live sequences.
-    pub kv_used: u64,
-    /// KV bytes in all.
-    pub kv_total: u64,
-    /// Steps so far.
-    pub steps: u64,
-    /// Tokens generated so far.
-    pub tokens: u64,
-    /// Prefill rate over recent steps, tokens per second.
-    pub prefill_rate: f32,
-    /// Recent step time, milliseconds.
-    pub step_ms: f32,
-}
-
 struct Live {
     key: Option<SequenceKey>,
     root: BlockId,
@@ -140,6 +123,7 @@ struct Live {
     received: Instant,
     deadline: Option<Duration>,
     last_token: Option<Instant>,
+    pulled: Option<Pulled>,
 }
 
 /// A token that was drawn.
@@ -162,19 +146,13 @@ pub struct Engine {
     siblings: Siblings,
     resume: Resume,
     tiering: Option<Tiering>,
+    pulling: Pulling,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
     tokens: u64,
     steps: u64,
     rates: Rates,
-}
-
-/// Exponential averages over recent steps.
-#[derive(Debug, Default)]
-struct Rates {
-    prefill: f32,
-    step_ms: f32,
 }
 
 impl Engine {
@@ -187,13 +165,14 @@ impl Engine {
         tokenizer: Arc<Tokenizer>,
         max_model_len: usize,
         origin: Origin,
-    ) -> Self {
+    ) -> Result<Self, Error> {
         let metrics = EngineMetrics::default();
         let memory = decoder.backend().memory();
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
         metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
-        Self {
+        let pulling = Pulling::new(Namer::new(&origin)?);
+        Ok(Self {
             decoder,
             scheduler,
             events: Arc::new(Mutex::new(events)),
@@ -202,13 +181,14 @@ impl Engine {
             siblings: Siblings::default(),
             resume: Resume::new(origin),
             tiering: None,
+            pulling,
             next_id: 0,
             max_model_len,
             metrics,
             tokens: 0,
             steps: 0,
             rates: Rates::default(),
-        }
+        })
     }
 
     /// Keeps resume points in these tiers too, and serves prompts from them.
@@ -230,7 +210,8 @@ impl Engine {
     pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
-        let EngineRequest { name, root, prompt, emitted, sampling, mut stop, deadline, mut sink } = request;
+        let EngineRequest { name, root, prompt, emitted, sampling, mut stop, deadline, pull, mut sink } =
+            request;
         // A completion ends where the context does.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
@@ -270,20 +251,23 @@ impl Engine {
             received: now,
             deadline,
             last_token: None,
+            pulled: None,
         };
         self.live.insert(id, live);
-        self.queue(now, request).then_some(id)
+        self.queue(now, request, pull).then_some(id)
     }
 
-    /// Has the request of a live sequence wait for one with the same prompt, or for what a tier has of it, or queues
-    /// it; `false` if it is refused, and its sink has heard so.
-    fn queue(&mut self, now: Instant, request: SequenceRequest) -> bool {
+    /// Has the request of a live sequence wait for one with the same prompt, or for what a tier or another worker has of
+    /// it, or queues it; `false` if it is refused, and its sink has heard so.
+    fn queue(&mut self, now: Instant, request: SequenceRequest, pull: Option<Box<dyn Source>>) -> bool {
         let can_fork =
             |live: &Live| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
         let joins = self.scheduler.shares() && self.live.get(&request.id).is_some_and(can_fork);
         let request = if joins { self.siblings.join(request) } else { Some(request) };
         let Some(request) = request else { return true };
-        self.bring_or_park(now, request).is_none_or(|request| self.enqueue(request))
+        let request = self.bring_or_park(now, request);
+        let request = request.and_then(|request| self.pull_or_compute(now, request, pull));
+        request.is_none_or(|request| self.enqueue(request))
     }
 
     /// Queues the request of a live sequence; `false` if it is refused, and its sink has heard so.
@@ -360,13 +344,24 @@ impl Engine {
         if self.live.remove(&id).is_some() {
             self.scheduler.remove(id);
             self.siblings.gone(id);
+            self.pulling.gone(id);
             self.count_end(Reason::abort);
         }
+    }
+
+    /// Recounts every invariant of caches and tables.
+    pub fn check(&self) -> Result<(), Error> {
+        self.scheduler.check().map_err(|broken| Error::Invariant(broken.to_string()))
     }
 
     /// Binds the calling thread to its CPU: it is the one that will run the steps.
     pub fn bind_thread(&self) {
         self.decoder.backend().bind_thread();
+    }
+
+    /// Whether there is something to compute: what waits for files or for other workers cannot stall.
+    pub fn can_compute(&self) -> bool {
+        self.scheduler.sequences() > 0
     }
 
     /// Whether anything is queued or running.
@@ -379,9 +374,10 @@ impl Engine {
         self.expire(now);
         self.copy_out();
         self.unpark(now);
+        self.end_pulls(now);
         for orphan in self.siblings.take_orphans() {
             if self.live.contains_key(&orphan.id) {
-                self.queue(now, orphan);
+                self.queue(now, orphan, None);
             }
         }
         let planned = self.scheduler.plan().map_err(|broken| Error::Invariant(broken.to_string()))?;
@@ -505,170 +501,10 @@ impl Engine {
         Ok(drawn)
     }
 
-    fn start(&mut self, id: SeqId) {
-        let Some(live) = self.live.get_mut(&id).filter(|live| !live.started) else { return };
-        let Some(info) = self.scheduler.info(id) else { return };
-        live.started = true;
-        self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
-        let stop = info.hit_stop.name();
-        self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
-        let cached = (info.cached_tokens as usize).min(live.prompt_len);
-        live.sink.frame(GenerateFrame::Started(StartedV1 {
-            cached_tokens: cached as u32,
-            computed_tokens: (live.prompt_len - cached) as u32,
-            hit_stop: info.hit_stop.to_string(),
-        }));
-    }
-
-    fn emit(&mut self, now: Instant, id: SeqId, token: u32, logprobs: Option<TokenLogprobs>) {
-        let Some(live) = self.live.get_mut(&id) else { return };
-        match live.last_token.replace(now) {
-            None => self.metrics.ttft.0.observe(now.saturating_duration_since(live.received).as_secs_f64()),
-            Some(before) => self.metrics.itl.0.observe(now.saturating_duration_since(before).as_secs_f64()),
-        }
-        self.tokens += 1;
-        self.metrics.generation_tokens.inc();
-        live.sampler.accept(token);
-        let (text, ending) = live.text.push(token);
-        let heard = live.sink.frame(GenerateFrame::Tokens(vec![TokenOut { id: token, text, logprobs }]));
-        match ending {
-            Some(ending) => self.finish(now, id, ending),
-            None if !heard => self.cancel(id),
-            None => {}
-        }
-    }
-
-    fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
-        self.remember_live(id);
-        let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
-        let Some(mut live) = self.live.remove(&id) else { return };
-        let reason = match ending.reason {
-            FinishReason::Stop => Reason::stop,
-            FinishReason::Length => Reason::length,
-            FinishReason::Cancelled => Reason::abort,
-        };
-        self.metrics.e2e.0.observe(now.saturating_duration_since(live.received).as_secs_f64());
-        self.count_end(reason);
-        live.sink.frame(GenerateFrame::Finished(FinishedV1 {
-            reason: ending.reason,
-            matched: ending.matched,
-            tail: ending.tail,
-            completion_tokens: live.text.generated(),
-            preemptions,
-        }));
-    }
-
-    fn expire(&mut self, now: Instant) {
-        self.expire_pins(now);
-        self.expire_warming();
-        let late = self.live.iter().filter_map(|(id, live)| {
-            let age = now.saturating_duration_since(live.received);
-            live.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
-        });
-        let late: Vec<(SeqId, Duration)> = late.collect();
-        for (id, age) in late {
-            self.remember_live(id);
-            self.scheduler.remove(id);
-            self.siblings.gone(id);
-            let Some(mut live) = self.live.remove(&id) else { continue };
-            self.count_end(Reason::error);
-            let after_ms = age.as_millis() as u64;
-            live.sink.frame(GenerateFrame::Failed(GenerateError::DeadlineExceeded { after_ms }));
-        }
-    }
-
-    fn count_end(&self, finished_reason: Reason) {
-        self.metrics.finished.get_or_create(&FinishedLabel { finished_reason }).inc();
-    }
-
-    /// Moves the scheduler's KV events to the log and refreshes gauges.
-    fn publish(&mut self) {
-        let events: Vec<KvEvent> = self.scheduler.take_events();
-        if !events.is_empty() {
-            self.events.lock().append(events);
-        }
-        let counters = self.scheduler.stats().counters;
-        let raise = |metric: &prometheus_client::metrics::counter::Counter, to: u64| {
-            metric.inc_by(to.saturating_sub(metric.get()));
-        };
-        raise(&self.metrics.prefill_computed, counters.prefill_tokens_computed);
-        raise(&self.metrics.recomputed, counters.recomputed_tokens);
-        raise(&self.metrics.prefix_queries, counters.prefix_query_tokens);
-        raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
-        raise(&self.metrics.preemptions, counters.preemptions);
-        raise(&self.metrics.evictions, counters.evictions);
-        self.publish_tiers();
-        let load = self.load();
-        self.metrics.running.set(load.running as i64);
-        self.metrics.waiting.set(load.waiting as i64);
-        self.metrics.kv_usage.set(if load.kv_total == 0 {
-            0.0
-        } else {
-            load.kv_used as f64 / load.kv_total as f64
-        });
-    }
-
-    fn publish_tiers(&self) {
-        let Some(tiering) = &self.tiering else { return };
-        self.metrics.tiers.update(&tiering.tiers().stats(), &tiering.counts());
-    }
-
-    /// What the engine holds.
-    pub fn load(&self) -> EngineLoad {
-        let stats = self.scheduler.stats();
-        EngineLoad {
-            running: stats.running,
-            waiting: stats.waiting
-                + self.siblings.waiting()
-                + self.tiering.as_ref().map_or(0, Tiering::parked),
-            pending_prefill_tokens: stats.pending_prefill_tokens,
-            kv_used: stats.kv_used_bytes,
-            kv_total: stats.kv_total_bytes,
-            steps: self.steps,
-            tokens: self.tokens,
-            prefill_rate: self.rates.prefill,
-            step_ms: self.rates.step_ms,
-        }
-    }
-
     /// The KV event log, to be read by others.
     pub fn events(&self) -> Arc<Mutex<EventLog>> {
         Arc::clone(&self.events)
     }
-}
-
-/// Uploads the plan and runs the layers.
-fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<(), Error> {
-    let part = |sequence: &PlannedSequence| StepSequence {
-        rows: sequence.rows.start as usize..sequence.rows.end as usize,
-        context: sequence.context_before as usize,
-        segment_start: None,
-    };
-    let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
-    let paged = decoder.groups().iter().filter(|group| group.kind != CacheKind::State);
-    let strides: Vec<u32> = paged.map(|group| (group.block_bytes / 64) as u32).collect();
-    let table = |sequence: &PlannedSequence, group: usize| {
-        let table = scheduler.tables(sequence.slot).get(group);
-        table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
-            Some(first) => BlockTable::Contiguous { first, stride: strides[group] },
-            None => BlockTable::Paged(table.offsets()),
-        })
-    };
-    let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
-        .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
-        .collect();
-    let states: Vec<StepState> =
-        plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
-    let copies: Vec<KvCopy> =
-        plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
-    let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
-    decoder.forward(&copies, &input)
-}
-
-fn step_state(state: &SequenceState) -> StepState {
-    let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
-    let exports = state.exports.iter().map(export).collect();
-    StepState { read: state.read, write: state.write, exports, deferred: false }
 }
 
 fn refusal(rejected: Rejected) -> GenerateError {
@@ -679,17 +515,5 @@ fn refusal(rejected: Rejected) -> GenerateError {
             GenerateError::InvalidField { field: "prompt".to_owned(), reason: rejected.to_string() }
         }
         Rejected::Duplicate(_) => GenerateError::Internal,
-    }
-}
-
-impl Rates {
-    fn step_ended(&mut self, took: Duration, rows: usize, prefill_rows: usize) {
-        let seconds = took.as_secs_f32().max(1e-6);
-        let blend = |old: f32, new: f32| if old == 0.0 { new } else { old + 0.2 * (new - old) };
-        self.step_ms = blend(self.step_ms, seconds * 1e3);
-        // Mixed steps say little about prefill alone.
-        if prefill_rows * 10 >= rows * 9 && prefill_rows >= 64 {
-            self.prefill = blend(self.prefill, prefill_rows as f32 / seconds);
-        }
     }
 }

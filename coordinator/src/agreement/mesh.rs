@@ -1,8 +1,11 @@
 //! The ways between coordinators: each dials every other one and takes what dials in. Frames are lost while a
 //! peer is away, and when more wait than are kept; who needs them sends again.
 
-use super::{PeerEntry, Told};
+use super::PeerEntry;
+use super::news::Told;
+use crate::dispatch::Dispatch;
 use crate::random::random_u64;
+use parking_lot::RwLock;
 use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, Expected, GroupStream, Incoming};
@@ -24,46 +27,78 @@ pub(super) type Deliver = Arc<dyn Fn(&NodeId, Told) + Send + Sync>;
 
 /// The ways to all peers.
 pub(super) struct Mesh {
-    lanes: BTreeMap<NodeId, Lane>,
-    deliver: Deliver,
-    tasks: Vec<JoinHandle<()>>,
+    endpoint: Arc<Endpoint>,
+    lanes: RwLock<BTreeMap<NodeId, Lane>>,
+    ears: Ears,
 }
 
+/// Whoever takes what comes in.
+#[derive(Clone)]
+struct Ears {
+    deliver: Deliver,
+    /// Who answers for the prefix index.
+    dispatch: Arc<Dispatch>,
+}
+
+/// The way to one peer; closed when dropped.
 struct Lane {
+    quic: String,
+    task: JoinHandle<()>,
     queue: mpsc::Sender<Told>,
     accepted: mpsc::Sender<Connection>,
 }
 
 impl std::fmt::Debug for Mesh {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_set().entries(self.lanes.keys()).finish()
+        f.debug_set().entries(self.lanes.read().keys()).finish()
     }
 }
 
 impl Mesh {
     /// Begins to dial; inside a runtime.
-    pub(super) fn start(endpoint: &Arc<Endpoint>, peers: &[PeerEntry], deliver: Deliver) -> Self {
-        let (mut lanes, mut tasks) = (BTreeMap::new(), Vec::new());
-        for PeerEntry { node, quic } in peers {
-            let (queue, frames) = mpsc::channel(MAX_QUEUED);
-            let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
-            lanes.insert(node.clone(), Lane { queue, accepted });
-            let expected = Expected::node(Role::Coordinator, node.clone());
-            let dialer = Dialer::new(Arc::clone(endpoint), quic, expected);
-            let talker = Talker { dialer, frames, connections, deliver: Arc::clone(&deliver) };
-            tasks.push(tokio::spawn(talker.run()));
+    pub(super) fn start(
+        endpoint: &Arc<Endpoint>,
+        peers: &[PeerEntry],
+        dispatch: &Arc<Dispatch>,
+        deliver: Deliver,
+    ) -> Self {
+        let ears = Ears { deliver, dispatch: Arc::clone(dispatch) };
+        let mesh = Self { endpoint: Arc::clone(endpoint), lanes: RwLock::default(), ears };
+        peers.iter().for_each(|peer| mesh.ensure(peer));
+        mesh
+    }
+
+    /// A way to this peer, wherever it leads.
+    pub(super) fn ensure(&self, peer: &PeerEntry) {
+        if !self.lanes.read().contains_key(&peer.node) {
+            self.add(peer);
         }
-        Self { lanes, deliver, tasks }
+    }
+
+    /// A way to this peer at this address; one that leads elsewhere is given up.
+    pub(super) fn add(&self, PeerEntry { node, quic }: &PeerEntry) {
+        let mut lanes = self.lanes.write();
+        if lanes.get(node).is_some_and(|lane| lane.quic == *quic) {
+            return;
+        }
+        let (queue, frames) = mpsc::channel(MAX_QUEUED);
+        let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
+        let expected = Expected::node(Role::Coordinator, node.clone());
+        let dialer = Dialer::new(Arc::clone(&self.endpoint), quic, expected);
+        let talker = Talker { dialer, frames, connections, ears: self.ears.clone() };
+        let task = tokio::spawn(talker.run());
+        lanes.insert(node.clone(), Lane { quic: quic.clone(), task, queue, accepted });
+        self.ears.dispatch.peers().expect(lanes.len());
     }
 
     /// Who else there is.
-    pub(super) fn peers(&self) -> impl Iterator<Item = &NodeId> {
-        self.lanes.keys()
+    pub(super) fn peers(&self) -> Vec<NodeId> {
+        self.lanes.read().keys().cloned().collect()
     }
 
     /// Tells a peer something, if it can be told.
     pub(super) fn send(&self, to: &NodeId, told: Told) {
-        if let Some(lane) = self.lanes.get(to) {
+        if let Some(lane) = self.lanes.read().get(to) {
             // Too much waits already: the way is down or slow.
             let _lost = lane.queue.try_send(told);
         }
@@ -71,20 +106,24 @@ impl Mesh {
 
     /// A coordinator has dialed in.
     pub(super) fn accepted(&self, connection: Connection) {
-        let Some(lane) = self.lanes.get(&connection.peer().node) else {
-            tracing::warn!(peer = %connection.peer(), "a coordinator that is not among --peers has dialed in");
+        let lanes = self.lanes.read();
+        let Some(lane) = lanes.get(&connection.peer().node) else {
+            tracing::warn!(
+                peer = %connection.peer(),
+                "a coordinator that is neither among --peers nor a member has dialed in"
+            );
             connection.close(CloseCode::Protocol);
             return;
         };
-        tokio::spawn(listen(connection.clone(), Arc::clone(&self.deliver)));
+        tokio::spawn(listen(connection.clone(), self.ears.clone()));
         // It is the newest, so it is with the peer's present life; if several wait, one of them will do.
         let _enough = lane.accepted.try_send(connection);
     }
 }
 
-impl Drop for Mesh {
+impl Drop for Lane {
     fn drop(&mut self) {
-        self.tasks.iter().for_each(JoinHandle::abort);
+        self.task.abort();
     }
 }
 
@@ -93,7 +132,7 @@ struct Talker {
     dialer: Dialer,
     frames: mpsc::Receiver<Told>,
     connections: mpsc::Receiver<Connection>,
-    deliver: Deliver,
+    ears: Ears,
 }
 
 impl Talker {
@@ -106,13 +145,18 @@ impl Talker {
                 None => tokio::select! {
                     Some(connection) = self.connections.recv() => connection,
                     connection = self.dialer.connect() => {
-                        tokio::spawn(listen(connection.clone(), Arc::clone(&self.deliver)));
+                        tokio::spawn(listen(connection.clone(), self.ears.clone()));
                         connection
                     }
                 },
             };
             tracing::info!(peer = %connection.peer(), "connected to a coordinator");
+            let (peers, node) = (self.ears.dispatch.peers(), connection.peer().node.clone());
+            peers.connected(connection.clone());
             next = self.talk(connection).await;
+            if next.is_none() {
+                self.ears.dispatch.peers().gone(&node);
+            }
         }
     }
 
@@ -137,13 +181,20 @@ impl Talker {
 }
 
 /// Takes what a peer tells on one connection, until it is gone.
-async fn listen(connection: Connection, deliver: Deliver) {
+async fn listen(connection: Connection, ears: Ears) {
     let mut streams = JoinSet::new();
     while let Ok(incoming) = connection.accept().await {
         while streams.try_join_next().is_some() {}
-        // Tensors are not for us; the transport refuses the rest.
-        if let Incoming::Group(stream) = incoming {
-            streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&deliver)));
+        match incoming {
+            Incoming::Group(stream) => {
+                streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&ears.deliver)));
+            }
+            Incoming::PeerIndex(call) => {
+                let dispatch = Arc::clone(&ears.dispatch);
+                streams.spawn(async move { dispatch.tell_peer(call).await });
+            }
+            // Tensors are not for us; the transport refuses the rest.
+            _ => {}
         }
     }
 }

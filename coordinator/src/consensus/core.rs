@@ -162,6 +162,41 @@ pub enum RaftRole {
     Outsider,
 }
 
+impl RaftRole {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Leader, Self::Follower, Self::Candidate, Self::Learner, Self::Outsider];
+
+    /// In a word, as status and metrics have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Leader => "leader",
+            Self::Follower => "follower",
+            Self::Candidate => "candidate",
+            Self::Learner => "learner",
+            Self::Outsider => "outsider",
+        }
+    }
+}
+
+/// What a core holds, for metrics.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Vitals {
+    /// Members that vote.
+    pub voters: u64,
+    /// Members that follow.
+    pub learners: u64,
+    /// Entries kept.
+    pub log_entries: u64,
+    /// Their bytes.
+    pub log_bytes: u64,
+    /// The last entry in the snapshot.
+    pub snapshot_index: u64,
+    /// The snapshot's bytes.
+    pub snapshot_bytes: u64,
+    /// Of a leader: for each other member, the entries that it has not confirmed.
+    pub lags: Vec<(NodeId, u64)>,
+}
+
 /// Where a core stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
@@ -386,6 +421,30 @@ impl Core {
             applied: self.table.applied(),
             committed: raft.raft_log.committed,
             leader: self.leader(),
+        }
+    }
+
+    /// What it holds.
+    pub fn vitals(&self) -> Vitals {
+        let (log, raft) = (self.raw.store(), &self.raw.raft);
+        let conf = raft.prs().conf();
+        let mut lags = Vec::new();
+        if raft.state == StateRole::Leader {
+            let others = self.names.iter().filter(|(member, _)| member.get() != self.id());
+            let last = raft.raft_log.last_index();
+            lags.extend(others.filter_map(|(member, node)| {
+                let progress = raft.prs().get(member.get())?;
+                Some((node.clone(), last.saturating_sub(progress.matched)))
+            }));
+        }
+        Vitals {
+            voters: conf.voters().ids().iter().count() as u64,
+            learners: conf.learners().len() as u64,
+            log_entries: log.last() - log.floor().0,
+            log_bytes: log.bytes(),
+            snapshot_index: log.snapshot_meta().index,
+            snapshot_bytes: log.snapshot_data().len() as u64,
+            lags,
         }
     }
 

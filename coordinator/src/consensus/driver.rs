@@ -13,6 +13,7 @@ use super::core::{Core, CoreError, Outbound, ProposeError, RaftRole, Settings, S
 use super::message::Frame;
 use super::storage::{Loaded, Storage, StorageError};
 use super::table::{Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Request, Table};
+use super::telemetry::RaftMetrics;
 use crate::random::random_u64;
 use proto::ids::NodeId;
 use std::sync::Arc;
@@ -116,14 +117,15 @@ impl Driver {
         loaded: Loaded,
         disk: Box<dyn Storage + Send>,
         network: impl Network,
+        metrics: RaftMetrics,
         on_fatal: OnFatal,
     ) -> Result<Self, CoreError> {
         let core = Core::start(settings, loaded, random_u64())?;
         let (events, inbox) = sync_channel(MAX_EVENTS);
         let (table_out, table) = watch::channel(Arc::clone(core.table()));
         let (status_out, status) = watch::channel(core.status());
-        let mut edge =
-            Edge { core, disk, network, waiting: Waiting::default(), table: table_out, status: status_out };
+        let waiting = Waiting::new(metrics.clone());
+        let mut edge = Edge { core, disk, network, waiting, table: table_out, status: status_out, metrics };
         let thread = std::thread::spawn(move || {
             if let Err(fatal) = edge.run(&inbox, tick) {
                 on_fatal(fatal);
@@ -203,6 +205,11 @@ impl Handle {
         self.status.borrow().clone()
     }
 
+    /// The same, as it changes.
+    pub fn statuses(&self) -> watch::Receiver<Status> {
+        self.status.clone()
+    }
+
     async fn ask(
         &self,
         request: Request,
@@ -230,6 +237,7 @@ struct Edge<N> {
     waiting: Waiting,
     table: watch::Sender<Arc<Table>>,
     status: watch::Sender<Status>,
+    metrics: RaftMetrics,
 }
 
 impl<N: Network> Edge<N> {
@@ -245,6 +253,7 @@ impl<N: Network> Edge<N> {
                 next = now + tick;
                 self.core.tick();
                 self.waiting.tick(now, &mut self.core);
+                self.metrics.holds(&self.core.vitals());
             }
             match inbox.recv_timeout(next.saturating_duration_since(now)) {
                 Ok(event) => {
@@ -293,7 +302,9 @@ impl<N: Network> Edge<N> {
         while let Some(mut batch) = self.core.batch()? {
             batch.early().into_iter().for_each(|outbound| self.network.send(outbound));
             if !batch.write().is_empty() {
+                let began = Instant::now();
                 self.disk.write(batch.write())?;
+                self.metrics.wrote(began.elapsed());
             }
             let done = batch.persisted()?;
             done.send.into_iter().for_each(|outbound| self.network.send(outbound));
@@ -307,6 +318,7 @@ impl<N: Network> Edge<N> {
             if shown.role != status.role || shown.term != status.term {
                 tracing::info!(role = ?status.role, term = status.term, "consensus");
             }
+            self.metrics.stands(shown, &status);
             std::mem::replace(shown, status.clone()) != status
         });
         Ok(())

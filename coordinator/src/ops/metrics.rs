@@ -3,6 +3,7 @@
 
 use crate::balancer::{Setback, WorkerView};
 use crate::chain_memo::ChainMemo;
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::routing::Reason;
@@ -74,6 +75,10 @@ pub struct Metrics {
     cached_predicted: Counter,
     cached_actual: Counter,
     prediction_error: Family<One, Counter>,
+    changes: Family<Two, Counter>,
+    index_imports: Family<One, Counter>,
+    index_exports: Counter,
+    index_export_bytes: Counter,
     state: StateGauges,
 }
 
@@ -99,6 +104,17 @@ struct StateGauges {
     memo_bytes: Family<One, Gauge>,
 }
 
+/// What came of a question to another coordinator for a worker's prefixes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Imported {
+    /// They are here.
+    Whole,
+    /// It knows no more than is known here.
+    Nothing,
+    /// It did not answer, or with what is of no use.
+    Failed,
+}
+
 /// A finished generation, for the request metrics.
 #[derive(Debug, Clone, Copy)]
 pub struct Served {
@@ -116,16 +132,13 @@ pub struct Served {
     pub reason: FinishReason,
 }
 
-impl Default for Metrics {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Metrics {
-    /// All at zero.
-    pub fn new() -> Self {
+    /// All at zero; with those of the group, if this coordinator is in one.
+    pub fn new(group: Option<&RaftMetrics>) -> Self {
         let mut registry = Registry::default();
+        if let Some(group) = group {
+            group.register(&mut registry);
+        }
         let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
             let family = Histograms::new_with_constructor(buckets);
             registry.register(name, help, family.clone());
@@ -227,6 +240,18 @@ impl Metrics {
                 "kvasir_cached_tokens_mispredicted",
                 "Tokens by which predictions of cached tokens were over or under; 0 when all is well",
             ),
+            changes: pairs(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
+            index_imports: counters(
+                r,
+                "kvasir_index_imports",
+                "Questions to other coordinators for a worker's prefixes, by what came of them",
+            ),
+            index_exports: counter(
+                r,
+                "kvasir_index_exports",
+                "Workers whose prefixes another coordinator was told",
+            ),
+            index_export_bytes: counter(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
             registry,
         }
@@ -310,6 +335,28 @@ impl Metrics {
         let (direction, error) =
             if predicted > actual { ("over", predicted - actual) } else { ("under", actual - predicted) };
         self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
+    }
+
+    /// An operator wanted something changed.
+    pub fn changed(&self, what: &'static str, outcome: &'static str) {
+        let labels = [("change", Cow::Borrowed(what)), ("outcome", Cow::Borrowed(outcome))];
+        self.changes.get_or_create(&labels).inc();
+    }
+
+    /// Another coordinator was asked for a worker's prefixes.
+    pub fn index_imported(&self, imported: Imported) {
+        let outcome = match imported {
+            Imported::Whole => "whole",
+            Imported::Nothing => "nothing",
+            Imported::Failed => "failed",
+        };
+        self.index_imports.get_or_create(&one("outcome", outcome)).inc();
+    }
+
+    /// Another coordinator was told a worker's prefixes in so many bytes.
+    pub fn index_exported(&self, bytes: u64) {
+        self.index_exports.inc();
+        self.index_export_bytes.inc_by(bytes);
     }
 
     /// Everything in the OpenMetrics text format, without its end mark.

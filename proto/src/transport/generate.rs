@@ -4,7 +4,7 @@
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use crate::codec::Cap;
-use crate::message::{GenerateFrame, GenerateRequest};
+use crate::message::{GenerateFrame, GenerateRequest, GenerateRequestV2};
 use quinn::{RecvStream, SendStream};
 
 /// What a request takes besides its tokens, unless it has many stop strings or biases.
@@ -30,7 +30,8 @@ impl GenerateStream {
         receive: RecvStream,
         request: &GenerateRequest,
     ) -> Result<Self, Error> {
-        let GenerateRequest::V1(asked) = request;
+        let (GenerateRequest::V1(asked) | GenerateRequest::V2(GenerateRequestV2 { request: asked, .. })) =
+            request;
         // A token takes three bytes at most in all vocabularies there are.
         let room = 3 * (asked.prompt.len() + asked.emitted.len()) + REQUEST_ROOM;
         let mut writer = FrameWriter::new(send, Cap::GenerateRequest).with_room(room);

@@ -60,7 +60,8 @@ fn leave(cluster: &Cluster, number: usize) {
 
 #[test]
 fn who_goes_away_disturbs_nobody_and_leaves_nothing() {
-    let cluster = Cluster::builder("disconnects", &tiny_model()).flag("--worker-inflight", "8").start().unwrap();
+    let cluster =
+        Cluster::builder("disconnects", &tiny_model()).flag("--worker-inflight", "8").start().unwrap();
     let golden = |seed: usize| {
         let body = completion(cluster.model(), &prompt(seed, 60), 400);
         text(http::post(cluster.http(), "/v1/completions", &body).unwrap()).unwrap()
@@ -111,8 +112,12 @@ fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
             body["logprobs"] = json!(20);
             let body = body.to_string();
             let mut stream = TcpStream::connect(cluster.http()).unwrap();
-            write!(stream, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len())
-                .unwrap();
+            write!(
+                stream,
+                "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}",
+                body.len()
+            )
+            .unwrap();
             stream
         })
         .collect();

@@ -5,10 +5,13 @@ mod alone;
 mod clients;
 mod embeddings;
 mod failover;
+mod metrics;
 mod openai_client;
+mod operate;
 mod overload;
 mod shared_prefix;
 mod snapshots;
+mod transfer;
 mod up;
 
 use kvasir_cluster_tests::cluster::Cluster;
@@ -29,7 +32,12 @@ fn kv_held(cluster: &Cluster) -> Option<u64> {
 
 /// Waits until nothing runs, nothing waits and no sequence holds a block.
 fn wait_for_quiet(cluster: &Cluster) {
-    let all = ["kvasir_inflight_requests", "kvasir_queue_requests", "vllm:num_requests_running", "vllm:num_requests_waiting"];
+    let all = [
+        "kvasir_inflight_requests",
+        "kvasir_queue_requests",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    ];
     wait::until("everything that was held is given back", binary::PATIENCE, || {
         let nothing_runs = all.iter().all(|name| cluster.metric(name).is_ok_and(|value| value == 0.0));
         (nothing_runs && kv_held(cluster)? == 0).then_some(())

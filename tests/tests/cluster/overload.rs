@@ -73,7 +73,11 @@ fn under_a_storm_every_answer_is_whole_or_a_quick_refusal() {
     let mut refused: Vec<Duration> = seen.iter().flat_map(|seen| seen.refused.clone()).collect();
     refused.sort_unstable();
     let finished: u64 = seen.iter().map(|seen| seen.finished).sum();
-    assert!(refused.len() >= 100 && finished >= 20, "{} refused, {finished} finished: no storm", refused.len());
+    assert!(
+        refused.len() >= 100 && finished >= 20,
+        "{} refused, {finished} finished: no storm",
+        refused.len()
+    );
     let p99 = refused[refused.len() * 99 / 100];
     assert!(p99 < REFUSED_WITHIN, "p99 of {} refusals is {p99:?}", refused.len());
     wait_for_quiet(&cluster);

@@ -57,7 +57,16 @@ fn start(dir: &Path, name: &str, all: &[&str], switch: &Switch) -> Driver {
     });
     let port = Port(node(name), switch.clone());
     let on_fatal: OnFatal = Box::new(|fatal| panic!("{fatal}"));
-    let driver = Driver::start(Settings::default(), TICK, loaded, Box::new(disk), port, on_fatal).unwrap();
+    let driver = Driver::start(
+        Settings::default(),
+        TICK,
+        loaded,
+        Box::new(disk),
+        port,
+        RaftMetrics::default(),
+        on_fatal,
+    )
+    .unwrap();
     switch.0.lock().insert(node(name), driver.handle());
     driver
 }
@@ -124,8 +133,16 @@ async fn a_disk_that_fails_ends_it() {
     let (told, fatal) = oneshot::channel();
     let on_fatal: OnFatal = Box::new(|fatal| told.send(fatal).unwrap());
     let (disk, port) = (Box::new(Failing(0)), Port(node("c0"), Switch::default()));
-    let driver =
-        Driver::start(Settings::default(), TICK, loaded("c0", &["c0"]), disk, port, on_fatal).unwrap();
+    let driver = Driver::start(
+        Settings::default(),
+        TICK,
+        loaded("c0", &["c0"]),
+        disk,
+        port,
+        RaftMetrics::default(),
+        on_fatal,
+    )
+    .unwrap();
     let handle = driver.handle();
     let mut seen = Ok(());
     for _ in 0..10 {

@@ -4,6 +4,7 @@
 use super::{ConsensusError, Reply};
 use crate::consensus::core::{Answer, Core, ProposeError};
 use crate::consensus::table::{Entry, Outcome, Request, Table};
+use crate::consensus::telemetry::RaftMetrics;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,12 +14,12 @@ const MAX_WAITING: usize = 4096;
 /// Ticks after which something is put forward again.
 const TRY_AGAIN: u32 = 5;
 
-#[derive(Default)]
 pub(super) struct Waiting {
     changes: BTreeMap<Request, Pending>,
     reads: BTreeMap<u64, PendingRead>,
     /// The token of the last read.
     token: u64,
+    metrics: RaftMetrics,
 }
 
 struct Pending {
@@ -29,12 +30,17 @@ struct Pending {
 }
 
 struct PendingRead {
+    asked: Instant,
     deadline: Instant,
     reply: Reply<Arc<Table>>,
     idle: u32,
 }
 
 impl Waiting {
+    pub(super) fn new(metrics: RaftMetrics) -> Self {
+        Self { changes: BTreeMap::new(), reads: BTreeMap::new(), token: 0, metrics }
+    }
+
     pub(super) fn propose(
         &mut self,
         core: &mut Core,
@@ -48,14 +54,13 @@ impl Waiting {
             pending.deadline = pending.deadline.max(deadline);
             return;
         }
+        self.metrics.proposed();
         if self.changes.len() >= MAX_WAITING {
-            let _gone = reply.send(Err(ConsensusError::Overloaded));
+            self.fail(reply, ConsensusError::Overloaded);
             return;
         }
         match core.propose(&entry) {
-            Err(error) if !passes(&error) => {
-                let _gone = reply.send(Err(error.into()));
-            }
+            Err(error) if !passes(&error) => self.fail(reply, error.into()),
             _ => {
                 let pending = Pending { entry, deadline, replies: vec![reply], idle: 0 };
                 self.changes.insert(request, pending);
@@ -68,11 +73,12 @@ impl Waiting {
             let _gone = reply.send(Err(ConsensusError::Overloaded));
             return;
         }
-        self.ask(core, PendingRead { deadline, reply, idle: 0 });
+        self.ask(core, PendingRead { asked: Instant::now(), deadline, reply, idle: 0 });
     }
 
     /// Gives up what is out of time and puts the rest forward again, now and then.
     pub(super) fn tick(&mut self, now: Instant, core: &mut Core) {
+        let metrics = &self.metrics;
         self.changes.retain(|_, pending| {
             pending.idle += 1;
             let failed = if now >= pending.deadline {
@@ -83,6 +89,7 @@ impl Waiting {
                 None
             };
             let Some(error) = failed else { return true };
+            metrics.failed(&error);
             for reply in pending.replies.drain(..) {
                 let _gone = reply.send(Err(error.clone()));
             }
@@ -114,9 +121,15 @@ impl Waiting {
     pub(super) fn read_done(&mut self, tokens: &[u64], table: &Arc<Table>) {
         for token in tokens {
             if let Some(read) = self.reads.remove(token) {
+                self.metrics.read(read.asked.elapsed());
                 let _gone = read.reply.send(Ok(Arc::clone(table)));
             }
         }
+    }
+
+    fn fail(&self, reply: Reply<Outcome>, error: ConsensusError) {
+        self.metrics.failed(&error);
+        let _gone = reply.send(Err(error));
     }
 
     fn ask(&mut self, core: &mut Core, read: PendingRead) {

@@ -1,0 +1,171 @@
+//! Routing policies before many workers, in simulated time.
+//!
+//! Real: the coordinator's planning of bodies and its [`Balancer`](coordinator::balancer::Balancer), the workers'
+//! scheduler and cache with their events. Simulated: how long a step takes, from what `kvasir bench` measured, and how
+//! long messages are under way. The peers' routers are written from what their sources do.
+
+mod node;
+mod rates;
+mod report;
+mod router;
+mod simulation;
+mod traffic;
+mod tree;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use coordinator::routing::Routing;
+use node::{Build, Node};
+use rates::Rates;
+use report::{Against, Row};
+use router::{CacheAware, Kvasir, Peer, Router};
+use simulation::{Arrivals, Outcome, Setting};
+use std::path::PathBuf;
+use std::time::Duration;
+use traffic::{Prompt, Traffic};
+
+/// Replays RAG traffic before simulated workers and prints JSON, one line for each run.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// The model's file, for tokenizer and template.
+    #[arg(long)]
+    gguf: PathBuf,
+    /// Questions, as `bench/rag/traffic.py` prints them.
+    #[arg(long)]
+    traffic: PathBuf,
+    /// Output of `kvasir bench --json`, or an array of several that ran at once.
+    #[arg(long)]
+    rates: PathBuf,
+    /// `-n` of that bench.
+    #[arg(long, default_value_t = 32.0)]
+    decoded: f64,
+    /// Fleets to simulate.
+    #[arg(long, value_delimiter = ',', default_value = "2,4,16,64")]
+    workers: Vec<usize>,
+    /// Requests offered, as a share of those that the fleet could prefill if nothing was ever cached.
+    #[arg(long, value_delimiter = ',', default_value = "0.5,0.8,0.95")]
+    loads: Vec<f64>,
+    /// Questions for each worker, as far as there are so many.
+    #[arg(long, default_value_t = 60)]
+    questions: usize,
+    /// MiB of KV of each worker.
+    #[arg(long, default_value_t = 512)]
+    kv_mib: u64,
+    /// Rows of a prompt in a step.
+    #[arg(long, default_value_t = 448)]
+    chunk: u32,
+    /// Tokens of an answer.
+    #[arg(long, default_value_t = 4)]
+    out: u32,
+    /// Milliseconds from client to worker, and back.
+    #[arg(long, default_value_t = 1.0)]
+    hop_ms: f64,
+    /// Instead: the runs of this file of `bench/rag/replay.py` again, simulated, and how far off that is.
+    #[arg(long)]
+    against: Option<PathBuf>,
+}
+
+/// Who routes which shape of prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Contender {
+    Kvasir(Routing),
+    KvasirDocuments,
+    CacheAware(Peer),
+}
+
+const CONTENDERS: [Contender; 6] = [
+    Contender::Kvasir(Routing::Prefix),
+    Contender::KvasirDocuments,
+    Contender::Kvasir(Routing::LeastLoad),
+    Contender::Kvasir(Routing::RoundRobin),
+    Contender::CacheAware(Peer::Sglang),
+    Contender::CacheAware(Peer::Smg),
+];
+
+impl Contender {
+    /// Router, policy and shape of the prompt, as `bench/rag/replay.py` names them.
+    fn names(self) -> [&'static str; 3] {
+        match self {
+            Self::Kvasir(Routing::Prefix) => ["kvasir", "prefix", "by_rank"],
+            Self::Kvasir(Routing::LeastLoad) => ["kvasir", "least-load", "by_rank"],
+            Self::Kvasir(Routing::RoundRobin) => ["kvasir", "round-robin", "by_rank"],
+            Self::KvasirDocuments => ["kvasir", "prefix", "by_popularity"],
+            Self::CacheAware(Peer::Sglang) => ["sglang-router", "cache_aware", "by_rank"],
+            Self::CacheAware(Peer::Smg) => ["smg", "cache_aware", "by_rank"],
+        }
+    }
+
+    fn run(self, setting: Setting, traffic: &Traffic, questions: usize) -> Result<Outcome> {
+        let workers = setting.workers;
+        let mut router: Box<dyn Router> = match self {
+            Self::Kvasir(routing) => Box::new(kvasir(routing, setting, traffic)?),
+            Self::KvasirDocuments => Box::new(kvasir(Routing::Prefix, setting, traffic)?),
+            Self::CacheAware(peer) => Box::new(CacheAware::new(peer, workers)),
+        };
+        let questions = traffic.questions.iter().take(questions);
+        let prompts: Vec<&Prompt> = match self {
+            Self::KvasirDocuments => questions.map(|question| &question.by_popularity).collect(),
+            _ => questions.map(|question| &question.by_rank).collect(),
+        };
+        simulation::run(setting, router.as_mut(), &prompts, traffic.root)
+    }
+}
+
+fn kvasir(routing: Routing, setting: Setting, traffic: &Traffic) -> Result<Kvasir> {
+    let report = Node::new(setting.build)?.report();
+    Kvasir::new(routing, &traffic.model, setting.workers, &report)
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    let rates = Rates::read(&arguments.rates, arguments.decoded)?;
+    eprintln!("{rates:?}");
+    let build = Build { kv_bytes: arguments.kv_mib << 20, chunk: arguments.chunk, max_seqs: 64, rates };
+    let base = Setting {
+        workers: 1,
+        build,
+        arrivals: Arrivals::Closed(1),
+        out: arguments.out,
+        hop: Duration::try_from_secs_f64(arguments.hop_ms / 1e3).context("--hop-ms")?,
+        report_every: Duration::from_millis(250),
+    };
+    match &arguments.against {
+        Some(path) => against(&Against::read(path)?, base, &arguments),
+        None => sweep(base, &arguments),
+    }
+}
+
+fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
+    let most = arguments.workers.iter().max().copied().unwrap_or(0) * arguments.questions;
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, most)?;
+    let tokens = traffic.mean_tokens();
+    let alone = base.build.rates.prompt(tokens, f64::from(base.build.chunk));
+    for &workers in &arguments.workers {
+        let questions = (workers * arguments.questions).min(traffic.questions.len());
+        for &load in &arguments.loads {
+            let setting =
+                Setting { workers, arrivals: Arrivals::Open(load * workers as f64 / alone), ..base };
+            for contender in CONTENDERS {
+                let outcome = contender.run(setting, &traffic, questions)?;
+                Row::new(contender.names(), workers, load, questions, &outcome).print()?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The same questions, clients and workers as in each real run.
+fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()> {
+    let most = real.iter().map(|run| run.questions).max().unwrap_or(0);
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, most)?;
+    for run in real {
+        let contender = CONTENDERS.into_iter().find(|contender| contender.names() == run.names());
+        let contender = contender.with_context(|| format!("who is {:?}", run.names()))?;
+        let arrivals = Arrivals::Closed(run.concurrency);
+        let build = Build { kv_bytes: run.kv_bytes, ..base.build };
+        let setting = Setting { workers: run.workers, arrivals, out: run.out, build, ..base };
+        let outcome = contender.run(setting, &traffic, run.questions)?;
+        run.compare(&outcome).print()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,185 @@
+//! A worker: its real scheduler and cache, and steps that take the time that they were measured to take.
+
+use crate::rates::Rates;
+use crate::router::EPOCH;
+use crate::traffic::Prompt;
+use anyhow::{Context, Result, anyhow};
+use proto::block::{BlockId, ClusterKey};
+use proto::event::KvEvent;
+use proto::message::{LoadReportV1, WorkerState};
+use std::collections::HashMap;
+use std::time::Duration;
+use worker::kv_cache::{CacheSpec, GroupKind, GroupSpec};
+use worker::scheduler::{LogitRows, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan};
+
+/// What a worker is made of.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Build {
+    /// Bytes of its KV arena.
+    pub(crate) kv_bytes: u64,
+    /// Rows of a prompt in a step.
+    pub(crate) chunk: u32,
+    /// Sequences in its batch.
+    pub(crate) max_seqs: usize,
+    /// Time of its steps.
+    pub(crate) rates: Rates,
+}
+
+/// What became of a request in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// Its first token, and how many of its prompt's tokens the cache had.
+    Started {
+        /// Which request.
+        request: usize,
+        /// Prompt tokens found.
+        cached: u32,
+    },
+    /// Its last token.
+    Ended {
+        /// Which request.
+        request: usize,
+    },
+}
+
+/// The worker.
+#[derive(Debug)]
+pub(crate) struct Node {
+    build: Build,
+    scheduler: Scheduler,
+    live: HashMap<SeqId, Live>,
+    step: Option<Running>,
+    prefill_rate: f64,
+    step_ms: f64,
+    generated: u64,
+}
+
+#[derive(Debug)]
+struct Live {
+    prompt: u32,
+    left: u32,
+    started: bool,
+}
+
+#[derive(Debug)]
+struct Running {
+    plan: StepPlan,
+    seconds: f64,
+    prompt_rows: u32,
+}
+
+impl Node {
+    /// Empty.
+    pub(crate) fn new(build: Build) -> Result<Self> {
+        // Everything in one group, as of a model with attention in all layers.
+        const BLOCK: u32 = 16;
+        let groups = vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_bytes: (u64::from(BLOCK) * build.rates.kv_bytes_per_token).next_multiple_of(64),
+        }];
+        let spec = CacheSpec { groups, block_tokens: BLOCK, arena_bytes: build.kv_bytes };
+        let config = SchedulerConfig {
+            chunk: build.chunk,
+            max_seqs: build.max_seqs,
+            max_batch_tokens: build.chunk + build.max_seqs as u32,
+            check_interval: 0,
+            ..SchedulerConfig::default()
+        };
+        let scheduler = Scheduler::new(config, spec, ClusterKey([3; 32]))?;
+        let (live, step) = (HashMap::new(), None);
+        Ok(Self { build, scheduler, live, step, prefill_rate: 0.0, step_ms: 0.0, generated: 0 })
+    }
+
+    /// A request arrives.
+    pub(crate) fn submit(&mut self, request: usize, root: BlockId, prompt: &Prompt, out: u32) -> Result<()> {
+        let id = SeqId(request as u64);
+        self.live.insert(id, Live { prompt: prompt.tokens.len() as u32, left: out, started: false });
+        Ok(self.scheduler.submit(SequenceRequest {
+            id,
+            root,
+            prompt: prompt.tokens.to_vec(),
+            max_new_tokens: out,
+            logit_rows: LogitRows::LastOnly,
+            boundaries: Vec::new(),
+            priority: 0,
+        })?)
+    }
+
+    /// Begins a step if none is under way and there is something to do; how long it takes.
+    pub(crate) fn begin(&mut self) -> Result<Option<Duration>> {
+        if self.step.is_some() {
+            return Ok(None);
+        }
+        let Some(plan) = self.scheduler.plan().map_err(|broken| anyhow!("{broken}"))? else {
+            return Ok(None);
+        };
+        let is_prompt = |s: &worker::scheduler::PlannedSequence| {
+            self.live.get(&s.id).is_some_and(|live| s.context_before < live.prompt)
+        };
+        let (seconds, prompt_rows) = self.build.rates.of(&plan, is_prompt);
+        self.step = Some(Running { plan, seconds, prompt_rows });
+        Ok(Some(Duration::from_secs_f64(seconds)))
+    }
+
+    /// The step is over.
+    pub(crate) fn complete(&mut self) -> Result<(Vec<Progress>, Vec<KvEvent>)> {
+        let Running { plan, seconds, prompt_rows } = self.step.take().context("a step under way")?;
+        self.measure(seconds, plan.tokens.len(), prompt_rows);
+        // What is drawn does not matter, except that it is nobody else's.
+        let token = |id: SeqId| (id.0 % 40_000) as u32;
+        let drawn: Vec<(SeqId, u32)> =
+            plan.sequences.iter().filter(|s| s.samples).map(|s| (s.id, token(s.id))).collect();
+        self.scheduler.complete(plan.step, &drawn)?;
+        let mut progress = Vec::new();
+        for (id, _) in drawn {
+            self.generated += 1;
+            let Some(live) = self.live.get_mut(&id) else { continue };
+            let request = id.0 as usize;
+            if !std::mem::replace(&mut live.started, true) {
+                let cached = self.scheduler.info(id).context("a sequence that lives")?.cached_tokens;
+                progress.push(Progress::Started { request, cached });
+            }
+            live.left -= 1;
+            if live.left == 0 {
+                self.live.remove(&id);
+                self.scheduler.remove(id);
+                progress.push(Progress::Ended { request });
+            }
+        }
+        Ok((progress, self.scheduler.take_events()))
+    }
+
+    /// Rates as the engine measures them: the newest step counts a fifth, and prefill only where there is little else.
+    fn measure(&mut self, seconds: f64, rows: usize, prompt_rows: u32) {
+        let blend = |old: f64, new: f64| if old == 0.0 { new } else { old + 0.2 * (new - old) };
+        self.step_ms = blend(self.step_ms, seconds * 1e3);
+        if prompt_rows as usize * 10 >= rows * 9 && prompt_rows >= 64 {
+            self.prefill_rate = blend(self.prefill_rate, f64::from(prompt_rows) / seconds);
+        }
+    }
+
+    /// What it tells coordinators of itself.
+    pub(crate) fn report(&self) -> LoadReportV1 {
+        let stats = self.scheduler.stats();
+        LoadReportV1 {
+            epoch: EPOCH,
+            state: WorkerState::Ready,
+            running: stats.running as u32,
+            waiting: stats.waiting as u32,
+            pending_prefill_tokens: stats.pending_prefill_tokens,
+            kv_used: stats.kv_used_bytes,
+            kv_total: stats.kv_total_bytes,
+            steps: stats.counters.steps,
+            tokens: self.generated,
+            stalled_ms: 0,
+            prefill_rate: self.prefill_rate as f32,
+            step_ms: self.step_ms as f32,
+            rss: 0,
+        }
+    }
+
+    /// Prompt tokens computed so far.
+    pub(crate) fn computed(&self) -> u64 {
+        self.scheduler.stats().counters.prefill_tokens_computed
+    }
+}

@@ -1,0 +1,252 @@
+//! Who decides where a request goes: Kvasir's own balancer, as it is shipped, and what its peers do.
+
+use crate::traffic::{Prompt, TENANT};
+use crate::tree::Tree;
+use anyhow::{Context, Result, anyhow, bail};
+use coordinator::balancer::{Action, Ask, Balancer, Policy, Ticket};
+use coordinator::routing::{Reason, Routing};
+use coordinator::table::TableChange;
+use proto::event::{KvEvent, KvEventBatch};
+use proto::ids::{Epoch, NodeId};
+use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The only life of every worker.
+pub(crate) const EPOCH: Epoch = Epoch(1);
+
+/// A request that goes to a worker.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Placed {
+    /// Which request.
+    pub(crate) request: usize,
+    /// Which worker.
+    pub(crate) worker: usize,
+    /// Prompt tokens expected to be cached there, by a router that knows tokens.
+    pub(crate) predicted: Option<u32>,
+    /// Why, by a router that says so.
+    pub(crate) reason: Option<Reason>,
+}
+
+/// A router. Times are since the start.
+pub(crate) trait Router {
+    /// A request arrives.
+    fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>>;
+    /// Its first token has come.
+    fn started(&mut self, _request: usize) {}
+    /// Its last token has come.
+    fn ended(&mut self, now: Duration, request: usize) -> Result<Vec<Placed>>;
+    /// What a worker says of its cache.
+    fn events(&mut self, _worker: usize, _events: Vec<KvEvent>) -> Result<()> {
+        Ok(())
+    }
+    /// What a worker says of its load.
+    fn report(&mut self, _now: Duration, _worker: usize, _report: LoadReportV1) -> Result<Vec<Placed>> {
+        Ok(Vec::new())
+    }
+}
+
+/// splitmix64: numbers for ties and arrivals, the same in every run.
+#[derive(Debug)]
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    /// The next number.
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+/// The coordinator's balancer.
+pub(crate) struct Kvasir {
+    balancer: Balancer,
+    start: Instant,
+    random: Random,
+    model: ServedModelV2,
+    nodes: Vec<NodeId>,
+    /// Sequence number of each worker's next event.
+    next_event: Vec<u64>,
+    requests: HashMap<Ticket, usize>,
+    tickets: HashMap<usize, Ticket>,
+}
+
+impl Kvasir {
+    /// All workers have joined and are idle, `report` is what they say first.
+    pub(crate) fn new(
+        routing: Routing,
+        model: &ServedModelV2,
+        workers: usize,
+        report: &LoadReportV1,
+    ) -> Result<Self> {
+        let policy = Policy { routing, ..Policy::default() };
+        let (mut balancer, start) = (Balancer::new(policy), Instant::now());
+        let mut random = Random(1);
+        let nodes: Vec<NodeId> =
+            (0..workers).map(|n| NodeId::new(format!("w{n:03}"))).collect::<Result<_, _>>()?;
+        for node in &nodes {
+            let register = RegisterV2 {
+                node: node.clone(),
+                epoch: EPOCH,
+                pid: 1,
+                quic: String::new(),
+                ops: String::new(),
+                models: vec![model.clone()],
+            };
+            balancer.change(start, TableChange::Join(register), random.next())?;
+            let nothing = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: Vec::new() };
+            balancer.replayed(node, EPOCH, Some(nothing))?;
+            balancer.load(start, node, report.clone(), random.next());
+        }
+        let next_event = vec![1; workers];
+        let (requests, tickets) = (HashMap::new(), HashMap::new());
+        Ok(Self { balancer, start, random, model: model.clone(), nodes, next_event, requests, tickets })
+    }
+
+    fn placed(&self, actions: Vec<Action>) -> Result<Vec<Placed>> {
+        let mut placed = Vec::new();
+        for action in actions {
+            match action {
+                Action::Assign(ticket, to) => {
+                    let request = *self.requests.get(&ticket).context("a request behind the ticket")?;
+                    let worker = self.nodes.iter().position(|node| *node == to.node).context("a worker")?;
+                    let (predicted, reason) = (Some(to.predicted), Some(to.reason));
+                    placed.push(Placed { request, worker, predicted, reason });
+                }
+                Action::Refuse(_, refusal) => bail!("a request was refused: {refusal}"),
+                action => bail!("nothing is lost here: {action:?}"),
+            }
+        }
+        Ok(placed)
+    }
+}
+
+impl Router for Kvasir {
+    fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>> {
+        let now = self.start + now;
+        let ask = Ask {
+            tenant: TENANT.into(),
+            model: self.model.id.clone(),
+            prompt_tokens: prompt.tokens.len() as u32,
+            chain: Arc::clone(&prompt.chain),
+            deadline: now + Duration::from_secs(1_000_000),
+        };
+        let (tickets, actions) = self
+            .balancer
+            .submit(now, vec![ask], self.random.next())
+            .map_err(|refusal| anyhow!("{refusal}"))?;
+        for ticket in tickets {
+            self.requests.insert(ticket, request);
+            self.tickets.insert(request, ticket);
+        }
+        self.placed(actions)
+    }
+
+    fn started(&mut self, request: usize) {
+        if let Some(ticket) = self.tickets.get(&request) {
+            self.balancer.started(*ticket);
+        }
+    }
+
+    fn ended(&mut self, now: Duration, request: usize) -> Result<Vec<Placed>> {
+        let Some(ticket) = self.tickets.remove(&request) else { return Ok(Vec::new()) };
+        let actions = self.balancer.ended(self.start + now, ticket, self.random.next());
+        self.requests.remove(&ticket);
+        self.placed(actions)
+    }
+
+    fn events(&mut self, worker: usize, events: Vec<KvEvent>) -> Result<()> {
+        let first_sequence = self.next_event[worker];
+        self.next_event[worker] += events.len() as u64;
+        let batch = KvEventBatch { epoch: EPOCH, first_sequence, events };
+        match self.balancer.events(&self.nodes[worker], batch)? {
+            None => Ok(()),
+            Some(action) => bail!("no event is lost here: {action:?}"),
+        }
+    }
+
+    fn report(&mut self, now: Duration, worker: usize, report: LoadReportV1) -> Result<Vec<Placed>> {
+        let now = self.start + now;
+        let mut actions = self.balancer.load(now, &self.nodes[worker], report, self.random.next());
+        actions.extend(self.balancer.tick(now, self.random.next()));
+        self.placed(actions)
+    }
+}
+
+/// How the two peers differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Peer {
+    /// `sglang-router` 0.3.2: of equally busy workers the first.
+    Sglang,
+    /// `smg` 1.13: of equally busy workers any.
+    Smg,
+}
+
+/// `cache_aware` with a tree of texts, before workers that are plain servers and so report no load: the router
+/// knows what it has sent and what has come back. Written from what the peers' sources do.
+pub(crate) struct CacheAware {
+    peer: Peer,
+    tree: Tree,
+    /// Requests in flight, by worker.
+    loads: Vec<usize>,
+    on: HashMap<usize, usize>,
+    random: Random,
+}
+
+/// The peers' defaults (`--help` of sglang-router 0.3.2 and smg 1.13.0).
+const CACHE_THRESHOLD: f64 = 0.3;
+const BALANCE_ABS: usize = 64;
+const BALANCE_REL: f64 = 1.5;
+const MAX_TREE: usize = 1 << 26;
+
+impl CacheAware {
+    /// Idle workers, an empty tree.
+    pub(crate) fn new(peer: Peer, workers: usize) -> Self {
+        let (tree, on) = (Tree::new(), HashMap::new());
+        Self { peer, tree, loads: vec![0; workers], on, random: Random(1) }
+    }
+
+    fn least_busy(&mut self) -> usize {
+        let least = self.loads.iter().min().copied().unwrap_or(0);
+        let all: Vec<usize> = (0..self.loads.len()).filter(|w| self.loads[*w] == least).collect();
+        match self.peer {
+            Peer::Sglang => all[0],
+            Peer::Smg => all[(self.random.next() % all.len() as u64) as usize],
+        }
+    }
+}
+
+impl Router for CacheAware {
+    fn submit(&mut self, _: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>> {
+        let (most, least) =
+            (self.loads.iter().max().copied().unwrap_or(0), self.loads.iter().min().copied().unwrap_or(0));
+        let imbalanced = most - least > BALANCE_ABS && most as f64 > least as f64 * BALANCE_REL;
+        let worker = match self.tree.matched(&prompt.text) {
+            (matched, Some(worker))
+                if !imbalanced && matched as f64 > CACHE_THRESHOLD * prompt.text.len() as f64 =>
+            {
+                worker
+            }
+            _ => self.least_busy(),
+        };
+        self.tree.insert(&prompt.text, worker);
+        if self.tree.size() > MAX_TREE {
+            bail!(
+                "the peers' trees would begin to forget, which is not simulated: fewer or shorter questions"
+            );
+        }
+        self.loads[worker] += 1;
+        self.on.insert(request, worker);
+        Ok(vec![Placed { request, worker, predicted: None, reason: None }])
+    }
+
+    fn ended(&mut self, _: Duration, request: usize) -> Result<Vec<Placed>> {
+        if let Some(worker) = self.on.remove(&request) {
+            self.loads[worker] -= 1;
+        }
+        Ok(Vec::new())
+    }
+}

@@ -1,0 +1,244 @@
+//! Requests, a router and workers in simulated time.
+
+use crate::node::{Build, Node, Progress};
+use crate::router::{Placed, Random, Router};
+use crate::traffic::Prompt;
+use anyhow::{Context, Result, bail};
+use proto::block::BlockId;
+use proto::event::KvEvent;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Duration;
+
+/// How requests come.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Arrivals {
+    /// So many clients, each with its next as soon as it has an answer.
+    Closed(usize),
+    /// So many a second, each when it comes (Poisson).
+    Open(f64),
+}
+
+/// Everything but router and requests.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Setting {
+    /// Workers.
+    pub(crate) workers: usize,
+    /// What each is made of.
+    pub(crate) build: Build,
+    /// How requests come.
+    pub(crate) arrivals: Arrivals,
+    /// Tokens of an answer.
+    pub(crate) out: u32,
+    /// From client to worker or back, all told.
+    pub(crate) hop: Duration,
+    /// Between two reports of a worker.
+    pub(crate) report_every: Duration,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Outcome {
+    /// Seconds until the last answer.
+    pub(crate) seconds: f64,
+    /// Prompt tokens of all requests.
+    pub(crate) prompt_tokens: u64,
+    /// Of these, found in a cache.
+    pub(crate) cached: u64,
+    /// Prompt tokens that each worker computed.
+    pub(crate) computed: Vec<u64>,
+    /// Seconds to each request's first token, ascending.
+    pub(crate) ttft: Vec<f64>,
+    /// Requests that found other than the router had predicted.
+    pub(crate) mispredicted: usize,
+    /// Requests by the reason that the router gave.
+    pub(crate) reasons: Vec<(&'static str, usize)>,
+}
+
+#[derive(Debug)]
+enum Event {
+    Arrive,
+    AtWorker(Placed),
+    StepEnds(usize),
+    AtRouter(usize, Vec<Progress>, Vec<KvEvent>),
+    Report(usize),
+}
+
+struct Run<'a> {
+    setting: Setting,
+    router: &'a mut dyn Router,
+    prompts: &'a [&'a Prompt],
+    root: BlockId,
+    nodes: Vec<Node>,
+    /// What happens next; equal times in the order in which they were put down.
+    queue: BinaryHeap<Reverse<(Duration, u64, usize)>>,
+    events: Vec<Option<Event>>,
+    random: Random,
+    arrived: usize,
+    ended: usize,
+    sent: Vec<Duration>,
+    predicted: Vec<Option<u32>>,
+    outcome: Outcome,
+}
+
+/// Replays the prompts in their order.
+pub(crate) fn run(
+    setting: Setting,
+    router: &mut dyn Router,
+    prompts: &[&Prompt],
+    root: BlockId,
+) -> Result<Outcome> {
+    let nodes = (0..setting.workers).map(|_| Node::new(setting.build)).collect::<Result<_>>()?;
+    let mut run = Run {
+        setting,
+        router,
+        prompts,
+        root,
+        nodes,
+        queue: BinaryHeap::new(),
+        events: Vec::new(),
+        random: Random(11),
+        arrived: 0,
+        ended: 0,
+        sent: vec![Duration::ZERO; prompts.len()],
+        predicted: vec![None; prompts.len()],
+        outcome: Outcome::default(),
+    };
+    let first = match setting.arrivals {
+        Arrivals::Closed(clients) => clients.min(prompts.len()),
+        Arrivals::Open(_) => 1,
+    };
+    (0..first).for_each(|_| run.at(Duration::ZERO, Event::Arrive));
+    for worker in 0..setting.workers {
+        // Not all in one moment.
+        run.at(setting.report_every * worker as u32 / setting.workers as u32, Event::Report(worker));
+    }
+    let mut now = Duration::ZERO;
+    while run.ended < prompts.len() {
+        let Reverse((time, _, event)) = run.queue.pop().context("requests that never end")?;
+        now = time;
+        let event = run.events.get_mut(event).and_then(Option::take).context("an event")?;
+        run.happens(now, event)?;
+    }
+    let mut outcome = run.outcome;
+    outcome.seconds = now.as_secs_f64();
+    outcome.prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum();
+    outcome.computed = run.nodes.iter().map(Node::computed).collect();
+    outcome.ttft.sort_by(f64::total_cmp);
+    if outcome.cached + outcome.computed.iter().sum::<u64>() != outcome.prompt_tokens {
+        bail!("every token of a prompt is either found or computed");
+    }
+    Ok(outcome)
+}
+
+impl Run<'_> {
+    fn at(&mut self, time: Duration, event: Event) {
+        let number = self.events.len();
+        self.queue.push(Reverse((time, number as u64, number)));
+        self.events.push(Some(event));
+    }
+
+    fn happens(&mut self, now: Duration, event: Event) -> Result<()> {
+        match event {
+            Event::Arrive => {
+                let request = self.arrived;
+                let Some(prompt) = self.prompts.get(request) else { return Ok(()) };
+                self.arrived += 1;
+                self.sent[request] = now;
+                if let Arrivals::Open(rate) = self.setting.arrivals {
+                    let uniform = (self.random.next() >> 11) as f64 / (1u64 << 53) as f64;
+                    let gap = -(1.0 - uniform).ln() / rate;
+                    self.at(now + Duration::from_secs_f64(gap), Event::Arrive);
+                }
+                let placed = self.router.submit(now, request, prompt)?;
+                self.send(now, placed);
+            }
+            Event::AtWorker(Placed { request, worker, .. }) => {
+                let prompt = self.prompts[request];
+                self.nodes[worker].submit(request, self.root, prompt, self.setting.out)?;
+                self.step(now, worker)?;
+            }
+            Event::StepEnds(worker) => {
+                let (progress, events) = self.nodes[worker].complete()?;
+                self.at(now + self.setting.hop, Event::AtRouter(worker, progress, events));
+                self.step(now, worker)?;
+            }
+            Event::AtRouter(worker, progress, events) => {
+                if !events.is_empty() {
+                    self.router.events(worker, events)?;
+                }
+                for progress in progress {
+                    self.progressed(now, progress)?;
+                }
+            }
+            Event::Report(worker) => {
+                let report = self.nodes[worker].report();
+                let placed = self.router.report(now, worker, report)?;
+                self.send(now, placed);
+                self.at(now + self.setting.report_every, Event::Report(worker));
+            }
+        }
+        Ok(())
+    }
+
+    fn progressed(&mut self, now: Duration, progress: Progress) -> Result<()> {
+        match progress {
+            Progress::Started { request, cached } => {
+                self.router.started(request);
+                self.outcome.ttft.push((now - self.sent[request]).as_secs_f64());
+                self.outcome.cached += u64::from(cached);
+                let wrong = self.predicted[request].is_some_and(|predicted| predicted != cached);
+                self.outcome.mispredicted += usize::from(wrong);
+            }
+            Progress::Ended { request } => {
+                self.ended += 1;
+                let placed = self.router.ended(now, request)?;
+                self.send(now, placed);
+                if matches!(self.setting.arrivals, Arrivals::Closed(_)) {
+                    self.at(now, Event::Arrive);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, now: Duration, placed: Vec<Placed>) {
+        for placed in placed {
+            self.predicted[placed.request] = placed.predicted;
+            if let Some(reason) = placed.reason.map(|reason| reason.as_str()) {
+                match self.outcome.reasons.iter_mut().find(|(name, _)| *name == reason) {
+                    Some((_, count)) => *count += 1,
+                    None => self.outcome.reasons.push((reason, 1)),
+                }
+            }
+            self.at(now + self.setting.hop, Event::AtWorker(placed));
+        }
+    }
+
+    fn step(&mut self, now: Duration, worker: usize) -> Result<()> {
+        if let Some(took) = self.nodes[worker].begin()? {
+            self.at(now + took, Event::StepEnds(worker));
+        }
+        Ok(())
+    }
+}
+
+impl Outcome {
+    /// Tokens computed by all.
+    pub(crate) fn total(&self) -> u64 {
+        self.computed.iter().sum()
+    }
+
+    /// Standard deviation of the workers' computed tokens over their mean, as `bench/rag/replay.py` has it.
+    pub(crate) fn load_cov(&self) -> f64 {
+        let mean = self.total() as f64 / self.computed.len() as f64;
+        let variance = self.computed.iter().map(|tokens| (*tokens as f64 - mean).powi(2)).sum::<f64>();
+        if mean > 0.0 { (variance / self.computed.len() as f64).sqrt() / mean } else { 0.0 }
+    }
+
+    /// A quantile of the times to the first token, as `bench/rag/replay.py` has it.
+    pub(crate) fn ttft(&self, share: f64) -> f64 {
+        let at = (share * self.ttft.len() as f64) as usize;
+        self.ttft.get(at.min(self.ttft.len().saturating_sub(1))).copied().unwrap_or(0.0)
+    }
+}

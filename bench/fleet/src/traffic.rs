@@ -1,0 +1,112 @@
+//! Requests as the coordinator plans them: bodies in, tokens and names of their units out.
+
+use anyhow::{Context, Result, anyhow};
+use coordinator::api::auth::salt;
+use coordinator::api::documents::Popularity;
+use coordinator::api::plan::{self, Kind, Sources};
+use coordinator::models::{ModelEntry, Models};
+use proto::block::{BlockId, ClusterKey, Scope};
+use proto::ids::ModelId;
+use proto::message::{ModelTask, ServedModelV2};
+use serde::Deserialize;
+use serde_json::Value;
+use std::io::BufRead;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The tenant of all requests.
+pub(crate) const TENANT: &str = "default";
+
+/// A request as routers and workers see it.
+#[derive(Debug, Clone)]
+pub(crate) struct Prompt {
+    /// What routers that know no tokens look at: the texts of the messages.
+    pub(crate) text: Arc<str>,
+    /// The tokens.
+    pub(crate) tokens: Arc<[u32]>,
+    /// Ids of the full units.
+    pub(crate) chain: Arc<[BlockId]>,
+}
+
+/// One question in both shapes.
+#[derive(Debug)]
+pub(crate) struct Question {
+    /// Documents in the order of their rank, as a client writes it.
+    pub(crate) by_rank: Prompt,
+    /// Documents as a field, ordered by the coordinator.
+    pub(crate) by_popularity: Prompt,
+}
+
+/// All of it.
+#[derive(Debug)]
+pub(crate) struct Traffic {
+    /// The model.
+    pub(crate) model: ServedModelV2,
+    /// The root of all chains.
+    pub(crate) root: BlockId,
+    /// Requests in their order.
+    pub(crate) questions: Vec<Question>,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    by_rank: Value,
+    by_popularity: Value,
+}
+
+impl Traffic {
+    /// Reads what `bench/rag/traffic.py` prints, up to `most` questions, and plans it for the model in the file `gguf`.
+    pub(crate) fn read(path: &Path, gguf: &Path, most: usize) -> Result<Self> {
+        let id = ModelId::new("simulated")?;
+        let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }])?;
+        let offered = models.only().context("one model")?;
+        let model = ServedModelV2 {
+            id,
+            model_digest: [7; 32],
+            tokenizer_digest: offered.tokenizer.digest(),
+            max_model_len: u32::MAX,
+            layers: (0, 1),
+            numeric_class: "simulated".to_owned(),
+            block_tokens: 16,
+            task: ModelTask::Generate,
+        };
+        let key = ClusterKey([3; 32]);
+        let root = key.root(Scope {
+            salt: &salt(&key, TENANT),
+            model_digest: &model.model_digest,
+            tokenizer_digest: &model.tokenizer_digest,
+            adapter: b"",
+        });
+        let popularity = Popularity::default();
+        let served = |_: &ModelId| Some(model.clone());
+        let sources = Sources { models: &models, served: &served, seed: 1, popularity: &popularity };
+        let prompt = |body: &Value| -> Result<Prompt> {
+            let planned = plan::generation(Kind::Chat, body.to_string().as_bytes(), TENANT, &sources);
+            let planned = planned.map_err(|error| anyhow!("{error}"))?;
+            let (tokens, _) = planned.prompts.into_iter().next().context("a prompt")?;
+            Ok(Prompt { text: text(body).into(), chain: key.chain(root, &tokens).into(), tokens })
+        };
+        let file = std::fs::File::open(path).with_context(|| format!("{}", path.display()))?;
+        let mut questions = Vec::new();
+        for line in std::io::BufReader::new(file).lines().take(most) {
+            let line: Line = serde_json::from_str(&line?)?;
+            questions.push(Question {
+                by_rank: prompt(&line.by_rank)?,
+                by_popularity: prompt(&line.by_popularity)?,
+            });
+        }
+        Ok(Self { model, root, questions })
+    }
+
+    /// Mean tokens of the prompts as clients write them.
+    pub(crate) fn mean_tokens(&self) -> f64 {
+        let tokens: usize = self.questions.iter().map(|question| question.by_rank.tokens.len()).sum();
+        tokens as f64 / self.questions.len().max(1) as f64
+    }
+}
+
+/// The messages' texts in their order, which is what both peers' routers look at.
+fn text(body: &Value) -> String {
+    let messages = body["messages"].as_array().into_iter().flatten();
+    messages.filter_map(|message| message["content"].as_str()).collect::<Vec<_>>().join(" ")
+}
