@@ -54,7 +54,7 @@ async fn register(
 ) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
     let register = node.register();
-    let epoch = register.epoch;
+    let epoch = register.worker.epoch;
     let request = register.at_version(connection.version());
     let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
