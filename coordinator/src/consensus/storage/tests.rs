@@ -29,10 +29,14 @@ struct Sectors {
     /// Operations until the power is cut; none is never.
     power: Option<usize>,
     failing_sync: bool,
+    full: bool,
 }
 
 impl Sectors {
     fn operate(&mut self) -> io::Result<()> {
+        if self.full {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         match &mut self.power {
             Some(0) => Err(io::Error::other("no power")),
             Some(left) => {
@@ -227,4 +231,42 @@ proptest! {
             prop_assert_eq!(loaded, model);
         }
     }
+}
+
+#[test]
+fn a_full_disk_is_told_from_a_failing_one() {
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    disk.format(&founded()).unwrap();
+    let write = &writes()[0];
+    file.0.lock().full = true;
+    assert!(matches!(disk.write(write), Err(StorageError::Full)));
+    // The same kind of error of a sync is another matter: what it has lost nobody can tell.
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    disk.format(&founded()).unwrap();
+    file.0.lock().failing_sync = true;
+    assert!(matches!(disk.write(write), Err(StorageError::Disk(_))));
+}
+
+#[test]
+fn room_is_set_aside_once_and_given_up_when_it_is_needed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("raft.redb");
+    let (mut disk, _) = Disk::open(&path, &node("c0")).unwrap();
+    let mut model = founded();
+    disk.format(&model).unwrap();
+    assert!(disk.set_aside().unwrap() && disk.set_aside().unwrap());
+    let reserve = path.with_extension("reserve");
+    assert!(reserve.metadata().unwrap().len() > 0);
+    // In the midst of writes, as after one for which there was no room; the last one is written again.
+    for write in writes() {
+        disk.write(&write).unwrap();
+        disk.recover().unwrap();
+        assert!(!reserve.exists());
+        disk.write(&write).unwrap();
+        model.take(&write);
+    }
+    drop(disk);
+    assert_eq!(Disk::open(&path, &node("c0")).unwrap().1, Some(model));
 }
