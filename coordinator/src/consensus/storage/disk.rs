@@ -86,7 +86,9 @@ impl Disk {
     ) -> Result<(Self, Option<Loaded>), StorageError> {
         // redb asserts what it finds in a damaged file; here that is an error like others.
         let opened = catch_unwind(AssertUnwindSafe(|| {
-            let disk = Self { database: open()? };
+            let mut disk = Self { database: open()? };
+            // Of pages that nobody reads here redb would find out when it closes the file.
+            disk.database.check_integrity().map_err(|error| damaged("the file", error.to_string()))?;
             // Both tables are there from now on.
             disk.transaction(|_| Ok(()))?;
             let loaded = read(&disk.database.begin_read().map_err(failed)?)?;
