@@ -9,7 +9,7 @@ use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     GenerateFrame, GenerateRequest, GenerateRequestV1, LoadReport, Register, Registered, RegisteredV1,
-    Sampling, Stop,
+    Sampling, Stop, WorkPart,
 };
 use proto::service::{CoordinatorApi, Refusal};
 use proto::transport::{Endpoint, EndpointConfig, Incoming, VersionRange};
@@ -74,6 +74,7 @@ async fn meets(newest: u16) -> (Vec<Told>, usize) {
         listen: any_port(),
         ops: any_port(),
         engine: EngineOptions { threads: Some(1), kv_bytes: Some(8 << 20), ..EngineOptions::default() },
+        part: WorkPart::Both,
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
         stall_floor: PATIENCE,
     };
