@@ -77,6 +77,8 @@ struct Run {
     idle: RefCell<Vec<Connection>>,
     begun: Instant,
     sent: RefCell<u64>,
+    /// Share of a CPU while requests were sent, in the open loop; what is accepted finishes long after.
+    own_share: RefCell<Option<f64>>,
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
@@ -94,6 +96,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         idle: RefCell::default(),
         begun: Instant::now(),
         sent: RefCell::new(0),
+        own_share: RefCell::default(),
     });
     let local = LocalSet::new();
     match run.args.rate {
@@ -101,7 +104,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         None => local.run_until(closed_loop(&run)).await,
     }
     let wall = run.begun.elapsed().as_secs_f64();
-    let own = cpu_seconds(std::process::id())?;
+    let own = run.own_share.take().unwrap_or(cpu_seconds(std::process::id())? / wall);
     let watched = run.args.watch.map(cpu_seconds).transpose()?.zip(before).map(|(now, before)| now - before);
     run.tally.take().print(&run.args, wall, own, watched);
     Ok(())
@@ -135,7 +138,10 @@ async fn open_loop(run: &Rc<Run>, rate: f64) {
             due += 1;
         }
     }
+    let own = cpu_seconds(std::process::id()).ok();
+    *run.own_share.borrow_mut() = own.map(|own| own / run.begun.elapsed().as_secs_f64());
     for request in requests {
+        // As above.
         let _ = request.await;
     }
 }
@@ -207,7 +213,7 @@ impl Tally {
             "refused_p50_us": quantile(&self.refused, 0.5),
             "refused_p99_us": quantile(&self.refused, 0.99),
             "refused_max_us": self.refused.last(),
-            "generator_cpu": own / wall,
+            "generator_cpu": own,
             "watched_cpu_us": watched.map(|seconds| seconds * 1e6 / done),
             "memory": self.memory,
         });

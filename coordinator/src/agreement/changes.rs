@@ -2,6 +2,7 @@
 //! operators want of workers.
 
 use super::{CHANGE_LIMIT, ChangeError, Member, Shared};
+use crate::consensus::core::ProposeError;
 use crate::consensus::driver::{ConsensusError, Handle};
 use crate::consensus::table::{
     Change, ClientId, Kind, LevelReportedV1, Outcome, Refusal, SeatV1, Table, WorkerLeftV1,
@@ -140,7 +141,10 @@ fn new_levels<'a>(table: &Table, said: impl Fn(&NodeId) -> Option<&'a SeatV1>) -
 impl From<ConsensusError> for ChangeError {
     fn from(error: ConsensusError) -> Self {
         tracing::warn!(%error, "a change was not agreed on");
-        Self::NoQuorum
+        match error {
+            ConsensusError::Refused(no_room @ ProposeError::NoRoom) => Self::Explained(no_room.to_string()),
+            _ => Self::NoQuorum,
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 //! Promises: nothing is answered before it is agreed on and nobody waits past a deadline; what the disk has
 //! not taken is never built upon: after a failed write the thread does nothing more than say so.
 
+mod room;
 mod waiting;
 
 #[cfg(test)]
@@ -16,6 +17,7 @@ use super::table::{Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Re
 use super::telemetry::RaftMetrics;
 use crate::random::random_u64;
 use proto::ids::NodeId;
+use room::Room;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
@@ -125,7 +127,8 @@ impl Driver {
         let (table_out, table) = watch::channel(Arc::clone(core.table()));
         let (status_out, status) = watch::channel(core.status());
         let waiting = Waiting::new(metrics.clone());
-        let mut edge = Edge { core, disk, network, waiting, table: table_out, status: status_out, metrics };
+        let room = Room::new(disk);
+        let mut edge = Edge { core, room, network, waiting, table: table_out, status: status_out, metrics };
         let thread = std::thread::spawn(move || {
             if let Err(fatal) = edge.run(&inbox, tick) {
                 on_fatal(fatal);
@@ -232,7 +235,7 @@ impl Handle {
 /// The thread's own.
 struct Edge<N> {
     core: Core,
-    disk: Box<dyn Storage + Send>,
+    room: Room,
     network: N,
     waiting: Waiting,
     table: watch::Sender<Arc<Table>>,
@@ -244,7 +247,9 @@ impl<N: Network> Edge<N> {
     fn run(&mut self, inbox: &Receiver<Event>, tick: Duration) -> Result<(), Fatal> {
         let mut next = Instant::now() + tick;
         let mut stop = None;
-        self.work()?;
+        if !self.work(inbox)? {
+            return Ok(());
+        }
         loop {
             let now = Instant::now();
             if now >= next {
@@ -253,7 +258,10 @@ impl<N: Network> Edge<N> {
                 next = now + tick;
                 self.core.tick();
                 self.waiting.tick(now, &mut self.core);
+                self.room.tick()?;
+                self.core.hold_back(!self.room.is_enough());
                 self.metrics.holds(&self.core.vitals());
+                self.metrics.has_room(self.room.is_enough());
             }
             match inbox.recv_timeout(next.saturating_duration_since(now)) {
                 Ok(event) => {
@@ -266,7 +274,9 @@ impl<N: Network> Edge<N> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
-            self.work()?;
+            if !self.work(inbox)? {
+                return Ok(());
+            }
             let leads = self.core.status().role == RaftRole::Leader && self.core.table().seats().count() > 1;
             if stop.is_some_and(|deadline| !leads || Instant::now() >= deadline) {
                 return Ok(());
@@ -298,12 +308,19 @@ impl<N: Network> Edge<N> {
         None
     }
 
-    fn work(&mut self) -> Result<(), Fatal> {
+    /// Does what is to be done; false if the end came while it waited for room on the disk.
+    fn work(&mut self, inbox: &Receiver<Event>) -> Result<bool, Fatal> {
         while let Some(mut batch) = self.core.batch()? {
             batch.early().into_iter().for_each(|outbound| self.network.send(outbound));
             if !batch.write().is_empty() {
                 let began = Instant::now();
-                self.disk.write(batch.write())?;
+                while !self.room.write(batch.write())? {
+                    self.metrics.has_room(false);
+                    step_back(&self.status);
+                    if !self.waiting.without_room(inbox) {
+                        return Ok(false);
+                    }
+                }
                 self.metrics.wrote(began.elapsed());
             }
             let done = batch.persisted()?;
@@ -321,8 +338,19 @@ impl<N: Network> Edge<N> {
             self.metrics.stands(shown, &status);
             std::mem::replace(shown, status.clone()) != status
         });
-        Ok(())
+        Ok(true)
     }
+}
+
+/// Who cannot write leads nobody and knows of no leader, whatever the core had come to before.
+fn step_back(status: &watch::Sender<Status>) {
+    status.send_if_modified(|shown| {
+        let leads = shown.role == RaftRole::Leader;
+        if leads {
+            shown.role = RaftRole::Follower;
+        }
+        leads | shown.leader.take().is_some()
+    });
 }
 
 fn show(out: &watch::Sender<Arc<Table>>, table: &Arc<Table>) {

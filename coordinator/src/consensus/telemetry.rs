@@ -29,6 +29,7 @@ pub struct RaftMetrics {
     log_bytes: Gauge,
     snapshot_index: Gauge,
     snapshot_bytes: Gauge,
+    disk_full: Gauge,
     lag: Family<Label, Gauge>,
     proposals: Counter,
     failed: Family<Label, Counter>,
@@ -52,6 +53,7 @@ impl Default for RaftMetrics {
             log_bytes: Gauge::default(),
             snapshot_index: Gauge::default(),
             snapshot_bytes: Gauge::default(),
+            disk_full: Gauge::default(),
             lag: default(),
             proposals: Counter::default(),
             failed: Family::default(),
@@ -79,6 +81,11 @@ impl RaftMetrics {
         gauge("kvasir_raft_log_bytes", "Bytes of these entries", &self.log_bytes);
         gauge("kvasir_raft_snapshot_index", "The last entry in the snapshot", &self.snapshot_index);
         gauge("kvasir_raft_snapshot_bytes", "Bytes of the snapshot", &self.snapshot_bytes);
+        gauge(
+            "kvasir_raft_disk_full",
+            "1 while there is no room to put changes forward from here",
+            &self.disk_full,
+        );
         let role = "1 for what this coordinator is in its group";
         registry.register("kvasir_raft_role", role, self.role.clone());
         let lag = "Entries that a coordinator has not confirmed; shown by the leader";
@@ -124,6 +131,10 @@ impl RaftMetrics {
         }
     }
 
+    pub(super) fn has_room(&self, enough: bool) {
+        self.disk_full.set(i64::from(!enough));
+    }
+
     pub(super) fn proposed(&self) {
         self.proposals.inc();
     }
@@ -132,6 +143,7 @@ impl RaftMetrics {
         let reason = match error {
             ConsensusError::NoQuorum => "no_quorum",
             ConsensusError::Refused(ProposeError::Refused(_) | ProposeError::TooLong(_)) => "refused",
+            ConsensusError::Refused(ProposeError::NoRoom) => "no_room",
             ConsensusError::Refused(_) => "not_now",
             ConsensusError::Overloaded => "overloaded",
             ConsensusError::Stopped => "stopped",

@@ -4,6 +4,7 @@
 
 mod agreement;
 mod clock;
+mod disk_full;
 mod ending;
 mod flap;
 mod group;

@@ -1,16 +1,19 @@
 //! Who waits for what: changes and reads that are put forward again until they are answered or their time is
 //! up. Putting forward twice is harmless: a change is made once, and a read gets a new token each time.
 
-use super::{ConsensusError, Reply};
+use super::{ConsensusError, Event, Reply};
 use crate::consensus::core::{Answer, Core, ProposeError};
 use crate::consensus::table::{Entry, Outcome, Request, Table};
 use crate::consensus::telemetry::RaftMetrics;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 /// Changes and reads that wait at a time, each.
 const MAX_WAITING: usize = 4096;
+/// How long after a write for which there was no room it is tried again.
+const TRY_WRITE_AGAIN: Duration = Duration::from_millis(200);
 /// Ticks after which something is put forward again.
 const TRY_AGAIN: u32 = 5;
 
@@ -107,6 +110,38 @@ impl Waiting {
                 self.ask(core, PendingRead { idle: 0, ..read });
             }
         }
+    }
+
+    /// While nothing can be written: refuses what comes, and gives up what waits too long. False at the end.
+    pub(super) fn without_room(&mut self, inbox: &Receiver<Event>) -> bool {
+        let until = Instant::now() + TRY_WRITE_AGAIN;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match inbox.recv_timeout(left) {
+                // As if it were lost: its sender sends again.
+                Ok(Event::Frame(..)) => {}
+                Ok(Event::Propose { reply, .. }) => {
+                    self.metrics.proposed();
+                    self.fail(reply, ProposeError::NoRoom.into());
+                }
+                Ok(Event::Read { reply, .. }) => {
+                    let _gone = reply.send(Err(ConsensusError::NoQuorum));
+                }
+                Ok(Event::HandOver { reply, .. }) => {
+                    let _gone = reply.send(Err(ProposeError::NoRoom.into()));
+                }
+                Ok(Event::Stop { .. }) | Err(RecvTimeoutError::Disconnected) => return false,
+                Err(RecvTimeoutError::Timeout) => break,
+            }
+        }
+        let now = Instant::now();
+        let late = self.changes.extract_if(.., |_, pending| now >= pending.deadline);
+        let late: Vec<_> = late.flat_map(|(_, pending)| pending.replies).collect();
+        late.into_iter().for_each(|reply| self.fail(reply, ConsensusError::NoQuorum));
+        for (_, read) in self.reads.extract_if(.., |_, read| now >= read.deadline) {
+            let _gone = read.reply.send(Err(ConsensusError::NoQuorum));
+        }
+        true
     }
 
     pub(super) fn answered(&mut self, answers: &[Answer]) {
