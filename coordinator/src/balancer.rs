@@ -6,11 +6,13 @@
 //! or [`Action::Refuse`] at any point before it is assigned.
 
 mod floor;
+mod load;
 #[cfg(test)]
 mod tests;
 
 use crate::admission::{Queue, QueueLimits, Waiting, retry_after};
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
+use crate::routing::demand::CommonKey;
 use crate::routing::{Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
@@ -29,6 +31,9 @@ pub struct Policy {
     /// Sequences sent to one worker and not yet ended, at most; more wait here, where any worker can still
     /// take them.
     pub max_inflight: u32,
+    /// Prefill that a worker shall have in hand at most, by its measured rate; while all have as much, requests wait
+    /// here.
+    pub max_pending: Duration,
     /// A worker not heard of for this long gets no new work while another is there.
     pub suspect_after: Duration,
     /// A worker not heard of for this long has left.
@@ -48,6 +53,7 @@ impl Default for Policy {
         Self {
             queue: QueueLimits { requests: 2_048, tokens: 4_000_000 },
             max_inflight: 256,
+            max_pending: Duration::from_secs(1),
             suspect_after: Duration::from_millis(1_500),
             lease: Duration::from_secs(4),
             event_lag: Duration::from_secs(1),
@@ -69,6 +75,8 @@ pub struct Ask {
     pub prompt_tokens: u32,
     /// Ids of the prompt's full units.
     pub chain: Arc<[BlockId]>,
+    /// The group of requests that it says to be of.
+    pub group: Option<CommonKey>,
     /// When it is worth nothing any more.
     pub deadline: Instant,
 }
@@ -250,9 +258,10 @@ impl Balancer {
         })
     }
 
-    /// The worker has computed the prompt.
-    pub fn started(&mut self, ticket: Ticket) {
+    /// The worker has computed the prompt, and has room for another.
+    pub fn started(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
         self.floor.started(ticket);
+        self.pump(now, random)
     }
 
     /// The generation is over, however it ended, or nobody wants it any more.

@@ -288,8 +288,10 @@ impl Dispatch {
         true
     }
 
-    fn started(&self, ticket: Ticket) {
-        self.desk.lock().balancer.started(ticket);
+    fn started(self: &Arc<Self>, ticket: Ticket) {
+        let mut desk = self.desk.lock();
+        let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
+        self.perform(&mut desk, actions);
     }
 
     fn ended(self: &Arc<Self>, ticket: Ticket) {

@@ -1,10 +1,14 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+use super::load::{Load, Own};
 use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
-use crate::routing::{self, Candidate};
+use crate::routing::demand::{CommonKey, Demand};
+use crate::routing::groups::Groups;
+use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason};
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
+use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, WorkerState};
 use std::collections::HashMap;
@@ -21,31 +25,11 @@ pub(super) struct Floor {
     index: PrefixIndex,
     loads: Vec<Option<Load>>,
     flights: HashMap<Ticket, Flight>,
+    demand: Demand,
+    groups: Groups,
     joins: u64,
     /// Generations placed.
     turns: u64,
-}
-
-/// How busy a worker is: what it reports, and what this coordinator has sent there since.
-#[derive(Debug)]
-struct Load {
-    /// Tells this membership of the slot from earlier ones.
-    join: u64,
-    report: Option<LoadReportV1>,
-    heard: Instant,
-    own: Own,
-    /// What others have sent there, by the last report.
-    foreign: Own,
-}
-
-#[derive(Debug, Default, Clone, Copy)]
-struct Own {
-    /// Prompt tokens to be computed.
-    pending: u64,
-    /// Sequences whose prompt is still to be computed.
-    unstarted: u32,
-    /// Sequences that are decoded.
-    running: u32,
 }
 
 /// A generation that a worker has.
@@ -58,6 +42,8 @@ struct Flight {
     join: u64,
     uncached: u64,
     reservation: ReservationId,
+    /// What others may follow it for until it has started.
+    leads: Option<CommonKey>,
     started: bool,
 }
 
@@ -75,6 +61,8 @@ impl Floor {
             index: PrefixIndex::new(policy.index_bytes),
             loads: (0..MAX_SLOTS).map(|_| None).collect(),
             flights: HashMap::new(),
+            demand: Demand::default(),
+            groups: Groups::default(),
             joins: 0,
             turns: 0,
         }
@@ -93,9 +81,7 @@ impl Floor {
             Applied::Joined { slot, node, epoch } => {
                 self.joins += 1;
                 let need = self.index.join(slot, epoch);
-                let (own, foreign) = (Own::default(), Own::default());
-                let load = Load { join: self.joins, report: None, heard: now, own, foreign };
-                self.loads[slot.index()] = Some(load);
+                self.loads[slot.index()] = Some(Load::new(now, self.joins));
                 return Ok(Some(Action::Fetch { node, epoch, need }));
             }
             Applied::Left(slot) => self.forget(slot),
@@ -109,13 +95,7 @@ impl Floor {
             return;
         };
         let Some(load) = self.loads[member.slot.index()].as_mut() else { return };
-        load.heard = now;
-        load.foreign = Own {
-            pending: report.pending_prefill_tokens.saturating_sub(load.own.pending),
-            unstarted: report.waiting.saturating_sub(load.own.unstarted),
-            running: report.running.saturating_sub(load.own.running + load.own.unstarted),
-        };
-        load.report = Some(report);
+        load.take(now, report);
     }
 
     /// Applies `change` to the index at the member's slot and turns what it needs into an action.
@@ -158,13 +138,34 @@ impl Floor {
             .iter()
             .filter(|w| !any_lively || lively(w))
             .filter(|(_, load)| load.own.unstarted + load.own.running < self.policy.max_inflight)
-            .map(|(member, load)| load.candidate(member.slot, overlap.units(member.slot)))
+            .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
-        let choice =
-            routing::choose(self.policy.routing, waiter.ask.prompt_tokens, &candidates, random, self.turns);
-        let Some((choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
+        let common = waiter.common(&candidates);
+        let standing = common.and_then(|(key, most)| {
+            let holds = |slot| candidates.iter().any(|c| c.slot == slot && c.units >= most);
+            self.demand.standing(now, key).filter(|standing| holds(standing.home))
+        });
+        let query = Query {
+            routing: self.policy.routing,
+            prompt_tokens: waiter.ask.prompt_tokens,
+            standing,
+            random,
+            turn: self.turns,
+        };
+        let choice = routing::choose(&query, &candidates);
+        let Some((mut choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
             return Placing::Later(waiter);
         };
+        if self.holds_back(&candidates, &waiter, &choice) {
+            return Placing::Later(waiter);
+        }
+        if let Some((key, _)) = common {
+            self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);
+        }
+        let group = waiter.group();
+        if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
+            choice.reason = Reason::Group;
+        }
         let assignment = Assignment {
             node: member.register.node.clone(),
             epoch: member.register.epoch,
@@ -176,7 +177,7 @@ impl Floor {
                 .map(|m| m.numeric_class.clone())
                 .unwrap_or_default(),
         };
-        self.book(waiter, choice, &assignment);
+        self.book(now, waiter, choice, &assignment);
         Placing::Assigned(assignment)
     }
 
@@ -185,6 +186,7 @@ impl Floor {
         if std::mem::replace(&mut flight.started, true) {
             return;
         }
+        flight.leads.take().into_iter().for_each(|key| self.groups.end(key, flight.slot));
         if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
             own.pending -= flight.uncached;
             own.unstarted -= 1;
@@ -277,15 +279,26 @@ impl Floor {
             .filter(|(_, load)| load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready))
     }
 
-    fn book(&mut self, mut waiter: Waiter, choice: routing::Choice, assignment: &Assignment) {
+    /// Whether the request had better wait here, where any worker can still take it and tenants have their turns:
+    /// all have as much to prefill as they shall have in hand. What is mostly there, or on its way, goes.
+    fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
+        let most = self.policy.max_pending.as_secs_f64();
+        let full = |c: &Candidate| c.pending_tokens as f64 >= most * f64::from(c.prefill_rate).max(f64::MIN_POSITIVE);
+        let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
+        let follows = choice.predicted >= waiter.ask.prompt_tokens / 4 * 3 && choice.predicted > 0;
+        measured && !follows && candidates.iter().all(full)
+    }
+
+    fn book(&mut self, now: Instant, mut waiter: Waiter, choice: Choice, assignment: &Assignment) {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
         let uncached = u64::from(waiter.ask.prompt_tokens - choice.predicted);
         self.turns += 1;
-        load.own.pending += uncached;
-        load.own.unstarted += 1;
+        load.give(now, uncached);
         let join = load.join;
         waiter.attempts += 1;
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
+        let leads = waiter.group().filter(|_| choice.predicted < COMMON_UNITS * HASH_UNIT_TOKENS as u32);
+        leads.into_iter().for_each(|key| self.groups.begin(key, choice.slot));
         let flight = Flight {
             node: assignment.node.clone(),
             epoch: assignment.epoch,
@@ -293,6 +306,7 @@ impl Floor {
             join,
             uncached,
             reservation,
+            leads,
             started: false,
             waiter,
         };
@@ -301,6 +315,7 @@ impl Floor {
 
     fn land(&mut self, ticket: Ticket) -> Option<Flight> {
         let flight = self.flights.remove(&ticket)?;
+        flight.leads.into_iter().for_each(|key| self.groups.end(key, flight.slot));
         if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
             if flight.started {
                 own.running -= 1;
@@ -319,26 +334,27 @@ impl Floor {
 }
 
 impl Waiter {
+    /// What it has in common with earlier requests, by what is held of it, and in how many units: the group that it
+    /// says to be of, or the deepest prefix held, if that is deep enough.
+    fn common(&self, candidates: &[Candidate]) -> Option<(CommonKey, u32)> {
+        let most = candidates.iter().map(|c| c.units).max()?;
+        let last = self.ask.chain.get((most as usize).checked_sub(1)?)?;
+        let key = self.ask.group.or((most >= COMMON_UNITS).then_some(CommonKey(last.0)));
+        key.map(|key| (key, most))
+    }
+
+    /// What it has in common with requests that are being computed: the group that it says to be of, or how it begins.
+    fn group(&self) -> Option<CommonKey> {
+        let begins = || self.ask.chain.get(COMMON_UNITS as usize - 1).map(|unit| CommonKey(unit.0));
+        self.ask.group.or_else(begins)
+    }
+
     /// Whether this member may have it, besides serving the model.
     fn accepts(&self, member: &Member) -> bool {
         let register = &member.register;
         let declined = self.avoid.iter().any(|(n, e)| *n == register.node && *e == register.epoch);
         let class = || member.model(&self.ask.model).map(|m| m.numeric_class.as_str());
         !declined && self.only_class.as_deref().is_none_or(|only| class() == Some(only))
-    }
-}
-
-impl Load {
-    fn candidate(&self, slot: Slot, units: u32) -> Candidate {
-        let report = self.report.as_ref();
-        Candidate {
-            slot,
-            units,
-            pending_tokens: self.own.pending + self.foreign.pending,
-            running: self.own.running + self.foreign.running,
-            prefill_rate: report.map_or(0.0, |r| r.prefill_rate),
-            step_ms: report.map_or(0.0, |r| r.step_ms),
-        }
     }
 }
 

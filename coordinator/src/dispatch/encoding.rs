@@ -40,6 +40,7 @@ impl EncodeJob {
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
             // Encoders keep no prefixes.
             chain: [].into(),
+            group: None,
             deadline: self.deadline,
         }
     }

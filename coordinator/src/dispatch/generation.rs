@@ -52,6 +52,7 @@ impl Job {
             model: self.model.clone(),
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
             chain: Arc::clone(&self.chain),
+            group: None,
             deadline: self.deadline,
         }
     }
