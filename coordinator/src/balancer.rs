@@ -10,7 +10,7 @@ mod load;
 #[cfg(test)]
 mod tests;
 
-use crate::admission::{Queue, QueueLimits, Waiting, retry_after};
+use crate::admission::{self, Queue, QueueLimits, Waiting, retry_after};
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
 use crate::routing::{Reason, Routing};
@@ -77,6 +77,8 @@ pub struct Ask {
     pub chain: Arc<[BlockId]>,
     /// The group of requests that it says to be of.
     pub group: Option<CommonKey>,
+    /// How urgent it is among its tenant's; lower goes first.
+    pub priority: i32,
     /// When it is worth nothing any more.
     pub deadline: Instant,
 }
@@ -196,6 +198,7 @@ pub struct QueueView {
 struct Waiter {
     ticket: Ticket,
     ask: Ask,
+    rank: Instant,
     attempts: u32,
     /// Workers that declined it.
     avoid: Vec<(NodeId, Epoch)>,
@@ -209,6 +212,9 @@ impl Waiting for Waiter {
     }
     fn deadline(&self) -> Instant {
         self.ask.deadline
+    }
+    fn rank(&self) -> Instant {
+        self.rank
     }
 }
 
@@ -244,8 +250,9 @@ impl Balancer {
             self.next_ticket += 1;
             tickets.push(ticket);
             let tenant = Arc::clone(&ask.tenant);
-            let waiter = Waiter { ticket, ask, attempts: 0, avoid: Vec::new(), only_class: None };
-            self.queue.push_back(&tenant, waiter);
+            let rank = admission::rank(now, ask.priority);
+            let waiter = Waiter { ticket, ask, rank, attempts: 0, avoid: Vec::new(), only_class: None };
+            self.queue.push(&tenant, waiter);
         }
         Ok((tickets, self.pump(now, random)))
     }
@@ -260,7 +267,7 @@ impl Balancer {
 
     /// The worker has computed the prompt, and has room for another.
     pub fn started(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
-        self.floor.started(ticket);
+        self.floor.started(now, ticket);
         self.pump(now, random)
     }
 
@@ -282,7 +289,7 @@ impl Balancer {
         only_class: Option<String>,
         random: u64,
     ) -> Vec<Action> {
-        let Some((mut waiter, node, epoch)) = self.floor.fail(ticket) else { return Vec::new() };
+        let Some((mut waiter, node, epoch)) = self.floor.fail(now, ticket) else { return Vec::new() };
         waiter.only_class = only_class;
         if setback == Setback::Declined {
             waiter.avoid.push((node, epoch));
@@ -292,7 +299,7 @@ impl Balancer {
             actions.push(Action::Refuse(ticket, Refusal::AttemptsFailed));
         } else {
             let tenant = Arc::clone(&waiter.ask.tenant);
-            self.queue.push_front(&tenant, waiter);
+            self.queue.push_back_first(&tenant, waiter);
         }
         actions.extend(self.pump(now, random));
         actions

@@ -1,10 +1,10 @@
 //! Which worker a request goes to: a pure function of the prompt, what each worker holds and how busy it is.
 //!
 //! Cost is in seconds, from measured rates: the wait behind what the worker has to do, and the work that the
-//! request itself brings. That work is weighed [`WORK_WEIGHT`] times, because a token that is computed again
-//! delays not only this request but everyone who comes to that worker after it. So requests that share an
+//! request itself brings. The busier the workers, the more that work is weighed, because a token that is computed
+//! again delays not only this request but everyone who comes to that worker after it. So requests that share an
 //! uncached prefix gather where it is being computed, and a holder must be busier by more than that to make
-//! recomputing elsewhere the better choice.
+//! recomputing elsewhere the better choice. Where the rest is about the same, who was given less lately is chosen.
 //!
 //! That holds for one request. A prefix that many ask for gets a second holder earlier: what its requests wait at
 //! its holders longer than they would have elsewhere is summed up ([`demand`]), and once the sum exceeds what
@@ -20,8 +20,9 @@ use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
 use serde::{Deserialize, Serialize};
 
-/// How often the request's own work counts: once as its own latency, twice as delay of others.
-pub const WORK_WEIGHT: f64 = 3.0;
+/// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
+/// where none is, it delays nobody.
+const DELAY_WEIGHT: f64 = 2.0;
 /// Leading units from which on requests have more in common than a usual system message: 256 tokens.
 pub const COMMON_UNITS: u32 = 16;
 
@@ -181,6 +182,8 @@ struct Estimates<'a> {
     query: &'a Query,
     /// The mean of the measured rates.
     rate: f64,
+    /// How often the request's own work counts.
+    work_weight: f64,
     /// What the candidate was given that was given least.
     least_given: f64,
     /// What the first holder of the prefix has of it.
@@ -194,7 +197,9 @@ impl<'a> Estimates<'a> {
         let rate = if measured().next().is_some() { logs.exp() } else { ASSUMED_PREFILL_RATE };
         let least_given = candidates.iter().map(|c| c.given_tokens).fold(f64::INFINITY, f64::min);
         let home = query.standing.and_then(|s| candidates.iter().find(|c| c.slot == s.home));
-        Self { query, rate, least_given, home_units: home.map_or(0, |c| c.units) }
+        let busy = candidates.iter().filter(|c| c.pending_tokens > 0).count();
+        let work_weight = 1.0 + DELAY_WEIGHT * busy as f64 / candidates.len().max(1) as f64;
+        Self { query, rate, work_weight, least_given, home_units: home.map_or(0, |c| c.units) }
     }
 
     fn cached(&self, candidate: &Candidate) -> u32 {
@@ -223,7 +228,7 @@ impl<'a> Estimates<'a> {
             Routing::Prefix | Routing::RoundRobin => self.cached(candidate),
             Routing::LeastLoad => 0,
         };
-        let own = WORK_WEIGHT * f64::from(self.query.prompt_tokens - cached);
+        let own = self.work_weight * f64::from(self.query.prompt_tokens - cached);
         let replica = self.query.standing.is_some_and(|s| s.home != candidate.slot)
             && (COMMON_UNITS..=self.home_units).contains(&candidate.units);
         let replica = if replica { REPLICA_WEIGHT * f64::from(cached) } else { 0.0 };

@@ -135,6 +135,7 @@ impl Router for Kvasir {
             prompt_tokens: prompt.tokens.len() as u32,
             chain: Arc::clone(&prompt.chain),
             group: None,
+            priority: 0,
             deadline: now + Duration::from_secs(1_000_000),
         };
         let (tickets, actions) = self

@@ -11,7 +11,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// Names of the fields read here.
-pub const NAMES: [&str; 19] = [
+pub const NAMES: [&str; 20] = [
     "model",
     "n",
     "stream",
@@ -25,6 +25,7 @@ pub const NAMES: [&str; 19] = [
     "frequency_penalty",
     "logit_bias",
     "seed",
+    "priority",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -44,6 +45,8 @@ pub struct Params {
     pub include_usage: bool,
     /// How to draw; `seed` is that of the first choice.
     pub sampling: Sampling,
+    /// How urgent it is among its tenant's requests; lower goes first.
+    pub priority: i32,
     /// When to end, `max_tokens` left at 0.
     pub stop: Stop,
     /// Whether choices carry their token ids.

@@ -1,6 +1,6 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
-use super::load::{Load, Own};
+use super::load::Load;
 use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::demand::{CommonKey, Demand};
@@ -40,7 +40,6 @@ struct Flight {
     epoch: Epoch,
     slot: Slot,
     join: u64,
-    uncached: u64,
     reservation: ReservationId,
     /// What others may follow it for until it has started.
     leads: Option<CommonKey>,
@@ -137,7 +136,7 @@ impl Floor {
         let candidates: Vec<Candidate> = wanted
             .iter()
             .filter(|w| !any_lively || lively(w))
-            .filter(|(_, load)| load.own.unstarted + load.own.running < self.policy.max_inflight)
+            .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
         let common = waiter.common(&candidates);
@@ -181,22 +180,20 @@ impl Floor {
         Placing::Assigned(assignment)
     }
 
-    pub(super) fn started(&mut self, ticket: Ticket) {
+    pub(super) fn started(&mut self, now: Instant, ticket: Ticket) {
         let Some(flight) = self.flights.get_mut(&ticket) else { return };
         if std::mem::replace(&mut flight.started, true) {
             return;
         }
         flight.leads.take().into_iter().for_each(|key| self.groups.end(key, flight.slot));
-        if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
-            own.pending -= flight.uncached;
-            own.unstarted -= 1;
-            own.running += 1;
+        if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
+            load.started(now, ticket);
         }
     }
 
     /// The generation is over; `None` if no worker had it.
     pub(super) fn end(&mut self, now: Instant, ticket: Ticket) -> Option<()> {
-        let flight = self.land(ticket)?;
+        let flight = self.land(now, ticket)?;
         if flight.started {
             self.index.settle(flight.reservation, now + self.policy.event_lag);
         } else {
@@ -206,8 +203,8 @@ impl Floor {
     }
 
     /// The attempt failed: gives back what waited, and the worker that had it.
-    pub(super) fn fail(&mut self, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
-        let flight = self.land(ticket)?;
+    pub(super) fn fail(&mut self, now: Instant, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
+        let flight = self.land(now, ticket)?;
         self.index.release(flight.reservation);
         Some((flight.waiter, flight.node, flight.epoch))
     }
@@ -245,8 +242,8 @@ impl Floor {
                 member: member.clone(),
                 report: load.report.clone(),
                 silent: now.saturating_duration_since(load.heard),
-                inflight: load.own.unstarted + load.own.running,
-                pending_tokens: load.own.pending,
+                inflight: load.inflight(),
+                pending_tokens: load.own_pending(),
                 stream: self.index.stream(member.slot),
             })
         };
@@ -263,7 +260,7 @@ impl Floor {
 
     /// Prompt tokens that all workers have still to compute.
     pub(super) fn pending_tokens(&self) -> u64 {
-        self.loads.iter().flatten().map(|l| l.own.pending + l.foreign.pending).sum()
+        self.loads.iter().flatten().map(Load::sent).sum()
     }
 
     /// Tokens per second that all workers together compute.
@@ -293,7 +290,7 @@ impl Floor {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
         let uncached = u64::from(waiter.ask.prompt_tokens - choice.predicted);
         self.turns += 1;
-        load.give(now, uncached);
+        load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
         let join = load.join;
         waiter.attempts += 1;
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
@@ -304,7 +301,6 @@ impl Floor {
             epoch: assignment.epoch,
             slot: choice.slot,
             join,
-            uncached,
             reservation,
             leads,
             started: false,
@@ -313,16 +309,11 @@ impl Floor {
         self.flights.insert(flight.waiter.ticket, flight);
     }
 
-    fn land(&mut self, ticket: Ticket) -> Option<Flight> {
+    fn land(&mut self, now: Instant, ticket: Ticket) -> Option<Flight> {
         let flight = self.flights.remove(&ticket)?;
         flight.leads.into_iter().for_each(|key| self.groups.end(key, flight.slot));
-        if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
-            if flight.started {
-                own.running -= 1;
-            } else {
-                own.pending -= flight.uncached;
-                own.unstarted -= 1;
-            }
+        if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
+            load.ended(now, ticket, flight.started);
         }
         Some(flight)
     }
@@ -359,6 +350,6 @@ impl Waiter {
 }
 
 /// The account of the worker in `slot`, if it is still the membership that the flight was booked with.
-fn own_of(loads: &mut [Option<Load>], slot: Slot, join: u64) -> Option<&mut Own> {
-    loads[slot.index()].as_mut().filter(|load| load.join == join).map(|load| &mut load.own)
+fn load_of(loads: &mut [Option<Load>], slot: Slot, join: u64) -> Option<&mut Load> {
+    loads[slot.index()].as_mut().filter(|load| load.join == join)
 }

@@ -41,6 +41,7 @@ impl EncodeJob {
             // Encoders keep no prefixes.
             chain: [].into(),
             group: None,
+            priority: 0,
             deadline: self.deadline,
         }
     }
