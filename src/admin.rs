@@ -1,12 +1,9 @@
 //! What the subcommands have in common that ask a coordinator's `/admin/v1` for something.
 
-use crate::ops_client::{self, Body, Call, Incoming};
-use crate::{home, status};
-use anyhow::Context;
+use crate::access::{Access, parse};
+use crate::ops_client::Body;
 use serde_json::Value;
 use std::io::{Read, Write};
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 /// A long prefix may have to be computed before there is an answer.
@@ -15,15 +12,8 @@ const TIMEOUT: Duration = Duration::from_secs(610);
 /// Which coordinator, as whom, and how the answer is shown.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Admin {
-    /// Ops address of a coordinator; default: that of the cluster `kvasir up` runs from the data directory.
-    #[arg(long, value_name = "HOST:PORT", env = "KVASIR_OPS")]
-    ops: Option<String>,
-    /// Data directory of a `kvasir up`.
-    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
-    data_dir: Option<PathBuf>,
-    /// An admin's API key; needed from another machine.
-    #[arg(long, value_name = "KEY", env = "KVASIR_API_KEY", hide_env_values = true)]
-    key: Option<String>,
+    #[command(flatten)]
+    access: Access,
     /// Which model, where the cluster serves several.
     #[arg(long, value_name = "ID")]
     model: Option<String>,
@@ -39,14 +29,6 @@ pub(crate) struct Admin {
 }
 
 impl Admin {
-    fn server(&self) -> anyhow::Result<SocketAddr> {
-        let server = match (&self.ops, &self.data_dir) {
-            (Some(ops), _) => ops.clone(),
-            (None, dir) => status::ops_of(dir.clone().map_or_else(home::up_data_dir, Ok)?)?,
-        };
-        ops_client::address(&server)
-    }
-
     /// `path` with what is asked in general and `more` in its query.
     fn path(&self, path: &str, more: &[(&str, Option<String>)]) -> String {
         let general = [("model", &self.model), ("tenant", &self.tenant), ("worker", &self.worker)];
@@ -57,17 +39,6 @@ impl Admin {
         if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") }
     }
 
-    fn send<'a>(
-        &'a self,
-        method: &'a str,
-        path: &'a str,
-        body: Option<Body<'a>>,
-    ) -> anyhow::Result<Incoming> {
-        let server = self.server()?;
-        let call = Call { key: self.key.as_deref(), body, ..Call::new(method, path, TIMEOUT) };
-        call.send(server).with_context(|| format!("coordinator {server}"))
-    }
-
     /// Asks without a body, or with one of JSON; the answer, null where it has no body.
     pub(crate) fn ask(
         &self,
@@ -76,11 +47,7 @@ impl Admin {
         more: &[(&str, Option<String>)],
         body: Option<&Value>,
     ) -> anyhow::Result<Value> {
-        let text = body.map(Value::to_string).unwrap_or_default();
-        let mut bytes = text.as_bytes();
-        let length = bytes.len() as u64;
-        let body = body.map(|_| Body { kind: "application/json", from: &mut bytes, length });
-        read(self.send(method, &self.path(path, more), body)?)
+        self.access.json(method, &self.path(path, more), body, TIMEOUT)
     }
 
     /// Sends a file.
@@ -92,7 +59,8 @@ impl Admin {
         length: u64,
     ) -> anyhow::Result<Value> {
         let body = Body { kind: "application/octet-stream", from: file, length };
-        read(self.send("POST", &self.path(path, more), Some(body))?)
+        let answer = self.access.send("POST", &self.path(path, more), Some(body), TIMEOUT)?;
+        parse(&answer.text()?.success()?)
     }
 
     /// Copies what is answered into `out`; its length.
@@ -102,7 +70,7 @@ impl Admin {
         more: &[(&str, Option<String>)],
         out: &mut impl Write,
     ) -> anyhow::Result<u64> {
-        self.send("GET", &self.path(path, more), None)?.copy_to(out)
+        self.access.send("GET", &self.path(path, more), None, TIMEOUT)?.copy_to(out)
     }
 
     /// Prints the answer as it is, or what `words` makes of it.
@@ -114,14 +82,6 @@ impl Admin {
         }
         Ok(())
     }
-}
-
-fn read(answer: Incoming) -> anyhow::Result<Value> {
-    let body = answer.text()?.success()?;
-    if body.is_empty() {
-        return Ok(Value::Null);
-    }
-    serde_json::from_str(&body).context("the coordinator's answer")
 }
 
 /// A text as it may stand in a path or a query.
@@ -154,9 +114,7 @@ mod tests {
     #[test]
     fn what_is_asked_stands_in_the_query_and_cannot_break_out_of_it() {
         let admin = Admin {
-            ops: None,
-            data_dir: None,
-            key: None,
+            access: Access::default(),
             model: Some("a b&c=d".into()),
             tenant: None,
             worker: Some("worker-1".into()),

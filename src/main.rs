@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
+mod access;
 mod admin;
 mod bench;
 mod ca;
@@ -9,6 +10,7 @@ mod cluster_key;
 mod config;
 mod coordinator;
 mod cpus;
+mod drain;
 mod embed;
 mod front;
 mod home;
@@ -25,6 +27,7 @@ mod run;
 mod snapshot;
 mod status;
 mod tokenize;
+mod top;
 mod up;
 mod worker;
 
@@ -65,6 +68,9 @@ enum Command {
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
+    Top(top::Top),
+    Drain(drain::Drain),
+    Undrain(drain::Undrain),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -84,6 +90,9 @@ impl Command {
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
+            Self::Top(command) => command.run(),
+            Self::Drain(command) => command.run(),
+            Self::Undrain(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

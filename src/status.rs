@@ -1,55 +1,78 @@
 //! `kvasir status`: what a coordinator knows of its cluster.
 
-use crate::{home, ops_client};
+use crate::access::Access;
 use anyhow::Context;
 use serde::Deserialize;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
+const PATH: &str = "/admin/v1/cluster";
+/// A coordinator answers this from memory.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Shows the nodes of a cluster, what they serve and how full they are.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir status\n  kvasir status --ops 10.0.0.7:9090 --json")]
 pub(crate) struct Status {
-    /// Ops address of a coordinator; default: that of the cluster `kvasir up` runs from the data directory.
-    #[arg(long, value_name = "HOST:PORT", env = "KVASIR_OPS")]
-    ops: Option<String>,
-    /// Data directory of a `kvasir up`.
-    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
-    data_dir: Option<PathBuf>,
+    #[command(flatten)]
+    access: Access,
     /// Print the coordinator's answer (`/admin/v1/cluster`) as one line of JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// The part of `/admin/v1/cluster` that people want to see. Unknown keys are a newer coordinator's.
-#[derive(Debug, Deserialize)]
-struct Cluster {
+/// The part of `/admin/v1/cluster` that people want to see. Unknown keys are a newer coordinator's, missing ones
+/// an older one's.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Cluster {
     #[serde(default)]
-    coordinators: Vec<Coordinator>,
+    pub(crate) coordinators: Vec<Coordinator>,
     #[serde(default)]
-    workers: Vec<Worker>,
+    pub(crate) workers: Vec<Worker>,
     #[serde(default)]
     index: Option<Index>,
+    #[serde(default)]
+    pub(crate) queue: Queue,
 }
 
+/// A coordinator, as the one that is asked sees it.
 #[derive(Debug, Deserialize)]
-struct Coordinator {
-    id: String,
-    role: String,
+pub(crate) struct Coordinator {
+    pub(crate) id: String,
+    pub(crate) role: String,
+    #[serde(default)]
+    pub(crate) term: u64,
+    #[serde(default)]
+    pub(crate) applied: u64,
 }
 
+/// A worker.
 #[derive(Debug, Deserialize)]
-struct Worker {
-    id: String,
+pub(crate) struct Worker {
+    pub(crate) id: String,
     epoch: u64,
-    state: String,
+    pub(crate) state: String,
+    /// What the worker itself has said it does.
+    #[serde(default)]
+    pub(crate) reported: Option<String>,
+    /// What operators want.
+    #[serde(default)]
+    pub(crate) draining: bool,
     #[serde(default)]
     models: Vec<String>,
-    kv_used: u64,
-    kv_total: u64,
+    pub(crate) kv_used: u64,
+    pub(crate) kv_total: u64,
     #[serde(default)]
-    last_progress_ms: u64,
+    pub(crate) last_progress_ms: u64,
+    /// Sequences that it computes, and that wait there, whoever has sent them.
+    #[serde(default)]
+    pub(crate) running: u64,
+    #[serde(default)]
+    pub(crate) waiting: u64,
+    /// Sequences that this coordinator has sent there and that have not ended.
+    #[serde(default)]
+    pub(crate) inflight: u64,
 }
 
 #[derive(Debug, Deserialize)]
@@ -58,20 +81,28 @@ struct Index {
     bytes: u64,
 }
 
+/// What waits for a worker.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Queue {
+    #[serde(default)]
+    pub(crate) requests: u64,
+    #[serde(default)]
+    pub(crate) tokens: u64,
+    #[serde(default)]
+    pub(crate) inflight: u64,
+}
+
+impl Cluster {
+    /// As the coordinator knows it now.
+    pub(crate) fn ask(access: &Access) -> anyhow::Result<Self> {
+        let body = access.text("GET", PATH, TIMEOUT)?;
+        serde_json::from_str(&body).context("the coordinator's answer")
+    }
+}
+
 impl Status {
     pub(crate) fn run(self) -> anyhow::Result<()> {
-        let server = match (&self.ops, &self.data_dir) {
-            (Some(ops), _) => ops.clone(),
-            (None, dir) => ops_of(dir.clone().map_or_else(home::up_data_dir, Ok)?)?,
-        };
-        let answer = ops_client::request(
-            ops_client::address(&server)?,
-            "GET",
-            "/admin/v1/cluster",
-            Duration::from_secs(5),
-        );
-        let body =
-            answer.and_then(ops_client::Answer::success).with_context(|| format!("coordinator {server}"))?;
+        let body = self.access.text("GET", PATH, TIMEOUT)?;
         let mut out = std::io::stdout().lock();
         if self.json {
             let value: serde_json::Value = serde_json::from_str(&body).context("the coordinator's answer")?;

@@ -63,7 +63,7 @@ type Place = (Option<Instant>, u64);
 struct Lane<T> {
     tenant: String,
     items: BTreeMap<Place, T>,
-    /// Tokens taken from here, counted from what the others had when it was empty last.
+    /// Tokens taken from here, on top of what the others had when the tenant came.
     served: u64,
     /// Its first cannot be placed just now.
     blocked: bool,
@@ -73,7 +73,7 @@ struct Lane<T> {
 #[derive(Debug)]
 pub struct Queue<T> {
     limits: QueueLimits,
-    /// Tenants that have something waiting.
+    /// Tenants that have something waiting, or have been served more than the others.
     lanes: Vec<Lane<T>>,
     requests: usize,
     tokens: u64,
@@ -115,16 +115,13 @@ impl<T: Waiting> Queue<T> {
     /// Offers the first of the lane that has been served least to `place`, again and again until none can be placed.
     /// `place` gives back what it cannot place now; that lane then waits, the others go on.
     pub fn drain(&mut self, mut place: impl FnMut(T) -> Option<T>) {
-        let lanes = |lanes: &[Lane<T>]| {
-            let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked);
+        let next = |lanes: &[Lane<T>]| {
+            let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.items.is_empty());
             open.min_by_key(|(_, lane)| lane.served).map(|(at, _)| at)
         };
-        while let Some(at) = lanes(&self.lanes) {
+        while let Some(at) = next(&self.lanes) {
             let lane = &mut self.lanes[at];
-            let Some((key, item)) = lane.items.pop_first() else {
-                self.lanes.remove(at);
-                continue;
-            };
+            let Some((key, item)) = lane.items.pop_first() else { break };
             let tokens = item.tokens();
             if let Some(back) = place(item) {
                 lane.items.insert(key, back);
@@ -135,11 +132,9 @@ impl<T: Waiting> Queue<T> {
             lane.served += tokens;
             self.requests -= 1;
             self.tokens -= tokens;
-            if lane.items.is_empty() {
-                self.lanes.remove(at);
-            }
         }
         self.lanes.iter_mut().for_each(|lane| lane.blocked = false);
+        self.forget();
     }
 
     /// Takes out all that `leaves` says, in the order of lanes.
@@ -150,7 +145,7 @@ impl<T: Waiting> Queue<T> {
                 lane.items.iter().filter(|(_, item)| leaves(item)).map(|(place, _)| *place).collect();
             out.extend(gone.iter().filter_map(|place| lane.items.remove(place)));
         }
-        self.lanes.retain(|lane| !lane.items.is_empty());
+        self.forget();
         self.requests -= out.len();
         self.tokens -= out.iter().map(Waiting::tokens).sum::<u64>();
         out
@@ -169,6 +164,14 @@ impl<T: Waiting> Queue<T> {
     /// Prompt tokens that wait.
     pub fn tokens(&self) -> u64 {
         self.tokens
+    }
+
+    /// Tenants who have nothing waiting, and no more than what a new one would begin with.
+    fn forget(&mut self) {
+        if self.lanes.iter().all(|lane| lane.items.is_empty()) {
+            self.lanes.clear();
+        }
+        self.lanes.retain(|lane| !lane.items.is_empty() || lane.served > self.level);
     }
 
     fn insert(&mut self, tenant: &str, rank: Option<Instant>, item: T) -> &mut Lane<T> {

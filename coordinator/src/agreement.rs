@@ -210,7 +210,8 @@ impl Agreement {
             operators: tokio::sync::Mutex::new(None),
         });
         let hears = Arc::clone(&shared);
-        let mesh = Mesh::start(endpoint, &others, Arc::new(move |peer, told| hears.hear(peer, told)));
+        let deliver = Arc::new(move |peer: &NodeId, told| hears.hear(peer, told));
+        let mesh = Mesh::start(endpoint, &others, &shared.dispatch, deliver);
         let mesh = Arc::new(mesh);
         let mut blank = match loaded {
             Some(loaded) => {

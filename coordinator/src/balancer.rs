@@ -11,12 +11,15 @@ mod load;
 mod tests;
 
 use crate::admission::{self, Queue, QueueLimits, Waiting, retry_after};
+use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
 use crate::routing::{Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
+pub use floor::{PeerExport, PeerImport};
 use proto::block::BlockId;
+use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
@@ -346,6 +349,27 @@ impl Balancer {
     /// The next part of what [`Need::Snapshot`] asked for.
     pub fn snapshot(&mut self, node: &NodeId, part: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.install(slot, part))
+    }
+
+    /// Begins to tell a peer what is known of a worker in this life, if that is more than up to event `after`.
+    pub fn export(&self, node: &NodeId, epoch: Epoch, after: u64) -> Option<PeerExport> {
+        self.floor.export(node, epoch, after)
+    }
+
+    /// The next frame of what a peer is told; `None` behind the last.
+    pub fn exported(&self, export: &mut PeerExport) -> Result<Option<Vec<u8>>, CodecError> {
+        self.floor.exported(export)
+    }
+
+    /// Begins to hear from a peer what it knows of a worker in this life, and the last event known here. Only whoever
+    /// has been asked by an [`Action::Fetch`] may, in its place.
+    pub fn import(&self, node: &NodeId, epoch: Epoch) -> Option<(PeerImport, u64)> {
+        self.floor.import(node, epoch)
+    }
+
+    /// The next frame of what a peer knows; the last one is answered with what has to be asked of the worker.
+    pub fn imported(&mut self, import: &mut PeerImport, frame: &[u8]) -> Result<Option<Action>, PeerError> {
+        self.floor.imported(import, frame)
     }
 
     /// A fetch did not work out; the worker's next events will ask for it again.

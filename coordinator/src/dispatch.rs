@@ -5,11 +5,13 @@ mod claim;
 mod encoding;
 mod generation;
 mod link;
+mod peers;
 mod sequences;
 
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
+pub use peers::Peers;
 
 use crate::balancer::{
     Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
@@ -41,6 +43,7 @@ const RPC_LIMIT: Duration = Duration::from_secs(5);
 pub struct Dispatch {
     desk: Mutex<Desk>,
     metrics: Arc<Metrics>,
+    peers: Peers,
 }
 
 /// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
@@ -65,7 +68,7 @@ impl Dispatch {
         let balancer = Balancer::new(policy);
         let desk =
             Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
-        Arc::new(Self { desk: Mutex::new(desk), metrics })
+        Arc::new(Self { desk: Mutex::new(desk), metrics, peers: Peers::default() })
     }
 
     /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
@@ -353,6 +356,9 @@ impl Dispatch {
 
     async fn fetch(self: Arc<Self>, node: NodeId, link: Arc<Link>, need: Need) {
         let mut need = Some(need);
+        if matches!(need, Some(Need::Snapshot | Need::Replay { from: 1 })) {
+            need = self.ask_peers(&node, link.epoch()).await.or(need);
+        }
         while let Some(wanted) = need.take() {
             let applied = match self.fetch_once(&node, &link, wanted).await {
                 Ok(applied) => applied,

@@ -182,6 +182,13 @@ impl PrefixIndex {
         Ok(None)
     }
 
+    /// What a peer has told of the worker is complete.
+    fn handed_over(&mut self, slot: Slot) -> Result<Need, StreamError> {
+        let need = self.stream_mut(slot)?.handed_over();
+        self.go_on();
+        need
+    }
+
     /// The fetch that [`Need`] asked for failed; the next batch will ask again.
     pub fn fetch_failed(&mut self, slot: Slot) {
         if let Ok(stream) = self.stream_mut(slot) {

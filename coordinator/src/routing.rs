@@ -7,9 +7,9 @@
 //! recomputing elsewhere the better choice. Where the rest is about the same, who was given less lately is chosen.
 //!
 //! That holds for one request. A prefix that many ask for gets a second holder earlier: what its requests wait at
-//! its holders longer than they would have elsewhere is summed up ([`demand`]), and once the sum exceeds what
-//! computing the prefix again costs, the next goes elsewhere. When the demand is gone the first holder is chosen
-//! again, and what the others hold ages out of their caches.
+//! its holders longer than they would have elsewhere is summed up over time ([`demand`]), and once that was as long as
+//! computing the prefix again takes, for as long, the next goes elsewhere. When the demand is gone the first holder is
+//! chosen again, and what the others hold ages out of their caches.
 
 pub mod demand;
 pub mod groups;
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 /// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
 /// where none is, it delays nobody.
-const DELAY_WEIGHT: f64 = 2.0;
+const DELAY_WEIGHT: f64 = 2.5;
 /// Leading units from which on requests have more in common than a usual system message: 256 tokens.
 pub const COMMON_UNITS: u32 = 16;
 
@@ -123,7 +123,8 @@ pub struct Query {
 pub struct Standing {
     /// Its first holder.
     pub home: Slot,
-    /// Seconds that its requests have lately waited at its holders longer than they would have elsewhere.
+    /// By how many seconds its requests have lately waited longer at its holders than they would have elsewhere, times
+    /// for how many seconds that has been so.
     pub regret: f64,
 }
 
@@ -256,7 +257,7 @@ impl<'a> Estimates<'a> {
         let Some(other) = quickest else { return choice };
         let excess = (self.ttft(chosen) - self.ttft(other)).max(0.0);
         let again = f64::from(choice.predicted - self.cached(other)) / self.rate(other);
-        if excess > 0.0 && standing.regret + excess > holders.len() as f64 * again {
+        if excess > 0.0 && standing.regret > holders.len() as f64 * again * again {
             let (slot, predicted, cost) = (other.slot, self.cached(other), self.cost(other));
             return Choice { slot, reason: Reason::Replica, predicted, cost, excess: 0.0 };
         }

@@ -91,7 +91,8 @@ impl Session {
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
-                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Group(_)) => {}
+                Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
+                Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());
@@ -120,7 +121,7 @@ impl Session {
 
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let register = request.into_latest();
+        let register = request.into_latest().worker;
         let node = register.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
         for model in &register.models {
@@ -171,7 +172,7 @@ impl CoordinatorApi for Session {
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let LoadReport::V1(report) = report;
+        let report = report.into_latest().load;
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
     }
 }

@@ -113,6 +113,9 @@ pub enum Error {
         /// Why, as QUIC tells it.
         reason: String,
     },
+    /// A worker does not send what is pulled from it.
+    #[error("nothing can be pulled: {0}")]
+    PullRefused(#[from] crate::pull::PullRefusal),
     /// The endpoint was closed.
     #[error("the endpoint is closed")]
     EndpointClosed,
@@ -152,6 +155,7 @@ impl Error {
             | Self::Refused { .. }
             | Self::VersionMismatch { .. }
             | Self::Spoofed { .. }
+            | Self::PullRefused(_)
             | Self::EndpointClosed
             | Self::Protocol(_) => false,
         }

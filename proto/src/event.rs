@@ -187,6 +187,25 @@ pub enum KvSnapshotFrame {
 /// Roots in one frame at most.
 pub const MAX_ROOTS_PER_FRAME: usize = 64 * 1024;
 
+/// What a coordinator asks a peer that may know more of a worker than it does itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PeerIndexAsk {
+    /// First version.
+    V1(PeerIndexAskV1),
+}
+
+/// See [`PeerIndexAsk`]. Where the peer follows the worker in this life and further, it answers with
+/// [`PeerIndexFrame`]s, else with none.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerIndexAskV1 {
+    /// The worker.
+    pub node: NodeId,
+    /// Its life.
+    pub epoch: Epoch,
+    /// The last of its events that is known to who asks.
+    pub after: u64,
+}
+
 /// What a coordinator sends a peer that has restarted: its own prefix index, worker by worker. `Roots` first,
 /// then for each worker `Worker`, any number of `Runs` and `ResumePoints`, `End`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

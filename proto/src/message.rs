@@ -7,10 +7,12 @@ use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use serde::{Deserialize, Serialize};
 
 mod encode;
+mod transfer;
 
 pub use encode::{
     EncodeReply, EncodeRequest, EncodeRequestV1, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH,
 };
+pub use transfer::{GenerateRequestV2, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart};
 
 /// Tokens in one frame at most.
 pub const MAX_TOKENS_PER_FRAME: usize = 4096;
@@ -94,6 +96,8 @@ pub struct Stop {
 pub enum GenerateRequest {
     /// First version.
     V1(GenerateRequestV1),
+    /// From protocol version 3 on: it may pull its prefix.
+    V2(GenerateRequestV2),
 }
 
 /// See [`GenerateRequest`].
@@ -380,19 +384,8 @@ pub enum Register {
     V1(RegisterV1),
     /// From protocol version 2 on: its models say what they are asked for.
     V2(RegisterV2),
-}
-
-impl Register {
-    /// What it says, in the latest version.
-    pub fn into_latest(self) -> RegisterV2 {
-        match self {
-            Self::V1(RegisterV1 { node, epoch, pid, quic, ops, models }) => {
-                let models = models.into_iter().map(Into::into).collect();
-                RegisterV2 { node, epoch, pid, quic, ops, models }
-            }
-            Self::V2(latest) => latest,
-        }
-    }
+    /// From protocol version 3 on: it says what part of a request it is for, and what a pull costs.
+    V3(RegisterV3),
 }
 
 /// See [`Register`].
@@ -499,6 +492,8 @@ pub struct WorkerStatusV1 {
 pub enum LoadReport {
     /// First version.
     V1(LoadReportV1),
+    /// From protocol version 3 on: with what was pulled and sent.
+    V2(LoadReportV2),
 }
 
 /// See [`LoadReport`].

@@ -4,26 +4,22 @@
 //! A request that is wrong fails alone; a broken invariant ends the worker.
 
 use crate::Error;
-use crate::decoder::{CacheKind, Decoder, LayerState};
+use crate::decoder::{Decoder, LayerState};
 use crate::kv_events::EventLog;
 use crate::sampling::Sampler;
-use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{
-    LogitRows, PlannedSequence, Rejected, Scheduler, SeqId, SequenceRequest, SequenceState, StepPlan,
-};
+use crate::sampling::stop::OutputText;
+use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::snapshot::Origin;
-use crate::telemetry::{EngineMetrics, FinishedLabel, LookupLabel, Reason};
+use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
-use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
+use forward::run;
 use model::tokenizer::Tokenizer;
 use parking_lot::Mutex;
 use proto::block::BlockId;
-use proto::event::KvEvent;
-use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs,
-    TokenOut,
-};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TokenLogprobs};
 use proto::sequence::SequenceName;
+pub use report::EngineLoad;
+use report::Rates;
 use resume::{Resume, SequenceKey};
 use siblings::Siblings;
 use std::collections::HashMap;
@@ -32,6 +28,9 @@ use std::time::{Duration, Instant};
 use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
 
+mod forward;
+mod output;
+mod report;
 pub mod resume;
 mod siblings;
 pub mod thread;
@@ -104,29 +103,6 @@ pub enum StepOutcome {
     },
 }
 
-/// What the engine holds right now.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct EngineLoad {
-    /// Sequences in the batch.
-    pub running: usize,
-    /// Sequences queued.
-    pub waiting: usize,
-    /// Prompt tokens not yet computed.
-    pub pending_prefill_tokens: u64,
-    /// KV bytes held by live sequences.
-    pub kv_used: u64,
-    /// KV bytes in all.
-    pub kv_total: u64,
-    /// Steps so far.
-    pub steps: u64,
-    /// Tokens generated so far.
-    pub tokens: u64,
-    /// Prefill rate over recent steps, tokens per second.
-    pub prefill_rate: f32,
-    /// Recent step time, milliseconds.
-    pub step_ms: f32,
-}
-
 struct Live {
     key: Option<SequenceKey>,
     root: BlockId,
@@ -168,13 +144,6 @@ pub struct Engine {
     tokens: u64,
     steps: u64,
     rates: Rates,
-}
-
-/// Exponential averages over recent steps.
-#[derive(Debug, Default)]
-struct Rates {
-    prefill: f32,
-    step_ms: f32,
 }
 
 impl Engine {
@@ -505,170 +474,10 @@ impl Engine {
         Ok(drawn)
     }
 
-    fn start(&mut self, id: SeqId) {
-        let Some(live) = self.live.get_mut(&id).filter(|live| !live.started) else { return };
-        let Some(info) = self.scheduler.info(id) else { return };
-        live.started = true;
-        self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
-        let stop = info.hit_stop.name();
-        self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
-        let cached = (info.cached_tokens as usize).min(live.prompt_len);
-        live.sink.frame(GenerateFrame::Started(StartedV1 {
-            cached_tokens: cached as u32,
-            computed_tokens: (live.prompt_len - cached) as u32,
-            hit_stop: info.hit_stop.to_string(),
-        }));
-    }
-
-    fn emit(&mut self, now: Instant, id: SeqId, token: u32, logprobs: Option<TokenLogprobs>) {
-        let Some(live) = self.live.get_mut(&id) else { return };
-        match live.last_token.replace(now) {
-            None => self.metrics.ttft.0.observe(now.saturating_duration_since(live.received).as_secs_f64()),
-            Some(before) => self.metrics.itl.0.observe(now.saturating_duration_since(before).as_secs_f64()),
-        }
-        self.tokens += 1;
-        self.metrics.generation_tokens.inc();
-        live.sampler.accept(token);
-        let (text, ending) = live.text.push(token);
-        let heard = live.sink.frame(GenerateFrame::Tokens(vec![TokenOut { id: token, text, logprobs }]));
-        match ending {
-            Some(ending) => self.finish(now, id, ending),
-            None if !heard => self.cancel(id),
-            None => {}
-        }
-    }
-
-    fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
-        self.remember_live(id);
-        let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
-        let Some(mut live) = self.live.remove(&id) else { return };
-        let reason = match ending.reason {
-            FinishReason::Stop => Reason::stop,
-            FinishReason::Length => Reason::length,
-            FinishReason::Cancelled => Reason::abort,
-        };
-        self.metrics.e2e.0.observe(now.saturating_duration_since(live.received).as_secs_f64());
-        self.count_end(reason);
-        live.sink.frame(GenerateFrame::Finished(FinishedV1 {
-            reason: ending.reason,
-            matched: ending.matched,
-            tail: ending.tail,
-            completion_tokens: live.text.generated(),
-            preemptions,
-        }));
-    }
-
-    fn expire(&mut self, now: Instant) {
-        self.expire_pins(now);
-        self.expire_warming();
-        let late = self.live.iter().filter_map(|(id, live)| {
-            let age = now.saturating_duration_since(live.received);
-            live.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
-        });
-        let late: Vec<(SeqId, Duration)> = late.collect();
-        for (id, age) in late {
-            self.remember_live(id);
-            self.scheduler.remove(id);
-            self.siblings.gone(id);
-            let Some(mut live) = self.live.remove(&id) else { continue };
-            self.count_end(Reason::error);
-            let after_ms = age.as_millis() as u64;
-            live.sink.frame(GenerateFrame::Failed(GenerateError::DeadlineExceeded { after_ms }));
-        }
-    }
-
-    fn count_end(&self, finished_reason: Reason) {
-        self.metrics.finished.get_or_create(&FinishedLabel { finished_reason }).inc();
-    }
-
-    /// Moves the scheduler's KV events to the log and refreshes gauges.
-    fn publish(&mut self) {
-        let events: Vec<KvEvent> = self.scheduler.take_events();
-        if !events.is_empty() {
-            self.events.lock().append(events);
-        }
-        let counters = self.scheduler.stats().counters;
-        let raise = |metric: &prometheus_client::metrics::counter::Counter, to: u64| {
-            metric.inc_by(to.saturating_sub(metric.get()));
-        };
-        raise(&self.metrics.prefill_computed, counters.prefill_tokens_computed);
-        raise(&self.metrics.recomputed, counters.recomputed_tokens);
-        raise(&self.metrics.prefix_queries, counters.prefix_query_tokens);
-        raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
-        raise(&self.metrics.preemptions, counters.preemptions);
-        raise(&self.metrics.evictions, counters.evictions);
-        self.publish_tiers();
-        let load = self.load();
-        self.metrics.running.set(load.running as i64);
-        self.metrics.waiting.set(load.waiting as i64);
-        self.metrics.kv_usage.set(if load.kv_total == 0 {
-            0.0
-        } else {
-            load.kv_used as f64 / load.kv_total as f64
-        });
-    }
-
-    fn publish_tiers(&self) {
-        let Some(tiering) = &self.tiering else { return };
-        self.metrics.tiers.update(&tiering.tiers().stats(), &tiering.counts());
-    }
-
-    /// What the engine holds.
-    pub fn load(&self) -> EngineLoad {
-        let stats = self.scheduler.stats();
-        EngineLoad {
-            running: stats.running,
-            waiting: stats.waiting
-                + self.siblings.waiting()
-                + self.tiering.as_ref().map_or(0, Tiering::parked),
-            pending_prefill_tokens: stats.pending_prefill_tokens,
-            kv_used: stats.kv_used_bytes,
-            kv_total: stats.kv_total_bytes,
-            steps: self.steps,
-            tokens: self.tokens,
-            prefill_rate: self.rates.prefill,
-            step_ms: self.rates.step_ms,
-        }
-    }
-
     /// The KV event log, to be read by others.
     pub fn events(&self) -> Arc<Mutex<EventLog>> {
         Arc::clone(&self.events)
     }
-}
-
-/// Uploads the plan and runs the layers.
-fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<(), Error> {
-    let part = |sequence: &PlannedSequence| StepSequence {
-        rows: sequence.rows.start as usize..sequence.rows.end as usize,
-        context: sequence.context_before as usize,
-        segment_start: None,
-    };
-    let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
-    let paged = decoder.groups().iter().filter(|group| group.kind != CacheKind::State);
-    let strides: Vec<u32> = paged.map(|group| (group.block_bytes / 64) as u32).collect();
-    let table = |sequence: &PlannedSequence, group: usize| {
-        let table = scheduler.tables(sequence.slot).get(group);
-        table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
-            Some(first) => BlockTable::Contiguous { first, stride: strides[group] },
-            None => BlockTable::Paged(table.offsets()),
-        })
-    };
-    let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
-        .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
-        .collect();
-    let states: Vec<StepState> =
-        plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
-    let copies: Vec<KvCopy> =
-        plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
-    let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
-    decoder.forward(&copies, &input)
-}
-
-fn step_state(state: &SequenceState) -> StepState {
-    let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
-    let exports = state.exports.iter().map(export).collect();
-    StepState { read: state.read, write: state.write, exports, deferred: false }
 }
 
 fn refusal(rejected: Rejected) -> GenerateError {
@@ -679,17 +488,5 @@ fn refusal(rejected: Rejected) -> GenerateError {
             GenerateError::InvalidField { field: "prompt".to_owned(), reason: rejected.to_string() }
         }
         Rejected::Duplicate(_) => GenerateError::Internal,
-    }
-}
-
-impl Rates {
-    fn step_ended(&mut self, took: Duration, rows: usize, prefill_rows: usize) {
-        let seconds = took.as_secs_f32().max(1e-6);
-        let blend = |old: f32, new: f32| if old == 0.0 { new } else { old + 0.2 * (new - old) };
-        self.step_ms = blend(self.step_ms, seconds * 1e3);
-        // Mixed steps say little about prefill alone.
-        if prefill_rows * 10 >= rows * 9 && prefill_rows >= 64 {
-            self.prefill = blend(self.prefill, prefill_rows as f32 / seconds);
-        }
     }
 }

@@ -60,7 +60,7 @@ fn tenants_take_turns_by_tokens_whatever_they_queue() {
     q.push("b", item("b1", 30, now));
     q.push("b", item("b2", 30, now));
     q.push("c", item("c1", 10, now));
-    assert_eq!(drained(&mut q), ["a1", "b1", "c1", "a2", "a3", "b2", "a4"]);
+    assert_eq!(drained(&mut q), ["a1", "b1", "c1", "a2", "a3", "a4", "b2"]);
 }
 
 #[test]
@@ -176,9 +176,10 @@ proptest! {
             }
         }
         let (most, least) = (served.iter().max().unwrap(), served.iter().min().unwrap());
-        // A lane that was empty for a moment starts at the level of the one served last.
         let slack = 2 * longest.iter().max().unwrap();
         prop_assert!(most - least <= slack, "{served:?} {longest:?}");
+        // So in the long run the shares are within a fifth of each other.
+        prop_assert!(*most < 5 * slack || least * 5 >= most * 4, "{served:?} {longest:?}");
     }
 
     /// By rank nobody who came first waits for more than those who came soon enough behind.

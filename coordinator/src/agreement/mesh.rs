@@ -2,6 +2,7 @@
 //! peer is away, and when more wait than are kept; who needs them sends again.
 
 use super::{PeerEntry, Told};
+use crate::dispatch::Dispatch;
 use crate::random::random_u64;
 use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
@@ -25,8 +26,16 @@ pub(super) type Deliver = Arc<dyn Fn(&NodeId, Told) + Send + Sync>;
 /// The ways to all peers.
 pub(super) struct Mesh {
     lanes: BTreeMap<NodeId, Lane>,
-    deliver: Deliver,
+    ears: Ears,
     tasks: Vec<JoinHandle<()>>,
+}
+
+/// Whoever takes what comes in.
+#[derive(Clone)]
+struct Ears {
+    deliver: Deliver,
+    /// Who answers for the prefix index.
+    dispatch: Arc<Dispatch>,
 }
 
 struct Lane {
@@ -42,7 +51,14 @@ impl std::fmt::Debug for Mesh {
 
 impl Mesh {
     /// Begins to dial; inside a runtime.
-    pub(super) fn start(endpoint: &Arc<Endpoint>, peers: &[PeerEntry], deliver: Deliver) -> Self {
+    pub(super) fn start(
+        endpoint: &Arc<Endpoint>,
+        peers: &[PeerEntry],
+        dispatch: &Arc<Dispatch>,
+        deliver: Deliver,
+    ) -> Self {
+        dispatch.peers().expect(peers.len());
+        let ears = Ears { deliver, dispatch: Arc::clone(dispatch) };
         let (mut lanes, mut tasks) = (BTreeMap::new(), Vec::new());
         for PeerEntry { node, quic } in peers {
             let (queue, frames) = mpsc::channel(MAX_QUEUED);
@@ -50,10 +66,10 @@ impl Mesh {
             lanes.insert(node.clone(), Lane { queue, accepted });
             let expected = Expected::node(Role::Coordinator, node.clone());
             let dialer = Dialer::new(Arc::clone(endpoint), quic, expected);
-            let talker = Talker { dialer, frames, connections, deliver: Arc::clone(&deliver) };
+            let talker = Talker { dialer, frames, connections, ears: ears.clone() };
             tasks.push(tokio::spawn(talker.run()));
         }
-        Self { lanes, deliver, tasks }
+        Self { lanes, ears, tasks }
     }
 
     /// Who else there is.
@@ -76,7 +92,7 @@ impl Mesh {
             connection.close(CloseCode::Protocol);
             return;
         };
-        tokio::spawn(listen(connection.clone(), Arc::clone(&self.deliver)));
+        tokio::spawn(listen(connection.clone(), self.ears.clone()));
         // It is the newest, so it is with the peer's present life; if several wait, one of them will do.
         let _enough = lane.accepted.try_send(connection);
     }
@@ -93,7 +109,7 @@ struct Talker {
     dialer: Dialer,
     frames: mpsc::Receiver<Told>,
     connections: mpsc::Receiver<Connection>,
-    deliver: Deliver,
+    ears: Ears,
 }
 
 impl Talker {
@@ -106,13 +122,18 @@ impl Talker {
                 None => tokio::select! {
                     Some(connection) = self.connections.recv() => connection,
                     connection = self.dialer.connect() => {
-                        tokio::spawn(listen(connection.clone(), Arc::clone(&self.deliver)));
+                        tokio::spawn(listen(connection.clone(), self.ears.clone()));
                         connection
                     }
                 },
             };
             tracing::info!(peer = %connection.peer(), "connected to a coordinator");
+            let (peers, node) = (self.ears.dispatch.peers(), connection.peer().node.clone());
+            peers.connected(connection.clone());
             next = self.talk(connection).await;
+            if next.is_none() {
+                self.ears.dispatch.peers().gone(&node);
+            }
         }
     }
 
@@ -137,13 +158,20 @@ impl Talker {
 }
 
 /// Takes what a peer tells on one connection, until it is gone.
-async fn listen(connection: Connection, deliver: Deliver) {
+async fn listen(connection: Connection, ears: Ears) {
     let mut streams = JoinSet::new();
     while let Ok(incoming) = connection.accept().await {
         while streams.try_join_next().is_some() {}
-        // Tensors are not for us; the transport refuses the rest.
-        if let Incoming::Group(stream) = incoming {
-            streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&deliver)));
+        match incoming {
+            Incoming::Group(stream) => {
+                streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&ears.deliver)));
+            }
+            Incoming::PeerIndex(call) => {
+                let dispatch = Arc::clone(&ears.dispatch);
+                streams.spawn(async move { dispatch.tell_peer(call).await });
+            }
+            // Tensors are not for us; the transport refuses the rest.
+            _ => {}
         }
     }
 }

@@ -1,5 +1,9 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+mod peers;
+
+pub use peers::{PeerExport, PeerImport};
+
 use super::load::Load;
 use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
@@ -280,7 +284,9 @@ impl Floor {
     /// all have as much to prefill as they shall have in hand. What is mostly there, or on its way, goes.
     fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
         let most = self.policy.max_pending.as_secs_f64();
-        let full = |c: &Candidate| c.pending_tokens as f64 >= most * f64::from(c.prefill_rate).max(f64::MIN_POSITIVE);
+        let full = |c: &Candidate| {
+            c.pending_tokens as f64 >= most * f64::from(c.prefill_rate).max(f64::MIN_POSITIVE)
+        };
         let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
         let follows = choice.predicted >= waiter.ask.prompt_tokens / 4 * 3 && choice.predicted > 0;
         measured && !follows && candidates.iter().all(full)

@@ -77,8 +77,11 @@ impl Load {
     pub(super) fn take(&mut self, now: Instant, report: LoadReportV1) {
         let rate = f64::from(report.prefill_rate);
         let share = 1.0 - (-seconds(now, self.heard) / RATE_MEMORY.as_secs_f64()).exp();
-        self.prefill_rate =
-            if self.prefill_rate > 0.0 { self.prefill_rate + share * (rate - self.prefill_rate) } else { rate };
+        self.prefill_rate = if self.prefill_rate > 0.0 {
+            self.prefill_rate + share * (rate - self.prefill_rate)
+        } else {
+            rate
+        };
         self.heard = now;
         // It does not know yet what it will find in its cache of prompts that wait.
         let prompts: u64 = self.line.iter().map(|queued| queued.prompt).sum();

@@ -3,6 +3,8 @@ use crate::table::tests::register;
 use proptest::prelude::*;
 use proto::event::{KvEvent, Medium};
 
+mod groups;
+
 const MODEL: &str = "m";
 
 struct Rig {

@@ -232,7 +232,7 @@ impl Table {
         }
         match change {
             Change::WorkerJoined(register) => {
-                self.workers.apply(TableChange::Join(register.into_latest()))?
+                self.workers.apply(TableChange::Join(register.into_latest().worker))?
             }
             Change::WorkerLeft(WorkerLeftV1 { node, epoch }) => {
                 self.workers.apply(TableChange::Leave { node, epoch })?;

@@ -58,6 +58,8 @@ fn worker(view: &WorkerView) -> Value {
         "id": register.node.as_str(),
         "epoch": register.epoch.0,
         "state": state_name(view.state()),
+        // What it has said itself: it takes no work that still comes from anyone once this is `draining`.
+        "reported": report.map(|r| state_name(r.state)),
         // What operators want; the state is the worker's own, and follows.
         "draining": view.member.draining,
         "numeric_class": first.map(|m| m.numeric_class.as_str()),

@@ -70,6 +70,9 @@ pub struct Metrics {
     cached_predicted: Counter,
     cached_actual: Counter,
     prediction_error: Family<One, Counter>,
+    index_imports: Family<One, Counter>,
+    index_exports: Counter,
+    index_export_bytes: Counter,
     state: StateGauges,
 }
 
@@ -88,6 +91,17 @@ struct StateGauges {
     stream_gaps: Family<One, Gauge>,
     stream_behind: Family<One, Gauge>,
     worker_silent_ms: Family<One, Gauge>,
+}
+
+/// What came of a question to another coordinator for a worker's prefixes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Imported {
+    /// They are here.
+    Whole,
+    /// It knows no more than is known here.
+    Nothing,
+    /// It did not answer, or with what is of no use.
+    Failed,
 }
 
 /// A finished generation, for the request metrics.
@@ -218,6 +232,17 @@ impl Metrics {
                 "kvasir_cached_tokens_mispredicted",
                 "Tokens by which predictions of cached tokens were over or under; 0 when all is well",
             ),
+            index_imports: counters(
+                r,
+                "kvasir_index_imports",
+                "Questions to other coordinators for a worker's prefixes, by what came of them",
+            ),
+            index_exports: counter(
+                r,
+                "kvasir_index_exports",
+                "Workers whose prefixes another coordinator was told",
+            ),
+            index_export_bytes: counter(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
             registry,
         }
@@ -301,6 +326,22 @@ impl Metrics {
         let (direction, error) =
             if predicted > actual { ("over", predicted - actual) } else { ("under", actual - predicted) };
         self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
+    }
+
+    /// Another coordinator was asked for a worker's prefixes.
+    pub fn index_imported(&self, imported: Imported) {
+        let outcome = match imported {
+            Imported::Whole => "whole",
+            Imported::Nothing => "nothing",
+            Imported::Failed => "failed",
+        };
+        self.index_imports.get_or_create(&one("outcome", outcome)).inc();
+    }
+
+    /// Another coordinator was told a worker's prefixes in so many bytes.
+    pub fn index_exported(&self, bytes: u64) {
+        self.index_exports.inc();
+        self.index_export_bytes.inc_by(bytes);
     }
 
     /// Everything in the OpenMetrics text format, without its end mark.

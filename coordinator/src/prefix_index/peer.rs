@@ -1,13 +1,15 @@
-//! The index of a coordinator for a peer that has restarted, in frames that are bytes already.
+//! What one coordinator's index knows of a worker, for a peer that has restarted or missed events, in frames that
+//! are bytes already.
 //!
 //! Neither side stops for it: a frame at a time is taken out or put in, and events go on in between. A frame may
 //! therefore tell more than the events up to the announced number; the receiver takes the stream up from that
 //! number, and since an event sets or takes away what it names whatever was there, both sides end up with the same.
-//! A worker counts as soon as its first frame is there. If the transfer breaks off or the digest is wrong, a
-//! worker that was not complete is asked for a snapshot by its next events.
+//! The worker counts as soon as its first frame is there. What has been heard from the worker itself is never
+//! replaced by what a peer has heard before: life and number decide.
 
 use super::PrefixIndex;
 use super::strand::Before;
+use super::stream::Need;
 use crate::slot::Slot;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::codec::{self, Cap, CodecError};
@@ -15,9 +17,18 @@ use proto::event::{KvRun, KvSnapshotFrame, MAX_ROOTS_PER_FRAME, Medium, PeerInde
 use proto::ids::{Epoch, NodeId};
 use std::collections::VecDeque;
 
-/// Strands looked at for one frame, and units in it, about.
-const STRANDS_PER_FRAME: u32 = 4_096;
-const UNITS_PER_FRAME: usize = 4_096;
+/// How much goes into a frame, about: the time that nobody else may use the index.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pace {
+    /// Strands looked at.
+    pub(super) strands: u32,
+    /// Units.
+    pub(super) units: usize,
+}
+
+impl Pace {
+    const USUAL: Self = Self { strands: 4_096, units: 4_096 };
+}
 
 /// Why a frame was refused; the rest of the transfer is worth nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -28,23 +39,49 @@ pub enum PeerError {
     /// A worker's part of no worker.
     #[error("a part comes before its worker is named")]
     NoWorker,
+    /// Another worker than was asked for, or another life of it.
+    #[error("it tells of epoch {} of {node}", epoch.0)]
+    Another {
+        /// The worker that is named.
+        node: NodeId,
+        /// Its life.
+        epoch: Epoch,
+    },
+    /// It is not further than what is known already.
+    #[error("it goes to event {told}, which is known")]
+    Old {
+        /// The last event that it contains.
+        told: u64,
+    },
+    /// The worker has left meanwhile.
+    #[error("{0} has left")]
+    Left(NodeId),
     /// The frames are not those that were sent.
     #[error("what came of {0} has another digest")]
     Digest(NodeId),
 }
 
-/// Takes the index out, frame by frame.
+/// Takes out what is known of a worker, frame by frame.
 #[derive(Debug)]
 pub struct Export {
+    slot: Slot,
+    epoch: Epoch,
     roots: Vec<BlockId>,
-    workers: VecDeque<(Slot, NodeId)>,
-    now: Option<Sending>,
+    pub(super) pace: Pace,
+    part: Part,
+}
+
+#[derive(Debug)]
+enum Part {
+    /// The worker is still to be named.
+    Head(NodeId),
+    Body(Sending),
+    Done,
 }
 
 #[derive(Debug)]
 struct Sending {
     slot: Slot,
-    epoch: Epoch,
     hasher: blake3::Hasher,
     /// Strands that have been looked at.
     done: u32,
@@ -53,53 +90,56 @@ struct Sending {
 }
 
 impl Export {
-    /// Of these workers, in this order. Those whose stream is torn just now are left out.
-    pub fn new(index: &PrefixIndex, workers: impl IntoIterator<Item = (Slot, NodeId)>) -> Self {
-        Self { roots: index.tree.roots().collect(), workers: workers.into_iter().collect(), now: None }
+    /// Of the worker in `slot`, if it is known further than to event `after` and its stream is not torn just now.
+    pub fn new(index: &PrefixIndex, slot: Slot, node: NodeId, after: u64) -> Option<Self> {
+        let (epoch, applied) = index.whole(slot)?;
+        let roots = index.tree.roots().collect();
+        (applied > after).then_some(Self { slot, epoch, roots, pace: Pace::USUAL, part: Part::Head(node) })
     }
 
-    /// The next frame, `None` behind the last.
+    /// The next frame, `None` behind the last. Without an `End`, which there is none of when the worker leaves or is
+    /// told anew meanwhile, what was sent counts for nothing.
     pub fn next(&mut self, index: &PrefixIndex) -> Result<Option<Vec<u8>>, CodecError> {
+        let Some((epoch, sequence)) = index.whole(self.slot).filter(|(epoch, _)| *epoch == self.epoch) else {
+            self.part = Part::Done;
+            return Ok(None);
+        };
         if !self.roots.is_empty() {
             let rest = self.roots.split_off(self.roots.len().min(MAX_ROOTS_PER_FRAME));
             let roots = std::mem::replace(&mut self.roots, rest);
             return encode(&PeerIndexFrame::Roots(roots)).map(Some);
         }
-        loop {
-            let Some(sending) = &mut self.now else {
-                let Some((slot, node)) = self.workers.pop_front() else { return Ok(None) };
-                let Some((epoch, sequence)) = index.whole(slot) else { continue };
-                let frame = encode(&PeerIndexFrame::Worker { node, epoch, sequence })?;
+        match &mut self.part {
+            Part::Head(node) => {
+                let frame = encode(&PeerIndexFrame::Worker { node: node.clone(), epoch, sequence })?;
                 let mut hasher = blake3::Hasher::new();
                 hasher.update(&frame);
-                self.now = Some(Sending { slot, epoch, hasher, done: 0, rest: VecDeque::new() });
-                return Ok(Some(frame));
-            };
-            if index.whole(sending.slot).is_none_or(|(epoch, _)| epoch != sending.epoch) {
-                // It has left or is being told anew: without an end, what was sent counts for nothing.
-                self.now = None;
-                continue;
+                self.part = Part::Body(Sending { slot: self.slot, hasher, done: 0, rest: VecDeque::new() });
+                Ok(Some(frame))
             }
-            let Some(frame) = sending.part(index) else {
-                let digest = *sending.hasher.finalize().as_bytes();
-                self.now = None;
-                return encode(&PeerIndexFrame::End { digest }).map(Some);
-            };
-            let frame = encode(&frame)?;
-            sending.hasher.update(&frame);
-            return Ok(Some(frame));
+            Part::Body(sending) => {
+                let Some(frame) = sending.part(index, self.pace) else {
+                    let digest = *sending.hasher.finalize().as_bytes();
+                    self.part = Part::Done;
+                    return encode(&PeerIndexFrame::End { digest }).map(Some);
+                };
+                let frame = encode(&frame)?;
+                sending.hasher.update(&frame);
+                Ok(Some(frame))
+            }
+            Part::Done => Ok(None),
         }
     }
 }
 
 impl Sending {
-    fn part(&mut self, index: &PrefixIndex) -> Option<PeerIndexFrame> {
+    fn part(&mut self, index: &PrefixIndex, pace: Pace) -> Option<PeerIndexFrame> {
         let held = index.lanes.of(self.slot)?.held;
         let (mut runs, mut units, mut strands) = (Vec::<KvRun>::new(), 0, 0);
-        while units < UNITS_PER_FRAME && strands < STRANDS_PER_FRAME {
+        while units < pace.units && strands < pace.strands {
             match self.rest.pop_front() {
                 Some((Before::Start(Some(parent)) | Before::After(parent), mut ids)) => {
-                    let tail = ids.split_off(ids.len().min(UNITS_PER_FRAME));
+                    let tail = ids.split_off(ids.len().min(pace.units));
                     units += ids.len();
                     if let (Some(&last), false) = (ids.last(), tail.is_empty()) {
                         self.rest.push_front((Before::After(last), tail));
@@ -135,71 +175,58 @@ impl Sending {
 }
 
 /// Puts in what an [`Export`] has taken out elsewhere.
-#[derive(Debug, Default)]
-pub struct Import {
-    now: Option<Receiving>,
-}
-
 #[derive(Debug)]
-struct Receiving {
+pub struct Import {
+    slot: Slot,
     node: NodeId,
-    /// Where the worker is followed; `None` if it is not, or not in this life.
-    slot: Option<Slot>,
-    hasher: blake3::Hasher,
+    epoch: Epoch,
+    hasher: Option<blake3::Hasher>,
 }
 
 impl Import {
-    /// Takes the next frame. `slot` tells where a worker is followed, if it is a member in this life; what is
-    /// told of others is dropped.
-    pub fn take(
-        &mut self,
-        index: &mut PrefixIndex,
-        bytes: &[u8],
-        slot: impl FnOnce(&NodeId, Epoch) -> Option<Slot>,
-    ) -> Result<(), PeerError> {
-        let frame: PeerIndexFrame = codec::decode(bytes, Cap::Events)?;
-        let part = match frame {
-            PeerIndexFrame::Roots(roots) => {
-                roots.into_iter().for_each(|root| index.root(root));
-                return Ok(());
-            }
-            PeerIndexFrame::Worker { node, epoch, sequence } => {
-                self.broken_off(index);
-                let begin = KvSnapshotFrame::Begin { epoch, sequence };
-                // What has been heard from the worker itself goes further than what a peer has heard before.
-                let older = |at: &Slot| index.stream(*at).is_some_and(|view| view.applied < sequence);
-                let slot = slot(&node, epoch).filter(older);
-                let slot = slot.filter(|&slot| index.install(slot, begin).is_ok());
-                self.now = Some(Receiving { node, slot, hasher: blake3::Hasher::new() });
-                None
-            }
-            PeerIndexFrame::Runs(runs) => Some(KvSnapshotFrame::Runs(runs)),
-            PeerIndexFrame::ResumePoints(points) => Some(KvSnapshotFrame::ResumePoints(points)),
-            PeerIndexFrame::End { digest } => {
-                let now = self.now.take().ok_or(PeerError::NoWorker)?;
-                if *now.hasher.finalize().as_bytes() != digest {
-                    now.slot.into_iter().for_each(|slot| index.fetch_failed(slot));
-                    return Err(PeerError::Digest(now.node));
-                }
-                now.slot.map(|slot| index.install(slot, KvSnapshotFrame::End));
-                return Ok(());
-            }
-        };
-        let now = self.now.as_mut().ok_or(PeerError::NoWorker)?;
-        now.hasher.update(bytes);
-        if let (Some(slot), Some(part)) = (now.slot, part)
-            && index.install(slot, part).is_err()
-        {
-            // It has left meanwhile, or lives anew.
-            now.slot = None;
-        }
-        Ok(())
+    /// Of `node`, which is followed in `slot`, in this life.
+    pub fn new(slot: Slot, node: NodeId, epoch: Epoch) -> Self {
+        Self { slot, node, epoch, hasher: None }
     }
 
-    /// No more will come: the worker that was being told is asked itself by its next events.
-    pub fn broken_off(&mut self, index: &mut PrefixIndex) {
-        let slot = self.now.take().and_then(|now| now.slot);
-        slot.into_iter().for_each(|slot| index.fetch_failed(slot));
+    /// Whether something has been put in. Then only a part of what the worker holds is there until the last frame, and
+    /// if that does not come the worker itself has to be asked for a snapshot.
+    pub fn begun(&self) -> bool {
+        self.hasher.is_some()
+    }
+
+    /// Takes the next frame. The last one answers with what has to be asked of the worker itself: what it has said
+    /// since. Until then, and until that has come, the worker's events are kept aside.
+    pub fn take(&mut self, index: &mut PrefixIndex, bytes: &[u8]) -> Result<Option<Need>, PeerError> {
+        let part = match codec::decode(bytes, Cap::Events)? {
+            PeerIndexFrame::Roots(roots) => {
+                roots.into_iter().for_each(|root| index.root(root));
+                return Ok(None);
+            }
+            PeerIndexFrame::Worker { node, epoch, sequence } => {
+                if node != self.node || epoch != self.epoch {
+                    return Err(PeerError::Another { node, epoch });
+                }
+                if index.stream(self.slot).is_none_or(|view| view.applied >= sequence) {
+                    return Err(PeerError::Old { told: sequence });
+                }
+                self.hasher = Some(blake3::Hasher::new());
+                KvSnapshotFrame::Begin { epoch, sequence }
+            }
+            PeerIndexFrame::Runs(runs) => KvSnapshotFrame::Runs(runs),
+            PeerIndexFrame::ResumePoints(points) => KvSnapshotFrame::ResumePoints(points),
+            PeerIndexFrame::End { digest } => {
+                let hasher = self.hasher.as_ref().ok_or(PeerError::NoWorker)?;
+                if *hasher.finalize().as_bytes() != digest {
+                    return Err(PeerError::Digest(self.node.clone()));
+                }
+                let need = index.handed_over(self.slot).map_err(|_| PeerError::Left(self.node.clone()))?;
+                return Ok(Some(need));
+            }
+        };
+        self.hasher.as_mut().ok_or(PeerError::NoWorker)?.update(bytes);
+        index.install(self.slot, part).map_err(|_| PeerError::Left(self.node.clone()))?;
+        Ok(None)
     }
 }
 

@@ -154,6 +154,10 @@ impl Stream {
     /// A snapshot begins, which contains everything up to `sequence`.
     pub(super) fn install(&mut self, epoch: Epoch, sequence: u64) -> Result<(), StreamError> {
         self.check_epoch(epoch)?;
+        if sequence == u64::MAX {
+            // Nothing could come after it.
+            return Err(StreamError::BadSequence { first: sequence, len: 0 });
+        }
         self.installing = Some(sequence);
         self.pending = Some(Need::Snapshot);
         Ok(())
@@ -172,6 +176,17 @@ impl Stream {
         let mut ready = Vec::new();
         let need = self.unpark(&mut ready);
         Ok((ready, need))
+    }
+
+    /// The snapshot is complete and was a peer's: what the worker has said since is asked of itself, and what it says
+    /// meanwhile waits for that.
+    pub(super) fn handed_over(&mut self) -> Result<Need, StreamError> {
+        self.check_installing()?;
+        self.applied = self.installing.take().ok_or(StreamError::NoSnapshot)?;
+        self.snapshots += 1;
+        let need = Need::Replay { from: self.applied + 1 };
+        self.pending = Some(need);
+        Ok(need)
     }
 
     pub(super) fn fetch_failed(&mut self) {

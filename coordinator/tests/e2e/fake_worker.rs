@@ -9,8 +9,8 @@ use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     EncodeRequest, EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame,
-    GenerateRequest, GenerateRequestV1, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered,
-    ServedModelV2, StartedV1, TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
+    GenerateRequestV1, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1,
+    TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
@@ -310,7 +310,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::Generate(call) => {
-                let GenerateRequest::V1(request) = &call.request;
+                let request = &call.request.clone().into_latest().request;
                 shared.state.lock().requests.push(request.clone());
                 let name = SequenceName { request: request.request_id.clone(), choice: request.choice };
                 let most = request.stop.max_tokens;
@@ -352,7 +352,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
 }
 
 async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u32, Vec<BlockId>)) {
-    let GenerateRequest::V1(request) = call.request;
+    let request = call.request.into_latest().request;
     let cancelled = call.reply.cancelled();
     let run = async {
         let _ = shared.open.subscribe().wait_for(|open| *open).await;

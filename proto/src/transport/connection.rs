@@ -9,13 +9,16 @@ use super::hello::Agreement;
 use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
+use super::peer_index::PeerIndexStream;
+use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
 use super::streams::{StreamKind, within, write_error};
 use crate::Error;
-use crate::event::KvSnapshot;
+use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
+use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
 use quinn::{RecvStream, SendStream, VarInt};
@@ -209,6 +212,12 @@ impl Connection {
         SequenceExchange::start(send, receive, request).await
     }
 
+    /// Asks the worker at the other end, one of our own kind, for the resume point of a prefix.
+    pub async fn open_pull(&self, request: &PullRequest) -> Result<PullStream, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Pull).await?;
+        PullStream::start(send, receive, request).await
+    }
+
     /// Opens a stream for our KV events to the coordinator at the other end.
     pub async fn open_kv_events(&self) -> Result<KvEventSender, Error> {
         Ok(KvEventSender::new(self.open_one_way(StreamKind::KvEvents).await?))
@@ -223,6 +232,12 @@ impl Connection {
     /// Opens a stream for what we tell the coordinator at the other end.
     pub async fn open_group<T: Serialize>(&self) -> Result<GroupSender<T>, Error> {
         Ok(GroupSender::new(self.open_one_way(StreamKind::Group).await?))
+    }
+
+    /// Asks the coordinator at the other end what it knows of a worker's prefixes.
+    pub async fn open_peer_index(&self, ask: &PeerIndexAsk) -> Result<PeerIndexStream, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::PeerIndex).await?;
+        PeerIndexStream::start(send, receive, ask).await
     }
 
     /// Opens a stream of tensors.

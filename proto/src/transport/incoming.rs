@@ -8,6 +8,8 @@ use super::generate::GenerateCall;
 use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
+use super::peer_index::PeerIndexCall;
+use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
 use super::streams::{StreamCode, StreamKind, read_error, within};
@@ -36,12 +38,16 @@ pub enum Incoming {
     Encode(EncodeCall),
     /// A coordinator wants something done with a sequence.
     Sequence(SequenceCall),
+    /// A worker wants the resume point of a prefix from us, a worker.
+    Pull(PullCall),
     /// A worker tells its KV events.
     KvEvents(KvEventReceiver),
     /// A coordinator wants to know all that we hold.
     KvSnapshot(KvSnapshotReply),
     /// A coordinator tells us, a coordinator, something.
     Group(GroupStream),
+    /// A coordinator wants to know what we, a coordinator, know of a worker's prefixes.
+    PeerIndex(PeerIndexCall),
     /// Tensors arrive.
     Bulk(BulkReceiver),
 }
@@ -136,8 +142,14 @@ async fn identify(
         (Ok(StreamKind::Sequence), Some(send)) => {
             return SequenceCall::read(send, receive).await.map(Incoming::Sequence);
         }
+        (Ok(StreamKind::Pull), Some(send)) => {
+            return PullCall::read(send, receive).await.map(Incoming::Pull);
+        }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));
+        }
+        (Ok(StreamKind::PeerIndex), Some(send)) => {
+            return PeerIndexCall::read(send, receive).await.map(Incoming::PeerIndex);
         }
         (Ok(StreamKind::KvEvents), None) => {
             return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));

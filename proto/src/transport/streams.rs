@@ -36,6 +36,10 @@ pub enum StreamKind {
     Sequence = 7,
     /// What coordinators tell each other. One direction.
     Group = 8,
+    /// One pull of a prefix's resume point, worker to worker. Bidirectional.
+    Pull = 9,
+    /// What a coordinator knows of one worker's prefixes, for another coordinator. Bidirectional.
+    PeerIndex = 10,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -52,6 +56,8 @@ impl StreamKind {
             Self::Encode,
             Self::Sequence,
             Self::Group,
+            Self::Pull,
+            Self::PeerIndex,
             Self::Hello,
         ]
         .into_iter()
@@ -65,7 +71,8 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Group => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
+            Self::Pull => (opener, acceptor) == (Role::Worker, Role::Worker),
+            Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
             Self::Bulk => true,
             Self::Hello => false,
         }
@@ -180,6 +187,17 @@ impl<T: Serialize> FrameWriter<T> {
         Ok(())
     }
 
+    /// Sends a frame that is encoded already.
+    pub(super) async fn write_bytes(&mut self, frame: &[u8]) -> Result<(), Error> {
+        let (message, len, cap) = (std::any::type_name::<T>(), frame.len(), self.cap.bytes());
+        if len > cap {
+            return Err(CodecError::TooLong { message, len, cap }.into());
+        }
+        let head = u32::try_from(len).unwrap_or(u32::MAX).to_be_bytes();
+        self.stream.write_all(&head).await.map_err(write_error)?;
+        self.stream.write_all(frame).await.map_err(write_error)
+    }
+
     /// Sends raw bytes of a frame whose length was announced by the item before it.
     pub(super) async fn write_raw(&mut self, bytes: &[u8]) -> Result<(), Error> {
         self.stream.write_all(bytes).await.map_err(write_error)
@@ -217,6 +235,12 @@ impl<T: DeserializeOwned> FrameReader<T> {
     /// The next frame, or `None` at a clean end. Dropping the future loses nothing. A frame that does not
     /// decode is consumed, so that the caller may go on after an unknown variant.
     pub(super) async fn next(&mut self) -> Result<Option<T>, Error> {
+        let Some(frame) = self.next_bytes().await? else { return Ok(None) };
+        Ok(Some(codec::decode(&frame, self.cap)?))
+    }
+
+    /// The next frame as it is, or `None` at a clean end. Dropping the future loses nothing.
+    pub(super) async fn next_bytes(&mut self) -> Result<Option<Bytes>, Error> {
         if !self.fill(LENGTH_BYTES).await? {
             return Ok(None);
         }
@@ -230,8 +254,7 @@ impl<T: DeserializeOwned> FrameReader<T> {
         }
         self.fill(LENGTH_BYTES + len).await?;
         self.buffer.advance(LENGTH_BYTES);
-        let frame = self.buffer.split_to(len);
-        Ok(Some(codec::decode(&frame, self.cap)?))
+        Ok(Some(self.buffer.split_to(len).freeze()))
     }
 
     /// Exactly `len` raw bytes, appended to `out` as they arrive.

@@ -3,10 +3,12 @@
 use kvasir_proto::block::{BlockId, ClusterKey};
 use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{
-    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexFrame,
+    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexAsk, PeerIndexAskV1,
+    PeerIndexFrame,
 };
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
@@ -85,12 +87,45 @@ pub(crate) fn register(node: &str) -> Register {
     })
 }
 
+/// With a place to pull from.
+pub(crate) fn request_v2() -> GenerateRequest {
+    let source =
+        PullSourceV1 { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
+    let latest = request().into_latest();
+    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..latest })
+}
+
+pub(crate) fn pull_request() -> PullRequest {
+    PullRequest::V1(PullRequestV1 { origin: [3; 32], root: id(5), tokens: vec![1, 70_000], have: 300 })
+}
+
+pub(crate) fn pull_frames() -> Vec<PullFrame> {
+    vec![
+        PullFrame::Head(PullHeadV1 { tokens: 70_000, pieces: 300 }),
+        PullFrame::Piece(PulledPieceV1 { group: 1, end: 300, bytes: 70_000, digest: [4; 32] }),
+        PullFrame::Failed(PullRefusal::NotHeld),
+    ]
+}
+
 /// A worker with a model of each task.
 pub(crate) fn register_v2(node: &str) -> Register {
-    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest();
+    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker;
     let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
     let models = tasks.map(|task| ServedModelV2 { task, ..model().into() });
     Register::V2(RegisterV2 { node, epoch, pid, quic, ops, models: models.into() })
+}
+
+/// A worker for decoding.
+pub(crate) fn register_v3(node: &str) -> Register {
+    let latest = register(node).into_latest();
+    let model = latest.worker.models[0].id.clone();
+    let pulls = vec![PullCostV1 { model, bytes_per_token: 23_040, bytes_per_point: 70_000 }];
+    Register::V3(RegisterV3 { part: WorkPart::Decode, pulls, ..latest })
+}
+
+fn load_v2() -> LoadReport {
+    let pulls = PullReportV1 { rate: 1e9, pulled_bytes: 70_000, sent_bytes: 300, failures: 2 };
+    LoadReport::V2(LoadReportV2 { load: load(WorkerState::Ready), pulls })
 }
 
 pub(crate) fn encode_request() -> EncodeRequest {
@@ -275,7 +310,7 @@ pub(crate) fn all() -> Vec<Samples> {
     let node = NodeId::new("w1").unwrap();
     vec![
         samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
-        samples("GenerateRequest", Request, [request()]),
+        samples("GenerateRequest", Request, [request(), request_v2()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
@@ -293,10 +328,18 @@ pub(crate) fn all() -> Vec<Samples> {
             Control,
             [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
         ),
-        samples("Register", Control, [register("w1"), register_v2("w1")]),
+        samples("Register", Control, [register("w1"), register_v2("w1"), register_v3("w1")]),
         samples("Registered", Control, [registered()]),
         samples("Refusal", Control, refusals()),
-        samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready))]),
+        samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready)), load_v2()]),
+        samples("WorkPart", Control, [WorkPart::Prefill, WorkPart::Decode, WorkPart::Both]),
+        samples("PullRequest", Request, [pull_request()]),
+        samples("PullFrame", Stream, pull_frames()),
+        samples(
+            "PullRefusal",
+            Stream,
+            [PullRefusal::OtherOrigin, PullRefusal::NotHeld, PullRefusal::Busy, PullRefusal::Internal],
+        ),
         samples("WorkerState", Control, [WorkerState::Starting, WorkerState::Ready, WorkerState::Draining]),
         samples("WorkerStatus", Control, [status()]),
         samples("KvFrame", Events, [KvFrame::Events(batch(7))]),
@@ -312,6 +355,15 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::End,
                 KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
             ],
+        ),
+        samples(
+            "PeerIndexAsk",
+            Control,
+            [PeerIndexAsk::V1(PeerIndexAskV1 {
+                node: NodeId::new("w1").unwrap(),
+                epoch: Epoch(3),
+                after: 70_000,
+            })],
         ),
         samples(
             "PeerIndexFrame",

@@ -54,6 +54,11 @@ async fn refusal(stream: (quinn::SendStream, quinn::RecvStream)) -> (u64, u64) {
     }
 }
 
+/// A worker, and another one in our hands.
+async fn worker_of_worker() -> Half {
+    half("worker", "worker", Role::Worker).await
+}
+
 async fn generation_still_works(half: &Half) {
     let body = codec::encode(&samples::request(), Cap::GenerateRequest).unwrap();
     let _stream = write(&half.ours, &[&[2], &frame(body.len(), &body)[..]].concat()).await;
@@ -87,14 +92,39 @@ async fn malformed_requests_end_their_own_stream() {
     generation_still_works(&half).await;
 }
 
+/// A worker may pull from another, and do nothing else; what it asks for wrongly harms nobody but itself.
+#[tokio::test]
+async fn a_worker_may_pull_from_another_and_nothing_else() {
+    let half = worker_of_worker().await;
+    for kind in [0u8, 1, 2, 3, 5, 6, 7, 8] {
+        let stream = write(&half.ours, &[kind]).await;
+        assert_eq!(refusal(stream).await, (2, 2), "kind {kind}");
+    }
+    let body = codec::encode(&samples::pull_request(), Cap::GenerateRequest).unwrap();
+    let rows = [
+        ("longer than its cap", frame(Cap::GenerateRequest.bytes() + 1, &[])),
+        ("unknown version", frame(2, &[9, 9])),
+        ("cut body", frame(body.len() - 1, &body[..body.len() - 1])),
+    ];
+    for (what, bytes) in rows {
+        let stream = write(&half.ours, &[&[9], &bytes[..]].concat()).await;
+        assert_eq!(refusal(stream).await, (3, 3), "{what}");
+    }
+    let _stream = write(&half.ours, &[&[9], &frame(body.len(), &body)[..]].concat()).await;
+    match soon("a pull", half.theirs.accept()).await.unwrap() {
+        Incoming::Pull(call) => assert_eq!(call.request, samples::pull_request()),
+        other => panic!("{other:?}"),
+    }
+}
+
 #[tokio::test]
 async fn unknown_kinds_and_wrong_directions_are_refused() {
     let half = worker().await;
-    for (kind, code) in [(8u8, 2), (9, 1), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
+    for (kind, code) in [(8u8, 2), (9, 2), (10, 2), (99, 1), (254, 1), (0, 2), (3, 2), (255, 2), (4, 3)] {
         let stream = write(&half.ours, &[kind]).await;
         assert_eq!(refusal(stream).await, (code, code), "kind {kind}");
     }
-    assert_eq!(half.endpoint.stats().streams_refused, 8);
+    assert_eq!(half.endpoint.stats().streams_refused, 9);
     generation_still_works(&half).await;
 }
 

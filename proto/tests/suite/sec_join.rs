@@ -5,6 +5,7 @@ use crate::bare::{self, Gullible, Root, Shown, leaf, provider};
 use crate::cluster::{any_port, authority, config, endpoint, node, pair, soon, until};
 use crate::samples;
 use kvasir_proto::Error;
+use kvasir_proto::event::{PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{LoadReport, Register, Registered};
 use kvasir_proto::service::{CoordinatorApi, Refusal, deadline};
@@ -242,7 +243,7 @@ struct Checks(Connection);
 
 impl CoordinatorApi for Checks {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let request = request.into_latest();
+        let request = request.into_latest().worker;
         match self.0.require_node(&request.node) {
             Ok(()) => Ok(samples::registered()),
             Err(_) => Err(Refusal::NotYourName { claimed: request.node }),
@@ -298,7 +299,12 @@ async fn a_role_opens_only_its_own_streams() {
         // Refused, whether the frame gets there first or not.
         let _ = group.send(&1).await;
     }
-    until("counting", || nodes.coordinator.stats().streams_refused == 4).await;
+    let ask = PeerIndexAskV1 { node: nodes.to_worker.peer().node.clone(), epoch: Epoch(1), after: 0 };
+    if let Ok(mut index) = nodes.to_coordinator.open_peer_index(&PeerIndexAsk::V1(ask)).await {
+        let error = soon("refusing an index", index.next()).await.unwrap_err();
+        assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
+    }
+    until("counting", || nodes.coordinator.stats().streams_refused == 5).await;
     // And the connection goes on.
     nodes.to_coordinator.open_kv_events().await.unwrap().send(samples::batch(1)).await.unwrap();
     let incoming = soon("accepting", nodes.to_worker.accept()).await.unwrap();

@@ -3,7 +3,7 @@
 use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, soon, until};
 use crate::samples;
 use kvasir_proto::Error;
-use kvasir_proto::event::{KvReplay, KvSnapshot, Medium};
+use kvasir_proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{EncodeRequest, GenerateError, GenerateFrame, WorkerStatus};
 use kvasir_proto::service::{WorkerApi, deadline};
@@ -454,4 +454,30 @@ async fn coordinators_tell_each_other_frames() {
         drop(sender);
         assert!(soon("the end", frames.next()).await.is_none());
     }
+}
+
+#[tokio::test]
+async fn a_coordinator_asks_another_for_what_it_knows_of_a_worker() {
+    let ca = authority("c");
+    let config = || EndpointConfig { accepts: vec![Role::Coordinator], ..config() };
+    let [c1, c2] = ["c1", "c2"].map(|name| endpoint(&ca, Role::Coordinator, name, config()));
+    let expected = Expected::node(Role::Coordinator, node("c2"));
+    let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
+    let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+    let ask = PeerIndexAsk::V1(PeerIndexAskV1 { node: node("w1"), epoch: Epoch(7), after: 12 });
+    let mut answer = ours.open_peer_index(&ask).await.unwrap();
+    let Incoming::PeerIndex(mut call) = soon("a question", theirs.accept()).await.unwrap() else {
+        panic!("another kind");
+    };
+    assert_eq!(call.ask, ask);
+    // The bytes come as they are sent, whatever they say.
+    for frame in [&[9u8; 1_000_000][..], &[]] {
+        let (sent, got) = tokio::join!(call.send(frame), answer.next());
+        sent.unwrap();
+        assert_eq!(got.unwrap().unwrap(), frame);
+    }
+    let too_long = call.send(&vec![0; 5 << 20]).await;
+    assert!(matches!(too_long, Err(Error::Codec(_))), "{too_long:?}");
+    call.finish();
+    assert_eq!(soon("the end", answer.next()).await.unwrap(), None);
 }

@@ -5,6 +5,7 @@ mod alone;
 mod embeddings;
 mod failover;
 mod openai_client;
+mod operate;
 mod shared_prefix;
 mod snapshots;
 mod up;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod agreement;
+mod index;
 mod rolling_restart;
 mod stream;
 mod worker_loss;

@@ -1,13 +1,13 @@
 //! Clients: each does one thing at a time, tries it again until it has an answer, gives up at last, and
 //! writes down when it called and what it was told.
 
-use crate::linearizable::{Call, Op};
-use crate::random::Random;
 use coordinator::consensus::core::Answer;
 use coordinator::consensus::table::{
     Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, PolicyAdvancedV1, QuotaV1, Refusal, Request,
     Table, TenantV1,
 };
+use kvasir_cluster_tests::linearizable::{Call, Op};
+use kvasir_cluster_tests::random::Random;
 use proto::block::TenantSalt;
 use proto::ids::{Epoch, NodeId, TenantId};
 use proto::message::{Register, RegisterV2};

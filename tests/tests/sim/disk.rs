@@ -1,7 +1,7 @@
 //! A disk that keeps what was synced and, after a crash, perhaps some of what was not.
 
-use crate::random::Random;
 use coordinator::consensus::storage::{Loaded, Write};
+use kvasir_cluster_tests::random::Random;
 
 /// One member's disk. Writes are atomic, as the real one's transactions are (its own tests cut the power in
 /// the middle of them); the order in which they become durable is the order in which they were made.

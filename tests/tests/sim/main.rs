@@ -1,20 +1,21 @@
-//! Coordinators' agreement in a seeded world: virtual network, disks and clocks around the real cores. A
-//! failure prints its seed; `SIM_SEED=n` runs that one alone, `SIM_SEEDS=n` so many:
+//! Coordinators' agreement in a seeded world: virtual network, disks and clocks around the real cores; and streams of
+//! tokens around the real balancer. A failure prints its seed; `SIM_SEED=n` runs that one alone, `SIM_SEEDS=n` so many:
 //! `SIM_SEEDS=20000 cargo test --release -p kvasir-cluster-tests --test sim many -- --nocapture`.
 
 mod bugs;
 mod client;
 mod disk;
 mod invariants;
-mod linearizable;
 mod network;
 mod operator;
-mod random;
+mod streams;
 mod world;
 
 use bugs::Bug;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
+use streams::Numbering;
 use world::{Plan, Report, run};
 
 /// Microseconds of trouble in a run.
@@ -38,47 +39,79 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable}={text}")))
 }
 
-/// Runs seeds on all CPUs and says what they have seen.
-fn sweep(seeds: std::ops::Range<u64>) {
+/// Runs seeds on all CPUs and adds up what they have seen.
+fn sweep<const N: usize>(seeds: Range<u64>, run: impl Fn(u64) -> [usize; N] + Sync) -> [usize; N] {
     let next = AtomicU64::new(seeds.start);
     let some = || {
-        let mut seen = [0; 6];
+        let mut seen = [0; N];
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
             if seed >= seeds.end {
                 return seen;
             }
-            let r = holds(seed);
-            let run = [r.answered, r.entries, r.crashes, r.wipes, r.snapshots, r.terms as usize];
-            seen.iter_mut().zip(run).for_each(|(sum, one)| *sum += one as u64);
+            seen.iter_mut().zip(run(seed)).for_each(|(sum, one)| *sum += one);
         }
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let total = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
-        running.into_iter().fold([0; 6], |mut total, thread| {
+        running.into_iter().fold([0; N], |mut total, thread| {
             let seen = thread.join().unwrap_or_else(|failure| std::panic::resume_unwind(failure));
             total.iter_mut().zip(seen).for_each(|(sum, one)| *sum += one);
             total
         })
-    });
-    let [answered, entries, crashes, wipes, snapshots, terms] = total;
-    println!(
-        "{} seeds: {answered} calls answered, {entries} entries agreed on, {terms} terms, {crashes} crashes, \
-         {wipes} disks lost, {snapshots} snapshots",
-        seeds.end - seeds.start
-    );
-    // A world in which nothing happens proves nothing.
-    let runs = seeds.end - seeds.start;
-    assert!(answered > 20 * runs && crashes > 2 * runs && snapshots > runs);
+    })
+}
+
+fn seeds() -> u64 {
+    number("SIM_SEEDS").unwrap_or(300)
 }
 
 #[test]
 fn many_seeds_hold() {
-    match number("SIM_SEED") {
-        Some(seed) => println!("{:?}", holds(seed)),
-        None => sweep(0..number("SIM_SEEDS").unwrap_or(300)),
+    if let Some(seed) = number("SIM_SEED") {
+        println!("{:?}", holds(seed));
+        return;
     }
+    let runs = seeds();
+    let [answered, entries, crashes, wipes, snapshots, terms] = sweep(0..runs, |seed| {
+        let r = holds(seed);
+        [r.answered, r.entries, r.crashes, r.wipes, r.snapshots, r.terms as usize]
+    });
+    println!(
+        "{runs} seeds: {answered} calls answered, {entries} entries agreed on, {terms} terms, {crashes} crashes, \
+         {wipes} disks lost, {snapshots} snapshots"
+    );
+    // A world in which nothing happens proves nothing.
+    let runs = runs as usize;
+    assert!(answered > 20 * runs && crashes > 2 * runs && snapshots > runs);
+}
+
+/// Runs a seed of the streams' world that must hold.
+fn streams_hold(seed: u64) -> streams::Report {
+    streams::run(seed, TROUBLE, Numbering::Fresh)
+        .unwrap_or_else(|violation| panic!("SIM_SEED={seed}: {}", violation.0))
+}
+
+#[test]
+fn many_seeds_of_streams_hold() {
+    if let Some(seed) = number("SIM_SEED") {
+        println!("{:?}", streams_hold(seed));
+        return;
+    }
+    let runs = seeds();
+    let [finished, refused, moved, late, deaths, gaps] = sweep(0..runs, |seed| {
+        let r = streams_hold(seed);
+        [r.finished, r.refused, r.moved, r.late, r.deaths, r.gaps as usize]
+    });
+    println!(
+        "{runs} seeds: {finished} streams finished, {refused} refused, {moved} moved, {deaths} workers died, \
+         {late} late tokens, {gaps} gaps in events"
+    );
+    let runs = runs as usize;
+    assert!(
+        finished > 50 * runs && moved > 10 * runs && late > 10 * runs && deaths > runs && gaps > runs / 2
+    );
 }
 
 /// It had sent entries before its own disk had them, crashed, and was still in the term that it had led when the others
@@ -91,6 +124,7 @@ fn a_leader_that_has_lost_what_it_sent_hears_of_it() {
 #[test]
 fn a_seed_tells_everything() {
     assert_eq!(run(plan(4)), run(plan(4)));
+    assert_eq!(streams_hold(4), streams_hold(4));
 }
 
 /// A bug that is planted is found by some of these seeds, whatever the others see.
@@ -108,4 +142,12 @@ fn planted_bugs_are_found() {
         let (seed, how) = found.unwrap_or_else(|| panic!("{bug:?} is not found"));
         println!("{bug:?} is found by seed {seed}: {}", how.chars().take(120).collect::<String>());
     }
+}
+
+/// Late tokens of an attempt that was given up reach a reader when attempts have the same number.
+#[test]
+fn a_reused_attempt_is_found() {
+    let found = (0..60).find_map(|seed| Some((seed, streams::run(seed, TROUBLE, Numbering::Reused).err()?)));
+    let (seed, violation) = found.expect("it is not found");
+    println!("ReuseAttempt is found by seed {seed}: {}", violation.0);
 }

@@ -1,6 +1,6 @@
 //! A network that delays, loses, doubles, reorders, and is cut one way or both.
 
-use crate::random::Random;
+use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
 use std::collections::BTreeSet;
 

@@ -1,11 +1,11 @@
 //! Who changes the group: brings coordinators in, takes them out, and replaces those whose data is gone.
 
-use crate::random::Random;
 use crate::world::{Machine, World, seat};
 use coordinator::consensus::core::{Answer, RaftRole};
 use coordinator::consensus::table::{
     Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Request, Standing,
 };
+use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
 
 const NONCE: u64 = 1 << 60;

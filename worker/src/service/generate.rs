@@ -6,7 +6,7 @@ use crate::Error;
 use crate::engine::EngineRequest;
 use crate::engine::thread::EngineHandle;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, GenerateRequest, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, WorkerState};
 use proto::sequence::SequenceName;
 use proto::transport::{GenerateCall, GenerateReply};
 use std::time::Duration;
@@ -18,7 +18,7 @@ const TOKENS_PER_FRAME: usize = 256;
 /// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
-    let GenerateRequest::V1(request) = request;
+    let request = request.into_latest().request;
     let refusal = match node.state() {
         WorkerState::Draining => Some(GenerateError::Draining),
         _ if request.model != node.served.id => Some(GenerateError::ModelNotFound(request.model.clone())),

@@ -279,6 +279,38 @@ fn who_sends_must_be_who_it_says_it_is() {
     assert!(matches!(refused, Err(ReceiveError::NotForMe { .. })));
 }
 
+/// Found by the simulator (its seed 2765 then): a leader sends entries before its own disk has them, so after a crash in
+/// the same term it hears of entries that it has lost. It does not lead any more; who does lead has lost nothing.
+#[test]
+fn an_answer_about_lost_entries_is_no_offence() {
+    let taken = |core: &Core| {
+        let mut frame = heartbeat(core);
+        if let Body::Raft(message) = &mut frame.body {
+            (message.kind, message.term, message.index) = (KindV1::AppendResponse, core.status().term, 40);
+        }
+        Frame::V1(frame)
+    };
+    let seats = ["c0", "c1", "c2"].map(|name| seat(name, 1)).to_vec();
+    let mut loaded = Loaded::founded(identity("c0", 1), seats).unwrap();
+    loaded.hard.term = 2;
+    loaded.hard.vote = loaded.identity.member().get();
+    let mut crashed = Core::start(settings(), loaded, 1).unwrap();
+    assert_eq!(crashed.status().role, RaftRole::Follower);
+    let answer = taken(&crashed);
+    assert_eq!(crashed.receive(&node("c1"), answer), Ok(()));
+
+    let mut group = Group::new(&["c0", "c1", "c2"]);
+    while group.leader() != node("c0") {
+        let leads = group.leader();
+        group.core(&leads).transfer_leadership(Some(&node("c0"))).unwrap();
+        group.settle();
+    }
+    let leader = group.core(&node("c0"));
+    let answer = taken(leader);
+    let refused = leader.receive(&node("c1"), answer);
+    assert!(matches!(refused, Err(ReceiveError::Implausible { .. })), "{refused:?}");
+}
+
 /// Found by `no_frame_makes_it_panic`: Raft takes term 0 of an entry that is not there for a match and
 /// commits past its log.
 #[test]

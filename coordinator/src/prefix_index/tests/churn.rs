@@ -82,7 +82,7 @@ fn cut((edge, from, until): Part) -> (Vec<u64>, usize, usize) {
 }
 
 #[derive(Debug, Clone)]
-enum Op {
+pub(super) enum Op {
     Stored(usize, Part),
     /// Also as the edge's path in reverse, or every other unit of it.
     Removed(usize, Part, u8),
@@ -96,7 +96,7 @@ enum Op {
     Root,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+pub(super) fn op() -> impl Strategy<Value = Op> {
     let who = 0..WORKERS;
     let edge = || 0..EDGES;
     let part = || (edge(), any::<u8>(), any::<u8>());
@@ -117,17 +117,19 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 /// Index and reference, side by side.
-struct Both {
-    index: PrefixIndex,
+pub(super) struct Both {
+    pub(super) index: PrefixIndex,
     reference: Reference,
-    epochs: [u64; WORKERS],
-    sequences: [u64; WORKERS],
+    pub(super) epochs: [u64; WORKERS],
+    pub(super) sequences: [u64; WORKERS],
+    /// What each worker has said in its present life since its last snapshot, with the first one's number.
+    log: [(u64, Vec<KvEvent>); WORKERS],
     live: Vec<(u64, ReservationId)>,
     names: u64,
 }
 
 impl Both {
-    fn new(max_bytes: u64) -> Self {
+    pub(super) fn new(max_bytes: u64) -> Self {
         let mut index = PrefixIndex::new(max_bytes);
         (0..WORKERS).for_each(|w| join(&mut index, w, 1));
         Self {
@@ -135,6 +137,7 @@ impl Both {
             reference: Reference::default(),
             epochs: [1; WORKERS],
             sequences: [0; WORKERS],
+            log: std::array::from_fn(|_| (1, Vec::new())),
             live: Vec::new(),
             names: 0,
         }
@@ -142,11 +145,19 @@ impl Both {
 
     fn send(&mut self, w: usize, event: KvEvent) {
         self.sequences[w] += 1;
+        self.log[w].1.push(event.clone());
         let told = batch(self.epochs[w], self.sequences[w], vec![event]);
         assert_eq!(self.index.apply(slot(w), told), Ok(None));
     }
 
-    fn apply(&mut self, op: Op) {
+    /// The events of a worker's present life from number `from` on; `None` if a snapshot stands in for some of them.
+    pub(super) fn said(&self, w: usize, from: u64) -> Option<KvEventBatch> {
+        let (first, events) = &self.log[w];
+        let skip = usize::try_from(from.checked_sub(*first)?).unwrap();
+        Some(batch(self.epochs[w], from, events[skip..].to_vec()))
+    }
+
+    pub(super) fn apply(&mut self, op: Op) {
         match op {
             Op::Stored(w, part) => {
                 let (path, from, until) = cut(part);
@@ -207,12 +218,14 @@ impl Both {
             Op::Restart(w) => {
                 self.epochs[w] += 1;
                 self.sequences[w] = 0;
+                self.log[w] = (1, Vec::new());
                 join(&mut self.index, w, self.epochs[w]);
                 self.reference.leave(w);
                 self.live.retain(|(name, _)| self.reference.reserved.contains_key(name));
             }
             Op::Snapshot(w, parts) => {
                 self.sequences[w] += 1;
+                self.log[w] = (self.sequences[w] + 1, Vec::new());
                 self.reference.held.remove(&w);
                 let mut runs = Vec::new();
                 for part in parts {
@@ -249,6 +262,24 @@ impl Both {
             }
         }
         all
+    }
+
+    /// For every path: what `index` says of the worker in `at`, what follows from what `worker` holds, and which path.
+    pub(super) fn held_depths(
+        &self,
+        index: &PrefixIndex,
+        at: Slot,
+        worker: usize,
+        unknown: u64,
+    ) -> Vec<(u32, u32, u64)> {
+        let held = self.reference.held.get(&worker).cloned().unwrap_or_default();
+        let depth = |edge| {
+            let mut asked = path(edge);
+            asked.extend((0..unknown).map(|n| 90_000 + n));
+            let meant = asked.iter().rposition(|u| held.contains(u)).map_or(0, |at| at as u32 + 1);
+            (index.lookup(&chain(asked)).units(at), meant, edge)
+        };
+        (0..EDGES).map(depth).collect()
     }
 
     fn end(&mut self) {

@@ -1,7 +1,8 @@
 //! What a peer is told: the same index, whatever happens meanwhile.
 
+use super::churn::{Both, op};
 use super::*;
-use crate::prefix_index::peer::{Export, Import, PeerError};
+use crate::prefix_index::peer::{Export, Import, Pace, PeerError};
 use proto::codec::{self, Cap};
 use proto::event::PeerIndexFrame;
 use proto::ids::NodeId;
@@ -23,18 +24,29 @@ fn told() -> PrefixIndex {
     index
 }
 
-fn depths(index: &PrefixIndex) -> Vec<(u32, u32)> {
+fn depths(index: &PrefixIndex, from: Slot) -> Vec<u32> {
     let chains = [1..=40u64, 1..=150, 1..=9_500, 19_000..=21_000, 29_990..=30_020, 39_999..=40_001];
-    let depths = |units| {
-        let overlap = index.lookup(&chain(units));
-        (overlap.units(slot(0)), overlap.units(slot(1)))
-    };
-    chains.into_iter().map(depths).collect()
+    chains.into_iter().map(|units| index.lookup(&chain(units)).units(from)).collect()
 }
 
-/// Which slot a node has at the receiver: not the sender's.
-fn place(node: &NodeId, epoch: Epoch) -> Option<Slot> {
-    (epoch == Epoch(1)).then(|| slot(usize::from(node.as_str() == "w1")))
+/// One that has just joined, and of which nothing has been heard. The receiver's slots are not the sender's.
+fn fresh(at: Slot) -> PrefixIndex {
+    let mut to = PrefixIndex::new(1 << 22);
+    to.join(at, Epoch(1));
+    to
+}
+
+fn export(from: &PrefixIndex, worker: usize, after: u64) -> Export {
+    Export::new(from, slot(worker), node(worker), after).unwrap()
+}
+
+fn import(worker: usize) -> Import {
+    Import::new(slot(7), node(worker), Epoch(1))
+}
+
+fn frames(from: &PrefixIndex, worker: usize) -> Vec<Vec<u8>> {
+    let mut export = export(from, worker, 0);
+    std::iter::from_fn(|| export.next(from).unwrap()).collect()
 }
 
 #[test]
@@ -42,71 +54,140 @@ fn a_peer_that_has_restarted_ends_up_with_the_same() {
     let mut from = told();
     // Made by a request, named by nobody: it has a place but holds nothing.
     from.reserve(slot(1), chain(1..=70));
-    let mut to = PrefixIndex::new(1 << 22);
-    (0..2).for_each(|w| {
-        to.join(slot(w), Epoch(1));
-    });
-    let mut export = Export::new(&from, [(slot(0), node(0)), (slot(1), node(1))]);
-    let mut import = Import::default();
-    let mut frames = 0;
+    let s = slot(7);
+    let mut to = fresh(s);
+    let (mut export, mut import) = (export(&from, 0, 0), import(0));
+    let (mut frames, mut need) = (0, None);
     let missed = [removed(8_000..=9_000), stored(9_001..=9_010)];
     while let Some(frame) = export.next(&from).unwrap() {
-        import.take(&mut to, &frame, place).unwrap();
+        assert_eq!(need, None);
+        need = import.take(&mut to, &frame).unwrap();
         frames += 1;
         if frames == 3 {
-            // The first part of worker 0 is there and counts.
-            assert!(to.lookup(&chain(1..=40)).units(slot(0)) > 0);
+            // The first part is there and counts.
+            assert!(to.lookup(&chain(1..=40)).units(s) > 0);
             from.apply(slot(0), batch(1, 4, missed.to_vec())).unwrap();
         }
     }
-    // The receiver hears what came meanwhile from the worker, from the announced number on.
+    // What the worker has said since is asked of itself, and what it says meanwhile waits.
+    assert_eq!(need, Some(Need::Replay { from: 4 }));
     let next = batch(1, 6, vec![stored(9_011..=9_011)]);
     from.apply(slot(0), next.clone()).unwrap();
-    assert_eq!(to.apply(slot(0), next.clone()), Ok(Some(Need::Replay { from: 4 })));
-    let replay = batch(1, 4, [missed.to_vec(), next.events].concat());
-    assert_eq!(to.replayed(slot(0), Epoch(1), Some(replay)), Ok(None));
-    from.expire(Instant::now());
-    let mut all = depths(&from);
-    // The reservation is the sender's alone.
-    all[1].1 = 50;
-    all[2].1 = 50;
-    assert_eq!(depths(&to), all);
-    assert_eq!(to.stream(slot(1)).unwrap().applied, 3);
+    assert_eq!(to.apply(s, next), Ok(None));
+    assert!(to.stream(s).unwrap().behind);
+    assert_eq!(to.replayed(s, Epoch(1), Some(batch(1, 4, missed.to_vec()))), Ok(None));
+    assert_eq!(depths(&to, s), depths(&from, slot(0)));
+    assert_eq!(to.stream(s).map(|view| (view.applied, view.behind)), Some((6, false)));
+    // A reservation is the sender's alone.
+    let mut to = fresh(s);
+    let mut import = Import::new(s, node(1), Epoch(1));
+    for frame in self::frames(&from, 1) {
+        import.take(&mut to, &frame).unwrap();
+    }
+    assert_eq!(depths(&to, s), [40, 50, 50, 0, 21, 2]);
 }
 
 #[test]
-fn what_is_not_complete_or_not_true_is_fetched_from_the_worker() {
+fn what_is_not_complete_or_not_true_is_not_relied_upon() {
     let from = told();
-    let frames = || {
-        let mut export = Export::new(&from, [(slot(0), node(0))]);
-        std::iter::from_fn(move || export.next(&told()).unwrap()).collect::<Vec<_>>()
-    };
-    let fresh = || {
-        let mut to = PrefixIndex::new(1 << 22);
-        to.join(slot(0), Epoch(1));
-        to
-    };
-    // One frame is lost: the digest tells.
-    let (mut to, mut import) = (fresh(), Import::default());
-    let mut lossy = frames();
+    // One frame is lost: the digest tells, and the worker has to be asked.
+    let (mut to, mut lossy_import) = (fresh(slot(7)), import(0));
+    let mut lossy = frames(&from, 0);
     lossy.remove(2);
     let end = lossy.pop().unwrap();
-    lossy.iter().for_each(|frame| import.take(&mut to, frame, place).unwrap());
-    assert_eq!(import.take(&mut to, &end, place), Err(PeerError::Digest(node(0))));
-    assert_eq!(to.apply(slot(0), batch(1, 9, vec![stored([1])])), Ok(Some(Need::Snapshot)));
-    // It breaks off.
-    let (mut to, mut import) = (fresh(), Import::default());
-    frames()[..3].iter().for_each(|frame| import.take(&mut to, frame, place).unwrap());
-    import.broken_off(&mut to);
-    assert_eq!(to.apply(slot(0), batch(1, 9, vec![stored([1])])), Ok(Some(Need::Snapshot)));
-    // What the worker itself has said already is not undone by what a peer has heard.
-    let mut to = joined(1);
-    to.apply(slot(0), batch(1, 1, (1..=5).map(|n| stored([n])).collect())).unwrap();
-    let mut import = Import::default();
-    frames().iter().for_each(|frame| import.take(&mut to, frame, place).unwrap());
-    assert_eq!(to.lookup(&chain(1..=9)).units(slot(0)), 5);
+    assert!(!lossy_import.begun());
+    lossy.iter().for_each(|frame| assert_eq!(lossy_import.take(&mut to, frame), Ok(None)));
+    assert_eq!(lossy_import.take(&mut to, &end), Err(PeerError::Digest(node(0))));
+    assert!(lossy_import.begun());
+    assert_eq!(to.apply(slot(7), batch(1, 9, vec![stored([1])])), Ok(None), "it waits for the snapshot");
+    let snapshot = KvSnapshot { epoch: Epoch(1), sequence: 8, runs: vec![], resume_points: vec![] };
+    assert_eq!(install(&mut to, slot(7), snapshot), Ok(None));
+    assert_eq!(to.lookup(&chain(1..=9)).units(slot(7)), 1, "nothing of the peer's is left");
     // Nonsense is refused.
-    let part = codec::encode(&PeerIndexFrame::Runs(vec![]), Cap::Events).unwrap();
-    assert_eq!(Import::default().take(&mut to, &part, place), Err(PeerError::NoWorker));
-    assert!(matches!(Import::default().take(&mut to, &[99], place), Err(PeerError::Codec(_))));
+    let encode = |frame| codec::encode(&frame, Cap::Events).unwrap();
+    let part = encode(PeerIndexFrame::Runs(vec![]));
+    assert_eq!(import(0).take(&mut fresh(slot(7)), &part), Err(PeerError::NoWorker));
+    assert!(matches!(import(0).take(&mut to, &[99]), Err(PeerError::Codec(_))));
+    for (worker, epoch) in [(1, 1), (0, 2)] {
+        let (node, epoch) = (node(worker), Epoch(epoch));
+        let head = encode(PeerIndexFrame::Worker { node: node.clone(), epoch, sequence: 3 });
+        let refused = import(0).take(&mut fresh(slot(7)), &head);
+        assert_eq!(refused, Err(PeerError::Another { node, epoch }));
+    }
+}
+
+#[test]
+fn what_the_worker_has_said_itself_is_not_undone_by_what_a_peer_has_heard() {
+    let from = told();
+    let mut to = PrefixIndex::new(1 << 22);
+    join(&mut to, 7, 1);
+    to.apply(slot(7), batch(1, 1, (1..=5).map(|n| stored([n])).collect())).unwrap();
+    let mut import = import(0);
+    let frames = frames(&from, 0);
+    assert_eq!(import.take(&mut to, &frames[0]), Ok(None), "roots are anybody's");
+    assert_eq!(import.take(&mut to, &frames[1]), Err(PeerError::Old { told: 3 }));
+    assert!(!import.begun());
+    assert_eq!(to.lookup(&chain(1..=9)).units(slot(7)), 5);
+    // And who knows nothing more says nothing.
+    assert!(Export::new(&from, slot(0), node(0), 3).is_none());
+    assert!(Export::new(&from, slot(5), node(5), 0).is_none());
+}
+
+#[test]
+fn an_export_ends_without_its_end_when_the_worker_lives_anew() {
+    let mut from = told();
+    let mut export = export(&from, 0, 0);
+    for _ in 0..3 {
+        assert!(export.next(&from).unwrap().is_some());
+    }
+    from.join(slot(0), Epoch(2));
+    assert_eq!(export.next(&from).unwrap(), None);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Told in the midst of any churn, and brought up to date by the stream, the receiver knows what the reference
+    /// holds.
+    #[test]
+    fn after_an_import_and_the_stream_it_equals_the_reference(
+        before in proptest::collection::vec(op(), 1..60),
+        meanwhile in proptest::collection::vec(op(), 0..12),
+        worker in 0..5usize,
+        unknown in 0..40u64,
+    ) {
+        let mut both = Both::new(1 << 22);
+        before.into_iter().for_each(|op| both.apply(op));
+        let (epoch, from) = (both.epochs[worker], both.sequences[worker]);
+        let Some(mut export) = Export::new(&both.index, slot(worker), node(worker), 0) else {
+            prop_assert_eq!(from, 0);
+            return Ok(());
+        };
+        // As little as can be in a frame, so that much happens in between.
+        export.pace = Pace { strands: 1, units: 3 };
+        let mut to = PrefixIndex::new(1 << 22);
+        to.join(slot(7), Epoch(epoch));
+        let mut import = Import::new(slot(7), node(worker), Epoch(epoch));
+        let mut need = None;
+        let mut meanwhile = meanwhile.into_iter();
+        while let Some(frame) = export.next(&both.index).unwrap() {
+            need = import.take(&mut to, &frame).unwrap();
+            meanwhile.next().into_iter().for_each(|op| both.apply(op));
+        }
+        if both.epochs[worker] != epoch {
+            // It has begun a new life meanwhile: what was told of the old one is worth nothing.
+            return Ok(());
+        }
+        let Some(Need::Replay { from }) = need else { panic!("{need:?}") };
+        let missed = both.said(worker, from);
+        if missed.is_none() {
+            // A snapshot has taken the place of events; the worker says so.
+            prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), None), Ok(Some(Need::Snapshot)));
+            return Ok(());
+        }
+        prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), missed), Ok(None));
+        for (got, meant, what) in both.held_depths(&to, slot(7), worker, unknown) {
+            prop_assert_eq!(got, meant, "edge {:?}", what);
+        }
+    }
 }

@@ -5,24 +5,36 @@ use std::collections::HashSet;
 
 /// An operation on the register, and what it was told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Op {
+pub enum Op {
     /// It is now this.
     Write(u64),
     /// It was this.
     Read(u64),
     /// It was `from` and is now `to`.
-    Swap { from: u64, to: u64 },
+    Swap {
+        /// What it was.
+        from: u64,
+        /// What it is.
+        to: u64,
+    },
     /// It was to be swapped from `from`, and was `found`.
-    NotSwapped { from: u64, found: u64 },
+    NotSwapped {
+        /// What it would have had to be.
+        from: u64,
+        /// What it was.
+        found: u64,
+    },
 }
 
 /// An operation with its times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Call {
-    pub(crate) op: Op,
-    pub(crate) called: u64,
-    /// None: nobody knows whether it was done, or will yet be.
-    pub(crate) returned: Option<u64>,
+pub struct Call {
+    /// What was done.
+    pub op: Op,
+    /// When it was asked for.
+    pub called: u64,
+    /// When it was answered. None: nobody knows whether it was done, or will yet be.
+    pub returned: Option<u64>,
 }
 
 impl Op {
@@ -38,7 +50,7 @@ impl Op {
 }
 
 /// Whether there is an order. The register begins at 0.
-pub(crate) fn linearizable(calls: &[Call]) -> bool {
+pub fn linearizable(calls: &[Call]) -> bool {
     let mut calls = calls.to_vec();
     calls.sort_by_key(|call| call.called);
     let mut search = Search { done: vec![false; calls.len()], calls, tried: HashSet::new() };
@@ -67,7 +79,7 @@ impl Search {
             if call.called > first {
                 break;
             }
-            if self.done[at] {
+            if self.done[at] || self.is_one_of_many(at) {
                 continue;
             }
             if let Some(next) = call.op.step(state) {
@@ -79,6 +91,16 @@ impl Search {
             }
         }
         false
+    }
+
+    /// Of equal operations that were given up, the one that was called first stands for all: it could be done whenever
+    /// another could.
+    fn is_one_of_many(&self, at: usize) -> bool {
+        let Call { op, returned, .. } = self.calls[at];
+        let same = |before: &usize| {
+            !self.done[*before] && self.calls[*before] == Call { op, returned, ..self.calls[*before] }
+        };
+        returned.is_none() && (0..at).rev().any(|before| same(&before))
     }
 }
 

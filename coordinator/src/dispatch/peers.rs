@@ -1,0 +1,189 @@
+//! What is missing of a worker's events is asked of another coordinator first: it costs the worker nothing, and a
+//! peer knows nearly everything. What it does not know, or if it does not answer, the worker tells.
+
+use super::Dispatch;
+use crate::balancer::Action;
+use crate::ops::metrics::Imported;
+use crate::prefix_index::Need;
+use crate::prefix_index::peer::PeerError;
+use crate::random::random_u64;
+use parking_lot::MutexGuard;
+use proto::codec::CodecError;
+use proto::event::{PeerIndexAsk, PeerIndexAskV1};
+use proto::ids::{Epoch, NodeId};
+use proto::transport::{Connection, PeerIndexCall};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
+
+/// How long whoever has just started waits for a peer to be connected.
+const CONNECT_LIMIT: Duration = Duration::from_millis(500);
+/// How long a peer may take for each of its frames.
+const FRAME_LIMIT: Duration = Duration::from_secs(2);
+/// How long for all of them: a gigabyte at a tenth of a gigabit.
+const ANSWER_LIMIT: Duration = Duration::from_secs(80);
+/// Peers that are told something at a time; others wait.
+const MAX_EXPORTS: usize = 2;
+
+/// Ways to the other coordinators.
+#[derive(Debug)]
+pub struct Peers {
+    /// How many there are.
+    expected: AtomicUsize,
+    /// Those that are connected.
+    connected: watch::Sender<BTreeMap<NodeId, Connection>>,
+    exports: Semaphore,
+}
+
+/// Why a peer's answer is of no use.
+#[derive(Debug, thiserror::Error)]
+enum AskError {
+    #[error(transparent)]
+    Transport(#[from] proto::Error),
+    #[error(transparent)]
+    Peer(#[from] PeerError),
+    #[error("no answer in time")]
+    Late,
+    /// The peer knows nothing more, or does not any more.
+    #[error("it has ended before its end")]
+    Ended,
+}
+
+impl Default for Peers {
+    fn default() -> Self {
+        let (connected, _) = watch::channel(BTreeMap::new());
+        Self { expected: AtomicUsize::new(0), connected, exports: Semaphore::new(MAX_EXPORTS) }
+    }
+}
+
+impl Peers {
+    /// So many others there are, connected or not.
+    pub fn expect(&self, count: usize) {
+        self.expected.store(count, Ordering::Relaxed);
+    }
+
+    /// There is a connection to a peer; it takes the place of an earlier one.
+    pub fn connected(&self, connection: Connection) {
+        let node = connection.peer().node.clone();
+        self.connected.send_modify(|peers| drop(peers.insert(node, connection)));
+    }
+
+    /// The connection to a peer is gone.
+    pub fn gone(&self, node: &NodeId) {
+        self.connected.send_modify(|peers| drop(peers.remove(node)));
+    }
+
+    /// The peers that can be asked; waits a little for the first if there is none yet.
+    async fn all(&self) -> Vec<Connection> {
+        let mut connected = self.connected.subscribe();
+        if self.expected.load(Ordering::Relaxed) > 0 {
+            // Without one the workers tell everything.
+            let _none = timeout(CONNECT_LIMIT, connected.wait_for(|peers| !peers.is_empty())).await;
+        }
+        let mut peers: Vec<Connection> = connected.borrow().values().cloned().collect();
+        if !peers.is_empty() {
+            // Not all ask the same one first.
+            let first = random_u64() % peers.len() as u64;
+            peers.rotate_left(usize::try_from(first).unwrap_or(0));
+        }
+        peers
+    }
+}
+
+impl Dispatch {
+    /// The ways to the other coordinators.
+    pub fn peers(&self) -> &Peers {
+        &self.peers
+    }
+
+    /// Answers a peer that asks for what is known here of a worker.
+    pub async fn tell_peer(&self, mut call: PeerIndexCall) {
+        // Closed never; a peer that waits too long gives up.
+        let Ok(_turn) = self.peers.exports.acquire().await else { return };
+        let PeerIndexAsk::V1(PeerIndexAskV1 { node, epoch, after }) = call.ask.clone();
+        let Some(mut export) = self.desk.lock().balancer.export(&node, epoch, after) else {
+            return call.finish();
+        };
+        let mut bytes = 0;
+        let mut next = || {
+            // Whoever has a request to place goes between the frames.
+            let desk = self.desk.lock();
+            let frame = desk.balancer.exported(&mut export);
+            MutexGuard::unlock_fair(desk);
+            frame
+        };
+        loop {
+            let sent = match next() {
+                Ok(Some(frame)) => {
+                    bytes += frame.len() as u64;
+                    timeout(FRAME_LIMIT, call.send(&frame)).await
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    let error: CodecError = error;
+                    tracing::error!(%node, %error, "an index cannot be told");
+                    return;
+                }
+            };
+            if !matches!(sent, Ok(Ok(()))) {
+                tracing::debug!(%node, ?sent, "a peer has not taken an index");
+                return;
+            }
+        }
+        call.finish();
+        self.metrics.index_exported(bytes);
+    }
+
+    /// Asks the peers, one after the other, for what they know of a worker. What is to be fetched of the worker
+    /// itself after that; `None` if nothing has changed.
+    pub(super) async fn ask_peers(&self, node: &NodeId, epoch: Epoch) -> Option<Need> {
+        let mut begun = None;
+        for peer in self.peers.all().await {
+            match timeout(ANSWER_LIMIT, self.ask_peer(&peer, node, epoch, &mut begun)).await {
+                Ok(Ok(need)) => {
+                    self.metrics.index_imported(Imported::Whole);
+                    tracing::info!(%node, peer = %peer.peer(), "a peer has told a worker's prefixes");
+                    return Some(need);
+                }
+                Ok(Err(AskError::Ended)) if begun.is_none() => {
+                    self.metrics.index_imported(Imported::Nothing);
+                }
+                failed => {
+                    self.metrics.index_imported(Imported::Failed);
+                    let error = failed.unwrap_or(Err(AskError::Late)).err();
+                    tracing::info!(%node, peer = %peer.peer(), ?error, "a peer could not tell a worker's prefixes");
+                }
+            }
+        }
+        begun
+    }
+
+    async fn ask_peer(
+        &self,
+        peer: &Connection,
+        node: &NodeId,
+        epoch: Epoch,
+        begun: &mut Option<Need>,
+    ) -> Result<Need, AskError> {
+        let begin = self.desk.lock().balancer.import(node, epoch);
+        let (mut import, after) = begin.ok_or_else(|| PeerError::Left(node.clone()))?;
+        let ask = PeerIndexAsk::V1(PeerIndexAskV1 { node: node.clone(), epoch, after });
+        let mut answer = peer.open_peer_index(&ask).await?;
+        loop {
+            let frame = timeout(FRAME_LIMIT, answer.next()).await.map_err(|_| AskError::Late)??;
+            let frame = frame.ok_or(AskError::Ended)?;
+            let mut desk = self.desk.lock();
+            let taken = desk.balancer.imported(&mut import, &frame);
+            MutexGuard::unlock_fair(desk);
+            if import.begun() {
+                // Until the end is there only a part of the worker is.
+                *begun = Some(Need::Snapshot);
+            }
+            if let Some(Action::Fetch { need, .. }) = taken? {
+                return Ok(need);
+            }
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! The ops, as data: which handles they read and change, and what is computed.
+
+use super::handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
+
+/// Normalisation of each row, or of each head of a row.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Norm {
+    /// Root mean square if true, mean and variance otherwise.
+    pub rms: bool,
+    /// Weight; none multiplies by one.
+    pub weight: Option<VectorId>,
+    /// Bias.
+    pub bias: Option<VectorId>,
+    /// Added to the mean square or variance.
+    pub eps: f32,
+    /// Elements normalised together; divides the row. The weight has as many elements, or as the row.
+    pub width: usize,
+}
+
+/// Which row of a table each row of a step takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EmbedIndex {
+    /// That of its token.
+    Token,
+    /// That of its position.
+    Position,
+    /// That of its sequence's segment, where there is one: [`StepSequence::segment_start`](super::StepSequence::segment_start).
+    Segment,
+}
+
+/// `out[row] (+)= scale * table[index of row]`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EmbedOp {
+    /// The table.
+    pub table: MatrixId,
+    /// Which of its rows.
+    pub index: EmbedIndex,
+    /// Multiplies the table's row.
+    pub scale: f32,
+    /// Added to what stands in `out` instead of replacing it.
+    pub accumulate: bool,
+    /// Where the rows go.
+    pub out: BufferId,
+}
+
+/// One product `out (+)= scale * (matrix x) + bias`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MatmulJob {
+    /// Weights.
+    pub matrix: MatrixId,
+    /// Where the product goes.
+    pub out: BufferId,
+    /// Added per output.
+    pub bias: Option<VectorId>,
+    /// Multiplies the product.
+    pub scale: f32,
+    /// Added to what stands in `out` instead of replacing it.
+    pub accumulate: bool,
+}
+
+/// Per-head norm and rope of q and k, then k and v into the cache: one op over the step's rows.
+#[derive(Debug, Clone, Copy)]
+pub struct QkvOp {
+    /// `[rows][heads * head_dim]`, changed in place.
+    pub q: BufferId,
+    /// Norm of each query head.
+    pub q_norm: Option<Norm>,
+    /// Keys and values to write; none where the layer reads another's.
+    pub kv: Option<KvWrite>,
+    /// Rotary embedding of q and k.
+    pub rope: Option<RopeId>,
+    /// Whose heads q has, and where k and v go.
+    pub layer: KvLayerId,
+}
+
+/// Keys and values on their way into the cache.
+#[derive(Debug, Clone, Copy)]
+pub struct KvWrite {
+    /// `[rows][kv_heads * head_dim]`, changed in place.
+    pub k: BufferId,
+    /// `[rows][kv_heads * v_head_dim]`, changed in place. It may be `k` itself: then the values are the keys as
+    /// they are before norm and rope.
+    pub v: BufferId,
+    /// Norm of each key head.
+    pub k_norm: Option<Norm>,
+    /// Norm of each value head.
+    pub v_norm: Option<Norm>,
+}
+
+/// Paged attention of the step's rows over their own sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionOp {
+    /// `[rows][heads * head_dim]`.
+    pub q: BufferId,
+    /// `[rows][heads * v_head_dim]`.
+    pub out: BufferId,
+    /// Multiplies q.k.
+    pub scale: f32,
+    /// `[heads]`: per head one more logit, not scaled, with no value, joins the softmax.
+    pub sinks: Option<VectorId>,
+    /// Whose keys and values.
+    pub layer: KvLayerId,
+}
+
+/// Depthwise causal convolution over positions and silu, in place:
+/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])`. The first step of a recurrent layer: it
+/// reads its past inputs from the state and leaves there the last `taps`, this step's included.
+#[derive(Debug, Clone, Copy)]
+pub struct ConvOp {
+    /// `[rows][channels]`, changed in place.
+    pub x: BufferId,
+    /// `[channels][taps]`.
+    pub weight: VectorId,
+    /// `[channels]`.
+    pub bias: Option<VectorId>,
+    /// Whose past inputs.
+    pub layer: StateLayerId,
+}
+
+/// Gated delta net of the step's rows, token by token in position order: see `model::spec::DeltaNetSpec`.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaNetOp {
+    /// `[rows][2 k_heads k_dim + v_heads v_dim]`: q, k, v of all heads, after the convolution.
+    pub qkv: BufferId,
+    /// `[rows][v_heads]`, before the sigmoid.
+    pub beta: BufferId,
+    /// `[rows][v_heads]`, before `dt_bias` and softplus.
+    pub alpha: BufferId,
+    /// `[v_heads]`, below zero.
+    pub a: VectorId,
+    /// `[v_heads]`.
+    pub dt_bias: VectorId,
+    /// Heads of q and k.
+    pub k_heads: usize,
+    /// Value head h uses key head `h % k_heads` if true, `h / (v_heads / k_heads)` otherwise.
+    pub tiled: bool,
+    /// Added to the squared length of q and k.
+    pub l2_eps: f32,
+    /// `[rows][v_heads v_dim]`.
+    pub out: BufferId,
+    /// Whose state: `heads` = v_heads, `rows` = k_dim, `cols` = v_dim.
+    pub layer: StateLayerId,
+}
+
+/// Mamba-2 of the step's rows, token by token in position order: see `model::spec::Mamba2Spec`.
+#[derive(Debug, Clone, Copy)]
+pub struct Mamba2Op {
+    /// `[rows][heads head_dim + 2 groups state]`: x, B of all groups, C of all groups, after the convolution.
+    pub xbc: BufferId,
+    /// `[rows][heads]`, before `dt_bias` and softplus.
+    pub dt: BufferId,
+    /// `[heads]`, below zero.
+    pub a: VectorId,
+    /// `[heads]`.
+    pub d: VectorId,
+    /// `[heads]`.
+    pub dt_bias: VectorId,
+    /// Groups that share B and C.
+    pub groups: usize,
+    /// `[rows][heads head_dim]`.
+    pub out: BufferId,
+    /// Whose state: `rows` = head_dim, `cols` = state.
+    pub layer: StateLayerId,
+}
+
+/// A norm and a silu gate, in place on `x`.
+#[derive(Debug, Clone, Copy)]
+pub struct GatedNormOp {
+    /// Changed in place.
+    pub x: BufferId,
+    /// As wide as `x`.
+    pub gate: BufferId,
+    /// RMS norm of each run of `norm.width` elements.
+    pub norm: Norm,
+    /// `norm(x * silu(gate))` if true (Mamba-2), `norm(x) * silu(gate)` otherwise (delta net).
+    pub gate_first: bool,
+}
+
+/// What multiplies, or replaces, an FFN's inner values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GateActivation {
+    /// x * sigmoid(x)
+    Silu,
+    /// GELU, tanh form.
+    GeluTanh,
+    /// GELU by the error function.
+    GeluErf,
+    /// sigmoid(x)
+    Sigmoid,
+    /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; needs an `up`.
+    ClampedSwiglu,
+}
+
+/// `gate[row] = activation(gate[row]) * up[row][from..from + cols of gate]`, in place, also quantised where
+/// needed next.
+#[derive(Debug, Clone, Copy)]
+pub struct GateOp {
+    /// Changed in place.
+    pub gate: BufferId,
+    /// What the activation multiplies; none leaves the activation alone.
+    pub up: Option<BufferId>,
+    /// First column of `up` that takes part.
+    pub up_from: usize,
+    /// The activation.
+    pub activation: GateActivation,
+}
+
+/// Gate and up of a mixture's experts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ExpertGateUp {
+    /// Two matrices of `ff` rows.
+    Separate {
+        /// Gate, scaled per expert by `gate_scale`.
+        gate: MatrixId,
+        /// Up.
+        up: MatrixId,
+        /// Per-expert factor of the gate product.
+        gate_scale: Option<VectorId>,
+        /// Per-expert factor of the up product.
+        up_scale: Option<VectorId>,
+        /// `[experts][ff]`.
+        gate_bias: Option<VectorId>,
+        /// `[experts][ff]`.
+        up_bias: Option<VectorId>,
+    },
+    /// One matrix of `2 ff` rows, gate first.
+    Fused {
+        /// The matrix.
+        gate_up: MatrixId,
+        /// Per-expert factor of the product.
+        scale: Option<VectorId>,
+        /// `[experts][2 ff]`.
+        bias: Option<VectorId>,
+    },
+}
+
+/// Mixture of experts over the step's rows: route, gather, gated FFN per expert, weighted sum in rank order.
+#[derive(Debug, Clone, Copy)]
+pub struct MoeOp {
+    /// Normed input `[rows][hidden]`.
+    pub x: BufferId,
+    /// Router logits `[rows][experts]`.
+    pub router: BufferId,
+    /// `out += scale * sum`, or `out = ...` when not accumulating.
+    pub out: BufferId,
+    /// See above.
+    pub accumulate: bool,
+    /// See above.
+    pub scale: f32,
+    /// Experts per row.
+    pub used: usize,
+    /// Weights of the chosen experts sum to one.
+    pub renormalise: bool,
+    /// Gate and up.
+    pub gate_up: ExpertGateUp,
+    /// Down.
+    pub down: MatrixId,
+    /// Per-expert factor of the down product.
+    pub down_scale: Option<VectorId>,
+    /// `[experts][hidden]`, added before the weighting.
+    pub down_bias: Option<VectorId>,
+    /// Inner width of an expert.
+    pub ff: usize,
+    /// Gate activation.
+    pub activation: GateActivation,
+}

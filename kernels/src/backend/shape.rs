@@ -1,0 +1,107 @@
+//! What a device is told before the first step: shapes of KV and states, matrices and rotary embeddings to upload.
+
+use crate::attention::KvType;
+
+/// Shape of one layer's KV.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvShape {
+    /// Query heads that read it.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Width of a key head.
+    pub head_dim: usize,
+    /// Width of a value head.
+    pub v_head_dim: usize,
+    /// Positions per block: 16, 32 or 64.
+    pub block_tokens: usize,
+    /// Element type.
+    pub kv_type: KvType,
+    /// `Some(w)`: query p sees keys j with p - j < w, and only these have blocks.
+    pub window: Option<usize>,
+    /// Whether a query sees only keys at its own position and before. Without it a sequence's whole input
+    /// must be in one step, and every row sees all of it.
+    pub causal: bool,
+}
+
+/// The recurrence that a state belongs to. It decides which way a backend lays the matrices out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StateKind {
+    /// [`DeltaNetOp`](super::DeltaNetOp).
+    DeltaNet,
+    /// [`Mamba2Op`](super::Mamba2Op).
+    Mamba2,
+}
+
+/// What a head's matrix is stored as. Rows are computed in f32 whatever it is; what a row leaves behind is rounded
+/// after each row, so that it does not matter where a chunk ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum HeadType {
+    /// As computed.
+    F32,
+    /// Rounded to the nearest bfloat16, ties to even.
+    Bf16,
+}
+
+/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps` positions, all f32, and `heads`
+/// matrices of `rows` x `cols`, each of a [`HeadType`]. The oldest of those inputs is read by no later row; it is
+/// kept because reference implementations keep it and states are compared with theirs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StateShape {
+    /// Which op advances it.
+    pub kind: StateKind,
+    /// Channels of the convolution.
+    pub channels: usize,
+    /// Positions that the convolution sees, the token's own included.
+    pub taps: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Delta net: width of a key; Mamba-2: width of a head.
+    pub rows: usize,
+    /// Delta net: width of a value; Mamba-2: width of B and C.
+    pub cols: usize,
+}
+
+impl StateShape {
+    /// Values of the convolution's past inputs, `[taps][channels]`, oldest position first.
+    pub fn conv_len(&self) -> usize {
+        self.taps * self.channels
+    }
+
+    /// Values of the matrices, `[heads][rows][cols]`.
+    pub fn recurrent_len(&self) -> usize {
+        self.heads * self.rows * self.cols
+    }
+}
+
+/// A matrix to upload: `experts` matrices of `rows` x `cols`, row-major blocks of `ggml_type`, back to back.
+#[derive(Debug, Clone, Copy)]
+pub struct MatrixSource<'a> {
+    /// ggml type id.
+    pub ggml_type: u32,
+    /// Outputs of one matrix.
+    pub rows: usize,
+    /// Inputs.
+    pub cols: usize,
+    /// 1 for an ordinary matrix.
+    pub experts: usize,
+    /// The bytes as in the file.
+    pub bytes: &'a [u8],
+}
+
+/// Rotary embedding: see `model::spec::RopeSpec`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeSource {
+    /// Pairs (2i, 2i+1) if true, (i, i + n_rot/2) otherwise.
+    pub interleaved: bool,
+    /// Elements that rotate.
+    pub n_rot: usize,
+    /// Base of the frequencies.
+    pub base: f32,
+    /// Multiplies every angle.
+    pub freq_scale: f32,
+    /// Divides frequency i; `n_rot / 2` values.
+    pub factors: Option<Vec<f32>>,
+    /// Multiplies cosine and sine; 1 but for YaRN.
+    pub magnitude: f32,
+}

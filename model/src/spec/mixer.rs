@@ -1,0 +1,241 @@
+//! What mixes information over positions: attention, delta net, Mamba-2, and what they are made of.
+
+use super::{LinearSpec, NormSpec};
+
+/// What mixes information over positions.
+#[derive(Debug, Clone, PartialEq)]
+pub enum MixerSpec {
+    /// Softmax attention, full or windowed.
+    Attention(AttentionSpec),
+    /// Gated delta net: a recurrent state per head, corrected towards each new value.
+    DeltaNet(DeltaNetSpec),
+    /// Mamba-2: a recurrent state per head, decayed and added to.
+    Mamba2(Mamba2Spec),
+}
+
+/// Attention of one layer: `out = o (softmax(scale q.k) v * sigmoid(gate))`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionSpec {
+    /// Whether a query sees only keys at its own position and before.
+    pub causal: bool,
+    /// `Some(w)`: query p sees keys j with p - j < w.
+    pub window: Option<usize>,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; query head h reads kv head h / (heads / kv_heads).
+    pub kv_heads: usize,
+    /// Width of a query/key head.
+    pub head_dim: usize,
+    /// Width of a value head.
+    pub v_head_dim: usize,
+    /// Query projection.
+    pub q: LinearSpec,
+    /// Per-head norm of q before rope.
+    pub q_norm: Option<NormSpec>,
+    /// Keys and values.
+    pub kv: KvSpec,
+    /// Rotary embedding of q and k.
+    pub rope: Option<RopeSpec>,
+    /// Multiplies q.k.
+    pub scale: f32,
+    /// Name of a `[heads]` tensor: per head one more logit, not scaled, with no value, joins the softmax.
+    pub sinks: Option<String>,
+    /// Sigmoid gate of what attention gives, element by element, before `o`.
+    pub gate: Option<LinearSpec>,
+    /// Output projection.
+    pub o: LinearSpec,
+}
+
+/// Where a layer's keys and values come from.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "one per layer, and in most models all are the large one")]
+pub enum KvSpec {
+    /// Its own.
+    Own(OwnKvSpec),
+    /// Those of an earlier layer of the same shape.
+    Shared {
+        /// The layer.
+        layer: usize,
+    },
+}
+
+/// Key and value projections of a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OwnKvSpec {
+    /// Key projection.
+    pub k: LinearSpec,
+    /// Value projection; none takes the key projection's product, before its norm and rope.
+    pub v: Option<LinearSpec>,
+    /// Per-head norm of k before rope.
+    pub k_norm: Option<NormSpec>,
+    /// Per-head norm of v.
+    pub v_norm: Option<NormSpec>,
+}
+
+/// Depthwise causal convolution over positions, then silu: `y_t[c] = silu(b[c] + sum_j w[j, c] x_{t-taps+1+j}[c])`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConvSpec {
+    /// Name of the weight, `[taps, channels]` in GGUF order; the last tap is the token's own.
+    pub weight: String,
+    /// Name of the bias, `[channels]`.
+    pub bias: Option<String>,
+    /// Positions that a token sees, its own included.
+    pub taps: usize,
+    /// Channels.
+    pub channels: usize,
+}
+
+/// Gated delta net (arXiv 2412.06464). Per value head a state S of `k_dim` x `v_dim`, per token
+/// `S = exp(g) S`, `d = beta (v - S^T k)`, `S += k d^T`, `o = S^T q` with q and k of unit length (q also times
+/// `k_dim^-0.5`), `beta = sigmoid(beta x)`, `g = a softplus(alpha x + dt_bias)`;
+/// `out (norm(o) * silu(gate x))`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeltaNetSpec {
+    /// Heads of q and k.
+    pub k_heads: usize,
+    /// Heads of v; a multiple of `k_heads`.
+    pub v_heads: usize,
+    /// Width of a head of q and k.
+    pub k_dim: usize,
+    /// Width of a head of v.
+    pub v_dim: usize,
+    /// Which key head a value head uses.
+    pub grouping: HeadGrouping,
+    /// All heads of q, then of k, then of v; they go through `conv`.
+    pub qkv: LinearSpec,
+    /// Convolution of q, k and v.
+    pub conv: ConvSpec,
+    /// Output gate, `v_heads * v_dim`.
+    pub gate: LinearSpec,
+    /// Strength of the correction, one value per value head.
+    pub beta: LinearSpec,
+    /// Decay, one value per value head.
+    pub alpha: LinearSpec,
+    /// Name of `[v_heads]`, below zero: `-exp(A_log)`.
+    pub a: String,
+    /// Name of `[v_heads]`.
+    pub dt_bias: String,
+    /// Added to the squared length of q and k.
+    pub l2_eps: f32,
+    /// Norm of each head's output, before the gate.
+    pub norm: NormSpec,
+    /// Output projection.
+    pub out: LinearSpec,
+}
+
+/// See [`DeltaNetSpec`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum HeadGrouping {
+    /// Value head h uses key head h / (v_heads / k_heads).
+    Grouped,
+    /// Value head h uses key head h % k_heads.
+    Tiled,
+}
+
+/// Mamba-2 (arXiv 2405.21060). Per head a state S of `head_dim` x `state`, per token
+/// `S = exp(dt a) S + dt x B^T`, `y = S C + d x` with `dt = softplus(dt x + dt_bias)`;
+/// `out norm(y * silu(z))`, normed per group.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mamba2Spec {
+    /// Heads.
+    pub heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Groups that share B and C: head h uses group h / (heads / groups).
+    pub groups: usize,
+    /// Width of B and C.
+    pub state: usize,
+    /// Output gate, `heads * head_dim`.
+    pub z: LinearSpec,
+    /// x, then B and C of all groups; they go through `conv`.
+    pub xbc: LinearSpec,
+    /// Step size, one value per head.
+    pub dt: LinearSpec,
+    /// Convolution of x, B and C.
+    pub conv: ConvSpec,
+    /// Name of `[heads]`, below zero: `-exp(A_log)`.
+    pub a: String,
+    /// Name of `[heads]`.
+    pub d: String,
+    /// Name of `[heads]`.
+    pub dt_bias: String,
+    /// Norm of each group's gated output; the weight runs over all groups.
+    pub norm: NormSpec,
+    /// Output projection.
+    pub out: LinearSpec,
+}
+
+/// Rotary position embedding: `angle_i(pos) = pos * base^(-2i/n_rot) / factor_i * freq_scale`; cosine and sine
+/// are multiplied by `magnitude`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeSpec {
+    /// Which elements make a pair.
+    pub style: RopeStyle,
+    /// Elements of a head that rotate; the others pass through.
+    pub n_rot: usize,
+    /// Base of the frequencies.
+    pub base: f32,
+    /// Multiplies every angle.
+    pub freq_scale: f32,
+    /// `n_rot / 2` divisors of the frequencies.
+    pub factors: Option<RopeFactors>,
+    /// 1 but for YaRN.
+    pub magnitude: f32,
+}
+
+/// See [`RopeSpec`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum RopeFactors {
+    /// Name of an F32 tensor of them.
+    Tensor(String),
+    /// The factors, computed from hyper-parameters.
+    Values(Vec<f32>),
+}
+
+/// See [`RopeSpec`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeStyle {
+    /// Pairs (2i, 2i+1).
+    Interleaved,
+    /// Pairs (i, i + n_rot/2), "NEOX".
+    Half,
+}
+
+impl MixerSpec {
+    /// Elements that a sequence keeps whatever its length: convolution and recurrent state; 0 for attention.
+    pub fn state_elements(&self) -> usize {
+        match self {
+            Self::Attention(_) => 0,
+            Self::DeltaNet(net) => net.conv.state_elements() + net.v_heads * net.k_dim * net.v_dim,
+            Self::Mamba2(mamba) => mamba.conv.state_elements() + mamba.heads * mamba.head_dim * mamba.state,
+        }
+    }
+}
+
+impl AttentionSpec {
+    /// The projections of its own keys and values, if it has them.
+    pub fn own_kv(&self) -> Option<&OwnKvSpec> {
+        match &self.kv {
+            KvSpec::Own(own) => Some(own),
+            KvSpec::Shared { .. } => None,
+        }
+    }
+
+    /// Elements of one position's keys.
+    pub fn k_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Elements of one position's values.
+    pub fn v_width(&self) -> usize {
+        self.kv_heads * self.v_head_dim
+    }
+}
+
+impl ConvSpec {
+    /// Elements that a sequence keeps: the inputs of as many positions as a token sees. The oldest is read by no
+    /// later token; reference implementations keep it, and states are compared with theirs.
+    pub fn state_elements(&self) -> usize {
+        self.taps * self.channels
+    }
+}

@@ -1,0 +1,63 @@
+//! What one coordinator's index knows of a worker, for another coordinator: a question goes one way, frames come
+//! back as the bytes that their digest is of.
+
+use super::streams::{FrameReader, FrameWriter};
+use crate::Error;
+use crate::codec::Cap;
+use crate::event::{PeerIndexAsk, PeerIndexFrame};
+use bytes::Bytes;
+use quinn::{RecvStream, SendStream};
+
+const ASK: Cap = Cap::Control;
+const FRAMES: Cap = Cap::Events;
+
+/// The end of the coordinator that asks. Dropping it ends the answer.
+#[derive(Debug)]
+pub struct PeerIndexStream {
+    frames: FrameReader<PeerIndexFrame>,
+}
+
+impl PeerIndexStream {
+    pub(super) async fn start(
+        send: SendStream,
+        receive: RecvStream,
+        ask: &PeerIndexAsk,
+    ) -> Result<Self, Error> {
+        let mut writer = FrameWriter::new(send, ASK);
+        writer.write(ask).await?;
+        writer.finish();
+        Ok(Self { frames: FrameReader::new(receive, FRAMES) })
+    }
+
+    /// The bytes of the next [`PeerIndexFrame`], at most 4 MiB; `None` behind the last, which is also the first where the
+    /// other one knows nothing more.
+    pub async fn next(&mut self) -> Result<Option<Bytes>, Error> {
+        self.frames.next_bytes().await
+    }
+}
+
+/// The end of the coordinator that is asked.
+#[derive(Debug)]
+pub struct PeerIndexCall {
+    /// What is asked.
+    pub ask: PeerIndexAsk,
+    frames: FrameWriter<PeerIndexFrame>,
+}
+
+impl PeerIndexCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let ask = FrameReader::new(receive, ASK).next().await?;
+        let ask = ask.ok_or(Error::StreamCut { what: "a question for an index" })?;
+        Ok(Self { ask, frames: FrameWriter::new(send, FRAMES) })
+    }
+
+    /// Sends the bytes of a [`PeerIndexFrame`]; waits while the other one reads slower than we send.
+    pub async fn send(&mut self, frame: &[u8]) -> Result<(), Error> {
+        self.frames.write_bytes(frame).await
+    }
+
+    /// There is no more.
+    pub fn finish(mut self) {
+        self.frames.finish();
+    }
+}

@@ -1,0 +1,75 @@
+//! How the subcommands that operate a cluster reach one of its coordinators.
+
+use crate::ops_client::{self, Body, Call, Incoming};
+use crate::{home, status};
+use anyhow::Context;
+use serde_json::Value;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Which coordinator is asked, and as whom.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct Access {
+    /// Ops address of a coordinator; default: that of the cluster `kvasir up` runs from the data directory.
+    #[arg(long, value_name = "HOST:PORT", env = "KVASIR_OPS")]
+    pub(crate) ops: Option<String>,
+    /// Data directory of a `kvasir up`.
+    #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+    /// An admin's API key; needed from another machine.
+    #[arg(long, value_name = "KEY", env = "KVASIR_API_KEY", hide_env_values = true)]
+    pub(crate) key: Option<String>,
+}
+
+impl Access {
+    /// The coordinator's ops address.
+    fn server(&self) -> anyhow::Result<SocketAddr> {
+        let server = match (&self.ops, &self.data_dir) {
+            (Some(ops), _) => ops.clone(),
+            (None, dir) => status::ops_of(dir.clone().map_or_else(home::up_data_dir, Ok)?)?,
+        };
+        ops_client::address(&server)
+    }
+
+    /// Sends a request and reads the answer's head; every wait is bounded by `timeout`.
+    pub(crate) fn send<'a>(
+        &'a self,
+        method: &'a str,
+        path: &'a str,
+        body: Option<Body<'a>>,
+        timeout: Duration,
+    ) -> anyhow::Result<Incoming> {
+        let server = self.server()?;
+        let call = Call { key: self.key.as_deref(), body, ..Call::new(method, path, timeout) };
+        call.send(server).with_context(|| format!("coordinator {server}"))
+    }
+
+    /// The body of the answer to a request without one; any status but 2xx is an error.
+    pub(crate) fn text(&self, method: &str, path: &str, timeout: Duration) -> anyhow::Result<String> {
+        self.send(method, path, None, timeout)?.text()?.success()
+    }
+
+    /// Asks without a body, or with one of JSON; the answer, null where it has no body.
+    pub(crate) fn json(
+        &self,
+        method: &str,
+        path: &str,
+        body: Option<&Value>,
+        timeout: Duration,
+    ) -> anyhow::Result<Value> {
+        let text = body.map(Value::to_string).unwrap_or_default();
+        let mut bytes = text.as_bytes();
+        let length = bytes.len() as u64;
+        let body = body.map(|_| Body { kind: "application/json", from: &mut bytes, length });
+        parse(&self.send(method, path, body, timeout)?.text()?.success()?)
+    }
+}
+
+/// The JSON of an answer's body; null if it has none.
+pub(crate) fn parse(body: &str) -> anyhow::Result<Value> {
+    if body.is_empty() {
+        return Ok(Value::Null);
+    }
+    serde_json::from_str(body).context("the coordinator's answer")
+}

@@ -1,0 +1,200 @@
+//! `kvasir drain` and `kvasir undrain`: a worker takes no new work, or takes it again.
+
+use crate::access::Access;
+use crate::admin::escape;
+use crate::config::Period;
+use crate::status::{Cluster, Worker};
+use anyhow::{Context, bail};
+use serde_json::{Value, json};
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// Coordinators agree or refuse within two seconds.
+const CHANGE_LIMIT: Duration = Duration::from_secs(10);
+/// Workers report a few times a second.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Has a worker take no new work; what it has begun it ends.
+///
+/// All coordinators agree on it, so it holds at each of them and outlives their restarts, until `kvasir undrain`.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  kvasir drain worker-1\n  kvasir drain w7 --ops 10.0.0.7:9090 --wait --timeout 30m\n\n\
+    Exit codes: 0 it drains (with --wait: and has no work any more), 1 it does not, or still has work when the\n\
+    time is up."
+)]
+pub(crate) struct Drain {
+    #[command(flatten)]
+    target: Target,
+    /// Wait until it has no work.
+    #[arg(long)]
+    wait: bool,
+    /// How long to wait at most.
+    #[arg(long, value_name = "TIME", default_value = "10m", requires = "wait")]
+    timeout: Period,
+}
+
+/// Has a worker that drains take work again.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir undrain worker-1")]
+pub(crate) struct Undrain {
+    #[command(flatten)]
+    target: Target,
+}
+
+#[derive(clap::Args)]
+struct Target {
+    /// The worker's id, as `kvasir status` shows it.
+    #[arg(value_name = "NODE")]
+    node: String,
+    #[command(flatten)]
+    access: Access,
+    /// Print what became of it as one line of JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Drain {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let Self { target, wait, timeout } = self;
+        target.change("drain")?;
+        let seen = if wait { target.wait(timeout.0)? } else { target.look()? };
+        target.show(seen.as_ref(), if wait { "has no work" } else { "drains" })
+    }
+}
+
+impl Undrain {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        self.target.change("undrain")?;
+        let seen = self.target.look()?;
+        self.target.show(seen.as_ref(), "takes work")
+    }
+}
+
+impl Target {
+    fn change(&self, what: &str) -> anyhow::Result<()> {
+        let path = format!("/admin/v1/workers/{}/{what}", escape(&self.node));
+        let answer = self.access.send("POST", &path, None, CHANGE_LIMIT)?.text()?;
+        if answer.status == 404 {
+            bail!("{}", nobody(&self.node, &Cluster::ask(&self.access)?));
+        }
+        answer.success().map(drop)
+    }
+
+    /// The worker as it is now; none if it has left.
+    fn look(&self) -> anyhow::Result<Option<Worker>> {
+        let cluster = Cluster::ask(&self.access)?;
+        Ok(cluster.workers.into_iter().find(|worker| worker.id == self.node))
+    }
+
+    /// Until it has no work, or has left.
+    fn wait(&self, limit: Duration) -> anyhow::Result<Option<Worker>> {
+        let deadline = Instant::now() + limit;
+        let terminal = std::io::stderr().is_terminal();
+        loop {
+            // A coordinator that restarts meanwhile is asked again.
+            let last = match self.look() {
+                Ok(Some(worker)) if !worker.draining => {
+                    bail!("somebody has undrained {} meanwhile", self.node)
+                }
+                Ok(seen) if seen.as_ref().is_none_or(is_idle) => {
+                    if terminal {
+                        eprintln!();
+                    }
+                    return Ok(seen);
+                }
+                other => other,
+            };
+            if Instant::now() >= deadline {
+                let left = last.context("it cannot be told whether it has work")?;
+                bail!(
+                    "{} has still work after {limit:?}: {}",
+                    self.node,
+                    left.as_ref().map_or_else(String::new, work)
+                );
+            }
+            if let (true, Ok(Some(worker))) = (terminal, &last) {
+                eprint!("\r\x1b[K{}: {}", self.node, work(worker));
+            }
+            std::thread::sleep(LOOK_EVERY.min(deadline.saturating_duration_since(Instant::now())));
+        }
+    }
+
+    fn show(&self, seen: Option<&Worker>, words: &str) -> anyhow::Result<()> {
+        let mut out = std::io::stdout().lock();
+        if self.json {
+            writeln!(out, "{}", outcome(&self.node, seen))?;
+        } else if seen.is_some() {
+            writeln!(out, "{} {words}", self.node)?;
+        } else {
+            writeln!(out, "{} has left", self.node)?;
+        }
+        Ok(())
+    }
+}
+
+/// What became of it.
+fn outcome(node: &str, seen: Option<&Worker>) -> Value {
+    let Some(worker) = seen else {
+        return json!({"id": node, "state": "left", "draining": null, "idle": true, "running": 0, "waiting": 0});
+    };
+    json!({
+        "id": node,
+        "state": worker.state,
+        "draining": worker.draining,
+        "idle": is_idle(worker),
+        "running": worker.running,
+        "waiting": worker.waiting,
+    })
+}
+
+/// Whether it has no work and gets none: only its own word for it that it drains keeps out what other coordinators
+/// have sent before they had heard of it.
+fn is_idle(worker: &Worker) -> bool {
+    let drains = worker.reported.as_deref().unwrap_or(&worker.state) == "draining";
+    drains && worker.running + worker.waiting + worker.inflight == 0
+}
+
+fn work(worker: &Worker) -> String {
+    format!("{} running, {} waiting", worker.running, worker.waiting)
+}
+
+/// Why there is no such worker.
+fn nobody(node: &str, cluster: &Cluster) -> String {
+    if cluster.coordinators.iter().any(|coordinator| coordinator.id == node) {
+        return format!("{node} is a coordinator: only workers drain; told to end, it hands over by itself");
+    }
+    let known: Vec<&str> = cluster.workers.iter().map(|worker| worker.id.as_str()).collect();
+    let known = if known.is_empty() { "there are none".to_owned() } else { known.join(", ") };
+    format!("no worker has the id {node:?}; workers: {known}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worker(reported: &str, running: u64, inflight: u64) -> Worker {
+        let value = json!({"id": "w0", "epoch": 1, "state": "draining", "reported": reported, "draining": true,
+            "kv_used": 0, "kv_total": 1, "running": running, "inflight": inflight});
+        serde_json::from_value(value).unwrap()
+    }
+
+    #[test]
+    fn a_worker_is_idle_only_by_its_own_word() {
+        assert!(is_idle(&worker("draining", 0, 0)));
+        assert!(!is_idle(&worker("ready", 0, 0)), "it may still be sent something");
+        assert!(!is_idle(&worker("draining", 1, 0)) && !is_idle(&worker("draining", 0, 1)));
+    }
+
+    #[test]
+    fn who_is_not_there_is_told_who_is() {
+        let cluster: Cluster = serde_json::from_value(json!({
+            "coordinators": [{"id": "c0", "role": "leader"}],
+            "workers": [{"id": "w0", "epoch": 1, "state": "ready", "kv_used": 0, "kv_total": 1}],
+        }))
+        .unwrap();
+        assert!(nobody("w9", &cluster).contains("w0"));
+        assert!(nobody("c0", &cluster).contains("coordinator"));
+        assert!(nobody("w9", &Cluster::default()).contains("none"));
+    }
+}

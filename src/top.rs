@@ -1,0 +1,213 @@
+//! `kvasir top`: what a cluster does just now, again and again.
+
+use crate::access::Access;
+use crate::config::Period;
+use crate::status::{Cluster, columns};
+use std::collections::HashMap;
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// A coordinator asks its workers for their metrics before it answers.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Back to the corner, and nothing below what is written next.
+const HOME: &str = "\x1b[H\x1b[J";
+
+/// Shows workers, coordinators, the queue and rates, and goes on showing them.
+///
+/// Rates are of the time between two looks. Requests and tokens are those of the coordinator that is asked;
+/// what workers compute is theirs, whoever sent it.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  kvasir top\n  kvasir top --ops 10.0.0.7:9090 --every 5s\n  kvasir top --once"
+)]
+pub(crate) struct Top {
+    #[command(flatten)]
+    access: Access,
+    /// Time between two looks.
+    #[arg(long, value_name = "TIME", default_value = "1s")]
+    every: Period,
+    /// Look twice, print one table and end.
+    #[arg(long)]
+    once: bool,
+}
+
+impl Top {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let every = self.every.0.max(Duration::from_millis(50));
+        let terminal = std::io::stdout().is_terminal() && !self.once;
+        let mut before = Sample::take(&self.access)?;
+        loop {
+            std::thread::sleep(every);
+            let text = match Sample::take(&self.access) {
+                Ok(now) => {
+                    let text = screen(&before, &now);
+                    before = now;
+                    text
+                }
+                Err(error) if self.once => return Err(error),
+                // It may come back.
+                Err(error) => format!("{error:#}\n"),
+            };
+            let mut out = std::io::stdout().lock();
+            write!(out, "{}{text}", if terminal { HOME } else { "" })?;
+            if self.once {
+                return Ok(());
+            }
+            if !terminal {
+                writeln!(out)?;
+            }
+            out.flush()?;
+        }
+    }
+}
+
+/// One look.
+struct Sample {
+    at: Instant,
+    cluster: Cluster,
+    series: Series,
+}
+
+impl Sample {
+    fn take(access: &Access) -> anyhow::Result<Self> {
+        let cluster = Cluster::ask(access)?;
+        let series = Series::read(&access.text("GET", "/metrics", TIMEOUT)?);
+        Ok(Self { at: Instant::now(), cluster, series })
+    }
+}
+
+/// Samples of metrics, summed over all labels but `worker`.
+#[derive(Debug, Default)]
+struct Series(HashMap<(String, Option<String>), f64>);
+
+impl Series {
+    /// From the text format; lines that are none of it are left out.
+    fn read(text: &str) -> Self {
+        let mut series = HashMap::new();
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let Some((name, value)) = line.rsplit_once(' ') else { continue };
+            let Ok(value) = value.parse::<f64>() else { continue };
+            let (name, labels) = name.split_once('{').unwrap_or((name, ""));
+            let worker = labels.split("worker=\"").nth(1).and_then(|rest| rest.split('"').next());
+            *series.entry((name.to_owned(), worker.map(str::to_owned))).or_default() += value;
+        }
+        Self(series)
+    }
+
+    fn get(&self, name: &str, worker: Option<&str>) -> f64 {
+        self.0.get(&(name.to_owned(), worker.map(str::to_owned))).copied().unwrap_or(0.0)
+    }
+}
+
+/// What has happened between two looks.
+struct Since<'a> {
+    before: &'a Series,
+    now: &'a Series,
+    seconds: f64,
+}
+
+impl Since<'_> {
+    /// By how much a counter has grown; what began anew counts from 0.
+    fn grown(&self, name: &str, worker: Option<&str>) -> f64 {
+        let (before, now) = (self.before.get(name, worker), self.now.get(name, worker));
+        if now < before { now } else { now - before }
+    }
+
+    fn rate(&self, name: &str, worker: Option<&str>) -> String {
+        format!("{:.1}", self.grown(name, worker) / self.seconds)
+    }
+
+    fn percent(&self, part: &str, whole: &str, worker: Option<&str>) -> String {
+        let whole = self.grown(whole, worker);
+        if whole > 0.0 { format!("{:.0} %", 100.0 * self.grown(part, worker) / whole) } else { "-".into() }
+    }
+}
+
+fn screen(before: &Sample, now: &Sample) -> String {
+    let seconds = now.at.saturating_duration_since(before.at).as_secs_f64().max(1e-3);
+    let since = Since { before: &before.series, now: &now.series, seconds };
+    let cluster = &now.cluster;
+    let mut coordinators = vec![["COORDINATOR", "ROLE", "TERM", "APPLIED"].map(str::to_owned).to_vec()];
+    coordinators.extend(cluster.coordinators.iter().map(|node| {
+        vec![node.id.clone(), node.role.clone(), node.term.to_string(), node.applied.to_string()]
+    }));
+    let head = ["WORKER", "STATE", "RUN", "WAIT", "KV", "PREFILL T/S", "STEPS/S", "PREFIX HITS", "PROGRESS"];
+    let mut workers = vec![head.map(str::to_owned).to_vec()];
+    workers.extend(cluster.workers.iter().map(|worker| {
+        let of = Some(worker.id.as_str());
+        vec![
+            worker.id.clone(),
+            worker.state.clone(),
+            worker.running.to_string(),
+            worker.waiting.to_string(),
+            format!("{} %", (100 * worker.kv_used).checked_div(worker.kv_total).unwrap_or(0)),
+            since.rate("kvasir_prefill_tokens_computed_total", of),
+            since.rate("kvasir_steps_total", of),
+            since.percent("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", of),
+            format!("{} ms ago", worker.last_progress_ms),
+        ]
+    }));
+    let queue = &cluster.queue;
+    format!(
+        "requests: {} waiting ({} tokens), {} with workers, {}/s finished; \
+         tokens/s: {} prompt, {} generated\n\n{}\n{}",
+        queue.requests,
+        queue.tokens,
+        queue.inflight,
+        since.rate("vllm:request_success_total", None),
+        since.rate("vllm:prompt_tokens_total", None),
+        since.rate("vllm:generation_tokens_total", None),
+        columns(&workers),
+        columns(&coordinators),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(at: Instant, metrics: &str) -> Sample {
+        let cluster = serde_json::json!({
+            "coordinators": [{"id": "c0", "role": "leader", "term": 3, "applied": 40}],
+            "workers": [{"id": "w0", "epoch": 1, "state": "ready", "kv_used": 25, "kv_total": 100, "running": 2,
+                         "waiting": 1, "last_progress_ms": 7}],
+            "queue": {"requests": 5, "tokens": 900, "inflight": 3},
+        });
+        Sample { at, cluster: serde_json::from_value(cluster).unwrap(), series: Series::read(metrics) }
+    }
+
+    #[test]
+    fn rates_are_of_the_time_between_two_looks() {
+        let at = Instant::now();
+        let text = |tokens: u32, steps: u32, hits: u32| {
+            format!(
+                "# TYPE vllm:prompt_tokens counter\nvllm:prompt_tokens_total{{model_name=\"m\"}} {tokens}\n\
+                 kvasir_steps_total{{worker=\"w0\"}} {steps}\nkvasir_steps_total{{worker=\"w1\"}} 9\n\
+                 vllm:prefix_cache_hits_total{{worker=\"w0\"}} {hits}\n\
+                 vllm:prefix_cache_queries_total{{worker=\"w0\"}} {}\n",
+                2 * hits
+            )
+        };
+        let before = sample(at, &text(100, 50, 8));
+        let now = sample(at + Duration::from_secs(2), &text(300, 10, 10));
+        let screen = screen(&before, &now);
+        let row = screen.lines().find(|line| line.starts_with("w0")).unwrap();
+        let cells: Vec<&str> = row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
+        // The worker has restarted: its steps count from 0.
+        assert_eq!(cells, ["w0", "ready", "2", "1", "25 %", "0.0", "5.0", "50 %", "7 ms ago"]);
+        assert!(screen.starts_with("requests: 5 waiting (900 tokens), 3 with workers"), "{screen}");
+        assert!(
+            screen.contains("100.0 prompt") && screen.contains("c0") && screen.contains("leader"),
+            "{screen}"
+        );
+    }
+
+    #[test]
+    fn series_are_summed_over_all_labels_but_the_worker() {
+        let series = Series::read("a{m=\"1\"} 2\na{m=\"2\"} 3\na{worker=\"w\",m=\"1\"} 7\nnonsense\n# a 9\n");
+        assert_eq!(
+            (series.get("a", None), series.get("a", Some("w")), series.get("b", None)),
+            (5.0, 7.0, 0.0)
+        );
+    }
+}

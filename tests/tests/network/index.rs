@@ -1,0 +1,72 @@
+//! A coordinator that has lost its memory gets its index back from another one, while requests go on.
+
+use kvasir_cluster_tests::fleet::{Fleet, Node};
+use kvasir_cluster_tests::wait;
+use serde_json::json;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+const RECOVERY: Duration = Duration::from_secs(45);
+/// Prompts, each of so many tokens, of which as many can be cached as are whole units before the last token.
+const PROMPTS: u32 = 24;
+const TOKENS: u32 = 81;
+const CACHED: u64 = 80;
+
+fn prompt(number: u32) -> Vec<u32> {
+    (0..TOKENS).map(|n| 5 + (n * 7 + number * 31 + n * number) % 200).collect()
+}
+
+/// The tokens that the coordinator expected to be cached, and those that were.
+fn ask(fleet: &Fleet, coordinator: usize, model: &str, number: u32) -> Option<(u64, u64)> {
+    let body = json!({"model": model, "prompt": prompt(number), "max_tokens": 2, "temperature": 0});
+    let answer = fleet.post(coordinator, "/v1/completions", &body).ok()?;
+    let route = answer.header("x-kvasir-route")?.to_owned();
+    let predicted = route.split("predicted=").nth(1)?.parse().ok()?;
+    let usage = answer.ok().ok()?["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64()?;
+    Some((predicted, usage))
+}
+
+/// Ends the client also when the test fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_restarted_coordinator_has_its_index_from_a_peer() {
+    let fleet = Fleet::builder("index-from-peer", &crate::tiny_model(), 3, 2).start(31).unwrap();
+    let model = fleet.model().unwrap();
+    for number in 0..PROMPTS {
+        ask(&fleet, 0, &model, number).unwrap();
+    }
+    let knows_all =
+        |coordinator| (0..PROMPTS).all(|n| ask(&fleet, coordinator, &model, n) == Some((CACHED, CACHED)));
+    wait::until("c1 knows what c0 has sent", RECOVERY, || knows_all(1).then_some(())).unwrap();
+
+    let (stop, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        let _ends_client = Stop(&stop);
+        scope.spawn(|| {
+            for number in (0..PROMPTS).cycle() {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                assert!(ask(&fleet, 0, &model, number).is_some(), "c0 does not answer");
+                answered.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        fleet.kill(Node::Coordinator(1)).unwrap();
+        fleet.start(Node::Coordinator(1)).unwrap();
+        let restarted = Instant::now();
+        fleet.wait_for_workers(1, 2).unwrap();
+        wait::until("c1 knows all again", RECOVERY, || knows_all(1).then_some(())).unwrap();
+        println!("c1 knows all again {:?} after it listens", restarted.elapsed());
+    });
+    assert!(answered.load(Ordering::Relaxed) > 0);
+    // From peers, and not from the workers.
+    let exports = [0, 2].map(|peer| fleet.metric(peer, "kvasir_index_exports_total").unwrap());
+    assert!(exports.iter().sum::<f64>() >= 2.0, "{exports:?}");
+}

@@ -1,0 +1,588 @@
+//! Streams of tokens over workers that die, freeze, decline and come back: the real balancer and its prefix index
+//! between virtual workers and readers. What a reader has been told is at every step the beginning of what one
+//! undisturbed run tells, and in the end all of it.
+//!
+//! A reader takes the tokens of its present attempt and no others, as the front does, where each attempt has a stream
+//! of its own. Here only the number that the balancer gives to an attempt tells the late from the present.
+
+mod life;
+
+use crate::client::node;
+use crate::invariants::Violation;
+use coordinator::balancer::{Action, Ask, Balancer, Policy, Setback, Ticket};
+use coordinator::prefix_index::Need;
+use coordinator::table::TableChange;
+use kvasir_cluster_tests::random::Random;
+use life::{Call, Life, Said, chain, token};
+use proto::block::HASH_UNIT_TOKENS;
+use proto::event::{KvEventBatch, KvSnapshotFrame};
+use proto::ids::{Attempt, Epoch, ModelId, NodeId};
+use proto::message::LoadReportV1;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+const NAMES: [&str; 3] = ["w0", "w1", "w2"];
+/// Requests of one group have a prefix in common.
+const GROUPS: u64 = 4;
+/// Microseconds between two looks at deadlines and leases.
+const TICK: u64 = 50_000;
+/// Microseconds that a request may take.
+const LIMIT: u64 = 20_000_000;
+/// Microseconds after which what was healed is at rest.
+const REST: u64 = 30_000_000;
+
+/// How attempts are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Numbering {
+    /// As the balancer says.
+    Fresh,
+    /// The bug that is planted: all attempts at a request have one number.
+    Reused,
+}
+
+/// What a run has seen.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Report {
+    pub(crate) finished: usize,
+    pub(crate) refused: usize,
+    /// Attempts after the first.
+    pub(crate) moved: usize,
+    /// Tokens of an attempt that nobody waits for any more.
+    pub(crate) late: usize,
+    pub(crate) deaths: usize,
+    pub(crate) gaps: u64,
+}
+
+#[derive(Debug)]
+enum Event {
+    Clients,
+    Tick,
+    Trouble,
+    Born(NodeId),
+    Dial(Epoch),
+    Step(Epoch),
+    /// A worker hears of a request, or that a connection is closed.
+    Called(Epoch, u64, Call),
+    Closed(Epoch, u64),
+    /// The coordinator hears of a worker.
+    Heard(u64, NodeId, Said),
+    Gone(u64, NodeId),
+    Fetched(u64, NodeId, Epoch, Need),
+}
+
+/// Whoever waits for a stream.
+#[derive(Debug)]
+struct Reader {
+    number: u64,
+    group: u64,
+    wanted: usize,
+    told: Vec<u32>,
+    /// The connection by which its present attempt is made, and the attempt's number.
+    placed: Option<(u64, Attempt)>,
+    over: bool,
+}
+
+struct World {
+    numbering: Numbering,
+    random: Random,
+    start: Instant,
+    now: u64,
+    count: u64,
+    events: BTreeMap<(u64, u64), Event>,
+    balancer: Balancer,
+    /// Every life of every worker, by epoch, also those that are over.
+    lives: BTreeMap<Epoch, Life>,
+    /// The connections by which workers are members here, and the life at the other end.
+    sessions: BTreeMap<NodeId, (u64, Epoch)>,
+    readers: BTreeMap<Ticket, Reader>,
+    /// When the last frame of an attempt arrives: they do not overtake each other.
+    arrivals: BTreeMap<(u64, Ticket, Attempt), u64>,
+    /// Of 1000 batches of events.
+    lost: u64,
+    calm: bool,
+    report: Report,
+}
+
+/// Runs a seed: `trouble` microseconds of trouble, then rest.
+pub(crate) fn run(seed: u64, trouble: u64, numbering: Numbering) -> Result<Report, Violation> {
+    let mut world = World::new(seed, numbering);
+    world.until(trouble)?;
+    world.heal();
+    world.until(trouble + REST)?;
+    world.at_rest()?;
+    Ok(world.report)
+}
+
+impl World {
+    fn new(seed: u64, numbering: Numbering) -> Self {
+        let mut world = Self {
+            numbering,
+            random: Random::new(seed),
+            start: Instant::now(),
+            now: 0,
+            count: 0,
+            events: BTreeMap::new(),
+            balancer: Balancer::new(Policy { max_inflight: 6, ..Policy::default() }),
+            lives: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            readers: BTreeMap::new(),
+            arrivals: BTreeMap::new(),
+            lost: 0,
+            calm: false,
+            report: Report::default(),
+        };
+        NAMES.iter().for_each(|name| world.after(0, Event::Born(node(name))));
+        for (delay, event) in [(0, Event::Tick), (500_000, Event::Clients), (1_500_000, Event::Trouble)] {
+            world.after(delay, event);
+        }
+        world
+    }
+
+    fn after(&mut self, delay: u64, event: Event) {
+        self.count += 1;
+        self.events.insert((self.now + delay, self.count), event);
+    }
+
+    fn instant(&self) -> Instant {
+        self.start + Duration::from_micros(self.now)
+    }
+
+    fn way(&mut self) -> u64 {
+        let most = if !self.calm && self.random.chance(30) { 1_500_000 } else { 4_000 };
+        self.random.within(200, most)
+    }
+
+    fn until(&mut self, end: u64) -> Result<(), Violation> {
+        while let Some(entry) = self.events.first_entry().filter(|entry| entry.key().0 <= end) {
+            self.now = entry.key().0;
+            let event = entry.remove();
+            self.happens(event)?;
+        }
+        Ok(())
+    }
+
+    fn happens(&mut self, event: Event) -> Result<(), Violation> {
+        match event {
+            Event::Clients => self.clients_act(),
+            Event::Tick => {
+                self.after(TICK, Event::Tick);
+                let actions = self.balancer.tick(self.instant(), self.random.next());
+                self.perform(actions);
+            }
+            Event::Trouble => self.trouble(),
+            Event::Born(name) => {
+                let epoch = Epoch(self.count);
+                self.lives.insert(epoch, Life::new(name, epoch));
+                self.after(1_000, Event::Dial(epoch));
+                self.after(2_000, Event::Step(epoch));
+            }
+            Event::Dial(epoch) => self.dials(epoch)?,
+            Event::Step(epoch) => self.steps(epoch),
+            Event::Called(epoch, session, call) => {
+                let (ticket, attempt) = (call.ticket, call.attempt);
+                let declines = !self.calm && self.random.chance(30);
+                let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return Ok(()) };
+                if declines {
+                    let name = life.node.clone();
+                    self.say(session, name, Said::Declined(ticket, attempt));
+                } else {
+                    life.called(session, call);
+                }
+            }
+            Event::Closed(epoch, session) => {
+                let life = self.lives.get_mut(&epoch).filter(|life| life.alive);
+                if life.is_some_and(|life| life.closed(session)) {
+                    let wait = self.random.within(20_000, 400_000);
+                    self.after(wait, Event::Dial(epoch));
+                }
+            }
+            Event::Heard(session, name, said) => self.hears(session, &name, said)?,
+            Event::Gone(session, name) => self.gone(session, &name),
+            Event::Fetched(session, name, epoch, need) => self.fetched(session, &name, epoch, need),
+        }
+        Ok(())
+    }
+
+    fn clients_act(&mut self) {
+        let next = self.random.within(10_000, 150_000);
+        self.after(next, Event::Clients);
+        if self.calm {
+            return;
+        }
+        if self.random.chance(30) {
+            self.leave();
+        }
+        let (group, number) = (self.random.below(GROUPS), self.count);
+        let wanted = self.random.within(1, 60) as usize;
+        let ask = self.ask(group, number);
+        let submitted = self.balancer.submit(self.instant(), vec![ask], self.random.next());
+        // Refused when no worker is there.
+        let Ok((tickets, actions)) = submitted else { return };
+        for ticket in tickets {
+            let reader = Reader { number, group, wanted, told: Vec::new(), placed: None, over: false };
+            self.readers.insert(ticket, reader);
+        }
+        self.perform(actions);
+    }
+
+    fn ask(&self, group: u64, number: u64) -> Ask {
+        let units = chain(group, number);
+        Ask {
+            tenant: "t".into(),
+            model: model(),
+            prompt_tokens: (units.len() * HASH_UNIT_TOKENS) as u32,
+            chain: units,
+            deadline: self.instant() + Duration::from_micros(LIMIT),
+        }
+    }
+
+    /// Somebody does not want to wait.
+    fn leave(&mut self) {
+        let open: Vec<Ticket> =
+            self.readers.iter().filter(|(_, reader)| !reader.over).map(|(ticket, _)| *ticket).collect();
+        let Some(&ticket) = self.random.pick(&open) else { return };
+        self.ends(ticket);
+    }
+
+    fn ends(&mut self, ticket: Ticket) {
+        let Some(reader) = self.readers.get_mut(&ticket) else { return };
+        (reader.over, reader.placed) = (true, None);
+        let actions = self.balancer.ended(self.instant(), ticket, self.random.next());
+        self.perform(actions);
+    }
+
+    fn perform(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Assign(ticket, assignment) => {
+                    let Some(&(session, epoch)) = self.sessions.get(&assignment.node) else { continue };
+                    let Some(reader) = self.readers.get_mut(&ticket) else { continue };
+                    let attempt = match self.numbering {
+                        Numbering::Fresh => assignment.attempt,
+                        Numbering::Reused => Attempt(0),
+                    };
+                    self.report.moved += usize::from(assignment.attempt > Attempt(0));
+                    reader.placed = Some((session, attempt));
+                    let Reader { number, group, wanted, .. } = *reader;
+                    let told = reader.told.len();
+                    let call = Call { ticket, attempt, number, group, next: told, wanted };
+                    let way = self.way();
+                    self.after(way, Event::Called(epoch, session, call));
+                }
+                Action::Refuse(ticket, _) => {
+                    self.report.refused += 1;
+                    if let Some(reader) = self.readers.get_mut(&ticket) {
+                        (reader.over, reader.placed) = (true, None);
+                    }
+                }
+                Action::Fetch { node, epoch, need } => {
+                    let Some(&(session, _)) = self.sessions.get(&node) else { continue };
+                    let way = self.way() + self.way();
+                    self.after(way, Event::Fetched(session, node, epoch, need));
+                }
+                Action::Drop { node, .. } => {
+                    if let Some((session, epoch)) = self.sessions.remove(&node) {
+                        self.ended(session, epoch);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A connection is over: what was under way on it is tried elsewhere, and the worker will hear of it.
+    fn ended(&mut self, session: u64, epoch: Epoch) {
+        let way = self.way();
+        self.after(way, Event::Closed(epoch, session));
+        let there = |reader: &Reader| reader.placed.is_some_and(|(on, _)| on == session);
+        let moving: Vec<Ticket> =
+            self.readers.iter().filter(|(_, reader)| there(reader)).map(|(ticket, _)| *ticket).collect();
+        moving.into_iter().for_each(|ticket| self.retries(ticket, Setback::Lost));
+    }
+
+    fn retries(&mut self, ticket: Ticket, setback: Setback) {
+        let Some(reader) = self.readers.get_mut(&ticket).filter(|reader| !reader.over) else { return };
+        reader.placed = None;
+        let class = (!reader.told.is_empty()).then(|| life::CLASS.to_owned());
+        let actions = self.balancer.retry(self.instant(), ticket, setback, class, self.random.next());
+        self.perform(actions);
+    }
+
+    fn dials(&mut self, epoch: Epoch) -> Result<(), Violation> {
+        let session = self.count;
+        let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return Ok(()) };
+        if life.frozen > self.now {
+            let wait = life.frozen - self.now;
+            self.after(wait, Event::Dial(epoch));
+            return Ok(());
+        }
+        let (name, join) = (life.node.clone(), TableChange::Join(life.register()));
+        let later =
+            self.lives.values().any(|other| other.node == name && other.epoch > epoch && other.joined);
+        match self.balancer.change(self.instant(), join, self.random.next()) {
+            Ok(_) if later => return Err(Violation(format!("{name} has joined with an older life"))),
+            Ok(actions) => {
+                if let Some(life) = self.lives.get_mut(&epoch) {
+                    life.joins(session);
+                }
+                let before = self.sessions.insert(name, (session, epoch));
+                self.perform(actions);
+                if let Some((before, other)) = before {
+                    self.ended(before, other);
+                }
+            }
+            // A zombie has nothing to do any more.
+            Err(_) => {
+                self.lives.values_mut().filter(|life| life.epoch == epoch).for_each(|l| l.alive = false)
+            }
+        }
+        Ok(())
+    }
+
+    fn steps(&mut self, epoch: Epoch) {
+        let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return };
+        let wait = if life.frozen > self.now { life.frozen - self.now } else { 10_000 };
+        let said = if life.frozen > self.now { Vec::new() } else { life.step(&mut self.random) };
+        let name = life.node.clone();
+        self.after(wait, Event::Step(epoch));
+        for (session, said) in said {
+            self.say(session, name.clone(), said);
+        }
+    }
+
+    /// Sends what a worker says; what it says of its cache may be lost, doubled and late.
+    fn say(&mut self, session: u64, name: NodeId, said: Said) {
+        let mut due = self.now + self.way();
+        match &said {
+            Said::Started(ticket, attempt)
+            | Said::Token(ticket, attempt, _)
+            | Said::Finished(ticket, attempt)
+            | Said::Declined(ticket, attempt) => {
+                let last = self.arrivals.entry((session, *ticket, *attempt)).or_insert(0);
+                due = due.max(*last);
+                *last = due;
+            }
+            Said::Events(batch) => {
+                if self.random.chance(self.lost) {
+                    return;
+                }
+                if self.random.chance(self.lost) {
+                    let again = self.way();
+                    self.after(again, Event::Heard(session, name.clone(), Said::Events(batch.clone())));
+                }
+            }
+            Said::Report(_) => {}
+        }
+        self.after(due - self.now, Event::Heard(session, name, said));
+    }
+
+    fn hears(&mut self, session: u64, name: &NodeId, said: Said) -> Result<(), Violation> {
+        match said {
+            Said::Report(report) => self.reported(session, name, report),
+            Said::Events(batch) => self.told_events(session, name, batch),
+            Said::Started(ticket, attempt) if self.waits(ticket, attempt) => self.balancer.started(ticket),
+            Said::Token(ticket, attempt, token) if self.waits(ticket, attempt) => {
+                return self.takes(ticket, token);
+            }
+            Said::Finished(ticket, attempt) if self.waits(ticket, attempt) => {
+                if let Some(Reader { number, wanted, told, .. }) = self.readers.get(&ticket)
+                    && told.len() != *wanted
+                {
+                    let told = told.len();
+                    return Err(Violation(format!("request {number} ends with {told} tokens of {wanted}")));
+                }
+                self.report.finished += 1;
+                self.ends(ticket);
+            }
+            Said::Declined(ticket, attempt) if self.waits(ticket, attempt) => {
+                self.retries(ticket, Setback::Declined);
+            }
+            Said::Token(..) => self.report.late += 1,
+            Said::Started(..) | Said::Finished(..) | Said::Declined(..) => {}
+        }
+        Ok(())
+    }
+
+    /// Whether this is the attempt that a reader waits for.
+    fn waits(&self, ticket: Ticket, attempt: Attempt) -> bool {
+        self.readers.get(&ticket).is_some_and(|reader| reader.placed.is_some_and(|(_, now)| now == attempt))
+    }
+
+    fn takes(&mut self, ticket: Ticket, got: u32) -> Result<(), Violation> {
+        let Some(Reader { number, told, .. }) = self.readers.get_mut(&ticket) else { return Ok(()) };
+        if got != token(*number, told.len()) {
+            let at = told.len();
+            return Err(Violation(format!("request {number} is told another token {at} than undisturbed")));
+        }
+        told.push(got);
+        Ok(())
+    }
+
+    fn is_session(&self, session: u64, name: &NodeId) -> bool {
+        self.sessions.get(name).is_some_and(|(now, _)| *now == session)
+    }
+
+    fn reported(&mut self, session: u64, name: &NodeId, report: LoadReportV1) {
+        if self.is_session(session, name) {
+            let actions = self.balancer.load(self.instant(), name, report, self.random.next());
+            self.perform(actions);
+        }
+    }
+
+    fn told_events(&mut self, session: u64, name: &NodeId, batch: KvEventBatch) {
+        if self.is_session(session, name)
+            && let Ok(Some(action)) = self.balancer.events(name, batch)
+        {
+            self.perform(vec![action]);
+        }
+    }
+
+    /// The coordinator finds out that a connection is gone.
+    fn gone(&mut self, session: u64, name: &NodeId) {
+        let Some((_, epoch)) = self.sessions.get(name).copied().filter(|(now, _)| *now == session) else {
+            return;
+        };
+        self.sessions.remove(name);
+        let leave = TableChange::Leave { node: name.clone(), epoch };
+        // Refused if its lease has ended already.
+        let left = self.balancer.change(self.instant(), leave, self.random.next());
+        self.perform(left.unwrap_or_default());
+        self.ended(session, epoch);
+    }
+
+    /// An answer to what the index has asked of a worker.
+    fn fetched(&mut self, session: u64, name: &NodeId, epoch: Epoch, need: Need) {
+        if !self.is_session(session, name) {
+            return;
+        }
+        let fails = !self.calm && self.random.chance(100);
+        let forgotten = !self.calm && self.random.chance(200);
+        let life = self.lives.get(&epoch).filter(|life| life.alive && life.frozen <= self.now && !fails);
+        let Some(life) = life else {
+            self.balancer.fetch_failed(name);
+            return;
+        };
+        let action = match need {
+            Need::Replay { from } => {
+                let missed = (!forgotten).then(|| life.replay(from));
+                self.balancer.replayed(name, epoch, missed)
+            }
+            Need::Snapshot => {
+                let parts: Vec<KvSnapshotFrame> = life.snapshot().into_parts().collect();
+                parts.into_iter().try_fold(None, |_, part| self.balancer.snapshot(name, part))
+            }
+        };
+        self.perform(action.ok().flatten().into_iter().collect());
+    }
+
+    fn trouble(&mut self) {
+        if self.calm {
+            return;
+        }
+        let next = self.random.within(100_000, 900_000);
+        self.after(next, Event::Trouble);
+        let alive: Vec<Epoch> =
+            self.lives.values().filter(|life| life.alive).map(|life| life.epoch).collect();
+        let Some(&epoch) = self.random.pick(&alive) else { return };
+        let (kind, moment) = (self.random.below(10), self.random.within(50_000, 2_000_000));
+        let Some(life) = self.lives.get_mut(&epoch) else { return };
+        let (name, session) = (life.node.clone(), life.session);
+        match kind {
+            // It dies; its connection shows that soon, late, or never.
+            0..3 => {
+                life.alive = false;
+                self.report.deaths += 1;
+                self.after(moment, Event::Born(name.clone()));
+                if let Some(session) = session
+                    && self.random.chance(700)
+                {
+                    let way = self.way();
+                    self.after(way, Event::Gone(session, name));
+                }
+            }
+            3..6 => life.frozen = self.now + moment * 3,
+            // Somebody starts it again while it is merely frozen.
+            6 => {
+                life.frozen = self.now + moment * 3;
+                self.after(moment, Event::Born(name));
+            }
+            7 => {
+                if let Some(session) = session {
+                    self.after(0, Event::Gone(session, name));
+                }
+            }
+            _ => self.lost = *self.random.pick(&[0, 50, 200]).unwrap_or(&0),
+        }
+    }
+
+    fn heal(&mut self) {
+        (self.calm, self.lost) = (true, 0);
+        self.lives.values_mut().for_each(|life| life.frozen = 0);
+    }
+
+    /// After the trouble nobody waits, nothing is booked, and the index knows what the workers hold.
+    fn at_rest(&mut self) -> Result<(), Violation> {
+        // Who has lost the last events hears of it by the next.
+        let epochs: Vec<Epoch> = self.lives.keys().copied().collect();
+        for epoch in epochs {
+            self.lives.get_mut(&epoch).into_iter().for_each(Life::stores_one_more);
+        }
+        self.until(self.now + REST)?;
+        let rest = |holds: bool, what: &str| match holds {
+            true => Ok(()),
+            false => Err(Violation(format!("after everything has healed {what}"))),
+        };
+        rest(self.readers.values().all(|reader| reader.over), "somebody waits for ever")?;
+        rest(self.balancer.inflight() == 0 && self.balancer.queue().requests == 0, "something is booked")?;
+        let views = self.balancer.workers(self.instant());
+        rest(views.len() == NAMES.len(), "a worker is missing")?;
+        let mut expected = Vec::new();
+        for view in views {
+            let life = self.lives.get(&view.member.register.epoch);
+            let (Some(life), Some(stream)) = (life, view.stream) else {
+                return rest(false, "a life is a member that nobody lives");
+            };
+            self.report.gaps += stream.gaps;
+            rest(!stream.behind && stream.applied == life.told(), "events of a worker are missing")?;
+            rest(view.inflight == 0 && view.pending_tokens == 0, "a worker seems busy")?;
+            expected.extend((0..GROUPS).map(|group| (life.node.clone(), group, life.deepest(group))));
+        }
+        for (name, group, units) in expected {
+            let hint = self.hint(&name, group);
+            rest(
+                hint == Some(units * HASH_UNIT_TOKENS as u32),
+                &format!("{name} holds {units} units of {group}, not {hint:?}"),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Tokens of a group's prompt that a worker is expected to hold.
+    fn hint(&mut self, name: &NodeId, group: u64) -> Option<u32> {
+        let others = || NAMES.iter().map(|name| node(name)).filter(|other| other != name);
+        self.drain(others(), true);
+        self.count += 1;
+        let ask = self.ask(group, self.count);
+        let (tickets, actions) = self.balancer.submit(self.instant(), vec![ask], self.random.next()).ok()?;
+        let hint = actions.iter().find_map(|action| match action {
+            Action::Assign(_, assignment) if assignment.node == *name => Some(assignment.predicted),
+            _ => None,
+        });
+        for ticket in tickets {
+            self.balancer.ended(self.instant(), ticket, self.random.next());
+        }
+        self.drain(others(), false);
+        hint
+    }
+
+    fn drain(&mut self, nodes: impl Iterator<Item = NodeId>, draining: bool) {
+        for node in nodes {
+            let drain = TableChange::Drain { node, draining };
+            let drained = self.balancer.change(self.instant(), drain, self.random.next());
+            assert_eq!(drained, Ok(Vec::new()), "nobody waits, and all are members");
+        }
+    }
+}
+
+fn model() -> ModelId {
+    ModelId::new("m").unwrap_or_else(|error| panic!("{error}"))
+}

@@ -1,0 +1,230 @@
+//! One life of a worker: it computes a token of each of its sequences in a step, holds prefixes, and says so.
+
+use super::model;
+use coordinator::balancer::Ticket;
+use kvasir_cluster_tests::random::Random;
+use proto::block::BlockId;
+use proto::event::{KvEvent, KvEventBatch, KvSnapshot, Medium};
+use proto::ids::{Attempt, Epoch, NodeId};
+use proto::message::{LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+pub(super) const CLASS: &str = "class";
+/// Units that the prompts of a group have in common.
+const SHARED: usize = 4;
+/// Units that a life holds at most.
+const ROOM: usize = 40;
+/// Steps between two reports.
+const REPORT_EVERY: u64 = 10;
+
+/// What is asked of a worker: the tokens of a request from `next` on.
+#[derive(Debug, Clone)]
+pub(super) struct Call {
+    pub(super) ticket: Ticket,
+    pub(super) attempt: Attempt,
+    pub(super) number: u64,
+    pub(super) group: u64,
+    pub(super) next: usize,
+    pub(super) wanted: usize,
+}
+
+/// What a worker says.
+#[derive(Debug, Clone)]
+pub(super) enum Said {
+    Started(Ticket, Attempt),
+    Token(Ticket, Attempt, u32),
+    Finished(Ticket, Attempt),
+    Declined(Ticket, Attempt),
+    Report(LoadReportV1),
+    Events(KvEventBatch),
+}
+
+#[derive(Debug)]
+struct Sequence {
+    session: u64,
+    call: Call,
+    /// Steps until its prompt is computed.
+    prompt: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Life {
+    pub(super) node: NodeId,
+    pub(super) epoch: Epoch,
+    pub(super) alive: bool,
+    /// Until when it stands still.
+    pub(super) frozen: u64,
+    /// Whether it ever was a member.
+    pub(super) joined: bool,
+    pub(super) session: Option<u64>,
+    sequences: Vec<Sequence>,
+    /// Each held unit and the one before it.
+    held: BTreeMap<BlockId, BlockId>,
+    log: Vec<KvEvent>,
+    /// Events that were sent on the present connection or before it.
+    sent: usize,
+    steps: u64,
+}
+
+/// What an undisturbed run tells.
+pub(super) fn token(number: u64, at: usize) -> u32 {
+    Random::new(number << 16 | at as u64).next() as u32
+}
+
+/// The units of a request's prompt: some of its group, then some of its own.
+pub(super) fn chain(group: u64, number: u64) -> Arc<[BlockId]> {
+    let unit = |of: u64, at: u64| {
+        let mut random = Random::new(of << 8 | at);
+        BlockId((u128::from(random.next()) << 64 | u128::from(random.next())).to_le_bytes())
+    };
+    (0..SHARED as u64).map(|at| unit(group, at)).chain((0..2).map(|at| unit(1 << 40 | number, at))).collect()
+}
+
+impl Life {
+    pub(super) fn new(node: NodeId, epoch: Epoch) -> Self {
+        Self {
+            node,
+            epoch,
+            alive: true,
+            frozen: 0,
+            joined: false,
+            session: None,
+            sequences: Vec::new(),
+            held: BTreeMap::new(),
+            log: Vec::new(),
+            sent: 0,
+            steps: 0,
+        }
+    }
+
+    pub(super) fn register(&self) -> RegisterV2 {
+        let model = ServedModelV2 {
+            id: model(),
+            model_digest: [1; 32],
+            tokenizer_digest: [1; 32],
+            max_model_len: 10_000,
+            layers: (0, 1),
+            numeric_class: CLASS.into(),
+            block_tokens: 64,
+            task: ModelTask::Generate,
+        };
+        let (node, epoch) = (self.node.clone(), self.epoch);
+        RegisterV2 { node, epoch, pid: 1, quic: String::new(), ops: String::new(), models: vec![model] }
+    }
+
+    pub(super) fn joins(&mut self, session: u64) {
+        (self.joined, self.session, self.sent) = (true, Some(session), self.log.len());
+    }
+
+    /// Whether it was the present connection; what it computed for it is wanted no more.
+    pub(super) fn closed(&mut self, session: u64) -> bool {
+        self.sequences.retain(|sequence| sequence.session != session);
+        self.session.take_if(|now| *now == session).is_some()
+    }
+
+    pub(super) fn called(&mut self, session: u64, call: Call) {
+        let known =
+            chain(call.group, call.number).iter().take_while(|unit| self.held.contains_key(unit)).count();
+        self.sequences.push(Sequence { session, call, prompt: 8 - known as u64 });
+    }
+
+    /// Computes; what it says, and on which connection.
+    pub(super) fn step(&mut self, random: &mut Random) -> Vec<(u64, Said)> {
+        self.steps += 1;
+        let mut said = Vec::new();
+        let mut computed = Vec::new();
+        self.sequences.retain_mut(|Sequence { session, call, prompt }| {
+            let (ticket, attempt) = (call.ticket, call.attempt);
+            if *prompt > 0 {
+                *prompt -= 1;
+                if *prompt == 0 {
+                    computed.push(chain(call.group, call.number));
+                    said.push((*session, Said::Started(ticket, attempt)));
+                }
+                return true;
+            }
+            if call.next < call.wanted {
+                said.push((*session, Said::Token(ticket, attempt, token(call.number, call.next))));
+                call.next += 1;
+                return true;
+            }
+            said.push((*session, Said::Finished(ticket, attempt)));
+            false
+        });
+        computed.iter().for_each(|chain| self.stores(chain));
+        while self.held.len() > ROOM {
+            let units: Vec<BlockId> = self.held.keys().copied().collect();
+            let Some(&unit) = random.pick(&units) else { break };
+            self.held.remove(&unit);
+            self.log.push(KvEvent::Removed { units: vec![unit], medium: Medium::Device });
+        }
+        if let Some(session) = self.session {
+            if self.sent < self.log.len() {
+                said.push((session, Said::Events(self.replay(self.sent as u64 + 1))));
+                self.sent = self.log.len();
+            }
+            if self.steps.is_multiple_of(REPORT_EVERY) {
+                said.push((session, Said::Report(self.report())));
+            }
+        }
+        said
+    }
+
+    /// So that the last event is not one that was lost.
+    pub(super) fn stores_one_more(&mut self) {
+        self.stores(&chain(1 << 50, self.epoch.0));
+    }
+
+    /// Events from this number on.
+    pub(super) fn replay(&self, from: u64) -> KvEventBatch {
+        let events = self.log.iter().skip(from as usize - 1).cloned().collect();
+        KvEventBatch { epoch: self.epoch, first_sequence: from, events }
+    }
+
+    pub(super) fn snapshot(&self) -> KvSnapshot {
+        let runs = self.held.iter().map(|(unit, before)| (*before, vec![*unit], Medium::Device)).collect();
+        KvSnapshot { epoch: self.epoch, sequence: self.told(), runs, resume_points: Vec::new() }
+    }
+
+    /// Units of a group's prefix up to the deepest that is held.
+    pub(super) fn deepest(&self, group: u64) -> u32 {
+        let units = chain(group, 0);
+        let held = units[..SHARED].iter().rposition(|unit| self.held.contains_key(unit));
+        held.map_or(0, |at| at as u32 + 1)
+    }
+
+    /// The last event's number.
+    pub(super) fn told(&self) -> u64 {
+        self.log.len() as u64
+    }
+
+    fn stores(&mut self, chain: &[BlockId]) {
+        let mut before = BlockId([0; 16]);
+        for &unit in chain {
+            if self.held.insert(unit, before).is_none() {
+                self.log.push(KvEvent::Stored { parent: before, units: vec![unit], medium: Medium::Device });
+            }
+            before = unit;
+        }
+    }
+
+    fn report(&self) -> LoadReportV1 {
+        let waiting = self.sequences.iter().filter(|sequence| sequence.prompt > 0).count() as u32;
+        LoadReportV1 {
+            epoch: self.epoch,
+            state: WorkerState::Ready,
+            running: self.sequences.len() as u32 - waiting,
+            waiting,
+            pending_prefill_tokens: 0,
+            kv_used: 0,
+            kv_total: 1 << 30,
+            steps: self.steps,
+            tokens: self.steps,
+            stalled_ms: 0,
+            prefill_rate: 6_400.0,
+            step_ms: 10.0,
+            rss: 0,
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! From a step's plan to the decoder's input.
+
+use crate::Error;
+use crate::decoder::{CacheKind, Decoder};
+use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
+use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
+
+/// Uploads the plan and runs the layers.
+pub(super) fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<(), Error> {
+    let part = |sequence: &PlannedSequence| StepSequence {
+        rows: sequence.rows.start as usize..sequence.rows.end as usize,
+        context: sequence.context_before as usize,
+        segment_start: None,
+    };
+    let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
+    let paged = decoder.groups().iter().filter(|group| group.kind != CacheKind::State);
+    let strides: Vec<u32> = paged.map(|group| (group.block_bytes / 64) as u32).collect();
+    let table = |sequence: &PlannedSequence, group: usize| {
+        let table = scheduler.tables(sequence.slot).get(group);
+        table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
+            Some(first) => BlockTable::Contiguous { first, stride: strides[group] },
+            None => BlockTable::Paged(table.offsets()),
+        })
+    };
+    let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
+        .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
+        .collect();
+    let states: Vec<StepState> =
+        plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
+    let copies: Vec<KvCopy> =
+        plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
+    let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
+    decoder.forward(&copies, &input)
+}
+
+fn step_state(state: &SequenceState) -> StepState {
+    let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
+    let exports = state.exports.iter().map(export).collect();
+    StepState { read: state.read, write: state.write, exports, deferred: false }
+}

@@ -1,0 +1,88 @@
+//! What requesters hear: that a prompt is in, tokens, the end.
+
+use super::Engine;
+use crate::sampling::stop::Ending;
+use crate::scheduler::SeqId;
+use crate::telemetry::{FinishedLabel, LookupLabel, Reason};
+use proto::message::{
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, StartedV1, TokenLogprobs, TokenOut,
+};
+use std::time::{Duration, Instant};
+
+impl Engine {
+    pub(super) fn start(&mut self, id: SeqId) {
+        let Some(live) = self.live.get_mut(&id).filter(|live| !live.started) else { return };
+        let Some(info) = self.scheduler.info(id) else { return };
+        live.started = true;
+        self.metrics.queue.0.observe(live.received.elapsed().as_secs_f64());
+        let stop = info.hit_stop.name();
+        self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
+        let cached = (info.cached_tokens as usize).min(live.prompt_len);
+        live.sink.frame(GenerateFrame::Started(StartedV1 {
+            cached_tokens: cached as u32,
+            computed_tokens: (live.prompt_len - cached) as u32,
+            hit_stop: info.hit_stop.to_string(),
+        }));
+    }
+
+    pub(super) fn emit(&mut self, now: Instant, id: SeqId, token: u32, logprobs: Option<TokenLogprobs>) {
+        let Some(live) = self.live.get_mut(&id) else { return };
+        match live.last_token.replace(now) {
+            None => self.metrics.ttft.0.observe(now.saturating_duration_since(live.received).as_secs_f64()),
+            Some(before) => self.metrics.itl.0.observe(now.saturating_duration_since(before).as_secs_f64()),
+        }
+        self.tokens += 1;
+        self.metrics.generation_tokens.inc();
+        live.sampler.accept(token);
+        let (text, ending) = live.text.push(token);
+        let heard = live.sink.frame(GenerateFrame::Tokens(vec![TokenOut { id: token, text, logprobs }]));
+        match ending {
+            Some(ending) => self.finish(now, id, ending),
+            None if !heard => self.cancel(id),
+            None => {}
+        }
+    }
+
+    fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
+        self.remember_live(id);
+        let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
+        let Some(mut live) = self.live.remove(&id) else { return };
+        let reason = match ending.reason {
+            FinishReason::Stop => Reason::stop,
+            FinishReason::Length => Reason::length,
+            FinishReason::Cancelled => Reason::abort,
+        };
+        self.metrics.e2e.0.observe(now.saturating_duration_since(live.received).as_secs_f64());
+        self.count_end(reason);
+        live.sink.frame(GenerateFrame::Finished(FinishedV1 {
+            reason: ending.reason,
+            matched: ending.matched,
+            tail: ending.tail,
+            completion_tokens: live.text.generated(),
+            preemptions,
+        }));
+    }
+
+    pub(super) fn expire(&mut self, now: Instant) {
+        self.expire_pins(now);
+        self.expire_warming();
+        let late = self.live.iter().filter_map(|(id, live)| {
+            let age = now.saturating_duration_since(live.received);
+            live.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
+        });
+        let late: Vec<(SeqId, Duration)> = late.collect();
+        for (id, age) in late {
+            self.remember_live(id);
+            self.scheduler.remove(id);
+            self.siblings.gone(id);
+            let Some(mut live) = self.live.remove(&id) else { continue };
+            self.count_end(Reason::error);
+            let after_ms = age.as_millis() as u64;
+            live.sink.frame(GenerateFrame::Failed(GenerateError::DeadlineExceeded { after_ms }));
+        }
+    }
+
+    pub(super) fn count_end(&self, finished_reason: Reason) {
+        self.metrics.finished.get_or_create(&FinishedLabel { finished_reason }).inc();
+    }
+}

@@ -1,0 +1,100 @@
+//! How busy the engine is, and its metrics.
+
+use super::Engine;
+use super::tiering::Tiering;
+use proto::event::KvEvent;
+use std::time::Duration;
+
+/// What the engine holds right now.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct EngineLoad {
+    /// Sequences in the batch.
+    pub running: usize,
+    /// Sequences queued.
+    pub waiting: usize,
+    /// Prompt tokens not yet computed.
+    pub pending_prefill_tokens: u64,
+    /// KV bytes held by live sequences.
+    pub kv_used: u64,
+    /// KV bytes in all.
+    pub kv_total: u64,
+    /// Steps so far.
+    pub steps: u64,
+    /// Tokens generated so far.
+    pub tokens: u64,
+    /// Prefill rate over recent steps, tokens per second.
+    pub prefill_rate: f32,
+    /// Recent step time, milliseconds.
+    pub step_ms: f32,
+}
+
+/// Exponential averages over recent steps.
+#[derive(Debug, Default)]
+pub(super) struct Rates {
+    prefill: f32,
+    step_ms: f32,
+}
+
+impl Engine {
+    /// Moves the scheduler's KV events to the log and refreshes gauges.
+    pub(super) fn publish(&mut self) {
+        let events: Vec<KvEvent> = self.scheduler.take_events();
+        if !events.is_empty() {
+            self.events.lock().append(events);
+        }
+        let counters = self.scheduler.stats().counters;
+        let raise = |metric: &prometheus_client::metrics::counter::Counter, to: u64| {
+            metric.inc_by(to.saturating_sub(metric.get()));
+        };
+        raise(&self.metrics.prefill_computed, counters.prefill_tokens_computed);
+        raise(&self.metrics.recomputed, counters.recomputed_tokens);
+        raise(&self.metrics.prefix_queries, counters.prefix_query_tokens);
+        raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
+        raise(&self.metrics.preemptions, counters.preemptions);
+        raise(&self.metrics.evictions, counters.evictions);
+        self.publish_tiers();
+        let load = self.load();
+        self.metrics.running.set(load.running as i64);
+        self.metrics.waiting.set(load.waiting as i64);
+        self.metrics.kv_usage.set(if load.kv_total == 0 {
+            0.0
+        } else {
+            load.kv_used as f64 / load.kv_total as f64
+        });
+    }
+
+    fn publish_tiers(&self) {
+        let Some(tiering) = &self.tiering else { return };
+        self.metrics.tiers.update(&tiering.tiers().stats(), &tiering.counts());
+    }
+
+    /// What the engine holds.
+    pub fn load(&self) -> EngineLoad {
+        let stats = self.scheduler.stats();
+        EngineLoad {
+            running: stats.running,
+            waiting: stats.waiting
+                + self.siblings.waiting()
+                + self.tiering.as_ref().map_or(0, Tiering::parked),
+            pending_prefill_tokens: stats.pending_prefill_tokens,
+            kv_used: stats.kv_used_bytes,
+            kv_total: stats.kv_total_bytes,
+            steps: self.steps,
+            tokens: self.tokens,
+            prefill_rate: self.rates.prefill,
+            step_ms: self.rates.step_ms,
+        }
+    }
+}
+
+impl Rates {
+    pub(super) fn step_ended(&mut self, took: Duration, rows: usize, prefill_rows: usize) {
+        let seconds = took.as_secs_f32().max(1e-6);
+        let blend = |old: f32, new: f32| if old == 0.0 { new } else { old + 0.2 * (new - old) };
+        self.step_ms = blend(self.step_ms, seconds * 1e3);
+        // Mixed steps say little about prefill alone.
+        if prefill_rows * 10 >= rows * 9 && prefill_rows >= 64 {
+            self.prefill = blend(self.prefill, prefill_rows as f32 / seconds);
+        }
+    }
+}
