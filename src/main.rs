@@ -9,6 +9,7 @@ mod ca;
 mod cluster_key;
 mod config;
 mod coordinator;
+mod coordinators;
 mod cpus;
 mod drain;
 mod embed;
@@ -23,6 +24,7 @@ mod ops_client;
 mod perplexity;
 mod prefix;
 mod progress;
+mod role;
 mod run;
 mod snapshot;
 mod status;
@@ -71,6 +73,7 @@ enum Command {
     Top(top::Top),
     Drain(drain::Drain),
     Undrain(drain::Undrain),
+    Coordinators(coordinators::Coordinators),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -93,6 +96,7 @@ impl Command {
             Self::Top(command) => command.run(),
             Self::Drain(command) => command.run(),
             Self::Undrain(command) => command.run(),
+            Self::Coordinators(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

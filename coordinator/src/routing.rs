@@ -15,6 +15,7 @@ pub mod demand;
 pub mod groups;
 #[cfg(test)]
 mod tests;
+pub mod transfer;
 
 use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
@@ -22,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 /// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
 /// where none is, it delays nobody.
-const DELAY_WEIGHT: f64 = 2.5;
+const DELAY_WEIGHT: f64 = 2.0;
 /// Leading units from which on requests have more in common than a usual system message: 256 tokens.
 pub const COMMON_UNITS: u32 = 16;
 
@@ -38,7 +39,7 @@ const TIE_S: f64 = 0.001;
 const SAME_RATE: f64 = 1.35;
 /// How much of a second it counts that a worker was given a second's work more than another: little, so that it
 /// decides only where the rest is about the same.
-const GIVEN_WEIGHT: f64 = 0.05;
+const GIVEN_WEIGHT: f64 = 0.03;
 /// How often what another than the first holder of a prefix has of it counts as work: a replica is used while the
 /// first holder is busier than that, and ages out when it is not.
 const REPLICA_WEIGHT: f64 = 0.5;
@@ -60,6 +61,8 @@ pub struct Candidate {
     pub step_ms: f32,
     /// Prompt tokens that it was given to compute lately, old ones counting less.
     pub given_tokens: f64,
+    /// The pull by which it would get more of the prompt than it holds, if that beats computing.
+    pub pull: Option<transfer::Pull>,
 }
 
 /// By what a worker is chosen.
@@ -204,7 +207,7 @@ impl<'a> Estimates<'a> {
     }
 
     fn cached(&self, candidate: &Candidate) -> u32 {
-        predicted_tokens(self.query.prompt_tokens, candidate.units)
+        predicted_tokens(self.query.prompt_tokens, candidate.served_units())
     }
 
     fn rate(&self, candidate: &Candidate) -> f64 {
@@ -234,13 +237,14 @@ impl<'a> Estimates<'a> {
             && (COMMON_UNITS..=self.home_units).contains(&candidate.units);
         let replica = if replica { REPLICA_WEIGHT * f64::from(cached) } else { 0.0 };
         let given = GIVEN_WEIGHT * (candidate.given_tokens - self.least_given);
-        self.queue(candidate) + (own + replica + given) / self.rate(candidate)
+        let pull = self.work_weight * candidate.pull_seconds();
+        self.queue(candidate) + pull + (own + replica + given) / self.rate(candidate)
     }
 
     /// Seconds until the first token.
     fn ttft(&self, candidate: &Candidate) -> f64 {
         let own = f64::from(self.query.prompt_tokens - self.cached(candidate));
-        self.queue(candidate) + own / self.rate(candidate)
+        self.queue(candidate) + candidate.pull_seconds() + own / self.rate(candidate)
     }
 
     /// `choice`, which is the holder `chosen`, or a worker that becomes one: the one that would answer first.
@@ -256,7 +260,8 @@ impl<'a> Estimates<'a> {
         let quickest = others.into_iter().min_by(|a, b| self.ttft(a).total_cmp(&self.ttft(b)));
         let Some(other) = quickest else { return choice };
         let excess = (self.ttft(chosen) - self.ttft(other)).max(0.0);
-        let again = f64::from(choice.predicted - self.cached(other)) / self.rate(other);
+        let missing = choice.predicted.saturating_sub(self.cached(other));
+        let again = f64::from(missing) / self.rate(other) + other.pull_seconds();
         if excess > 0.0 && standing.regret > holders.len() as f64 * again * again {
             let (slot, predicted, cost) = (other.slot, self.cached(other), self.cost(other));
             return Choice { slot, reason: Reason::Replica, predicted, cost, excess: 0.0 };

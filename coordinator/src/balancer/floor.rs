@@ -1,10 +1,11 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+mod load;
 mod peers;
+mod pulls;
 
 pub use peers::{PeerExport, PeerImport};
 
-use super::load::Load;
 use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::demand::{CommonKey, Demand};
@@ -12,9 +13,11 @@ use crate::routing::groups::Groups;
 use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason};
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
+use load::Load;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, WorkerState};
+use pulls::{Stage, Supply};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -47,6 +50,8 @@ struct Flight {
     reservation: ReservationId,
     /// What others may follow it for until it has started.
     leads: Option<CommonKey>,
+    /// The prompt at the worker that computes it for this one.
+    stage: Option<Stage>,
     started: bool,
 }
 
@@ -137,12 +142,16 @@ impl Floor {
         };
         let any_lively = wanted.iter().any(|w| lively(&w));
         let overlap = self.index.lookup(&waiter.ask.chain);
-        let candidates: Vec<Candidate> = wanted
+        let wanted: Vec<(&Member, &Load)> =
+            wanted.into_iter().filter(|w| !any_lively || lively(&w)).collect();
+        let generates = Self::generates(&wanted);
+        let mut candidates: Vec<Candidate> = wanted
             .iter()
-            .filter(|w| !any_lively || lively(w))
+            .filter(|(_, load)| generates(load))
             .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
+        self.offer_pulls(&waiter, &wanted, &overlap, &mut candidates);
         let common = waiter.common(&candidates);
         let standing = common.and_then(|(key, most)| {
             let holds = |slot| candidates.iter().any(|c| c.slot == slot && c.units >= most);
@@ -162,25 +171,28 @@ impl Floor {
         if self.holds_back(&candidates, &waiter, &choice) {
             return Placing::Later(waiter);
         }
-        if let Some((key, _)) = common {
-            self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);
-        }
         let group = waiter.group();
         if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
             choice.reason = Reason::Group;
         }
+        let supply = self.supply(now, &waiter, &choice, &wanted, &candidates);
         let assignment = Assignment {
             node: member.register.node.clone(),
             epoch: member.register.epoch,
             attempt: Attempt(waiter.attempts),
-            predicted: choice.predicted,
+            predicted: supply.predicted,
             reason: choice.reason,
             numeric_class: member
                 .model(&waiter.ask.model)
                 .map(|m| m.numeric_class.clone())
                 .unwrap_or_default(),
+            prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
+            pull: supply.pull.clone(),
         };
-        self.book(now, waiter, choice, &assignment);
+        if let Some((key, _)) = common {
+            self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);
+        }
+        self.book(now, waiter, choice, &assignment, &supply);
         Placing::Assigned(assignment)
     }
 
@@ -190,6 +202,7 @@ impl Floor {
             return;
         }
         flight.leads.take().into_iter().for_each(|key| self.groups.end(key, flight.slot));
+        flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
         if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
             load.started(now, ticket);
         }
@@ -198,10 +211,11 @@ impl Floor {
     /// The generation is over; `None` if no worker had it.
     pub(super) fn end(&mut self, now: Instant, ticket: Ticket) -> Option<()> {
         let flight = self.land(now, ticket)?;
-        if flight.started {
-            self.index.settle(flight.reservation, now + self.policy.event_lag);
-        } else {
-            self.index.release(flight.reservation);
+        for reservation in flight.reservations() {
+            match flight.started {
+                true => self.index.settle(reservation, now + self.policy.event_lag),
+                false => self.index.release(reservation),
+            }
         }
         Some(())
     }
@@ -209,7 +223,7 @@ impl Floor {
     /// The attempt failed: gives back what waited, and the worker that had it.
     pub(super) fn fail(&mut self, now: Instant, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
         let flight = self.land(now, ticket)?;
-        self.index.release(flight.reservation);
+        flight.reservations().for_each(|reservation| self.index.release(reservation));
         Some((flight.waiter, flight.node, flight.epoch))
     }
 
@@ -248,6 +262,7 @@ impl Floor {
                 silent: now.saturating_duration_since(load.heard),
                 inflight: load.inflight(),
                 pending_tokens: load.own_pending(),
+                part: load.pulls.part(),
                 stream: self.index.stream(member.slot),
             })
         };
@@ -292,9 +307,16 @@ impl Floor {
         measured && !follows && candidates.iter().all(full)
     }
 
-    fn book(&mut self, now: Instant, mut waiter: Waiter, choice: Choice, assignment: &Assignment) {
+    fn book(
+        &mut self,
+        now: Instant,
+        mut waiter: Waiter,
+        choice: Choice,
+        assignment: &Assignment,
+        supply: &Supply,
+    ) {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
-        let uncached = u64::from(waiter.ask.prompt_tokens - choice.predicted);
+        let uncached = u64::from(waiter.ask.prompt_tokens - supply.predicted);
         self.turns += 1;
         load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
         let join = load.join;
@@ -302,6 +324,8 @@ impl Floor {
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
         let leads = waiter.group().filter(|_| choice.predicted < COMMON_UNITS * HASH_UNIT_TOKENS as u32);
         leads.into_iter().for_each(|key| self.groups.begin(key, choice.slot));
+        let stage = supply.prefill.as_ref();
+        let stage = stage.and_then(|(slot, uncached, _)| self.book_stage(now, &waiter, *slot, *uncached));
         let flight = Flight {
             node: assignment.node.clone(),
             epoch: assignment.epoch,
@@ -309,6 +333,7 @@ impl Floor {
             join,
             reservation,
             leads,
+            stage,
             started: false,
             waiter,
         };
@@ -316,8 +341,9 @@ impl Floor {
     }
 
     fn land(&mut self, now: Instant, ticket: Ticket) -> Option<Flight> {
-        let flight = self.flights.remove(&ticket)?;
+        let mut flight = self.flights.remove(&ticket)?;
         flight.leads.into_iter().for_each(|key| self.groups.end(key, flight.slot));
+        flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
         if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
             load.ended(now, ticket, flight.started);
         }
@@ -327,6 +353,13 @@ impl Floor {
     fn forget(&mut self, slot: Slot) {
         self.index.leave(slot);
         self.loads[slot.index()] = None;
+    }
+}
+
+impl Flight {
+    fn reservations(&self) -> impl Iterator<Item = ReservationId> + use<> {
+        let stage = self.stage.as_ref().map(|stage| stage.reservation);
+        std::iter::once(self.reservation).chain(stage)
     }
 }
 

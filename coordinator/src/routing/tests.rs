@@ -16,6 +16,7 @@ fn idle(index: usize) -> Candidate {
         pending_tokens: 0,
         running: 0,
         prefill_rate: 2_000.0,
+        pull: None,
         step_ms: 8.0,
         given_tokens: 0.0,
     }
@@ -87,7 +88,7 @@ fn load_alone_spills() {
     // A long document is worth a wait, but not any wait.
     let worth = Candidate { units: 250, pending_tokens: 7_000, ..idle(0) };
     assert_eq!(choose(4_030, &[worth, idle(1)], 0).unwrap().slot.index(), 0);
-    let not_worth = Candidate { pending_tokens: 10_500, ..worth };
+    let not_worth = Candidate { pending_tokens: 9_000, ..worth };
     assert_eq!(choose(4_030, &[not_worth, idle(1)], 0).unwrap().slot.index(), 1);
 }
 
@@ -191,6 +192,7 @@ fn candidates(workers: &[Numbers]) -> Vec<Candidate> {
             prefill_rate,
             step_ms,
             given_tokens,
+            pull: None,
         }
     };
     workers.iter().enumerate().map(candidate).collect()

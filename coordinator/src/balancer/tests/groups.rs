@@ -136,7 +136,7 @@ proptest! {
 
     /// K requests with P tokens in common and t of their own, all at once over W workers. To compute P once more is
     /// worth it only where each holder has so much to do with tails that this delays more than the work does: at R
-    /// holders 2.5 R / W times P, and half of P less at those that are replicas themselves.
+    /// holders 2 R / W times P, and half of P less at those that are replicas themselves.
     #[test]
     fn what_a_group_has_in_common_is_computed_few_times(
         names in 2usize..=6,
@@ -159,7 +159,7 @@ proptest! {
         }
         let before = (computed - 1) as f64;
         // What differs by a tie, or by who was given less.
-        let least = 2.5 * before / names as f64 - 0.2;
+        let least = 2.0 * before / names as f64 - 0.2;
         let tails = if computed > 1 { least + (before - 1.0) * (least - 0.5).max(0.0) } else { 0.0 };
         let (prefix, own) = (16.0 * common as f64, f64::from(tail));
         prop_assert!(tails * prefix <= requests as f64 * own, "{computed} of {requests}");

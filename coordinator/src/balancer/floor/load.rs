@@ -1,6 +1,7 @@
 //! How busy a worker is: what it reports, and what this coordinator has sent there since.
 
-use super::Ticket;
+use super::pulls::PullTerms;
+use crate::balancer::Ticket;
 use crate::routing::Candidate;
 use crate::slot::Slot;
 use proto::message::LoadReportV1;
@@ -14,7 +15,7 @@ const RATE_MEMORY: Duration = Duration::from_secs(60);
 const GIVEN_HALVES: Duration = Duration::from_secs(300);
 /// Of what it should have computed of a prompt by now, so much is believed: late tokens of a long prompt take longer
 /// than early ones, and who waits for a worker that is not done waits long.
-const PROGRESS_SHARE: f64 = 0.5;
+const PROGRESS_SHARE: f64 = 0.25;
 
 #[derive(Debug)]
 pub(super) struct Load {
@@ -30,6 +31,7 @@ pub(super) struct Load {
     running: u32,
     /// What others have sent there, by the last report.
     foreign: Foreign,
+    pub(super) pulls: PullTerms,
     /// Tokens per second, averaged; 0 if unknown.
     prefill_rate: f64,
     given: Given,
@@ -68,6 +70,7 @@ impl Load {
             since: now,
             running: 0,
             foreign: Foreign::default(),
+            pulls: PullTerms::default(),
             prefill_rate: 0.0,
             given: Given { tokens: 0.0, at: now },
         }
@@ -158,6 +161,7 @@ impl Load {
             prefill_rate: self.prefill_rate as f32,
             step_ms: self.report.as_ref().map_or(0.0, |r| r.step_ms),
             given_tokens: self.given(now),
+            pull: None,
         }
     }
 
