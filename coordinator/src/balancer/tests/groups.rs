@@ -97,6 +97,7 @@ fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
         open.push_back(ticket);
         if to.node != home.node {
             assert_eq!((to.reason, to.predicted), (Reason::Replica, 0));
+            rig.balancer.started(rig.now, ticket, 0);
             break to.node;
         }
         rig.now += Duration::from_millis(100);
