@@ -301,8 +301,10 @@ impl Dispatch {
         self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
 
-    fn started(&self, ticket: Ticket) {
-        self.desk.lock().balancer.started(ticket);
+    fn started(self: &Arc<Self>, ticket: Ticket) {
+        let mut desk = self.desk.lock();
+        let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
+        self.perform(&mut desk, actions);
     }
 
     fn ended(self: &Arc<Self>, ticket: Ticket) {

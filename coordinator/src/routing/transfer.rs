@@ -3,7 +3,7 @@
 //!
 //! Only what a holder has announced counts: what is merely expected of it cannot be fetched yet.
 
-use super::{ASSUMED_PREFILL_RATE, Candidate, WORK_WEIGHT, predicted_tokens};
+use super::{ASSUMED_PREFILL_RATE, Candidate, predicted_tokens};
 use crate::slot::Slot;
 use proto::message::PullCostV1;
 use proto::pull::SLICE_BYTES;
@@ -93,16 +93,16 @@ impl Candidate {
         self.pull.map_or(self.units, |pull| pull.units)
     }
 
-    /// What a pull adds to its cost, in seconds.
-    pub(super) fn pull_cost(&self) -> f64 {
-        self.pull.map_or(0.0, |pull| WORK_WEIGHT * pull.seconds)
+    /// Seconds of its pull, if there is one.
+    pub(super) fn pull_seconds(&self) -> f64 {
+        self.pull.map_or(0.0, |pull| pull.seconds)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::routing::{Reason, Routing, choose};
+    use crate::routing::{Choice, Query, Reason, Routing};
     use proto::ids::ModelId;
 
     fn cost() -> PullCostV1 {
@@ -117,12 +117,18 @@ mod tests {
             running: 0,
             prefill_rate: 1_000.0,
             step_ms: 10.0,
+            given_tokens: 0.0,
             pull: None,
         }
     }
 
     fn idle(index: usize, units: u32) -> Holder {
         Holder { slot: slot(index), units, step: 0.0 }
+    }
+
+    fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> Choice {
+        let query = Query { routing: Routing::Prefix, prompt_tokens, standing: None, random: 0, turn: 0 };
+        crate::routing::choose(&query, candidates).unwrap()
     }
 
     fn slot(index: usize) -> Slot {
@@ -161,7 +167,7 @@ mod tests {
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let pull = best(960, &candidate(0, 0), &price, [idle(1, 60)].into_iter()).unwrap();
         let chosen = Candidate { pull: Some(pull), ..candidate(0, 0) };
-        let choice = choose(Routing::Prefix, 960, &[chosen], 0, 0).unwrap();
+        let choice = choose(960, &[chosen]);
         assert_eq!((choice.predicted, choice.reason), (944, Reason::Only));
     }
 
@@ -171,12 +177,12 @@ mod tests {
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let other = |pull| Candidate { pull, ..candidate(1, 0) };
         let pull = best(1_000, &other(None), &price, [idle(0, 60)].into_iter());
-        let choose = |pending_tokens, pull| {
+        let chosen = |pending_tokens, pull| {
             let holder = Candidate { pending_tokens, ..candidate(0, 60) };
-            choose(Routing::Prefix, 1_000, &[holder, other(pull)], 0, 0).unwrap().slot
+            choose(1_000, &[holder, other(pull)]).slot
         };
-        assert_eq!(choose(1_000, None), slot(0));
-        assert_eq!(choose(1_000, pull), slot(1));
-        assert_eq!(choose(50, pull), slot(0), "a pull is not for nothing");
+        assert_eq!(chosen(1_000, None), slot(0));
+        assert_eq!(chosen(1_000, pull), slot(1));
+        assert_eq!(chosen(50, pull), slot(0), "a pull is not for nothing");
     }
 }

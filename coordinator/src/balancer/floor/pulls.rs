@@ -1,8 +1,8 @@
 //! What the floor knows of pulls: which part of requests each worker is for, where and at what price its prefixes can
 //! be pulled, and the prompts that are computed by one worker for another.
 
-use super::{Floor, Load, Waiter, own_of};
-use crate::balancer::Prefilling;
+use super::{Floor, Load, Waiter, load_of};
+use crate::balancer::{Prefilling, Ticket};
 use crate::prefix_index::{Overlap, ReservationId};
 use crate::routing::transfer::{self, Holder, PullPrice, is_worth_asking};
 use crate::routing::{Candidate, Choice, predicted_tokens};
@@ -13,6 +13,7 @@ use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{PullCostV1, PullReportV1, WorkPart};
 use proto::pull::PullSourceV1;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// What a worker has said of pulls when it joined, and since.
 #[derive(Debug, Clone, Default)]
@@ -28,9 +29,9 @@ pub(super) struct PullTerms {
 /// A prompt that another worker computes for the one that has the flight.
 #[derive(Debug)]
 pub(super) struct Stage {
+    ticket: Ticket,
     slot: Slot,
     join: u64,
-    uncached: u64,
     pub(super) reservation: ReservationId,
     /// Not computed yet, as far as is known.
     waits: bool,
@@ -112,6 +113,7 @@ impl Floor {
     /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
     pub(super) fn supply(
         &self,
+        now: Instant,
         waiter: &Waiter,
         choice: &Choice,
         lively: &[(&Member, &Load)],
@@ -125,12 +127,13 @@ impl Floor {
             Some(load.pulls.source(&member.register.node, tokens))
         });
         let supply = Supply { predicted: choice.predicted, pull, prefill: None };
-        self.prefilled(waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
+        self.prefilled(now, waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
     }
 
     /// A worker for decoding has a long prompt computed by one for that, while there is one.
     fn prefilled(
         &self,
+        now: Instant,
         waiter: &Waiter,
         choice: &Choice,
         lively: &[(&Member, &Load)],
@@ -148,7 +151,7 @@ impl Floor {
             return None;
         }
         let overlap = self.index.lookup(&ask.chain);
-        let free = |load: &Load| load.own.unstarted + load.own.running < self.policy.max_inflight;
+        let free = |load: &Load| load.inflight() < self.policy.max_inflight;
         let computes = lively
             .iter()
             .filter(|(member, load)| {
@@ -157,7 +160,7 @@ impl Floor {
             })
             .map(|(member, load)| {
                 let held = predicted_tokens(ask.prompt_tokens, overlap.units(member.slot));
-                let waits = load.own.pending + load.foreign.pending + u64::from(ask.prompt_tokens - held);
+                let waits = load.pending(now) + u64::from(ask.prompt_tokens - held);
                 (waits, ask.prompt_tokens - held, member, load)
             })
             .min_by_key(|(waits, ..)| *waits);
@@ -169,26 +172,30 @@ impl Floor {
     }
 
     /// Books a prompt at the worker that computes it for another.
-    pub(super) fn book_stage(&mut self, waiter: &Waiter, slot: Slot, uncached: u32) -> Option<Stage> {
+    pub(super) fn book_stage(
+        &mut self,
+        now: Instant,
+        waiter: &Waiter,
+        slot: Slot,
+        uncached: u32,
+    ) -> Option<Stage> {
         let load = self.loads[slot.index()].as_mut()?;
-        let uncached = u64::from(uncached);
-        load.own.pending += uncached;
-        load.own.unstarted += 1;
+        let ticket = waiter.ticket;
+        load.give(now, ticket, u64::from(waiter.ask.prompt_tokens), u64::from(uncached));
         let join = load.join;
         let reservation = self.index.reserve(slot, Arc::clone(&waiter.ask.chain));
-        Some(Stage { slot, join, uncached, reservation, waits: true })
+        Some(Stage { ticket, slot, join, reservation, waits: true })
     }
 }
 
 impl Stage {
     /// The prompt has been computed, or nobody waits for it any more.
-    pub(super) fn is_over(&mut self, loads: &mut [Option<Load>]) {
+    pub(super) fn is_over(&mut self, now: Instant, loads: &mut [Option<Load>]) {
         if !std::mem::replace(&mut self.waits, false) {
             return;
         }
-        if let Some(own) = own_of(loads, self.slot, self.join) {
-            own.pending -= self.uncached;
-            own.unstarted -= 1;
+        if let Some(load) = load_of(loads, self.slot, self.join) {
+            load.ended(now, self.ticket, false);
         }
     }
 }

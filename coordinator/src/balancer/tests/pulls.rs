@@ -121,7 +121,7 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
     assert_eq!(to.prefill.as_ref().map(|stage| &stage.node), Some(&first));
     assert_eq!(pending(&rig).iter().sum::<u64>(), 24 + 2_008, "and costs next to nothing there");
     for ticket in tickets.iter().chain([&again]) {
-        rig.balancer.started(*ticket);
+        rig.balancer.started(rig.now, *ticket, 0);
     }
     assert_eq!(pending(&rig), [0, 0, 0]);
     for ticket in tickets.into_iter().chain([again]) {
