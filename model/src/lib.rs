@@ -8,6 +8,7 @@ pub mod arch;
 pub mod catalog;
 pub mod chat_template;
 pub mod checkpoint;
+pub mod costs;
 pub mod error;
 pub mod file;
 pub mod ggml_type;
