@@ -21,6 +21,7 @@ pub mod consensus;
 pub mod dispatch;
 pub mod models;
 pub mod ops;
+pub mod placement;
 pub mod prefix_index;
 mod random;
 pub mod routing;

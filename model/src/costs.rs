@@ -52,6 +52,8 @@ struct AttentionCosts {
 pub struct RangeCosts {
     /// Bytes of all tensors that the range reads, each counted once.
     pub weight_bytes: u64,
+    /// Bytes of those that layers read, without embedding and head.
+    pub layer_bytes: u64,
     /// Bytes of tensors that one decoded token reads: of tables one row (not counted), of experts those used.
     pub token_bytes: u64,
     /// Multiply-adds of one row with the layers' matrices.
@@ -151,10 +153,14 @@ impl ModelCosts {
         let first = if range.start == 0 { 0 } else { range.start + 1 };
         let end = if range.end >= layers { layers + 2 } else { range.end + 1 };
         let parts = first..end;
+        let is_layer = |part: usize| (1..=layers).contains(&part);
         let mut sum = RangeCosts::default();
         for index in parts.clone() {
             let Some(part) = self.parts.get(index) else { continue };
             sum.weight_bytes += part.own_bytes;
+            if is_layer(index) {
+                sum.layer_bytes += part.own_bytes;
+            }
             sum.token_bytes += part.token_bytes;
             match index > layers {
                 true => sum.head_products += part.products,
@@ -164,8 +170,12 @@ impl ModelCosts {
             sum.attention.extend(part.attention);
         }
         for (bytes, readers) in &self.shared {
-            if readers.iter().any(|part| parts.contains(part)) {
+            let mut readers = readers.iter().filter(|part| parts.contains(part)).peekable();
+            if readers.peek().is_some() {
                 sum.weight_bytes += bytes;
+            }
+            if readers.any(|part| is_layer(*part)) {
+                sum.layer_bytes += bytes;
             }
         }
         sum

@@ -42,7 +42,11 @@ fn every_range_counts_each_of_its_tensors_once() {
                 }
                 let distinct: std::collections::HashSet<_> = names.into_iter().collect();
                 let bytes: u64 = distinct.iter().map(|name| file.tensor(name).unwrap().bytes()).sum();
-                assert_eq!(costs.range(start..end).weight_bytes, bytes, "{name} {start}..{end}");
+                let range = costs.range(start..end);
+                assert_eq!(range.weight_bytes, bytes, "{name} {start}..{end}");
+                let layers = spec.layer_tensors(start..end);
+                let bytes: u64 = layers.iter().map(|name| file.tensor(name).unwrap().bytes()).sum();
+                assert_eq!(range.layer_bytes, bytes, "{name} {start}..{end}");
             }
         }
     }
