@@ -9,6 +9,8 @@ mod search;
 #[cfg(test)]
 mod tests;
 
+pub use explicit::ExplicitError;
+
 use model::GgmlType;
 use model::costs::{ModelCosts, RangeCosts};
 use std::ops::Range;
@@ -193,10 +195,8 @@ pub enum PlacementError {
     },
     /// A plan that an operator wrote is no plan for this model.
     #[error("the plan of layers is refused: {0}")]
-    Explicit(#[from] explicit::ExplicitError),
+    Explicit(#[from] ExplicitError),
 }
-
-pub use explicit::ExplicitError;
 
 /// A model, what it is for, and the workers it may be placed on.
 #[derive(Debug, Clone, Copy)]
@@ -229,8 +229,9 @@ impl Placement<'_> {
     ///
     /// Of all cuts and all ways to give stages to workers, a replica is one whose slowest stage takes the least time
     /// for a typical request, and among those one whose squared times sum to the least, so that the other stages are
-    /// even too. Replicas are cut one after the other, each from the workers that are left. Where more than a few thousand choices of workers differ, the
-    /// workers stand in the order of their speed and are only left out, not exchanged.
+    /// even too. Replicas are cut one after the other, each from the workers that are left. Where more than a few
+    /// thousand choices of workers differ, the workers stand in the order of their speed and are only left out, not
+    /// exchanged.
     pub fn place(&self, shards: Option<usize>, replicas: usize) -> Result<Vec<Replica>, PlacementError> {
         shards.map_or(Ok(()), |wanted| check_shards(self.model, wanted))?;
         self.check_workers()?;
