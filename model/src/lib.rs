@@ -18,6 +18,7 @@ pub mod metadata;
 mod mmap;
 pub mod safetensors;
 pub mod sampling;
+pub mod shard;
 pub mod spec;
 pub mod tokenizer;
 
