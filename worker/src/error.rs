@@ -57,6 +57,9 @@ pub enum Error {
     /// An invariant of caches or tables does not hold: the worker stops rather than serve wrong content.
     #[error("invariant broken: {0}")]
     Invariant(String),
+    /// A coordinator has accepted a life that this worker does not go on with.
+    #[error("epoch {} was accepted, which is not the present one", .0.0)]
+    AnotherLife(proto::ids::Epoch),
     /// The engine thread is gone.
     #[error("the engine has stopped")]
     EngineStopped,
