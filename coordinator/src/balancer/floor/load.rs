@@ -165,6 +165,13 @@ impl Load {
         }
     }
 
+    /// How long its steps take; 0 while it has nothing to do.
+    pub(super) fn step_seconds(&self) -> f64 {
+        let idle = self.inflight() == 0 && self.foreign.pending == 0 && self.foreign.running == 0;
+        let step_ms = self.report.as_ref().map_or(0.0, |report| report.step_ms);
+        if idle { 0.0 } else { f64::from(step_ms) / 1e3 }
+    }
+
     fn given(&self, now: Instant) -> f64 {
         self.given.tokens * (-seconds(now, self.given.at) / GIVEN_HALVES.as_secs_f64()).exp2()
     }

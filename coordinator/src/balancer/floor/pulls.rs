@@ -200,16 +200,6 @@ impl Stage {
     }
 }
 
-impl Load {
-    /// How long its steps take; 0 while it has nothing to do.
-    fn step_seconds(&self) -> f64 {
-        let idle =
-            [self.own, self.foreign].iter().all(|of| of.pending == 0 && of.unstarted + of.running == 0);
-        let step_ms = self.report.as_ref().map_or(0.0, |report| report.step_ms);
-        if idle { 0.0 } else { f64::from(step_ms) / 1e3 }
-    }
-}
-
 impl PullTerms {
     pub(super) fn part(&self) -> WorkPart {
         self.part
