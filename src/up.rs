@@ -104,6 +104,12 @@ struct UpSettings {
     /// By what a worker is chosen; all but `prefix` are there to compare with [default: prefix]
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     routing: Option<RoutingArg>,
+    /// Generations that may wait for a worker at each coordinator; more are refused [default: 2048]
+    #[arg(long, value_name = "N", env = "KVASIR_QUEUE_REQUESTS")]
+    queue_requests: Option<usize>,
+    /// Generations that a coordinator gives to one worker at a time; more wait [default: 256]
+    #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
+    worker_inflight: Option<u32>,
     /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     data_dir: Option<PathBuf>,
@@ -191,6 +197,8 @@ impl Plan {
                 hold_ready: Some(true),
                 keys: self.settings.keys.clone(),
                 routing: self.settings.routing,
+                queue_requests: self.settings.queue_requests,
+                worker_inflight: self.settings.worker_inflight,
                 ..CoordinatorSettings::default()
             };
             coordinators.push((name, settings));

@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// How long.
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
+    /// Seconds before what is finished counts as finished in time.
+    #[arg(long, default_value_t = 0.0)]
+    warm: f64,
     /// How many, in place of how long.
     #[arg(long)]
     requests: Option<u64>,
@@ -61,7 +64,7 @@ struct Tally {
     refused: Vec<u32>,
     /// Refusals that do not say when to come back.
     no_retry_after: u64,
-    /// Finished before the end of the time.
+    /// Finished between the end of warming and the end of the time.
     in_time: u64,
     failed: u64,
     first_failure: Option<String>,
@@ -77,6 +80,8 @@ struct Run {
     idle: RefCell<Vec<Connection>>,
     begun: Instant,
     sent: RefCell<u64>,
+    /// Share of a CPU while requests were sent, in the open loop; what is accepted finishes long after.
+    own_share: RefCell<Option<f64>>,
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
@@ -94,6 +99,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         idle: RefCell::default(),
         begun: Instant::now(),
         sent: RefCell::new(0),
+        own_share: RefCell::default(),
     });
     let local = LocalSet::new();
     match run.args.rate {
@@ -101,7 +107,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         None => local.run_until(closed_loop(&run)).await,
     }
     let wall = run.begun.elapsed().as_secs_f64();
-    let own = cpu_seconds(std::process::id())?;
+    let own = run.own_share.take().unwrap_or(cpu_seconds(std::process::id())? / wall);
     let watched = run.args.watch.map(cpu_seconds).transpose()?.zip(before).map(|(now, before)| now - before);
     run.tally.take().print(&run.args, wall, own, watched);
     Ok(())
@@ -135,7 +141,10 @@ async fn open_loop(run: &Rc<Run>, rate: f64) {
             due += 1;
         }
     }
+    let own = cpu_seconds(std::process::id()).ok();
+    *run.own_share.borrow_mut() = own.map(|own| own / run.begun.elapsed().as_secs_f64());
     for request in requests {
+        // As above.
         let _ = request.await;
     }
 }
@@ -160,7 +169,8 @@ impl Run {
         match outcome {
             Ok(Outcome::Finished) => {
                 tally.finished.push(micros);
-                tally.in_time += u64::from(self.begun.elapsed().as_secs_f64() < self.args.seconds);
+                let counted = self.args.warm..self.args.seconds;
+                tally.in_time += u64::from(counted.contains(&self.begun.elapsed().as_secs_f64()));
                 self.idle.borrow_mut().push(connection);
             }
             Ok(Outcome::Refused { retry_after }) => {
@@ -207,7 +217,7 @@ impl Tally {
             "refused_p50_us": quantile(&self.refused, 0.5),
             "refused_p99_us": quantile(&self.refused, 0.99),
             "refused_max_us": self.refused.last(),
-            "generator_cpu": own / wall,
+            "generator_cpu": own,
             "watched_cpu_us": watched.map(|seconds| seconds * 1e6 / done),
             "memory": self.memory,
         });

@@ -62,7 +62,9 @@ impl ChainMemo {
         }
         let hash = hasher.finish();
         let known = |run: &Run| (run.parent == parent && *run.tokens == *tokens).then_some(run.ids);
-        self.runs.get(hash, known).unwrap_or_else(|| {
+        let known = self.runs.get(hash, known);
+        self.runs.count(known.is_some());
+        known.unwrap_or_else(|| {
             let mut ids = [parent; UNITS];
             let mut last = parent;
             let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();

@@ -42,9 +42,9 @@ type Table<V> = HashMap<u64, (V, usize), BuildHasherDefault<AsItIs>>;
 /// How a [`Recent`] is used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RecentUse {
-    /// Questions that were answered.
+    /// What was known when it was needed.
     pub hits: u64,
-    /// Questions that were not.
+    /// What was not.
     pub misses: u64,
     /// Bytes held now.
     pub bytes: u64,
@@ -70,7 +70,8 @@ impl<V> Recent<V> {
         WordHasher(self.key)
     }
 
-    /// What `read` makes of the value at `hash`; it says `None` of a value that is not the one that is meant.
+    /// What `read` makes of the value at `hash`; it says `None` of a value that is not the one that is meant. Not
+    /// counted: see [`count`](Self::count).
     pub fn get<R>(&self, hash: u64, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
         let mut shard = self.shard(hash);
         let mut outgrown = None;
@@ -89,9 +90,13 @@ impl<V> Recent<V> {
         };
         drop(shard);
         drop(outgrown);
-        let counter = if found.is_some() { &self.hits } else { &self.misses };
-        counter.fetch_add(1, Ordering::Relaxed);
         found
+    }
+
+    /// Notes whether something was known.
+    pub fn count(&self, known: bool) {
+        let counter = if known { &self.hits } else { &self.misses };
+        counter.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Puts a value of so many bytes at `hash`, in place of what is there. One that is larger than what may be held
@@ -113,7 +118,7 @@ impl<V> Recent<V> {
         drop((replaced, outgrown));
     }
 
-    /// What has been asked, and what is held.
+    /// What has been counted, and what is held.
     pub fn usage(&self) -> RecentUse {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         RecentUse { hits: get(&self.hits), misses: get(&self.misses), bytes: get(&self.bytes) }
@@ -233,6 +238,7 @@ mod tests {
         }
         assert_eq!(recent.usage().bytes, (100 + ENTRY_BYTES) as u64);
         assert_eq!(recent.get(7, |&value| (value == 2).then_some(())), None);
+        recent.count(false);
         assert_eq!(recent.usage(), RecentUse { hits: 0, misses: 1, bytes: (100 + ENTRY_BYTES) as u64 });
         recent.put(8, 1, 1 << 20);
         assert_eq!(recent.get(8, |&value| Some(value)), None, "too large to be kept");

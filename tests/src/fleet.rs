@@ -39,6 +39,7 @@ pub struct Builder {
     coordinator_flags: Vec<String>,
     worker_flags: Vec<String>,
     environment: Vec<(String, String)>,
+    binary: Option<PathBuf>,
     spares: usize,
     takes_turn: bool,
 }
@@ -51,6 +52,8 @@ pub struct Fleet {
     dir: TempDir,
     /// By host.
     processes: Vec<Mutex<Option<Child>>>,
+    /// By host: what is started there, if not the binary under test.
+    binaries: Mutex<Vec<Option<PathBuf>>>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
@@ -70,6 +73,12 @@ impl Builder {
     /// A variable in the environment of every node.
     pub fn environment(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// The nodes are of another version than the binary under test, until they are [moved](Fleet::use_binary).
+    pub fn binary(mut self, binary: &Path) -> Self {
+        self.binary = Some(binary.to_owned());
         self
     }
 
@@ -93,7 +102,8 @@ impl Builder {
         authority(dir.path())?;
         let net = Net::new(hosts, seed)?;
         let processes = (0..hosts).map(|_| Mutex::new(None)).collect();
-        let fleet = Fleet { shape: self, net, dir, processes, _turn: turn };
+        let binaries = Mutex::new(vec![self.binary.clone(); hosts]);
+        let fleet = Fleet { shape: self, net, dir, processes, binaries, _turn: turn };
         for node in fleet.nodes() {
             fleet.make_identity(node)?;
             fleet.start(node)?;
@@ -117,6 +127,7 @@ impl Fleet {
             coordinator_flags: Vec::new(),
             worker_flags: Vec::new(),
             environment: Vec::new(),
+            binary: None,
             spares: 0,
             takes_turn: true,
         }
@@ -217,6 +228,12 @@ impl Fleet {
         self.start_on(self.host(node), node)
     }
 
+    /// The next life of a node is of this version; none is the binary under test.
+    pub fn use_binary(&self, node: Node, binary: Option<&Path>) {
+        let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
+        binaries[self.host(node)] = binary.map(Path::to_owned);
+    }
+
     /// Starts another life of a node, which may still run, on a spare host. It is gone with the fleet.
     pub fn start_twin(&self, node: Node, spare: usize) -> anyhow::Result<()> {
         ensure!(spare < self.shape.spares, "there are {} spare hosts", self.shape.spares);
@@ -233,9 +250,13 @@ impl Fleet {
         ensure!(running.is_none(), "{node:?} runs already");
         let arguments = self.arguments(host, node)?;
         let log = File::options().create(true).append(true).open(self.log(node)?)?;
+        let binary = self.binaries.lock().unwrap_or_else(PoisonError::into_inner)[host].clone();
         let mut process = self.net.on(host, || {
             let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-            let mut command = binary::command(&arguments)?;
+            let mut command = match binary {
+                Some(binary) => binary::command_of(&binary, &arguments),
+                None => binary::command(&arguments)?,
+            };
             command.envs(self.shape.environment.iter().map(|(name, value)| (name, value)));
             Ok::<_, anyhow::Error>(command.stdout(Stdio::piped()).stderr(log).spawn()?)
         })??;

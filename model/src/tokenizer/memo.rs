@@ -7,14 +7,17 @@
 //! before, so that a document is found again behind another one.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::recent::{Recent, RecentUse};
 
 /// Bytes of a piece, but for the last: at least and, where there is a place, at most.
-const LEAST: usize = 32;
+const LEAST: usize = 64;
 const MOST: usize = 4096;
 /// Of so many places before a space, one is taken.
 const ONE_OF: u32 = 32;
+/// The hash of no piece; of one that has it nothing worse comes than that it is searched for.
+const NOTHING: u64 = 0;
 /// Bytes before a place that decide whether it is taken.
 const WINDOW: usize = 8;
 
@@ -99,6 +102,8 @@ struct Piece {
     how: How,
     text: Box<str>,
     tokens: Box<[u32]>,
+    /// Hash of the piece that followed it last. Whatever it names is compared before it is used.
+    next: AtomicU64,
 }
 
 /// What besides its text decides about a piece's tokens.
@@ -135,32 +140,84 @@ impl Memo {
         out: &mut Vec<u32>,
         encode: impl Fn(&str, How, &mut Vec<u32>),
     ) {
-        let mut start = 0;
+        let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
         while start < text.len() {
+            let how = How { special, first: start == 0 };
+            // A piece that comes again is mostly followed by what has followed it before: then the end of that one need
+            // not be searched for.
+            if let Some((end, after)) = self.expected(text, start, how, next, out) {
+                (start, before, next) = (end, next, after);
+                continue;
+            }
             let end = self.piece_end(text.as_bytes(), start);
             // Places are between ASCII characters.
             let Some(piece) = text.get(start..end) else { return };
-            self.piece(piece, How { special, first: start == 0 }, out, &encode);
-            start = end;
+            let (hash, after) = self.piece(piece, how, out, &encode);
+            if before != NOTHING {
+                self.pieces.get(before, |piece| {
+                    piece.next.store(hash, Ordering::Relaxed);
+                    Some(())
+                });
+            }
+            (start, before, next) = (end, hash, after);
         }
     }
 
-    fn piece(&self, text: &str, how: How, out: &mut Vec<u32>, encode: &impl Fn(&str, How, &mut Vec<u32>)) {
+    /// If the piece at `expected` stands at `start`: appends its tokens and tells where it ends and what has followed
+    /// it.
+    fn expected(
+        &self,
+        text: &str,
+        start: usize,
+        how: How,
+        expected: u64,
+        out: &mut Vec<u32>,
+    ) -> Option<(usize, u64)> {
+        if expected == NOTHING {
+            return None;
+        }
+        let found = self.pieces.get(expected, |piece| {
+            let bytes = text.as_bytes();
+            let end = start + piece.text.len();
+            let stands = piece.how == how && bytes.get(start..end)? == piece.text.as_bytes();
+            let ends = end == bytes.len() || self.cuts.allow(bytes, end).is_some();
+            (stands && ends).then(|| {
+                out.extend_from_slice(&piece.tokens);
+                (end, piece.next.load(Ordering::Relaxed))
+            })
+        })?;
+        self.pieces.count(true);
+        Some(found)
+    }
+
+    /// Appends the tokens of a piece; its hash, and that of what has followed it last.
+    fn piece(
+        &self,
+        text: &str,
+        how: How,
+        out: &mut Vec<u32>,
+        encode: &impl Fn(&str, How, &mut Vec<u32>),
+    ) -> (u64, u64) {
         let mut hasher = self.pieces.hasher();
         hasher.pair(how.special.into(), how.first.into());
         hasher.bytes(text.as_bytes());
         let hash = hasher.finish();
         let known = self.pieces.get(hash, |piece| {
-            (piece.how == how && *piece.text == *text).then(|| out.extend_from_slice(&piece.tokens))
+            (piece.how == how && *piece.text == *text).then(|| {
+                out.extend_from_slice(&piece.tokens);
+                piece.next.load(Ordering::Relaxed)
+            })
         });
-        if known.is_some() {
-            return;
+        self.pieces.count(known.is_some());
+        if let Some(next) = known {
+            return (hash, next);
         }
         let begin = out.len();
         encode(text, how, out);
         let tokens: Box<[u32]> = out.get(begin..).unwrap_or_default().into();
         let bytes = size_of::<Piece>() + text.len() + size_of_val(&*tokens);
-        self.pieces.put(hash, Piece { how, text: text.into(), tokens }, bytes);
+        self.pieces.put(hash, Piece { how, text: text.into(), tokens, next: AtomicU64::new(NOTHING) }, bytes);
+        (hash, NOTHING)
     }
 
     /// Where the piece ends that begins at `start`, which is not the end of the text.

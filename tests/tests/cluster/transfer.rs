@@ -7,9 +7,9 @@ use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
 
 /// Tokens of each prompt: more than a decoding worker computes itself.
-const PROMPT: usize = 600;
+const PROMPT: usize = 450;
 /// What of it is whole units before the last token.
-const PULLED: u64 = 592;
+const PULLED: u64 = 448;
 
 fn prompt(seed: usize) -> Vec<usize> {
     (0..PROMPT).map(|i| 5 + (seed * 31 + i * i * 7 + i) % 300).collect()
@@ -57,7 +57,7 @@ fn a_prompt_that_is_computed_elsewhere_is_answered_the_same() {
         let (tokens, cached, worker, route) = ask(&cluster, seed);
         assert_eq!(tokens, *want, "prompt {seed}");
         assert_eq!((cached, &*worker), (PULLED, "worker-1"), "prompt {seed}: {route}");
-        assert!(route.ends_with("predicted=592"), "{route}");
+        assert!(route.ends_with("predicted=448"), "{route}");
     }
     let [prefill, decode] = &cluster.nodes().workers[..] else { panic!("two workers") };
     let metric = |worker: std::net::SocketAddr, name: &str| http::metric(worker, name).unwrap() as u64;
@@ -69,6 +69,32 @@ fn a_prompt_that_is_computed_elsewhere_is_answered_the_same() {
 }
 
 #[test]
+fn a_burst_over_one_prefix_is_computed_once_and_by_the_prefill_worker() {
+    const REQUESTS: usize = 8;
+    let cluster = split("transfer-burst");
+    let prompts: Vec<Vec<usize>> =
+        (0..REQUESTS).map(|own| [&prompt(0)[..400], &[301 + own; 30][..]].concat()).collect();
+    let cached: Vec<u64> = std::thread::scope(|scope| {
+        let ask = |prompt: &Vec<usize>| {
+            let body = json!({
+                "model": cluster.model(), "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": true,
+            });
+            let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+        };
+        let asked: Vec<_> = prompts.iter().map(|prompt| scope.spawn(move || ask(prompt))).collect();
+        asked.into_iter().map(|request| request.join().unwrap()).collect()
+    });
+    assert!(cached.iter().all(|cached| *cached >= 400), "{cached:?}");
+    let [prefill, decode] = &cluster.nodes().workers[..] else { panic!("two workers") };
+    let computed = |worker: std::net::SocketAddr| {
+        http::metric(worker, "kvasir_prefill_tokens_computed_total").unwrap() as usize
+    };
+    assert_eq!(computed(prefill.ops), 400 + 30 * REQUESTS, "the prefix once, and what is each one's own");
+    assert!(computed(decode.ops) <= 30 * REQUESTS, "{} tokens", computed(decode.ops));
+}
+
+#[test]
 fn a_prefill_worker_that_is_killed_is_not_missed() {
     const REQUESTS: usize = 12;
     let want = alone(REQUESTS);
@@ -76,11 +102,11 @@ fn a_prefill_worker_that_is_killed_is_not_missed() {
     let victim = cluster.nodes().workers[0].clone();
     // The first proves that prompts go that way.
     assert_eq!(ask(&cluster, 0).1, PULLED);
+    let sent = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").unwrap();
     std::thread::scope(|scope| {
         let cluster = &cluster;
         let asked: Vec<_> = (1..REQUESTS).map(|seed| scope.spawn(move || ask(cluster, seed).0)).collect();
         // In the middle of it, as soon as bytes of another prompt have gone over.
-        let sent = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").unwrap();
         wait::until("bytes go over", binary::PATIENCE, || {
             let now = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").ok()?;
             (now > sent).then_some(())

@@ -1,7 +1,7 @@
 //! A worker dies or freezes in the middle of its streams; their readers get every token once.
 
 use crate::stream::{Heard, Told, prompt, read_all, request};
-use kvasir_cluster_tests::fleet::{Fleet, Node, name};
+use kvasir_cluster_tests::fleet::{Fleet, Node, name, worker_named};
 use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::{binary, signal, wait};
 use serde_json::Value;
@@ -48,6 +48,41 @@ fn print(what: &str, mut pauses: Vec<Duration>) -> Duration {
     let (median, longest) = (pauses[pauses.len() / 2], pauses[pauses.len() - 1]);
     println!("{what}: longest pause of {} streams: median {median:.1?}, p99 {longest:.1?}", pauses.len());
     longest
+}
+
+/// Prompts that a worker has of a coordinator and has not computed.
+fn in_prefill(fleet: &Fleet) -> Option<Node> {
+    let status = fleet.status(0).ok()?;
+    let busy = |worker: &&Value| {
+        worker["pending_tokens"].as_u64() > Some(0) && worker["inflight"].as_u64() > Some(0)
+    };
+    worker_named(status["workers"].as_array()?.iter().find(busy)?["id"].as_str()?)
+}
+
+#[test]
+fn a_worker_killed_in_prefill_costs_time_and_nothing_else() {
+    let fleet = Fleet::builder("killed-in-prefill", &crate::real_model(), 1, 2).start(6).unwrap();
+    let model = fleet.model().unwrap();
+    // Long enough that the kill comes before its end.
+    let long = |number| [request(&model, &prompt(number, 1_800), 16)];
+    let undisturbed = read_all(&fleet, &long(1), drop).unwrap();
+    // What was computed must not be found again.
+    for worker in [0, 1].map(Node::Worker) {
+        fleet.kill(worker).unwrap();
+        fleet.start(worker).unwrap();
+    }
+    fleet.wait_for_workers(0, 2).unwrap();
+    let told = read_all(&fleet, &long(1), |events| {
+        let victim = wait::until("it is computed", binary::PATIENCE, || in_prefill(&fleet)).unwrap();
+        fleet.kill(victim).unwrap();
+        fleet.start(victim).unwrap();
+        let heard = events.recv().unwrap();
+        assert_ne!(heard.worker, victim, "its prompt was computed before the kill");
+    })
+    .unwrap();
+    assert_eq!(told[0].tokens, undisturbed[0].tokens);
+    assert_eq!(lost(&fleet), 1.0);
+    fleet.wait_for_workers(0, 2).unwrap();
 }
 
 #[test]

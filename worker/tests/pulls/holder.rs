@@ -105,12 +105,15 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
     }
 }
 
+/// A piece with its bytes.
+type Whole = (PulledPieceV1, Vec<u8>);
+
 /// All pieces that are offered of these tokens.
 fn whole(
     engine: &mut Engine,
     asked: &PullRequestV1,
     tokens: &[u32],
-) -> Result<(u32, Vec<(PulledPieceV1, Vec<u8>)>), PullRefusal> {
+) -> Result<(u32, Vec<Whole>), PullRefusal> {
     let offer = engine.offer(&asked.origin, asked.root, tokens, asked.have)?;
     let prefix = &tokens[..offer.tokens as usize];
     let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);

@@ -181,3 +181,39 @@ async fn who_cannot_be_reached_or_is_of_another_class_is_not_pulled_from() {
         worker.service.stop().await;
     }
 }
+
+/// Pulling beside computing, for a model of one's own. A measurement, not a check: to be run alone on a quiet machine,
+/// built with optimisation.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "a measurement: KVASIR_PULL_MODEL names a model"]
+async fn pulling_beside_computing() {
+    let model = std::env::var("KVASIR_PULL_MODEL").unwrap();
+    let model = model.trim_end_matches(".gguf");
+    let options = || EngineOptions {
+        threads: Some(1),
+        pull_patience: options(KvType::F16).pull_patience,
+        ..EngineOptions::default()
+    };
+    let cluster = Cluster::new();
+    let holds = cluster.worker("holds", model, options()).await;
+    let pulls = cluster.worker("pulls", model, options()).await;
+    println!("{:>7} {:>12} {:>12} {:>12}", "tokens", "computed, s", "pulled, s", "MB");
+    for (round, tokens) in [512u32, 1_024, 2_048, 4_096].into_iter().cycle().take(12).enumerate() {
+        // Each round's prompts begin with a token of their own: nothing is shared.
+        let prompt: Vec<u32> =
+            (0..tokens).map(|i| if i == 0 { 100 + round as u32 } else { 5 + (i * 31) % 350 }).collect();
+        let first = async |worker: &cluster::Worker, source| {
+            let begun = std::time::Instant::now();
+            let mut stream = worker.open(&prompt, source).await;
+            soon("the first frame", stream.next()).await.unwrap().unwrap();
+            begun.elapsed().as_secs_f64()
+        };
+        let computed = first(&holds, None).await;
+        holds.settles().await;
+        let before = pulls.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await;
+        let pulled = first(&pulls, Some(holds.source(tokens))).await;
+        pulls.settles().await;
+        let bytes = pulls.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await - before;
+        println!("{tokens:>7} {computed:>12.4} {pulled:>12.4} {:>12.2}", bytes / 1e6);
+    }
+}

@@ -1,14 +1,13 @@
 //! Prefixes that are pulled instead of computed, and prompts that one worker computes for another.
 
 use super::*;
-use proto::message::PullCostV1;
 
 /// A worker with its part, which pulls at 1 GB/s and is reached by its name.
 fn introduce(rig: &mut Rig, name: &str, part: WorkPart) {
     let cost =
         PullCostV1 { model: ModelId::new(MODEL).unwrap(), bytes_per_token: 20_000, bytes_per_point: 0 };
     rig.balancer.introduce(&node(name), Epoch(1), part, vec![cost], format!("{name}:1"));
-    rig.balancer.pulled(&node(name), Epoch(1), 1e9);
+    rig.balancer.pulled(&node(name), Epoch(1), PullReportV1 { rate: 1e9, ..PullReportV1::default() });
 }
 
 fn rig(workers: &[(&str, WorkPart)]) -> Rig {
@@ -110,16 +109,19 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
         stages.push(stage);
         tickets.push(ticket);
     }
+    let first = stages[0].clone();
     stages.sort();
     assert_eq!(stages, [node("p"), node("q")], "the one with less in hand");
     assert_eq!(pending(&rig), [16, 1_000, 1_000], "d computes the rest");
-    // The same prompt again goes where it is expected, though the other has as much in hand.
+    // The same prompt again waits for where it is being computed: d is expected to hold it, and does not yet.
     let ask = rig.ask("t", 1_000, chain(0..62));
     let (again, actions) = rig.submit(ask).unwrap();
     let to = only(&actions);
-    assert_eq!((&to.node, to.predicted, &to.prefill), (&node("d"), 992, &None), "d will hold it");
+    assert_eq!((&to.node, to.predicted), (&node("d"), 992));
+    assert_eq!(to.prefill.as_ref().map(|stage| &stage.node), Some(&first));
+    assert_eq!(pending(&rig).iter().sum::<u64>(), 24 + 2_008, "and costs next to nothing there");
     for ticket in tickets.iter().chain([&again]) {
-        rig.balancer.started(*ticket);
+        rig.balancer.started(rig.now, *ticket, 0);
     }
     assert_eq!(pending(&rig), [0, 0, 0]);
     for ticket in tickets.into_iter().chain([again]) {
@@ -128,6 +130,12 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
     rig.now += Duration::from_secs(2);
     rig.balancer.tick(rig.now, 1);
     assert_eq!(rig.balancer.index_size().reservations, 0);
+    // What d holds it need not pull.
+    holds(&mut rig, "d", chain(0..62));
+    let ask = rig.ask("t", 1_000, chain(0..62));
+    let (_, actions) = rig.submit(ask).unwrap();
+    let to = only(&actions);
+    assert_eq!((&to.prefill, &to.pull, to.predicted), (&None, &None, 992));
     // What is short is computed where it is decoded.
     let ask = rig.ask("t", 200, chain(900..912));
     let (_, actions) = rig.submit(ask).unwrap();

@@ -100,7 +100,9 @@ impl Disk {
     ) -> Result<(Self, Option<Loaded>), StorageError> {
         // redb asserts what it finds in a damaged file; here that is an error like others.
         let opened = catch_unwind(AssertUnwindSafe(|| {
-            let database = open()?;
+            let mut database = open()?;
+            // Of pages that nobody reads here redb would find out when it closes the file.
+            database.check_integrity().map_err(|error| damaged("the file", error.to_string()))?;
             // Both tables are there from now on.
             transaction(&database, |_| Ok(()))?;
             let loaded = read(&database.begin_read().map_err(failed)?)?;

@@ -3,6 +3,7 @@ use crate::consensus::message::EntryBodyV1;
 use crate::consensus::table::Level;
 use parking_lot::Mutex;
 use proptest::prelude::*;
+use proto::codec::encode;
 use redb::StorageBackend;
 use std::io;
 
@@ -205,6 +206,42 @@ fn a_power_cut_loses_nothing_acknowledged_and_tears_nothing() {
             assert!(power > 12, "the power was never cut");
             return;
         }
+    }
+}
+
+/// A bit flips inside each kind of record, wherever in the file it lies: the disk is refused.
+#[test]
+fn every_kind_of_record_is_checked() {
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    let mut model = founded();
+    disk.format(&model).unwrap();
+    let hard = HardStateV1 { term: 1 << 40, vote: 1 << 50, commit: 2 };
+    let write = Write { entries: vec![entry(2, 1 << 40)], hard: Some(hard), ..Write::default() };
+    disk.write(&write).unwrap();
+    model.take(&write);
+    drop(disk);
+    let records = [
+        ("identity", encode(&model.identity, Cap::Control).unwrap()),
+        ("hard-state", encode(&hard, Cap::Control).unwrap()),
+        ("snapshot", encode(&model.snapshot.meta, Cap::Control).unwrap()),
+        ("snapshot-data", model.snapshot.data.to_vec()),
+        ("entry 2", encode(&write.entries[0], Cap::Control).unwrap()),
+    ];
+    let whole = file.0.lock().now.clone();
+    for (name, said) in records {
+        let mut refused = 0;
+        // Pages that are not in use any more may hold it too.
+        for at in (0..whole.len() - said.len()).filter(|&at| whole[at..].starts_with(&said)) {
+            let mut bytes = whole.clone();
+            bytes[at + said.len() / 2] ^= 1;
+            match Disk::on(File::holding(bytes), &node("c0")) {
+                Err(StorageError::Damaged { .. }) => refused += 1,
+                Ok((_, loaded)) => assert_eq!(loaded.as_ref(), Some(&model)),
+                Err(error) => panic!("a flipped bit in {name}: {error}"),
+            }
+        }
+        assert!(refused > 0, "{name}");
     }
 }
 
