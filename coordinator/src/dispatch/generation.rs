@@ -217,18 +217,16 @@ impl Generation {
                 Err(_) if !self.emitted.is_empty() => return Err(Failure::Lost),
                 placed => placed?,
             };
-            let mut request = self.request(&placed.assignment);
-            let turn = match &placed.assignment.prefill {
+            let (turn, computed) = match &placed.assignment.prefill {
                 Some(stage) => {
                     // Those behind it need not wait for another worker's computing.
                     drop(turn);
-                    if !self.prefilled(stage, &request.request).await {
-                        request.pull = None;
-                    }
-                    None
+                    (None, self.prefilled(stage, self.request(&placed.assignment).request).await)
                 }
-                None => Some(turn),
+                None => (Some(turn), true),
             };
+            let mut request = self.request(&placed.assignment);
+            request.pull = request.pull.filter(|_| computed);
             let connection = placed.link.connection();
             let opened = connection.open_generate(&request.at_version(connection.version())).await;
             drop(turn);
@@ -243,9 +241,8 @@ impl Generation {
     }
 
     /// Has a worker compute the prompt, and what was emitted, for another to pull; `false` if it does not.
-    async fn prefilled(&self, stage: &Prefilling, request: &GenerateRequestV1) -> bool {
+    async fn prefilled(&self, stage: &Prefilling, mut request: GenerateRequestV1) -> bool {
         let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
-        let mut request = request.clone();
         request.prompt.append(&mut request.emitted);
         request.sampling = Sampling::default();
         request.stop = Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() };

@@ -5,7 +5,7 @@ use super::{Floor, Load, Waiter, load_of};
 use crate::balancer::{Prefilling, Ticket};
 use crate::prefix_index::{Overlap, ReservationId};
 use crate::routing::transfer::{self, Holder, PullPrice, is_worth_asking};
-use crate::routing::{Candidate, Choice, predicted_tokens};
+use crate::routing::{Candidate, Choice, Routing, predicted_tokens};
 use crate::slot::Slot;
 use crate::table::Member;
 use proto::block::HASH_UNIT_TOKENS;
@@ -87,6 +87,10 @@ impl Floor {
         overlap: &Overlap,
         candidates: &mut [Candidate],
     ) {
+        // The other ways of routing are there to compare with one that knows who holds what.
+        if self.policy.routing != Routing::Prefix {
+            return;
+        }
         // Nobody holds more than is held or expected of it.
         let most = lively.iter().map(|(member, _)| overlap.units(member.slot)).max();
         if candidates.iter().all(|c| Some(c.units) == most) {
