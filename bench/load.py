@@ -28,6 +28,13 @@ def get(url, timeout=10):
         return answer.read().decode()
 
 
+def post_json(url, body, timeout=600):
+    """The answer to a JSON body."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.load(answer)
+
+
 def counter(text, name):
     """Sum of a counter's series in a Prometheus text."""
     total = 0.0

@@ -22,6 +22,7 @@ mod node;
 mod numerics;
 mod ops_client;
 mod perplexity;
+mod plan;
 mod prefix;
 mod progress;
 mod role;
@@ -33,6 +34,7 @@ mod top;
 mod up;
 mod worker;
 
+use ::coordinator::placement::PlacementError;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
 use config::ConfigError;
@@ -42,6 +44,8 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// Exit code of a command line that asks for what cannot be.
+const BAD_USAGE: u8 = 2;
 /// Exit code of a configuration that cannot be honoured (`EX_USAGE` of sysexits).
 const BAD_CONFIG: u8 = 64;
 
@@ -67,6 +71,7 @@ enum Command {
     Perplexity(perplexity::Perplexity),
     Embed(embed::Embed),
     Bench(bench::Bench),
+    Plan(plan::Plan),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
@@ -90,6 +95,7 @@ impl Command {
             Self::Perplexity(command) => command.run(),
             Self::Embed(command) => command.run(),
             Self::Bench(command) => command.run(),
+            Self::Plan(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
@@ -115,9 +121,20 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("kvasir: {error:#}");
-            if error.chain().any(is_configuration) { ExitCode::from(BAD_CONFIG) } else { ExitCode::FAILURE }
+            if error.chain().any(is_usage) {
+                ExitCode::from(BAD_USAGE)
+            } else if error.chain().any(is_configuration) {
+                ExitCode::from(BAD_CONFIG)
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
+}
+
+/// Whether a flag asks of a model what no model of that shape can do.
+fn is_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
+    matches!(cause.downcast_ref(), Some(PlacementError::Shards { .. }))
 }
 
 /// Whether what was asked for in a file, a flag or the environment is at fault.

@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// How long.
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
+    /// Seconds before what is finished counts as finished in time.
+    #[arg(long, default_value_t = 0.0)]
+    warm: f64,
     /// How many, in place of how long.
     #[arg(long)]
     requests: Option<u64>,
@@ -61,7 +64,7 @@ struct Tally {
     refused: Vec<u32>,
     /// Refusals that do not say when to come back.
     no_retry_after: u64,
-    /// Finished before the end of the time.
+    /// Finished between the end of warming and the end of the time.
     in_time: u64,
     failed: u64,
     first_failure: Option<String>,
@@ -166,7 +169,8 @@ impl Run {
         match outcome {
             Ok(Outcome::Finished) => {
                 tally.finished.push(micros);
-                tally.in_time += u64::from(self.begun.elapsed().as_secs_f64() < self.args.seconds);
+                let counted = self.args.warm..self.args.seconds;
+                tally.in_time += u64::from(counted.contains(&self.begun.elapsed().as_secs_f64()));
                 self.idle.borrow_mut().push(connection);
             }
             Ok(Outcome::Refused { retry_after }) => {

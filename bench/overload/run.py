@@ -49,6 +49,12 @@ class Cluster(Server):
     def queued(self):
         return counter(get(f"http://127.0.0.1:{self.ops}/metrics"), "kvasir_queue_requests")
 
+    def settle(self):
+        """Workers report four times a second; what is stuck stays stuck."""
+        deadline = time.monotonic() + 5
+        while (self.kv_held() or self.queued()) and time.monotonic() < deadline:
+            time.sleep(0.25)
+
     def resident(self):
         pages = {node: int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) for node, pid in self.pids.items()}
         return {node: count * 4096 for node, count in pages.items()}
@@ -75,6 +81,7 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kv-bytes", default="512MiB")
     parser.add_argument("--clients", type=int, default=64, help="of the closed loop")
+    parser.add_argument("--warm", type=float, default=10.0, help="seconds of the closed loop that do not count")
     parser.add_argument("--measure", type=float, default=20.0, help="seconds of the closed loop")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the open loop")
     parser.add_argument("--times", type=float, default=10.0, help="how much more than it can do")
@@ -85,14 +92,12 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     cluster = Cluster(args.out, args)
     try:
-        load(args, cluster, concurrency=args.clients, seconds=5, seed=1)
-        held, before = cluster.kv_held(), cluster.resident()
-        closed = load(args, cluster, concurrency=args.clients, seconds=args.measure, seed=2)
+        closed = load(args, cluster, concurrency=args.clients, seconds=args.warm + args.measure, warm=args.warm, seed=2)
         capacity = closed["in_time"] / args.measure
+        cluster.settle()
+        held, before = cluster.kv_held(), cluster.resident()
         opened = load(args, cluster, rate=capacity * args.times, seconds=args.seconds, seed=3)
-        deadline = time.monotonic() + 10
-        while (cluster.kv_held() != held or cluster.queued()) and time.monotonic() < deadline:
-            time.sleep(0.25)
+        cluster.settle()
         after, held_after, queued = cluster.resident(), cluster.kv_held(), cluster.queued()
     finally:
         cluster.stop()

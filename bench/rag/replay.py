@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Replays RAG traffic through routers in front of the same Kvasir workers, and tells what the workers computed.
 
-    bench/rag/replay.py --questions 300 --concurrency 8
+    bench/rag/replay.py --questions 300 --concurrency 8 --rounds 3
 
-Policies: Kvasir's (prefix), its own least-load and round-robin, and `sglang-router` and `smg` with their cache_aware
+First it measures the workers' rates, all workers at once, for `bench/fleet`; then come the runs, in rounds, each round
+in another order. Policies: Kvasir's (prefix), its own least-load and round-robin, and `sglang-router` and `smg` with their cache_aware
 policy in front of workers that are plain OpenAI servers (`kvasir worker --http`). Each policy gets fresh workers with
 empty caches and the same questions, with documents by rank; Kvasir also with the `documents` field. Needs both peers:
 `python3 -m venv target/peers/routers && target/peers/routers/bin/pip install sglang-router==0.3.2 smg==1.13.0`.
@@ -21,11 +22,14 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
+import machine  # noqa: E402
 from load import counter, get  # noqa: E402
 from servers import Server, free_port  # noqa: E402
 from traffic import Traffic, by_popularity, by_rank  # noqa: E402
 
 PREFILLED = "kvasir_prefill_tokens_computed_total"
+PREDICTION_ERROR = "kvasir_cached_tokens_mispredicted_total"
+EVICTED = "kvasir_kv_evictions_total"
 
 
 class Cluster(Server):
@@ -42,6 +46,7 @@ class Cluster(Server):
                     "--json"], stdout=subprocess.PIPE)
         up = json.loads(self.process.stdout.readline())
         self.port = int(up["coordinators"][0]["http"].rsplit(":", 1)[1])
+        self.router_ops = int(up["coordinators"][0]["ops"].rsplit(":", 1)[1])
         self.ops = [int(worker["ops"].rsplit(":", 1)[1]) for worker in up["workers"]]
 
     def stop(self):
@@ -150,8 +155,31 @@ def model_id(args):
     return pathlib.Path(args.model).stem if "/" in args.model else args.model
 
 
-def computed(server):
-    return [counter(get(f"http://127.0.0.1:{port}/metrics"), PREFILLED) for port in server.ops]
+def metric(ports, name):
+    return [counter(get(f"http://127.0.0.1:{port}/metrics"), name) for port in ports]
+
+
+def believed(server):
+    """Tokens by which a router that predicts was wrong, over and under together; must be 0 where nothing was evicted."""
+    if not hasattr(server, "router_ops"):
+        return {}
+    [wrong], evicted = metric([server.router_ops], PREDICTION_ERROR), sum(metric(server.ops, EVICTED))
+    if wrong and not evicted:
+        raise RuntimeError(f"predicted and found differ by {wrong:.0f} tokens though nothing was evicted")
+    return {"prediction_error": int(wrong), "evictions": int(evicted)}
+
+
+def rates(args):
+    """`kvasir bench` in as many processes as there are workers, at once: as fast as they are beside each other."""
+    command = [args.kvasir, "bench", args.model, "-p", "128,512,2048", "-n", "32", "-d", "0,2048", "-b", "1,8,32", "-t", "1",
+               "-r", str(args.bench_repeats), "--json"]
+    benches = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(args.workers)]
+    return [json.loads(bench.communicate()[0]) for bench in benches]
+
+
+def bytes_of(text):
+    number = text.rstrip("KMGiB")
+    return int(number) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[text[len(number):]]
 
 
 def measure(server, shape, args):
@@ -159,10 +187,10 @@ def measure(server, shape, args):
     common = {"model": model_id(args), "max_tokens": args.out, "temperature": 0, "ignore_eos": True, "stream": True,
               "stream_options": {"include_usage": True}}
     bodies = [{**shape(question), **common} for question in traffic.questions(args.questions)]
-    before, started = computed(server), time.monotonic()
+    before, started = metric(server.ops, PREFILLED), time.monotonic()
     answers = asyncio.run(replay(server.port, bodies, args.concurrency))
     wall = time.monotonic() - started
-    loads = [now - then for now, then in zip(computed(server), before)]
+    loads = [now - then for now, then in zip(metric(server.ops, PREFILLED), before)]
     prompt = sum(answer["prompt"] for answer in answers)
     mean = statistics.fmean(loads)
     return {
@@ -171,6 +199,8 @@ def measure(server, shape, args):
         "load_cov": round(statistics.pstdev(loads) / mean, 4) if mean else 0.0, "seconds": round(wall, 2),
         "ttft_p50": round(quantile([a["ttft"] for a in answers], 0.5), 3),
         "ttft_p99": round(quantile([a["ttft"] for a in answers], 0.99), 3),
+        "workers": args.workers, "kv_bytes": bytes_of(args.kv_bytes), "questions": args.questions,
+        "concurrency": args.concurrency, "out": args.out, **believed(server),
     }
 
 
@@ -187,17 +217,23 @@ def main():
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--out", type=int, default=4, help="tokens of an answer")
     parser.add_argument("--only", help="routers, by name and policy: kvasir-prefix,smg-cache_aware,..")
-    parser.add_argument("--results", type=pathlib.Path, default=ROOT / "target/bench/rag.jsonl")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--bench-repeats", type=int, default=3)
+    parser.add_argument("--results", type=pathlib.Path, default=ROOT / "target/bench/rag",
+                        help="a folder for runs.jsonl, rates.json, machine.json, logs")
     args = parser.parse_args()
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    logs = args.results.parent
+    args.results.mkdir(parents=True, exist_ok=True)
+    logs = args.results
+    (args.results / "machine.json").write_text(json.dumps(machine.facts()))
+    (args.results / "rates.json").write_text(json.dumps(rates(args)))
     runs = [("kvasir", routing, by_rank) for routing in ("prefix", "least-load", "round-robin")]
     runs += [("kvasir", "prefix", by_popularity)]
     runs += [(name, "cache_aware", by_rank) for name in ("sglang-router", "smg")]
-    with open(args.results, "a") as results:
-        for name, policy, shape in runs:
-            if args.only and f"{name}-{policy}" not in args.only.split(","):
-                continue
+    if args.only:
+        runs = [run for run in runs if f"{run[0]}-{run[1]}" in args.only.split(",")]
+    with open(args.results / "runs.jsonl", "w") as results:
+        turns = [runs[(at + turn) % len(runs)] for turn in range(args.rounds) for at in range(len(runs))]
+        for name, policy, shape in turns:
             server = Cluster(logs, args, policy) if name == "kvasir" else Router(logs, args, name)
             try:
                 row = measure(server, shape, args)

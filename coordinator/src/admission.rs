@@ -1,14 +1,24 @@
-//! The bounded queue in front of the workers: first come first served within a tenant, tenants in turn.
+//! The bounded queue in front of the workers: tenants by the tokens that each has been served, and within a tenant
+//! first come first served, with a head start for what is more urgent.
 //!
-//! Bounded in requests and in prompt tokens, because tokens are what takes time. Pure state: the caller says
-//! when and decides what can be placed.
+//! Bounded in requests and in prompt tokens, because tokens are what takes time; tenants are counted in them for the
+//! same reason. Pure state: the caller says when and decides what can be placed.
+//!
+//! What must stay true: of two tenants who both always have something waiting neither gets more tokens than the other,
+//! but for the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
+//! later as the difference in urgency allows ([`rank`]), so nothing waits for ever.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Longest and shortest `Retry-After`.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(60);
+
+/// The most and the least urgent priority, apart from the sign.
+pub const MAX_PRIORITY: i32 = 100;
+/// Who is more urgent by one overtakes who came earlier by less than this.
+const PRIORITY_STEP: Duration = Duration::from_secs(1);
 
 /// How much may wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,27 +45,47 @@ pub trait Waiting {
     fn tokens(&self) -> u64;
     /// When it is worth nothing any more.
     fn deadline(&self) -> Instant;
+    /// Its place among its tenant's: the earlier the sooner. See [`rank`].
+    fn rank(&self) -> Instant;
 }
+
+/// The rank of a request that came at `arrived` with a priority, of which lower is more urgent: everybody grows more
+/// urgent by waiting, so that the order of two never changes.
+pub fn rank(arrived: Instant, priority: i32) -> Instant {
+    let steps = (priority.clamp(-MAX_PRIORITY, MAX_PRIORITY) + MAX_PRIORITY).unsigned_abs();
+    arrived + PRIORITY_STEP * steps
+}
+
+/// Where something stands in its lane: what was put back first, then by rank, then as it came.
+type Place = (Option<Instant>, u64);
 
 #[derive(Debug)]
 struct Lane<T> {
     tenant: String,
-    items: VecDeque<T>,
+    items: BTreeMap<Place, T>,
+    /// Tokens taken from here, on top of what the others had when the tenant came.
+    served: u64,
+    /// Its first cannot be placed just now.
+    blocked: bool,
 }
 
-/// The queue. Lanes stand in the order in which tenants are served next.
+/// The queue.
 #[derive(Debug)]
 pub struct Queue<T> {
     limits: QueueLimits,
-    lanes: VecDeque<Lane<T>>,
+    /// Tenants that have something waiting, or have been served more than the others.
+    lanes: Vec<Lane<T>>,
     requests: usize,
     tokens: u64,
+    /// What the lane from which was taken last had been served before: where a new lane begins.
+    level: u64,
+    arrivals: u64,
 }
 
 impl<T: Waiting> Queue<T> {
     /// An empty queue.
     pub fn new(limits: QueueLimits) -> Self {
-        Self { limits, lanes: VecDeque::new(), requests: 0, tokens: 0 }
+        Self { limits, lanes: Vec::new(), requests: 0, tokens: 0, level: 0, arrivals: 0 }
     }
 
     /// Whether `requests` more with `tokens` in all would fit. An empty queue takes anything: what is too
@@ -69,51 +99,53 @@ impl<T: Waiting> Queue<T> {
         Err(QueueFull { requests: self.requests, tokens: self.tokens })
     }
 
-    /// Appends to the tenant's lane.
-    pub fn push_back(&mut self, tenant: &str, item: T) {
-        self.lane(tenant, &item).push_back(item);
+    /// Puts it into the tenant's lane, by its rank.
+    pub fn push(&mut self, tenant: &str, item: T) {
+        let rank = Some(item.rank());
+        self.insert(tenant, rank, item);
     }
 
-    /// Puts back at the head of the tenant's lane what had been taken out.
-    pub fn push_front(&mut self, tenant: &str, item: T) {
-        self.lane(tenant, &item).push_front(item);
+    /// Puts back at the head of the tenant's lane what had been taken out; the tenant was not served with it.
+    pub fn push_back_first(&mut self, tenant: &str, item: T) {
+        let tokens = item.tokens();
+        let lane = self.insert(tenant, None, item);
+        lane.served = lane.served.saturating_sub(tokens);
     }
 
-    /// Offers the head of each lane to `place`, tenants in turn, until none can be placed. `place` gives
-    /// back what it cannot place now; that lane then waits, the others go on.
+    /// Offers the first of the lane that has been served least to `place`, again and again until none can be placed.
+    /// `place` gives back what it cannot place now; that lane then waits, the others go on.
     pub fn drain(&mut self, mut place: impl FnMut(T) -> Option<T>) {
-        let mut blocked = 0;
-        while blocked < self.lanes.len() {
-            let Some(mut lane) = self.lanes.pop_front() else { return };
-            let Some(item) = lane.items.pop_front() else { continue };
+        let next = |lanes: &[Lane<T>]| {
+            let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.items.is_empty());
+            open.min_by_key(|(_, lane)| lane.served).map(|(at, _)| at)
+        };
+        while let Some(at) = next(&self.lanes) {
+            let lane = &mut self.lanes[at];
+            let Some((key, item)) = lane.items.pop_first() else { break };
             let tokens = item.tokens();
-            match place(item) {
-                Some(back) => {
-                    lane.items.push_front(back);
-                    blocked += 1;
-                }
-                None => {
-                    self.requests -= 1;
-                    self.tokens -= tokens;
-                    blocked = 0;
-                }
+            if let Some(back) = place(item) {
+                lane.items.insert(key, back);
+                lane.blocked = true;
+                continue;
             }
-            if !lane.items.is_empty() {
-                self.lanes.push_back(lane);
-            }
+            self.level = lane.served;
+            lane.served += tokens;
+            self.requests -= 1;
+            self.tokens -= tokens;
         }
-        // A full round of refusals has turned the lanes once around: the order is as before it.
+        self.lanes.iter_mut().for_each(|lane| lane.blocked = false);
+        self.forget();
     }
 
-    /// Takes out all that `leaves` says, in lane order.
+    /// Takes out all that `leaves` says, in the order of lanes.
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut out = Vec::new();
         for lane in &mut self.lanes {
-            let (gone, stay): (Vec<T>, Vec<T>) = lane.items.drain(..).partition(&mut leaves);
-            lane.items.extend(stay);
-            out.extend(gone);
+            let gone: Vec<Place> =
+                lane.items.iter().filter(|(_, item)| leaves(item)).map(|(place, _)| *place).collect();
+            out.extend(gone.iter().filter_map(|place| lane.items.remove(place)));
         }
-        self.lanes.retain(|lane| !lane.items.is_empty());
+        self.forget();
         self.requests -= out.len();
         self.tokens -= out.iter().map(Waiting::tokens).sum::<u64>();
         out
@@ -134,14 +166,26 @@ impl<T: Waiting> Queue<T> {
         self.tokens
     }
 
-    fn lane(&mut self, tenant: &str, item: &T) -> &mut VecDeque<T> {
+    /// Tenants who have nothing waiting, and no more than what a new one would begin with.
+    fn forget(&mut self) {
+        if self.lanes.iter().all(|lane| lane.items.is_empty()) {
+            self.lanes.clear();
+        }
+        self.lanes.retain(|lane| !lane.items.is_empty() || lane.served > self.level);
+    }
+
+    fn insert(&mut self, tenant: &str, rank: Option<Instant>, item: T) -> &mut Lane<T> {
         self.requests += 1;
         self.tokens += item.tokens();
+        self.arrivals += 1;
         let at = self.lanes.iter().position(|lane| lane.tenant == tenant).unwrap_or_else(|| {
-            self.lanes.push_back(Lane { tenant: tenant.to_owned(), items: VecDeque::new() });
+            let (tenant, items) = (tenant.to_owned(), BTreeMap::new());
+            self.lanes.push(Lane { tenant, items, served: self.level, blocked: false });
             self.lanes.len() - 1
         });
-        &mut self.lanes[at].items
+        let lane = &mut self.lanes[at];
+        lane.items.insert((rank, self.arrivals), item);
+        lane
     }
 }
 
@@ -152,95 +196,4 @@ pub fn retry_after(tokens: u64, rate: f64) -> Duration {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Debug, PartialEq)]
-    struct Item(&'static str, u64, Instant);
-
-    impl Waiting for Item {
-        fn tokens(&self) -> u64 {
-            self.1
-        }
-        fn deadline(&self) -> Instant {
-            self.2
-        }
-    }
-
-    fn queue(requests: usize, tokens: u64) -> (Queue<Item>, Instant) {
-        (Queue::new(QueueLimits { requests, tokens }), Instant::now())
-    }
-
-    #[test]
-    fn it_is_full_by_requests_or_by_tokens_but_never_when_empty() {
-        let (mut q, now) = queue(2, 100);
-        assert_eq!(q.check(1, 1_000), Ok(()));
-        q.push_back("t", Item("a", 60, now));
-        assert_eq!(q.check(1, 40), Ok(()));
-        assert_eq!(q.check(1, 41), Err(QueueFull { requests: 1, tokens: 60 }));
-        q.push_back("t", Item("b", 1, now));
-        assert_eq!(q.check(1, 0), Err(QueueFull { requests: 2, tokens: 61 }));
-        q.drain(|_| None);
-        assert_eq!((q.requests(), q.tokens()), (0, 0));
-    }
-
-    #[test]
-    fn tenants_take_turns_whatever_they_queue() {
-        let (mut q, now) = queue(100, 1_000);
-        for name in ["a1", "a2", "a3", "a4"] {
-            q.push_back("a", Item(name, 1, now));
-        }
-        q.push_back("b", Item("b1", 1, now));
-        q.push_back("c", Item("c1", 1, now));
-        let mut order = Vec::new();
-        q.drain(|item| {
-            order.push(item.0);
-            None
-        });
-        assert_eq!(order, ["a1", "b1", "c1", "a2", "a3", "a4"]);
-    }
-
-    #[test]
-    fn a_lane_that_cannot_go_does_not_hold_up_the_others() {
-        let (mut q, now) = queue(100, 1_000);
-        for (tenant, name) in [("a", "a1"), ("a", "a2"), ("b", "b1"), ("b", "b2")] {
-            q.push_back(tenant, Item(name, 5, now));
-        }
-        let mut order = Vec::new();
-        q.drain(|item| {
-            if item.0 == "a1" {
-                return Some(item);
-            }
-            order.push(item.0);
-            None
-        });
-        assert_eq!(order, ["b1", "b2"]);
-        assert_eq!((q.requests(), q.tokens()), (2, 10));
-    }
-
-    #[test]
-    fn what_came_back_goes_first_and_what_is_late_goes_out() {
-        let (mut q, now) = queue(100, 1_000);
-        let later = now + Duration::from_secs(1);
-        q.push_back("a", Item("late", 3, now));
-        q.push_back("a", Item("a1", 1, later));
-        q.push_front("a", Item("back", 1, later));
-        assert_eq!(q.expire(now), [Item("late", 3, now)]);
-        assert_eq!(q.tokens(), 2);
-        let mut order = Vec::new();
-        q.drain(|item| {
-            order.push(item.0);
-            None
-        });
-        assert_eq!(order, ["back", "a1"]);
-    }
-
-    #[test]
-    fn retry_after_follows_the_backlog_within_bounds() {
-        let s = Duration::from_secs;
-        assert_eq!(retry_after(0, 1_000.0), s(1));
-        assert_eq!(retry_after(12_500, 1_000.0), s(13));
-        assert_eq!(retry_after(u64::MAX, 1.0), s(60));
-        assert_eq!(retry_after(10, 0.0), s(1));
-    }
-}
+mod tests;

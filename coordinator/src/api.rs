@@ -24,6 +24,7 @@ use crate::dispatch::{Dispatch, Job};
 use crate::models::Models;
 use crate::ops::metrics::Metrics;
 use crate::random::random_u64;
+use crate::routing::demand::CommonKey;
 use answer::Answer;
 use auth::{Caller, Keys, salt};
 use axum::body::Body;
@@ -40,7 +41,7 @@ use encode::{Asker, Gathered, gather};
 use error::ApiError;
 use plan::{Kind, Plan, Sources};
 use proto::block::{ClusterKey, Scope};
-use proto::ids::{InvalidId, ModelId, RequestId};
+use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use rerank::Rerank;
 use serde::Serialize;
 use serde_json::json;
@@ -51,6 +52,8 @@ use tokio::sync::Semaphore;
 
 /// The client's name for its request, or ours.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
+/// The client's name for requests that have a prefix in common and come together.
+pub const GROUP_HEADER: HeaderName = HeaderName::from_static("x-kvasir-group");
 
 /// Longest body that is planned where it was read. Handing it to another thread and back takes longer than most of
 /// what is to be done, and even a body of new text holds this thread up for milliseconds only.
@@ -195,6 +198,15 @@ fn request_id(headers: &HeaderMap) -> Result<RequestId, InvalidId> {
     }
 }
 
+/// The group that a request says to be of.
+fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
+    let Some(value) = headers.get(GROUP_HEADER) else { return Ok(None) };
+    let text = value.to_str().map_err(|_| ApiError::field(GROUP_HEADER.as_str(), "is not plain text"))?;
+    let group =
+        GroupId::new(text).map_err(|error| ApiError::field(GROUP_HEADER.as_str(), error.to_string()))?;
+    Ok(Some(group))
+}
+
 async fn health(State(front): State<Arc<Front>>) -> Result<(), ApiError> {
     let serves = front.models.iter().any(|model| front.dispatch.serves(&model.id));
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
@@ -238,7 +250,9 @@ async fn generate(
     kind: Kind,
     request: Request,
 ) -> Result<Response, ApiError> {
+    let group = group(request.headers())?;
     let (Asker { caller, id, arrived }, body) = admit(&front, request).await?;
+    let group = group.map(|group| CommonKey::of_group(&caller.tenant, &group));
     let names = Arc::clone(&front);
     let deadline = arrived + front.request_timeout;
     let name = id.clone();
@@ -246,7 +260,7 @@ async fn generate(
     let (plan, jobs) = front
         .plan(body.len(), move |sources| {
             let plan = plan::generation(kind, &body, &caller.tenant, sources)?;
-            let jobs = names.jobs(&plan, &caller, &name, deadline);
+            let jobs = names.jobs(&plan, &caller, &name, group, deadline);
             Ok((plan, jobs))
         })
         .await?;
@@ -307,7 +321,14 @@ async fn body(request: Request) -> Result<Bytes, ApiError> {
 
 impl Front {
     /// For each prompt its choices. Choices of one prompt differ in their seeds.
-    fn jobs(&self, plan: &Plan, caller: &Caller, id: &RequestId, deadline: Instant) -> Vec<Job> {
+    fn jobs(
+        &self,
+        plan: &Plan,
+        caller: &Caller,
+        id: &RequestId,
+        group: Option<CommonKey>,
+        deadline: Instant,
+    ) -> Vec<Job> {
         let key = &self.cluster_key;
         let root = key.root(Scope {
             salt: &salt(key, &caller.tenant),
@@ -333,6 +354,8 @@ impl Front {
                     chain: Arc::clone(&chain),
                     sampling,
                     stop,
+                    group,
+                    priority: plan.params.priority,
                     deadline,
                 });
             }

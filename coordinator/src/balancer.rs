@@ -9,9 +9,10 @@ mod floor;
 #[cfg(test)]
 mod tests;
 
-use crate::admission::{Queue, QueueLimits, Waiting, retry_after};
+use crate::admission::{self, Queue, QueueLimits, Waiting, retry_after};
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
+use crate::routing::demand::CommonKey;
 use crate::routing::{Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
@@ -20,7 +21,7 @@ use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, PullCostV1, ServedModelV2, WorkPart, WorkerState};
+use proto::message::{LoadReportV1, PullCostV1, PullReportV1, ServedModelV2, WorkPart, WorkerState};
 use proto::pull::PullSourceV1;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,6 +34,9 @@ pub struct Policy {
     /// Sequences sent to one worker and not yet ended, at most; more wait here, where any worker can still
     /// take them.
     pub max_inflight: u32,
+    /// Prefill that a worker shall have in hand at most, by its measured rate; while all have as much, requests wait
+    /// here.
+    pub max_pending: Duration,
     /// A worker not heard of for this long gets no new work while another is there.
     pub suspect_after: Duration,
     /// A worker not heard of for this long has left.
@@ -54,6 +58,7 @@ impl Default for Policy {
         Self {
             queue: QueueLimits { requests: 2_048, tokens: 4_000_000 },
             max_inflight: 256,
+            max_pending: Duration::from_secs(1),
             suspect_after: Duration::from_millis(1_500),
             lease: Duration::from_secs(4),
             event_lag: Duration::from_secs(1),
@@ -76,6 +81,10 @@ pub struct Ask {
     pub prompt_tokens: u32,
     /// Ids of the prompt's full units.
     pub chain: Arc<[BlockId]>,
+    /// The group of requests that it says to be of.
+    pub group: Option<CommonKey>,
+    /// How urgent it is among its tenant's; lower goes first.
+    pub priority: i32,
     /// When it is worth nothing any more.
     pub deadline: Instant,
 }
@@ -183,6 +192,8 @@ pub struct WorkerView {
     pub pending_tokens: u64,
     /// What part of requests it is for.
     pub part: WorkPart,
+    /// What it has pulled and sent, by its last report.
+    pub pulls: PullReportV1,
     /// Its event stream.
     pub stream: Option<StreamView>,
 }
@@ -210,6 +221,7 @@ pub struct QueueView {
 struct Waiter {
     ticket: Ticket,
     ask: Ask,
+    rank: Instant,
     attempts: u32,
     /// Workers that declined it.
     avoid: Vec<(NodeId, Epoch)>,
@@ -223,6 +235,9 @@ impl Waiting for Waiter {
     }
     fn deadline(&self) -> Instant {
         self.ask.deadline
+    }
+    fn rank(&self) -> Instant {
+        self.rank
     }
 }
 
@@ -258,8 +273,9 @@ impl Balancer {
             self.next_ticket += 1;
             tickets.push(ticket);
             let tenant = Arc::clone(&ask.tenant);
-            let waiter = Waiter { ticket, ask, attempts: 0, avoid: Vec::new(), only_class: None };
-            self.queue.push_back(&tenant, waiter);
+            let rank = admission::rank(now, ask.priority);
+            let waiter = Waiter { ticket, ask, rank, attempts: 0, avoid: Vec::new(), only_class: None };
+            self.queue.push(&tenant, waiter);
         }
         Ok((tickets, self.pump(now, random)))
     }
@@ -272,9 +288,10 @@ impl Balancer {
         })
     }
 
-    /// The worker has computed the prompt.
-    pub fn started(&mut self, ticket: Ticket) {
-        self.floor.started(ticket);
+    /// The worker has computed the prompt, and has room for another.
+    pub fn started(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
+        self.floor.started(now, ticket);
+        self.pump(now, random)
     }
 
     /// The generation is over, however it ended, or nobody wants it any more.
@@ -295,7 +312,7 @@ impl Balancer {
         only_class: Option<String>,
         random: u64,
     ) -> Vec<Action> {
-        let Some((mut waiter, node, epoch)) = self.floor.fail(ticket) else { return Vec::new() };
+        let Some((mut waiter, node, epoch)) = self.floor.fail(now, ticket) else { return Vec::new() };
         waiter.only_class = only_class;
         if setback == Setback::Declined {
             waiter.avoid.push((node, epoch));
@@ -305,7 +322,7 @@ impl Balancer {
             actions.push(Action::Refuse(ticket, Refusal::AttemptsFailed));
         } else {
             let tenant = Arc::clone(&waiter.ask.tenant);
-            self.queue.push_front(&tenant, waiter);
+            self.queue.push_back_first(&tenant, waiter);
         }
         actions.extend(self.pump(now, random));
         actions
@@ -342,9 +359,9 @@ impl Balancer {
         self.floor.introduce(node, epoch, (part, pulls, quic));
     }
 
-    /// A member tells how many bytes per second it pulls.
-    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
-        self.floor.pulled(node, epoch, rate);
+    /// A member tells what it has pulled and sent.
+    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReportV1) {
+        self.floor.pulled(node, epoch, report);
     }
 
     /// A worker's events arrive.

@@ -127,7 +127,7 @@ impl Dispatch {
         let epoch = report.load.epoch;
         let member = desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
-            desk.balancer.pulled(node, epoch, report.pulls.rate);
+            desk.balancer.pulled(node, epoch, report.pulls);
             let actions = desk.balancer.load(Instant::now(), node, report.load, random_u64());
             self.perform(&mut desk, actions);
         }
@@ -301,8 +301,10 @@ impl Dispatch {
         self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
 
-    fn started(&self, ticket: Ticket) {
-        self.desk.lock().balancer.started(ticket);
+    fn started(self: &Arc<Self>, ticket: Ticket) {
+        let mut desk = self.desk.lock();
+        let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
+        self.perform(&mut desk, actions);
     }
 
     fn ended(self: &Arc<Self>, ticket: Ticket) {

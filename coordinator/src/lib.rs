@@ -22,6 +22,7 @@ pub mod consensus;
 pub mod dispatch;
 pub mod models;
 pub mod ops;
+pub mod placement;
 pub mod prefix_index;
 mod random;
 pub mod routing;

@@ -1,11 +1,18 @@
 //! Which worker a request goes to: a pure function of the prompt, what each worker holds and how busy it is.
 //!
 //! Cost is in seconds, from measured rates: the wait behind what the worker has to do, and the work that the
-//! request itself brings. That work is weighed [`WORK_WEIGHT`] times, because a token that is computed again
-//! delays not only this request but everyone who comes to that worker after it. So requests that share an
+//! request itself brings. The busier the workers, the more that work is weighed, because a token that is computed
+//! again delays not only this request but everyone who comes to that worker after it. So requests that share an
 //! uncached prefix gather where it is being computed, and a holder must be busier by more than that to make
-//! recomputing elsewhere the better choice.
+//! recomputing elsewhere the better choice. Where the rest is about the same, who was given less lately is chosen.
+//!
+//! That holds for one request. A prefix that many ask for gets a second holder earlier: what its requests wait at
+//! its holders longer than they would have elsewhere is summed up over time ([`demand`]), and once that was as long as
+//! computing the prefix again takes, for as long, the next goes elsewhere. When the demand is gone the first holder is
+//! chosen again, and what the others hold ages out of their caches.
 
+pub mod demand;
+pub mod groups;
 #[cfg(test)]
 mod tests;
 pub mod transfer;
@@ -14,8 +21,11 @@ use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
 use serde::{Deserialize, Serialize};
 
-/// How often the request's own work counts: once as its own latency, twice as delay of others.
-pub const WORK_WEIGHT: f64 = 3.0;
+/// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
+/// where none is, it delays nobody.
+const DELAY_WEIGHT: f64 = 2.0;
+/// Leading units from which on requests have more in common than a usual system message: 256 tokens.
+pub const COMMON_UNITS: u32 = 16;
 
 /// Tokens per second assumed while no worker has measured its rate.
 const ASSUMED_PREFILL_RATE: f64 = 1_000.0;
@@ -24,6 +34,15 @@ const ASSUMED_STEP_S: f64 = 0.01;
 /// Costs this close (as a share of the best, and in seconds) are a tie.
 const TIE_SHARE: f64 = 0.02;
 const TIE_S: f64 = 0.001;
+/// Measured rates within this factor of their mean count as equal to it: so much they differ by what the workers
+/// were given to measure them with. From its square on they count as measured.
+const SAME_RATE: f64 = 1.35;
+/// How much of a second it counts that a worker was given a second's work more than another: little, so that it
+/// decides only where the rest is about the same.
+const GIVEN_WEIGHT: f64 = 0.03;
+/// How often what another than the first holder of a prefix has of it counts as work: a replica is used while the
+/// first holder is busier than that, and ages out when it is not.
+const REPLICA_WEIGHT: f64 = 0.5;
 
 /// A worker that could take the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,6 +59,8 @@ pub struct Candidate {
     pub prefill_rate: f32,
     /// Measured time of a decode step in milliseconds; 0 if unknown.
     pub step_ms: f32,
+    /// Prompt tokens that it was given to compute lately, old ones counting less.
+    pub given_tokens: f64,
     /// The pull by which it would get more of the prompt than it holds, if that beats computing.
     pub pull: Option<transfer::Pull>,
 }
@@ -64,6 +85,10 @@ pub enum Reason {
     Prefix,
     /// It has the least to do.
     Load,
+    /// It is computing, for another request just now, what this one has in common with that.
+    Group,
+    /// It does not hold the prefix, but will from now on: those that do are asked for it too often.
+    Replica,
     /// There was no other.
     Only,
 }
@@ -74,9 +99,36 @@ impl Reason {
         match self {
             Self::Prefix => "prefix",
             Self::Load => "load",
+            Self::Group => "group",
+            Self::Replica => "replica",
             Self::Only => "only",
         }
     }
+}
+
+/// What is to be placed.
+#[derive(Debug, Clone, Copy)]
+pub struct Query {
+    /// By what.
+    pub routing: Routing,
+    /// Length of the prompt.
+    pub prompt_tokens: u32,
+    /// What is known of the prefix that it shares with earlier requests.
+    pub standing: Option<Standing>,
+    /// Breaks ties.
+    pub random: u64,
+    /// Choices so far.
+    pub turn: u64,
+}
+
+/// How much a prefix is in demand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Standing {
+    /// Its first holder.
+    pub home: Slot,
+    /// By how many seconds its requests have lately waited longer at its holders than they would have elsewhere, times
+    /// for how many seconds that has been so.
+    pub regret: f64,
 }
 
 /// The outcome of routing.
@@ -90,6 +142,8 @@ pub struct Choice {
     pub predicted: u32,
     /// The estimate that decided, in seconds.
     pub cost: f64,
+    /// Seconds by which the first token is expected later here, where the prefix is held, than where it is not.
+    pub excess: f64,
 }
 
 /// Prompt tokens that a worker serves from its cache if it holds `units` leading units: the last token is
@@ -100,47 +154,120 @@ pub fn predicted_tokens(prompt_tokens: u32, units: u32) -> u32 {
     units.saturating_mul(unit).min(most)
 }
 
-/// Chooses among `candidates`; `None` only if there are none. `random` breaks ties: of two candidates drawn
-/// from those that cost the same, the one with less in hand is taken, so that several coordinators with the
-/// same view do not all run to the same worker. `turn` counts the choices so far.
-pub fn choose(
-    routing: Routing,
-    prompt_tokens: u32,
-    candidates: &[Candidate],
-    random: u64,
-    turn: u64,
-) -> Option<Choice> {
-    let rate = candidates.iter().map(|c| f64::from(c.prefill_rate)).fold(0.0, f64::max);
-    let assumed_rate = if rate > 0.0 { rate } else { ASSUMED_PREFILL_RATE };
-    let cached = |c: &Candidate| predicted_tokens(prompt_tokens, c.served_units());
-    let seconds = |c: &Candidate| match routing {
-        Routing::Prefix | Routing::RoundRobin => cost(prompt_tokens - cached(c), c, assumed_rate),
-        Routing::LeastLoad => cost(prompt_tokens, c, assumed_rate),
-    };
-    let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, seconds(c))).collect();
-    let (chosen, cost) = match routing {
+/// Chooses among `candidates`; `None` only if there are none. Of two candidates drawn by `random` from those that
+/// cost the same, the one with less in hand is taken, so that several coordinators with the same view do not all
+/// run to the same worker.
+pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<Choice> {
+    let estimates = Estimates::new(query, candidates);
+    let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, estimates.cost(c))).collect();
+    let (chosen, cost) = match query.routing {
         Routing::Prefix | Routing::LeastLoad => {
             let best = tied.iter().map(|&(_, cost)| cost).fold(f64::INFINITY, f64::min);
             tied.retain(|&(_, cost)| cost <= best + (best * TIE_SHARE).max(TIE_S));
-            two_choices(&tied, random)?
+            two_choices(&tied, query.random)?
         }
-        Routing::RoundRobin => *tied.get(turn.checked_rem(tied.len() as u64)? as usize)?,
+        Routing::RoundRobin => *tied.get(query.turn.checked_rem(tied.len() as u64)? as usize)?,
     };
-    let predicted = cached(chosen);
-    let reason = match candidates.len() {
-        1 => Reason::Only,
-        _ if predicted > 0 && routing == Routing::Prefix => Reason::Prefix,
-        _ => Reason::Load,
-    };
-    Some(Choice { slot: chosen.slot, reason, predicted, cost })
+    let predicted = estimates.cached(chosen);
+    let choice = Choice { slot: chosen.slot, reason: Reason::Load, predicted, cost, excess: 0.0 };
+    if candidates.len() == 1 {
+        return Some(Choice { reason: Reason::Only, ..choice });
+    }
+    if predicted == 0 || query.routing != Routing::Prefix {
+        return Some(choice);
+    }
+    let choice = Choice { reason: Reason::Prefix, ..choice };
+    let Some(standing) = query.standing else { return Some(choice) };
+    Some(estimates.replicated(chosen, choice, standing, candidates))
 }
 
-/// Of computing `own` tokens behind all that the candidate has to do.
-fn cost(own: u32, candidate: &Candidate, assumed_rate: f64) -> f64 {
-    let rate = if candidate.prefill_rate > 0.0 { f64::from(candidate.prefill_rate) } else { assumed_rate };
-    let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
-    let queue = candidate.pending_tokens as f64 / rate + f64::from(candidate.running) * step;
-    queue + WORK_WEIGHT * f64::from(own) / rate + candidate.pull_cost()
+/// What candidates are expected to take for a prompt.
+struct Estimates<'a> {
+    query: &'a Query,
+    /// The mean of the measured rates.
+    rate: f64,
+    /// How often the request's own work counts.
+    work_weight: f64,
+    /// What the candidate was given that was given least.
+    least_given: f64,
+    /// What the first holder of the prefix has of it.
+    home_units: u32,
+}
+
+impl<'a> Estimates<'a> {
+    fn new(query: &'a Query, candidates: &[Candidate]) -> Self {
+        let measured = || candidates.iter().map(|c| f64::from(c.prefill_rate)).filter(|rate| *rate > 0.0);
+        let logs = measured().map(f64::ln).sum::<f64>() / measured().count().max(1) as f64;
+        let rate = if measured().next().is_some() { logs.exp() } else { ASSUMED_PREFILL_RATE };
+        let least_given = candidates.iter().map(|c| c.given_tokens).fold(f64::INFINITY, f64::min);
+        let home = query.standing.and_then(|s| candidates.iter().find(|c| c.slot == s.home));
+        let busy = candidates.iter().filter(|c| c.pending_tokens > 0).count();
+        let work_weight = 1.0 + DELAY_WEIGHT * busy as f64 / candidates.len().max(1) as f64;
+        Self { query, rate, work_weight, least_given, home_units: home.map_or(0, |c| c.units) }
+    }
+
+    fn cached(&self, candidate: &Candidate) -> u32 {
+        predicted_tokens(self.query.prompt_tokens, candidate.served_units())
+    }
+
+    fn rate(&self, candidate: &Candidate) -> f64 {
+        let measured = f64::from(candidate.prefill_rate);
+        if measured <= 0.0 {
+            return self.rate;
+        }
+        let (off, same) = ((measured / self.rate).ln(), SAME_RATE.ln());
+        // Nothing up to `same`, all from twice that on, and in between without a jump.
+        let counts = (2.0 * (off.abs() - same)).clamp(0.0, off.abs());
+        self.rate * (counts.copysign(off)).exp()
+    }
+
+    /// Seconds until it would begin with the prompt.
+    fn queue(&self, candidate: &Candidate) -> f64 {
+        let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
+        candidate.pending_tokens as f64 / self.rate(candidate) + f64::from(candidate.running) * step
+    }
+
+    fn cost(&self, candidate: &Candidate) -> f64 {
+        let cached = match self.query.routing {
+            Routing::Prefix | Routing::RoundRobin => self.cached(candidate),
+            Routing::LeastLoad => 0,
+        };
+        let own = self.work_weight * f64::from(self.query.prompt_tokens - cached);
+        let replica = self.query.standing.is_some_and(|s| s.home != candidate.slot)
+            && (COMMON_UNITS..=self.home_units).contains(&candidate.units);
+        let replica = if replica { REPLICA_WEIGHT * f64::from(cached) } else { 0.0 };
+        let given = GIVEN_WEIGHT * (candidate.given_tokens - self.least_given);
+        let pull = self.work_weight * candidate.pull_seconds();
+        self.queue(candidate) + pull + (own + replica + given) / self.rate(candidate)
+    }
+
+    /// Seconds until the first token.
+    fn ttft(&self, candidate: &Candidate) -> f64 {
+        let own = f64::from(self.query.prompt_tokens - self.cached(candidate));
+        self.queue(candidate) + candidate.pull_seconds() + own / self.rate(candidate)
+    }
+
+    /// `choice`, which is the holder `chosen`, or a worker that becomes one: the one that would answer first.
+    fn replicated(
+        &self,
+        chosen: &Candidate,
+        choice: Choice,
+        standing: Standing,
+        candidates: &[Candidate],
+    ) -> Choice {
+        let (holders, others): (Vec<&Candidate>, Vec<&Candidate>) =
+            candidates.iter().partition(|c| c.units.saturating_add(COMMON_UNITS) > chosen.units);
+        let quickest = others.into_iter().min_by(|a, b| self.ttft(a).total_cmp(&self.ttft(b)));
+        let Some(other) = quickest else { return choice };
+        let excess = (self.ttft(chosen) - self.ttft(other)).max(0.0);
+        let missing = choice.predicted.saturating_sub(self.cached(other));
+        let again = f64::from(missing) / self.rate(other) + other.pull_seconds();
+        if excess > 0.0 && standing.regret > holders.len() as f64 * again * again {
+            let (slot, predicted, cost) = (other.slot, self.cached(other), self.cost(other));
+            return Choice { slot, reason: Reason::Replica, predicted, cost, excess: 0.0 };
+        }
+        Choice { excess, ..choice }
+    }
 }
 
 /// Of two different ones of `tied`, drawn by `random`, the one with less in hand.

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 
+use crate::file::ModelHeader;
 use crate::{Error, ModelFile, ModelSpec};
 
 use source::Source;
@@ -72,16 +73,21 @@ impl ModelSpec {
     /// Fails if its architecture is not served, a hyper-parameter is missing, absurd or asks for something that
     /// is not served, or the tensors are not exactly those that the hyper-parameters ask for.
     pub fn from_file(file: &ModelFile) -> Result<Self, Error> {
-        let found: &str = file.metadata().require(ARCHITECTURE_KEY)?;
+        Self::from_header(file.header())
+    }
+
+    /// As [`from_file`](Self::from_file), of a model whose bytes are elsewhere.
+    pub fn from_header(header: &ModelHeader) -> Result<Self, Error> {
+        let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
         let Some(arch) = ARCHES.iter().find(|arch| arch.name == found) else {
             return Err(Error::UnknownArch { found: found.to_owned(), known: known().collect() });
         };
-        let source = Source::new(file, arch.name);
+        let source = Source::new(header, arch.name);
         let spec = (arch.translate)(&source)?;
         let used: HashSet<&str> = spec.tensors().into_iter().collect();
         // Scales of activations are for engines that quantise activations to four bits.
         let ignored = |name: &str| name.ends_with(".input_scale") || (arch.ignores)(&source, name);
-        match file.tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
+        match header.tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
             Some(info) => Err(Error::UnusedTensor { tensor: info.name().to_owned(), arch: spec.arch }),
             None => Ok(spec),
         }

@@ -168,6 +168,9 @@ pub enum Error {
         /// Bytes of the tensor.
         bytes: u64,
     },
+    /// A model's manifest cannot be made.
+    #[error(transparent)]
+    Manifest(#[from] crate::shard::ManifestError),
     /// A safetensors checkpoint cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),

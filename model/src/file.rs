@@ -6,24 +6,27 @@
 //! [`ModelFile::open`] checks everything but the tensors' bytes: afterwards every tensor has a known type, a size
 //! that fits its dimensions, and bytes that lie inside its file and overlap no other's.
 
-use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::OnceLock;
 
 use crate::mmap::MappedFile;
+use crate::shard::ChunkId;
 use crate::{Error, GgmlType, Metadata, checkpoint, gguf};
 
-mod digest;
+pub(crate) mod digest;
+mod header;
+mod known;
+
+pub use header::ModelHeader;
+pub use known::DigestCache;
 
 /// A model, opened.
 #[derive(Debug)]
 pub struct ModelFile {
     files: Vec<MappedFile>,
-    metadata: Metadata,
-    tensors: Vec<TensorInfo>,
-    by_name: HashMap<String, usize>,
-    digest: OnceLock<[u8; 32]>,
+    header: ModelHeader,
+    chunks: OnceLock<Vec<ChunkId>>,
 }
 
 /// What a format's reader finds.
@@ -82,23 +85,27 @@ impl ModelFile {
             Some("safetensors") => checkpoint::open(path)?,
             _ => gguf::open(path)?,
         };
-        let by_name = tensors.iter().enumerate().map(|(index, info)| (info.name.clone(), index)).collect();
-        Ok(Self { files, metadata, tensors, by_name, digest: OnceLock::new() })
+        Ok(Self { files, header: ModelHeader::new(metadata, tensors), chunks: OnceLock::new() })
+    }
+
+    /// Everything but the tensors' bytes.
+    pub fn header(&self) -> &ModelHeader {
+        &self.header
     }
 
     /// Keys and values. The `split.*` keys, which say only how a set is cut into files, are left out.
     pub fn metadata(&self) -> &Metadata {
-        &self.metadata
+        self.header.metadata()
     }
 
     /// All tensors, in the order of the file or of the set before it was cut.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = &TensorInfo> {
-        self.tensors.iter()
+        self.header.tensors()
     }
 
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.get(*self.by_name.get(name)?)
+        self.header.tensor(name)
     }
 
     /// The bytes of a tensor, in the mapping: `TensorInfo::bytes` of them, starting at a multiple of an
@@ -135,18 +142,26 @@ impl ModelFile {
 
     /// Sum of the tensors' bytes.
     pub fn total_tensor_bytes(&self) -> u64 {
-        self.tensors.iter().map(TensorInfo::bytes).fold(0, u64::saturating_add)
+        self.tensors().map(TensorInfo::bytes).fold(0, u64::saturating_add)
     }
 
-    /// BLAKE3 over metadata, tensor table and tensor bytes: names the model, however it is cut into files.
+    /// BLAKE3 over metadata, tensor table and the tensors' chunks: names the model, however it is cut into files.
+    ///
+    /// The first call reads every tensor, unless [`chunks`](Self::chunks) already has.
+    pub fn digest(&self) -> Result<[u8; 32], Error> {
+        Ok(digest::digest(&self.header, self.chunks()?))
+    }
+
+    /// The names of all tensors' chunks, tensor by tensor in order, [`crate::shard::CHUNK_BYTES`] each and less at
+    /// the end of a tensor.
     ///
     /// The first call reads every tensor; the result is kept.
-    pub fn digest(&self) -> Result<[u8; 32], Error> {
-        if let Some(digest) = self.digest.get() {
-            return Ok(*digest);
+    pub fn chunks(&self) -> Result<&[ChunkId], Error> {
+        if let Some(chunks) = self.chunks.get() {
+            return Ok(chunks);
         }
-        let digest = digest::digest(self)?;
-        Ok(*self.digest.get_or_init(|| digest))
+        let chunks = digest::chunks(self)?;
+        Ok(self.chunks.get_or_init(|| chunks))
     }
 
     fn find(&self, name: &str) -> Result<(&TensorInfo, &MappedFile), Error> {

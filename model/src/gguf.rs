@@ -7,7 +7,7 @@ use crate::file::Contents;
 
 pub use crate::file::TensorInfo;
 pub use malformed::Malformed;
-pub(crate) use parse::ALIGNMENT_KEY;
+pub(crate) use parse::{ALIGNMENT_KEY, parse_table};
 
 mod cursor;
 mod malformed;

@@ -8,6 +8,7 @@ pub mod arch;
 pub mod catalog;
 pub mod chat_template;
 pub mod checkpoint;
+pub mod costs;
 pub mod error;
 pub mod file;
 pub mod ggml_type;
@@ -18,6 +19,7 @@ mod mmap;
 pub mod recent;
 pub mod safetensors;
 pub mod sampling;
+pub mod shard;
 pub mod spec;
 pub mod tokenizer;
 

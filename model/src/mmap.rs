@@ -7,8 +7,9 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use memmap2::Mmap;
 
@@ -47,6 +48,18 @@ impl MappedFile {
     /// The whole file as it was when opened.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.map
+    }
+
+    /// What is another when the file is another: device, inode, length, seconds and nanoseconds of its last change.
+    pub(crate) fn identity(&self) -> Result<[u64; 5], Error> {
+        let stat = self.file.metadata().map_err(|source| self.io("stat", source))?;
+        let (seconds, nanoseconds) = (stat.mtime().cast_unsigned(), stat.mtime_nsec().cast_unsigned());
+        Ok([stat.dev(), stat.ino(), stat.len(), seconds, nanoseconds])
+    }
+
+    /// When the file was last changed.
+    pub(crate) fn modified(&self) -> Result<SystemTime, Error> {
+        self.file.metadata().and_then(|stat| stat.modified()).map_err(|source| self.io("stat", source))
     }
 
     /// Fails if the file is now shorter than its mapping.

@@ -89,6 +89,11 @@ text_id!(
     RequestId, "request id", 128, "1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'",
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':')
 );
+text_id!(
+    /// A client's name for requests that have a prefix in common and come together.
+    GroupId, "group id", 128, "1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'",
+    |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':')
+);
 
 /// What a node does; the second part of its certificate's SAN URI. The role decides which RPCs it may call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

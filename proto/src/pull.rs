@@ -9,6 +9,10 @@ use crate::block::BlockId;
 use crate::ids::NodeId;
 use serde::{Deserialize, Serialize};
 
+/// Bytes that a holder copies out between two of its steps at most, and one piece more: so a pull from a busy holder
+/// takes a step for every so many bytes.
+pub const SLICE_BYTES: u64 = 16 << 20;
+
 /// What is asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PullRequest {

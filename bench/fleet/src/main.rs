@@ -60,6 +60,9 @@ struct Arguments {
     /// Milliseconds from client to worker, and back.
     #[arg(long, default_value_t = 1.0)]
     hop_ms: f64,
+    /// Only these, as `prefix-by_rank,smg`: policy and shape of the prompt, or router.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
     /// Instead: the runs of this file of `bench/rag/replay.py` again, simulated, and how far off that is.
     #[arg(long)]
     against: Option<PathBuf>,
@@ -93,6 +96,11 @@ impl Contender {
             Self::CacheAware(Peer::Sglang) => ["sglang-router", "cache_aware", "by_rank"],
             Self::CacheAware(Peer::Smg) => ["smg", "cache_aware", "by_rank"],
         }
+    }
+
+    fn is_in(self, only: &[String]) -> bool {
+        let [router, policy, prompt] = self.names();
+        only.is_empty() || only.iter().any(|name| *name == router || *name == format!("{policy}-{prompt}"))
     }
 
     fn run(self, setting: Setting, traffic: &Traffic, questions: usize) -> Result<Outcome> {
@@ -145,7 +153,7 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
         for &load in &arguments.loads {
             let setting =
                 Setting { workers, arrivals: Arrivals::Open(load * workers as f64 / alone), ..base };
-            for contender in CONTENDERS {
+            for contender in CONTENDERS.into_iter().filter(|contender| contender.is_in(&arguments.only)) {
                 let outcome = contender.run(setting, &traffic, questions)?;
                 Row::new(contender.names(), workers, load, questions, &outcome).print()?;
             }

@@ -34,7 +34,9 @@ pub(crate) trait Router {
     /// A request arrives.
     fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>>;
     /// Its first token has come.
-    fn started(&mut self, _request: usize) {}
+    fn started(&mut self, _now: Duration, _request: usize) -> Result<Vec<Placed>> {
+        Ok(Vec::new())
+    }
     /// Its last token has come.
     fn ended(&mut self, now: Duration, request: usize) -> Result<Vec<Placed>>;
     /// What a worker says of its cache.
@@ -132,6 +134,8 @@ impl Router for Kvasir {
             model: self.model.id.clone(),
             prompt_tokens: prompt.tokens.len() as u32,
             chain: Arc::clone(&prompt.chain),
+            group: None,
+            priority: 0,
             deadline: now + Duration::from_secs(1_000_000),
         };
         let (tickets, actions) = self
@@ -145,10 +149,10 @@ impl Router for Kvasir {
         self.placed(actions)
     }
 
-    fn started(&mut self, request: usize) {
-        if let Some(ticket) = self.tickets.get(&request) {
-            self.balancer.started(*ticket);
-        }
+    fn started(&mut self, now: Duration, request: usize) -> Result<Vec<Placed>> {
+        let Some(ticket) = self.tickets.get(&request) else { return Ok(Vec::new()) };
+        let actions = self.balancer.started(self.start + now, *ticket, self.random.next());
+        self.placed(actions)
     }
 
     fn ended(&mut self, now: Duration, request: usize) -> Result<Vec<Placed>> {

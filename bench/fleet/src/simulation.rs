@@ -184,7 +184,8 @@ impl Run<'_> {
     fn progressed(&mut self, now: Duration, progress: Progress) -> Result<()> {
         match progress {
             Progress::Started { request, cached } => {
-                self.router.started(request);
+                let placed = self.router.started(now, request)?;
+                self.send(now, placed);
                 self.outcome.ttft.push((now - self.sent[request]).as_secs_f64());
                 self.outcome.cached += u64::from(cached);
                 let wrong = self.predicted[request].is_some_and(|predicted| predicted != cached);

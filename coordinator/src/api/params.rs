@@ -3,6 +3,7 @@
 use super::error::ApiError;
 use super::fields::{Fields, plain};
 use super::limits::{MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS};
+use crate::admission::MAX_PRIORITY;
 use model::sampling::SamplingDefaults;
 use proto::message::{Sampling, Stop};
 use serde::Deserialize;
@@ -11,7 +12,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// Names of the fields read here.
-pub const NAMES: [&str; 19] = [
+pub const NAMES: [&str; 20] = [
     "model",
     "n",
     "stream",
@@ -25,6 +26,7 @@ pub const NAMES: [&str; 19] = [
     "frequency_penalty",
     "logit_bias",
     "seed",
+    "priority",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -44,6 +46,8 @@ pub struct Params {
     pub include_usage: bool,
     /// How to draw; `seed` is that of the first choice.
     pub sampling: Sampling,
+    /// How urgent it is among its tenant's requests; lower goes first.
+    pub priority: i32,
     /// When to end, `max_tokens` left at 0.
     pub stop: Stop,
     /// Whether choices carry their token ids.
@@ -104,6 +108,7 @@ impl Params {
             stream,
             include_usage: options.and_then(|o| o.include_usage).unwrap_or(false),
             sampling,
+            priority: fields.ranged("priority", -MAX_PRIORITY..=MAX_PRIORITY)?.unwrap_or(0),
             stop,
             return_token_ids: fields.get("return_token_ids")?.unwrap_or(false),
             add_special_tokens: fields.get("add_special_tokens")?,
@@ -241,7 +246,7 @@ mod tests {
             "n": 8, "stream": true, "stream_options": {"include_usage": true}, "temperature": 0, "top_p": 0.5,
             "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -2,
             "frequency_penalty": 2, "logit_bias": {"999": -100, "0": 1.5}, "seed": -1, "stop": "x",
-            "stop_token_ids": [1, 2], "ignore_eos": true, "min_tokens": 3, "return_token_ids": true,
+            "stop_token_ids": [1, 2], "priority": -5, "ignore_eos": true, "min_tokens": 3, "return_token_ids": true,
             "add_special_tokens": false,
         }))
         .unwrap();
@@ -283,6 +288,8 @@ mod tests {
             (json!({"frequency_penalty": -2.1}), "frequency_penalty"),
             (json!({"seed": 18446744073709551616.0}), "seed"),
             (json!({"seed": "a"}), "seed"),
+            (json!({"priority": 101}), "priority"),
+            (json!({"priority": 0.5}), "priority"),
             (json!({"stop": ["ok", ""]}), "stop[1]"),
             (json!({"stop": "x".repeat(MAX_STOP_BYTES + 1)}), "stop[0]"),
             (json!({"stop": 7}), "stop"),

@@ -72,9 +72,9 @@ pub struct Sources<'a> {
     pub popularity: &'a Popularity,
 }
 
-const COMPLETION: [&str; 26] =
+const COMPLETION: [&str; 27] =
     with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format"]);
-const CHAT: [&str; 30] = with([
+const CHAT: [&str; 31] = with([
     "messages",
     "documents",
     "max_tokens",

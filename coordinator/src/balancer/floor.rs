@@ -1,5 +1,6 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+mod load;
 mod peers;
 mod pulls;
 
@@ -7,12 +8,16 @@ pub use peers::{PeerExport, PeerImport};
 
 use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
-use crate::routing::{self, Candidate};
+use crate::routing::demand::{CommonKey, Demand};
+use crate::routing::groups::Groups;
+use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason};
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
+use load::Load;
+use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, WorkerState};
-use pulls::{PullTerms, Stage, Supply};
+use pulls::{Stage, Supply};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,32 +32,11 @@ pub(super) struct Floor {
     index: PrefixIndex,
     loads: Vec<Option<Load>>,
     flights: HashMap<Ticket, Flight>,
+    demand: Demand,
+    groups: Groups,
     joins: u64,
     /// Generations placed.
     turns: u64,
-}
-
-/// How busy a worker is: what it reports, and what this coordinator has sent there since.
-#[derive(Debug)]
-struct Load {
-    /// Tells this membership of the slot from earlier ones.
-    join: u64,
-    report: Option<LoadReportV1>,
-    heard: Instant,
-    own: Own,
-    /// What others have sent there, by the last report.
-    foreign: Own,
-    pulls: PullTerms,
-}
-
-#[derive(Debug, Default, Clone, Copy)]
-struct Own {
-    /// Prompt tokens to be computed.
-    pending: u64,
-    /// Sequences whose prompt is still to be computed.
-    unstarted: u32,
-    /// Sequences that are decoded.
-    running: u32,
 }
 
 /// A generation that a worker has.
@@ -63,8 +47,9 @@ struct Flight {
     epoch: Epoch,
     slot: Slot,
     join: u64,
-    uncached: u64,
     reservation: ReservationId,
+    /// What others may follow it for until it has started.
+    leads: Option<CommonKey>,
     /// The prompt at the worker that computes it for this one.
     stage: Option<Stage>,
     started: bool,
@@ -84,6 +69,8 @@ impl Floor {
             index: PrefixIndex::new(policy.index_bytes),
             loads: (0..MAX_SLOTS).map(|_| None).collect(),
             flights: HashMap::new(),
+            demand: Demand::default(),
+            groups: Groups::default(),
             joins: 0,
             turns: 0,
         }
@@ -102,10 +89,7 @@ impl Floor {
             Applied::Joined { slot, node, epoch } => {
                 self.joins += 1;
                 let need = self.index.join(slot, epoch);
-                let (own, foreign) = (Own::default(), Own::default());
-                let pulls = PullTerms::default();
-                let load = Load { join: self.joins, report: None, heard: now, own, foreign, pulls };
-                self.loads[slot.index()] = Some(load);
+                self.loads[slot.index()] = Some(Load::new(now, self.joins));
                 return Ok(Some(Action::Fetch { node, epoch, need }));
             }
             Applied::Left(slot) => self.forget(slot),
@@ -119,13 +103,7 @@ impl Floor {
             return;
         };
         let Some(load) = self.loads[member.slot.index()].as_mut() else { return };
-        load.heard = now;
-        load.foreign = Own {
-            pending: report.pending_prefill_tokens.saturating_sub(load.own.pending),
-            unstarted: report.waiting.saturating_sub(load.own.unstarted),
-            running: report.running.saturating_sub(load.own.running + load.own.unstarted),
-        };
-        load.report = Some(report);
+        load.take(now, report);
     }
 
     /// Applies `change` to the index at the member's slot and turns what it needs into an action.
@@ -170,16 +148,34 @@ impl Floor {
         let mut candidates: Vec<Candidate> = wanted
             .iter()
             .filter(|(_, load)| generates(load))
-            .filter(|(_, load)| load.own.unstarted + load.own.running < self.policy.max_inflight)
-            .map(|(member, load)| load.candidate(member.slot, overlap.units(member.slot)))
+            .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
+            .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
         self.offer_pulls(&waiter, &wanted, &overlap, &mut candidates);
-        let choice =
-            routing::choose(self.policy.routing, waiter.ask.prompt_tokens, &candidates, random, self.turns);
-        let Some((choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
+        let common = waiter.common(&candidates);
+        let standing = common.and_then(|(key, most)| {
+            let holds = |slot| candidates.iter().any(|c| c.slot == slot && c.units >= most);
+            self.demand.standing(now, key).filter(|standing| holds(standing.home))
+        });
+        let query = Query {
+            routing: self.policy.routing,
+            prompt_tokens: waiter.ask.prompt_tokens,
+            standing,
+            random,
+            turn: self.turns,
+        };
+        let choice = routing::choose(&query, &candidates);
+        let Some((mut choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
             return Placing::Later(waiter);
         };
-        let supply = self.supply(&waiter, &choice, &wanted, &candidates);
+        if self.holds_back(&candidates, &waiter, &choice) {
+            return Placing::Later(waiter);
+        }
+        let group = waiter.group();
+        if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
+            choice.reason = Reason::Group;
+        }
+        let supply = self.supply(now, &waiter, &choice, &wanted, &candidates);
         let assignment = Assignment {
             node: member.register.node.clone(),
             epoch: member.register.epoch,
@@ -193,26 +189,28 @@ impl Floor {
             prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
             pull: supply.pull.clone(),
         };
-        self.book(waiter, choice, &assignment, &supply);
+        if let Some((key, _)) = common {
+            self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);
+        }
+        self.book(now, waiter, choice, &assignment, &supply);
         Placing::Assigned(assignment)
     }
 
-    pub(super) fn started(&mut self, ticket: Ticket) {
+    pub(super) fn started(&mut self, now: Instant, ticket: Ticket) {
         let Some(flight) = self.flights.get_mut(&ticket) else { return };
         if std::mem::replace(&mut flight.started, true) {
             return;
         }
-        flight.stage.iter_mut().for_each(|stage| stage.is_over(&mut self.loads));
-        if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
-            own.pending -= flight.uncached;
-            own.unstarted -= 1;
-            own.running += 1;
+        flight.leads.take().into_iter().for_each(|key| self.groups.end(key, flight.slot));
+        flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
+        if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
+            load.started(now, ticket);
         }
     }
 
     /// The generation is over; `None` if no worker had it.
     pub(super) fn end(&mut self, now: Instant, ticket: Ticket) -> Option<()> {
-        let flight = self.land(ticket)?;
+        let flight = self.land(now, ticket)?;
         for reservation in flight.reservations() {
             match flight.started {
                 true => self.index.settle(reservation, now + self.policy.event_lag),
@@ -223,8 +221,8 @@ impl Floor {
     }
 
     /// The attempt failed: gives back what waited, and the worker that had it.
-    pub(super) fn fail(&mut self, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
-        let flight = self.land(ticket)?;
+    pub(super) fn fail(&mut self, now: Instant, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
+        let flight = self.land(now, ticket)?;
         flight.reservations().for_each(|reservation| self.index.release(reservation));
         Some((flight.waiter, flight.node, flight.epoch))
     }
@@ -262,9 +260,10 @@ impl Floor {
                 member: member.clone(),
                 report: load.report.clone(),
                 silent: now.saturating_duration_since(load.heard),
-                inflight: load.own.unstarted + load.own.running,
-                pending_tokens: load.own.pending,
+                inflight: load.inflight(),
+                pending_tokens: load.own_pending(),
                 part: load.pulls.part(),
+                pulls: load.pulls.report(),
                 stream: self.index.stream(member.slot),
             })
         };
@@ -281,7 +280,7 @@ impl Floor {
 
     /// Prompt tokens that all workers have still to compute.
     pub(super) fn pending_tokens(&self) -> u64 {
-        self.loads.iter().flatten().map(|l| l.own.pending + l.foreign.pending).sum()
+        self.loads.iter().flatten().map(Load::sent).sum()
     }
 
     /// Tokens per second that all workers together compute.
@@ -297,30 +296,44 @@ impl Floor {
             .filter(|(_, load)| load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready))
     }
 
+    /// Whether the request had better wait here, where any worker can still take it and tenants have their turns:
+    /// all have as much to prefill as they shall have in hand. What is mostly there, or on its way, goes.
+    fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
+        let most = self.policy.max_pending.as_secs_f64();
+        let full = |c: &Candidate| {
+            c.pending_tokens as f64 >= most * f64::from(c.prefill_rate).max(f64::MIN_POSITIVE)
+        };
+        let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
+        let follows = choice.predicted >= waiter.ask.prompt_tokens / 4 * 3 && choice.predicted > 0;
+        measured && !follows && candidates.iter().all(full)
+    }
+
     fn book(
         &mut self,
+        now: Instant,
         mut waiter: Waiter,
-        choice: routing::Choice,
+        choice: Choice,
         assignment: &Assignment,
         supply: &Supply,
     ) {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
         let uncached = u64::from(waiter.ask.prompt_tokens - supply.predicted);
         self.turns += 1;
-        load.own.pending += uncached;
-        load.own.unstarted += 1;
+        load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
         let join = load.join;
         waiter.attempts += 1;
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
+        let leads = waiter.group().filter(|_| choice.predicted < COMMON_UNITS * HASH_UNIT_TOKENS as u32);
+        leads.into_iter().for_each(|key| self.groups.begin(key, choice.slot));
         let stage = supply.prefill.as_ref();
-        let stage = stage.and_then(|(slot, uncached, _)| self.book_stage(&waiter, *slot, *uncached));
+        let stage = stage.and_then(|(slot, uncached, _)| self.book_stage(now, &waiter, *slot, *uncached));
         let flight = Flight {
             node: assignment.node.clone(),
             epoch: assignment.epoch,
             slot: choice.slot,
             join,
-            uncached,
             reservation,
+            leads,
             stage,
             started: false,
             waiter,
@@ -328,16 +341,12 @@ impl Floor {
         self.flights.insert(flight.waiter.ticket, flight);
     }
 
-    fn land(&mut self, ticket: Ticket) -> Option<Flight> {
+    fn land(&mut self, now: Instant, ticket: Ticket) -> Option<Flight> {
         let mut flight = self.flights.remove(&ticket)?;
-        flight.stage.iter_mut().for_each(|stage| stage.is_over(&mut self.loads));
-        if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
-            if flight.started {
-                own.running -= 1;
-            } else {
-                own.pending -= flight.uncached;
-                own.unstarted -= 1;
-            }
+        flight.leads.into_iter().for_each(|key| self.groups.end(key, flight.slot));
+        flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
+        if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
+            load.ended(now, ticket, flight.started);
         }
         Some(flight)
     }
@@ -356,6 +365,21 @@ impl Flight {
 }
 
 impl Waiter {
+    /// What it has in common with earlier requests, by what is held of it, and in how many units: the group that it
+    /// says to be of, or the deepest prefix held, if that is deep enough.
+    fn common(&self, candidates: &[Candidate]) -> Option<(CommonKey, u32)> {
+        let most = candidates.iter().map(|c| c.units).max()?;
+        let last = self.ask.chain.get((most as usize).checked_sub(1)?)?;
+        let key = self.ask.group.or((most >= COMMON_UNITS).then_some(CommonKey(last.0)));
+        key.map(|key| (key, most))
+    }
+
+    /// What it has in common with requests that are being computed: the group that it says to be of, or how it begins.
+    fn group(&self) -> Option<CommonKey> {
+        let begins = || self.ask.chain.get(COMMON_UNITS as usize - 1).map(|unit| CommonKey(unit.0));
+        self.ask.group.or_else(begins)
+    }
+
     /// Whether this member may have it, besides serving the model.
     fn accepts(&self, member: &Member) -> bool {
         let register = &member.register;
@@ -365,22 +389,7 @@ impl Waiter {
     }
 }
 
-impl Load {
-    fn candidate(&self, slot: Slot, units: u32) -> Candidate {
-        let report = self.report.as_ref();
-        Candidate {
-            slot,
-            units,
-            pending_tokens: self.own.pending + self.foreign.pending,
-            running: self.own.running + self.foreign.running,
-            prefill_rate: report.map_or(0.0, |r| r.prefill_rate),
-            step_ms: report.map_or(0.0, |r| r.step_ms),
-            pull: None,
-        }
-    }
-}
-
 /// The account of the worker in `slot`, if it is still the membership that the flight was booked with.
-fn own_of(loads: &mut [Option<Load>], slot: Slot, join: u64) -> Option<&mut Own> {
-    loads[slot.index()].as_mut().filter(|load| load.join == join).map(|load| &mut load.own)
+fn load_of(loads: &mut [Option<Load>], slot: Slot, join: u64) -> Option<&mut Load> {
+    loads[slot.index()].as_mut().filter(|load| load.join == join)
 }

@@ -5,6 +5,8 @@ use crate::table::tests::register;
 use proptest::prelude::*;
 use proto::event::{KvEvent, Medium};
 
+mod groups;
+
 const MODEL: &str = "m";
 
 struct Rig {
@@ -73,6 +75,8 @@ impl Rig {
             model,
             prompt_tokens,
             chain,
+            group: None,
+            priority: 0,
             deadline: self.now + Duration::from_secs(60),
         }
     }
@@ -124,7 +128,7 @@ fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
     let batch = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![stored] };
     assert_eq!(rig.balancer.events(&leader, batch), Ok(None));
     for ticket in tickets {
-        rig.balancer.started(ticket);
+        rig.balancer.started(rig.now, ticket, 0);
         rig.balancer.ended(rig.now, ticket, 0);
     }
     assert_eq!((pending(&rig), rig.balancer.index_size().reservations), (0, 0));
@@ -353,7 +357,9 @@ proptest! {
                         actions = more;
                     }
                 }
-                Step::Started(n) => pick(n, &placed).into_iter().for_each(|t| rig.balancer.started(t)),
+                Step::Started(n) => if let Some(ticket) = pick(n, &placed) {
+                    actions = rig.balancer.started(rig.now, ticket, random);
+                },
                 Step::Ended(n) => if let Some(ticket) = pick(n, &open) {
                     open.retain(|t| *t != ticket);
                     placed.retain(|t| *t != ticket);

@@ -40,6 +40,8 @@ impl EncodeJob {
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
             // Encoders keep no prefixes.
             chain: [].into(),
+            group: None,
+            priority: 0,
             deadline: self.deadline,
         }
     }

@@ -9,6 +9,7 @@
 use super::claim::{Claim, Placed};
 use crate::balancer::{Ask, Assignment, Prefilling, Refusal};
 use crate::routing::Reason;
+use crate::routing::demand::CommonKey;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{
@@ -41,6 +42,10 @@ pub struct Job {
     pub sampling: Sampling,
     /// When to end.
     pub stop: Stop,
+    /// The group of requests that it says to be of.
+    pub group: Option<CommonKey>,
+    /// How urgent it is among its tenant's; lower goes first.
+    pub priority: i32,
     /// When it is worth nothing any more.
     pub deadline: Instant,
 }
@@ -52,6 +57,8 @@ impl Job {
             model: self.model.clone(),
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
             chain: Arc::clone(&self.chain),
+            group: self.group,
+            priority: self.priority,
             deadline: self.deadline,
         }
     }

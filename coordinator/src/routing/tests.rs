@@ -1,8 +1,12 @@
 use super::*;
 use proptest::prelude::*;
 
+fn query(prompt_tokens: u32, random: u64) -> Query {
+    Query { routing: Routing::Prefix, prompt_tokens, standing: None, random, turn: 0 }
+}
+
 fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<Choice> {
-    super::choose(Routing::Prefix, prompt_tokens, candidates, random, 0)
+    super::choose(&query(prompt_tokens, random), candidates)
 }
 
 fn idle(index: usize) -> Candidate {
@@ -14,13 +18,14 @@ fn idle(index: usize) -> Candidate {
         prefill_rate: 2_000.0,
         pull: None,
         step_ms: 8.0,
+        given_tokens: 0.0,
     }
 }
 
 #[test]
 fn routings_to_compare_with_do_not_look_at_what_is_held() {
     let workers = [Candidate { units: 60, pending_tokens: 10, ..idle(0) }, idle(1)];
-    let by = |routing, turn| super::choose(routing, 1_000, &workers, 3, turn).unwrap();
+    let by = |routing, turn| super::choose(&Query { routing, turn, ..query(1_000, 3) }, &workers).unwrap();
     assert_eq!(by(Routing::Prefix, 0).slot.index(), 0);
     let least = by(Routing::LeastLoad, 0);
     assert_eq!((least.slot.index(), least.reason, least.predicted), (1, Reason::Load, 0));
@@ -81,9 +86,9 @@ fn load_alone_spills() {
     let busy = Candidate { units: 4, running: 60, ..idle(0) };
     assert_eq!(choose(100, &[busy, idle(1)], 0).unwrap().slot.index(), 1);
     // A long document is worth a wait, but not any wait.
-    let worth = Candidate { units: 250, pending_tokens: 8_000, ..idle(0) };
+    let worth = Candidate { units: 250, pending_tokens: 7_000, ..idle(0) };
     assert_eq!(choose(4_030, &[worth, idle(1)], 0).unwrap().slot.index(), 0);
-    let not_worth = Candidate { pending_tokens: 13_000, ..worth };
+    let not_worth = Candidate { pending_tokens: 9_000, ..worth };
     assert_eq!(choose(4_030, &[not_worth, idle(1)], 0).unwrap().slot.index(), 1);
 }
 
@@ -115,30 +120,131 @@ fn alone_is_told_and_nobody_is_nobody() {
     assert_eq!((choice.slot.index(), choice.reason, choice.predicted), (9, Reason::Only, 32));
 }
 
+fn standing(home: usize, regret: f64) -> Option<Standing> {
+    Some(Standing { home: Slot::new(home).unwrap(), regret })
+}
+
+#[test]
+fn a_prefix_in_demand_gets_a_second_holder_and_only_then() {
+    // A second to compute again, and a wait at the holder of a quarter of a second more than that.
+    let holder = Candidate { units: 125, pending_tokens: 2_500, ..idle(0) };
+    let by = |regret| {
+        let query = Query { standing: standing(0, regret), ..query(2_010, 1) };
+        super::choose(&query, &[holder, idle(1)]).unwrap()
+    };
+    let waits = by(0.0);
+    assert_eq!((waits.slot.index(), waits.reason, waits.predicted), (0, Reason::Prefix, 2_000));
+    assert!((waits.excess - 0.25).abs() < 0.01, "{waits:?}");
+    assert_eq!(by(0.95).reason, Reason::Prefix);
+    let replica = by(1.05);
+    assert_eq!((replica.slot.index(), replica.reason, replica.predicted), (1, Reason::Replica, 0));
+    // Where it is no faster elsewhere nothing is copied, whatever was suffered before.
+    let busy = Candidate { pending_tokens: 600, ..idle(1) };
+    let query = Query { standing: standing(0, 50.0), ..query(2_010, 1) };
+    assert_eq!(super::choose(&query, &[holder, busy]).unwrap().reason, Reason::Prefix);
+}
+
+#[test]
+fn a_replica_is_used_while_the_first_holder_is_busy_and_left_when_it_is_not() {
+    let home = Candidate { units: 125, ..idle(0) };
+    let replica = Candidate { units: 125, ..idle(1) };
+    let chosen = |home: Candidate, random| {
+        let query = Query { standing: standing(0, 0.0), ..query(2_010, random) };
+        super::choose(&query, &[home, replica]).unwrap().slot.index()
+    };
+    assert!((0..100).all(|random| chosen(home, random << 20 | random) == 0));
+    assert_eq!(chosen(Candidate { pending_tokens: 500, ..home }, 1), 0);
+    assert_eq!(chosen(Candidate { pending_tokens: 1_100, ..home }, 1), 1);
+}
+
+#[test]
+fn where_all_else_is_equal_who_was_given_less_is_chosen() {
+    let given = Candidate { given_tokens: 1_000.0, ..idle(0) };
+    for random in 0..50 {
+        assert_eq!(choose(640, &[given, idle(1)], random << 32 | random).unwrap().slot.index(), 1);
+    }
+    // But a prefix of some length counts for more.
+    let holder = Candidate { units: 20, ..given };
+    assert_eq!(choose(640, &[holder, idle(1)], 1).unwrap().slot.index(), 0);
+}
+
+#[test]
+fn rates_that_differ_a_little_are_the_same_and_others_are_not() {
+    let slower = Candidate { prefill_rate: 1_300.0, ..idle(0) };
+    let busy = Candidate { pending_tokens: 100, ..idle(1) };
+    assert_eq!(choose(1_000, &[slower, busy], 0).unwrap().slot.index(), 0);
+    let slow = Candidate { prefill_rate: 300.0, ..idle(0) };
+    assert_eq!(choose(1_000, &[slow, busy], 0).unwrap().slot.index(), 1);
+}
+
+type Numbers = (u32, u64, u32, f32, f32, f64);
+
+fn candidates(workers: &[Numbers]) -> Vec<Candidate> {
+    let candidate = |(index, &(units, pending_tokens, running, prefill_rate, step_ms, given_tokens)): (
+        usize,
+        &Numbers,
+    )| {
+        Candidate {
+            slot: Slot::new(index).unwrap(),
+            units,
+            pending_tokens,
+            running,
+            prefill_rate,
+            step_ms,
+            given_tokens,
+            pull: None,
+        }
+    };
+    workers.iter().enumerate().map(candidate).collect()
+}
+
+fn numbers() -> impl Strategy<Value = Numbers> {
+    (0u32..7_000, 0u64..1 << 40, 0u32..500, 0f32..1e5, 0f32..1e4, 0f64..1e9)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn the_choice_is_never_dearer_than_a_tie(
         prompt in 0u32..100_000,
-        workers in proptest::collection::vec((0u32..7_000, 0u64..1 << 40, 0u32..500, 0f32..1e5, 0f32..1e4), 1..64),
+        workers in proptest::collection::vec(numbers(), 1..64),
         random in any::<u64>(),
+        home in proptest::option::of(0usize..64),
     ) {
-        let candidates: Vec<_> = workers
-            .iter()
-            .enumerate()
-            .map(|(index, &(units, pending_tokens, running, prefill_rate, step_ms))| Candidate {
-                pull: None,
-                slot: Slot::new(index).unwrap(), units, pending_tokens, running, prefill_rate, step_ms,
-            })
-            .collect();
-        let choice = choose(prompt, &candidates, random).unwrap();
-        let rate = candidates.iter().map(|c| f64::from(c.prefill_rate)).fold(0.0, f64::max);
-        let rate = if rate > 0.0 { rate } else { ASSUMED_PREFILL_RATE };
-        for candidate in &candidates {
-            let limit = cost(prompt, candidate, rate);
-            prop_assert!(choice.cost <= limit + (limit * TIE_SHARE).max(TIE_S));
-        }
+        let candidates = candidates(&workers);
+        let query = Query { standing: home.and_then(|home| standing(home, 0.0)), ..query(prompt, random) };
+        let estimates = Estimates::new(&query, &candidates);
+        let choice = super::choose(&query, &candidates).unwrap();
         prop_assert!(choice.predicted <= prompt.saturating_sub(1));
+        prop_assert!(choice.excess >= 0.0);
+        if choice.reason != Reason::Replica {
+            for candidate in &candidates {
+                let limit = estimates.cost(candidate);
+                prop_assert!(choice.cost <= limit + (limit * TIE_SHARE).max(TIE_S));
+            }
+        }
+    }
+
+    /// More to do, less held, slower steps: never cheaper.
+    #[test]
+    fn the_cost_rises_with_all_that_takes_time(
+        prompt in 1u32..100_000,
+        workers in proptest::collection::vec(numbers(), 2..8),
+        (units, pending, running, step, given) in (0u32..100, 0u64..1 << 30, 0u32..100, 0f32..1e3, 0f64..1e6),
+    ) {
+        let candidates = candidates(&workers);
+        let query = query(prompt, 0);
+        let estimates = Estimates::new(&query, &candidates);
+        let before = candidates[0];
+        let after = Candidate {
+            units: before.units.saturating_sub(units),
+            pending_tokens: before.pending_tokens + pending,
+            running: before.running + running,
+            step_ms: if before.step_ms > 0.0 { before.step_ms + step } else { 0.0 },
+            given_tokens: before.given_tokens + given,
+            ..before
+        };
+        prop_assert!(estimates.cost(&after) >= estimates.cost(&before) * (1.0 - 1e-12));
     }
 }

@@ -3,9 +3,10 @@
 //!
 //! Only what a holder has announced counts: what is merely expected of it cannot be fetched yet.
 
-use super::{ASSUMED_PREFILL_RATE, Candidate, WORK_WEIGHT, predicted_tokens};
+use super::{ASSUMED_PREFILL_RATE, Candidate, predicted_tokens};
 use crate::slot::Slot;
 use proto::message::PullCostV1;
+use proto::pull::SLICE_BYTES;
 
 /// Bytes per second assumed of a worker that has not pulled anything yet.
 const ASSUMED_RATE: f64 = 100e6;
@@ -35,13 +36,26 @@ pub struct PullPrice<'a> {
     pub rate: f32,
 }
 
+/// A worker that holds a part of the prompt.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Holder {
+    /// Its slot.
+    pub slot: Slot,
+    /// Leading units that it holds.
+    pub units: u32,
+    /// Seconds of its steps, between which it copies out what is pulled; 0 while it has nothing to do.
+    pub step: f64,
+}
+
 impl PullPrice<'_> {
-    /// Seconds to fetch a resume point of so many tokens where the first `have` of them are there.
-    pub fn seconds(&self, have: u32, tokens: u32) -> f64 {
+    /// Seconds to fetch a resume point of so many tokens, where the first `have` of them are there, from a worker whose
+    /// steps take `step` seconds.
+    pub fn seconds(&self, have: u32, tokens: u32, step: f64) -> f64 {
         let rate = if self.rate > 0.0 { f64::from(self.rate) } else { ASSUMED_RATE };
         let bytes = f64::from(tokens.saturating_sub(have)) * self.cost.bytes_per_token as f64
             + self.cost.bytes_per_point as f64;
-        OVERHEAD_S + bytes / rate
+        let slices = (bytes / SLICE_BYTES as f64).floor() + 1.0;
+        OVERHEAD_S + bytes / rate + slices * step
     }
 }
 
@@ -51,25 +65,26 @@ pub fn is_worth_asking(have: u32, tokens: u32) -> bool {
     gain >= LEAST_GAIN && gain >= tokens / GAIN_PART
 }
 
-/// The pull that saves `candidate` the most: from the one of `holders` (slots, and leading units that they hold) that
-/// holds most of the prompt. `None`: computing is as quick.
+/// The pull that saves `candidate` the most. `None`: computing is as quick.
 ///
 /// A second of a pull counts as a second of computing does, since it takes time and memory of two workers.
 pub fn best(
     prompt_tokens: u32,
     candidate: &Candidate,
     price: &PullPrice<'_>,
-    holders: impl Iterator<Item = (Slot, u32)>,
+    holders: impl Iterator<Item = Holder>,
 ) -> Option<Pull> {
-    let others = holders.filter(|(slot, units)| *slot != candidate.slot && *units > candidate.units);
-    let (from, units) = others.max_by_key(|(_, units)| *units)?;
     let have = predicted_tokens(prompt_tokens, candidate.units);
-    let tokens = predicted_tokens(prompt_tokens, units);
-    let seconds = price.seconds(have, tokens);
     let rate =
         if candidate.prefill_rate > 0.0 { f64::from(candidate.prefill_rate) } else { ASSUMED_PREFILL_RATE };
-    let saved = f64::from(tokens.saturating_sub(have)) / rate;
-    (is_worth_asking(have, tokens) && seconds < saved).then_some(Pull { from, units, seconds })
+    let gain = |Holder { slot, units, step }: Holder| {
+        let tokens = predicted_tokens(prompt_tokens, units);
+        let seconds = price.seconds(have, tokens, step);
+        let gain = f64::from(tokens.saturating_sub(have)) / rate - seconds;
+        let pays = slot != candidate.slot && is_worth_asking(have, tokens) && gain > 0.0;
+        pays.then_some((gain, Pull { from: slot, units, seconds }))
+    };
+    holders.filter_map(gain).max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, pull)| pull)
 }
 
 impl Candidate {
@@ -78,16 +93,16 @@ impl Candidate {
         self.pull.map_or(self.units, |pull| pull.units)
     }
 
-    /// What a pull adds to its cost, in seconds.
-    pub(super) fn pull_cost(&self) -> f64 {
-        self.pull.map_or(0.0, |pull| WORK_WEIGHT * pull.seconds)
+    /// Seconds of its pull, if there is one.
+    pub(super) fn pull_seconds(&self) -> f64 {
+        self.pull.map_or(0.0, |pull| pull.seconds)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::routing::{Reason, Routing, choose};
+    use crate::routing::{Choice, Query, Reason, Routing};
     use proto::ids::ModelId;
 
     fn cost() -> PullCostV1 {
@@ -102,8 +117,18 @@ mod tests {
             running: 0,
             prefill_rate: 1_000.0,
             step_ms: 10.0,
+            given_tokens: 0.0,
             pull: None,
         }
+    }
+
+    fn idle(index: usize, units: u32) -> Holder {
+        Holder { slot: slot(index), units, step: 0.0 }
+    }
+
+    fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> Choice {
+        let query = Query { routing: Routing::Prefix, prompt_tokens, standing: None, random: 0, turn: 0 };
+        crate::routing::choose(&query, candidates).unwrap()
     }
 
     fn slot(index: usize) -> Slot {
@@ -114,12 +139,18 @@ mod tests {
     fn a_pull_is_chosen_where_it_beats_computing() {
         let cost = cost();
         let here = candidate(0, 0);
-        let holders = || [(slot(0), 90), (slot(1), 50), (slot(2), 60)].into_iter();
+        let holders = || [(0, 90), (1, 50), (2, 60)].into_iter().map(|(index, units)| idle(index, units));
         let fast = PullPrice { cost: &cost, rate: 1e9 };
         let pull = best(1_000, &here, &fast, holders()).unwrap();
         assert_eq!((pull.from, pull.units), (slot(2), 60), "the one that holds most, and not itself");
         let bytes = 960.0 * 20_000.0 + 1e6;
         assert!((pull.seconds - (OVERHEAD_S + bytes / 1e9)).abs() < 1e-9, "{}", pull.seconds);
+        // A holder copies out between its steps: two of half a second are as long as computing.
+        let busy = |step| Holder { step, ..idle(2, 60) };
+        assert!(best(1_000, &here, &fast, [busy(0.4)].into_iter()).is_some());
+        assert_eq!(best(1_000, &here, &fast, [busy(0.5)].into_iter()), None);
+        let other = best(1_000, &here, &fast, [busy(0.4), idle(1, 55)].into_iter()).unwrap();
+        assert_eq!(other.from, slot(1), "who has a little less and nothing to do is quicker");
         // 960 tokens take a second to compute: at 10 MB/s a pull takes two.
         assert_eq!(best(1_000, &here, &PullPrice { cost: &cost, rate: 1e7 }, holders()), None);
         // What is there already is not fetched again, and little more is not worth it.
@@ -134,9 +165,9 @@ mod tests {
     fn the_last_token_is_computed_also_of_what_is_pulled() {
         let cost = cost();
         let price = PullPrice { cost: &cost, rate: 1e9 };
-        let pull = best(960, &candidate(0, 0), &price, [(slot(1), 60)].into_iter()).unwrap();
+        let pull = best(960, &candidate(0, 0), &price, [idle(1, 60)].into_iter()).unwrap();
         let chosen = Candidate { pull: Some(pull), ..candidate(0, 0) };
-        let choice = choose(Routing::Prefix, 960, &[chosen], 0, 0).unwrap();
+        let choice = choose(960, &[chosen]);
         assert_eq!((choice.predicted, choice.reason), (944, Reason::Only));
     }
 
@@ -144,14 +175,14 @@ mod tests {
     fn a_busy_holder_is_relieved_by_who_pulls_sooner_than_by_who_computes() {
         let cost = cost();
         let price = PullPrice { cost: &cost, rate: 1e9 };
-        let idle = |pull| Candidate { pull, ..candidate(1, 0) };
-        let pull = best(1_000, &idle(None), &price, [(slot(0), 60)].into_iter());
-        let choose = |pending_tokens, pull| {
+        let other = |pull| Candidate { pull, ..candidate(1, 0) };
+        let pull = best(1_000, &other(None), &price, [idle(0, 60)].into_iter());
+        let chosen = |pending_tokens, pull| {
             let holder = Candidate { pending_tokens, ..candidate(0, 60) };
-            choose(Routing::Prefix, 1_000, &[holder, idle(pull)], 0, 0).unwrap().slot
+            choose(1_000, &[holder, other(pull)]).slot
         };
-        assert_eq!(choose(1_000, None), slot(0));
-        assert_eq!(choose(1_000, pull), slot(1));
-        assert_eq!(choose(50, pull), slot(0), "a pull is not for nothing");
+        assert_eq!(chosen(1_000, None), slot(0));
+        assert_eq!(chosen(1_000, pull), slot(1));
+        assert_eq!(chosen(50, pull), slot(0), "a pull is not for nothing");
     }
 }

@@ -4,19 +4,20 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
+use crate::file::ModelHeader;
 use crate::metadata::Value;
 use crate::spec::{ConvSpec, LinearSpec, NormKind, NormSpec, RowSlice};
-use crate::{Error, GgmlType, Metadata, ModelFile};
+use crate::{Error, GgmlType, Metadata};
 
-/// A file read as architecture `arch`: keys are `ARCH.key`.
+/// A header read as architecture `arch`: keys are `ARCH.key`.
 pub(super) struct Source<'a> {
-    file: &'a ModelFile,
+    header: &'a ModelHeader,
     arch: &'a str,
 }
 
 impl<'a> Source<'a> {
-    pub(super) const fn new(file: &'a ModelFile, arch: &'a str) -> Self {
-        Self { file, arch }
+    pub(super) const fn new(header: &'a ModelHeader, arch: &'a str) -> Self {
+        Self { header, arch }
     }
 
     pub(super) const fn arch(&self) -> &'a str {
@@ -24,7 +25,7 @@ impl<'a> Source<'a> {
     }
 
     pub(super) fn metadata(&self) -> &'a Metadata {
-        self.file.metadata()
+        self.header.metadata()
     }
 
     /// The key's full name.
@@ -115,13 +116,13 @@ impl<'a> Source<'a> {
 
     /// Whether there is a tensor of this name.
     pub(super) fn has(&self, tensor: &str) -> bool {
-        self.file.tensor(tensor).is_some()
+        self.header.tensor(tensor).is_some()
     }
 
     /// Dimensions of a tensor, trailing ones left out.
     pub(super) fn dims(&self, tensor: &str) -> Result<&'a [u64], Error> {
         let info =
-            self.file.tensor(tensor).ok_or_else(|| Error::MissingTensor { tensor: tensor.to_owned() })?;
+            self.header.tensor(tensor).ok_or_else(|| Error::MissingTensor { tensor: tensor.to_owned() })?;
         Ok(significant(info.dims()))
     }
 
@@ -138,7 +139,7 @@ impl<'a> Source<'a> {
     /// As [`tensor`](Self::tensor), for a tensor that kernels read as plain floats.
     pub(super) fn floats(&self, name: &str, expected: &[usize]) -> Result<String, Error> {
         let tensor = self.tensor(name, expected)?;
-        match self.file.tensor(name).map(|info| info.ty()) {
+        match self.header.tensor(name).map(|info| info.ty()) {
             Some(found) if found != GgmlType::F32 => {
                 Err(Error::TensorType { tensor, found, expected: GgmlType::F32 })
             }

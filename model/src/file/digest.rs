@@ -4,24 +4,25 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use super::ModelFile;
+use super::{ModelFile, ModelHeader};
 use crate::Error;
 use crate::gguf::ALIGNMENT_KEY;
 use crate::gguf::writer::encode_value;
+use crate::shard::{CHUNK_BYTES, ChunkId};
 
 /// Names the layout below; a change of it changes the tag.
 const TAG: &str = "kvasir model 1";
-/// Bytes of a tensor that are hashed as one, so that even a model that is mostly one tensor keeps every CPU busy.
-const CHUNK: usize = 4 << 20;
 
 /// Hash of: tag; number of keys, then each key and value, ordered by key; number of tensors, then each name,
-/// type and dimensions; then, tensor by tensor, the hashes of its chunks of [`CHUNK`] bytes. Numbers are little-endian, strings and lists have
-/// their length before them. The alignment, which says nothing about the model, is left out.
-pub(super) fn digest(file: &ModelFile) -> Result<[u8; 32], Error> {
+/// type and dimensions; then, tensor by tensor, the names of its chunks. Numbers are little-endian, strings and lists
+/// have their length before them. The alignment, which says nothing about the model, is left out.
+///
+/// So whoever knows the digest can check a list of chunks before it has a single one of them.
+pub(crate) fn digest(header: &ModelHeader, chunks: &[ChunkId]) -> [u8; 32] {
     let mut hash = blake3::Hasher::new();
     put_string(&mut hash, TAG);
 
-    let keys = || file.metadata.iter().filter(|(key, _)| *key != ALIGNMENT_KEY);
+    let keys = || header.metadata().iter().filter(|(key, _)| *key != ALIGNMENT_KEY);
     put_number(&mut hash, keys().count());
     let mut encoded = Vec::new();
     for (key, value) in keys() {
@@ -31,8 +32,8 @@ pub(super) fn digest(file: &ModelFile) -> Result<[u8; 32], Error> {
         hash.update(&encoded);
     }
 
-    put_number(&mut hash, file.tensors.len());
-    for info in &file.tensors {
+    put_number(&mut hash, header.tensors().len());
+    for info in header.tensors() {
         put_string(&mut hash, &info.name);
         hash.update(&info.ty.id().to_le_bytes());
         put_number(&mut hash, info.dims.len());
@@ -40,14 +41,20 @@ pub(super) fn digest(file: &ModelFile) -> Result<[u8; 32], Error> {
             hash.update(&dim.to_le_bytes());
         }
     }
+    for ChunkId(chunk) in chunks {
+        hash.update(chunk);
+    }
+    hash.finalize().into()
+}
+
+/// The names of all chunks of a file. A chunk is hashed as one, so that even a model that is mostly one tensor keeps
+/// every CPU busy.
+pub(super) fn chunks(file: &ModelFile) -> Result<Vec<ChunkId>, Error> {
     let mut chunks = Vec::new();
-    for info in &file.tensors {
-        chunks.extend(file.tensor_data(&info.name)?.chunks(CHUNK));
+    for info in file.tensors() {
+        chunks.extend(file.tensor_data(&info.name)?.chunks(CHUNK_BYTES));
     }
-    for chunk_hash in hash_each(&chunks) {
-        hash.update(chunk_hash.as_bytes());
-    }
-    Ok(hash.finalize().into())
+    Ok(hash_each(&chunks).into_iter().map(|hash| ChunkId(hash.into())).collect())
 }
 
 /// The hash of each chunk, by as many threads as there are CPUs to use.
@@ -64,7 +71,7 @@ fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
     };
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     let bytes: usize = chunks.iter().map(|chunk| chunk.len()).sum();
-    let others = bytes.div_ceil(CHUNK).min(cpus).saturating_sub(1);
+    let others = bytes.div_ceil(CHUNK_BYTES).min(cpus).saturating_sub(1);
     thread::scope(|scope| {
         for _ in 0..others {
             // A thread that cannot be had is one fewer; this one does what is left.
@@ -94,8 +101,8 @@ mod tests {
 
     #[test]
     fn threads_do_not_mix_chunks_up() {
-        let bytes: Vec<u8> = (0..5 * CHUNK).map(|n| (n / 1_000) as u8).collect();
-        let chunks: Vec<&[u8]> = bytes.chunks(CHUNK / 7).collect();
+        let bytes: Vec<u8> = (0..5 * CHUNK_BYTES).map(|n| (n / 1_000) as u8).collect();
+        let chunks: Vec<&[u8]> = bytes.chunks(CHUNK_BYTES / 7).collect();
         let expected: Vec<_> = chunks.iter().map(|chunk| blake3::hash(chunk)).collect();
         assert_eq!(hash_each(&chunks), expected);
         assert!(hash_each(&[]).is_empty());

@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 
 use super::cursor::{Cursor, Field};
-use super::{Malformed, limits};
+use super::{Malformed, TensorInfo, limits};
 use crate::GgmlType;
 use crate::metadata::{Array, Metadata, Strings, Value};
 
@@ -55,6 +55,28 @@ pub(super) struct TensorEntry {
 /// Reads and checks everything of a file but the tensors' bytes.
 pub(super) fn parse(file: &[u8]) -> Result<Header, Malformed> {
     let mut cursor = Cursor::new(file);
+    let Header { metadata, mut tensors } = table(&mut cursor)?;
+    let alignment = alignment(&metadata)?;
+    // A file that ends with its table has no data section; offsets into it are then refused below.
+    let data_start = cursor.offset().next_multiple_of(alignment);
+    let data_bytes = (file.len() as u64).saturating_sub(data_start);
+    for entry in &mut tensors {
+        place(entry, alignment, data_start, data_bytes)?;
+    }
+    refuse_overlaps(&tensors)?;
+    Ok(Header { metadata, tensors })
+}
+
+/// Reads the beginning of a file whose tensors' bytes are elsewhere; where the table says they are is not looked at.
+pub(crate) fn parse_table(start: &[u8]) -> Result<(Metadata, Vec<TensorInfo>), Malformed> {
+    let Header { metadata, tensors } = table(&mut Cursor::new(start))?;
+    let info =
+        |TensorEntry { name, ty, dims, bytes, offset }| TensorInfo { name, ty, dims, bytes, file: 0, offset };
+    Ok((metadata, tensors.into_iter().map(info).collect()))
+}
+
+/// Reads metadata and tensor table; offsets are still those in the data section, and unchecked.
+fn table(cursor: &mut Cursor<'_>) -> Result<Header, Malformed> {
     let found = cursor.array(Field::of_file("the magic"))?;
     if found != MAGIC {
         return Err(Malformed::Magic { found });
@@ -72,30 +94,22 @@ pub(super) fn parse(file: &[u8]) -> Result<Header, Malformed> {
 
     let mut metadata = Metadata::default();
     for _ in 0..key_count {
-        let key = name(&mut cursor, limits::KEY_BYTES, "a key")?;
-        let value = value(&mut cursor, key)?;
+        let key = name(cursor, limits::KEY_BYTES, "a key")?;
+        let value = value(cursor, key)?;
         if metadata.insert(key, value).is_some() {
             return Err(Malformed::DuplicateKey { key: key.to_owned() });
         }
     }
-    let alignment = alignment(&metadata)?;
 
     let mut names = HashSet::new();
     let mut tensors = Vec::new();
     for _ in 0..tensor_count {
-        let entry = tensor_entry(&mut cursor)?;
+        let entry = tensor_entry(cursor)?;
         if !names.insert(entry.name.clone()) {
             return Err(Malformed::DuplicateTensor { tensor: entry.name });
         }
         tensors.push(entry);
     }
-    // A file that ends with its table has no data section; offsets into it are then refused below.
-    let data_start = cursor.offset().next_multiple_of(alignment);
-    let data_bytes = (file.len() as u64).saturating_sub(data_start);
-    for entry in &mut tensors {
-        place(entry, alignment, data_start, data_bytes)?;
-    }
-    refuse_overlaps(&tensors)?;
     Ok(Header { metadata, tensors })
 }
 

@@ -102,7 +102,8 @@ impl Writer {
         out.flush()
     }
 
-    fn header(&self) -> Vec<u8> {
+    /// What precedes the tensors' bytes, without padding.
+    pub(crate) fn header(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.extend(VERSION.to_le_bytes());
         put_len(&mut out, self.tensors.len());

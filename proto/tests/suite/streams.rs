@@ -3,13 +3,14 @@
 use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, soon, until};
 use crate::samples;
 use kvasir_proto::Error;
+use kvasir_proto::codec::CodecError;
 use kvasir_proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{EncodeRequest, GenerateError, GenerateFrame, WorkerStatus};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
     CloseCode, Connection, Dialer, EncodeCall, EndpointConfig, Expected, GenerateCall, Incoming,
-    TensorHeader, TensorHeaderV1, TensorType,
+    TensorHeader, TensorHeaderV1, TensorType, VersionRange,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -480,4 +481,41 @@ async fn a_coordinator_asks_another_for_what_it_knows_of_a_worker() {
     assert!(matches!(too_long, Err(Error::Codec(_))), "{too_long:?}");
     call.finish();
     assert_eq!(soon("the end", answer.next()).await.unwrap(), None);
+}
+
+/// What coordinators of two versions say to each other: an earlier build passes over what it does not know, and goes on.
+#[tokio::test]
+async fn coordinators_of_two_versions_go_on_together() {
+    use serde::{Deserialize, Serialize};
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    enum Now {
+        Known(u32),
+        Later(String),
+    }
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    enum Before {
+        Known(u32),
+    }
+    let ca = authority("c");
+    let current = VersionRange::CURRENT;
+    let speaks = |versions| EndpointConfig { accepts: vec![Role::Coordinator], versions, ..config() };
+    let earlier = VersionRange { min: current.min, max: current.max - 1 };
+    let c1 = endpoint(&ca, Role::Coordinator, "c1", speaks(current));
+    let c2 = endpoint(&ca, Role::Coordinator, "c2", speaks(earlier));
+    let expected = Expected::node(Role::Coordinator, node("c2"));
+    let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
+    let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+    assert_eq!((ours.version(), theirs.version()), (earlier.max, earlier.max));
+    let mut sender = ours.open_group::<Now>().await.unwrap();
+    for said in [Now::Known(1), Now::Later("x".into()), Now::Known(2)] {
+        sender.send(&said).await.unwrap();
+    }
+    let Incoming::Group(stream) = soon("a stream", theirs.accept()).await.unwrap() else {
+        panic!("another kind");
+    };
+    let mut frames = stream.frames::<Before>();
+    assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(1));
+    let unknown = soon("a frame", frames.next()).await.unwrap().unwrap_err();
+    assert!(matches!(unknown, Error::Codec(CodecError::UnknownVariant { index: 1, .. })), "{unknown:?}");
+    assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
 }

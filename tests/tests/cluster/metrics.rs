@@ -5,6 +5,7 @@ use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http};
 use serde_json::json;
 use std::collections::BTreeSet;
+use std::path::Path;
 
 /// The names in the tables of docs/metrics.md.
 fn documented() -> BTreeSet<String> {
@@ -44,16 +45,23 @@ fn every_metric_is_documented() {
     );
 }
 
+/// A module's file, and those of its parts in the directory beside it.
+fn source_of(module: &Path) -> String {
+    let mut text = std::fs::read_to_string(module.with_extension("rs")).unwrap();
+    for part in std::fs::read_dir(module).into_iter().flatten() {
+        text += &std::fs::read_to_string(part.unwrap().path()).unwrap();
+    }
+    text
+}
+
 /// Every metric that the code names is told of, and nothing is told of that the code does not name.
 #[test]
 fn the_code_and_the_document_name_the_same_metrics() {
-    let sources = [
-        "coordinator/src/ops/metrics.rs",
-        "coordinator/src/consensus/telemetry.rs",
-        "worker/src/telemetry.rs",
-    ];
-    let read = |path: &&str| std::fs::read_to_string(binary::workspace().join(path)).unwrap();
-    let code: String = sources.iter().map(read).collect();
+    let code: String =
+        ["coordinator/src/ops/metrics", "coordinator/src/consensus/telemetry", "worker/src/telemetry"]
+            .iter()
+            .map(|module| source_of(&binary::workspace().join(module)))
+            .collect();
     let quoted = |text: &str| text.split('"').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>();
     let is_name = |text: &String| {
         (text.starts_with("kvasir_") || text.starts_with("vllm:")) && !text.contains(['{', ' '])

@@ -69,6 +69,32 @@ fn a_prompt_that_is_computed_elsewhere_is_answered_the_same() {
 }
 
 #[test]
+fn a_burst_over_one_prefix_is_computed_once_and_by_the_prefill_worker() {
+    const REQUESTS: usize = 8;
+    let cluster = split("transfer-burst");
+    let prompts: Vec<Vec<usize>> =
+        (0..REQUESTS).map(|own| [&prompt(0)[..400], &[301 + own; 30][..]].concat()).collect();
+    let cached: Vec<u64> = std::thread::scope(|scope| {
+        let ask = |prompt: &Vec<usize>| {
+            let body = json!({
+                "model": cluster.model(), "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": true,
+            });
+            let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+        };
+        let asked: Vec<_> = prompts.iter().map(|prompt| scope.spawn(move || ask(prompt))).collect();
+        asked.into_iter().map(|request| request.join().unwrap()).collect()
+    });
+    assert!(cached.iter().all(|cached| *cached >= 400), "{cached:?}");
+    let [prefill, decode] = &cluster.nodes().workers[..] else { panic!("two workers") };
+    let computed = |worker: std::net::SocketAddr| {
+        http::metric(worker, "kvasir_prefill_tokens_computed_total").unwrap() as usize
+    };
+    assert_eq!(computed(prefill.ops), 400 + 30 * REQUESTS, "the prefix once, and what is each one's own");
+    assert!(computed(decode.ops) <= 30 * REQUESTS, "{} tokens", computed(decode.ops));
+}
+
+#[test]
 fn a_prefill_worker_that_is_killed_is_not_missed() {
     const REQUESTS: usize = 12;
     let want = alone(REQUESTS);

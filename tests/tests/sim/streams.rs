@@ -232,6 +232,8 @@ impl World {
             model: model(),
             prompt_tokens: (units.len() * HASH_UNIT_TOKENS) as u32,
             chain: units,
+            group: None,
+            priority: 0,
             deadline: self.instant() + Duration::from_micros(LIMIT),
         }
     }
@@ -379,7 +381,11 @@ impl World {
         match said {
             Said::Report(report) => self.reported(session, name, report),
             Said::Events(batch) => self.told_events(session, name, batch),
-            Said::Started(ticket, attempt) if self.waits(ticket, attempt) => self.balancer.started(ticket),
+            Said::Started(ticket, attempt) if self.waits(ticket, attempt) => {
+                let (now, random) = (self.instant(), self.random.next());
+                let actions = self.balancer.started(now, ticket, random);
+                self.perform(actions);
+            }
             Said::Token(ticket, attempt, token) if self.waits(ticket, attempt) => {
                 return self.takes(ticket, token);
             }

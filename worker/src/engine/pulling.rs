@@ -30,7 +30,6 @@ const MOST_PATIENCE: Duration = Duration::from_secs(10);
 type Pieces = HashMap<(usize, u32), Arc<[u8]>>;
 
 /// The engine's side of pulls.
-#[derive(Debug)]
 pub(super) struct Pulling {
     namer: Namer,
     /// How long a pull may take; computed if not set.
@@ -38,7 +37,6 @@ pub(super) struct Pulling {
     pulls: Vec<Pull>,
 }
 
-#[derive(Debug)]
 struct Pull {
     root: BlockId,
     /// What was asked for.
@@ -49,9 +47,15 @@ struct Pull {
     bytes: u64,
     arrived: Pieces,
     inbox: UnboundedReceiver<Arrival>,
-    waiting: Vec<SequenceRequest>,
+    waiting: Vec<Waiting>,
     began: Instant,
     until: Instant,
+}
+
+/// A request that waits for a pull, perhaps for another's: then it may still pull more from where it was told.
+struct Waiting {
+    request: SequenceRequest,
+    source: Option<Box<dyn Source>>,
 }
 
 /// What a request got from another worker, for its lookup report.
@@ -89,7 +93,7 @@ impl Pulling {
     /// A request has gone: what is fetched for nobody is given up at once.
     pub(super) fn gone(&mut self, id: SeqId) {
         self.pulls.retain_mut(|pull| {
-            pull.waiting.retain(|request| request.id != id);
+            pull.waiting.retain(|waiting| waiting.request.id != id);
             !pull.waiting.is_empty()
         });
     }
@@ -144,7 +148,7 @@ impl Engine {
             pull.root == request.root && pull.waiting.len() < MAX_WAITING && worthwhile(arena, brought())
         };
         if let Some(pull) = self.pulling.pulls.iter_mut().find(shares) {
-            pull.waiting.push(request);
+            pull.waiting.push(Waiting { request, source });
             return None;
         }
         let Some(source) = source else { return Some(request) };
@@ -175,7 +179,7 @@ impl Engine {
             bytes,
             arrived: HashMap::new(),
             inbox,
-            waiting: vec![request],
+            waiting: vec![Waiting { request, source: None }],
             began: now,
             until: now + self.patience(depth as u32 - arena),
         });
@@ -194,16 +198,23 @@ impl Engine {
 
     /// Queues the requests whose pull has ended, or has taken too long.
     pub(super) fn end_pulls(&mut self, now: Instant) {
+        let mut ended = Vec::new();
         for mut pull in std::mem::take(&mut self.pulling.pulls) {
             let late = (now >= pull.until).then_some(Err(PullFailure::Patience));
-            let Some(outcome) = pull.receive().or(late) else {
-                self.pulling.pulls.push(pull);
-                continue;
-            };
+            match pull.receive().or(late) {
+                Some(outcome) => ended.push((pull, outcome)),
+                None => self.pulling.pulls.push(pull),
+            }
+        }
+        for (mut pull, outcome) in ended {
             let pulled = self.install(&mut pull, outcome);
-            for request in std::mem::take(&mut pull.waiting) {
+            for Waiting { request, source } in std::mem::take(&mut pull.waiting) {
                 self.pulled(request.id, pulled);
-                self.enqueue(request);
+                // What has come may be a part of what another source has; what has failed is not tried again.
+                let source = source.filter(|_| outcome.is_ok());
+                if let Some(request) = self.pull_or_compute(now, request, source) {
+                    self.enqueue(request);
+                }
             }
         }
     }
@@ -270,7 +281,11 @@ impl Engine {
     /// Notes what a request got.
     fn pulled(&mut self, id: SeqId, pulled: Pulled) {
         if let Some(live) = self.live.get_mut(&id) {
-            live.pulled = Some(pulled);
+            live.pulled = Some(match (live.pulled, pulled) {
+                (Some(Pulled::Tokens(before)), Pulled::Tokens(more)) => Pulled::Tokens(before + more),
+                (Some(before @ Pulled::Tokens(1..)), Pulled::Nothing(_)) => before,
+                (_, last) => last,
+            });
         }
     }
 }

@@ -12,7 +12,9 @@ use crate::telemetry::Direction;
 use parking_lot::Mutex;
 use proto::Error;
 use proto::ids::{NodeId, Role};
-use proto::pull::{PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1};
+use proto::pull::{
+    PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1, SLICE_BYTES,
+};
 use proto::transport::{Connection, Endpoint, Expected, Incoming, PullCall, PullReply};
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -24,8 +26,6 @@ use tokio::sync::Semaphore;
 const PULLS_SINCE: u16 = 3;
 /// Workers that are sent to at once; each holds [`SLICE_BYTES`] on the way.
 const MAX_SENDS: usize = 8;
-/// Bytes copied out between two steps: about a millisecond.
-const SLICE_BYTES: usize = 4 << 20;
 /// A worker that does not read makes room for others after this long.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
 /// Connections to other workers that are kept.
@@ -183,27 +183,24 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
         return reply.fail(PullRefusal::NotHeld).await;
     };
     let PullRequestV1 { origin, root, tokens, have } = request;
-    let asked = tokens.clone();
-    let offer = engine.call(move |engine| engine.offer(&origin, root, &asked, have)).await;
-    let offer = match offer.unwrap_or(Err(PullRefusal::Internal)) {
-        Ok(offer) => offer,
+    let offered = engine.call(move |engine| {
+        let offer = engine.offer(&origin, root, &tokens, have)?;
+        // The offer is of a part of these tokens.
+        let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
+        let copies = engine.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
+        Ok((offer, prefix, copies))
+    });
+    let (offer, prefix, mut copies) = match offered.await.unwrap_or(Err(PullRefusal::Internal)) {
+        Ok(offered) => offered,
         Err(refusal) => return reply.fail(refusal).await,
     };
-    // The offer is of a part of these tokens.
-    let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
     let Ok(namer) = Namer::new(&engine.origin()) else { return reply.fail(PullRefusal::Internal).await };
     let names = namer.names(root, &prefix);
     let pieces = u32::try_from(offer.pieces.len()).unwrap_or(u32::MAX);
     reply.head(PullHeadV1 { tokens: offer.tokens, pieces }).await?;
     let mut rest = &offer.pieces[..];
-    while !rest.is_empty() {
-        let (slice, behind) = rest.split_at(slice_len(rest));
-        rest = behind;
-        let copies = copy(&engine, root, &prefix, slice).await;
-        let copies = match copies {
-            Ok(copies) => copies,
-            Err(refusal) => return reply.fail(refusal).await,
-        };
+    loop {
+        let (slice, behind) = rest.split_at(copies.len());
         for ((group, end, _), bytes) in slice.iter().zip(copies) {
             let Some(key) = names.piece(*group as usize, *end) else {
                 return reply.fail(PullRefusal::Internal).await;
@@ -213,19 +210,27 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
             reply.piece(piece, &bytes).await?;
             engine.transfers().moved(Direction::sent, bytes.len() as u64);
         }
+        rest = behind;
+        if rest.is_empty() {
+            break;
+        }
+        copies = match copy(&engine, root, &prefix, &rest[..slice_len(rest)]).await {
+            Ok(copies) => copies,
+            Err(refusal) => return reply.fail(refusal).await,
+        };
     }
     reply.finish();
     Ok(())
 }
 
-/// How many pieces are copied out between two steps; at least one.
+/// How many pieces are copied out between two steps; at least one, if there is one.
 fn slice_len(pieces: &[(u32, u32, usize)]) -> usize {
     let mut bytes = 0;
     let fits = |(_, _, length): &&(u32, u32, usize)| {
-        bytes += length;
+        bytes += *length as u64;
         bytes <= SLICE_BYTES
     };
-    pieces.iter().take_while(fits).count().max(1)
+    pieces.iter().take_while(fits).count().max(1).min(pieces.len())
 }
 
 async fn copy(

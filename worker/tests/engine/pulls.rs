@@ -178,6 +178,23 @@ fn origin(engine: &Engine) -> [u8; 32] {
 }
 
 #[test]
+fn who_waits_for_anothers_pull_then_pulls_the_rest_of_its_own() {
+    for model in KINDS {
+        let own = Ask::greedy([&asked().prompt[..192], &prompt(9, 100)].concat(), GENERATE);
+        let holder = holder(model, 16, &[asked(), own.clone()]);
+        let mut engine = open(model, &patient(model, 16));
+        let first = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+        let second =
+            submit_pulling(&mut engine, &own, Box::new(Direct { tokens: 292, ..Direct::from(&holder) }));
+        finish(&mut engine);
+        let heard = assert_same(model, &engine, &first, &undisturbed(model, &asked()));
+        assert_eq!(heard.cached(), 192, "{model}");
+        let heard = assert_same(model, &engine, &second, &undisturbed(model, &own));
+        assert_eq!((heard.cached(), lookup(&heard)), (288, "prompt_end transfer=288"), "{model}");
+    }
+}
+
+#[test]
 fn a_holder_that_dies_leaves_a_shorter_prefix_or_none() {
     for model in KINDS {
         let holder = holder(model, 16, &[asked()]);

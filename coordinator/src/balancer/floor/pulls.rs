@@ -1,18 +1,19 @@
 //! What the floor knows of pulls: which part of requests each worker is for, where and at what price its prefixes can
 //! be pulled, and the prompts that are computed by one worker for another.
 
-use super::{Floor, Load, Waiter, own_of};
-use crate::balancer::Prefilling;
+use super::{Floor, Load, Waiter, load_of};
+use crate::balancer::{Prefilling, Ticket};
 use crate::prefix_index::{Overlap, ReservationId};
-use crate::routing::transfer::{self, PullPrice, is_worth_asking};
+use crate::routing::transfer::{self, Holder, PullPrice, is_worth_asking};
 use crate::routing::{Candidate, Choice, predicted_tokens};
 use crate::slot::Slot;
 use crate::table::Member;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{PullCostV1, WorkPart};
+use proto::message::{PullCostV1, PullReportV1, WorkPart};
 use proto::pull::PullSourceV1;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// What a worker has said of pulls when it joined, and since.
 #[derive(Debug, Clone, Default)]
@@ -21,16 +22,16 @@ pub(super) struct PullTerms {
     costs: Vec<PullCostV1>,
     /// Where other workers reach it.
     quic: String,
-    /// Bytes per second of its pulls; 0 if unknown.
-    rate: f32,
+    /// What it has pulled and sent.
+    report: PullReportV1,
 }
 
 /// A prompt that another worker computes for the one that has the flight.
 #[derive(Debug)]
 pub(super) struct Stage {
+    ticket: Ticket,
     slot: Slot,
     join: u64,
-    uncached: u64,
     pub(super) reservation: ReservationId,
     /// Not computed yet, as far as is known.
     waits: bool,
@@ -55,14 +56,14 @@ impl Floor {
         (part, costs, quic): (WorkPart, Vec<PullCostV1>, String),
     ) {
         if let Some(load) = self.load_of(node, epoch) {
-            load.pulls = PullTerms { part, costs, quic, rate: 0.0 };
+            load.pulls = PullTerms { part, costs, quic, report: PullReportV1::default() };
         }
     }
 
-    /// A worker has measured how fast it pulls.
-    pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
+    /// A worker tells what it has pulled and sent.
+    pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReportV1) {
         if let Some(load) = self.load_of(node, epoch) {
-            load.pulls.rate = rate;
+            load.pulls.report = report;
         }
     }
 
@@ -100,7 +101,11 @@ impl Floor {
             let holders = lively
                 .iter()
                 .filter(|(other, load)| same_class(model, member, other) && load.pulls.price(model).is_some())
-                .map(|(other, _)| (other.slot, held.units(other.slot)));
+                .map(|(other, load)| Holder {
+                    slot: other.slot,
+                    units: held.units(other.slot),
+                    step: load.step_seconds(),
+                });
             candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &price, holders);
         }
     }
@@ -108,6 +113,7 @@ impl Floor {
     /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
     pub(super) fn supply(
         &self,
+        now: Instant,
         waiter: &Waiter,
         choice: &Choice,
         lively: &[(&Member, &Load)],
@@ -121,12 +127,13 @@ impl Floor {
             Some(load.pulls.source(&member.register.node, tokens))
         });
         let supply = Supply { predicted: choice.predicted, pull, prefill: None };
-        self.prefilled(waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
+        self.prefilled(now, waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
     }
 
     /// A worker for decoding has a long prompt computed by one for that, while there is one.
     fn prefilled(
         &self,
+        now: Instant,
         waiter: &Waiter,
         choice: &Choice,
         lively: &[(&Member, &Load)],
@@ -144,7 +151,7 @@ impl Floor {
             return None;
         }
         let overlap = self.index.lookup(&ask.chain);
-        let free = |load: &Load| load.own.unstarted + load.own.running < self.policy.max_inflight;
+        let free = |load: &Load| load.inflight() < self.policy.max_inflight;
         let computes = lively
             .iter()
             .filter(|(member, load)| {
@@ -153,7 +160,7 @@ impl Floor {
             })
             .map(|(member, load)| {
                 let held = predicted_tokens(ask.prompt_tokens, overlap.units(member.slot));
-                let waits = load.own.pending + load.foreign.pending + u64::from(ask.prompt_tokens - held);
+                let waits = load.pending(now) + u64::from(ask.prompt_tokens - held);
                 (waits, ask.prompt_tokens - held, member, load)
             })
             .min_by_key(|(waits, ..)| *waits);
@@ -165,26 +172,30 @@ impl Floor {
     }
 
     /// Books a prompt at the worker that computes it for another.
-    pub(super) fn book_stage(&mut self, waiter: &Waiter, slot: Slot, uncached: u32) -> Option<Stage> {
+    pub(super) fn book_stage(
+        &mut self,
+        now: Instant,
+        waiter: &Waiter,
+        slot: Slot,
+        uncached: u32,
+    ) -> Option<Stage> {
         let load = self.loads[slot.index()].as_mut()?;
-        let uncached = u64::from(uncached);
-        load.own.pending += uncached;
-        load.own.unstarted += 1;
+        let ticket = waiter.ticket;
+        load.give(now, ticket, u64::from(waiter.ask.prompt_tokens), u64::from(uncached));
         let join = load.join;
         let reservation = self.index.reserve(slot, Arc::clone(&waiter.ask.chain));
-        Some(Stage { slot, join, uncached, reservation, waits: true })
+        Some(Stage { ticket, slot, join, reservation, waits: true })
     }
 }
 
 impl Stage {
     /// The prompt has been computed, or nobody waits for it any more.
-    pub(super) fn is_over(&mut self, loads: &mut [Option<Load>]) {
+    pub(super) fn is_over(&mut self, now: Instant, loads: &mut [Option<Load>]) {
         if !std::mem::replace(&mut self.waits, false) {
             return;
         }
-        if let Some(own) = own_of(loads, self.slot, self.join) {
-            own.pending -= self.uncached;
-            own.unstarted -= 1;
+        if let Some(load) = load_of(loads, self.slot, self.join) {
+            load.ended(now, self.ticket, false);
         }
     }
 }
@@ -194,9 +205,13 @@ impl PullTerms {
         self.part
     }
 
+    pub(super) fn report(&self) -> PullReportV1 {
+        self.report
+    }
+
     fn price(&self, model: &ModelId) -> Option<PullPrice<'_>> {
         let cost = self.costs.iter().find(|cost| cost.model == *model)?;
-        Some(PullPrice { cost, rate: self.rate })
+        Some(PullPrice { cost, rate: self.report.rate })
     }
 
     fn source(&self, node: &NodeId, tokens: u32) -> PullSourceV1 {

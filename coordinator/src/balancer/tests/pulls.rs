@@ -1,14 +1,13 @@
 //! Prefixes that are pulled instead of computed, and prompts that one worker computes for another.
 
 use super::*;
-use proto::message::PullCostV1;
 
 /// A worker with its part, which pulls at 1 GB/s and is reached by its name.
 fn introduce(rig: &mut Rig, name: &str, part: WorkPart) {
     let cost =
         PullCostV1 { model: ModelId::new(MODEL).unwrap(), bytes_per_token: 20_000, bytes_per_point: 0 };
     rig.balancer.introduce(&node(name), Epoch(1), part, vec![cost], format!("{name}:1"));
-    rig.balancer.pulled(&node(name), Epoch(1), 1e9);
+    rig.balancer.pulled(&node(name), Epoch(1), PullReportV1 { rate: 1e9, ..PullReportV1::default() });
 }
 
 fn rig(workers: &[(&str, WorkPart)]) -> Rig {
@@ -122,7 +121,7 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
     assert_eq!(to.prefill.as_ref().map(|stage| &stage.node), Some(&first));
     assert_eq!(pending(&rig).iter().sum::<u64>(), 24 + 2_008, "and costs next to nothing there");
     for ticket in tickets.iter().chain([&again]) {
-        rig.balancer.started(*ticket);
+        rig.balancer.started(rig.now, *ticket, 0);
     }
     assert_eq!(pending(&rig), [0, 0, 0]);
     for ticket in tickets.into_iter().chain([again]) {

@@ -1,0 +1,200 @@
+use super::*;
+use proptest::prelude::*;
+
+#[derive(Debug, Clone, PartialEq)]
+struct Item {
+    name: &'static str,
+    tokens: u64,
+    deadline: Instant,
+    rank: Instant,
+}
+
+impl Waiting for Item {
+    fn tokens(&self) -> u64 {
+        self.tokens
+    }
+    fn deadline(&self) -> Instant {
+        self.deadline
+    }
+    fn rank(&self) -> Instant {
+        self.rank
+    }
+}
+
+fn item(name: &'static str, tokens: u64, at: Instant) -> Item {
+    Item { name, tokens, deadline: at, rank: rank(at, 0) }
+}
+
+fn queue(requests: usize, tokens: u64) -> (Queue<Item>, Instant) {
+    (Queue::new(QueueLimits { requests, tokens }), Instant::now())
+}
+
+fn drained(queue: &mut Queue<Item>) -> Vec<&'static str> {
+    let mut order = Vec::new();
+    queue.drain(|item| {
+        order.push(item.name);
+        None
+    });
+    order
+}
+
+#[test]
+fn it_is_full_by_requests_or_by_tokens_but_never_when_empty() {
+    let (mut q, now) = queue(2, 100);
+    assert_eq!(q.check(1, 1_000), Ok(()));
+    q.push("t", item("a", 60, now));
+    assert_eq!(q.check(1, 40), Ok(()));
+    assert_eq!(q.check(1, 41), Err(QueueFull { requests: 1, tokens: 60 }));
+    q.push("t", item("b", 1, now));
+    assert_eq!(q.check(1, 0), Err(QueueFull { requests: 2, tokens: 61 }));
+    drained(&mut q);
+    assert_eq!((q.requests(), q.tokens()), (0, 0));
+}
+
+#[test]
+fn tenants_take_turns_by_tokens_whatever_they_queue() {
+    let (mut q, now) = queue(100, 1_000);
+    for name in ["a1", "a2", "a3", "a4"] {
+        q.push("a", item(name, 10, now));
+    }
+    q.push("b", item("b1", 30, now));
+    q.push("b", item("b2", 30, now));
+    q.push("c", item("c1", 10, now));
+    assert_eq!(drained(&mut q), ["a1", "b1", "c1", "a2", "a3", "a4", "b2"]);
+}
+
+#[test]
+fn who_comes_late_has_no_claim_to_what_others_were_served_before() {
+    let (mut q, now) = queue(100, 10_000);
+    (0..4).for_each(|_| q.push("a", item("a", 100, now)));
+    let mut placed = 0;
+    q.drain(|item| {
+        placed += 1;
+        (placed > 3).then_some(item)
+    });
+    (0..3).for_each(|_| q.push("b", item("b", 100, now)));
+    (0..2).for_each(|_| q.push("a", item("a", 100, now)));
+    assert_eq!(drained(&mut q), ["b", "a", "b", "a", "b", "a"]);
+}
+
+#[test]
+fn a_lane_that_cannot_go_does_not_hold_up_the_others() {
+    let (mut q, now) = queue(100, 1_000);
+    for (tenant, name) in [("a", "a1"), ("a", "a2"), ("b", "b1"), ("b", "b2")] {
+        q.push(tenant, item(name, 5, now));
+    }
+    let mut order = Vec::new();
+    q.drain(|item| {
+        if item.name == "a1" {
+            return Some(item);
+        }
+        order.push(item.name);
+        None
+    });
+    assert_eq!(order, ["b1", "b2"]);
+    assert_eq!((q.requests(), q.tokens()), (2, 10));
+    assert_eq!(drained(&mut q), ["a1", "a2"]);
+}
+
+#[test]
+fn what_came_back_goes_first_and_what_is_late_goes_out() {
+    let (mut q, now) = queue(100, 1_000);
+    let later = now + Duration::from_secs(1);
+    q.push("a", item("late", 3, now));
+    q.push("a", item("a1", 1, later));
+    q.push_back_first("a", item("back", 1, later));
+    assert_eq!(q.expire(now), [item("late", 3, now)]);
+    assert_eq!(q.tokens(), 2);
+    assert_eq!(drained(&mut q), ["back", "a1"]);
+}
+
+#[test]
+fn what_is_urgent_overtakes_what_has_not_waited_long() {
+    let (mut q, start) = queue(100, 1_000);
+    let at = |name, seconds, priority| {
+        let arrived = start + Duration::from_secs(seconds);
+        Item { rank: rank(arrived, priority), ..item(name, 1, start) }
+    };
+    for item in [at("patient", 0, 5), at("plain", 1, 0), at("urgent", 3, -3), at("late", 7, 0)] {
+        q.push("t", item);
+    }
+    assert_eq!(drained(&mut q), ["urgent", "plain", "patient", "late"]);
+    // However urgent all later ones are.
+    assert!(rank(start, i32::MAX) < rank(start + Duration::from_secs(201), i32::MIN));
+}
+
+#[test]
+fn retry_after_follows_the_backlog_within_bounds() {
+    let s = Duration::from_secs;
+    assert_eq!(retry_after(0, 1_000.0), s(1));
+    assert_eq!(retry_after(12_500, 1_000.0), s(13));
+    assert_eq!(retry_after(u64::MAX, 1.0), s(60));
+    assert_eq!(retry_after(10, 0.0), s(1));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Under overload, whatever the lengths of their requests and however many of them each queues, and though
+    /// every now and then one is put back: three tenants get the same number of tokens, but for one request.
+    #[test]
+    fn tenants_get_equal_shares_of_tokens(
+        longest in proptest::collection::vec(1u64..2_000, 3),
+        backlog in proptest::collection::vec(1usize..20, 3),
+        capacity in 200usize..400,
+        seed in any::<u64>(),
+    ) {
+        const TENANTS: [&str; 3] = ["a", "b", "c"];
+        let (mut q, now) = queue(usize::MAX, u64::MAX);
+        let mut random = seed;
+        let mut draw = |below: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % below
+        };
+        let mut waiting = [0usize; 3];
+        let mut served = [0u64; 3];
+        for _ in 0..capacity {
+            for tenant in 0..3 {
+                while waiting[tenant] < backlog[tenant] {
+                    q.push(TENANTS[tenant], item(TENANTS[tenant], 1 + draw(longest[tenant]), now));
+                    waiting[tenant] += 1;
+                }
+            }
+            // One worker is free.
+            let mut taken = None;
+            q.drain(|item| match &taken {
+                None => { taken = Some(item); None }
+                Some(_) => Some(item),
+            });
+            let item = taken.unwrap();
+            let tenant = TENANTS.iter().position(|name| *name == item.name).unwrap();
+            if draw(10) == 0 {
+                q.push_back_first(item.name, item);
+            } else {
+                served[tenant] += item.tokens;
+                waiting[tenant] -= 1;
+            }
+        }
+        let (most, least) = (served.iter().max().unwrap(), served.iter().min().unwrap());
+        let slack = 2 * longest.iter().max().unwrap();
+        prop_assert!(most - least <= slack, "{served:?} {longest:?}");
+        // So in the long run the shares are within a fifth of each other.
+        prop_assert!(*most < 5 * slack || least * 5 >= most * 4, "{served:?} {longest:?}");
+    }
+
+    /// By rank nobody who came first waits for more than those who came soon enough behind.
+    #[test]
+    fn nobody_is_overtaken_by_who_came_too_late(
+        priorities in proptest::collection::vec((0u64..500, -MAX_PRIORITY..=MAX_PRIORITY), 2..40),
+    ) {
+        let start = Instant::now();
+        for (early, urgent) in &priorities {
+            for (late, more_urgent) in &priorities {
+                let at = |seconds: &u64, priority: &i32| rank(start + Duration::from_secs(*seconds), *priority);
+                let overtakes = at(late, more_urgent) < at(early, urgent);
+                let head_start = u64::try_from((urgent - more_urgent).max(0)).unwrap();
+                prop_assert!(!overtakes || late < early || late - early < head_start);
+            }
+        }
+    }
+}

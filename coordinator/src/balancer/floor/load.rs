@@ -1,0 +1,182 @@
+//! How busy a worker is: what it reports, and what this coordinator has sent there since.
+
+use super::pulls::PullTerms;
+use crate::balancer::Ticket;
+use crate::routing::Candidate;
+use crate::slot::Slot;
+use proto::message::LoadReportV1;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// A worker's rate is averaged over about this long. What it reports follows its last steps, and these say more
+/// about how long the prompts were than about the worker.
+const RATE_MEMORY: Duration = Duration::from_secs(60);
+/// What a worker was given counts half after this long.
+const GIVEN_HALVES: Duration = Duration::from_secs(300);
+/// Of what it should have computed of a prompt by now, so much is believed: late tokens of a long prompt take longer
+/// than early ones, and who waits for a worker that is not done waits long.
+const PROGRESS_SHARE: f64 = 0.25;
+
+#[derive(Debug)]
+pub(super) struct Load {
+    /// Tells this membership of the slot from earlier ones.
+    pub(super) join: u64,
+    pub(super) report: Option<LoadReportV1>,
+    pub(super) heard: Instant,
+    /// Prompts from here that it has to compute, in the order in which they were sent.
+    line: VecDeque<Queued>,
+    /// When it has begun with the first of them.
+    since: Instant,
+    /// Sequences from here that it decodes.
+    running: u32,
+    /// What others have sent there, by the last report.
+    foreign: Foreign,
+    pub(super) pulls: PullTerms,
+    /// Tokens per second, averaged; 0 if unknown.
+    prefill_rate: f64,
+    given: Given,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Queued {
+    ticket: Ticket,
+    prompt: u64,
+    uncached: u64,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Foreign {
+    /// Prompt tokens to be computed.
+    pending: u64,
+    /// Sequences that are decoded.
+    running: u32,
+}
+
+/// Prompt tokens that it was given to compute, old ones counting less.
+#[derive(Debug, Clone, Copy)]
+struct Given {
+    tokens: f64,
+    at: Instant,
+}
+
+impl Load {
+    /// Nothing is known but that it has joined.
+    pub(super) fn new(now: Instant, join: u64) -> Self {
+        Self {
+            join,
+            report: None,
+            heard: now,
+            line: VecDeque::new(),
+            since: now,
+            running: 0,
+            foreign: Foreign::default(),
+            pulls: PullTerms::default(),
+            prefill_rate: 0.0,
+            given: Given { tokens: 0.0, at: now },
+        }
+    }
+
+    /// It reports.
+    pub(super) fn take(&mut self, now: Instant, report: LoadReportV1) {
+        let rate = f64::from(report.prefill_rate);
+        let share = 1.0 - (-seconds(now, self.heard) / RATE_MEMORY.as_secs_f64()).exp();
+        self.prefill_rate = if self.prefill_rate > 0.0 {
+            self.prefill_rate + share * (rate - self.prefill_rate)
+        } else {
+            rate
+        };
+        self.heard = now;
+        // It does not know yet what it will find in its cache of prompts that wait.
+        let prompts: u64 = self.line.iter().map(|queued| queued.prompt).sum();
+        let ours = self.running + self.line.len() as u32;
+        self.foreign = Foreign {
+            pending: report.pending_prefill_tokens.saturating_sub(prompts),
+            running: report.running.saturating_sub(ours),
+        };
+        self.report = Some(report);
+    }
+
+    /// It is sent a prompt, of which it has to compute `uncached` tokens.
+    pub(super) fn give(&mut self, now: Instant, ticket: Ticket, prompt: u64, uncached: u64) {
+        if self.line.is_empty() {
+            self.since = now;
+        }
+        self.line.push_back(Queued { ticket, prompt, uncached });
+        self.given = Given { tokens: self.given(now) + uncached as f64, at: now };
+    }
+
+    /// It has computed the prompt.
+    pub(super) fn started(&mut self, now: Instant, ticket: Ticket) {
+        if self.take_out(now, ticket) {
+            self.running += 1;
+        }
+    }
+
+    /// It has nothing to do with it any more; `started`: it decoded it.
+    pub(super) fn ended(&mut self, now: Instant, ticket: Ticket, started: bool) {
+        if started {
+            self.running -= 1;
+        } else {
+            self.take_out(now, ticket);
+        }
+    }
+
+    fn take_out(&mut self, now: Instant, ticket: Ticket) -> bool {
+        let Some(at) = self.line.iter().position(|queued| queued.ticket == ticket) else { return false };
+        if at == 0 {
+            self.since = now;
+        }
+        self.line.remove(at).is_some()
+    }
+
+    /// Sequences sent there from here and not yet ended.
+    pub(super) fn inflight(&self) -> u32 {
+        self.line.len() as u32 + self.running
+    }
+
+    /// Prompt tokens sent there from here and not yet computed, by what is known for certain.
+    pub(super) fn own_pending(&self) -> u64 {
+        self.line.iter().map(|queued| queued.uncached).sum()
+    }
+
+    /// Prompt tokens sent there by anybody and not yet computed, by what is known for certain.
+    pub(super) fn sent(&self) -> u64 {
+        self.own_pending() + self.foreign.pending
+    }
+
+    /// Prompt tokens that it has to compute: of the first in line less as time goes by.
+    pub(super) fn pending(&self, now: Instant) -> u64 {
+        let first = self.line.front().map_or(0, |queued| queued.uncached);
+        let done = PROGRESS_SHARE * self.prefill_rate * seconds(now, self.since);
+        self.sent().saturating_sub((done as u64).min(first))
+    }
+
+    /// How it looks to who has to choose, with `units` leading units of the prompt.
+    pub(super) fn candidate(&self, now: Instant, slot: Slot, units: u32) -> Candidate {
+        Candidate {
+            slot,
+            units,
+            pending_tokens: self.pending(now),
+            running: self.running + self.foreign.running,
+            prefill_rate: self.prefill_rate as f32,
+            step_ms: self.report.as_ref().map_or(0.0, |r| r.step_ms),
+            given_tokens: self.given(now),
+            pull: None,
+        }
+    }
+
+    /// How long its steps take; 0 while it has nothing to do.
+    pub(super) fn step_seconds(&self) -> f64 {
+        let idle = self.inflight() == 0 && self.foreign.pending == 0 && self.foreign.running == 0;
+        let step_ms = self.report.as_ref().map_or(0.0, |report| report.step_ms);
+        if idle { 0.0 } else { f64::from(step_ms) / 1e3 }
+    }
+
+    fn given(&self, now: Instant) -> f64 {
+        self.given.tokens * (-seconds(now, self.given.at) / GIVEN_HALVES.as_secs_f64()).exp2()
+    }
+}
+
+fn seconds(now: Instant, then: Instant) -> f64 {
+    now.saturating_duration_since(then).as_secs_f64()
+}

@@ -1,0 +1,169 @@
+//! Requests with a prefix in common, and what waits because everybody has enough to do.
+
+use super::*;
+use std::collections::VecDeque;
+
+fn stored(units: &[BlockId]) -> KvEventBatch {
+    let parent = BlockId([0; 16]);
+    let stored = KvEvent::Stored { parent, units: units.to_vec(), medium: Medium::Device };
+    KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![stored] }
+}
+
+/// A request of `common` units that all share, and a tail of its own.
+fn sibling(rig: &Rig, common: u64, tail: u32, number: u64) -> Ask {
+    let own = 1_000_000 + 1_000 * number;
+    let units = (0..common).chain(own..own + u64::from(tail / 16));
+    rig.ask("t", common as u32 * 16 + tail, chain(units))
+}
+
+#[test]
+fn followers_say_that_they_follow() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    let ask = sibling(&rig, 40, 30, 0);
+    let (leader, actions) = rig.submit(ask).unwrap();
+    let first = only(&actions).clone();
+    assert_eq!(first.reason, Reason::Load);
+    let ask = sibling(&rig, 40, 30, 1);
+    let (_, actions) = rig.submit(ask).unwrap();
+    assert_eq!((&only(&actions).node, only(&actions).reason), (&first.node, Reason::Group));
+    // Once the leader has its prompt, the prefix is there.
+    rig.balancer.started(rig.now, leader, 0);
+    let ask = sibling(&rig, 40, 30, 2);
+    let (_, actions) = rig.submit(ask).unwrap();
+    assert_eq!((&only(&actions).node, only(&actions).reason), (&first.node, Reason::Prefix));
+}
+
+#[test]
+fn a_group_by_name_may_have_less_in_common() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    for (number, group, reason) in [
+        (0, Some(CommonKey([7; 16])), Reason::Load),
+        (1, Some(CommonKey([7; 16])), Reason::Group),
+        (2, None, Reason::Prefix),
+    ] {
+        let ask = Ask { group, ..sibling(&rig, 6, 30, number) };
+        let (_, actions) = rig.submit(ask).unwrap();
+        assert_eq!(only(&actions).reason, reason, "request {number}");
+    }
+}
+
+#[test]
+fn what_all_have_enough_of_waits_here_until_one_has_computed_a_prompt() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    let mut placed = Vec::new();
+    for number in 0..4 {
+        // Two seconds each.
+        let ask = sibling(&rig, 0, 4_000, number);
+        let (ticket, actions) = rig.submit(ask).unwrap();
+        placed.extend(assigned(&actions).iter().map(|(ticket, to)| (*ticket, to.node.clone())));
+        assert_eq!(actions.len(), usize::from(number < 2), "request {number} {ticket:?}");
+    }
+    assert_eq!(rig.balancer.queue().requests, 2);
+    assert_ne!(placed[0].1, placed[1].1);
+    let actions = rig.balancer.started(rig.now, placed[1].0, 0);
+    assert_eq!(only(&actions).node, placed[1].1);
+    // What another tenant wants and is there already does not wait: it is no work.
+    let there = chain((0..250).map(|i| 1_000_000 + i));
+    let ask = Ask { tenant: "u".into(), chain: there, ..sibling(&rig, 0, 4_010, 0) };
+    let (_, actions) = rig.submit(ask).unwrap();
+    assert_eq!((&only(&actions).node, only(&actions).predicted), (&placed[0].1, 4_000));
+}
+
+#[test]
+fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
+    let mut rig = Rig::new(Policy { lease: Duration::MAX, ..Policy::default() }, &["a", "b", "c"]);
+    let mut number = 0;
+    let mut ask = |rig: &mut Rig| {
+        number += 1;
+        let ask = sibling(rig, 100, 200, number);
+        let (ticket, actions) = rig.submit(ask).unwrap();
+        (ticket, only(&actions).clone())
+    };
+    let (leader, home) = ask(&mut rig);
+    rig.balancer.started(rig.now, leader, 0);
+    let common: Vec<BlockId> = chain(0..100).to_vec();
+    rig.balancer.events(&home.node, stored(&common)).unwrap();
+    rig.balancer.ended(rig.now, leader, 0);
+    // Ten at once, which is nothing that would last; then as many more as are computed, which lasts.
+    let mut open = VecDeque::new();
+    for _ in 0..10 {
+        let (ticket, to) = ask(&mut rig);
+        assert_eq!((&to.node, to.predicted), (&home.node, 1_600));
+        open.push_back(ticket);
+    }
+    let start = rig.now;
+    let replica = loop {
+        let (ticket, to) = ask(&mut rig);
+        open.push_back(ticket);
+        if to.node != home.node {
+            assert_eq!((to.reason, to.predicted), (Reason::Replica, 0));
+            rig.balancer.started(rig.now, ticket, 0);
+            break to.node;
+        }
+        rig.now += Duration::from_millis(100);
+        assert!(rig.now < start + Duration::from_secs(10));
+        let done = open.pop_front().unwrap();
+        rig.balancer.started(rig.now, done, 0);
+        rig.balancer.ended(rig.now, done, 0);
+        for worker in ["a", "b", "c"] {
+            rig.balancer.load(rig.now, &node(worker), report(1), 0);
+        }
+    };
+    assert!(rig.now > start + Duration::from_secs(1));
+    rig.balancer.events(&replica, stored(&common)).unwrap();
+    // While they wait, both are used.
+    let (ticket, to) = ask(&mut rig);
+    open.push_back(ticket);
+    assert_eq!((to.node, to.predicted), (replica, 1_600));
+    for ticket in open {
+        rig.balancer.started(rig.now, ticket, 0);
+        rig.balancer.ended(rig.now, ticket, 0);
+    }
+    // One after the other, it is the first alone.
+    for _ in 0..30 {
+        rig.now += Duration::from_secs(2);
+        for worker in ["a", "b", "c"] {
+            rig.balancer.load(rig.now, &node(worker), report(1), 0);
+        }
+        let (ticket, to) = ask(&mut rig);
+        assert_eq!((&to.node, to.predicted), (&home.node, 1_600));
+        rig.balancer.started(rig.now, ticket, 0);
+        rig.balancer.ended(rig.now, ticket, 0);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// K requests with P tokens in common and t of their own, all at once over W workers. To compute P once more is
+    /// worth it only where each holder has so much to do with tails that this delays more than the work does: at R
+    /// holders 2 R / W times P, and half of P less at those that are replicas themselves.
+    #[test]
+    fn what_a_group_has_in_common_is_computed_few_times(
+        names in 2usize..=6,
+        common in 64u64..200,
+        tail in 16u32..200,
+        requests in 2u64..64,
+        named in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        let workers = &["a", "b", "c", "d", "e", "f"][..names];
+        let policy = Policy { max_pending: Duration::from_secs(1_000), ..Policy::default() };
+        let mut rig = Rig::new(policy, workers);
+        rig.random = seed;
+        let mut computed = 0;
+        for number in 0..requests {
+            let group = named.then_some(CommonKey([1; 16]));
+            let ask = Ask { group, ..sibling(&rig, common, tail, number) };
+            let (_, actions) = rig.submit(ask).unwrap();
+            computed += usize::from(only(&actions).predicted < 256);
+        }
+        let before = (computed - 1) as f64;
+        // What differs by a tie, or by who was given less.
+        let least = 2.0 * before / names as f64 - 0.2;
+        let tails = if computed > 1 { least + (before - 1.0) * (least - 0.5).max(0.0) } else { 0.0 };
+        let (prefix, own) = (16.0 * common as f64, f64::from(tail));
+        prop_assert!(tails * prefix <= requests as f64 * own, "{computed} of {requests}");
+        prop_assert!(computed <= names);
+    }
+}

@@ -1,0 +1,269 @@
+//! What a model asks of a machine, layer by layer: bytes that it keeps, bytes that a token reads, products that a
+//! row takes. Read off the spec and the tensors' sizes; no weight is touched.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use crate::spec::{ExpertGateUp, FfnSpec, KvSpec, LayerSpec, MixerSpec, MoeSpec};
+use crate::{GgmlType, ModelFile, ModelSpec};
+
+#[cfg(test)]
+mod tests;
+
+/// Products that a row takes for each element of a recurrent state: decay, correct, add, read.
+const STATE_PRODUCTS: u64 = 4;
+
+/// The costs of a model's parts: the embedding, each layer, the output head.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelCosts {
+    hidden: usize,
+    /// The embedding, the layers in order, the head.
+    parts: Vec<PartCosts>,
+    /// Tensors that several parts read: bytes, and the parts in rising order.
+    shared: Vec<(u64, Vec<usize>)>,
+    cuts: Vec<usize>,
+}
+
+/// What one part takes by itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct PartCosts {
+    /// Bytes of the tensors that no other part reads.
+    own_bytes: u64,
+    token_bytes: u64,
+    products: u64,
+    attention: Option<AttentionCosts>,
+    state_elements: u64,
+}
+
+/// What the attention of one layer takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct AttentionCosts {
+    window: Option<usize>,
+    /// Elements of one position's keys and values.
+    kv_elements: u64,
+    /// Whether the layer keeps them, or reads those of another.
+    own: bool,
+    /// Products of one row for each position that it sees.
+    products: u64,
+}
+
+/// What a range of layers takes; with the first layer comes the embedding, with the last the head.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RangeCosts {
+    /// Bytes of all tensors that the range reads, each counted once.
+    pub weight_bytes: u64,
+    /// Bytes of those that layers read, without embedding and head.
+    pub layer_bytes: u64,
+    /// Bytes of tensors that one decoded token reads: of tables one row (not counted), of experts those used.
+    pub token_bytes: u64,
+    /// Multiply-adds of one row with the layers' matrices.
+    pub row_products: u64,
+    /// Multiply-adds of one row with the head's matrix, which a prompt needs for its last row only.
+    pub head_products: u64,
+    /// Elements of one sequence's recurrent state.
+    pub state_elements: u64,
+    attention: Vec<AttentionCosts>,
+}
+
+/// The size of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorSize {
+    /// Elements.
+    pub elements: u64,
+    /// Bytes as stored.
+    pub bytes: u64,
+}
+
+impl ModelCosts {
+    /// The costs of the model in `file`, whose spec is `spec`.
+    pub fn of_file(spec: &ModelSpec, file: &ModelFile) -> Self {
+        Self::new(spec, |name| {
+            let info = file.tensor(name)?;
+            Some(TensorSize { elements: info.elements(), bytes: info.bytes() })
+        })
+    }
+
+    /// The costs of `spec` with tensors of these sizes; one without a size counts nothing.
+    pub fn new(spec: &ModelSpec, size: impl Fn(&str) -> Option<TensorSize>) -> Self {
+        let size = |name: &str| size(name).unwrap_or(TensorSize { elements: 0, bytes: 0 });
+        let layers = spec.layers.len();
+        let head = spec.output_tensors();
+        let mut parts = vec![PartCosts::default(); layers + 2];
+        let mut readers: HashMap<&str, Vec<usize>> = HashMap::new();
+        let mut order = Vec::new();
+        for (part, costs) in parts.iter_mut().enumerate() {
+            let names = match part.checked_sub(1) {
+                None => spec.embedding_tensors(),
+                Some(layer) if layer < layers => spec.layer_tensors(layer..layer + 1),
+                Some(_) => head.clone(),
+            };
+            let layer = part.checked_sub(1).and_then(|layer| spec.layers.get(layer));
+            if let Some(layer) = layer {
+                costs.attention = attention(layer);
+                costs.state_elements = layer.mixer.state_elements() as u64;
+            }
+            let experts = layer.map(experts).unwrap_or_default();
+            for name in names {
+                let TensorSize { elements, bytes } = size(name);
+                let (used, of) = experts.get(name).copied().unwrap_or((1, 1));
+                if part > 0 {
+                    costs.token_bytes += share(bytes, used, of);
+                    costs.products += share(elements, used, of);
+                }
+                let parts = readers.entry(name).or_insert_with(|| {
+                    order.push(name);
+                    Vec::new()
+                });
+                if parts.last() != Some(&part) {
+                    parts.push(part);
+                }
+            }
+        }
+        let mut shared = Vec::new();
+        for name in order {
+            let (bytes, readers) = (size(name).bytes, readers.remove(name).unwrap_or_default());
+            match readers.as_slice() {
+                [one] => parts[*one].own_bytes += bytes,
+                _ => shared.push((bytes, readers)),
+            }
+        }
+        Self { hidden: spec.hidden, parts, shared, cuts: cuts(&spec.layers) }
+    }
+
+    /// Layers of the model.
+    pub fn layers(&self) -> usize {
+        self.parts.len() - 2
+    }
+
+    /// Width of what goes from one layer to the next, in elements.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Layers, rising, at which a further stage may begin: not where a later layer reads the keys and values of an
+    /// earlier one. A model can be cut into one stage more than these.
+    pub fn cuts(&self) -> &[usize] {
+        &self.cuts
+    }
+
+    /// What the layers of `range` take together. A range that is empty or reaches past the last layer takes what
+    /// its existing layers take.
+    pub fn range(&self, range: Range<usize>) -> RangeCosts {
+        let layers = self.layers();
+        let first = if range.start == 0 { 0 } else { range.start + 1 };
+        let end = if range.end >= layers { layers + 2 } else { range.end + 1 };
+        let parts = first..end;
+        let is_layer = |part: usize| (1..=layers).contains(&part);
+        let mut sum = RangeCosts::default();
+        for index in parts.clone() {
+            let Some(part) = self.parts.get(index) else { continue };
+            sum.weight_bytes += part.own_bytes;
+            if is_layer(index) {
+                sum.layer_bytes += part.own_bytes;
+            }
+            sum.token_bytes += part.token_bytes;
+            match index > layers {
+                true => sum.head_products += part.products,
+                false => sum.row_products += part.products,
+            }
+            sum.state_elements += part.state_elements;
+            sum.attention.extend(part.attention);
+        }
+        for (bytes, readers) in &self.shared {
+            let mut readers = readers.iter().filter(|part| parts.contains(part)).peekable();
+            if readers.peek().is_some() {
+                sum.weight_bytes += bytes;
+            }
+            if readers.any(|part| is_layer(*part)) {
+                sum.layer_bytes += bytes;
+            }
+        }
+        sum
+    }
+}
+
+impl RangeCosts {
+    /// Bytes of keys and values that a sequence of `tokens` keeps, stored as `ty`; a sliding window keeps `slack`
+    /// tokens more than it sees, those of the step that computes it.
+    pub fn kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
+        let own = self.attention.iter().filter(|layer| layer.own);
+        own.map(|layer| layer.visible(tokens, slack) * element_bytes(layer.kv_elements, ty)).sum()
+    }
+
+    /// Bytes of keys and values that one token at position `depth` reads.
+    pub fn kv_token_bytes(&self, depth: u64, ty: GgmlType) -> u64 {
+        self.attention
+            .iter()
+            .map(|layer| layer.visible(depth, 0) * element_bytes(layer.kv_elements, ty))
+            .sum()
+    }
+
+    /// Multiply-adds of one row at position `depth` that no weight takes part in: attention and recurrent states.
+    pub fn mixing_products(&self, depth: u64) -> u64 {
+        let attention: u64 =
+            self.attention.iter().map(|layer| layer.visible(depth, 0) * layer.products).sum();
+        attention + STATE_PRODUCTS * self.state_elements
+    }
+}
+
+impl AttentionCosts {
+    fn visible(&self, tokens: u64, slack: u64) -> u64 {
+        self.window.map_or(tokens, |window| tokens.min(window as u64 + slack))
+    }
+}
+
+fn element_bytes(elements: u64, ty: GgmlType) -> u64 {
+    elements.div_ceil(ty.block_len() as u64) * ty.block_bytes() as u64
+}
+
+fn share(amount: u64, used: usize, of: usize) -> u64 {
+    (u128::from(amount) * used as u128 / of.max(1) as u128) as u64
+}
+
+fn attention(layer: &LayerSpec) -> Option<AttentionCosts> {
+    let MixerSpec::Attention(attention) = &layer.mixer else { return None };
+    Some(AttentionCosts {
+        window: attention.window,
+        kv_elements: (attention.k_width() + attention.v_width()) as u64,
+        own: attention.own_kv().is_some(),
+        products: (attention.heads * (attention.head_dim + attention.v_head_dim)) as u64,
+    })
+}
+
+/// Tensors of which a token reads a share only: experts used, of experts.
+fn experts(layer: &LayerSpec) -> HashMap<&str, (usize, usize)> {
+    let mut shares = HashMap::new();
+    for part in &layer.ffn {
+        let FfnSpec::Moe(MoeSpec { gate_up, down, used, experts, .. }) = &part.ffn else { continue };
+        let mut add = |name| shares.insert(name, (*used, *experts));
+        match gate_up {
+            ExpertGateUp::Separate { gate, up } => {
+                add(gate.weight.as_str());
+                add(&up.weight);
+            }
+            ExpertGateUp::Fused(fused) => {
+                add(&fused.weight);
+            }
+        }
+        add(&down.weight);
+    }
+    shares
+}
+
+fn cuts(layers: &[LayerSpec]) -> Vec<usize> {
+    // From the end: the earliest layer whose keys and values some layer from here on reads.
+    let mut earliest = usize::MAX;
+    let mut cuts = Vec::new();
+    for (index, layer) in layers.iter().enumerate().skip(1).rev() {
+        if let MixerSpec::Attention(attention) = &layer.mixer
+            && let KvSpec::Shared { layer: source } = attention.kv
+        {
+            earliest = earliest.min(source);
+        }
+        if earliest >= index {
+            cuts.push(index);
+        }
+    }
+    cuts.reverse();
+    cuts
+}

@@ -1,0 +1,123 @@
+use super::*;
+use crate::GgmlType;
+use crate::gguf::writer::Writer;
+use crate::metadata::Metadata;
+use crate::test_files::fixture;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+
+/// A model of one tensor, changed long ago.
+fn model(dir: &Path) -> PathBuf {
+    let path = dir.join("m.gguf");
+    let mut writer = Writer::new(Metadata::default()).unwrap();
+    writer.tensor("w", GgmlType::F32, &[8]).unwrap();
+    writer.write(&mut File::create(&path).unwrap(), |_| vec![1; 32]).unwrap();
+    age(&path, 3600);
+    path
+}
+
+/// Makes the file so many seconds older than the year 2001's September.
+fn age(path: &Path, seconds: u64) {
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000 - seconds)).unwrap();
+}
+
+/// Changes the tensor's last byte in place.
+fn spoil(path: &Path) {
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    let end = file.metadata().unwrap().len();
+    file.write_all_at(&[9], end - 1).unwrap();
+}
+
+/// The digest of the file by way of the cache.
+fn digest(cache: &DigestCache, path: &Path) -> [u8; 32] {
+    let file = ModelFile::open(path).unwrap();
+    cache.fill(&file).unwrap();
+    file.digest().unwrap()
+}
+
+fn read(path: &Path) -> [u8; 32] {
+    ModelFile::open(path).unwrap().digest().unwrap()
+}
+
+fn entries(dir: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(dir).map_or(Vec::new(), |found| found.map(|entry| entry.unwrap().path()).collect())
+}
+
+#[test]
+fn a_file_is_read_once_and_again_when_it_has_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    let first = read(&path);
+    assert_eq!(digest(&cache, &path), first);
+    // Nobody looks at the bytes while the file says that it is the same.
+    spoil(&path);
+    age(&path, 3600);
+    assert_eq!(digest(&cache, &path), first);
+    age(&path, 60);
+    assert_ne!(digest(&cache, &path), first);
+    assert_eq!(digest(&cache, &path), read(&path));
+    assert_eq!(entries(&dir.path().join("digests")).len(), 1, "and no file is left over");
+}
+
+#[test]
+fn another_file_in_its_place_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    let first = digest(&cache, &path);
+    let other = dir.path().join("other.gguf");
+    std::fs::copy(&path, &other).unwrap();
+    spoil(&other);
+    age(&other, 3600);
+    std::fs::rename(&other, &path).unwrap();
+    assert_ne!(digest(&cache, &path), first);
+}
+
+#[test]
+fn a_spoilt_entry_is_not_believed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    let first = digest(&cache, &path);
+    let [entry] = &entries(&dir.path().join("digests"))[..] else { panic!("one entry") };
+    let whole = std::fs::read(entry).unwrap();
+    for at in 0..whole.len() {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        std::fs::write(entry, &bytes).unwrap();
+        assert_eq!(digest(&cache, &path), first, "byte {at}");
+        assert_eq!(std::fs::read(entry).unwrap(), whole, "and is written anew");
+        std::fs::write(entry, &whole[..at]).unwrap();
+        assert_eq!(digest(&cache, &path), first, "cut at {at}");
+    }
+}
+
+#[test]
+fn a_file_that_may_still_change_is_not_remembered() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    for time in [SystemTime::now(), SystemTime::now() + Duration::from_secs(3600)] {
+        OpenOptions::new().write(true).open(&path).unwrap().set_modified(time).unwrap();
+        assert_eq!(digest(&cache, &path), read(&path));
+        assert!(entries(&dir.path().join("digests")).is_empty());
+    }
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_costs_only_the_reading() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = model(dir.path());
+    // Its directory would have to be made inside a file.
+    let cache = DigestCache::at(path.join("digests"));
+    assert_eq!(digest(&cache, &path), read(&path));
+}
+
+#[test]
+fn a_set_is_remembered_by_all_its_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = DigestCache::at(dir.path());
+    let part = |number| fixture(&format!("split/llama/llama-split-{number:05}-of-00003.gguf"));
+    let (first, third) = (digest(&cache, &part(1)), digest(&cache, &part(3)));
+    assert_eq!(first, third);
+    assert_eq!(first, read(&fixture("tiny/llama/llama-f32.gguf")));
+    assert!(entries(dir.path()).len() <= 1, "one entry whichever file is named");
+}

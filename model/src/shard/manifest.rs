@@ -1,0 +1,186 @@
+//! Which chunks a model is made of.
+
+use super::{CHUNK_BYTES, ChunkId, ChunkPlace};
+use crate::file::{ModelHeader, TensorInfo, digest};
+use crate::gguf::writer::Writer;
+use crate::gguf::{ALIGNMENT_KEY, Malformed, parse_table};
+use crate::{Error, ModelFile};
+
+#[cfg(test)]
+mod tests;
+
+/// Bytes of a manifest at most: a vocabulary of a million long tokens and the chunks of 4 TB of tensors fit.
+pub const MANIFEST_BYTES: usize = 128 << 20;
+
+const MAGIC: [u8; 4] = *b"KVMF";
+/// Magic, version, length of the header.
+const PREFIX_BYTES: usize = 16;
+
+/// Layouts of a manifest. A layout that has been shipped is never changed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+enum Version {
+    /// Length of the header as u64; the header, as a GGUF file begins: metadata, then tensors without their bytes;
+    /// then 32 bytes for each chunk, tensor by tensor. All numbers little-endian.
+    V1 = 1,
+}
+
+/// Everything of a model but its tensors' bytes, and the names of the chunks that hold those.
+#[derive(Debug, Clone)]
+pub struct Manifest {
+    header: ModelHeader,
+    chunks: Vec<ChunkId>,
+    /// For each tensor, its first chunk.
+    first: Vec<usize>,
+    encoded: Vec<u8>,
+}
+
+/// Why bytes are not the manifest of a model.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// More bytes than any manifest takes.
+    #[error("a manifest of {bytes} bytes, the limit is {MANIFEST_BYTES}")]
+    TooLong {
+        /// Its bytes.
+        bytes: usize,
+    },
+    /// Bytes of something else, or cut short.
+    #[error("these {bytes} bytes are no manifest")]
+    NotAManifest {
+        /// Their number.
+        bytes: usize,
+    },
+    /// A layout that this version does not know.
+    #[error("a manifest of version {found}; version 1 is read")]
+    Version {
+        /// Its version.
+        found: u32,
+    },
+    /// Metadata or tensor table cannot be read, or written.
+    #[error("a manifest's header: {0}")]
+    Header(#[from] Malformed),
+    /// The tensors need another number of chunks.
+    #[error("a manifest of {found} chunks, its tensors have {expected}")]
+    Chunks {
+        /// Chunks there are.
+        found: u64,
+        /// Chunks of the tensors; none if their bytes are beyond counting.
+        expected: u64,
+    },
+    /// It says what it says in a way that no writer would.
+    #[error("a manifest that is not written as it should be")]
+    NotCanonical,
+    /// It is the manifest of another model.
+    #[error("the manifest of model {found}, asked for was {expected}")]
+    Digest {
+        /// What it is the manifest of.
+        found: ChunkId,
+        /// What was asked for.
+        expected: ChunkId,
+    },
+}
+
+impl Manifest {
+    /// The manifest of a file or a set. Reads every tensor, unless the file's digest is known already.
+    pub fn of_file(file: &ModelFile) -> Result<Self, Error> {
+        let chunks = file.chunks()?.to_vec();
+        Ok(Self::new(file.header(), chunks)?)
+    }
+
+    /// Reads the manifest of the model whose digest is `model`; whoever sent it need not be trusted.
+    pub fn decode(bytes: &[u8], model: &[u8; 32]) -> Result<Self, ManifestError> {
+        if bytes.len() > MANIFEST_BYTES {
+            return Err(ManifestError::TooLong { bytes: bytes.len() });
+        }
+        let not_a_manifest = || ManifestError::NotAManifest { bytes: bytes.len() };
+        let (prefix, rest) = bytes.split_at_checked(PREFIX_BYTES).ok_or_else(not_a_manifest)?;
+        let (words, _) = prefix.as_chunks::<4>();
+        let &[magic, version, low, high] = words else { return Err(not_a_manifest()) };
+        if magic != MAGIC {
+            return Err(not_a_manifest());
+        }
+        let version = u32::from_le_bytes(version);
+        if version != Version::V1 as u32 {
+            return Err(ManifestError::Version { found: version });
+        }
+        let header_bytes = u64::from(u32::from_le_bytes(high)) << 32 | u64::from(u32::from_le_bytes(low));
+        let header_bytes = usize::try_from(header_bytes).map_err(|_| not_a_manifest())?;
+        let (header, chunks) = rest.split_at_checked(header_bytes).ok_or_else(not_a_manifest)?;
+        let (chunks, left) = chunks.as_chunks::<32>();
+        if !left.is_empty() {
+            return Err(not_a_manifest());
+        }
+        let (metadata, tensors) = parse_table(header)?;
+        let header = ModelHeader::new(metadata, tensors);
+        let manifest = Self::new(&header, chunks.iter().map(|chunk| ChunkId(*chunk)).collect())?;
+        if manifest.encoded != bytes {
+            return Err(ManifestError::NotCanonical);
+        }
+        match manifest.digest() {
+            found if found == *model => Ok(manifest),
+            found => Err(ManifestError::Digest { found: ChunkId(found), expected: ChunkId(*model) }),
+        }
+    }
+
+    fn new(header: &ModelHeader, chunks: Vec<ChunkId>) -> Result<Self, ManifestError> {
+        // How a file aligns its tensors says nothing about the model.
+        let mut metadata = header.metadata().clone();
+        metadata.retain(|key| key != ALIGNMENT_KEY);
+        let mut writer = Writer::new(metadata.clone())?;
+        let mut first = Vec::with_capacity(header.tensors().len());
+        let mut expected = 0u64;
+        for info in header.tensors() {
+            writer.tensor(&info.name, info.ty, &info.dims)?;
+            // As many as fit into memory are counted; more are refused below.
+            first.push(usize::try_from(expected).unwrap_or(usize::MAX));
+            expected = expected.saturating_add(info.bytes.div_ceil(CHUNK_BYTES as u64));
+        }
+        let found = chunks.len() as u64;
+        if found != expected {
+            return Err(ManifestError::Chunks { found, expected });
+        }
+        let table = writer.header();
+        let mut encoded = Vec::with_capacity(PREFIX_BYTES + table.len() + 32 * chunks.len());
+        encoded.extend(MAGIC);
+        encoded.extend((Version::V1 as u32).to_le_bytes());
+        encoded.extend((table.len() as u64).to_le_bytes());
+        encoded.extend(table);
+        encoded.extend(chunks.iter().flat_map(|ChunkId(id)| id));
+        if encoded.len() > MANIFEST_BYTES {
+            return Err(ManifestError::TooLong { bytes: encoded.len() });
+        }
+        let header = ModelHeader::new(metadata, header.tensors().cloned().collect());
+        Ok(Self { header, chunks, first, encoded })
+    }
+
+    /// Metadata and tensors: enough for a spec, a tokenizer, a plan.
+    pub fn header(&self) -> &ModelHeader {
+        &self.header
+    }
+
+    /// The digest of the model, as of a file that holds it.
+    pub fn digest(&self) -> [u8; 32] {
+        digest::digest(&self.header, &self.chunks)
+    }
+
+    /// As bytes, the same wherever it comes from.
+    pub fn encoded(&self) -> &[u8] {
+        &self.encoded
+    }
+
+    /// The chunks of a tensor, in order.
+    pub fn chunks(&self, tensor: &str) -> Result<impl Iterator<Item = ChunkPlace<'_>>, Error> {
+        let missing = || Error::MissingTensor { tensor: tensor.to_owned() };
+        let index = self.header.index(tensor).ok_or_else(missing)?;
+        let info: &TensorInfo = self.header.tensor(tensor).ok_or_else(missing)?;
+        let first = self.first.get(index).copied().ok_or_else(missing)?;
+        let offsets = (0..info.bytes).step_by(CHUNK_BYTES);
+        let ids = self.chunks.iter().skip(first);
+        Ok(ids.zip(offsets).map(|(id, offset)| ChunkPlace {
+            id: *id,
+            tensor: &info.name,
+            offset,
+            bytes: (info.bytes - offset).min(CHUNK_BYTES as u64) as usize,
+        }))
+    }
+}

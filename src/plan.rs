@@ -1,0 +1,237 @@
+//! `kvasir plan`: which worker would compute which layers, and how fast, without loading anything.
+
+mod workers;
+
+use crate::config::ConfigError;
+use crate::models::resolve_or_pull;
+use crate::numerics::KvTypeArg;
+use crate::status::columns;
+use anyhow::Result;
+use coordinator::placement::{Placement, Replica, Workload, check_shards, most_shards};
+use kernels::backend::KvType;
+use model::costs::ModelCosts;
+use model::{GgmlType, ModelFile, ModelSpec};
+use serde::Serialize;
+use std::path::PathBuf;
+use workers::Workers;
+
+/// Context that is planned for where none is given and the model has more.
+const CONTEXT: usize = 8192;
+
+/// Shows which worker would compute which layers of a model, and how fast, without loading it
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    kvasir plan smollm2-135m\n  \
+    kvasir plan ./model-00001-of-00003.gguf --workers-file workers.toml --shards 2 --context 32768 --json\n\n\
+    workers.toml, compute in multiply-adds per second; `layers` only for a plan of your own:\n  \
+    [[worker]]\n  name = \"w0\"\n  memory = \"24GiB\"\n  bandwidth = \"40GB\"\n  compute = 4e11\n  layers = [0, 20]")]
+pub(crate) struct Plan {
+    /// Catalog name or path to a .gguf
+    model: String,
+    /// Workers to place it on, TOML or .json [default: this machine, which several shards divide]
+    #[arg(long, value_name = "FILE")]
+    workers_file: Option<PathBuf>,
+    /// Workers of one replica [default: the fewest that hold it]
+    #[arg(long, value_name = "N")]
+    shards: Option<usize>,
+    /// How often the model is placed
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    replicas: u16,
+    /// Tokens of a sequence that must fit [default: the model's own, at most 8192]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Sequences of that length that must fit
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    sequences: u32,
+    /// Element type of the KV cache
+    #[arg(long, value_enum, default_value = "f16")]
+    kv_type: KvTypeArg,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    model: String,
+    layers: usize,
+    context: u64,
+    sequences: u64,
+    max_shards: usize,
+    replicas: Vec<ReplicaReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct ReplicaReport {
+    stages: Vec<StageReport>,
+    prefill_tps: f64,
+    /// Of one sequence, and of one for each stage; none of a model that generates nothing.
+    decode_tps: Option<f64>,
+    pipelined_decode_tps: Option<f64>,
+}
+
+#[derive(Debug, Serialize)]
+struct StageReport {
+    worker: String,
+    /// First layer, and the one behind the last.
+    layers: (usize, usize),
+    weight_bytes: u64,
+    kv_bytes: u64,
+    state_bytes: u64,
+    needed_bytes: u64,
+    memory_bytes: u64,
+    prefill_us_per_token: f64,
+    decode_ms_per_token: f64,
+}
+
+impl Plan {
+    /// Runs the command.
+    pub(crate) fn run(self) -> Result<()> {
+        let path = resolve_or_pull(&self.model)?.path;
+        let file = ModelFile::open(&path)?;
+        let spec = ModelSpec::from_file(&file)?;
+        let context = self.context.unwrap_or(spec.context_length.min(CONTEXT));
+        if !(1..=spec.context_length).contains(&context) {
+            let limit = format!("at least 1 and at most the model's own {}", spec.context_length);
+            return Err(ConfigError::field("context", context, limit).into());
+        }
+        let costs = ModelCosts::of_file(&spec, &file);
+        // Before anything is measured for it.
+        self.shards.map_or(Ok(()), |shards| check_shards(&costs, shards))?;
+        let Workers { workers, explicit } = match &self.workers_file {
+            Some(file) => workers::read(file)?,
+            None => workers::this_machine(&path, self.shards.unwrap_or(1))?,
+        };
+        let workload = Workload {
+            sequences: u64::from(self.sequences),
+            kv_type: stored(self.kv_type.into()),
+            ..Workload::of_context(context as u64)
+        };
+        let placement = Placement { model: &costs, workload, workers: &workers };
+        let replicas = match explicit.is_empty() {
+            true => placement.place(self.shards, usize::from(self.replicas))?,
+            false if self.shards.is_some_and(|shards| shards != explicit.len()) || self.replicas != 1 => {
+                let limit = "the workers file says which layers each worker has";
+                return Err(ConfigError::field("shards", self.shards.unwrap_or(1), limit).into());
+            }
+            false => vec![placement.explicit(&explicit)?],
+        };
+        let replica = |replica: &Replica| ReplicaReport {
+            stages: replica
+                .stages
+                .iter()
+                .map(|stage| StageReport {
+                    worker: workers[stage.worker].name.clone(),
+                    layers: (stage.layers.start, stage.layers.end),
+                    weight_bytes: stage.needs.weights,
+                    kv_bytes: stage.needs.kv,
+                    state_bytes: stage.needs.states,
+                    needed_bytes: stage.needs.total,
+                    memory_bytes: workers[stage.worker].memory,
+                    prefill_us_per_token: stage.times.prefill_row * 1e6,
+                    decode_ms_per_token: stage.times.decode_step * 1e3,
+                })
+                .collect(),
+            prefill_tps: replica.prefill_rate(),
+            decode_tps: spec.logits().map(|_| replica.decode_rate()),
+            pipelined_decode_tps: spec.logits().map(|_| replica.pipelined_decode_rate()),
+        };
+        let report = Report {
+            model: self.model.clone(),
+            layers: costs.layers(),
+            context: workload.context,
+            sequences: workload.sequences,
+            max_shards: most_shards(&costs),
+            replicas: replicas.iter().map(replica).collect(),
+        };
+        match self.json {
+            true => println!("{}", serde_json::to_string(&report)?),
+            false => print!("{}", text(&report)),
+        }
+        Ok(())
+    }
+}
+
+/// The type in which a cache stores its elements, as a file would name it.
+fn stored(kv_type: KvType) -> GgmlType {
+    match kv_type {
+        KvType::F32 => GgmlType::F32,
+        KvType::F16 => GgmlType::F16,
+        KvType::Q8_0 => GgmlType::Q8_0,
+    }
+}
+
+fn text(report: &Report) -> String {
+    let mut text = format!(
+        "{}: {} layers, at most {} shards; {} x {} tokens of context\n",
+        report.model, report.layers, report.max_shards, report.sequences, report.context
+    );
+    let mib = |bytes: u64| format!("{} MiB", bytes.div_ceil(1 << 20));
+    for replica in &report.replicas {
+        let heads = ["WORKER", "LAYERS", "WEIGHTS", "KV", "STATES", "NEEDS", "HAS", "PREFILL", "DECODE"];
+        let mut rows = vec![heads.map(str::to_owned).to_vec()];
+        rows.extend(replica.stages.iter().map(|stage| {
+            vec![
+                stage.worker.clone(),
+                format!("{}..{}", stage.layers.0, stage.layers.1),
+                mib(stage.weight_bytes),
+                mib(stage.kv_bytes),
+                mib(stage.state_bytes),
+                mib(stage.needed_bytes),
+                mib(stage.memory_bytes),
+                format!("{:.0} us/token", stage.prefill_us_per_token),
+                format!("{:.2} ms/token", stage.decode_ms_per_token),
+            ]
+        }));
+        text += &columns(&rows);
+        text += &format!("predicted: prefill {:.0} tokens/s", replica.prefill_tps);
+        if let Some((one, all)) = replica.decode_tps.zip(replica.pipelined_decode_tps) {
+            text += &format!(", decode {one:.1} tokens/s");
+            if replica.stages.len() > 1 {
+                text += &format!(" of one sequence and {all:.1} of {}", replica.stages.len());
+            }
+        }
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn people_see_ranges_bytes_and_speeds() {
+        let stage = |worker: &str, layers| StageReport {
+            worker: worker.to_owned(),
+            layers,
+            weight_bytes: 3 << 20,
+            kv_bytes: 1,
+            state_bytes: 0,
+            needed_bytes: 5 << 20,
+            memory_bytes: 7 << 20,
+            prefill_us_per_token: 12.0,
+            decode_ms_per_token: 0.5,
+        };
+        let report = Report {
+            model: "m".to_owned(),
+            layers: 9,
+            context: 64,
+            sequences: 2,
+            max_shards: 8,
+            replicas: vec![ReplicaReport {
+                stages: vec![stage("w0", (0, 4)), stage("w1", (4, 9))],
+                prefill_tps: 83_333.0,
+                decode_tps: Some(1000.0),
+                pipelined_decode_tps: Some(2000.0),
+            }],
+        };
+        let text = text(&report);
+        for expected in
+            ["at most 8 shards", "w0", "4..9", "3 MiB", "1 MiB", "7 MiB", "83333", "1000.0", "2000.0 of 2"]
+        {
+            assert!(text.contains(expected), "{expected} not in\n{text}");
+        }
+    }
+}

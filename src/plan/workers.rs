@@ -1,0 +1,133 @@
+//! The workers that a model is planned for: a file of them, or this machine.
+
+use crate::config::{ByteSize, ConfigError};
+use crate::cpus;
+use anyhow::Context;
+use coordinator::placement::Worker;
+use kernels::bandwidth::BandwidthProbe;
+use kernels::pool::{Pool, PoolConfig};
+use serde::Deserialize;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::path::Path;
+use worker::load::{self, EngineOptions};
+
+/// Multiply-adds per second of one core in int8 prefill (docs/placement.md).
+const COMPUTE_PER_CORE: f64 = 100e9;
+/// What decode reaches of the probed bandwidth (docs/placement.md).
+const DECODE_SHARE: f64 = 0.85;
+/// Bytes of a workers file; thousands of workers are far fewer.
+const MOST_FILE_BYTES: u64 = 4 << 20;
+
+/// Workers, and the layers of each where the operator has said them.
+pub(super) struct Workers {
+    pub(super) workers: Vec<Worker>,
+    /// In the order of the file; empty if nothing is said.
+    pub(super) explicit: Vec<(String, Range<usize>)>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WorkersFile {
+    #[serde(rename = "worker", alias = "workers")]
+    workers: Vec<WorkerEntry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WorkerEntry {
+    name: String,
+    /// Bytes for weights and caches.
+    memory: ByteSize,
+    /// Bytes per second.
+    bandwidth: ByteSize,
+    /// Multiply-adds per second.
+    compute: f64,
+    /// First layer, and the one behind the last.
+    #[serde(default)]
+    layers: Option<(usize, usize)>,
+}
+
+/// Reads a file of workers, TOML or, if its name ends in `.json`, JSON.
+pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
+    let refuse = |reason: String| ConfigError::File { path: path.display().to_string(), reason };
+    let bytes = std::fs::metadata(path).map_err(|error| refuse(error.to_string()))?.len();
+    if bytes > MOST_FILE_BYTES {
+        return Err(refuse(format!("{bytes} bytes are more than {MOST_FILE_BYTES}")));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
+    let file: WorkersFile = match path.extension().is_some_and(|extension| extension == "json") {
+        true => serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?,
+        false => toml::from_str(&text).map_err(|error| refuse(error.to_string()))?,
+    };
+    let mut workers: Vec<Worker> = Vec::with_capacity(file.workers.len());
+    let mut explicit = Vec::new();
+    for WorkerEntry { name, memory, bandwidth, compute, layers } in file.workers {
+        if workers.iter().any(|worker| worker.name == name) {
+            return Err(refuse(format!("worker {name} stands there twice")));
+        }
+        explicit.extend(layers.map(|(first, end)| (name.clone(), first..end)));
+        workers.push(Worker { name, memory: memory.0, bandwidth: bandwidth.0 as f64, compute });
+    }
+    Ok(Workers { workers, explicit })
+}
+
+/// This machine, shared evenly by `count` workers: the memory that a worker for `model` would have here, the
+/// bandwidth probed now.
+pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers> {
+    let load::Plan { host, defaults, .. } = load::plan(model, &EngineOptions::default())?;
+    let threads = cpus::capacity();
+    let pool = Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN)))
+        .context("cannot start threads to probe the bandwidth")?;
+    let bandwidth = BandwidthProbe::new().median(&pool, 3) * DECODE_SHARE;
+    let memory = host.memory_available.saturating_sub(defaults.floor_bytes.value);
+    let worker = |index: usize| Worker {
+        name: if count == 1 { "this-machine".to_owned() } else { format!("worker-{index}") },
+        memory: memory / count as u64,
+        bandwidth: bandwidth / count as f64,
+        compute: COMPUTE_PER_CORE * threads as f64 / count as f64,
+    };
+    Ok(Workers { workers: (0..count).map(worker).collect(), explicit: Vec::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(name: &str, text: &str) -> Result<Workers, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        read(&path).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn workers_are_read_from_toml_and_json_alike() {
+        let toml = "[[worker]]\nname = \"a\"\nmemory = \"2GiB\"\nbandwidth = \"20GB\"\ncompute = 1e11\n";
+        let json = r#"{"workers":[{"name":"a","memory":2147483648,"bandwidth":20000000000,"compute":1e11}]}"#;
+        let expected = Worker { name: "a".into(), memory: 2 << 30, bandwidth: 20e9, compute: 1e11 };
+        for (name, text) in [("w.toml", toml), ("w.json", json)] {
+            let Workers { workers, explicit } = parse(name, text).unwrap();
+            assert_eq!(workers, std::slice::from_ref(&expected));
+            assert!(explicit.is_empty());
+        }
+        let Workers { explicit, .. } = parse("w.toml", &format!("{toml}layers = [0, 3]\n")).unwrap();
+        assert_eq!(explicit, [("a".to_owned(), 0..3)]);
+    }
+
+    #[test]
+    fn a_file_that_says_something_else_is_refused_with_its_name() {
+        let twice = "[[worker]]\nname = \"a\"\nmemory = 1\nbandwidth = 1\ncompute = 1.0\n".repeat(2);
+        for (text, expected) in [
+            (twice.as_str(), "twice"),
+            ("[[worker]]\nname = \"a\"\n", "memory"),
+            ("[[worker]]\nname = \"a\"\nspeed = 3\n", "speed"),
+            ("{", "w.toml"),
+        ] {
+            let error = parse("w.toml", text).map(|_| ()).unwrap_err();
+            assert!(error.contains(expected) && error.contains("w.toml"), "{error}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        assert!(read(&dir.path().join("none.toml")).is_err());
+    }
+}

@@ -1,0 +1,149 @@
+//! `kvasir plan`: cuts, bytes and refusals, without a weight being loaded.
+
+use kvasir_cluster_tests::binary;
+use kvasir_cluster_tests::fixtures::Manifest;
+use serde_json::Value;
+use std::path::Path;
+
+/// Three equal workers with more memory than any fixture needs.
+const THREE: &str = r#"{"workers":[
+    {"name":"a","memory":"1GiB","bandwidth":"20GB","compute":1e11},
+    {"name":"b","memory":"1GiB","bandwidth":"20GB","compute":1e11},
+    {"name":"c","memory":"1GiB","bandwidth":"20GB","compute":1e11}]}"#;
+
+/// `kvasir plan MODEL --workers-file FILE ARGUMENTS..`.
+fn plan(model: &Path, workers: &str, arguments: &[&str]) -> std::process::Output {
+    let dir = tempfile::tempdir().unwrap();
+    let name = if workers.starts_with('{') { "workers.json" } else { "workers.toml" };
+    let file = dir.path().join(name);
+    std::fs::write(&file, workers).unwrap();
+    let start = ["plan", model.to_str().unwrap(), "--workers-file", file.to_str().unwrap()];
+    binary::run(&[&start[..], arguments].concat()).unwrap()
+}
+
+fn json(model: &Path, workers: &str, arguments: &[&str]) -> Value {
+    let output = plan(model, workers, &[arguments, &["--json"]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn refused(model: &Path, workers: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    let output = plan(model, workers, arguments);
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn ranges(replica: &Value) -> Vec<(u64, u64)> {
+    let of = |stage: &Value, at: usize| stage["layers"][at].as_u64().unwrap();
+    replica["stages"].as_array().unwrap().iter().map(|stage| (of(stage, 0), of(stage, 1))).collect()
+}
+
+/// Every number of shards up to the largest is placed, its ranges hold every layer once; one more is refused.
+fn check(arch: &str) {
+    let model = Manifest::read().unwrap().tiny(arch).unwrap().path();
+    let most = json(&model, THREE, &[])["max_shards"].as_u64().unwrap();
+    for shards in 1..=most.min(3) {
+        let report = json(&model, THREE, &["--shards", &shards.to_string()]);
+        let replica = &report["replicas"][0];
+        let ranges = ranges(replica);
+        assert_eq!(ranges.len() as u64, shards);
+        let mut next = 0;
+        for (first, end) in ranges {
+            assert!(first == next && end > first, "{report}");
+            next = end;
+        }
+        assert_eq!(next, report["layers"].as_u64().unwrap());
+        for stage in replica["stages"].as_array().unwrap() {
+            let bytes = |key: &str| stage[key].as_u64().unwrap();
+            assert!(bytes("weight_bytes") > 0 && bytes("kv_bytes") + bytes("state_bytes") > 0, "{stage}");
+            assert!(bytes("needed_bytes") <= bytes("memory_bytes"), "{stage}");
+        }
+        for rate in ["prefill_tps", "decode_tps", "pipelined_decode_tps"] {
+            assert!(replica[rate].as_f64().unwrap() > 0.0, "{replica}");
+        }
+    }
+    let (code, stderr) = refused(&model, THREE, &["--shards", &(most + 1).to_string()]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains(&format!("{most} is the most")), "{stderr}");
+}
+
+tiny_models!(check);
+
+#[test]
+fn layers_that_share_keys_stay_with_their_source_and_the_refusal_says_so() {
+    let model = Manifest::read().unwrap().tiny("gemma4").unwrap().path();
+    let report = json(&model, THREE, &[]);
+    let (most, layers) = (report["max_shards"].as_u64().unwrap(), report["layers"].as_u64().unwrap());
+    assert!(most < layers, "{report}");
+    // Without workers of its own: this machine is not even looked at.
+    let output = binary::run(&["plan", model.to_str().unwrap(), "--shards", &layers.to_string()]).unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains(&format!("{most} is the most")) && stderr.contains("keys"), "{stderr}");
+}
+
+#[test]
+fn a_split_set_is_planned_like_its_whole() {
+    let manifest = Manifest::read().unwrap();
+    let split = &manifest.split[0];
+    let whole = kvasir_cluster_tests::fixtures::root().join(&split.source);
+    let replicas = |model: &Path| json(model, THREE, &["--shards", "2"])["replicas"].clone();
+    assert_eq!(replicas(&split.files[1].path()), replicas(&whole));
+}
+
+#[test]
+fn experts_are_stored_whole_and_read_in_part() {
+    // The same weights on a worker that reads fast: decode is bound by bytes, and those of unused experts are none.
+    let model = Manifest::read().unwrap().tiny("qwen3moe").unwrap().path();
+    let slow = r#"{"workers":[{"name":"a","memory":"1GiB","bandwidth":"1MB","compute":1e15}]}"#;
+    let report = json(&model, slow, &["--context", "16"]);
+    let stage = &report["replicas"][0]["stages"][0];
+    let stored = stage["weight_bytes"].as_f64().unwrap() / 1e6;
+    let read = stage["decode_ms_per_token"].as_f64().unwrap() / 1e3;
+    assert!(read < stored, "{read} of {stored} MB");
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_refused_with_the_numbers() {
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let small = "[[worker]]\nname = \"tight\"\nmemory = \"64KiB\"\nbandwidth = \"20GB\"\ncompute = 1e11\n";
+    let (code, stderr) = refused(&model, small, &[]);
+    assert_eq!(code, Some(1), "{stderr}");
+    for expected in ["does not fit", "tight", "65536", "context"] {
+        assert!(stderr.contains(expected), "{expected} not in {stderr}");
+    }
+    let (code, stderr) = refused(&model, THREE, &["--replicas", "4"]);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("3 of 4 replicas"), "{stderr}");
+    let (code, stderr) = refused(&model, THREE, &["--context", "99999999"]);
+    assert_eq!(code, Some(64), "{stderr}");
+    assert!(stderr.contains("99999999"), "{stderr}");
+}
+
+#[test]
+fn a_plan_of_the_operators_own_is_kept_or_refused() {
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let layers = json(&model, THREE, &[])["layers"].as_u64().unwrap();
+    let file = |cut: u64, next: u64| {
+        let worker = |name: &str, first: u64, end: u64| {
+            format!(
+                "[[worker]]\nname = \"{name}\"\nmemory = \"1GiB\"\nbandwidth = \"20GB\"\ncompute = 1e11\n\
+                 layers = [{first}, {end}]\n"
+            )
+        };
+        worker("a", 0, cut) + &worker("b", next, layers)
+    };
+    let report = json(&model, &file(1, 1), &[]);
+    assert_eq!(ranges(&report["replicas"][0]), [(0, 1), (1, layers)]);
+    let (code, stderr) = refused(&model, &file(1, 2), &[]);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("1 is the next"), "{stderr}");
+}
+
+#[test]
+fn this_machine_is_planned_for_by_default_and_shared_by_shards() {
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let out = binary::stdout(&["plan", model.to_str().unwrap(), "--shards", "2"]).unwrap();
+    for expected in ["worker-0", "worker-1", "predicted: prefill", "of one sequence"] {
+        assert!(out.contains(expected), "{expected} not in {out}");
+    }
+}
