@@ -5,7 +5,7 @@
     bench/overload/run.py                     # about four minutes
 
 A real `kvasir up` with two workers. First its capacity: so many clients, each asking again when it has its answer. Then
-an open loop at ten times that rate, which does not wait for answers, for 30 s; then what has been accepted finishes.
+an open loop at ten times that rate, which does not wait for answers, for 10 s that do not count and 30 s that do; then what has been accepted finishes.
 Printed: what a refusal took, what was finished in these 30 s against the capacity, the generator's share of a CPU (a
 generator that is the bottleneck measures itself), memory before and after, and the KV that sequences still hold.
 """
@@ -81,7 +81,7 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kv-bytes", default="512MiB")
     parser.add_argument("--clients", type=int, default=64, help="of the closed loop")
-    parser.add_argument("--warm", type=float, default=10.0, help="seconds of the closed loop that do not count")
+    parser.add_argument("--warm", type=float, default=10.0, help="first seconds of either loop, of which what is finished does not count")
     parser.add_argument("--measure", type=float, default=20.0, help="seconds of the closed loop")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the open loop")
     parser.add_argument("--times", type=float, default=10.0, help="how much more than it can do")
@@ -96,7 +96,7 @@ def main():
         capacity = closed["in_time"] / args.measure
         cluster.settle()
         held, before = cluster.kv_held(), cluster.resident()
-        opened = load(args, cluster, rate=capacity * args.times, seconds=args.seconds, seed=3)
+        opened = load(args, cluster, rate=capacity * args.times, seconds=args.warm + args.seconds, warm=args.warm, seed=3)
         cluster.settle()
         after, held_after, queued = cluster.resident(), cluster.kv_held(), cluster.queued()
     finally:
@@ -112,13 +112,15 @@ def main():
     ms = lambda us: "none" if us is None else f"{us / 1e3:.1f} ms"  # noqa: E731
     print(json.dumps(result["machine"]))
     print(f"capacity {capacity:.1f} requests/s ({args.clients} clients for {args.measure:.0f} s), "
-          f"then {args.times:g}x for {args.seconds:.0f} s: {sent} sent")
+          f"then {args.times:g}x for {args.warm:.0f} and {args.seconds:.0f} s: {sent} sent")
     print(f"refused {opened['refused']}: p50 {ms(opened['refused_p50_us'])}, p99 {ms(opened['refused_p99_us'])}, "
           f"max {ms(opened['refused_max_us'])}; {opened['no_retry_after']} without Retry-After")
     print(f"accepted and finished {opened['finished']}, {opened['failed']} failed"
           + (f" ({opened['first_failure']})" if opened["failed"] else "")
           + f"; the last one {opened['seconds']:.0f} s after the start")
-    print(f"goodput {goodput:.1f} requests/s, {100 * goodput / capacity:.0f} % of the capacity")
+    overall = opened["finished"] / opened["seconds"]
+    print(f"goodput {goodput:.1f} requests/s, {100 * goodput / capacity:.0f} % of the capacity; "
+          f"until the last was finished {overall:.1f}, {100 * overall / capacity:.0f} %")
     print(f"generator {100 * opened['generator_cpu']:.1f} % of a CPU over the whole run")
     for node, size in after.items():
         print(f"{node}: {before[node] / 2**20:.0f} MiB resident before, {size / 2**20:.0f} MiB after")
