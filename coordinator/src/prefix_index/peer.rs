@@ -75,7 +75,7 @@ pub struct Export {
 enum Part {
     /// The worker is still to be named.
     Head(NodeId),
-    Body(Sending),
+    Body(Box<Sending>),
     Done,
 }
 
@@ -114,7 +114,8 @@ impl Export {
                 let frame = encode(&PeerIndexFrame::Worker { node: node.clone(), epoch, sequence })?;
                 let mut hasher = blake3::Hasher::new();
                 hasher.update(&frame);
-                self.part = Part::Body(Sending { slot: self.slot, hasher, done: 0, rest: VecDeque::new() });
+                let sending = Sending { slot: self.slot, hasher, done: 0, rest: VecDeque::new() };
+                self.part = Part::Body(Box::new(sending));
                 Ok(Some(frame))
             }
             Part::Body(sending) => {
