@@ -56,6 +56,21 @@ async fn tenants_share_nothing_and_only_the_key_names_them() {
     assert_eq!(cached("Bearer key-b", json!({})).await.0, 96);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_group_has_a_plain_name() {
+    let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
+    let status = async |group: &str| {
+        let body = json!({"prompt": [1, 2, 3], "max_tokens": 1}).to_string();
+        let reply = send(rig.at.http, Method::POST, COMPLETIONS, &[("x-kvasir-group", group)], body).await;
+        if reply.status.is_success() { (200, String::new(), String::new()) } else { reply.error() }
+    };
+    assert_eq!(status("question-17:a").await.0, 200);
+    let refused = (400, "invalid_field".to_owned(), "x-kvasir-group".to_owned());
+    for wrong in ["", "two words", &"g".repeat(129)] {
+        assert_eq!(status(wrong).await, refused, "{wrong:?}");
+    }
+}
+
 fn chat(messages: usize, extra: Value) -> Value {
     let mut body =
         json!({"messages": vec![json!({"role": "user", "content": ""}); messages], "max_tokens": 1});
