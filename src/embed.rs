@@ -1,5 +1,6 @@
 //! `kvasir embed`: what an encoder makes of texts, as a safetensors file or as JSON.
 
+use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, KvTypeArg};
 use anyhow::{Context, Result, bail};
@@ -93,6 +94,7 @@ impl Embed {
             threads: self.threads.map(usize::from),
             kv_type: self.kv_type.into(),
             activations: self.activations.into(),
+            digests: home::digests(),
             ..EngineOptions::default()
         };
         let mut encoder = load::encoder(&path, &options, &mut |_, _| {})

@@ -1,6 +1,7 @@
 //! Where Kvasir keeps what outlives a command: `$KVASIR_HOME`, by default `~/.cache/kvasir`.
 
 use crate::config::ConfigError;
+use model::file::DigestCache;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
@@ -11,6 +12,11 @@ pub(crate) fn home() -> Result<PathBuf, ConfigError> {
     found.ok_or_else(|| {
         ConfigError::Environment("set KVASIR_HOME: there is no HOME to keep a cache in".into())
     })
+}
+
+/// Where digests of models are remembered; nowhere where there is no home.
+pub(crate) fn digests() -> Option<DigestCache> {
+    Some(DigestCache::at(home().ok()?.join("digests")))
 }
 
 /// The data directory of `kvasir up` unless one is named: one a user, so that a shared home is no clash.

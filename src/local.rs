@@ -1,6 +1,7 @@
 //! One process, no cluster: an engine driven to the end by the command itself (`run`, `logits`, `perplexity`).
 
 use crate::config::ConfigError;
+use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
@@ -40,6 +41,7 @@ impl EngineArgs {
             kv_type: self.kv_type.into(),
             state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
+            digests: home::digests(),
             ..EngineOptions::default()
         })
     }

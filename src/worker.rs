@@ -3,6 +3,7 @@
 use crate::config::{self, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::front::Front;
+use crate::home;
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
@@ -295,6 +296,7 @@ impl WorkerSettings {
             chunk: self.chunk,
             max_sequences: self.max_seqs,
             workers: self.workers_here.unwrap_or(default.workers),
+            digests: home::digests(),
             ..default
         })
     }

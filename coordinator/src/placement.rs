@@ -229,9 +229,9 @@ impl Placement<'_> {
     ///
     /// Of all cuts and all ways to give stages to workers, a replica is one whose slowest stage takes the least time
     /// for a typical request, and among those one whose squared times sum to the least, so that the other stages are
-    /// even too. Replicas are cut one after the other, each from the workers that are left. Where more than a few
-    /// thousand choices of workers differ, the workers stand in the order of their speed and are only left out, not
-    /// exchanged.
+    /// even too. Replicas are cut one after the other, each from the workers that are left. Where more than 512 choices
+    /// of workers differ, only the 24 fastest workers (more for more shards) are looked at, in the order of their speed:
+    /// they may be left out and not exchanged.
     pub fn place(&self, shards: Option<usize>, replicas: usize) -> Result<Vec<Replica>, PlacementError> {
         shards.map_or(Ok(()), |wanted| check_shards(self.model, wanted))?;
         self.check_workers()?;
@@ -263,15 +263,14 @@ impl Placement<'_> {
         if free.is_empty() {
             return Err(PlacementError::NoWorkers);
         }
-        let most = most_shards(self.model).min(free.len());
         let counts = match shards {
             Some(wanted) if wanted > free.len() => {
                 return Err(PlacementError::Workers { wanted, workers: free.len() });
             }
             Some(wanted) => wanted..=wanted,
-            None => 1..=most,
+            None => 1..=most_shards(self.model).min(free.len()),
         };
-        let search = search::Search::new(self, free);
+        let search = search::Search::new(self, free, shards.unwrap_or(0));
         if let Some(replica) = counts.clone().find_map(|count| search.fastest(count)) {
             return Ok(replica);
         }

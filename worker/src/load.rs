@@ -14,6 +14,7 @@ use kernels::backend::{ActivationMode, Backend, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
+use model::file::DigestCache;
 use model::metadata::Metadata;
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
@@ -73,6 +74,8 @@ pub struct EngineOptions {
     pub placement: Placement,
     /// Workers started on this machine together, this one included.
     pub workers: usize,
+    /// Where digests of models are remembered; none reads every tensor to know the model's.
+    pub digests: Option<DigestCache>,
 }
 
 impl Default for EngineOptions {
@@ -95,6 +98,7 @@ impl Default for EngineOptions {
             pull_patience: None,
             placement: Placement::Paged,
             workers: 1,
+            digests: None,
         }
     }
 }
@@ -236,7 +240,7 @@ fn prepare_on(
     let refused =
         |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
     floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
-    let model_digest = gguf.digest()?;
+    let model_digest = digest(&gguf, options)?;
     let metadata = gguf.metadata().clone();
     let mut decoder = load_decoder(&gguf, spec, options, backend, rows, progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
@@ -400,6 +404,14 @@ fn load_decoder(
         state_type: options.state_type,
     };
     Decoder::load(spec, config, gguf, backend, progress)
+}
+
+/// The model's digest, remembered or read.
+fn digest(gguf: &ModelFile, options: &EngineOptions) -> Result<[u8; 32], Error> {
+    if let Some(cache) = &options.digests {
+        cache.fill(gguf)?;
+    }
+    Ok(gguf.digest()?)
 }
 
 fn threads(options: &EngineOptions) -> NonZeroUsize {

@@ -4,8 +4,10 @@ use super::{Placement, Replica, Stage};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
-/// Choices of workers that are told apart; beyond, workers keep their order.
-const MOST_CHOICES: usize = 1 << 13;
+/// Choices of workers that are told apart: a hundred layers then take about a second. Beyond, workers keep their order.
+const MOST_CHOICES: usize = 1 << 9;
+/// Workers that are looked at when they keep their order, for the same reason.
+const MOST_ORDERED: usize = 24;
 
 /// Workers that are alike in all that matters.
 struct Kind {
@@ -41,11 +43,12 @@ struct Best {
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(placement: &'a Placement<'a>, free: &[usize]) -> Self {
+    /// Over the workers `free`, for replicas of up to `least` stages at the least.
+    pub(super) fn new(placement: &'a Placement<'a>, free: &[usize], least: usize) -> Self {
         let mut bounds = vec![0];
         bounds.extend(placement.model.cuts());
         bounds.push(placement.model.layers());
-        let (kinds, order) = kinds(placement, free);
+        let (kinds, order) = kinds(placement, free, least);
         let costs: HashMap<(usize, usize), _> = pairs(bounds.len())
             .map(|(from, to)| ((from, to), placement.model.range(bounds[from]..bounds[to])))
             .collect();
@@ -165,8 +168,9 @@ fn pairs(bounds: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..bounds).flat_map(move |from| (from + 1..bounds).map(move |to| (from, to)))
 }
 
-/// Groups workers that are alike; where the choices are still too many, each stands for itself, fastest first.
-fn kinds(placement: &Placement<'_>, free: &[usize]) -> (Vec<Kind>, Order) {
+/// Groups workers that are alike; where the choices are still too many, each stands for itself, fastest first, and the
+/// slowest are left out.
+fn kinds(placement: &Placement<'_>, free: &[usize], least: usize) -> (Vec<Kind>, Order) {
     let of = |worker: usize| &placement.workers[worker];
     let alike = |a: usize, b: usize| {
         let (a, b) = (of(a), of(b));
@@ -187,5 +191,6 @@ fn kinds(placement: &Placement<'_>, free: &[usize]) -> (Vec<Kind>, Order) {
     let time = |worker: &usize| placement.times(of(*worker), &whole).request;
     let mut sorted = free.to_vec();
     sorted.sort_by(|a, b| time(a).total_cmp(&time(b)));
+    sorted.truncate(least.max(MOST_ORDERED));
     (sorted.into_iter().map(|worker| Kind { workers: vec![worker] }).collect(), Order::Given)
 }

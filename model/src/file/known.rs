@@ -45,7 +45,7 @@ impl DigestCache {
             && is_settled(file)?
             && let Err(error) = self.keep(&entry, before, chunks)
         {
-            tracing::warn!(entry = %entry.display(), %error, "a model's digest is not remembered");
+            tracing::debug!(entry = %entry.display(), %error, "a model's digest is not remembered");
         }
         Ok(())
     }

@@ -46,11 +46,7 @@ fn exit_codes() {
 
 #[test]
 fn flags_of_features_that_have_not_landed_are_absent() {
-    for arguments in [
-        &["up", "--shards", "2"][..],
-        &["worker", "--role", "prefill"],
-        &["run", "m", "-p", "a", "--spec", "ngram"],
-    ] {
+    for arguments in [&["up", "--shards", "2"][..], &["run", "m", "-p", "a", "--spec", "ngram"]] {
         assert_eq!(end(arguments).0, BAD_USAGE, "kvasir {}", arguments.join(" "));
     }
 }
@@ -99,6 +95,31 @@ fn kernels_that_cannot_be_had_are_bad_configuration() {
             assert!(stderr.contains(variable) && stderr.contains(value), "{stderr}");
         }
     }
+}
+
+#[test]
+fn a_models_digest_is_remembered_and_a_damaged_memory_of_it_changes_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let (ids, out) = (home.path().join("ids.json"), home.path().join("out.safetensors"));
+    std::fs::write(&ids, "[[1, 2, 3]]").unwrap();
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let [model, ids_name, out_name] = [&model, &ids, &out].map(|path| path.to_str().unwrap());
+    let run = || {
+        let arguments = ["logits", model, "--tokens", ids_name, "--out", out_name];
+        let output = binary::command(&arguments).unwrap().env("KVASIR_HOME", home.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        std::fs::read(&out).unwrap()
+    };
+    let first = run();
+    let digests = std::fs::read_dir(home.path().join("digests")).unwrap();
+    let [entry] = &digests.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()[..] else {
+        panic!("one file, one entry")
+    };
+    let remembered = std::fs::read(entry).unwrap();
+    assert_eq!(run(), first);
+    std::fs::write(entry, &remembered[1..]).unwrap();
+    assert_eq!(run(), first);
+    assert_eq!(std::fs::read(entry).unwrap(), remembered, "it was read and remembered again");
 }
 
 #[test]

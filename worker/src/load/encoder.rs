@@ -1,6 +1,8 @@
 //! From a model file to an encoder.
 
-use super::{EngineOptions, MAX_CONTEXT, Plan, Progress, backend, environment, load_decoder, plan_for};
+use super::{
+    EngineOptions, MAX_CONTEXT, Plan, Progress, backend, digest, environment, load_decoder, plan_for,
+};
 use crate::Error;
 use crate::encoder::{Encoder, Layout, task};
 use crate::kv_cache::memory::{MemoryFloor, MemoryRefused, ProcMemInfo};
@@ -37,7 +39,7 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused = |refused: MemoryRefused| Error::KvMemory { reason: refused.to_string() };
     floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
-    let model_digest = gguf.digest()?;
+    let model_digest = digest(&gguf, options)?;
     let device = backend(options, &environment)?;
     let mut decoder = load_decoder(&gguf, spec, options, device, step_tokens, progress)?;
     let layout = Layout::new(&decoder, (step_tokens, step_texts), options.block_tokens)?;
