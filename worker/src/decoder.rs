@@ -138,13 +138,52 @@ impl Decoder {
         Ok(self.backend.write_arena(offset, bytes)?)
     }
 
-    /// Runs the layers over a step; the residual stream stays on the device.
+    /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the
+    /// model's first layer.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
+        if self.config.layers.start > 0 {
+            return Err(Error::Invariant("a later stage starts from activations".to_owned()));
+        }
+        self.begin(copies, step)?;
+        self.run_layers()
+    }
+
+    /// As [`Decoder::forward`], for a range that begins behind the first layer: from what [`Decoder::residual`] gave
+    /// for the range before it, row by row.
+    pub fn forward_from(
+        &mut self,
+        copies: &[KvCopy],
+        step: &StepInput<'_>,
+        activations: &[f32],
+    ) -> Result<(), Error> {
+        let (rows, width) = (step.tokens.len(), self.spec.hidden);
+        if self.config.layers.start == 0 || activations.len() != rows * width {
+            let found = activations.len();
+            return Err(Error::Invariant(format!("{found} activations for {rows} rows of {width}")));
+        }
+        self.begin(copies, step)?;
+        self.backend.write_rows(self.buffers.x, activations)?;
+        self.run_layers()
+    }
+
+    /// The residual stream behind the last layer run: `rows` rows of the last step, one behind the other.
+    pub fn residual(&mut self, rows: usize) -> Result<Vec<f32>, Error> {
+        let mut values = vec![0f32; rows * self.spec.hidden];
+        for (row, out) in values.chunks_exact_mut(self.spec.hidden).enumerate() {
+            self.backend.read_row(self.buffers.x, row, out)?;
+        }
+        Ok(values)
+    }
+
+    fn begin(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
         if !copies.is_empty() {
             self.backend.copy_kv(copies)?;
         }
         self.backend.begin_step(step)?;
-        self.embed()?;
+        self.embed()
+    }
+
+    fn run_layers(&mut self) -> Result<(), Error> {
         for index in 0..self.weights.layers.len() {
             self.layer(index)?;
         }
