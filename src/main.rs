@@ -23,8 +23,10 @@ mod ops_client;
 mod perplexity;
 mod prefix;
 mod progress;
+mod replica;
 mod run;
 mod snapshot;
+mod stage;
 mod status;
 mod tokenize;
 mod top;
@@ -33,7 +35,7 @@ mod worker;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
-use config::ConfigError;
+use config::{ConfigError, UsageError};
 use std::io::{ErrorKind as IoErrorKind, IsTerminal};
 use std::process::ExitCode;
 
@@ -42,6 +44,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Exit code of a configuration that cannot be honoured (`EX_USAGE` of sysexits).
 const BAD_CONFIG: u8 = 64;
+/// Exit code of a flag that cannot be honoured, as clap has it.
+const BAD_USAGE: u8 = 2;
 
 /// Serves large language models from many machines as if they were one.
 #[derive(Parser)]
@@ -60,6 +64,7 @@ enum Command {
     Up(up::Up),
     Coordinator(coordinator::Coordinator),
     Worker(worker::Worker),
+    Stage(stage::Stage),
     Run(run::Run),
     Logits(logits::Logits),
     Perplexity(perplexity::Perplexity),
@@ -82,6 +87,7 @@ impl Command {
             Self::Up(command) => command.run(),
             Self::Coordinator(command) => command.run(),
             Self::Worker(command) => command.run(),
+            Self::Stage(command) => command.run(),
             Self::Run(command) => command.run(),
             Self::Logits(command) => command.run(),
             Self::Perplexity(command) => command.run(),
@@ -111,9 +117,18 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("kvasir: {error:#}");
-            if error.chain().any(is_configuration) { ExitCode::from(BAD_CONFIG) } else { ExitCode::FAILURE }
+            match () {
+                () if error.chain().any(is_usage) => ExitCode::from(BAD_USAGE),
+                () if error.chain().any(is_configuration) => ExitCode::from(BAD_CONFIG),
+                () => ExitCode::FAILURE,
+            }
         }
     }
+}
+
+/// Whether a flag asks for what the model, or another flag, rules out.
+fn is_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
+    cause.is::<UsageError>() || matches!(cause.downcast_ref(), Some(::worker::Error::Shards { .. }))
 }
 
 /// Whether what was asked for in a file, a flag or the environment is at fault.

@@ -41,7 +41,7 @@ impl ActivationType {
     }
 }
 
-/// Names a replica among those that a worker has heard of: drawn at random by its first stage.
+/// Names a replica among those that a worker has heard of: made up by its first stage, unlike that of any other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ReplicaId(pub [u8; 16]);
 

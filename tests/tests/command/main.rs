@@ -35,6 +35,7 @@ mod fixture_set;
 mod golden;
 mod numerics;
 mod perplexity;
+mod shards;
 mod state_type;
 mod tokenize;
 mod usage;

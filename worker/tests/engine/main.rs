@@ -14,5 +14,6 @@ mod pins;
 mod resume;
 mod siblings;
 mod snapshots;
+mod stages;
 mod storm;
 mod tiers;
