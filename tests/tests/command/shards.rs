@@ -1,8 +1,9 @@
 //! `kvasir logits --shards N`: a model over several processes gives the bits of one.
 
 use kvasir_cluster_tests::fixtures::Manifest;
-use kvasir_cluster_tests::{binary, logits};
+use kvasir_cluster_tests::{binary, logits, signal};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// As many shards as a refusal names: nothing is so long that it could be cut into a thousand.
 fn most_shards(model: &Path) -> usize {
@@ -71,4 +72,56 @@ fn what_does_not_go_with_shards_is_refused() {
         let output = binary::run(&[&base, flags].concat()).unwrap();
         assert_eq!(output.status.code(), Some(2), "{flags:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
+}
+
+/// Processes whose parent is `parent`.
+fn children(parent: u32) -> Vec<u32> {
+    let file = format!("/proc/{parent}/task/{parent}/children");
+    let list = std::fs::read_to_string(file).unwrap_or_default();
+    list.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+/// Whether a stage has all that it needs and waits for steps.
+fn is_ready(stage: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{stage}/task")).into_iter().flatten().flatten();
+    let mut names = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
+    names.any(|name| name.trim() == "kvasir-stage")
+}
+
+#[test]
+fn a_killed_stage_fails_the_command_within_three_seconds() {
+    let manifest = Manifest::read().unwrap();
+    let model = manifest.tiny("llama").unwrap().path();
+    let dir = tempfile::tempdir().unwrap();
+    let (ids, out) = (dir.path().join("ids.json"), dir.path().join("out.safetensors"));
+    // More than will ever be computed: 200 prompts, one after the other.
+    std::fs::write(&ids, serde_json::to_vec(&vec![(4..300).collect::<Vec<u32>>(); 200]).unwrap()).unwrap();
+    let text = |path: &Path| path.to_str().unwrap().to_owned();
+    let (model, ids, out_text) = (text(&model), text(&ids), text(&out));
+    let mut arguments = vec!["logits", &model, "--tokens", &ids, "--out", &out_text, "--shards", "3"];
+    arguments.extend(["--greedy", "100", "--chunk", "1", "--no-prefix-cache", "--threads", "1"]);
+    let mut command = binary::command(&arguments).unwrap();
+    let mut running = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
+    let deadline = Instant::now() + binary::PATIENCE;
+    let stages = loop {
+        let stages = children(running.id());
+        if stages.len() == 2 && stages.iter().all(|pid| is_ready(*pid)) {
+            break stages;
+        }
+        assert!(
+            Instant::now() < deadline && running.try_wait().unwrap().is_none(),
+            "its stages do not start"
+        );
+        std::thread::yield_now();
+    };
+    signal::kill_now(stages[0]);
+    let killed = Instant::now();
+    let output = running.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    println!("failed {:?} after the kill: {said}", killed.elapsed());
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("stage") && said.contains("lost"), "{said}");
+    assert!(killed.elapsed() < 3 * Duration::from_secs(3), "{:?}", killed.elapsed());
+    assert!(!out.exists(), "no file is half written");
+    assert!(stages.iter().all(|stage| !signal::is_alive(*stage)), "the other stage is gone too");
 }

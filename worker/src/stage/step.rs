@@ -154,3 +154,87 @@ fn step_state(state: &StageStateV1, offset: impl Fn(u32) -> Result<u32, Error>) 
         deferred: false,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{self, EngineOptions};
+    use std::path::Path;
+
+    /// The last layers of a small model, and the slabs of their arena.
+    fn stage(arch: &str) -> (Decoder, Slabs) {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+        let path = root.join(arch).join(format!("{arch}-f32.gguf"));
+        let options = EngineOptions { threads: Some(1), max_rows: Some(8), ..EngineOptions::default() };
+        let spec = model::spec::ModelSpec::from_file(&model::ModelFile::open(&path).unwrap()).unwrap();
+        let layers = spec.cut_points()[0]..spec.layers.len();
+        let (class, none) = load::stage(&path, &options, layers.clone(), "another").unwrap();
+        assert!(none.is_none(), "of another class");
+        let (_, decoder) = load::stage(&path, &options, layers, &class).unwrap();
+        let mut decoder = decoder.unwrap();
+        let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
+        let slabs = Slabs::with_blocks(2, &vec![3; sizes.len()], &sizes).unwrap();
+        decoder.allocate_kv(slabs.bytes() as usize).unwrap();
+        (decoder, slabs)
+    }
+
+    fn good(decoder: &Decoder) -> StageStepV1 {
+        let recurrent = decoder.spec().is_recurrent();
+        let table = StageTableV1 { skipped: 0, blocks: vec![5] };
+        let state = StageStateV1 { read: None, write: 4, exports: vec![(0, 3)] };
+        let sequence = StageSequenceV1 {
+            rows: 2,
+            context: 0,
+            tables: vec![table; decoder.groups().len() - usize::from(recurrent)],
+            state: recurrent.then_some(state),
+        };
+        StageStepV1 {
+            step: 1,
+            tokens: vec![3, 4],
+            sequences: vec![sequence],
+            copies: vec![StageCopyV1 { group: 0, from: 1, to: 2 }],
+            argmax: vec![1],
+            logits: vec![0],
+        }
+    }
+
+    /// A change to a step, and what it is called.
+    type Spoil = (&'static str, fn(&mut StageStepV1));
+
+    #[test]
+    fn a_step_that_the_stage_cannot_do_is_refused_before_anything_is_computed() {
+        let spoils: [Spoil; 11] = [
+            ("a token", |step| step.tokens[0] = u32::MAX),
+            ("a wanted token", |step| step.argmax[0] = 2),
+            ("wanted logits", |step| step.logits[0] = u32::MAX),
+            ("more rows", |step| step.sequences[0].rows = 3),
+            ("a long context", |step| step.sequences[0].context = u32::MAX),
+            ("no tables", |step| step.sequences[0].tables.clear()),
+            ("a block", |step| step.sequences[0].tables[0].blocks[0] = 6),
+            ("no block", |step| step.sequences[0].tables[0].blocks[0] = NULL_OFFSET),
+            ("skipped blocks", |step| step.sequences[0].tables[0].skipped = u32::MAX),
+            ("a copy", |step| step.copies[0].to = 6),
+            ("a copy's group", |step| step.copies[0].group = 9),
+        ];
+        let states: [Spoil; 3] = [
+            ("no state", |step| step.sequences[0].state = None),
+            ("a slot", |step| step.sequences[0].state.as_mut().unwrap().write = 6),
+            ("an export", |step| step.sequences[0].state.as_mut().unwrap().exports[0].1 = NULL_OFFSET),
+        ];
+        for arch in ["llama", "granitehybrid"] {
+            let (mut decoder, slabs) = stage(arch);
+            let activations = vec![0.5; 2 * decoder.spec().hidden];
+            let step = good(&decoder);
+            forward(&mut decoder, &slabs, &step, Some(&activations)).unwrap();
+            let of_states = states.iter().filter(|_| step.sequences[0].state.is_some());
+            for (what, spoil) in spoils.iter().chain(of_states) {
+                let mut step = step.clone();
+                spoil(&mut step);
+                let refused = forward(&mut decoder, &slabs, &step, Some(&activations));
+                assert!(matches!(refused, Err(Error::StageStep { .. })), "{arch}, {what}: {refused:?}");
+            }
+            let short = forward(&mut decoder, &slabs, &step, Some(&activations[1..]));
+            assert!(matches!(short, Err(Error::Invariant(_))), "{arch}: {short:?}");
+        }
+    }
+}
