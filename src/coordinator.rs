@@ -238,7 +238,11 @@ impl Coordinator {
         let config = settings.service()?;
         let key =
             cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let threads = std::thread::available_parallelism().map_or(1, |cpus| (cpus.get() / 2).max(1));
+        // Half of the CPUs: a request is tens of microseconds of work in several tasks, and waking another thread for
+        // each of these costs more than they do. The rest is the kernel's network stack's, and the workers' if any are here.
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             let started = server::Coordinator::start(config, &identity, key).await;

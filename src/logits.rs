@@ -215,6 +215,7 @@ impl Logits {
             sampling: Sampling::default(),
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
             deadline: None,
+            pull: None,
             sink: Box::new(Collector {
                 vocab,
                 states: self.states,

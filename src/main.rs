@@ -9,6 +9,7 @@ mod ca;
 mod cluster_key;
 mod config;
 mod coordinator;
+mod coordinators;
 mod cpus;
 mod drain;
 mod embed;
@@ -24,6 +25,7 @@ mod perplexity;
 mod prefix;
 mod progress;
 mod replica;
+mod role;
 mod run;
 mod snapshot;
 mod stage;
@@ -76,6 +78,7 @@ enum Command {
     Top(top::Top),
     Drain(drain::Drain),
     Undrain(drain::Undrain),
+    Coordinators(coordinators::Coordinators),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -99,6 +102,7 @@ impl Command {
             Self::Top(command) => command.run(),
             Self::Drain(command) => command.run(),
             Self::Undrain(command) => command.run(),
+            Self::Coordinators(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

@@ -112,6 +112,7 @@ impl Perplexity {
                 sampling: Sampling::default(),
                 stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
                 deadline: None,
+                pull: None,
                 sink: Box::new(Scorer { chunk, into: into.clone() }),
             });
             local.run_to_end()?;

@@ -91,6 +91,7 @@ impl Run {
             },
             stop: Stop { max_tokens: self.max_tokens, strings: self.stop.clone(), ..Stop::default() },
             deadline: None,
+            pull: None,
             sink: Box::new(printer(outcome.clone())),
         });
         local.run_to_end()?;

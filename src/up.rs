@@ -10,6 +10,7 @@ use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::role::RoleArg;
 use crate::worker::WorkerSettings;
 use crate::{home, models};
 use ::coordinator::api::auth::KeyEntry;
@@ -64,6 +65,9 @@ struct UpSettings {
     /// Worker processes [default: 2]
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
     workers: Option<usize>,
+    /// How many of them compute long prompts for the others, which then only decode [default: 0]
+    #[arg(long, value_name = "N", env = "KVASIR_PREFILL_WORKERS")]
+    prefill_workers: Option<usize>,
     /// OpenAI API of the first coordinator, the next takes the next port; port 0 is any [default: 127.0.0.1:8080]
     #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP")]
     http: Option<SocketAddr>,
@@ -100,6 +104,12 @@ struct UpSettings {
     /// By what a worker is chosen; all but `prefix` are there to compare with [default: prefix]
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     routing: Option<RoutingArg>,
+    /// Generations that may wait for a worker at each coordinator; more are refused [default: 2048]
+    #[arg(long, value_name = "N", env = "KVASIR_QUEUE_REQUESTS")]
+    queue_requests: Option<usize>,
+    /// Generations that a coordinator gives to one worker at a time; more wait [default: 256]
+    #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
+    worker_inflight: Option<u32>,
     /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     data_dir: Option<PathBuf>,
@@ -122,6 +132,10 @@ impl Plan {
     fn new(settings: UpSettings, listen_public: bool) -> Result<Self, ConfigError> {
         let coordinators = count("coordinators", settings.coordinators, 1, MAX_VOTERS)?;
         let workers = count("workers", settings.workers, 2, MAX_WORKERS)?;
+        if let Some(prefill) = settings.prefill_workers.filter(|prefill| *prefill >= workers) {
+            let limit = format!("less than the {workers} workers that there are");
+            return Err(ConfigError::field("prefill_workers", prefill, limit));
+        }
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let http = settings.http.unwrap_or(local(8080));
         let ops = settings.ops.unwrap_or(local(9090));
@@ -183,6 +197,8 @@ impl Plan {
                 hold_ready: Some(true),
                 keys: self.settings.keys.clone(),
                 routing: self.settings.routing,
+                queue_requests: self.settings.queue_requests,
+                worker_inflight: self.settings.worker_inflight,
                 ..CoordinatorSettings::default()
             };
             coordinators.push((name, settings));
@@ -195,6 +211,7 @@ impl Plan {
                 quic: Some(any_port),
                 ops: Some(any_port),
                 model: Some(named.clone()),
+                role: self.role(index),
                 workers_here: Some(self.workers),
                 threads: Some(self.shares.threads),
                 cpus: self.shares.sets.get(index).cloned(),
@@ -212,6 +229,14 @@ impl Plan {
             workers.push((name, settings));
         }
         Ok(Nodes::new(model.id.to_string(), coordinators, workers))
+    }
+}
+
+impl Plan {
+    /// The first workers compute prompts, if any do.
+    fn role(&self, worker: usize) -> Option<RoleArg> {
+        let prefill = self.settings.prefill_workers.filter(|prefill| *prefill > 0)?;
+        Some(if worker < prefill { RoleArg::Prefill } else { RoleArg::Decode })
     }
 }
 

@@ -6,6 +6,7 @@ use crate::front::Front;
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::role::RoleArg;
 use coordinator::models::ModelEntry;
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
@@ -54,6 +55,9 @@ pub(crate) struct WorkerSettings {
     /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
+    /// What part of requests this worker is for [default: both].
+    #[arg(long, value_enum, env = "KVASIR_ROLE")]
+    pub(crate) role: Option<RoleArg>,
     /// UDP address where other nodes reach this one [default: 127.0.0.1:7001].
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
     pub(crate) quic: Option<SocketAddr>,
@@ -171,6 +175,7 @@ impl WorkerSettings {
             listen: settings.quic.unwrap_or(local(0)),
             ops: settings.ops.unwrap_or(local(0)),
             engine: settings.options()?,
+            part: settings.role.unwrap_or(RoleArg::Both).into(),
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
         };
@@ -215,6 +220,7 @@ impl WorkerSettings {
             coordinators: self.coordinators.clone(),
             http: self.http,
             model: self.model.clone(),
+            role: or!(role, RoleArg::Both, "a worker that can do everything is never missing for something"),
             cpus: self.cpus.clone(),
             threads,
             quic: or!(quic, local(7001), "this machine only, unless told otherwise"),

@@ -6,34 +6,40 @@
 //! than the one agreed on is not served.
 //! Never waits for the group: a coordinator starts, and takes workers and requests, before it is founded.
 
+mod changes;
 mod founding;
+mod members;
 mod mesh;
+mod news;
 
 use crate::config::Config;
 use crate::consensus::core::{CoreError, Outbound, RaftRole, Settings};
-use crate::consensus::driver::{self, ConsensusError, Driver, Handle, Network};
-use crate::consensus::message::{Frame, GroupId};
+use crate::consensus::driver::{self, Driver, Handle, Network};
+use crate::consensus::message::GroupId;
 use crate::consensus::storage::{Disk, Loaded, StorageError};
-use crate::consensus::table::{
-    Change, ClientId, Kind, Outcome, Refusal, Table, WorkerDrainedV1, WorkerLeftV1,
-};
+use crate::consensus::table::{Change, Level, Refusal, SeatV1, Table, WorkerDrainedV1};
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
-use founding::{DraftFile, DraftV1, Founding};
+use changes::Session;
+use founding::{DraftFile, Founding};
+use members::Answer;
 use mesh::Mesh;
+use news::{Heard, MemberV1, News, Told};
 use parking_lot::Mutex;
 use proto::codec::CodecError;
 use proto::ids::{Epoch, NodeId};
-use proto::message::{Register, RegisterV2};
 use proto::transport::{Connection, Endpoint};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 
 pub use founding::DraftError;
+pub use members::{GroupView, MemberView, Order};
+pub use news::Standing;
 
 /// A tick of [`Settings::default`].
 const TICK: Duration = Duration::from_millis(50);
@@ -43,12 +49,12 @@ const CHANGE_LIMIT: Duration = Duration::from_millis(1500);
 const REPORT_EVERY: Duration = Duration::from_millis(500);
 /// The same while there is no group yet.
 const DRAFT_EVERY: Duration = Duration::from_millis(100);
-/// A coordinator not heard of for this long is shown as unreachable.
-const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// How often lives of workers that are not agreed on yet are put forward again.
 const INTRODUCE_EVERY: Duration = Duration::from_secs(1);
 /// How long handing over leadership may take at the end.
 const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
+/// Orders of others that wait to be carried out. Whoever has given one that is lost gives it again.
+const MAX_ORDERS: usize = 8;
 
 /// Another coordinator of the group, or this one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,33 +64,6 @@ pub struct PeerEntry {
     pub node: NodeId,
     /// Where it is dialed, `host:port`.
     pub quic: String,
-}
-
-/// What one coordinator tells another. Variants are only appended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum Told {
-    /// Of the group's agreement.
-    Raft(Frame),
-    /// Where the sender stands.
-    News(News),
-}
-
-/// Where a coordinator stands. Variants are only appended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum News {
-    /// In no group yet.
-    Draft(DraftV1),
-    /// In a group.
-    Member(MemberV1),
-}
-
-/// Where a member stands.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct MemberV1 {
-    group: GroupId,
-    role: RaftRole,
-    term: u64,
-    applied: u64,
 }
 
 /// Why a coordinator cannot take part in its group.
@@ -121,20 +100,9 @@ pub enum ChangeError {
     /// The table has no such thing, or another rule stands against it.
     #[error(transparent)]
     Refused(#[from] Refusal),
-}
-
-/// Where a coordinator stands, as far as this one knows.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Standing {
-    /// Which.
-    pub node: NodeId,
-    /// In a word: `leader`, `follower`, `candidate`, `learner`, `outsider`; `founding` while there is no group;
-    /// `unreachable` if it was not heard of lately.
-    pub role: &'static str,
-    /// The latest term it knows.
-    pub term: u64,
-    /// The last entry it has applied.
-    pub applied: u64,
+    /// Not as the group is; what is to be done is told.
+    #[error("{0}")]
+    Explained(String),
 }
 
 /// This coordinator's part in its group. See the module.
@@ -149,31 +117,33 @@ pub struct Agreement {
 struct Shared {
     node: NodeId,
     dispatch: Arc<Dispatch>,
+    metrics: RaftMetrics,
     /// Once there is a group.
     member: OnceLock<Member>,
     driver: Mutex<Option<Driver>>,
-    /// What was heard last of each peer, and when.
-    heard: Mutex<BTreeMap<NodeId, (Instant, News)>>,
+    /// Who this one is, once it is known in which life.
+    seat: OnceLock<SeatV1>,
+    heard: Mutex<Heard>,
     /// Something was heard that a founder waits for.
     news: Notify,
     /// A worker has joined here.
     joined: Notify,
+    /// Held while a table is brought here, so that an older one is never brought after a newer one.
+    applying: Mutex<()>,
     /// Operators' changes go one after the other.
     operators: tokio::sync::Mutex<Option<Session>>,
+    /// So do changes of the group, here at the leader.
+    members: tokio::sync::Mutex<Option<Session>>,
+    /// Orders that have been handed to the leader.
+    asked: Mutex<HashMap<u64, oneshot::Sender<Answer>>>,
+    /// Orders that others have handed here.
+    orders: mpsc::Sender<(NodeId, u64, Order)>,
 }
 
 #[derive(Debug)]
 struct Member {
     group: GroupId,
     handle: Handle,
-}
-
-/// Changes of one client, one after the other.
-#[derive(Debug)]
-struct Session {
-    handle: Handle,
-    /// Who, and the number of the last change.
-    open: Option<(ClientId, u64)>,
 }
 
 /// A disk without a group.
@@ -190,6 +160,7 @@ impl Agreement {
         config: &Config,
         endpoint: &Arc<Endpoint>,
         dispatch: Arc<Dispatch>,
+        metrics: RaftMetrics,
     ) -> Result<Option<Arc<Self>>, GroupError> {
         let Some(directory) = &config.data_dir else { return Ok(None) };
         let node = endpoint.name().node.clone();
@@ -199,29 +170,39 @@ impl Agreement {
         let file = DraftFile(directory.join("founding"));
         let (own, others): (Vec<_>, Vec<_>) =
             config.peers.iter().cloned().partition(|peer| peer.node == node);
+        let (orders, given) = mpsc::channel(MAX_ORDERS);
         let shared = Arc::new(Shared {
             node: node.clone(),
             dispatch,
+            metrics,
             member: OnceLock::new(),
             driver: Mutex::new(None),
-            heard: Mutex::new(BTreeMap::new()),
+            seat: OnceLock::new(),
+            heard: Mutex::default(),
             news: Notify::new(),
             joined: Notify::new(),
+            applying: Mutex::new(()),
             operators: tokio::sync::Mutex::new(None),
+            members: tokio::sync::Mutex::new(None),
+            asked: Mutex::default(),
+            orders,
         });
         let hears = Arc::clone(&shared);
         let deliver = Arc::new(move |peer: &NodeId, told| hears.hear(peer, told));
         let mesh = Mesh::start(endpoint, &others, &shared.dispatch, deliver);
         let mesh = Arc::new(mesh);
+        let at = own.first().map_or_else(|| endpoint.address().to_string(), |own| own.quic.clone());
         let mut blank = match loaded {
             Some(loaded) => {
                 file.forget()?;
+                let incarnation = loaded.identity.incarnation;
+                let _first = shared.seat.set(SeatV1 { node, incarnation, quic: at, level: Level::OWN });
                 shared.take_part(loaded, disk, &mesh)?;
                 None
             }
             None => {
-                let at = own.first().map_or_else(|| endpoint.address().to_string(), |own| own.quic.clone());
                 let draft = file.load_or_draw(&node, &at)?;
+                let _first = shared.seat.set(SeatV1 { level: Level::OWN, ..draft.seat.clone() });
                 let others = others.iter().map(|peer| peer.node.clone());
                 Some(Blank { disk, file, founding: Founding::new(draft, others) })
             }
@@ -229,9 +210,11 @@ impl Agreement {
         if let Some(waiting) = blank.take() {
             blank = shared.found(waiting, &mesh)?;
         }
-        let peers: Vec<NodeId> = others.into_iter().map(|peer| peer.node).collect();
-        let life = Arc::clone(&shared).live(blank, Arc::clone(&mesh), peers);
-        let tasks = vec![tokio::spawn(life), tokio::spawn(Arc::clone(&shared).follow())];
+        let tasks = vec![
+            tokio::spawn(Arc::clone(&shared).live(blank, Arc::clone(&mesh))),
+            tokio::spawn(Arc::clone(&shared).follow(Arc::clone(&mesh))),
+            tokio::spawn(Arc::clone(&shared).obey(Arc::clone(&mesh), given)),
+        ];
         Ok(Some(Arc::new(Self { shared, mesh, tasks })))
     }
 
@@ -242,6 +225,7 @@ impl Agreement {
 
     /// Has a worker take no new work, or take it again: at every coordinator, also after restarts.
     pub async fn drain(&self, node: &NodeId, draining: bool) -> Result<(), ChangeError> {
+        self.shared.check_member()?;
         let deadline = Instant::now() + CHANGE_LIMIT;
         let change = Change::WorkerDrained(WorkerDrainedV1 { node: node.clone(), draining });
         let made = self.shared.change(node, change, deadline);
@@ -268,14 +252,7 @@ impl Agreement {
     /// Where each coordinator stands, this one first.
     pub fn standings(&self) -> Vec<Standing> {
         let heard = self.shared.heard.lock();
-        let peers = self.mesh.peers().map(|node| match heard.get(node) {
-            Some((at, news)) if at.elapsed() < SILENT_AFTER => standing(node, news),
-            Some((_, News::Member(member))) => {
-                let MemberV1 { term, applied, .. } = *member;
-                Standing { node: node.clone(), role: "unreachable", term, applied }
-            }
-            _ => Standing { node: node.clone(), role: "unreachable", term: 0, applied: 0 },
-        });
+        let peers = self.mesh.peers().into_iter().map(|node| heard.standing(&node));
         std::iter::once(self.shared.own()).chain(peers).collect()
     }
 
@@ -292,24 +269,6 @@ impl Agreement {
 impl Drop for Agreement {
     fn drop(&mut self) {
         self.tasks.iter().for_each(JoinHandle::abort);
-    }
-}
-
-fn standing(node: &NodeId, news: &News) -> Standing {
-    let (role, term, applied) = match news {
-        News::Member(MemberV1 { role, term, applied, .. }) => (role_name(*role), *term, *applied),
-        News::Draft(_) => ("founding", 0, 0),
-    };
-    Standing { node: node.clone(), role, term, applied }
-}
-
-fn role_name(role: RaftRole) -> &'static str {
-    match role {
-        RaftRole::Leader => "leader",
-        RaftRole::Follower => "follower",
-        RaftRole::Candidate => "candidate",
-        RaftRole::Learner => "learner",
-        RaftRole::Outsider => "outsider",
     }
 }
 
@@ -332,8 +291,17 @@ impl Shared {
                 }
             }
             Told::News(news) => {
-                self.heard.lock().insert(peer.clone(), (Instant::now(), news));
+                self.heard.lock().news(peer, news);
                 self.news.notify_one();
+            }
+            Told::Seat(seat) => self.heard.lock().seat(peer, seat),
+            Told::Order(number, order) => {
+                let _lost = self.orders.try_send((peer.clone(), number, order));
+            }
+            Told::Answer(number, answer) => {
+                if let Some(asked) = self.asked.lock().remove(&number) {
+                    let _gone = asked.send(answer);
+                }
             }
         }
     }
@@ -343,7 +311,8 @@ impl Shared {
         let group = loaded.identity.group;
         let network = ByMesh(Arc::clone(mesh));
         let on_fatal = Box::new(driver::abort);
-        let driver = Driver::start(Settings::default(), TICK, loaded, Box::new(disk), network, on_fatal)?;
+        let (settings, metrics) = (Settings::default(), self.metrics.clone());
+        let driver = Driver::start(settings, TICK, loaded, Box::new(disk), network, metrics, on_fatal)?;
         let _first = self.member.set(Member { group, handle: driver.handle() });
         *self.driver.lock() = Some(driver);
         // Whoever follows the table begins now.
@@ -354,7 +323,7 @@ impl Shared {
     /// Takes part if all that is needed has been heard; gives the disk back if not.
     fn found(&self, mut blank: Blank, mesh: &Arc<Mesh>) -> Result<Option<Blank>, GroupError> {
         let mut group = None;
-        for (peer, (_, news)) in self.heard.lock().iter() {
+        for (peer, news) in self.heard.lock().all_news() {
             match news {
                 News::Draft(draft) => blank.founding.hear(peer, draft.clone()),
                 News::Member(member) => group = Some(member.group),
@@ -378,7 +347,8 @@ impl Shared {
     }
 
     /// Tells the peers where this one stands, and founds the group with them if there is none.
-    async fn live(self: Arc<Self>, mut blank: Option<Blank>, mesh: Arc<Mesh>, peers: Vec<NodeId>) {
+    async fn live(self: Arc<Self>, mut blank: Option<Blank>, mesh: Arc<Mesh>) {
+        let mut outside = false;
         loop {
             if let Some(waiting) = blank.take() {
                 blank = match self.found(waiting, &mesh) {
@@ -399,8 +369,13 @@ impl Shared {
                 }
                 (None, None) => None,
             };
-            if let Some(news) = news {
-                peers.iter().for_each(|peer| mesh.send(peer, Told::News(news.clone())));
+            let was_outside = std::mem::replace(&mut outside, self.check_member().is_err());
+            if let (true, false, Some(seat)) = (outside, was_outside, self.seat.get()) {
+                tracing::warn!("{}", members::outsider(seat));
+            }
+            for peer in mesh.peers() {
+                news.iter().for_each(|news| mesh.send(&peer, Told::News(news.clone())));
+                self.seat.get().into_iter().for_each(|seat| mesh.send(&peer, Told::Seat(seat.clone())));
             }
             match blank {
                 Some(_) => {
@@ -411,19 +386,23 @@ impl Shared {
         }
     }
 
-    /// Applies what is agreed on whenever that changes, and puts forward the lives of workers that are not.
-    async fn follow(self: Arc<Self>) {
+    /// Applies what is agreed on whenever that changes, and puts forward what is seen here and is not agreed on.
+    async fn follow(self: Arc<Self>, mesh: Arc<Mesh>) {
         while self.member.get().is_none() {
             self.joined.notified().await;
         }
         let Some(Member { handle, .. }) = self.member.get() else { return };
         let mut table = handle.table();
-        let mut session = Session { handle: handle.clone(), open: None };
+        let mut session = Session::new(handle.clone());
         loop {
             self.apply();
+            for seat in table.borrow_and_update().seats().filter(|seat| seat.node != self.node) {
+                mesh.ensure(&PeerEntry { node: seat.node.clone(), quic: seat.quic.clone() });
+            }
             // One is enough: the others put forward only what the leader does not know of.
             if handle.status().role == RaftRole::Leader {
                 self.introduce(&mut session).await;
+                self.report_levels(&mut session).await;
             }
             tokio::select! {
                 changed = table.changed() => if changed.is_err() { return },
@@ -433,62 +412,12 @@ impl Shared {
         }
     }
 
-    /// Puts forward the lives of workers here that are not agreed on. What is not taken is tried again later.
-    async fn introduce(&self, session: &mut Session) {
-        for register in self.dispatch.introductions() {
-            let Some(table) = self.table() else { return };
-            if !is_news(&table, &register) {
-                continue;
-            }
-            let deadline = Instant::now() + CHANGE_LIMIT;
-            match session.make(Change::WorkerJoined(Register::V2((*register).clone())), deadline).await {
-                Ok(Outcome::Refused(Refusal::ModelConflict(other))) => {
-                    // A worker that is nowhere any more must not decide what a name stands for.
-                    let here = self.dispatch.introductions().iter().any(|register| register.node == other);
-                    if let Some(worker) = table.workers().worker(&other).filter(|_| !here) {
-                        let left = WorkerLeftV1 { node: other, epoch: worker.epoch };
-                        let _later = session.make(Change::WorkerLeft(left), deadline).await;
-                    }
-                }
-                Ok(Outcome::Refused(refusal)) => {
-                    tracing::debug!(node = %register.node, %refusal, "a worker's life is not agreed on");
-                }
-                Ok(Outcome::Done | Outcome::Opened(_)) => {}
-                // Nor will the others be taken.
-                Err(error) => {
-                    tracing::debug!(%error, "a worker's life is not agreed on yet");
-                    return;
-                }
-            }
-        }
-    }
-
-    /// Makes a change about a worker.
-    async fn change(&self, node: &NodeId, change: Change, deadline: Instant) -> Result<(), ChangeError> {
-        let Some(Member { handle, .. }) = self.member.get() else { return Err(ChangeError::NoQuorum) };
-        let mut operators = self.operators.lock().await;
-        let session = operators.get_or_insert_with(|| Session { handle: handle.clone(), open: None });
-        let unknown = Outcome::Refused(Refusal::Unknown(Kind::Worker));
-        let mut outcome = session.make(change.clone(), deadline).await?;
-        if outcome == unknown {
-            // It has joined here, perhaps while there was no majority.
-            let here = self.dispatch.introductions().into_iter().find(|register| register.node == *node);
-            if let Some(register) = here {
-                session.make(Change::WorkerJoined(Register::V2((*register).clone())), deadline).await?;
-                outcome = session.make(change, deadline).await?;
-            }
-        }
-        match outcome {
-            Outcome::Done | Outcome::Opened(_) => Ok(()),
-            Outcome::Refused(refusal) => Err(refusal.into()),
-        }
-    }
-
     fn table(&self) -> Option<Arc<Table>> {
         self.member.get().map(|member| Arc::clone(&member.handle.table().borrow()))
     }
 
     fn apply(&self) {
+        let _turn = self.applying.lock();
         if let Some(table) = self.table() {
             self.dispatch.agree(table.workers());
         }
@@ -499,42 +428,9 @@ impl Shared {
         match self.member.get() {
             Some(member) => {
                 let status = member.handle.status();
-                Standing { node, role: role_name(status.role), term: status.term, applied: status.applied }
+                Standing { node, role: status.role.name(), term: status.term, applied: status.applied }
             }
             None => Standing { node, role: "founding", term: 0, applied: 0 },
         }
-    }
-}
-
-/// Whether the table does not know this life of a worker as one that goes on.
-fn is_news(table: &Table, register: &RegisterV2) -> bool {
-    table.workers().worker(&register.node).is_none_or(|known| {
-        known.epoch < register.epoch || known.epoch == register.epoch && known.life.register().is_none()
-    })
-}
-
-impl Session {
-    /// Makes a change and waits until it is applied here; each is made at most once.
-    async fn make(&mut self, change: Change, deadline: Instant) -> Result<Outcome, ConsensusError> {
-        loop {
-            let (client, last) = match self.open {
-                Some(open) => open,
-                None => (self.handle.open_session(deadline).await?, 0),
-            };
-            // Before it is sent: when this future is dropped, the number is used up.
-            self.open = Some((client, last + 1));
-            match self.handle.propose(change.clone(), client, last + 1, deadline).await? {
-                // Dropped for those of others; what is changed here may be made again.
-                Outcome::Refused(Refusal::SessionExpired) => self.open = None,
-                outcome => return Ok(outcome),
-            }
-        }
-    }
-}
-
-impl From<ConsensusError> for ChangeError {
-    fn from(error: ConsensusError) -> Self {
-        tracing::warn!(%error, "a change was not agreed on");
-        Self::NoQuorum
     }
 }

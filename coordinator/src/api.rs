@@ -19,6 +19,7 @@ pub mod prompt;
 pub mod rerank;
 pub mod shape;
 
+use crate::chain_memo::ChainMemo;
 use crate::dispatch::{Dispatch, Job};
 use crate::models::Models;
 use crate::ops::metrics::Metrics;
@@ -51,6 +52,10 @@ use tokio::sync::Semaphore;
 /// The client's name for its request, or ours.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
+/// Longest body that is planned where it was read. Handing it to another thread and back takes longer than most of
+/// what is to be done, and even a body of new text holds this thread up for milliseconds only.
+const PLANNED_INLINE: usize = 64 << 10;
+
 /// Everything that the handlers need.
 #[derive(Debug)]
 pub struct Front {
@@ -62,11 +67,13 @@ pub struct Front {
     pub keys: Keys,
     /// Keys block ids and salts.
     pub cluster_key: ClusterKey,
+    /// Names prompts under that key.
+    pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// How often documents are asked for.
     pub popularity: Popularity,
-    /// Requests that are planned at once; more would only share the same cores.
+    /// Long requests that are planned at once; more would only share the same cores.
     pub planners: Arc<Semaphore>,
     /// How long a request may take in all.
     pub request_timeout: Duration,
@@ -213,7 +220,8 @@ async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<R
     // Put there by the gate.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let body = body(request).await?;
-    let tokenized = front.plan(move |sources| plan::tokenize(&body, &caller.tenant, sources)).await?;
+    let tokenized =
+        front.plan(body.len(), move |sources| plan::tokenize(&body, &caller.tenant, sources)).await?;
     let count = tokenized.tokens.len();
     let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
     Ok(Json(body).into_response())
@@ -221,7 +229,7 @@ async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<R
 
 async fn detokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
     let body = body(request).await?;
-    let text = front.plan(move |sources| plan::detokenize(&body, sources.models)).await?;
+    let text = front.plan(body.len(), move |sources| plan::detokenize(&body, sources.models)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
@@ -231,14 +239,14 @@ async fn generate(
     request: Request,
 ) -> Result<Response, ApiError> {
     let (Asker { caller, id, arrived }, body) = admit(&front, request).await?;
-    let key = front.cluster_key.clone();
+    let names = Arc::clone(&front);
     let deadline = arrived + front.request_timeout;
     let name = id.clone();
     let planned = Instant::now();
     let (plan, jobs) = front
-        .plan(move |sources| {
+        .plan(body.len(), move |sources| {
             let plan = plan::generation(kind, &body, &caller.tenant, sources)?;
-            let jobs = jobs(&plan, &key, &caller, &name, deadline);
+            let jobs = names.jobs(&plan, &caller, &name, deadline);
             Ok((plan, jobs))
         })
         .await?;
@@ -264,7 +272,8 @@ async fn generate(
 
 async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
-    let Embeddings { model, texts, shape } = front.plan(move |s| embeddings::plan(&body, s)).await?;
+    let Embeddings { model, texts, shape } =
+        front.plan(body.len(), move |s| embeddings::plan(&body, s)).await?;
     let gathered = gather(&front, asker, &model, texts).await?;
     front.write(gathered, move |gathered| shape.answer(model, gathered)).await
 }
@@ -272,7 +281,7 @@ async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result
 async fn rerank(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let id = asker.id.clone();
-    let Rerank { model, texts, shape } = front.plan(move |s| rerank::plan(&body, s)).await?;
+    let Rerank { model, texts, shape } = front.plan(body.len(), move |s| rerank::plan(&body, s)).await?;
     let gathered = gather(&front, asker, &model, texts).await?;
     front.write(gathered, move |gathered| shape.answer(&id, model, gathered)).await
 }
@@ -289,39 +298,6 @@ async fn admit(front: &Front, request: Request) -> Result<(Asker, Bytes), ApiErr
     Ok((Asker { caller, id, arrived }, body))
 }
 
-/// For each prompt its choices. Choices of one prompt differ in their seeds.
-fn jobs(plan: &Plan, key: &ClusterKey, caller: &Caller, id: &RequestId, deadline: Instant) -> Vec<Job> {
-    let root = key.root(Scope {
-        salt: &salt(key, &caller.tenant),
-        model_digest: &plan.served.model_digest,
-        tokenizer_digest: &plan.served.tokenizer_digest,
-        adapter: b"",
-    });
-    let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
-    for (prompt, max_tokens) in &plan.prompts {
-        let chain: Arc<[_]> = key.chain(root, prompt).into();
-        for nth in 0..plan.params.n {
-            let mut sampling = plan.params.sampling.clone();
-            sampling.seed = sampling.seed.wrapping_add(nth.into());
-            let mut stop = plan.params.stop.clone();
-            stop.max_tokens = *max_tokens;
-            jobs.push(Job {
-                request_id: id.clone(),
-                choice: jobs.len() as u32,
-                tenant: Arc::clone(&caller.tenant),
-                model: plan.model.id.clone(),
-                root,
-                prompt: Arc::clone(prompt),
-                chain: Arc::clone(&chain),
-                sampling,
-                stop,
-                deadline,
-            });
-        }
-    }
-    jobs
-}
-
 async fn body(request: Request) -> Result<Bytes, ApiError> {
     let announced = request.headers().get(header::CONTENT_LENGTH);
     limits::check_announced(announced.and_then(|v| v.to_str().ok()?.parse().ok()))?;
@@ -330,23 +306,65 @@ async fn body(request: Request) -> Result<Bytes, ApiError> {
 }
 
 impl Front {
-    /// Runs `work` where computing for milliseconds holds nobody up.
+    /// For each prompt its choices. Choices of one prompt differ in their seeds.
+    fn jobs(&self, plan: &Plan, caller: &Caller, id: &RequestId, deadline: Instant) -> Vec<Job> {
+        let key = &self.cluster_key;
+        let root = key.root(Scope {
+            salt: &salt(key, &caller.tenant),
+            model_digest: &plan.served.model_digest,
+            tokenizer_digest: &plan.served.tokenizer_digest,
+            adapter: b"",
+        });
+        let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
+        for (prompt, max_tokens) in &plan.prompts {
+            let chain: Arc<[_]> = self.chains.chain(root, prompt).into();
+            for nth in 0..plan.params.n {
+                let mut sampling = plan.params.sampling.clone();
+                sampling.seed = sampling.seed.wrapping_add(nth.into());
+                let mut stop = plan.params.stop.clone();
+                stop.max_tokens = *max_tokens;
+                jobs.push(Job {
+                    request_id: id.clone(),
+                    choice: jobs.len() as u32,
+                    tenant: Arc::clone(&caller.tenant),
+                    model: plan.model.id.clone(),
+                    root,
+                    prompt: Arc::clone(prompt),
+                    chain: Arc::clone(&chain),
+                    sampling,
+                    stop,
+                    deadline,
+                });
+            }
+        }
+        jobs
+    }
+
+    /// Runs `work` on a body of so many bytes where the time that this takes holds nobody up.
     async fn plan<T: Send + 'static>(
         self: &Arc<Self>,
+        bytes: usize,
         work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
+        if bytes <= PLANNED_INLINE {
+            return self.with_sources(work);
+        }
         let permit = Arc::clone(&self.planners).acquire_owned().await.map_err(|_| ApiError::Internal)?;
         let front = Arc::clone(self);
         let planned = tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            let served = |id: &ModelId| front.dispatch.model(id);
-            let seed = random_u64();
-            work(&Sources { models: &front.models, served: &served, seed, popularity: &front.popularity })
+            front.with_sources(work)
         });
         planned.await.unwrap_or_else(|error| {
             tracing::error!(%error, "planning a request failed");
             Err(ApiError::Internal)
         })
+    }
+
+    fn with_sources<T>(&self, work: impl FnOnce(&Sources<'_>) -> T) -> T {
+        let served = |id: &ModelId| self.dispatch.model(id);
+        let (models, popularity) = (&*self.models, &self.popularity);
+        work(&Sources { models, served: &served, seed: random_u64(), popularity })
     }
 
     /// Writes what may be thousands of vectors where that holds nobody up.
@@ -355,7 +373,11 @@ impl Front {
         gathered: Gathered,
         answer: impl FnOnce(&Gathered) -> T + Send + 'static,
     ) -> Result<Response, ApiError> {
-        self.plan(move |_| Ok((gathered.headers.clone(), Json(answer(&gathered))).into_response())).await
+        self.plan(
+            usize::MAX,
+            move |_| Ok((gathered.headers.clone(), Json(answer(&gathered))).into_response()),
+        )
+        .await
     }
 }
 

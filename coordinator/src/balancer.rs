@@ -20,7 +20,8 @@ use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
+use proto::message::{LoadReportV1, PullCostV1, ServedModelV2, WorkPart, WorkerState};
+use proto::pull::PullSourceV1;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,8 @@ pub struct Policy {
     pub index_bytes: u64,
     /// By what a worker is chosen.
     pub routing: Routing,
+    /// Prompt tokens that a worker for decoding computes itself at most while there is one for prefill.
+    pub decode_prefill_tokens: u32,
 }
 
 impl Default for Policy {
@@ -57,6 +60,7 @@ impl Default for Policy {
             max_attempts: 4,
             index_bytes: 256 << 20,
             routing: Routing::Prefix,
+            decode_prefill_tokens: 256,
         }
     }
 }
@@ -95,6 +99,19 @@ pub struct Assignment {
     pub reason: Reason,
     /// Workers of equal classes give bit-equal results.
     pub numeric_class: String,
+    /// Who computes the prompt first, for this worker to pull it.
+    pub prefill: Option<Prefilling>,
+    /// Where the worker may pull a prefix from.
+    pub pull: Option<PullSourceV1>,
+}
+
+/// A worker that computes a prompt for another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefilling {
+    /// The worker.
+    pub node: NodeId,
+    /// Its life.
+    pub epoch: Epoch,
 }
 
 /// Why a generation is not placed.
@@ -164,6 +181,8 @@ pub struct WorkerView {
     pub inflight: u32,
     /// Prompt tokens sent there by this coordinator and not yet computed.
     pub pending_tokens: u64,
+    /// What part of requests it is for.
+    pub part: WorkPart,
     /// Its event stream.
     pub stream: Option<StreamView>,
 }
@@ -308,6 +327,24 @@ impl Balancer {
     pub fn load(&mut self, now: Instant, node: &NodeId, report: LoadReportV1, random: u64) -> Vec<Action> {
         self.floor.load(now, node, report);
         self.pump(now, random)
+    }
+
+    /// A member says what part of requests it is for, what pulls of its models' prefixes cost, and where other workers
+    /// reach it. Until then it is for everything, and nothing is pulled.
+    pub fn introduce(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        part: WorkPart,
+        pulls: Vec<PullCostV1>,
+        quic: String,
+    ) {
+        self.floor.introduce(node, epoch, (part, pulls, quic));
+    }
+
+    /// A member tells how many bytes per second it pulls.
+    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
+        self.floor.pulled(node, epoch, rate);
     }
 
     /// A worker's events arrive.

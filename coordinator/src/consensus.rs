@@ -16,5 +16,6 @@ mod member;
 pub mod message;
 pub mod storage;
 pub mod table;
+pub mod telemetry;
 
 pub use member::{Incarnation, MemberId};

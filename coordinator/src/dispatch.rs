@@ -26,11 +26,12 @@ use link::{Link, Turn};
 use parking_lot::{Mutex, MutexGuard};
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
+use proto::message::{LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
 use sequences::Served;
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
@@ -101,12 +102,15 @@ impl Dispatch {
         self: &Arc<Self>,
         session: SessionId,
         connection: Connection,
-        register: RegisterV2,
+        register: RegisterV3,
     ) -> Result<(), TableError> {
+        let RegisterV3 { worker: register, part, pulls } = register;
         let (node, epoch) = (register.node.clone(), register.epoch);
+        let quic = reachable(&register.quic, connection.remote_address());
         let mut desk = self.desk.lock();
         let join = TableChange::Join(register);
         let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
+        desk.balancer.introduce(&node, epoch, part, pulls, quic);
         let link = Arc::new(Link::new(session, epoch, connection));
         if let Some(old) = desk.links.insert(node, link)
             && old.session() != session
@@ -118,12 +122,13 @@ impl Dispatch {
     }
 
     /// A worker reports on this session. `false` if it is not a member by this session and epoch.
-    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV1) -> bool {
+    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV2) -> bool {
         let mut desk = self.desk.lock();
-        let member =
-            desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == report.epoch);
+        let epoch = report.load.epoch;
+        let member = desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
-            let actions = desk.balancer.load(Instant::now(), node, report, random_u64());
+            desk.balancer.pulled(node, epoch, report.pulls.rate);
+            let actions = desk.balancer.load(Instant::now(), node, report.load, random_u64());
             self.perform(&mut desk, actions);
         }
         member
@@ -291,6 +296,11 @@ impl Dispatch {
         true
     }
 
+    /// The connection of a worker in this life, while it is a member.
+    fn link(&self, node: &NodeId, epoch: Epoch) -> Option<Arc<Link>> {
+        self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
+    }
+
     fn started(&self, ticket: Ticket) {
         self.desk.lock().balancer.started(ticket);
     }
@@ -423,5 +433,15 @@ impl Dispatch {
                 Ok(need)
             }
         }
+    }
+}
+
+/// Where other workers reach a worker: where it says, or, if it listens everywhere, where it has dialled from.
+fn reachable(said: &str, seen: SocketAddr) -> String {
+    match said.parse::<SocketAddr>() {
+        Ok(address) if address.ip().is_unspecified() => {
+            SocketAddr::new(seen.ip(), address.port()).to_string()
+        }
+        _ => said.to_owned(),
     }
 }

@@ -16,6 +16,7 @@ pub mod admission;
 pub mod agreement;
 pub mod api;
 pub mod balancer;
+pub mod chain_memo;
 pub mod config;
 pub mod consensus;
 pub mod dispatch;

@@ -9,6 +9,11 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Memory of each model for the tokens of texts that may come again.
+const MEMO_BYTES: usize = 64 << 20;
 
 /// A model to offer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,19 +52,38 @@ pub struct OfferedModel {
     pub template: Option<ChatTemplate>,
     /// How it is drawn from where a request does not say.
     pub sampling: SamplingDefaults,
+    /// What its texts have cost so far.
+    tokenised: Tokenised,
+}
+
+/// Nanoseconds spent on texts, and their bytes.
+#[derive(Debug, Default)]
+struct Tokenised {
+    nanos: AtomicU64,
+    bytes: AtomicU64,
 }
 
 impl OfferedModel {
     /// The tokens of `text`, special tokens parsed, BOS before them if `bos` is asked for, the model wants
     /// it and the text does not begin with it already.
     pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
+        let started = Instant::now();
         let mut tokens = self.tokenizer.encode(text, true);
+        let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
+        self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
         if let Some(id) = self.tokenizer.bos().filter(|_| bos && self.tokenizer.adds_bos())
             && tokens.first() != Some(&id)
         {
             tokens.insert(0, id);
         }
         tokens
+    }
+
+    /// How long [`tokens`](Self::tokens) has taken so far, and for how many bytes.
+    pub fn tokenised(&self) -> (Duration, u64) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (Duration::from_nanos(get(&self.tokenised.nanos)), get(&self.tokenised.bytes))
     }
 }
 
@@ -77,7 +101,7 @@ impl Models {
             }
             let file = |source| ModelsError::File { id: id.clone(), source: Box::new(source) };
             let gguf = ModelFile::open(path).map_err(file)?;
-            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?;
+            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?.remembering(MEMO_BYTES);
             let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
                 // Completions work without one.
                 tracing::warn!(model = %id, %error, "no chat: the template cannot be used");
@@ -85,7 +109,14 @@ impl Models {
             });
             let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
             let sampling = known.or_file(gguf.metadata()).map_err(file)?;
-            models.push(Arc::new(OfferedModel { id: id.clone(), tokenizer, template, sampling }));
+            let id = id.clone();
+            models.push(Arc::new(OfferedModel {
+                id,
+                tokenizer,
+                template,
+                sampling,
+                tokenised: Tokenised::default(),
+            }));
         }
         Ok(Self(models))
     }

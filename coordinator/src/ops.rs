@@ -1,6 +1,7 @@
 //! The operations port: health, metrics, administration.
 
 pub mod cluster;
+pub mod coordinators;
 mod keep;
 pub mod metrics;
 pub mod prefixes;
@@ -10,6 +11,7 @@ pub mod snapshots;
 use crate::agreement::{Agreement, ChangeError};
 use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
 use crate::api::error::ApiError;
+use crate::chain_memo::ChainMemo;
 use crate::consensus::table::Refusal;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
@@ -46,6 +48,8 @@ pub struct Ops {
     pub keys: Keys,
     /// Keys block ids and salts.
     pub cluster_key: ClusterKey,
+    /// Names prompts under that key.
+    pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// Whether this node may call itself ready.
@@ -88,6 +92,7 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .route("/admin/v1/workers/{id}/dead", post(dead))
         .route("/admin/v1/workers/{id}/drain", post(async |ops, id| drain(ops, id, true).await))
         .route("/admin/v1/workers/{id}/undrain", post(async |ops, id| drain(ops, id, false).await))
+        .merge(coordinators::router())
         .merge(snapshots::router())
         .merge(prefixes::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
@@ -148,7 +153,7 @@ async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
 
 async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
     let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
-    let mut text = ops.metrics.text(&ops.dispatch);
+    let mut text = ops.metrics.text(&ops.dispatch, &ops.models, &ops.chains);
     relabel::append(&mut text, &workers);
     text.push_str("# EOF\n");
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -175,22 +180,39 @@ async fn drain(
     draining: bool,
 ) -> Result<StatusCode, ApiError> {
     let node = worker_name(id)?;
-    if let Some(agreement) = &ops.agreement {
-        return match agreement.drain(&node, draining).await {
-            Ok(()) => Ok(StatusCode::NO_CONTENT),
-            Err(ChangeError::NoQuorum) => Err(ApiError::NoQuorum),
-            Err(ChangeError::Refused(Refusal::Unknown(_))) => Err(ApiError::NotFound),
-            Err(ChangeError::Refused(refusal)) => Err(ApiError::Refused { why: refusal.to_string() }),
-        };
-    }
-    match ops.dispatch.drain(&node, draining).await {
-        Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(TableError::UnknownWorker(_)) => Err(ApiError::NotFound),
-        Err(error) => {
-            tracing::error!(%node, %error, "draining failed");
-            Err(ApiError::Internal)
+    let made = match &ops.agreement {
+        Some(agreement) => agreement.drain(&node, draining).await.map_err(ApiError::from),
+        None => ops.dispatch.drain(&node, draining).await.map_err(|error| match error {
+            TableError::UnknownWorker(_) => ApiError::NotFound,
+            error => {
+                tracing::error!(%node, %error, "draining failed");
+                ApiError::Internal
+            }
+        }),
+    };
+    count(&ops, if draining { "drain" } else { "undrain" }, &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+impl From<ChangeError> for ApiError {
+    fn from(error: ChangeError) -> Self {
+        match error {
+            ChangeError::NoQuorum => Self::NoQuorum,
+            ChangeError::Refused(Refusal::Unknown(_)) => Self::NotFound,
+            ChangeError::Refused(refusal) => Self::Refused { why: refusal.to_string() },
+            ChangeError::Explained(why) => Self::Refused { why },
         }
     }
+}
+
+/// Counts what has become of an operator's change.
+fn count<T>(ops: &Ops, what: &'static str, made: &Result<T, ApiError>) {
+    let outcome = match made {
+        Ok(_) => "made",
+        Err(ApiError::NoQuorum) => "no_quorum",
+        Err(_) => "refused",
+    };
+    ops.metrics.changed(what, outcome);
 }
 
 fn worker_name(id: String) -> Result<NodeId, ApiError> {

@@ -212,6 +212,20 @@ impl PrefixIndex {
         Overlap { units }
     }
 
+    /// How many leading units of `chain` each worker has said to hold; what is only expected does not count.
+    pub fn lookup_held(&self, chain: &[BlockId]) -> Overlap {
+        let mut units = vec![0; self.lanes.slots()];
+        let visit = |lane, depth| {
+            if let Some(slot) = self.lanes.holder(lane)
+                && units[slot] == 0
+            {
+                units[slot] = depth;
+            }
+        };
+        self.tree.lookup(chain, visit, || false);
+        Overlap { units }
+    }
+
     /// A request with this chain, which is whole from the first unit on, was sent to the worker in `slot`, which
     /// will hold all of it.
     pub fn reserve(&mut self, slot: Slot, chain: Arc<[BlockId]>) -> ReservationId {

@@ -8,6 +8,7 @@
 
 #[cfg(test)]
 mod tests;
+pub mod transfer;
 
 use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
@@ -39,6 +40,8 @@ pub struct Candidate {
     pub prefill_rate: f32,
     /// Measured time of a decode step in milliseconds; 0 if unknown.
     pub step_ms: f32,
+    /// The pull by which it would get more of the prompt than it holds, if that beats computing.
+    pub pull: Option<transfer::Pull>,
 }
 
 /// By what a worker is chosen.
@@ -109,7 +112,7 @@ pub fn choose(
 ) -> Option<Choice> {
     let rate = candidates.iter().map(|c| f64::from(c.prefill_rate)).fold(0.0, f64::max);
     let assumed_rate = if rate > 0.0 { rate } else { ASSUMED_PREFILL_RATE };
-    let cached = |c: &Candidate| predicted_tokens(prompt_tokens, c.units);
+    let cached = |c: &Candidate| predicted_tokens(prompt_tokens, c.served_units());
     let seconds = |c: &Candidate| match routing {
         Routing::Prefix | Routing::RoundRobin => cost(prompt_tokens - cached(c), c, assumed_rate),
         Routing::LeastLoad => cost(prompt_tokens, c, assumed_rate),
@@ -137,7 +140,7 @@ fn cost(own: u32, candidate: &Candidate, assumed_rate: f64) -> f64 {
     let rate = if candidate.prefill_rate > 0.0 { f64::from(candidate.prefill_rate) } else { assumed_rate };
     let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
     let queue = candidate.pending_tokens as f64 / rate + f64::from(candidate.running) * step;
-    queue + WORK_WEIGHT * f64::from(own) / rate
+    queue + WORK_WEIGHT * f64::from(own) / rate + candidate.pull_cost()
 }
 
 /// Of two different ones of `tied`, drawn by `random`, the one with less in hand.

@@ -4,7 +4,9 @@ mod http;
 
 use crate::agreement::{Agreement, GroupError};
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
+use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::models::{Models, ModelsError};
 use crate::ops::metrics::Metrics;
@@ -27,6 +29,8 @@ pub use http::Peer;
 const TICK: Duration = Duration::from_millis(50);
 /// Connections on the operations port.
 const OPS_CONNECTIONS: usize = 256;
+/// Memory for the names of prompts that may come again.
+const CHAIN_BYTES: usize = 32 << 20;
 
 /// Why a coordinator does not start.
 #[derive(Debug, thiserror::Error)]
@@ -95,16 +99,19 @@ impl Coordinator {
         }
         let models = Arc::new(Models::open(&config.models)?);
         let keys = Keys::new(&config.keys).map_err(ConfigError::from)?;
-        let metrics = Arc::new(Metrics::new());
+        let raft = RaftMetrics::default();
+        let in_group = config.data_dir.as_ref().map(|_| &raft);
+        let metrics = Arc::new(Metrics::new(in_group));
         let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics));
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
-        let alone = config.peers.iter().all(|peer| peer.node == name.node);
+        // Others may be added to a group of one.
+        let alone = config.data_dir.is_none();
         let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
         let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
         let endpoint = Arc::new(endpoint);
-        let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch))?;
+        let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch), raft)?;
         let terms = Arc::new(Terms {
             cluster_key: cluster_key.clone(),
             lease: Duration::from_millis(config.lease_ms),
@@ -112,11 +119,13 @@ impl Coordinator {
             tokenizers: models.tokenizer_digests(),
         });
 
+        let chains = Arc::new(ChainMemo::new(cluster_key.clone(), CHAIN_BYTES));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: keys.clone(),
             cluster_key: cluster_key.clone(),
+            chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
             planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
@@ -130,6 +139,7 @@ impl Coordinator {
             models,
             keys,
             cluster_key,
+            chains,
             metrics,
             gate: ReadyGate::new(config.hold_ready),
         });
@@ -173,15 +183,16 @@ impl Coordinator {
         self.dispatch.notice_dead(worker)
     }
 
-    /// Takes no new connections, lets requests under way finish for as long as the configuration gives
-    /// them, and closes everything. `true` if all of them finished.
+    /// Hands leadership over, takes no new connections, lets requests under way finish for as long as the
+    /// configuration gives them, and closes everything. `true` if all of them finished.
     pub async fn stop(mut self) -> bool {
         self.ops.gate.stop();
-        let finished = self.http.stop(self.drain).await;
-        self.ops_http.stop(Duration::ZERO).await;
+        // First, so that another takes changes while requests finish here.
         if let Some(agreement) = &self.agreement {
             agreement.stop().await;
         }
+        let finished = self.http.stop(self.drain).await;
+        self.ops_http.stop(Duration::ZERO).await;
         self.endpoint.close().await;
         tracing::info!(finished, "coordinator stopped");
         finished

@@ -122,10 +122,10 @@ impl Session {
 
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let register = request.into_latest().worker;
-        let node = register.node.clone();
+        let register = request.into_latest();
+        let node = register.worker.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
-        for model in &register.models {
+        for model in &register.worker.models {
             match self.terms.tokenizers.get(&model.id) {
                 Some(digest) if *digest != model.tokenizer_digest => {
                     tracing::error!(%node, model = %model.id, "refused: its tokenizer is not ours");
@@ -137,8 +137,8 @@ impl CoordinatorApi for Session {
                 }
             }
         }
-        let epoch = register.epoch;
-        let models: Vec<_> = register.models.iter().map(|m| m.id.to_string()).collect();
+        let epoch = register.worker.epoch;
+        let models: Vec<_> = register.worker.models.iter().map(|m| m.id.to_string()).collect();
         let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
         if let Some(known) = later {
             tracing::error!(%node, epoch = epoch.0, known = known.0, "refused: a later life is agreed on");
@@ -173,7 +173,7 @@ impl CoordinatorApi for Session {
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let report = report.into_latest().load;
+        let report = report.into_latest();
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
     }
 }

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use minijinja::machinery::{eval, get_compiled_template, make_string_output};
+use minijinja::machinery::{Instructions, eval, get_compiled_template, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{AutoEscape, Environment, Value};
@@ -36,6 +36,9 @@ const SOURCE: usize = 1 << 20;
 /// Bytes of the further variables of one rendering, as JSON.
 const EXTRA: usize = 1 << 20;
 
+/// Bytes that a template is expected to write around a message; more are found when they are needed.
+const MESSAGE_ROOM: usize = 64;
+
 const NAME: &str = "chat";
 
 /// What a rendering itself defines; requests cannot replace it.
@@ -57,7 +60,9 @@ const RESERVED: &[&str] = &[
 /// for milliseconds: call it where blocking is allowed.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    environment: &'static Environment<'static>,
+    /// The template's instructions, guards among them.
+    program: Instructions<'static>,
     bos_token: String,
     eos_token: String,
 }
@@ -174,12 +179,14 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| clock::format(format, SystemTime::now()));
         limits::install(&mut environment, time);
-        environment
-            .add_template_owned(NAME, source.to_owned())
-            .map_err(|e| TemplateError::Syntax { reason: e.to_string() })?;
-        let template = Self { environment, bos_token: bos_token.into(), eos_token: eos_token.into() };
-        template.program(|_| Ok(()))?;
-        Ok(template)
+        let syntax = |e: minijinja::Error| TemplateError::Syntax { reason: e.to_string() };
+        environment.add_template_owned(NAME, source.to_owned()).map_err(syntax)?;
+        // Instructions borrow from where the source is kept. A process reads a model's template once and has it until
+        // it ends.
+        let environment: &'static Environment<'static> = Box::leak(Box::new(environment));
+        let template = environment.get_template(NAME).map_err(syntax)?;
+        let program = rewrite::guarded(get_compiled_template(&template))?;
+        Ok(Self { environment, program, bos_token: bos_token.into(), eos_token: eos_token.into() })
     }
 
     /// The prompt for `messages`. `tools`, as in the request, and every variable of `extra` are visible to the
@@ -216,29 +223,17 @@ impl ChatTemplate {
             extra,
         };
         let context = Value::from(Serde(&context));
-        self.program(|program| {
-            let mut prompt = String::new();
-            let mut output = make_string_output(&mut prompt);
-            let blocks = std::collections::BTreeMap::new();
-            eval(&self.environment, program, context, &blocks, &mut output, AutoEscape::None)
-                .map_err(failure)?;
-            if prompt.len() > OUTPUT {
-                return Err(TemplateError::Limit(Limit::Output));
-            }
-            Ok(prompt)
-        })
-    }
-
-    /// Calls `run` with the template's instructions, guards among them.
-    fn program<'a, T>(
-        &'a self,
-        run: impl FnOnce(&minijinja::machinery::Instructions<'a>) -> Result<T, TemplateError>,
-    ) -> Result<T, TemplateError> {
-        let template = self
-            .environment
-            .get_template(NAME)
-            .map_err(|e| TemplateError::Syntax { reason: e.to_string() })?;
-        run(&rewrite::guarded(get_compiled_template(&template))?)
+        let texts = messages.iter().filter_map(|message| message.content.as_ref());
+        let room: usize = texts.map(|Content(text)| text.len() + MESSAGE_ROOM).sum();
+        let mut prompt = String::with_capacity(room.min(OUTPUT));
+        let mut output = make_string_output(&mut prompt);
+        let blocks = std::collections::BTreeMap::new();
+        eval(self.environment, &self.program, context, &blocks, &mut output, AutoEscape::None)
+            .map_err(failure)?;
+        if prompt.len() > OUTPUT {
+            return Err(TemplateError::Limit(Limit::Output));
+        }
+        Ok(prompt)
     }
 }
 

@@ -15,6 +15,7 @@ pub mod gguf;
 pub mod inspect;
 pub mod metadata;
 mod mmap;
+pub mod recent;
 pub mod safetensors;
 pub mod sampling;
 pub mod spec;

@@ -6,10 +6,12 @@
 
 use std::collections::BTreeSet;
 
+use crate::recent::RecentUse;
 use crate::{Error, Metadata};
 
 use bpe::Bpe;
 use char_bpe::CharBpe;
+use memo::{Cuts, How, Memo};
 use pieces::Pieces;
 use special::{Part, Specials};
 use spm::Spm;
@@ -20,6 +22,7 @@ pub use detokenizer::Detokenizer;
 mod bpe;
 mod char_bpe;
 mod detokenizer;
+mod memo;
 mod merge;
 mod merges;
 mod pieces;
@@ -42,6 +45,7 @@ pub struct Tokenizer {
     ends: Ends,
     eog: BTreeSet<u32>,
     digest: [u8; 32],
+    memo: Option<Memo>,
 }
 
 #[derive(Debug)]
@@ -158,25 +162,60 @@ impl Tokenizer {
     /// other, and only user-defined tokens are cut out. BOS and EOS are never added.
     pub fn encode(&self, text: &str, special: bool) -> Vec<u32> {
         let mut ids = Vec::with_capacity(text.len() / 3);
-        let mut after_special = true;
-        self.specials.split(text, special, |part| match part {
+        match &self.memo {
+            Some(memo) => {
+                memo.encode(text, special, &mut ids, |text, how, ids| self.encode_part(text, how, ids))
+            }
+            None => self.encode_part(text, How { special, first: true }, &mut ids),
+        }
+        ids
+    }
+
+    /// Appends the tokens of a part of a text.
+    fn encode_part(&self, text: &str, how: How, ids: &mut Vec<u32>) {
+        let mut after_special = how.first;
+        self.specials.split(text, how.special, |part| match part {
             Part::Token(id) => {
                 ids.push(id);
                 after_special = true;
             }
             Part::Text(text) => {
                 match &self.model {
-                    Model::Bpe(bpe) => bpe.encode(&self.bytes, text, &mut ids),
-                    Model::CharBpe(bpe) => bpe.encode(&self.texts, text, &mut ids),
-                    Model::WordPiece(pieces) => pieces.encode(&self.texts, text, &mut ids),
+                    Model::Bpe(bpe) => bpe.encode(&self.bytes, text, ids),
+                    Model::CharBpe(bpe) => bpe.encode(&self.texts, text, ids),
+                    Model::WordPiece(pieces) => pieces.encode(&self.texts, text, ids),
                     Model::Spm { spm, add_space_prefix } => {
-                        spm.encode(&self.texts, text, *add_space_prefix && after_special, &mut ids);
+                        spm.encode(&self.texts, text, *add_space_prefix && after_special, ids);
                     }
                 }
                 after_special = false;
             }
         });
-        ids
+    }
+
+    /// From here on remembers what it has encoded, in at most about `bytes`: the same ids, sooner for text that comes
+    /// again. Changes nothing where texts of this vocabulary cannot be cut.
+    pub fn remembering(mut self, bytes: usize) -> Self {
+        self.memo = self.cuts().and_then(|cuts| Memo::new(cuts, bytes));
+        self
+    }
+
+    /// How often what was to be encoded was known, piece by piece; none where nothing is remembered.
+    pub fn memo_usage(&self) -> Option<RecentUse> {
+        self.memo.as_ref().map(Memo::usage)
+    }
+
+    fn cuts(&self) -> Option<Cuts> {
+        let is_special = |kind: &Kind| matches!(kind, Kind::Control | Kind::Unknown | Kind::UserDefined);
+        let specials = (0..).zip(&self.kinds).filter(|(_, kind)| is_special(kind));
+        let texts = specials.filter_map(|(id, _)| self.texts.get(id));
+        match &self.model {
+            Model::Bpe(_) => Some(Cuts::new(|_| false, true, texts)),
+            Model::CharBpe(bpe) => Some(Cuts::new(|letter| bpe.joins_space(letter), true, texts)),
+            Model::Spm { spm, .. } => Some(Cuts::new(|letter| spm.joins_space(letter), false, texts)),
+            // Whole texts are normalised before they are cut; encoders read each text once anyway.
+            Model::WordPiece(_) => None,
+        }
     }
 
     /// `ids` as a whole sequence: BOS before and EOS after them where the vocabulary wants these.

@@ -168,11 +168,18 @@ struct CappedWriter<'a> {
 }
 
 impl bincode::enc::write::Writer for CappedWriter<'_> {
+    #[inline]
     fn write(&mut self, part: &[u8]) -> Result<(), EncodeError> {
         if self.bytes.len() + part.len() > self.end {
             return Err(EncodeError::UnexpectedEnd);
         }
-        self.bytes.extend_from_slice(part);
+        match part {
+            // Nearly all of a prompt are small numbers: not worth a call to copy them.
+            [a] => self.bytes.push(*a),
+            [a, b] => self.bytes.extend_from_slice(&[*a, *b]),
+            [a, b, c] => self.bytes.extend_from_slice(&[*a, *b, *c]),
+            part => self.bytes.extend_from_slice(part),
+        }
         Ok(())
     }
 }

@@ -29,9 +29,14 @@ pub fn kvasir() -> anyhow::Result<PathBuf> {
 
 /// `kvasir` with `arguments`, nothing on its stdin.
 pub fn command(arguments: &[&str]) -> anyhow::Result<Command> {
-    let mut command = Command::new(kvasir()?);
+    Ok(command_of(&kvasir()?, arguments))
+}
+
+/// A binary of another version with `arguments`, nothing on its stdin.
+pub fn command_of(binary: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(binary);
     command.args(arguments).stdin(Stdio::null());
-    Ok(command)
+    command
 }
 
 /// Runs `kvasir` to its end, whatever that is.

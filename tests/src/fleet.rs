@@ -3,7 +3,7 @@
 
 use crate::testnet::Net;
 use crate::{binary, http, signal, wait};
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -12,7 +12,7 @@ use std::process::{Child, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tempfile::TempDir;
 
-/// Two of them at once on two cores would only measure each other.
+/// Two busy ones at once on two cores would only measure each other.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Every node has a host of its own, so all may use the same ports.
@@ -38,6 +38,10 @@ pub struct Builder {
     workers: usize,
     coordinator_flags: Vec<String>,
     worker_flags: Vec<String>,
+    environment: Vec<(String, String)>,
+    binary: Option<PathBuf>,
+    spares: usize,
+    takes_turn: bool,
 }
 
 /// A running cluster.
@@ -48,7 +52,9 @@ pub struct Fleet {
     dir: TempDir,
     /// By host.
     processes: Vec<Mutex<Option<Child>>>,
-    _turn: MutexGuard<'static, ()>,
+    /// By host: what is started there, if not the binary under test.
+    binaries: Mutex<Vec<Option<PathBuf>>>,
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Builder {
@@ -64,15 +70,40 @@ impl Builder {
         self
     }
 
+    /// A variable in the environment of every node.
+    pub fn environment(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// The nodes are of another version than the binary under test, until they are [moved](Fleet::use_binary).
+    pub fn binary(mut self, binary: &Path) -> Self {
+        self.binary = Some(binary.to_owned());
+        self
+    }
+
+    /// One more host, which nobody is on: see [`Fleet::start_twin`].
+    pub fn spare_host(mut self) -> Self {
+        self.spares += 1;
+        self
+    }
+
+    /// It mostly waits, so that it may run while another does.
+    pub fn beside_others(mut self) -> Self {
+        self.takes_turn = false;
+        self
+    }
+
     /// Starts all nodes and waits until every coordinator can use every worker. `seed` is the network's.
     pub fn start(self, seed: u64) -> anyhow::Result<Fleet> {
-        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        let hosts = self.coordinators + self.workers;
+        let turn = self.takes_turn.then(|| ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
+        let hosts = self.coordinators + self.workers + self.spares;
         let dir = tempfile::tempdir()?;
         authority(dir.path())?;
         let net = Net::new(hosts, seed)?;
         let processes = (0..hosts).map(|_| Mutex::new(None)).collect();
-        let fleet = Fleet { shape: self, net, dir, processes, _turn: turn };
+        let binaries = Mutex::new(vec![self.binary.clone(); hosts]);
+        let fleet = Fleet { shape: self, net, dir, processes, binaries, _turn: turn };
         for node in fleet.nodes() {
             fleet.make_identity(node)?;
             fleet.start(node)?;
@@ -88,8 +119,18 @@ impl Fleet {
     /// A cluster that serves `model`; its nodes' logs are kept under `name`.
     pub fn builder(name: &str, model: &str, coordinators: usize, workers: usize) -> Builder {
         let [name, model] = [name, model].map(str::to_owned);
-        let flags = Vec::new();
-        Builder { name, model, coordinators, workers, coordinator_flags: flags.clone(), worker_flags: flags }
+        Builder {
+            name,
+            model,
+            coordinators,
+            workers,
+            coordinator_flags: Vec::new(),
+            worker_flags: Vec::new(),
+            environment: Vec::new(),
+            binary: None,
+            spares: 0,
+            takes_turn: true,
+        }
     }
 
     /// The network that the nodes are on.
@@ -167,8 +208,13 @@ impl Fleet {
 
     /// Asks a node to end in order and returns its exit code.
     pub fn stop(&self, node: Node) -> anyhow::Result<Option<i32>> {
+        signal::terminate(self.pid(node).context("it does not run")?);
+        self.ended(node)
+    }
+
+    /// Waits until a node has ended, by whatever, and returns its exit code; none if a signal ended it.
+    pub fn ended(&self, node: Node) -> anyhow::Result<Option<i32>> {
         let mut process = self.process(node).take().context("it does not run")?;
-        signal::terminate(process.id());
         let ended = wait::until("it ends", binary::PATIENCE, || process.try_wait().transpose());
         if ended.is_err() {
             process.kill()?;
@@ -179,20 +225,50 @@ impl Fleet {
 
     /// Starts a node that does not run, and waits until it listens.
     pub fn start(&self, node: Node) -> anyhow::Result<()> {
-        let mut running = self.process(node);
+        self.start_on(self.host(node), node)
+    }
+
+    /// The next life of a node is of this version; none is the binary under test.
+    pub fn use_binary(&self, node: Node, binary: Option<&Path>) {
+        let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
+        binaries[self.host(node)] = binary.map(Path::to_owned);
+    }
+
+    /// Starts another life of a node, which may still run, on a spare host. It is gone with the fleet.
+    pub fn start_twin(&self, node: Node, spare: usize) -> anyhow::Result<()> {
+        ensure!(spare < self.shape.spares, "there are {} spare hosts", self.shape.spares);
+        self.start_on(self.spare(spare), node)
+    }
+
+    /// A spare host.
+    pub fn spare(&self, spare: usize) -> usize {
+        self.shape.coordinators + self.shape.workers + spare
+    }
+
+    fn start_on(&self, host: usize, node: Node) -> anyhow::Result<()> {
+        let mut running = self.process_on(host);
         ensure!(running.is_none(), "{node:?} runs already");
-        let arguments = self.arguments(node)?;
+        let arguments = self.arguments(host, node)?;
         let log = File::options().create(true).append(true).open(self.log(node)?)?;
-        let mut process = self.beside(node, || {
+        let binary = self.binaries.lock().unwrap_or_else(PoisonError::into_inner)[host].clone();
+        let mut process = self.net.on(host, || {
             let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-            let mut command = binary::command(&arguments)?;
+            let mut command = match binary {
+                Some(binary) => binary::command_of(&binary, &arguments),
+                None => binary::command(&arguments)?,
+            };
+            command.envs(self.shape.environment.iter().map(|(name, value)| (name, value)));
             Ok::<_, anyhow::Error>(command.stdout(Stdio::piped()).stderr(log).spawn()?)
         })??;
         let mut stdout = BufReader::new(process.stdout.take().context("no stdout")?);
         *running = Some(process);
         let mut line = String::new();
         stdout.read_line(&mut line)?;
-        ensure!(!line.is_empty(), "{node:?} ended before it listened; see {}", self.log(node)?.display());
+        if line.is_empty() {
+            // It has ended, or is about to.
+            let code = running.take().map(|mut process| process.wait()).transpose()?;
+            bail!("{node:?} ended before it listened: {code:?}; see {}", self.log(node)?.display());
+        }
         Ok(())
     }
 
@@ -208,7 +284,11 @@ impl Fleet {
     }
 
     fn process(&self, node: Node) -> MutexGuard<'_, Option<Child>> {
-        self.processes[self.host(node)].lock().unwrap_or_else(PoisonError::into_inner)
+        self.process_on(self.host(node))
+    }
+
+    fn process_on(&self, host: usize) -> MutexGuard<'_, Option<Child>> {
+        self.processes[host].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn make_identity(&self, node: Node) -> anyhow::Result<()> {
@@ -221,8 +301,8 @@ impl Fleet {
         Ok(())
     }
 
-    fn arguments(&self, node: Node) -> anyhow::Result<Vec<String>> {
-        let quic = SocketAddr::from((self.net.address(self.host(node)), QUIC)).to_string();
+    fn arguments(&self, host: usize, node: Node) -> anyhow::Result<Vec<String>> {
+        let quic = SocketAddr::from((self.net.address(host), QUIC)).to_string();
         let [ops, api] = [ops(), api()].map(|address| address.to_string());
         let identity = text(self.data_dir(node).join("identity"))?;
         let cluster_key = text(self.dir.path().join("cluster.key"))?;
@@ -251,7 +331,8 @@ impl Fleet {
         Ok([command.to_owned()].into_iter().chain(pairs).chain(more.iter().cloned()).collect())
     }
 
-    fn log(&self, node: Node) -> anyhow::Result<PathBuf> {
+    /// Where a node says what it does; all of its lives, also those of earlier tests.
+    pub fn log(&self, node: Node) -> anyhow::Result<PathBuf> {
         let logs = binary::target().join("test-logs").join(&self.shape.name);
         std::fs::create_dir_all(&logs)?;
         Ok(logs.join(format!("{}.log", name(node))))
@@ -260,7 +341,7 @@ impl Fleet {
 
 impl Drop for Fleet {
     fn drop(&mut self) {
-        for mut process in self.nodes().into_iter().filter_map(|node| self.process(node).take()) {
+        for mut process in (0..self.processes.len()).filter_map(|host| self.process_on(host).take()) {
             // Both fail only if it has ended, which is what is wanted.
             let _ = process.kill();
             let _ = process.wait();

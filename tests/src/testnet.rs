@@ -1,5 +1,5 @@
 //! A network of hosts on this machine: each host is a network namespace of its own, and all of them hang on a switch
-//! in this process, which delays, loses, doubles, reorders and cuts as it is told.
+//! in this process, which delays, loses, doubles, reorders, damages and cuts as it is told.
 //!
 //! Kernels for containers often lack `tc netem`; this needs namespaces and `/dev/net/tun`, and to be root. Namespaces
 //! and interfaces have no names: they are gone with the [`Net`] and with what was started in them, also after a crash.
@@ -28,14 +28,22 @@ pub struct Link {
     pub loss: f64,
     /// Share of packets that arrive twice, 0 to 1.
     pub duplication: f64,
+    /// Share of UDP packets that arrive with a flipped bit that no checksum tells of, 0 to 1.
+    pub corruption: f64,
     /// Nothing arrives.
     pub cut: bool,
 }
 
 impl Link {
     /// Nothing arrives.
-    pub const CUT: Self =
-        Self { delay: Duration::ZERO, jitter: Duration::ZERO, loss: 0.0, duplication: 0.0, cut: true };
+    pub const CUT: Self = Self {
+        delay: Duration::ZERO,
+        jitter: Duration::ZERO,
+        loss: 0.0,
+        duplication: 0.0,
+        corruption: 0.0,
+        cut: true,
+    };
 }
 
 /// A network, there until it is dropped.

@@ -123,19 +123,34 @@ impl Decoder {
     }
 
     /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena.
+    ///
+    /// # Errors
+    /// [`Error::StageStep`] of a stage: it has a part of the block only, and an arena of its own offsets.
     pub fn read_block(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
+        self.check_whole()?;
         let mut bytes = vec![0; self.groups.get(group).map_or(0, |group| group.block_bytes)];
         self.backend.read_arena(offset, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Fills a block of a group with bytes that [`Decoder::read_block`] gave, here or elsewhere.
+    ///
+    /// # Errors
+    /// As [`Decoder::read_block`].
     pub fn write_block(&mut self, group: usize, offset: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.check_whole()?;
         let length = self.groups.get(group).map_or(0, |group| group.block_bytes);
         if bytes.len() != length {
             return Err(Error::Invariant(format!("{} bytes for a block of {length}", bytes.len())));
         }
         Ok(self.backend.write_arena(offset, bytes)?)
+    }
+
+    fn check_whole(&self) -> Result<(), Error> {
+        match self.config.layers.len() == self.spec.layers.len() {
+            true => Ok(()),
+            false => Err(Error::StageStep { reason: "it has a part of each block only".to_owned() }),
+        }
     }
 
     /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the

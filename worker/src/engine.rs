@@ -6,6 +6,8 @@
 use crate::Error;
 use crate::decoder::{Decoder, LayerState};
 use crate::kv_events::EventLog;
+use crate::pieces::Namer;
+use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::OutputText;
 use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
@@ -19,6 +21,7 @@ use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TokenLogprobs};
 use proto::sequence::SequenceName;
+use pulling::{Pulled, Pulling};
 pub use report::EngineLoad;
 use report::Rates;
 use resume::{Resume, SequenceKey};
@@ -31,7 +34,9 @@ pub(crate) use tiering::TieringCounts;
 
 mod draw;
 mod forward;
+pub mod offering;
 mod output;
+mod pulling;
 mod report;
 pub mod resume;
 mod siblings;
@@ -57,6 +62,8 @@ pub struct EngineRequest {
     pub stop: Stop,
     /// From receipt until it is worth nothing; none is no limit.
     pub deadline: Option<Duration>,
+    /// Another worker that is expected to hold a prefix of the prompt.
+    pub pull: Option<Box<dyn Source>>,
     /// Who hears of it.
     pub sink: Box<dyn Sink>,
 }
@@ -118,6 +125,7 @@ struct Live {
     received: Instant,
     deadline: Option<Duration>,
     last_token: Option<Instant>,
+    pulled: Option<Pulled>,
 }
 
 /// A token that was drawn.
@@ -143,6 +151,7 @@ pub struct Engine {
     siblings: Siblings,
     resume: Resume,
     tiering: Option<Tiering>,
+    pulling: Pulling,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
@@ -161,13 +170,14 @@ impl Engine {
         tokenizer: Arc<Tokenizer>,
         max_model_len: usize,
         origin: Origin,
-    ) -> Self {
+    ) -> Result<Self, Error> {
         let metrics = EngineMetrics::default();
         let memory = decoder.backend().memory();
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
         metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
-        Self {
+        let pulling = Pulling::new(Namer::new(&origin)?);
+        Ok(Self {
             decoder,
             later: None,
             scheduler,
@@ -177,13 +187,14 @@ impl Engine {
             siblings: Siblings::default(),
             resume: Resume::new(origin),
             tiering: None,
+            pulling,
             next_id: 0,
             max_model_len,
             metrics,
             tokens: 0,
             steps: 0,
             rates: Rates::default(),
-        }
+        })
     }
 
     /// Keeps resume points in these tiers too, and serves prompts from them.
@@ -210,7 +221,8 @@ impl Engine {
     pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
-        let EngineRequest { name, root, prompt, emitted, sampling, mut stop, deadline, mut sink } = request;
+        let EngineRequest { name, root, prompt, emitted, sampling, mut stop, deadline, pull, mut sink } =
+            request;
         // A completion ends where the context does.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
@@ -258,20 +270,23 @@ impl Engine {
             received: now,
             deadline,
             last_token: None,
+            pulled: None,
         };
         self.live.insert(id, live);
-        self.queue(now, request).then_some(id)
+        self.queue(now, request, pull).then_some(id)
     }
 
-    /// Has the request of a live sequence wait for one with the same prompt, or for what a tier has of it, or queues
-    /// it; `false` if it is refused, and its sink has heard so.
-    fn queue(&mut self, now: Instant, request: SequenceRequest) -> bool {
+    /// Has the request of a live sequence wait for one with the same prompt, or for what a tier or another worker has of
+    /// it, or queues it; `false` if it is refused, and its sink has heard so.
+    fn queue(&mut self, now: Instant, request: SequenceRequest, pull: Option<Box<dyn Source>>) -> bool {
         let can_fork =
             |live: &Live| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
         let joins = self.scheduler.shares() && self.live.get(&request.id).is_some_and(can_fork);
         let request = if joins { self.siblings.join(request) } else { Some(request) };
         let Some(request) = request else { return true };
-        self.bring_or_park(now, request).is_none_or(|request| self.enqueue(request))
+        let request = self.bring_or_park(now, request);
+        let request = request.and_then(|request| self.pull_or_compute(now, request, pull));
+        request.is_none_or(|request| self.enqueue(request))
     }
 
     /// Queues the request of a live sequence; `false` if it is refused, and its sink has heard so.
@@ -348,13 +363,24 @@ impl Engine {
         if self.live.remove(&id).is_some() {
             self.scheduler.remove(id);
             self.siblings.gone(id);
+            self.pulling.gone(id);
             self.count_end(Reason::abort);
         }
+    }
+
+    /// Recounts every invariant of caches and tables.
+    pub fn check(&self) -> Result<(), Error> {
+        self.scheduler.check().map_err(|broken| Error::Invariant(broken.to_string()))
     }
 
     /// Binds the calling thread to its CPU: it is the one that will run the steps.
     pub fn bind_thread(&self) {
         self.decoder.backend().bind_thread();
+    }
+
+    /// Whether there is something to compute: what waits for files or for other workers cannot stall.
+    pub fn can_compute(&self) -> bool {
+        self.scheduler.sequences() > 0
     }
 
     /// Whether anything is queued or running.
@@ -367,9 +393,10 @@ impl Engine {
         self.expire(now);
         self.copy_out();
         self.unpark(now);
+        self.end_pulls(now);
         for orphan in self.siblings.take_orphans() {
             if self.live.contains_key(&orphan.id) {
-                self.queue(now, orphan);
+                self.queue(now, orphan, None);
             }
         }
         let planned = self.scheduler.plan().map_err(|broken| Error::Invariant(broken.to_string()))?;

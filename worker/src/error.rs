@@ -74,6 +74,9 @@ pub enum Error {
         /// What, and what it has.
         reason: String,
     },
+    /// A coordinator has accepted a life that this worker does not go on with.
+    #[error("epoch {} was accepted, which is not the present one", .0.0)]
+    AnotherLife(proto::ids::Epoch),
     /// The engine thread is gone.
     #[error("the engine has stopped")]
     EngineStopped,

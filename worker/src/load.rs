@@ -20,11 +20,12 @@ use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
-use proto::message::{ModelTask, ServedModelV2};
+use proto::message::{ModelTask, PullCostV1, ServedModelV2};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 mod encoder;
 mod stages;
@@ -71,6 +72,8 @@ pub struct EngineOptions {
     pub pin_bytes: Option<u64>,
     /// Where resume points are kept besides the arena.
     pub tiers: TiersConfig,
+    /// How long a request waits for its prefix to come from another worker; none = as long as computing would take.
+    pub pull_patience: Option<Duration>,
     /// How blocks are placed.
     pub placement: Placement,
     /// Workers started on this machine together, this one included.
@@ -94,6 +97,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             pin_bytes: None,
             tiers: TiersConfig::default(),
+            pull_patience: None,
             placement: Placement::Paged,
             workers: 1,
         }
@@ -113,6 +117,7 @@ pub struct Prepared {
     max_model_len: usize,
     kv_type: KvType,
     tiers: TiersConfig,
+    pull_patience: Option<Duration>,
 }
 
 /// A model with its engine.
@@ -302,6 +307,7 @@ fn prepare_on(
         max_model_len,
         kv_type: options.kv_type,
         tiers: options.tiers.clone(),
+        pull_patience: options.pull_patience,
     })
 }
 
@@ -319,6 +325,24 @@ impl Prepared {
             Some((_, Some(wire))) => format!("{class}/{wire}"),
             _ => class,
         }
+    }
+
+    /// What pulling prefixes of this model costs; none where none are kept.
+    pub(crate) fn pull_cost(&self, model: ModelId) -> Option<PullCostV1> {
+        let block_tokens = u64::from(self.cache.block_tokens.max(1));
+        let (mut bytes_per_token, mut bytes_per_point) = (0, 0);
+        for group in &self.cache.groups {
+            match group.kind {
+                GroupKind::Full => bytes_per_token += group.block_bytes.div_ceil(block_tokens),
+                // A window touches a block more than it is long.
+                GroupKind::Sliding { window } => {
+                    bytes_per_point += (u64::from(window).div_ceil(block_tokens) + 1) * group.block_bytes;
+                }
+                GroupKind::State => bytes_per_point += group.block_bytes,
+            }
+        }
+        let cost = PullCostV1 { model, bytes_per_token, bytes_per_point };
+        self.scheduler.prefix_cache.then_some(cost)
     }
 
     /// What a snapshot must come from to be restored here.
@@ -339,9 +363,14 @@ impl Prepared {
         let scheduler = Scheduler::new(self.scheduler, self.cache, key)
             .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
-        let engine = Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin);
+        let engine =
+            Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin)?;
         let engine = match self.later {
             Some((later, _)) => engine.with_later_stages(later),
+            None => engine,
+        };
+        let engine = match self.pull_patience {
+            Some(patience) => engine.with_pull_patience(patience),
             None => engine,
         };
         Ok(match tiers {

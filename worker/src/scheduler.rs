@@ -347,6 +347,11 @@ impl Scheduler {
         }
     }
 
+    /// Sequences submitted and not removed.
+    pub fn sequences(&self) -> usize {
+        self.by_id.len()
+    }
+
     /// Recounts every invariant; what [`Scheduler::plan`] does now and then by itself.
     pub fn check(&self) -> Result<(), Broken> {
         let caches = self.sequences.iter().flatten().map(|sequence| &sequence.cache);

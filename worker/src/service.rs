@@ -11,13 +11,14 @@ use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState, WorkerStatus, WorkerStatusV1,
+    LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
+    WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
@@ -25,9 +26,11 @@ mod encode;
 mod generate;
 mod link;
 mod ops;
+mod peers;
 mod runner;
 mod sequences;
 
+use peers::Peers;
 use runner::Runner;
 
 /// What a worker node is told.
@@ -45,6 +48,8 @@ pub struct WorkerConfig {
     pub ops: SocketAddr,
     /// The engine.
     pub engine: EngineOptions,
+    /// What part of requests it is for.
+    pub part: WorkPart,
     /// Where snapshots are kept.
     pub snapshots: StoreConfig,
     /// No stall is called before this long.
@@ -54,11 +59,14 @@ pub struct WorkerConfig {
 /// What all tasks of the node share.
 struct Node {
     node: NodeId,
-    epoch: Epoch,
+    /// This life. Changes only before the first coordinator has accepted it: see [`Node::outlive`].
+    epoch: AtomicU64,
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
     served: ServedModelV2,
+    part: WorkPart,
+    pull_cost: Option<PullCostV1>,
     draining: AtomicBool,
     /// Coordinators that have accepted us.
     joined: watch::Sender<usize>,
@@ -66,6 +74,7 @@ struct Node {
     /// Taken by the first registration.
     prepared: Mutex<Option<Loaded>>,
     snapshots: SnapshotStore,
+    peers: Arc<Peers>,
     stall_floor: Duration,
 }
 
@@ -94,6 +103,13 @@ impl Loaded {
             Self::Encoder(encoder) => encoder.served(id),
         }
     }
+
+    fn pull_cost(&self, id: ModelId) -> Option<PullCostV1> {
+        match self {
+            Self::Generator(prepared) => prepared.pull_cost(id),
+            Self::Encoder(_) => None,
+        }
+    }
 }
 
 /// A running worker node.
@@ -118,21 +134,28 @@ impl WorkerService {
             .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
         let ops = listener.local_addr().map_err(|source| Error::Io { what: "ops address".into(), source })?;
         let served = prepared.served(config.model_id.clone());
+        let pull_cost = prepared.pull_cost(config.model_id.clone());
         let node = Arc::new(Node {
             node: endpoint.name().node.clone(),
-            epoch,
+            epoch: AtomicU64::new(epoch.0),
             started: Instant::now(),
             quic: endpoint.address(),
             ops,
             served,
+            part: config.part,
+            pull_cost,
             draining: AtomicBool::new(false),
             joined: watch::Sender::new(0),
             engine: watch::Sender::new(None),
             prepared: Mutex::new(Some(prepared)),
             snapshots: SnapshotStore::new(config.snapshots.clone()),
+            peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
             stall_floor: config.stall_floor,
         });
-        let mut tasks = vec![tokio::spawn(ops::serve(listener, Arc::clone(&node)))];
+        let mut tasks = vec![
+            tokio::spawn(ops::serve(listener, Arc::clone(&node))),
+            tokio::spawn(peers::serve(Arc::clone(&node), Arc::clone(&endpoint))),
+        ];
         for target in &config.coordinators {
             let mut dialer =
                 Dialer::new(Arc::clone(&endpoint), target.clone(), Expected::any(Role::Coordinator));
@@ -188,12 +211,30 @@ impl Node {
         self.engine.borrow().as_ref().map(|(_, engine)| engine.clone())
     }
 
+    fn epoch(&self) -> Epoch {
+        Epoch(self.epoch.load(Ordering::Relaxed))
+    }
+
+    /// A coordinator knows a later life. While nobody has accepted this one, it has just begun, and the clock was set
+    /// back since that other life: this one comes after it. Afterwards it is this one that is over.
+    fn outlive(&self, known: Epoch) {
+        let prepared = self.prepared.lock();
+        if prepared.is_some() {
+            self.epoch.fetch_max(known.0.saturating_add(1), Ordering::Relaxed);
+        }
+    }
+
     fn busy(&self) -> bool {
         self.engine().is_some_and(|engine| engine.busy())
     }
 
     /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
-    fn start_engine(&self, key: ClusterKey) -> Result<Runner, Error> {
+    /// `epoch` is what that coordinator has accepted.
+    fn start_engine(&self, key: ClusterKey, epoch: Epoch) -> Result<Runner, Error> {
+        let mut prepared = self.prepared.lock();
+        if self.epoch() != epoch {
+            return Err(Error::AnotherLife(epoch));
+        }
         if let Some((known, engine)) = &*self.engine.borrow() {
             return match *known == key {
                 true => Ok(engine.clone()),
@@ -203,8 +244,8 @@ impl Node {
                 }),
             };
         }
-        let prepared = self.prepared.lock().take().ok_or(Error::EngineStopped)?;
-        let runner = Runner::start(prepared, &key, self.epoch, self.stall_floor)?;
+        let prepared = prepared.take().ok_or(Error::EngineStopped)?;
+        let runner = Runner::start(prepared, &key, epoch, self.stall_floor)?;
         self.engine.send_replace(Some((key, runner.clone())));
         Ok(runner)
     }
@@ -219,22 +260,23 @@ impl Node {
         }
     }
 
-    fn register(&self) -> RegisterV2 {
-        RegisterV2 {
+    fn register(&self) -> RegisterV3 {
+        let worker = RegisterV2 {
             node: self.node.clone(),
-            epoch: self.epoch,
+            epoch: self.epoch(),
             pid: std::process::id(),
             quic: self.quic.to_string(),
             ops: self.ops.to_string(),
             models: vec![self.served.clone()],
-        }
+        };
+        RegisterV3 { worker, part: self.part, pulls: self.pull_cost.iter().cloned().collect() }
     }
 
     fn report(&self) -> LoadReportV1 {
         let engine = self.engine();
         let load = engine.as_ref().map(Runner::load).unwrap_or_default();
         LoadReportV1 {
-            epoch: self.epoch,
+            epoch: self.epoch(),
             state: self.state(),
             running: load.running as u32,
             waiting: load.waiting as u32,
@@ -248,6 +290,15 @@ impl Node {
             step_ms: load.step_ms,
             rss: crate::memory::resident_bytes(),
         }
+    }
+
+    /// With what was pulled and sent.
+    fn full_report(&self) -> LoadReportV2 {
+        let pulls = match self.engine() {
+            Some(Runner::Generates(engine)) => engine.transfers().report(),
+            Some(Runner::Encodes(_)) | None => PullReportV1::default(),
+        };
+        LoadReportV2 { load: self.report(), pulls }
     }
 
     fn status(&self) -> WorkerStatus {

@@ -11,6 +11,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
+mod transfers;
+
+pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
+
 /// Label of finished requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct FinishedLabel {
@@ -134,6 +138,14 @@ pub struct EngineMetrics {
     pub preemptions: Counter,
     /// Blocks evicted from the prefix cache.
     pub evictions: Counter,
+    /// Recurrent states kept as checkpoints.
+    pub checkpoints: Counter,
+    /// Recurrent states that were to be kept and were not, for want of a slot.
+    pub checkpoints_skipped: Counter,
+    /// Pins given up because a sequence could not have run otherwise.
+    pub pins_lost: Counter,
+    /// Sequences that went on from where another stood.
+    pub forks: Counter,
     /// Steps.
     pub steps: Counter,
     /// Finished requests by reason.
@@ -158,6 +170,8 @@ pub struct EngineMetrics {
     pub kv_bytes: Gauge,
     /// Tiers below the arena.
     pub tiers: TierMetrics,
+    /// Pulls from and by other workers.
+    pub transfers: TransferMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -218,8 +232,21 @@ impl EngineMetrics {
             &self.recomputed,
         );
         counter("kvasir_kv_evictions", "Blocks evicted from the prefix cache", &self.evictions);
+        counter("kvasir_checkpoints", "Recurrent states kept as checkpoints", &self.checkpoints);
+        counter(
+            "kvasir_checkpoints_skipped",
+            "Recurrent states that were to be kept and for which there was no slot",
+            &self.checkpoints_skipped,
+        );
+        counter(
+            "kvasir_pins_lost",
+            "Pins given up because a sequence could not have run otherwise",
+            &self.pins_lost,
+        );
+        counter("kvasir_forks", "Sequences that went on from where another stood", &self.forks);
         counter("kvasir_steps", "Steps executed", &self.steps);
         self.tiers.register(registry);
+        self.transfers.register(registry);
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

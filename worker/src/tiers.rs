@@ -10,11 +10,11 @@
 //! A file that is damaged or gone is a failed load: who waited for it computes.
 
 use crate::Error;
+use crate::pieces::{Namer, PieceKey, PrefixNames};
 use crate::snapshot::Origin;
 use aged::Aged;
 use disk::{Disk, Loaded};
-use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use proto::codec::{self, Cap};
+use proto::block::BlockId;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -53,26 +53,6 @@ impl Default for TiersConfig {
     }
 }
 
-/// Names a piece: a digest of the tokens up to its end and what else decides its bytes, and the cache group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PieceKey {
-    prefix: [u8; 32],
-    group: u32,
-}
-
-/// A prompt, so that its pieces can be named.
-#[derive(Debug, Clone)]
-pub struct PrefixNames(Vec<[u8; 32]>);
-
-impl PrefixNames {
-    /// The piece of `group` whose last token is the one before `end`, a multiple of 16. `None`: it lies behind the
-    /// prefix, or before it.
-    pub fn piece(&self, group: usize, end: u32) -> Option<PieceKey> {
-        let unit = (end as usize / HASH_UNIT_TOKENS).checked_sub(1)?;
-        Some(PieceKey { prefix: *self.0.get(unit)?, group: group as u32 })
-    }
-}
-
 /// What the tiers hold and have done.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TierStats {
@@ -91,7 +71,7 @@ pub struct TierStats {
 /// See the module.
 #[derive(Debug)]
 pub struct Tiers {
-    seed: [u8; 32],
+    namer: Namer,
     host: Aged<Arc<[u8]>>,
     disk: Option<Disk>,
     /// Pieces that requests wait for or are about to use.
@@ -125,10 +105,8 @@ impl Tiers {
         if config.host_bytes == 0 && config.disk.is_none() {
             return Ok(None);
         }
-        let origin =
-            codec::encode(origin, Cap::Control).map_err(|error| Error::Invariant(error.to_string()))?;
         Ok(Some(Self {
-            seed: blake3::derive_key("kvasir 2026-11 tiers of the KV cache", &origin),
+            namer: Namer::new(origin)?,
             host: Aged::new(config.host_bytes),
             disk: config.disk.as_ref().map(Disk::open).transpose()?,
             awaited: HashMap::new(),
@@ -141,19 +119,7 @@ impl Tiers {
 
     /// Names the pieces of the full units of `tokens` behind `root`.
     pub fn names(&self, root: BlockId, tokens: &[u32]) -> PrefixNames {
-        let mut hasher = blake3::Hasher::new_keyed(&self.seed);
-        let mut above = *hasher.update(&root.0).finalize().as_bytes();
-        let units = tokens.as_chunks::<HASH_UNIT_TOKENS>().0.iter();
-        let names = units.map(|unit| {
-            let mut hasher = blake3::Hasher::new_keyed(&self.seed);
-            hasher.update(&above);
-            for token in unit {
-                hasher.update(&token.to_le_bytes());
-            }
-            above = *hasher.finalize().as_bytes();
-            above
-        });
-        PrefixNames(names.collect())
+        self.namer.names(root, tokens)
     }
 
     /// How long a request may wait for files.

@@ -1,9 +1,11 @@
 //! The ways between coordinators: each dials every other one and takes what dials in. Frames are lost while a
 //! peer is away, and when more wait than are kept; who needs them sends again.
 
-use super::{PeerEntry, Told};
+use super::PeerEntry;
+use super::news::Told;
 use crate::dispatch::Dispatch;
 use crate::random::random_u64;
+use parking_lot::RwLock;
 use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, Expected, GroupStream, Incoming};
@@ -25,9 +27,9 @@ pub(super) type Deliver = Arc<dyn Fn(&NodeId, Told) + Send + Sync>;
 
 /// The ways to all peers.
 pub(super) struct Mesh {
-    lanes: BTreeMap<NodeId, Lane>,
+    endpoint: Arc<Endpoint>,
+    lanes: RwLock<BTreeMap<NodeId, Lane>>,
     ears: Ears,
-    tasks: Vec<JoinHandle<()>>,
 }
 
 /// Whoever takes what comes in.
@@ -38,14 +40,17 @@ struct Ears {
     dispatch: Arc<Dispatch>,
 }
 
+/// The way to one peer; closed when dropped.
 struct Lane {
+    quic: String,
+    task: JoinHandle<()>,
     queue: mpsc::Sender<Told>,
     accepted: mpsc::Sender<Connection>,
 }
 
 impl std::fmt::Debug for Mesh {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_set().entries(self.lanes.keys()).finish()
+        f.debug_set().entries(self.lanes.read().keys()).finish()
     }
 }
 
@@ -57,29 +62,43 @@ impl Mesh {
         dispatch: &Arc<Dispatch>,
         deliver: Deliver,
     ) -> Self {
-        dispatch.peers().expect(peers.len());
         let ears = Ears { deliver, dispatch: Arc::clone(dispatch) };
-        let (mut lanes, mut tasks) = (BTreeMap::new(), Vec::new());
-        for PeerEntry { node, quic } in peers {
-            let (queue, frames) = mpsc::channel(MAX_QUEUED);
-            let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
-            lanes.insert(node.clone(), Lane { queue, accepted });
-            let expected = Expected::node(Role::Coordinator, node.clone());
-            let dialer = Dialer::new(Arc::clone(endpoint), quic, expected);
-            let talker = Talker { dialer, frames, connections, ears: ears.clone() };
-            tasks.push(tokio::spawn(talker.run()));
+        let mesh = Self { endpoint: Arc::clone(endpoint), lanes: RwLock::default(), ears };
+        peers.iter().for_each(|peer| mesh.ensure(peer));
+        mesh
+    }
+
+    /// A way to this peer, wherever it leads.
+    pub(super) fn ensure(&self, peer: &PeerEntry) {
+        if !self.lanes.read().contains_key(&peer.node) {
+            self.add(peer);
         }
-        Self { lanes, ears, tasks }
+    }
+
+    /// A way to this peer at this address; one that leads elsewhere is given up.
+    pub(super) fn add(&self, PeerEntry { node, quic }: &PeerEntry) {
+        let mut lanes = self.lanes.write();
+        if lanes.get(node).is_some_and(|lane| lane.quic == *quic) {
+            return;
+        }
+        let (queue, frames) = mpsc::channel(MAX_QUEUED);
+        let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
+        let expected = Expected::node(Role::Coordinator, node.clone());
+        let dialer = Dialer::new(Arc::clone(&self.endpoint), quic, expected);
+        let talker = Talker { dialer, frames, connections, ears: self.ears.clone() };
+        let task = tokio::spawn(talker.run());
+        lanes.insert(node.clone(), Lane { quic: quic.clone(), task, queue, accepted });
+        self.ears.dispatch.peers().expect(lanes.len());
     }
 
     /// Who else there is.
-    pub(super) fn peers(&self) -> impl Iterator<Item = &NodeId> {
-        self.lanes.keys()
+    pub(super) fn peers(&self) -> Vec<NodeId> {
+        self.lanes.read().keys().cloned().collect()
     }
 
     /// Tells a peer something, if it can be told.
     pub(super) fn send(&self, to: &NodeId, told: Told) {
-        if let Some(lane) = self.lanes.get(to) {
+        if let Some(lane) = self.lanes.read().get(to) {
             // Too much waits already: the way is down or slow.
             let _lost = lane.queue.try_send(told);
         }
@@ -87,8 +106,12 @@ impl Mesh {
 
     /// A coordinator has dialed in.
     pub(super) fn accepted(&self, connection: Connection) {
-        let Some(lane) = self.lanes.get(&connection.peer().node) else {
-            tracing::warn!(peer = %connection.peer(), "a coordinator that is not among --peers has dialed in");
+        let lanes = self.lanes.read();
+        let Some(lane) = lanes.get(&connection.peer().node) else {
+            tracing::warn!(
+                peer = %connection.peer(),
+                "a coordinator that is neither among --peers nor a member has dialed in"
+            );
             connection.close(CloseCode::Protocol);
             return;
         };
@@ -98,9 +121,9 @@ impl Mesh {
     }
 }
 
-impl Drop for Mesh {
+impl Drop for Lane {
     fn drop(&mut self) {
-        self.tasks.iter().for_each(JoinHandle::abort);
+        self.task.abort();
     }
 }
 

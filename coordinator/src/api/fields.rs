@@ -68,19 +68,11 @@ pub fn plain(error: &serde_json::Error) -> String {
 /// Deepest nesting of brackets outside strings. Of what is not JSON any number is as good.
 fn depth(body: &[u8]) -> usize {
     let (mut depth, mut deepest) = (0usize, 0usize);
-    let (mut in_string, mut escaped) = (false, false);
-    for &byte in body {
-        if in_string {
-            (in_string, escaped) = match byte {
-                _ if escaped => (true, false),
-                b'\\' => (true, true),
-                b'"' => (false, false),
-                _ => (true, false),
-            };
-            continue;
-        }
+    let mut rest = body;
+    while let Some((byte, after)) = rest.split_first() {
+        rest = after;
         match byte {
-            b'"' => in_string = true,
+            b'"' => rest = behind_string(rest),
             b'[' | b'{' => {
                 depth += 1;
                 deepest = deepest.max(depth);
@@ -90,6 +82,18 @@ fn depth(body: &[u8]) -> usize {
         }
     }
     deepest
+}
+
+/// What follows the string whose inside begins here; nearly all of a body is inside of strings.
+fn behind_string(mut inside: &[u8]) -> &[u8] {
+    while let Some(at) = memchr::memchr2(b'"', b'\\', inside) {
+        let ends = inside.get(at) == Some(&b'"');
+        inside = inside.get(at + if ends { 1 } else { 2 }..).unwrap_or_default();
+        if ends {
+            return inside;
+        }
+    }
+    &[]
 }
 
 struct Known(&'static [&'static str]);
@@ -148,5 +152,10 @@ mod tests {
         assert!(Fields::parse(nested(MAX_DEPTH).as_bytes(), KNOWN).is_ok());
         assert!(Fields::parse(nested(MAX_DEPTH + 1).as_bytes(), KNOWN).is_err());
         assert!(Fields::parse(br#"{"a":"[[[[\"[[["}"#, KNOWN).is_ok());
+        for (text, deepest) in
+            [("", 0), ("[[]]{", 2), (r#"["[[\\"[[]]]"#, 3), (r#"["[\"["#, 1), (r#"["\"#, 1), (r#""[" ["#, 1)]
+        {
+            assert_eq!(depth(text.as_bytes()), deepest, "{text}");
+        }
     }
 }

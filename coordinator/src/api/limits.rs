@@ -4,6 +4,7 @@ use super::error::ApiError;
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
+use hyper::body::Body as HttpBody;
 use proto::message;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
@@ -41,9 +42,13 @@ pub const MAX_LOGIT_BIAS: usize = message::MAX_LOGIT_BIAS;
 /// Alternatives with log-probabilities.
 pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
+/// Room that is made for a body before it has arrived, at most.
+const ROOM_AHEAD: u64 = 64 << 10;
+
 /// Reads a whole body, within [`MAX_BODY`], [`BODY_IDLE`] and [`BODY_TOTAL`].
 pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
-    let mut whole = BytesMut::new();
+    let announced = HttpBody::size_hint(&body).lower().min(ROOM_AHEAD);
+    let mut whole = BytesMut::with_capacity(usize::try_from(announced).unwrap_or_default());
     let end = Instant::now() + BODY_TOTAL;
     loop {
         let limit = end.min(Instant::now() + BODY_IDLE);

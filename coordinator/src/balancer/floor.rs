@@ -1,6 +1,7 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
 mod peers;
+mod pulls;
 
 pub use peers::{PeerExport, PeerImport};
 
@@ -11,6 +12,7 @@ use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, WorkerState};
+use pulls::{PullTerms, Stage, Supply};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -40,6 +42,7 @@ struct Load {
     own: Own,
     /// What others have sent there, by the last report.
     foreign: Own,
+    pulls: PullTerms,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -62,6 +65,8 @@ struct Flight {
     join: u64,
     uncached: u64,
     reservation: ReservationId,
+    /// The prompt at the worker that computes it for this one.
+    stage: Option<Stage>,
     started: bool,
 }
 
@@ -98,7 +103,8 @@ impl Floor {
                 self.joins += 1;
                 let need = self.index.join(slot, epoch);
                 let (own, foreign) = (Own::default(), Own::default());
-                let load = Load { join: self.joins, report: None, heard: now, own, foreign };
+                let pulls = PullTerms::default();
+                let load = Load { join: self.joins, report: None, heard: now, own, foreign, pulls };
                 self.loads[slot.index()] = Some(load);
                 return Ok(Some(Action::Fetch { node, epoch, need }));
             }
@@ -158,29 +164,36 @@ impl Floor {
         };
         let any_lively = wanted.iter().any(|w| lively(&w));
         let overlap = self.index.lookup(&waiter.ask.chain);
-        let candidates: Vec<Candidate> = wanted
+        let wanted: Vec<(&Member, &Load)> =
+            wanted.into_iter().filter(|w| !any_lively || lively(&w)).collect();
+        let generates = Self::generates(&wanted);
+        let mut candidates: Vec<Candidate> = wanted
             .iter()
-            .filter(|w| !any_lively || lively(w))
+            .filter(|(_, load)| generates(load))
             .filter(|(_, load)| load.own.unstarted + load.own.running < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(member.slot, overlap.units(member.slot)))
             .collect();
+        self.offer_pulls(&waiter, &wanted, &overlap, &mut candidates);
         let choice =
             routing::choose(self.policy.routing, waiter.ask.prompt_tokens, &candidates, random, self.turns);
         let Some((choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
             return Placing::Later(waiter);
         };
+        let supply = self.supply(&waiter, &choice, &wanted, &candidates);
         let assignment = Assignment {
             node: member.register.node.clone(),
             epoch: member.register.epoch,
             attempt: Attempt(waiter.attempts),
-            predicted: choice.predicted,
+            predicted: supply.predicted,
             reason: choice.reason,
             numeric_class: member
                 .model(&waiter.ask.model)
                 .map(|m| m.numeric_class.clone())
                 .unwrap_or_default(),
+            prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
+            pull: supply.pull.clone(),
         };
-        self.book(waiter, choice, &assignment);
+        self.book(waiter, choice, &assignment, &supply);
         Placing::Assigned(assignment)
     }
 
@@ -189,6 +202,7 @@ impl Floor {
         if std::mem::replace(&mut flight.started, true) {
             return;
         }
+        flight.stage.iter_mut().for_each(|stage| stage.is_over(&mut self.loads));
         if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
             own.pending -= flight.uncached;
             own.unstarted -= 1;
@@ -199,10 +213,11 @@ impl Floor {
     /// The generation is over; `None` if no worker had it.
     pub(super) fn end(&mut self, now: Instant, ticket: Ticket) -> Option<()> {
         let flight = self.land(ticket)?;
-        if flight.started {
-            self.index.settle(flight.reservation, now + self.policy.event_lag);
-        } else {
-            self.index.release(flight.reservation);
+        for reservation in flight.reservations() {
+            match flight.started {
+                true => self.index.settle(reservation, now + self.policy.event_lag),
+                false => self.index.release(reservation),
+            }
         }
         Some(())
     }
@@ -210,7 +225,7 @@ impl Floor {
     /// The attempt failed: gives back what waited, and the worker that had it.
     pub(super) fn fail(&mut self, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
         let flight = self.land(ticket)?;
-        self.index.release(flight.reservation);
+        flight.reservations().for_each(|reservation| self.index.release(reservation));
         Some((flight.waiter, flight.node, flight.epoch))
     }
 
@@ -249,6 +264,7 @@ impl Floor {
                 silent: now.saturating_duration_since(load.heard),
                 inflight: load.own.unstarted + load.own.running,
                 pending_tokens: load.own.pending,
+                part: load.pulls.part(),
                 stream: self.index.stream(member.slot),
             })
         };
@@ -281,15 +297,23 @@ impl Floor {
             .filter(|(_, load)| load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready))
     }
 
-    fn book(&mut self, mut waiter: Waiter, choice: routing::Choice, assignment: &Assignment) {
+    fn book(
+        &mut self,
+        mut waiter: Waiter,
+        choice: routing::Choice,
+        assignment: &Assignment,
+        supply: &Supply,
+    ) {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
-        let uncached = u64::from(waiter.ask.prompt_tokens - choice.predicted);
+        let uncached = u64::from(waiter.ask.prompt_tokens - supply.predicted);
         self.turns += 1;
         load.own.pending += uncached;
         load.own.unstarted += 1;
         let join = load.join;
         waiter.attempts += 1;
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
+        let stage = supply.prefill.as_ref();
+        let stage = stage.and_then(|(slot, uncached, _)| self.book_stage(&waiter, *slot, *uncached));
         let flight = Flight {
             node: assignment.node.clone(),
             epoch: assignment.epoch,
@@ -297,6 +321,7 @@ impl Floor {
             join,
             uncached,
             reservation,
+            stage,
             started: false,
             waiter,
         };
@@ -304,7 +329,8 @@ impl Floor {
     }
 
     fn land(&mut self, ticket: Ticket) -> Option<Flight> {
-        let flight = self.flights.remove(&ticket)?;
+        let mut flight = self.flights.remove(&ticket)?;
+        flight.stage.iter_mut().for_each(|stage| stage.is_over(&mut self.loads));
         if let Some(own) = own_of(&mut self.loads, flight.slot, flight.join) {
             if flight.started {
                 own.running -= 1;
@@ -319,6 +345,13 @@ impl Floor {
     fn forget(&mut self, slot: Slot) {
         self.index.leave(slot);
         self.loads[slot.index()] = None;
+    }
+}
+
+impl Flight {
+    fn reservations(&self) -> impl Iterator<Item = ReservationId> + use<> {
+        let stage = self.stage.as_ref().map(|stage| stage.reservation);
+        std::iter::once(self.reservation).chain(stage)
     }
 }
 
@@ -342,6 +375,7 @@ impl Load {
             running: self.own.running + self.foreign.running,
             prefill_rate: report.map_or(0.0, |r| r.prefill_rate),
             step_ms: report.map_or(0.0, |r| r.step_ms),
+            pull: None,
         }
     }
 }

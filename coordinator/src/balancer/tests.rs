@@ -1,3 +1,5 @@
+mod pulls;
+
 use super::*;
 use crate::table::tests::register;
 use proptest::prelude::*;

@@ -4,6 +4,7 @@
 //! Promises: nothing is answered before it is agreed on and nobody waits past a deadline; what the disk has
 //! not taken is never built upon: after a failed write the thread does nothing more than say so.
 
+mod room;
 mod waiting;
 
 #[cfg(test)]
@@ -13,8 +14,10 @@ use super::core::{Core, CoreError, Outbound, ProposeError, RaftRole, Settings, S
 use super::message::Frame;
 use super::storage::{Loaded, Storage, StorageError};
 use super::table::{Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Request, Table};
+use super::telemetry::RaftMetrics;
 use crate::random::random_u64;
 use proto::ids::NodeId;
+use room::Room;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
@@ -116,14 +119,16 @@ impl Driver {
         loaded: Loaded,
         disk: Box<dyn Storage + Send>,
         network: impl Network,
+        metrics: RaftMetrics,
         on_fatal: OnFatal,
     ) -> Result<Self, CoreError> {
         let core = Core::start(settings, loaded, random_u64())?;
         let (events, inbox) = sync_channel(MAX_EVENTS);
         let (table_out, table) = watch::channel(Arc::clone(core.table()));
         let (status_out, status) = watch::channel(core.status());
-        let mut edge =
-            Edge { core, disk, network, waiting: Waiting::default(), table: table_out, status: status_out };
+        let waiting = Waiting::new(metrics.clone());
+        let room = Room::new(disk);
+        let mut edge = Edge { core, room, network, waiting, table: table_out, status: status_out, metrics };
         let thread = std::thread::spawn(move || {
             if let Err(fatal) = edge.run(&inbox, tick) {
                 on_fatal(fatal);
@@ -203,6 +208,11 @@ impl Handle {
         self.status.borrow().clone()
     }
 
+    /// The same, as it changes.
+    pub fn statuses(&self) -> watch::Receiver<Status> {
+        self.status.clone()
+    }
+
     async fn ask(
         &self,
         request: Request,
@@ -225,18 +235,21 @@ impl Handle {
 /// The thread's own.
 struct Edge<N> {
     core: Core,
-    disk: Box<dyn Storage + Send>,
+    room: Room,
     network: N,
     waiting: Waiting,
     table: watch::Sender<Arc<Table>>,
     status: watch::Sender<Status>,
+    metrics: RaftMetrics,
 }
 
 impl<N: Network> Edge<N> {
     fn run(&mut self, inbox: &Receiver<Event>, tick: Duration) -> Result<(), Fatal> {
         let mut next = Instant::now() + tick;
         let mut stop = None;
-        self.work()?;
+        if !self.work(inbox)? {
+            return Ok(());
+        }
         loop {
             let now = Instant::now();
             if now >= next {
@@ -245,6 +258,10 @@ impl<N: Network> Edge<N> {
                 next = now + tick;
                 self.core.tick();
                 self.waiting.tick(now, &mut self.core);
+                self.room.tick()?;
+                self.core.hold_back(!self.room.is_enough());
+                self.metrics.holds(&self.core.vitals());
+                self.metrics.has_room(self.room.is_enough());
             }
             match inbox.recv_timeout(next.saturating_duration_since(now)) {
                 Ok(event) => {
@@ -257,7 +274,9 @@ impl<N: Network> Edge<N> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
-            self.work()?;
+            if !self.work(inbox)? {
+                return Ok(());
+            }
             let leads = self.core.status().role == RaftRole::Leader && self.core.table().seats().count() > 1;
             if stop.is_some_and(|deadline| !leads || Instant::now() >= deadline) {
                 return Ok(());
@@ -289,11 +308,20 @@ impl<N: Network> Edge<N> {
         None
     }
 
-    fn work(&mut self) -> Result<(), Fatal> {
+    /// Does what is to be done; false if the end came while it waited for room on the disk.
+    fn work(&mut self, inbox: &Receiver<Event>) -> Result<bool, Fatal> {
         while let Some(mut batch) = self.core.batch()? {
             batch.early().into_iter().for_each(|outbound| self.network.send(outbound));
             if !batch.write().is_empty() {
-                self.disk.write(batch.write())?;
+                let began = Instant::now();
+                while !self.room.write(batch.write())? {
+                    self.metrics.has_room(false);
+                    step_back(&self.status);
+                    if !self.waiting.without_room(inbox) {
+                        return Ok(false);
+                    }
+                }
+                self.metrics.wrote(began.elapsed());
             }
             let done = batch.persisted()?;
             done.send.into_iter().for_each(|outbound| self.network.send(outbound));
@@ -307,10 +335,22 @@ impl<N: Network> Edge<N> {
             if shown.role != status.role || shown.term != status.term {
                 tracing::info!(role = ?status.role, term = status.term, "consensus");
             }
+            self.metrics.stands(shown, &status);
             std::mem::replace(shown, status.clone()) != status
         });
-        Ok(())
+        Ok(true)
     }
+}
+
+/// Who cannot write leads nobody and knows of no leader, whatever the core had come to before.
+fn step_back(status: &watch::Sender<Status>) {
+    status.send_if_modified(|shown| {
+        let leads = shown.role == RaftRole::Leader;
+        if leads {
+            shown.role = RaftRole::Follower;
+        }
+        leads | shown.leader.take().is_some()
+    });
 }
 
 fn show(out: &watch::Sender<Arc<Table>>, table: &Arc<Table>) {

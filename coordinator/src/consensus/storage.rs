@@ -1,10 +1,11 @@
 //! What a coordinator must not forget: its identity, its vote, the log and the table's last snapshot.
 //!
 //! Promises: what [`Storage::write`] has taken is there after any crash, or the write has failed and the
-//! process must end; what is read back is what was written, or reading fails: a record that does not fit its
+//! process must end, unless all that failed is that there was no room; what is read back is what was written, or reading fails: a record that does not fit its
 //! checksum is never used.
 
 mod disk;
+mod room;
 
 #[cfg(test)]
 mod tests;
@@ -136,9 +137,13 @@ impl Write {
     }
 }
 
-/// Why a disk cannot be used. None of these is tried again: the process ends.
+/// Why a disk cannot be used. None of these but [`Full`](Self::Full) is tried again: the process ends.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
+    /// There is no room for it. All of the write is there or nothing; after [`Storage::recover`] the same may be
+    /// written again.
+    #[error("there is no room on the disk")]
+    Full,
     /// The disk failed; what of the last write is there is unknown.
     #[error("the disk failed: {0}")]
     Disk(String),
@@ -166,6 +171,12 @@ pub enum StorageError {
 /// A disk. One owner at a time.
 pub trait Storage {
     /// Makes all of `write` durable before it returns. After an error, what is there is unknown until the
-    /// disk is opened anew; the process must end.
+    /// disk is opened anew; the process must end. Writing the same again changes nothing.
     fn write(&mut self, write: &Write) -> Result<(), StorageError>;
+
+    /// Makes ready to write again after [`StorageError::Full`], and gives up the room that is set aside.
+    fn recover(&mut self) -> Result<(), StorageError>;
+
+    /// Sets room aside for when there is none. Whether it is there.
+    fn set_aside(&mut self) -> Result<bool, StorageError>;
 }

@@ -7,12 +7,12 @@
 //! mix in, because each attempt has its own stream and the old one is dropped first.
 
 use super::claim::{Claim, Placed};
-use crate::balancer::{Ask, Assignment, Refusal};
+use crate::balancer::{Ask, Assignment, Prefilling, Refusal};
 use crate::routing::Reason;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV1, Sampling,
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV1, GenerateRequestV2, Sampling,
     Stop, TokenOut,
 };
 use proto::sequence::SequenceName;
@@ -210,7 +210,20 @@ impl Generation {
                 Err(_) if !self.emitted.is_empty() => return Err(Failure::Lost),
                 placed => placed?,
             };
-            let opened = placed.link.connection().open_generate(&self.request(&placed.assignment)).await;
+            let mut request = self.request(&placed.assignment);
+            let turn = match &placed.assignment.prefill {
+                Some(stage) => {
+                    // Those behind it need not wait for another worker's computing.
+                    drop(turn);
+                    if !self.prefilled(stage, &request.request).await {
+                        request.pull = None;
+                    }
+                    None
+                }
+                None => Some(turn),
+            };
+            let connection = placed.link.connection();
+            let opened = connection.open_generate(&request.at_version(connection.version())).await;
             drop(turn);
             match opened {
                 Ok(stream) => return Ok(Attempting { placed, stream, started: false }),
@@ -222,9 +235,35 @@ impl Generation {
         }
     }
 
-    fn request(&self, assignment: &Assignment) -> GenerateRequest {
+    /// Has a worker compute the prompt, and what was emitted, for another to pull; `false` if it does not.
+    async fn prefilled(&self, stage: &Prefilling, request: &GenerateRequestV1) -> bool {
+        let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
+        let mut request = request.clone();
+        request.prompt.append(&mut request.emitted);
+        request.sampling = Sampling::default();
+        request.stop = Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() };
+        let request = GenerateRequestV2::from(request).at_version(link.connection().version());
+        let computed = async {
+            let mut stream = link.connection().open_generate(&request).await.map_err(|e| e.to_string())?;
+            while let Some(frame) = stream.next().await {
+                match frame.map_err(|error| error.to_string())? {
+                    GenerateFrame::Finished(_) => return Ok(()),
+                    GenerateFrame::Failed(error) => return Err(error.to_string()),
+                    GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => {}
+                }
+            }
+            Err("it ended without an end".to_owned())
+        };
+        let computed: Result<(), String> = computed.await;
+        if let Err(error) = &computed {
+            tracing::info!(request = %self.job.request_id, node = %stage.node, error, "a prompt was not computed ahead");
+        }
+        computed.is_ok()
+    }
+
+    fn request(&self, assignment: &Assignment) -> GenerateRequestV2 {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        GenerateRequest::V1(GenerateRequestV1 {
+        let request = GenerateRequestV1 {
             request_id: self.job.request_id.clone(),
             choice: self.job.choice,
             attempt: assignment.attempt,
@@ -236,7 +275,8 @@ impl Generation {
             stop: self.job.stop.clone(),
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
-        })
+        };
+        GenerateRequestV2 { request, pull: assignment.pull.clone() }
     }
 
     fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {

@@ -72,6 +72,7 @@ fn worker(view: &WorkerView) -> Value {
         "quic": register.quic,
         "ops": register.ops,
         "running": report.map_or(0, |r| r.running),
+        "role": view.part.name(),
         "waiting": report.map_or(0, |r| r.waiting),
         "inflight": view.inflight,
         "pending_tokens": view.pending_tokens,

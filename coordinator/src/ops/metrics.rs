@@ -2,8 +2,12 @@
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
 use crate::balancer::{Setback, WorkerView};
+use crate::chain_memo::ChainMemo;
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
+use crate::models::Models;
 use crate::routing::Reason;
+use model::recent::RecentUse;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::{Family, MetricConstructor};
@@ -13,6 +17,7 @@ use prometheus_client::registry::Registry;
 use proto::ids::ModelId;
 use proto::message::{FinishReason, WorkerState};
 use std::borrow::Cow;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 type One = [(&'static str, Cow<'static, str>); 1];
@@ -70,13 +75,14 @@ pub struct Metrics {
     cached_predicted: Counter,
     cached_actual: Counter,
     prediction_error: Family<One, Counter>,
+    changes: Family<Two, Counter>,
     index_imports: Family<One, Counter>,
     index_exports: Counter,
     index_export_bytes: Counter,
     state: StateGauges,
 }
 
-/// What is read off the balancer at each scrape.
+/// What is read off others at each scrape.
 #[derive(Debug, Default)]
 struct StateGauges {
     index_blocks: Gauge,
@@ -91,6 +97,11 @@ struct StateGauges {
     stream_gaps: Family<One, Gauge>,
     stream_behind: Family<One, Gauge>,
     worker_silent_ms: Family<One, Gauge>,
+    tokenise_seconds: Family<One, Counter<f64, AtomicU64>>,
+    tokenised_bytes: Family<One, Counter>,
+    memo_hits: Family<One, Counter>,
+    memo_misses: Family<One, Counter>,
+    memo_bytes: Family<One, Gauge>,
 }
 
 /// What came of a question to another coordinator for a worker's prefixes.
@@ -121,16 +132,13 @@ pub struct Served {
     pub reason: FinishReason,
 }
 
-impl Default for Metrics {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Metrics {
-    /// All at zero.
-    pub fn new() -> Self {
+    /// All at zero; with those of the group, if this coordinator is in one.
+    pub fn new(group: Option<&RaftMetrics>) -> Self {
         let mut registry = Registry::default();
+        if let Some(group) = group {
+            group.register(&mut registry);
+        }
         let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
             let family = Histograms::new_with_constructor(buckets);
             registry.register(name, help, family.clone());
@@ -232,6 +240,7 @@ impl Metrics {
                 "kvasir_cached_tokens_mispredicted",
                 "Tokens by which predictions of cached tokens were over or under; 0 when all is well",
             ),
+            changes: pairs(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
             index_imports: counters(
                 r,
                 "kvasir_index_imports",
@@ -328,6 +337,12 @@ impl Metrics {
         self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
     }
 
+    /// An operator wanted something changed.
+    pub fn changed(&self, what: &'static str, outcome: &'static str) {
+        let labels = [("change", Cow::Borrowed(what)), ("outcome", Cow::Borrowed(outcome))];
+        self.changes.get_or_create(&labels).inc();
+    }
+
     /// Another coordinator was asked for a worker's prefixes.
     pub fn index_imported(&self, imported: Imported) {
         let outcome = match imported {
@@ -345,8 +360,9 @@ impl Metrics {
     }
 
     /// Everything in the OpenMetrics text format, without its end mark.
-    pub fn text(&self, dispatch: &Dispatch) -> String {
+    pub fn text(&self, dispatch: &Dispatch, models: &Models, chains: &ChainMemo) -> String {
         self.state.update(dispatch);
+        self.state.update_texts(models, chains.usage());
         let mut text = String::new();
         // A String takes all that is written.
         if encode(&mut text, &self.registry).is_err() {
@@ -384,7 +400,45 @@ impl StateGauges {
             "Time since a worker's last report",
             &all.worker_silent_ms,
         );
+        family("kvasir_memo_bytes", "Memory of what is remembered of texts", &all.memo_bytes);
+        let mut counters = |name: &str, help: &str, family: &Family<One, Counter>| {
+            registry.register(name, help, family.clone())
+        };
+        counters("kvasir_tokenised_bytes", "Bytes of texts that became tokens", &all.tokenised_bytes);
+        counters("kvasir_memo_hits", "Pieces of text and of prompts that were remembered", &all.memo_hits);
+        counters("kvasir_memo_misses", "Pieces of text and of prompts that were not", &all.memo_misses);
+        registry.register(
+            "kvasir_tokenise_seconds",
+            "Time spent on making tokens of texts",
+            all.tokenise_seconds.clone(),
+        );
         all
+    }
+
+    /// What the texts of requests cost, and what remembering them has saved.
+    fn update_texts(&self, models: &Models, chains: RecentUse) {
+        // Totals that others count: what has come since the last scrape is added.
+        let follow = |counter: &Counter, total: u64| {
+            counter.inc_by(total.saturating_sub(counter.get()));
+        };
+        let mut tokens = RecentUse::default();
+        for model in models.iter() {
+            let label = one("model_name", model.id.as_str().to_owned());
+            let (took, bytes) = model.tokenised();
+            follow(&self.tokenised_bytes.get_or_create(&label), bytes);
+            let seconds = self.tokenise_seconds.get_or_create(&label);
+            seconds.inc_by((took.as_secs_f64() - seconds.get()).max(0.0));
+            let used = model.tokenizer.memo_usage().unwrap_or_default();
+            tokens.hits += used.hits;
+            tokens.misses += used.misses;
+            tokens.bytes += used.bytes;
+        }
+        for (memo, used) in [("tokens", tokens), ("blocks", chains)] {
+            let label = one("memo", memo);
+            follow(&self.memo_hits.get_or_create(&label), used.hits);
+            follow(&self.memo_misses.get_or_create(&label), used.misses);
+            self.memo_bytes.get_or_create(&label).set(i64::try_from(used.bytes).unwrap_or(i64::MAX));
+        }
     }
 
     fn update(&self, dispatch: &Dispatch) {

@@ -64,6 +64,12 @@ impl Lanes {
         self.pairs.get(slot.index()).copied().flatten()
     }
 
+    /// The slot whose lane of what it holds this is.
+    pub(super) fn holder(&self, lane: Lane) -> Option<usize> {
+        let slot = self.slot(lane)?;
+        self.pairs[slot].filter(|pair| pair.held == lane).map(|_| slot)
+    }
+
     /// The slot whose lane this is, if it is still somebody's.
     #[inline]
     pub(super) fn slot(&self, lane: Lane) -> Option<usize> {

@@ -12,6 +12,7 @@ fn idle(index: usize) -> Candidate {
         pending_tokens: 0,
         running: 0,
         prefill_rate: 2_000.0,
+        pull: None,
         step_ms: 8.0,
     }
 }
@@ -127,6 +128,7 @@ proptest! {
             .iter()
             .enumerate()
             .map(|(index, &(units, pending_tokens, running, prefill_rate, step_ms))| Candidate {
+                pull: None,
                 slot: Slot::new(index).unwrap(), units, pending_tokens, running, prefill_rate, step_ms,
             })
             .collect();

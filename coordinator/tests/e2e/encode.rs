@@ -4,6 +4,7 @@ use super::client::{Reply, get, post};
 use super::fake_worker::{FakeWorker, MAX_MODEL_LEN, Setup, values};
 use super::{Rig, tokens, until};
 use proto::message::{EncodeTextV1, GenerateError, ModelTask};
+use proto::transport::VersionRange;
 use serde_json::{Value, json};
 
 const EMBEDDINGS: &str = "/v1/embeddings";
@@ -276,11 +277,13 @@ async fn whoever_leaves_is_cancelled_and_what_takes_too_long_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_of_the_first_protocol_generates() {
-    let rig = Rig::bare(|_| {}).await;
-    let old = rig.join_as(Setup { protocol: 1, ..rig.setup("w1", 1) }).await.unwrap();
-    ok(&post(rig.at.http, "/v1/completions", &json!({"prompt": "hi", "max_tokens": 1})).await);
-    let reply = post(rig.at.http, EMBEDDINGS, &json!({"input": "hi"})).await;
-    assert_eq!(reply.error(), (400, "invalid_field".into(), "model".into()));
-    assert_eq!(old.counters().received, 1);
+async fn workers_of_every_earlier_protocol_generate() {
+    for protocol in 1..VersionRange::CURRENT.max {
+        let rig = Rig::bare(|_| {}).await;
+        let old = rig.join_as(Setup { protocol, ..rig.setup("w1", 1) }).await.unwrap();
+        ok(&post(rig.at.http, "/v1/completions", &json!({"prompt": "hi", "max_tokens": 1})).await);
+        let reply = post(rig.at.http, EMBEDDINGS, &json!({"input": "hi"})).await;
+        assert_eq!(reply.error(), (400, "invalid_field".into(), "model".into()));
+        assert_eq!(old.counters().received, 1);
+    }
 }

@@ -134,6 +134,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         ends,
         eog,
         digest: hash.0.finalize().into(),
+        memo: None,
     })
 }
 

@@ -94,6 +94,11 @@ impl Spm {
         self.word(texts, &escaped[start..], &mut merger, out);
     }
 
+    /// Whether a word may go on with a space behind `letter`.
+    pub(super) fn joins_space(&self, letter: char) -> bool {
+        self.before_space.contains(&letter)
+    }
+
     fn word(&self, texts: &Pieces, word: &str, merger: &mut Merger<Reverse<i32>>, out: &mut Vec<u32>) {
         if word.is_empty() {
             return;

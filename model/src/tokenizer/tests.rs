@@ -13,7 +13,7 @@ fn fixtures() -> PathBuf {
     std::env::var_os("KVASIR_FIXTURES").map_or_else(committed, PathBuf::from)
 }
 
-fn tiny(name: &str) -> Tokenizer {
+pub(super) fn tiny(name: &str) -> Tokenizer {
     let file = fixtures().join(format!("tiny/{name}/{name}-f32.gguf"));
     Tokenizer::from_metadata(ModelFile::open(file).unwrap().metadata()).unwrap()
 }
@@ -23,7 +23,7 @@ fn ids(json: &Json) -> Vec<u32> {
 }
 
 /// Vocabularies that every text can be had back from.
-const TINY: &[&str] = &[
+pub(super) const TINY: &[&str] = &[
     "llama",
     "llama3rope",
     "qwen2",
@@ -36,7 +36,7 @@ const TINY: &[&str] = &[
     "qwen35",
 ];
 /// The others, and those that are in TINY under another name.
-const MORE: &[&str] =
+pub(super) const MORE: &[&str] =
     &["bert", "bert-rerank", "gemma4moe", "granitehybrid-dense", "qwen2moe", "qwen35moe", "qwen3next"];
 
 #[test]
@@ -122,7 +122,7 @@ proptest! {
 const FIRST_BYTE: u32 = 4;
 
 /// `<unk>`, `<s>`, `</s>`, `<t>` (user-defined), 256 bytes, then `pieces` with falling scores.
-fn score_based(pieces: &[&str], add_space_prefix: bool) -> Tokenizer {
+pub(super) fn score_based(pieces: &[&str], add_space_prefix: bool) -> Tokenizer {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>", "<t>"].map(String::from).to_vec();
     let mut types = vec![2, 3, 3, 4];
     for byte in 0..256 {
@@ -187,7 +187,7 @@ fn control_tokens_are_text_unless_asked_for() {
     );
 }
 
-fn bytes_merged(pre: &str, extra: &[&str], merges: &[&str]) -> Metadata {
+pub(super) fn bytes_merged(pre: &str, extra: &[&str], merges: &[&str]) -> Metadata {
     let mut tokens: Vec<String> = (0..=255u8).map(|b| bpe::byte_char(b).to_string()).collect();
     tokens.extend(extra.iter().map(|t| t.to_string()));
     Metadata::from_iter([

@@ -4,8 +4,11 @@
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use crate::codec::Cap;
-use crate::message::{GenerateFrame, GenerateRequest};
+use crate::message::{GenerateFrame, GenerateRequest, GenerateRequestV2};
 use quinn::{RecvStream, SendStream};
+
+/// What a request takes besides its tokens, unless it has many stop strings or biases.
+const REQUEST_ROOM: usize = 512;
 
 fn is_last(frame: &GenerateFrame) -> bool {
     match frame {
@@ -27,7 +30,11 @@ impl GenerateStream {
         receive: RecvStream,
         request: &GenerateRequest,
     ) -> Result<Self, Error> {
-        let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
+        let (GenerateRequest::V1(asked) | GenerateRequest::V2(GenerateRequestV2 { request: asked, .. })) =
+            request;
+        // A token takes three bytes at most in all vocabularies there are.
+        let room = 3 * (asked.prompt.len() + asked.emitted.len()) + REQUEST_ROOM;
+        let mut writer = FrameWriter::new(send, Cap::GenerateRequest).with_room(room);
         writer.write(request).await?;
         writer.finish();
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream), ended: false })

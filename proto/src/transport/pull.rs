@@ -34,24 +34,21 @@ impl PullStream {
         }
     }
 
-    /// The next piece, which must be the one of `group` that ends at `end` and `len` bytes long: of any other no byte
-    /// is read.
+    /// The next piece. `length` says how many bytes such a piece has, or that there is none; of one that announces
+    /// anything else no byte is read.
     pub async fn piece(
         &mut self,
-        group: u32,
-        end: u32,
-        len: usize,
+        length: impl FnOnce(&PulledPieceV1) -> Option<usize>,
     ) -> Result<(PulledPieceV1, Vec<u8>), Error> {
         let piece = match self.next().await? {
             PullFrame::Piece(piece) => piece,
             PullFrame::Failed(refusal) => return Err(Error::PullRefused(refusal)),
             PullFrame::Head(_) => return Err(Error::Protocol("a second head of a pull")),
         };
-        if (piece.group, piece.end) != (group, end) || usize::try_from(piece.bytes) != Ok(len) {
-            return Err(Error::Protocol("a pulled piece is not the next one of the resume point"));
-        }
+        let length = length(&piece).filter(|length| usize::try_from(piece.bytes) == Ok(*length));
+        let length = length.ok_or(Error::Protocol("a pulled piece is not of the prefix"))?;
         let mut bytes = Vec::new();
-        self.frames.read_raw(len, &mut bytes).await?;
+        self.frames.read_raw(length, &mut bytes).await?;
         Ok((piece, bytes))
     }
 

@@ -2,6 +2,7 @@
 //! knows nothing of them (RFC 9000, section 10.3). Otherwise they would wait for the idle timeout before they
 //! dial again. For that, the tokens by which a peer recognises such a word must be the same in all lives.
 
+use super::endpoint::MAX_DATAGRAM;
 use super::identity::Identity;
 use super::tls;
 use crate::Error;
@@ -19,6 +20,8 @@ pub(super) fn endpoint_config(identity: &Identity) -> Result<quinn::EndpointConf
     let mut seed = [0; blake3::KEY_LEN];
     tls::fill_random(&mut seed)?;
     // The generator that comes with QUIC drops what an earlier life has named, without a word.
+    // Fails only below what every path carries.
+    let _ = config.max_udp_payload_size(MAX_DATAGRAM);
     config.cid_generator(move || Box::new(Ids { seed, drawn: 0 }));
     Ok(config)
 }

@@ -178,6 +178,12 @@ impl<T: Serialize> FrameWriter<T> {
         Self { stream, cap, buffer: Vec::new(), item: PhantomData }
     }
 
+    /// Makes room for the first frame, whose length is about known.
+    pub(super) fn with_room(mut self, bytes: usize) -> Self {
+        self.buffer.reserve(bytes.min(self.cap.bytes()));
+        self
+    }
+
     /// Sends one frame; waits while the peer's window is full. When the future is dropped halfway the
     /// stream is unusable, as half a frame may have been sent.
     pub(super) async fn write(&mut self, item: &T) -> Result<(), Error> {

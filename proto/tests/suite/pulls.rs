@@ -34,6 +34,11 @@ async fn begun(workers: &Workers) -> (PullStream, PullCall) {
     }
 }
 
+/// That only this piece is taken, with so many bytes.
+fn only(group: u32, end: u32, len: usize) -> impl FnOnce(&PulledPieceV1) -> Option<usize> {
+    move |piece| ((piece.group, piece.end) == (group, end)).then_some(len)
+}
+
 fn piece(group: u32, end: u32, bytes: usize) -> PulledPieceV1 {
     PulledPieceV1 { group, end, bytes: bytes as u32, digest: [7; 32] }
 }
@@ -55,10 +60,10 @@ async fn what_is_pulled_arrives_whole_and_in_order() {
     };
     let asker = async {
         assert_eq!(stream.head().await.unwrap(), PullHeadV1 { tokens: 32, pieces: 2 });
-        assert_eq!(stream.piece(0, 16, 3).await.unwrap(), (piece(0, 16, 3), bytes[..3].to_vec()));
-        let (head, got) = stream.piece(1, 32, bytes.len()).await.unwrap();
+        assert_eq!(stream.piece(only(0, 16, 3)).await.unwrap(), (piece(0, 16, 3), bytes[..3].to_vec()));
+        let (head, got) = stream.piece(only(1, 32, bytes.len())).await.unwrap();
         assert!(head == piece(1, 32, bytes.len()) && got == bytes);
-        assert!(matches!(stream.piece(0, 48, 3).await, Err(Error::StreamCut { .. })));
+        assert!(matches!(stream.piece(only(0, 48, 3)).await, Err(Error::StreamCut { .. })));
     };
     soon("all bytes", async { tokio::join!(holder, asker) }).await;
     soon("arrival of all", cancelled).await;
@@ -76,7 +81,7 @@ async fn a_refusal_is_typed_before_the_head_and_after_it() {
     call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
     call.reply.fail(PullRefusal::Internal).await.unwrap();
     stream.head().await.unwrap();
-    let error = soon("the refusal", stream.piece(0, 16, 3)).await.unwrap_err();
+    let error = soon("the refusal", stream.piece(only(0, 16, 3))).await.unwrap_err();
     assert!(matches!(error, Error::PullRefused(PullRefusal::Internal)), "{error:?}");
 }
 
@@ -88,7 +93,7 @@ async fn what_is_not_the_next_piece_is_not_read() {
         call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
         call.reply.piece(wrong, &vec![0; wrong.bytes as usize]).await.unwrap();
         stream.head().await.unwrap();
-        let error = soon("the piece", stream.piece(0, 16, 3)).await.unwrap_err();
+        let error = soon("the piece", stream.piece(only(0, 16, 3))).await.unwrap_err();
         assert!(matches!(error, Error::Protocol(_)), "{wrong:?}: {error:?}");
     }
 }
@@ -104,7 +109,7 @@ async fn dropping_a_pull_cancels_it_and_a_holder_that_leaves_cuts_it() {
     call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
     drop(call);
     stream.head().await.unwrap();
-    let error = soon("the cut", stream.piece(0, 16, 3)).await.unwrap_err();
+    let error = soon("the cut", stream.piece(only(0, 16, 3))).await.unwrap_err();
     assert!(matches!(error, Error::StreamCut { .. }), "{error:?}");
 }
 
@@ -118,7 +123,7 @@ async fn a_frame_longer_than_its_cap_is_refused_by_its_length() {
     call.reply.head(PullHeadV1 { tokens: 1, pieces: 1 }).await.unwrap();
     call.reply.piece(piece(0, 16, long.len()), &long).await.unwrap();
     stream.head().await.unwrap();
-    let read = soon("the first piece", stream.piece(0, 16, 0)).await;
+    let read = soon("the first piece", stream.piece(only(0, 16, 0))).await;
     assert!(matches!(read, Err(Error::Protocol(_))), "{read:?}");
     let error = soon("the frame", stream.head()).await.unwrap_err();
     assert!(matches!(error, Error::Codec(CodecError::TooLong { .. })), "{error:?}");

@@ -131,8 +131,13 @@ impl Carrier {
         let copies = if self.draw() < link.duplication { 2 } else { 1 };
         for _ in 0..copies {
             let due = Instant::now() + link.delay + link.jitter.mul_f64(self.draw());
+            let mut bytes = bytes.to_vec();
+            if self.draw() < link.corruption {
+                let at = self.draw();
+                damage(&mut bytes, at);
+            }
             self.carried += 1;
-            self.under_way.push(Reverse(Packet { due, number: self.carried, to, bytes: bytes.to_vec() }));
+            self.under_way.push(Reverse(Packet { due, number: self.carried, to, bytes }));
         }
     }
 
@@ -153,6 +158,22 @@ impl Carrier {
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
+}
+
+/// Flips a bit of what a UDP packet over IPv4 carries, `at` of the way through it, and takes its checksum away: the
+/// receiving kernel would only drop it. Other packets stay as they are.
+fn damage(packet: &mut [u8], at: f64) {
+    const UDP: u8 = 17;
+    const HEADER: usize = 8;
+    let Some(&first) = packet.first() else { return };
+    let start = usize::from(first & 15) * 4;
+    if first >> 4 != 4 || packet.get(9) != Some(&UDP) || packet.len() <= start + HEADER {
+        return;
+    }
+    packet[start + 6..start + HEADER].fill(0);
+    let carried = &mut packet[start + HEADER..];
+    let bit = (carried.len() as f64 * 8.0 * at) as usize;
+    carried[bit / 8] ^= 1 << (bit % 8);
 }
 
 /// The host that an IPv4 packet is for; there is nothing else to carry.

@@ -102,6 +102,18 @@ fn packets_are_lost_doubled_and_overtaken() {
 }
 
 #[test]
+fn a_bit_flips_unseen_by_the_kernel() {
+    let net = Net::new(2, 7).unwrap();
+    let [there, here] = [socket(&net, 0), socket(&net, 1)];
+    net.everywhere(Link { corruption: 1.0, ..Link::default() });
+    let arrived = send(&there, &here, 50, Duration::from_millis(500));
+    assert_eq!(arrived.len(), 50);
+    let flipped: Vec<u32> =
+        (0..).zip(&arrived).map(|(sent, got): (u32, _)| (sent ^ got).count_ones()).collect();
+    assert_eq!(flipped, [1; 50]);
+}
+
+#[test]
 fn tcp_works_over_a_bad_link() {
     let net = Net::new(2, 5).unwrap();
     net.everywhere(Link {
@@ -109,7 +121,7 @@ fn tcp_works_over_a_bad_link() {
         jitter: Duration::from_millis(5),
         loss: 0.02,
         duplication: 0.05,
-        cut: false,
+        ..Link::default()
     });
     let listener = net.on(0, || TcpListener::bind((address(0), PORT))).unwrap().unwrap();
     let sent: Vec<u8> = (0..200_000u32).map(|i| (i % 251) as u8).collect();

@@ -2,18 +2,51 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod alone;
+mod clients;
 mod embeddings;
 mod failover;
+mod metrics;
 mod openai_client;
 mod operate;
+mod overload;
 mod shared_prefix;
 mod snapshots;
+mod transfer;
 mod up;
 
+use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::fixtures::Manifest;
+use kvasir_cluster_tests::{binary, wait};
 
 /// A model of a few hundred kilobytes, for tests of everything but speed.
 fn tiny_model() -> String {
     let manifest = Manifest::read().unwrap();
     manifest.tiny("llama").unwrap().path().to_str().unwrap().to_owned()
+}
+
+/// Bytes of KV that the workers' sequences hold, by the coordinator's view; what is merely cached does not count.
+fn kv_held(cluster: &Cluster) -> Option<u64> {
+    let status = cluster.status().ok()?;
+    status["workers"].as_array()?.iter().map(|worker| worker["kv_used"].as_u64()).sum()
+}
+
+/// Waits until nothing runs, nothing waits and no sequence holds a block.
+fn wait_for_quiet(cluster: &Cluster) {
+    let all = [
+        "kvasir_inflight_requests",
+        "kvasir_queue_requests",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    ];
+    wait::until("everything that was held is given back", binary::PATIENCE, || {
+        let nothing_runs = all.iter().all(|name| cluster.metric(name).is_ok_and(|value| value == 0.0));
+        (nothing_runs && kv_held(cluster)? == 0).then_some(())
+    })
+    .unwrap();
+}
+
+/// Bytes of a process that are in memory.
+fn resident(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap();
+    text.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }

@@ -4,6 +4,19 @@ use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+
+/// Gone when dropped.
+struct Node(Child);
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // Both fail only if it has ended, which is what is wanted.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 fn state(cluster: &Cluster, worker: &str) -> Option<String> {
     let status = cluster.status().ok()?;
@@ -61,4 +74,55 @@ fn top_shows_every_node_and_what_it_does() {
         assert!(shown.contains(part), "{part} not in\n{shown}");
     }
     assert!(!shown.contains('\x1b'), "what is for a terminal");
+}
+
+#[test]
+fn a_coordinator_is_added_to_one_that_was_alone() {
+    let cluster = Cluster::builder("operate-add", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let first = cluster.coordinator();
+    let dir = cluster.data_dir();
+    let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
+    let [ca, identity, data] = ["ca", "added", "added-data"].map(|name| text(dir.join(name)));
+    let issue = ["ca", "issue", "--dir", &ca, "--role", "coordinator", "--node", "added", "--out", &identity];
+    binary::stdout(&issue).unwrap();
+    let peers = format!("{}={}", first.id, first.quic);
+    let any = "127.0.0.1:0";
+    let mut command = binary::command(&["coordinator", "--http", any, "--ops", any, "--quic", any]).unwrap();
+    command.args([
+        "--identity",
+        &identity,
+        "--data-dir",
+        &data,
+        "--peers",
+        &peers,
+        "--models",
+        &tiny_model(),
+    ]);
+    command
+        .args(["--cluster-key", &text(dir.join("cluster.key"))])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    let mut added = Node(command.spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(added.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let said: Value = serde_json::from_str(&line).unwrap();
+    let name = format!("added={}", said["quic"].as_str().unwrap());
+    let dir = dir.to_str().unwrap();
+    let group = binary::stdout(&["coordinators", "add", &name, "--data-dir", dir, "--json"]).unwrap();
+    let group: Value = serde_json::from_str(&group).unwrap();
+    assert_eq!((&group["leader"], &group["needed"]), (&json!(first.id), &json!(2)), "{group}");
+    let votes = group["coordinators"].as_array().unwrap().iter().filter(|member| member["votes"] == true);
+    assert_eq!(votes.count(), 2, "{group}");
+    // It leads as well as the other one.
+    let ops = said["ops"].as_str().unwrap();
+    let led = || binary::stdout(&["coordinators", "transfer", "added", "--ops", ops]).ok();
+    assert_eq!(wait::until("it leads", binary::PATIENCE, led).unwrap(), "added leads\n");
+    // One of two is not enough to go on with, so the first cannot go while the other is away.
+    drop(added);
+    let alone = || {
+        let path = format!("/admin/v1/coordinators/{}", first.id);
+        let refused = http::send(first.ops, "DELETE", &path, &[], b"").ok()?;
+        (refused.status == 503).then_some(())
+    };
+    wait::until("nobody can decide", binary::PATIENCE, alone).unwrap();
 }

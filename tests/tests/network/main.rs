@@ -3,10 +3,20 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod agreement;
+mod clock;
+mod disk_full;
+mod ending;
+mod flap;
+mod group;
+mod history;
 mod index;
+mod members;
+mod restart;
 mod rolling_restart;
 mod stream;
+mod wedge;
 mod worker_loss;
+mod zombie;
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::Manifest;

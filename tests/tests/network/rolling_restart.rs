@@ -1,10 +1,12 @@
 //! Every node is restarted in turn under load, as an upgrade does it; nobody who asks notices.
 
+use crate::group::{converge, drain_by_any};
 use crate::stream::prompt;
 use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -39,17 +41,16 @@ fn is_refused(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-#[test]
-fn a_rolling_restart_fails_no_request() {
-    let fleet = Fleet::builder("rolling-restart", &crate::tiny_model(), 3, 3).start(11).unwrap();
+/// Ends every node in order and starts it again, as `prepare` has it, under load; nobody who asks notices.
+fn restart_all(fleet: &Fleet, prepare: impl Fn(Node)) {
     let model = fleet.model().unwrap();
     let expected: Vec<Value> =
-        (0..PROMPTS).map(|number| ask(&fleet, 0, &body(&model, number)).unwrap()).collect();
+        (0..PROMPTS).map(|number| ask(fleet, 0, &body(&model, number)).unwrap()).collect();
     let (stop, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
     let failures: Vec<String> = std::thread::scope(|scope| {
         let clients: Vec<_> = (0..CLIENTS)
             .map(|client| {
-                let (fleet, model, expected, stop, answered) = (&fleet, &model, &expected, &stop, &answered);
+                let (model, expected, stop, answered) = (&model, &expected, &stop, &answered);
                 scope.spawn(move || {
                     let mut failures = Vec::new();
                     for turn in client.. {
@@ -73,6 +74,7 @@ fn a_rolling_restart_fails_no_request() {
             let before = answered.load(Ordering::Relaxed);
             let code = fleet.stop(node).unwrap();
             assert_eq!(code, Some(0), "{node:?} did not end in order");
+            prepare(node);
             fleet.start(node).unwrap();
             for coordinator in 0..3 {
                 fleet.wait_for_workers(coordinator, 3).unwrap();
@@ -87,6 +89,25 @@ fn a_rolling_restart_fails_no_request() {
     });
     println!("{} requests during {} restarts", answered.into_inner(), fleet.nodes().len());
     assert_eq!(failures, Vec::<String>::new());
+}
+
+#[test]
+fn a_rolling_restart_fails_no_request() {
+    let fleet = Fleet::builder("rolling-restart", &crate::tiny_model(), 3, 3).start(11).unwrap();
+    restart_all(&fleet, |_| {});
+}
+
+/// `KVASIR_OLD_BIN` is the `kvasir` of an earlier version, such as one that `git worktree` and `cargo build` make.
+#[test]
+#[ignore = "needs the binary of an earlier version in KVASIR_OLD_BIN"]
+fn an_upgrade_and_the_way_back_fail_no_request() {
+    let old = PathBuf::from(std::env::var_os("KVASIR_OLD_BIN").expect("KVASIR_OLD_BIN"));
+    let fleet = Fleet::builder("upgrade", &crate::tiny_model(), 3, 3).binary(&old).start(13).unwrap();
+    restart_all(&fleet, |node| fleet.use_binary(node, None));
+    drain_by_any(&fleet, 0, true);
+    drain_by_any(&fleet, 0, false);
+    restart_all(&fleet, |node| fleet.use_binary(node, Some(&old)));
+    converge(&fleet);
 }
 
 #[test]

@@ -27,14 +27,14 @@ pub(crate) fn prompt(number: u32, length: u32) -> Vec<u32> {
     (0..length).map(|at| 1_000 + (number * 7_919 + at * 31 + at * at % 97) % 40_000).collect()
 }
 
-/// Asks coordinator 0 and reads to the end; `seen` is called whenever tokens come, with the worker
-/// that began.
-pub(crate) fn read(
+/// Asks a coordinator and reads to the end; `seen` is called whenever tokens come, with the worker that began.
+fn read(
     fleet: &Fleet,
+    coordinator: usize,
     body: &serde_json::Value,
     mut seen: impl FnMut(Node),
 ) -> anyhow::Result<Told> {
-    let answer = fleet.post(0, "/v1/completions", body)?;
+    let answer = fleet.post(coordinator, "/v1/completions", body)?;
     let worker = answer.header("x-kvasir-worker").and_then(worker_named).context("no worker is named")?;
     let mut events = answer.events()?;
     let mut told = Told::default();
@@ -69,9 +69,19 @@ pub(crate) struct Heard {
     pub(crate) worker: Node,
 }
 
-/// All at once. `disturb` runs beside them and is told whenever tokens come.
+/// All at once, by coordinator 0. `disturb` runs beside them and is told whenever tokens come.
 pub(crate) fn read_all(
     fleet: &Fleet,
+    bodies: &[serde_json::Value],
+    disturb: impl FnOnce(Receiver<Heard>),
+) -> anyhow::Result<Vec<Told>> {
+    read_all_by(fleet, 0, bodies, disturb)
+}
+
+/// All at once, by one coordinator. `disturb` runs beside them and is told whenever tokens come.
+pub(crate) fn read_all_by(
+    fleet: &Fleet,
+    coordinator: usize,
     bodies: &[serde_json::Value],
     disturb: impl FnOnce(Receiver<Heard>),
 ) -> anyhow::Result<Vec<Told>> {
@@ -83,7 +93,7 @@ pub(crate) fn read_all(
             .map(|(number, body)| {
                 let sender = sender.clone();
                 scope.spawn(move || {
-                    read(fleet, body, |worker| {
+                    read(fleet, coordinator, body, |worker| {
                         // Nobody listens once the disturbance is over.
                         let _ = sender.send(Heard { stream: number, worker });
                     })

@@ -1,15 +1,16 @@
 //! A worker dies or freezes in the middle of its streams; their readers get every token once.
 
 use crate::stream::{Heard, Told, prompt, read_all, request};
-use kvasir_cluster_tests::fleet::{Fleet, Node};
-use kvasir_cluster_tests::signal;
+use kvasir_cluster_tests::fleet::{Fleet, Node, name, worker_named};
 use kvasir_cluster_tests::testnet::Link;
+use kvasir_cluster_tests::{binary, signal, wait};
 use serde_json::Value;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const STREAMS: u32 = 8;
 const TOKENS: usize = 96;
+const A_MINUTE: Duration = Duration::from_secs(60);
 
 /// Long enough that nothing is over before the fault has been noticed.
 fn bodies(model: &str, round: u32) -> Vec<Value> {
@@ -49,6 +50,41 @@ fn print(what: &str, mut pauses: Vec<Duration>) -> Duration {
     longest
 }
 
+/// Prompts that a worker has of a coordinator and has not computed.
+fn in_prefill(fleet: &Fleet) -> Option<Node> {
+    let status = fleet.status(0).ok()?;
+    let busy = |worker: &&Value| {
+        worker["pending_tokens"].as_u64() > Some(0) && worker["inflight"].as_u64() > Some(0)
+    };
+    worker_named(status["workers"].as_array()?.iter().find(busy)?["id"].as_str()?)
+}
+
+#[test]
+fn a_worker_killed_in_prefill_costs_time_and_nothing_else() {
+    let fleet = Fleet::builder("killed-in-prefill", &crate::real_model(), 1, 2).start(6).unwrap();
+    let model = fleet.model().unwrap();
+    // Long enough that the kill comes before its end.
+    let long = |number| [request(&model, &prompt(number, 1_800), 16)];
+    let undisturbed = read_all(&fleet, &long(1), drop).unwrap();
+    // What was computed must not be found again.
+    for worker in [0, 1].map(Node::Worker) {
+        fleet.kill(worker).unwrap();
+        fleet.start(worker).unwrap();
+    }
+    fleet.wait_for_workers(0, 2).unwrap();
+    let told = read_all(&fleet, &long(1), |events| {
+        let victim = wait::until("it is computed", binary::PATIENCE, || in_prefill(&fleet)).unwrap();
+        fleet.kill(victim).unwrap();
+        fleet.start(victim).unwrap();
+        let heard = events.recv().unwrap();
+        assert_ne!(heard.worker, victim, "its prompt was computed before the kill");
+    })
+    .unwrap();
+    assert_eq!(told[0].tokens, undisturbed[0].tokens);
+    assert_eq!(lost(&fleet), 1.0);
+    fleet.wait_for_workers(0, 2).unwrap();
+}
+
 #[test]
 fn streams_of_a_killed_worker_go_on_token_by_token() {
     let fleet = Fleet::builder("killed-worker", &crate::real_model(), 1, 2).start(1).unwrap();
@@ -72,27 +108,55 @@ fn streams_of_a_killed_worker_go_on_token_by_token() {
     assert!(print("killed", pauses) < Duration::from_secs(15));
 }
 
+/// What a coordinator knows of a worker's cache is complete.
+fn is_followed(fleet: &Fleet, worker: Node) -> bool {
+    let status = fleet.status(0).unwrap();
+    let mut streams = status["index"]["streams"].as_array().into_iter().flatten();
+    streams.any(|stream| stream["worker"] == name(worker) && stream["behind"] == false)
+}
+
 #[test]
-fn a_frozen_worker_that_goes_on_repeats_nothing() {
-    let fleet = Fleet::builder("frozen-worker", &crate::real_model(), 1, 2).start(2).unwrap();
+fn a_worker_frozen_for_a_minute_repeats_nothing_when_it_goes_on() {
+    let fleet = Fleet::builder("frozen-worker", &crate::real_model(), 1, 2).beside_others().start(2).unwrap();
     let model = fleet.model().unwrap();
     let (say, said) = channel();
     let pauses = assert_undisturbed(&fleet, &bodies(&model, 0), |events| {
         let victim = until_token(&events, 7);
         fleet.freeze(victim, true).unwrap();
-        say.send(victim).unwrap();
+        say.send((victim, Instant::now())).unwrap();
     });
     assert!(print("frozen", pauses) < Duration::from_secs(15));
     assert!(lost(&fleet) > 0.0, "no stream was on the worker that was frozen");
+    let (frozen, since) = said.recv().unwrap();
+    fleet.wait_for_workers(0, 1).unwrap();
+    wait::until("a minute", A_MINUTE * 2, || (since.elapsed() >= A_MINUTE).then_some(())).unwrap();
     // It wakes up in the middle of others' streams with its own that nobody wants any more.
-    let frozen = said.recv().unwrap();
     let bodies = bodies(&model, 1);
     assert_undisturbed(&fleet, &bodies, |events| {
         until_token(&events, 7);
         fleet.freeze(frozen, false).unwrap();
     });
     fleet.wait_for_workers(0, 2).unwrap();
+    wait::until("its cache is known", binary::PATIENCE, || is_followed(&fleet, frozen).then_some(()))
+        .unwrap();
     assert_undisturbed(&fleet, &bodies, drop);
+}
+
+#[test]
+fn a_worker_frozen_for_moments_repeats_nothing() {
+    let fleet = Fleet::builder("slow-worker", &crate::real_model(), 1, 2).start(5).unwrap();
+    let model = fleet.model().unwrap();
+    for (round, pause) in [Duration::from_secs(1), Duration::from_secs(5)].into_iter().enumerate() {
+        let pauses = assert_undisturbed(&fleet, &bodies(&model, round as u32), |events| {
+            let victim = until_token(&events, 7);
+            fleet.freeze(victim, true).unwrap();
+            let since = Instant::now();
+            wait::until("it is let go on", A_MINUTE, || (since.elapsed() >= pause).then_some(())).unwrap();
+            fleet.freeze(victim, false).unwrap();
+        });
+        assert!(print("frozen for moments", pauses) < Duration::from_secs(15));
+        fleet.wait_for_workers(0, 2).unwrap();
+    }
 }
 
 #[test]
@@ -126,6 +190,8 @@ fn bad_links_change_no_token() {
     let bad = [
         Link { delay: ms(50), loss: 0.05, ..Link::default() },
         Link { jitter: ms(40), duplication: 0.2, ..Link::default() },
+        Link { corruption: 0.02, ..Link::default() },
+        Link { loss: 0.2, ..Link::default() },
     ];
     for (round, link) in bad.into_iter().enumerate() {
         let pauses = assert_undisturbed(&fleet, &bodies(&model, round as u32), |events| {

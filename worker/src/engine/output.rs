@@ -21,7 +21,9 @@ impl Engine {
         live.sink.frame(GenerateFrame::Started(StartedV1 {
             cached_tokens: cached as u32,
             computed_tokens: (live.prompt_len - cached) as u32,
-            hit_stop: info.hit_stop.to_string(),
+            hit_stop: live
+                .pulled
+                .map_or_else(|| info.hit_stop.to_string(), |pulled| format!("{} {pulled}", info.hit_stop)),
         }));
     }
 
@@ -75,6 +77,7 @@ impl Engine {
             self.remember_live(id);
             self.scheduler.remove(id);
             self.siblings.gone(id);
+            self.pulling.gone(id);
             let Some(mut live) = self.live.remove(&id) else { continue };
             self.count_end(Reason::error);
             let after_ms = age.as_millis() as u64;

@@ -52,6 +52,10 @@ impl Engine {
         raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
         raise(&self.metrics.preemptions, counters.preemptions);
         raise(&self.metrics.evictions, counters.evictions);
+        raise(&self.metrics.checkpoints, counters.checkpoints);
+        raise(&self.metrics.checkpoints_skipped, counters.checkpoints_skipped);
+        raise(&self.metrics.pins_lost, counters.pins_lost);
+        raise(&self.metrics.forks, counters.forks);
         self.publish_tiers();
         let load = self.load();
         self.metrics.running.set(load.running as i64);
@@ -75,6 +79,7 @@ impl Engine {
             running: stats.running,
             waiting: stats.waiting
                 + self.siblings.waiting()
+                + self.pulling.waiting()
                 + self.tiering.as_ref().map_or(0, Tiering::parked),
             pending_prefill_tokens: stats.pending_prefill_tokens,
             kv_used: stats.kv_used_bytes,
@@ -88,6 +93,11 @@ impl Engine {
 }
 
 impl Rates {
+    /// Tokens per second; 0 if unknown.
+    pub(super) fn prefill(&self) -> f32 {
+        self.prefill
+    }
+
     pub(super) fn step_ended(&mut self, took: Duration, rows: usize, prefill_rows: usize) {
         let seconds = took.as_secs_f32().max(1e-6);
         let blend = |old: f32, new: f32| if old == 0.0 { new } else { old + 0.2 * (new - old) };

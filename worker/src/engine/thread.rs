@@ -6,7 +6,7 @@ use crate::kv_events::EventLog;
 use crate::progress::{Progress, spawn};
 use crate::scheduler::SeqId;
 use crate::snapshot::Origin;
-use crate::telemetry::EngineMetrics;
+use crate::telemetry::{EngineMetrics, TransferMetrics};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
@@ -30,6 +30,7 @@ struct Shared {
     events: Arc<Mutex<EventLog>>,
     origin: Arc<Origin>,
     registry: Registry,
+    transfers: TransferMetrics,
     rss: prometheus_client::metrics::gauge::Gauge,
 }
 
@@ -51,10 +52,10 @@ impl EngineHandle {
         engine.metrics().register(&mut registry);
         let events = engine.events();
         let (newest_sender, newest) = watch::channel(events.lock().last_sequence());
-        let rss = engine.metrics().rss.clone();
+        let (rss, transfers) = (engine.metrics().rss.clone(), engine.metrics().transfers.clone());
         let progress = Progress::watched(engine.load(), stall_floor)?;
         let origin = engine.origin();
-        let shared = Arc::new(Shared { progress, events, origin, registry, rss });
+        let shared = Arc::new(Shared { progress, events, origin, registry, transfers, rss });
         let for_engine = Arc::clone(&shared);
         spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender))?;
         Ok(Self { commands, shared, newest })
@@ -127,6 +128,11 @@ impl EngineHandle {
         self.newest.clone()
     }
 
+    /// What has been pulled from other workers and sent to them.
+    pub fn transfers(&self) -> &TransferMetrics {
+        &self.shared.transfers
+    }
+
     /// The engine's metrics as Prometheus text.
     pub fn metrics_text(&self) -> String {
         self.shared.rss.set(crate::memory::resident_bytes() as i64);
@@ -157,7 +163,7 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
             }
         }
         let start = Instant::now();
-        shared.progress.queued(start, engine.has_work());
+        shared.progress.queued(start, engine.can_compute());
         match engine.step(start) {
             Ok(StepOutcome::Ran { .. }) => {
                 let now = Instant::now();

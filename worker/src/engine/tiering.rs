@@ -7,9 +7,11 @@
 
 use super::Engine;
 use super::resume::savable;
+use crate::decoder::Decoder;
 use crate::kv_cache::ResumePoint;
-use crate::scheduler::{SeqId, SequenceRequest};
-use crate::tiers::{PieceKey, PrefixNames, Tiers};
+use crate::pieces::{PieceKey, PrefixNames};
+use crate::scheduler::{Scheduler, SeqId, SequenceRequest};
+use crate::tiers::Tiers;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -217,29 +219,13 @@ impl Engine {
         if !worthwhile(arena, deepest) {
             return;
         }
-        // Live sequences may hold too much; then it is computed when there is room.
-        let Some((id, point)) = self.scheduler.begin_restore(deepest) else { return };
-        let written = self.write_pieces(&names, &point);
-        let prefix = written.then_some((root, &prefix[..deepest as usize]));
-        if self.scheduler.end_restore(id, prefix)
-            && let Some(tiering) = &mut self.tiering
-        {
+        let Some(tiering) = &mut self.tiering else { return };
+        let point = (root, &prefix[..deepest as usize]);
+        let piece = |group, end| tiering.tiers.get(names.piece(group, end)?);
+        if put_back(&mut self.scheduler, &mut self.decoder, point, piece) {
             tiering.counts.hits += 1;
             tiering.counts.hit_tokens += u64::from(deepest - arena);
         }
-    }
-
-    fn write_pieces(&mut self, names: &PrefixNames, point: &ResumePoint) -> bool {
-        let Some(tiering) = &mut self.tiering else { return false };
-        for block in point.blocks.iter().rev() {
-            let piece = names.piece(block.group, block.tokens.end).and_then(|key| tiering.tiers.get(key));
-            let Some(bytes) = piece else { return false };
-            if let Err(error) = self.decoder.write_block(block.group, block.offset, &bytes) {
-                tracing::error!(%error, "a block cannot be written");
-                return false;
-            }
-        }
-        true
     }
 
     /// How many tokens of a prefix the arena can serve, and how many the tiers by what `has` says.
@@ -261,7 +247,30 @@ impl Engine {
     }
 }
 
-fn worthwhile(arena: u32, deepest: u32) -> bool {
+/// Copies the pieces of the resume point behind `prefix` into the arena, where a lookup finds them as if they had been
+/// computed; `piece` gives those of a group that end at a token. `false`: nothing has changed, since live sequences
+/// hold too much, or a piece is missing.
+pub(super) fn put_back(
+    scheduler: &mut Scheduler,
+    decoder: &mut Decoder,
+    (root, prefix): (BlockId, &[u32]),
+    mut piece: impl FnMut(usize, u32) -> Option<Arc<[u8]>>,
+) -> bool {
+    let Some((id, point)) = scheduler.begin_restore(prefix.len() as u32) else { return false };
+    let mut write = |group, offset, end| match piece(group, end) {
+        Some(bytes) => decoder
+            .write_block(group, offset, &bytes)
+            .inspect_err(|error| tracing::error!(%error, "a block cannot be written"))
+            .is_ok(),
+        None => false,
+    };
+    let mut blocks = point.blocks.iter().rev();
+    let written = blocks.all(|block| write(block.group, block.offset, block.tokens.end));
+    scheduler.end_restore(id, written.then_some((root, prefix)))
+}
+
+/// Whether it is worth it to bring back a resume point where the arena serves `arena` tokens.
+pub(super) fn worthwhile(arena: u32, deepest: u32) -> bool {
     let gain = deepest.saturating_sub(arena);
     gain >= LEAST_GAIN && gain >= deepest / GAIN_PART
 }

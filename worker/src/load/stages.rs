@@ -8,6 +8,7 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::memory::{MemoryFloor, ProcMemInfo};
 use crate::stage::Replica;
+use crate::tiers::TiersConfig;
 use kernels::backend::BackendInfo;
 use std::ops::Range;
 use std::path::Path;
@@ -27,6 +28,10 @@ pub fn open_replica(
     if options.placement == crate::kv_cache::Placement::Contiguous {
         let reason = "runs of blocks are placed in one worker's memory".to_owned();
         return Err(Error::Config { option: "contiguous", reason });
+    }
+    if options.tiers != TiersConfig::default() {
+        let reason = "each worker of a replica has a part of every block only".to_owned();
+        return Err(Error::Config { option: "kv_disk and kv_host_bytes", reason });
     }
     assemble(prepare_on(path, options, backend(options, &environment)?, Some(replica), progress)?)
 }

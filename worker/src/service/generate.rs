@@ -1,14 +1,17 @@
 //! One generation over QUIC: request in, frames out, cancelled when nobody reads any more.
 
 use super::Node;
+use super::peers::Holder;
 use super::runner::Runner;
 use crate::Error;
 use crate::engine::EngineRequest;
 use crate::engine::thread::EngineHandle;
+use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, GenerateRequestV2, WorkerState};
 use proto::sequence::SequenceName;
 use proto::transport::{GenerateCall, GenerateReply};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -18,7 +21,8 @@ const TOKENS_PER_FRAME: usize = 256;
 /// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
-    let request = request.into_latest().request;
+    let GenerateRequestV2 { request, pull } = request.into_latest();
+    let pull = pull.map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
     let refusal = match node.state() {
         WorkerState::Draining => Some(GenerateError::Draining),
         _ if request.model != node.served.id => Some(GenerateError::ModelNotFound(request.model.clone())),
@@ -37,6 +41,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
                 sampling: request.sampling,
                 stop: request.stop,
                 deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
+                pull,
                 sink: Box::new(sink),
             });
             Ok((engine, id, inbox))

@@ -3,8 +3,9 @@
 use super::runner::Runner;
 use super::{Node, encode, generate, sequences};
 use proto::event::KvReplay;
-use proto::message::{LoadReport, Registered, RegisteredV1, WorkerStatus};
-use proto::service::{CoordinatorApiClient, WorkerApi, deadline};
+use proto::ids::Epoch;
+use proto::message::{Registered, RegisteredV1, WorkerStatus};
+use proto::service::{CoordinatorApiClient, Refusal, WorkerApi, deadline};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +20,7 @@ const CALL_LIMIT: Duration = Duration::from_secs(5);
 
 /// Serves the connection until it is gone.
 pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
-    let (api, registered) = match register(node, &connection).await {
+    let (api, registered, epoch) = match register(node, &connection).await {
         Ok(answer) => answer,
         Err(reason) => {
             tracing::warn!(coordinator = %connection.peer().node, %reason, "not accepted");
@@ -27,7 +28,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
             return;
         }
     };
-    let engine = match node.start_engine(registered.cluster_key.clone()) {
+    let engine = match node.start_engine(registered.cluster_key.clone(), epoch) {
         Ok(engine) => engine,
         Err(error) => {
             tracing::error!(coordinator = %connection.peer().node, %error, "cannot join");
@@ -38,7 +39,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     tracing::info!(coordinator = %connection.peer().node, "joined");
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
-        reason = report(node, &api, &engine, &registered) => reason,
+        reason = report(node, &connection, &api, &engine, &registered) => reason,
         reason = tell_events(&connection, &engine) => reason,
         reason = serve(node, &connection, &engine) => reason,
     };
@@ -50,18 +51,26 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
 async fn register(
     node: &Node,
     connection: &Connection,
-) -> Result<(CoordinatorApiClient, RegisteredV1), String> {
+) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
-    let request = node.register().at_version(connection.version());
+    let register = node.register();
+    let epoch = register.worker.epoch;
+    let request = register.at_version(connection.version());
     let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
-    let Registered::V1(registered) = answer.map_err(|refusal| refusal.to_string())?;
-    Ok((api, registered))
+    let Registered::V1(registered) = answer.map_err(|refusal| {
+        if let Refusal::StaleEpoch { known } = refusal {
+            node.outlive(known);
+        }
+        refusal.to_string()
+    })?;
+    Ok((api, registered, epoch))
 }
 
 /// Reports load: regularly, and at once when the state of work changes by much.
 async fn report(
     node: &Node,
+    connection: &Connection,
     api: &CoordinatorApiClient,
     engine: &Runner,
     registered: &RegisteredV1,
@@ -80,7 +89,7 @@ async fn report(
             }
         }
         first = false;
-        match api.report(deadline(CALL_LIMIT), LoadReport::V1(node.report())).await {
+        match api.report(deadline(CALL_LIMIT), node.full_report().at_version(connection.version())).await {
             Ok(Ok(())) => {}
             Ok(Err(refusal)) => return refusal.to_string(),
             Err(error) => return error.to_string(),

@@ -5,6 +5,7 @@ use kvasir_worker::Error;
 use kvasir_worker::decoder::StateType;
 use kvasir_worker::engine::{Engine, EngineRequest, Sink, StepOutcome};
 use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::pull::Source;
 use kvasir_worker::scheduler::SeqId;
 use proto::block::BlockId;
 use proto::message::{FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs};
@@ -225,6 +226,21 @@ pub(crate) fn submit_at(
     now: Instant,
     deadline: Option<std::time::Duration>,
 ) -> Asked {
+    submit_with(engine, ask, now, deadline, None)
+}
+
+/// Hands a request in whose prefix another worker is expected to hold.
+pub(crate) fn submit_pulling(engine: &mut Engine, ask: &Ask, source: Box<dyn Source>) -> Asked {
+    submit_with(engine, ask, Instant::now(), None, Some(source))
+}
+
+fn submit_with(
+    engine: &mut Engine,
+    ask: &Ask,
+    now: Instant,
+    deadline: Option<std::time::Duration>,
+    pull: Option<Box<dyn Source>>,
+) -> Asked {
     let heard = Arc::new(Mutex::new(Heard::default()));
     let request = EngineRequest {
         name: ask.name.clone(),
@@ -234,6 +250,7 @@ pub(crate) fn submit_at(
         sampling: ask.sampling.clone(),
         stop: ask.stop.clone(),
         deadline,
+        pull,
         sink: Box::new(Ear { wants_logits: ask.logits, heard: heard.clone() }),
     };
     Asked { id: engine.submit(now, request), heard }

@@ -11,6 +11,7 @@ mod instruction_sets;
 mod opaque;
 mod opaque_device;
 mod pins;
+mod pulls;
 mod resume;
 mod siblings;
 mod snapshots;

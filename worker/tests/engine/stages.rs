@@ -92,7 +92,7 @@ fn is_busy(error: &proto::Error) -> bool {
 }
 
 fn most_shards(model: &str) -> usize {
-    ModelSpec::from_file(&ModelFile::open(&path(model)).unwrap()).unwrap().cut_points().len() + 1
+    ModelSpec::from_file(&ModelFile::open(path(model)).unwrap()).unwrap().cut_points().len() + 1
 }
 
 #[test]

@@ -17,6 +17,8 @@ pub(super) struct Log {
     /// Index and term of the entry before the first that is kept.
     floor: (u64, u64),
     entries: Vec<Entry>,
+    /// What the entries carry.
+    bytes: u64,
     /// Raft has asked for a snapshot that the last one cannot serve.
     fresh_wanted: Cell<bool>,
 }
@@ -24,10 +26,11 @@ pub(super) struct Log {
 impl Log {
     pub(super) fn new(loaded: Loaded) -> Self {
         let Loaded { hard, snapshot, floor, entries, .. } = loaded;
-        let entries = entries.into_iter().map(LogEntryV1::into_raft).collect();
+        let entries: Vec<Entry> = entries.into_iter().map(LogEntryV1::into_raft).collect();
+        let bytes = entries.iter().map(weight).sum();
         let Snapshot { meta, data } = snapshot;
         let hard = HardStateV1 { commit: hard.commit.max(meta.index), ..hard };
-        Self { hard, meta, data, floor, entries, fresh_wanted: Cell::new(false) }
+        Self { hard, meta, data, floor, entries, bytes, fresh_wanted: Cell::new(false) }
     }
 
     pub(super) fn snapshot_meta(&self) -> &SnapshotMetaV1 {
@@ -44,6 +47,11 @@ impl Log {
 
     pub(super) fn last(&self) -> u64 {
         self.floor.0 + self.entries.len() as u64
+    }
+
+    /// Bytes that the entries carry.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     pub(super) fn entry(&self, index: u64) -> Option<&Entry> {
@@ -74,7 +82,9 @@ impl Log {
     pub(super) fn append(&mut self, entries: Vec<Entry>) {
         let Some(first) = entries.first() else { return };
         let keep = first.index.saturating_sub(self.floor.0 + 1);
-        self.entries.truncate(usize::try_from(keep).unwrap_or(usize::MAX));
+        let keep = usize::try_from(keep).unwrap_or(usize::MAX).min(self.entries.len());
+        self.bytes -= self.entries.drain(keep..).map(|entry| weight(&entry)).sum::<u64>();
+        self.bytes += entries.iter().map(weight).sum::<u64>();
         self.entries.extend(entries);
     }
 
@@ -82,6 +92,7 @@ impl Log {
     pub(super) fn install(&mut self, snapshot: Snapshot) {
         self.floor = (snapshot.meta.index, snapshot.meta.term);
         self.entries.clear();
+        self.bytes = 0;
         self.hard.commit = self.hard.commit.max(snapshot.meta.index);
         self.meta = snapshot.meta;
         self.data = snapshot.data;
@@ -90,11 +101,17 @@ impl Log {
     /// The table has been written; entries up to the new floor go.
     pub(super) fn compact(&mut self, snapshot: Snapshot, floor: (u64, u64)) {
         let gone = usize::try_from(floor.0.saturating_sub(self.floor.0)).unwrap_or(usize::MAX);
-        self.entries.drain(..gone.min(self.entries.len()));
+        let gone = self.entries.drain(..gone.min(self.entries.len()));
+        self.bytes -= gone.map(|entry| weight(&entry)).sum::<u64>();
         self.floor = floor;
         self.meta = snapshot.meta;
         self.data = snapshot.data;
     }
+}
+
+/// The bytes that an entry carries.
+fn weight(entry: &Entry) -> u64 {
+    (entry.data.len() + entry.context.len()) as u64
 }
 
 impl raft::Storage for Log {

@@ -1,8 +1,10 @@
 use super::*;
 use crate::consensus::member::{Incarnation, MemberId};
-use crate::consensus::message::{ChunkV1, EntryBodyV1, GroupId, WantV1};
+use crate::consensus::message::{
+    ChunkV1, EntryBodyV1, GroupId, KindV1, MessageV1, OfferV1, SnapshotMetaV1, WantV1,
+};
 use crate::consensus::table::{
-    ClientId, LevelReportedV1, OpenSessionV1, Outcome, PolicyAdvancedV1, SeatV1, Standing,
+    Change, ClientId, LevelReportedV1, OpenSessionV1, Outcome, PolicyAdvancedV1, SeatV1, Standing,
 };
 use proptest::prelude::*;
 

@@ -57,7 +57,16 @@ fn start(dir: &Path, name: &str, all: &[&str], switch: &Switch) -> Driver {
     });
     let port = Port(node(name), switch.clone());
     let on_fatal: OnFatal = Box::new(|fatal| panic!("{fatal}"));
-    let driver = Driver::start(Settings::default(), TICK, loaded, Box::new(disk), port, on_fatal).unwrap();
+    let driver = Driver::start(
+        Settings::default(),
+        TICK,
+        loaded,
+        Box::new(disk),
+        port,
+        RaftMetrics::default(),
+        on_fatal,
+    )
+    .unwrap();
     switch.0.lock().insert(node(name), driver.handle());
     driver
 }
@@ -120,12 +129,28 @@ async fn a_disk_that_fails_ends_it() {
             assert!(self.0 <= 5, "it goes on after a failed write");
             if self.0 == 5 { Err(StorageError::Disk("EIO".into())) } else { Ok(()) }
         }
+
+        fn recover(&mut self) -> Result<(), StorageError> {
+            unreachable!("a disk that fails is not tried again")
+        }
+
+        fn set_aside(&mut self) -> Result<bool, StorageError> {
+            Ok(true)
+        }
     }
     let (told, fatal) = oneshot::channel();
     let on_fatal: OnFatal = Box::new(|fatal| told.send(fatal).unwrap());
     let (disk, port) = (Box::new(Failing(0)), Port(node("c0"), Switch::default()));
-    let driver =
-        Driver::start(Settings::default(), TICK, loaded("c0", &["c0"]), disk, port, on_fatal).unwrap();
+    let driver = Driver::start(
+        Settings::default(),
+        TICK,
+        loaded("c0", &["c0"]),
+        disk,
+        port,
+        RaftMetrics::default(),
+        on_fatal,
+    )
+    .unwrap();
     let handle = driver.handle();
     let mut seen = Ok(());
     for _ in 0..10 {
@@ -136,4 +161,92 @@ async fn a_disk_that_fails_ends_it() {
     }
     assert_eq!(seen, Err(ConsensusError::Stopped));
     assert!(matches!(fatal.await.unwrap(), Fatal::Storage(StorageError::Disk(_))));
+}
+
+/// A disk on which there is room for as many writes as it says, and of which one is set aside.
+#[derive(Clone)]
+struct Small(Arc<Mutex<Sheet>>);
+
+struct Sheet {
+    room: u32,
+    reserve: bool,
+    loaded: Loaded,
+}
+
+impl Storage for Small {
+    fn write(&mut self, write: &Write) -> Result<(), StorageError> {
+        let mut sheet = self.0.lock();
+        sheet.room = sheet.room.checked_sub(1).ok_or(StorageError::Full)?;
+        sheet.loaded.take(write);
+        Ok(())
+    }
+
+    fn recover(&mut self) -> Result<(), StorageError> {
+        let mut sheet = self.0.lock();
+        if std::mem::take(&mut sheet.reserve) {
+            sheet.room += 1;
+        }
+        Ok(())
+    }
+
+    fn set_aside(&mut self) -> Result<bool, StorageError> {
+        let mut sheet = self.0.lock();
+        if !sheet.reserve && sheet.room > 1 {
+            sheet.room -= 1;
+            sheet.reserve = true;
+        }
+        Ok(sheet.reserve)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_refuses_changes_and_takes_them_again_when_there_is_room() {
+    let loaded = loaded("c0", &["c0"]);
+    let small = Small(Arc::new(Mutex::new(Sheet { room: 1000, reserve: false, loaded: loaded.clone() })));
+    let start = |loaded| {
+        let (port, disk) = (Port(node("c0"), Switch::default()), Box::new(small.clone()));
+        let on_fatal: OnFatal = Box::new(|fatal| panic!("{fatal}"));
+        Driver::start(Settings::default(), TICK, loaded, disk, port, RaftMetrics::default(), on_fatal)
+            .unwrap()
+    };
+    let driver = start(loaded);
+    let handle = driver.handle();
+    let client = handle.open_session(soon()).await.unwrap();
+    assert_eq!(handle.propose(policy(0, 1), client, 1, soon()).await, Ok(Outcome::Done));
+    let reserved = async || {
+        while !small.0.lock().reserve {
+            tokio::time::sleep(TICK).await;
+        }
+    };
+    reserved().await;
+    small.0.lock().room = 0;
+    // What is under way takes the room that was set aside, or waits; what comes then is refused, and so are reads
+    // that would have to be agreed on. What was agreed on stays readable.
+    let mut made = 1;
+    let no_room = ConsensusError::Refused(ProposeError::NoRoom);
+    let deadline = || Instant::now() + Duration::from_millis(500);
+    loop {
+        match handle.propose(policy(made, made + 1), client, made + 1, deadline()).await {
+            Ok(Outcome::Done) => made += 1,
+            Err(error) if error == no_room => break,
+            other => assert_eq!(other, Err(ConsensusError::NoQuorum)),
+        }
+    }
+    while handle.status().role == RaftRole::Leader {
+        tokio::time::sleep(TICK).await;
+    }
+    assert_eq!(handle.read(deadline()).await, Err(ConsensusError::NoQuorum));
+    assert!(handle.table().borrow().policy() >= 1);
+    // With room it goes on from where it stood: the change that waited is made, once.
+    small.0.lock().room = 1000;
+    reserved().await;
+    let table = handle.read(soon()).await.unwrap();
+    let last = table.policy();
+    assert!((made..=made + 1).contains(&last), "{last} of {made}");
+    while handle.propose(policy(last, last + 1), client, 100, soon()).await != Ok(Outcome::Done) {
+        tokio::time::sleep(TICK).await;
+    }
+    tokio::task::spawn_blocking(move || driver.stop(Duration::ZERO)).await.unwrap();
+    let again = small.0.lock().loaded.clone();
+    assert_eq!(start(again).handle().read(soon()).await.unwrap().policy(), last + 1);
 }

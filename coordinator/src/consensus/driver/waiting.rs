@@ -1,24 +1,28 @@
 //! Who waits for what: changes and reads that are put forward again until they are answered or their time is
 //! up. Putting forward twice is harmless: a change is made once, and a read gets a new token each time.
 
-use super::{ConsensusError, Reply};
+use super::{ConsensusError, Event, Reply};
 use crate::consensus::core::{Answer, Core, ProposeError};
 use crate::consensus::table::{Entry, Outcome, Request, Table};
+use crate::consensus::telemetry::RaftMetrics;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 /// Changes and reads that wait at a time, each.
 const MAX_WAITING: usize = 4096;
+/// How long after a write for which there was no room it is tried again.
+const TRY_WRITE_AGAIN: Duration = Duration::from_millis(200);
 /// Ticks after which something is put forward again.
 const TRY_AGAIN: u32 = 5;
 
-#[derive(Default)]
 pub(super) struct Waiting {
     changes: BTreeMap<Request, Pending>,
     reads: BTreeMap<u64, PendingRead>,
     /// The token of the last read.
     token: u64,
+    metrics: RaftMetrics,
 }
 
 struct Pending {
@@ -29,12 +33,17 @@ struct Pending {
 }
 
 struct PendingRead {
+    asked: Instant,
     deadline: Instant,
     reply: Reply<Arc<Table>>,
     idle: u32,
 }
 
 impl Waiting {
+    pub(super) fn new(metrics: RaftMetrics) -> Self {
+        Self { changes: BTreeMap::new(), reads: BTreeMap::new(), token: 0, metrics }
+    }
+
     pub(super) fn propose(
         &mut self,
         core: &mut Core,
@@ -48,14 +57,13 @@ impl Waiting {
             pending.deadline = pending.deadline.max(deadline);
             return;
         }
+        self.metrics.proposed();
         if self.changes.len() >= MAX_WAITING {
-            let _gone = reply.send(Err(ConsensusError::Overloaded));
+            self.fail(reply, ConsensusError::Overloaded);
             return;
         }
         match core.propose(&entry) {
-            Err(error) if !passes(&error) => {
-                let _gone = reply.send(Err(error.into()));
-            }
+            Err(error) if !passes(&error) => self.fail(reply, error.into()),
             _ => {
                 let pending = Pending { entry, deadline, replies: vec![reply], idle: 0 };
                 self.changes.insert(request, pending);
@@ -68,11 +76,12 @@ impl Waiting {
             let _gone = reply.send(Err(ConsensusError::Overloaded));
             return;
         }
-        self.ask(core, PendingRead { deadline, reply, idle: 0 });
+        self.ask(core, PendingRead { asked: Instant::now(), deadline, reply, idle: 0 });
     }
 
     /// Gives up what is out of time and puts the rest forward again, now and then.
     pub(super) fn tick(&mut self, now: Instant, core: &mut Core) {
+        let metrics = &self.metrics;
         self.changes.retain(|_, pending| {
             pending.idle += 1;
             let failed = if now >= pending.deadline {
@@ -83,6 +92,7 @@ impl Waiting {
                 None
             };
             let Some(error) = failed else { return true };
+            metrics.failed(&error);
             for reply in pending.replies.drain(..) {
                 let _gone = reply.send(Err(error.clone()));
             }
@@ -102,6 +112,38 @@ impl Waiting {
         }
     }
 
+    /// While nothing can be written: refuses what comes, and gives up what waits too long. False at the end.
+    pub(super) fn without_room(&mut self, inbox: &Receiver<Event>) -> bool {
+        let until = Instant::now() + TRY_WRITE_AGAIN;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match inbox.recv_timeout(left) {
+                // As if it were lost: its sender sends again.
+                Ok(Event::Frame(..)) => {}
+                Ok(Event::Propose { reply, .. }) => {
+                    self.metrics.proposed();
+                    self.fail(reply, ProposeError::NoRoom.into());
+                }
+                Ok(Event::Read { reply, .. }) => {
+                    let _gone = reply.send(Err(ConsensusError::NoQuorum));
+                }
+                Ok(Event::HandOver { reply, .. }) => {
+                    let _gone = reply.send(Err(ProposeError::NoRoom.into()));
+                }
+                Ok(Event::Stop { .. }) | Err(RecvTimeoutError::Disconnected) => return false,
+                Err(RecvTimeoutError::Timeout) => break,
+            }
+        }
+        let now = Instant::now();
+        let late = self.changes.extract_if(.., |_, pending| now >= pending.deadline);
+        let late: Vec<_> = late.flat_map(|(_, pending)| pending.replies).collect();
+        late.into_iter().for_each(|reply| self.fail(reply, ConsensusError::NoQuorum));
+        for (_, read) in self.reads.extract_if(.., |_, read| now >= read.deadline) {
+            let _gone = read.reply.send(Err(ConsensusError::NoQuorum));
+        }
+        true
+    }
+
     pub(super) fn answered(&mut self, answers: &[Answer]) {
         for answer in answers {
             let Some(pending) = self.changes.remove(&answer.request) else { continue };
@@ -114,9 +156,15 @@ impl Waiting {
     pub(super) fn read_done(&mut self, tokens: &[u64], table: &Arc<Table>) {
         for token in tokens {
             if let Some(read) = self.reads.remove(token) {
+                self.metrics.read(read.asked.elapsed());
                 let _gone = read.reply.send(Ok(Arc::clone(table)));
             }
         }
+    }
+
+    fn fail(&self, reply: Reply<Outcome>, error: ConsensusError) {
+        self.metrics.failed(&error);
+        let _gone = reply.send(Err(error));
     }
 
     fn ask(&mut self, core: &mut Core, read: PendingRead) {

@@ -2,6 +2,7 @@
 //! over their key and bytes, beside what redb checks: a torn write is redb's to undo, a flipped bit is found
 //! here and refused.
 
+use super::room::{self, Reserve, Trouble, Watched};
 use super::{Identity, Loaded, MAX_SNAPSHOT_BYTES, Snapshot, Storage, StorageError, Write};
 use crate::consensus::message::{HardStateV1, LogEntryV1, SnapshotMetaV1};
 use proto::codec::{Cap, decode, encode};
@@ -12,7 +13,8 @@ use redb::{
 };
 use serde::{Deserialize, Serialize};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Entries, by index.
 const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");
@@ -39,7 +41,11 @@ enum Record {
 
 /// A file, open. No other process can open it meanwhile.
 pub struct Disk {
-    database: Database,
+    /// None only after it could not be opened again for want of room.
+    database: Option<Database>,
+    trouble: Arc<Trouble>,
+    /// Where it is, if it is a file.
+    path: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for Disk {
@@ -53,9 +59,16 @@ impl Disk {
     /// [formatted](Self::format).
     pub fn open(path: &Path, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
         let made = !path.exists();
-        let opened = Self::load(node, || {
-            Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(failed)
-        })?;
+        let trouble = Arc::default();
+        let load = || Self::load(node, Some(path), &trouble, || open_file(path, &trouble));
+        let opened = match load() {
+            // What was not committed is undone, and that takes room.
+            Err(_) if trouble.is_only_full() => {
+                Reserve::beside(path).give_up().map_err(failed)?;
+                load()?
+            }
+            opened => opened?,
+        };
         if made && let Some(parent) = path.parent() {
             // The file's name must outlive a crash as its contents do.
             std::fs::File::open(parent).and_then(|dir| dir.sync_all()).map_err(failed)?;
@@ -65,9 +78,8 @@ impl Disk {
 
     /// The same on another kind of file.
     pub fn on(backend: impl StorageBackend, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
-        Self::load(node, || {
-            Database::builder().set_cache_size(CACHE_BYTES).create_with_backend(backend).map_err(failed)
-        })
+        let trouble = Arc::default();
+        Self::load(node, None, &trouble, || open(backend, &trouble))
     }
 
     /// Writes what a disk begins with. Only on one that was never formatted.
@@ -82,15 +94,20 @@ impl Disk {
 
     fn load(
         node: &NodeId,
+        path: Option<&Path>,
+        trouble: &Arc<Trouble>,
         open: impl FnOnce() -> Result<Database, StorageError>,
     ) -> Result<(Self, Option<Loaded>), StorageError> {
         // redb asserts what it finds in a damaged file; here that is an error like others.
         let opened = catch_unwind(AssertUnwindSafe(|| {
-            let disk = Self { database: open()? };
+            let mut database = open()?;
+            // Of pages that nobody reads here redb would find out when it closes the file.
+            database.check_integrity().map_err(|error| damaged("the file", error.to_string()))?;
             // Both tables are there from now on.
-            disk.transaction(|_| Ok(()))?;
-            let loaded = read(&disk.database.begin_read().map_err(failed)?)?;
-            Ok((disk, loaded))
+            transaction(&database, |_| Ok(()))?;
+            let loaded = read(&database.begin_read().map_err(failed)?)?;
+            let (trouble, path) = (Arc::clone(trouble), path.map(Path::to_owned));
+            Ok((Self { database: Some(database), trouble, path }, loaded))
         }));
         let (disk, loaded) =
             opened.unwrap_or_else(|_| Err(damaged("the file", "its structure is broken")))?;
@@ -102,16 +119,43 @@ impl Disk {
         }
     }
 
+    /// All of `body` or nothing, durably. If room was all that it lacked, that is the error.
     fn transaction(
         &self,
         body: impl FnOnce(&WriteTransaction) -> Result<(), StorageError>,
     ) -> Result<(), StorageError> {
-        let txn = self.database.begin_write().map_err(failed)?;
-        txn.open_table(LOG).map_err(failed)?;
-        txn.open_table(STATE).map_err(failed)?;
-        body(&txn)?;
-        txn.commit().map_err(failed)
+        let Some(database) = &self.database else { return Err(StorageError::Full) };
+        self.trouble.forget();
+        transaction(database, body).map_err(|error| self.full_or(error))
     }
+
+    fn full_or(&self, error: StorageError) -> StorageError {
+        if self.trouble.is_only_full() { StorageError::Full } else { error }
+    }
+
+    fn reserve(&self) -> Option<Reserve> {
+        self.path.as_deref().map(Reserve::beside)
+    }
+}
+
+fn open(backend: impl StorageBackend, trouble: &Arc<Trouble>) -> Result<Database, StorageError> {
+    let watched = Watched::new(backend, trouble);
+    Database::builder().set_cache_size(CACHE_BYTES).create_with_backend(watched).map_err(failed)
+}
+
+fn open_file(path: &Path, trouble: &Arc<Trouble>) -> Result<Database, StorageError> {
+    open(room::file(path).map_err(failed)?, trouble)
+}
+
+fn transaction(
+    database: &Database,
+    body: impl FnOnce(&WriteTransaction) -> Result<(), StorageError>,
+) -> Result<(), StorageError> {
+    let txn = database.begin_write().map_err(failed)?;
+    txn.open_table(LOG).map_err(failed)?;
+    txn.open_table(STATE).map_err(failed)?;
+    body(&txn)?;
+    txn.commit().map_err(failed)
 }
 
 impl Storage for Disk {
@@ -134,6 +178,32 @@ impl Storage for Disk {
             }
             Ok(())
         })
+    }
+
+    fn recover(&mut self) -> Result<(), StorageError> {
+        let Some(path) = self.path.clone() else {
+            return Err(failed("it is no file that could be opened again"));
+        };
+        // After a failed write redb wants to be opened anew; what was not committed is undone by that.
+        self.database = None;
+        if let Some(reserve) = self.reserve() {
+            reserve.give_up().map_err(failed)?;
+        }
+        self.trouble.forget();
+        let trouble = Arc::clone(&self.trouble);
+        let opened = catch_unwind(AssertUnwindSafe(|| open_file(&path, &trouble)));
+        let opened = opened.unwrap_or_else(|_| Err(damaged("the file", "its structure is broken")));
+        self.database = Some(opened.map_err(|error| self.full_or(error))?);
+        Ok(())
+    }
+
+    fn set_aside(&mut self) -> Result<bool, StorageError> {
+        let Some(reserve) = self.reserve() else { return Ok(true) };
+        Ok(reserve.make().unwrap_or_else(|error| {
+            // The log itself is written all the same.
+            tracing::warn!(%error, "no room can be set aside for when the disk is full");
+            true
+        }))
     }
 }
 

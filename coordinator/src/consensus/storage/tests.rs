@@ -3,6 +3,7 @@ use crate::consensus::message::EntryBodyV1;
 use crate::consensus::table::Level;
 use parking_lot::Mutex;
 use proptest::prelude::*;
+use proto::codec::encode;
 use redb::StorageBackend;
 use std::io;
 
@@ -29,10 +30,14 @@ struct Sectors {
     /// Operations until the power is cut; none is never.
     power: Option<usize>,
     failing_sync: bool,
+    full: bool,
 }
 
 impl Sectors {
     fn operate(&mut self) -> io::Result<()> {
+        if self.full {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         match &mut self.power {
             Some(0) => Err(io::Error::other("no power")),
             Some(left) => {
@@ -204,6 +209,42 @@ fn a_power_cut_loses_nothing_acknowledged_and_tears_nothing() {
     }
 }
 
+/// A bit flips inside each kind of record, wherever in the file it lies: the disk is refused.
+#[test]
+fn every_kind_of_record_is_checked() {
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    let mut model = founded();
+    disk.format(&model).unwrap();
+    let hard = HardStateV1 { term: 1 << 40, vote: 1 << 50, commit: 2 };
+    let write = Write { entries: vec![entry(2, 1 << 40)], hard: Some(hard), ..Write::default() };
+    disk.write(&write).unwrap();
+    model.take(&write);
+    drop(disk);
+    let records = [
+        ("identity", encode(&model.identity, Cap::Control).unwrap()),
+        ("hard-state", encode(&hard, Cap::Control).unwrap()),
+        ("snapshot", encode(&model.snapshot.meta, Cap::Control).unwrap()),
+        ("snapshot-data", model.snapshot.data.to_vec()),
+        ("entry 2", encode(&write.entries[0], Cap::Control).unwrap()),
+    ];
+    let whole = file.0.lock().now.clone();
+    for (name, said) in records {
+        let mut refused = 0;
+        // Pages that are not in use any more may hold it too.
+        for at in (0..whole.len() - said.len()).filter(|&at| whole[at..].starts_with(&said)) {
+            let mut bytes = whole.clone();
+            bytes[at + said.len() / 2] ^= 1;
+            match Disk::on(File::holding(bytes), &node("c0")) {
+                Err(StorageError::Damaged { .. }) => refused += 1,
+                Ok((_, loaded)) => assert_eq!(loaded.as_ref(), Some(&model)),
+                Err(error) => panic!("a flipped bit in {name}: {error}"),
+            }
+        }
+        assert!(refused > 0, "{name}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
@@ -227,4 +268,42 @@ proptest! {
             prop_assert_eq!(loaded, model);
         }
     }
+}
+
+#[test]
+fn a_full_disk_is_told_from_a_failing_one() {
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    disk.format(&founded()).unwrap();
+    let write = &writes()[0];
+    file.0.lock().full = true;
+    assert!(matches!(disk.write(write), Err(StorageError::Full)));
+    // The same kind of error of a sync is another matter: what it has lost nobody can tell.
+    let file = File::default();
+    let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
+    disk.format(&founded()).unwrap();
+    file.0.lock().failing_sync = true;
+    assert!(matches!(disk.write(write), Err(StorageError::Disk(_))));
+}
+
+#[test]
+fn room_is_set_aside_once_and_given_up_when_it_is_needed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("raft.redb");
+    let (mut disk, _) = Disk::open(&path, &node("c0")).unwrap();
+    let mut model = founded();
+    disk.format(&model).unwrap();
+    assert!(disk.set_aside().unwrap() && disk.set_aside().unwrap());
+    let reserve = path.with_extension("reserve");
+    assert!(reserve.metadata().unwrap().len() > 0);
+    // In the midst of writes, as after one for which there was no room; the last one is written again.
+    for write in writes() {
+        disk.write(&write).unwrap();
+        disk.recover().unwrap();
+        assert!(!reserve.exists());
+        disk.write(&write).unwrap();
+        model.take(&write);
+    }
+    drop(disk);
+    assert_eq!(Disk::open(&path, &node("c0")).unwrap().1, Some(model));
 }

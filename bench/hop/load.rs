@@ -1,0 +1,339 @@
+//! The load generator: HTTP/1.1 by hand on kept connections, as little work for each request as can be, since it
+//! shares the machine with what it measures.
+
+use super::bodies::{Bodies, Kind};
+use anyhow::{Context, bail};
+use std::cell::RefCell;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::LocalSet;
+
+/// What to send.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The server.
+    #[arg(long)]
+    address: SocketAddr,
+    /// The model's name.
+    #[arg(long, default_value = "smollm2-135m")]
+    model: String,
+    /// What bodies consist of.
+    #[arg(long, value_enum)]
+    body: Kind,
+    /// Tokens to ask for.
+    #[arg(long, default_value_t = 16)]
+    tokens: u32,
+    /// Answers as server-sent events.
+    #[arg(long)]
+    stream: bool,
+    /// Requests at a time.
+    #[arg(long, default_value_t = 1)]
+    concurrency: usize,
+    /// Requests each second, whether earlier ones are answered or not; in place of a fixed concurrency.
+    #[arg(long)]
+    rate: Option<f64>,
+    /// How long.
+    #[arg(long, default_value_t = 5.0)]
+    seconds: f64,
+    /// How many, in place of how long.
+    #[arg(long)]
+    requests: Option<u64>,
+    /// What new text is drawn by: equal seeds give equal requests.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Process whose CPU time and memory are told too.
+    #[arg(long)]
+    watch: Option<u32>,
+    /// Requests between two looks at the watched process's memory.
+    #[arg(long)]
+    memory_every: Option<u64>,
+}
+
+/// What came of the requests.
+#[derive(Default)]
+struct Tally {
+    /// Microseconds of those that were answered whole.
+    finished: Vec<u32>,
+    /// Microseconds of refusals.
+    refused: Vec<u32>,
+    /// Refusals that do not say when to come back.
+    no_retry_after: u64,
+    /// Finished before the end of the time.
+    in_time: u64,
+    failed: u64,
+    first_failure: Option<String>,
+    /// Requests done, and the watched process's bytes at that moment.
+    memory: Vec<(u64, u64)>,
+}
+
+struct Run {
+    args: Args,
+    head: String,
+    bodies: RefCell<Bodies>,
+    tally: RefCell<Tally>,
+    idle: RefCell<Vec<Connection>>,
+    begun: Instant,
+    sent: RefCell<u64>,
+    /// Share of a CPU while requests were sent, in the open loop; what is accepted finishes long after.
+    own_share: RefCell<Option<f64>>,
+}
+
+pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
+    let bodies = Bodies::new(args.body, &args.model, args.tokens, args.stream, args.seed);
+    let head = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\nContent-Length: ",
+        args.address
+    );
+    let before = args.watch.map(cpu_seconds).transpose()?;
+    let run = Rc::new(Run {
+        args,
+        head,
+        bodies: RefCell::new(bodies),
+        tally: RefCell::default(),
+        idle: RefCell::default(),
+        begun: Instant::now(),
+        sent: RefCell::new(0),
+        own_share: RefCell::default(),
+    });
+    let local = LocalSet::new();
+    match run.args.rate {
+        Some(rate) => local.run_until(open_loop(&run, rate)).await,
+        None => local.run_until(closed_loop(&run)).await,
+    }
+    let wall = run.begun.elapsed().as_secs_f64();
+    let own = run.own_share.take().unwrap_or(cpu_seconds(std::process::id())? / wall);
+    let watched = run.args.watch.map(cpu_seconds).transpose()?.zip(before).map(|(now, before)| now - before);
+    run.tally.take().print(&run.args, wall, own, watched);
+    Ok(())
+}
+
+async fn closed_loop(run: &Rc<Run>) {
+    let clients = (0..run.args.concurrency).map(|_| {
+        let run = Rc::clone(run);
+        tokio::task::spawn_local(async move {
+            while run.goes_on() {
+                run.one().await;
+            }
+        })
+    });
+    for client in clients.collect::<Vec<_>>() {
+        // A panic of a client is told on stderr; what it has not done is missing in the count.
+        let _ = client.await;
+    }
+}
+
+async fn open_loop(run: &Rc<Run>, rate: f64) {
+    let mut requests = Vec::new();
+    let mut due = 0u64;
+    while run.goes_on() {
+        let at = run.begun + Duration::from_secs_f64(due as f64 / rate);
+        tokio::time::sleep_until(at.into()).await;
+        // A timer is coarse: all that are due by now go out.
+        while due as f64 / rate <= run.begun.elapsed().as_secs_f64() && run.goes_on() {
+            let run = Rc::clone(run);
+            requests.push(tokio::task::spawn_local(async move { run.one().await }));
+            due += 1;
+        }
+    }
+    let own = cpu_seconds(std::process::id()).ok();
+    *run.own_share.borrow_mut() = own.map(|own| own / run.begun.elapsed().as_secs_f64());
+    for request in requests {
+        // As above.
+        let _ = request.await;
+    }
+}
+
+impl Run {
+    fn goes_on(&self) -> bool {
+        match self.args.requests {
+            Some(most) => *self.sent.borrow() < most,
+            None => self.begun.elapsed().as_secs_f64() < self.args.seconds,
+        }
+    }
+
+    /// Sends one request and notes what comes of it.
+    async fn one(&self) {
+        *self.sent.borrow_mut() += 1;
+        let mut connection = self.idle.borrow_mut().pop().unwrap_or_default();
+        connection.fill(&self.head, &mut self.bodies.borrow_mut());
+        let start = Instant::now();
+        let outcome = connection.exchange(self.args.address).await;
+        let micros = u32::try_from(start.elapsed().as_micros()).unwrap_or(u32::MAX);
+        let mut tally = self.tally.borrow_mut();
+        match outcome {
+            Ok(Outcome::Finished) => {
+                tally.finished.push(micros);
+                tally.in_time += u64::from(self.begun.elapsed().as_secs_f64() < self.args.seconds);
+                self.idle.borrow_mut().push(connection);
+            }
+            Ok(Outcome::Refused { retry_after }) => {
+                tally.refused.push(micros);
+                tally.no_retry_after += u64::from(!retry_after);
+                self.idle.borrow_mut().push(connection);
+            }
+            Err(error) => {
+                tally.failed += 1;
+                tally.first_failure.get_or_insert_with(|| format!("{error:#}"));
+            }
+        }
+        if let (Some(every), Some(pid)) = (self.args.memory_every, self.args.watch) {
+            let done = tally.finished.len() as u64;
+            if done.is_multiple_of(every)
+                && let Ok(bytes) = resident_bytes(pid)
+            {
+                tally.memory.push((done, bytes));
+            }
+        }
+    }
+}
+
+impl Tally {
+    fn print(mut self, args: &Args, wall: f64, own: f64, watched: Option<f64>) {
+        self.finished.sort_unstable();
+        self.refused.sort_unstable();
+        let done = self.finished.len() as f64;
+        let answer = serde_json::json!({
+            "body": format!("{:?}", args.body).to_lowercase(),
+            "stream": args.stream,
+            "concurrency": args.concurrency,
+            "rate": args.rate,
+            "finished": self.finished.len(),
+            "in_time": self.in_time,
+            "refused": self.refused.len(),
+            "no_retry_after": self.no_retry_after,
+            "failed": self.failed,
+            "first_failure": self.first_failure,
+            "seconds": wall,
+            "per_second": done / wall,
+            "p50_us": quantile(&self.finished, 0.5),
+            "p99_us": quantile(&self.finished, 0.99),
+            "refused_p50_us": quantile(&self.refused, 0.5),
+            "refused_p99_us": quantile(&self.refused, 0.99),
+            "refused_max_us": self.refused.last(),
+            "generator_cpu": own,
+            "watched_cpu_us": watched.map(|seconds| seconds * 1e6 / done),
+            "memory": self.memory,
+        });
+        println!("{answer}");
+    }
+}
+
+fn quantile(sorted: &[u32], share: f64) -> Option<u32> {
+    sorted.get(((sorted.len() as f64 * share) as usize).min(sorted.len().saturating_sub(1))).copied()
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Outcome {
+    Finished,
+    Refused { retry_after: bool },
+}
+
+/// A connection, opened when it is first needed, and its buffers.
+#[derive(Default)]
+struct Connection {
+    stream: Option<TcpStream>,
+    body: String,
+    request: Vec<u8>,
+    answer: Vec<u8>,
+}
+
+impl Connection {
+    fn fill(&mut self, head: &str, bodies: &mut Bodies) {
+        self.body.clear();
+        bodies.next(&mut self.body);
+        self.request.clear();
+        self.request.extend_from_slice(head.as_bytes());
+        self.request.extend_from_slice(self.body.len().to_string().as_bytes());
+        self.request.extend_from_slice(b"\r\n\r\n");
+        self.request.extend_from_slice(self.body.as_bytes());
+    }
+
+    async fn exchange(&mut self, address: SocketAddr) -> anyhow::Result<Outcome> {
+        let mut stream = match self.stream.take() {
+            Some(stream) => stream,
+            None => {
+                let stream = TcpStream::connect(address).await.context("connecting")?;
+                stream.set_nodelay(true)?;
+                stream
+            }
+        };
+        stream.write_all(&self.request).await.context("sending")?;
+        self.answer.clear();
+        let head = loop {
+            if let Some(end) = find(&self.answer, b"\r\n\r\n") {
+                break end + 4;
+            }
+            more(&mut stream, &mut self.answer).await?;
+        };
+        let lower = self.answer.get(..head).unwrap_or_default().to_ascii_lowercase();
+        let status = lower.get(9..12).unwrap_or_default().to_vec();
+        let streamed = find(&lower, b"transfer-encoding: chunked").is_some();
+        if streamed {
+            while !self.answer.ends_with(b"0\r\n\r\n") {
+                more(&mut stream, &mut self.answer).await?;
+            }
+        } else {
+            let length = content_length(&lower).context("neither a length nor chunks")?;
+            while self.answer.len() < head + length {
+                more(&mut stream, &mut self.answer).await?;
+            }
+        }
+        if find(&lower, b"connection: close").is_none() {
+            self.stream = Some(stream);
+        }
+        match status.as_slice() {
+            b"200" => {
+                let whole = !streamed || find(&self.answer, b"data: [DONE]").is_some();
+                if !whole {
+                    bail!("a stream that does not end in [DONE]");
+                }
+                Ok(Outcome::Finished)
+            }
+            b"429" => Ok(Outcome::Refused { retry_after: find(&lower, b"\r\nretry-after:").is_some() }),
+            _ => bail!("{}", String::from_utf8_lossy(&self.answer)),
+        }
+    }
+}
+
+async fn more(stream: &mut TcpStream, answer: &mut Vec<u8>) -> anyhow::Result<()> {
+    // Routers that leave Nagle's algorithm on wait for our acknowledgement between two writes. The kernel would hold
+    // it back for 40 ms, which says nothing about their work.
+    stream.set_quickack(true)?;
+    answer.reserve(16 << 10);
+    if stream.read_buf(answer).await.context("reading")? == 0 {
+        bail!("cut off after {} bytes", answer.len());
+    }
+    Ok(())
+}
+
+fn find(text: &[u8], what: &[u8]) -> Option<usize> {
+    text.windows(what.len()).position(|window| window == what)
+}
+
+fn content_length(head: &[u8]) -> Option<usize> {
+    const NAME: &[u8] = b"\r\ncontent-length:";
+    let (_, rest) = head.split_at_checked(find(head, NAME)? + NAME.len())?;
+    let line = rest.split(|byte| *byte == b'\r').next()?;
+    std::str::from_utf8(line).ok()?.trim().parse().ok()
+}
+
+/// User and system time of a process, threads that have ended included.
+fn cpu_seconds(pid: u32) -> anyhow::Result<f64> {
+    /// Of `/proc`, on every Linux that Rust runs on.
+    const TICKS_PER_SECOND: f64 = 100.0;
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name before the parenthesis may have spaces in it.
+    let (_, fields) = text.rsplit_once(')').context("stat")?;
+    let ticks = fields.split(' ').skip(12).take(2).map(str::parse::<u64>);
+    let ticks: u64 = ticks.sum::<Result<_, _>>().context("stat")?;
+    Ok(ticks as f64 / TICKS_PER_SECOND)
+}
+
+fn resident_bytes(pid: u32) -> anyhow::Result<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/statm"))?;
+    let pages: u64 = text.split(' ').nth(1).and_then(|n| n.parse().ok()).context("statm")?;
+    Ok(pages * 4096)
+}

@@ -1,0 +1,31 @@
+//! The parts of the router-hop benchmark: workers and servers that compute nothing, and a load generator that
+//! costs little. `bench/hop/run.py` and `bench/overload/run.py` put them together.
+
+mod bodies;
+mod load;
+mod server;
+mod worker;
+
+use clap::Parser;
+
+#[derive(Parser)]
+#[command(name = "hop", about = "Dummy backends and a load generator")]
+enum Command {
+    /// A worker of a coordinator, over QUIC, that answers without computing.
+    Worker(worker::Args),
+    /// An OpenAI server that answers without computing.
+    Server(server::Args),
+    /// Requests, and how long they took; one line of JSON.
+    Load(load::Args),
+}
+
+fn main() -> anyhow::Result<()> {
+    let command = Command::parse();
+    // One thread each: what is measured is the router between them, on the cores that they leave.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    match command {
+        Command::Worker(args) => runtime.block_on(worker::run(args)),
+        Command::Server(args) => runtime.block_on(server::run(args)),
+        Command::Load(args) => runtime.block_on(load::run(args)),
+    }
+}

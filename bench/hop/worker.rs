@@ -1,0 +1,262 @@
+//! A worker without an engine: the real protocol with certificates, events of what it would hold, and answers at
+//! once.
+
+use anyhow::{Context as _, anyhow};
+use coordinator::chain_memo::ChainMemo;
+use model::{ModelFile, Tokenizer};
+use parking_lot::Mutex;
+use proto::block::BlockId;
+use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
+use proto::ids::{Epoch, ModelId, NodeId, Role};
+use proto::message::{
+    FinishReason, FinishedV1, GenerateFrame, GenerateRequest, GenerateRequestV2, LoadReport, LoadReportV1,
+    ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus,
+    WorkerStatusV1,
+};
+use proto::service::{WorkerApi, deadline};
+use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
+use std::collections::{HashSet, VecDeque};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tarpc::context::Context;
+use tokio::sync::mpsc;
+
+const LIMIT: Duration = Duration::from_secs(5);
+const MAX_MODEL_LEN: u32 = 1 << 20;
+/// Units that it claims to hold at most.
+const MOST_UNITS: usize = 1 << 16;
+const CHAIN_BYTES: usize = 64 << 20;
+
+/// Who to be, and whom to serve.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Directory with node.crt, node.key and ca.crt.
+    #[arg(long)]
+    identity: PathBuf,
+    /// The coordinator's UDP address.
+    #[arg(long)]
+    coordinator: SocketAddr,
+    /// The model's file, for its tokenizer's digest.
+    #[arg(long)]
+    model_file: PathBuf,
+    /// Its name.
+    #[arg(long, default_value = "smollm2-135m")]
+    model: String,
+    /// Tokens of an answer.
+    #[arg(long, default_value_t = 16)]
+    tokens: u32,
+}
+
+struct Shared {
+    epoch: Epoch,
+    node: NodeId,
+    tokens: u32,
+    chains: ChainMemo,
+    held: Mutex<Held>,
+    events: mpsc::UnboundedSender<KvEventBatch>,
+    steps: AtomicU64,
+}
+
+/// What it would hold: the youngest units.
+#[derive(Default)]
+struct Held {
+    units: HashSet<BlockId>,
+    order: VecDeque<BlockId>,
+    sequence: u64,
+}
+
+pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
+    let identity = proto::ca::load_identity(&args.identity)?;
+    let file = ModelFile::open(&args.model_file)?;
+    let tokenizer_digest = Tokenizer::from_metadata(file.metadata())?.digest();
+    let since = SystemTime::now().duration_since(UNIX_EPOCH)?;
+    let epoch = Epoch(u64::try_from(since.as_millis())?);
+    let endpoint =
+        Endpoint::bind(([127, 0, 0, 1], 0).into(), &identity, EndpointConfig::new(epoch, [Role::Worker]))?;
+    let connection = endpoint.connect(args.coordinator, &Expected::any(Role::Coordinator)).await?;
+    let api = connection.coordinator_api().await?;
+    let served = ServedModelV2 {
+        id: ModelId::new(args.model)?,
+        model_digest: [9; 32],
+        tokenizer_digest,
+        max_model_len: MAX_MODEL_LEN,
+        layers: (0, 30),
+        numeric_class: "none".into(),
+        block_tokens: 16,
+        task: ModelTask::Generate,
+    };
+    let register = RegisterV2 {
+        node: identity.name().node.clone(),
+        epoch,
+        pid: std::process::id(),
+        quic: endpoint.address().to_string(),
+        ops: "127.0.0.1:1".into(),
+        models: vec![served],
+    };
+    let register = register.at_version(connection.version()).context("the coordinator is too old")?;
+    let registered = api.register(deadline(LIMIT), register).await?;
+    let Registered::V1(terms) = registered.map_err(|refusal| anyhow!("{refusal:?}"))?;
+    let (events, mut outbox) = mpsc::unbounded_channel();
+    let shared = Arc::new(Shared {
+        epoch,
+        node: identity.name().node.clone(),
+        tokens: args.tokens,
+        chains: ChainMemo::new(terms.cluster_key, CHAIN_BYTES),
+        held: Mutex::default(),
+        events,
+        steps: AtomicU64::new(0),
+    });
+    let mut kv = connection.open_kv_events().await?;
+    tokio::spawn(async move {
+        while let Some(batch) = outbox.recv().await {
+            if kv.send(batch).await.is_err() {
+                return;
+            }
+        }
+    });
+    let serving = tokio::spawn(serve(Arc::clone(&shared), connection.clone()));
+    let mut ticks = tokio::time::interval(Duration::from_millis(terms.report_every_ms));
+    loop {
+        ticks.tick().await;
+        let reported = api.report(deadline(LIMIT), LoadReport::V1(shared.report())).await;
+        if serving.is_finished() || !matches!(reported, Ok(Ok(()))) {
+            // The coordinator has ended, and so does the measurement.
+            return Ok(());
+        }
+    }
+}
+
+impl Shared {
+    fn report(&self) -> LoadReportV1 {
+        LoadReportV1 {
+            epoch: self.epoch,
+            state: WorkerState::Ready,
+            running: 0,
+            waiting: 0,
+            pending_prefill_tokens: 0,
+            kv_used: 0,
+            kv_total: 1 << 30,
+            steps: self.steps.load(Ordering::Relaxed),
+            tokens: 0,
+            stalled_ms: 0,
+            prefill_rate: 1e6,
+            step_ms: 0.1,
+            rss: 1,
+        }
+    }
+
+    /// Tells the units of a prompt that are new here, and forgets the oldest for them.
+    fn hold(&self, root: BlockId, prompt: &[u32]) {
+        let chain = self.chains.chain(root, prompt);
+        let mut held = self.held.lock();
+        let leading = chain.iter().take_while(|unit| held.units.contains(*unit)).count();
+        let Some((known, new)) = chain.split_at_checked(leading).filter(|(_, new)| !new.is_empty()) else {
+            return;
+        };
+        held.units.extend(new);
+        held.order.extend(new);
+        let parent = known.last().copied().unwrap_or(root);
+        let mut events = vec![KvEvent::Stored { parent, units: new.to_vec(), medium: Medium::Device }];
+        let over = held.order.len().saturating_sub(MOST_UNITS);
+        let gone: Vec<BlockId> = held.order.drain(..over).collect();
+        if !gone.is_empty() {
+            gone.iter().for_each(|unit| {
+                held.units.remove(unit);
+            });
+            events.push(KvEvent::Removed { units: gone, medium: Medium::Device });
+        }
+        let first_sequence = held.sequence + 1;
+        held.sequence += events.len() as u64;
+        // Under the lock, so that numbers are sent in order. Fails only when the connection has gone.
+        let _ = self.events.send(KvEventBatch { epoch: self.epoch, first_sequence, events });
+    }
+}
+
+async fn serve(shared: Arc<Shared>, connection: Connection) {
+    while let Ok(incoming) = connection.accept().await {
+        match incoming {
+            Incoming::Generate(call) => {
+                tokio::spawn(generate(Arc::clone(&shared), call));
+            }
+            Incoming::WorkerRpc(rpc) => {
+                tokio::spawn(rpc.serve(Api(Arc::clone(&shared))));
+            }
+            Incoming::KvSnapshot(reply) => {
+                let snapshot = {
+                    let held = shared.held.lock();
+                    let runs = vec![(BlockId([0; 16]), held.order.iter().copied().collect(), Medium::Device)];
+                    KvSnapshot { epoch: shared.epoch, sequence: held.sequence, runs, resume_points: vec![] }
+                };
+                // A coordinator that does not wait for it asks again.
+                let _ = reply.send(&snapshot).await;
+            }
+            _ => {}
+        }
+    }
+}
+
+async fn generate(shared: Arc<Shared>, mut call: GenerateCall) {
+    let (GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. })) =
+        &call.request;
+    let cached = request.predicted_cached;
+    let started = StartedV1 {
+        cached_tokens: cached,
+        computed_tokens: (request.prompt.len() as u32).saturating_sub(cached),
+        hit_stop: "absent".into(),
+    };
+    let tokens =
+        (0..shared.tokens).map(|_| TokenOut { id: 1, text: " word".into(), logprobs: None }).collect();
+    let finished = FinishedV1 {
+        reason: FinishReason::Length,
+        matched: None,
+        tail: String::new(),
+        completion_tokens: shared.tokens,
+        preemptions: 0,
+    };
+    let frames =
+        [GenerateFrame::Started(started), GenerateFrame::Tokens(tokens), GenerateFrame::Finished(finished)];
+    for frame in &frames {
+        if call.reply.send(frame).await.is_err() {
+            return;
+        }
+    }
+    shared.steps.fetch_add(1, Ordering::Relaxed);
+    shared.hold(request.root, &request.prompt);
+}
+
+#[derive(Clone)]
+struct Api(Arc<Shared>);
+
+impl WorkerApi for Api {
+    async fn kv_replay(self, _: Context, from: u64) -> KvReplay {
+        if from > self.0.held.lock().sequence {
+            return KvReplay::Events(KvEventBatch {
+                epoch: self.0.epoch,
+                first_sequence: from,
+                events: vec![],
+            });
+        }
+        KvReplay::TakeSnapshot
+    }
+
+    async fn drain(self, _: Context) {}
+
+    async fn undrain(self, _: Context) {}
+
+    async fn status(self, _: Context) -> WorkerStatus {
+        WorkerStatus::V1(WorkerStatusV1 {
+            node: self.0.node.clone(),
+            models: vec![],
+            load: self.0.report(),
+            kv_sequence: self.0.held.lock().sequence,
+            uptime_ms: 1,
+        })
+    }
+
+    async fn metrics_text(self, _: Context) -> String {
+        String::new()
+    }
+}

@@ -1,0 +1,449 @@
+//! Who takes part in the group, as operators want it: coordinators are added and removed and leadership is handed
+//! over, one after the other, by the leader, whichever coordinator is asked.
+//!
+//! Promises: a coordinator votes only once it has caught up; no change leaves the group without a majority that is
+//! there; what is refused is refused with what is to be done instead; the same order given again goes on where it
+//! stood.
+
+use super::changes::Session;
+use super::mesh::Mesh;
+use super::news::Told;
+use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, PeerEntry, Shared};
+use crate::consensus::core::{ProposeError, RaftRole};
+use crate::consensus::driver::{ConsensusError, Handle};
+use crate::consensus::table::{Change, MAX_VOTERS, Outcome, Refusal, SeatV1, Standing, Table};
+use crate::random::random_u64;
+use proto::ids::NodeId;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{sleep, timeout_at};
+
+/// How long one that is to be added may take to say who it is.
+const SEAT_LIMIT: Duration = Duration::from_secs(8);
+/// How long it may take to catch up.
+const CATCH_UP_LIMIT: Duration = Duration::from_secs(30);
+/// How long handing over may take.
+const TRANSFER_LIMIT: Duration = Duration::from_secs(3);
+/// What is waited for is looked at so often.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What an operator wants of the group. Coordinators hand it to their leader: variants are only appended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// This one shall vote.
+    Add(PeerEntry),
+    /// This one shall be no member.
+    Remove(NodeId),
+    /// This one shall lead.
+    Lead(NodeId),
+}
+
+/// What came of an order. Variants are only appended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Answer {
+    Done,
+    /// Why not, and what to do.
+    Refused(String),
+    /// Who was asked does not lead, or not any more.
+    NotLeader,
+    NoQuorum,
+}
+
+/// A coordinator, as the table has it and as it is seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemberView {
+    /// Its seat.
+    pub seat: SeatV1,
+    /// Whether it votes.
+    pub votes: bool,
+    /// Whether it takes part just now.
+    pub here: bool,
+    /// Whether one of its name is there whose disk is another than the member's: it was wiped.
+    pub another_life: bool,
+}
+
+/// The group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupView {
+    /// Whether a majority has said so just now; else it is what was agreed on last, as far as known here.
+    pub agreed: bool,
+    /// Who leads, as far as known here.
+    pub leader: Option<NodeId>,
+    /// Its members.
+    pub members: Vec<MemberView>,
+}
+
+impl Order {
+    fn limit(&self) -> Duration {
+        match self {
+            Self::Add(_) => SEAT_LIMIT + CATCH_UP_LIMIT + CHANGE_LIMIT * 3,
+            Self::Remove(_) | Self::Lead(_) => TRANSFER_LIMIT + CHANGE_LIMIT * 3,
+        }
+    }
+}
+
+impl Agreement {
+    /// Has an order carried out by the leader, whoever that is.
+    pub async fn order(&self, order: Order) -> Result<(), ChangeError> {
+        let shared = &self.shared;
+        shared.check_member()?;
+        let Some(Member { handle, .. }) = shared.member.get() else { return Err(ChangeError::NoQuorum) };
+        let end = Instant::now() + order.limit();
+        let mut leaderless = Instant::now() + CHANGE_LIMIT;
+        loop {
+            let leader = handle.status().leader;
+            let answer = match &leader {
+                None => Answer::NotLeader,
+                Some(node) if *node == shared.node => shared.carry_out(handle, &self.mesh, &order).await,
+                Some(node) => shared.relay(handle, &self.mesh, node, &order, end).await,
+            };
+            match answer {
+                Answer::Done => return Ok(()),
+                Answer::Refused(why) => return Err(ChangeError::Explained(why)),
+                Answer::NoQuorum => return Err(ChangeError::NoQuorum),
+                Answer::NotLeader => {}
+            }
+            let now = Instant::now();
+            if leader.is_some() {
+                leaderless = now + CHANGE_LIMIT;
+            }
+            if now >= end.min(leaderless) {
+                return Err(ChangeError::NoQuorum);
+            }
+            sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// The group, as a majority knows it if there is one.
+    pub async fn group(&self) -> Result<GroupView, ChangeError> {
+        self.shared.check_member()?;
+        let Some(Member { handle, group }) = self.shared.member.get() else {
+            return Err(ChangeError::NoQuorum);
+        };
+        let read = handle.read(Instant::now() + CHANGE_LIMIT).await;
+        let agreed = read.is_ok();
+        let table = read.unwrap_or_else(|_| Arc::clone(&handle.table().borrow()));
+        let heard = self.shared.heard.lock();
+        let view = |seat: &SeatV1, votes| {
+            let own = seat.node == self.shared.node;
+            let said = heard.seat_of(&seat.node).filter(|said| said.incarnation != seat.incarnation);
+            MemberView {
+                seat: seat.clone(),
+                votes,
+                here: own || heard.takes_part(&seat.node, *group),
+                another_life: said.is_some(),
+            }
+        };
+        let members = table.coordinators().values().filter_map(|standing| match standing {
+            Standing::Voter(seat) => Some(view(seat, true)),
+            Standing::Learner(seat) => Some(view(seat, false)),
+            Standing::Removed(_) => None,
+        });
+        Ok(GroupView { agreed, leader: handle.status().leader, members: members.collect() })
+    }
+}
+
+impl Shared {
+    /// Whether this coordinator is a member of its group; if not, what is to be done.
+    pub(super) fn check_member(&self) -> Result<(), ChangeError> {
+        match (self.member.get(), self.seat.get()) {
+            (Some(member), Some(seat)) if member.handle.status().role == RaftRole::Outsider => {
+                Err(ChangeError::Explained(outsider(seat)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Carries out the orders that others have been given.
+    pub(super) async fn obey(
+        self: Arc<Self>,
+        mesh: Arc<Mesh>,
+        mut orders: mpsc::Receiver<(NodeId, u64, Order)>,
+    ) {
+        while let Some((from, number, order)) = orders.recv().await {
+            let (shared, mesh) = (Arc::clone(&self), Arc::clone(&mesh));
+            tokio::spawn(async move {
+                let Some(Member { handle, .. }) = shared.member.get() else { return };
+                // Who is no member has no say.
+                let seated = handle.table().borrow().seats().any(|seat| seat.node == from);
+                if seated {
+                    let answer = shared.carry_out(handle, &mesh, &order).await;
+                    mesh.send(&from, Told::Answer(number, answer));
+                }
+            });
+        }
+    }
+
+    /// Has the leader carry out an order.
+    async fn relay(
+        &self,
+        handle: &Handle,
+        mesh: &Mesh,
+        leader: &NodeId,
+        order: &Order,
+        end: Instant,
+    ) -> Answer {
+        let number = random_u64();
+        let (reply, answer) = oneshot::channel();
+        self.asked.lock().insert(number, reply);
+        mesh.send(leader, Told::Order(number, order.clone()));
+        let mut status = handle.statuses();
+        let said = tokio::select! {
+            said = answer => said.unwrap_or(Answer::NotLeader),
+            _ = status.wait_for(|status| status.leader.as_ref() != Some(leader)) => Answer::NotLeader,
+            () = tokio::time::sleep_until(end.into()) => Answer::NoQuorum,
+        };
+        self.asked.lock().remove(&number);
+        said
+    }
+
+    /// Carries out an order, as the leader.
+    async fn carry_out(&self, handle: &Handle, mesh: &Mesh, order: &Order) -> Answer {
+        let Ok(mut session) = self.members.try_lock() else {
+            return Answer::Refused(
+                "another change of the group is under way; try again when it is done".into(),
+            );
+        };
+        if handle.status().role != RaftRole::Leader {
+            return Answer::NotLeader;
+        }
+        let session = session.get_or_insert_with(|| Session::new(handle.clone()));
+        let done = match order {
+            Order::Add(entry) => self.add(handle, mesh, session, entry).await,
+            Order::Remove(node) => self.remove(handle, session, node).await,
+            Order::Lead(node) => self.lead(handle, node).await,
+        };
+        done.err().unwrap_or(Answer::Done)
+    }
+
+    async fn add(
+        &self,
+        handle: &Handle,
+        mesh: &Mesh,
+        session: &mut Session,
+        entry: &PeerEntry,
+    ) -> Result<(), Answer> {
+        let table = Arc::clone(&handle.table().borrow());
+        let seat = self.seat_at(mesh, entry).await?;
+        let node = &entry.node;
+        match table.coordinators().get(node) {
+            Some(Standing::Voter(known)) if known.incarnation == seat.incarnation => return Ok(()),
+            Some(Standing::Voter(known) | Standing::Learner(known))
+                if known.incarnation != seat.incarnation =>
+            {
+                return Err(Answer::Refused(format!(
+                    "{node} is a member with another disk than it has now: it was wiped. First `kvasir coordinators \
+                     remove {node}`, then this again"
+                )));
+            }
+            Some(Standing::Removed(life)) if *life == seat.incarnation => {
+                return Err(Answer::Refused(format!(
+                    "{node} was removed and has still the data of before: end it, empty its data directory, start \
+                     it, then this again"
+                )));
+            }
+            Some(Standing::Learner(_)) => {}
+            Some(_) | None => {
+                let mut voters = voters(&table);
+                voters.push(node.clone());
+                if voters.len() > MAX_VOTERS {
+                    return Err(Answer::Refused(format!(
+                        "a group has at most {MAX_VOTERS} coordinators that vote"
+                    )));
+                }
+                keeps_majority(&voters, |other| other == node || self.is_here(other))
+                    .map_err(Answer::Refused)?;
+                made(session.make(Change::LearnerAdded(seat), Instant::now() + CHANGE_LIMIT).await)?;
+            }
+        }
+        let end = Instant::now() + CATCH_UP_LIMIT;
+        loop {
+            let promoted = Change::LearnerPromoted(node.clone());
+            match session.make(promoted, Instant::now() + CHANGE_LIMIT).await {
+                Err(ConsensusError::Refused(ProposeError::LearnerBehind(_) | ProposeError::Busy))
+                    if Instant::now() < end => {}
+                Err(ConsensusError::Refused(ProposeError::LearnerBehind(_))) => {
+                    return Err(Answer::Refused(format!(
+                        "{node} has not caught up in {CATCH_UP_LIMIT:?} and does not vote; this again goes on from \
+                         there, `kvasir coordinators remove {node}` takes it out"
+                    )));
+                }
+                other => return made(other),
+            }
+            sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Who is at an address, by its own word.
+    async fn seat_at(&self, mesh: &Mesh, entry: &PeerEntry) -> Result<SeatV1, Answer> {
+        let PeerEntry { node, quic } = entry;
+        if let Some(own) = self.seat.get().filter(|own| own.node == *node) {
+            return Ok(own.clone());
+        }
+        mesh.add(entry);
+        let end = Instant::now() + SEAT_LIMIT;
+        loop {
+            let said = self.heard.lock().seat_of(node).cloned();
+            if let Some(said) = said {
+                return Ok(SeatV1 { quic: quic.clone(), ..said });
+            }
+            if Instant::now() >= end {
+                return Err(Answer::Refused(format!(
+                    "{node} does not answer at {quic}: start it with a data directory and with --peers naming it and \
+                     the members of the group, then this again"
+                )));
+            }
+            sleep(LOOK_EVERY).await;
+        }
+    }
+
+    async fn remove(&self, handle: &Handle, session: &mut Session, node: &NodeId) -> Result<(), Answer> {
+        let table = Arc::clone(&handle.table().borrow());
+        match table.coordinators().get(node) {
+            Some(Standing::Removed(_)) => return Ok(()),
+            None => return Err(Answer::Refused(format!("no coordinator of the group has the id {node}"))),
+            Some(Standing::Learner(_)) => {}
+            Some(Standing::Voter(_)) => {
+                let mut voters = voters(&table);
+                voters.retain(|voter| voter != node);
+                if voters.is_empty() {
+                    return Err(Answer::Refused(format!("{node} is the last one that votes")));
+                }
+                keeps_majority(&voters, |other| self.is_here(other)).map_err(Answer::Refused)?;
+                if *node == self.node {
+                    // Another one leads, and is asked again.
+                    self.hand_over(handle, None).await?;
+                    return Err(Answer::NotLeader);
+                }
+            }
+        }
+        let removed = Change::CoordinatorRemoved(node.clone());
+        made(session.make(removed, Instant::now() + CHANGE_LIMIT).await)
+    }
+
+    async fn lead(&self, handle: &Handle, node: &NodeId) -> Result<(), Answer> {
+        if *node == self.node {
+            return Ok(());
+        }
+        let votes = voters(&handle.table().borrow()).contains(node);
+        if !votes {
+            return Err(Answer::Refused(format!("no coordinator that votes has the id {node}")));
+        }
+        if !self.is_here(node) {
+            return Err(Answer::Refused(format!("{node} is not there just now")));
+        }
+        self.hand_over(handle, Some(node)).await
+    }
+
+    /// Until another one leads, `to` if it is named.
+    async fn hand_over(&self, handle: &Handle, to: Option<&NodeId>) -> Result<(), Answer> {
+        let begun = handle.hand_over(to.cloned()).await;
+        begun.map_err(|error| Answer::Refused(error.to_string()))?;
+        let mut status = handle.statuses();
+        let over = status.wait_for(|status| {
+            let leader = status.leader.as_ref().filter(|leader| **leader != self.node);
+            leader.is_some_and(|leader| to.is_none_or(|to| leader == to))
+        });
+        let over = timeout_at((Instant::now() + TRANSFER_LIMIT).into(), over).await;
+        let who = to.map_or("nobody".to_owned(), |to| format!("{to} has not"));
+        match over {
+            Ok(Ok(_)) => Ok(()),
+            _ => Err(Answer::Refused(format!("{who} taken over in {TRANSFER_LIMIT:?}"))),
+        }
+    }
+
+    fn is_here(&self, node: &NodeId) -> bool {
+        let Some(Member { group, .. }) = self.member.get() else { return false };
+        *node == self.node || self.heard.lock().takes_part(node, *group)
+    }
+}
+
+/// What a coordinator that is in no group tells whoever wants something of it.
+pub(super) fn outsider(seat: &SeatV1) -> String {
+    let SeatV1 { node, quic, .. } = seat;
+    format!(
+        "{node} takes no part in the group: its data directory was new when it started, or it was removed. At \
+         another coordinator, `kvasir coordinators remove {node}` if `kvasir coordinators list` shows it, then \
+         `kvasir coordinators add {node}={quic}`"
+    )
+}
+
+fn voters(table: &Table) -> Vec<NodeId> {
+    let voter =
+        |(node, standing): (&NodeId, &Standing)| matches!(standing, Standing::Voter(_)).then(|| node.clone());
+    table.coordinators().iter().filter_map(voter).collect()
+}
+
+/// Whether enough of these voters are there to decide anything.
+fn keeps_majority(voters: &[NodeId], here: impl Fn(&NodeId) -> bool) -> Result<(), String> {
+    let away: Vec<&str> = voters.iter().filter(|voter| !here(voter)).map(NodeId::as_str).collect();
+    let (needed, there) = (voters.len() / 2 + 1, voters.len() - away.len());
+    if there >= needed {
+        return Ok(());
+    }
+    Err(format!(
+        "the group would have {} coordinators that vote and need {needed} of them, but only {there} would be there: \
+         bring back or remove {} first",
+        voters.len(),
+        away.join(" or ")
+    ))
+}
+
+/// What came of a change, as an answer.
+fn made(outcome: Result<Outcome, ConsensusError>) -> Result<(), Answer> {
+    match outcome {
+        Ok(Outcome::Done | Outcome::Opened(_)) => Ok(()),
+        Ok(Outcome::Refused(refusal)) => Err(refused(&refusal)),
+        Err(ConsensusError::Refused(ProposeError::NotLeader(_) | ProposeError::NoLeader)) => {
+            Err(Answer::NotLeader)
+        }
+        Err(ConsensusError::Refused(ProposeError::Refused(refusal))) => Err(refused(&refusal)),
+        Err(ConsensusError::Refused(error)) => Err(Answer::Refused(error.to_string())),
+        Err(ConsensusError::NoQuorum | ConsensusError::Overloaded | ConsensusError::Stopped) => {
+            Err(Answer::NoQuorum)
+        }
+    }
+}
+
+fn refused(refusal: &Refusal) -> Answer {
+    Answer::Refused(refusal.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes(names: &[&str]) -> Vec<NodeId> {
+        names.iter().map(|name| NodeId::new(*name).unwrap()).collect()
+    }
+
+    #[test]
+    fn no_change_leaves_a_group_without_a_majority_that_is_there() {
+        let here = |names: &'static [&'static str]| move |node: &NodeId| names.contains(&node.as_str());
+        // Three, one of them dead: it may go, another may not.
+        assert_eq!(keeps_majority(&nodes(&["a", "b"]), here(&["a", "b"])), Ok(()));
+        let why = keeps_majority(&nodes(&["a", "c"]), here(&["a", "b"])).unwrap_err();
+        assert!(why.contains("need 2") && why.contains("only 1") && why.contains("remove c"), "{why}");
+        // A fourth beside three of which one is dead: three of four.
+        assert_eq!(keeps_majority(&nodes(&["a", "b", "c", "d"]), here(&["a", "b", "d"])), Ok(()));
+        assert!(keeps_majority(&nodes(&["a", "b", "c", "d"]), here(&["a", "b"])).is_err());
+        assert_eq!(keeps_majority(&nodes(&["a"]), here(&["a"])), Ok(()));
+    }
+
+    #[test]
+    fn who_is_in_no_group_is_told_what_to_do() {
+        let node = NodeId::new("c1").unwrap();
+        let seat = SeatV1 {
+            node,
+            incarnation: crate::consensus::Incarnation(7),
+            quic: "10.0.0.2:7000".into(),
+            level: crate::consensus::table::Level::OWN,
+        };
+        let said = outsider(&seat);
+        assert!(
+            said.contains("coordinators remove c1") && said.contains("coordinators add c1=10.0.0.2:7000")
+        );
+    }
+}

@@ -1,0 +1,109 @@
+//! What coordinators tell each other besides the group's frames, and what has been heard.
+
+use super::founding::DraftV1;
+use super::members::{Answer, Order};
+use crate::consensus::core::RaftRole;
+use crate::consensus::message::{Frame, GroupId};
+use crate::consensus::table::SeatV1;
+use proto::ids::NodeId;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// A coordinator not heard of for this long is shown as unreachable, and does not count as one that is there.
+const SILENT_AFTER: Duration = Duration::from_secs(3);
+
+/// What one coordinator tells another. Variants are only appended; one that is not known is passed over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Told {
+    /// Of the group's agreement.
+    Raft(Frame),
+    /// Where the sender stands.
+    News(News),
+    /// Who the sender is, in the life of its disk, and what it understands.
+    Seat(SeatV1),
+    /// An operator wants this of the leader; the number comes back with the answer.
+    Order(u64, Order),
+    /// What came of the order with this number.
+    Answer(u64, Answer),
+}
+
+/// Where a coordinator stands. Variants are only appended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum News {
+    /// In no group yet.
+    Draft(DraftV1),
+    /// In a group.
+    Member(MemberV1),
+}
+
+/// Where a member stands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct MemberV1 {
+    pub(super) group: GroupId,
+    pub(super) role: RaftRole,
+    pub(super) term: u64,
+    pub(super) applied: u64,
+}
+
+/// Where a coordinator stands, as far as this one knows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Standing {
+    /// Which.
+    pub node: NodeId,
+    /// In a word: `leader`, `follower`, `candidate`, `learner`, `outsider`; `founding` while there is no group;
+    /// `unreachable` if it was not heard of lately.
+    pub role: &'static str,
+    /// The latest term it knows.
+    pub term: u64,
+    /// The last entry it has applied.
+    pub applied: u64,
+}
+
+/// What was heard last of each peer, and when.
+#[derive(Debug, Default)]
+pub(super) struct Heard {
+    news: BTreeMap<NodeId, (Instant, News)>,
+    seats: BTreeMap<NodeId, (Instant, SeatV1)>,
+}
+
+impl Heard {
+    pub(super) fn news(&mut self, peer: &NodeId, news: News) {
+        self.news.insert(peer.clone(), (Instant::now(), news));
+    }
+
+    /// Nobody has a seat for another.
+    pub(super) fn seat(&mut self, peer: &NodeId, seat: SeatV1) {
+        if seat.node == *peer {
+            self.seats.insert(peer.clone(), (Instant::now(), seat));
+        }
+    }
+
+    pub(super) fn all_news(&self) -> impl Iterator<Item = (&NodeId, &News)> {
+        self.news.iter().map(|(node, (_, news))| (node, news))
+    }
+
+    /// Who a peer is, if it has said so lately.
+    pub(super) fn seat_of(&self, peer: &NodeId) -> Option<&SeatV1> {
+        let (at, seat) = self.seats.get(peer)?;
+        (at.elapsed() < SILENT_AFTER).then_some(seat)
+    }
+
+    /// Whether a peer takes part in the group just now.
+    pub(super) fn takes_part(&self, peer: &NodeId, group: GroupId) -> bool {
+        matches!(self.news.get(peer), Some((at, News::Member(member)))
+            if at.elapsed() < SILENT_AFTER && member.group == group && member.role != RaftRole::Outsider)
+    }
+
+    pub(super) fn standing(&self, node: &NodeId) -> Standing {
+        let (role, term, applied) = match self.news.get(node) {
+            Some((at, News::Member(MemberV1 { role, term, applied, .. }))) => {
+                let there = at.elapsed() < SILENT_AFTER;
+                (if there { role.name() } else { "unreachable" }, *term, *applied)
+            }
+            Some((at, News::Draft(_))) if at.elapsed() < SILENT_AFTER => ("founding", 0, 0),
+            _ => ("unreachable", 0, 0),
+        };
+        Standing { node: node.clone(), role, term, applied }
+    }
+}

@@ -1,0 +1,211 @@
+//! What the floor knows of pulls: which part of requests each worker is for, where and at what price its prefixes can
+//! be pulled, and the prompts that are computed by one worker for another.
+
+use super::{Floor, Load, Waiter, own_of};
+use crate::balancer::Prefilling;
+use crate::prefix_index::{Overlap, ReservationId};
+use crate::routing::transfer::{self, PullPrice, is_worth_asking};
+use crate::routing::{Candidate, Choice, predicted_tokens};
+use crate::slot::Slot;
+use crate::table::Member;
+use proto::block::HASH_UNIT_TOKENS;
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::message::{PullCostV1, WorkPart};
+use proto::pull::PullSourceV1;
+use std::sync::Arc;
+
+/// What a worker has said of pulls when it joined, and since.
+#[derive(Debug, Clone, Default)]
+pub(super) struct PullTerms {
+    part: WorkPart,
+    costs: Vec<PullCostV1>,
+    /// Where other workers reach it.
+    quic: String,
+    /// Bytes per second of its pulls; 0 if unknown.
+    rate: f32,
+}
+
+/// A prompt that another worker computes for the one that has the flight.
+#[derive(Debug)]
+pub(super) struct Stage {
+    slot: Slot,
+    join: u64,
+    uncached: u64,
+    pub(super) reservation: ReservationId,
+    /// Not computed yet, as far as is known.
+    waits: bool,
+}
+
+/// How a chosen worker gets what it does not compute.
+#[derive(Debug, Default)]
+pub(super) struct Supply {
+    /// What its cache will serve.
+    pub(super) predicted: u32,
+    pub(super) pull: Option<PullSourceV1>,
+    /// Who computes it first, and what that is there.
+    pub(super) prefill: Option<(Slot, u32, Prefilling)>,
+}
+
+impl Floor {
+    /// A worker says what part of requests it is for and what pulls from it cost.
+    pub(in crate::balancer) fn introduce(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        (part, costs, quic): (WorkPart, Vec<PullCostV1>, String),
+    ) {
+        if let Some(load) = self.load_of(node, epoch) {
+            load.pulls = PullTerms { part, costs, quic, rate: 0.0 };
+        }
+    }
+
+    /// A worker has measured how fast it pulls.
+    pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, rate: f32) {
+        if let Some(load) = self.load_of(node, epoch) {
+            load.pulls.rate = rate;
+        }
+    }
+
+    fn load_of(&mut self, node: &NodeId, epoch: Epoch) -> Option<&mut Load> {
+        let member = self.table.member(node).filter(|m| m.register.epoch == epoch)?;
+        self.loads[member.slot.index()].as_mut()
+    }
+
+    /// Which of these workers a generation may go to: those that compute prompts for others get none while another
+    /// is there.
+    pub(super) fn generates(wanted: &[(&Member, &Load)]) -> impl Fn(&Load) -> bool + use<> {
+        let others = wanted.iter().any(|(_, load)| load.pulls.part != WorkPart::Prefill);
+        move |load| !others || load.pulls.part != WorkPart::Prefill
+    }
+
+    /// Adds to each candidate the pull that pays, if one does.
+    pub(super) fn offer_pulls(
+        &self,
+        waiter: &Waiter,
+        lively: &[(&Member, &Load)],
+        overlap: &Overlap,
+        candidates: &mut [Candidate],
+    ) {
+        // Nobody holds more than is held or expected of it.
+        let most = lively.iter().map(|(member, _)| overlap.units(member.slot)).max();
+        if candidates.iter().all(|c| Some(c.units) == most) {
+            return;
+        }
+        let held = self.index.lookup_held(&waiter.ask.chain);
+        let model = &waiter.ask.model;
+        for candidate in candidates {
+            let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
+            let Some((member, load)) = lively.iter().find(at) else { continue };
+            let Some(price) = load.pulls.price(model) else { continue };
+            let holders = lively
+                .iter()
+                .filter(|(other, load)| same_class(model, member, other) && load.pulls.price(model).is_some())
+                .map(|(other, _)| (other.slot, held.units(other.slot)));
+            candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &price, holders);
+        }
+    }
+
+    /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
+    pub(super) fn supply(
+        &self,
+        waiter: &Waiter,
+        choice: &Choice,
+        lively: &[(&Member, &Load)],
+        candidates: &[Candidate],
+    ) -> Supply {
+        let at = |slot: Slot| lively.iter().find(|(member, _)| member.slot == slot);
+        let pull = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
+        let pull = pull.and_then(|pull| {
+            let (member, load) = at(pull.from)?;
+            let tokens = predicted_tokens(waiter.ask.prompt_tokens, pull.units);
+            Some(load.pulls.source(&member.register.node, tokens))
+        });
+        let supply = Supply { predicted: choice.predicted, pull, prefill: None };
+        self.prefilled(waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
+    }
+
+    /// A worker for decoding has a long prompt computed by one for that, while there is one.
+    fn prefilled(
+        &self,
+        waiter: &Waiter,
+        choice: &Choice,
+        lively: &[(&Member, &Load)],
+        chosen: Option<&(&Member, &Load)>,
+    ) -> Option<Supply> {
+        let (decodes, load) = chosen.filter(|(_, load)| load.pulls.part == WorkPart::Decode)?;
+        let ask = &waiter.ask;
+        load.pulls.price(&ask.model)?;
+        let predicted = predicted_tokens(ask.prompt_tokens, ask.prompt_tokens / HASH_UNIT_TOKENS as u32);
+        // What it is only expected to hold may be what another request has had computed ahead and has not pulled yet.
+        let held = self.index.lookup_held(&ask.chain).units(choice.slot);
+        let have = predicted_tokens(ask.prompt_tokens, held);
+        let long = ask.prompt_tokens - have > self.policy.decode_prefill_tokens;
+        if !long || !is_worth_asking(have, predicted) {
+            return None;
+        }
+        let overlap = self.index.lookup(&ask.chain);
+        let free = |load: &Load| load.own.unstarted + load.own.running < self.policy.max_inflight;
+        let computes = lively
+            .iter()
+            .filter(|(member, load)| {
+                let prefills = load.pulls.part == WorkPart::Prefill && load.pulls.price(&ask.model).is_some();
+                prefills && free(load) && same_class(&ask.model, decodes, member)
+            })
+            .map(|(member, load)| {
+                let held = predicted_tokens(ask.prompt_tokens, overlap.units(member.slot));
+                let waits = load.own.pending + load.foreign.pending + u64::from(ask.prompt_tokens - held);
+                (waits, ask.prompt_tokens - held, member, load)
+            })
+            .min_by_key(|(waits, ..)| *waits);
+        let (_, uncached, member, load) = computes?;
+        let node = member.register.node.clone();
+        let pull = Some(load.pulls.source(&node, predicted));
+        let stage = Prefilling { node, epoch: member.register.epoch };
+        Some(Supply { predicted, pull, prefill: Some((member.slot, uncached, stage)) })
+    }
+
+    /// Books a prompt at the worker that computes it for another.
+    pub(super) fn book_stage(&mut self, waiter: &Waiter, slot: Slot, uncached: u32) -> Option<Stage> {
+        let load = self.loads[slot.index()].as_mut()?;
+        let uncached = u64::from(uncached);
+        load.own.pending += uncached;
+        load.own.unstarted += 1;
+        let join = load.join;
+        let reservation = self.index.reserve(slot, Arc::clone(&waiter.ask.chain));
+        Some(Stage { slot, join, uncached, reservation, waits: true })
+    }
+}
+
+impl Stage {
+    /// The prompt has been computed, or nobody waits for it any more.
+    pub(super) fn is_over(&mut self, loads: &mut [Option<Load>]) {
+        if !std::mem::replace(&mut self.waits, false) {
+            return;
+        }
+        if let Some(own) = own_of(loads, self.slot, self.join) {
+            own.pending -= self.uncached;
+            own.unstarted -= 1;
+        }
+    }
+}
+
+impl PullTerms {
+    pub(super) fn part(&self) -> WorkPart {
+        self.part
+    }
+
+    fn price(&self, model: &ModelId) -> Option<PullPrice<'_>> {
+        let cost = self.costs.iter().find(|cost| cost.model == *model)?;
+        Some(PullPrice { cost, rate: self.rate })
+    }
+
+    fn source(&self, node: &NodeId, tokens: u32) -> PullSourceV1 {
+        PullSourceV1 { node: node.clone(), quic: self.quic.clone(), tokens }
+    }
+}
+
+/// Whether what one computes is to the bit what the other does.
+fn same_class(model: &ModelId, one: &Member, other: &Member) -> bool {
+    let class = |member: &Member| member.model(model).map(|m| m.numeric_class.clone());
+    class(one).is_some() && class(one) == class(other)
+}

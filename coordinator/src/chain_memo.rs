@@ -1,0 +1,117 @@
+//! Remembers the names of prompts: the ids of the units that stand behind a prefix.
+//!
+//! Exact: an entry is found by the id of the prefix before it and the tokens behind it, and both are compared. The
+//! first of these ids is a tenant's root, so what one tenant has asked for is never found, sooner or later, by
+//! another.
+
+use model::recent::{Recent, RecentUse};
+use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
+
+/// Units of an entry.
+const UNITS: usize = 8;
+const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
+
+/// Makes the ids of prompts' units under one key, and remembers them.
+#[derive(Debug)]
+pub struct ChainMemo {
+    key: ClusterKey,
+    runs: Recent<Run>,
+}
+
+/// Units one after the other.
+#[derive(Debug)]
+struct Run {
+    parent: BlockId,
+    tokens: Box<[u32; TOKENS]>,
+    ids: [BlockId; UNITS],
+}
+
+impl ChainMemo {
+    /// One of at most about `bytes`.
+    pub fn new(key: ClusterKey, bytes: usize) -> Self {
+        Self { key, runs: Recent::new(bytes) }
+    }
+
+    /// What [`ClusterKey::chain`] gives.
+    pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
+        let mut chain = Vec::with_capacity(tokens.len() / HASH_UNIT_TOKENS);
+        let (runs, rest) = tokens.as_chunks::<TOKENS>();
+        let mut parent = root;
+        for run in runs {
+            let ids = self.run(parent, run);
+            chain.extend_from_slice(&ids);
+            let [.., last] = ids;
+            parent = last;
+        }
+        chain.extend(self.key.chain(parent, rest));
+        chain
+    }
+
+    /// How often units were known, run by run.
+    pub fn usage(&self) -> RecentUse {
+        self.runs.usage()
+    }
+
+    fn run(&self, parent: BlockId, tokens: &[u32; TOKENS]) -> [BlockId; UNITS] {
+        let mut hasher = self.runs.hasher();
+        let before = u128::from_le_bytes(parent.0);
+        hasher.pair(before as u64, (before >> 64) as u64);
+        let (quads, _) = tokens.as_chunks::<4>();
+        for &[a, b, c, d] in quads {
+            hasher.pair(u64::from(a) << 32 | u64::from(b), u64::from(c) << 32 | u64::from(d));
+        }
+        let hash = hasher.finish();
+        let known = |run: &Run| (run.parent == parent && *run.tokens == *tokens).then_some(run.ids);
+        let known = self.runs.get(hash, known);
+        self.runs.count(known.is_some());
+        known.unwrap_or_else(|| {
+            let mut ids = [parent; UNITS];
+            let mut last = parent;
+            let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
+            for (id, unit) in ids.iter_mut().zip(units) {
+                last = self.key.unit(last, unit);
+                *id = last;
+            }
+            let bytes = size_of::<Run>() + size_of_val(tokens);
+            self.runs.put(hash, Run { parent, tokens: Box::new(*tokens), ids }, bytes);
+            ids
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn remembered_or_not_the_ids_are_the_same(
+            roots in prop::collection::vec(any::<[u8; 16]>(), 1..3),
+            prompts in prop::collection::vec((0..4usize, 0..3usize, 0..700usize, any::<u32>()), 1..8),
+        ) {
+            let key = ClusterKey([5; 32]);
+            let memo = ChainMemo::new(key.clone(), 1 << 20);
+            for (text, root, len, last) in prompts.iter().chain(&prompts) {
+                // Four texts, of which prompts are prefixes, but for their last token.
+                let mut tokens: Vec<u32> = (0..*len as u32).map(|at| at * 31 + *text as u32).collect();
+                tokens.push(*last);
+                let root = BlockId(roots[root % roots.len()]);
+                prop_assert_eq!(memo.chain(root, &tokens), key.chain(root, &tokens));
+            }
+        }
+    }
+
+    #[test]
+    fn tenants_find_their_own_only() {
+        let memo = ChainMemo::new(ClusterKey([5; 32]), 1 << 20);
+        let tokens = [7; 2 * TOKENS];
+        let hits = |root| {
+            let before = memo.usage().hits;
+            memo.chain(BlockId([root; 16]), &tokens);
+            memo.usage().hits - before
+        };
+        assert_eq!([hits(1), hits(1), hits(2), hits(2)], [0, 2, 0, 2]);
+    }
+}

@@ -1,0 +1,155 @@
+//! What comes from other members: checked against who sent it, and against what Raft would not survive, before it
+//! gets to Raft.
+
+use super::Core;
+use super::transfer::{Fetched, Served};
+use crate::consensus::member::MemberId;
+use crate::consensus::message::{
+    Body, Frame, FrameV1, KindV1, LogView, MessageV1, OfferV1, SnapshotMetaV1, WantV1, check,
+};
+use crate::consensus::table::{Standing, Table};
+use proto::ids::NodeId;
+use raft::eraftpb;
+use raft::{SnapshotStatus, StateRole};
+use std::collections::HashMap;
+
+/// Members whose names are remembered though the table does not know them.
+const MAX_STRANGERS: usize = 64;
+
+/// Why a frame was not taken. The sender or the way is at fault, the core is as it was.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReceiveError {
+    /// The sender belongs to another group.
+    #[error("{0} belongs to another group of coordinators")]
+    ForeignGroup(NodeId),
+    /// The frame is for an earlier life of this disk, or for someone else: the disk was wiped, and this
+    /// coordinator must be removed and added again.
+    #[error("{from} speaks to member {to}, which is not here")]
+    NotForMe {
+        /// The sender.
+        from: NodeId,
+        /// For whom it is.
+        to: MemberId,
+    },
+    /// The message says it is from someone else than who sent it.
+    #[error("{peer} sends as member {claimed:016x}")]
+    Spoofed {
+        /// Whose certificate it is.
+        peer: NodeId,
+        /// Who the message says it is from.
+        claimed: u64,
+    },
+    /// No correct member sends this.
+    #[error("{peer} sends a message that cannot be right: {why}")]
+    Implausible {
+        /// The sender.
+        peer: NodeId,
+        /// In words.
+        why: &'static str,
+    },
+}
+
+impl Core {
+    /// Takes a frame. `peer` is who sent it, as its certificate says.
+    pub fn receive(&mut self, peer: &NodeId, frame: Frame) -> Result<(), ReceiveError> {
+        let Frame::V1(FrameV1 { group, incarnation, to, body }) = frame;
+        if group != self.identity.group {
+            return Err(ReceiveError::ForeignGroup(peer.clone()));
+        }
+        if to != self.identity.member() {
+            return Err(ReceiveError::NotForMe { from: peer.clone(), to });
+        }
+        let from = MemberId::of(peer, incarnation);
+        if !self.names.contains_key(&from) && self.names.len() < MAX_STRANGERS {
+            self.names.insert(from, peer.clone());
+        }
+        let implausible = |why| ReceiveError::Implausible { peer: peer.clone(), why };
+        match body {
+            Body::Raft(message) => {
+                self.check(peer, from, &message)?;
+                if message.kind == KindV1::Snapshot {
+                    return Err(implausible("a snapshot comes in chunks"));
+                }
+                // Like a packet that is lost: its sender puts it forward again, to the next leader.
+                if !(self.held_back && message.kind == KindV1::Propose) {
+                    self.step(message.into_raft());
+                }
+            }
+            Body::Offer(offer) => {
+                self.check(peer, from, &offer.message)?;
+                if offer.message.kind != KindV1::Snapshot {
+                    return Err(implausible("it offers no snapshot"));
+                }
+                if let Some((to, body)) = self.fetching.offered(from, offer).map_err(implausible)? {
+                    self.post(to, body);
+                }
+            }
+            Body::Want(want) => match self.sending.serve(from, &want, self.settings.chunk_bytes) {
+                Served::Chunk(chunk) => self.post(from, Body::Chunk(chunk)),
+                Served::Complete => self.raw.report_snapshot(from.get(), SnapshotStatus::Finish),
+                Served::Unknown => {}
+            },
+            Body::Chunk(chunk) => match self.fetching.chunk(from, &chunk) {
+                Fetched::Going(ask) => ask.into_iter().for_each(|(to, body)| self.post(to, body)),
+                Fetched::Whole(from, offer, data) => self.fetched(from, offer, &data).map_err(implausible)?,
+                Fetched::Corrupt => return Err(implausible("a snapshot's digest is wrong")),
+            },
+        }
+        self.draw_timeout();
+        Ok(())
+    }
+
+    fn check(&self, peer: &NodeId, from: MemberId, message: &MessageV1) -> Result<(), ReceiveError> {
+        if message.from != from.get() {
+            return Err(ReceiveError::Spoofed { peer: peer.clone(), claimed: message.from });
+        }
+        let raft_log = &self.raw.raft.raft_log;
+        let term = |index| raft_log.term(index).ok().filter(|&term| term != 0);
+        let log = LogView {
+            now: self.raw.raft.term,
+            leads: self.raw.raft.state == StateRole::Leader,
+            last: raft_log.last_index(),
+            committed: raft_log.committed,
+            term: &term,
+        };
+        let right = if message.to == self.id() { check(message, &log) } else { Err("it is for another") };
+        right.map_err(|why| ReceiveError::Implausible { peer: peer.clone(), why })
+    }
+
+    fn step(&mut self, message: eraftpb::Message) {
+        // What Raft does not take (a proposal without a leader, an answer of one who has gone) is lost like
+        // a packet.
+        let _lost = self.raw.step(message);
+    }
+
+    /// A snapshot has come whole: it must be a table that agrees with what it is said to be.
+    fn fetched(&mut self, from: MemberId, offer: OfferV1, data: &[u8]) -> Result<(), &'static str> {
+        let OfferV1 { message, meta, len, digest } = offer;
+        let table = Table::from_bytes(data).map_err(|_| "a snapshot is no table")?;
+        if table.applied() != meta.index || !agrees(&table, &meta) {
+            return Err("a snapshot is not the table it is said to be");
+        }
+        let mut snapshot = eraftpb::Snapshot::default();
+        snapshot.set_metadata(meta.to_raft());
+        snapshot.data = data.to_vec().into();
+        let mut message = message.into_raft();
+        message.set_snapshot(snapshot);
+        self.step(message);
+        self.post(from, Body::Want(WantV1 { digest, offset: len }));
+        Ok(())
+    }
+}
+
+/// Whether a snapshot's members are those of its table.
+fn agrees(table: &Table, meta: &SnapshotMetaV1) -> bool {
+    let mut told: HashMap<u64, bool> = meta.voters.iter().map(|&member| (member, true)).collect();
+    told.extend(meta.learners.iter().map(|&member| (member, false)));
+    let held: HashMap<u64, bool> = table
+        .coordinators()
+        .values()
+        .filter_map(|standing| {
+            Some((standing.seat()?.member().get(), matches!(standing, Standing::Voter(_))))
+        })
+        .collect();
+    told.len() == meta.voters.len() + meta.learners.len() && told == held
+}

@@ -1,0 +1,161 @@
+//! What the agreement counts and shows, for metrics. Handles: clones count into the same.
+
+use super::core::{ProposeError, RaftRole, Status, Vitals};
+use super::driver::ConsensusError;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use std::time::Duration;
+
+type Label = [(&'static str, String); 1];
+
+/// From a read on an idle loopback to what is refused for want of a majority.
+const SECONDS: [f64; 13] = [5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0];
+
+/// See the module.
+#[derive(Debug, Clone)]
+pub struct RaftMetrics {
+    role: Family<Label, Gauge>,
+    term: Gauge,
+    quorum: Gauge,
+    committed: Gauge,
+    applied: Gauge,
+    leader_changes: Counter,
+    voters: Gauge,
+    learners: Gauge,
+    log_entries: Gauge,
+    log_bytes: Gauge,
+    snapshot_index: Gauge,
+    snapshot_bytes: Gauge,
+    disk_full: Gauge,
+    lag: Family<Label, Gauge>,
+    proposals: Counter,
+    failed: Family<Label, Counter>,
+    read: Histogram,
+    write: Histogram,
+}
+
+impl Default for RaftMetrics {
+    fn default() -> Self {
+        let default = Family::default;
+        Self {
+            role: default(),
+            term: Gauge::default(),
+            quorum: Gauge::default(),
+            committed: Gauge::default(),
+            applied: Gauge::default(),
+            leader_changes: Counter::default(),
+            voters: Gauge::default(),
+            learners: Gauge::default(),
+            log_entries: Gauge::default(),
+            log_bytes: Gauge::default(),
+            snapshot_index: Gauge::default(),
+            snapshot_bytes: Gauge::default(),
+            disk_full: Gauge::default(),
+            lag: default(),
+            proposals: Counter::default(),
+            failed: Family::default(),
+            read: Histogram::new(SECONDS),
+            write: Histogram::new(SECONDS),
+        }
+    }
+}
+
+impl RaftMetrics {
+    /// Registers every metric.
+    pub fn register(&self, registry: &mut Registry) {
+        let mut gauge = |name: &str, help: &str, gauge: &Gauge| registry.register(name, help, gauge.clone());
+        gauge("kvasir_raft_term", "The latest term known", &self.term);
+        gauge("kvasir_raft_quorum", "1 while a leader is known, so changes can be made", &self.quorum);
+        gauge("kvasir_raft_commit_index", "The last entry known to be agreed on", &self.committed);
+        gauge("kvasir_raft_applied_index", "The last entry applied here", &self.applied);
+        gauge("kvasir_raft_voters", "Coordinators that vote", &self.voters);
+        gauge("kvasir_raft_learners", "Coordinators that follow and do not vote", &self.learners);
+        gauge(
+            "kvasir_raft_log_entries",
+            "Entries kept behind the last snapshot or a little before",
+            &self.log_entries,
+        );
+        gauge("kvasir_raft_log_bytes", "Bytes of these entries", &self.log_bytes);
+        gauge("kvasir_raft_snapshot_index", "The last entry in the snapshot", &self.snapshot_index);
+        gauge("kvasir_raft_snapshot_bytes", "Bytes of the snapshot", &self.snapshot_bytes);
+        gauge(
+            "kvasir_raft_disk_full",
+            "1 while there is no room to put changes forward from here",
+            &self.disk_full,
+        );
+        let role = "1 for what this coordinator is in its group";
+        registry.register("kvasir_raft_role", role, self.role.clone());
+        let lag = "Entries that a coordinator has not confirmed; shown by the leader";
+        registry.register("kvasir_raft_peer_lag_entries", lag, self.lag.clone());
+        let changes = "How often another leader was seen";
+        registry.register("kvasir_raft_leader_changes", changes, self.leader_changes.clone());
+        registry.register("kvasir_raft_proposals", "Changes put forward here", self.proposals.clone());
+        let failed = "Changes put forward here that have no outcome, by reason";
+        registry.register("kvasir_raft_proposals_failed", failed, self.failed.clone());
+        let read = "Time until a read saw every change acknowledged before it";
+        registry.register("kvasir_raft_read_index_seconds", read, self.read.clone());
+        let write = "Time until the disk had taken a write";
+        registry.register("kvasir_raft_write_seconds", write, self.write.clone());
+    }
+
+    /// The core stands so; `before` is where it stood when this was called last.
+    pub(super) fn stands(&self, before: &Status, now: &Status) {
+        let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        for role in RaftRole::ALL {
+            self.role.get_or_create(&[("role", role.name().to_owned())]).set(i64::from(role == now.role));
+        }
+        self.term.set(int(now.term));
+        self.quorum.set(i64::from(now.leader.is_some()));
+        self.committed.set(int(now.committed));
+        self.applied.set(int(now.applied));
+        if now.leader.is_some() && (now.leader != before.leader || now.term != before.term) {
+            self.leader_changes.inc();
+        }
+    }
+
+    pub(super) fn holds(&self, vitals: &Vitals) {
+        let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        self.voters.set(int(vitals.voters));
+        self.learners.set(int(vitals.learners));
+        self.log_entries.set(int(vitals.log_entries));
+        self.log_bytes.set(int(vitals.log_bytes));
+        self.snapshot_index.set(int(vitals.snapshot_index));
+        self.snapshot_bytes.set(int(vitals.snapshot_bytes));
+        // Who has left, or is no more followed from here, must not be reported on.
+        self.lag.clear();
+        for (node, lag) in &vitals.lags {
+            self.lag.get_or_create(&[("coordinator", node.to_string())]).set(int(*lag));
+        }
+    }
+
+    pub(super) fn has_room(&self, enough: bool) {
+        self.disk_full.set(i64::from(!enough));
+    }
+
+    pub(super) fn proposed(&self) {
+        self.proposals.inc();
+    }
+
+    pub(super) fn failed(&self, error: &ConsensusError) {
+        let reason = match error {
+            ConsensusError::NoQuorum => "no_quorum",
+            ConsensusError::Refused(ProposeError::Refused(_) | ProposeError::TooLong(_)) => "refused",
+            ConsensusError::Refused(ProposeError::NoRoom) => "no_room",
+            ConsensusError::Refused(_) => "not_now",
+            ConsensusError::Overloaded => "overloaded",
+            ConsensusError::Stopped => "stopped",
+        };
+        self.failed.get_or_create(&[("reason", reason.to_owned())]).inc();
+    }
+
+    pub(super) fn read(&self, took: Duration) {
+        self.read.observe(took.as_secs_f64());
+    }
+
+    pub(super) fn wrote(&self, took: Duration) {
+        self.write.observe(took.as_secs_f64());
+    }
+}

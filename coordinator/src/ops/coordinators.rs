@@ -1,0 +1,103 @@
+//! `/admin/v1/coordinators`: who takes part in the coordinators' group, and changes of that.
+//!
+//! | request | does | answers |
+//! |---|---|---|
+//! | `GET` | lists | G |
+//! | `POST` JSON `{"id","quic"}` | adds the coordinator at this address: it follows, catches up, then votes | 204 |
+//! | `DELETE /{id}` | removes it | 204 |
+//! | `POST /{id}/lead` | hands leadership to it | 204 |
+//!
+//! G is `{"agreed","leader","needed","coordinators":[{"id","quic","incarnation","votes","here","another_life",
+//! "level"}]}`: `agreed` tells whether a majority has confirmed it just now, `needed` how many of those that vote it
+//! takes to decide anything, `another_life` that a coordinator of this name is there with another disk than the
+//! member's. Any coordinator may be asked. 409 tells why a change is refused and what to do, 503 `no_quorum` that
+//! nobody can decide.
+
+use super::{Ops, count};
+use crate::agreement::{Agreement, GroupView, Order, PeerEntry};
+use crate::api::error::ApiError;
+use crate::api::limits;
+use axum::extract::{Path, Request, State};
+use axum::http::StatusCode;
+use axum::routing::{delete, get, post};
+use axum::{Json, Router};
+use proto::ids::NodeId;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The routes.
+pub(super) fn router() -> Router<Arc<Ops>> {
+    Router::new()
+        .route("/admin/v1/coordinators", get(list).post(add))
+        .route("/admin/v1/coordinators/{id}", delete(remove))
+        .route("/admin/v1/coordinators/{id}/lead", post(lead))
+}
+
+/// Who is to be added.
+#[derive(Debug, Deserialize)]
+struct Added {
+    id: String,
+    quic: String,
+}
+
+async fn list(State(ops): State<Arc<Ops>>) -> Result<Json<Value>, ApiError> {
+    Ok(Json(view(&group(&ops)?.group().await?)))
+}
+
+async fn add(State(ops): State<Arc<Ops>>, request: Request) -> Result<StatusCode, ApiError> {
+    let body = limits::read(request.into_body()).await?;
+    let added: Result<Added, _> = serde_json::from_slice(&body);
+    let Added { id, quic } = added.map_err(|error| ApiError::field("body", error.to_string()))?;
+    let node = name(id)?;
+    let port = quic.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+    if !port.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0)) {
+        return Err(ApiError::field("quic", "must be HOST:PORT"));
+    }
+    change(&ops, "add_coordinator", Order::Add(PeerEntry { node, quic })).await
+}
+
+async fn remove(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<StatusCode, ApiError> {
+    change(&ops, "remove_coordinator", Order::Remove(name(id)?)).await
+}
+
+async fn lead(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<StatusCode, ApiError> {
+    change(&ops, "transfer_leadership", Order::Lead(name(id)?)).await
+}
+
+async fn change(ops: &Ops, what: &'static str, order: Order) -> Result<StatusCode, ApiError> {
+    let made = group(ops)?.order(order).await.map_err(ApiError::from);
+    count(ops, what, &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+fn group(ops: &Ops) -> Result<&Agreement, ApiError> {
+    ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
+        why: "this coordinator has no data directory and is in no group".into(),
+    })
+}
+
+fn name(id: String) -> Result<NodeId, ApiError> {
+    NodeId::new(id).map_err(|error| ApiError::field("id", error.rule))
+}
+
+fn view(group: &GroupView) -> Value {
+    let voters = group.members.iter().filter(|member| member.votes).count();
+    let members = group.members.iter().map(|member| {
+        json!({
+            "id": member.seat.node.as_str(),
+            "quic": member.seat.quic,
+            "incarnation": format!("{:016x}", member.seat.incarnation.0),
+            "votes": member.votes,
+            "here": member.here,
+            "another_life": member.another_life,
+            "level": member.seat.level.0,
+        })
+    });
+    json!({
+        "agreed": group.agreed,
+        "leader": group.leader.as_ref().map(NodeId::as_str),
+        "needed": voters / 2 + 1,
+        "coordinators": members.collect::<Vec<_>>(),
+    })
+}

@@ -1,0 +1,266 @@
+//! A map of what was used of late, within a bound of bytes: what memos are made of.
+//!
+//! Two generations: what is new or used goes into the young one; when that has half of the bytes it becomes the old
+//! one, and what nobody has asked for since then is gone. So nothing is moved or counted on a hit in the young
+//! generation, and dropping is rare and happens outside the locks.
+
+use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks; by the upper bits of a hash.
+const SHARDS: usize = 16;
+/// What an entry takes besides what its owner counts: its place in the table, which is partly empty, and its hash.
+const ENTRY_BYTES: usize = 64;
+
+/// See the module. Keys are hashes made by [`hasher`](Self::hasher); what is behind one is compared by the caller,
+/// so that a collision costs speed and nothing else.
+#[derive(Debug)]
+pub struct Recent<V> {
+    shards: Vec<Mutex<Shard<V>>>,
+    /// Bytes of one generation of one shard.
+    half: usize,
+    key: u64,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    bytes: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Shard<V> {
+    young: Table<V>,
+    young_bytes: usize,
+    old: Table<V>,
+    old_bytes: usize,
+}
+
+/// With what each takes.
+type Table<V> = HashMap<u64, (V, usize), BuildHasherDefault<AsItIs>>;
+
+/// How a [`Recent`] is used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RecentUse {
+    /// What was known when it was needed.
+    pub hits: u64,
+    /// What was not.
+    pub misses: u64,
+    /// Bytes held now.
+    pub bytes: u64,
+}
+
+impl<V> Recent<V> {
+    /// Empty; holds at most about `bytes`.
+    pub fn new(bytes: usize) -> Self {
+        let empty = || Shard { young: Table::default(), young_bytes: 0, old: Table::default(), old_bytes: 0 };
+        Self {
+            shards: (0..SHARDS).map(|_| Mutex::new(empty())).collect(),
+            half: bytes / SHARDS / 2,
+            // Nobody outside can know which keys fall together.
+            key: RandomState::new().hash_one(bytes),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// Makes keys of this map.
+    pub fn hasher(&self) -> WordHasher {
+        WordHasher(self.key)
+    }
+
+    /// What `read` makes of the value at `hash`; it says `None` of a value that is not the one that is meant. Not
+    /// counted: see [`count`](Self::count).
+    pub fn get<R>(&self, hash: u64, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
+        let mut shard = self.shard(hash);
+        let mut outgrown = None;
+        let found = match shard.young.get(&hash) {
+            Some((value, _)) => read(value),
+            None => {
+                let found = shard.old.get(&hash).and_then(|(value, _)| read(value));
+                if found.is_some()
+                    && let Some(entry) = shard.old.remove(&hash)
+                {
+                    shard.old_bytes -= entry.1;
+                    outgrown = self.insert(&mut shard, hash, entry);
+                }
+                found
+            }
+        };
+        drop(shard);
+        drop(outgrown);
+        found
+    }
+
+    /// Notes whether something was known.
+    pub fn count(&self, known: bool) {
+        let counter = if known { &self.hits } else { &self.misses };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Puts a value of so many bytes at `hash`, in place of what is there. One that is larger than what may be held
+    /// is not kept.
+    pub fn put(&self, hash: u64, value: V, bytes: usize) {
+        let bytes = bytes + ENTRY_BYTES;
+        if bytes > self.half {
+            return;
+        }
+        let mut shard = self.shard(hash);
+        let replaced = shard.old.remove(&hash);
+        if let Some((_, bytes)) = &replaced {
+            shard.old_bytes -= bytes;
+            self.bytes.fetch_sub(*bytes as u64, Ordering::Relaxed);
+        }
+        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        let outgrown = self.insert(&mut shard, hash, (value, bytes));
+        drop(shard);
+        drop((replaced, outgrown));
+    }
+
+    /// What has been counted, and what is held.
+    pub fn usage(&self) -> RecentUse {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        RecentUse { hits: get(&self.hits), misses: get(&self.misses), bytes: get(&self.bytes) }
+    }
+
+    /// Gives back the generation that this makes too old, to be dropped when the lock is no longer held.
+    fn insert(&self, shard: &mut Shard<V>, hash: u64, entry: (V, usize)) -> Option<Table<V>> {
+        let mut outgrown = None;
+        if shard.young_bytes + entry.1 > self.half {
+            self.bytes.fetch_sub(shard.old_bytes as u64, Ordering::Relaxed);
+            let young = std::mem::take(&mut shard.young);
+            outgrown = Some(std::mem::replace(&mut shard.old, young));
+            shard.old_bytes = std::mem::take(&mut shard.young_bytes);
+        }
+        shard.young_bytes += entry.1;
+        if let Some((_, bytes)) = shard.young.insert(hash, entry) {
+            shard.young_bytes -= bytes;
+            self.bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
+        }
+        outgrown
+    }
+
+    fn shard(&self, hash: u64) -> MutexGuard<'_, Shard<V>> {
+        let at = (hash >> 32) as usize % SHARDS;
+        // Nothing panics while holding it; what a poisoned one holds would still be right.
+        self.shards[at].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Hashes words by folded multiplication: a few bytes each cycle, and good enough where values are compared.
+#[derive(Debug, Clone, Copy)]
+pub struct WordHasher(u64);
+
+impl WordHasher {
+    /// Takes in 16 bytes.
+    pub fn pair(&mut self, a: u64, b: u64) {
+        self.0 = fold(a ^ self.0, b ^ 0x9e37_79b9_7f4a_7c15);
+    }
+
+    /// Takes in a text.
+    pub fn bytes(&mut self, text: &[u8]) {
+        let (pairs, rest) = text.as_chunks::<16>();
+        for pair in pairs {
+            let pair = u128::from_le_bytes(*pair);
+            self.pair(pair as u64, (pair >> 64) as u64);
+        }
+        let mut last = [0; 16];
+        last[..rest.len()].copy_from_slice(rest);
+        let last = u128::from_le_bytes(last);
+        self.pair(last as u64, (last >> 64) as u64);
+        self.pair(text.len() as u64, 0);
+    }
+
+    /// The key.
+    pub fn finish(self) -> u64 {
+        fold(self.0, 0xd134_2543_de82_ef95)
+    }
+}
+
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    product as u64 ^ (product >> 64) as u64
+}
+
+/// Keys are hashes already.
+#[derive(Debug, Default)]
+struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
+        }
+    }
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(recent: &Recent<u32>, n: u32) -> u64 {
+        let mut hasher = recent.hasher();
+        hasher.bytes(&n.to_le_bytes());
+        hasher.finish()
+    }
+
+    fn get(recent: &Recent<u32>, n: u32) -> bool {
+        recent.get(key(recent, n), |&value| (value == n).then_some(())).is_some()
+    }
+
+    #[test]
+    fn it_stays_within_its_bytes_and_keeps_what_is_used() {
+        const BYTES: usize = 1 << 20;
+        let recent = Recent::new(BYTES);
+        for n in 0..100_000 {
+            recent.put(key(&recent, n), n, 100);
+            assert!(recent.usage().bytes <= BYTES as u64);
+            // Asked for all the time, so it stays.
+            assert!(get(&recent, 0), "{n}");
+        }
+        assert!(get(&recent, 99_999) && !get(&recent, 1));
+        let held = (0..100_000).filter(|&n| get(&recent, n)).count();
+        assert!(held * (100 + ENTRY_BYTES) >= BYTES / 4, "{held} held");
+    }
+
+    #[test]
+    fn what_is_put_again_is_counted_once_and_a_wrong_value_is_no_hit() {
+        let recent = Recent::new(1 << 20);
+        for _ in 0..3 {
+            recent.put(7, 1, 100);
+        }
+        assert_eq!(recent.usage().bytes, (100 + ENTRY_BYTES) as u64);
+        assert_eq!(recent.get(7, |&value| (value == 2).then_some(())), None);
+        recent.count(false);
+        assert_eq!(recent.usage(), RecentUse { hits: 0, misses: 1, bytes: (100 + ENTRY_BYTES) as u64 });
+        recent.put(8, 1, 1 << 20);
+        assert_eq!(recent.get(8, |&value| Some(value)), None, "too large to be kept");
+    }
+
+    #[test]
+    fn every_byte_and_the_length_count() {
+        let recent = Recent::<()>::new(0);
+        let hash = |text: &[u8]| {
+            let mut hasher = recent.hasher();
+            hasher.bytes(text);
+            hasher.finish()
+        };
+        let mut seen = std::collections::HashSet::new();
+        for len in 0..64 {
+            let mut text = vec![0u8; len];
+            assert!(seen.insert(hash(&text)));
+            for at in 0..len {
+                text[at] = 1;
+                assert!(seen.insert(hash(&text)));
+                text[at] = 0;
+            }
+        }
+    }
+}

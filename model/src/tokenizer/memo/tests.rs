@@ -1,0 +1,181 @@
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use super::super::{Tokenizer, pretokenize, tests as tokenizers};
+use super::*;
+
+const BYTES: usize = 1 << 20;
+
+/// Every way of cutting words, and every kind of vocabulary.
+fn all() -> Vec<(String, Tokenizer)> {
+    let merges = ["Ġ a", "a b", "Ġa b", "o o", "Ċ Ċ", "> Ċ", "Ċ <", "Ġ Ġ", "1 2", "' s", "Ċ a", "b Ġ"];
+    let words =
+        ["Ġa", "ab", "Ġab", "oo", "ĊĊ", ">Ċ", "Ċ<", "ĠĠ", "12", "'s", "Ċa", "bĠ", "<|x|>", "<|a b|>", "<|y"];
+    let styles = pretokenize::TABLE.iter().map(|row| {
+        let metadata = tokenizers::bytes_merged(row.name, &words, &merges);
+        (row.name.to_owned(), Tokenizer::from_metadata(&metadata).unwrap())
+    });
+    let scored = [false, true].map(|prefix| {
+        let pieces = ["▁a", "ab", "a", "b", "▁", "a▁", "▁▁", "b▁a", "x", "▁x", "\n", "\n\n", "<|a b|>"];
+        (format!("scored, space prefix {prefix}"), tokenizers::score_based(&pieces, prefix))
+    });
+    let tiny = tokenizers::TINY.iter().chain(tokenizers::MORE);
+    let tiny = tiny.map(|name| ((*name).to_owned(), tokenizers::tiny(name)));
+    styles.chain(scored).chain(tiny).collect()
+}
+
+/// The same vocabulary, cutting wherever that is allowed.
+fn finest(tokenizer: &Tokenizer) -> Option<Memo> {
+    Memo::new(tokenizer.cuts()?, BYTES).map(Memo::finest)
+}
+
+/// Texts with all that cutting could stumble over, special tokens of the vocabularies among them.
+fn texts() -> impl Strategy<Value = String> {
+    let odd = [
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "\u{a0}",
+        "\u{3000}",
+        "\u{85}",
+        "\u{2028}",
+        "\u{200d}",
+        "\u{301}",
+        "a",
+        "ab",
+        "b",
+        "A",
+        "oo",
+        "x",
+        "s",
+        "don't",
+        "'s",
+        "'",
+        "’ll",
+        "1",
+        "12",
+        "123",
+        "٣",
+        "½",
+        "é",
+        "ß",
+        "你好",
+        "。",
+        "ไทย",
+        "हिन्दी",
+        "😀",
+        "<",
+        ">",
+        "/",
+        ".",
+        "!",
+        "_",
+        "-",
+        "(",
+        "▁",
+        "Ġ",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<s>",
+        "</s>",
+        "<t>",
+        "<bos>",
+        "<eos>",
+        "<|x|>",
+        "<|a b|>",
+        "<|y",
+        "[CLS]",
+        "<unk>",
+        "\u{0}",
+        "\u{feff}",
+    ];
+    let spaced = prop_oneof![
+        4 => prop::sample::select(odd.to_vec()).prop_map(String::from),
+        2 => "[a-zA-Z]{1,6} ",
+        1 => "[a-z.>]\n[a-z<(1]",
+        1 => any::<char>().prop_map(String::from),
+    ];
+    prop::collection::vec(spaced, 0..40).prop_map(|parts| parts.concat())
+}
+
+#[test]
+fn remembered_or_not_the_ids_are_the_same() {
+    let mut vocabularies: Vec<_> = all();
+    let mut memos: Vec<Option<Memo>> = vocabularies.iter().map(|(_, tokenizer)| finest(tokenizer)).collect();
+    let cut = memos.iter().flatten().count();
+    assert!(cut >= pretokenize::TABLE.len() + 2, "only {cut} are cut at all");
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(600));
+    let run = runner.run(&(texts(), any::<bool>()), |(text, special)| {
+        for ((name, tokenizer), memo) in vocabularies.iter().zip(&memos) {
+            let Some(memo) = memo else { continue };
+            let plain = tokenizer.encode(&text, special);
+            // The second time from what is remembered.
+            for time in ["new", "known"] {
+                let mut ids = Vec::new();
+                memo.encode(&text, special, &mut ids, |text, how, ids| tokenizer.encode_part(text, how, ids));
+                prop_assert_eq!(&ids, &plain, "{}: {:?}, {}", name, text, time);
+            }
+        }
+        Ok(())
+    });
+    run.unwrap();
+    let hits: u64 = memos.iter().flatten().map(|memo| memo.usage().hits).sum();
+    assert!(hits > 10_000, "{hits} pieces were known");
+    // What the API uses: the same cuts, fewer of them.
+    let text =
+        "the quick brown fox jumps over the lazy dog.\nAnd (then) it  sleeps\n\nfor 12345 hours ".repeat(40);
+    for ((name, tokenizer), memo) in vocabularies.drain(..).zip(memos.drain(..)) {
+        let plain = tokenizer.encode(&text, true);
+        let remembering = tokenizer.remembering(BYTES);
+        assert_eq!(remembering.encode(&text, true), plain, "{name}");
+        assert_eq!(remembering.encode(&text, true), plain, "{name}");
+        assert_eq!(remembering.memo_usage().is_some_and(|usage| usage.hits > 0), memo.is_some(), "{name}");
+    }
+}
+
+#[test]
+fn a_document_is_known_again_behind_another() {
+    let tokenizer = tokenizers::tiny("qwen2").remembering(1 << 22);
+    let document = |n: u64| {
+        let word = |i: u64| format!("{:x}w", (n * 1_000 + i).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40);
+        (0..150).map(word).collect::<Vec<_>>().join(" ")
+    };
+    let together = |order: &[u64]| {
+        order.iter().map(|&n| format!("<doc>\n{}\n</doc>\n", document(n))).collect::<String>()
+    };
+    tokenizer.encode(&together(&[1, 2, 3, 4, 5]), true);
+    let before = tokenizer.memo_usage().unwrap();
+    tokenizer.encode(&together(&[4, 1, 5, 3, 2]), true);
+    let after = tokenizer.memo_usage().unwrap();
+    let (hits, misses) = (after.hits - before.hits, after.misses - before.misses);
+    assert!(hits > 8 * misses, "{hits} known, {misses} not");
+}
+
+#[test]
+fn nothing_is_cut_inside_or_right_behind_a_special_token() {
+    let cuts = Cuts::new(|_| false, true, [&b"<|a b|>"[..], b"end", b"x\ny"].into_iter());
+    let place = |text: &str, at| cuts.allow(text.as_bytes(), at);
+    assert_eq!(place("ca b", 2), None, "a special token goes on so");
+    assert_eq!(place("d b", 1), None, "a special token may end there");
+    assert_eq!(place("c b", 1), Some(Place::Space));
+    assert_eq!(place("c\nb", 2), None, "a special token has text behind a newline");
+    let cuts = Cuts::new(|letter| letter == 'c', true, std::iter::empty());
+    let place = |text: &str, at| cuts.allow(text.as_bytes(), at);
+    assert_eq!(place("c b", 1), None, "a token goes on so");
+    assert_eq!(place("c\nb", 2), Some(Place::Newline));
+    for (text, at) in [
+        ("c\n\nb", 3),
+        ("c\n b", 2),
+        ("c\n/", 2),
+        (" \nb", 2),
+        ("\nb", 1),
+        ("é b", 2),
+        ("1 b", 1),
+        ("c b", 0),
+    ] {
+        assert_eq!(place(text, at), None, "{text:?}");
+    }
+}

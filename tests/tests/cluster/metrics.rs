@@ -1,0 +1,73 @@
+//! What `/metrics` shows is what docs/metrics.md tells of.
+
+use crate::tiny_model;
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http};
+use serde_json::json;
+use std::collections::BTreeSet;
+
+/// The names in the tables of docs/metrics.md.
+fn documented() -> BTreeSet<String> {
+    let text = std::fs::read_to_string(binary::workspace().join("docs/metrics.md")).unwrap();
+    let name = |line: &str| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned());
+    text.lines().filter_map(name).collect()
+}
+
+fn exported(server: std::net::SocketAddr) -> BTreeSet<String> {
+    let text = http::get(server, "/metrics").unwrap().text().unwrap();
+    text.lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next().map(str::to_owned))
+        .collect()
+}
+
+#[test]
+fn every_metric_is_documented() {
+    let cluster = Cluster::builder("metrics", &tiny_model()).start().unwrap();
+    let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
+    http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+    let ops = cluster.coordinator().ops;
+    http::post(ops, "/admin/v1/workers/nobody/drain", &json!(null)).unwrap();
+    let documented = documented();
+    let mut exported = exported(ops);
+    cluster.nodes().workers.iter().for_each(|worker| exported.extend(self::exported(worker.ops)));
+    let missing: Vec<_> = exported.difference(&documented).collect();
+    assert!(missing.is_empty(), "not in docs/metrics.md: {missing:?}");
+    for name in ["kvasir_raft_quorum", "kvasir_raft_log_bytes", "kvasir_admin_changes", "kvasir_checkpoints"]
+    {
+        assert!(exported.contains(name), "{name} is not exported");
+    }
+    assert_eq!(http::metric(ops, "kvasir_raft_quorum").unwrap(), 1.0);
+    assert_eq!(http::metric(ops, "kvasir_raft_voters").unwrap(), 1.0);
+    assert!(
+        http::metric(ops, "kvasir_raft_proposals_total").unwrap() > 0.0,
+        "workers' lives were put forward"
+    );
+}
+
+/// Every metric that the code names is told of, and nothing is told of that the code does not name.
+#[test]
+fn the_code_and_the_document_name_the_same_metrics() {
+    let sources = [
+        "coordinator/src/ops/metrics.rs",
+        "coordinator/src/consensus/telemetry.rs",
+        "worker/src/telemetry.rs",
+    ];
+    let read = |path: &&str| std::fs::read_to_string(binary::workspace().join(path)).unwrap();
+    let code: String = sources.iter().map(read).collect();
+    let quoted = |text: &str| text.split('"').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>();
+    let is_name = |text: &String| {
+        (text.starts_with("kvasir_") || text.starts_with("vllm:")) && !text.contains(['{', ' '])
+    };
+    let mut named: BTreeSet<String> = code.lines().flat_map(quoted).filter(is_name).collect();
+    // Two spellings of the same, put together in the code.
+    for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
+        if named.remove(prefix) {
+            named.extend(["queries", "hits"].map(|what| format!("{prefix}_{what}")));
+        }
+    }
+    let documented = documented();
+    let only_code: Vec<_> = named.difference(&documented).collect();
+    let only_document: Vec<_> = documented.difference(&named).collect();
+    assert!(only_code.is_empty(), "not in docs/metrics.md: {only_code:?}");
+    assert!(only_document.is_empty(), "not in the code any more: {only_document:?}");
+}

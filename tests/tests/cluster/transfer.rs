@@ -1,0 +1,102 @@
+//! Long prompts are computed by a prefill worker and pulled by the one that decodes; nobody notices, whatever becomes
+//! of the prefill worker.
+
+use crate::tiny_model;
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http, signal, wait};
+use serde_json::{Value, json};
+
+/// Tokens of each prompt: more than a decoding worker computes itself.
+const PROMPT: usize = 450;
+/// What of it is whole units before the last token.
+const PULLED: u64 = 448;
+
+fn prompt(seed: usize) -> Vec<usize> {
+    (0..PROMPT).map(|i| 5 + (seed * 31 + i * i * 7 + i) % 300).collect()
+}
+
+fn body(cluster: &Cluster, seed: usize) -> Value {
+    json!({
+        "model": cluster.model(), "prompt": prompt(seed), "max_tokens": 16, "temperature": 0,
+        "ignore_eos": true, "return_token_ids": true,
+    })
+}
+
+/// The answer's tokens, the cached tokens, who answered and what was predicted.
+fn ask(cluster: &Cluster, seed: usize) -> (Value, u64, String, String) {
+    let answer = http::post(cluster.http(), "/v1/completions", &body(cluster, seed)).unwrap();
+    let header = |name: &str| answer.header(name).unwrap().to_owned();
+    let (worker, route) = (header("x-kvasir-worker"), header("x-kvasir-route"));
+    let answer = answer.ok().unwrap();
+    let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    (answer["choices"][0]["token_ids"].clone(), cached, worker, route)
+}
+
+/// What one worker answers that does everything itself.
+fn alone(seeds: usize) -> Vec<Value> {
+    let cluster = Cluster::builder("transfer-alone", &tiny_model()).flag("--workers", "1").start().unwrap();
+    (0..seeds).map(|seed| ask(&cluster, seed).0).collect()
+}
+
+fn split(name: &str) -> Cluster {
+    Cluster::builder(name, &tiny_model())
+        .flag("--workers", "2")
+        .flag("--prefill-workers", "1")
+        .start()
+        .unwrap()
+}
+
+#[test]
+fn a_prompt_that_is_computed_elsewhere_is_answered_the_same() {
+    let want = alone(3);
+    let cluster = split("transfer");
+    let status = cluster.status().unwrap();
+    let roles: Vec<_> = status["workers"].as_array().unwrap().iter().map(|w| w["role"].clone()).collect();
+    assert_eq!(roles, ["prefill", "decode"]);
+    for (seed, want) in want.iter().enumerate() {
+        let (tokens, cached, worker, route) = ask(&cluster, seed);
+        assert_eq!(tokens, *want, "prompt {seed}");
+        assert_eq!((cached, &*worker), (PULLED, "worker-1"), "prompt {seed}: {route}");
+        assert!(route.ends_with("predicted=448"), "{route}");
+    }
+    let [prefill, decode] = &cluster.nodes().workers[..] else { panic!("two workers") };
+    let metric = |worker: std::net::SocketAddr, name: &str| http::metric(worker, name).unwrap() as u64;
+    let sent = metric(prefill.ops, "kvasir_block_transfer_bytes_total");
+    assert!(sent > 0 && metric(decode.ops, "kvasir_block_transfer_bytes_total") == sent, "{sent} bytes");
+    assert_eq!(metric(prefill.ops, "kvasir_prefill_tokens_computed_total"), 3 * PROMPT as u64);
+    assert_eq!(metric(decode.ops, "kvasir_prefill_tokens_computed_total"), 3 * (PROMPT as u64 - PULLED));
+    assert_eq!(cluster.metric("kvasir_block_transfer_failures_total").unwrap_or(0.0), 0.0);
+}
+
+#[test]
+fn a_prefill_worker_that_is_killed_is_not_missed() {
+    const REQUESTS: usize = 12;
+    let want = alone(REQUESTS);
+    let cluster = split("transfer-kill");
+    let victim = cluster.nodes().workers[0].clone();
+    // The first proves that prompts go that way.
+    assert_eq!(ask(&cluster, 0).1, PULLED);
+    let sent = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").unwrap();
+    std::thread::scope(|scope| {
+        let cluster = &cluster;
+        let asked: Vec<_> = (1..REQUESTS).map(|seed| scope.spawn(move || ask(cluster, seed).0)).collect();
+        // In the middle of it, as soon as bytes of another prompt have gone over.
+        wait::until("bytes go over", binary::PATIENCE, || {
+            let now = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").ok()?;
+            (now > sent).then_some(())
+        })
+        .unwrap();
+        signal::kill_now(victim.pid);
+        for (seed, request) in (1..REQUESTS).zip(asked) {
+            assert_eq!(request.join().unwrap(), want[seed], "prompt {seed}");
+        }
+    });
+    // And it comes back to its part.
+    wait::until("both workers are ready", binary::PATIENCE, || {
+        let status = cluster.status().ok()?;
+        let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
+        (ready == 2).then_some(())
+    })
+    .unwrap();
+    assert_eq!(ask(&cluster, 0).0, want[0]);
+}

@@ -1,0 +1,95 @@
+//! Coordinators as an operator sees and asks them.
+
+use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
+use kvasir_cluster_tests::{http, wait};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// Longer than any election, backoff or idle timeout, three times over.
+pub(crate) const RECOVERY: Duration = Duration::from_secs(45);
+
+/// Asks a coordinator to have a worker drain, or take work again.
+pub(crate) fn drain(
+    fleet: &Fleet,
+    coordinator: usize,
+    worker: usize,
+    draining: bool,
+) -> anyhow::Result<http::Answer> {
+    let what = if draining { "drain" } else { "undrain" };
+    let path = format!("/admin/v1/workers/w{worker}/{what}");
+    fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null))?
+}
+
+/// As an operator does it: until somebody has acknowledged it.
+pub(crate) fn drain_by_any(fleet: &Fleet, worker: usize, draining: bool) {
+    let mut turn = 0..;
+    wait::until("a drain is acknowledged", RECOVERY, || {
+        let coordinator = turn.next()? % 3;
+        fleet.pid(Node::Coordinator(coordinator))?;
+        drain(fleet, coordinator, worker, draining).ok().filter(|answer| answer.status == 204)
+    })
+    .unwrap();
+}
+
+/// How a coordinator sees itself: role, term, and the last change applied.
+pub(crate) fn own(fleet: &Fleet, coordinator: usize) -> Option<(String, u64, u64)> {
+    let status = fleet.status(coordinator).ok()?;
+    let own = &status["coordinators"][0];
+    assert_eq!(own["id"], format!("c{coordinator}"));
+    Some((own["role"].as_str()?.to_owned(), own["term"].as_u64()?, own["applied"].as_u64()?))
+}
+
+/// Whether a worker drains, as a coordinator shows it.
+pub(crate) fn is_draining(fleet: &Fleet, coordinator: usize, worker: usize) -> Option<bool> {
+    let status = fleet.status(coordinator).ok()?;
+    let workers = status["workers"].as_array()?;
+    let worker = workers.iter().find(|listed| listed["id"] == format!("w{worker}"))?;
+    worker["draining"].as_bool()
+}
+
+/// The leader that `among` agree on: one leads, and all are in its term.
+pub(crate) fn leader(fleet: &Fleet, among: &[usize]) -> usize {
+    wait::until("one leads", RECOVERY, || {
+        let seen: Vec<_> = among.iter().map(|&c| own(fleet, c)).collect::<Option<_>>()?;
+        let mut leaders = among.iter().zip(&seen).filter(|(_, (role, ..))| role == "leader");
+        let (&leader, (_, term, _)) = leaders.next()?;
+        let follow = |(role, other, _): &(String, u64, u64)| other == term && role != "candidate";
+        (leaders.next().is_none() && seen.iter().all(follow)).then_some(leader)
+    })
+    .unwrap()
+}
+
+/// The two others of three.
+pub(crate) fn others(one: usize) -> [usize; 2] {
+    [(one + 1) % 3, (one + 2) % 3]
+}
+
+/// All three have applied the same, and each shows the others as they are.
+pub(crate) fn converge(fleet: &Fleet) {
+    leader(fleet, &[0, 1, 2]);
+    wait::until("status converges", RECOVERY, || {
+        let views: Vec<Vec<Value>> = (0..3)
+            .map(|c| {
+                let mut listed = fleet.status(c).ok()?["coordinators"].as_array()?.clone();
+                listed.sort_by_key(|entry| entry["id"].to_string());
+                Some(listed)
+            })
+            .collect::<Option<_>>()?;
+        let applied = &views[0][0]["applied"];
+        let same = views.iter().all(|view| *view == views[0]);
+        (same && views[0].iter().all(|entry| entry["applied"] == *applied)).then_some(())
+    })
+    .unwrap();
+}
+
+/// Whether a coordinator answers a short request.
+pub(crate) fn completes(fleet: &Fleet, coordinator: usize, model: &str) -> bool {
+    let body = json!({"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0});
+    fleet.post(coordinator, "/v1/completions", &body).is_ok_and(|answer| answer.status == 200)
+}
+
+/// Whether a coordinator calls itself ready.
+pub(crate) fn is_ready(fleet: &Fleet, coordinator: usize) -> bool {
+    let answer = fleet.beside(Node::Coordinator(coordinator), || http::get(ops(), "/readyz"));
+    answer.is_ok_and(|answer| answer.is_ok_and(|answer| answer.status == 200))
+}

@@ -1,0 +1,138 @@
+//! Who takes part in the group: a coordinator that has lost its disk is told what to do, and that works; another one
+//! comes and goes; nothing is changed that would leave no majority.
+
+use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
+use kvasir_cluster_tests::{binary, http, wait};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const RECOVERY: Duration = Duration::from_secs(45);
+
+/// `kvasir coordinators ..`, beside a coordinator: whether it succeeded, stdout, stderr.
+fn kvasir(fleet: &Fleet, coordinator: usize, arguments: &[&str]) -> (bool, String, String) {
+    let at = ops().to_string();
+    let all = [&["coordinators"], arguments, &["--ops", &at]].concat();
+    let output = fleet.beside(Node::Coordinator(coordinator), || binary::run(&all)).unwrap().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.success(), text(&output.stdout), text(&output.stderr))
+}
+
+fn group(fleet: &Fleet, coordinator: usize) -> Option<Value> {
+    let (done, shown, _) = kvasir(fleet, coordinator, &["list", "--json"]);
+    done.then(|| serde_json::from_str(&shown).unwrap())
+}
+
+/// A member, as a coordinator lists it.
+fn member(fleet: &Fleet, coordinator: usize, name: &str) -> Option<Value> {
+    let group = group(fleet, coordinator)?;
+    group["coordinators"].as_array()?.iter().find(|member| member["id"] == name).cloned()
+}
+
+fn leader(fleet: &Fleet, coordinator: usize) -> usize {
+    let leads = || Some(group(fleet, coordinator)?["leader"].as_str()?.strip_prefix('c')?.parse().unwrap());
+    wait::until("one leads", RECOVERY, leads).unwrap()
+}
+
+fn all_here(fleet: &Fleet, coordinator: usize, count: usize) {
+    wait::until("all are here", RECOVERY, || {
+        let group = group(fleet, coordinator)?;
+        let members = group["coordinators"].as_array()?;
+        let here = members.iter().filter(|member| member["here"] == true && member["votes"] == true).count();
+        (here == count && members.len() == count && group["agreed"] == true).then_some(())
+    })
+    .unwrap();
+}
+
+fn drain(fleet: &Fleet, coordinator: usize, draining: bool) -> http::Answer {
+    let path = format!("/admin/v1/workers/w0/{}", if draining { "drain" } else { "undrain" });
+    fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null)).unwrap().unwrap()
+}
+
+fn wipe(fleet: &Fleet, coordinator: usize) {
+    fleet.kill(Node::Coordinator(coordinator)).unwrap();
+    std::fs::remove_dir_all(fleet.data_dir(Node::Coordinator(coordinator)).join("data")).unwrap();
+    fleet.start(Node::Coordinator(coordinator)).unwrap();
+}
+
+#[test]
+fn a_wiped_founder_is_told_what_to_do_and_that_works() {
+    let fleet = Fleet::builder("wiped-founder", &crate::tiny_model(), 3, 1).start(41).unwrap();
+    let wiped = (leader(&fleet, 0) + 1) % 3;
+    let (asked, name) = ((wiped + 1) % 3, format!("c{wiped}"));
+    all_here(&fleet, asked, 3);
+    let quic = member(&fleet, asked, &name).unwrap()["quic"].as_str().unwrap().to_owned();
+    assert_eq!(drain(&fleet, asked, true).status, 204);
+    wipe(&fleet, wiped);
+
+    // It says itself what to do, and changes nothing.
+    let remove = format!("kvasir coordinators remove {name}");
+    let add = format!("{name}={quic}");
+    wait::until("it finds the group", RECOVERY, || {
+        let (done, _, said) = kvasir(&fleet, wiped, &["list"]);
+        (!done && said.contains(&remove) && said.contains(&add)).then_some(())
+    })
+    .unwrap();
+    let refused = drain(&fleet, wiped, false);
+    assert_eq!(refused.status, 409);
+    assert!(refused.text().unwrap().contains(&remove));
+    // The others know it for wiped, and will not have it in two lives.
+    wait::until("it is known for wiped", RECOVERY, || {
+        (member(&fleet, asked, &name)?["another_life"] == true).then_some(())
+    })
+    .unwrap();
+    let (done, _, said) = kvasir(&fleet, asked, &["add", &add]);
+    assert!(!done && said.contains(&remove), "{said}");
+    // With one away, nobody else may go.
+    let other = format!("c{}", (0..3).find(|c| ![wiped, asked].contains(c)).unwrap());
+    let (done, _, said) = kvasir(&fleet, asked, &["remove", &other]);
+    assert!(!done && said.contains("need 2"), "{said}");
+
+    let (done, said, error) = kvasir(&fleet, asked, &["remove", &name]);
+    assert!(done && said.contains(&name), "{error}");
+    all_here(&fleet, asked, 2);
+    let (done, said, error) = kvasir(&fleet, asked, &["add", &add]);
+    assert!(done && said.contains(&name), "{error}");
+    (0..3).for_each(|c| all_here(&fleet, c, 3));
+    // It has learned what was agreed on without it, and decides with the others.
+    let draining = || fleet.status(wiped).ok()?["workers"][0]["draining"].as_bool().filter(|&d| d);
+    wait::until("it knows of the drain", RECOVERY, draining).unwrap();
+    fleet.kill(Node::Coordinator(asked)).unwrap();
+    wait::until("it is one of a majority", RECOVERY, || {
+        (drain(&fleet, wiped, false).status == 204).then_some(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn leadership_is_handed_over_and_a_leader_can_be_removed() {
+    let fleet = Fleet::builder("members-change", &crate::tiny_model(), 3, 1).start(42).unwrap();
+    let first = leader(&fleet, 0);
+    all_here(&fleet, first, 3);
+    let next = (first + 1) % 3;
+    let asked = (first + 2) % 3;
+    let (done, said, error) = kvasir(&fleet, asked, &["transfer", &format!("c{next}")]);
+    assert!(done && said.contains("leads"), "{error}");
+    assert_eq!(leader(&fleet, asked), next);
+    let (done, _, said) = kvasir(&fleet, asked, &["transfer", "c9"]);
+    assert!(!done && said.contains("c9"), "{said}");
+    // The leader hands over before it goes, whoever is asked.
+    let (done, _, error) = kvasir(&fleet, asked, &["remove", &format!("c{next}")]);
+    assert!(done, "{error}");
+    all_here(&fleet, asked, 2);
+    assert_ne!(leader(&fleet, asked), next);
+    // Its disk is that of a life which has ended.
+    let quic = format!("c{next}={}", std::net::SocketAddr::from((fleet.net().address(next), 7000)));
+    let (done, _, said) = kvasir(&fleet, asked, &["add", &quic]);
+    assert!(!done && said.contains("empty its data directory"), "{said}");
+    wipe(&fleet, next);
+    let added = || kvasir(&fleet, asked, &["add", &quic]).0.then_some(());
+    wait::until("it is a member again", RECOVERY, added).unwrap();
+    (0..3).for_each(|c| all_here(&fleet, c, 3));
+    // Nobody is where nobody is.
+    let (done, _, said) = kvasir(&fleet, asked, &["add", "c7=127.0.0.1:9"]);
+    assert!(!done && said.contains("does not answer"), "{said}");
+    let answer = fleet.beside(Node::Coordinator(asked), || {
+        http::post(ops(), "/admin/v1/coordinators", &json!({"id": "c7", "quic": "nowhere"}))
+    });
+    assert_eq!(answer.unwrap().unwrap().status, 400);
+}

@@ -1,0 +1,163 @@
+//! Coordinators and workers that come back: one, all at once, with nothing left on the disk, with a damaged one.
+
+use crate::group::{RECOVERY, completes, converge, drain, drain_by_any, is_draining, leader, others, own};
+use crate::history::term;
+use crate::stream::prompt;
+use kvasir_cluster_tests::fleet::{Fleet, Node};
+use kvasir_cluster_tests::wait;
+use serde_json::json;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// What is promised is 2 s.
+const ANSWER_WITHIN: Duration = Duration::from_secs(6);
+/// What is promised is 10 s.
+const WARM_WITHIN: Duration = Duration::from_secs(30);
+/// What is promised is 15 s.
+const ALL_UP_WITHIN: Duration = Duration::from_secs(45);
+/// So long after everything is up, nobody loses anything.
+const CALM: Duration = Duration::from_secs(3);
+const PROMPTS: u32 = 48;
+/// Of the hit rate before.
+const WARM: f64 = 0.95;
+
+/// Asks coordinators for each prompt in turn; the share of the prompts' tokens that was cached. None if one failed.
+fn hit_rate(fleet: &Fleet, model: &str, coordinators: &[usize]) -> Option<f64> {
+    let (mut cached, mut asked) = (0, 0);
+    for (number, &coordinator) in (0..PROMPTS).zip(coordinators.iter().cycle()) {
+        let prompt: Vec<u32> = prompt(number, 160).into_iter().map(|token| token % 400).collect();
+        let body = json!({"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0});
+        let answer = fleet.post(coordinator, "/v1/completions", &body).ok()?.ok().ok()?;
+        asked += answer["usage"]["prompt_tokens"].as_u64()?;
+        cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64()?;
+    }
+    Some(cached as f64 / asked as f64)
+}
+
+/// Kills these coordinators at once and starts them again; they answer soon, and soon know again who holds what.
+fn restarted(fleet: &Fleet, model: &str, killed: &[usize]) {
+    let all = [0, 1, 2];
+    hit_rate(fleet, model, &all).unwrap();
+    let before = hit_rate(fleet, model, &all).unwrap();
+    assert!(before > 0.5, "a hit rate of {before} proves nothing");
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // Traffic from before the kill until everything is as it was.
+        for client in 0..2 {
+            let over = &over;
+            scope.spawn(move || {
+                for turn in client.. {
+                    if over.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    completes(fleet, turn % 3, model);
+                }
+            });
+        }
+        killed.iter().for_each(|&c| fleet.kill(Node::Coordinator(c)).unwrap());
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            killed
+                .iter()
+                .for_each(|&c| drop(scope.spawn(move || fleet.start(Node::Coordinator(c)).unwrap())));
+        });
+        let answers = killed.iter().map(|&c| {
+            wait::until("it answers", RECOVERY, || completes(fleet, c, model).then_some(())).unwrap();
+            began.elapsed()
+        });
+        let answers: Vec<Duration> = answers.collect();
+        let warm = || hit_rate(fleet, model, killed).filter(|rate| *rate >= before * WARM);
+        let after = wait::until("the hit rate is back", RECOVERY, warm).unwrap();
+        let took = began.elapsed();
+        over.store(true, Ordering::Relaxed);
+        println!(
+            "{} restarted: first answers after {answers:.2?}, hit rate {before:.3} before, {after:.3} after {took:.2?}",
+            killed.len()
+        );
+        assert!(answers.iter().all(|took| *took < ANSWER_WITHIN) && took < WARM_WITHIN);
+    });
+}
+
+#[test]
+fn coordinators_that_restart_answer_remember_and_find_out_who_holds_what() {
+    let fleet = Fleet::builder("all-restarted", &crate::tiny_model(), 3, 3).start(24).unwrap();
+    let model = fleet.model().unwrap();
+    leader(&fleet, &[0, 1, 2]);
+    restarted(&fleet, &model, &[1]);
+    restarted(&fleet, &model, &[0, 1, 2]);
+    drain_by_any(&fleet, 0, true);
+    restarted(&fleet, &model, &[0, 1, 2]);
+    converge(&fleet);
+    for coordinator in 0..3 {
+        wait::until("the drained worker is back", RECOVERY, || is_draining(&fleet, coordinator, 0)).unwrap();
+        assert_eq!(is_draining(&fleet, coordinator, 0), Some(true), "c{coordinator} has forgotten a drain");
+    }
+}
+
+#[test]
+fn after_a_power_cut_everything_comes_back_at_once() {
+    let fleet = Fleet::builder("power-cut", &crate::tiny_model(), 3, 3).start(31).unwrap();
+    let model = fleet.model().unwrap();
+    leader(&fleet, &[0, 1, 2]);
+    fleet.nodes().into_iter().for_each(|node| fleet.kill(node).unwrap());
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        let fleet = &fleet;
+        for node in fleet.nodes() {
+            scope.spawn(move || fleet.start(node).unwrap());
+        }
+    });
+    (0..3).for_each(|coordinator| fleet.wait_for_workers(coordinator, 3).unwrap());
+    let leads = leader(&fleet, &[0, 1, 2]);
+    let took = began.elapsed();
+    println!("all up after {took:.2?}");
+    assert!(took < ALL_UP_WITHIN, "{took:?}");
+    let (calm, before) = (Instant::now(), term(&fleet, &[0, 1, 2]));
+    while calm.elapsed() < CALM {
+        assert!((0..3).all(|coordinator| completes(&fleet, coordinator, &model)));
+    }
+    assert_eq!(
+        (leader(&fleet, &[0, 1, 2]), term(&fleet, &[0, 1, 2])),
+        (leads, before),
+        "the leader was lost"
+    );
+}
+
+#[test]
+fn who_has_lost_its_disk_has_no_vote_and_who_has_a_damaged_one_does_not_start() {
+    let fleet = Fleet::builder("disk-lost", &crate::tiny_model(), 3, 2).start(32).unwrap();
+    let model = fleet.model().unwrap();
+    let leads = leader(&fleet, &[0, 1, 2]);
+    drain_by_any(&fleet, 0, true);
+    drain_by_any(&fleet, 0, false);
+    let [wiped, other] = others(leads);
+    fleet.kill(Node::Coordinator(wiped)).unwrap();
+    std::fs::remove_dir_all(fleet.data_dir(Node::Coordinator(wiped)).join("data")).unwrap();
+    fleet.start(Node::Coordinator(wiped)).unwrap();
+    let nobody = || own(&fleet, wiped).filter(|(role, ..)| role == "outsider");
+    wait::until("it finds that there is a group without it", RECOVERY, nobody).unwrap();
+    assert_eq!(drain(&fleet, other, 0, true).unwrap().status, 204);
+    // With its vote there would be a majority.
+    fleet.kill(Node::Coordinator(leads)).unwrap();
+    for _ in 0..3 {
+        assert_eq!(drain(&fleet, other, 0, false).unwrap().status, 503);
+    }
+    assert_ne!(own(&fleet, other).unwrap().0, "leader");
+    assert_eq!(nobody().unwrap().0, "outsider");
+    assert!(completes(&fleet, wiped, &model) || completes(&fleet, other, &model));
+
+    let file = fleet.data_dir(Node::Coordinator(leads)).join("data/consensus.redb");
+    let whole = std::fs::read(&file).unwrap();
+    // Every byte that says something and is not redb's own is in a record with a checksum.
+    let damaged: Vec<u8> = whole.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
+    std::fs::write(&file, damaged).unwrap();
+    let refused = fleet.start(Node::Coordinator(leads)).unwrap_err().to_string();
+    assert!(refused.contains("ended before it listened"), "{refused}");
+    std::fs::write(&file, whole).unwrap();
+    fleet.start(Node::Coordinator(leads)).unwrap();
+    leader(&fleet, &[leads, other]);
+    wait::until("changes are taken again", RECOVERY, || {
+        drain(&fleet, other, 0, false).ok().filter(|answer| answer.status == 204)
+    })
+    .unwrap();
+}

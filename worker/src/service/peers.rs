@@ -1,0 +1,240 @@
+//! Pulls between workers: prefixes fetched from one that holds them, and sent to one that asks.
+//!
+//! A pull ends when nobody waits for it any more, and costs the holder a few copies between steps; whatever goes wrong
+//! is somebody's computing instead.
+
+use super::Node;
+use super::runner::Runner;
+use crate::engine::thread::EngineHandle;
+use crate::pieces::Namer;
+use crate::pull::{Delivery, Order, PullFailure, Source};
+use crate::telemetry::Direction;
+use parking_lot::Mutex;
+use proto::Error;
+use proto::ids::{NodeId, Role};
+use proto::pull::{PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1};
+use proto::transport::{Connection, Endpoint, Expected, Incoming, PullCall, PullReply};
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+
+/// The first protocol version with pulls.
+const PULLS_SINCE: u16 = 3;
+/// Workers that are sent to at once; each holds [`SLICE_BYTES`] on the way.
+const MAX_SENDS: usize = 8;
+/// Bytes copied out between two steps: about a millisecond.
+const SLICE_BYTES: usize = 4 << 20;
+/// A worker that does not read makes room for others after this long.
+const SEND_LIMIT: Duration = Duration::from_secs(60);
+/// Connections to other workers that are kept.
+const MAX_PEERS: usize = 256;
+
+/// The other workers, as far as this one has to do with them.
+pub(super) struct Peers {
+    endpoint: Arc<Endpoint>,
+    /// One dials at a time.
+    links: Mutex<HashMap<NodeId, Arc<tokio::sync::Mutex<Option<Link>>>>>,
+    sends: Semaphore,
+}
+
+struct Link {
+    address: SocketAddr,
+    connection: Connection,
+}
+
+/// A holder to pull from, over QUIC.
+pub(super) struct Holder {
+    peers: Arc<Peers>,
+    source: PullSourceV1,
+    runtime: tokio::runtime::Handle,
+}
+
+impl Holder {
+    /// Must be called inside the runtime that will fetch.
+    pub(super) fn new(peers: Arc<Peers>, source: PullSourceV1) -> Self {
+        Self { peers, source, runtime: tokio::runtime::Handle::current() }
+    }
+}
+
+impl Source for Holder {
+    fn tokens(&self) -> u32 {
+        self.source.tokens
+    }
+
+    fn fetch(self: Box<Self>, order: Order, delivery: Delivery) {
+        let Self { peers, source, runtime } = *self;
+        runtime.spawn(async move {
+            let outcome = tokio::select! {
+                outcome = receive(&peers, &source, &order, &delivery) => outcome,
+                () = delivery.unwanted() => return,
+            };
+            delivery.end(outcome);
+        });
+    }
+}
+
+impl Peers {
+    pub(super) fn new(endpoint: Arc<Endpoint>) -> Self {
+        Self { endpoint, links: Mutex::new(HashMap::new()), sends: Semaphore::new(MAX_SENDS) }
+    }
+
+    /// A connection to a worker, a new one if there is none.
+    async fn connect(&self, source: &PullSourceV1) -> Result<Connection, String> {
+        let address: SocketAddr =
+            source.quic.parse().map_err(|_| format!("{:?} is no address", source.quic))?;
+        let place = {
+            let mut links = self.links.lock();
+            if links.len() >= MAX_PEERS && !links.contains_key(&source.node) {
+                links.clear();
+            }
+            Arc::clone(links.entry(source.node.clone()).or_default())
+        };
+        let mut link = place.lock().await;
+        let usable = link.as_ref().filter(|link| link.address == address && !link.connection.is_closed());
+        if let Some(link) = usable {
+            return Ok(link.connection.clone());
+        }
+        let expected = Expected::node(Role::Worker, source.node.clone());
+        let connection =
+            self.endpoint.connect(address, &expected).await.map_err(|error| error.to_string())?;
+        *link = Some(Link { address, connection: connection.clone() });
+        Ok(connection)
+    }
+}
+
+async fn receive(
+    peers: &Peers,
+    source: &PullSourceV1,
+    order: &Order,
+    delivery: &Delivery,
+) -> Result<(), PullFailure> {
+    let connection = peers.connect(source).await.map_err(|error| {
+        tracing::info!(holder = %source.node, error, "a holder cannot be reached");
+        PullFailure::Unreachable
+    })?;
+    if connection.version() < PULLS_SINCE {
+        return Err(PullFailure::Refused);
+    }
+    let failed = |error: Error| {
+        tracing::info!(holder = %source.node, %error, "a pull has failed");
+        match error {
+            Error::PullRefused(PullRefusal::Internal) => PullFailure::Lost,
+            Error::PullRefused(_) => PullFailure::Refused,
+            Error::Codec(_) | Error::Protocol(_) => PullFailure::Damaged,
+            _ => PullFailure::Lost,
+        }
+    };
+    let mut stream = connection.open_pull(&order.request()).await.map_err(failed)?;
+    let head = stream.head().await.map_err(failed)?;
+    let mut left = order.bytes();
+    for _ in 0..head.pieces {
+        let length = |piece: &PulledPieceV1| order.length(piece).filter(|bytes| *bytes as u64 <= left);
+        let (piece, bytes) = stream.piece(length).await.map_err(failed)?;
+        left -= bytes.len() as u64;
+        if !order.is_sound(&piece, &bytes) {
+            tracing::warn!(holder = %source.node, ?piece, "a pulled piece has another digest");
+            return Err(PullFailure::Damaged);
+        }
+        delivery.piece(&piece, bytes);
+    }
+    Ok(())
+}
+
+/// Serves workers that dial this one, until the endpoint is closed.
+pub(super) async fn serve(node: Arc<Node>, endpoint: Arc<Endpoint>) {
+    while let Some(connection) = endpoint.accept().await {
+        tokio::spawn(serve_one(Arc::clone(&node), connection));
+    }
+}
+
+async fn serve_one(node: Arc<Node>, connection: Connection) {
+    loop {
+        match connection.accept().await {
+            Ok(Incoming::Pull(call)) => {
+                tokio::spawn(send(Arc::clone(&node), call));
+            }
+            Ok(other) => tracing::warn!(?other, "a stream that workers do not serve each other"),
+            Err(error) => {
+                tracing::debug!(peer = %connection.peer(), %error, "a worker's connection has ended");
+                return;
+            }
+        }
+    }
+}
+
+async fn send(node: Arc<Node>, call: PullCall) {
+    let PullCall { request: PullRequest::V1(request), reply } = call;
+    let cancelled = reply.cancelled();
+    let sent = tokio::select! {
+        sent = give(&node, request, reply) => sent,
+        () = cancelled => return,
+        () = tokio::time::sleep(SEND_LIMIT) => return,
+    };
+    if let Err(error) = sent {
+        tracing::debug!(%error, "a pull was not taken to its end");
+    }
+}
+
+async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Result<(), Error> {
+    let Ok(_place) = node.peers.sends.try_acquire() else { return reply.fail(PullRefusal::Busy).await };
+    let Some(Runner::Generates(engine)) = node.engine() else {
+        return reply.fail(PullRefusal::NotHeld).await;
+    };
+    let PullRequestV1 { origin, root, tokens, have } = request;
+    let asked = tokens.clone();
+    let offer = engine.call(move |engine| engine.offer(&origin, root, &asked, have)).await;
+    let offer = match offer.unwrap_or(Err(PullRefusal::Internal)) {
+        Ok(offer) => offer,
+        Err(refusal) => return reply.fail(refusal).await,
+    };
+    // The offer is of a part of these tokens.
+    let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
+    let Ok(namer) = Namer::new(&engine.origin()) else { return reply.fail(PullRefusal::Internal).await };
+    let names = namer.names(root, &prefix);
+    let pieces = u32::try_from(offer.pieces.len()).unwrap_or(u32::MAX);
+    reply.head(PullHeadV1 { tokens: offer.tokens, pieces }).await?;
+    let mut rest = &offer.pieces[..];
+    while !rest.is_empty() {
+        let (slice, behind) = rest.split_at(slice_len(rest));
+        rest = behind;
+        let copies = copy(&engine, root, &prefix, slice).await;
+        let copies = match copies {
+            Ok(copies) => copies,
+            Err(refusal) => return reply.fail(refusal).await,
+        };
+        for ((group, end, _), bytes) in slice.iter().zip(copies) {
+            let Some(key) = names.piece(*group as usize, *end) else {
+                return reply.fail(PullRefusal::Internal).await;
+            };
+            let (digest, length) = (key.digest(&bytes), u32::try_from(bytes.len()).unwrap_or(u32::MAX));
+            let piece = PulledPieceV1 { group: *group, end: *end, bytes: length, digest };
+            reply.piece(piece, &bytes).await?;
+            engine.transfers().moved(Direction::sent, bytes.len() as u64);
+        }
+    }
+    reply.finish();
+    Ok(())
+}
+
+/// How many pieces are copied out between two steps; at least one.
+fn slice_len(pieces: &[(u32, u32, usize)]) -> usize {
+    let mut bytes = 0;
+    let fits = |(_, _, length): &&(u32, u32, usize)| {
+        bytes += length;
+        bytes <= SLICE_BYTES
+    };
+    pieces.iter().take_while(fits).count().max(1)
+}
+
+async fn copy(
+    engine: &EngineHandle,
+    root: proto::block::BlockId,
+    prefix: &Arc<[u32]>,
+    pieces: &[(u32, u32, usize)],
+) -> Result<Vec<Vec<u8>>, PullRefusal> {
+    let (prefix, pieces) = (Arc::clone(prefix), pieces.to_vec());
+    let copies = engine.call(move |engine| engine.copy_pieces(root, &prefix, &pieces)).await;
+    copies.unwrap_or(Err(PullRefusal::Internal))
+}

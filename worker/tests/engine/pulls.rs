@@ -1,0 +1,259 @@
+//! Prefixes that another engine holds are pulled from it and no bit tells; what does not come is computed.
+
+use crate::harness::{Ask, Asked, Heard, ROOT, one_by_one, open, options, prompt, submit, submit_pulling};
+use kvasir_worker::engine::{Engine, StepOutcome};
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::pieces::Namer;
+use kvasir_worker::pull::{Delivery, Order, PullFailure, Source};
+use kvasir_worker::telemetry::Direction;
+use proto::pull::{PullRequest, PulledPieceV1};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states.
+const KINDS: [&str; 6] = [
+    "tiny/llama/llama-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/gpt-oss/gpt-oss-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+    "tiny/qwen35/qwen35-f32+bf16",
+];
+const LLAMA: &str = KINDS[0];
+const PROMPT: usize = 200;
+const GENERATE: u32 = 12;
+
+type Shared = Arc<Mutex<Engine>>;
+
+/// Takes what an engine offers at once, or what there is of it.
+struct Direct {
+    holder: Shared,
+    tokens: u32,
+    /// Pieces that come; then the holder dies.
+    most: usize,
+    /// Where to leave the delivery, so that it never ends.
+    hang: Option<Arc<Mutex<Vec<Delivery>>>>,
+}
+
+impl Direct {
+    fn from(holder: &Shared) -> Self {
+        Self { holder: Arc::clone(holder), tokens: PROMPT as u32, most: usize::MAX, hang: None }
+    }
+}
+
+impl Source for Direct {
+    fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    fn fetch(self: Box<Self>, order: Order, delivery: Delivery) {
+        let mut holder = self.holder.lock().unwrap();
+        let PullRequest::V1(asked) = order.request();
+        let offer = match holder.offer(&asked.origin, asked.root, &asked.tokens, asked.have) {
+            Ok(offer) => offer,
+            Err(_) => return delivery.end(Err(PullFailure::Refused)),
+        };
+        let prefix = &asked.tokens[..offer.tokens as usize];
+        let names = Namer::new(&holder.origin()).unwrap().names(asked.root, prefix);
+        for piece in offer.pieces.iter().take(self.most) {
+            let bytes =
+                holder.copy_pieces(asked.root, prefix, std::slice::from_ref(piece)).unwrap().remove(0);
+            let (group, end, _) = *piece;
+            let digest = names.piece(group as usize, end).unwrap().digest(&bytes);
+            let head = PulledPieceV1 { group, end, bytes: bytes.len() as u32, digest };
+            assert_eq!(order.length(&head), Some(bytes.len()));
+            assert!(order.is_sound(&head, &bytes));
+            delivery.piece(&head, bytes);
+        }
+        match self.hang {
+            Some(hang) => hang.lock().unwrap().push(delivery),
+            None if offer.pieces.len() > self.most => drop(delivery),
+            None => delivery.end(Ok(())),
+        }
+    }
+}
+
+fn asked() -> Ask {
+    Ask::greedy(prompt(1, PROMPT), GENERATE)
+}
+
+fn patient(model: &str, block_tokens: usize) -> EngineOptions {
+    EngineOptions { block_tokens, pull_patience: Some(Duration::from_secs(60)), ..options(model) }
+}
+
+/// An engine that has computed these.
+fn holder(model: &str, block_tokens: usize, asks: &[Ask]) -> Shared {
+    let mut engine = open(model, &patient(model, block_tokens));
+    one_by_one(&mut engine, asks);
+    Arc::new(Mutex::new(engine))
+}
+
+fn undisturbed(model: &str, ask: &Ask) -> Heard {
+    let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+    one_by_one(&mut open(model, &options), std::slice::from_ref(ask)).remove(0)
+}
+
+/// Steps until nothing is left; a request may wait for a pull meanwhile.
+fn finish(engine: &mut Engine) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while engine.has_work() {
+        if engine.step(Instant::now()).unwrap() == StepOutcome::Idle {
+            assert!(Instant::now() < deadline, "it waits for ever");
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// The same tokens, and the same bits wherever there are any; nothing is held.
+fn assert_same(what: &str, engine: &Engine, asked: &Asked, want: &Heard) -> Heard {
+    let heard = asked.heard();
+    assert_eq!(heard.failed, None, "{what}");
+    assert_eq!(heard.tokens, want.tokens, "{what}");
+    assert_eq!(heard.logits.len(), want.logits.len() - heard.cached(), "{what}");
+    for (position, row) in &heard.logits {
+        assert!(*row == want.logits[position], "{what}: logits at {position} differ");
+    }
+    assert_eq!(engine.load().kv_used, 0, "{what}");
+    assert_eq!(engine.load().waiting, 0, "{what}");
+    engine.check().unwrap();
+    heard
+}
+
+fn lookup(heard: &Heard) -> &str {
+    &heard.started.as_ref().unwrap().hit_stop
+}
+
+#[test]
+fn a_pulled_prefix_gives_the_bits_of_a_computed_one() {
+    for model in KINDS {
+        for block_tokens in [16, 64] {
+            let what = format!("{model}, blocks of {block_tokens}");
+            let holder = holder(model, block_tokens, &[asked()]);
+            let want = undisturbed(model, &asked());
+            let mut engine = open(model, &patient(model, block_tokens));
+            let request = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+            // Comes while it is fetched, without a source of its own, and waits for the same.
+            let next = Ask::greedy([&asked().prompt[..192], &prompt(9, 30)].concat(), GENERATE);
+            let beside = submit(&mut engine, &next);
+            finish(&mut engine);
+            let heard = assert_same(&what, &engine, &request, &want);
+            assert_eq!((heard.cached(), lookup(&heard)), (192, "prompt_end transfer=192"), "{what}");
+            let heard = assert_same(&what, &engine, &beside, &undisturbed(model, &next));
+            assert_eq!(heard.cached(), 192, "{what}");
+            assert!(engine.metrics().transfers.bytes(Direction::pulled) > 0, "{what}");
+            assert!(engine.metrics().transfers.report().rate > 0.0, "{what}");
+            // Then it is here.
+            let again = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+            let before = engine.metrics().transfers.bytes(Direction::pulled);
+            finish(&mut engine);
+            assert_eq!(assert_same(&what, &engine, &again, &want).cached(), 192, "{what}");
+            assert_eq!(engine.metrics().transfers.bytes(Direction::pulled), before, "{what}");
+        }
+    }
+}
+
+#[test]
+fn what_is_here_already_is_not_sent() {
+    for model in KINDS {
+        let holder = holder(model, 16, &[asked()]);
+        let mut engine = open(model, &patient(model, 16));
+        let short = Ask::greedy(asked().prompt[..100].to_vec(), 1);
+        one_by_one(&mut engine, &[short]);
+        let request = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+        finish(&mut engine);
+        let heard = assert_same(model, &engine, &request, &undisturbed(model, &asked()));
+        assert_eq!((heard.cached(), lookup(&heard)), (192, "prompt_end transfer=96"), "{model}");
+        let whole: u64 = holder
+            .lock()
+            .unwrap()
+            .offer(&origin(&engine), ROOT, &asked().prompt[..192], 0)
+            .map_or(0, |offer| offer.pieces.iter().map(|(_, _, bytes)| *bytes as u64).sum());
+        let pulled = engine.metrics().transfers.bytes(Direction::pulled);
+        assert!(pulled < whole, "{model}: {pulled} of {whole} bytes");
+    }
+}
+
+fn origin(engine: &Engine) -> [u8; 32] {
+    Namer::new(&engine.origin()).unwrap().origin()
+}
+
+#[test]
+fn a_holder_that_dies_leaves_a_shorter_prefix_or_none() {
+    for model in KINDS {
+        let holder = holder(model, 16, &[asked()]);
+        let want = undisturbed(model, &asked());
+        for most in [0, 1, 3, 7] {
+            let what = format!("{model}, {most} pieces");
+            let mut engine = open(model, &patient(model, 16));
+            let source = Direct { most, ..Direct::from(&holder) };
+            let request = submit_pulling(&mut engine, &asked(), Box::new(source));
+            finish(&mut engine);
+            let heard = assert_same(&what, &engine, &request, &want);
+            let expected = if model == LLAMA && most >= 3 { most * 16 } else { 0 };
+            assert!(model != LLAMA || heard.cached() == expected, "{what}: {}", heard.cached());
+            assert!(heard.cached() < 192, "{what}");
+            assert_eq!(engine.metrics().transfers.failures(PullFailure::Lost), 1, "{what}");
+            let report = lookup(&heard).rsplit_once("transfer=").unwrap().1;
+            let told = if heard.cached() == 0 { "lost".to_owned() } else { heard.cached().to_string() };
+            assert_eq!(report, told, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_holder_that_is_slow_is_waited_for_no_longer_than_may_be() {
+    for model in KINDS {
+        let holder = holder(model, 16, &[asked()]);
+        let options = EngineOptions { pull_patience: Some(Duration::ZERO), ..patient(model, 16) };
+        let mut engine = open(model, &options);
+        let hang = Arc::new(Mutex::new(Vec::new()));
+        let source = Direct { most: 2, hang: Some(Arc::clone(&hang)), ..Direct::from(&holder) };
+        let request = submit_pulling(&mut engine, &asked(), Box::new(source));
+        finish(&mut engine);
+        let heard = assert_same(model, &engine, &request, &undisturbed(model, &asked()));
+        assert!(heard.cached() <= 32, "{model}");
+        assert_eq!(engine.metrics().transfers.failures(PullFailure::Patience), 1, "{model}");
+    }
+}
+
+#[tokio::test]
+async fn a_pull_that_nobody_waits_for_is_given_up_at_once() {
+    let holder = holder(LLAMA, 16, &[asked()]);
+    let mut engine = open(LLAMA, &patient(LLAMA, 16));
+    let hang = Arc::new(Mutex::new(Vec::new()));
+    let source = || Box::new(Direct { hang: Some(Arc::clone(&hang)), ..Direct::from(&holder) });
+    let first = submit_pulling(&mut engine, &asked(), source());
+    let other = Ask::greedy([&asked().prompt[..192], &prompt(9, 30)].concat(), GENERATE);
+    let second = submit_pulling(&mut engine, &other, source());
+    assert_eq!((engine.load().waiting, hang.lock().unwrap().len()), (2, 1), "one pull for both");
+    assert!(!engine.can_compute());
+    engine.cancel(first.id.unwrap());
+    let delivery = hang.lock().unwrap().remove(0);
+    let still = tokio::time::timeout(Duration::from_millis(20), delivery.unwanted()).await;
+    assert!(still.is_err(), "the second waits for it still");
+    engine.cancel(second.id.unwrap());
+    tokio::time::timeout(Duration::from_secs(20), delivery.unwanted()).await.unwrap();
+    assert!(!engine.has_work());
+    assert_eq!((engine.load().waiting, engine.load().kv_used), (0, 0));
+    engine.check().unwrap();
+}
+
+#[test]
+fn of_another_class_or_other_tokens_nothing_is_offered() {
+    let holder = holder(LLAMA, 16, &[asked()]);
+    let mut changed = asked();
+    changed.prompt[3] ^= 1;
+    let mut engine = open(LLAMA, &patient(LLAMA, 16));
+    let request = submit_pulling(&mut engine, &changed, Box::new(Direct::from(&holder)));
+    finish(&mut engine);
+    let heard = assert_same("other tokens", &engine, &request, &undisturbed(LLAMA, &changed));
+    assert_eq!((heard.cached(), lookup(&heard)), (0, "not_cached group=0 token=0 transfer=refused"));
+
+    let half = EngineOptions { kv_type: kernels::backend::KvType::F16, ..patient(LLAMA, 16) };
+    let mut engine = open(LLAMA, &half);
+    let want = one_by_one(&mut open(LLAMA, &half), &[asked()]).remove(0);
+    let request = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+    finish(&mut engine);
+    assert_eq!(assert_same("another class", &engine, &request, &want).cached(), 0);
+    assert_eq!(engine.metrics().transfers.failures(PullFailure::Refused), 1);
+}

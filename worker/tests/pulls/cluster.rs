@@ -1,0 +1,227 @@
+//! A coordinator that does as it is told, and worker services that have joined it.
+
+use kernels::backend::{ActivationMode, KvType};
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::snapshot::store::StoreConfig;
+use proto::block::{BlockId, ClusterKey};
+use proto::ca::Authority;
+use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
+use proto::message::{
+    GenerateFrame, GenerateRequestV1, GenerateRequestV2, LoadReport, PullReportV1, Register, Registered,
+    RegisteredV1, Sampling, Stop, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
+};
+use proto::pull::PullSourceV1;
+use proto::service::{CoordinatorApi, Refusal, deadline};
+use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Incoming};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+use tarpc::context::Context;
+
+/// Long enough for any machine, short enough for a person to wait for.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// Root of everything that is asked.
+pub(crate) const ROOT: BlockId = BlockId([7; 16]);
+
+pub(crate) fn any_port() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], 0))
+}
+
+pub(crate) fn path(model: &str) -> PathBuf {
+    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
+    let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
+    root.join(format!("{model}.gguf"))
+}
+
+pub(crate) fn options(kv_type: KvType) -> EngineOptions {
+    EngineOptions {
+        threads: Some(1),
+        kv_type,
+        activations: ActivationMode::F32,
+        kv_bytes: Some(16 << 20),
+        chunk: Some(64),
+        max_rows: Some(1024),
+        max_sequences: Some(16),
+        pull_patience: Some(PATIENCE),
+        ..EngineOptions::default()
+    }
+}
+
+/// Awaits `future`; a test that hangs fails and says where.
+pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
+}
+
+/// See the module.
+pub(crate) struct Cluster {
+    ca: Authority,
+    coordinator: Endpoint,
+}
+
+/// A worker that has joined.
+pub(crate) struct Worker {
+    pub(crate) service: WorkerService,
+    pub(crate) node: NodeId,
+    /// The coordinator's end.
+    connection: Connection,
+    report: Arc<Mutex<PullReportV1>>,
+}
+
+/// What a request was answered.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Answer {
+    pub(crate) tokens: Vec<u32>,
+    /// With the bits of the best alternatives' log-probabilities.
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) cached: u32,
+    pub(crate) lookup: String,
+}
+
+#[derive(Clone)]
+struct Api(Arc<Mutex<PullReportV1>>);
+
+impl CoordinatorApi for Api {
+    async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
+        assert!(matches!(request, Register::V3(_)));
+        let cluster_key = ClusterKey([3; 32]);
+        Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+    }
+
+    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
+        *self.0.lock().unwrap() = report.into_latest().pulls;
+        Ok(())
+    }
+}
+
+impl Cluster {
+    pub(crate) fn new() -> Self {
+        let ca = Authority::new(ClusterName::new("c").unwrap(), SystemTime::now()).unwrap();
+        let identity =
+            ca.issue(Role::Coordinator, NodeId::new("c0").unwrap(), SystemTime::now()).unwrap().identity();
+        let config = EndpointConfig::new(Epoch(1), [Role::Worker]);
+        let coordinator = Endpoint::bind(any_port(), &identity.unwrap(), config).unwrap();
+        Self { ca, coordinator }
+    }
+
+    /// A worker's endpoint without a worker.
+    pub(crate) fn bare(&self, name: &str) -> Endpoint {
+        let node = NodeId::new(name).unwrap();
+        let identity = self.ca.issue(Role::Worker, node, SystemTime::now()).unwrap().identity().unwrap();
+        Endpoint::bind(any_port(), &identity, EndpointConfig::new(Epoch(1), [Role::Worker])).unwrap()
+    }
+
+    pub(crate) async fn worker(&self, name: &str, model: &str, engine: EngineOptions) -> Worker {
+        let node = NodeId::new(name).unwrap();
+        let issued = self.ca.issue(Role::Worker, node.clone(), SystemTime::now()).unwrap();
+        let config = WorkerConfig {
+            model_id: ModelId::new("m").unwrap(),
+            model_path: path(model),
+            coordinators: vec![self.coordinator.address().to_string()],
+            listen: any_port(),
+            ops: any_port(),
+            engine,
+            part: WorkPart::Both,
+            snapshots: StoreConfig::default(),
+            stall_floor: Duration::MAX,
+        };
+        let service = WorkerService::start(config, &issued.identity().unwrap()).await.unwrap();
+        let connection = soon("joining", self.coordinator.accept()).await.unwrap();
+        let report = Arc::new(Mutex::new(PullReportV1::default()));
+        tokio::spawn(attend(connection.clone(), Api(Arc::clone(&report))));
+        soon("joining", service.joined()).await;
+        Worker { service, node, connection, report }
+    }
+}
+
+async fn attend(connection: Connection, api: Api) {
+    while let Ok(incoming) = connection.accept().await {
+        match incoming {
+            Incoming::CoordinatorRpc(rpc) => drop(tokio::spawn(rpc.serve(api.clone()))),
+            Incoming::KvEvents(mut events) => {
+                tokio::spawn(async move { while let Some(Ok(_)) = events.next().await {} });
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+impl Worker {
+    /// Where its prefixes can be pulled from, as a coordinator tells it.
+    pub(crate) fn source(&self, tokens: u32) -> PullSourceV1 {
+        let quic = self.service.quic_address().to_string();
+        PullSourceV1 { node: self.node.clone(), quic, tokens }
+    }
+
+    pub(crate) async fn open(&self, prompt: &[u32], pull: Option<PullSourceV1>) -> GenerateStream {
+        let request = GenerateRequestV1 {
+            request_id: RequestId::new("r").unwrap(),
+            choice: 0,
+            attempt: Attempt(0),
+            model: ModelId::new("m").unwrap(),
+            root: ROOT,
+            prompt: prompt.to_vec(),
+            emitted: Vec::new(),
+            sampling: Sampling { logprobs: Some(20), ..Sampling::default() },
+            stop: Stop { max_tokens: 12, ignore_eos: true, ..Stop::default() },
+            predicted_cached: 0,
+            deadline_ms: 0,
+        };
+        let request = GenerateRequestV2 { request, pull }.at_version(self.connection.version());
+        self.connection.open_generate(&request).await.unwrap()
+    }
+
+    pub(crate) async fn ask(&self, prompt: &[u32], pull: Option<PullSourceV1>) -> Answer {
+        let mut stream = self.open(prompt, pull).await;
+        let mut answer = Answer::default();
+        while let Some(frame) = soon("a frame", stream.next()).await {
+            match frame.unwrap() {
+                GenerateFrame::Started(started) => {
+                    (answer.cached, answer.lookup) = (started.cached_tokens, started.hit_stop);
+                }
+                GenerateFrame::Tokens(tokens) => {
+                    answer.tokens.extend(tokens.iter().map(|token| token.id));
+                    answer.logprobs.extend(tokens.into_iter().filter_map(|token| token.logprobs));
+                }
+                GenerateFrame::Finished(_) => {}
+                GenerateFrame::Failed(error) => panic!("{error}"),
+            }
+        }
+        answer
+    }
+
+    /// Waits until nothing is held or waits any more.
+    pub(crate) async fn settles(&self) {
+        let api = self.connection.worker_api().await.unwrap();
+        soon("settling", async {
+            loop {
+                let WorkerStatus::V1(WorkerStatusV1 { load, .. }) =
+                    api.status(deadline(PATIENCE)).await.unwrap();
+                if (load.running, load.waiting, load.kv_used) == (0, 0, 0) {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+    }
+
+    /// The value of a metric, 0 if it has none.
+    pub(crate) async fn metric(&self, series: &str) -> f64 {
+        let api = self.connection.worker_api().await.unwrap();
+        let text = api.metrics_text(deadline(PATIENCE)).await.unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        line.map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    /// Waits for a report of pulls.
+    pub(crate) async fn reports(&self, what: &str, is: impl Fn(&PullReportV1) -> bool) {
+        soon(what, async {
+            while !is(&self.report.lock().unwrap()) {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+    }
+}

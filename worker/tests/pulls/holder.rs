@@ -1,0 +1,166 @@
+//! A worker that holds a prefix and does not always send what it should.
+
+use crate::cluster::{Cluster, ROOT, options, path};
+use kernels::backend::KvType;
+use kvasir_worker::engine::{Engine, EngineRequest};
+use kvasir_worker::load;
+use kvasir_worker::pieces::Namer;
+use proto::ids::NodeId;
+use proto::message::{GenerateFrame, Sampling, Stop};
+use proto::pull::{PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1};
+use proto::transport::{CloseCode, Endpoint, Incoming, PullCall};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+use tokio::sync::mpsc;
+
+/// What it does wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// Nothing.
+    None,
+    /// A bit of its third piece.
+    FlippedBit,
+    /// Pieces of other tokens, with the digests that belong to them.
+    OtherTokens,
+    /// It goes with its connection after its third piece.
+    Dies,
+    /// It announces a piece that is too long.
+    LongPiece,
+    /// Its first piece comes again and again.
+    Repeats,
+    /// It sends three pieces, then nothing.
+    Silent,
+}
+
+/// What a holder that falls silent tells the test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// It has sent what it sends.
+    Silent,
+    /// Nobody wants the rest.
+    Cancelled,
+}
+
+/// See the module.
+pub(crate) struct Holder {
+    endpoint: Arc<Endpoint>,
+    pub(crate) notices: mpsc::UnboundedReceiver<Notice>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Holder {
+    pub(crate) fn start(cluster: &Cluster, name: &str, model: &str, prompt: &[u32], fault: Fault) -> Self {
+        let mut engine = load::open(&path(model), &options(KvType::F32), &mut |_, _| {}).unwrap().engine;
+        compute(&mut engine, prompt);
+        let mut other = prompt.to_vec();
+        other[0] ^= 1;
+        compute(&mut engine, &other);
+        let engine = Arc::new(Mutex::new(engine));
+        let endpoint = Arc::new(cluster.bare(name));
+        let (notice, notices) = mpsc::unbounded_channel();
+        let accepting = Arc::clone(&endpoint);
+        let task = tokio::spawn(async move {
+            while let Some(connection) = accepting.accept().await {
+                let (engine, notice) = (Arc::clone(&engine), notice.clone());
+                tokio::spawn(async move {
+                    while let Ok(Incoming::Pull(call)) = connection.accept().await {
+                        send(&engine, call, fault, &notice).await;
+                        if fault == Fault::Dies {
+                            connection.close(CloseCode::Shutdown);
+                        }
+                    }
+                });
+            }
+        });
+        Self { endpoint, notices, task }
+    }
+
+    pub(crate) fn source(&self, tokens: u32) -> PullSourceV1 {
+        let (node, quic): (NodeId, _) = (self.endpoint.name().node.clone(), self.endpoint.address());
+        PullSourceV1 { node, quic: quic.to_string(), tokens }
+    }
+}
+
+fn compute(engine: &mut Engine, prompt: &[u32]) {
+    let request = EngineRequest {
+        name: None,
+        root: ROOT,
+        prompt: prompt.to_vec(),
+        emitted: Vec::new(),
+        sampling: Sampling::default(),
+        stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
+        deadline: None,
+        pull: None,
+        sink: Box::new(|_: GenerateFrame| true),
+    };
+    engine.submit(Instant::now(), request).unwrap();
+    while engine.has_work() {
+        engine.step(Instant::now()).unwrap();
+    }
+}
+
+/// A piece with its bytes.
+type Whole = (PulledPieceV1, Vec<u8>);
+
+/// All pieces that are offered of these tokens.
+fn whole(
+    engine: &mut Engine,
+    asked: &PullRequestV1,
+    tokens: &[u32],
+) -> Result<(u32, Vec<Whole>), PullRefusal> {
+    let offer = engine.offer(&asked.origin, asked.root, tokens, asked.have)?;
+    let prefix = &tokens[..offer.tokens as usize];
+    let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);
+    let copies = engine.copy_pieces(asked.root, prefix, &offer.pieces)?;
+    let head = |((group, end, _), bytes): (&(u32, u32, usize), Vec<u8>)| {
+        let digest = names.piece(*group as usize, *end).unwrap().digest(&bytes);
+        (PulledPieceV1 { group: *group, end: *end, bytes: bytes.len() as u32, digest }, bytes)
+    };
+    Ok((offer.tokens, offer.pieces.iter().zip(copies).map(head).collect()))
+}
+
+async fn send(engine: &Mutex<Engine>, call: PullCall, fault: Fault, notice: &mpsc::UnboundedSender<Notice>) {
+    let PullCall { request: PullRequest::V1(asked), mut reply } = call;
+    let mut tokens = asked.tokens.clone();
+    if fault == Fault::OtherTokens {
+        tokens[0] ^= 1;
+    }
+    let whole = whole(&mut engine.lock().unwrap(), &asked, &tokens);
+    let (tokens, mut pieces) = match whole {
+        Ok(whole) => whole,
+        Err(refusal) => return reply.fail(refusal).await.unwrap(),
+    };
+    match fault {
+        Fault::None | Fault::OtherTokens | Fault::Dies | Fault::Silent => {}
+        Fault::FlippedBit => pieces[2].1[5] ^= 0x10,
+        Fault::LongPiece => {
+            pieces[1].1.push(0);
+            pieces[1].0.bytes += 1;
+        }
+        Fault::Repeats => pieces = vec![pieces[0].clone(); pieces.len() + 100],
+    }
+    let cancelled = reply.cancelled();
+    reply.head(PullHeadV1 { tokens, pieces: pieces.len() as u32 }).await.unwrap();
+    let most = if matches!(fault, Fault::Dies | Fault::Silent) { 3 } else { pieces.len() };
+    for (piece, bytes) in pieces.iter().take(most) {
+        // Who is lied to does not listen to the end.
+        if reply.piece(*piece, bytes).await.is_err() {
+            return;
+        }
+    }
+    match fault {
+        Fault::Silent => {
+            let _ = notice.send(Notice::Silent);
+            cancelled.await;
+            let _ = notice.send(Notice::Cancelled);
+        }
+        Fault::Dies => {}
+        _ => reply.finish(),
+    }
+}

@@ -1,0 +1,219 @@
+//! Worker services that pull prefixes from each other over QUIC: what is pulled gives the answer of what is computed,
+//! `cached` tells the truth, and whatever a holder does wrong is computed instead.
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+mod cluster;
+mod holder;
+
+use cluster::{Answer, Cluster, options, soon};
+use holder::{Fault, Holder, Notice};
+use kernels::backend::KvType;
+use kvasir_worker::load::EngineOptions;
+use std::time::Duration;
+
+/// Full attention, sliding windows, delta net, Mamba-2.
+const KINDS: [&str; 4] = [
+    "tiny/llama/llama-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+];
+const LLAMA: &str = KINDS[0];
+/// Tokens that a prompt's prefix is served of at most.
+const SERVED: u32 = 192;
+
+fn prompt() -> Vec<u32> {
+    (0..200).map(|i| 5 + (i * i * 31 + i * 7) % 350).collect()
+}
+
+/// The same tokens with the same log-probabilities, bit by bit.
+fn assert_same(what: &str, answer: &Answer, want: &Answer) {
+    assert_eq!(answer.tokens, want.tokens, "{what}");
+    let bits = |answer: &Answer| -> Vec<u32> {
+        let of = |logprobs: &proto::message::TokenLogprobs| {
+            let top: Vec<u32> = logprobs.top.iter().flat_map(|(id, value)| [*id, value.to_bits()]).collect();
+            [vec![logprobs.chosen.to_bits()], top].concat()
+        };
+        answer.logprobs.iter().flat_map(of).collect()
+    };
+    assert_eq!(bits(answer), bits(want), "{what}");
+}
+
+async fn computed(cluster: &Cluster, model: &str, kv_type: KvType) -> Answer {
+    let alone = EngineOptions { prefix_cache: false, ..options(kv_type) };
+    let worker = cluster.worker("alone", model, alone).await;
+    let answer = worker.ask(&prompt(), None).await;
+    assert_eq!((answer.cached, answer.tokens.len(), answer.logprobs.len()), (0, 12, 12));
+    worker.service.stop().await;
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pulled_prefix_answers_as_a_computed_one() {
+    for model in KINDS {
+        let cluster = Cluster::new();
+        let want = computed(&cluster, model, KvType::F32).await;
+        let holds = cluster.worker("holds", model, options(KvType::F32)).await;
+        assert_same(model, &holds.ask(&prompt(), None).await, &want);
+        let pulls = cluster.worker("pulls", model, options(KvType::F32)).await;
+        let answer = pulls.ask(&prompt(), Some(holds.source(SERVED))).await;
+        assert_same(model, &answer, &want);
+        assert_eq!((answer.cached, &*answer.lookup), (SERVED, "prompt_end transfer=192"), "{model}");
+        // Both agree on what went over, and tell it.
+        let bytes = pulls.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await;
+        assert!(bytes > 0.0, "{model}");
+        assert_eq!(
+            holds.metric("kvasir_block_transfer_bytes_total{direction=\"sent\"}").await,
+            bytes,
+            "{model}"
+        );
+        assert_eq!(pulls.metric("kvasir_block_transfer_seconds_count").await, 1.0, "{model}");
+        let told = |pulled: u64| pulled as f64 == bytes;
+        pulls.reports("what was pulled", |r| told(r.pulled_bytes) && r.rate > 0.0 && r.failures == 0).await;
+        holds.reports("what was sent", |r| told(r.sent_bytes)).await;
+        // Then it is here, and serves others.
+        let again = pulls.ask(&prompt(), Some(holds.source(SERVED))).await;
+        assert_same(model, &again, &want);
+        assert_eq!(again.cached, SERVED, "{model}");
+        let third = cluster.worker("third", model, options(KvType::F32)).await;
+        assert_eq!(third.ask(&prompt(), Some(pulls.source(SERVED))).await.cached, SERVED, "{model}");
+        for worker in [holds, pulls, third] {
+            worker.settles().await;
+            worker.service.stop().await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_a_holder_does_wrong_is_computed() {
+    for model in KINDS {
+        let cluster = Cluster::new();
+        let want = computed(&cluster, model, KvType::F32).await;
+        let faults = [
+            (Fault::None, SERVED, ""),
+            (Fault::FlippedBit, 0, "damaged"),
+            (Fault::OtherTokens, 0, "damaged"),
+            (Fault::LongPiece, 0, "damaged"),
+            (Fault::Repeats, 0, "damaged"),
+            // Of a model without windows and states, what had come by then serves; the end of a connection overtakes
+            // what is on its way.
+            (Fault::Dies, if model == LLAMA { 48 } else { 0 }, "lost"),
+        ];
+        for (fault, cached, reason) in faults {
+            let what = format!("{model}, {fault:?}");
+            let holder = Holder::start(&cluster, "holder", model, &prompt(), fault);
+            let worker = cluster.worker("pulls", model, options(KvType::F32)).await;
+            let answer = worker.ask(&prompt(), Some(holder.source(SERVED))).await;
+            assert_same(&what, &answer, &want);
+            let told = answer.cached == cached || (fault == Fault::Dies && answer.cached < cached);
+            assert!(told, "{what}: {} cached, {}", answer.cached, answer.lookup);
+            if !reason.is_empty() {
+                let series = format!("kvasir_block_transfer_failures_total{{reason=\"{reason}\"}}");
+                assert_eq!(worker.metric(&series).await, 1.0, "{what}");
+            }
+            // What is computed is served as ever.
+            assert_eq!(worker.ask(&prompt(), None).await.cached, SERVED, "{what}");
+            worker.settles().await;
+            worker.service.stop().await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_holder_is_waited_for_no_longer_than_may_be_and_told_to_stop() {
+    let cluster = Cluster::new();
+    let want = computed(&cluster, LLAMA, KvType::F32).await;
+    let mut holder = Holder::start(&cluster, "holder", LLAMA, &prompt(), Fault::Silent);
+    let hasty = EngineOptions { pull_patience: Some(Duration::from_millis(500)), ..options(KvType::F32) };
+    let worker = cluster.worker("pulls", LLAMA, hasty).await;
+    let answer = worker.ask(&prompt(), Some(holder.source(SERVED))).await;
+    assert_same("silent", &answer, &want);
+    assert!(answer.cached <= 48, "{}", answer.lookup);
+    assert_eq!(worker.metric("kvasir_block_transfer_failures_total{reason=\"patience\"}").await, 1.0);
+    // Unless even the connection was not there in time.
+    if answer.cached > 0 {
+        assert_eq!(soon("pieces", holder.notices.recv()).await, Some(Notice::Silent));
+        assert_eq!(soon("the end", holder.notices.recv()).await, Some(Notice::Cancelled));
+    }
+    worker.settles().await;
+    worker.service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_goes_takes_its_pull_along() {
+    let cluster = Cluster::new();
+    let mut holder = Holder::start(&cluster, "holder", LLAMA, &prompt(), Fault::Silent);
+    let worker = cluster.worker("pulls", LLAMA, options(KvType::F32)).await;
+    let stream = worker.open(&prompt(), Some(holder.source(SERVED))).await;
+    assert_eq!(soon("pieces", holder.notices.recv()).await, Some(Notice::Silent));
+    drop(stream);
+    assert_eq!(soon("the end", holder.notices.recv()).await, Some(Notice::Cancelled));
+    worker.settles().await;
+    let answer = worker.ask(&prompt(), None).await;
+    assert_eq!((answer.cached, &*answer.lookup), (0, "not_cached group=0 token=0"));
+    worker.settles().await;
+    worker.service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_cannot_be_reached_or_is_of_another_class_is_not_pulled_from() {
+    let cluster = Cluster::new();
+    let want = computed(&cluster, LLAMA, KvType::F16).await;
+    let worker = cluster.worker("pulls", LLAMA, options(KvType::F16)).await;
+    let holder = Holder::start(&cluster, "holder", LLAMA, &prompt(), Fault::None);
+    let answer = worker.ask(&prompt(), Some(holder.source(SERVED))).await;
+    assert_same("another class", &answer, &want);
+    assert_eq!((answer.cached, &*answer.lookup), (0, "not_cached group=0 token=0 transfer=refused"));
+
+    // The certificate says who it is, whatever the address.
+    let other = cluster.worker("other", LLAMA, options(KvType::F16)).await;
+    let mut impostor = holder.source(SERVED);
+    impostor.node = proto::ids::NodeId::new("pulls").unwrap();
+    let answer = other.ask(&prompt(), Some(impostor)).await;
+    assert_same("an impostor", &answer, &want);
+    assert_eq!(answer.cached, 0);
+    let nowhere = proto::pull::PullSourceV1 { quic: "nowhere".into(), ..holder.source(SERVED) };
+    let answer = other.ask(&prompt()[1..], Some(nowhere)).await;
+    assert_eq!((answer.cached, &*answer.lookup), (0, "not_cached group=0 token=0 transfer=unreachable"));
+    assert_eq!(other.metric("kvasir_block_transfer_failures_total{reason=\"unreachable\"}").await, 2.0);
+    for worker in [worker, other] {
+        worker.settles().await;
+        worker.service.stop().await;
+    }
+}
+
+/// Pulling beside computing, for a model of one's own. A measurement, not a check: to be run alone on a quiet machine,
+/// built with optimisation.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "a measurement: KVASIR_PULL_MODEL names a model"]
+async fn pulling_beside_computing() {
+    let model = std::env::var("KVASIR_PULL_MODEL").unwrap();
+    let model = model.trim_end_matches(".gguf");
+    let options = || EngineOptions {
+        threads: Some(1),
+        pull_patience: options(KvType::F16).pull_patience,
+        ..EngineOptions::default()
+    };
+    let cluster = Cluster::new();
+    let holds = cluster.worker("holds", model, options()).await;
+    let pulls = cluster.worker("pulls", model, options()).await;
+    println!("{:>7} {:>12} {:>12} {:>12}", "tokens", "computed, s", "pulled, s", "MB");
+    for (round, tokens) in [512u32, 1_024, 2_048, 4_096].into_iter().cycle().take(12).enumerate() {
+        // Each round's prompts begin with a token of their own: nothing is shared.
+        let prompt: Vec<u32> =
+            (0..tokens).map(|i| if i == 0 { 100 + round as u32 } else { 5 + (i * 31) % 350 }).collect();
+        let first = async |worker: &cluster::Worker, source| {
+            let begun = std::time::Instant::now();
+            let mut stream = worker.open(&prompt, source).await;
+            soon("the first frame", stream.next()).await.unwrap().unwrap();
+            begun.elapsed().as_secs_f64()
+        };
+        let computed = first(&holds, None).await;
+        holds.settles().await;
+        let before = pulls.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await;
+        let pulled = first(&pulls, Some(holds.source(tokens))).await;
+        pulls.settles().await;
+        let bytes = pulls.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await - before;
+        println!("{tokens:>7} {computed:>12.4} {pulled:>12.4} {:>12.2}", bytes / 1e6);
+    }
+}

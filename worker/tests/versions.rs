@@ -1,0 +1,132 @@
+//! A worker among coordinators of every version of the protocol: each is told what it understands (fault F25).
+#![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
+
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::snapshot::store::StoreConfig;
+use proto::block::{BlockId, ClusterKey};
+use proto::ca::Authority;
+use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
+use proto::message::{
+    GenerateFrame, GenerateRequest, GenerateRequestV1, LoadReport, Register, Registered, RegisteredV1,
+    Sampling, Stop, WorkPart,
+};
+use proto::service::{CoordinatorApi, Refusal};
+use proto::transport::{Endpoint, EndpointConfig, Incoming, VersionRange};
+use std::net::SocketAddr;
+use std::time::{Duration, SystemTime};
+use tarpc::context::Context;
+use tokio::sync::mpsc;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn any_port() -> SocketAddr {
+    ([127, 0, 0, 1], 0).into()
+}
+
+/// What a worker tells its coordinator, as versions of the enums: how it registers and reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Told {
+    Registered(u16),
+    Reported(u16),
+}
+
+#[derive(Clone)]
+struct Coordinator(mpsc::UnboundedSender<Told>);
+
+impl CoordinatorApi for Coordinator {
+    async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
+        let form = match request {
+            Register::V1(_) => 1,
+            Register::V2(_) => 2,
+            Register::V3(_) => 3,
+        };
+        // Fails only when the test is over.
+        let _ = self.0.send(Told::Registered(form));
+        let cluster_key = ClusterKey([7; 32]);
+        Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+    }
+
+    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
+        let form = match report {
+            LoadReport::V1(_) => 1,
+            LoadReport::V2(_) => 3,
+        };
+        let _ = self.0.send(Told::Reported(form));
+        Ok(())
+    }
+}
+
+/// A coordinator that speaks up to `newest`, with a worker as it is: what it was told, and the tokens that it got.
+async fn meets(newest: u16) -> (Vec<Told>, usize) {
+    let now = SystemTime::now();
+    let ca = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
+    let identity = |role, name| ca.issue(role, NodeId::new(name).unwrap(), now).unwrap().identity().unwrap();
+    let mut config = EndpointConfig::new(Epoch(1), [Role::Worker]);
+    config.versions = VersionRange { min: 1, max: newest };
+    let endpoint = Endpoint::bind(any_port(), &identity(Role::Coordinator, "c0"), config).unwrap();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny/llama/llama-f32.gguf");
+    let model_id = ModelId::new("tiny").unwrap();
+    let config = WorkerConfig {
+        model_id: model_id.clone(),
+        model_path: model.into(),
+        coordinators: vec![endpoint.address().to_string()],
+        listen: any_port(),
+        ops: any_port(),
+        engine: EngineOptions { threads: Some(1), kv_bytes: Some(8 << 20), ..EngineOptions::default() },
+        part: WorkPart::Both,
+        snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
+        stall_floor: PATIENCE,
+    };
+    let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
+    let connection = endpoint.accept().await.unwrap();
+    assert_eq!(connection.version(), newest.min(VersionRange::CURRENT.max));
+    let (say, mut said) = mpsc::unbounded_channel();
+    let serving = connection.clone();
+    let serves = tokio::spawn(async move {
+        while let Ok(incoming) = serving.accept().await {
+            if let Incoming::CoordinatorRpc(rpc) = incoming {
+                tokio::spawn(rpc.serve(Coordinator(say.clone())));
+            }
+        }
+    });
+    let mut told = Vec::new();
+    while !matches!(told.last(), Some(Told::Reported(_))) {
+        told.push(said.recv().await.unwrap());
+    }
+    let request = GenerateRequest::V1(GenerateRequestV1 {
+        request_id: RequestId::new("r").unwrap(),
+        choice: 0,
+        attempt: Attempt(0),
+        model: model_id,
+        root: BlockId([1; 16]),
+        prompt: vec![5, 6, 7],
+        emitted: Vec::new(),
+        sampling: Sampling::default(),
+        stop: Stop { max_tokens: 4, ignore_eos: true, ..Stop::default() },
+        predicted_cached: 0,
+        deadline_ms: 0,
+    });
+    let mut stream = connection.open_generate(&request).await.unwrap();
+    let mut tokens = 0;
+    while let Some(frame) = stream.next().await {
+        if let GenerateFrame::Tokens(new) = frame.unwrap() {
+            tokens += new.len();
+        }
+    }
+    worker.stop().await;
+    serves.abort();
+    (told, tokens)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_coordinator_is_told_what_it_understands() {
+    for newest in 1..=VersionRange::CURRENT.max + 1 {
+        let (told, tokens) = tokio::time::timeout(PATIENCE, meets(newest)).await.unwrap();
+        assert_eq!(tokens, 4, "protocol {newest}");
+        for form in told {
+            let (Told::Registered(version) | Told::Reported(version)) = form;
+            assert!(version <= newest, "protocol {newest}: {form:?}");
+        }
+    }
+}
