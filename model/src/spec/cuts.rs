@@ -49,7 +49,7 @@ mod tests {
 
     fn tiny(arch: &str) -> ModelSpec {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
-        let file = ModelFile::open(&root.join(arch).join(format!("{arch}-f32.gguf"))).unwrap();
+        let file = ModelFile::open(root.join(arch).join(format!("{arch}-f32.gguf"))).unwrap();
         ModelSpec::from_file(&file).unwrap()
     }
 

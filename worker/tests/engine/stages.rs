@@ -11,7 +11,7 @@ use model::ModelFile;
 use model::spec::ModelSpec;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::{Sampling, Stop};
+use proto::message::Sampling;
 use proto::stage::{ActivationType, StageAddressV1, StageFailure};
 use proto::transport::Identity;
 use std::time::{Duration, Instant, SystemTime};
@@ -129,19 +129,28 @@ fn two_and_three_stages_change_no_bit() {
 #[test]
 fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
     for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
-        let sampled = |seed: u64, len: usize| Ask {
+        let sampled = |seed: u64| Ask {
             sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
-            stop: Stop { max_tokens: 20, ignore_eos: true, ..Stop::default() },
-            ..Ask::greedy(prompt(seed, len), 20).tokens_only()
+            ..Ask::greedy(prompt(seed, 20), 120).tokens_only()
         };
-        let greedy = |seed: u64, len: usize| Ask::greedy(prompt(seed, len), 20).tokens_only();
+        let greedy = |seed: u64| Ask::greedy(prompt(seed, 20), 120).tokens_only();
         let asks =
-            [greedy(1, 40), sampled(2, 33), greedy(3, 50), Ask::greedy(prompt(4, 48), 20), sampled(5, 41)];
-        let want = together(&mut open(model, &options(model)), &asks);
-        let workers = Workers::start(model, most_shards(model).min(3) - 1, &options(model));
-        let options = EngineOptions { prefix_cache: false, ..cramped(model, &options(model), 75) };
+            [greedy(21), sampled(22), greedy(23), Ask::greedy(prompt(24, 20), 120), sampled(25), greedy(26)];
+        let base = EngineOptions { prefix_cache: false, chunk: Some(8), ..options(model) };
+        let smallest = cramped(model, &base, 140);
+        let gave_way = |heard: &[Heard]| heard.iter().map(Heard::preemptions).sum::<u32>();
+        // An arena in which some are admitted that do not stay.
+        let tight = (4..40).find_map(|quarters| {
+            let kv_bytes = smallest.kv_bytes.map(|bytes| bytes * quarters / 4);
+            let options = EngineOptions { kv_bytes, ..base.clone() };
+            let heard = together(&mut open(model, &options), &asks);
+            (gave_way(&heard) > 0).then_some((options, heard))
+        });
+        let (options, want) = tight.unwrap();
+        let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
         let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
-        assert!(got.iter().map(Heard::preemptions).sum::<u32>() > 0, "{model}: nobody gave way");
+        // The same arena for the same model, however it is cut: the same sequences give way.
+        assert_eq!(gave_way(&got), gave_way(&want), "{model}");
         for (want, got) in want.iter().zip(&got) {
             assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
         }
