@@ -60,6 +60,18 @@ pub(crate) enum ConfigError {
     Environment(String),
 }
 
+/// Flags that cannot be honoured together; ends the process with exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{flag} cannot be used with {other}: {reason}")]
+pub(crate) struct UsageError {
+    /// A flag.
+    pub(crate) flag: &'static str,
+    /// Another one.
+    pub(crate) other: &'static str,
+    /// Why.
+    pub(crate) reason: &'static str,
+}
+
 impl ConfigError {
     /// A field's value that breaks `limit`.
     pub(crate) fn field(field: &'static str, value: impl ToString, limit: impl Into<String>) -> Self {

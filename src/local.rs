@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use model::tokenizer::Tokenizer;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use std::io::IsTerminal;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use worker::engine::{Engine, EngineRequest, StepOutcome};
@@ -63,16 +64,22 @@ pub(crate) struct LocalEngine {
 
 /// Resolves and loads MODEL, with progress on terminals.
 pub(crate) fn open(model: &str, options: EngineOptions) -> Result<LocalEngine> {
-    let path = resolve_or_pull(model)?.path;
+    open_with(&resolve_or_pull(model)?.path, |path, progress| worker::load::open(path, &options, progress))
+}
+
+/// Loads the model in a file by `load`, with progress on terminals.
+pub(crate) fn open_with(
+    path: &Path,
+    load: impl FnOnce(&Path, &mut worker::load::Progress<'_>) -> Result<LoadedModel, worker::Error>,
+) -> Result<LocalEngine> {
     let bar = std::io::stderr().is_terminal();
     let started = Instant::now();
-    let LoadedModel { engine, tokenizer, metadata, max_model_len, .. } =
-        worker::load::open(&path, &options, &mut |done, total| {
-            if bar {
-                eprint!("\rloading {done}/{total} layers");
-            }
-        })
-        .with_context(|| format!("cannot load {}", path.display()))?;
+    let LoadedModel { engine, tokenizer, metadata, max_model_len, .. } = load(path, &mut |done, total| {
+        if bar {
+            eprint!("\rloading {done}/{total} layers");
+        }
+    })
+    .with_context(|| format!("cannot load {}", path.display()))?;
     if bar {
         eprintln!("\rloaded {} in {:.2} s          ", path.display(), started.elapsed().as_secs_f32());
     }

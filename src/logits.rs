@@ -1,14 +1,20 @@
 //! `kvasir logits`: logits of whole prompts as a safetensors file, for checks against references.
 
+use crate::config::UsageError;
+use crate::cpus;
 use crate::local::{self, EngineArgs, LocalEngine};
+use crate::models::resolve_or_pull;
+use crate::replica;
 use anyhow::{Context, Result, bail};
 use proto::message::{GenerateFrame, Sampling, Stop};
+use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use worker::decoder::LayerState;
 use worker::engine::{EngineRequest, Sink};
 use worker::kv_cache::Placement;
+use worker::load;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]
@@ -50,8 +56,32 @@ pub(crate) struct Logits {
     /// Share nothing between prompts
     #[arg(long)]
     no_prefix_cache: bool,
+    /// Cut the layers into so many ranges, each in a process of its own; as many as the model can be cut into
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    shards: u16,
+    /// With --shards: element type of activations between processes; bf16 is half the bytes, and another result
+    #[arg(long, value_enum, default_value = "f32")]
+    wire: WireArg,
     #[command(flatten)]
     engine: EngineArgs,
+}
+
+/// Element type of activations between the stages of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum WireArg {
+    /// As computed.
+    F32,
+    /// Rounded to brain floats.
+    Bf16,
+}
+
+impl From<WireArg> for ActivationType {
+    fn from(arg: WireArg) -> Self {
+        match arg {
+            WireArg::F32 => Self::F32,
+            WireArg::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 /// What one prompt gave.
@@ -111,6 +141,11 @@ impl Sink for Collector {
 impl Logits {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
+        let path = resolve_or_pull(&self.model)?.path;
+        let shards = usize::from(self.shards);
+        if shards > 1 {
+            self.check_shards(&path, shards)?;
+        }
         let text = std::fs::read_to_string(&self.tokens)
             .with_context(|| format!("cannot read {}", self.tokens.display()))?;
         let prompts: Vec<Vec<u32>> = serde_json::from_str(&text).with_context(|| {
@@ -132,7 +167,19 @@ impl Logits {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
         options.max_rows = (self.chunk == 0).then_some((longest * at_once).max(512));
-        let mut local = local::open(&self.model, options)?;
+        // Dropped after the engine, which then has nobody left to talk to.
+        let mut _later = None;
+        let mut local = if shards == 1 {
+            local::open_with(&path, |path, progress| load::open(path, &options, progress))?
+        } else {
+            let threads = options.threads.unwrap_or_else(|| (cpus::capacity() / shards).max(1));
+            options.threads = Some(threads);
+            options.workers = shards;
+            let (processes, replica) =
+                replica::start(&path, shards, &self.engine, threads, self.wire.into())?;
+            _later = Some(processes);
+            local::open_with(&path, |path, progress| load::open_replica(path, &options, replica, progress))?
+        };
         let vocab = local.engine.decoder().spec().vocab;
         let mut collected = Vec::with_capacity(prompts.len());
         for prompt in &prompts {
@@ -143,6 +190,18 @@ impl Logits {
         }
         local.run_to_end()?;
         self.write(&prompts, vocab, &collected)
+    }
+
+    /// Refuses what does not go with several shards, before any process is started.
+    fn check_shards(&self, path: &Path, shards: usize) -> Result<()> {
+        let refuse = |other, reason| Err(UsageError { flag: "--shards", other, reason }.into());
+        if self.contiguous {
+            return refuse("--contiguous", "runs of blocks are placed in one worker's memory");
+        }
+        if self.states {
+            return refuse("--states", "the states of later layers are not in this process");
+        }
+        Ok(load::check_shards(path, shards)?)
     }
 
     fn submit(&self, local: &mut LocalEngine, prompt: &[u32], vocab: usize) -> Arc<Mutex<Collected>> {

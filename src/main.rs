@@ -25,9 +25,11 @@ mod perplexity;
 mod plan;
 mod prefix;
 mod progress;
+mod replica;
 mod role;
 mod run;
 mod snapshot;
+mod stage;
 mod status;
 mod tokenize;
 mod top;
@@ -37,17 +39,17 @@ mod worker;
 use ::coordinator::placement::PlacementError;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
-use config::ConfigError;
+use config::{ConfigError, UsageError};
 use std::io::{ErrorKind as IoErrorKind, IsTerminal};
 use std::process::ExitCode;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Exit code of a command line that asks for what cannot be.
-const BAD_USAGE: u8 = 2;
 /// Exit code of a configuration that cannot be honoured (`EX_USAGE` of sysexits).
 const BAD_CONFIG: u8 = 64;
+/// Exit code of a flag that cannot be honoured, as clap has it.
+const BAD_USAGE: u8 = 2;
 
 /// Serves large language models from many machines as if they were one.
 #[derive(Parser)]
@@ -66,6 +68,7 @@ enum Command {
     Up(up::Up),
     Coordinator(coordinator::Coordinator),
     Worker(worker::Worker),
+    Stage(stage::Stage),
     Run(run::Run),
     Logits(logits::Logits),
     Perplexity(perplexity::Perplexity),
@@ -90,6 +93,7 @@ impl Command {
             Self::Up(command) => command.run(),
             Self::Coordinator(command) => command.run(),
             Self::Worker(command) => command.run(),
+            Self::Stage(command) => command.run(),
             Self::Run(command) => command.run(),
             Self::Logits(command) => command.run(),
             Self::Perplexity(command) => command.run(),
@@ -132,9 +136,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether a flag asks of a model what no model of that shape can do.
+/// Whether a flag asks for what the model, or another flag, rules out.
 fn is_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
-    matches!(cause.downcast_ref(), Some(PlacementError::Shards { .. }))
+    cause.is::<UsageError>()
+        || matches!(cause.downcast_ref(), Some(PlacementError::Shards { .. }))
+        || matches!(cause.downcast_ref(), Some(::worker::Error::Shards { .. }))
 }
 
 /// Whether what was asked for in a file, a flag or the environment is at fault.

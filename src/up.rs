@@ -1,7 +1,7 @@
 //! `kvasir up`: a cluster on this machine. Its nodes are child processes of the same executable and talk
 //! over QUIC with mutual TLS, as nodes on many machines do.
 
-mod child;
+pub(crate) mod child;
 mod data_dir;
 mod nodes;
 mod supervisor;

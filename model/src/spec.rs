@@ -3,6 +3,7 @@
 //! A GGUF's metadata is translated into a [`ModelSpec`] by one file per architecture (`arch/`). Tensors are
 //! named, not loaded: weights come through a tensor source.
 
+mod cuts;
 mod feed_forward;
 mod mixer;
 mod tensors;

@@ -116,6 +116,9 @@ pub enum Error {
     /// A worker does not send what is pulled from it.
     #[error("nothing can be pulled: {0}")]
     PullRefused(#[from] crate::pull::PullRefusal),
+    /// A stage of a replica does not take part, or no longer.
+    #[error("the stage has failed: {0}")]
+    StageFailed(#[from] crate::stage::StageFailure),
     /// The endpoint was closed.
     #[error("the endpoint is closed")]
     EndpointClosed,
@@ -156,6 +159,7 @@ impl Error {
             | Self::VersionMismatch { .. }
             | Self::Spoofed { .. }
             | Self::PullRefused(_)
+            | Self::StageFailed(_)
             | Self::EndpointClosed
             | Self::Protocol(_) => false,
         }

@@ -103,6 +103,7 @@ mod pull;
 mod reset;
 mod rpc;
 mod sequence;
+mod stage;
 mod streams;
 mod tls;
 
@@ -121,4 +122,8 @@ pub use peer_index::{PeerIndexCall, PeerIndexStream};
 pub use pull::{PullCall, PullReply, PullStream};
 pub use rpc::{CoordinatorRpc, WorkerRpc};
 pub use sequence::{SequenceBody, SequenceBytes, SequenceCall, SequenceExchange, SequenceReplier};
+pub use stage::{
+    ActivationReceiver, ActivationSender, StageCall, StageControl, StageOrderReceiver, StageOrders,
+    StageReporter, StageReports,
+};
 pub use streams::{StreamCode, StreamKind};

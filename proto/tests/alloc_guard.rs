@@ -71,6 +71,7 @@ fn full_lists() -> Vec<(&'static str, &'static str, Vec<u8>, Vec<u8>)> {
     let removed_one = [&[1, 1][..], &id, &[0]].concat();
     let run_of_one = [&id[..], &[1], &id, &[0]].concat();
     let token = [&[0, 0, 1, 0, 0, 0, 0, 20][..], &[0; 100]].concat();
+    let sequence = [&[0, 0, 8][..], &[0; 16], &[0]].concat();
     let stored = [&[0, 0, 0, 1, 0][..], &id].concat();
     vec![
         ("KvFrame", "empty events", list(&[0, 0, 0], 32_768), vec![2]),
@@ -81,6 +82,8 @@ fn full_lists() -> Vec<(&'static str, &'static str, Vec<u8>, Vec<u8>)> {
         ("KvSnapshotFrame", "empty runs", list(&[1], 65_536), [&id[..], &[0, 0]].concat()),
         ("KvSnapshotFrame", "runs of one unit", list(&[1], 65_536), run_of_one),
         ("KvSnapshotFrame", "resume points", list(&[3], 65_536), [&id[..], &[0, 0]].concat()),
+        ("StageStep", "empty sequences", list(&[0, 0, 0], 4096), sequence),
+        ("StageStep", "one long table", list(&[0, 0, 0, 1, 0, 0, 1, 0], 4_000_000), vec![1]),
         ("GenerateFrame", "empty tokens", list(&[1], 4096), vec![0, 0, 0]),
         ("GenerateFrame", "tokens with alternatives", list(&[1], 4096), token),
     ]

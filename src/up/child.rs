@@ -4,6 +4,7 @@
 
 use crate::node::Announcement;
 use anyhow::{Context, ensure};
+use serde::de::DeserializeOwned;
 use std::fs::File;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
@@ -96,7 +97,8 @@ pub(crate) async fn watch(
     }
 }
 
-async fn read_announcement(stdout: Option<ChildStdout>) -> anyhow::Result<Announcement> {
+/// The line that a node says when it listens.
+pub(crate) async fn read_announcement<T: DeserializeOwned>(stdout: Option<ChildStdout>) -> anyhow::Result<T> {
     let stdout = stdout.context("a node without stdout")?;
     let mut line = String::new();
     BufReader::new(stdout.take(MAX_ANNOUNCEMENT_BYTES)).read_line(&mut line).await?;

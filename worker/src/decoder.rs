@@ -123,14 +123,22 @@ impl Decoder {
     }
 
     /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena.
+    ///
+    /// # Errors
+    /// [`Error::StageStep`] of a stage: it has a part of the block only, and an arena of its own offsets.
     pub fn read_block(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
+        self.check_whole()?;
         let mut bytes = vec![0; self.groups.get(group).map_or(0, |group| group.block_bytes)];
         self.backend.read_arena(offset, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Fills a block of a group with bytes that [`Decoder::read_block`] gave, here or elsewhere.
+    ///
+    /// # Errors
+    /// As [`Decoder::read_block`].
     pub fn write_block(&mut self, group: usize, offset: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.check_whole()?;
         let length = self.groups.get(group).map_or(0, |group| group.block_bytes);
         if bytes.len() != length {
             return Err(Error::Invariant(format!("{} bytes for a block of {length}", bytes.len())));
@@ -138,13 +146,59 @@ impl Decoder {
         Ok(self.backend.write_arena(offset, bytes)?)
     }
 
-    /// Runs the layers over a step; the residual stream stays on the device.
+    fn check_whole(&self) -> Result<(), Error> {
+        match self.config.layers.len() == self.spec.layers.len() {
+            true => Ok(()),
+            false => Err(Error::StageStep { reason: "it has a part of each block only".to_owned() }),
+        }
+    }
+
+    /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the
+    /// model's first layer.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
+        if self.config.layers.start > 0 {
+            return Err(Error::Invariant("a later stage starts from activations".to_owned()));
+        }
+        self.begin(copies, step)?;
+        self.run_layers()
+    }
+
+    /// As [`Decoder::forward`], for a range that begins behind the first layer: from what [`Decoder::residual`] gave
+    /// for the range before it, row by row.
+    pub fn forward_from(
+        &mut self,
+        copies: &[KvCopy],
+        step: &StepInput<'_>,
+        activations: &[f32],
+    ) -> Result<(), Error> {
+        let (rows, width) = (step.tokens.len(), self.spec.hidden);
+        if self.config.layers.start == 0 || activations.len() != rows * width {
+            let found = activations.len();
+            return Err(Error::Invariant(format!("{found} activations for {rows} rows of {width}")));
+        }
+        self.begin(copies, step)?;
+        self.backend.write_rows(self.buffers.x, activations)?;
+        self.run_layers()
+    }
+
+    /// The residual stream behind the last layer run: `rows` rows of the last step, one behind the other.
+    pub fn residual(&mut self, rows: usize) -> Result<Vec<f32>, Error> {
+        let mut values = vec![0f32; rows * self.spec.hidden];
+        for (row, out) in values.chunks_exact_mut(self.spec.hidden).enumerate() {
+            self.backend.read_row(self.buffers.x, row, out)?;
+        }
+        Ok(values)
+    }
+
+    fn begin(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
         if !copies.is_empty() {
             self.backend.copy_kv(copies)?;
         }
         self.backend.begin_step(step)?;
-        self.embed()?;
+        self.embed()
+    }
+
+    fn run_layers(&mut self) -> Result<(), Error> {
         for index in 0..self.weights.layers.len() {
             self.layer(index)?;
         }

@@ -12,6 +12,7 @@ use crate::sampling::Sampler;
 use crate::sampling::stop::OutputText;
 use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::snapshot::Origin;
+use crate::stage::LaterStages;
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
 use forward::run;
@@ -31,6 +32,7 @@ use std::time::{Duration, Instant};
 use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
 
+mod draw;
 mod forward;
 pub mod offering;
 mod output;
@@ -138,7 +140,10 @@ struct Draw {
 
 /// See the module.
 pub struct Engine {
+    /// All layers, or those of the first stage.
     decoder: Decoder,
+    /// The other stages, where the model is cut.
+    later: Option<LaterStages>,
     scheduler: Scheduler,
     events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
@@ -174,6 +179,7 @@ impl Engine {
         let pulling = Pulling::new(Namer::new(&origin)?);
         Ok(Self {
             decoder,
+            later: None,
             scheduler,
             events: Arc::new(Mutex::new(events)),
             tokenizer,
@@ -196,12 +202,17 @@ impl Engine {
         Self { tiering: Some(Tiering::new(tiers)), ..self }
     }
 
+    /// Its decoder has only the first layers: these stages have the others.
+    pub(crate) fn with_later_stages(self, later: LaterStages) -> Self {
+        Self { later: Some(later), ..self }
+    }
+
     /// The engine's metrics.
     pub fn metrics(&self) -> &EngineMetrics {
         &self.metrics
     }
 
-    /// The decoder.
+    /// The decoder; of a model that is cut, the first stage's.
     pub fn decoder(&self) -> &Decoder {
         &self.decoder
     }
@@ -224,6 +235,14 @@ impl Engine {
             }
         };
         let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
+        if states && self.later.is_some() {
+            let reason = "the layers are on several workers".to_owned();
+            sink.frame(GenerateFrame::Failed(GenerateError::InvalidField {
+                field: "states".to_owned(),
+                reason,
+            }));
+            return None;
+        }
         let prompt_len = prompt.len();
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
@@ -385,9 +404,13 @@ impl Engine {
             self.publish();
             return Ok(StepOutcome::Idle);
         };
-        run(&mut self.decoder, &self.scheduler, &plan)?;
+        let targets = self.targets(&plan);
+        match &mut self.later {
+            None => run(&mut self.decoder, &self.scheduler, &plan)?,
+            Some(later) => later.run(&mut self.decoder, &self.scheduler, &plan, &targets.rows)?,
+        }
         self.read_states(&plan)?;
-        let mut sampled = self.draw(&plan)?;
+        let mut sampled = self.draw(plan.step, &targets)?;
         let rows = plan.tokens.len();
         let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
         let own = sampled.iter().filter(|draw| draw.of == draw.id);
@@ -440,65 +463,6 @@ impl Engine {
             }
         }
         Ok(())
-    }
-
-    /// Logits of rows that are drawn from or wanted whole, and the draws.
-    /// A last row of a prompt is drawn from for everybody who waits for it.
-    fn draw(&mut self, plan: &StepPlan) -> Result<Vec<Draw>, Error> {
-        // (sequence of the row, who draws, row)
-        let mut plain: Vec<(SeqId, SeqId, u32)> = Vec::new();
-        let mut rows: Vec<u32> = Vec::new();
-        // (sequence of the row, who hears or draws, position, whether this row is drawn from)
-        let mut targets: Vec<(SeqId, SeqId, usize, bool)> = Vec::new();
-        let with_siblings = plan.sequences.iter().flat_map(|sequence| {
-            let siblings = sequence.samples.then(|| self.siblings.followers(sequence.id));
-            let ids = std::iter::once(sequence.id).chain(siblings.into_iter().flatten());
-            ids.map(move |id| (sequence, id))
-        });
-        for (sequence, id) in with_siblings {
-            let Some(live) = self.live.get(&id) else { continue };
-            let of = sequence.id;
-            let last = sequence.rows.end - 1;
-            let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
-            if live.all_logits {
-                for row in sequence.rows.clone() {
-                    rows.push(row);
-                    targets.push((of, id, position(row), sequence.samples && row == last));
-                }
-            } else if sequence.samples {
-                match live.sampler.is_plain_argmax() {
-                    true => plain.push((of, id, last)),
-                    false => {
-                        rows.push(last);
-                        targets.push((of, id, position(last), true));
-                    }
-                }
-            }
-        }
-        let mut drawn = Vec::with_capacity(plan.sequences.len());
-        if !plain.is_empty() {
-            let picked: Vec<u32> = plain.iter().map(|(_, _, row)| *row).collect();
-            let mut best = Vec::with_capacity(picked.len());
-            self.decoder.argmax(&picked, &mut best)?;
-            let draws = plain.iter().zip(best);
-            drawn.extend(draws.map(|(&(of, id, _), token)| Draw { of, id, token, logprobs: None }));
-        }
-        if !rows.is_empty() {
-            let live = &mut self.live;
-            self.decoder.logits(&rows, &mut |index, row| {
-                let (of, id, position, draws) = targets[index];
-                let Some(live) = live.get_mut(&id) else { return };
-                if live.all_logits {
-                    live.sink.logits(position, row);
-                }
-                if draws {
-                    let mut scratch = row.to_vec();
-                    let (token, logprobs) = live.sampler.draw(&mut scratch);
-                    drawn.push(Draw { of, id, token, logprobs });
-                }
-            })?;
-        }
-        Ok(drawn)
     }
 
     /// The KV event log, to be read by others.

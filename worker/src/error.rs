@@ -57,6 +57,23 @@ pub enum Error {
     /// An invariant of caches or tables does not hold: the worker stops rather than serve wrong content.
     #[error("invariant broken: {0}")]
     Invariant(String),
+    /// A model cannot be cut into so many layer ranges.
+    #[error("this model can be cut into {most} shards at most, not {shards}")]
+    Shards {
+        /// How many were asked for.
+        shards: usize,
+        /// How many there can be.
+        most: usize,
+    },
+    /// Another stage of the replica is gone.
+    #[error(transparent)]
+    StageLost(#[from] crate::stage::LostStage),
+    /// A stage is asked for something that it cannot do.
+    #[error("a step of a replica: {reason}")]
+    StageStep {
+        /// What, and what it has.
+        reason: String,
+    },
     /// A coordinator has accepted a life that this worker does not go on with.
     #[error("epoch {} was accepted, which is not the present one", .0.0)]
     AnotherLife(proto::ids::Epoch),

@@ -21,6 +21,7 @@ pub mod sampling;
 pub mod scheduler;
 pub mod service;
 pub mod snapshot;
+pub mod stage;
 pub mod telemetry;
 pub mod tiers;
 pub mod watchdog;

@@ -9,8 +9,9 @@ use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::snapshot::Origin;
+use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
-use kernels::backend::{ActivationMode, Backend, KvType};
+use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
@@ -22,20 +23,24 @@ use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
 use proto::message::{ModelTask, PullCostV1, ServedModelV2};
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 mod encoder;
+mod stages;
 
 pub use encoder::encoder;
+pub(crate) use stages::{admit_kv, stage, stage_ranges};
+pub use stages::{check_shards, open_replica};
 
 /// Units that the replay ring of KV events names at most: 4 MiB of ids.
 const EVENT_RING_UNITS: usize = 256 * 1024;
 /// Logits rows computed together.
 const LOGIT_ROWS: usize = 64;
 /// Longest sequence served where the model's own context would need an absurd arena, in tokens.
-const MAX_CONTEXT: usize = 1 << 20;
+pub(crate) const MAX_CONTEXT: usize = 1 << 20;
 
 /// How to run a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,6 +111,8 @@ impl Default for EngineOptions {
 /// A loaded model, not yet an engine: that needs the cluster's key.
 pub struct Prepared {
     decoder: Decoder,
+    /// The stages that have the other layers, and what their activations add to the numeric class.
+    later: Option<(LaterStages, Option<&'static str>)>,
     tokenizer: Arc<Tokenizer>,
     metadata: Metadata,
     model_digest: [u8; 32],
@@ -151,7 +158,8 @@ pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let spec = ModelSpec::from_file(&gguf)?;
     generates(&spec)?;
     let rows = options.max_rows.unwrap_or(512);
-    load_decoder(&gguf, spec, options, backend(options, &environment)?, rows, progress)
+    let layers = 0..spec.layers.len();
+    load_decoder(&gguf, spec, options, backend(options, &environment)?, (layers, rows), progress)
 }
 
 /// The device that `options` ask for. `environment` looks up the variables that choose kernels
@@ -203,7 +211,11 @@ pub fn open_on(
     backend: Box<dyn Backend>,
     progress: &mut Progress<'_>,
 ) -> Result<LoadedModel, Error> {
-    let prepared = prepare_on(path, options, backend, progress)?;
+    assemble(prepare_on(path, options, backend, None, progress)?)
+}
+
+/// The engine of one process, whose key does not matter.
+fn assemble(prepared: Prepared) -> Result<LoadedModel, Error> {
     let (tokenizer, metadata) = (Arc::clone(&prepared.tokenizer), prepared.metadata.clone());
     let max_model_len = prepared.max_model_len;
     let engine = prepared.engine(ClusterKey([0; 32]), Epoch(1))?;
@@ -212,13 +224,14 @@ pub fn open_on(
 
 /// Loads a model and allocates its KV arena.
 pub fn prepare(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Prepared, Error> {
-    prepare_on(path, options, backend(options, &environment)?, progress)
+    prepare_on(path, options, backend(options, &environment)?, None, progress)
 }
 
 fn prepare_on(
     path: &Path,
     options: &EngineOptions,
     backend: Box<dyn Backend>,
+    replica: Option<Replica>,
     progress: &mut Progress<'_>,
 ) -> Result<Prepared, Error> {
     let gguf = ModelFile::open(path)?;
@@ -242,16 +255,34 @@ fn prepare_on(
     floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = digest(&gguf, options)?;
     let metadata = gguf.metadata().clone();
-    let mut decoder = load_decoder(&gguf, spec, options, backend, rows, progress)?;
+    let wire = replica.as_ref().and_then(Replica::class);
+    let (layers, mut joining) = match replica {
+        None => (0..spec.layers.len(), None),
+        Some(replica) => {
+            let class = stages::class(backend.info(), &model_digest, options);
+            let (first, joining) = replica.join(&spec, class, rows, options.block_tokens)?;
+            (first, Some(joining))
+        }
+    };
+    let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
     floor.admit(&ProcMemInfo, "the KV cache", arena_bytes).map_err(refused)?;
-    let cache = CacheSpec {
-        groups: decoder.groups().iter().map(group_spec).collect(),
-        block_tokens: options.block_tokens as u32,
-        arena_bytes,
-    };
+    let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
+    if let Some(joining) = &mut joining {
+        let own: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
+        for (group, bytes) in groups.iter_mut().zip(joining.block_bytes(&own)?) {
+            group.block_bytes = bytes;
+        }
+    }
+    let cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
     cache.validate().map_err(|error| Error::KvMemory { reason: error.to_string() })?;
-    decoder.allocate_kv(arena_bytes as usize)?;
+    let later = match joining {
+        None => {
+            decoder.allocate_kv(arena_bytes as usize)?;
+            None
+        }
+        Some(joining) => Some((joining.begin(&mut decoder, &cache)?, wire)),
+    };
     let scheduler = SchedulerConfig {
         max_batch_tokens: rows as u32,
         max_seqs: max_sequences,
@@ -271,6 +302,7 @@ fn prepare_on(
     }
     Ok(Prepared {
         decoder,
+        later,
         tokenizer,
         metadata,
         model_digest,
@@ -289,6 +321,14 @@ impl Prepared {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
         describe(id, &self.decoder, digests, lengths, self.kv_type)
+    }
+
+    fn numeric_class(&self) -> String {
+        let class = numeric_class(&self.decoder, &self.model_digest, self.kv_type);
+        match &self.later {
+            Some((_, Some(wire))) => format!("{class}/{wire}"),
+            _ => class,
+        }
     }
 
     /// What pulling prefixes of this model costs; none where none are kept.
@@ -314,7 +354,7 @@ impl Prepared {
         Origin {
             model_digest: self.model_digest,
             tokenizer_digest: self.tokenizer.digest(),
-            numeric_class: numeric_class(&self.decoder, &self.model_digest, self.kv_type),
+            numeric_class: self.numeric_class(),
             block_tokens: self.cache.block_tokens,
             block_bytes: self.cache.groups.iter().map(|group| group.block_bytes).collect(),
         }
@@ -329,6 +369,10 @@ impl Prepared {
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
         let engine =
             Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin)?;
+        let engine = match self.later {
+            Some((later, _)) => engine.with_later_stages(later),
+            None => engine,
+        };
         let engine = match self.pull_patience {
             Some(patience) => engine.with_pull_patience(patience),
             None => engine,
@@ -364,13 +408,17 @@ pub(crate) fn describe(
 
 /// What decides the bits of a result, in words.
 fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) -> String {
-    let info = decoder.backend().info();
-    let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    let class = format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name());
+    let class = base_class(decoder.backend().info(), model_digest, kv_type);
     match decoder.state_class() {
         Some(state) => format!("{class}/{state}"),
         None => class,
     }
+}
+
+/// What decides the bits of a result on a device, but for how states are kept.
+fn base_class(info: &BackendInfo, model_digest: &[u8; 32], kv_type: KvType) -> String {
+    let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
 }
 
 /// A group of layers as the cache sees it.
@@ -392,11 +440,11 @@ fn load_decoder(
     spec: ModelSpec,
     options: &EngineOptions,
     backend: Box<dyn Backend>,
-    max_rows: usize,
+    (layers, max_rows): (Range<usize>, usize),
     progress: &mut Progress<'_>,
 ) -> Result<Decoder, Error> {
     let config = DecoderConfig {
-        layers: 0..spec.layers.len(),
+        layers,
         max_rows,
         logit_rows: LOGIT_ROWS,
         block_tokens: options.block_tokens,

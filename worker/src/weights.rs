@@ -208,7 +208,8 @@ pub(crate) struct Classifier {
     pub(crate) out: Linear,
 }
 
-/// Weights of a layer range; embedding and head only where the range holds the first or last layer.
+/// Weights of a layer range; the head only where it holds the last layer, the embedding only where it holds the first
+/// or where layers read something of the tokens by themselves.
 #[derive(Debug)]
 pub(crate) struct Weights {
     pub(crate) embedding: Option<EmbeddingWeights>,

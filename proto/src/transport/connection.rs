@@ -13,6 +13,7 @@ use super::peer_index::PeerIndexStream;
 use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
+use super::stage::{ActivationSender, StageControl};
 use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
@@ -21,6 +22,7 @@ use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
 use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
+use crate::stage::StageFeed;
 use quinn::{RecvStream, SendStream, VarInt};
 use serde::Serialize;
 use std::net::SocketAddr;
@@ -216,6 +218,17 @@ impl Connection {
     pub async fn open_pull(&self, request: &PullRequest) -> Result<PullStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Pull).await?;
         PullStream::start(send, receive, request).await
+    }
+
+    /// Makes the worker at the other end a stage of a replica that we lead.
+    pub async fn open_stage(&self) -> Result<StageControl, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Stage).await?;
+        Ok(StageControl::new(send, receive))
+    }
+
+    /// Opens a stream of steps and activations to the worker at the other end, the stage behind ours.
+    pub async fn open_activations(&self, feed: &StageFeed) -> Result<ActivationSender, Error> {
+        ActivationSender::start(self.open_one_way(StreamKind::Activations).await?, feed).await
     }
 
     /// Opens a stream for our KV events to the coordinator at the other end.

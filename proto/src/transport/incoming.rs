@@ -12,6 +12,7 @@ use super::peer_index::PeerIndexCall;
 use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
+use super::stage::{ActivationReceiver, StageCall};
 use super::streams::{StreamCode, StreamKind, read_error, within};
 use crate::Error;
 use quinn::{RecvStream, SendStream};
@@ -48,6 +49,10 @@ pub enum Incoming {
     Group(GroupStream),
     /// A coordinator wants to know what we, a coordinator, know of a worker's prefixes.
     PeerIndex(PeerIndexCall),
+    /// The first stage of a replica wants us to be another one.
+    Stage(StageCall),
+    /// The stage before ours sends steps and activations.
+    Activations(ActivationReceiver),
     /// Tensors arrive.
     Bulk(BulkReceiver),
 }
@@ -150,6 +155,10 @@ async fn identify(
         }
         (Ok(StreamKind::PeerIndex), Some(send)) => {
             return PeerIndexCall::read(send, receive).await.map(Incoming::PeerIndex);
+        }
+        (Ok(StreamKind::Stage), Some(send)) => return Ok(Incoming::Stage(StageCall::new(send, receive))),
+        (Ok(StreamKind::Activations), None) => {
+            return ActivationReceiver::read(receive).await.map(Incoming::Activations);
         }
         (Ok(StreamKind::KvEvents), None) => {
             return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));

@@ -40,6 +40,10 @@ pub enum StreamKind {
     Pull = 9,
     /// What a coordinator knows of one worker's prefixes, for another coordinator. Bidirectional.
     PeerIndex = 10,
+    /// Control of one stage of a replica, by its first stage, worker to worker. Bidirectional.
+    Stage = 11,
+    /// Steps and activations, from a stage to the next, worker to worker. One direction.
+    Activations = 12,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -58,6 +62,8 @@ impl StreamKind {
             Self::Group,
             Self::Pull,
             Self::PeerIndex,
+            Self::Stage,
+            Self::Activations,
             Self::Hello,
         ]
         .into_iter()
@@ -71,7 +77,9 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Pull => (opener, acceptor) == (Role::Worker, Role::Worker),
+            Self::Pull | Self::Stage | Self::Activations => {
+                (opener, acceptor) == (Role::Worker, Role::Worker)
+            }
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
             Self::Bulk => true,
             Self::Hello => false,
@@ -222,6 +230,11 @@ impl<T: Serialize> FrameWriter<T> {
     pub(super) fn stream(&self) -> &SendStream {
         &self.stream
     }
+
+    /// Frames of another type follow.
+    pub(super) fn retyped<U: Serialize>(self, cap: Cap) -> FrameWriter<U> {
+        FrameWriter { stream: self.stream, cap, buffer: self.buffer, item: PhantomData }
+    }
 }
 
 /// Reads frames that hold one `T` each.
@@ -296,6 +309,11 @@ impl<T: DeserializeOwned> FrameReader<T> {
             }
         }
         Ok(true)
+    }
+
+    /// Frames of another type follow.
+    pub(super) fn retyped<U: DeserializeOwned>(self, cap: Cap) -> FrameReader<U> {
+        FrameReader { stream: self.stream, cap, buffer: self.buffer, item: PhantomData }
     }
 
     pub(super) fn stop(&mut self, code: StreamCode) {

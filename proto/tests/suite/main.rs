@@ -12,4 +12,5 @@ mod samples;
 mod sec_frames;
 mod sec_join;
 mod sequences;
+mod stages;
 mod streams;

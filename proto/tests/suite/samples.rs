@@ -12,6 +12,7 @@ use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
+use kvasir_proto::stage::*;
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -97,6 +98,63 @@ pub(crate) fn request_v2() -> GenerateRequest {
 
 pub(crate) fn pull_request() -> PullRequest {
     PullRequest::V1(PullRequestV1 { origin: [3; 32], root: id(5), tokens: vec![1, 70_000], have: 300 })
+}
+
+pub(crate) fn stage_join() -> StageJoinV1 {
+    StageJoinV1 {
+        replica: ReplicaId([6; 16]),
+        layers: (15, 30),
+        class: "cpu/kv-f16".into(),
+        max_rows: 2048,
+        block_tokens: 16,
+        activations: ActivationType::F32,
+        next: Some(StageAddressV1 { node: NodeId::new("w3").unwrap(), quic: "10.0.0.3:7001".into() }),
+    }
+}
+
+pub(crate) fn stage_orders() -> Vec<StageOrder> {
+    let begin = StageBeginV1 { slabs: 70_000, blocks_per_slab: vec![50, 1] };
+    vec![StageOrder::Join(stage_join()), StageOrder::Begin(begin)]
+}
+
+pub(crate) fn stage_reports() -> Vec<StageReport> {
+    vec![
+        StageReport::Joined(StageJoinedV1 { block_bytes: vec![1 << 20, 0] }),
+        StageReport::Ready,
+        StageReport::Drawn(StageDrawnV1 { step: 300, tokens: vec![70_000], rows: 2 }),
+        StageReport::Failed(StageFailure::Busy),
+    ]
+}
+
+pub(crate) fn stage_failures() -> Vec<StageFailure> {
+    let reason = || "out of memory".to_owned();
+    vec![
+        StageFailure::OtherClass { class: "cpu/kv-f32".into() },
+        StageFailure::Busy,
+        StageFailure::Layers,
+        StageFailure::Load { reason: reason() },
+        StageFailure::Neighbour { reason: reason() },
+        StageFailure::Step { reason: reason() },
+        StageFailure::Stops,
+    ]
+}
+
+pub(crate) fn stage_step() -> StageStep {
+    let table = |skipped, blocks: &[u32]| StageTableV1 { skipped, blocks: blocks.to_vec() };
+    let sequence = StageSequenceV1 {
+        rows: 2,
+        context: 300,
+        tables: vec![table(0, &[7, 70_000]), table(1, &[3])],
+        state: Some(StageStateV1 { read: Some(4), write: 5, exports: vec![(1, 6)] }),
+    };
+    StageStep::V1(StageStepV1 {
+        step: 300,
+        tokens: vec![1, 70_000, 2],
+        sequences: vec![sequence, StageSequenceV1 { rows: 1, ..StageSequenceV1::default() }],
+        copies: vec![StageCopyV1 { group: 1, from: 8, to: 300 }],
+        argmax: vec![2],
+        logits: vec![0, 1],
+    })
 }
 
 pub(crate) fn pull_frames() -> Vec<PullFrame> {
@@ -335,6 +393,12 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("WorkPart", Control, [WorkPart::Prefill, WorkPart::Decode, WorkPart::Both]),
         samples("PullRequest", Request, [pull_request()]),
         samples("PullFrame", Stream, pull_frames()),
+        samples("ActivationType", Stream, [ActivationType::F32, ActivationType::Bf16]),
+        samples("StageOrder", Stream, stage_orders()),
+        samples("StageReport", Stream, stage_reports()),
+        samples("StageFailure", Stream, stage_failures()),
+        samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
+        samples("StageStep", Control, [stage_step()]),
         samples(
             "PullRefusal",
             Stream,

@@ -36,6 +36,7 @@ mod golden;
 mod numerics;
 mod perplexity;
 mod plan;
+mod shards;
 mod state_type;
 mod tokenize;
 mod usage;

@@ -13,7 +13,8 @@ use model::spec::{AttentionSpec, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpe
 pub struct CacheGroup {
     /// What its layers remember.
     pub kind: CacheKind,
-    /// Bytes of one block, or of one sequence's state, over all layers of the group; a multiple of 64.
+    /// Bytes of one block, or of one sequence's state, over all layers of the group that the range holds; a multiple
+    /// of 64, and 0 where it holds none.
     pub block_bytes: usize,
     /// Layers of the group that have a cache of their own.
     pub layers: usize,
@@ -45,8 +46,9 @@ pub(super) fn place_caches(
     config: &DecoderConfig,
     backend: &mut dyn Backend,
 ) -> Result<(Vec<CacheGroup>, Vec<LayerCache>, usize), Error> {
-    let mut windows: Vec<Option<usize>> =
-        config.layers.clone().filter_map(|index| spec.attention(index)).map(|a| a.window).collect();
+    // Of the whole model, not of this range alone: all stages of a replica name groups alike.
+    let attention = (0..spec.layers.len()).filter_map(|index| spec.attention(index));
+    let mut windows: Vec<Option<usize>> = attention.map(|attention| attention.window).collect();
     windows.sort_unstable();
     windows.dedup();
     let kind = |window: &Option<usize>| window.map_or(CacheKind::Full, CacheKind::Sliding);
@@ -106,7 +108,7 @@ pub(super) fn place_caches(
         state.block_bytes += backend.state_bytes(shape, &heads)?;
         state.layers += 1;
     }
-    groups.extend((state.layers > 0).then_some(state));
+    groups.extend(spec.is_recurrent().then_some(state));
     Ok((groups, caches, narrow_heads))
 }
 

@@ -42,7 +42,7 @@ impl StateType {
     }
 
     /// What it adds to a numeric class; nothing where all heads are f32.
-    pub(super) fn class(self) -> Option<String> {
+    pub(crate) fn class(self) -> Option<String> {
         match self {
             Self::F32 => None,
             Self::AutoBf16 { tau } => Some(format!("state-bf16.{FORMAT}-tau{tau}")),

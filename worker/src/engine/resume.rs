@@ -384,8 +384,19 @@ impl Engine {
         }
     }
 
+    /// Refuses to touch blocks of which other stages have a part.
+    fn check_whole(&self) -> Result<(), SequenceError> {
+        match self.later {
+            None => Ok(()),
+            Some(_) => {
+                Err(SequenceError::Unsupported("the model's layers are on several workers".to_owned()))
+            }
+        }
+    }
+
     /// Copies out the deepest resume point within these tokens.
     fn capture(&mut self, root: BlockId, tokens: Arc<[u32]>) -> Result<Capture, SequenceError> {
+        self.check_whole()?;
         let prefix = &tokens[..savable(tokens.len())];
         let point = self.scheduler.resume_point(root, prefix);
         let (position, blocks) = match point {
@@ -406,6 +417,7 @@ impl Engine {
 
     /// Fills the blocks of a resume point with what a snapshot has of it.
     fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
+        self.check_whole()?;
         let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
         if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
             let reason = "its pieces are not those of a resume point of this model".to_owned();

@@ -444,7 +444,7 @@ impl Group {
 
 /// The multiple of the largest block that wastes least: tails of slabs, the tail of the arena, and for each
 /// group but one a slab that lies half empty. With up to 50 blocks to a slab its tail is below 2 %.
-fn slab_bytes(spec: &CacheSpec) -> u64 {
+pub(super) fn slab_bytes(spec: &CacheSpec) -> u64 {
     let sizes = || spec.groups.iter().map(|g| g.block_bytes);
     let largest = sizes().max().unwrap_or(OFFSET_UNIT);
     let waste = |times: u64| {

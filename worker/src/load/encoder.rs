@@ -41,7 +41,8 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = digest(&gguf, options)?;
     let device = backend(options, &environment)?;
-    let mut decoder = load_decoder(&gguf, spec, options, device, step_tokens, progress)?;
+    let layers = 0..spec.layers.len();
+    let mut decoder = load_decoder(&gguf, spec, options, device, (layers, step_tokens), progress)?;
     let layout = Layout::new(&decoder, (step_tokens, step_texts), options.block_tokens)?;
     let bytes = layout.bytes() as u64;
     if let Some(limit) = options.kv_bytes.filter(|limit| *limit < bytes) {

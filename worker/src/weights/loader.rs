@@ -50,7 +50,9 @@ impl<'a> Loader<'a> {
         let first = range.start == 0;
         let last = range.end == spec.layers.len();
         let total = range.len();
-        let embedding = first.then(|| self.embedding(spec)).transpose()?;
+        // What layers read of the tokens by themselves is made of the embedded tokens, on every stage anew.
+        let embeds = first || spec.per_layer_input.is_some();
+        let embedding = embeds.then(|| self.embedding(spec)).transpose()?;
         let per_layer_input = match &spec.per_layer_input {
             Some(input) => Some(PerLayerInputWeights {
                 table: self.table(&input.table, spec.vocab, input.width * spec.layers.len())?,

@@ -7,12 +7,12 @@ use kvasir_worker::load::EngineOptions;
 const GENERATE: u32 = 12;
 
 /// Prompts of awkward lengths: below a block, across several, past every sliding window, on a block's edge.
-fn asks() -> Vec<Ask> {
+pub(crate) fn asks() -> Vec<Ask> {
     [5, 37, 90, 64].iter().zip(1..).map(|(len, seed)| Ask::greedy(prompt(seed, *len), GENERATE)).collect()
 }
 
 /// Alone, the whole prompt at once, one thread, blocks one after the other, nothing shared.
-fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
+pub(crate) fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
     let options = EngineOptions {
         chunk: Some(0),
         prefix_cache: false,
@@ -30,7 +30,7 @@ fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
 }
 
 /// Tokens, and the logits of every position that `got` has, are those of `want`.
-fn assert_same(what: &str, want: &[Heard], got: &[Heard]) {
+pub(crate) fn assert_same(what: &str, want: &[Heard], got: &[Heard]) {
     assert_eq!(want.len(), got.len());
     for (index, (want, got)) in want.iter().zip(got).enumerate() {
         assert_eq!(got.failed, None, "{what}, prompt {index}");
@@ -43,7 +43,7 @@ fn assert_same(what: &str, want: &[Heard], got: &[Heard]) {
     }
 }
 
-fn models() -> impl Iterator<Item = &'static str> {
+pub(crate) fn models() -> impl Iterator<Item = &'static str> {
     TINY.into_iter().chain(QUANT)
 }
 

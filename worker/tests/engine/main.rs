@@ -15,5 +15,6 @@ mod pulls;
 mod resume;
 mod siblings;
 mod snapshots;
+mod stages;
 mod storm;
 mod tiers;

@@ -1,0 +1,96 @@
+//! Where a model can be cut into layer ranges.
+
+use super::{KvSpec, ModelSpec};
+use std::ops::Range;
+
+impl ModelSpec {
+    /// Layers before which the model can be cut, ascending: no layer behind the cut reads keys and values of one
+    /// before it.
+    pub fn cut_points(&self) -> Vec<usize> {
+        let source = |layer: usize| match self.attention(layer)?.kv {
+            KvSpec::Own(_) => None,
+            KvSpec::Shared { layer } => Some(layer),
+        };
+        let free = |cut: &usize| (*cut..self.layers.len()).filter_map(source).all(|source| source >= *cut);
+        (1..self.layers.len()).filter(free).collect()
+    }
+
+    /// Layer ranges of `shards` stages, as even in layers as the cut points allow; none if there cannot be so many, or
+    /// if there shall be none at all.
+    pub fn stage_ranges(&self, shards: usize) -> Option<Vec<Range<usize>>> {
+        let cuts = self.cut_points();
+        let wanted = shards.checked_sub(1)?;
+        if wanted > cuts.len() {
+            return None;
+        }
+        let layers = self.layers.len();
+        let mut ranges = Vec::with_capacity(shards);
+        let (mut start, mut next) = (0, 0);
+        for made in 1..=wanted {
+            // Enough must be left for the cuts to come.
+            let choice = &cuts[next..cuts.len() - (wanted - made)];
+            let best =
+                choice.iter().enumerate().min_by_key(|(_, cut)| (**cut * shards).abs_diff(made * layers));
+            let (at, &cut) = best?;
+            ranges.push(start..cut);
+            (start, next) = (cut, next + at + 1);
+        }
+        ranges.push(start..layers);
+        Some(ranges)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ModelFile;
+    use crate::spec::MixerSpec;
+    use std::path::Path;
+
+    fn tiny(arch: &str) -> ModelSpec {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+        let file = ModelFile::open(root.join(arch).join(format!("{arch}-f32.gguf"))).unwrap();
+        ModelSpec::from_file(&file).unwrap()
+    }
+
+    /// `tiny` with so many layers.
+    fn stretched(layers: usize) -> ModelSpec {
+        let mut spec = tiny("llama");
+        spec.layers = vec![spec.layers[0].clone(); layers];
+        spec
+    }
+
+    #[test]
+    fn a_layer_stays_with_the_one_whose_keys_it_reads() {
+        let spec = tiny("gemma4");
+        let shares = |layer: usize| matches!(&spec.layers[layer].mixer, MixerSpec::Attention(a) if a.own_kv().is_none());
+        assert!((0..spec.layers.len()).any(shares), "the fixture shares keys and values");
+        let cuts = spec.cut_points();
+        for cut in 1..spec.layers.len() {
+            let crossed = (cut..spec.layers.len()).any(|layer| {
+                matches!(spec.attention(layer).map(|a| &a.kv), Some(KvSpec::Shared { layer }) if *layer < cut)
+            });
+            assert_eq!(cuts.contains(&cut), !crossed, "before layer {cut}");
+        }
+        assert_eq!(spec.stage_ranges(cuts.len() + 2), None);
+        assert_eq!(spec.stage_ranges(cuts.len() + 1).unwrap().len(), cuts.len() + 1);
+    }
+
+    #[test]
+    fn ranges_are_contiguous_and_differ_by_a_layer_at_most() {
+        for layers in 1..40 {
+            let spec = stretched(layers);
+            assert_eq!(spec.cut_points().len(), layers - 1);
+            for shards in 1..=layers {
+                let ranges = spec.stage_ranges(shards).unwrap();
+                assert_eq!((ranges.len(), ranges[0].start, ranges[shards - 1].end), (shards, 0, layers));
+                assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
+                let sizes = || ranges.iter().map(Range::len);
+                let (least, most) = (sizes().min().unwrap(), sizes().max().unwrap());
+                assert!(least >= 1 && most - least <= 1, "{layers} layers over {shards}: {ranges:?}");
+            }
+            assert_eq!(spec.stage_ranges(layers + 1), None);
+            assert_eq!(spec.stage_ranges(0), None);
+        }
+    }
+}

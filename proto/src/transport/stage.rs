@@ -1,0 +1,189 @@
+//! Streams between the stages of a replica: control, both ways, and activations, one way.
+
+use super::streams::{FrameReader, FrameWriter, StreamCode};
+use crate::Error;
+use crate::codec::Cap;
+use crate::stage::{StageDrawnV1, StageFeed, StageOrder, StageReport, StageStep};
+use quinn::{RecvStream, SendStream};
+
+/// The first stage's end of a control stream.
+#[derive(Debug)]
+pub struct StageControl {
+    /// Where orders go.
+    pub orders: StageOrders,
+    /// Where reports come from.
+    pub reports: StageReports,
+}
+
+impl StageControl {
+    pub(super) fn new(send: SendStream, receive: RecvStream) -> Self {
+        Self {
+            orders: StageOrders { frames: FrameWriter::new(send, Cap::Stream) },
+            reports: StageReports { frames: FrameReader::new(receive, Cap::Stream) },
+        }
+    }
+}
+
+/// Sends orders to a stage. Dropping it tells the stage that the replica is no more.
+#[derive(Debug)]
+pub struct StageOrders {
+    frames: FrameWriter<StageOrder>,
+}
+
+impl StageOrders {
+    /// Sends an order.
+    pub async fn send(&mut self, order: &StageOrder) -> Result<(), Error> {
+        self.frames.write(order).await
+    }
+}
+
+/// Receives a stage's reports.
+#[derive(Debug)]
+pub struct StageReports {
+    frames: FrameReader<StageReport>,
+}
+
+impl StageReports {
+    /// The next report; [`Error::StageFailed`] is the stage's own word too.
+    pub async fn next(&mut self) -> Result<StageReport, Error> {
+        match self.frames.next().await?.ok_or(Error::StreamCut { what: "a stage's reports" })? {
+            StageReport::Failed(failure) => Err(Error::StageFailed(failure)),
+            report => Ok(report),
+        }
+    }
+
+    /// One row of the logits that follow [`StageReport::Drawn`].
+    pub async fn row(&mut self, vocab: usize) -> Result<Vec<f32>, Error> {
+        let mut bytes = Vec::new();
+        self.frames.read_raw(vocab * size_of::<f32>(), &mut bytes).await?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    }
+}
+
+/// A stage's end of a control stream.
+#[derive(Debug)]
+pub struct StageCall {
+    /// Where orders come from.
+    pub orders: StageOrderReceiver,
+    /// Where reports go.
+    pub reporter: StageReporter,
+}
+
+impl StageCall {
+    pub(super) fn new(send: SendStream, receive: RecvStream) -> Self {
+        Self {
+            orders: StageOrderReceiver { frames: FrameReader::new(receive, Cap::Stream) },
+            reporter: StageReporter { frames: FrameWriter::new(send, Cap::Stream) },
+        }
+    }
+}
+
+/// Receives the first stage's orders.
+#[derive(Debug)]
+pub struct StageOrderReceiver {
+    frames: FrameReader<StageOrder>,
+}
+
+impl StageOrderReceiver {
+    /// The next order; an error when the first stage is gone, or sends no more. Dropping the future loses nothing.
+    pub async fn next(&mut self) -> Result<StageOrder, Error> {
+        self.frames.next().await?.ok_or(Error::StreamCut { what: "the first stage's orders" })
+    }
+}
+
+/// Sends a stage's reports.
+#[derive(Debug)]
+pub struct StageReporter {
+    frames: FrameWriter<StageReport>,
+}
+
+impl StageReporter {
+    /// Sends a report that nothing follows.
+    pub async fn send(&mut self, report: &StageReport) -> Result<(), Error> {
+        self.frames.write(report).await
+    }
+
+    /// Says what was drawn; exactly as many [`Self::row`]s as it says must follow.
+    pub async fn drawn(&mut self, drawn: StageDrawnV1) -> Result<(), Error> {
+        self.frames.write(&StageReport::Drawn(drawn)).await
+    }
+
+    /// Sends one row of logits.
+    pub async fn row(&mut self, row: &[f32]) -> Result<(), Error> {
+        let bytes: Vec<u8> = row.iter().flat_map(|value| value.to_le_bytes()).collect();
+        self.frames.write_raw(&bytes).await
+    }
+
+    /// Says that nothing follows, and waits until the first stage has it, or is gone.
+    pub async fn finish(mut self) {
+        self.frames.finish();
+        let _ = self.frames.stream().stopped().await;
+    }
+}
+
+/// Sends steps and activations to the next stage.
+#[derive(Debug)]
+pub struct ActivationSender {
+    frames: FrameWriter<StageStep>,
+}
+
+impl ActivationSender {
+    pub(super) async fn start(send: SendStream, feed: &StageFeed) -> Result<Self, Error> {
+        let mut head = FrameWriter::new(send, Cap::Stream);
+        head.write(feed).await?;
+        Ok(Self { frames: head.retyped(Cap::Control) })
+    }
+
+    /// Sends a step and the residual stream of its rows.
+    pub async fn send(&mut self, step: &StageStep, activations: &[u8]) -> Result<(), Error> {
+        self.frames.write(step).await?;
+        self.frames.write_raw(activations).await
+    }
+
+    /// Resolves once the stage reads no more.
+    pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.frames.stream().stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+}
+
+/// Receives steps and activations of the stage before.
+#[derive(Debug)]
+pub struct ActivationReceiver {
+    /// Whose they are.
+    pub feed: StageFeed,
+    frames: FrameReader<StageStep>,
+}
+
+impl ActivationReceiver {
+    pub(super) async fn read(receive: RecvStream) -> Result<Self, Error> {
+        let mut head = FrameReader::new(receive, Cap::Stream);
+        match head.next().await {
+            Ok(Some(feed)) => Ok(Self { feed, frames: head.retyped(Cap::Control) }),
+            Ok(None) => Err(Error::StreamCut { what: "the head of activations" }),
+            Err(error) => {
+                head.stop(StreamCode::Malformed);
+                Err(error)
+            }
+        }
+    }
+
+    /// The next step and its activations: `row_bytes` for each of its rows, of which there must be at most
+    /// `max_rows`. `None` at a clean end.
+    pub async fn next(
+        &mut self,
+        row_bytes: usize,
+        max_rows: usize,
+    ) -> Result<Option<(StageStep, Vec<u8>)>, Error> {
+        let Some(step) = self.frames.next().await? else { return Ok(None) };
+        let StageStep::V1(plan) = &step;
+        if plan.tokens.len() > max_rows {
+            return Err(Error::Protocol("a step of more rows than were agreed on"));
+        }
+        let mut bytes = Vec::new();
+        self.frames.read_raw(plan.tokens.len() * row_bytes, &mut bytes).await?;
+        Ok(Some((step, bytes)))
+    }
+}

@@ -1,0 +1,83 @@
+//! How the stages of a replica hear of steps: orders, reports and activations arrive as they are, and nothing longer
+//! than agreed on is read.
+
+use crate::cluster::{authority, config, endpoint, node, soon};
+use crate::samples;
+use kvasir_proto::Error;
+use kvasir_proto::ids::Role;
+use kvasir_proto::stage::{ReplicaId, StageDrawnV1, StageFailure, StageFeed, StageFeedV1, StageReport};
+use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming};
+
+struct Workers {
+    first: Connection,
+    second: Connection,
+    _endpoints: [Endpoint; 2],
+}
+
+async fn workers() -> Workers {
+    let ca = authority("c");
+    let [a, b] = ["w1", "w2"].map(|name| endpoint(&ca, Role::Worker, name, config()));
+    let expected = Expected::node(Role::Worker, node("w2"));
+    let (first, second) =
+        soon("joining", async { tokio::join!(a.connect(b.address(), &expected), b.accept()) }).await;
+    Workers { first: first.unwrap(), second: second.unwrap(), _endpoints: [a, b] }
+}
+
+#[tokio::test]
+async fn orders_reports_and_rows_of_logits_arrive() {
+    let workers = workers().await;
+    let mut control = workers.first.open_stage().await.unwrap();
+    for order in samples::stage_orders() {
+        control.orders.send(&order).await.unwrap();
+    }
+    let Incoming::Stage(mut call) = soon("control", workers.second.accept()).await.unwrap() else {
+        panic!("a control stream");
+    };
+    for order in samples::stage_orders() {
+        assert_eq!(call.orders.next().await.unwrap(), order);
+    }
+    let rows: [Vec<f32>; 2] = [vec![1.5, -0.0, f32::MIN_POSITIVE], vec![2.0, 3.0, 4.0]];
+    let drawn = StageDrawnV1 { step: 3, tokens: vec![9], rows: 2 };
+    call.reporter.send(&StageReport::Ready).await.unwrap();
+    call.reporter.drawn(drawn.clone()).await.unwrap();
+    for row in &rows {
+        call.reporter.row(row).await.unwrap();
+    }
+    call.reporter.send(&StageReport::Failed(StageFailure::Stops)).await.unwrap();
+    let told = tokio::spawn(call.reporter.finish());
+    assert_eq!(control.reports.next().await.unwrap(), StageReport::Ready);
+    assert_eq!(control.reports.next().await.unwrap(), StageReport::Drawn(drawn));
+    for row in &rows {
+        let got = control.reports.row(3).await.unwrap();
+        assert!(got.iter().zip(row).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+    let failed = control.reports.next().await.unwrap_err();
+    assert!(matches!(failed, Error::StageFailed(StageFailure::Stops)), "{failed}");
+    soon("the end", told).await.unwrap();
+    drop(control);
+    assert!(call.orders.next().await.is_err(), "the first stage is gone");
+}
+
+#[tokio::test]
+async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_are_read() {
+    let workers = workers().await;
+    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
+    let mut sender = workers.first.open_activations(&feed).await.unwrap();
+    let step = samples::stage_step();
+    let bytes: Vec<u8> = (0..3 * 400_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
+    let sent = async {
+        sender.send(&step, &bytes).await.unwrap();
+        sender.send(&step, &bytes).await.unwrap();
+    };
+    let received = async {
+        let Incoming::Activations(mut receiver) = workers.second.accept().await.unwrap() else {
+            panic!("a stream of activations");
+        };
+        assert_eq!(receiver.feed, feed);
+        assert_eq!(receiver.next(400_000, 3).await.unwrap(), Some((step.clone(), bytes.clone())));
+        let refused = receiver.next(400_000, 2).await.unwrap_err();
+        assert!(matches!(refused, Error::Protocol(_)), "{refused}");
+    };
+    soon("both", async { tokio::join!(sent, received) }).await;
+    soon("the refusal", sender.cancelled()).await;
+}

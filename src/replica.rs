@@ -1,0 +1,89 @@
+//! The other stages of a model that is cut, as child processes of the command that leads them.
+
+use crate::local::EngineArgs;
+use crate::stage::StageAnnouncement;
+use crate::up::child;
+use anyhow::Context;
+use clap::ValueEnum;
+use proto::ca::Authority;
+use proto::ids::{ClusterName, NodeId, Role};
+use proto::stage::{ActivationType, StageAddressV1};
+use std::path::Path;
+use std::time::SystemTime;
+use tempfile::TempDir;
+use tokio::process::Child;
+use tokio::runtime::Runtime;
+use worker::stage::Replica;
+
+/// Threads that move bytes.
+const IO_THREADS: usize = 2;
+
+/// Child processes that hold the later stages; they end when it is dropped.
+pub(crate) struct LaterProcesses {
+    children: Vec<Child>,
+    /// After the children, which are killed on it.
+    runtime: Runtime,
+    /// Identities and logs.
+    _dir: TempDir,
+}
+
+/// Starts the other `shards - 1` stages of the model in `path`, each with the same arithmetic and `threads` threads.
+/// Must be called on the main thread: children end with the thread that started them.
+pub(crate) fn start(
+    path: &Path,
+    shards: usize,
+    engine: &EngineArgs,
+    threads: usize,
+    activations: ActivationType,
+) -> anyhow::Result<(LaterProcesses, Replica)> {
+    let dir = tempfile::tempdir().context("a directory for the identities of stages")?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(IO_THREADS).enable_all().build()?;
+    let ca = Authority::new(ClusterName::new("shards")?, SystemTime::now())?;
+    let model = path.to_str().context("a model path that is not UTF-8")?;
+    let (mut children, mut later) = (Vec::new(), Vec::new());
+    for index in 1..shards {
+        let name = format!("stage-{index}");
+        let (identity, log) = (dir.path().join(&name), dir.path().join(format!("{name}.log")));
+        let node = NodeId::new(name.clone())?;
+        ca.issue(Role::Worker, node.clone(), SystemTime::now())?.save(&identity)?;
+        let mut arguments = vec!["stage".to_owned(), model.to_owned()];
+        let mut flag = |name: &str, value: String| arguments.extend([format!("--{name}"), value]);
+        flag("identity", identity.display().to_string());
+        flag("quic", "127.0.0.1:0".to_owned());
+        flag("threads", threads.to_string());
+        flag("kv-type", value_name(engine.kv_type));
+        flag("activations", value_name(engine.activations));
+        flag("state-type", value_name(engine.state_type));
+        if let Some(tau) = engine.state_tau {
+            flag("state-tau", tau.to_string());
+        }
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let started = runtime.block_on(async {
+            let mut child = child::spawn(&arguments, &log, &[])?;
+            let said: StageAnnouncement = child::read_announcement(child.stdout.take()).await?;
+            anyhow::Ok((child, said))
+        });
+        let (child, said) = started.with_context(|| {
+            let log = std::fs::read_to_string(&log).unwrap_or_default();
+            format!("{name} did not start: {}", log.trim_end())
+        })?;
+        children.push(child);
+        later.push(StageAddressV1 { node, quic: said.quic.to_string() });
+    }
+    let own = ca.issue(Role::Worker, NodeId::new("stage-0")?, SystemTime::now())?.identity()?;
+    let replica = Replica::new(runtime.handle().clone(), &own, later, activations)?;
+    Ok((LaterProcesses { children, runtime, _dir: dir }, replica))
+}
+
+impl Drop for LaterProcesses {
+    fn drop(&mut self) {
+        // Children are killed, and waited for, by their runtime.
+        let _runtime = self.runtime.enter();
+        self.children.clear();
+    }
+}
+
+fn value_name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}

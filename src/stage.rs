@@ -1,0 +1,64 @@
+//! `kvasir stage`: a worker that holds layers of a model for a replica which another process leads.
+
+use crate::local::EngineArgs;
+use crate::models;
+use crate::node::{self, StopSignals};
+use serde::{Deserialize, Serialize};
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use worker::stage::{StageConfig, StageService};
+
+/// Holds a layer range of a model for whoever leads the replica, such as `kvasir logits --shards 2`
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir stage smollm2-135m --identity ./w1 --quic 10.0.0.2:7001\n\n\
+    It prints one line of JSON with its address when it listens; logs go to stderr. Which layers it holds it hears \
+    from the first stage; threads and types are its own, and must be of the first one's numeric class.")]
+pub(crate) struct Stage {
+    /// Catalog name or path to a .gguf
+    model: String,
+    /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it
+    #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
+    identity: PathBuf,
+    /// UDP address where other stages reach this one; port 0 is any
+    #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", default_value = "127.0.0.1:7001")]
+    quic: SocketAddr,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+/// What a stage says on stdout when it listens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StageAnnouncement {
+    pub(crate) id: String,
+    pub(crate) pid: u32,
+    pub(crate) quic: SocketAddr,
+}
+
+impl Stage {
+    /// Runs the command: until it is told to end.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let identity = node::identity(Some(&self.identity))?;
+        let model_path = models::resolve_or_pull(&self.model)?.path;
+        let config = StageConfig { model_path, listen: self.quic, engine: self.engine.options()? };
+        // Arithmetic has threads of its own; these only move bytes.
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        runtime.block_on(async {
+            let mut signals = StopSignals::listen()?;
+            let service = StageService::start(config, &identity)?;
+            let announcement = StageAnnouncement {
+                id: identity.name().node.to_string(),
+                pid: std::process::id(),
+                quic: service.quic_address(),
+            };
+            {
+                let mut out = std::io::stdout().lock();
+                writeln!(out, "{}", serde_json::to_string(&announcement)?)?;
+                out.flush()?;
+            }
+            signals.next().await;
+            service.stop().await;
+            Ok(())
+        })
+    }
+}

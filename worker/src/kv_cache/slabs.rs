@@ -1,0 +1,155 @@
+//! Where numbered blocks lie in an arena.
+
+use super::pool::slab_bytes;
+use super::spec::CacheSpec;
+use super::table::{NULL_OFFSET, OFFSET_UNIT};
+
+/// An arena cut into slabs, and slabs into blocks of the group that owns them. Blocks of a group are numbered through
+/// all slabs; so one block table serves several arenas whose blocks differ in size, as those of the stages of one
+/// replica do, if each has as many slabs and as many blocks of each group to a slab.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slabs {
+    count: u32,
+    /// In units of [`OFFSET_UNIT`].
+    units: u64,
+    groups: Vec<Blocks>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Blocks {
+    per_slab: u32,
+    /// Of one block; 0 where an arena holds nothing of the group.
+    units: u64,
+}
+
+impl Slabs {
+    /// As the pool of a cache cuts its arena.
+    pub fn of(spec: &CacheSpec) -> Self {
+        let slab = slab_bytes(spec);
+        let count = u32::try_from(spec.arena_bytes / slab).unwrap_or(u32::MAX - 1);
+        let groups = spec.groups.iter().map(|group| Blocks {
+            per_slab: u32::try_from(slab / group.block_bytes).unwrap_or(u32::MAX - 1),
+            units: group.block_bytes / OFFSET_UNIT,
+        });
+        Self { count, units: slab / OFFSET_UNIT, groups: groups.collect() }
+    }
+
+    /// As many slabs with as many blocks, for blocks of other sizes; `None` if these are not multiples of
+    /// [`OFFSET_UNIT`], or more than can be addressed, or if `per_slab` does not fit them.
+    pub fn with_blocks(count: u32, per_slab: &[u32], block_bytes: &[u64]) -> Option<Self> {
+        if per_slab.len() != block_bytes.len() || per_slab.contains(&0) {
+            return None;
+        }
+        let whole = block_bytes.iter().all(|bytes| bytes.is_multiple_of(OFFSET_UNIT));
+        let blocks = |(&per_slab, bytes): (&u32, &u64)| Blocks { per_slab, units: bytes / OFFSET_UNIT };
+        let groups: Vec<Blocks> = per_slab.iter().zip(block_bytes).map(blocks).collect();
+        let needs = groups.iter().map(|group| u64::from(group.per_slab).checked_mul(group.units));
+        let units = needs.collect::<Option<Vec<u64>>>()?.into_iter().max()?;
+        let all = units.checked_mul(u64::from(count)).filter(|all| *all < u64::from(NULL_OFFSET))?;
+        let numbered =
+            per_slab.iter().all(|blocks| blocks.checked_mul(count).is_some_and(|n| n < NULL_OFFSET));
+        (whole && numbered && all > 0).then_some(Self { count, units, groups })
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// Blocks of each group that a slab holds.
+    pub fn blocks_per_slab(&self) -> Vec<u32> {
+        self.groups.iter().map(|group| group.per_slab).collect()
+    }
+
+    /// Bytes of the arena.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.count) * self.units * OFFSET_UNIT
+    }
+
+    /// Number of the block of `group` that lies at an offset; `None` if none does. [`NULL_OFFSET`] stays what it is.
+    pub fn number(&self, group: usize, offset: u32) -> Option<u32> {
+        if offset == NULL_OFFSET {
+            return Some(offset);
+        }
+        let blocks = self.groups.get(group)?;
+        let (slab, inside) = (u64::from(offset) / self.units, u64::from(offset) % self.units);
+        let index = inside.checked_div(blocks.units)?;
+        let lies = slab < u64::from(self.count) && index < u64::from(blocks.per_slab);
+        // Below `per_slab * count`, which was counted in 32 bits.
+        (lies && index * blocks.units == inside).then(|| (slab * u64::from(blocks.per_slab) + index) as u32)
+    }
+
+    /// Offset of a block, in units of [`OFFSET_UNIT`]; `None` if there is no such block. [`NULL_OFFSET`] stays what
+    /// it is.
+    pub fn offset(&self, group: usize, number: u32) -> Option<u32> {
+        if number == NULL_OFFSET {
+            return Some(number);
+        }
+        let blocks = self.groups.get(group)?;
+        let (slab, index) = (number / blocks.per_slab, number % blocks.per_slab);
+        // All offsets were counted in 32 bits.
+        (slab < self.count).then(|| (u64::from(slab) * self.units + u64::from(index) * blocks.units) as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv_cache::pool::BlockPool;
+    use crate::kv_cache::{GroupKind, GroupSpec, Placement};
+
+    fn spec(block_bytes: &[u64]) -> CacheSpec {
+        let group = |&block_bytes: &u64| GroupSpec { kind: GroupKind::Full, block_bytes };
+        CacheSpec { groups: block_bytes.iter().map(group).collect(), block_tokens: 16, arena_bytes: 1 << 20 }
+    }
+
+    #[test]
+    fn numbers_are_those_of_the_pool() {
+        for sizes in [&[64][..], &[4096, 1088], &[64, 8192, 192]] {
+            let spec = spec(sizes);
+            let (pool, slabs) = (BlockPool::new(&spec, Placement::Paged), Slabs::of(&spec));
+            for group in 0..sizes.len() {
+                let blocks = pool.block_capacity(group) as u32;
+                for block in 0..blocks {
+                    let offset = pool.offset(group, block);
+                    assert_eq!(slabs.offset(group, block), Some(offset));
+                    assert_eq!(slabs.number(group, offset), Some(block));
+                }
+                assert_eq!(slabs.offset(group, blocks), None);
+                assert_eq!(slabs.number(group, (slabs.bytes() / OFFSET_UNIT) as u32), None);
+                assert_eq!(slabs.offset(group, NULL_OFFSET), Some(NULL_OFFSET));
+            }
+            assert!(slabs.bytes() <= spec.arena_bytes);
+        }
+        assert_eq!(Slabs::of(&spec(&[4096])).number(0, 1), None, "in the middle of a block");
+    }
+
+    /// Whoever owns a slab, blocks of two stages with one number never overlap others of their stage.
+    #[test]
+    fn blocks_of_other_sizes_keep_their_numbers_and_their_room() {
+        let whole = Slabs::of(&spec(&[4096, 1088]));
+        let stage = Slabs::with_blocks(whole.count(), &whole.blocks_per_slab(), &[1024, 0]).unwrap();
+        let per_slab = whole.blocks_per_slab();
+        for slab in 0..whole.count() {
+            for group in 0..2 {
+                let first = slab * per_slab[group];
+                let ends = (first..first + per_slab[group]).map(|n| stage.offset(group, n).unwrap() as u64);
+                let size = [1024, 0][group] / OFFSET_UNIT;
+                let room = u64::from(slab) * stage.units..(u64::from(slab) + 1) * stage.units;
+                assert!(ends.into_iter().all(|at| room.contains(&at) && at + size <= room.end));
+            }
+        }
+        assert!(stage.bytes() < whole.bytes());
+    }
+
+    #[test]
+    fn what_cannot_be_addressed_is_refused() {
+        assert_eq!(Slabs::with_blocks(1, &[1], &[63]), None);
+        assert_eq!(Slabs::with_blocks(1, &[0], &[64]), None);
+        assert_eq!(Slabs::with_blocks(1, &[1, 1], &[64]), None);
+        assert_eq!(Slabs::with_blocks(1, &[], &[]), None);
+        assert_eq!(Slabs::with_blocks(1, &[1], &[0]), None);
+        assert_eq!(Slabs::with_blocks(u32::MAX, &[1], &[64]), None);
+        assert_eq!(Slabs::with_blocks(2, &[u32::MAX], &[u64::MAX / 64 * 64]), None);
+    }
+}

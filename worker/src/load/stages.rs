@@ -1,0 +1,98 @@
+//! Models over several workers: the first stage with its engine, and the layer ranges of the others.
+
+use super::{
+    EngineOptions, LoadedModel, ModelFile, ModelSpec, Progress, assemble, backend, base_class, environment,
+    generates, load_decoder, plan, prepare_on,
+};
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::kv_cache::memory::{MemoryFloor, ProcMemInfo};
+use crate::stage::Replica;
+use crate::tiers::TiersConfig;
+use kernels::backend::BackendInfo;
+use std::ops::Range;
+use std::path::Path;
+
+/// Loads the first stage of a model whose other layers are on `replica`'s workers, and its engine; for one process, so
+/// the key of its prefixes does not matter. It blocks while the others load, and must not be called on a thread of
+/// the replica's runtime.
+///
+/// # Errors
+/// [`Error::Shards`] if the model cannot be cut so often, [`Error::StageLost`] if another stage refuses or fails.
+pub fn open_replica(
+    path: &Path,
+    options: &EngineOptions,
+    replica: Replica,
+    progress: &mut Progress<'_>,
+) -> Result<LoadedModel, Error> {
+    if options.placement == crate::kv_cache::Placement::Contiguous {
+        let reason = "runs of blocks are placed in one worker's memory".to_owned();
+        return Err(Error::Config { option: "contiguous", reason });
+    }
+    if options.tiers != TiersConfig::default() {
+        let reason = "each worker of a replica has a part of every block only".to_owned();
+        return Err(Error::Config { option: "kv_disk and kv_host_bytes", reason });
+    }
+    assemble(prepare_on(path, options, backend(options, &environment)?, Some(replica), progress)?)
+}
+
+/// Whether the model in a file can be cut into so many layer ranges.
+///
+/// # Errors
+/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that generates nothing.
+pub fn check_shards(path: &Path, shards: usize) -> Result<(), Error> {
+    let spec = ModelSpec::from_file(&ModelFile::open(path)?)?;
+    generates(&spec)?;
+    stage_ranges(&spec, shards).map(drop)
+}
+
+/// The layer ranges of a replica's stages.
+pub(crate) fn stage_ranges(spec: &ModelSpec, shards: usize) -> Result<Vec<Range<usize>>, Error> {
+    spec.stage_ranges(shards).ok_or_else(|| Error::Shards { shards, most: spec.cut_points().len() + 1 })
+}
+
+/// Loads a layer range, if a stage with these options is of `class`; also its own class.
+///
+/// # Errors
+/// [`Error::StageStep`] for a range that cannot be cut out.
+pub(crate) fn stage(
+    path: &Path,
+    options: &EngineOptions,
+    layers: Range<usize>,
+    class: &str,
+) -> Result<(String, Option<Decoder>), Error> {
+    let gguf = ModelFile::open(path)?;
+    let spec = ModelSpec::from_file(&gguf)?;
+    generates(&spec)?;
+    let cuts = spec.cut_points();
+    let ends = |layer: usize| layer == spec.layers.len() || cuts.contains(&layer);
+    if layers.is_empty() || !cuts.contains(&layers.start) || !ends(layers.end) {
+        let reason = format!("layers {layers:?} cannot be cut out of {}", spec.layers.len());
+        return Err(Error::StageStep { reason });
+    }
+    let backend = backend(options, &environment)?;
+    let own = self::class(backend.info(), &gguf.digest()?, options);
+    if own != class {
+        return Ok((own, None));
+    }
+    let rows = options.max_rows.unwrap_or(1);
+    let decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), &mut |_, _| {})?;
+    Ok((own, Some(decoder)))
+}
+
+/// Asks for memory for a stage's caches, before they are allocated.
+pub(crate) fn admit_kv(path: &Path, options: &EngineOptions, bytes: u64) -> Result<(), Error> {
+    let floor = MemoryFloor { bytes: plan(path, options)?.defaults.floor_bytes.value };
+    let admitted = floor.admit(&ProcMemInfo, "a stage's KV cache", bytes);
+    admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
+}
+
+/// What must be equal on all stages of a replica. How states are kept is part of it as it was asked for: which heads
+/// are narrow is known layer by layer only.
+pub(super) fn class(info: &BackendInfo, model_digest: &[u8; 32], options: &EngineOptions) -> String {
+    let class = base_class(info, model_digest, options.kv_type);
+    match options.state_type.class() {
+        Some(state) => format!("{class}/{state}"),
+        None => class,
+    }
+}

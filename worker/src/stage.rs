@@ -1,0 +1,31 @@
+//! A model over several workers: a replica is an ordered list of stages, each with a layer range.
+//!
+//! The first stage has the engine: it schedules, and runs its layers as if they were all. What other stages must know
+//! of a step goes with the activations from stage to stage ([`step`]); the last one answers with tokens and logits.
+//! Every stage keeps the caches of its own layers under the block tables of the first one: tables name blocks by
+//! number, and each stage knows where a number lies in its arena (docs/decisions/0015-blocks-have-numbers.md).
+//!
+//! Greedy tokens are chosen by the last stage. What is drawn otherwise is drawn by the first one, from the logits of
+//! the row: penalties, seeds and logprobs live with the request.
+
+mod activations;
+mod host;
+mod lead;
+pub(crate) mod step;
+
+pub use host::{StageConfig, StageService};
+pub(crate) use lead::LaterStages;
+pub use lead::{LostStage, Replica};
+
+use proto::transport::EndpointConfig;
+use std::time::Duration;
+
+/// An endpoint between stages: whoever is gone is noticed within 3 s, because all of a replica waits for each of its
+/// stages.
+pub(crate) fn attentive(config: EndpointConfig) -> EndpointConfig {
+    EndpointConfig {
+        idle_timeout: Duration::from_millis(2500),
+        keep_alive: Duration::from_millis(500),
+        ..config
+    }
+}

@@ -1,0 +1,367 @@
+//! The first stage's side: it has the others load their layers, tells them how to lay out their caches, sends them
+//! its steps, and hears what the last one has drawn.
+
+use super::activations;
+use super::step::{self, WantedRows};
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
+use crate::scheduler::{Scheduler, StepPlan};
+use model::spec::ModelSpec;
+use proto::ids::{Epoch, Role};
+use proto::stage::{
+    ActivationType, ReplicaId, StageAddressV1, StageBeginV1, StageDrawnV1, StageFeed, StageFeedV1,
+    StageJoinV1, StageOrder, StageReport, StageStep,
+};
+use proto::transport::{
+    ActivationSender, Connection, Endpoint, EndpointConfig, Expected, Identity, StageControl, StageReports,
+};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+
+/// From handing a step over until the last stage has answered: far longer than any step; a stage that is gone is
+/// noticed by its connection, long before.
+const STEP_LIMIT: Duration = Duration::from_secs(60);
+
+/// The stages of a replica besides the first one, not yet asked to take part.
+#[derive(Debug)]
+pub struct Replica {
+    runtime: Handle,
+    endpoint: Arc<Endpoint>,
+    later: Vec<StageAddressV1>,
+    activations: ActivationType,
+}
+
+/// Why an engine cannot go on: another stage of its replica is gone.
+#[derive(Debug, thiserror::Error)]
+#[error("stage {stage} is lost: {source}")]
+pub struct LostStage {
+    /// Which, the first one being 0.
+    pub stage: usize,
+    /// Why.
+    pub source: proto::Error,
+}
+
+impl Replica {
+    /// A replica of this process and `later` workers, in the order of their layers, at least one. `runtime` moves the
+    /// bytes; what blocks must not be called on it.
+    pub fn new(
+        runtime: Handle,
+        identity: &Identity,
+        later: Vec<StageAddressV1>,
+        activations: ActivationType,
+    ) -> Result<Self, Error> {
+        let _runtime = runtime.enter();
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let config = super::attentive(EndpointConfig::new(Epoch(since_1970.as_micros() as u64), []));
+        let endpoint = Endpoint::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), identity, config)?;
+        Ok(Self { runtime: runtime.clone(), endpoint: Arc::new(endpoint), later, activations })
+    }
+
+    /// How many stages it has, the first one included.
+    pub fn stages(&self) -> usize {
+        self.later.len() + 1
+    }
+
+    /// What the activations' type adds to a numeric class; nothing where it changes no bit.
+    pub(crate) fn class(&self) -> Option<&'static str> {
+        match self.activations {
+            ActivationType::F32 => None,
+            ActivationType::Bf16 => Some("wire-bf16"),
+        }
+    }
+
+    /// Asks all stages to load their ranges, and returns at once: the first range is the caller's to load.
+    pub(crate) fn join(
+        self,
+        spec: &ModelSpec,
+        class: String,
+        max_rows: usize,
+        block_tokens: usize,
+    ) -> Result<(Range<usize>, Joining), Error> {
+        let ranges = crate::load::stage_ranges(spec, self.stages())?;
+        let replica = ReplicaId(self.fresh_id());
+        let Self { runtime, endpoint, later, activations } = self;
+        let mut stages = Vec::with_capacity(later.len());
+        for (index, address) in later.iter().enumerate() {
+            let range = &ranges[index + 1];
+            let order = StageOrder::Join(StageJoinV1 {
+                replica,
+                layers: (range.start as u32, range.end as u32),
+                class: class.clone(),
+                max_rows: max_rows as u32,
+                block_tokens: block_tokens as u32,
+                activations,
+                next: later.get(index + 1).cloned(),
+            });
+            let joined = runtime.block_on(async {
+                let connection = dial(&endpoint, address).await?;
+                let mut control = connection.open_stage().await?;
+                control.orders.send(&order).await?;
+                Ok(Stage { connection, control })
+            });
+            stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
+        }
+        let first = ranges[0].clone();
+        Ok((first, Joining { runtime, endpoint, stages, replica, activations, vocab: spec.vocab }))
+    }
+
+    /// Unlike that of any other replica.
+    fn fresh_id(&self) -> [u8; 16] {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("{} {} {since_1970:?}", self.endpoint.name(), self.endpoint.address());
+        let digest = blake3::hash(format!("{name} {}", std::process::id()).as_bytes());
+        digest.as_bytes().first_chunk().copied().unwrap_or_default()
+    }
+}
+
+async fn resolve(address: &StageAddressV1) -> Result<SocketAddr, proto::Error> {
+    let unresolved = |source: std::io::Error| proto::Error::Resolve { target: address.quic.clone(), source };
+    let mut found = tokio::net::lookup_host(&address.quic).await.map_err(unresolved)?;
+    found.next().ok_or_else(|| unresolved(std::io::ErrorKind::NotFound.into()))
+}
+
+/// Connects to another stage.
+pub(super) async fn dial(endpoint: &Endpoint, address: &StageAddressV1) -> Result<Connection, proto::Error> {
+    let expected = Expected::node(Role::Worker, address.node.clone());
+    endpoint.connect(resolve(address).await?, &expected).await
+}
+
+#[derive(Debug)]
+struct Stage {
+    connection: Connection,
+    control: StageControl,
+}
+
+/// Stages that load their layers.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    runtime: Handle,
+    endpoint: Arc<Endpoint>,
+    stages: Vec<Stage>,
+    replica: ReplicaId,
+    activations: ActivationType,
+    vocab: usize,
+}
+
+impl Joining {
+    /// Waits until all have loaded, and adds the bytes of their blocks to the first stage's, group by group.
+    pub(crate) fn block_bytes(&mut self, first: &[u64]) -> Result<Vec<u64>, Error> {
+        let mut sums = first.to_vec();
+        for (index, stage) in self.stages.iter_mut().enumerate() {
+            let lost = |source| LostStage { stage: index + 1, source };
+            let report = self.runtime.block_on(stage.control.reports.next()).map_err(lost)?;
+            let StageReport::Joined(joined) = report else {
+                return Err(lost(proto::Error::Protocol("a stage reports before it has joined")).into());
+            };
+            if joined.block_bytes.len() != sums.len() {
+                return Err(lost(proto::Error::Protocol("a stage has other cache groups")).into());
+            }
+            for (sum, bytes) in sums.iter_mut().zip(joined.block_bytes) {
+                *sum = sum.saturating_add(bytes);
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Has all stages lay out their caches, `decoder`'s among them, so that together they hold what `cache` says.
+    pub(crate) fn begin(mut self, decoder: &mut Decoder, cache: &CacheSpec) -> Result<LaterStages, Error> {
+        let blocks = Slabs::of(cache);
+        let own = arena(blocks.count(), &blocks.blocks_per_slab(), decoder)?;
+        decoder.allocate_kv(own.bytes() as usize)?;
+        let order = StageOrder::Begin(StageBeginV1 {
+            slabs: blocks.count(),
+            blocks_per_slab: blocks.blocks_per_slab(),
+        });
+        // The last first: each connects to the one behind it.
+        for (index, stage) in self.stages.iter_mut().enumerate().rev() {
+            let begun = self.runtime.block_on(async {
+                stage.control.orders.send(&order).await?;
+                match stage.control.reports.next().await? {
+                    StageReport::Ready => Ok(()),
+                    _ => Err(proto::Error::Protocol("a stage that is not ready reports something else")),
+                }
+            });
+            begun.map_err(|source| LostStage { stage: index + 1, source })?;
+        }
+        let feed = StageFeed::V1(StageFeedV1 { replica: self.replica });
+        let Some(second) = self.stages.first() else {
+            return Err(Error::Invariant("a replica of one stage".to_owned()));
+        };
+        let sender = self
+            .runtime
+            .block_on(second.connection.open_activations(&feed))
+            .map_err(|source| LostStage { stage: 1, source })?;
+        let (heard, hears) = channel();
+        let (steps, outbox) = mpsc::channel(2);
+        let mut tasks = vec![self.runtime.spawn(send(sender, outbox, heard.clone()))];
+        let mut orders = Vec::with_capacity(self.stages.len());
+        for (index, stage) in self.stages.into_iter().enumerate() {
+            let StageControl { orders: own, reports } = stage.control;
+            // Dropped with the engine: that is how a stage hears that the replica has ended.
+            orders.push(own);
+            tasks.push(self.runtime.spawn(listen(index + 1, reports, self.vocab, heard.clone())));
+        }
+        let state_group = cache.groups.iter().position(|group| group.kind == GroupKind::State);
+        Ok(LaterStages {
+            blocks,
+            own,
+            state_group,
+            activations: self.activations,
+            steps,
+            hears,
+            tasks,
+            _orders: orders,
+            _endpoint: self.endpoint,
+        })
+    }
+}
+
+/// How a stage's arena is cut, given the slabs of the scheduler's cache.
+pub(super) fn arena(count: u32, blocks_per_slab: &[u32], decoder: &Decoder) -> Result<Slabs, Error> {
+    let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
+    Slabs::with_blocks(count, blocks_per_slab, &sizes)
+        .ok_or_else(|| Error::KvMemory { reason: "the blocks of a stage cannot be addressed".to_owned() })
+}
+
+/// What the engine's thread is told.
+#[derive(Debug)]
+enum Heard {
+    Drawn(StageDrawnV1),
+    Row(Vec<f32>),
+    Lost(LostStage),
+}
+
+async fn send(
+    mut sender: ActivationSender,
+    mut steps: mpsc::Receiver<(StageStep, Vec<u8>)>,
+    heard: Sender<Heard>,
+) {
+    while let Some((step, activations)) = steps.recv().await {
+        if let Err(source) = sender.send(&step, &activations).await {
+            // An engine that is gone need not hear it.
+            let _ = heard.send(Heard::Lost(LostStage { stage: 1, source }));
+            return;
+        }
+    }
+}
+
+async fn listen(stage: usize, mut reports: StageReports, vocab: usize, heard: Sender<Heard>) {
+    loop {
+        let told = match reports.next().await {
+            Ok(StageReport::Drawn(drawn)) => {
+                let rows = drawn.rows;
+                let mut told = heard.send(Heard::Drawn(drawn)).is_ok();
+                for _ in 0..rows {
+                    let row = match reports.row(vocab).await {
+                        Ok(row) => Heard::Row(row),
+                        Err(source) => Heard::Lost(LostStage { stage, source }),
+                    };
+                    told = told && heard.send(row).is_ok();
+                    if !told {
+                        return;
+                    }
+                }
+                told
+            }
+            Ok(_) => {
+                let source = proto::Error::Protocol("a report at the wrong time");
+                drop(heard.send(Heard::Lost(LostStage { stage, source })));
+                false
+            }
+            Err(source) => {
+                drop(heard.send(Heard::Lost(LostStage { stage, source })));
+                false
+            }
+        };
+        if !told {
+            return;
+        }
+    }
+}
+
+/// All stages of a replica but the first, as its engine sees them.
+#[derive(Debug)]
+pub(crate) struct LaterStages {
+    /// As the scheduler counts.
+    blocks: Slabs,
+    /// As the first stage's arena is cut.
+    own: Slabs,
+    state_group: Option<usize>,
+    activations: ActivationType,
+    steps: mpsc::Sender<(StageStep, Vec<u8>)>,
+    hears: Receiver<Heard>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+    _orders: Vec<proto::transport::StageOrders>,
+    _endpoint: Arc<Endpoint>,
+}
+
+impl Drop for LaterStages {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
+
+impl LaterStages {
+    /// Runs a step over the first stage's layers and hands it on. [`Self::drawn`] must follow.
+    pub(crate) fn run(
+        &mut self,
+        decoder: &mut Decoder,
+        scheduler: &Scheduler,
+        plan: &StepPlan,
+        wanted: &WantedRows,
+    ) -> Result<(), Error> {
+        let step = step::describe(scheduler, plan, wanted, &self.blocks, self.state_group)?;
+        step::forward(decoder, &self.own, &step, None)?;
+        let residual = decoder.residual(plan.tokens.len())?;
+        let bytes = activations::encode(self.activations, &residual);
+        if self.steps.blocking_send((StageStep::V1(step), bytes)).is_err() {
+            // Whoever took them in has said why it ended.
+            return self.hear().and(Err(Error::EngineStopped));
+        }
+        Ok(())
+    }
+
+    /// What the last stage makes of a step: tokens into `best`, and each wanted row's logits.
+    pub(crate) fn drawn(
+        &mut self,
+        step: u64,
+        wanted: &WantedRows,
+        best: &mut Vec<u32>,
+        sink: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), Error> {
+        match self.hear()? {
+            Heard::Drawn(drawn)
+                if drawn.step == step
+                    && drawn.tokens.len() == wanted.argmax.len()
+                    && drawn.rows as usize == wanted.logits.len() =>
+            {
+                *best = drawn.tokens;
+            }
+            other => return Err(Error::Invariant(format!("step {step} is answered by {other:?}"))),
+        }
+        for index in 0..wanted.logits.len() {
+            match self.hear()? {
+                Heard::Row(row) => sink(index, &row),
+                other => return Err(Error::Invariant(format!("row {index} is answered by {other:?}"))),
+            }
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self) -> Result<Heard, Error> {
+        match self.hears.recv_timeout(STEP_LIMIT) {
+            Ok(Heard::Lost(lost)) => Err(lost.into()),
+            Ok(heard) => Ok(heard),
+            Err(RecvTimeoutError::Disconnected) => Err(Error::EngineStopped),
+            Err(RecvTimeoutError::Timeout) => Err(Error::StageStep {
+                reason: format!("the last stage has not answered for {} s", STEP_LIMIT.as_secs()),
+            }),
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! From a planned step to what other stages must know of it, and from there to the decoder.
+
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::kv_cache::{NULL_OFFSET, Slabs};
+use crate::load::MAX_CONTEXT;
+use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
+use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
+use proto::stage::{StageCopyV1, StageSequenceV1, StageStateV1, StageStepV1, StageTableV1};
+
+/// Table entries of one step at most, all sequences together, those that no row looks at included.
+const MAX_ENTRIES: usize = 4 << 20;
+
+/// Rows that something is to be made of behind the last layer.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct WantedRows {
+    /// Of these the most likely token.
+    pub(crate) argmax: Vec<u32>,
+    /// Of these all logits.
+    pub(crate) logits: Vec<u32>,
+}
+
+/// A planned step in words of block numbers. `slabs` is how the scheduler's cache cuts its arena.
+pub(super) fn describe(
+    scheduler: &Scheduler,
+    plan: &StepPlan,
+    wanted: &WantedRows,
+    slabs: &Slabs,
+    state_group: Option<usize>,
+) -> Result<StageStepV1, Error> {
+    let number = |group: usize, offset: u32| {
+        let lost = || Error::Invariant(format!("group {group} has no block at offset {offset}"));
+        slabs.number(group, offset).ok_or_else(lost)
+    };
+    let sequence = |planned: &PlannedSequence| -> Result<StageSequenceV1, Error> {
+        let tables = scheduler.tables(planned.slot).iter().enumerate();
+        let tables = tables.filter(|(group, _)| Some(*group) != state_group).map(|(group, table)| {
+            let offsets = table.offsets();
+            let skipped = offsets.iter().take_while(|offset| **offset == NULL_OFFSET).count();
+            let blocks = offsets[skipped..].iter().map(|offset| number(group, *offset));
+            Ok(StageTableV1 { skipped: skipped as u32, blocks: blocks.collect::<Result<_, Error>>()? })
+        });
+        let state = match (&planned.state, state_group) {
+            (Some(state), Some(group)) => Some(describe_state(state, |slot| number(group, slot))?),
+            _ => None,
+        };
+        Ok(StageSequenceV1 {
+            rows: planned.rows.end - planned.rows.start,
+            context: planned.context_before,
+            tables: tables.collect::<Result<_, Error>>()?,
+            state,
+        })
+    };
+    let copies = plan.copies.iter().map(|copy| {
+        let (from, to) = (number(copy.group, copy.src)?, number(copy.group, copy.dst)?);
+        Ok(StageCopyV1 { group: copy.group as u32, from, to })
+    });
+    Ok(StageStepV1 {
+        step: plan.step,
+        tokens: plan.tokens.clone(),
+        sequences: plan.sequences.iter().map(sequence).collect::<Result<_, Error>>()?,
+        copies: copies.collect::<Result<_, Error>>()?,
+        argmax: wanted.argmax.clone(),
+        logits: wanted.logits.clone(),
+    })
+}
+
+fn describe_state(
+    state: &SequenceState,
+    number: impl Fn(u32) -> Result<u32, Error>,
+) -> Result<StageStateV1, Error> {
+    let exports = state.exports.iter().map(|&(row, slot)| Ok((row, number(slot)?)));
+    Ok(StageStateV1 {
+        read: state.read.map(&number).transpose()?,
+        write: number(state.write)?,
+        exports: exports.collect::<Result<_, Error>>()?,
+    })
+}
+
+/// Runs a step over the layers of a stage whose arena is cut as `slabs` say, from `activations` unless it is the
+/// first one. Nothing of the step is believed.
+pub(super) fn forward(
+    decoder: &mut Decoder,
+    slabs: &Slabs,
+    step: &StageStepV1,
+    activations: Option<&[f32]>,
+) -> Result<(), Error> {
+    let rows = step.tokens.len();
+    let refuse = |reason: String| Err(Error::StageStep { reason });
+    let vocab = decoder.spec().vocab;
+    if let Some(token) = step.tokens.iter().find(|token| **token as usize >= vocab) {
+        return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
+    }
+    if let Some(row) = step.argmax.iter().chain(&step.logits).find(|row| **row as usize >= rows) {
+        return refuse(format!("row {row} of {rows} is wanted"));
+    }
+    let groups = decoder.groups().len();
+    let recurrent = decoder.spec().is_recurrent();
+    let paged = groups - usize::from(recurrent);
+    let offset = |group: usize, number: u32| {
+        let reason = || Error::StageStep { reason: format!("group {group} has no block {number}") };
+        slabs.offset(group, number).filter(|offset| *offset != NULL_OFFSET).ok_or_else(reason)
+    };
+    let mut sequences = Vec::with_capacity(step.sequences.len());
+    let mut tables: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(step.sequences.len()); paged];
+    let mut states = Vec::new();
+    let (mut from, mut entries) = (0usize, 0usize);
+    for sequence in &step.sequences {
+        let (count, context) = (sequence.rows as usize, sequence.context as usize);
+        if context + count > MAX_CONTEXT || from + count > rows {
+            return refuse(format!("{count} rows behind {context} positions, {rows} rows in all"));
+        }
+        if sequence.tables.len() != paged || sequence.state.is_some() != recurrent {
+            return refuse(format!("{} tables where there are {paged}", sequence.tables.len()));
+        }
+        for (group, table) in sequence.tables.iter().enumerate() {
+            entries = entries.saturating_add(table.skipped as usize).saturating_add(table.blocks.len());
+            if entries > MAX_ENTRIES {
+                return refuse(format!("more than {MAX_ENTRIES} table entries"));
+            }
+            let mut offsets = vec![NULL_OFFSET; table.skipped as usize];
+            for number in &table.blocks {
+                offsets.push(offset(group, *number)?);
+            }
+            tables[group].push(offsets);
+        }
+        if let Some(state) = &sequence.state {
+            states.push(step_state(state, |slot| offset(paged, slot))?);
+        }
+        sequences.push(StepSequence { rows: from..from + count, context, segment_start: None });
+        from += count;
+    }
+    let mut copies = Vec::with_capacity(step.copies.len());
+    for copy in &step.copies {
+        let group = copy.group as usize;
+        copies.push(KvCopy { group, from: offset(group, copy.from)?, to: offset(group, copy.to)? });
+    }
+    let tables: Vec<Vec<BlockTable<'_>>> =
+        tables.iter().map(|group| group.iter().map(|offsets| BlockTable::Paged(offsets)).collect()).collect();
+    let input = StepInput { tokens: &step.tokens, sequences: &sequences, tables: &tables, states: &states };
+    match activations {
+        None => decoder.forward(&copies, &input),
+        Some(activations) => decoder.forward_from(&copies, &input, activations),
+    }
+}
+
+fn step_state(state: &StageStateV1, offset: impl Fn(u32) -> Result<u32, Error>) -> Result<StepState, Error> {
+    let exports =
+        state.exports.iter().map(|&(row, slot)| Ok(StateExport { row: row as usize, slot: offset(slot)? }));
+    Ok(StepState {
+        read: state.read.map(&offset).transpose()?,
+        write: offset(state.write)?,
+        exports: exports.collect::<Result<_, Error>>()?,
+        deferred: false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{self, EngineOptions};
+    use std::path::Path;
+
+    /// The last layers of a small model, and the slabs of their arena.
+    fn stage(arch: &str) -> (Decoder, Slabs) {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+        let path = root.join(arch).join(format!("{arch}-f32.gguf"));
+        let options = EngineOptions { threads: Some(1), max_rows: Some(8), ..EngineOptions::default() };
+        let spec = model::spec::ModelSpec::from_file(&model::ModelFile::open(&path).unwrap()).unwrap();
+        let layers = spec.cut_points()[0]..spec.layers.len();
+        let (class, none) = load::stage(&path, &options, layers.clone(), "another").unwrap();
+        assert!(none.is_none(), "of another class");
+        let (_, decoder) = load::stage(&path, &options, layers, &class).unwrap();
+        let mut decoder = decoder.unwrap();
+        let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
+        let slabs = Slabs::with_blocks(2, &vec![3; sizes.len()], &sizes).unwrap();
+        decoder.allocate_kv(slabs.bytes() as usize).unwrap();
+        (decoder, slabs)
+    }
+
+    fn good(decoder: &Decoder) -> StageStepV1 {
+        let recurrent = decoder.spec().is_recurrent();
+        let table = StageTableV1 { skipped: 0, blocks: vec![5] };
+        let state = StageStateV1 { read: None, write: 4, exports: vec![(0, 3)] };
+        let sequence = StageSequenceV1 {
+            rows: 2,
+            context: 0,
+            tables: vec![table; decoder.groups().len() - usize::from(recurrent)],
+            state: recurrent.then_some(state),
+        };
+        StageStepV1 {
+            step: 1,
+            tokens: vec![3, 4],
+            sequences: vec![sequence],
+            copies: vec![StageCopyV1 { group: 0, from: 1, to: 2 }],
+            argmax: vec![1],
+            logits: vec![0],
+        }
+    }
+
+    /// A change to a step, and what it is called.
+    type Spoil = (&'static str, fn(&mut StageStepV1));
+
+    #[test]
+    fn a_step_that_the_stage_cannot_do_is_refused_before_anything_is_computed() {
+        let spoils: [Spoil; 11] = [
+            ("a token", |step| step.tokens[0] = u32::MAX),
+            ("a wanted token", |step| step.argmax[0] = 2),
+            ("wanted logits", |step| step.logits[0] = u32::MAX),
+            ("more rows", |step| step.sequences[0].rows = 3),
+            ("a long context", |step| step.sequences[0].context = u32::MAX),
+            ("no tables", |step| step.sequences[0].tables.clear()),
+            ("a block", |step| step.sequences[0].tables[0].blocks[0] = 6),
+            ("no block", |step| step.sequences[0].tables[0].blocks[0] = NULL_OFFSET),
+            ("skipped blocks", |step| step.sequences[0].tables[0].skipped = u32::MAX),
+            ("a copy", |step| step.copies[0].to = 6),
+            ("a copy's group", |step| step.copies[0].group = 9),
+        ];
+        let states: [Spoil; 3] = [
+            ("no state", |step| step.sequences[0].state = None),
+            ("a slot", |step| step.sequences[0].state.as_mut().unwrap().write = 6),
+            ("an export", |step| step.sequences[0].state.as_mut().unwrap().exports[0].1 = NULL_OFFSET),
+        ];
+        for arch in ["llama", "granitehybrid"] {
+            let (mut decoder, slabs) = stage(arch);
+            let activations = vec![0.5; 2 * decoder.spec().hidden];
+            let step = good(&decoder);
+            forward(&mut decoder, &slabs, &step, Some(&activations)).unwrap();
+            let of_states = states.iter().filter(|_| step.sequences[0].state.is_some());
+            for (what, spoil) in spoils.iter().chain(of_states) {
+                let mut step = step.clone();
+                spoil(&mut step);
+                let refused = forward(&mut decoder, &slabs, &step, Some(&activations));
+                assert!(matches!(refused, Err(Error::StageStep { .. })), "{arch}, {what}: {refused:?}");
+            }
+            let short = forward(&mut decoder, &slabs, &step, Some(&activations[1..]));
+            assert!(matches!(short, Err(Error::Invariant(_))), "{arch}: {short:?}");
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Models over several workers: the same bits as in one, and a stage that fails fails the replica.
+
+use crate::exactness::{asks, assert_same, models, undisturbed};
+use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
+use kvasir_worker::Error;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::kv_cache::Placement;
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use model::ModelFile;
+use model::spec::ModelSpec;
+use proto::ca::Authority;
+use proto::ids::{ClusterName, NodeId, Role};
+use proto::message::Sampling;
+use proto::stage::{ActivationType, StageAddressV1, StageFailure};
+use proto::transport::Identity;
+use std::time::{Duration, Instant, SystemTime};
+use tokio::runtime::Runtime;
+
+/// Workers that hold stages, and what dials them.
+struct Workers {
+    runtime: Runtime,
+    ca: Authority,
+    services: Vec<StageService>,
+    addresses: Vec<StageAddressV1>,
+}
+
+fn identity(ca: &Authority, name: &str) -> Identity {
+    ca.issue(Role::Worker, NodeId::new(name).unwrap(), SystemTime::now()).unwrap().identity().unwrap()
+}
+
+impl Workers {
+    fn start(model: &str, count: usize, engine: &EngineOptions) -> Self {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let ca = Authority::new(ClusterName::new("c").unwrap(), SystemTime::now()).unwrap();
+        let entered = runtime.enter();
+        let (mut services, mut addresses) = (Vec::new(), Vec::new());
+        for index in 1..=count {
+            let name = format!("w{index}");
+            let config = StageConfig {
+                model_path: path(model),
+                listen: "127.0.0.1:0".parse().unwrap(),
+                engine: engine.clone(),
+            };
+            let service = StageService::start(config, &identity(&ca, &name)).unwrap();
+            let quic = service.quic_address().to_string();
+            addresses.push(StageAddressV1 { node: NodeId::new(name).unwrap(), quic });
+            services.push(service);
+        }
+        drop(entered);
+        Self { runtime, ca, services, addresses }
+    }
+
+    fn replica(&self, activations: ActivationType) -> Replica {
+        let own = identity(&self.ca, "w0");
+        Replica::new(self.runtime.handle().clone(), &own, self.addresses.clone(), activations).unwrap()
+    }
+
+    fn engine(&self, model: &str, options: &EngineOptions) -> Result<Engine, Error> {
+        self.engine_over(model, options, ActivationType::F32)
+    }
+
+    fn engine_over(
+        &self,
+        model: &str,
+        options: &EngineOptions,
+        activations: ActivationType,
+    ) -> Result<Engine, Error> {
+        let replica = self.replica(activations);
+        let loaded = load::open_replica(&path(model), options, replica, &mut |_, _| {})?;
+        Ok(loaded.engine)
+    }
+
+    /// As [`Self::engine`], once the stages have noticed that the replica before it has ended.
+    fn next_engine(&self, model: &str, options: &EngineOptions) -> Engine {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match self.engine(model, options) {
+                Ok(engine) => return engine,
+                Err(Error::StageLost(lost)) if is_busy(&lost.source) && Instant::now() < deadline => {
+                    std::thread::yield_now();
+                }
+                Err(error) => panic!("{model}: {error}"),
+            }
+        }
+    }
+}
+
+fn is_busy(error: &proto::Error) -> bool {
+    matches!(error, proto::Error::StageFailed(StageFailure::Busy))
+}
+
+fn most_shards(model: &str) -> usize {
+    ModelSpec::from_file(&ModelFile::open(path(model)).unwrap()).unwrap().cut_points().len() + 1
+}
+
+#[test]
+fn two_and_three_stages_change_no_bit() {
+    let mut most_seen = 0;
+    for model in models() {
+        let asks = asks();
+        let want = undisturbed(model, &asks);
+        let most = most_shards(model).min(3);
+        most_seen = most_seen.max(most);
+        for shards in 2..=most {
+            let workers = Workers::start(model, shards - 1, &options(model));
+            let run = |what: &str, at_once: bool, options: EngineOptions| {
+                let mut engine = workers.next_engine(model, &options);
+                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+                assert_same(&format!("{model} over {shards}: {what}"), &want, &got);
+                // The same again: from the prefix cache, and with the state that it kept.
+                let hits = one_by_one(&mut engine, &asks);
+                assert_same(&format!("{model} over {shards}: {what}, again"), &want, &hits);
+                hits.iter().map(Heard::cached).sum::<usize>()
+            };
+            run("whole prompts", false, EngineOptions { chunk: Some(0), ..options(model) });
+            let hits = run("chunks of 7, together", true, EngineOptions { chunk: Some(7), ..options(model) });
+            assert!(hits > 0, "{model}: prefix hits");
+            let scattered = Placement::Permuted { seed: 5 };
+            run("scattered", true, EngineOptions { placement: scattered, ..options(model) });
+            let narrow = EngineOptions { prefix_cache: false, chunk: Some(16), ..options(model) };
+            run("no prefix cache", true, narrow);
+        }
+    }
+    assert_eq!(most_seen, 3);
+}
+
+#[test]
+fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
+    for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
+        let sampled = |seed: u64| Ask {
+            sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
+            ..Ask::greedy(prompt(seed, 20), 120).tokens_only()
+        };
+        let greedy = |seed: u64| Ask::greedy(prompt(seed, 20), 120).tokens_only();
+        let asks =
+            [greedy(21), sampled(22), greedy(23), Ask::greedy(prompt(24, 20), 120), sampled(25), greedy(26)];
+        let base = EngineOptions { prefix_cache: false, chunk: Some(8), ..options(model) };
+        let smallest = cramped(model, &base, 140);
+        let gave_way = |heard: &[Heard]| heard.iter().map(Heard::preemptions).sum::<u32>();
+        // An arena in which some are admitted that do not stay.
+        let tight = (4..40).find_map(|quarters| {
+            let kv_bytes = smallest.kv_bytes.map(|bytes| bytes * quarters / 4);
+            let options = EngineOptions { kv_bytes, ..base.clone() };
+            let heard = together(&mut open(model, &options), &asks);
+            (gave_way(&heard) > 0).then_some((options, heard))
+        });
+        let (options, want) = tight.unwrap();
+        let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
+        let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
+        // The same arena for the same model, however it is cut: the same sequences give way.
+        assert_eq!(gave_way(&got), gave_way(&want), "{model}");
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
+        }
+    }
+}
+
+#[test]
+fn brain_floats_between_stages_are_close_and_do_not_depend_on_chunks() {
+    let model = "tiny/llama/llama-f32";
+    let asks = [Ask::greedy(prompt(3, 60), 4)];
+    let want = one_by_one(&mut open(model, &options(model)), &asks);
+    let workers = Workers::start(model, 1, &options(model));
+    let run = |chunk| {
+        let options = EngineOptions { chunk: Some(chunk), prefix_cache: false, ..options(model) };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut engine = loop {
+            match workers.engine_over(model, &options, ActivationType::Bf16) {
+                Ok(engine) => break engine,
+                Err(Error::StageLost(lost)) if is_busy(&lost.source) && Instant::now() < deadline => {}
+                Err(error) => panic!("{error}"),
+            }
+        };
+        assert!(engine.origin().numeric_class.ends_with("/wire-bf16"), "part of the numeric class");
+        one_by_one(&mut engine, &asks)
+    };
+    let (whole, chunked) = (run(0), run(7));
+    assert_same("chunks of 7", &whole, &chunked);
+    let float = |bits: &u32| f32::from_bits(*bits);
+    let (exact, rounded) = (&want[0].logits[&59], &whole[0].logits[&59]);
+    let worst = exact.iter().zip(rounded).map(|(a, b)| (float(a) - float(b)).abs()).fold(0.0, f32::max);
+    assert!(worst > 0.0 && worst < 0.2, "max |dlogit| {worst}");
+}
+
+#[test]
+fn what_would_compute_otherwise_or_cannot_be_cut_is_refused() {
+    let model = "tiny/llama/llama-f32";
+    let other = EngineOptions { kv_type: kernels::backend::KvType::F16, ..options(model) };
+    let workers = Workers::start(model, 1, &other);
+    let refused = workers.engine(model, &options(model)).err().unwrap();
+    let Error::StageLost(lost) = &refused else { panic!("{refused}") };
+    let says = &lost.source;
+    assert!(matches!(says, proto::Error::StageFailed(StageFailure::OtherClass { .. })), "{says}");
+    assert_eq!(lost.stage, 1);
+
+    let most = most_shards(model);
+    let workers = Workers::start(model, most, &options(model));
+    let refused = workers.engine(model, &options(model)).err().unwrap();
+    assert!(
+        matches!(refused, Error::Shards { shards, most: m } if shards == most + 1 && m == most),
+        "{refused}"
+    );
+
+    let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
+    let refused = workers.engine(model, &contiguous).err().unwrap();
+    assert!(matches!(refused, Error::Config { option: "contiguous", .. }), "{refused}");
+}
+
+#[test]
+fn a_worker_holds_one_stage_at_a_time() {
+    let model = "tiny/llama/llama-f32";
+    let workers = Workers::start(model, 1, &options(model));
+    let first = workers.engine(model, &options(model)).unwrap();
+    let refused = workers.engine(model, &options(model)).err().unwrap();
+    assert!(matches!(&refused, Error::StageLost(lost) if is_busy(&lost.source)), "{refused}");
+    drop(first);
+    let mut second = workers.next_engine(model, &options(model));
+    let heard = together(&mut second, &[Ask::greedy(prompt(1, 20), 4)]);
+    assert_eq!(heard[0].tokens.len(), 4);
+}
+
+#[test]
+fn a_lost_stage_ends_the_replica_within_three_seconds() {
+    let model = "tiny/llama/llama-f32";
+    for lost in [0, 1] {
+        let mut workers = Workers::start(model, 2, &options(model));
+        let mut engine = workers.engine(model, &options(model)).unwrap();
+        let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 400).tokens_only());
+        while asked.heard().tokens.len() < 3 {
+            engine.step(Instant::now()).unwrap();
+        }
+        let service = workers.services.remove(lost);
+        workers.runtime.block_on(service.stop());
+        let since = Instant::now();
+        let error = loop {
+            match engine.step(Instant::now()) {
+                Ok(_) => assert!(since.elapsed() < Duration::from_secs(3), "stage {lost} is not missed"),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::StageLost(_)), "{error}");
+        assert!(since.elapsed() < Duration::from_secs(3), "{:?}", since.elapsed());
+    }
+}
