@@ -1,7 +1,7 @@
 //! A model over several workers: a replica is an ordered list of stages, each with a layer range.
 //!
 //! The first stage has the engine: it schedules, and runs its layers as if they were all. What other stages must know
-//! of a step goes with the activations from stage to stage ([`step`]); the last one answers with tokens and logits.
+//! of a step goes with the activations from stage to stage (`step.rs`); the last one answers with tokens and logits.
 //! Every stage keeps the caches of its own layers under the block tables of the first one: tables name blocks by
 //! number, and each stage knows where a number lies in its arena (docs/decisions/0015-blocks-have-numbers.md).
 //!
