@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::spec::{ExpertGateUp, FfnSpec, KvSpec, LayerSpec, MixerSpec, MoeSpec};
+use crate::spec::{ExpertGateUp, FfnSpec, LayerSpec, MixerSpec, MoeSpec};
 use crate::{GgmlType, ModelFile, ModelSpec};
 
 #[cfg(test)]
@@ -127,7 +127,7 @@ impl ModelCosts {
                 _ => shared.push((bytes, readers)),
             }
         }
-        Self { hidden: spec.hidden, parts, shared, cuts: cuts(&spec.layers) }
+        Self { hidden: spec.hidden, parts, shared, cuts: spec.cut_points() }
     }
 
     /// Layers of the model.
@@ -248,22 +248,4 @@ fn experts(layer: &LayerSpec) -> HashMap<&str, (usize, usize)> {
         add(&down.weight);
     }
     shares
-}
-
-fn cuts(layers: &[LayerSpec]) -> Vec<usize> {
-    // From the end: the earliest layer whose keys and values some layer from here on reads.
-    let mut earliest = usize::MAX;
-    let mut cuts = Vec::new();
-    for (index, layer) in layers.iter().enumerate().skip(1).rev() {
-        if let MixerSpec::Attention(attention) = &layer.mixer
-            && let KvSpec::Shared { layer: source } = attention.kv
-        {
-            earliest = earliest.min(source);
-        }
-        if earliest >= index {
-            cuts.push(index);
-        }
-    }
-    cuts.reverse();
-    cuts
 }

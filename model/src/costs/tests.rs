@@ -1,4 +1,5 @@
 use super::*;
+use crate::spec::KvSpec;
 use crate::test_files::fixture;
 
 const MODELS: [&str; 15] = [

@@ -1,18 +1,27 @@
 //! Where a model can be cut into layer ranges.
 
-use super::{KvSpec, ModelSpec};
+use super::{KvSpec, MixerSpec, ModelSpec};
 use std::ops::Range;
 
 impl ModelSpec {
     /// Layers before which the model can be cut, ascending: no layer behind the cut reads keys and values of one
     /// before it.
     pub fn cut_points(&self) -> Vec<usize> {
-        let source = |layer: usize| match self.attention(layer)?.kv {
-            KvSpec::Own(_) => None,
-            KvSpec::Shared { layer } => Some(layer),
-        };
-        let free = |cut: &usize| (*cut..self.layers.len()).filter_map(source).all(|source| source >= *cut);
-        (1..self.layers.len()).filter(free).collect()
+        // From the end: the earliest layer whose keys and values some layer from here on reads.
+        let mut earliest = usize::MAX;
+        let mut cuts = Vec::new();
+        for (index, layer) in self.layers.iter().enumerate().skip(1).rev() {
+            if let MixerSpec::Attention(attention) = &layer.mixer
+                && let KvSpec::Shared { layer: source } = attention.kv
+            {
+                earliest = earliest.min(source);
+            }
+            if earliest >= index {
+                cuts.push(index);
+            }
+        }
+        cuts.reverse();
+        cuts
     }
 
     /// Layer ranges of `shards` stages, as even in layers as the cut points allow; none if there cannot be so many, or
@@ -44,7 +53,6 @@ impl ModelSpec {
 mod tests {
     use super::*;
     use crate::ModelFile;
-    use crate::spec::MixerSpec;
     use std::path::Path;
 
     fn tiny(arch: &str) -> ModelSpec {
