@@ -22,6 +22,8 @@ pub struct ModelCosts {
     /// Tensors that several parts read: bytes, and the parts in rising order.
     shared: Vec<(u64, Vec<usize>)>,
     cuts: Vec<usize>,
+    /// Every stage works out its layers' further inputs from the tokens, and keeps what the embedding reads.
+    embeds_everywhere: bool,
 }
 
 /// What one part takes by itself.
@@ -127,7 +129,8 @@ impl ModelCosts {
                 _ => shared.push((bytes, readers)),
             }
         }
-        Self { hidden: spec.hidden, parts, shared, cuts: spec.cut_points() }
+        let embeds_everywhere = spec.per_layer_input.is_some();
+        Self { hidden: spec.hidden, parts, shared, cuts: spec.cut_points(), embeds_everywhere }
     }
 
     /// Layers of the model.
@@ -154,7 +157,11 @@ impl ModelCosts {
         let end = if range.end >= layers { layers + 2 } else { range.end + 1 };
         let parts = first..end;
         let is_layer = |part: usize| (1..=layers).contains(&part);
+        let kept = |part: usize| parts.contains(&part) || part == 0 && self.embeds_everywhere;
         let mut sum = RangeCosts::default();
+        if !parts.contains(&0) && kept(0) {
+            sum.weight_bytes += self.parts.first().map_or(0, |embedding| embedding.own_bytes);
+        }
         for index in parts.clone() {
             let Some(part) = self.parts.get(index) else { continue };
             sum.weight_bytes += part.own_bytes;
@@ -170,11 +177,10 @@ impl ModelCosts {
             sum.attention.extend(part.attention);
         }
         for (bytes, readers) in &self.shared {
-            let mut readers = readers.iter().filter(|part| parts.contains(part)).peekable();
-            if readers.peek().is_some() {
+            if readers.iter().any(|part| kept(*part)) {
                 sum.weight_bytes += bytes;
             }
-            if readers.any(|part| is_layer(*part)) {
+            if readers.iter().any(|part| parts.contains(part) && is_layer(*part)) {
                 sum.layer_bytes += bytes;
             }
         }

@@ -35,7 +35,8 @@ fn every_range_counts_each_of_its_tensors_once() {
         for start in 0..layers {
             for end in start + 1..=layers {
                 let mut names = spec.layer_tensors(start..end);
-                if start == 0 {
+                // Further inputs of layers are worked out from the tokens by every stage.
+                if start == 0 || spec.per_layer_input.is_some() {
                     names.extend(spec.embedding_tensors());
                 }
                 if end == layers {
