@@ -53,44 +53,89 @@ impl Op {
 pub fn linearizable(calls: &[Call]) -> bool {
     let mut calls = calls.to_vec();
     calls.sort_by_key(|call| call.called);
-    let mut search = Search { done: vec![false; calls.len()], calls, tried: HashSet::new() };
-    search.from(0)
+    let mut search = Search { done: vec![false; calls.len()], first_open: 0, calls, tried: HashSet::new() };
+    search.finds_an_order()
 }
 
 struct Search {
     calls: Vec<Call>,
     done: Vec<bool>,
-    tried: HashSet<(Vec<bool>, u64)>,
+    /// All before it are done.
+    first_open: usize,
+    /// What was done behind the first that was not, and the register then.
+    tried: HashSet<(usize, Vec<bool>, u64)>,
+}
+
+/// A point on the way: some calls are done, and one of the others is next.
+struct Point {
+    state: u64,
+    /// When the first of the open calls returned: who was called later comes after it.
+    until: u64,
+    /// The next call to be tried here.
+    next: usize,
+    /// The one that is being tried.
+    taken: Option<usize>,
 }
 
 impl Search {
-    fn from(&mut self, state: u64) -> bool {
-        let open = |at: &usize| !self.done[*at];
-        // Whoever returns first must come before everybody called later.
-        let Some(first) = (0..self.calls.len()).filter(open).filter_map(|at| self.calls[at].returned).min()
-        else {
-            return true;
-        };
-        if !self.tried.insert((self.done.clone(), state)) {
-            return false;
+    /// Not by recursion: a history has as many points as calls.
+    fn finds_an_order(&mut self) -> bool {
+        let mut way: Vec<Point> = Vec::new();
+        let mut state = 0;
+        while let Some(until) = self.first_return() {
+            if self.tried.insert((self.first_open, self.done_behind(), state)) {
+                way.push(Point { state, until, next: self.first_open, taken: None });
+            }
+            state = loop {
+                let Some(point) = way.last_mut() else { return false };
+                if let Some(at) = point.taken.take() {
+                    self.undo(at);
+                }
+                if let Some((at, next)) = self.next_at(point) {
+                    (point.taken, point.next) = (Some(at), at + 1);
+                    self.mark(at);
+                    break next;
+                }
+                way.pop();
+            };
         }
-        for at in 0..self.calls.len() {
-            let call = self.calls[at];
-            if call.called > first {
+        true
+    }
+
+    /// When the first of the open calls returned; none if no open call has.
+    fn first_return(&self) -> Option<u64> {
+        let mut first: Option<u64> = None;
+        for at in (self.first_open..self.calls.len()).filter(|at| !self.done[*at]) {
+            if first.is_some_and(|first| self.calls[at].called > first) {
                 break;
             }
-            if self.done[at] || self.is_one_of_many(at) {
-                continue;
-            }
-            if let Some(next) = call.op.step(state) {
-                self.done[at] = true;
-                if self.from(next) {
-                    return true;
-                }
-                self.done[at] = false;
-            }
+            first = first.into_iter().chain(self.calls[at].returned).min();
         }
-        false
+        first
+    }
+
+    fn next_at(&self, point: &Point) -> Option<(usize, u64)> {
+        let early = (point.next..self.calls.len()).take_while(|at| self.calls[*at].called <= point.until);
+        early
+            .filter(|at| !self.done[*at] && !self.is_one_of_many(*at))
+            .find_map(|at| Some((at, self.calls[at].op.step(point.state)?)))
+    }
+
+    fn mark(&mut self, at: usize) {
+        self.done[at] = true;
+        let open = self.done[self.first_open..].iter().position(|done| !done);
+        self.first_open = open.map_or(self.done.len(), |behind| self.first_open + behind);
+    }
+
+    fn undo(&mut self, at: usize) {
+        self.done[at] = false;
+        self.first_open = self.first_open.min(at);
+    }
+
+    fn done_behind(&self) -> Vec<bool> {
+        let behind = &self.done[self.first_open..];
+        let last = behind.iter().rposition(|done| *done);
+        behind[..last.map_or(0, |last| last + 1)].to_vec()
     }
 
     /// Of equal operations that were given up, the one that was called first stands for all: it could be done whenever
@@ -100,7 +145,7 @@ impl Search {
         let same = |before: &usize| {
             !self.done[*before] && self.calls[*before] == Call { op, returned, ..self.calls[*before] }
         };
-        returned.is_none() && (0..at).rev().any(|before| same(&before))
+        returned.is_none() && (self.first_open..at).rev().any(|before| same(&before))
     }
 }
 
@@ -156,6 +201,15 @@ mod tests {
         for history in planted {
             assert!(!linearizable(history), "{history:?}");
         }
+    }
+
+    #[test]
+    fn a_long_history_is_read_to_its_end() {
+        let swaps = (0..10_000).map(|n| call(Op::Swap { from: n, to: n + 1 }, 2 * n, 2 * n + 3));
+        let mut history: Vec<Call> = swaps.collect();
+        assert!(linearizable(&history));
+        history.push(call(Op::Read(7), 200_000, 200_001));
+        assert!(!linearizable(&history));
     }
 
     /// The definition, literally: some order of the calls, some of the unknown ones left out.
