@@ -255,7 +255,18 @@ impl Connection {
         self.request.extend_from_slice(self.body.as_bytes());
     }
 
+    /// A server may close a kept connection just as the next request is sent on it: then, as HTTP clients do, that
+    /// request is sent once more on a new one.
     async fn exchange(&mut self, address: SocketAddr) -> anyhow::Result<Outcome> {
+        let kept = self.stream.is_some();
+        self.answer.clear();
+        match self.attempt(address).await {
+            Err(_) if kept && self.answer.is_empty() => self.attempt(address).await,
+            outcome => outcome,
+        }
+    }
+
+    async fn attempt(&mut self, address: SocketAddr) -> anyhow::Result<Outcome> {
         let mut stream = match self.stream.take() {
             Some(stream) => stream,
             None => {
@@ -265,7 +276,6 @@ impl Connection {
             }
         };
         stream.write_all(&self.request).await.context("sending")?;
-        self.answer.clear();
         let head = loop {
             if let Some(end) = find(&self.answer, b"\r\n\r\n") {
                 break end + 4;
