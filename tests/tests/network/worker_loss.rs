@@ -81,7 +81,8 @@ fn a_worker_killed_in_prefill_costs_time_and_nothing_else() {
     })
     .unwrap();
     assert_eq!(told[0].tokens, undisturbed[0].tokens);
-    assert_eq!(lost(&fleet), 1.0);
+    // It may have been sent, before that, to the life of a worker that was over and had not been missed yet.
+    assert!((1.0..=3.0).contains(&lost(&fleet)), "{} attempts were lost", lost(&fleet));
     fleet.wait_for_workers(0, 2).unwrap();
 }
 
