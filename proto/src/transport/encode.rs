@@ -1,7 +1,7 @@
 //! One call to encode texts on one stream: the request goes one way; a head frame and then the values
 //! themselves, which no codec touches, come back.
 
-use super::streams::{FrameReader, FrameWriter, StreamCode};
+use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
 use crate::codec::Cap;
 use crate::message::{EncodeReply, EncodeRequest, EncodedV1, GenerateError, MAX_ENCODED_WIDTH};
@@ -50,17 +50,8 @@ pub struct EncodeCall {
 
 impl EncodeCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
-        let mut reply = EncodeReplier { frames: FrameWriter::new(send, Cap::Stream) };
-        let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
-        match requests.next().await {
-            Ok(Some(request)) => Ok(Self { request, reply }),
-            Ok(None) => Err(Error::StreamCut { what: "an encode call's request" }),
-            Err(error) => {
-                reply.frames.reset(StreamCode::Malformed);
-                requests.stop(StreamCode::Malformed);
-                Err(error)
-            }
-        }
+        let (request, frames) = read_request(send, receive, "an encode call's request").await?;
+        Ok(Self { request, reply: EncodeReplier { frames } })
     }
 }
 

@@ -1,7 +1,7 @@
 //! One generation on one stream: the request goes one way, frames come back, and either side's leaving is
 //! seen by the other.
 
-use super::streams::{FrameReader, FrameWriter, StreamCode};
+use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
 use crate::codec::Cap;
 use crate::message::{GenerateFrame, GenerateRequest, GenerateRequestV2};
@@ -68,17 +68,8 @@ pub struct GenerateCall {
 
 impl GenerateCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
-        let mut reply = GenerateReply { frames: FrameWriter::new(send, Cap::Stream) };
-        let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
-        match requests.next().await {
-            Ok(Some(request)) => Ok(Self { request, reply }),
-            Ok(None) => Err(Error::StreamCut { what: "a generation's request" }),
-            Err(error) => {
-                reply.frames.reset(StreamCode::Malformed);
-                requests.stop(StreamCode::Malformed);
-                Err(error)
-            }
-        }
+        let (request, frames) = read_request(send, receive, "a generation's request").await?;
+        Ok(Self { request, reply: GenerateReply { frames } })
     }
 }
 

@@ -1,7 +1,7 @@
 //! One pull of a prefix's resume point on one stream: the request goes one way, frames and the bytes of pieces, which
 //! no codec touches, come back.
 
-use super::streams::{FrameReader, FrameWriter, StreamCode};
+use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
 use crate::codec::Cap;
 use crate::pull::{PullFrame, PullHeadV1, PullRefusal, PullRequest, PulledPieceV1};
@@ -68,17 +68,8 @@ pub struct PullCall {
 
 impl PullCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
-        let mut reply = PullReply { frames: FrameWriter::new(send, Cap::Stream) };
-        let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
-        match requests.next().await {
-            Ok(Some(request)) => Ok(Self { request, reply }),
-            Ok(None) => Err(Error::StreamCut { what: "a pull's request" }),
-            Err(error) => {
-                reply.frames.reset(StreamCode::Malformed);
-                requests.stop(StreamCode::Malformed);
-                Err(error)
-            }
-        }
+        let (request, frames) = read_request(send, receive, "a pull's request").await?;
+        Ok(Self { request, reply: PullReply { frames } })
     }
 }
 

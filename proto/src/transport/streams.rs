@@ -321,3 +321,22 @@ impl<T: DeserializeOwned> FrameReader<T> {
         let _ = self.stream.stop(code.to_wire());
     }
 }
+
+/// The one request on a stream, and where its answer goes. What cannot be read ends the stream both ways.
+pub(super) async fn read_request<R: DeserializeOwned, A: Serialize>(
+    send: SendStream,
+    receive: RecvStream,
+    what: &'static str,
+) -> Result<(R, FrameWriter<A>), Error> {
+    let mut answer = FrameWriter::new(send, Cap::Stream);
+    let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
+    match requests.next().await {
+        Ok(Some(request)) => Ok((request, answer)),
+        Ok(None) => Err(Error::StreamCut { what }),
+        Err(error) => {
+            answer.reset(StreamCode::Malformed);
+            requests.stop(StreamCode::Malformed);
+            Err(error)
+        }
+    }
+}
