@@ -18,7 +18,7 @@ use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
@@ -68,6 +68,8 @@ struct Node {
     part: WorkPart,
     pull_cost: Option<PullCostV1>,
     draining: AtomicBool,
+    /// Calls for output that are being served.
+    calls: Arc<AtomicUsize>,
     /// Coordinators that have accepted us.
     joined: watch::Sender<usize>,
     engine: watch::Sender<Option<(ClusterKey, Runner)>>,
@@ -112,6 +114,15 @@ impl Loaded {
     }
 }
 
+/// A call that is being served, until this is dropped.
+struct UnderWay(Arc<AtomicUsize>);
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// A running worker node.
 pub struct WorkerService {
     node: Arc<Node>,
@@ -145,6 +156,7 @@ impl WorkerService {
             part: config.part,
             pull_cost,
             draining: AtomicBool::new(false),
+            calls: Arc::default(),
             joined: watch::Sender::new(0),
             engine: watch::Sender::new(None),
             prepared: Mutex::new(Some(prepared)),
@@ -189,9 +201,9 @@ impl WorkerService {
 
     /// Takes no new work, and resolves when the present work is done.
     pub async fn drain(&self) {
-        self.node.draining.store(true, Ordering::Relaxed);
+        self.node.draining.store(true, Ordering::SeqCst);
         let mut tick = tokio::time::interval(Duration::from_millis(20));
-        while self.node.busy() {
+        while self.node.calls.load(Ordering::SeqCst) > 0 {
             tick.tick().await;
         }
     }
@@ -224,8 +236,11 @@ impl Node {
         }
     }
 
-    fn busy(&self) -> bool {
-        self.engine().is_some_and(|engine| engine.busy())
+    /// To be called before it is looked whether this node drains: then one that drains either refuses the call or
+    /// waits for it. What the engine says of its load would not do, which is as of its last step.
+    fn call_begins(&self) -> UnderWay {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        UnderWay(Arc::clone(&self.calls))
     }
 
     /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
@@ -251,7 +266,7 @@ impl Node {
     }
 
     fn state(&self) -> WorkerState {
-        if self.draining.load(Ordering::Relaxed) {
+        if self.draining.load(Ordering::SeqCst) {
             WorkerState::Draining
         } else if self.engine.borrow().is_some() {
             WorkerState::Ready

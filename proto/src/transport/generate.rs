@@ -69,7 +69,7 @@ pub struct GenerateCall {
 impl GenerateCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
         let (request, frames) = read_request(send, receive, "a generation's request").await?;
-        Ok(Self { request, reply: GenerateReply { frames } })
+        Ok(Self { request, reply: GenerateReply { frames, finished: false } })
     }
 }
 
@@ -78,6 +78,7 @@ impl GenerateCall {
 #[derive(Debug)]
 pub struct GenerateReply {
     frames: FrameWriter<GenerateFrame>,
+    finished: bool,
 }
 
 impl GenerateReply {
@@ -88,8 +89,14 @@ impl GenerateReply {
         self.frames.write(frame).await?;
         if is_last(frame) {
             self.frames.finish();
+            self.finished = true;
         }
         Ok(())
+    }
+
+    /// Whether a generation's last frame was sent; it may still be under way.
+    pub fn is_finished(&self) -> bool {
+        self.finished
     }
 
     /// Resolves as soon as nobody reads any more: the coordinator has cancelled, the connection is gone, or

@@ -77,6 +77,10 @@ async fn forward(
             () = &mut cancelled => break,
         };
         if taken == 0 {
+            // Who drains ends the connections as soon as no call is under way.
+            if reply.is_finished() {
+                cancelled.await;
+            }
             break;
         }
         for frame in coalesce(batch.drain(..)) {

@@ -1,7 +1,7 @@
 //! One connection to one coordinator: register, report, tell KV events, serve what it opens.
 
 use super::runner::Runner;
-use super::{Node, encode, generate, sequences};
+use super::{Node, UnderWay, encode, generate, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::message::{Registered, RegisteredV1, WorkerStatus};
@@ -134,10 +134,10 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
-                tokio::spawn(generate::serve(node, call));
+                tokio::spawn(to_the_end(node.call_begins(), generate::serve(node, call)));
             }
             Ok(Incoming::Encode(call)) => {
-                tokio::spawn(encode::serve(node, call));
+                tokio::spawn(to_the_end(node.call_begins(), encode::serve(node, call)));
             }
             Ok(Incoming::Sequence(call)) => {
                 tokio::spawn(sequences::serve(Arc::clone(node), call));
@@ -159,6 +159,11 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     }
 }
 
+async fn to_the_end(under_way: UnderWay, call: impl Future<Output = ()>) {
+    call.await;
+    drop(under_way);
+}
+
 #[derive(Clone)]
 struct Api {
     node: Arc<Node>,
@@ -174,11 +179,11 @@ impl WorkerApi for Api {
     }
 
     async fn drain(self, _: Context) {
-        self.node.draining.store(true, Ordering::Relaxed);
+        self.node.draining.store(true, Ordering::SeqCst);
     }
 
     async fn undrain(self, _: Context) {
-        self.node.draining.store(false, Ordering::Relaxed);
+        self.node.draining.store(false, Ordering::SeqCst);
     }
 
     async fn status(self, _: Context) -> WorkerStatus {

@@ -50,17 +50,6 @@ impl Runner {
         of_either!(self, load)
     }
 
-    /// Whether any work is queued or running.
-    pub(super) fn busy(&self) -> bool {
-        match self {
-            Self::Generates(engine) => {
-                let load = engine.load();
-                load.running + load.waiting > 0
-            }
-            Self::Encodes(encoder) => encoder.busy(),
-        }
-    }
-
     pub(super) fn stalled(&self) -> Duration {
         of_either!(self, stalled)
     }
