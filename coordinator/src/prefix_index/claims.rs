@@ -5,7 +5,6 @@
 
 use super::lanes::Lanes;
 use super::sets::table_bytes;
-use super::strand::Before;
 use super::tree::{Change, Tree};
 use crate::slot::Slot;
 use proto::block::BlockId;
@@ -47,7 +46,7 @@ impl Claims {
         if let Some((held, expected)) = lanes.expecting(slot, tree)
             && tree.has_room(self.growth(chain.len()))
         {
-            tree.insert(Before::Start(None), &chain, Change::Expect { held, expected });
+            tree.insert_chain(&chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
             self.by_slot.entry(slot).or_default().push(id);
             self.live.insert(id, Reservation { slot, chain, until: None });
@@ -75,6 +74,10 @@ impl Claims {
             }
         }
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
+        // Mostly the worker has said all by now.
+        if !tree.meets_path(&chain, expected) {
+            return;
+        }
         // What others expect as well stays: the longest start that the chain shares with another.
         let shared = self.of_slot(slot).map(|other| common(&other.chain, &chain)).max().unwrap_or(0);
         tree.remove_path(&chain, shared, chain.len(), expected);
