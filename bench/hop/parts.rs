@@ -24,7 +24,8 @@ use std::time::{Duration, Instant};
 const EPOCH: Epoch = Epoch(1);
 const WORKERS: [&str; 2] = ["w0", "w1"];
 const CHAIN_BYTES: usize = 32 << 20;
-const CHAT: &[&str] = &["messages", "model", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"];
+const CHAT: &[&str] =
+    &["messages", "model", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"];
 
 /// What to plan.
 #[derive(clap::Args)]
@@ -71,7 +72,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-const PARTS: [&str; 8] = ["plan", "- fields", "- messages", "- render", "- tokens", "names", "place", "events"];
+const PARTS: [&str; 8] =
+    ["plan", "- fields", "- messages", "- render", "- tokens", "names", "place", "events"];
 
 struct Bench {
     models: Models,
@@ -104,7 +106,8 @@ impl Bench {
             block_tokens: 16,
             task: ModelTask::Generate,
         };
-        let (mut balancer, mut held, now) = (Balancer::new(Policy::default()), HashMap::new(), Instant::now());
+        let (mut balancer, mut held, now) =
+            (Balancer::new(Policy::default()), HashMap::new(), Instant::now());
         for (pid, name) in (1..).zip(WORKERS) {
             let node = NodeId::new(name)?;
             let register = RegisterV2 {
