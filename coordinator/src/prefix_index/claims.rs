@@ -5,7 +5,6 @@
 
 use super::lanes::Lanes;
 use super::sets::table_bytes;
-use super::strand::Before;
 use super::tree::{Change, Tree};
 use crate::slot::Slot;
 use proto::block::BlockId;
@@ -80,7 +79,7 @@ impl Claims {
         if let Some((held, expected)) = lanes.expecting(slot, tree)
             && tree.has_room(self.growth(chain.len()))
         {
-            tree.insert(Before::Start(None), &chain, Change::Expect { held, expected });
+            tree.insert_chain(&chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
             self.by_slot.entry(slot).or_default().insert(Expected { chain: Arc::clone(&chain), id });
             self.live.insert(id, Reservation { slot, chain, until: None });
@@ -115,7 +114,10 @@ impl Claims {
             }
         }
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
-        tree.remove_path(&gone.chain, shared, gone.chain.len(), expected);
+        // Mostly the worker has said all by now.
+        if tree.meets_path(&gone.chain, expected) {
+            tree.remove_path(&gone.chain, shared, gone.chain.len(), expected);
+        }
     }
 
     pub(super) fn settle(&mut self, id: ReservationId, until: Instant, lanes: &Lanes, tree: &mut Tree) {
