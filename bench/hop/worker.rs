@@ -9,9 +9,8 @@ use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateFrame, GenerateRequest, GenerateRequestV2, LoadReport, LoadReportV1,
-    ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus,
-    WorkerStatusV1,
+    FinishReason, FinishedV1, GenerateFrame, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered,
+    ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::service::{WorkerApi, deadline};
 use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
@@ -198,9 +197,8 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     }
 }
 
-async fn generate(shared: Arc<Shared>, mut call: GenerateCall) {
-    let (GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. })) =
-        &call.request;
+async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: GenerateCall) {
+    let request = request.into_latest();
     let cached = request.predicted_cached;
     let started = StartedV1 {
         cached_tokens: cached,
@@ -219,7 +217,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall) {
     let frames =
         [GenerateFrame::Started(started), GenerateFrame::Tokens(tokens), GenerateFrame::Finished(finished)];
     for frame in &frames {
-        if call.reply.send(frame).await.is_err() {
+        if reply.send(frame).await.is_err() {
             return;
         }
     }

@@ -7,12 +7,16 @@ use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use serde::{Deserialize, Serialize};
 
 mod encode;
+mod tokens;
 mod transfer;
 
 pub use encode::{
     EncodeReply, EncodeRequest, EncodeRequestV1, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH,
 };
-pub use transfer::{GenerateRequestV2, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart};
+pub use tokens::{MAX_TOKEN_IDS, TokenIds};
+pub use transfer::{
+    GenerateRequestV2, GenerateRequestV3, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart,
+};
 
 /// Tokens in one frame at most.
 pub const MAX_TOKENS_PER_FRAME: usize = 4096;
@@ -98,6 +102,8 @@ pub enum GenerateRequest {
     V1(GenerateRequestV1),
     /// From protocol version 3 on: it may pull its prefix.
     V2(GenerateRequestV2),
+    /// From protocol version 4 on: its tokens are packed.
+    V3(GenerateRequestV3),
 }
 
 /// See [`GenerateRequest`].

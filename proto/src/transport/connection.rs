@@ -194,7 +194,7 @@ impl Connection {
 
     /// Hands a request to the worker at the other end. Dropping the result cancels it there.
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
-        let (send, receive) = self.open_bidirectional(StreamKind::Generate).await?;
+        let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
         GenerateStream::start(send, receive, request).await
     }
 
@@ -276,12 +276,17 @@ impl Connection {
 
     async fn open_bidirectional(&self, kind: StreamKind) -> Result<(SendStream, RecvStream), Error> {
         within("opening a stream", OPEN_LIMIT, async {
-            let (mut send, receive) = self.0.quic.open_bi().await.map_err(|e| self.lost(&e))?;
+            let (mut send, receive) = self.open_silent().await?;
             // A stream is invisible to the peer until its first byte.
             send.write_all(&[kind as u8]).await.map_err(write_error)?;
             Ok((send, receive))
         })
         .await
+    }
+
+    /// A stream on which the caller has to say what it is.
+    async fn open_silent(&self) -> Result<(SendStream, RecvStream), Error> {
+        self.0.quic.open_bi().await.map_err(|error| self.lost(&error))
     }
 
     async fn open_one_way(&self, kind: StreamKind) -> Result<SendStream, Error> {

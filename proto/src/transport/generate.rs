@@ -1,7 +1,7 @@
 //! One generation on one stream: the request goes one way, frames come back, and either side's leaving is
 //! seen by the other.
 
-use super::streams::{FrameReader, FrameWriter, read_request};
+use super::streams::{FrameReader, FrameWriter, StreamKind, read_request};
 use crate::Error;
 use crate::codec::Cap;
 use crate::message::{GenerateFrame, GenerateRequest, GenerateRequestV2};
@@ -25,16 +25,21 @@ pub struct GenerateStream {
 }
 
 impl GenerateStream {
+    /// On a stream that nothing has been sent on.
     pub(super) async fn start(
         send: SendStream,
         receive: RecvStream,
         request: &GenerateRequest,
     ) -> Result<Self, Error> {
-        let (GenerateRequest::V1(asked) | GenerateRequest::V2(GenerateRequestV2 { request: asked, .. })) =
-            request;
+        let tokens = match request {
+            GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. }) => {
+                request.prompt.len() + request.emitted.len()
+            }
+            GenerateRequest::V3(request) => request.prompt.len() + request.emitted.len(),
+        };
         // A token takes three bytes at most in all vocabularies there are.
-        let room = 3 * (asked.prompt.len() + asked.emitted.len()) + REQUEST_ROOM;
-        let mut writer = FrameWriter::new(send, Cap::GenerateRequest).with_room(room);
+        let room = 3 * tokens + REQUEST_ROOM;
+        let mut writer = FrameWriter::opening(send, StreamKind::Generate, Cap::GenerateRequest, room);
         writer.write(request).await?;
         writer.finish();
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream), ended: false })
@@ -53,6 +58,9 @@ impl GenerateStream {
             Err(error) => Err(error),
         };
         self.ended = !matches!(&frame, Ok(frame) if !is_last(frame));
+        if self.ended {
+            self.frames.take_end();
+        }
         Some(frame)
     }
 }

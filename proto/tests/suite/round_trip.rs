@@ -246,9 +246,14 @@ proptest! {
         request in request(), source in option::of((node(), ".*", any::<u32>())),
     ) {
         let pull = source.map(|(node, quic, tokens)| PullSourceV1 { node, quic, tokens });
-        let latest = GenerateRequestV2 { pull, ..request.clone().into_latest() };
-        survives(&GenerateRequest::V2(latest.clone()), Cap::GenerateRequest);
-        prop_assert_eq!(latest.clone().at_version(3).into_latest(), latest.clone());
+        let latest = GenerateRequestV3 { pull, ..request.clone().into_latest() };
+        for version in [3, 4] {
+            let told = latest.clone().at_version(version);
+            survives(&told, Cap::GenerateRequest);
+            prop_assert_eq!(told.into_latest(), latest.clone());
+        }
+        prop_assert!(matches!(latest.clone().at_version(3), GenerateRequest::V2(_)));
+        prop_assert!(matches!(latest.clone().at_version(4), GenerateRequest::V3(_)));
         for version in [1, 2] {
             prop_assert_eq!(latest.clone().at_version(version), request.clone());
         }

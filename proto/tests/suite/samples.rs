@@ -92,8 +92,12 @@ pub(crate) fn register(node: &str) -> Register {
 pub(crate) fn request_v2() -> GenerateRequest {
     let source =
         PullSourceV1 { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
-    let latest = request().into_latest();
-    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..latest })
+    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..request().into_latest().into() })
+}
+
+/// With packed tokens.
+pub(crate) fn request_v3() -> GenerateRequest {
+    GenerateRequest::V3(request_v2().into_latest())
 }
 
 pub(crate) fn pull_request() -> PullRequest {
@@ -368,7 +372,7 @@ pub(crate) fn all() -> Vec<Samples> {
     let node = NodeId::new("w1").unwrap();
     vec![
         samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
-        samples("GenerateRequest", Request, [request(), request_v2()]),
+        samples("GenerateRequest", Request, [request(), request_v2(), request_v3()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
