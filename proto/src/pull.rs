@@ -13,6 +13,9 @@ use serde::{Deserialize, Serialize};
 /// takes a step for every so many bytes.
 pub const SLICE_BYTES: u64 = 16 << 20;
 
+/// Workers that one sends to at once; further ones are refused and compute.
+pub const SENDS_AT_ONCE: usize = 8;
+
 /// What is asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PullRequest {

@@ -256,6 +256,7 @@ impl Engine {
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
             boundaries,
             priority: 0,
+            turn: Some(self.scheduler.take_turn()),
         };
         let live = Live {
             key: name.map(|name| SequenceKey { root, name }),

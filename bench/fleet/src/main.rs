@@ -5,6 +5,7 @@
 //! long messages are under way. The peers' routers are written from what their sources do.
 
 mod node;
+mod pulls;
 mod rates;
 mod report;
 mod router;
@@ -16,6 +17,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use coordinator::routing::Routing;
 use node::{Build, Node};
+use pulls::PullRates;
 use rates::Rates;
 use report::{Against, Row};
 use router::{CacheAware, Kvasir, Peer, Router};
@@ -60,6 +62,12 @@ struct Arguments {
     /// Milliseconds from client to worker, and back.
     #[arg(long, default_value_t = 1.0)]
     hop_ms: f64,
+    /// MB per second of a pull, as workers measured it.
+    #[arg(long, default_value_t = 300.0)]
+    pull_mbps: f64,
+    /// Milliseconds of a pull besides.
+    #[arg(long, default_value_t = 10.0)]
+    pull_ms: f64,
     /// Only these, as `prefix-by_rank,smg`: policy and shape of the prompt, or router.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -121,14 +129,20 @@ impl Contender {
 
 fn kvasir(routing: Routing, setting: Setting, traffic: &Traffic) -> Result<Kvasir> {
     let report = Node::new(setting.build)?.report();
-    Kvasir::new(routing, &traffic.model, setting.workers, &report)
+    let build = &setting.build;
+    Kvasir::new(routing, &traffic.model, setting.workers, &report, &build.pulls, build.rates.kv_bytes_per_token)
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let rates = Rates::read(&arguments.rates, arguments.decoded)?;
     eprintln!("{rates:?}");
-    let build = Build { kv_bytes: arguments.kv_mib << 20, chunk: arguments.chunk, max_seqs: 64, rates };
+    let pulls = PullRates {
+        bytes_per_second: arguments.pull_mbps * 1e6,
+        overhead: arguments.pull_ms / 1e3,
+        copied_per_second: 1e9,
+    };
+    let build = Build { kv_bytes: arguments.kv_mib << 20, chunk: arguments.chunk, max_seqs: 64, rates, pulls };
     let base = Setting {
         workers: 1,
         build,

@@ -23,6 +23,7 @@ pub(crate) struct Row {
     ttft_p50: f64,
     ttft_p99: f64,
     mispredicted: usize,
+    pulls: usize,
     reasons: BTreeMap<&'static str, usize>,
 }
 
@@ -51,6 +52,7 @@ impl Row {
             ttft_p50: rounded(outcome.ttft(0.5), 3),
             ttft_p99: rounded(outcome.ttft(0.99), 3),
             mispredicted: outcome.mispredicted,
+            pulls: outcome.pulls,
             reasons: outcome.reasons.iter().copied().collect(),
         }
     }

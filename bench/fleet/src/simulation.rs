@@ -1,6 +1,7 @@
 //! Requests, a router and workers in simulated time.
 
 use crate::node::{Build, Node, Progress};
+use crate::pulls::{Asked, Pulling};
 use crate::router::{Placed, Random, Router};
 use crate::traffic::Prompt;
 use anyhow::{Context, Result, bail};
@@ -8,6 +9,7 @@ use proto::block::BlockId;
 use proto::event::KvEvent;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How requests come.
@@ -51,6 +53,8 @@ pub(crate) struct Outcome {
     pub(crate) ttft: Vec<f64>,
     /// Requests that found other than the router had predicted.
     pub(crate) mispredicted: usize,
+    /// Prefixes that a worker asked another for.
+    pub(crate) pulls: usize,
     /// Requests by the reason that the router gave.
     pub(crate) reasons: Vec<(&'static str, usize)>,
 }
@@ -60,6 +64,12 @@ enum Event {
     Arrive,
     AtWorker(Placed),
     StepEnds(usize),
+    /// Who asks, and for what.
+    Asked(usize, Asked),
+    /// To whom, of which pull, how deep.
+    Brought(usize, usize, u32),
+    /// A worker's pull may have taken too long.
+    Patience(usize),
     AtRouter(usize, Vec<Progress>, Vec<KvEvent>),
     Report(usize),
 }
@@ -153,9 +163,15 @@ impl Run<'_> {
                 let placed = self.router.submit(now, request, prompt)?;
                 self.send(now, placed);
             }
-            Event::AtWorker(Placed { request, worker, .. }) => {
-                let prompt = self.prompts[request];
-                self.nodes[worker].submit(request, self.root, prompt, self.setting.out)?;
+            Event::AtWorker(Placed { request, worker, pull, .. }) => {
+                let prompt = Arc::clone(&self.prompts[request].tokens);
+                let asking = Pulling { request, prompt, source: pull };
+                let asked = self.nodes[worker].submit(now, self.root, asking, self.setting.out)?;
+                if let Some(asked) = asked {
+                    self.outcome.pulls += 1;
+                    self.at(asked.until, Event::Patience(worker));
+                    self.at(now + self.setting.hop, Event::Asked(worker, asked));
+                }
                 self.step(now, worker)?;
             }
             Event::StepEnds(worker) => {
@@ -163,6 +179,16 @@ impl Run<'_> {
                 self.at(now + self.setting.hop, Event::AtRouter(worker, progress, events));
                 self.step(now, worker)?;
             }
+            Event::Asked(puller, asked) => {
+                let holder = asked.holder;
+                self.nodes[holder].ask(puller, asked);
+                self.step(now, holder)?;
+            }
+            Event::Brought(worker, pull, depth) => {
+                self.nodes[worker].brought(pull, depth);
+                self.step(now, worker)?;
+            }
+            Event::Patience(worker) => self.step(now, worker)?,
             Event::AtRouter(worker, progress, events) => {
                 if !events.is_empty() {
                     self.router.events(worker, events)?;
@@ -216,7 +242,15 @@ impl Run<'_> {
         }
     }
 
+    /// Between two steps a worker serves others, takes in what has come for it, and begins the next.
     fn step(&mut self, now: Duration, worker: usize) -> Result<()> {
+        for (puller, pull, depth, at) in self.nodes[worker].serve(now, self.root) {
+            self.at(at, Event::Brought(puller, pull, depth));
+        }
+        let events = self.nodes[worker].end_pulls(now, self.root)?;
+        if !events.is_empty() {
+            self.at(now + self.setting.hop, Event::AtRouter(worker, Vec::new(), events));
+        }
         if let Some(took) = self.nodes[worker].begin()? {
             self.at(now + took, Event::StepEnds(worker));
         }

@@ -19,6 +19,9 @@ impl Waiting for Item {
     fn rank(&self) -> Instant {
         self.rank
     }
+    fn priority(&self) -> i32 {
+        0
+    }
 }
 
 fn item(name: &'static str, tokens: u64, at: Instant) -> Item {

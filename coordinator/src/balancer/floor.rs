@@ -10,7 +10,8 @@ use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::demand::{CommonKey, Demand};
 use crate::routing::groups::Groups;
-use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason};
+use crate::routing::transfer::is_worth_asking;
+use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason, Routing, predicted_tokens};
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
 use load::Load;
@@ -58,7 +59,10 @@ struct Flight {
 pub(super) enum Placing {
     Assigned(Assignment),
     Refused(Refusal),
+    /// Nobody has room.
     Later(Waiter),
+    /// Somebody has room, but would compute what another is computing just now.
+    Yielding(Waiter),
 }
 
 impl Floor {
@@ -128,8 +132,9 @@ impl Floor {
         self.serving(model).next().is_some()
     }
 
-    /// Chooses a worker for `waiter` and books it there.
-    pub(super) fn place(&mut self, now: Instant, waiter: Waiter, random: u64) -> Placing {
+    /// Chooses a worker for `waiter` and books it there. `yields`: it may have to wait for another that does better with
+    /// the room that there is.
+    pub(super) fn place(&mut self, now: Instant, waiter: Waiter, yields: bool, random: u64) -> Placing {
         let wanted: Vec<(&Member, &Load)> =
             self.serving(&waiter.ask.model).filter(|(m, _)| waiter.accepts(m)).collect();
         if wanted.is_empty() {
@@ -151,7 +156,7 @@ impl Floor {
             .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
-        self.offer_pulls(&waiter, &wanted, &overlap, &mut candidates);
+        self.offer_pulls(now, &waiter, &wanted, &overlap, &mut candidates);
         let common = waiter.common(&candidates);
         let standing = common.and_then(|(key, most)| {
             let holds = |slot| candidates.iter().any(|c| c.slot == slot && c.units >= most);
@@ -170,6 +175,9 @@ impl Floor {
         };
         if self.holds_back(&candidates, &waiter, &choice) {
             return Placing::Later(waiter);
+        }
+        if yields && self.computes_twice(&candidates, &waiter, &choice) {
+            return Placing::Yielding(waiter);
         }
         let group = waiter.group();
         if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
@@ -308,6 +316,14 @@ impl Floor {
         measured && !follows && candidates.iter().all(full)
     }
 
+    /// Whether the worker would compute what another is computing: in a moment it could pull that.
+    fn computes_twice(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
+        let most = candidates.iter().map(|c| predicted_tokens(waiter.ask.prompt_tokens, c.units)).max();
+        self.policy.routing == Routing::Prefix
+            && choice.reason != Reason::Replica
+            && is_worth_asking(choice.predicted, most.unwrap_or(0))
+    }
+
     fn book(
         &mut self,
         now: Instant,
@@ -322,6 +338,9 @@ impl Floor {
         load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
         let join = load.join;
         waiter.attempts += 1;
+        if let Some((pull, from)) = supply.sends.and_then(|p| Some((p, self.loads[p.from.index()].as_mut()?))) {
+            from.sends.add(now, &pull);
+        }
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
         let leads = waiter.group().filter(|_| choice.predicted < COMMON_UNITS * HASH_UNIT_TOKENS as u32);
         leads.into_iter().for_each(|key| self.groups.begin(key, choice.slot));
