@@ -21,7 +21,7 @@ mod tests;
 
 pub use request::{
     Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
-    SequenceState, Stats, StepPlan,
+    SequenceState, Stats, StepPlan, Turn,
 };
 pub use resume::ForkRefused;
 

@@ -111,6 +111,19 @@ impl Contender {
         only.is_empty() || only.iter().any(|name| *name == router || *name == format!("{policy}-{prompt}"))
     }
 
+    /// Prompt tokens that one cache without bounds would compute of these.
+    fn floor(self, traffic: &Traffic, questions: usize) -> u64 {
+        traffic::computed_once(self.prompts(traffic, questions).iter().copied())
+    }
+
+    fn prompts(self, traffic: &Traffic, questions: usize) -> Vec<&Prompt> {
+        let questions = traffic.questions.iter().take(questions);
+        match self {
+            Self::KvasirDocuments => questions.map(|question| &question.by_popularity).collect(),
+            _ => questions.map(|question| &question.by_rank).collect(),
+        }
+    }
+
     fn run(self, setting: Setting, traffic: &Traffic, questions: usize) -> Result<Outcome> {
         let workers = setting.workers;
         let mut router: Box<dyn Router> = match self {
@@ -118,11 +131,7 @@ impl Contender {
             Self::KvasirDocuments => Box::new(kvasir(Routing::Prefix, setting, traffic)?),
             Self::CacheAware(peer) => Box::new(CacheAware::new(peer, workers)),
         };
-        let questions = traffic.questions.iter().take(questions);
-        let prompts: Vec<&Prompt> = match self {
-            Self::KvasirDocuments => questions.map(|question| &question.by_popularity).collect(),
-            _ => questions.map(|question| &question.by_rank).collect(),
-        };
+        let prompts = self.prompts(traffic, questions);
         simulation::run(setting, router.as_mut(), &prompts, traffic.root)
     }
 }
@@ -169,7 +178,8 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
                 Setting { workers, arrivals: Arrivals::Open(load * workers as f64 / alone), ..base };
             for contender in CONTENDERS.into_iter().filter(|contender| contender.is_in(&arguments.only)) {
                 let outcome = contender.run(setting, &traffic, questions)?;
-                Row::new(contender.names(), workers, load, questions, &outcome).print()?;
+                let floor = contender.floor(&traffic, questions);
+                Row::new(contender.names(), workers, load, questions, floor, &outcome).print()?;
             }
         }
     }
@@ -187,7 +197,7 @@ fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()>
         let build = Build { kv_bytes: run.kv_bytes, ..base.build };
         let setting = Setting { workers: run.workers, arrivals, out: run.out, build, ..base };
         let outcome = contender.run(setting, &traffic, run.questions)?;
-        run.compare(&outcome).print()?;
+        run.compare(contender.floor(&traffic, run.questions), &outcome).print()?;
     }
     Ok(())
 }

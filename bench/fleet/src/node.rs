@@ -11,7 +11,7 @@ use proto::pull::SENDS_AT_ONCE;
 use std::collections::HashMap;
 use std::time::Duration;
 use worker::kv_cache::{CacheSpec, GroupKind, GroupSpec};
-use worker::scheduler::{LogitRows, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan};
+use worker::scheduler::{LogitRows, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan, Turn};
 
 /// What a worker is made of.
 #[derive(Debug, Clone, Copy)]
@@ -69,6 +69,7 @@ pub(crate) struct Node {
 struct Live {
     prompt: u32,
     left: u32,
+    turn: Turn,
     started: bool,
 }
 
@@ -122,7 +123,8 @@ impl Node {
         out: u32,
     ) -> Result<Option<Asked>> {
         let id = SeqId(asking.request as u64);
-        self.live.insert(id, Live { prompt: asking.prompt.len() as u32, left: out, started: false });
+        let turn = self.scheduler.take_turn();
+        self.live.insert(id, Live { prompt: asking.prompt.len() as u32, left: out, turn, started: false });
         let (computes, asked) = self.pulls.wait(now, &self.scheduler, root, asking, self.prefill_rate);
         computes.map_or(Ok(()), |request| self.compute(root, &request))?;
         Ok(asked)
@@ -187,6 +189,7 @@ impl Node {
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
             priority: 0,
+            turn: self.live.get(&id).map(|live| live.turn),
         })?)
     }
 

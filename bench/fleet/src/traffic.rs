@@ -5,11 +5,13 @@ use coordinator::api::auth::salt;
 use coordinator::api::documents::Popularity;
 use coordinator::api::plan::{self, Kind, Sources};
 use coordinator::models::{ModelEntry, Models};
+use coordinator::routing::predicted_tokens;
 use proto::block::{BlockId, ClusterKey, Scope};
 use proto::ids::ModelId;
 use proto::message::{ModelTask, ServedModelV2};
 use serde::Deserialize;
 use serde_json::Value;
+use std::collections::HashSet;
 use std::io::BufRead;
 use std::path::Path;
 use std::sync::Arc;
@@ -109,4 +111,17 @@ impl Traffic {
 fn text(body: &Value) -> String {
     let messages = body["messages"].as_array().into_iter().flatten();
     messages.filter_map(|message| message["content"].as_str()).collect::<Vec<_>>().join(" ")
+}
+
+/// Prompt tokens that one cache without bounds computes of these, one after the other.
+pub(crate) fn computed_once<'a>(prompts: impl Iterator<Item = &'a Prompt>) -> u64 {
+    let mut seen = HashSet::new();
+    let mut computed = 0;
+    for prompt in prompts {
+        let held = prompt.chain.iter().take_while(|unit| seen.contains(*unit)).count();
+        let tokens = prompt.tokens.len() as u32;
+        computed += u64::from(tokens - predicted_tokens(tokens, held as u32));
+        seen.extend(prompt.chain.iter().copied());
+    }
+    computed
 }

@@ -1,7 +1,7 @@
 //! Prefixes as things of their own: forked, pinned, saved and restored.
 
 use super::sequence::{Sequence, State};
-use super::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest};
+use super::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, Turn};
 use crate::kv_cache::{HitStop, PinId, PinRefused, RestoreId, ResumePoint};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
