@@ -37,9 +37,9 @@ const TIE_S: f64 = 0.001;
 /// Measured rates within this factor of their mean count as equal to it: so much they differ by what the workers
 /// were given to measure them with. From its square on they count as measured.
 const SAME_RATE: f64 = 1.35;
-/// How much of a second it counts that a worker was given a second's work more than another: little, so that it
-/// decides only where the rest is about the same.
-const GIVEN_WEIGHT: f64 = 0.03;
+/// How much of a second it counts that a worker was given a second's work more than another: so much that shares even
+/// out, and less than having to wait.
+const GIVEN_WEIGHT: f64 = 0.4;
 /// How often what another than the first holder of a prefix has of it counts as work: a replica is used while the
 /// first holder is busier than that, and ages out when it is not.
 const REPLICA_WEIGHT: f64 = 0.5;

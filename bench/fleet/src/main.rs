@@ -62,6 +62,9 @@ struct Arguments {
     /// Milliseconds from client to worker, and back.
     #[arg(long, default_value_t = 1.0)]
     hop_ms: f64,
+    /// Layers of the model.
+    #[arg(long, default_value_t = 30)]
+    layers: u32,
     /// MB per second of a pull, as workers measured it.
     #[arg(long, default_value_t = 300.0)]
     pull_mbps: f64,
@@ -139,7 +142,14 @@ impl Contender {
 fn kvasir(routing: Routing, setting: Setting, traffic: &Traffic) -> Result<Kvasir> {
     let report = Node::new(setting.build)?.report();
     let build = &setting.build;
-    Kvasir::new(routing, &traffic.model, setting.workers, &report, &build.pulls, build.rates.kv_bytes_per_token)
+    Kvasir::new(
+        routing,
+        &traffic.model,
+        setting.workers,
+        &report,
+        &build.pulls,
+        build.rates.kv_bytes_per_token,
+    )
 }
 
 fn main() -> Result<()> {
@@ -151,7 +161,14 @@ fn main() -> Result<()> {
         overhead: arguments.pull_ms / 1e3,
         copied_per_second: 1e9,
     };
-    let build = Build { kv_bytes: arguments.kv_mib << 20, chunk: arguments.chunk, max_seqs: 64, rates, pulls };
+    let build = Build {
+        kv_bytes: arguments.kv_mib << 20,
+        chunk: arguments.chunk,
+        max_seqs: 64,
+        layers: arguments.layers,
+        rates,
+        pulls,
+    };
     let base = Setting {
         workers: 1,
         build,
@@ -168,7 +185,7 @@ fn main() -> Result<()> {
 
 fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
     let most = arguments.workers.iter().max().copied().unwrap_or(0) * arguments.questions;
-    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, most)?;
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;
     let tokens = traffic.mean_tokens();
     let alone = base.build.rates.prompt(tokens, f64::from(base.build.chunk));
     for &workers in &arguments.workers {
@@ -189,7 +206,7 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
 /// The same questions, clients and workers as in each real run.
 fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()> {
     let most = real.iter().map(|run| run.questions).max().unwrap_or(0);
-    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, most)?;
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;
     for run in real {
         let contender = CONTENDERS.into_iter().find(|contender| contender.names() == run.names());
         let contender = contender.with_context(|| format!("who is {:?}", run.names()))?;

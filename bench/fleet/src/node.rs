@@ -20,6 +20,8 @@ pub(crate) struct Build {
     pub(crate) kv_bytes: u64,
     /// Rows of a prompt in a step.
     pub(crate) chunk: u32,
+    /// Layers of the model.
+    pub(crate) layers: u32,
     /// Sequences in its batch.
     pub(crate) max_seqs: usize,
     /// Time of its steps.
@@ -135,11 +137,10 @@ impl Node {
         self.asked.push((puller, asked));
     }
 
-    /// What it is asked for, if it is between two steps: to whom, for which pull, how deep, and when it is there.
+    /// What it is asked for, between two layers of its step: to whom, for which pull, how deep, and when it is there.
     pub(crate) fn serve(&mut self, now: Duration, root: BlockId) -> Vec<(usize, usize, u32, Duration)> {
-        if self.step.is_some() {
-            return Vec::new();
-        }
+        let layer = self.step.as_ref().map_or(0.0, |step| step.seconds / 2.0 / f64::from(self.build.layers));
+        let now = now + Duration::from_secs_f64(layer);
         self.sends.retain(|until| *until > now);
         let mut sent = Vec::new();
         for (puller, asked) in std::mem::take(&mut self.asked) {

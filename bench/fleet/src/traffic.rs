@@ -57,8 +57,9 @@ struct Line {
 }
 
 impl Traffic {
-    /// Reads what `bench/rag/traffic.py` prints, up to `most` questions, and plans it for the model in the file `gguf`.
-    pub(crate) fn read(path: &Path, gguf: &Path, most: usize) -> Result<Self> {
+    /// Reads what `bench/rag/traffic.py` prints, up to `most` questions, and plans it for the model in the file `gguf`,
+    /// which has so many layers.
+    pub(crate) fn read(path: &Path, gguf: &Path, layers: u32, most: usize) -> Result<Self> {
         let id = ModelId::new("simulated")?;
         let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }])?;
         let offered = models.only().context("one model")?;
@@ -67,7 +68,7 @@ impl Traffic {
             model_digest: [7; 32],
             tokenizer_digest: offered.tokenizer.digest(),
             max_model_len: u32::MAX,
-            layers: (0, 1),
+            layers: (0, layers),
             numeric_class: "simulated".to_owned(),
             block_tokens: 16,
             task: ModelTask::Generate,

@@ -141,10 +141,7 @@ impl Floor {
             let declined = !waiter.avoid.is_empty() && self.serves(&waiter.ask.model);
             return Placing::Refused(if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker });
         }
-        let lively = |&&(_, load): &&(&Member, &Load)| {
-            let stalled = load.report.as_ref().is_some_and(|r| r.stalled_ms > STALLED_MS);
-            !stalled && now.saturating_duration_since(load.heard) < self.policy.suspect_after
-        };
+        let lively = |&&(_, load): &&(&Member, &Load)| self.is_lively(now, load);
         let any_lively = wanted.iter().any(|w| lively(&w));
         let overlap = self.index.lookup(&waiter.ask.chain);
         let wanted: Vec<(&Member, &Load)> =
@@ -156,6 +153,11 @@ impl Floor {
             .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
+        // Nobody pulls more of it than is held or expected somewhere: what waits is looked at often.
+        let most = candidates.iter().map(|c| predicted_tokens(waiter.ask.prompt_tokens, c.units)).max();
+        if !candidates.is_empty() && self.holds_back(&candidates, &waiter, most.unwrap_or(0)) {
+            return Placing::Later(waiter);
+        }
         self.offer_pulls(now, &waiter, &wanted, &overlap, &mut candidates);
         let common = waiter.common(&candidates);
         let standing = common.and_then(|(key, most)| {
@@ -173,7 +175,7 @@ impl Floor {
         let Some((mut choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
             return Placing::Later(waiter);
         };
-        if self.holds_back(&candidates, &waiter, &choice) {
+        if self.holds_back(&candidates, &waiter, choice.predicted) {
             return Placing::Later(waiter);
         }
         if yields && self.computes_twice(&candidates, &waiter, &choice) {
@@ -304,15 +306,22 @@ impl Floor {
             .filter(|(_, load)| load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready))
     }
 
+    /// Whether it is heard of and gets on.
+    fn is_lively(&self, now: Instant, load: &Load) -> bool {
+        let stalled = load.report.as_ref().is_some_and(|r| r.stalled_ms > STALLED_MS);
+        !stalled && now.saturating_duration_since(load.heard) < self.policy.suspect_after
+    }
+
     /// Whether the request had better wait here, where any worker can still take it and tenants have their turns:
-    /// all have as much to prefill as they shall have in hand. What is mostly there, or on its way, goes.
-    fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
+    /// all have as much to prefill as they shall have in hand. What is mostly there (`predicted` tokens), or on its way,
+    /// goes.
+    fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, predicted: u32) -> bool {
         let most = self.policy.max_pending.as_secs_f64();
         let full = |c: &Candidate| {
             c.pending_tokens as f64 >= most * f64::from(c.prefill_rate).max(f64::MIN_POSITIVE)
         };
         let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
-        let follows = choice.predicted >= waiter.ask.prompt_tokens / 4 * 3 && choice.predicted > 0;
+        let follows = predicted >= waiter.ask.prompt_tokens / 4 * 3 && predicted > 0;
         measured && !follows && candidates.iter().all(full)
     }
 
@@ -338,7 +347,8 @@ impl Floor {
         load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
         let join = load.join;
         waiter.attempts += 1;
-        if let Some((pull, from)) = supply.sends.and_then(|p| Some((p, self.loads[p.from.index()].as_mut()?))) {
+        if let Some((pull, from)) = supply.sends.and_then(|p| Some((p, self.loads[p.from.index()].as_mut()?)))
+        {
             from.sends.add(now, &pull);
         }
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));

@@ -83,10 +83,6 @@ impl Pulling {
         Self { namer, patience: None, pulls: Vec::new() }
     }
 
-    pub(super) fn namer(&self) -> &Namer {
-        &self.namer
-    }
-
     /// Requests that wait for a pull.
     pub(super) fn waiting(&self) -> usize {
         self.pulls.iter().map(|pull| pull.waiting.len()).sum()

@@ -191,11 +191,11 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
         return reply.fail(PullRefusal::NotHeld).await;
     };
     let PullRequestV1 { origin, root, tokens, have } = request;
-    let offered = engine.call(move |engine| {
-        let offer = engine.offer(&origin, root, &tokens, have)?;
+    let offered = engine.lend(move |lender| {
+        let offer = lender.offer(&origin, root, &tokens, have)?;
         // The offer is of a part of these tokens.
         let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
-        let copies = engine.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
+        let copies = lender.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
         Ok((offer, prefix, copies))
     });
     let (offer, prefix, mut copies) = match offered.await.unwrap_or(Err(PullRefusal::Internal)) {
@@ -248,6 +248,6 @@ async fn copy(
     pieces: &[(u32, u32, usize)],
 ) -> Result<Vec<Vec<u8>>, PullRefusal> {
     let (prefix, pieces) = (Arc::clone(prefix), pieces.to_vec());
-    let copies = engine.call(move |engine| engine.copy_pieces(root, &prefix, &pieces)).await;
+    let copies = engine.lend(move |lender| lender.copy_pieces(root, &prefix, &pieces)).await;
     copies.unwrap_or(Err(PullRefusal::Internal))
 }

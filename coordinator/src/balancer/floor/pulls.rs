@@ -10,7 +10,7 @@ use crate::slot::Slot;
 use crate::table::Member;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{PullCostV1, PullReportV1, WorkPart};
+use proto::message::{PullCostV1, PullReportV1, WorkPart, WorkerState};
 use proto::pull::{PullSourceV1, SENDS_AT_ONCE};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -45,7 +45,8 @@ impl Sends {
     /// One more, which comes behind the others.
     pub(super) fn add(&mut self, now: Instant, pull: &Pull) {
         self.0.retain(|until| *until > now);
-        let until = Duration::try_from_secs_f64(pull.seconds).ok().and_then(|seconds| now.checked_add(seconds));
+        let until =
+            Duration::try_from_secs_f64(pull.seconds).ok().and_then(|seconds| now.checked_add(seconds));
         self.0.extend(until);
     }
 }
@@ -119,29 +120,42 @@ impl Floor {
             return;
         }
         // Nobody holds more than is held or expected of it.
-        let most = lively.iter().map(|(member, _)| overlap.units(member.slot)).max();
+        let most = self.table.members().map(|member| overlap.units(member.slot)).max();
         if candidates.iter().all(|c| Some(c.units) == most) {
             return;
         }
         let held = self.index.lookup_held(&waiter.ask.chain);
         let model = &waiter.ask.model;
         let outlook = Outlook::new(candidates);
+        let lenders: Vec<(&Member, &Load)> = self.lenders(now, model).collect();
         for candidate in candidates {
             let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
             let Some((member, load)) = lively.iter().find(at) else { continue };
             let Some(price) = load.pulls.price(model) else { continue };
-            let holders = lively
-                .iter()
-                .filter(|(other, load)| same_class(model, member, other) && load.pulls.price(model).is_some())
-                .filter(|(_, load)| load.sends.len(now) < SENDS_AT_ONCE)
-                .map(|(other, load)| Holder {
-                    slot: other.slot,
-                    units: held.units(other.slot),
-                    step: load.step_seconds(),
-                    backlog: load.sends.seconds(now),
+            let holders =
+                lenders.iter().filter(|(other, _)| same_class(model, member, other)).map(|(other, load)| {
+                    Holder {
+                        slot: other.slot,
+                        units: held.units(other.slot),
+                        layer: load.step_seconds() / layers(model, other),
+                        backlog: load.sends.seconds(now),
+                    }
                 });
             candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &outlook, &price, holders);
         }
+    }
+
+    /// Workers that can be pulled from, which may drain, and do not send to as many already as they may.
+    fn lenders(&self, now: Instant, model: &ModelId) -> impl Iterator<Item = (&Member, &Load)> {
+        let serves = |load: &Load| {
+            let state = load.report.as_ref().map(|report| report.state);
+            matches!(state, Some(WorkerState::Ready | WorkerState::Draining))
+        };
+        self.table
+            .members()
+            .filter_map(|member| Some((member, self.loads[member.slot.index()].as_ref()?)))
+            .filter(move |(_, load)| serves(load) && self.is_lively(now, load))
+            .filter(move |(_, load)| load.pulls.price(model).is_some() && load.sends.len(now) < SENDS_AT_ONCE)
     }
 
     /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
@@ -156,7 +170,7 @@ impl Floor {
         let at = |slot: Slot| lively.iter().find(|(member, _)| member.slot == slot);
         let sends = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
         let pull = sends.and_then(|pull| {
-            let (member, load) = at(pull.from)?;
+            let (member, load) = (self.table.in_slot(pull.from)?, self.loads[pull.from.index()].as_ref()?);
             let tokens = predicted_tokens(waiter.ask.prompt_tokens, pull.units);
             Some(load.pulls.source(&member.register.node, tokens))
         });
@@ -251,6 +265,12 @@ impl PullTerms {
     fn source(&self, node: &NodeId, tokens: u32) -> PullSourceV1 {
         PullSourceV1 { node: node.clone(), quic: self.quic.clone(), tokens }
     }
+}
+
+/// How many layers it computes.
+fn layers(model: &ModelId, member: &Member) -> f64 {
+    let (from, to) = member.model(model).map_or((0, 1), |model| model.layers);
+    f64::from(to.saturating_sub(from).max(1))
 }
 
 /// Whether what one computes is to the bit what the other does.
