@@ -20,6 +20,7 @@ pub mod transfer;
 use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
 use serde::{Deserialize, Serialize};
+use transfer::is_worth_asking;
 
 /// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
 /// where none is, it delays nobody.
@@ -37,9 +38,10 @@ const TIE_S: f64 = 0.001;
 /// Measured rates within this factor of their mean count as equal to it: so much they differ by what the workers
 /// were given to measure them with. From its square on they count as measured.
 const SAME_RATE: f64 = 1.35;
-/// How much of a second it counts that a worker was given a second's work more than another: so much that shares even
-/// out, and less than having to wait.
-const GIVEN_WEIGHT: f64 = 0.4;
+/// How much of a second it counts that a worker was given a second's work more than another: little, so that it
+/// decides only where the rest is about the same; more where all serve as much of the prompt, as pulls let them.
+const GIVEN_WEIGHT: f64 = 0.03;
+const EVEN_GIVEN_WEIGHT: f64 = 0.4;
 /// How often what another than the first holder of a prefix has of it counts as work: a replica is used while the
 /// first holder is busier than that, and ages out when it is not.
 const REPLICA_WEIGHT: f64 = 0.5;
@@ -226,6 +228,8 @@ struct Estimates<'a> {
     outlook: Outlook,
     /// What the candidate was given that was given least.
     least_given: f64,
+    /// How much more counts.
+    given_weight: f64,
     /// What the first holder of the prefix has of it.
     home_units: u32,
 }
@@ -235,7 +239,12 @@ impl<'a> Estimates<'a> {
         let least_given = candidates.iter().map(|c| c.given_tokens).fold(f64::INFINITY, f64::min);
         let home = query.standing.and_then(|s| candidates.iter().find(|c| c.slot == s.home));
         let home_units = home.map_or(0, |c| c.units);
-        Self { query, outlook: Outlook::new(candidates), least_given, home_units }
+        let served = |c: &Candidate| predicted_tokens(query.prompt_tokens, c.served_units());
+        let most = candidates.iter().map(served).max().unwrap_or(0);
+        let even = query.routing == Routing::LeastLoad
+            || candidates.iter().all(|c| !is_worth_asking(served(c), most));
+        let given_weight = if even { EVEN_GIVEN_WEIGHT } else { GIVEN_WEIGHT };
+        Self { query, outlook: Outlook::new(candidates), least_given, given_weight, home_units }
     }
 
     fn cached(&self, candidate: &Candidate) -> u32 {
@@ -252,7 +261,7 @@ impl<'a> Estimates<'a> {
         let replica = self.query.standing.is_some_and(|s| s.home != candidate.slot)
             && (COMMON_UNITS..=self.home_units).contains(&candidate.units);
         let replica = if replica { REPLICA_WEIGHT * f64::from(cached) } else { 0.0 };
-        let given = GIVEN_WEIGHT * (candidate.given_tokens - self.least_given);
+        let given = self.given_weight * (candidate.given_tokens - self.least_given);
         let own = own + candidate.pull_seconds();
         self.outlook.queue(candidate) + self.outlook.work_weight * own + (replica + given) / rate
     }
