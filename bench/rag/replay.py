@@ -2,9 +2,10 @@
 """Replays RAG traffic through routers in front of the same Kvasir workers, and tells what the workers computed.
 
     bench/rag/replay.py --questions 300 --concurrency 8 --rounds 3
+    bench/rag/replay.py --questions 300 --only smg-cache_aware-by_rank --append
 
 First it measures the workers' rates, all workers at once, for `bench/fleet`; then come the runs, in rounds, each round
-in another order. Policies: Kvasir's (prefix), its own least-load and round-robin, and `sglang-router` and `smg` with their cache_aware
+in another order. With `--append` the results of earlier calls stay, rates too: so a replay can be made in parts. Policies: Kvasir's (prefix), its own least-load and round-robin, and `sglang-router` and `smg` with their cache_aware
 policy in front of workers that are plain OpenAI servers (`kvasir worker --http`). Each policy gets fresh workers with
 empty caches and the same questions, with documents by rank; Kvasir also with the `documents` field. Needs both peers:
 `python3 -m venv target/peers/routers && target/peers/routers/bin/pip install sglang-router==0.3.2 smg==1.13.0`.
@@ -30,6 +31,8 @@ from traffic import Traffic, by_popularity, by_rank  # noqa: E402
 PREFILLED = "kvasir_prefill_tokens_computed_total"
 PREDICTION_ERROR = "kvasir_cached_tokens_mispredicted_total"
 EVICTED = "kvasir_kv_evictions_total"
+PULLS, PULL_FAILURES = "kvasir_block_transfer_seconds_count", "kvasir_block_transfer_failures_total"
+PULL_RATE = "kvasir_block_transfer_rate_bytes"
 
 
 class Cluster(Server):
@@ -160,13 +163,17 @@ def metric(ports, name):
 
 
 def believed(server):
-    """Tokens by which a router that predicts was wrong, over and under together; must be 0 where nothing was evicted."""
+    """Tokens by which a router that predicts was wrong, over and under together; must be 0 where nothing was evicted and
+    nothing that was to be pulled had to be computed. And what was pulled."""
     if not hasattr(server, "router_ops"):
         return {}
     [wrong], evicted = metric([server.router_ops], PREDICTION_ERROR), sum(metric(server.ops, EVICTED))
-    if wrong and not evicted:
+    pulls, failures = sum(metric(server.ops, PULLS)), sum(metric(server.ops, PULL_FAILURES))
+    if wrong and not evicted and not pulls:
         raise RuntimeError(f"predicted and found differ by {wrong:.0f} tokens though nothing was evicted")
-    return {"prediction_error": int(wrong), "evictions": int(evicted)}
+    rates = [rate for rate in metric(server.ops, PULL_RATE) if rate]
+    return {"prediction_error": int(wrong), "evictions": int(evicted), "pulls": int(pulls), "pull_failures": int(failures),
+            "pull_mbps": round(statistics.fmean(rates) / 1e6, 1) if rates else None}
 
 
 def rates(args):
@@ -183,7 +190,7 @@ def bytes_of(text):
 
 
 def measure(server, shape, args):
-    traffic = Traffic(documents=args.documents, length=args.words)
+    traffic = Traffic(documents=args.documents, length=args.words, seed=args.seed)
     common = {"model": model_id(args), "max_tokens": args.out, "temperature": 0, "ignore_eos": True, "stream": True,
               "stream_options": {"include_usage": True}}
     bodies = [{**shape(question), **common} for question in traffic.questions(args.questions)]
@@ -200,7 +207,7 @@ def measure(server, shape, args):
         "ttft_p50": round(quantile([a["ttft"] for a in answers], 0.5), 3),
         "ttft_p99": round(quantile([a["ttft"] for a in answers], 0.99), 3),
         "workers": args.workers, "kv_bytes": bytes_of(args.kv_bytes), "questions": args.questions,
-        "concurrency": args.concurrency, "out": args.out, **believed(server),
+        "concurrency": args.concurrency, "out": args.out, "seed": args.seed, **believed(server),
     }
 
 
@@ -216,7 +223,10 @@ def main():
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--out", type=int, default=4, help="tokens of an answer")
-    parser.add_argument("--only", help="routers, by name and policy: kvasir-prefix,smg-cache_aware,..")
+    parser.add_argument("--only", help="router, policy and shape of the prompt, some of kvasir-prefix-by_rank, "
+                        "kvasir-prefix-by_popularity, smg-cache_aware-by_rank, ..")
+    parser.add_argument("--append", action="store_true", help="to what earlier calls have measured")
+    parser.add_argument("--seed", type=int, default=1, help="of documents and questions")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--bench-repeats", type=int, default=3)
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "target/bench/rag",
@@ -225,13 +235,14 @@ def main():
     args.results.mkdir(parents=True, exist_ok=True)
     logs = args.results
     (args.results / "machine.json").write_text(json.dumps(machine.facts()))
-    (args.results / "rates.json").write_text(json.dumps(rates(args)))
+    if not (args.append and (args.results / "rates.json").exists()):
+        (args.results / "rates.json").write_text(json.dumps(rates(args)))
     runs = [("kvasir", routing, by_rank) for routing in ("prefix", "least-load", "round-robin")]
     runs += [("kvasir", "prefix", by_popularity)]
     runs += [(name, "cache_aware", by_rank) for name in ("sglang-router", "smg")]
     if args.only:
-        runs = [run for run in runs if f"{run[0]}-{run[1]}" in args.only.split(",")]
-    with open(args.results / "runs.jsonl", "w") as results:
+        runs = [run for run in runs if f"{run[0]}-{run[1]}-{run[2].__name__}" in args.only.split(",")]
+    with open(args.results / "runs.jsonl", "a" if args.append else "w") as results:
         turns = [runs[(at + turn) % len(runs)] for turn in range(args.rounds) for at in range(len(runs))]
         for name, policy, shape in turns:
             server = Cluster(logs, args, policy) if name == "kvasir" else Router(logs, args, name)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What a replay and the simulator say, as one page.
 
-    bench/rag/report.py --fleet target/release/fleet
+    bench/rag/report.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --words 40 --plots docs/measurements
 
-From the folder that bench/rag/replay.py has filled it makes runs.md (medians over rounds), against.jsonl (the same runs
-simulated, and how far off that is), fleet.jsonl (2 to 64 workers), fleet.md, and the plots rag.png and fleet.png. The
-plots need matplotlib, which the peers' environment has; without it there are none.
+From the folder that bench/rag/replay.py has filled it makes runs.md (medians over rounds and seeds), against.jsonl (the
+same runs simulated, and how far off that is), fleet.jsonl (2 to 64 workers), fleet.md, and the plots rag-replay.svg and
+rag-fleet.svg. What one cache without bounds would compute, the floor, comes from the simulator, which knows the tokens.
 """
 import argparse
 import json
@@ -13,13 +13,14 @@ import pathlib
 import statistics
 import subprocess
 
+import plots
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAMES = {
     ("kvasir", "prefix", "by_popularity"): "Kvasir, `documents`", ("kvasir", "prefix", "by_rank"): "Kvasir",
     ("kvasir", "least-load", "by_rank"): "Kvasir, least-load", ("kvasir", "round-robin", "by_rank"): "Kvasir, round-robin",
     ("sglang-router", "cache_aware", "by_rank"): "sglang-router", ("smg", "cache_aware", "by_rank"): "smg",
 }
-COLOURS = ["#0b3c5d", "#1b6ca8", "#7fb2d6", "#b9d3e6", "#c96f2e", "#5b8c3a"]
 
 
 def lines(path):
@@ -34,84 +35,96 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows]) + "\n"
 
 
-def medians(runs):
-    """Of each contender, the median over rounds of each figure."""
+def medians(runs, floors):
+    """Of each contender, the median over rounds and seeds of each figure; `above`: of what it computed beyond the floor, in
+    per cent of that."""
     found = {}
+    figures = ("computed", "above", "hit_ratio", "load_cov", "seconds", "ttft_p50", "ttft_p99")
+    runs = [{**run, "above": 100 * (run["computed"] / floors[name(run), run["seed"]] - 1)} for run in runs]
     for key, label in NAMES.items():
         own = [run for run in runs if (run["router"], run["policy"], run["prompt"]) == key]
         if own:
-            figures = ("computed", "hit_ratio", "load_cov", "seconds", "ttft_p50", "ttft_p99")
             found[label] = {figure: statistics.median(run[figure] for run in own) for figure in figures}
     return found
 
 
-def runs_page(out, runs):
-    rows = [[label, f"{row['computed']:,.0f}", f"{row['hit_ratio']:.3f}", f"{row['load_cov']:.4f}", f"{row['seconds']:.1f}",
-             f"{row['ttft_p50']:.2f}", f"{row['ttft_p99']:.2f}"] for label, row in medians(runs).items()]
-    head = ["router", "tokens computed", "hit ratio", "load CoV", "seconds", "TTFT p50", "TTFT p99"]
+def runs_page(out, runs, floors):
+    rows = [[label, f"{row['computed']:,.0f}", f"{row['above']:+.2f} %", f"{row['hit_ratio']:.3f}", f"{row['load_cov']:.4f}",
+             f"{row['seconds']:.1f}", f"{row['ttft_p50']:.2f}", f"{row['ttft_p99']:.2f}"]
+            for label, row in medians(runs, floors).items()]
+    head = ["router", "tokens computed", "beyond the floor", "hit ratio", "load CoV", "seconds", "TTFT p50", "TTFT p99"]
     wrong = [run["prediction_error"] for run in runs if run.get("evictions") == 0]
-    note = f"Predicted minus actual cached tokens in the {len(wrong)} runs without evictions: {sum(wrong)}.\n" if wrong else ""
+    note = f"Predicted and actual cached tokens differ by {sum(wrong)} in the {len(wrong)} runs without evictions.\n" if wrong else ""
+    one = {label: [floor for (other, _), floor in sorted(floors.items()) if other == label] for label, _ in floors}
+    note += "".join(f"Floor, {label}: {', '.join(f'{floor:,}' for floor in found)}.\n" for label, found in one.items()
+                    if label in ("Kvasir", "Kvasir, `documents`"))
     machine = json.loads((out / "machine.json").read_text())
     (out / "runs.md").write_text(table(head, rows) + "\n" + note + "\n" + ", ".join(f"{k} {v}" for k, v in machine.items()) + "\n")
 
 
-def simulate(args, options, name_):
-    with open(args.results / name_, "w") as file:
-        subprocess.run([args.fleet, "--gguf", args.gguf, "--traffic", args.results / "traffic.jsonl", "--rates",
-                        args.results / "rates.json", "--chunk", str(args.chunk), *options], stdout=file, check=True)
-    return lines(args.results / name_)
+def simulate(args, runs, seed, options):
+    """What the simulator prints with the questions of that seed."""
+    traffic = args.results / f"traffic-{seed}.jsonl"
+    with open(traffic, "w") as file:
+        subprocess.run([ROOT / "bench/rag/traffic.py", "--questions", str(args.questions), "--documents", str(args.documents),
+                        "--words", str(args.words), "--seed", str(seed)], stdout=file, check=True)
+    measured = [run["pull_mbps"] for run in runs if run.get("pull_mbps")]
+    pulls = ["--pull-mbps", str(statistics.median(measured))] if measured else []
+    command = [args.fleet, "--gguf", args.gguf, "--traffic", traffic, "--rates", args.results / "rates.json", "--chunk",
+               str(args.chunk), *pulls, *options]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    return [{**json.loads(line), "seed": seed} for line in printed.splitlines()]
 
 
-def fleet_page(out, rows, against):
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def against(args, runs):
+    """Each real run beside the same one simulated."""
+    rows = []
+    for seed in sorted({run["seed"] for run in runs}):
+        own = args.results / f"runs-{seed}.jsonl"
+        write(own, [run for run in runs if run["seed"] == seed])
+        rows += simulate(args, runs, seed, ["--against", own])
+    write(args.results / "against.jsonl", rows)
+    return rows
+
+
+def fleet_page(out, rows, compared):
     text = ""
-    if against:
-        head = ["router", "tokens computed, error", "seconds, error", "TTFT p50, error", "TTFT p99, error"]
-        errors = [[name(row), *[f"{100 * row[figure][2]:+.1f} %" for figure in ("computed", "seconds", "ttft_p50", "ttft_p99")]]
-                  for row in against]
+    if compared:
+        figures = ("computed", "seconds", "ttft_p50", "ttft_p99")
+        head = ["router", "seed", *[f"{figure}, error" for figure in ("tokens computed", "seconds", "TTFT p50", "TTFT p99")]]
+        errors = [[name(row), row["seed"], *[f"{100 * row[figure][2]:+.1f} %" for figure in figures]] for row in compared]
         text = "The real runs, simulated:\n\n" + table(head, errors) + "\n"
-    head = ["workers", "load", "router", "tokens computed", "hit ratio", "load CoV", "TTFT p50", "TTFT p99"]
-    text += table(head, [[row["workers"], row["load"], name(row), f"{row['computed']:,}", f"{row['hit_ratio']:.3f}",
-                          f"{row['load_cov']:.3f}", f"{row['ttft_p50']:.2f}", f"{row['ttft_p99']:.2f}"] for row in rows])
+    head = ["workers", "load", "router", "tokens computed", "beyond the floor", "load CoV", "TTFT p50", "TTFT p99"]
+    text += table(head, [[row["workers"], row["load"], name(row), f"{row['computed']:,}",
+                          f"{100 * (row['computed'] / row['floor'] - 1):+.1f} %", f"{row['load_cov']:.3f}",
+                          f"{row['ttft_p50']:.2f}", f"{row['ttft_p99']:.2f}"] for row in rows])
     (out / "fleet.md").write_text(text)
 
 
-def plots(out, runs, rows):
-    import matplotlib
+def worst_margins(rows):
+    """Of each seed, fleet and load: Kvasir's TTFT p99 over the best of the others', by rank; the largest."""
+    margins = []
+    for key in sorted({(row["seed"], row["workers"], row["load"]) for row in rows}):
+        found = {name(row): row["ttft_p99"] for row in rows if (row["seed"], row["workers"], row["load"]) == key}
+        others = min(p99 for label, p99 in found.items() if not label.startswith("Kvasir") or ", " in label and "`" not in label)
+        margins.append((found["Kvasir"] / others - 1, *key))
+    return sorted(margins, reverse=True)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
+def draw(out, runs, floors, rows):
+    plain = {label: label.replace("`", "") for label in NAMES.values()}
     if runs:
-        found = medians(runs)
-        figure, axes = plt.subplots(1, 3, figsize=(10, 2.6), sharey=True)
-        panels = (("computed", "prompt tokens computed"), ("load_cov", "load CoV"), ("ttft_p99", "TTFT p99, seconds"))
-        for place, (key, title) in zip(axes, panels):
-            values = [row[key] for row in found.values()]
-            place.barh(range(len(values)), values, color=COLOURS[:len(values)])
-            place.set_yticks(range(len(values)), [label.replace("`", "") for label in found], fontsize=7)
-            place.set_title(title, fontsize=8)
-            place.tick_params(axis="x", labelsize=6)
-        axes[0].invert_yaxis()
-        figure.tight_layout()
-        figure.savefig(out / "rag.png", dpi=130)
-    loads = sorted({row["load"] for row in rows})
-    figure, axes = plt.subplots(2, len(loads), figsize=(3.4 * len(loads), 5), sharex=True, squeeze=False)
-    for column, load in enumerate(loads):
-        for line, (key, title) in enumerate((("ttft_p50", "TTFT p50, seconds"), ("ttft_p99", "TTFT p99, seconds"))):
-            place = axes[line][column]
-            for colour, label in zip(COLOURS, NAMES.values()):
-                own = [row for row in rows if row["load"] == load and name(row) == label]
-                place.plot([row["workers"] for row in own], [row[key] for row in own], marker="o", markersize=3, lw=1.2,
-                           color=colour, label=label.replace("`", ""))
-            place.set_xscale("log", base=2)
-            place.set_xticks(sorted({row["workers"] for row in rows}), sorted({row["workers"] for row in rows}))
-            place.set_title(f"{title}, load {load}", fontsize=8)
-            place.set_ylim(bottom=0)
-            place.tick_params(labelsize=6)
-    axes[1][0].set_xlabel("workers", fontsize=7)
-    axes[0][0].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(out / "fleet.png", dpi=130)
+        found = [(plain[label], row) for label, row in medians(runs, floors).items()]
+        panels = (("tokens computed", "computed", "{:,.0f}"), ("beyond one cache without bounds, %", "above", "{:.2f}"),
+                  ("load CoV", "load_cov", "{:.4f}"), ("TTFT p99, seconds", "ttft_p99", "{:.2f}"))
+        plots.bars(out / "rag-replay.svg", found, panels)
+    series = {plain[label]: [row for row in rows if name(row) == label] for label in NAMES.values()}
+    panels = (("TTFT p50, s", "ttft_p50"), ("TTFT p99, s", "ttft_p99"))
+    plots.lines(out / "rag-fleet.svg", series, sorted({row["load"] for row in rows}), panels)
 
 
 def main():
@@ -123,21 +136,23 @@ def main():
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--words", type=int, default=120, help="words of a document, as in the replay")
     parser.add_argument("--chunk", type=int, default=448, help="the workers' prefill chunk, as `kvasir worker --explain` says")
+    parser.add_argument("--seeds", default="1", help="of the simulated fleets; the first is shown")
+    parser.add_argument("--plots", type=pathlib.Path, help="where plots go, if not beside the results")
     args = parser.parse_args()
-    with open(args.results / "traffic.jsonl", "w") as file:
-        subprocess.run([ROOT / "bench/rag/traffic.py", "--questions", str(args.questions), "--documents", str(args.documents),
-                        "--words", str(args.words)], stdout=file, check=True)
     real = args.results / "runs.jsonl"
     runs = lines(real) if real.exists() else []
-    against = simulate(args, ["--against", real], "against.jsonl") if runs else []
-    rows = simulate(args, [], "fleet.jsonl")
+    compared = against(args, runs)
+    floors = {(name(row), row["seed"]): row["floor"] for row in compared}
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    fleets = [row for seed in seeds for row in simulate(args, runs, seed, ["--workers", "2,4,16,64"])]
+    write(args.results / "fleet.jsonl", fleets)
+    shown = [row for row in fleets if row["seed"] == seeds[0]]
     if runs:
-        runs_page(args.results, runs)
-    fleet_page(args.results, rows, against)
-    try:
-        plots(args.results, runs, rows)
-    except ImportError as error:
-        print(f"no plots: {error}")
+        runs_page(args.results, runs, floors)
+    fleet_page(args.results, shown, compared)
+    draw(args.plots or args.results, runs, floors, shown)
+    for margin, seed, workers, load in worst_margins(fleets)[:5]:
+        print(f"p99 beside the best other: {100 * margin:+.1f} % (seed {seed}, {workers} workers, load {load})")
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ def main():
     parser.add_argument("--questions", type=int, default=4000)
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--words", type=int, default=120, help="words of a document")
+    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for question in Traffic(documents=args.documents, length=args.words).questions(args.questions):
+    for question in Traffic(documents=args.documents, length=args.words, seed=args.seed).questions(args.questions):
         print(json.dumps({shape.__name__: shape(question) for shape in (by_rank, by_popularity)}))
 
 

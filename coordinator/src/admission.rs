@@ -6,7 +6,8 @@
 //!
 //! What must stay true: of two tenants who both always have something waiting neither gets more tokens than the other,
 //! but for the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
-//! later as the difference in urgency allows ([`rank`]), so nothing waits for ever.
+//! later as the difference in urgency allows ([`rank`]), and by a few more of its own priority that can be placed better
+//! ([`Queue::drain`]), so nothing waits for ever.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,6 +20,11 @@ const RETRY_MAX: Duration = Duration::from_secs(60);
 pub const MAX_PRIORITY: i32 = 100;
 /// Who is more urgent by one overtakes who came earlier by less than this.
 const PRIORITY_STEP: Duration = Duration::from_secs(1);
+
+/// How many of a lane are looked at for one that can be placed better than the first.
+const LOOKED_AT: usize = 4;
+/// What has been overtaken so often by what stood behind it is overtaken no more.
+const MAX_OVERTAKEN: u8 = 4;
 
 /// How much may wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +53,19 @@ pub trait Waiting {
     fn deadline(&self) -> Instant;
     /// Its place among its tenant's: the earlier the sooner. See [`rank`].
     fn rank(&self) -> Instant;
+    /// How urgent it is among its tenant's; lower goes first.
+    fn priority(&self) -> i32;
+}
+
+/// What becomes of something that is offered.
+#[derive(Debug)]
+pub enum Offered<T> {
+    /// It is gone.
+    Taken,
+    /// It cannot be placed just now.
+    Stuck(T),
+    /// It can be placed, and had better wait if another can be placed in its stead.
+    Yields(T),
 }
 
 /// The rank of a request that came at `arrived` with a priority, of which lower is more urgent: everybody grows more
@@ -62,11 +81,18 @@ type Place = (Option<Instant>, u64);
 #[derive(Debug)]
 struct Lane<T> {
     tenant: String,
-    items: BTreeMap<Place, T>,
+    items: BTreeMap<Place, Item<T>>,
     /// Tokens taken from here, on top of what the others had when the tenant came.
     served: u64,
-    /// Its first cannot be placed just now.
+    /// Nothing of it can be placed just now.
     blocked: bool,
+}
+
+#[derive(Debug)]
+struct Item<T> {
+    inner: T,
+    /// How many that stand behind it were placed before it.
+    overtaken: u8,
 }
 
 /// The queue.
@@ -112,22 +138,23 @@ impl<T: Waiting> Queue<T> {
         lane.served = lane.served.saturating_sub(tokens);
     }
 
-    /// Offers the first of the lane that has been served least to `place`, again and again until none can be placed.
-    /// `place` gives back what it cannot place now; that lane then waits, the others go on.
-    pub fn drain(&mut self, mut place: impl FnMut(T) -> Option<T>) {
+    /// Offers to `place` what the lane that has been served least has to offer, again and again until nothing can be
+    /// placed. `place` is told whether what it is offered may yield to another.
+    ///
+    /// That is the first of the lane. If it is stuck, or yields, those behind it are offered, as far as they may overtake
+    /// it: the next few of the same priority, and none once it has been overtaken so often. If none of them can be placed
+    /// without yielding too, the first that could be is. A lane of which nothing can be placed waits, the others go on.
+    pub fn drain(&mut self, mut place: impl FnMut(T, bool) -> Offered<T>) {
         let next = |lanes: &[Lane<T>]| {
             let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.items.is_empty());
             open.min_by_key(|(_, lane)| lane.served).map(|(at, _)| at)
         };
         while let Some(at) = next(&self.lanes) {
             let lane = &mut self.lanes[at];
-            let Some((key, item)) = lane.items.pop_first() else { break };
-            let tokens = item.tokens();
-            if let Some(back) = place(item) {
-                lane.items.insert(key, back);
+            let Some(tokens) = lane.offer(&mut place) else {
                 lane.blocked = true;
                 continue;
-            }
+            };
             self.level = lane.served;
             lane.served += tokens;
             self.requests -= 1;
@@ -142,8 +169,8 @@ impl<T: Waiting> Queue<T> {
         let mut out = Vec::new();
         for lane in &mut self.lanes {
             let gone: Vec<Place> =
-                lane.items.iter().filter(|(_, item)| leaves(item)).map(|(place, _)| *place).collect();
-            out.extend(gone.iter().filter_map(|place| lane.items.remove(place)));
+                lane.items.iter().filter(|(_, item)| leaves(&item.inner)).map(|(place, _)| *place).collect();
+            out.extend(gone.iter().filter_map(|place| lane.items.remove(place)).map(|item| item.inner));
         }
         self.forget();
         self.requests -= out.len();
@@ -184,8 +211,59 @@ impl<T: Waiting> Queue<T> {
             self.lanes.len() - 1
         });
         let lane = &mut self.lanes[at];
-        lane.items.insert((rank, self.arrivals), item);
+        lane.items.insert((rank, self.arrivals), Item { inner: item, overtaken: 0 });
         lane
+    }
+}
+
+impl<T: Waiting> Lane<T> {
+    /// Places one of the first; how many tokens that brings.
+    fn offer(&mut self, place: &mut impl FnMut(T, bool) -> Offered<T>) -> Option<u64> {
+        let first = self.items.first_key_value().map(|(_, item)| item.inner.priority())?;
+        let places: Vec<Place> = self.items.keys().take(LOOKED_AT).copied().collect();
+        let mut yielded = None;
+        for (passed, at) in places.iter().enumerate() {
+            let Some(Item { inner, overtaken }) = self.items.remove(at) else { break };
+            let (tokens, same) = (inner.tokens(), inner.priority() == first);
+            let offered = if same { place(inner, true) } else { Offered::Stuck(inner) };
+            let back = match offered {
+                Offered::Taken => {
+                    self.overtake(&places[..passed]);
+                    return Some(tokens);
+                }
+                Offered::Stuck(inner) => inner,
+                Offered::Yields(inner) => {
+                    yielded = yielded.or(Some(passed));
+                    inner
+                }
+            };
+            self.items.insert(*at, Item { inner: back, overtaken });
+            if overtaken >= MAX_OVERTAKEN || !same {
+                break;
+            }
+        }
+        let (before, at) = places.split_at_checked(yielded?)?;
+        let at = at.first()?;
+        let Item { inner, overtaken } = self.items.remove(at)?;
+        let tokens = inner.tokens();
+        match place(inner, false) {
+            Offered::Taken => {
+                self.overtake(before);
+                Some(tokens)
+            }
+            Offered::Stuck(inner) | Offered::Yields(inner) => {
+                self.items.insert(*at, Item { inner, overtaken });
+                None
+            }
+        }
+    }
+
+    fn overtake(&mut self, places: &[Place]) {
+        for place in places {
+            if let Some(item) = self.items.get_mut(place) {
+                item.overtaken += 1;
+            }
+        }
     }
 }
 

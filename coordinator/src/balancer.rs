@@ -9,7 +9,7 @@ mod floor;
 #[cfg(test)]
 mod tests;
 
-use crate::admission::{self, Queue, QueueLimits, Waiting, retry_after};
+use crate::admission::{self, Offered, Queue, QueueLimits, Waiting, retry_after};
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
@@ -239,6 +239,9 @@ impl Waiting for Waiter {
     fn rank(&self) -> Instant {
         self.rank
     }
+    fn priority(&self) -> i32 {
+        self.ask.priority
+    }
 }
 
 /// The state machine. See the module.
@@ -464,15 +467,16 @@ impl Balancer {
         let Self { queue, floor, .. } = self;
         let mut actions = Vec::new();
         let mut random = random;
-        queue.drain(|waiter| {
+        queue.drain(|waiter, yields| {
             let ticket = waiter.ticket;
             random = mix(random);
-            match floor.place(now, waiter, random) {
+            match floor.place(now, waiter, yields, random) {
                 Placing::Assigned(assignment) => actions.push(Action::Assign(ticket, assignment)),
                 Placing::Refused(refusal) => actions.push(Action::Refuse(ticket, refusal)),
-                Placing::Later(waiter) => return Some(waiter),
+                Placing::Later(waiter) => return Offered::Stuck(waiter),
+                Placing::Yielding(waiter) => return Offered::Yields(waiter),
             }
-            None
+            Offered::Taken
         });
         actions
     }

@@ -20,6 +20,7 @@ pub mod transfer;
 use crate::slot::Slot;
 use proto::block::HASH_UNIT_TOKENS;
 use serde::{Deserialize, Serialize};
+use transfer::is_worth_asking;
 
 /// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
 /// where none is, it delays nobody.
@@ -38,8 +39,9 @@ const TIE_S: f64 = 0.001;
 /// were given to measure them with. From its square on they count as measured.
 const SAME_RATE: f64 = 1.35;
 /// How much of a second it counts that a worker was given a second's work more than another: little, so that it
-/// decides only where the rest is about the same.
+/// decides only where the rest is about the same; more where all serve as much of the prompt, as pulls let them.
 const GIVEN_WEIGHT: f64 = 0.03;
+const EVEN_GIVEN_WEIGHT: f64 = 0.4;
 /// How often what another than the first holder of a prefix has of it counts as work: a replica is used while the
 /// first holder is busier than that, and ages out when it is not.
 const REPLICA_WEIGHT: f64 = 0.5;
@@ -181,35 +183,27 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<Choice> {
     Some(estimates.replicated(chosen, choice, standing, candidates))
 }
 
-/// What candidates are expected to take for a prompt.
-struct Estimates<'a> {
-    query: &'a Query,
+/// How busy candidates are, whatever the prompt.
+#[derive(Debug, Clone, Copy)]
+pub struct Outlook {
     /// The mean of the measured rates.
     rate: f64,
-    /// How often the request's own work counts.
+    /// How often work that a request brings counts.
     work_weight: f64,
-    /// What the candidate was given that was given least.
-    least_given: f64,
-    /// What the first holder of the prefix has of it.
-    home_units: u32,
 }
 
-impl<'a> Estimates<'a> {
-    fn new(query: &'a Query, candidates: &[Candidate]) -> Self {
+impl Outlook {
+    /// Of these candidates together.
+    pub fn new(candidates: &[Candidate]) -> Self {
         let measured = || candidates.iter().map(|c| f64::from(c.prefill_rate)).filter(|rate| *rate > 0.0);
         let logs = measured().map(f64::ln).sum::<f64>() / measured().count().max(1) as f64;
         let rate = if measured().next().is_some() { logs.exp() } else { ASSUMED_PREFILL_RATE };
-        let least_given = candidates.iter().map(|c| c.given_tokens).fold(f64::INFINITY, f64::min);
-        let home = query.standing.and_then(|s| candidates.iter().find(|c| c.slot == s.home));
         let busy = candidates.iter().filter(|c| c.pending_tokens > 0).count();
         let work_weight = 1.0 + DELAY_WEIGHT * busy as f64 / candidates.len().max(1) as f64;
-        Self { query, rate, work_weight, least_given, home_units: home.map_or(0, |c| c.units) }
+        Self { rate, work_weight }
     }
 
-    fn cached(&self, candidate: &Candidate) -> u32 {
-        predicted_tokens(self.query.prompt_tokens, candidate.served_units())
-    }
-
+    /// Prompt tokens per second.
     fn rate(&self, candidate: &Candidate) -> f64 {
         let measured = f64::from(candidate.prefill_rate);
         if measured <= 0.0 {
@@ -226,25 +220,56 @@ impl<'a> Estimates<'a> {
         let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
         candidate.pending_tokens as f64 / self.rate(candidate) + f64::from(candidate.running) * step
     }
+}
+
+/// What candidates are expected to take for a prompt.
+struct Estimates<'a> {
+    query: &'a Query,
+    outlook: Outlook,
+    /// What the candidate was given that was given least.
+    least_given: f64,
+    /// How much more counts.
+    given_weight: f64,
+    /// What the first holder of the prefix has of it.
+    home_units: u32,
+}
+
+impl<'a> Estimates<'a> {
+    fn new(query: &'a Query, candidates: &[Candidate]) -> Self {
+        let least_given = candidates.iter().map(|c| c.given_tokens).fold(f64::INFINITY, f64::min);
+        let home = query.standing.and_then(|s| candidates.iter().find(|c| c.slot == s.home));
+        let home_units = home.map_or(0, |c| c.units);
+        let served = |c: &Candidate| predicted_tokens(query.prompt_tokens, c.served_units());
+        let most = candidates.iter().map(served).max().unwrap_or(0);
+        let even = query.routing == Routing::LeastLoad
+            || candidates.iter().all(|c| !is_worth_asking(served(c), most));
+        let given_weight = if even { EVEN_GIVEN_WEIGHT } else { GIVEN_WEIGHT };
+        Self { query, outlook: Outlook::new(candidates), least_given, given_weight, home_units }
+    }
+
+    fn cached(&self, candidate: &Candidate) -> u32 {
+        predicted_tokens(self.query.prompt_tokens, candidate.served_units())
+    }
 
     fn cost(&self, candidate: &Candidate) -> f64 {
         let cached = match self.query.routing {
             Routing::Prefix | Routing::RoundRobin => self.cached(candidate),
             Routing::LeastLoad => 0,
         };
-        let own = self.work_weight * f64::from(self.query.prompt_tokens - cached);
+        let rate = self.outlook.rate(candidate);
+        let own = f64::from(self.query.prompt_tokens - cached) / rate;
         let replica = self.query.standing.is_some_and(|s| s.home != candidate.slot)
             && (COMMON_UNITS..=self.home_units).contains(&candidate.units);
         let replica = if replica { REPLICA_WEIGHT * f64::from(cached) } else { 0.0 };
-        let given = GIVEN_WEIGHT * (candidate.given_tokens - self.least_given);
-        let pull = self.work_weight * candidate.pull_seconds();
-        self.queue(candidate) + pull + (own + replica + given) / self.rate(candidate)
+        let given = self.given_weight * (candidate.given_tokens - self.least_given);
+        let own = own + candidate.pull_seconds();
+        self.outlook.queue(candidate) + self.outlook.work_weight * own + (replica + given) / rate
     }
 
     /// Seconds until the first token.
     fn ttft(&self, candidate: &Candidate) -> f64 {
         let own = f64::from(self.query.prompt_tokens - self.cached(candidate));
-        self.queue(candidate) + candidate.pull_seconds() + own / self.rate(candidate)
+        self.outlook.queue(candidate) + candidate.pull_seconds() + own / self.outlook.rate(candidate)
     }
 
     /// `choice`, which is the holder `chosen`, or a worker that becomes one: the one that would answer first.
@@ -261,7 +286,7 @@ impl<'a> Estimates<'a> {
         let Some(other) = quickest else { return choice };
         let excess = (self.ttft(chosen) - self.ttft(other)).max(0.0);
         let missing = choice.predicted.saturating_sub(self.cached(other));
-        let again = f64::from(missing) / self.rate(other) + other.pull_seconds();
+        let again = f64::from(missing) / self.outlook.rate(other) + other.pull_seconds();
         if excess > 0.0 && standing.regret > holders.len() as f64 * again * again {
             let (slot, predicted, cost) = (other.slot, self.cached(other), self.cost(other));
             return Choice { slot, reason: Reason::Replica, predicted, cost, excess: 0.0 };

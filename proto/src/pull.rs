@@ -9,9 +9,12 @@ use crate::block::BlockId;
 use crate::ids::NodeId;
 use serde::{Deserialize, Serialize};
 
-/// Bytes that a holder copies out between two of its steps at most, and one piece more: so a pull from a busy holder
-/// takes a step for every so many bytes.
+/// Bytes that a holder copies out at a time, and one piece more: so a pull from a busy holder takes a layer of a step for
+/// every so many bytes.
 pub const SLICE_BYTES: u64 = 16 << 20;
+
+/// Workers that one sends to at once; further ones are refused and compute.
+pub const SENDS_AT_ONCE: usize = 8;
 
 /// What is asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -58,6 +58,21 @@ pub struct Decoder {
     buffers: Buffers,
 }
 
+/// The blocks of a decoder's caches, to be read.
+pub(crate) struct Blocks<'a>(&'a mut Decoder);
+
+impl Blocks<'_> {
+    /// See [`Decoder::groups`].
+    pub(crate) fn groups(&self) -> &[CacheGroup] {
+        self.0.groups()
+    }
+
+    /// See [`Decoder::read_block`].
+    pub(crate) fn read(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
+        self.0.read_block(group, offset)
+    }
+}
+
 impl Decoder {
     /// Loads the layers of `config` from `source`. `progress` hears (layers done, layers in all).
     pub fn load(
@@ -122,6 +137,11 @@ impl Decoder {
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
     }
 
+    /// Its blocks, to be read.
+    pub(crate) fn blocks(&mut self) -> Blocks<'_> {
+        Blocks(self)
+    }
+
     /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena.
     ///
     /// # Errors
@@ -156,11 +176,22 @@ impl Decoder {
     /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the
     /// model's first layer.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
+        self.forward_beside(copies, step, &mut |_| {})
+    }
+
+    /// As [`Decoder::forward`], with something else done behind each layer: a step may take long, and who only reads
+    /// blocks that it does not write need not wait for its end.
+    pub(crate) fn forward_beside(
+        &mut self,
+        copies: &[KvCopy],
+        step: &StepInput<'_>,
+        beside: &mut dyn FnMut(Blocks<'_>),
+    ) -> Result<(), Error> {
         if self.config.layers.start > 0 {
             return Err(Error::Invariant("a later stage starts from activations".to_owned()));
         }
         self.begin(copies, step)?;
-        self.run_layers()
+        self.run_layers(beside)
     }
 
     /// As [`Decoder::forward`], for a range that begins behind the first layer: from what [`Decoder::residual`] gave
@@ -178,7 +209,7 @@ impl Decoder {
         }
         self.begin(copies, step)?;
         self.backend.write_rows(self.buffers.x, activations)?;
-        self.run_layers()
+        self.run_layers(&mut |_| {})
     }
 
     /// The residual stream behind the last layer run: `rows` rows of the last step, one behind the other.
@@ -198,9 +229,10 @@ impl Decoder {
         self.embed()
     }
 
-    fn run_layers(&mut self) -> Result<(), Error> {
+    fn run_layers(&mut self, beside: &mut dyn FnMut(Blocks<'_>)) -> Result<(), Error> {
         for index in 0..self.weights.layers.len() {
             self.layer(index)?;
+            beside(Blocks(self));
         }
         Ok(())
     }

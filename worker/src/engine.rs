@@ -17,6 +17,7 @@ use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
 use forward::run;
 use model::tokenizer::Tokenizer;
+use offering::Lending;
 use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TokenLogprobs};
@@ -152,6 +153,7 @@ pub struct Engine {
     resume: Resume,
     tiering: Option<Tiering>,
     pulling: Pulling,
+    lending: Lending,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
@@ -176,7 +178,8 @@ impl Engine {
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
         metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
-        let pulling = Pulling::new(Namer::new(&origin)?);
+        let namer = Namer::new(&origin)?;
+        let (pulling, lending) = (Pulling::new(namer), Lending::new(&namer, max_model_len));
         Ok(Self {
             decoder,
             later: None,
@@ -188,6 +191,7 @@ impl Engine {
             resume: Resume::new(origin),
             tiering: None,
             pulling,
+            lending,
             next_id: 0,
             max_model_len,
             metrics,
@@ -256,6 +260,7 @@ impl Engine {
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
             boundaries,
             priority: 0,
+            turn: Some(self.scheduler.take_turn()),
         };
         let live = Live {
             key: name.map(|name| SequenceKey { root, name }),
@@ -406,7 +411,10 @@ impl Engine {
         };
         let targets = self.targets(&plan);
         match &mut self.later {
-            None => run(&mut self.decoder, &self.scheduler, &plan)?,
+            None => {
+                let (lending, scheduler) = (&mut self.lending, &self.scheduler);
+                run(&mut self.decoder, scheduler, &plan, &mut |blocks| lending.serve_one(blocks, scheduler))?;
+            }
             Some(later) => later.run(&mut self.decoder, &self.scheduler, &plan, &targets.rows)?,
         }
         self.read_states(&plan)?;

@@ -9,6 +9,7 @@ use crate::pieces::{Namer, PrefixNames};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::pull::{PullRequest, PullRequestV1, PulledPieceV1};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// Another worker that is expected to hold a prefix of a prompt.
@@ -118,6 +119,8 @@ pub struct Delivery {
 pub(crate) enum Arrival {
     /// A sound piece: group, end, bytes.
     Piece(usize, u32, Arc<[u8]>),
+    /// So many bytes took so long once the holder had begun to send them.
+    Travelled(u64, Duration),
     /// Nothing more comes.
     End(Result<(), PullFailure>),
 }
@@ -132,6 +135,11 @@ impl Delivery {
     pub fn piece(&self, piece: &PulledPieceV1, bytes: Vec<u8>) {
         // Nobody wants it any more: that is noticed by `unwanted`.
         let _ = self.to.send(Arrival::Piece(piece.group as usize, piece.end, bytes.into()));
+    }
+
+    /// So many bytes took so long, without what the holder did before it began to send them.
+    pub fn travelled(&self, bytes: u64, took: Duration) {
+        let _ = self.to.send(Arrival::Travelled(bytes, took));
     }
 
     /// Nothing more comes.

@@ -21,7 +21,7 @@ mod tests;
 
 pub use request::{
     Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
-    SequenceState, Stats, StepPlan,
+    SequenceState, Stats, StepPlan, Turn,
 };
 pub use resume::ForkRefused;
 
@@ -180,17 +180,23 @@ impl Scheduler {
             return Err(Rejected::QueueFull { waiting });
         }
         self.check_length(request.prompt.len(), request.max_new_tokens)?;
-        self.arrivals += 1;
+        let turn = request.turn.unwrap_or_else(|| self.take_turn());
         let key = self.config.prefix_cache.then_some(&self.key);
         let recurrent = key.is_some() && self.cache.has_states();
         let wishes = recurrent
             .then(|| self.config.checkpoints.of_prompt(request.prompt.len() as u32, &request.boundaries));
-        let mut sequence = Sequence::new(request, self.arrivals, key);
+        let mut sequence = Sequence::new(request, turn, key);
         sequence.wishes = wishes.unwrap_or_default();
         let rank = sequence.rank;
         let slot = self.insert(sequence);
         self.waiting.insert(rank, slot);
         Ok(())
+    }
+
+    /// The place of one sequence that comes now and is submitted later: then it goes before those that came meanwhile.
+    pub fn take_turn(&mut self) -> Turn {
+        self.arrivals += 1;
+        Turn(self.arrivals)
     }
 
     fn insert(&mut self, sequence: Sequence) -> u32 {

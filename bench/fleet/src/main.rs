@@ -5,6 +5,7 @@
 //! long messages are under way. The peers' routers are written from what their sources do.
 
 mod node;
+mod pulls;
 mod rates;
 mod report;
 mod router;
@@ -16,6 +17,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use coordinator::routing::Routing;
 use node::{Build, Node};
+use pulls::PullRates;
 use rates::Rates;
 use report::{Against, Row};
 use router::{CacheAware, Kvasir, Peer, Router};
@@ -60,6 +62,15 @@ struct Arguments {
     /// Milliseconds from client to worker, and back.
     #[arg(long, default_value_t = 1.0)]
     hop_ms: f64,
+    /// Layers of the model.
+    #[arg(long, default_value_t = 30)]
+    layers: u32,
+    /// MB per second of a pull, as workers measured it.
+    #[arg(long, default_value_t = 300.0)]
+    pull_mbps: f64,
+    /// Milliseconds of a pull besides.
+    #[arg(long, default_value_t = 10.0)]
+    pull_ms: f64,
     /// Only these, as `prefix-by_rank,smg`: policy and shape of the prompt, or router.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -103,6 +114,19 @@ impl Contender {
         only.is_empty() || only.iter().any(|name| *name == router || *name == format!("{policy}-{prompt}"))
     }
 
+    /// Prompt tokens that one cache without bounds would compute of these.
+    fn floor(self, traffic: &Traffic, questions: usize) -> u64 {
+        traffic::computed_once(self.prompts(traffic, questions).iter().copied())
+    }
+
+    fn prompts(self, traffic: &Traffic, questions: usize) -> Vec<&Prompt> {
+        let questions = traffic.questions.iter().take(questions);
+        match self {
+            Self::KvasirDocuments => questions.map(|question| &question.by_popularity).collect(),
+            _ => questions.map(|question| &question.by_rank).collect(),
+        }
+    }
+
     fn run(self, setting: Setting, traffic: &Traffic, questions: usize) -> Result<Outcome> {
         let workers = setting.workers;
         let mut router: Box<dyn Router> = match self {
@@ -110,25 +134,41 @@ impl Contender {
             Self::KvasirDocuments => Box::new(kvasir(Routing::Prefix, setting, traffic)?),
             Self::CacheAware(peer) => Box::new(CacheAware::new(peer, workers)),
         };
-        let questions = traffic.questions.iter().take(questions);
-        let prompts: Vec<&Prompt> = match self {
-            Self::KvasirDocuments => questions.map(|question| &question.by_popularity).collect(),
-            _ => questions.map(|question| &question.by_rank).collect(),
-        };
+        let prompts = self.prompts(traffic, questions);
         simulation::run(setting, router.as_mut(), &prompts, traffic.root)
     }
 }
 
 fn kvasir(routing: Routing, setting: Setting, traffic: &Traffic) -> Result<Kvasir> {
     let report = Node::new(setting.build)?.report();
-    Kvasir::new(routing, &traffic.model, setting.workers, &report)
+    let build = &setting.build;
+    Kvasir::new(
+        routing,
+        &traffic.model,
+        setting.workers,
+        &report,
+        &build.pulls,
+        build.rates.kv_bytes_per_token,
+    )
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let rates = Rates::read(&arguments.rates, arguments.decoded)?;
     eprintln!("{rates:?}");
-    let build = Build { kv_bytes: arguments.kv_mib << 20, chunk: arguments.chunk, max_seqs: 64, rates };
+    let pulls = PullRates {
+        bytes_per_second: arguments.pull_mbps * 1e6,
+        overhead: arguments.pull_ms / 1e3,
+        copied_per_second: 1e9,
+    };
+    let build = Build {
+        kv_bytes: arguments.kv_mib << 20,
+        chunk: arguments.chunk,
+        max_seqs: 64,
+        layers: arguments.layers,
+        rates,
+        pulls,
+    };
     let base = Setting {
         workers: 1,
         build,
@@ -145,7 +185,7 @@ fn main() -> Result<()> {
 
 fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
     let most = arguments.workers.iter().max().copied().unwrap_or(0) * arguments.questions;
-    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, most)?;
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;
     let tokens = traffic.mean_tokens();
     let alone = base.build.rates.prompt(tokens, f64::from(base.build.chunk));
     for &workers in &arguments.workers {
@@ -155,7 +195,8 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
                 Setting { workers, arrivals: Arrivals::Open(load * workers as f64 / alone), ..base };
             for contender in CONTENDERS.into_iter().filter(|contender| contender.is_in(&arguments.only)) {
                 let outcome = contender.run(setting, &traffic, questions)?;
-                Row::new(contender.names(), workers, load, questions, &outcome).print()?;
+                let floor = contender.floor(&traffic, questions);
+                Row::new(contender.names(), workers, load, questions, floor, &outcome).print()?;
             }
         }
     }
@@ -165,7 +206,7 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
 /// The same questions, clients and workers as in each real run.
 fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()> {
     let most = real.iter().map(|run| run.questions).max().unwrap_or(0);
-    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, most)?;
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;
     for run in real {
         let contender = CONTENDERS.into_iter().find(|contender| contender.names() == run.names());
         let contender = contender.with_context(|| format!("who is {:?}", run.names()))?;
@@ -173,7 +214,7 @@ fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()>
         let build = Build { kv_bytes: run.kv_bytes, ..base.build };
         let setting = Setting { workers: run.workers, arrivals, out: run.out, build, ..base };
         let outcome = contender.run(setting, &traffic, run.questions)?;
-        run.compare(&outcome).print()?;
+        run.compare(contender.floor(&traffic, run.questions), &outcome).print()?;
     }
     Ok(())
 }

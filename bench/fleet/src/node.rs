@@ -1,16 +1,17 @@
 //! A worker: its real scheduler and cache, and steps that take the time that they were measured to take.
 
+use crate::pulls::{Asked, PullRates, Pulling, Pulls};
 use crate::rates::Rates;
 use crate::router::EPOCH;
-use crate::traffic::Prompt;
 use anyhow::{Context, Result, anyhow};
 use proto::block::{BlockId, ClusterKey};
 use proto::event::KvEvent;
 use proto::message::{LoadReportV1, WorkerState};
+use proto::pull::SENDS_AT_ONCE;
 use std::collections::HashMap;
 use std::time::Duration;
 use worker::kv_cache::{CacheSpec, GroupKind, GroupSpec};
-use worker::scheduler::{LogitRows, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan};
+use worker::scheduler::{LogitRows, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan, Turn};
 
 /// What a worker is made of.
 #[derive(Debug, Clone, Copy)]
@@ -19,10 +20,14 @@ pub(crate) struct Build {
     pub(crate) kv_bytes: u64,
     /// Rows of a prompt in a step.
     pub(crate) chunk: u32,
+    /// Layers of the model.
+    pub(crate) layers: u32,
     /// Sequences in its batch.
     pub(crate) max_seqs: usize,
     /// Time of its steps.
     pub(crate) rates: Rates,
+    /// Time of its pulls.
+    pub(crate) pulls: PullRates,
 }
 
 /// What became of a request in a step.
@@ -49,6 +54,14 @@ pub(crate) struct Node {
     scheduler: Scheduler,
     live: HashMap<SeqId, Live>,
     step: Option<Running>,
+    pulls: Pulls,
+    /// What others ask of it while it is in a step.
+    asked: Vec<(usize, Asked)>,
+    /// Until when it sends, and until when each of what it sends.
+    link_free: Duration,
+    sends: Vec<Duration>,
+    /// Seconds that copies of the last moments add to its next step.
+    copying: f64,
     prefill_rate: f64,
     step_ms: f64,
     generated: u64,
@@ -58,6 +71,7 @@ pub(crate) struct Node {
 struct Live {
     prompt: u32,
     left: u32,
+    turn: Turn,
     started: bool,
 }
 
@@ -86,22 +100,97 @@ impl Node {
             ..SchedulerConfig::default()
         };
         let scheduler = Scheduler::new(config, spec, ClusterKey([3; 32]))?;
-        let (live, step) = (HashMap::new(), None);
-        Ok(Self { build, scheduler, live, step, prefill_rate: 0.0, step_ms: 0.0, generated: 0 })
+        Ok(Self {
+            build,
+            scheduler,
+            live: HashMap::new(),
+            step: None,
+            pulls: Pulls::default(),
+            asked: Vec::new(),
+            link_free: Duration::ZERO,
+            sends: Vec::new(),
+            copying: 0.0,
+            prefill_rate: 0.0,
+            step_ms: 0.0,
+            generated: 0,
+        })
     }
 
-    /// A request arrives.
-    pub(crate) fn submit(&mut self, request: usize, root: BlockId, prompt: &Prompt, out: u32) -> Result<()> {
-        let id = SeqId(request as u64);
-        self.live.insert(id, Live { prompt: prompt.tokens.len() as u32, left: out, started: false });
+    /// A request for `out` tokens arrives; what has to be asked of another worker for it.
+    pub(crate) fn submit(
+        &mut self,
+        now: Duration,
+        root: BlockId,
+        asking: Pulling,
+        out: u32,
+    ) -> Result<Option<Asked>> {
+        let id = SeqId(asking.request as u64);
+        let turn = self.scheduler.take_turn();
+        self.live.insert(id, Live { prompt: asking.prompt.len() as u32, left: out, turn, started: false });
+        let (computes, asked) = self.pulls.wait(now, &self.scheduler, root, asking, self.prefill_rate);
+        computes.map_or(Ok(()), |request| self.compute(root, &request))?;
+        Ok(asked)
+    }
+
+    /// Another worker asks for a prefix.
+    pub(crate) fn ask(&mut self, puller: usize, asked: Asked) {
+        self.asked.push((puller, asked));
+    }
+
+    /// What it is asked for, between two layers of its step: to whom, for which pull, how deep, and when it is there.
+    pub(crate) fn serve(&mut self, now: Duration, root: BlockId) -> Vec<(usize, usize, u32, Duration)> {
+        let layer = self.step.as_ref().map_or(0.0, |step| step.seconds / 2.0 / f64::from(self.build.layers));
+        let now = now + Duration::from_secs_f64(layer);
+        self.sends.retain(|until| *until > now);
+        let mut sent = Vec::new();
+        for (puller, asked) in std::mem::take(&mut self.asked) {
+            let held = self.scheduler.resume_point(root, &asked.tokens).map_or(0, |point| point.tokens);
+            let rates = self.build.pulls;
+            let overhead = Duration::from_secs_f64(rates.overhead);
+            if held <= asked.have || self.sends.len() >= SENDS_AT_ONCE {
+                sent.push((puller, asked.pull, 0, now + overhead));
+                continue;
+            }
+            let bytes = f64::from(held - asked.have) * self.build.rates.kv_bytes_per_token as f64;
+            self.copying += bytes / rates.copied_per_second;
+            let takes = Duration::from_secs_f64(bytes / rates.bytes_per_second);
+            self.link_free = self.link_free.max(now) + takes;
+            self.sends.push(self.link_free);
+            sent.push((puller, asked.pull, held, self.link_free + overhead));
+        }
+        sent
+    }
+
+    /// What another worker has sent.
+    pub(crate) fn brought(&mut self, pull: usize, depth: u32) {
+        self.pulls.brought(pull, depth);
+    }
+
+    /// Goes on with the requests whose pull has come or has taken too long, if it is between two steps; what that tells
+    /// the router.
+    pub(crate) fn end_pulls(&mut self, now: Duration, root: BlockId) -> Result<Vec<KvEvent>> {
+        if self.step.is_some() {
+            return Ok(Vec::new());
+        }
+        let (freed, copied) = self.pulls.end(now, &mut self.scheduler, root);
+        let bytes = f64::from(copied) * self.build.rates.kv_bytes_per_token as f64;
+        self.copying += bytes / self.build.pulls.copied_per_second;
+        freed.iter().try_for_each(|request| self.compute(root, request))?;
+        Ok(self.scheduler.take_events())
+    }
+
+    fn compute(&mut self, root: BlockId, request: &Pulling) -> Result<()> {
+        let id = SeqId(request.request as u64);
+        let out = self.live.get(&id).map_or(0, |live| live.left);
         Ok(self.scheduler.submit(SequenceRequest {
             id,
             root,
-            prompt: prompt.tokens.to_vec(),
+            prompt: request.prompt.to_vec(),
             max_new_tokens: out,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
             priority: 0,
+            turn: self.live.get(&id).map(|live| live.turn),
         })?)
     }
 
@@ -117,6 +206,7 @@ impl Node {
             self.live.get(&s.id).is_some_and(|live| s.context_before < live.prompt)
         };
         let (seconds, prompt_rows) = self.build.rates.of(&plan, is_prompt);
+        let seconds = seconds + std::mem::take(&mut self.copying);
         self.step = Some(Running { plan, seconds, prompt_rows });
         Ok(Some(Duration::from_secs_f64(seconds)))
     }

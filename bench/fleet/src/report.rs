@@ -18,11 +18,14 @@ pub(crate) struct Row {
     prompt_tokens: u64,
     hit_ratio: f64,
     computed: u64,
+    /// What one cache without bounds would compute.
+    floor: u64,
     load_cov: f64,
     seconds: f64,
     ttft_p50: f64,
     ttft_p99: f64,
     mispredicted: usize,
+    pulls: usize,
     reasons: BTreeMap<&'static str, usize>,
 }
 
@@ -33,6 +36,7 @@ impl Row {
         workers: usize,
         load: f64,
         questions: usize,
+        floor: u64,
         outcome: &Outcome,
     ) -> Self {
         let [router, policy, prompt] = names;
@@ -46,11 +50,13 @@ impl Row {
             prompt_tokens: outcome.prompt_tokens,
             hit_ratio: hit_ratio(outcome),
             computed: outcome.total(),
+            floor,
             load_cov: rounded(outcome.load_cov(), 4),
             seconds: rounded(outcome.seconds, 2),
             ttft_p50: rounded(outcome.ttft(0.5), 3),
             ttft_p99: rounded(outcome.ttft(0.99), 3),
             mispredicted: outcome.mispredicted,
+            pulls: outcome.pulls,
             reasons: outcome.reasons.iter().copied().collect(),
         }
     }
@@ -93,6 +99,10 @@ pub(crate) struct Comparison<'a> {
     policy: &'a str,
     prompt: &'a str,
     computed: [f64; 3],
+    /// What one cache without bounds would compute.
+    floor: u64,
+    pulls: usize,
+    mispredicted: usize,
     seconds: [f64; 3],
     ttft_p50: [f64; 3],
     ttft_p99: [f64; 3],
@@ -115,7 +125,7 @@ impl Against {
     }
 
     /// Beside what was simulated.
-    pub(crate) fn compare(&self, outcome: &Outcome) -> Comparison<'_> {
+    pub(crate) fn compare(&self, floor: u64, outcome: &Outcome) -> Comparison<'_> {
         let error =
             |real: f64, simulated: f64| [real, rounded(simulated, 3), rounded(simulated / real - 1.0, 4)];
         Comparison {
@@ -123,6 +133,9 @@ impl Against {
             policy: &self.policy,
             prompt: &self.prompt,
             computed: error(self.computed as f64, outcome.total() as f64),
+            floor,
+            pulls: outcome.pulls,
+            mispredicted: outcome.mispredicted,
             seconds: error(self.seconds, outcome.seconds),
             ttft_p50: error(self.ttft_p50, outcome.ttft(0.5)),
             ttft_p99: error(self.ttft_p99, outcome.ttft(0.99)),

@@ -1,5 +1,6 @@
 //! Who decides where a request goes: Kvasir's own balancer, as it is shipped, and what its peers do.
 
+use crate::pulls::PullRates;
 use crate::traffic::{Prompt, TENANT};
 use crate::tree::Tree;
 use anyhow::{Context, Result, anyhow, bail};
@@ -8,7 +9,7 @@ use coordinator::routing::{Reason, Routing};
 use coordinator::table::TableChange;
 use proto::event::{KvEvent, KvEventBatch};
 use proto::ids::{Epoch, NodeId};
-use proto::message::{LoadReportV1, RegisterV2, ServedModelV2};
+use proto::message::{LoadReportV1, PullCostV1, PullReportV1, RegisterV2, ServedModelV2, WorkPart};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,6 +28,8 @@ pub(crate) struct Placed {
     pub(crate) predicted: Option<u32>,
     /// Why, by a router that says so.
     pub(crate) reason: Option<Reason>,
+    /// Who the worker may pull from, and how many leading tokens.
+    pub(crate) pull: Option<(usize, u32)>,
 }
 
 /// A router. Times are since the start.
@@ -83,6 +86,8 @@ impl Kvasir {
         model: &ServedModelV2,
         workers: usize,
         report: &LoadReportV1,
+        pulls: &PullRates,
+        kv_bytes_per_token: u64,
     ) -> Result<Self> {
         let policy = Policy { routing, ..Policy::default() };
         let (mut balancer, start) = (Balancer::new(policy), Instant::now());
@@ -102,6 +107,15 @@ impl Kvasir {
             let nothing = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: Vec::new() };
             balancer.replayed(node, EPOCH, Some(nothing))?;
             balancer.load(start, node, report.clone(), random.next());
+            let cost = PullCostV1 {
+                model: model.id.clone(),
+                bytes_per_token: kv_bytes_per_token,
+                bytes_per_point: 0,
+            };
+            balancer.introduce(node, EPOCH, WorkPart::Both, vec![cost], String::new());
+            // What it measures once it has pulled.
+            let report = PullReportV1 { rate: pulls.bytes_per_second as f32, ..PullReportV1::default() };
+            balancer.pulled(node, EPOCH, report);
         }
         let next_event = vec![1; workers];
         let (requests, tickets) = (HashMap::new(), HashMap::new());
@@ -114,9 +128,11 @@ impl Kvasir {
             match action {
                 Action::Assign(ticket, to) => {
                     let request = *self.requests.get(&ticket).context("a request behind the ticket")?;
-                    let worker = self.nodes.iter().position(|node| *node == to.node).context("a worker")?;
+                    let number = |node: &NodeId| self.nodes.iter().position(|other| other == node);
+                    let worker = number(&to.node).context("a worker")?;
                     let (predicted, reason) = (Some(to.predicted), Some(to.reason));
-                    placed.push(Placed { request, worker, predicted, reason });
+                    let pull = to.pull.and_then(|pull| Some((number(&pull.node)?, pull.tokens)));
+                    placed.push(Placed { request, worker, predicted, reason, pull });
                 }
                 Action::Refuse(_, refusal) => bail!("a request was refused: {refusal}"),
                 action => bail!("nothing is lost here: {action:?}"),
@@ -244,7 +260,7 @@ impl Router for CacheAware {
         }
         self.loads[worker] += 1;
         self.on.insert(request, worker);
-        Ok(vec![Placed { request, worker, predicted: None, reason: None }])
+        Ok(vec![Placed { request, worker, predicted: None, reason: None, pull: None }])
     }
 
     fn ended(&mut self, _: Duration, request: usize) -> Result<Vec<Placed>> {

@@ -1,6 +1,7 @@
 //! Requests, a router and workers in simulated time.
 
 use crate::node::{Build, Node, Progress};
+use crate::pulls::{Asked, Pulling};
 use crate::router::{Placed, Random, Router};
 use crate::traffic::Prompt;
 use anyhow::{Context, Result, bail};
@@ -8,6 +9,7 @@ use proto::block::BlockId;
 use proto::event::KvEvent;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How requests come.
@@ -51,6 +53,8 @@ pub(crate) struct Outcome {
     pub(crate) ttft: Vec<f64>,
     /// Requests that found other than the router had predicted.
     pub(crate) mispredicted: usize,
+    /// Prefixes that a worker asked another for.
+    pub(crate) pulls: usize,
     /// Requests by the reason that the router gave.
     pub(crate) reasons: Vec<(&'static str, usize)>,
 }
@@ -60,6 +64,12 @@ enum Event {
     Arrive,
     AtWorker(Placed),
     StepEnds(usize),
+    /// Who asks, and for what.
+    Asked(usize, Asked),
+    /// To whom, of which pull, how deep.
+    Brought(usize, usize, u32),
+    /// A worker's pull may have taken too long.
+    Patience(usize),
     AtRouter(usize, Vec<Progress>, Vec<KvEvent>),
     Report(usize),
 }
@@ -153,9 +163,15 @@ impl Run<'_> {
                 let placed = self.router.submit(now, request, prompt)?;
                 self.send(now, placed);
             }
-            Event::AtWorker(Placed { request, worker, .. }) => {
-                let prompt = self.prompts[request];
-                self.nodes[worker].submit(request, self.root, prompt, self.setting.out)?;
+            Event::AtWorker(Placed { request, worker, pull, .. }) => {
+                let prompt = Arc::clone(&self.prompts[request].tokens);
+                let asking = Pulling { request, prompt, source: pull };
+                let asked = self.nodes[worker].submit(now, self.root, asking, self.setting.out)?;
+                if let Some(asked) = asked {
+                    self.outcome.pulls += 1;
+                    self.at(asked.until, Event::Patience(worker));
+                    self.at(now + self.setting.hop, Event::Asked(worker, asked));
+                }
                 self.step(now, worker)?;
             }
             Event::StepEnds(worker) => {
@@ -163,6 +179,16 @@ impl Run<'_> {
                 self.at(now + self.setting.hop, Event::AtRouter(worker, progress, events));
                 self.step(now, worker)?;
             }
+            Event::Asked(puller, asked) => {
+                let holder = asked.holder;
+                self.nodes[holder].ask(puller, asked);
+                self.serve(now, holder);
+            }
+            Event::Brought(worker, pull, depth) => {
+                self.nodes[worker].brought(pull, depth);
+                self.step(now, worker)?;
+            }
+            Event::Patience(worker) => self.step(now, worker)?,
             Event::AtRouter(worker, progress, events) => {
                 if !events.is_empty() {
                     self.router.events(worker, events)?;
@@ -216,7 +242,19 @@ impl Run<'_> {
         }
     }
 
+    /// A worker sends what it is asked for.
+    fn serve(&mut self, now: Duration, worker: usize) {
+        for (puller, pull, depth, at) in self.nodes[worker].serve(now, self.root) {
+            self.at(at, Event::Brought(puller, pull, depth));
+        }
+    }
+
+    /// Between two steps a worker takes in what has come for it and begins the next.
     fn step(&mut self, now: Duration, worker: usize) -> Result<()> {
+        let events = self.nodes[worker].end_pulls(now, self.root)?;
+        if !events.is_empty() {
+            self.at(now + self.setting.hop, Event::AtRouter(worker, Vec::new(), events));
+        }
         if let Some(took) = self.nodes[worker].begin()? {
             self.at(now + took, Event::StepEnds(worker));
         }
@@ -241,5 +279,82 @@ impl Outcome {
     pub(crate) fn ttft(&self, share: f64) -> f64 {
         let at = (share * self.ttft.len() as f64) as usize;
         self.ttft.get(at.min(self.ttft.len().saturating_sub(1))).copied().unwrap_or(0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pulls::PullRates;
+    use crate::rates::Rates;
+    use crate::traffic::computed_once;
+    use proto::block::{ClusterKey, Scope};
+
+    /// Sends each request where it is told to.
+    struct Told(Vec<(usize, Option<(usize, u32)>)>);
+
+    impl Router for Told {
+        fn submit(&mut self, _: Duration, request: usize, _: &Prompt) -> Result<Vec<Placed>> {
+            let (worker, pull) = self.0[request];
+            Ok(vec![Placed { request, worker, predicted: None, reason: None, pull }])
+        }
+        fn ended(&mut self, _: Duration, _: usize) -> Result<Vec<Placed>> {
+            Ok(Vec::new())
+        }
+    }
+
+    const KEY: ClusterKey = ClusterKey([3; 32]);
+
+    fn root() -> BlockId {
+        KEY.root(Scope { salt: &[], model_digest: &[7; 32], tokenizer_digest: &[7; 32], adapter: b"" })
+    }
+
+    fn prompt(tokens: impl Iterator<Item = u32>) -> Prompt {
+        let tokens: Arc<[u32]> = tokens.collect();
+        Prompt { text: "".into(), chain: KEY.chain(root(), &tokens).into(), tokens }
+    }
+
+    /// Two workers that take a millisecond for a token, and a second for 10 MB.
+    fn simulate(told: Vec<(usize, Option<(usize, u32)>)>, clients: usize, prompts: &[Prompt]) -> Outcome {
+        let rates = Rates { step: 0.001, row: 0.001, kv_bytes_per_token: 10_000, ..Rates::default() };
+        let pulls = PullRates { bytes_per_second: 1e7, overhead: 0.0, copied_per_second: 1e9 };
+        let build = Build { kv_bytes: 64 << 20, chunk: 64, layers: 10, max_seqs: 8, rates, pulls };
+        let (hop, report_every) = (Duration::from_millis(1), Duration::from_millis(250));
+        let setting =
+            Setting { workers: 2, build, arrivals: Arrivals::Closed(clients), out: 2, hop, report_every };
+        let prompts: Vec<&Prompt> = prompts.iter().collect();
+        run(setting, &mut Told(told), &prompts, root()).unwrap()
+    }
+
+    #[test]
+    fn what_is_pulled_is_not_computed() {
+        let prompts = [prompt(0..400), prompt((0..320).chain(1_000..1_080))];
+        let floor = computed_once(prompts.iter());
+        assert_eq!(floor, 400 + 80);
+        let alone = simulate(vec![(0, None), (1, None)], 1, &prompts);
+        assert_eq!((alone.computed.as_slice(), alone.pulls), ([400, 400].as_slice(), 0));
+        let pulled = simulate(vec![(0, None), (1, Some((0, 320)))], 1, &prompts);
+        assert_eq!((pulled.computed.as_slice(), pulled.pulls), ([400, 80].as_slice(), 1));
+        // 3.2 MB take 0.32 s, as long as computing does.
+        assert!((pulled.seconds - alone.seconds).abs() < 0.05, "{} {}", pulled.seconds, alone.seconds);
+        // Who holds less than was thought sends that; who holds nothing, nothing.
+        let less = simulate(vec![(0, None), (1, Some((0, 400)))], 1, &prompts);
+        assert_eq!(less.computed, [400, 80]);
+        let nothing = simulate(vec![(1, Some((0, 320))), (0, None)], 1, &prompts);
+        assert_eq!((nothing.computed.as_slice(), nothing.pulls), ([400, 400].as_slice(), 1));
+    }
+
+    #[test]
+    fn a_holder_lends_while_it_computes() {
+        let prompts = [
+            prompt(0..320),
+            prompt(5_000..5_400),
+            prompt(2_000..4_000),
+            prompt((0..304).chain(1_000..1_080)),
+        ];
+        let outcome = simulate(vec![(0, None), (1, None), (0, None), (1, Some((0, 304)))], 2, &prompts);
+        assert_eq!((outcome.computed.as_slice(), outcome.cached), ([320 + 2_000, 400 + 80].as_slice(), 304));
+        // The third takes two seconds, and ends last.
+        assert!((2.3..2.6).contains(&outcome.seconds), "{}", outcome.seconds);
     }
 }

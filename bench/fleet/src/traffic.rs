@@ -5,11 +5,13 @@ use coordinator::api::auth::salt;
 use coordinator::api::documents::Popularity;
 use coordinator::api::plan::{self, Kind, Sources};
 use coordinator::models::{ModelEntry, Models};
+use coordinator::routing::predicted_tokens;
 use proto::block::{BlockId, ClusterKey, Scope};
 use proto::ids::ModelId;
 use proto::message::{ModelTask, ServedModelV2};
 use serde::Deserialize;
 use serde_json::Value;
+use std::collections::HashSet;
 use std::io::BufRead;
 use std::path::Path;
 use std::sync::Arc;
@@ -55,8 +57,9 @@ struct Line {
 }
 
 impl Traffic {
-    /// Reads what `bench/rag/traffic.py` prints, up to `most` questions, and plans it for the model in the file `gguf`.
-    pub(crate) fn read(path: &Path, gguf: &Path, most: usize) -> Result<Self> {
+    /// Reads what `bench/rag/traffic.py` prints, up to `most` questions, and plans it for the model in the file `gguf`,
+    /// which has so many layers.
+    pub(crate) fn read(path: &Path, gguf: &Path, layers: u32, most: usize) -> Result<Self> {
         let id = ModelId::new("simulated")?;
         let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }])?;
         let offered = models.only().context("one model")?;
@@ -65,7 +68,7 @@ impl Traffic {
             model_digest: [7; 32],
             tokenizer_digest: offered.tokenizer.digest(),
             max_model_len: u32::MAX,
-            layers: (0, 1),
+            layers: (0, layers),
             numeric_class: "simulated".to_owned(),
             block_tokens: 16,
             task: ModelTask::Generate,
@@ -109,4 +112,17 @@ impl Traffic {
 fn text(body: &Value) -> String {
     let messages = body["messages"].as_array().into_iter().flatten();
     messages.filter_map(|message| message["content"].as_str()).collect::<Vec<_>>().join(" ")
+}
+
+/// Prompt tokens that one cache without bounds computes of these, one after the other.
+pub(crate) fn computed_once<'a>(prompts: impl Iterator<Item = &'a Prompt>) -> u64 {
+    let mut seen = HashSet::new();
+    let mut computed = 0;
+    for prompt in prompts {
+        let held = prompt.chain.iter().take_while(|unit| seen.contains(*unit)).count();
+        let tokens = prompt.tokens.len() as u32;
+        computed += u64::from(tokens - predicted_tokens(tokens, held as u32));
+        seen.extend(prompt.chain.iter().copied());
+    }
+    computed
 }

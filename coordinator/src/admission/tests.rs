@@ -7,6 +7,7 @@ struct Item {
     tokens: u64,
     deadline: Instant,
     rank: Instant,
+    priority: i32,
 }
 
 impl Waiting for Item {
@@ -19,10 +20,13 @@ impl Waiting for Item {
     fn rank(&self) -> Instant {
         self.rank
     }
+    fn priority(&self) -> i32 {
+        self.priority
+    }
 }
 
 fn item(name: &'static str, tokens: u64, at: Instant) -> Item {
-    Item { name, tokens, deadline: at, rank: rank(at, 0) }
+    Item { name, tokens, deadline: at, rank: rank(at, 0), priority: 0 }
 }
 
 fn queue(requests: usize, tokens: u64) -> (Queue<Item>, Instant) {
@@ -31,9 +35,9 @@ fn queue(requests: usize, tokens: u64) -> (Queue<Item>, Instant) {
 
 fn drained(queue: &mut Queue<Item>) -> Vec<&'static str> {
     let mut order = Vec::new();
-    queue.drain(|item| {
+    queue.drain(|item, _| {
         order.push(item.name);
-        None
+        Offered::Taken
     });
     order
 }
@@ -68,9 +72,9 @@ fn who_comes_late_has_no_claim_to_what_others_were_served_before() {
     let (mut q, now) = queue(100, 10_000);
     (0..4).for_each(|_| q.push("a", item("a", 100, now)));
     let mut placed = 0;
-    q.drain(|item| {
+    q.drain(|item, _| {
         placed += 1;
-        (placed > 3).then_some(item)
+        if placed > 3 { Offered::Stuck(item) } else { Offered::Taken }
     });
     (0..3).for_each(|_| q.push("b", item("b", 100, now)));
     (0..2).for_each(|_| q.push("a", item("a", 100, now)));
@@ -84,12 +88,12 @@ fn a_lane_that_cannot_go_does_not_hold_up_the_others() {
         q.push(tenant, item(name, 5, now));
     }
     let mut order = Vec::new();
-    q.drain(|item| {
-        if item.name == "a1" {
-            return Some(item);
+    q.drain(|item, _| {
+        if item.name.starts_with('a') {
+            return Offered::Stuck(item);
         }
         order.push(item.name);
-        None
+        Offered::Taken
     });
     assert_eq!(order, ["b1", "b2"]);
     assert_eq!((q.requests(), q.tokens()), (2, 10));
@@ -113,7 +117,7 @@ fn what_is_urgent_overtakes_what_has_not_waited_long() {
     let (mut q, start) = queue(100, 1_000);
     let at = |name, seconds, priority| {
         let arrived = start + Duration::from_secs(seconds);
-        Item { rank: rank(arrived, priority), ..item(name, 1, start) }
+        Item { rank: rank(arrived, priority), priority, ..item(name, 1, start) }
     };
     for item in [at("patient", 0, 5), at("plain", 1, 0), at("urgent", 3, -3), at("late", 7, 0)] {
         q.push("t", item);
@@ -121,6 +125,46 @@ fn what_is_urgent_overtakes_what_has_not_waited_long() {
     assert_eq!(drained(&mut q), ["urgent", "plain", "patient", "late"]);
     // However urgent all later ones are.
     assert!(rank(start, i32::MAX) < rank(start + Duration::from_secs(201), i32::MIN));
+}
+
+/// Offers until one is taken, by what `says` of names; which that was.
+fn one(queue: &mut Queue<Item>, says: impl Fn(&str) -> Answer) -> Option<&'static str> {
+    let mut taken = None;
+    queue.drain(|item, yields| match says(item.name) {
+        _ if taken.is_some() => Offered::Stuck(item),
+        Answer::Stays => Offered::Stuck(item),
+        Answer::Yields if yields => Offered::Yields(item),
+        Answer::Yields | Answer::Goes => {
+            taken = Some(item.name);
+            Offered::Taken
+        }
+    });
+    taken
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Stays,
+    Yields,
+    Goes,
+}
+
+#[test]
+fn what_yields_or_is_stuck_is_overtaken_by_a_few_that_stand_close_behind() {
+    use Answer::{Goes, Stays, Yields};
+    let (mut q, now) = queue(100, 1_000);
+    let names = ["a", "b", "c", "d", "e"];
+    names.into_iter().for_each(|name| q.push("t", item(name, 1, now)));
+    let but = |others, one, answer| move |name: &str| if name == one { answer } else { others };
+    assert_eq!(one(&mut q, but(Stays, "e", Goes)), None, "too far behind");
+    assert_eq!(one(&mut q, but(Stays, "d", Goes)), Some("d"));
+    assert_eq!(one(&mut q, but(Yields, "c", Goes)), Some("c"));
+    assert_eq!(one(&mut q, but(Stays, "b", Yields)), Some("b"), "nobody can go in its stead");
+    assert_eq!(one(&mut q, |_| Yields), Some("a"));
+    assert_eq!((q.requests(), q.tokens()), (1, 1));
+    // What is more or less urgent has its own place.
+    q.push("t", Item { priority: 1, rank: rank(now, 1), ..item("f", 1, now) });
+    assert_eq!(one(&mut q, but(Yields, "f", Goes)), Some("e"));
 }
 
 #[test]
@@ -162,9 +206,9 @@ proptest! {
             }
             // One worker is free.
             let mut taken = None;
-            q.drain(|item| match &taken {
-                None => { taken = Some(item); None }
-                Some(_) => Some(item),
+            q.drain(|item, _| match &taken {
+                None => { taken = Some(item); Offered::Taken }
+                Some(_) => Offered::Stuck(item),
             });
             let item = taken.unwrap();
             let tenant = TENANTS.iter().position(|name| *name == item.name).unwrap();
@@ -180,6 +224,41 @@ proptest! {
         prop_assert!(most - least <= slack, "{served:?} {longest:?}");
         // So in the long run the shares are within a fifth of each other.
         prop_assert!(*most < 5 * slack || least * 5 >= most * 4, "{served:?} {longest:?}");
+    }
+
+    /// Whatever yields or is stuck: who stands behind, within a tenant, is placed before somebody only so often, and only
+    /// where it is as urgent.
+    #[test]
+    fn nobody_is_overtaken_often(
+        items in proptest::collection::vec((0u64..20, -1i32..=1), 1..60),
+        answers in proptest::collection::vec(0u8..8, 60..200),
+    ) {
+        let (mut q, start) = queue(usize::MAX, u64::MAX);
+        let mut waiting: Vec<(Instant, u64, i32, u8)> = Vec::new();
+        let mut coming = items.into_iter().enumerate();
+        for answer in answers {
+            for (number, (seconds, priority)) in coming.by_ref().take(2) {
+                let rank = rank(start + Duration::from_secs(seconds), priority);
+                q.push("t", Item { name: "", tokens: number as u64, deadline: start, rank, priority });
+                waiting.push((rank, number as u64, priority, 0));
+            }
+            let mut taken = None;
+            q.drain(|item, yields| match (item.tokens + u64::from(answer)) % 4 {
+                _ if taken.is_some() => Offered::Stuck(item),
+                0 => Offered::Stuck(item),
+                1 | 2 if yields => Offered::Yields(item),
+                _ => { taken = Some(item.tokens); Offered::Taken }
+            });
+            let Some(at) = waiting.iter().position(|(_, number, ..)| Some(*number) == taken) else { continue };
+            let (rank, number, priority, _) = waiting.remove(at);
+            for (other, other_number, other_priority, overtaken) in &mut waiting {
+                if (*other, *other_number) < (rank, number) {
+                    prop_assert_eq!(*other_priority, priority);
+                    *overtaken += 1;
+                    prop_assert!(*overtaken <= MAX_OVERTAKEN);
+                }
+            }
+        }
     }
 
     /// By rank nobody who came first waits for more than those who came soon enough behind.

@@ -10,7 +10,8 @@ use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::demand::{CommonKey, Demand};
 use crate::routing::groups::Groups;
-use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason};
+use crate::routing::transfer::is_worth_asking;
+use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason, Routing, predicted_tokens};
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
 use load::Load;
@@ -58,7 +59,10 @@ struct Flight {
 pub(super) enum Placing {
     Assigned(Assignment),
     Refused(Refusal),
+    /// Nobody has room.
     Later(Waiter),
+    /// Somebody has room, but would compute what another is computing just now.
+    Yielding(Waiter),
 }
 
 impl Floor {
@@ -128,18 +132,16 @@ impl Floor {
         self.serving(model).next().is_some()
     }
 
-    /// Chooses a worker for `waiter` and books it there.
-    pub(super) fn place(&mut self, now: Instant, waiter: Waiter, random: u64) -> Placing {
+    /// Chooses a worker for `waiter` and books it there. `yields`: it may have to wait for another that does better with
+    /// the room that there is.
+    pub(super) fn place(&mut self, now: Instant, waiter: Waiter, yields: bool, random: u64) -> Placing {
         let wanted: Vec<(&Member, &Load)> =
             self.serving(&waiter.ask.model).filter(|(m, _)| waiter.accepts(m)).collect();
         if wanted.is_empty() {
             let declined = !waiter.avoid.is_empty() && self.serves(&waiter.ask.model);
             return Placing::Refused(if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker });
         }
-        let lively = |&&(_, load): &&(&Member, &Load)| {
-            let stalled = load.report.as_ref().is_some_and(|r| r.stalled_ms > STALLED_MS);
-            !stalled && now.saturating_duration_since(load.heard) < self.policy.suspect_after
-        };
+        let lively = |&&(_, load): &&(&Member, &Load)| self.is_lively(now, load);
         let any_lively = wanted.iter().any(|w| lively(&w));
         let overlap = self.index.lookup(&waiter.ask.chain);
         let wanted: Vec<(&Member, &Load)> =
@@ -151,7 +153,12 @@ impl Floor {
             .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
-        self.offer_pulls(&waiter, &wanted, &overlap, &mut candidates);
+        // Nobody pulls more of it than is held or expected somewhere: what waits is looked at often.
+        let most = candidates.iter().map(|c| predicted_tokens(waiter.ask.prompt_tokens, c.units)).max();
+        if !candidates.is_empty() && self.holds_back(&candidates, &waiter, most.unwrap_or(0)) {
+            return Placing::Later(waiter);
+        }
+        self.offer_pulls(now, &waiter, &wanted, &overlap, &mut candidates);
         let common = waiter.common(&candidates);
         let standing = common.and_then(|(key, most)| {
             let holds = |slot| candidates.iter().any(|c| c.slot == slot && c.units >= most);
@@ -168,8 +175,11 @@ impl Floor {
         let Some((mut choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
             return Placing::Later(waiter);
         };
-        if self.holds_back(&candidates, &waiter, &choice) {
+        if self.holds_back(&candidates, &waiter, choice.predicted) {
             return Placing::Later(waiter);
+        }
+        if yields && self.computes_twice(&candidates, &waiter, &choice) {
+            return Placing::Yielding(waiter);
         }
         let group = waiter.group();
         if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
@@ -296,16 +306,31 @@ impl Floor {
             .filter(|(_, load)| load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready))
     }
 
+    /// Whether it is heard of and gets on.
+    fn is_lively(&self, now: Instant, load: &Load) -> bool {
+        let stalled = load.report.as_ref().is_some_and(|r| r.stalled_ms > STALLED_MS);
+        !stalled && now.saturating_duration_since(load.heard) < self.policy.suspect_after
+    }
+
     /// Whether the request had better wait here, where any worker can still take it and tenants have their turns:
-    /// all have as much to prefill as they shall have in hand. What is mostly there, or on its way, goes.
-    fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
+    /// all have as much to prefill as they shall have in hand. What is mostly there (`predicted` tokens), or on its way,
+    /// goes.
+    fn holds_back(&self, candidates: &[Candidate], waiter: &Waiter, predicted: u32) -> bool {
         let most = self.policy.max_pending.as_secs_f64();
         let full = |c: &Candidate| {
             c.pending_tokens as f64 >= most * f64::from(c.prefill_rate).max(f64::MIN_POSITIVE)
         };
         let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
-        let follows = choice.predicted >= waiter.ask.prompt_tokens / 4 * 3 && choice.predicted > 0;
+        let follows = predicted >= waiter.ask.prompt_tokens / 4 * 3 && predicted > 0;
         measured && !follows && candidates.iter().all(full)
+    }
+
+    /// Whether the worker would compute what another is computing: in a moment it could pull that.
+    fn computes_twice(&self, candidates: &[Candidate], waiter: &Waiter, choice: &Choice) -> bool {
+        let most = candidates.iter().map(|c| predicted_tokens(waiter.ask.prompt_tokens, c.units)).max();
+        self.policy.routing == Routing::Prefix
+            && choice.reason != Reason::Replica
+            && is_worth_asking(choice.predicted, most.unwrap_or(0))
     }
 
     fn book(
@@ -322,6 +347,10 @@ impl Floor {
         load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
         let join = load.join;
         waiter.attempts += 1;
+        if let Some((pull, from)) = supply.sends.and_then(|p| Some((p, self.loads[p.from.index()].as_mut()?)))
+        {
+            from.sends.add(now, &pull);
+        }
         let reservation = self.index.reserve(choice.slot, Arc::clone(&waiter.ask.chain));
         let leads = waiter.group().filter(|_| choice.predicted < COMMON_UNITS * HASH_UNIT_TOKENS as u32);
         leads.into_iter().for_each(|key| self.groups.begin(key, choice.slot));

@@ -1,16 +1,22 @@
 //! Pulling as the other way to get a prefix: a worker that does not hold one can fetch it from a worker of its numeric
-//! class that does, if that takes less than computing it.
+//! class that does, if that costs less than computing it.
+//!
+//! A pull costs two workers' engines a copy of its bytes. Its latency (until the holder is between two layers, and until
+//! the bytes are there) costs nothing while the worker has other prompts to compute before this one; what it lasts longer
+//! counts as if the worker computed meanwhile.
 //!
 //! Only what a holder has announced counts: what is merely expected of it cannot be fetched yet.
 
-use super::{ASSUMED_PREFILL_RATE, Candidate, predicted_tokens};
+use super::{Candidate, Outlook, predicted_tokens};
 use crate::slot::Slot;
 use proto::message::PullCostV1;
 use proto::pull::SLICE_BYTES;
 
 /// Bytes per second assumed of a worker that has not pulled anything yet.
 const ASSUMED_RATE: f64 = 100e6;
-/// Seconds that a pull takes besides its bytes: a connection, round trips, waiting between steps.
+/// Bytes per second at which an engine copies blocks out of its arena or into it.
+const COPY_RATE: f64 = 1e9;
+/// Seconds that a pull takes besides its bytes: a connection, round trips.
 const OVERHEAD_S: f64 = 0.02;
 /// Workers pull whole resume points, and only if that saves so many tokens and this part of them.
 const LEAST_GAIN: u32 = 32;
@@ -23,8 +29,12 @@ pub struct Pull {
     pub from: Slot,
     /// Leading hash units of the prompt that the worker holds afterwards.
     pub units: u32,
-    /// Seconds that it takes.
+    /// Seconds from now until it has come.
     pub seconds: f64,
+    /// Seconds that the two engines spend on it.
+    pub work: f64,
+    /// Seconds that it lasts longer than what the worker has to compute first.
+    pub idle: f64,
 }
 
 /// What pulling costs a worker.
@@ -43,19 +53,31 @@ pub struct Holder {
     pub slot: Slot,
     /// Leading units that it holds.
     pub units: u32,
-    /// Seconds of its steps, between which it copies out what is pulled; 0 while it has nothing to do.
-    pub step: f64,
+    /// Seconds of a layer of its steps, between which it copies out what is pulled; 0 while it has nothing to do.
+    pub layer: f64,
+    /// Seconds until what it has to send to others is sent.
+    pub backlog: f64,
 }
 
 impl PullPrice<'_> {
-    /// Seconds to fetch a resume point of so many tokens, where the first `have` of them are there, from a worker whose
-    /// steps take `step` seconds.
-    pub fn seconds(&self, have: u32, tokens: u32, step: f64) -> f64 {
+    /// The pull of the resume point at `tokens` to a worker that has the first `have` of them and would begin with the
+    /// prompt in `begins` seconds.
+    fn pull(&self, holder: &Holder, have: u32, tokens: u32, begins: f64) -> Pull {
         let rate = if self.rate > 0.0 { f64::from(self.rate) } else { ASSUMED_RATE };
         let bytes = f64::from(tokens.saturating_sub(have)) * self.cost.bytes_per_token as f64
             + self.cost.bytes_per_point as f64;
-        let slices = (bytes / SLICE_BYTES as f64).floor() + 1.0;
-        OVERHEAD_S + bytes / rate + slices * step
+        // The first slice waits for a layer that is under way, each further one for one more.
+        let slices = (bytes / SLICE_BYTES as f64).floor() + 0.5;
+        let seconds = OVERHEAD_S + (slices * holder.layer).max(holder.backlog) + bytes / rate;
+        let (from, units) = (holder.slot, holder.units);
+        Pull { from, units, seconds, work: 2.0 * bytes / COPY_RATE, idle: (seconds - begins).max(0.0) }
+    }
+}
+
+impl Pull {
+    /// Seconds that it adds to a request's.
+    pub(super) fn cost(&self) -> f64 {
+        self.work + self.idle
     }
 }
 
@@ -65,24 +87,24 @@ pub fn is_worth_asking(have: u32, tokens: u32) -> bool {
     gain >= LEAST_GAIN && gain >= tokens / GAIN_PART
 }
 
-/// The pull that saves `candidate` the most. `None`: computing is as quick.
-///
-/// A second of a pull counts as a second of computing does, since it takes time and memory of two workers.
+/// The pull that saves `candidate` the most. `None`: computing costs as little.
 pub fn best(
     prompt_tokens: u32,
     candidate: &Candidate,
+    outlook: &Outlook,
     price: &PullPrice<'_>,
     holders: impl Iterator<Item = Holder>,
 ) -> Option<Pull> {
     let have = predicted_tokens(prompt_tokens, candidate.units);
-    let rate =
-        if candidate.prefill_rate > 0.0 { f64::from(candidate.prefill_rate) } else { ASSUMED_PREFILL_RATE };
-    let gain = |Holder { slot, units, step }: Holder| {
-        let tokens = predicted_tokens(prompt_tokens, units);
-        let seconds = price.seconds(have, tokens, step);
-        let gain = f64::from(tokens.saturating_sub(have)) / rate - seconds;
-        let pays = slot != candidate.slot && is_worth_asking(have, tokens) && gain > 0.0;
-        pays.then_some((gain, Pull { from: slot, units, seconds }))
+    let (rate, begins) = (outlook.rate(candidate), outlook.queue(candidate));
+    let gain = |holder: Holder| {
+        let tokens = predicted_tokens(prompt_tokens, holder.units);
+        if holder.slot == candidate.slot || !is_worth_asking(have, tokens) {
+            return None;
+        }
+        let pull = price.pull(&holder, have, tokens, begins);
+        let gain = f64::from(tokens - have) / rate - pull.cost();
+        (gain > 0.0).then_some((gain, pull))
     };
     holders.filter_map(gain).max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, pull)| pull)
 }
@@ -93,9 +115,9 @@ impl Candidate {
         self.pull.map_or(self.units, |pull| pull.units)
     }
 
-    /// Seconds of its pull, if there is one.
+    /// Seconds that its pull costs, if there is one.
     pub(super) fn pull_seconds(&self) -> f64 {
-        self.pull.map_or(0.0, |pull| pull.seconds)
+        self.pull.map_or(0.0, |pull| pull.cost())
     }
 }
 
@@ -123,7 +145,7 @@ mod tests {
     }
 
     fn idle(index: usize, units: u32) -> Holder {
-        Holder { slot: slot(index), units, step: 0.0 }
+        Holder { slot: slot(index), units, layer: 0.0, backlog: 0.0 }
     }
 
     fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> Choice {
@@ -135,37 +157,69 @@ mod tests {
         Slot::new(index).unwrap()
     }
 
+    /// The best pull of a prompt to `here`, which is alone.
+    fn best<const N: usize>(
+        prompt: u32,
+        here: &Candidate,
+        price: &PullPrice<'_>,
+        holders: [Holder; N],
+    ) -> Option<Pull> {
+        super::best(prompt, here, &Outlook::new(&[*here]), price, holders.into_iter())
+    }
+
     #[test]
     fn a_pull_is_chosen_where_it_beats_computing() {
         let cost = cost();
         let here = candidate(0, 0);
-        let holders = || [(0, 90), (1, 50), (2, 60)].into_iter().map(|(index, units)| idle(index, units));
+        let holders = [idle(0, 90), idle(1, 50), idle(2, 60)];
         let fast = PullPrice { cost: &cost, rate: 1e9 };
-        let pull = best(1_000, &here, &fast, holders()).unwrap();
+        let pull = best(1_000, &here, &fast, holders).unwrap();
         assert_eq!((pull.from, pull.units), (slot(2), 60), "the one that holds most, and not itself");
         let bytes = 960.0 * 20_000.0 + 1e6;
         assert!((pull.seconds - (OVERHEAD_S + bytes / 1e9)).abs() < 1e-9, "{}", pull.seconds);
-        // A holder copies out between its steps: two of half a second are as long as computing.
-        let busy = |step| Holder { step, ..idle(2, 60) };
-        assert!(best(1_000, &here, &fast, [busy(0.4)].into_iter()).is_some());
-        assert_eq!(best(1_000, &here, &fast, [busy(0.5)].into_iter()), None);
-        let other = best(1_000, &here, &fast, [busy(0.4), idle(1, 55)].into_iter()).unwrap();
-        assert_eq!(other.from, slot(1), "who has a little less and nothing to do is quicker");
+        assert!((pull.work - 2.0 * bytes / COPY_RATE).abs() < 1e-9 && pull.idle == pull.seconds, "{pull:?}");
         // 960 tokens take a second to compute: at 10 MB/s a pull takes two.
-        assert_eq!(best(1_000, &here, &PullPrice { cost: &cost, rate: 1e7 }, holders()), None);
+        assert_eq!(best(1_000, &here, &PullPrice { cost: &cost, rate: 1e7 }, holders), None);
         // What is there already is not fetched again, and little more is not worth it.
-        let most = candidate(0, 55);
-        assert!(best(1_000, &most, &fast, holders()).is_some());
-        assert_eq!(best(1_000, &candidate(0, 59), &fast, holders()), None);
-        assert_eq!(best(1_000, &candidate(0, 60), &fast, holders()), None);
-        assert_eq!(best(1_000, &here, &fast, std::iter::empty()), None);
+        assert!(best(1_000, &candidate(0, 55), &fast, holders).is_some());
+        assert_eq!(best(1_000, &candidate(0, 59), &fast, holders), None);
+        assert_eq!(best(1_000, &candidate(0, 60), &fast, holders), None);
+        assert_eq!(best(1_000, &here, &fast, []), None);
+    }
+
+    #[test]
+    fn what_a_holder_has_to_do_first_counts() {
+        let cost = cost();
+        let here = candidate(0, 0);
+        let fast = PullPrice { cost: &cost, rate: 1e9 };
+        // It copies out between layers: half of one for the first slice, one more for the second.
+        let slow = |layer| Holder { layer, ..idle(2, 60) };
+        assert!(best(1_000, &here, &fast, [slow(0.5)]).is_some());
+        assert_eq!(best(1_000, &here, &fast, [slow(0.6)]), None);
+        let sends = |backlog| Holder { backlog, ..idle(2, 60) };
+        assert!(best(1_000, &here, &fast, [sends(0.8)]).is_some());
+        assert_eq!(best(1_000, &here, &fast, [sends(0.9)]), None);
+        let other = best(1_000, &here, &fast, [sends(0.5), idle(1, 55)]).unwrap();
+        assert_eq!(other.from, slot(1), "who has a little less and nothing to do is quicker");
+    }
+
+    #[test]
+    fn a_pull_that_ends_before_the_worker_would_begin_costs_its_copies() {
+        let cost = cost();
+        let slow = PullPrice { cost: &cost, rate: 1e7 };
+        let busy = |pending_tokens| Candidate { pending_tokens, ..candidate(0, 0) };
+        let pull = best(1_000, &busy(3_000), &slow, [idle(1, 60)]).unwrap();
+        assert!(pull.seconds > 2.0 && pull.idle == 0.0, "{pull:?}");
+        let pull = best(1_000, &busy(1_500), &slow, [idle(1, 60)]).unwrap();
+        assert!((pull.idle - (pull.seconds - 1.5)).abs() < 1e-9, "{pull:?}");
+        assert_eq!(best(1_000, &busy(500), &slow, [idle(1, 60)]), None);
     }
 
     #[test]
     fn the_last_token_is_computed_also_of_what_is_pulled() {
         let cost = cost();
         let price = PullPrice { cost: &cost, rate: 1e9 };
-        let pull = best(960, &candidate(0, 0), &price, [idle(1, 60)].into_iter()).unwrap();
+        let pull = best(960, &candidate(0, 0), &price, [idle(1, 60)]).unwrap();
         let chosen = Candidate { pull: Some(pull), ..candidate(0, 0) };
         let choice = choose(960, &[chosen]);
         assert_eq!((choice.predicted, choice.reason), (944, Reason::Only));
@@ -176,7 +230,7 @@ mod tests {
         let cost = cost();
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let other = |pull| Candidate { pull, ..candidate(1, 0) };
-        let pull = best(1_000, &other(None), &price, [idle(0, 60)].into_iter());
+        let pull = best(1_000, &other(None), &price, [idle(0, 60)]);
         let chosen = |pending_tokens, pull| {
             let holder = Candidate { pending_tokens, ..candidate(0, 60) };
             choose(1_000, &[holder, other(pull)]).slot

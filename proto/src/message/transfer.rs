@@ -227,7 +227,7 @@ impl GenerateRequestV3 {
 /// What a worker has pulled and sent, and how fast.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct PullReportV1 {
-    /// Bytes per second of recent pulls, from the request for one until its caches can be used; 0 if unknown.
+    /// Bytes per second of recent pulls, once their holders had begun to send; 0 if unknown.
     pub rate: f32,
     /// Bytes of pieces pulled since start.
     pub pulled_bytes: u64,

@@ -1,12 +1,17 @@
 //! From a step's plan to the decoder's input.
 
 use crate::Error;
-use crate::decoder::{CacheKind, Decoder};
+use crate::decoder::{Blocks, CacheKind, Decoder};
 use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 
-/// Uploads the plan and runs the layers.
-pub(super) fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan) -> Result<(), Error> {
+/// Uploads the plan and runs the layers, and `beside` behind each.
+pub(super) fn run(
+    decoder: &mut Decoder,
+    scheduler: &Scheduler,
+    plan: &StepPlan,
+    beside: &mut dyn FnMut(Blocks<'_>),
+) -> Result<(), Error> {
     let part = |sequence: &PlannedSequence| StepSequence {
         rows: sequence.rows.start as usize..sequence.rows.end as usize,
         context: sequence.context_before as usize,
@@ -30,7 +35,7 @@ pub(super) fn run(decoder: &mut Decoder, scheduler: &Scheduler, plan: &StepPlan)
     let copies: Vec<KvCopy> =
         plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
     let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
-    decoder.forward(&copies, &input)
+    decoder.forward_beside(&copies, &input, beside)
 }
 
 fn step_state(state: &SequenceState) -> StepState {

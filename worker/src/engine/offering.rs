@@ -1,10 +1,15 @@
-//! What other workers may pull: resume points that lie in the arena, copied out a few blocks at a time between steps.
-//! Nothing is held for them: what has been evicted meanwhile ends the pull, and who pulled computes the rest.
+//! What other workers may pull: resume points that lie in the arena, copied out a few blocks at a time between steps and
+//! between the layers of one, so that nobody waits for a long step to end. Nothing is held for them: what has been evicted
+//! meanwhile ends the pull, and who pulled computes the rest.
 
 use super::Engine;
+use crate::decoder::Blocks;
+use crate::pieces::Namer;
+use crate::scheduler::Scheduler;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::pull::PullRefusal;
 use std::collections::HashMap;
+use std::sync::mpsc::Receiver;
 
 /// A resume point that another worker may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,7 +20,43 @@ pub struct Offer {
     pub pieces: Vec<(u32, u32, usize)>,
 }
 
-impl Engine {
+/// What is to be done with what lies in the arena.
+pub(super) type Loan = Box<dyn FnOnce(&mut Lender<'_>) + Send>;
+
+/// The engine's side of pulls by others.
+pub(super) struct Lending {
+    origin: [u8; 32],
+    max_model_len: usize,
+    asked: Option<Receiver<Loan>>,
+}
+
+impl Lending {
+    pub(super) fn new(namer: &Namer, max_model_len: usize) -> Self {
+        Self { origin: namer.origin(), max_model_len, asked: None }
+    }
+
+    /// Serves one of those who have asked, if there is one. Between two layers this is sound because a resume point is made
+    /// of completed steps only: the step under way writes none of its blocks.
+    pub(super) fn serve_one(&mut self, blocks: Blocks<'_>, scheduler: &Scheduler) {
+        if let Some(loan) = self.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
+            loan(&mut self.lender(blocks, scheduler));
+        }
+    }
+
+    fn lender<'a>(&self, blocks: Blocks<'a>, scheduler: &'a Scheduler) -> Lender<'a> {
+        Lender { blocks, scheduler, origin: self.origin, max_model_len: self.max_model_len }
+    }
+}
+
+/// What others may read of an engine at any time.
+pub struct Lender<'a> {
+    blocks: Blocks<'a>,
+    scheduler: &'a Scheduler,
+    origin: [u8; 32],
+    max_model_len: usize,
+}
+
+impl Lender<'_> {
     /// The deepest resume point within `tokens` that lies behind the first `have` of them, for a worker of this
     /// `origin`.
     pub fn offer(
@@ -25,14 +66,14 @@ impl Engine {
         tokens: &[u32],
         have: u32,
     ) -> Result<Offer, PullRefusal> {
-        if *origin != self.pulling.namer().origin() {
+        if *origin != self.origin {
             return Err(PullRefusal::OtherOrigin);
         }
         let whole = tokens.len().is_multiple_of(HASH_UNIT_TOKENS) && tokens.len() <= self.max_model_len;
         let point = self.scheduler.resume_point(root, tokens).filter(|_| whole);
         let point = point.filter(|point| point.tokens > have).ok_or(PullRefusal::NotHeld)?;
         let new = point.blocks.iter().filter(|block| block.tokens.end > have);
-        let groups = self.decoder.groups();
+        let groups = self.blocks.groups();
         let mut pieces: Vec<(u32, u32, usize)> = new
             .filter_map(|block| {
                 Some((block.group as u32, block.tokens.end, groups.get(block.group)?.block_bytes))
@@ -58,12 +99,31 @@ impl Engine {
         let mut copies = Vec::with_capacity(pieces.len());
         for (group, end, _) in pieces {
             let offset = offsets.get(&(*group, *end)).ok_or(PullRefusal::NotHeld)?;
-            let bytes = self.decoder.read_block(*group as usize, *offset).map_err(|error| {
+            let bytes = self.blocks.read(*group as usize, *offset).map_err(|error| {
                 tracing::error!(%error, "a block cannot be read");
                 PullRefusal::Internal
             })?;
             copies.push(bytes);
         }
         Ok(copies)
+    }
+}
+
+impl Engine {
+    /// What others may read of it, between two steps.
+    pub fn lender(&mut self) -> Lender<'_> {
+        self.lending.lender(self.decoder.blocks(), &self.scheduler)
+    }
+
+    /// Serves what is asked for here also between the layers of a step.
+    pub(super) fn lends_to(&mut self, asked: Receiver<Loan>) {
+        self.lending.asked = Some(asked);
+    }
+
+    /// Serves all who have asked.
+    pub(super) fn lend(&mut self) {
+        while let Some(loan) = self.lending.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
+            loan(&mut self.lender());
+        }
     }
 }

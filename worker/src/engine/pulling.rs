@@ -46,6 +46,8 @@ struct Pull {
     /// Bytes that it may bring.
     bytes: u64,
     arrived: Pieces,
+    /// How long so many of them took once the holder had begun to send.
+    travelled: Option<(u64, Duration)>,
     inbox: UnboundedReceiver<Arrival>,
     waiting: Vec<Waiting>,
     began: Instant,
@@ -81,10 +83,6 @@ impl Pulling {
         Self { namer, patience: None, pulls: Vec::new() }
     }
 
-    pub(super) fn namer(&self) -> &Namer {
-        &self.namer
-    }
-
     /// Requests that wait for a pull.
     pub(super) fn waiting(&self) -> usize {
         self.pulls.iter().map(|pull| pull.waiting.len()).sum()
@@ -111,6 +109,7 @@ impl Pull {
                 Ok(Arrival::Piece(group, end, bytes)) => {
                     self.arrived.insert((group, end), bytes);
                 }
+                Ok(Arrival::Travelled(bytes, took)) => self.travelled = Some((bytes, took)),
                 Ok(Arrival::End(outcome)) => return Some(outcome),
                 Err(TryRecvError::Empty) => return None,
                 Err(TryRecvError::Disconnected) => return Some(Err(PullFailure::Lost)),
@@ -178,6 +177,7 @@ impl Engine {
             wanted,
             bytes,
             arrived: HashMap::new(),
+            travelled: None,
             inbox,
             waiting: vec![Waiting { request, source: None }],
             began: now,
@@ -229,9 +229,12 @@ impl Engine {
         }
         let put = self.put_pieces(pull);
         let took = pull.began.elapsed();
+        if let Some((bytes, took)) = pull.travelled {
+            self.metrics.transfers.travelled(bytes, took);
+        }
         let failure = outcome.err().or(put.is_none().then_some(PullFailure::NoRoom));
         match failure {
-            None => self.metrics.transfers.succeeded(bytes, took),
+            None => self.metrics.transfers.succeeded(took),
             Some(why) => {
                 tracing::info!(reason = why.name(), bytes, ?took, "a pull brought less than was hoped for");
                 self.metrics.transfers.failed(why);

@@ -373,6 +373,7 @@ impl Engine {
             // So that a state is kept at the very end too: longer prompts go on from there.
             boundaries: vec![tokens.len() as u32],
             priority: 0,
+            turn: None,
         });
         match submitted {
             Ok(()) => drop(self.resume.warming.insert(id, Warming { root, tokens, then })),

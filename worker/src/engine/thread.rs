@@ -1,5 +1,6 @@
 //! The engine on its own thread, and the handle by which everybody else talks to it.
 
+use super::offering::{Lender, Loan};
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
 use crate::Error;
 use crate::kv_events::EventLog;
@@ -21,6 +22,8 @@ enum Command {
     Submit(Box<EngineRequest>, oneshot::Sender<Option<SeqId>>),
     Cancel(SeqId),
     Call(Box<dyn FnOnce(&mut Engine) + Send>),
+    /// Somebody has asked to read; perhaps that was done between two layers.
+    Lend,
     Stop,
 }
 
@@ -38,6 +41,7 @@ struct Shared {
 #[derive(Clone)]
 pub struct EngineHandle {
     commands: Sender<Command>,
+    loans: Sender<Loan>,
     shared: Arc<Shared>,
     /// Number of the newest KV event.
     newest: watch::Receiver<u64>,
@@ -46,8 +50,9 @@ pub struct EngineHandle {
 impl EngineHandle {
     /// Moves the engine to a thread of its own, with a watchdog beside it that ends the process when the
     /// engine makes no progress for `stall_floor` (or 20 slow steps) while work is queued.
-    pub fn start(engine: Engine, stall_floor: Duration) -> Result<Self, Error> {
-        let (commands, inbox) = channel();
+    pub fn start(mut engine: Engine, stall_floor: Duration) -> Result<Self, Error> {
+        let ((commands, inbox), (loans, asked)) = (channel(), channel());
+        engine.lends_to(asked);
         let mut registry = Registry::default();
         engine.metrics().register(&mut registry);
         let events = engine.events();
@@ -58,7 +63,7 @@ impl EngineHandle {
         let shared = Arc::new(Shared { progress, events, origin, registry, transfers, rss });
         let for_engine = Arc::clone(&shared);
         spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender))?;
-        Ok(Self { commands, shared, newest })
+        Ok(Self { commands, loans, shared, newest })
     }
 
     /// Hands a request in at once, behind those handed in before. The answer is its id, or none if it was
@@ -90,6 +95,19 @@ impl EngineHandle {
         // A caller that has gone away wants no answer.
         let call = move |engine: &mut Engine| drop(reply.send(call(engine)));
         self.commands.send(Command::Call(Box::new(call))).map_err(|_| Error::EngineStopped)?;
+        answer.await.map_err(|_| Error::EngineStopped)
+    }
+
+    /// Has somebody read what lies in the engine's arena: between two steps, or between two layers of one. It must be
+    /// short.
+    pub async fn lend<T: Send + 'static>(
+        &self,
+        read: impl FnOnce(&mut Lender<'_>) -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        let (reply, answer) = oneshot::channel();
+        let read = move |lender: &mut Lender<'_>| drop(reply.send(read(lender)));
+        self.loans.send(Box::new(read)).map_err(|_| Error::EngineStopped)?;
+        self.commands.send(Command::Lend).map_err(|_| Error::EngineStopped)?;
         answer.await.map_err(|_| Error::EngineStopped)
     }
 
@@ -203,6 +221,7 @@ fn obey(engine: &mut Engine, command: Command) -> bool {
         }
         Command::Cancel(id) => engine.cancel(id),
         Command::Call(call) => call(engine),
+        Command::Lend => engine.lend(),
         Command::Stop => return false,
     }
     true

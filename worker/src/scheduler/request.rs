@@ -36,7 +36,13 @@ pub struct SequenceRequest {
     pub boundaries: Vec<u32>,
     /// Higher goes first; first come, first served among equals.
     pub priority: i32,
+    /// When it came, if it could not be submitted at once: see [`Scheduler::take_turn`](super::Scheduler::take_turn).
+    pub turn: Option<Turn>,
 }
+
+/// A place among those of equal priority. Worth nothing without its sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Turn(pub(super) u64);
 
 /// Why a sequence is refused, for good.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

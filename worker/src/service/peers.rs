@@ -13,19 +13,18 @@ use parking_lot::Mutex;
 use proto::Error;
 use proto::ids::{NodeId, Role};
 use proto::pull::{
-    PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1, SLICE_BYTES,
+    PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1, SENDS_AT_ONCE,
+    SLICE_BYTES,
 };
 use proto::transport::{Connection, Endpoint, Expected, Incoming, PullCall, PullReply};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 
 /// The first protocol version with pulls.
 const PULLS_SINCE: u16 = 3;
-/// Workers that are sent to at once; each holds [`SLICE_BYTES`] on the way.
-const MAX_SENDS: usize = 8;
 /// A worker that does not read makes room for others after this long.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
 /// Connections to other workers that are kept.
@@ -36,6 +35,7 @@ pub(super) struct Peers {
     endpoint: Arc<Endpoint>,
     /// One dials at a time.
     links: Mutex<HashMap<NodeId, Arc<tokio::sync::Mutex<Option<Link>>>>>,
+    /// Places of those that are sent to; each holds [`SLICE_BYTES`] on the way.
     sends: Semaphore,
 }
 
@@ -77,7 +77,7 @@ impl Source for Holder {
 
 impl Peers {
     pub(super) fn new(endpoint: Arc<Endpoint>) -> Self {
-        Self { endpoint, links: Mutex::new(HashMap::new()), sends: Semaphore::new(MAX_SENDS) }
+        Self { endpoint, links: Mutex::new(HashMap::new()), sends: Semaphore::new(SENDS_AT_ONCE) }
     }
 
     /// A connection to a worker, a new one if there is none.
@@ -128,16 +128,24 @@ async fn receive(
     };
     let mut stream = connection.open_pull(&order.request()).await.map_err(failed)?;
     let head = stream.head().await.map_err(failed)?;
+    let (began, mut travelled) = (Instant::now(), (0, Duration::ZERO));
     let mut left = order.bytes();
     for _ in 0..head.pieces {
         let length = |piece: &PulledPieceV1| order.length(piece).filter(|bytes| *bytes as u64 <= left);
         let (piece, bytes) = stream.piece(length).await.map_err(failed)?;
         left -= bytes.len() as u64;
+        // What comes behind the first slice has waited for the holder's steps.
+        if travelled.0 + bytes.len() as u64 <= SLICE_BYTES {
+            travelled = (travelled.0 + bytes.len() as u64, began.elapsed());
+        }
         if !order.is_sound(&piece, &bytes) {
             tracing::warn!(holder = %source.node, ?piece, "a pulled piece has another digest");
             return Err(PullFailure::Damaged);
         }
         delivery.piece(&piece, bytes);
+    }
+    if travelled.0 > 0 {
+        delivery.travelled(travelled.0, travelled.1);
     }
     Ok(())
 }
@@ -183,11 +191,11 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
         return reply.fail(PullRefusal::NotHeld).await;
     };
     let PullRequestV1 { origin, root, tokens, have } = request;
-    let offered = engine.call(move |engine| {
-        let offer = engine.offer(&origin, root, &tokens, have)?;
+    let offered = engine.lend(move |lender| {
+        let offer = lender.offer(&origin, root, &tokens, have)?;
         // The offer is of a part of these tokens.
         let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
-        let copies = engine.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
+        let copies = lender.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
         Ok((offer, prefix, copies))
     });
     let (offer, prefix, mut copies) = match offered.await.unwrap_or(Err(PullRefusal::Internal)) {
@@ -240,6 +248,6 @@ async fn copy(
     pieces: &[(u32, u32, usize)],
 ) -> Result<Vec<Vec<u8>>, PullRefusal> {
     let (prefix, pieces) = (Arc::clone(prefix), pieces.to_vec());
-    let copies = engine.call(move |engine| engine.copy_pieces(root, &prefix, &pieces)).await;
+    let copies = engine.lend(move |lender| lender.copy_pieces(root, &prefix, &pieces)).await;
     copies.unwrap_or(Err(PullRefusal::Internal))
 }

@@ -44,7 +44,7 @@ pub struct TransferMetrics {
     pub seconds: SecondsHistogram,
     /// Pulls that brought less than was hoped for, by why.
     pub failures: Family<FailureLabel, Counter>,
-    /// Bytes per second of recent pulls.
+    /// Bytes per second of recent pulls, once their holders had begun to send.
     pub rate: Gauge<f64, AtomicU64>,
     failed: Counter,
 }
@@ -64,12 +64,14 @@ impl TransferMetrics {
         self.bytes.get_or_create(&DirectionLabel { direction }).inc_by(bytes);
     }
 
-    pub(crate) fn succeeded(&self, bytes: u64, took: Duration) {
+    pub(crate) fn succeeded(&self, took: Duration) {
         self.seconds.0.observe(took.as_secs_f64());
-        if bytes > 0 {
-            let (old, new) = (self.rate.get(), bytes as f64 / took.as_secs_f64().max(1e-6));
-            self.rate.set(if old == 0.0 { new } else { old + 0.2 * (new - old) });
-        }
+    }
+
+    /// So many bytes took so long to come.
+    pub(crate) fn travelled(&self, bytes: u64, took: Duration) {
+        let (old, new) = (self.rate.get(), bytes as f64 / took.as_secs_f64().max(1e-6));
+        self.rate.set(if old == 0.0 { new } else { old + 0.2 * (new - old) });
     }
 
     pub(crate) fn failed(&self, why: PullFailure) {
@@ -105,7 +107,7 @@ impl TransferMetrics {
         );
         registry.register(
             "kvasir_block_transfer_rate_bytes",
-            "Bytes per second of recent pulls",
+            "Bytes per second of recent pulls, once their holders had begun to send",
             self.rate.clone(),
         );
     }

@@ -49,15 +49,18 @@ impl Source for Direct {
     fn fetch(self: Box<Self>, order: Order, delivery: Delivery) {
         let mut holder = self.holder.lock().unwrap();
         let PullRequest::V1(asked) = order.request();
-        let offer = match holder.offer(&asked.origin, asked.root, &asked.tokens, asked.have) {
+        let offer = match holder.lender().offer(&asked.origin, asked.root, &asked.tokens, asked.have) {
             Ok(offer) => offer,
             Err(_) => return delivery.end(Err(PullFailure::Refused)),
         };
         let prefix = &asked.tokens[..offer.tokens as usize];
         let names = Namer::new(&holder.origin()).unwrap().names(asked.root, prefix);
         for piece in offer.pieces.iter().take(self.most) {
-            let bytes =
-                holder.copy_pieces(asked.root, prefix, std::slice::from_ref(piece)).unwrap().remove(0);
+            let bytes = holder
+                .lender()
+                .copy_pieces(asked.root, prefix, std::slice::from_ref(piece))
+                .unwrap()
+                .remove(0);
             let (group, end, _) = *piece;
             let digest = names.piece(group as usize, end).unwrap().digest(&bytes);
             let head = PulledPieceV1 { group, end, bytes: bytes.len() as u32, digest };
@@ -166,6 +169,7 @@ fn what_is_here_already_is_not_sent() {
         let whole: u64 = holder
             .lock()
             .unwrap()
+            .lender()
             .offer(&origin(&engine), ROOT, &asked().prompt[..192], 0)
             .map_or(0, |offer| offer.pieces.iter().map(|(_, _, bytes)| *bytes as u64).sum());
         let pulled = engine.metrics().transfers.bytes(Direction::pulled);

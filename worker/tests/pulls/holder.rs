@@ -114,10 +114,10 @@ fn whole(
     asked: &PullRequestV1,
     tokens: &[u32],
 ) -> Result<(u32, Vec<Whole>), PullRefusal> {
-    let offer = engine.offer(&asked.origin, asked.root, tokens, asked.have)?;
+    let offer = engine.lender().offer(&asked.origin, asked.root, tokens, asked.have)?;
     let prefix = &tokens[..offer.tokens as usize];
     let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);
-    let copies = engine.copy_pieces(asked.root, prefix, &offer.pieces)?;
+    let copies = engine.lender().copy_pieces(asked.root, prefix, &offer.pieces)?;
     let head = |((group, end, _), bytes): (&(u32, u32, usize), Vec<u8>)| {
         let digest = names.piece(*group as usize, *end).unwrap().digest(&bytes);
         (PulledPieceV1 { group: *group, end: *end, bytes: bytes.len() as u32, digest }, bytes)

@@ -1,6 +1,6 @@
 //! How busy a worker is: what it reports, and what this coordinator has sent there since.
 
-use super::pulls::PullTerms;
+use super::pulls::{PullTerms, Sends};
 use crate::balancer::Ticket;
 use crate::routing::Candidate;
 use crate::slot::Slot;
@@ -32,6 +32,7 @@ pub(super) struct Load {
     /// What others have sent there, by the last report.
     foreign: Foreign,
     pub(super) pulls: PullTerms,
+    pub(super) sends: Sends,
     /// Tokens per second, averaged; 0 if unknown.
     prefill_rate: f64,
     given: Given,
@@ -71,6 +72,7 @@ impl Load {
             running: 0,
             foreign: Foreign::default(),
             pulls: PullTerms::default(),
+            sends: Sends::default(),
             prefill_rate: 0.0,
             given: Given { tokens: 0.0, at: now },
         }

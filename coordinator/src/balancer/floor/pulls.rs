@@ -4,16 +4,17 @@
 use super::{Floor, Load, Waiter, load_of};
 use crate::balancer::{Prefilling, Ticket};
 use crate::prefix_index::{Overlap, ReservationId};
-use crate::routing::transfer::{self, Holder, PullPrice, is_worth_asking};
-use crate::routing::{Candidate, Choice, Routing, predicted_tokens};
+use crate::routing::transfer::{self, Holder, Pull, PullPrice, is_worth_asking};
+use crate::routing::{Candidate, Choice, Outlook, Routing, predicted_tokens};
 use crate::slot::Slot;
 use crate::table::Member;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{PullCostV1, PullReportV1, WorkPart};
-use proto::pull::PullSourceV1;
+use proto::message::{PullCostV1, PullReportV1, WorkPart, WorkerState};
+use proto::pull::{PullSourceV1, SENDS_AT_ONCE};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a worker has said of pulls when it joined, and since.
 #[derive(Debug, Clone, Default)]
@@ -24,6 +25,30 @@ pub(super) struct PullTerms {
     quic: String,
     /// What it has pulled and sent.
     report: PullReportV1,
+}
+
+/// What a worker is to send to others, by when it should be sent. What it says of that comes too late to choose by.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Sends(VecDeque<Instant>);
+
+impl Sends {
+    /// How many.
+    pub(super) fn len(&self, now: Instant) -> usize {
+        self.0.iter().filter(|until| **until > now).count()
+    }
+
+    /// Seconds until all is sent.
+    pub(super) fn seconds(&self, now: Instant) -> f64 {
+        self.0.back().map_or(0.0, |until| until.saturating_duration_since(now).as_secs_f64())
+    }
+
+    /// One more, which comes behind the others.
+    pub(super) fn add(&mut self, now: Instant, pull: &Pull) {
+        self.0.retain(|until| *until > now);
+        let until =
+            Duration::try_from_secs_f64(pull.seconds).ok().and_then(|seconds| now.checked_add(seconds));
+        self.0.extend(until);
+    }
 }
 
 /// A prompt that another worker computes for the one that has the flight.
@@ -43,6 +68,8 @@ pub(super) struct Supply {
     /// What its cache will serve.
     pub(super) predicted: u32,
     pub(super) pull: Option<PullSourceV1>,
+    /// Who sends what is pulled, if that is held already.
+    pub(super) sends: Option<Pull>,
     /// Who computes it first, and what that is there.
     pub(super) prefill: Option<(Slot, u32, Prefilling)>,
 }
@@ -82,6 +109,7 @@ impl Floor {
     /// Adds to each candidate the pull that pays, if one does.
     pub(super) fn offer_pulls(
         &self,
+        now: Instant,
         waiter: &Waiter,
         lively: &[(&Member, &Load)],
         overlap: &Overlap,
@@ -92,26 +120,42 @@ impl Floor {
             return;
         }
         // Nobody holds more than is held or expected of it.
-        let most = lively.iter().map(|(member, _)| overlap.units(member.slot)).max();
+        let most = self.table.members().map(|member| overlap.units(member.slot)).max();
         if candidates.iter().all(|c| Some(c.units) == most) {
             return;
         }
         let held = self.index.lookup_held(&waiter.ask.chain);
         let model = &waiter.ask.model;
+        let outlook = Outlook::new(candidates);
+        let lenders: Vec<(&Member, &Load)> = self.lenders(now, model).collect();
         for candidate in candidates {
             let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
             let Some((member, load)) = lively.iter().find(at) else { continue };
             let Some(price) = load.pulls.price(model) else { continue };
-            let holders = lively
-                .iter()
-                .filter(|(other, load)| same_class(model, member, other) && load.pulls.price(model).is_some())
-                .map(|(other, load)| Holder {
-                    slot: other.slot,
-                    units: held.units(other.slot),
-                    step: load.step_seconds(),
+            let holders =
+                lenders.iter().filter(|(other, _)| same_class(model, member, other)).map(|(other, load)| {
+                    Holder {
+                        slot: other.slot,
+                        units: held.units(other.slot),
+                        layer: load.step_seconds() / layers(model, other),
+                        backlog: load.sends.seconds(now),
+                    }
                 });
-            candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &price, holders);
+            candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &outlook, &price, holders);
         }
+    }
+
+    /// Workers that can be pulled from, which may drain, and do not send to as many already as they may.
+    fn lenders(&self, now: Instant, model: &ModelId) -> impl Iterator<Item = (&Member, &Load)> {
+        let serves = |load: &Load| {
+            let state = load.report.as_ref().map(|report| report.state);
+            matches!(state, Some(WorkerState::Ready | WorkerState::Draining))
+        };
+        self.table
+            .members()
+            .filter_map(|member| Some((member, self.loads[member.slot.index()].as_ref()?)))
+            .filter(move |(_, load)| serves(load) && self.is_lively(now, load))
+            .filter(move |(_, load)| load.pulls.price(model).is_some() && load.sends.len(now) < SENDS_AT_ONCE)
     }
 
     /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
@@ -124,13 +168,13 @@ impl Floor {
         candidates: &[Candidate],
     ) -> Supply {
         let at = |slot: Slot| lively.iter().find(|(member, _)| member.slot == slot);
-        let pull = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
-        let pull = pull.and_then(|pull| {
-            let (member, load) = at(pull.from)?;
+        let sends = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
+        let pull = sends.and_then(|pull| {
+            let (member, load) = (self.table.in_slot(pull.from)?, self.loads[pull.from.index()].as_ref()?);
             let tokens = predicted_tokens(waiter.ask.prompt_tokens, pull.units);
             Some(load.pulls.source(&member.register.node, tokens))
         });
-        let supply = Supply { predicted: choice.predicted, pull, prefill: None };
+        let supply = Supply { predicted: choice.predicted, pull, sends, prefill: None };
         self.prefilled(now, waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
     }
 
@@ -172,7 +216,7 @@ impl Floor {
         let node = member.register.node.clone();
         let pull = Some(load.pulls.source(&node, predicted));
         let stage = Prefilling { node, epoch: member.register.epoch };
-        Some(Supply { predicted, pull, prefill: Some((member.slot, uncached, stage)) })
+        Some(Supply { predicted, pull, sends: None, prefill: Some((member.slot, uncached, stage)) })
     }
 
     /// Books a prompt at the worker that computes it for another.
@@ -221,6 +265,12 @@ impl PullTerms {
     fn source(&self, node: &NodeId, tokens: u32) -> PullSourceV1 {
         PullSourceV1 { node: node.clone(), quic: self.quic.clone(), tokens }
     }
+}
+
+/// How many layers it computes.
+fn layers(model: &ModelId, member: &Member) -> f64 {
+    let (from, to) = member.model(model).map_or((0, 1), |model| model.layers);
+    f64::from(to.saturating_sub(from).max(1))
 }
 
 /// Whether what one computes is to the bit what the other does.

@@ -167,3 +167,35 @@ proptest! {
         prop_assert!(computed <= names);
     }
 }
+
+#[test]
+fn what_is_cached_passes_what_nobody_has_room_for_and_what_would_be_computed_twice_yields() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    assert_eq!(rig.balancer.events(&node("a"), stored(&chain(0..93))), Ok(None));
+    let busy = |rig: &mut Rig, name: &str, pending_prefill_tokens| {
+        let report = LoadReportV1 { pending_prefill_tokens, ..report(1) };
+        rig.balancer.load(rig.now, &node(name), report, 3)
+    };
+    busy(&mut rig, "a", 10_000);
+    busy(&mut rig, "b", 10_000);
+    let new = rig.ask("t", 1_530, chain(1_000..1_095));
+    let (waits, actions) = rig.submit(new).unwrap();
+    assert_eq!(actions, []);
+    let cached = rig.ask("t", 1_530, chain(0..95));
+    let (_, actions) = rig.submit(cached).unwrap();
+    assert_eq!(only(&actions).node, node("a"));
+    // Half of the next is being computed at a, which is full; the room is for the one behind it.
+    let half = rig.ask("t", 1_530, chain((0..47).chain(2_000..2_048)));
+    let other = rig.ask("t", 1_530, chain(3_000..3_095));
+    let (half, actions) = rig.submit(half).unwrap();
+    assert_eq!(actions, []);
+    let (other, actions) = rig.submit(other).unwrap();
+    assert_eq!(actions, []);
+    let order = |actions: &[Action]| {
+        assigned(actions).iter().map(|(ticket, to)| (*ticket, to.node.clone())).collect::<Vec<_>>()
+    };
+    let actions = busy(&mut rig, "b", 0);
+    assert_eq!(order(&actions), [(waits, node("b")), (other, node("b"))]);
+    let actions = rig.balancer.started(rig.now, waits, 1);
+    assert_eq!(order(&actions), [(half, node("b"))], "nobody can go in its stead");
+}

@@ -1,6 +1,7 @@
 //! Prefixes that are pulled instead of computed, and prompts that one worker computes for another.
 
 use super::*;
+use proto::pull::SENDS_AT_ONCE;
 
 /// A worker with its part, which pulls at 1 GB/s and is reached by its name.
 fn introduce(rig: &mut Rig, name: &str, part: WorkPart) {
@@ -53,6 +54,38 @@ fn who_relieves_a_busy_holder_pulls_from_it() {
     assert_eq!((&to.pull, &to.prefill), (&source("a", 1_488), &None));
     let pending = rig.balancer.workers(rig.now).iter().map(|w| w.pending_tokens).sum::<u64>();
     assert_eq!(pending, 42, "and not counted as work");
+}
+
+#[test]
+fn who_drains_is_still_pulled_from() {
+    let mut rig = rig(&[("a", BOTH), ("b", BOTH)]);
+    holds(&mut rig, "a", chain(0..93));
+    rig.balancer.change(rig.now, TableChange::Drain { node: node("a"), draining: true }, 1).unwrap();
+    let ask = rig.ask("t", 1_530, chain(0..95));
+    let (_, actions) = rig.submit(ask).unwrap();
+    let to = only(&actions);
+    assert_eq!((&to.node, to.predicted, &to.pull), (&node("b"), 1_488, &source("a", 1_488)));
+}
+
+#[test]
+fn a_holder_sends_to_so_many_at_once() {
+    let mut rig = rig(&[("a", BOTH), ("b", BOTH)]);
+    holds(&mut rig, "a", chain(0..930));
+    rig.balancer.change(rig.now, TableChange::Drain { node: node("a"), draining: true }, 1).unwrap();
+    // Prompts that begin alike, each longer than the one before by what is worth a pull.
+    let pulls = |rig: &mut Rig, from: u64| {
+        let pulled = |units: u64| {
+            let ask =
+                rig.ask("t", 16 * units as u32 + 10, chain((0..units).chain(10_000 + units..10_001 + units)));
+            only(&rig.submit(ask).unwrap().1).pull.is_some()
+        };
+        (from..from + 10).map(|n| 93 * n).map(pulled).filter(|pulled| *pulled).count()
+    };
+    assert_eq!(pulls(&mut rig, 1), SENDS_AT_ONCE);
+    rig.now += Duration::from_millis(1_000);
+    busy(&mut rig, "b", 0);
+    rig.balancer.load(rig.now, &node("a"), report(1), 1);
+    assert_eq!(pulls(&mut rig, 1), 0, "b is expected to hold all that a does");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What callers may rely on: refusals, order, removal, failure.
 
 use super::simulator::*;
-use crate::scheduler::{Rejected, SchedulerConfig, SeqId, StepError};
+use crate::scheduler::{Rejected, SchedulerConfig, SeqId, SequenceRequest, StepError};
 
 #[test]
 fn what_can_never_fit_is_refused_with_the_limit() {
@@ -100,4 +100,15 @@ fn sequences_that_decode_go_before_prompts() {
     }
     let stats = scheduler.stats();
     assert_eq!((stats.running, stats.pending_prefill_tokens), (6, 36 + 100));
+}
+
+#[test]
+fn who_took_a_turn_goes_before_those_that_came_since() {
+    let mut scheduler = bare(chunked(0), full(16, 400));
+    let turn = Some(scheduler.take_turn());
+    scheduler.submit(request(1, (0..32).collect(), 1)).unwrap();
+    scheduler.submit(SequenceRequest { turn, ..request(2, (100..132).collect(), 1) }).unwrap();
+    let plan = scheduler.plan().unwrap().unwrap();
+    let order: Vec<u64> = plan.sequences.iter().map(|sequence| sequence.id.0).collect();
+    assert_eq!(order, [2, 1]);
 }

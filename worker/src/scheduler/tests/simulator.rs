@@ -102,6 +102,7 @@ impl Sim {
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
             boundaries: self.boundaries.clone(),
             priority: self.priority,
+            turn: None,
         })?;
         let truth = histories(root, &prompt);
         self.live
@@ -487,6 +488,7 @@ pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> Sequenc
         logit_rows: LogitRows::LastOnly,
         boundaries: Vec::new(),
         priority: 0,
+        turn: None,
     }
 }
 
