@@ -11,11 +11,14 @@
 mod activations;
 mod host;
 mod lead;
+mod lease;
 pub(crate) mod step;
 
+pub(crate) use host::Host;
 pub use host::{StageConfig, StageService};
 pub(crate) use lead::LaterStages;
 pub use lead::{LostStage, Replica};
+pub(crate) use lease::{Claim, Claims};
 
 use proto::transport::EndpointConfig;
 use std::time::Duration;

@@ -2,6 +2,7 @@
 //! its steps, and hears what the last one has drawn.
 
 use super::activations;
+use super::lease::{self, Claim};
 use super::step::{self, WantedRows};
 use crate::Error;
 use crate::decoder::Decoder;
@@ -22,7 +23,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
 
 /// From handing a step over until the last stage has answered: far longer than any step; a stage that is gone is
 /// noticed by its connection, long before.
@@ -35,6 +37,15 @@ pub struct Replica {
     endpoint: Arc<Endpoint>,
     later: Vec<StageAddressV1>,
     activations: ActivationType,
+    plan: Option<Plan>,
+    lost: watch::Sender<Option<String>>,
+}
+
+/// What a coordinator has said of a replica.
+#[derive(Debug)]
+struct Plan {
+    ranges: Vec<Range<usize>>,
+    claim: Claim,
 }
 
 /// Why an engine cannot go on: another stage of its replica is gone.
@@ -60,7 +71,23 @@ impl Replica {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let config = super::attentive(EndpointConfig::new(Epoch(since_1970.as_micros() as u64), []));
         let endpoint = Endpoint::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), identity, config)?;
-        Ok(Self { runtime: runtime.clone(), endpoint: Arc::new(endpoint), later, activations })
+        let (endpoint, lost) = (Arc::new(endpoint), watch::Sender::new(None));
+        Ok(Self { runtime: runtime.clone(), endpoint, later, activations, plan: None, lost })
+    }
+
+    /// Cut as a coordinator has planned it, a range for each stage; the other stages are claimed and held by leases.
+    pub(crate) fn planned(self, ranges: Vec<Range<usize>>, claim: Claim) -> Self {
+        Self { plan: Some(Plan { ranges, claim }), ..self }
+    }
+
+    /// Says why when a stage that is held by a lease is lost, also while nothing is computed.
+    pub(crate) fn lost(&self) -> watch::Receiver<Option<String>> {
+        self.lost.subscribe()
+    }
+
+    /// By which the stages are reached: closing it ends the replica, whatever it does.
+    pub(crate) fn endpoint(&self) -> Arc<Endpoint> {
+        Arc::clone(&self.endpoint)
     }
 
     /// How many stages it has, the first one included.
@@ -84,10 +111,14 @@ impl Replica {
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
-        let ranges = crate::load::stage_ranges(spec, self.stages())?;
+        let ranges = match &self.plan {
+            Some(plan) => crate::load::check_ranges(spec, &plan.ranges, self.stages())?,
+            None => crate::load::stage_ranges(spec, self.stages())?,
+        };
         let replica = ReplicaId(self.fresh_id());
-        let Self { runtime, endpoint, later, activations } = self;
+        let Self { runtime, endpoint, later, activations, plan, lost } = self;
         let mut stages = Vec::with_capacity(later.len());
+        let mut leases = JoinSet::new();
         for (index, address) in later.iter().enumerate() {
             let range = &ranges[index + 1];
             let order = StageOrder::Join(StageJoinV1 {
@@ -101,6 +132,14 @@ impl Replica {
             });
             let joined = runtime.block_on(async {
                 let connection = dial(&endpoint, address).await?;
+                if let Some(Plan { claim, .. }) = &plan {
+                    let lease = connection.claim_stage(&claim.of(replica)).await?;
+                    let (lost, held, stage) = (lost.clone(), connection.clone(), index + 1);
+                    leases.spawn(async move {
+                        let reason = lease::keep(lease, held).await;
+                        lost.send_replace(Some(format!("stage {stage} is lost: {reason}")));
+                    });
+                }
                 let mut control = connection.open_stage().await?;
                 control.orders.send(&order).await?;
                 Ok(Stage { connection, control })
@@ -108,7 +147,8 @@ impl Replica {
             stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
         }
         let first = ranges[0].clone();
-        Ok((first, Joining { runtime, endpoint, stages, replica, activations, vocab: spec.vocab }))
+        let vocab = spec.vocab;
+        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations, vocab }))
     }
 
     /// Unlike that of any other replica.
@@ -144,6 +184,8 @@ pub(crate) struct Joining {
     runtime: Handle,
     endpoint: Arc<Endpoint>,
     stages: Vec<Stage>,
+    /// Those under a cluster; they end with it.
+    leases: JoinSet<()>,
     replica: ReplicaId,
     activations: ActivationType,
     vocab: usize,
@@ -216,6 +258,7 @@ impl Joining {
             steps,
             hears,
             tasks,
+            _leases: self.leases,
             _orders: orders,
             _endpoint: self.endpoint,
         })
@@ -297,6 +340,7 @@ pub(crate) struct LaterStages {
     steps: mpsc::Sender<(StageStep, Vec<u8>)>,
     hears: Receiver<Heard>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
+    _leases: JoinSet<()>,
     _orders: Vec<proto::transport::StageOrders>,
     _endpoint: Arc<Endpoint>,
 }
