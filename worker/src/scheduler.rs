@@ -20,8 +20,8 @@ mod sequence;
 mod tests;
 
 pub use request::{
-    Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
-    SequenceState, Stats, StepPlan,
+    Counters, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
+    SequenceState, Stats, StepLimits, StepPlan,
 };
 pub use resume::ForkRefused;
 
@@ -260,6 +260,10 @@ impl Scheduler {
         let mut sampling = HashMap::with_capacity(flight.sequences.len());
         for (slot, samples) in flight.sequences {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
+            if sequence.in_flight != Some(step) {
+                // A later step computes rows of it too.
+                continue;
+            }
             sequence.in_flight = None;
             if sequence.state == State::Leaving {
                 sampling.insert(sequence.id, None);
@@ -287,6 +291,12 @@ impl Scheduler {
         if oldest != Some(step) {
             return Err(StepError::OutOfOrder { step, oldest });
         }
+        self.abort_all();
+        Ok(())
+    }
+
+    /// As [`Scheduler::abort`] of the oldest step in flight, if there is one.
+    pub fn abort_all(&mut self) {
         self.cache.abort();
         for flight in std::mem::take(&mut self.in_flight) {
             for (group, block) in flight.held {
@@ -303,7 +313,6 @@ impl Scheduler {
         for slot in std::mem::take(&mut self.running) {
             self.requeue(slot, false);
         }
-        Ok(())
     }
 
     /// How a live sequence has been served so far. Final for the prompt once it samples.
@@ -345,6 +354,18 @@ impl Scheduler {
             held_units: self.cache.held_units(),
             pinned_bytes: self.cache.pinned_bytes(),
         }
+    }
+
+    /// What there is to compute.
+    pub fn demand(&self) -> Demand {
+        let mut demand = Demand::default();
+        for sequence in self.running.iter().chain(self.waiting.values()).filter_map(|&slot| self.get(slot)) {
+            match sequence.decodes() {
+                true => demand.decoding += 1,
+                false => demand.prefill += u64::from(sequence.remaining()),
+            }
+        }
+        demand
     }
 
     /// Sequences submitted and not removed.

@@ -3,15 +3,16 @@
 use crate::exactness::{asks, assert_same, models, undisturbed};
 use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
 use kvasir_worker::Error;
-use kvasir_worker::engine::Engine;
+use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use kvasir_worker::telemetry::StageLabel;
 use model::ModelFile;
 use model::spec::ModelSpec;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::Sampling;
+use proto::message::{GenerateError, Sampling, Stop};
 use proto::stage::{ActivationType, StageAddressV1, StageFailure};
 use proto::transport::Identity;
 use std::time::{Duration, Instant, SystemTime};
@@ -149,11 +150,112 @@ fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
         let (options, want) = tight.unwrap();
         let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
         let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
-        // The same arena for the same model, however it is cut: the same sequences give way.
-        assert_eq!(gave_way(&got), gave_way(&want), "{model}");
+        // Which and how often depends on what is under way.
+        assert!(gave_way(&got) > 0, "{model}");
         for (want, got) in want.iter().zip(&got) {
             assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
         }
+    }
+}
+
+/// One of each way to draw, and choices of one prompt.
+fn draws() -> Vec<Ask> {
+    let base = Sampling { temperature: 0.9, seed: 11, ..Sampling::default() };
+    let bias = vec![(9, 3.0), (17, -100.0), (300, 1.5)];
+    let samplings = [
+        Sampling::default(),
+        base.clone(),
+        Sampling { top_k: 5, ..base.clone() },
+        Sampling { top_p: 0.7, ..base.clone() },
+        Sampling { min_p: 0.1, ..base.clone() },
+        Sampling { repetition_penalty: 1.3, ..base.clone() },
+        Sampling { presence_penalty: 0.8, frequency_penalty: 0.4, ..base.clone() },
+        Sampling { logit_bias: bias.clone(), ..base.clone() },
+        Sampling { logprobs: Some(4), ..base.clone() },
+        Sampling { logprobs: Some(0), repetition_penalty: 0.8, logit_bias: bias, ..Sampling::default() },
+    ];
+    let with = |(seed, sampling): (u64, Sampling)| {
+        let ask = Ask { sampling, ..Ask::greedy(prompt(60 + seed, 21), 24).tokens_only() };
+        // Ends are barred for a while, on the device or not.
+        Ask { stop: Stop { min_tokens: if seed % 2 == 0 { 6 } else { 0 }, ..ask.stop.clone() }, ..ask }
+    };
+    let mut asks: Vec<Ask> = (0..).zip(samplings).map(with).collect();
+    asks.extend((0..4).map(|seed| Ask {
+        sampling: Sampling { seed, logprobs: Some(2), ..base.clone() },
+        ..Ask::greedy(prompt(99, 40), 24).tokens_only()
+    }));
+    // Rows that are wanted whole beside such as are drawn from elsewhere.
+    asks.push(Ask { sampling: base, ..Ask::greedy(prompt(98, 30), 10) });
+    asks
+}
+
+#[test]
+fn the_last_stage_draws_what_one_worker_would() {
+    for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
+        let asks = draws();
+        let want = one_by_one(&mut open(model, &options(model)), &asks);
+        for shards in 2..=most_shards(model).min(3) {
+            let workers = Workers::start(model, shards - 1, &options(model));
+            let mut engine = workers.engine(model, &options(model)).unwrap();
+            for what in ["at once", "again, from the cache"] {
+                let got = together(&mut engine, &asks);
+                for (index, (want, got)) in want.iter().zip(&got).enumerate() {
+                    let what = format!("{model} over {shards}, {what}: {:?}", asks[index].sampling);
+                    assert_eq!((&got.tokens, &got.text), (&want.tokens, &want.text), "{what}");
+                    assert_eq!(got.logprobs, want.logprobs, "{what}");
+                }
+            }
+            assert_eq!(engine.load().kv_used, 0, "nothing is held");
+            engine.check().unwrap();
+        }
+    }
+}
+
+#[test]
+fn several_steps_are_under_way_and_all_stages_compute() {
+    let model = "tiny/llama/llama-f32";
+    let workers = Workers::start(model, 2, &options(model));
+    let mut engine = workers.engine(model, &options(model)).unwrap();
+    let asks: Vec<Ask> = (0..6).map(|seed| Ask::greedy(prompt(seed, 300), 40).tokens_only()).collect();
+    let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+    let mut most = 0;
+    while engine.has_work() {
+        engine.step(Instant::now()).unwrap();
+        most = most.max(engine.metrics().shards.under_way.get());
+    }
+    assert!(most >= 3, "{most} steps under way");
+    assert!(asked.iter().all(|asked| asked.heard().tokens.len() == 40));
+    let shards = &engine.metrics().shards;
+    for stage in 0..3 {
+        let label = StageLabel { stage };
+        assert!(shards.busy.get_or_create(&label).get() > 0.0, "stage {stage}");
+        assert!(shards.bytes.get_or_create(&label).get() > 0 || stage == 0, "stage {stage}");
+    }
+    assert_eq!(shards.under_way.get(), 0);
+}
+
+#[test]
+fn a_request_that_is_cancelled_while_its_rows_are_under_way_leaves_nothing_behind() {
+    let model = "tiny/qwen35/qwen35-f32";
+    let workers = Workers::start(model, 1, &options(model));
+    let mut engine = workers.engine(model, &options(model)).unwrap();
+    let kept = Ask::greedy(prompt(2, 50), 20).tokens_only();
+    let want = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&kept));
+    for steps in 1..6 {
+        let asked = submit(&mut engine, &Ask::greedy(prompt(40 + steps, 500), 20).tokens_only());
+        let beside = submit(&mut engine, &kept);
+        for _ in 0..steps {
+            engine.step(Instant::now()).unwrap();
+        }
+        engine.cancel(asked.id.unwrap());
+        while engine.has_work() {
+            engine.step(Instant::now()).unwrap();
+        }
+        assert_eq!(beside.heard().tokens, want[0].tokens);
+        // What was under way when the last request ended is taken in too.
+        while engine.step(Instant::now()).unwrap() != StepOutcome::Idle {}
+        assert_eq!(engine.load().kv_used, 0, "cancelled after {steps} steps");
+        engine.check().unwrap();
     }
 }
 
@@ -240,7 +342,11 @@ fn a_lost_stage_ends_the_replica_within_three_seconds() {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(error, Error::StageLost(_)), "{error}");
+        assert!(matches!(&error, Error::StageLost(who) if who.stage == lost + 1), "{error}");
         assert!(since.elapsed() < Duration::from_secs(3), "{:?}", since.elapsed());
+        engine.give_up();
+        assert_eq!(asked.heard().failed, Some(GenerateError::Internal));
+        assert_eq!((engine.load().kv_used, engine.has_work()), (0, false), "nothing is held");
+        engine.check().unwrap();
     }
 }
