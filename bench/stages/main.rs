@@ -22,8 +22,25 @@ use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{self, EngineOptions};
 use worker::stage::Replica;
 
+mod wire;
+
 /// See the module.
 #[derive(Debug, Parser)]
+enum Tool {
+    /// Be an engine
+    Engine(Args),
+    /// Measure what a byte between stages costs
+    Wire {
+        /// Steps to send
+        #[arg(long, default_value_t = 4000)]
+        steps: usize,
+        /// Rows of each
+        #[arg(long, default_value_t = 128)]
+        rows: usize,
+    },
+}
+
+#[derive(Debug, clap::Args)]
 struct Args {
     /// The model's file
     model: PathBuf,
@@ -49,13 +66,22 @@ impl Drop for Stages {
 }
 
 fn main() -> Result<()> {
-    let args = Args::parse();
+    // One thread moves the bytes: it shares a CPU with the one that computes.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    match Tool::parse() {
+        Tool::Engine(args) => engine(&args, &runtime),
+        Tool::Wire { steps, rows } => {
+            println!("{}", runtime.block_on(wire::run(steps, rows))?);
+            Ok(())
+        }
+    }
+}
+
+fn engine(args: &Args, runtime: &Runtime) -> Result<()> {
     let options =
         EngineOptions { threads: Some(1), workers: args.cpus.len() + 1, ..EngineOptions::default() };
     let dir = tempfile::tempdir()?;
-    // One thread moves the bytes: it shares a CPU with the one that computes.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let (stages, replica) = start(&args, &runtime, dir.path())?;
+    let (stages, replica) = start(args, runtime, dir.path())?;
     let model = args.model.as_path();
     let loaded = match replica {
         None => load::open(model, &options, &mut |_, _| {})?,

@@ -27,7 +27,7 @@ class Engine:
     """One process that answers lines."""
 
     def __init__(self, args, cpu, later=()):
-        argv = ["taskset", "-c", str(cpu), args.stages, args.model, "--kvasir", args.kvasir]
+        argv = ["taskset", "-c", str(cpu), args.stages, "engine", args.model, "--kvasir", args.kvasir]
         if later:
             argv += ["--cpus", ",".join(map(str, later))]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
