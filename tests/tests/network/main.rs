@@ -14,6 +14,7 @@ mod members;
 mod restart;
 mod rolling_restart;
 mod stream;
+mod sync_fails;
 mod wedge;
 mod worker_loss;
 mod zombie;
