@@ -13,6 +13,7 @@ use proto::message::{
     ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus,
     WorkerStatusV1,
 };
+use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::service::{WorkerApi, deadline};
 use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
 use std::collections::{HashSet, VecDeque};
@@ -258,5 +259,9 @@ impl WorkerApi for Api {
 
     async fn metrics_text(self, _: Context) -> String {
         String::new()
+    }
+
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }

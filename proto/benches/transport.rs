@@ -7,6 +7,7 @@ use kvasir_proto::ca::Authority;
 use kvasir_proto::event::KvReplay;
 use kvasir_proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use kvasir_proto::message::*;
+use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
     Connection, Endpoint, EndpointConfig, Expected, Incoming, TensorHeader, TensorHeaderV1, TensorType,
@@ -31,6 +32,9 @@ impl WorkerApi for Nothing {
     }
     async fn metrics_text(self, _: Context) -> String {
         String::new()
+    }
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }
 

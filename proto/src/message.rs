@@ -4,6 +4,7 @@
 use crate::block::{BlockId, ClusterKey};
 use crate::codec::bounded;
 use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
+use crate::placement::RegisterV4;
 use serde::{Deserialize, Serialize};
 
 mod encode;
@@ -386,6 +387,8 @@ pub enum Register {
     V2(RegisterV2),
     /// From protocol version 3 on: it says what part of a request it is for, and what a pull costs.
     V3(RegisterV3),
+    /// From protocol version 4 on: it says what it gives to replicas of several stages.
+    V4(RegisterV4),
 }
 
 /// See [`Register`].

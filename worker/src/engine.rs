@@ -383,25 +383,6 @@ impl Engine {
         }
     }
 
-    /// After a step that has failed, because another stage is lost: every request fails, such that another worker may
-    /// take it, and nothing is held or known any more.
-    pub fn give_up(&mut self) {
-        let ids: Vec<SeqId> = self.live.keys().copied().collect();
-        for id in ids {
-            self.scheduler.remove(id);
-            self.siblings.gone(id);
-            self.pulling.gone(id);
-            let Some(mut live) = self.live.remove(&id) else { continue };
-            self.count_end(Reason::error);
-            live.sink.frame(GenerateFrame::Failed(GenerateError::Internal));
-        }
-        self.siblings.take_orphans();
-        self.under_way.clear();
-        self.scheduler.abort_all();
-        self.scheduler.clear_prefixes();
-        self.publish();
-    }
-
     /// Recounts every invariant of caches and tables.
     pub fn check(&self) -> Result<(), Error> {
         self.scheduler.check().map_err(|broken| Error::Invariant(broken.to_string()))

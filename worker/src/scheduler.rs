@@ -291,12 +291,6 @@ impl Scheduler {
         if oldest != Some(step) {
             return Err(StepError::OutOfOrder { step, oldest });
         }
-        self.abort_all();
-        Ok(())
-    }
-
-    /// As [`Scheduler::abort`] of the oldest step in flight, if there is one.
-    pub fn abort_all(&mut self) {
         self.cache.abort();
         for flight in std::mem::take(&mut self.in_flight) {
             for (group, block) in flight.held {
@@ -313,6 +307,7 @@ impl Scheduler {
         for slot in std::mem::take(&mut self.running) {
             self.requeue(slot, false);
         }
+        Ok(())
     }
 
     /// How a live sequence has been served so far. Final for the prompt once it samples.

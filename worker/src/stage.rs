@@ -14,12 +14,15 @@ mod head_share;
 mod host;
 mod later;
 mod lead;
+mod lease;
 mod pace;
 pub(crate) mod step;
 
+pub(crate) use host::Host;
 pub use host::{StageConfig, StageService};
 pub(crate) use later::{Answer, LaterStages, StageCounts};
 pub use lead::{LostStage, Replica};
+pub(crate) use lease::{Claim, Claims};
 
 use proto::transport::EndpointConfig;
 use std::time::Duration;

@@ -40,6 +40,7 @@ impl CoordinatorApi for Coordinator {
             Register::V1(_) => 1,
             Register::V2(_) => 2,
             Register::V3(_) => 3,
+            Register::V4(_) => 4,
         };
         // Fails only when the test is over.
         let _ = self.0.send(Told::Registered(form));
@@ -77,6 +78,7 @@ async fn meets(newest: u16) -> (Vec<Told>, usize) {
         part: WorkPart::Both,
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
         stall_floor: PATIENCE,
+        pool: None,
     };
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();

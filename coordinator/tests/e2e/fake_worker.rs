@@ -12,6 +12,7 @@ use proto::message::{
     GenerateRequestV1, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1,
     TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
+use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
 use proto::transport::{
@@ -474,5 +475,9 @@ impl WorkerApi for Api {
     async fn metrics_text(self, _: Context) -> String {
         "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name=\"tiny\"} 0\n# EOF\n"
             .into()
+    }
+
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }

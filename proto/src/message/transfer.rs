@@ -7,6 +7,7 @@ use super::{
 };
 use crate::codec::bounded;
 use crate::ids::ModelId;
+use crate::placement::RegisterV4;
 use crate::pull::PullSourceV1;
 use serde::{Deserialize, Serialize};
 
@@ -77,11 +78,12 @@ impl From<RegisterV1> for RegisterV2 {
 
 impl Register {
     /// What it says, in the latest version.
-    pub fn into_latest(self) -> RegisterV3 {
+    pub fn into_latest(self) -> RegisterV4 {
         match self {
-            Self::V1(register) => RegisterV2::from(register).into(),
-            Self::V2(register) => register.into(),
-            Self::V3(latest) => latest,
+            Self::V1(register) => RegisterV3::from(RegisterV2::from(register)).into(),
+            Self::V2(register) => RegisterV3::from(register).into(),
+            Self::V3(register) => register.into(),
+            Self::V4(latest) => latest,
         }
     }
 }
@@ -92,6 +94,18 @@ impl RegisterV3 {
     pub fn at_version(self, version: u16) -> Option<Register> {
         match version {
             3.. => Some(Register::V3(self)),
+            _ => self.worker.at_version(version),
+        }
+    }
+}
+
+impl RegisterV4 {
+    /// As a peer understands it with whom protocol version `version` was agreed on; none if that cannot tell
+    /// what is to be told. A peer that knows no pool sees a worker that serves nothing, or, of a replica, the first
+    /// stage as a worker with all layers.
+    pub fn at_version(self, version: u16) -> Option<Register> {
+        match version {
+            4.. => Some(Register::V4(self)),
             _ => self.worker.at_version(version),
         }
     }

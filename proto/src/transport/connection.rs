@@ -9,6 +9,7 @@ use super::hello::Agreement;
 use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
+use super::lease::StageLease;
 use super::peer_index::PeerIndexStream;
 use super::pull::PullStream;
 use super::rpc;
@@ -19,6 +20,7 @@ use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
+use crate::placement::StageClaim;
 use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
@@ -224,6 +226,12 @@ impl Connection {
     pub async fn open_stage(&self) -> Result<StageControl, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Stage).await?;
         Ok(StageControl::new(send, receive))
+    }
+
+    /// Claims the worker at the other end for a replica that we lead. [`Error::StageClaimed`] is its answer too.
+    pub async fn claim_stage(&self, claim: &StageClaim) -> Result<StageLease, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::StageLease).await?;
+        StageLease::start(send, receive, claim).await
     }
 
     /// Opens a stream of steps and activations to the worker at the other end, the stage behind ours.

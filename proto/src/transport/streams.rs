@@ -44,6 +44,8 @@ pub enum StreamKind {
     Stage = 11,
     /// Steps and activations, from a stage to the next, worker to worker. One direction.
     Activations = 12,
+    /// A first stage's lease of another stage, worker to worker. Bidirectional.
+    StageLease = 14,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -64,6 +66,7 @@ impl StreamKind {
             Self::PeerIndex,
             Self::Stage,
             Self::Activations,
+            Self::StageLease,
             Self::Hello,
         ]
         .into_iter()
@@ -77,7 +80,7 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Pull | Self::Stage | Self::Activations => {
+            Self::Pull | Self::Stage | Self::Activations | Self::StageLease => {
                 (opener, acceptor) == (Role::Worker, Role::Worker)
             }
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),

@@ -6,6 +6,7 @@ use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::placement::RegisterV4;
 use kvasir_proto::pull::*;
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use proptest::collection::vec;
@@ -166,7 +167,7 @@ fn task() -> impl Strategy<Value = ModelTask> {
 
 prop_compose! {
     fn register_v2()(register in register(), tasks in vec(task(), 3)) -> RegisterV2 {
-        let mut register = register.into_latest().worker;
+        let mut register = register.into_latest().worker.worker;
         register.models.iter_mut().zip(tasks).for_each(|(model, task)| model.task = task);
         register
     }
@@ -287,12 +288,16 @@ proptest! {
         let register = latest.worker.clone();
         survives(&Register::V2(register.clone()), Cap::Control);
         prop_assert_eq!(latest.clone().at_version(2), Some(Register::V2(register.clone())));
+        let fourth = RegisterV4::from(latest.clone());
+        survives(&Register::V4(fourth.clone()), Cap::Control);
+        prop_assert_eq!(fourth.clone().at_version(4), Some(Register::V4(fourth.clone())));
+        prop_assert_eq!(fourth.at_version(3), latest.clone().at_version(3));
         prop_assert_eq!(latest.clone().at_version(1), register.clone().at_version(1));
         let generates = register.models.iter().all(|model| model.task == ModelTask::Generate);
         match register.clone().at_version(1) {
             Some(told) => {
                 prop_assert!(generates && matches!(told, Register::V1(_)));
-                prop_assert_eq!(told.into_latest().worker, register);
+                prop_assert_eq!(told.into_latest().worker.worker, register);
             }
             None => prop_assert!(!generates),
         }

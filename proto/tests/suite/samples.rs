@@ -8,6 +8,11 @@ use kvasir_proto::event::{
 };
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::placement::{
+    CapacityV1, ClaimRefusal, LeadReportV1, LeadState, LeadV1, LeaseAnswer, LeaseBeat, ModelFileV1,
+    PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1, PlacedStageV1, RegisterV4, StageClaim,
+    StageClaimV1,
+};
 use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
@@ -206,7 +211,7 @@ pub(crate) fn pull_frames() -> Vec<PullFrame> {
 
 /// A worker with a model of each task.
 pub(crate) fn register_v2(node: &str) -> Register {
-    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker;
+    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker.worker;
     let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
     let models = tasks.map(|task| ServedModelV2 { task, ..model().into() });
     Register::V2(RegisterV2 { node, epoch, pid, quic, ops, models: models.into() })
@@ -214,10 +219,47 @@ pub(crate) fn register_v2(node: &str) -> Register {
 
 /// A worker for decoding.
 pub(crate) fn register_v3(node: &str) -> Register {
-    let latest = register(node).into_latest();
+    let latest = register(node).into_latest().worker;
     let model = latest.worker.models[0].id.clone();
     let pulls = vec![PullCostV1 { model, bytes_per_token: 23_040, bytes_per_point: 70_000 }];
     Register::V3(RegisterV3 { part: WorkPart::Decode, pulls, ..latest })
+}
+
+/// A worker of the pool.
+pub(crate) fn register_v4(node: &str) -> Register {
+    let latest = register(node).into_latest();
+    let files = vec![ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [1; 32] }];
+    let capacity =
+        CapacityV1 { memory: 70_000 << 20, bandwidth: 40_000_000_000, compute: 100_000_000_000, files };
+    Register::V4(RegisterV4 { capacity: Some(capacity), ..latest })
+}
+
+fn place_order() -> PlaceOrder {
+    let stage = |node: &str, layers| PlacedStageV1 {
+        at: StageAddressV1 { node: NodeId::new(node).unwrap(), quic: "10.0.0.3:7001".into() },
+        layers,
+    };
+    let lead = LeadV1 {
+        life: 70_000,
+        model: ModelId::new("m").unwrap(),
+        model_digest: [1; 32],
+        stages: vec![stage("w1", (0, 15)), stage("w3", (15, 300))],
+    };
+    PlaceOrder::V1(PlaceOrderV1 { version: 300, lead: Some(lead) })
+}
+
+fn place_report() -> PlaceReport {
+    let leads = LeadReportV1 {
+        life: 70_000,
+        state: LeadState::Waiting,
+        attempts: 3,
+        reason: "stage 1 is lost".into(),
+    };
+    PlaceReport::V1(PlaceReportV1 { leads: Some(leads), holds: Some(300) })
+}
+
+pub(crate) fn stage_claim() -> StageClaim {
+    StageClaim::V1(StageClaimV1 { replica: ReplicaId([6; 16]), life: 70_000, epoch: Epoch(300) })
 }
 
 fn load_v2() -> LoadReport {
@@ -425,7 +467,34 @@ pub(crate) fn all() -> Vec<Samples> {
             Control,
             [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
         ),
-        samples("Register", Control, [register("w1"), register_v2("w1"), register_v3("w1")]),
+        samples(
+            "Register",
+            Control,
+            [register("w1"), register_v2("w1"), register_v3("w1"), register_v4("w1")],
+        ),
+        samples("PlaceOrder", Control, [place_order()]),
+        samples("PlaceReport", Control, [place_report()]),
+        samples(
+            "LeadState",
+            Control,
+            [LeadState::Forming, LeadState::Serving, LeadState::Waiting, LeadState::BadFile],
+        ),
+        samples("StageClaim", Stream, [stage_claim()]),
+        samples("LeaseBeat", Stream, [LeaseBeat::Beat(70_000)]),
+        samples(
+            "LeaseAnswer",
+            Stream,
+            [
+                LeaseAnswer::Granted,
+                LeaseAnswer::Refused(ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }),
+                LeaseAnswer::Beat(70_000),
+            ],
+        ),
+        samples(
+            "ClaimRefusal",
+            Stream,
+            [ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }, ClaimRefusal::Leads],
+        ),
         samples("Registered", Control, [registered()]),
         samples("Refusal", Control, refusals()),
         samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready)), load_v2()]),
@@ -515,6 +584,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::Undrain {},
                 WorkerApiRequest::Status {},
                 WorkerApiRequest::MetricsText {},
+                WorkerApiRequest::Place { order: place_order() },
             ],
         ),
         samples(
@@ -526,6 +596,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiResponse::Undrain(()),
                 WorkerApiResponse::Status(status()),
                 WorkerApiResponse::MetricsText("up 1\n".into()),
+                WorkerApiResponse::Place(place_report()),
             ],
         ),
     ]

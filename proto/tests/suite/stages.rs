@@ -4,7 +4,8 @@
 use crate::cluster::{authority, config, endpoint, node, soon};
 use crate::samples;
 use kvasir_proto::Error;
-use kvasir_proto::ids::Role;
+use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::placement::ClaimRefusal;
 use kvasir_proto::stage::{ReplicaId, StageFailure, StageFeed, StageFeedV1, StageReport};
 use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming};
 
@@ -83,4 +84,40 @@ async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_ar
     };
     soon("both", async { tokio::join!(sent, received) }).await;
     soon("the refusal", sender.cancelled()).await;
+}
+
+#[tokio::test]
+async fn a_claim_is_granted_or_refused_and_kept_up_by_beats() {
+    let workers = workers().await;
+    let incoming = async || match soon("a claim", workers.second.accept()).await.unwrap() {
+        Incoming::StageLease(call) => call,
+        other => panic!("{other:?}"),
+    };
+    let claim = samples::stage_claim();
+    let (lease, held) = soon("a lease", async {
+        tokio::join!(workers.first.claim_stage(&claim), async {
+            let call = incoming().await;
+            assert_eq!(call.claim, claim);
+            call.grant().await.unwrap()
+        })
+    })
+    .await;
+    let (mut lease, mut held) = (lease.unwrap(), held);
+    for _ in 0..3 {
+        let (beaten, answered) = soon("a beat", async { tokio::join!(lease.beat(), held.beat()) }).await;
+        beaten.unwrap();
+        answered.unwrap();
+    }
+    drop(lease);
+    assert!(soon("the end", held.beat()).await.is_err(), "the first stage wants it no more");
+
+    let refusal = ClaimRefusal::Stale { life: 9, epoch: Epoch(3) };
+    let (refused, ()) = soon("a refusal", async {
+        tokio::join!(workers.first.claim_stage(&claim), async {
+            incoming().await.refuse(refusal.clone()).await.unwrap();
+        })
+    })
+    .await;
+    let Err(Error::StageClaimed(why)) = refused else { panic!("{refused:?}") };
+    assert_eq!(why, refusal);
 }

@@ -5,6 +5,7 @@ use super::{Node, encode, generate, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::message::{Registered, RegisteredV1, WorkerStatus};
+use proto::placement::{PlaceOrder, PlaceReport};
 use proto::service::{CoordinatorApiClient, Refusal, WorkerApi, deadline};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
@@ -37,6 +38,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         }
     };
     tracing::info!(coordinator = %connection.peer().node, "joined");
+    node.link(&connection);
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
         reason = report(node, &connection, &api, &engine, &registered) => reason,
@@ -54,7 +56,7 @@ async fn register(
 ) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
     let register = node.register();
-    let epoch = register.worker.epoch;
+    let epoch = register.worker.worker.epoch;
     let request = register.at_version(connection.version());
     let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
@@ -187,5 +189,10 @@ impl WorkerApi for Api {
 
     async fn metrics_text(self, _: Context) -> String {
         self.node.metrics_text()
+    }
+
+    async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {
+        let PlaceOrder::V1(order) = order;
+        PlaceReport::V1(self.node.pool.as_ref().map(|pool| pool.place(order)).unwrap_or_default())
     }
 }

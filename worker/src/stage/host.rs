@@ -2,6 +2,7 @@
 
 use super::activations::{self, Gathered};
 use super::lead::{arena, dial};
+use super::lease::Claims;
 use super::step;
 use crate::Error;
 use crate::decoder::Decoder;
@@ -30,6 +31,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 /// Until the stage before this one has connected.
 const FEED_LIMIT: Duration = Duration::from_secs(10);
+/// Until what was held before has ended.
+const ROOM_LIMIT: Duration = Duration::from_secs(3);
 
 /// What a worker that holds stages is told.
 #[derive(Debug, Clone)]
@@ -49,10 +52,13 @@ pub struct StageService {
     task: tokio::task::JoinHandle<()>,
 }
 
+/// What holds one stage at a time. Who accepts connections hands it what comes in for it.
 #[derive(Debug)]
-struct Host {
+pub(crate) struct Host {
     config: StageConfig,
     endpoint: Arc<Endpoint>,
+    /// Under a cluster: only whoever has claimed this worker makes it a stage, for as long as the claim lasts.
+    claims: Option<Claims>,
     /// One stage at a time.
     room: Arc<Semaphore>,
     /// Who waits for the activations of which replica.
@@ -66,12 +72,7 @@ impl StageService {
         let epoch = Epoch(since_1970.as_micros() as u64);
         let quic = super::attentive(EndpointConfig::new(epoch, [Role::Worker]));
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
-        let host = Arc::new(Host {
-            config,
-            endpoint: Arc::clone(&endpoint),
-            room: Arc::new(Semaphore::new(1)),
-            feeds: Mutex::new(HashMap::new()),
-        });
+        let host = Host::new(config, Arc::clone(&endpoint), None);
         let accepting = Arc::clone(&endpoint);
         let task = tokio::spawn(async move {
             while let Some(connection) = accepting.accept().await {
@@ -95,16 +96,59 @@ impl StageService {
 
 async fn serve(host: Arc<Host>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
+        // Nothing else is served here; dropping it says so.
+        drop(host.take(incoming));
+    }
+}
+
+impl Host {
+    /// Holds nothing yet. With `claims`, only for whoever has claimed it.
+    pub(crate) fn new(config: StageConfig, endpoint: Arc<Endpoint>, claims: Option<Claims>) -> Arc<Self> {
+        let room = Arc::new(Semaphore::new(1));
+        Arc::new(Self { config, endpoint, claims, room, feeds: Mutex::new(HashMap::new()) })
+    }
+
+    /// Who has claimed it, under a cluster.
+    pub(crate) fn claims(&self) -> Option<&Claims> {
+        self.claims.as_ref()
+    }
+
+    /// Serves a stream if it is for a stage; gives it back if not.
+    pub(crate) fn take(self: &Arc<Self>, incoming: Incoming) -> Option<Incoming> {
+        let host = Arc::clone(self);
         match incoming {
-            Incoming::Stage(call) => drop(tokio::spawn(hold(Arc::clone(&host), call))),
+            Incoming::Stage(call) => drop(tokio::spawn(hold(host, call))),
+            Incoming::StageLease(call) if self.claims.is_some() => drop(tokio::spawn(async move {
+                if let Some(claims) = &host.claims {
+                    claims.serve(call).await;
+                }
+            })),
             Incoming::Activations(receiver) => {
                 let StageFeed::V1(StageFeedV1 { replica }) = receiver.feed;
-                let Some(waits) = host.feeds.lock().remove(&replica) else { continue };
-                // Whoever has waited no longer has given up the replica.
-                let _ = waits.send(receiver);
+                if let Some(waits) = host.feeds.lock().remove(&replica) {
+                    // Whoever has waited no longer has given up the replica.
+                    let _ = waits.send(receiver);
+                }
             }
-            // Nothing else is served here; dropping it says so.
-            _ => {}
+            other => return Some(other),
+        }
+        None
+    }
+
+    /// Resolves when `replica` may hold this worker no longer.
+    async fn disowned(&self, replica: ReplicaId) {
+        let Some(claims) = &self.claims else { return std::future::pending().await };
+        if let Some(mut hold) = claims.hold(replica) {
+            hold.ended().await;
+        }
+    }
+
+    /// The place for a stage. A claim has ended what was there before, which may take a moment.
+    async fn room(&self) -> Option<OwnedSemaphorePermit> {
+        let room = Arc::clone(&self.room);
+        match self.claims {
+            None => room.try_acquire_owned().ok(),
+            Some(_) => tokio::time::timeout(ROOM_LIMIT, room.acquire_owned()).await.ok()?.ok(),
         }
     }
 }
@@ -115,9 +159,12 @@ async fn hold(host: Arc<Host>, call: StageCall) {
     let reporter: Reporter = Arc::new(tokio::sync::Mutex::new(reporter));
     let Ok(StageOrder::Join(join)) = orders.next().await else { return };
     let layers = join.layers;
-    let failure = match take_part(&host, &mut orders, &reporter, &join).await {
-        Ok(never) => match never {},
-        Err(failure) => failure,
+    let failure = tokio::select! {
+        ended = take_part(&host, &mut orders, &reporter, &join) => match ended {
+            Ok(never) => match never {},
+            Err(failure) => failure,
+        },
+        () = host.disowned(join.replica) => StageFailure::Busy,
     };
     host.feeds.lock().remove(&join.replica);
     tracing::info!(?layers, %failure, "the replica has ended");
@@ -151,7 +198,7 @@ async fn take_part(
     reporter: &Reporter,
     join: &StageJoinV1,
 ) -> Result<Ended, StageFailure> {
-    let room = Arc::clone(&host.room).try_acquire_owned().map_err(|_| StageFailure::Busy)?;
+    let room = host.room().await.ok_or(StageFailure::Busy)?;
     let (feed_sender, feed) = oneshot::channel();
     host.feeds.lock().insert(join.replica, feed_sender);
     let (path, options, asked) = (host.config.model_path.clone(), host.config.engine.clone(), join.clone());
@@ -164,9 +211,13 @@ async fn take_part(
         StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
     };
     let slabs = lay_out(&host.config, &mut decoder, &begin).map_err(|error| load_failure(&error))?;
-    let next = match &join.next {
-        Some(address) => Some(connect(host, address, join.replica).await.map_err(|error| neighbour(&error))?),
-        None => None,
+    let (behind, next) = match &join.next {
+        Some(address) => {
+            let connected = connect(host, address, join.replica).await;
+            let (connection, sender) = connected.map_err(|error| neighbour(&error))?;
+            (Some(connection), Some(sender))
+        }
+        None => (None, None),
     };
     report(reporter, StageReport::Ready).await?;
     let fed = async { tokio::time::timeout(FEED_LIMIT, feed).await.ok().and_then(Result::ok) };
@@ -193,10 +244,13 @@ async fn take_part(
     // Nobody hears a failure behind the replica's end.
     crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
         .map_err(|error| load_failure(&error))?;
+    let mut behind = std::pin::pin!(cut(behind));
     loop {
         let order = tokio::select! {
             failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
             order = orders.next() => order,
+            // Also while nothing is sent there.
+            error = &mut behind => return Err(neighbour(&error)),
         };
         match order {
             Ok(StageOrder::TellProgress) => {
@@ -206,6 +260,14 @@ async fn take_part(
             Ok(_) => return Err(neighbour(&proto::Error::Protocol("an order to a stage that has begun"))),
             Err(error) => return Err(neighbour(&error)),
         }
+    }
+}
+
+/// Resolves when the connection to the next stage is gone.
+async fn cut(behind: Option<Connection>) -> proto::Error {
+    match behind {
+        Some(connection) => connection.closed().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -239,9 +301,10 @@ async fn connect(
     host: &Host,
     next: &proto::stage::StageAddressV1,
     replica: ReplicaId,
-) -> Result<ActivationSender, proto::Error> {
+) -> Result<(Connection, ActivationSender), proto::Error> {
     let connection = dial(&host.endpoint, next).await?;
-    connection.open_activations(&StageFeed::V1(StageFeedV1 { replica })).await
+    let sender = connection.open_activations(&StageFeed::V1(StageFeedV1 { replica })).await?;
+    Ok((connection, sender))
 }
 
 /// Resolves when the first stage is gone, or says something that it may not say now.

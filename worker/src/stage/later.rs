@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 /// How long an answer is waited for before the stages are asked how far they are, and then again.
 const ASK_AFTER: Duration = Duration::from_millis(250);
@@ -63,7 +64,8 @@ pub(crate) struct LaterStages {
     pace: Pace,
     head_share: HeadShare,
     counts: StageCounts,
-    _endpoint: Arc<Endpoint>,
+    /// What the stages are reached by, and the leases under a cluster, which end with this.
+    _held: (Arc<Endpoint>, JoinSet<()>),
 }
 
 /// What is known of a stage, the first one included.
@@ -147,7 +149,7 @@ impl LaterStages {
     /// Over the control streams of the later stages, in their order.
     pub(super) fn new(
         runtime: Handle,
-        endpoint: Arc<Endpoint>,
+        held: (Arc<Endpoint>, JoinSet<()>),
         layout: Layout,
         sender: ActivationSender,
         controls: impl Iterator<Item = StageControl>,
@@ -184,7 +186,7 @@ impl LaterStages {
             pace: Pace::new(last + 1),
             counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
             head_share: HeadShare::default(),
-            _endpoint: endpoint,
+            _held: held,
         })
     }
 

@@ -2,6 +2,7 @@
 //! their caches. What comes then is [`LaterStages`].
 
 use super::later::LaterStages;
+use super::lease::{self, Claim};
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
@@ -17,6 +18,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 /// The stages of a replica besides the first one, not yet asked to take part.
 #[derive(Debug)]
@@ -25,6 +28,15 @@ pub struct Replica {
     endpoint: Arc<Endpoint>,
     later: Vec<StageAddressV1>,
     activations: ActivationType,
+    plan: Option<Plan>,
+    lost: watch::Sender<Option<String>>,
+}
+
+/// What a coordinator has said of a replica.
+#[derive(Debug)]
+struct Plan {
+    ranges: Vec<Range<usize>>,
+    claim: Claim,
 }
 
 /// Why an engine cannot go on: another stage of its replica is gone.
@@ -50,7 +62,23 @@ impl Replica {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let config = super::attentive(EndpointConfig::new(Epoch(since_1970.as_micros() as u64), []));
         let endpoint = Endpoint::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), identity, config)?;
-        Ok(Self { runtime: runtime.clone(), endpoint: Arc::new(endpoint), later, activations })
+        let (endpoint, lost) = (Arc::new(endpoint), watch::Sender::new(None));
+        Ok(Self { runtime: runtime.clone(), endpoint, later, activations, plan: None, lost })
+    }
+
+    /// Cut as a coordinator has planned it, a range for each stage; the other stages are claimed and held by leases.
+    pub(crate) fn planned(self, ranges: Vec<Range<usize>>, claim: Claim) -> Self {
+        Self { plan: Some(Plan { ranges, claim }), ..self }
+    }
+
+    /// Says why when a stage that is held by a lease is lost, also while nothing is computed.
+    pub(crate) fn lost(&self) -> watch::Receiver<Option<String>> {
+        self.lost.subscribe()
+    }
+
+    /// By which the stages are reached: closing it ends the replica, whatever it does.
+    pub(crate) fn endpoint(&self) -> Arc<Endpoint> {
+        Arc::clone(&self.endpoint)
     }
 
     /// How many stages it has, the first one included.
@@ -74,10 +102,14 @@ impl Replica {
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
-        let ranges = crate::load::stage_ranges(spec, self.stages())?;
+        let ranges = match &self.plan {
+            Some(plan) => crate::load::check_ranges(spec, &plan.ranges, self.stages())?,
+            None => crate::load::stage_ranges(spec, self.stages())?,
+        };
         let replica = ReplicaId(self.fresh_id());
-        let Self { runtime, endpoint, later, activations } = self;
+        let Self { runtime, endpoint, later, activations, plan, lost } = self;
         let mut stages = Vec::with_capacity(later.len());
+        let mut leases = JoinSet::new();
         for (index, address) in later.iter().enumerate() {
             let range = &ranges[index + 1];
             let order = StageOrder::Join(StageJoinV1 {
@@ -91,6 +123,14 @@ impl Replica {
             });
             let joined = runtime.block_on(async {
                 let connection = dial(&endpoint, address).await?;
+                if let Some(Plan { claim, .. }) = &plan {
+                    let lease = connection.claim_stage(&claim.of(replica)).await?;
+                    let (lost, held, stage) = (lost.clone(), connection.clone(), index + 1);
+                    leases.spawn(async move {
+                        let reason = lease::keep(lease, held).await;
+                        lost.send_replace(Some(format!("stage {stage} is lost: {reason}")));
+                    });
+                }
                 let mut control = connection.open_stage().await?;
                 control.orders.send(&order).await?;
                 Ok(Stage { connection, control })
@@ -98,7 +138,7 @@ impl Replica {
             stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
         }
         let first = ranges[0].clone();
-        Ok((first, Joining { runtime, endpoint, stages, replica, activations }))
+        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations }))
     }
 
     /// Unlike that of any other replica.
@@ -134,6 +174,8 @@ pub(crate) struct Joining {
     runtime: Handle,
     endpoint: Arc<Endpoint>,
     stages: Vec<Stage>,
+    /// Those under a cluster; they end with it.
+    leases: JoinSet<()>,
     replica: ReplicaId,
     activations: ActivationType,
 }
@@ -189,7 +231,7 @@ impl Joining {
         let state_group = cache.groups.iter().position(|group| group.kind == GroupKind::State);
         let controls = self.stages.into_iter().map(|stage| stage.control);
         let layout = super::later::Layout { blocks, own, state_group, activations: self.activations };
-        LaterStages::new(self.runtime, self.endpoint, layout, sender, controls)
+        LaterStages::new(self.runtime, (self.endpoint, self.leases), layout, sender, controls)
     }
 }
 

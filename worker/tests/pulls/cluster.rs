@@ -125,6 +125,7 @@ impl Cluster {
             part: WorkPart::Both,
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,
+            pool: None,
         };
         let service = WorkerService::start(config, &issued.identity().unwrap()).await.unwrap();
         let connection = soon("joining", self.coordinator.accept()).await.unwrap();
