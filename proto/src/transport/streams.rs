@@ -214,6 +214,20 @@ impl<T: Serialize> FrameWriter<T> {
         self.stream.write_chunk(bytes.into()).await.map_err(write_error)
     }
 
+    /// Sends one frame and the raw bytes behind it with one call to QUIC, which takes them over uncopied, so that they
+    /// leave together. Returns how many bytes that is; when the future is dropped halfway the stream is unusable.
+    pub(super) async fn write_with(&mut self, item: &T, raw: Bytes) -> Result<usize, Error> {
+        let mut frame = vec![0; LENGTH_BYTES];
+        codec::encode_into(item, self.cap, &mut frame)?;
+        let len = u32::try_from(frame.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
+        if let Some(head) = frame.first_chunk_mut() {
+            *head = len.to_be_bytes();
+        }
+        let bytes = frame.len() + raw.len();
+        self.stream.write_all_chunks(&mut [Bytes::from(frame), raw]).await.map_err(write_error)?;
+        Ok(bytes)
+    }
+
     /// Sends a frame that is encoded already.
     pub(super) async fn write_bytes(&mut self, frame: &[u8]) -> Result<(), Error> {
         let (message, len, cap) = (std::any::type_name::<T>(), frame.len(), self.cap.bytes());
@@ -299,6 +313,25 @@ impl<T: DeserializeOwned> FrameReader<T> {
             let part = self.buffer.split_to(self.buffer.len().min(missing));
             out.extend_from_slice(&part);
             missing -= part.len();
+        }
+        Ok(())
+    }
+
+    /// Exactly `len` raw bytes, handed to `sink` as they arrive; but for what came with the frame before them they are
+    /// not copied.
+    pub(super) async fn read_raw_with(
+        &mut self,
+        len: usize,
+        sink: &mut (dyn FnMut(&[u8]) + Send),
+    ) -> Result<(), Error> {
+        let part = self.buffer.split_to(self.buffer.len().min(len));
+        sink(&part);
+        let mut missing = len - part.len();
+        while missing > 0 {
+            let chunk = self.stream.read_chunk(missing, true).await.map_err(read_error)?;
+            let chunk = chunk.ok_or(Error::StreamCut { what: "raw bytes" })?;
+            sink(&chunk.bytes);
+            missing -= chunk.bytes.len();
         }
         Ok(())
     }

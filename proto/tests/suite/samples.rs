@@ -123,7 +123,23 @@ pub(crate) fn stage_join() -> StageJoinV1 {
 
 pub(crate) fn stage_orders() -> Vec<StageOrder> {
     let begin = StageBeginV1 { slabs: 70_000, blocks_per_slab: vec![50, 1] };
-    vec![StageOrder::Join(stage_join()), StageOrder::Begin(begin)]
+    vec![StageOrder::Join(stage_join()), StageOrder::Begin(begin), StageOrder::TellProgress]
+}
+
+pub(crate) fn stage_drawn() -> StageDrawnV2 {
+    StageDrawnV2 {
+        drawn: StageDrawnV1 { step: 300, tokens: vec![70_000], rows: 2 },
+        samples: vec![StageSampledV1 {
+            token: 4,
+            logprobs: Some(TokenLogprobs { chosen: -0.5, top: vec![(4, -0.5), (300, -1.25)] }),
+        }],
+        returned: 1,
+        spent: vec![stage_spent()],
+    }
+}
+
+fn stage_spent() -> StageSpentV1 {
+    StageSpentV1 { stalled_us: 300, computed_us: 70_000, received: 1 << 20 }
 }
 
 pub(crate) fn stage_reports() -> Vec<StageReport> {
@@ -132,6 +148,8 @@ pub(crate) fn stage_reports() -> Vec<StageReport> {
         StageReport::Ready,
         StageReport::Drawn(StageDrawnV1 { step: 300, tokens: vec![70_000], rows: 2 }),
         StageReport::Failed(StageFailure::Busy),
+        StageReport::DrawnV2(stage_drawn()),
+        StageReport::Progress(StageProgressV1 { done: 299, computes: 300, for_us: 70_000 }),
     ]
 }
 
@@ -149,6 +167,27 @@ pub(crate) fn stage_failures() -> Vec<StageFailure> {
 }
 
 pub(crate) fn stage_step() -> StageStep {
+    StageStep::V1(stage_plan())
+}
+
+pub(crate) fn stage_step_v2() -> StageStep {
+    let sample = StageSampleV1 {
+        row: 1,
+        sampling: Sampling { temperature: 0.5, logit_bias: vec![(300, -1.5)], ..Sampling::default() },
+        drawn: 300,
+        barred: vec![2],
+        prompt: vec![70_000],
+        counts: vec![(300, 2)],
+    };
+    StageStep::V2(StageStepV2 {
+        plan: stage_plan(),
+        samples: vec![sample],
+        returned: vec![2],
+        spent: vec![stage_spent()],
+    })
+}
+
+fn stage_plan() -> StageStepV1 {
     let table = |skipped, blocks: &[u32]| StageTableV1 { skipped, blocks: blocks.to_vec() };
     let sequence = StageSequenceV1 {
         rows: 2,
@@ -156,14 +195,14 @@ pub(crate) fn stage_step() -> StageStep {
         tables: vec![table(0, &[7, 70_000]), table(1, &[3])],
         state: Some(StageStateV1 { read: Some(4), write: 5, exports: vec![(1, 6)] }),
     };
-    StageStep::V1(StageStepV1 {
+    StageStepV1 {
         step: 300,
         tokens: vec![1, 70_000, 2],
         sequences: vec![sequence, StageSequenceV1 { rows: 1, ..StageSequenceV1::default() }],
         copies: vec![StageCopyV1 { group: 1, from: 8, to: 300 }],
         argmax: vec![2],
         logits: vec![0, 1],
-    })
+    }
 }
 
 pub(crate) fn pull_frames() -> Vec<PullFrame> {
@@ -471,7 +510,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),
         samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
-        samples("StageStep", Control, [stage_step()]),
+        samples("StageStep", Control, [stage_step(), stage_step_v2()]),
         samples(
             "PullRefusal",
             Stream,
