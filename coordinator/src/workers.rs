@@ -93,7 +93,7 @@ impl Session {
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
                 Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
                 Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
-                Ok(Incoming::Stage(_) | Incoming::Activations(_)) => {}
+                Ok(Incoming::Stage(_) | Incoming::Activations(_) | Incoming::Shard(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());

@@ -15,6 +15,7 @@ pub mod message;
 pub mod pull;
 pub mod sequence;
 pub mod service;
+pub mod shard;
 pub mod stage;
 pub mod transport;
 

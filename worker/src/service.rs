@@ -6,8 +6,11 @@
 use crate::Error;
 use crate::encoder::Encoder;
 use crate::load::{EngineOptions, Prepared};
+use crate::shipping::{Holdings, Shipper, ShippingConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
+use crate::telemetry::{EngineMetrics, ShippingMetrics};
 use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
@@ -38,8 +41,10 @@ use runner::Runner;
 pub struct WorkerConfig {
     /// Name of the model in the API.
     pub model_id: ModelId,
-    /// The model's file.
+    /// The model's file, or its manifest in the shard store.
     pub model_path: PathBuf,
+    /// Where chunks of it come from that are not in the store.
+    pub shipping: ShippingConfig,
     /// Coordinators, `host:port`; resolved anew for every attempt.
     pub coordinators: Vec<String>,
     /// Where other nodes reach this one by QUIC; port 0 is any.
@@ -75,6 +80,11 @@ struct Node {
     prepared: Mutex<Option<Loaded>>,
     snapshots: SnapshotStore,
     peers: Arc<Peers>,
+    holdings: Arc<Holdings>,
+    /// Of what does not belong to the engine.
+    registry: Registry,
+    /// Keeps the model in the store.
+    _shipper: Shipper,
     stall_floor: Duration,
 }
 
@@ -122,13 +132,24 @@ pub struct WorkerService {
 impl WorkerService {
     /// Loads the model and starts joining. Returns as soon as the node listens; see [`Self::joined`].
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
-        let (path, options) = (config.model_path.clone(), config.engine.clone());
-        let loading = tokio::task::spawn_blocking(move || Loaded::load(&path, &options));
-        let prepared = loading.await.map_err(|_| Error::EngineStopped)??;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(since_1970.as_micros() as u64);
         let endpoint =
             Arc::new(Endpoint::bind(config.listen, identity, EndpointConfig::new(epoch, [Role::Worker]))?);
+        let shipping = ShippingMetrics::default();
+        let mut registry = Registry::default();
+        shipping.register(&mut registry);
+        let holdings = Arc::new(Holdings::new(
+            Some(config.model_id.clone()),
+            config.model_path.clone(),
+            config.engine.digests.clone(),
+            &config.shipping,
+            shipping.clone(),
+        ));
+        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, shipping);
+        let (path, options) = (config.model_path.clone(), config.engine.clone());
+        let load = move || Loaded::load(&path, &options);
+        let prepared = shipper.load(&config.model_path, None, load).await?;
         let listener = tokio::net::TcpListener::bind(config.ops)
             .await
             .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
@@ -150,6 +171,9 @@ impl WorkerService {
             prepared: Mutex::new(Some(prepared)),
             snapshots: SnapshotStore::new(config.snapshots.clone()),
             peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
+            holdings,
+            registry,
+            _shipper: shipper,
             stall_floor: config.stall_floor,
         });
         let mut tasks = vec![
@@ -314,7 +338,12 @@ impl Node {
     }
 
     fn metrics_text(&self) -> String {
-        self.engine().map_or_else(String::new, |engine| engine.metrics_text())
+        let own = EngineMetrics::text(&self.registry);
+        match self.engine() {
+            // One text has one end.
+            Some(engine) => own.trim_end_matches("# EOF\n").to_owned() + &engine.metrics_text(),
+            None => own,
+        }
     }
 
     /// Alive: the engine makes progress, or has nothing to do.

@@ -11,8 +11,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
+mod shipping;
 mod transfers;
 
+pub use shipping::{ShippingMetrics, SourceLabel};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
 
 /// Label of finished requests.

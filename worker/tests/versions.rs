@@ -3,6 +3,7 @@
 
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
 use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
@@ -70,6 +71,7 @@ async fn meets(newest: u16) -> (Vec<Told>, usize) {
     let config = WorkerConfig {
         model_id: model_id.clone(),
         model_path: model.into(),
+        shipping: ShippingConfig::default(),
         coordinators: vec![endpoint.address().to_string()],
         listen: any_port(),
         ops: any_port(),

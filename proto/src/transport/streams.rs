@@ -44,6 +44,8 @@ pub enum StreamKind {
     Stage = 11,
     /// Steps and activations, from a stage to the next, worker to worker. One direction.
     Activations = 12,
+    /// One request for a model's manifest or for chunks, worker to worker. Bidirectional.
+    Shard = 13,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -64,6 +66,7 @@ impl StreamKind {
             Self::PeerIndex,
             Self::Stage,
             Self::Activations,
+            Self::Shard,
             Self::Hello,
         ]
         .into_iter()
@@ -77,7 +80,7 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Pull | Self::Stage | Self::Activations => {
+            Self::Pull | Self::Stage | Self::Activations | Self::Shard => {
                 (opener, acceptor) == (Role::Worker, Role::Worker)
             }
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),

@@ -155,6 +155,9 @@ async fn serve_one(node: Arc<Node>, connection: Connection) {
             Ok(Incoming::Pull(call)) => {
                 tokio::spawn(send(Arc::clone(&node), call));
             }
+            Ok(Incoming::Shard(call)) => {
+                tokio::spawn(Arc::clone(&node.holdings).answer(call));
+            }
             Ok(other) => tracing::warn!(?other, "a stream that workers do not serve each other"),
             Err(error) => {
                 tracing::debug!(peer = %connection.peer(), %error, "a worker's connection has ended");

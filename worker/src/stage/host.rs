@@ -7,6 +7,8 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
+use crate::shipping::{Holdings, Shipper, ShippingConfig};
+use crate::telemetry::ShippingMetrics;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::stage::{
@@ -19,6 +21,7 @@ use proto::transport::{
 };
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -30,8 +33,10 @@ const FEED_LIMIT: Duration = Duration::from_secs(10);
 /// What a worker that holds stages is told.
 #[derive(Debug, Clone)]
 pub struct StageConfig {
-    /// The model's file.
+    /// The model's file, or its manifest in the shard store.
     pub model_path: PathBuf,
+    /// Where chunks of it come from that are not in the store.
+    pub shipping: ShippingConfig,
     /// Where other stages reach this one by QUIC; port 0 is any.
     pub listen: SocketAddr,
     /// Threads, arithmetic and types. What concerns a scheduler is the first stage's.
@@ -49,6 +54,8 @@ pub struct StageService {
 struct Host {
     config: StageConfig,
     endpoint: Arc<Endpoint>,
+    shipper: Shipper,
+    holdings: Arc<Holdings>,
     /// One stage at a time.
     room: Arc<Semaphore>,
     /// Who waits for the activations of which replica.
@@ -62,8 +69,14 @@ impl StageService {
         let epoch = Epoch(since_1970.as_micros() as u64);
         let quic = super::attentive(EndpointConfig::new(epoch, [Role::Worker]));
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
+        let metrics = ShippingMetrics::default();
+        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
+        let digests = config.engine.digests.clone();
+        let holdings = Holdings::new(None, config.model_path.clone(), digests, &config.shipping, metrics);
         let host = Arc::new(Host {
             config,
+            shipper,
+            holdings: Arc::new(holdings),
             endpoint: Arc::clone(&endpoint),
             room: Arc::new(Semaphore::new(1)),
             feeds: Mutex::new(HashMap::new()),
@@ -93,6 +106,7 @@ async fn serve(host: Arc<Host>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::Stage(call) => drop(tokio::spawn(hold(Arc::clone(&host), call))),
+            Incoming::Shard(call) => drop(tokio::spawn(Arc::clone(&host.holdings).answer(call))),
             Incoming::Activations(receiver) => {
                 let StageFeed::V1(StageFeedV1 { replica }) = receiver.feed;
                 let Some(waits) = host.feeds.lock().remove(&replica) else { continue };
@@ -142,8 +156,18 @@ async fn take_part(
     let (feed_sender, feed) = oneshot::channel();
     host.feeds.lock().insert(join.replica, feed_sender);
     let (path, options, asked) = (host.config.model_path.clone(), host.config.engine.clone(), join.clone());
-    let loading = tokio::task::spawn_blocking(move || load_range(&path, &options, &asked));
-    let mut decoder = loading.await.map_err(|_| StageFailure::Stops)??;
+    let layers = join.layers.0 as usize..join.layers.1 as usize;
+    let load = {
+        let layers = layers.clone();
+        move || load_range(&path, &options, layers.clone(), &asked)
+    };
+    let loaded = host.shipper.load(&host.config.model_path, Some(layers), load).await;
+    let (class, decoder) = loaded.map_err(|error| match error {
+        Error::StageStep { .. } => StageFailure::Layers,
+        Error::EngineStopped => StageFailure::Stops,
+        error => load_failure(&error),
+    })?;
+    let mut decoder = decoder.ok_or(StageFailure::OtherClass { class })?;
     let block_bytes = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
     let joined = StageReport::Joined(StageJoinedV1 { block_bytes });
     reporter.send(&joined).await.map_err(|error| neighbour(&error))?;
@@ -178,23 +202,19 @@ async fn take_part(
     }
 }
 
-/// Loads the layers that are asked for, if they make the bits that are asked for.
+/// Loads the layers that are asked for, if they make the bits that are asked for; also what they make.
 fn load_range(
     path: &std::path::Path,
     options: &EngineOptions,
+    layers: Range<usize>,
     join: &StageJoinV1,
-) -> Result<Decoder, StageFailure> {
-    let layers = join.layers.0 as usize..join.layers.1 as usize;
+) -> Result<(String, Option<Decoder>), Error> {
     let options = EngineOptions {
         max_rows: Some(join.max_rows as usize),
         block_tokens: join.block_tokens as usize,
         ..options.clone()
     };
-    let (class, decoder) = load::stage(path, &options, layers, &join.class).map_err(|error| match error {
-        Error::StageStep { .. } => StageFailure::Layers,
-        error => load_failure(&error),
-    })?;
-    decoder.ok_or(StageFailure::OtherClass { class })
+    load::stage(path, &options, layers, &join.class)
 }
 
 fn lay_out(config: &StageConfig, decoder: &mut Decoder, begin: &StageBeginV1) -> Result<Slabs, Error> {

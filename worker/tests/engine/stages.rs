@@ -6,6 +6,7 @@ use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::stage::{Replica, StageConfig, StageService};
 use model::ModelFile;
 use model::spec::ModelSpec;
@@ -40,6 +41,7 @@ impl Workers {
             let name = format!("w{index}");
             let config = StageConfig {
                 model_path: path(model),
+                shipping: ShippingConfig::default(),
                 listen: "127.0.0.1:0".parse().unwrap(),
                 engine: engine.clone(),
             };
