@@ -5,7 +5,7 @@
 //! Nothing that comes back is believed: a manifest is checked against the model's digest, a chunk against its name.
 
 use crate::codec::bounded;
-use crate::ids::ModelId;
+use crate::ids::{ModelId, NodeId};
 use serde::{Deserialize, Serialize};
 
 /// Chunks that one request names at most.
@@ -60,4 +60,30 @@ pub enum ShardRefusal {
     /// It failed.
     #[error("internal error")]
     Internal,
+}
+
+/// Sources that a report names at most.
+pub const MAX_STRUCK: usize = 256;
+
+/// How far a worker is with getting its model from others, as coordinators are told; from protocol version 4 on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ShippingReport {
+    /// First version.
+    V1(ShippingReportV1),
+}
+
+/// See [`ShippingReport`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShippingReportV1 {
+    /// Bytes of chunks that belong to it; 0 where the model is a file.
+    pub wanted: u64,
+    /// Bytes of these that it has.
+    pub present: u64,
+    /// Workers that it does not ask any more, since they have sent other bytes than chunks' names say. At most
+    /// [`MAX_STRUCK`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_STRUCK>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STRUCK>"
+    )]
+    pub struck: Vec<NodeId>,
 }

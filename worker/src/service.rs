@@ -10,6 +10,7 @@ use crate::shipping::{Holdings, Shipper, ShippingConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::telemetry::{EngineMetrics, ShippingMetrics};
 use parking_lot::Mutex;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
@@ -17,6 +18,7 @@ use proto::message::{
     LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
     WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
+use proto::shard::{MAX_STRUCK, ShippingReportV1};
 use proto::transport::{Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -69,13 +71,14 @@ struct Node {
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
-    served: ServedModelV2,
+    /// Set when the model is loaded.
+    offer: watch::Sender<Option<Arc<Offer>>>,
     part: WorkPart,
-    pull_cost: Option<PullCostV1>,
     draining: AtomicBool,
     /// Coordinators that have accepted us.
     joined: watch::Sender<usize>,
     engine: watch::Sender<Option<(ClusterKey, Runner)>>,
+    shipping: ShippingMetrics,
     /// Taken by the first registration.
     prepared: Mutex<Option<Loaded>>,
     snapshots: SnapshotStore,
@@ -83,9 +86,13 @@ struct Node {
     holdings: Arc<Holdings>,
     /// Of what does not belong to the engine.
     registry: Registry,
-    /// Keeps the model in the store.
-    _shipper: Shipper,
     stall_floor: Duration,
+}
+
+/// What this worker can be asked for.
+struct Offer {
+    model: ServedModelV2,
+    pull_cost: Option<PullCostV1>,
 }
 
 /// A model that waits for the cluster's key.
@@ -127,10 +134,13 @@ pub struct WorkerService {
     node: Arc<Node>,
     endpoint: Arc<Endpoint>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
+    /// Keeps the model in the store.
+    shipper: Shipper,
 }
 
 impl WorkerService {
-    /// Loads the model and starts joining. Returns as soon as the node listens; see [`Self::joined`].
+    /// Listens, gets and loads the model, and starts joining. Returns when the model is loaded; see [`Self::joined`].
+    /// Until then coordinators are told how far it is.
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(since_1970.as_micros() as u64);
@@ -146,34 +156,28 @@ impl WorkerService {
             &config.shipping,
             shipping.clone(),
         ));
-        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, shipping);
-        let (path, options) = (config.model_path.clone(), config.engine.clone());
-        let load = move || Loaded::load(&path, &options);
-        let prepared = shipper.load(&config.model_path, None, load).await?;
+        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, shipping.clone());
         let listener = tokio::net::TcpListener::bind(config.ops)
             .await
             .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
         let ops = listener.local_addr().map_err(|source| Error::Io { what: "ops address".into(), source })?;
-        let served = prepared.served(config.model_id.clone());
-        let pull_cost = prepared.pull_cost(config.model_id.clone());
         let node = Arc::new(Node {
             node: endpoint.name().node.clone(),
             epoch: AtomicU64::new(epoch.0),
             started: Instant::now(),
             quic: endpoint.address(),
             ops,
-            served,
+            offer: watch::Sender::new(None),
             part: config.part,
-            pull_cost,
             draining: AtomicBool::new(false),
             joined: watch::Sender::new(0),
             engine: watch::Sender::new(None),
-            prepared: Mutex::new(Some(prepared)),
+            shipping,
+            prepared: Mutex::new(None),
             snapshots: SnapshotStore::new(config.snapshots.clone()),
             peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
             holdings,
             registry,
-            _shipper: shipper,
             stall_floor: config.stall_floor,
         });
         let mut tasks = vec![
@@ -191,7 +195,27 @@ impl WorkerService {
                 }
             }));
         }
-        Ok(Self { node, endpoint, tasks })
+        let service = Self { node, endpoint, tasks, shipper: shipper };
+        match service.load(config.model_path, config.engine, config.model_id).await {
+            Ok(()) => Ok(service),
+            Err(error) => {
+                service.stop().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Gets and loads the model, which others may watch meanwhile.
+    async fn load(&self, path: PathBuf, options: EngineOptions, id: ModelId) -> Result<(), Error> {
+        let load = {
+            let path = path.clone();
+            move || Loaded::load(&path, &options)
+        };
+        let loaded = self.shipper.load(&path, None, load).await?;
+        let offer = Offer { model: loaded.served(id.clone()), pull_cost: loaded.pull_cost(id) };
+        *self.node.prepared.lock() = Some(loaded);
+        self.node.offer.send_replace(Some(Arc::new(offer)));
+        Ok(())
     }
 
     /// Where other nodes reach this one.
@@ -231,6 +255,24 @@ impl WorkerService {
 }
 
 impl Node {
+    /// What it can be asked for, once the model is loaded.
+    fn offer(&self) -> Option<Arc<Offer>> {
+        self.offer.borrow().clone()
+    }
+
+    /// Whether it serves this model.
+    fn serves(&self, model: &ModelId) -> bool {
+        self.offer.borrow().as_ref().is_some_and(|offer| offer.model.id == *model)
+    }
+
+    fn shipping_report(&self) -> ShippingReportV1 {
+        let bytes = |gauge: &Gauge| gauge.get().cast_unsigned();
+        let mut struck = self.shipping.dishonest();
+        struck.truncate(MAX_STRUCK);
+        let (wanted, present) = (bytes(&self.shipping.wanted), bytes(&self.shipping.present));
+        ShippingReportV1 { wanted, present, struck }
+    }
+
     fn engine(&self) -> Option<Runner> {
         self.engine.borrow().as_ref().map(|(_, engine)| engine.clone())
     }
@@ -284,16 +326,16 @@ impl Node {
         }
     }
 
-    fn register(&self) -> RegisterV3 {
+    fn register(&self, offer: &Offer) -> RegisterV3 {
         let worker = RegisterV2 {
             node: self.node.clone(),
             epoch: self.epoch(),
             pid: std::process::id(),
             quic: self.quic.to_string(),
             ops: self.ops.to_string(),
-            models: vec![self.served.clone()],
+            models: vec![offer.model.clone()],
         };
-        RegisterV3 { worker, part: self.part, pulls: self.pull_cost.iter().cloned().collect() }
+        RegisterV3 { worker, part: self.part, pulls: offer.pull_cost.iter().cloned().collect() }
     }
 
     fn report(&self) -> LoadReportV1 {
@@ -330,7 +372,7 @@ impl Node {
         WorkerStatus::V1(WorkerStatusV1 {
             node: self.node.clone(),
             // Version 1 knows only models that generate.
-            models: self.served.to_v1().into_iter().collect(),
+            models: self.offer().and_then(|offer| offer.model.to_v1()).into_iter().collect(),
             load: self.report(),
             kv_sequence,
             uptime_ms: self.started.elapsed().as_millis() as u64,

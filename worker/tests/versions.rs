@@ -13,6 +13,7 @@ use proto::message::{
     Sampling, Stop, WorkPart,
 };
 use proto::service::{CoordinatorApi, Refusal};
+use proto::shard::ShippingReport;
 use proto::transport::{Endpoint, EndpointConfig, Incoming, VersionRange};
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
@@ -46,6 +47,10 @@ impl CoordinatorApi for Coordinator {
         let _ = self.0.send(Told::Registered(form));
         let cluster_key = ClusterKey([7; 32]);
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+    }
+
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        panic!("a model that is a file is not shipped: {report:?}");
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {

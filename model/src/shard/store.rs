@@ -15,6 +15,9 @@ use std::time::{Duration, SystemTime};
 
 use super::{ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
 
+#[cfg(test)]
+mod tests;
+
 /// What a manifest's file is called behind its digest.
 pub(crate) const MANIFEST_EXTENSION: &str = "manifest";
 /// Nobody writes a chunk for as long as this: an older temporary file is left over.
@@ -277,14 +280,9 @@ impl ShardStore {
 
     /// Writes a file that is there whole or not at all.
     fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
-        let failed = |source: io::Error| match source.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                StoreError::DiskFull { path: path.to_owned(), bytes: bytes.len() as u64 }
-            }
-            _ => io_error("write", path)(source),
-        };
-        let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(failed)?;
-        file.write_all(bytes).and_then(|()| file.as_file().sync_data()).map_err(failed)?;
+        let failed = write_error(path, bytes.len() as u64);
+        let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(&failed)?;
+        file.write_all(bytes).and_then(|()| file.as_file().sync_data()).map_err(&failed)?;
         file.persist(path).map_err(|error| failed(error.error))?;
         Ok(())
     }
@@ -328,6 +326,16 @@ pub(crate) fn read_manifest(path: &Path, model: &[u8; 32]) -> Result<Manifest, S
 
 pub(crate) fn io_error(action: &'static str, path: &Path) -> impl Fn(io::Error) -> StoreError {
     move |source| StoreError::Io { action, path: path.to_owned(), source }
+}
+
+/// Why a file of so many bytes cannot be written.
+fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> StoreError {
+    move |source| match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            StoreError::DiskFull { path: path.to_owned(), bytes }
+        }
+        _ => io_error("write", path)(source),
+    }
 }
 
 /// Weights are nobody else's business, and nobody else may change them.

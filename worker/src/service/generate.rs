@@ -25,7 +25,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
     let pull = pull.map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
     let refusal = match node.state() {
         WorkerState::Draining => Some(GenerateError::Draining),
-        _ if request.model != node.served.id => Some(GenerateError::ModelNotFound(request.model.clone())),
+        _ if !node.serves(&request.model) => Some(GenerateError::ModelNotFound(request.model.clone())),
         _ => None,
     };
     let submitted = match (node.engine(), refusal) {

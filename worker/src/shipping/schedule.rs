@@ -9,6 +9,9 @@ use model::shard::ChunkId;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+#[cfg(test)]
+mod tests;
+
 /// Chunks with other bytes than their name says, until a source is not asked any more.
 pub const STRIKES: u32 = 3;
 /// Before a source is asked again for a chunk that it did not have, or had wrong.

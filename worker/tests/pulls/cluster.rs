@@ -15,6 +15,7 @@ use proto::message::{
 };
 use proto::pull::PullSourceV1;
 use proto::service::{CoordinatorApi, Refusal, deadline};
+use proto::shard::{ShippingReport, ShippingReportV1};
 use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Identity, Incoming};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -69,6 +70,9 @@ pub(crate) struct Worker {
     /// The coordinator's end.
     connection: Connection,
     report: Arc<Mutex<PullReportV1>>,
+    /// What it has told of getting its model.
+    #[allow(dead_code, reason = "tests of shipping use this module too")]
+    pub(crate) shipping: Arc<Mutex<Vec<ShippingReportV1>>>,
 }
 
 /// What a request was answered.
@@ -82,13 +86,18 @@ pub(crate) struct Answer {
 }
 
 #[derive(Clone)]
-struct Api(Arc<Mutex<PullReportV1>>);
+struct Api(Arc<Mutex<PullReportV1>>, Arc<Mutex<Vec<ShippingReportV1>>>);
 
 impl CoordinatorApi for Api {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
         assert!(matches!(request, Register::V3(_)));
         let cluster_key = ClusterKey([3; 32]);
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+    }
+
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        let ShippingReport::V1(report) = report;
+        self.1.lock().unwrap().push(report);
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
@@ -154,12 +163,18 @@ impl Cluster {
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,
         };
-        let service = WorkerService::start(config, &self.identity(name)).await?;
-        let connection = soon("joining", self.coordinator.accept()).await.unwrap();
-        let report = Arc::new(Mutex::new(PullReportV1::default()));
-        tokio::spawn(attend(connection.clone(), Api(Arc::clone(&report))));
+        let (report, shipping): (Arc<Mutex<_>>, Arc<Mutex<_>>) = Default::default();
+        let api = Api(Arc::clone(&report), Arc::clone(&shipping));
+        // It dials before its model is loaded.
+        let accepted = async {
+            let connection = soon("joining", self.coordinator.accept()).await.unwrap();
+            tokio::spawn(attend(connection.clone(), api));
+            Ok(connection)
+        };
+        let identity = self.identity(name);
+        let (service, connection) = tokio::try_join!(WorkerService::start(config, &identity), accepted)?;
         soon("joining", service.joined()).await;
-        Ok(Worker { service, node, connection, report })
+        Ok(Worker { service, node, connection, report, shipping })
     }
 }
 

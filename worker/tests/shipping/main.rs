@@ -242,6 +242,18 @@ async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
             1.0,
             "{fault:?}"
         );
+        // The coordinator hears of it, and how far the model was.
+        let report = soon("a report", async {
+            loop {
+                let last = worker.shipping.lock().unwrap().last().cloned();
+                match last.filter(|report| !report.struck.is_empty() && report.present == report.wanted) {
+                    Some(report) => return report,
+                    None => tokio::task::yield_now().await,
+                }
+            }
+        });
+        let report = report.await;
+        assert_eq!((report.wanted, report.struck), (chunk_bytes(LLAMA), vec![NodeId::new("liar").unwrap()]));
         worker.service.stop().await;
         holds.service.stop().await;
     }
