@@ -32,6 +32,7 @@ use proto::transport::{Connection, Endpoint};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -123,6 +124,9 @@ struct Shared {
     driver: Mutex<Option<Driver>>,
     /// Who this one is, once it is known in which life.
     seat: OnceLock<SeatV1>,
+    /// A member has said that this one was removed in its present life: who was away meanwhile learns it from
+    /// nobody's log. It is not kept, since whoever starts again is told again.
+    removed: AtomicBool,
     heard: Mutex<Heard>,
     /// Something was heard that a founder waits for.
     news: Notify,
@@ -178,6 +182,7 @@ impl Agreement {
             member: OnceLock::new(),
             driver: Mutex::new(None),
             seat: OnceLock::new(),
+            removed: AtomicBool::new(false),
             heard: Mutex::default(),
             news: Notify::new(),
             joined: Notify::new(),
@@ -295,6 +300,7 @@ impl Shared {
                 self.news.notify_one();
             }
             Told::Seat(seat) => self.heard.lock().seat(peer, seat),
+            Told::Removed(life) => self.told_removed(peer, life),
             Told::Order(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
@@ -364,7 +370,7 @@ impl Shared {
                 (Some(blank), _) => Some(News::Draft(blank.founding.draft().clone())),
                 (None, Some(Member { group, handle })) => {
                     let status = handle.status();
-                    let (role, term, applied) = (status.role, status.term, status.applied);
+                    let (role, term, applied) = (self.role(&status), status.term, status.applied);
                     Some(News::Member(MemberV1 { group: *group, role, term, applied }))
                 }
                 (None, None) => None,
@@ -374,6 +380,9 @@ impl Shared {
                 tracing::warn!("{}", members::outsider(seat));
             }
             for peer in mesh.peers() {
+                if let Some(life) = self.removed_life(&peer) {
+                    mesh.send(&peer, Told::Removed(life));
+                }
                 news.iter().for_each(|news| mesh.send(&peer, Told::News(news.clone())));
                 self.seat.get().into_iter().for_each(|seat| mesh.send(&peer, Told::Seat(seat.clone())));
             }
@@ -428,7 +437,8 @@ impl Shared {
         match self.member.get() {
             Some(member) => {
                 let status = member.handle.status();
-                Standing { node, role: status.role.name(), term: status.term, applied: status.applied }
+                let role = self.role(&status).name();
+                Standing { node, role, term: status.term, applied: status.applied }
             }
             None => Standing { node, role: "founding", term: 0, applied: 0 },
         }

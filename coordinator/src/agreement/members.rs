@@ -9,13 +9,15 @@ use super::changes::Session;
 use super::mesh::Mesh;
 use super::news::Told;
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, PeerEntry, Shared};
-use crate::consensus::core::{ProposeError, RaftRole};
+use crate::consensus::Incarnation;
+use crate::consensus::core::{ProposeError, RaftRole, Status};
 use crate::consensus::driver::{ConsensusError, Handle};
 use crate::consensus::table::{Change, MAX_VOTERS, Outcome, Refusal, SeatV1, Standing, Table};
 use crate::random::random_u64;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout_at};
@@ -149,10 +151,34 @@ impl Shared {
     /// Whether this coordinator is a member of its group; if not, what is to be done.
     pub(super) fn check_member(&self) -> Result<(), ChangeError> {
         match (self.member.get(), self.seat.get()) {
-            (Some(member), Some(seat)) if member.handle.status().role == RaftRole::Outsider => {
+            (Some(member), Some(seat)) if self.role(&member.handle.status()) == RaftRole::Outsider => {
                 Err(ChangeError::Explained(outsider(seat)))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// The part that this coordinator plays.
+    pub(super) fn role(&self, status: &Status) -> RaftRole {
+        if self.removed.load(Ordering::Relaxed) { RaftRole::Outsider } else { status.role }
+    }
+
+    /// The life in which a peer still is though it was removed in it.
+    pub(super) fn removed_life(&self, peer: &NodeId) -> Option<Incarnation> {
+        let Some(Standing::Removed(life)) = self.table()?.coordinators().get(peer).cloned() else {
+            return None;
+        };
+        let heard = self.heard.lock();
+        heard.seat_of(peer).filter(|seat| seat.incarnation == life).map(|_| life)
+    }
+
+    /// A peer says that this one was removed in this life. A life that was removed never returns, so a member's word
+    /// cannot be out of date.
+    pub(super) fn told_removed(&self, peer: &NodeId, life: Incarnation) {
+        let own = self.seat.get().is_some_and(|seat| seat.incarnation == life);
+        let member = self.table().is_some_and(|table| table.seats().any(|seat| seat.node == *peer));
+        if own && member {
+            self.removed.store(true, Ordering::Relaxed);
         }
     }
 

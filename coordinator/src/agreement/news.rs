@@ -2,6 +2,7 @@
 
 use super::founding::DraftV1;
 use super::members::{Answer, Order};
+use crate::consensus::Incarnation;
 use crate::consensus::core::RaftRole;
 use crate::consensus::message::{Frame, GroupId};
 use crate::consensus::table::SeatV1;
@@ -26,6 +27,8 @@ pub(super) enum Told {
     Order(u64, Order),
     /// What came of the order with this number.
     Answer(u64, Answer),
+    /// The receiver was removed from the group in this life of its disk.
+    Removed(Incarnation),
 }
 
 /// Where a coordinator stands. Variants are only appended.

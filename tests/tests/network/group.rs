@@ -85,7 +85,12 @@ pub(crate) fn converge(fleet: &Fleet) {
 /// Whether a coordinator answers a short request.
 pub(crate) fn completes(fleet: &Fleet, coordinator: usize, model: &str) -> bool {
     let body = json!({"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0});
-    fleet.post(coordinator, "/v1/completions", &body).is_ok_and(|answer| answer.status == 200)
+    let answer = fleet.post(coordinator, "/v1/completions", &body);
+    let completed = answer.as_ref().is_ok_and(|answer| answer.status == 200);
+    if !completed {
+        println!("c{coordinator} does not complete: {answer:?}");
+    }
+    completed
 }
 
 /// Whether a coordinator calls itself ready.

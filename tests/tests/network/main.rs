@@ -15,6 +15,7 @@ mod restart;
 mod rolling_restart;
 mod shipping;
 mod stream;
+mod sync_fails;
 mod wedge;
 mod worker_loss;
 mod zombie;

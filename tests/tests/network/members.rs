@@ -136,3 +136,24 @@ fn leadership_is_handed_over_and_a_leader_can_be_removed() {
     });
     assert_eq!(answer.unwrap().unwrap().status, 400);
 }
+
+#[test]
+fn a_coordinator_that_was_removed_while_it_was_away_is_told() {
+    let fleet = Fleet::builder("removed-away", &crate::tiny_model(), 3, 1).start(43).unwrap();
+    let away = (leader(&fleet, 0) + 1) % 3;
+    let (asked, name) = ((away + 1) % 3, format!("c{away}"));
+    all_here(&fleet, asked, 3);
+    fleet.freeze(Node::Coordinator(away), true).unwrap();
+    let removed = || kvasir(&fleet, asked, &["remove", &name]).0.then_some(());
+    wait::until("it is removed", RECOVERY, removed).unwrap();
+    fleet.freeze(Node::Coordinator(away), false).unwrap();
+    // It does not wait for a majority that it is no part of.
+    wait::until("it knows", RECOVERY, || {
+        let refused = drain(&fleet, away, true);
+        (refused.status == 409 && refused.text().unwrap().contains("it was removed")).then_some(())
+    })
+    .unwrap();
+    let shown = fleet.status(away).unwrap()["coordinators"][0]["role"].clone();
+    assert_eq!(shown, "outsider");
+    all_here(&fleet, asked, 2);
+}
