@@ -9,6 +9,7 @@ use model::{GgmlType, ModelFile};
 use proto::ids::{Epoch, Role};
 use proto::shard::{ChunksV1, ShardRequest};
 use proto::transport::{Endpoint, EndpointConfig, Expected, Incoming, ShardCall};
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -53,8 +54,10 @@ impl Site {
         generate(&model, hidden, layers);
         let manifest = Manifest::of_file(&ModelFile::open(&model).unwrap()).unwrap();
         let digest = model::shard::ChunkId(manifest.digest()).to_string();
-        let tensors = manifest.header().tensors();
-        let bytes = tensors.map(|info| info.bytes()).sum();
+        // What several tensors have in common travels once.
+        let mut seen = HashSet::new();
+        let places = manifest.header().tensors().flat_map(|info| manifest.chunks(info.name()).unwrap());
+        let bytes = places.filter(|place| seen.insert(place.id)).map(|place| place.bytes as u64).sum();
         let text = |path: PathBuf| path.to_str().unwrap().to_owned();
         let ca = text(dir.path().join("ca"));
         binary::stdout(&["ca", "init", "--dir", &ca, "--cluster", "site"]).unwrap();
