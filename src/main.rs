@@ -28,6 +28,7 @@ mod progress;
 mod replica;
 mod role;
 mod run;
+mod shipped;
 mod snapshot;
 mod stage;
 mod status;

@@ -1,8 +1,9 @@
 //! `kvasir stage`: a worker that holds layers of a model for a replica which another process leads.
 
+use crate::config::ByteSize;
 use crate::local::EngineArgs;
-use crate::models;
 use crate::node::{self, StopSignals};
+use crate::shipped;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
@@ -15,8 +16,14 @@ use worker::stage::{StageConfig, StageService};
     It prints one line of JSON with its address when it listens; logs go to stderr. Which layers it holds it hears \
     from the first stage; threads and types are its own, and must be of the first one's numeric class.")]
 pub(crate) struct Stage {
-    /// Catalog name or path to a .gguf
+    /// Catalog name or path to a .gguf; with --from, or as blake3:HEX, a model that other workers have
     model: String,
+    /// Workers that have the model, or other parts of it
+    #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_FROM", value_delimiter = ',')]
+    from: Vec<String>,
+    /// What all workers of this host may keep of models that they got from others [default: 256GiB]
+    #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
+    shard_bytes: Option<ByteSize>,
     /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     identity: PathBuf,
@@ -39,8 +46,15 @@ impl Stage {
     /// Runs the command: until it is told to end.
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let identity = node::identity(Some(&self.identity))?;
-        let model_path = models::resolve_or_pull(&self.model)?.path;
-        let config = StageConfig { model_path, listen: self.quic, engine: self.engine.options()? };
+        let own = identity.clone();
+        let (model, shipping) =
+            shipped::resolve(&self.model, &self.from, self.shard_bytes, self.quic, || Ok(own))?;
+        let config = StageConfig {
+            model_path: model.path,
+            shipping,
+            listen: self.quic,
+            engine: self.engine.options()?,
+        };
         // Arithmetic has threads of its own; these only move bytes.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async {

@@ -31,6 +31,8 @@ pub(crate) struct Cluster {
     #[serde(default)]
     pub(crate) workers: Vec<Worker>,
     #[serde(default)]
+    shipping: Vec<Shipment>,
+    #[serde(default)]
     index: Option<Index>,
     #[serde(default)]
     pub(crate) queue: Queue,
@@ -73,6 +75,16 @@ pub(crate) struct Worker {
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
+}
+
+/// How far a worker is with getting its model from others.
+#[derive(Debug, Deserialize)]
+struct Shipment {
+    worker: String,
+    wanted_bytes: u64,
+    present_bytes: u64,
+    #[serde(default)]
+    struck: Vec<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -144,6 +156,15 @@ fn table(cluster: &Cluster) -> String {
         ]);
     }
     let mut text = columns(&rows);
+    for Shipment { worker, wanted_bytes, present_bytes, struck } in &cluster.shipping {
+        if present_bytes < wanted_bytes {
+            let (present, wanted) = (present_bytes >> 20, wanted_bytes >> 20);
+            text += &format!("{worker} gets its model from other workers: {present} of {wanted} MiB\n");
+        }
+        if !struck.is_empty() {
+            text += &format!("{worker} was sent wrong bytes by {}\n", struck.join(", "));
+        }
+    }
     if let Some(index) = &cluster.index {
         text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);
     }
@@ -172,11 +193,22 @@ mod tests {
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
                             "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"new":1}],
-                "models":[],"replicas":[],"index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
+                "models":[],"replicas":[],
+                "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
+                "index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
         )
         .unwrap();
         let text = table(&cluster);
-        for expected in ["c0", "w0", "ready", "1 of 2 MiB", "12 ms ago", "7 blocks"] {
+        for expected in [
+            "c0",
+            "w0",
+            "ready",
+            "1 of 2 MiB",
+            "12 ms ago",
+            "7 blocks",
+            "w1 gets its model from other workers: 2 of 9 MiB",
+            "by w2",
+        ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }
     }

@@ -4,11 +4,11 @@ use crate::config::{self, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::front::Front;
 use crate::home;
-use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
 use crate::role::RoleArg;
+use crate::shipped;
 use coordinator::models::ModelEntry;
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
@@ -57,6 +57,13 @@ pub(crate) struct WorkerSettings {
     /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
+    /// Workers that have the model, for one that has no file of it: MODEL is then the name under which they serve it, or
+    /// its digest, as blake3:HEX or ID=blake3:HEX.
+    #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_FROM", value_delimiter = ',')]
+    pub(crate) from: Option<Vec<String>>,
+    /// What all workers of this host may keep of models that they got from others [default: 256GiB].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
+    pub(crate) shard_bytes: Option<ByteSize>,
     /// What part of requests this worker is for [default: both].
     #[arg(long, value_enum, env = "KVASIR_ROLE")]
     pub(crate) role: Option<RoleArg>,
@@ -176,12 +183,16 @@ impl WorkerSettings {
         self.check()?;
         let name =
             self.model.as_deref().ok_or_else(|| ConfigError::missing("model", "name a model to serve"))?;
-        let model = models::resolve_named(name)?;
-        let (settings, explained) = self.complete(&model.path)?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let from = self.from.as_deref().unwrap_or_default();
+        let identity = || crate::node::identity(self.identity.as_deref());
+        let (model, shipping) =
+            shipped::resolve(name, from, self.shard_bytes, self.quic.unwrap_or(local(0)), identity)?;
+        let (settings, explained) = self.complete(&model.path)?;
         let config = WorkerConfig {
             model_id: model.id,
             model_path: model.path,
+            shipping,
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.unwrap_or(local(0)),
             ops: settings.ops.unwrap_or(local(0)),
@@ -247,6 +258,8 @@ impl WorkerSettings {
             coordinators: self.coordinators.clone(),
             http: self.http,
             model: self.model.clone(),
+            from: self.from.clone(),
+            shard_bytes: or!(shard_bytes, shipped::STORE_BYTES, "little beside the disks of such machines"),
             role: or!(role, RoleArg::Both, "a worker that can do everything is never missing for something"),
             cpus: self.cpus.clone(),
             pool: pooled,

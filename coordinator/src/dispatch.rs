@@ -8,12 +8,14 @@ mod link;
 mod peers;
 mod pool;
 mod sequences;
+mod shipments;
 
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
 pub use peers::Peers;
 pub use pool::PoolWorker;
+pub use shipments::Shipments;
 
 use crate::balancer::{
     Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
@@ -48,6 +50,7 @@ pub struct Dispatch {
     desk: Mutex<Desk>,
     metrics: Arc<Metrics>,
     peers: Peers,
+    shipments: Shipments,
 }
 
 /// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
@@ -72,7 +75,12 @@ impl Dispatch {
         let balancer = Balancer::new(policy);
         let desk =
             Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
-        Arc::new(Self { desk: Mutex::new(desk), metrics, peers: Peers::default() })
+        Arc::new(Self {
+            desk: Mutex::new(desk),
+            metrics,
+            peers: Peers::default(),
+            shipments: Shipments::default(),
+        })
     }
 
     /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
@@ -138,6 +146,11 @@ impl Dispatch {
         member
     }
 
+    /// What workers say of getting their models.
+    pub fn shipments(&self) -> &Shipments {
+        &self.shipments
+    }
+
     /// A worker's events arrive on this session.
     pub fn events(self: &Arc<Self>, session: SessionId, node: &NodeId, batch: KvEventBatch) {
         for part in batch.into_parts() {
@@ -158,6 +171,7 @@ impl Dispatch {
 
     /// The session's connection is gone: if it is the one by which the worker is a member, it has left.
     pub fn session_lost(self: &Arc<Self>, session: SessionId, node: &NodeId) {
+        self.shipments.forget(session, node);
         self.remove(node, "connection lost", |link| link.session() == session);
     }
 

@@ -9,6 +9,7 @@ use proto::codec::CodecError;
 use proto::ids::{ModelId, NodeId, Role};
 use proto::message::{LoadReport, Register, Registered, RegisteredV1};
 use proto::service::{CoordinatorApi, Refusal};
+use proto::shard::ShippingReport;
 use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceiver};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -94,6 +95,7 @@ impl Session {
                 Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
                 Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
                 Ok(Incoming::Stage(_) | Incoming::StageLease(_) | Incoming::Activations(_)) => {}
+                Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());
@@ -176,5 +178,19 @@ impl CoordinatorApi for Session {
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
         let report = report.into_latest();
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
+    }
+
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        let ShippingReport::V1(report) = report;
+        for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
+            tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
+            let drained = match &self.agreement {
+                Some(agreement) => agreement.drain(&struck, true).await.map_err(|error| error.to_string()),
+                None => self.dispatch.drain(&struck, true).await.map_err(|error| error.to_string()),
+            };
+            if let Err(error) = drained {
+                tracing::error!(source = %struck, error, "it cannot be drained");
+            }
+        }
     }
 }

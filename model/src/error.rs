@@ -171,6 +171,9 @@ pub enum Error {
     /// A model's manifest cannot be made.
     #[error(transparent)]
     Manifest(#[from] crate::shard::ManifestError),
+    /// A model's chunks cannot be had from the store.
+    #[error(transparent)]
+    Store(#[from] crate::shard::StoreError),
     /// A safetensors checkpoint cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),

@@ -7,11 +7,14 @@
 //! that fits its dimensions, and bytes that lie inside its file and overlap no other's.
 
 use std::ffi::OsStr;
-use std::path::Path;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crate::mmap::MappedFile;
-use crate::shard::ChunkId;
+use crate::shard::mapped::MappedTensor;
+use crate::shard::store::{MANIFEST_EXTENSION, digest_of, io_error, read_manifest};
+use crate::shard::{ChunkId, Manifest};
 use crate::{Error, GgmlType, Metadata, checkpoint, gguf};
 
 pub(crate) mod digest;
@@ -24,9 +27,28 @@ pub use known::DigestCache;
 /// A model, opened.
 #[derive(Debug)]
 pub struct ModelFile {
-    files: Vec<MappedFile>,
+    data: Data,
     header: ModelHeader,
     chunks: OnceLock<Vec<ChunkId>>,
+}
+
+/// Where the tensors' bytes are.
+#[derive(Debug)]
+enum Data {
+    Files(Vec<MappedFile>),
+    Store(Box<StoredData>),
+}
+
+/// A model of a [`crate::shard::ShardStore`]; of its chunks any may be missing.
+#[derive(Debug)]
+struct StoredData {
+    /// The manifest's file.
+    path: PathBuf,
+    /// The directory of chunks.
+    chunks: PathBuf,
+    manifest: Manifest,
+    /// In the order of the manifest; mapped when they are first asked for.
+    tensors: Vec<OnceLock<MappedTensor>>,
 }
 
 /// What a format's reader finds.
@@ -77,15 +99,33 @@ impl TensorInfo {
 }
 
 impl ModelFile {
-    /// Opens a GGUF (given any file of a split set, the set) or, if `path` ends in `.safetensors`, a checkpoint.
-    /// Tensor bytes are not touched.
+    /// Opens a GGUF (given any file of a split set, the set), a checkpoint if `path` ends in `.safetensors`, or, if it
+    /// ends in `.manifest`, a model of the shard store that the file is in. Tensor bytes are not touched.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         let Contents { files, metadata, tensors } = match path.extension().and_then(OsStr::to_str) {
             Some("safetensors") => checkpoint::open(path)?,
+            Some(MANIFEST_EXTENSION) => return Self::open_stored(path),
             _ => gguf::open(path)?,
         };
-        Ok(Self { files, header: ModelHeader::new(metadata, tensors), chunks: OnceLock::new() })
+        let header = ModelHeader::new(metadata, tensors);
+        Ok(Self { data: Data::Files(files), header, chunks: OnceLock::new() })
+    }
+
+    fn open_stored(path: &Path) -> Result<Self, Error> {
+        let not_named = || io_error("open", path)(ErrorKind::InvalidFilename.into());
+        let manifest = read_manifest(path, &digest_of(path).ok_or_else(not_named)?)?;
+        let root = path.parent().and_then(Path::parent).unwrap_or(Path::new(".."));
+        let header = manifest.header().clone();
+        let chunks = OnceLock::from(manifest.all_chunks().to_vec());
+        let tensors = header.tensors().map(|_| OnceLock::new()).collect();
+        let data = StoredData { path: path.to_owned(), chunks: root.join("chunks"), manifest, tensors };
+        Ok(Self { data: Data::Store(Box::new(data)), header, chunks })
+    }
+
+    /// Whether the tensors are chunks of a shard store, any of which may be missing.
+    pub fn is_stored(&self) -> bool {
+        matches!(self.data, Data::Store(_))
     }
 
     /// Everything but the tensors' bytes.
@@ -112,14 +152,19 @@ impl ModelFile {
     /// element's size.
     ///
     /// Fails if there is no such tensor, or if the file has been cut short since it was opened. Cutting it
-    /// while the slice is in use kills the process; [`read_tensor`](Self::read_tensor) copies instead.
+    /// while the slice is in use kills the process; [`read_tensor`](Self::read_tensor) copies instead. Of a model of
+    /// the shard store it fails if a chunk is missing or damaged: each is checked when it is first asked for.
     pub fn tensor_data(&self, name: &str) -> Result<&[u8], Error> {
-        let (info, file) = self.find(name)?;
+        let files = match &self.data {
+            Data::Files(files) => files,
+            Data::Store(stored) => return stored.tensor(name),
+        };
+        let (info, file) = self.find(files, name)?;
         file.check_size()?;
         let range = usize::try_from(info.offset).ok().zip(usize::try_from(info.bytes).ok());
         range
             .and_then(|(start, len)| file.bytes().get(start..start.checked_add(len)?))
-            .ok_or_else(|| Error::MissingTensor { tensor: name.to_owned() })
+            .ok_or_else(|| missing(name))
     }
 
     /// Copies bytes of a tensor from `offset` on into `buffer`, without the mapping: a file that is cut short
@@ -127,17 +172,41 @@ impl ModelFile {
     ///
     /// Fails too if `offset` and the buffer's length reach past the tensor.
     pub fn read_tensor(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
-        let (info, file) = self.find(name)?;
+        let info = self.tensor(name).ok_or_else(|| missing(name))?;
         let len = buffer.len() as u64;
+        let beyond = || Error::TensorRange { tensor: name.to_owned(), offset, len, bytes: info.bytes };
         if offset.checked_add(len).is_none_or(|end| end > info.bytes) {
-            return Err(Error::TensorRange { tensor: name.to_owned(), offset, len, bytes: info.bytes });
+            return Err(beyond());
         }
-        file.read_at(buffer, info.offset.saturating_add(offset))
+        match &self.data {
+            Data::Files(files) => {
+                let (info, file) = self.find(files, name)?;
+                file.read_at(buffer, info.offset.saturating_add(offset))
+            }
+            Data::Store(stored) => {
+                let start = usize::try_from(offset).map_err(|_| beyond())?;
+                let part = stored.tensor(name)?.get(start..start + buffer.len()).ok_or_else(beyond)?;
+                buffer.copy_from_slice(part);
+                Ok(())
+            }
+        }
     }
 
-    /// The files, in order; more than one for a split set.
+    /// The files, in order; more than one for a split set, the manifest's for a model of the shard store.
     pub fn files(&self) -> impl ExactSizeIterator<Item = &Path> {
-        self.files.iter().map(MappedFile::path)
+        let paths: Vec<&Path> = match &self.data {
+            Data::Files(files) => files.iter().map(MappedFile::path).collect(),
+            Data::Store(stored) => vec![&stored.path],
+        };
+        paths.into_iter()
+    }
+
+    /// The files that tensors are mapped from; none of the shard store.
+    fn mapped_files(&self) -> &[MappedFile] {
+        match &self.data {
+            Data::Files(files) => files,
+            Data::Store(_) => &[],
+        }
     }
 
     /// Sum of the tensors' bytes.
@@ -164,9 +233,31 @@ impl ModelFile {
         Ok(self.chunks.get_or_init(|| chunks))
     }
 
-    fn find(&self, name: &str) -> Result<(&TensorInfo, &MappedFile), Error> {
-        self.tensor(name)
-            .and_then(|info| Some((info, self.files.get(info.file)?)))
-            .ok_or_else(|| Error::MissingTensor { tensor: name.to_owned() })
+    fn find<'a>(
+        &'a self,
+        files: &'a [MappedFile],
+        name: &str,
+    ) -> Result<(&'a TensorInfo, &'a MappedFile), Error> {
+        let found = self.tensor(name).and_then(|info| Some((info, files.get(info.file)?)));
+        found.ok_or_else(|| missing(name))
     }
+}
+
+impl StoredData {
+    fn tensor(&self, name: &str) -> Result<&[u8], Error> {
+        let header = self.manifest.header();
+        let place = header.index(name).and_then(|index| self.tensors.get(index));
+        let (place, info) = place.zip(header.tensor(name)).ok_or_else(|| missing(name))?;
+        if let Some(mapped) = place.get() {
+            return Ok(mapped.bytes());
+        }
+        let too_large = |_| io_error("map", &self.path)(ErrorKind::OutOfMemory.into());
+        let bytes = usize::try_from(info.bytes).map_err(too_large)?;
+        let mapped = MappedTensor::open(&self.chunks, bytes, self.manifest.chunks(name)?)?;
+        Ok(place.get_or_init(|| mapped).bytes())
+    }
+}
+
+fn missing(tensor: &str) -> Error {
+    Error::MissingTensor { tensor: tensor.to_owned() }
 }

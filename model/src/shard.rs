@@ -8,8 +8,11 @@
 use std::fmt;
 
 mod manifest;
+pub(crate) mod mapped;
+pub(crate) mod store;
 
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
+pub use store::{HeldModel, ShardStore, StoreError};
 
 /// Bytes of a chunk; the last of a tensor may be shorter.
 pub const CHUNK_BYTES: usize = 4 << 20;
@@ -22,6 +25,11 @@ impl ChunkId {
     /// The name of these bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Self(blake3::hash(bytes).into())
+    }
+
+    /// The name that is written as these 64 hexadecimal digits.
+    pub fn from_hex(digits: &str) -> Option<Self> {
+        Some(Self(blake3::Hash::from_hex(digits).ok()?.into()))
     }
 }
 

@@ -116,6 +116,9 @@ pub enum Error {
     /// A worker does not send what is pulled from it.
     #[error("nothing can be pulled: {0}")]
     PullRefused(#[from] crate::pull::PullRefusal),
+    /// A worker does not send manifests or chunks.
+    #[error("no chunks can be had: {0}")]
+    ShardRefused(#[from] crate::shard::ShardRefusal),
     /// A stage of a replica does not take part, or no longer.
     #[error("the stage has failed: {0}")]
     StageFailed(#[from] crate::stage::StageFailure),
@@ -162,6 +165,7 @@ impl Error {
             | Self::VersionMismatch { .. }
             | Self::Spoofed { .. }
             | Self::PullRefused(_)
+            | Self::ShardRefused(_)
             | Self::StageFailed(_)
             | Self::StageClaimed(_)
             | Self::EndpointClosed

@@ -16,6 +16,7 @@ pub mod placement;
 pub mod pull;
 pub mod sequence;
 pub mod service;
+pub mod shard;
 pub mod stage;
 pub mod transport;
 

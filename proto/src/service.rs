@@ -7,6 +7,7 @@ use crate::event::KvReplay;
 use crate::ids::{Epoch, NodeId};
 use crate::message::{LoadReport, Register, Registered, WorkerStatus};
 use crate::placement::{PlaceOrder, PlaceReport};
+use crate::shard::ShippingReport;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,8 @@ pub trait CoordinatorApi {
     async fn register(request: Register) -> Result<Registered, Refusal>;
     /// Reports load and progress, and renews the lease by progress.
     async fn report(report: LoadReport) -> Result<(), Refusal>;
+    /// Says how far the worker is with getting its model, also before it has registered. From protocol version 4 on.
+    async fn shipping(report: ShippingReport);
 }
 
 /// What a coordinator calls at each worker.

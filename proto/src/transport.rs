@@ -108,6 +108,7 @@ mod pull;
 mod reset;
 mod rpc;
 mod sequence;
+mod shard;
 mod stage;
 mod streams;
 mod tls;
@@ -128,6 +129,7 @@ pub use peer_index::{PeerIndexCall, PeerIndexStream};
 pub use pull::{PullCall, PullReply, PullStream};
 pub use rpc::{CoordinatorRpc, WorkerRpc};
 pub use sequence::{SequenceBody, SequenceBytes, SequenceCall, SequenceExchange, SequenceReplier};
+pub use shard::{ShardCall, ShardReply, ShardStream};
 pub use stage::{
     ActivationReceiver, ActivationSender, StageCall, StageControl, StageOrderReceiver, StageOrders,
     StageReporter, StageReports,

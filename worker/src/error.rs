@@ -65,6 +65,9 @@ pub enum Error {
         /// How many there can be.
         most: usize,
     },
+    /// A model cannot be had from other workers.
+    #[error(transparent)]
+    Shipping(#[from] crate::shipping::ShippingError),
     /// Another stage of the replica is gone.
     #[error(transparent)]
     StageLost(#[from] crate::stage::LostStage),

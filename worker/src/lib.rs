@@ -20,6 +20,7 @@ pub mod pull;
 pub mod sampling;
 pub mod scheduler;
 pub mod service;
+pub mod shipping;
 pub mod snapshot;
 pub mod stage;
 pub mod telemetry;

@@ -7,9 +7,13 @@ use crate::Error;
 use crate::encoder::Encoder;
 use crate::engine::thread::Broken;
 use crate::load::{EngineOptions, Prepared};
+use crate::shipping::{Holdings, Shipper, ShippingConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
-use crate::stage::StageConfig;
+use crate::stage::{Holds, StageConfig};
+use crate::telemetry::{EngineMetrics, ShippingMetrics};
 use parking_lot::Mutex;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
@@ -17,6 +21,7 @@ use proto::message::{
     WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::placement::{CapacityV1, ModelFileV1, RegisterV4};
+use proto::shard::{MAX_STRUCK, ShippingReportV1};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -44,8 +49,10 @@ use runner::Runner;
 pub struct WorkerConfig {
     /// Name of the model in the API.
     pub model_id: ModelId,
-    /// The model's file.
+    /// The model's file, or its manifest in the shard store.
     pub model_path: PathBuf,
+    /// Where chunks of it come from that are not in the store.
+    pub shipping: ShippingConfig,
     /// Coordinators, `host:port`; resolved anew for every attempt.
     pub coordinators: Vec<String>,
     /// Where other nodes reach this one by QUIC; port 0 is any.
@@ -85,9 +92,9 @@ struct Node {
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
-    served: Option<ServedModelV2>,
+    /// Set when the model is loaded.
+    offer: watch::Sender<Option<Arc<Offer>>>,
     part: WorkPart,
-    pull_cost: Option<PullCostV1>,
     pool: Option<Arc<Pool>>,
     /// Also for the lives that follow.
     draining: Arc<AtomicBool>,
@@ -98,13 +105,23 @@ struct Node {
     /// By which they have.
     links: Mutex<Vec<Connection>>,
     engine: watch::Sender<Option<(ClusterKey, Runner)>>,
+    shipping: ShippingMetrics,
     /// Taken by the first registration.
     prepared: Mutex<Option<Loaded>>,
     /// Hears why the engine cannot go on; where nobody does, the process ends.
     broken: Option<mpsc::UnboundedSender<String>>,
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
+    holdings: Arc<Holdings>,
+    /// Of what does not belong to the engine.
+    registry: Arc<Registry>,
     stall_floor: Duration,
+}
+
+/// What this worker can be asked for; nothing, of one of the pool that leads no replica.
+struct Offer {
+    model: Option<ServedModelV2>,
+    pull_cost: Option<PullCostV1>,
 }
 
 /// A model that waits for the cluster's key.
@@ -159,6 +176,8 @@ pub struct WorkerService {
     node: watch::Receiver<Arc<Node>>,
     endpoint: Arc<Endpoint>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
+    /// Keeps the model in the store.
+    _shipper: Arc<Shipper>,
 }
 
 /// What stays the same over the lives of a node.
@@ -174,6 +193,9 @@ struct Ground {
     calls: Arc<AtomicUsize>,
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
+    shipping: ShippingMetrics,
+    holdings: Arc<Holdings>,
+    registry: Arc<Registry>,
     stall_floor: Duration,
 }
 
@@ -181,32 +203,34 @@ struct Ground {
 struct Life {
     node: Arc<Node>,
     dialers: JoinSet<()>,
+    model_id: ModelId,
 }
 
 impl Ground {
-    /// Begins a life of its own epoch, and to tell coordinators of it.
-    fn begin(&self, epoch: Epoch, loaded: Loaded, broken: Option<mpsc::UnboundedSender<String>>) -> Life {
-        let (served, pull_cost) =
-            (loaded.served(self.model_id.clone()), loaded.pull_cost(self.model_id.clone()));
+    /// Begins a life of its own epoch, and to tell coordinators of it; they accept it once it has
+    /// [loaded](Life::loaded).
+    fn begin(&self, epoch: Epoch, broken: Option<mpsc::UnboundedSender<String>>) -> Life {
         let node = Arc::new(Node {
             node: self.endpoint.name().node.clone(),
             epoch: AtomicU64::new(epoch.0),
             started: self.started,
             quic: self.endpoint.address(),
             ops: self.ops,
-            served,
+            offer: watch::Sender::new(None),
             part: self.part,
-            pull_cost,
             pool: self.pool.clone(),
             draining: Arc::clone(&self.draining),
             calls: Arc::clone(&self.calls),
             joined: watch::Sender::new(0),
             links: Mutex::default(),
             engine: watch::Sender::new(None),
-            prepared: Mutex::new(Some(loaded)),
+            shipping: self.shipping.clone(),
+            prepared: Mutex::new(None),
             broken,
             snapshots: Arc::clone(&self.snapshots),
             peers: Arc::clone(&self.peers),
+            holdings: Arc::clone(&self.holdings),
+            registry: Arc::clone(&self.registry),
             stall_floor: self.stall_floor,
         });
         let mut dialers = JoinSet::new();
@@ -221,11 +245,19 @@ impl Ground {
                 }
             });
         }
-        Life { node, dialers }
+        Life { node, dialers, model_id: self.model_id.clone() }
     }
 }
 
 impl Life {
+    /// What it is to serve is loaded.
+    fn loaded(&self, loaded: Loaded) {
+        let (model, pull_cost) =
+            (loaded.served(self.model_id.clone()), loaded.pull_cost(self.model_id.clone()));
+        *self.node.prepared.lock() = Some(loaded);
+        self.node.offer.send_replace(Some(Arc::new(Offer { model, pull_cost })));
+    }
+
     /// Ends it: coordinators hear of it at once, and what runs here goes elsewhere.
     fn end(mut self) {
         self.dialers.abort_all();
@@ -243,35 +275,46 @@ fn present_epoch() -> Epoch {
 }
 
 impl WorkerService {
-    /// Loads the model, unless it is for replicas of several stages, and starts joining. Returns as soon as the node
-    /// listens; see [`Self::joined`].
+    /// Listens, gets and loads the model, unless it is for replicas of several stages, and starts joining. Returns when
+    /// the model is loaded; see [`Self::joined`]. Until then coordinators are told how far it is.
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
-        let (path, options) = (config.model_path.clone(), config.engine.clone());
-        let pooled = config.pool.is_some();
-        let loading = tokio::task::spawn_blocking(move || match pooled {
-            true => Ok((Loaded::Nothing, Some(crate::load::model_digest(&path, &options)?))),
-            false => Loaded::load(&path, &options).map(|loaded| (loaded, None)),
-        });
-        let (loaded, digest) = loading.await.map_err(|_| Error::EngineStopped)??;
         let epoch = present_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
-        let quic = if pooled { crate::stage::attentive(quic) } else { quic };
+        let quic = if config.pool.is_some() { crate::stage::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
+        let shipping = ShippingMetrics::default();
+        let mut registry = Registry::default();
+        shipping.register(&mut registry);
+        let holdings = Arc::new(Holdings::new(
+            Some(config.model_id.clone()),
+            config.model_path.clone(),
+            config.engine.digests.clone(),
+            &config.shipping,
+            shipping.clone(),
+        ));
+        let shipper = Arc::new(Shipper::new(Arc::clone(&endpoint), &config.shipping, shipping.clone()));
         let listener = tokio::net::TcpListener::bind(config.ops)
             .await
             .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
         let ops = listener.local_addr().map_err(|source| Error::Io { what: "ops address".into(), source })?;
-        let pool = config.pool.zip(digest).map(|(offer, digest)| {
-            let files = vec![ModelFileV1 { model: config.model_id.clone(), digest }];
-            let PoolOffer { memory, bandwidth, compute } = offer;
-            let capacity = CapacityV1 { memory, bandwidth, compute, files };
-            let stage = StageConfig {
-                model_path: config.model_path.clone(),
-                listen: config.listen,
-                engine: config.engine.clone(),
-            };
-            Arc::new(Pool::new(capacity, stage, Arc::clone(&endpoint), identity.clone()))
-        });
+        let pool = match config.pool {
+            None => None,
+            Some(PoolOffer { memory, bandwidth, compute }) => {
+                let (path, options) = (config.model_path.clone(), config.engine.clone());
+                let digest = tokio::task::spawn_blocking(move || crate::load::model_digest(&path, &options));
+                let digest = digest.await.map_err(|_| Error::EngineStopped)??;
+                let files = vec![ModelFileV1 { model: config.model_id.clone(), digest }];
+                let capacity = CapacityV1 { memory, bandwidth, compute, files };
+                let stage = StageConfig {
+                    model_path: config.model_path.clone(),
+                    shipping: config.shipping.clone(),
+                    listen: config.listen,
+                    engine: config.engine.clone(),
+                };
+                let holds = Holds { shipper: Arc::clone(&shipper), holdings: Arc::clone(&holdings) };
+                Some(Arc::new(Pool::new(capacity, stage, Arc::clone(&endpoint), holds, identity.clone())))
+            }
+        };
         let ground = Ground {
             endpoint: Arc::clone(&endpoint),
             coordinators: config.coordinators,
@@ -284,11 +327,38 @@ impl WorkerService {
             calls: Arc::default(),
             snapshots: Arc::new(SnapshotStore::new(config.snapshots)),
             peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
+            shipping,
+            holdings,
+            registry: Arc::new(registry),
             stall_floor: config.stall_floor,
         };
-        let life = ground.begin(epoch, loaded, None);
+        let life = ground.begin(epoch, None);
         let (present, node) = watch::channel(Arc::clone(&life.node));
-        let live = async move {
+        let mut service = Self {
+            tasks: vec![
+                tokio::spawn(ops::serve(listener, node.clone())),
+                tokio::spawn(peers::serve(node.clone(), Arc::clone(&endpoint))),
+            ],
+            node,
+            endpoint,
+            _shipper: Arc::clone(&shipper),
+        };
+        let loaded = match pool {
+            Some(_) => Ok(Loaded::Nothing),
+            None => {
+                let (path, options) = (config.model_path.clone(), config.engine);
+                let load = move || Loaded::load(&path, &options);
+                shipper.load(&config.model_path, None, load).await
+            }
+        };
+        match loaded {
+            Ok(loaded) => life.loaded(loaded),
+            Err(error) => {
+                service.stop().await;
+                return Err(error);
+            }
+        }
+        service.tasks.push(tokio::spawn(async move {
             match pool {
                 Some(pool) => pool.live(&ground, life, &present).await,
                 // It lives until the task is aborted.
@@ -297,13 +367,8 @@ impl WorkerService {
                     present.closed().await;
                 }
             }
-        };
-        let tasks = vec![
-            tokio::spawn(ops::serve(listener, node.clone())),
-            tokio::spawn(peers::serve(node.clone(), Arc::clone(&endpoint))),
-            tokio::spawn(live),
-        ];
-        Ok(Self { node, endpoint, tasks })
+        }));
+        Ok(service)
     }
 
     /// Where other nodes reach this one.
@@ -348,6 +413,25 @@ impl WorkerService {
 }
 
 impl Node {
+    /// What it can be asked for, once the model is loaded.
+    fn offer(&self) -> Option<Arc<Offer>> {
+        self.offer.borrow().clone()
+    }
+
+    /// Whether it serves this model.
+    fn serves(&self, model: &ModelId) -> bool {
+        let offer = self.offer.borrow();
+        offer.as_ref().and_then(|offer| offer.model.as_ref()).is_some_and(|served| served.id == *model)
+    }
+
+    fn shipping_report(&self) -> ShippingReportV1 {
+        let bytes = |gauge: &Gauge| gauge.get().cast_unsigned();
+        let mut struck = self.shipping.dishonest();
+        struck.truncate(MAX_STRUCK);
+        let (wanted, present) = (bytes(&self.shipping.wanted), bytes(&self.shipping.present));
+        ShippingReportV1 { wanted, present, struck }
+    }
+
     fn engine(&self) -> Option<Runner> {
         self.engine.borrow().as_ref().map(|(_, engine)| engine.clone())
     }
@@ -370,10 +454,6 @@ impl Node {
     fn call_begins(&self) -> UnderWay {
         self.calls.fetch_add(1, Ordering::SeqCst);
         UnderWay(Arc::clone(&self.calls))
-    }
-
-    fn serves(&self, model: &ModelId) -> bool {
-        self.served.as_ref().is_some_and(|served| served.id == *model)
     }
 
     /// A coordinator has accepted this life on this connection.
@@ -434,16 +514,16 @@ impl Node {
         }
     }
 
-    fn register(&self) -> RegisterV4 {
+    fn register(&self, offer: &Offer) -> RegisterV4 {
         let worker = RegisterV2 {
             node: self.node.clone(),
             epoch: self.epoch(),
             pid: std::process::id(),
             quic: self.quic.to_string(),
             ops: self.ops.to_string(),
-            models: self.served.iter().cloned().collect(),
+            models: offer.model.iter().cloned().collect(),
         };
-        let worker = RegisterV3 { worker, part: self.part, pulls: self.pull_cost.iter().cloned().collect() };
+        let worker = RegisterV3 { worker, part: self.part, pulls: offer.pull_cost.iter().cloned().collect() };
         RegisterV4 { worker, capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()) }
     }
 
@@ -481,7 +561,7 @@ impl Node {
         WorkerStatus::V1(WorkerStatusV1 {
             node: self.node.clone(),
             // Version 1 knows only models that generate.
-            models: self.served.iter().filter_map(ServedModelV2::to_v1).collect(),
+            models: self.offer().and_then(|offer| offer.model.as_ref()?.to_v1()).into_iter().collect(),
             load: self.report(),
             kv_sequence,
             uptime_ms: self.started.elapsed().as_millis() as u64,
@@ -489,7 +569,12 @@ impl Node {
     }
 
     fn metrics_text(&self) -> String {
-        self.engine().map_or_else(String::new, |engine| engine.metrics_text())
+        let own = EngineMetrics::text(&self.registry);
+        match self.engine() {
+            // One text has one end.
+            Some(engine) => own.trim_end_matches("# EOF\n").to_owned() + &engine.metrics_text(),
+            None => own,
+        }
     }
 
     /// Alive: the engine makes progress, or has nothing to do.

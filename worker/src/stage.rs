@@ -18,7 +18,7 @@ mod lease;
 mod pace;
 pub(crate) mod step;
 
-pub(crate) use host::Host;
+pub(crate) use host::{Holds, Host};
 pub use host::{StageConfig, StageService};
 pub(crate) use later::{Answer, LaterStages, StageCounts};
 pub use lead::{LostStage, Replica};

@@ -12,9 +12,11 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
 mod shards;
+mod shipping;
 mod transfers;
 
 pub use shards::{ShardMetrics, StageLabel};
+pub use shipping::{ShippingMetrics, SourceLabel};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
 
 /// Label of finished requests.

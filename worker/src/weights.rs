@@ -1,11 +1,12 @@
 //! Weights of a layer range, read through a tensor source and uploaded to a backend.
 
+use crate::Error;
 use kernels::backend::{ExpertGateUp, GateActivation, MatrixId, Norm, RopeId, VectorId};
 use model::spec::MoeSpec;
 
 mod loader;
 
-pub(crate) use loader::Loader;
+pub(crate) use loader::{Loader, tensors_of};
 
 /// A tensor as a source hands it out.
 #[derive(Debug, Clone, Copy)]
@@ -20,15 +21,15 @@ pub struct TensorView<'a> {
 
 /// Where weights come from: a file, a split set, a shard store.
 pub trait TensorSource {
-    /// The named tensor, if the source holds it.
-    fn tensor(&self, name: &str) -> Option<TensorView<'_>>;
+    /// The named tensor; [`Error::MissingTensor`] if the model has none.
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error>;
 }
 
 impl TensorSource for model::ModelFile {
-    fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let info = Self::tensor(self, name)?;
-        let bytes = self.tensor_data(name).ok()?;
-        Some(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes })
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
+        let info = Self::tensor(self, name);
+        let info = info.ok_or_else(|| Error::MissingTensor { name: name.to_owned() })?;
+        Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: self.tensor_data(name)? })
     }
 }
 

@@ -6,6 +6,7 @@ use crate::agreement::Standing;
 use crate::balancer::WorkerView;
 use crate::replicas::ReplicaView;
 use proto::ids::NodeId;
+use proto::shard::ShippingReportV1;
 use serde_json::{Value, json};
 
 /// The whole view.
@@ -30,6 +31,7 @@ pub fn view(ops: &Ops) -> Value {
         "workers": workers.iter().map(|view| worker(view, &planned)).collect::<Vec<_>>(),
         "models": models,
         "replicas": replicas(&workers, &planned),
+        "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
         "index": {
             "blocks": index.blocks,
             "bytes": index.bytes,
@@ -84,6 +86,16 @@ fn worker(view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "pending_tokens": view.pending_tokens,
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
+    })
+}
+
+/// A worker that gets its model from others, or has got it.
+fn shipment((node, report): &(NodeId, ShippingReportV1)) -> Value {
+    json!({
+        "worker": node.as_str(),
+        "wanted_bytes": report.wanted,
+        "present_bytes": report.present,
+        "struck": report.struck.iter().map(NodeId::as_str).collect::<Vec<_>>(),
     })
 }
 

@@ -58,7 +58,7 @@ pub(super) fn chunks(file: &ModelFile) -> Result<Vec<ChunkId>, Error> {
 }
 
 /// The hash of each chunk, by as many threads as there are CPUs to use.
-fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
+pub(crate) fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
     let hashes: Vec<OnceLock<blake3::Hash>> = chunks.iter().map(|_| OnceLock::new()).collect();
     let next = AtomicUsize::new(0);
     let work = || {

@@ -34,6 +34,9 @@ impl DigestCache {
     /// the path, device, inode, length and time of change that it had when it was read; else by reading every tensor,
     /// which is remembered. A cache that cannot be read or written costs the reading and nothing else.
     pub fn fill(&self, file: &ModelFile) -> Result<(), Error> {
+        if file.chunks.get().is_some() {
+            return Ok(());
+        }
         let entry = self.dir.join(name(file));
         let before = file.identity()?;
         if let Some(chunks) = std::fs::read(&entry).ok().and_then(|bytes| recall(&bytes, &before)) {
@@ -68,8 +71,8 @@ impl ModelFile {
     fn identity(&self) -> Result<Vec<u8>, Error> {
         let chunks = |bytes: u64| bytes.div_ceil(CHUNK_BYTES as u64);
         let mut bytes = START.to_vec();
-        bytes.extend((self.files.len() as u64).to_le_bytes());
-        for file in &self.files {
+        bytes.extend((self.mapped_files().len() as u64).to_le_bytes());
+        for file in self.mapped_files() {
             bytes.extend(file.identity()?.into_iter().flat_map(u64::to_le_bytes));
         }
         let count: u64 = self.tensors().map(|info| chunks(info.bytes())).sum();
@@ -104,7 +107,7 @@ fn name(file: &ModelFile) -> String {
 
 fn is_settled(file: &ModelFile) -> Result<bool, Error> {
     let now = SystemTime::now();
-    for file in &file.files {
+    for file in file.mapped_files() {
         let age = now.duration_since(file.modified()?);
         if !age.is_ok_and(|age| age >= SETTLED) {
             return Ok(false);

@@ -89,6 +89,16 @@ impl Manifest {
 
     /// Reads the manifest of the model whose digest is `model`; whoever sent it need not be trusted.
     pub fn decode(bytes: &[u8], model: &[u8; 32]) -> Result<Self, ManifestError> {
+        let manifest = Self::decode_any(bytes)?;
+        match manifest.digest() {
+            found if found == *model => Ok(manifest),
+            found => Err(ManifestError::Digest { found: ChunkId(found), expected: ChunkId(*model) }),
+        }
+    }
+
+    /// Reads the manifest of whatever model it is of; see [`Self::digest`]. As with [`Self::decode`], what does not fit
+    /// together is refused.
+    pub fn decode_any(bytes: &[u8]) -> Result<Self, ManifestError> {
         if bytes.len() > MANIFEST_BYTES {
             return Err(ManifestError::TooLong { bytes: bytes.len() });
         }
@@ -113,12 +123,9 @@ impl Manifest {
         let (metadata, tensors) = parse_table(header)?;
         let header = ModelHeader::new(metadata, tensors);
         let manifest = Self::new(&header, chunks.iter().map(|chunk| ChunkId(*chunk)).collect())?;
-        if manifest.encoded != bytes {
-            return Err(ManifestError::NotCanonical);
-        }
-        match manifest.digest() {
-            found if found == *model => Ok(manifest),
-            found => Err(ManifestError::Digest { found: ChunkId(found), expected: ChunkId(*model) }),
+        match manifest.encoded == bytes {
+            true => Ok(manifest),
+            false => Err(ManifestError::NotCanonical),
         }
     }
 
@@ -166,6 +173,11 @@ impl Manifest {
     /// As bytes, the same wherever it comes from.
     pub fn encoded(&self) -> &[u8] {
         &self.encoded
+    }
+
+    /// The names of all chunks, tensor by tensor in order.
+    pub fn all_chunks(&self) -> &[ChunkId] {
+        &self.chunks
     }
 
     /// The chunks of a tensor, in order.

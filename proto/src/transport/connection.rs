@@ -14,6 +14,7 @@ use super::peer_index::PeerIndexStream;
 use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
+use super::shard::ShardStream;
 use super::stage::{ActivationSender, StageControl};
 use super::streams::{StreamKind, within, write_error};
 use crate::Error;
@@ -24,6 +25,7 @@ use crate::placement::StageClaim;
 use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
+use crate::shard::ShardRequest;
 use crate::stage::StageFeed;
 use quinn::{RecvStream, SendStream, VarInt};
 use serde::Serialize;
@@ -220,6 +222,12 @@ impl Connection {
     pub async fn open_pull(&self, request: &PullRequest) -> Result<PullStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Pull).await?;
         PullStream::start(send, receive, request).await
+    }
+
+    /// Asks the worker at the other end, one of our own kind, for a manifest or for chunks.
+    pub async fn open_shard(&self, request: &ShardRequest) -> Result<ShardStream, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Shard).await?;
+        ShardStream::start(send, receive, request).await
     }
 
     /// Makes the worker at the other end a stage of a replica that we lead.

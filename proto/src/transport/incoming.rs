@@ -13,6 +13,7 @@ use super::peer_index::PeerIndexCall;
 use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
+use super::shard::ShardCall;
 use super::stage::{ActivationReceiver, StageCall};
 use super::streams::{StreamCode, StreamKind, read_error, within};
 use crate::Error;
@@ -56,6 +57,8 @@ pub enum Incoming {
     StageLease(LeaseCall),
     /// The stage before ours sends steps and activations.
     Activations(ActivationReceiver),
+    /// A worker wants a model's manifest, or chunks, from us, a worker.
+    Shard(ShardCall),
     /// Tensors arrive.
     Bulk(BulkReceiver),
 }
@@ -152,6 +155,9 @@ async fn identify(
         }
         (Ok(StreamKind::Pull), Some(send)) => {
             return PullCall::read(send, receive).await.map(Incoming::Pull);
+        }
+        (Ok(StreamKind::Shard), Some(send)) => {
+            return ShardCall::read(send, receive).await.map(Incoming::Shard);
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
             return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));

@@ -47,6 +47,8 @@ pub enum StreamKind {
     Stage = 11,
     /// Steps and activations, from a stage to the next, worker to worker. One direction.
     Activations = 12,
+    /// One request for a model's manifest or for chunks, worker to worker. Bidirectional.
+    Shard = 13,
     /// A first stage's lease of another stage, worker to worker. Bidirectional.
     StageLease = 14,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
@@ -69,6 +71,7 @@ impl StreamKind {
             Self::PeerIndex,
             Self::Stage,
             Self::Activations,
+            Self::Shard,
             Self::StageLease,
             Self::Hello,
         ]
@@ -83,7 +86,7 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Pull | Self::Stage | Self::Activations | Self::StageLease => {
+            Self::Pull | Self::Stage | Self::Activations | Self::Shard | Self::StageLease => {
                 (opener, acceptor) == (Role::Worker, Role::Worker)
             }
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),

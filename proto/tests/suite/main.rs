@@ -12,5 +12,6 @@ mod samples;
 mod sec_frames;
 mod sec_join;
 mod sequences;
+mod shards;
 mod stages;
 mod streams;

@@ -8,6 +8,7 @@ use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
 use kvasir_proto::placement::RegisterV4;
 use kvasir_proto::pull::*;
+use kvasir_proto::shard::*;
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use proptest::collection::vec;
 use proptest::option;
@@ -276,6 +277,16 @@ proptest! {
     ) {
         survives(&PullRequest::V1(PullRequestV1 { origin, root, tokens, have }), Cap::GenerateRequest);
         survives(&frame, Cap::Stream);
+    }
+
+    #[test]
+    fn shards(
+        names in vec(any::<[u8; 32]>(), 0..MAX_CHUNKS), bytes: u32, sums: [u64; 2], struck in vec(node(), 0..5),
+    ) {
+        survives(&ShardRequest::Chunks(ChunksV1 { names }), Cap::GenerateRequest);
+        survives(&ShardFrame::Bytes(bytes), Cap::Stream);
+        let [wanted, present] = sums;
+        survives(&ShippingReport::V1(ShippingReportV1 { wanted, present, struck }), Cap::Control);
     }
 
     #[test]

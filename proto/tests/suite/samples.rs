@@ -17,6 +17,7 @@ use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
+use kvasir_proto::shard::*;
 use kvasir_proto::stage::*;
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use serde::Serialize;
@@ -203,6 +204,16 @@ fn stage_plan() -> StageStepV1 {
         argmax: vec![2],
         logits: vec![0, 1],
     }
+}
+
+pub(crate) fn shard_requests() -> Vec<ShardRequest> {
+    let names = vec![[1; 32], [2; 32]];
+    vec![ShardRequest::Manifest(ModelRefV1::Digest([8; 32])), ShardRequest::Chunks(ChunksV1 { names })]
+}
+
+pub(crate) fn shipping_report() -> ShippingReport {
+    let struck = vec![NodeId::new("w2").unwrap()];
+    ShippingReport::V1(ShippingReportV1 { wanted: 70_000, present: 300, struck })
 }
 
 pub(crate) fn pull_frames() -> Vec<PullFrame> {
@@ -511,6 +522,19 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("StageFailure", Stream, stage_failures()),
         samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
         samples("StageStep", Control, [stage_step(), stage_step_v2()]),
+        samples("ShardRequest", Request, shard_requests()),
+        samples(
+            "ModelRefV1",
+            Request,
+            [ModelRefV1::Digest([8; 32]), ModelRefV1::Named(ModelId::new("m").unwrap())],
+        ),
+        samples(
+            "ShardFrame",
+            Stream,
+            [ShardFrame::Bytes(70_000), ShardFrame::NotHeld, ShardFrame::Failed(ShardRefusal::Busy)],
+        ),
+        samples("ShardRefusal", Stream, [ShardRefusal::Busy, ShardRefusal::Internal]),
+        samples("ShippingReport", Control, [shipping_report()]),
         samples(
             "PullRefusal",
             Stream,
@@ -569,6 +593,7 @@ pub(crate) fn all() -> Vec<Samples> {
             [
                 CoordinatorApiRequest::Register { request: register("w1") },
                 CoordinatorApiRequest::Report { report: LoadReport::V1(load(WorkerState::Draining)) },
+                CoordinatorApiRequest::Shipping { report: shipping_report() },
             ],
         ),
         samples(
@@ -577,6 +602,7 @@ pub(crate) fn all() -> Vec<Samples> {
             [
                 CoordinatorApiResponse::Register(Ok(registered())),
                 CoordinatorApiResponse::Report(Err(Refusal::NotRegistered)),
+                CoordinatorApiResponse::Shipping(()),
             ],
         ),
         samples(

@@ -110,6 +110,10 @@ async fn a_worker_may_pull_from_another_and_nothing_else() {
         let stream = write(&half.ours, &[&[9], &bytes[..]].concat()).await;
         assert_eq!(refusal(stream).await, (3, 3), "{what}");
     }
+    for (what, bytes) in [("unknown request", frame(2, &[9, 9])), ("cut request", frame(2, &[1, 1]))] {
+        let stream = write(&half.ours, &[&[13], &bytes[..]].concat()).await;
+        assert_eq!(refusal(stream).await, (3, 3), "{what}");
+    }
     let _stream = write(&half.ours, &[&[9], &frame(body.len(), &body)[..]].concat()).await;
     match soon("a pull", half.theirs.accept()).await.unwrap() {
         Incoming::Pull(call) => assert_eq!(call.request, samples::pull_request()),

@@ -9,6 +9,7 @@ use kvasir_proto::event::{PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{LoadReport, Register, Registered};
 use kvasir_proto::service::{CoordinatorApi, Refusal, deadline};
+use kvasir_proto::shard::ShippingReport;
 use kvasir_proto::transport::{
     CertificateError, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming, VersionRange,
 };
@@ -249,6 +250,8 @@ impl CoordinatorApi for Checks {
             Err(_) => Err(Refusal::NotYourName { claimed: request.node }),
         }
     }
+
+    async fn shipping(self, _: Context, _: ShippingReport) {}
 
     async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
         Ok(())

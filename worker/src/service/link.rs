@@ -1,12 +1,13 @@
 //! One connection to one coordinator: register, report, tell KV events, serve what it opens.
 
 use super::runner::Runner;
-use super::{Node, UnderWay, encode, generate, sequences};
+use super::{Node, Offer, UnderWay, encode, generate, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::message::{Registered, RegisteredV1, WorkerStatus};
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::service::{CoordinatorApiClient, Refusal, WorkerApi, deadline};
+use proto::shard::{ShippingReport, ShippingReportV1};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,10 +19,21 @@ const EVENTS_PER_BATCH: usize = 512;
 /// Replays longer than this are dearer than a snapshot.
 const MAX_REPLAY_EVENTS: usize = 4096;
 const CALL_LIMIT: Duration = Duration::from_secs(5);
+/// The first protocol version in which coordinators are told how far a model has come.
+const SHIPPING_SINCE: u16 = 4;
+/// How often that is looked at.
+const TELL_EVERY: Duration = Duration::from_millis(500);
 
 /// Serves the connection until it is gone.
 pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
-    let (api, registered, epoch) = match register(node, &connection).await {
+    let offer = match loaded(node, &connection).await {
+        Ok(offer) => offer,
+        Err(reason) => {
+            tracing::warn!(coordinator = %connection.peer().node, %reason, "gone while the model was loaded");
+            return;
+        }
+    };
+    let (api, registered, epoch) = match register(node, &offer, &connection).await {
         Ok(answer) => answer,
         Err(reason) => {
             tracing::warn!(coordinator = %connection.peer().node, %reason, "not accepted");
@@ -44,18 +56,58 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = report(node, &connection, &api, &engine, &registered) => reason,
         reason = tell_events(&connection, &engine) => reason,
         reason = serve(node, &connection, &engine) => reason,
+        reason = tell_shipping(node, &connection) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "left");
     connection.close(CloseCode::Shutdown);
 }
 
+/// Waits until the model is loaded, and tells meanwhile how much of it is here.
+async fn loaded(node: &Node, connection: &Connection) -> Result<Arc<Offer>, String> {
+    let mut offers = node.offer.subscribe();
+    let offered = async {
+        let offer = offers.wait_for(Option::is_some).await.map_err(|error| error.to_string())?;
+        offer.clone().ok_or_else(|| "there is no model".to_owned())
+    };
+    tokio::select! {
+        offer = offered => offer,
+        reason = tell_shipping(node, connection) => Err(reason),
+    }
+}
+
+/// Tells the coordinator how far this worker is with getting its model, whenever that has changed. One that does not
+/// understand it is told nothing.
+async fn tell_shipping(node: &Node, connection: &Connection) -> String {
+    if connection.version() < SHIPPING_SINCE {
+        return std::future::pending().await;
+    }
+    let api = match connection.coordinator_api().await {
+        Ok(api) => api,
+        Err(error) => return error.to_string(),
+    };
+    let mut told = ShippingReportV1::default();
+    let mut tick = tokio::time::interval(TELL_EVERY);
+    loop {
+        tick.tick().await;
+        let report = node.shipping_report();
+        if report == told {
+            continue;
+        }
+        if let Err(error) = api.shipping(deadline(CALL_LIMIT), ShippingReport::V1(report.clone())).await {
+            return error.to_string();
+        }
+        told = report;
+    }
+}
+
 async fn register(
     node: &Node,
+    offer: &Offer,
     connection: &Connection,
 ) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
-    let register = node.register();
+    let register = node.register(offer);
     let epoch = register.worker.worker.epoch;
     let request = register.at_version(connection.version());
     let request = request.ok_or("it is of a version that knows no models like ours")?;

@@ -172,6 +172,9 @@ async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
             Ok(Incoming::Pull(call)) => {
                 tokio::spawn(send(now, call));
             }
+            Ok(Incoming::Shard(call)) => {
+                tokio::spawn(Arc::clone(&now.holdings).answer(call));
+            }
             Ok(other) => tracing::warn!(?other, "a stream that workers do not serve each other"),
             Err(error) => {
                 tracing::debug!(peer = %connection.peer(), %error, "a worker's connection has ended");

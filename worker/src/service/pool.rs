@@ -8,7 +8,8 @@
 use super::{Ground, Life, Loaded, Node, present_epoch};
 use crate::Error;
 use crate::load::{self, EngineOptions, Prepared};
-use crate::stage::{Claim, Claims, Host, Replica, StageConfig};
+use crate::shipping::Shipper;
+use crate::stage::{Claim, Claims, Holds, Host, Replica, StageConfig};
 use parking_lot::Mutex;
 use proto::ids::Epoch;
 use proto::placement::{
@@ -30,6 +31,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(500);
 pub(super) struct Pool {
     capacity: CapacityV1,
     host: Arc<Host>,
+    shipper: Arc<Shipper>,
     identity: Identity,
     model_path: PathBuf,
     engine: EngineOptions,
@@ -48,12 +50,14 @@ impl Pool {
         capacity: CapacityV1,
         stage: StageConfig,
         endpoint: Arc<Endpoint>,
+        holds: Holds,
         identity: Identity,
     ) -> Self {
         let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
-        let host = Host::new(stage, endpoint, Some(Claims::default()));
+        let shipper = Arc::clone(&holds.shipper);
+        let host = Host::new(stage, endpoint, holds, Some(Claims::default()));
         let orders = watch::Sender::new(PlaceOrderV1 { version: 0, lead: None });
-        Self { capacity, host, identity, model_path, engine, orders, leads: Mutex::new(None) }
+        Self { capacity, host, shipper, identity, model_path, engine, orders, leads: Mutex::new(None) }
     }
 
     pub(super) fn capacity(&self) -> &CapacityV1 {
@@ -99,7 +103,8 @@ impl Pool {
             free.end();
             let (told, mut broken) = mpsc::unbounded_channel();
             epoch = free_epoch(&epoch);
-            let life = ground.begin(epoch, Loaded::Generator(Box::new(prepared)), Some(told));
+            let life = ground.begin(epoch, Some(told));
+            life.loaded(Loaded::Generator(Box::new(prepared)));
             present.send_replace(Arc::clone(&life.node));
             self.stands(&lead, LeadState::Serving, None);
             tracing::info!(
@@ -116,7 +121,8 @@ impl Pool {
             tracing::warn!(life = lead.life, epoch = epoch.0, reason, "the replica has ended");
             life.end();
             epoch = free_epoch(&epoch);
-            free = ground.begin(epoch, Loaded::Nothing, None);
+            free = ground.begin(epoch, None);
+            free.loaded(Loaded::Nothing);
             present.send_replace(Arc::clone(&free.node));
             self.lead(false);
             self.stands(&lead, LeadState::Waiting, Some(reason));
@@ -164,6 +170,7 @@ impl Pool {
         let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
+        self.shipper.bring(&self.model_path, ranges.first().cloned()).await?;
         let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());

@@ -9,6 +9,8 @@ use crate::decoder::Decoder;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
+use crate::shipping::{Holdings, Shipper, ShippingConfig};
+use crate::telemetry::ShippingMetrics;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
@@ -23,6 +25,7 @@ use proto::transport::{
 };
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -37,8 +40,10 @@ const ROOM_LIMIT: Duration = Duration::from_secs(3);
 /// What a worker that holds stages is told.
 #[derive(Debug, Clone)]
 pub struct StageConfig {
-    /// The model's file.
+    /// The model's file, or its manifest in the shard store.
     pub model_path: PathBuf,
+    /// Where chunks of it come from that are not in the store.
+    pub shipping: ShippingConfig,
     /// Where other stages reach this one by QUIC; port 0 is any.
     pub listen: SocketAddr,
     /// Threads, arithmetic and types. What concerns a scheduler is the first stage's.
@@ -52,11 +57,19 @@ pub struct StageService {
     task: tokio::task::JoinHandle<()>,
 }
 
+/// How a worker comes by tensors, and what it has of them for others.
+#[derive(Debug, Clone)]
+pub(crate) struct Holds {
+    pub(crate) shipper: Arc<Shipper>,
+    pub(crate) holdings: Arc<Holdings>,
+}
+
 /// What holds one stage at a time. Who accepts connections hands it what comes in for it.
 #[derive(Debug)]
 pub(crate) struct Host {
     config: StageConfig,
     endpoint: Arc<Endpoint>,
+    holds: Holds,
     /// Under a cluster: only whoever has claimed this worker makes it a stage, for as long as the claim lasts.
     claims: Option<Claims>,
     /// One stage at a time.
@@ -72,7 +85,12 @@ impl StageService {
         let epoch = Epoch(since_1970.as_micros() as u64);
         let quic = super::attentive(EndpointConfig::new(epoch, [Role::Worker]));
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
-        let host = Host::new(config, Arc::clone(&endpoint), None);
+        let metrics = ShippingMetrics::default();
+        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
+        let digests = config.engine.digests.clone();
+        let holdings = Holdings::new(None, config.model_path.clone(), digests, &config.shipping, metrics);
+        let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings) };
+        let host = Host::new(config, Arc::clone(&endpoint), holds, None);
         let accepting = Arc::clone(&endpoint);
         let task = tokio::spawn(async move {
             while let Some(connection) = accepting.accept().await {
@@ -103,9 +121,14 @@ async fn serve(host: Arc<Host>, connection: Connection) {
 
 impl Host {
     /// Holds nothing yet. With `claims`, only for whoever has claimed it.
-    pub(crate) fn new(config: StageConfig, endpoint: Arc<Endpoint>, claims: Option<Claims>) -> Arc<Self> {
+    pub(crate) fn new(
+        config: StageConfig,
+        endpoint: Arc<Endpoint>,
+        holds: Holds,
+        claims: Option<Claims>,
+    ) -> Arc<Self> {
         let room = Arc::new(Semaphore::new(1));
-        Arc::new(Self { config, endpoint, claims, room, feeds: Mutex::new(HashMap::new()) })
+        Arc::new(Self { config, endpoint, holds, claims, room, feeds: Mutex::new(HashMap::new()) })
     }
 
     /// Who has claimed it, under a cluster.
@@ -123,6 +146,7 @@ impl Host {
                     claims.serve(call).await;
                 }
             })),
+            Incoming::Shard(call) => drop(tokio::spawn(Arc::clone(&self.holds.holdings).answer(call))),
             Incoming::Activations(receiver) => {
                 let StageFeed::V1(StageFeedV1 { replica }) = receiver.feed;
                 if let Some(waits) = host.feeds.lock().remove(&replica) {
@@ -202,8 +226,18 @@ async fn take_part(
     let (feed_sender, feed) = oneshot::channel();
     host.feeds.lock().insert(join.replica, feed_sender);
     let (path, options, asked) = (host.config.model_path.clone(), host.config.engine.clone(), join.clone());
-    let loading = tokio::task::spawn_blocking(move || load_range(&path, &options, &asked));
-    let mut decoder = loading.await.map_err(|_| StageFailure::Stops)??;
+    let layers = join.layers.0 as usize..join.layers.1 as usize;
+    let load = {
+        let layers = layers.clone();
+        move || load_range(&path, &options, layers.clone(), &asked)
+    };
+    let loaded = host.holds.shipper.load(&host.config.model_path, Some(layers), load).await;
+    let (class, decoder) = loaded.map_err(|error| match error {
+        Error::StageStep { .. } => StageFailure::Layers,
+        Error::EngineStopped => StageFailure::Stops,
+        error => load_failure(&error),
+    })?;
+    let mut decoder = decoder.ok_or(StageFailure::OtherClass { class })?;
     let block_bytes = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
     report(reporter, StageReport::Joined(StageJoinedV1 { block_bytes })).await?;
     let begin = match orders.next().await.map_err(|error| neighbour(&error))? {
@@ -271,23 +305,19 @@ async fn cut(behind: Option<Connection>) -> proto::Error {
     }
 }
 
-/// Loads the layers that are asked for, if they make the bits that are asked for.
+/// Loads the layers that are asked for, if they make the bits that are asked for; also what they make.
 fn load_range(
     path: &std::path::Path,
     options: &EngineOptions,
+    layers: Range<usize>,
     join: &StageJoinV1,
-) -> Result<Decoder, StageFailure> {
-    let layers = join.layers.0 as usize..join.layers.1 as usize;
+) -> Result<(String, Option<Decoder>), Error> {
     let options = EngineOptions {
         max_rows: Some(join.max_rows as usize),
         block_tokens: join.block_tokens as usize,
         ..options.clone()
     };
-    let (class, decoder) = load::stage(path, &options, layers, &join.class).map_err(|error| match error {
-        Error::StageStep { .. } => StageFailure::Layers,
-        error => load_failure(&error),
-    })?;
-    decoder.ok_or(StageFailure::OtherClass { class })
+    load::stage(path, &options, layers, &join.class)
 }
 
 fn lay_out(config: &StageConfig, decoder: &mut Decoder, begin: &StageBeginV1) -> Result<Slabs, Error> {

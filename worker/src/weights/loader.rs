@@ -28,6 +28,32 @@ pub(crate) struct Loader<'a> {
     bytes_per_token: usize,
 }
 
+/// Names of the tensors that [`Loader::load`] reads for a range of layers, each once.
+pub(crate) fn tensors_of(spec: &ModelSpec, range: Range<usize>) -> Vec<&str> {
+    let mut names = Vec::new();
+    if embeds(spec, &range) {
+        names.extend(spec.embedding_tensors());
+    }
+    if has_head(spec, &range) {
+        names.extend(spec.output_tensors());
+    }
+    names.extend(spec.layer_tensors(range));
+    names
+}
+
+/// Whether a range needs the embedding. What layers read of the tokens by themselves is made of the embedded tokens,
+/// on every stage anew.
+fn embeds(spec: &ModelSpec, range: &Range<usize>) -> bool {
+    range.start == 0 || spec.per_layer_input.is_some()
+}
+
+/// Whether a range has the head: the last one does, and one for which it takes no memory, being the embedding too, since
+/// that can help the last one.
+fn has_head(spec: &ModelSpec, range: &Range<usize>) -> bool {
+    let shared = || spec.logits().is_some_and(|head| head.linear.weight == spec.embedding.tensor);
+    range.end == spec.layers.len() || embeds(spec, range) && shared()
+}
+
 impl<'a> Loader<'a> {
     pub(crate) fn new(source: &'a dyn TensorSource, backend: &'a mut dyn Backend) -> Self {
         Self {
@@ -47,12 +73,8 @@ impl<'a> Loader<'a> {
         range: Range<usize>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Weights, Error> {
-        let first = range.start == 0;
-        let last = range.end == spec.layers.len();
-        let total = range.len();
-        // What layers read of the tokens by themselves is made of the embedded tokens, on every stage anew.
-        let embeds = first || spec.per_layer_input.is_some();
-        let embedding = embeds.then(|| self.embedding(spec)).transpose()?;
+        let (total, has_head) = (range.len(), has_head(spec, &range));
+        let embedding = embeds(spec, &range).then(|| self.embedding(spec)).transpose()?;
         let per_layer_input = match &spec.per_layer_input {
             Some(input) => Some(PerLayerInputWeights {
                 table: self.table(&input.table, spec.vocab, input.width * spec.layers.len())?,
@@ -66,9 +88,7 @@ impl<'a> Loader<'a> {
             progress(done, total);
             layers.push(self.layer(layer)?);
         }
-        // Where it is the embedding too, it takes no memory in the first range: that can help the last one.
-        let shared = embeds && spec.logits().is_some_and(|head| head.linear.weight == spec.embedding.tensor);
-        let head = (last || shared).then(|| self.head(spec)).transpose()?;
+        let head = has_head.then(|| self.head(spec)).transpose()?;
         progress(total, total);
         Ok(Weights {
             embedding,
@@ -393,7 +413,7 @@ impl<'a> Loader<'a> {
     }
 
     fn view(&self, name: &str) -> Result<TensorView<'a>, Error> {
-        self.source.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_owned() })
+        self.source.tensor(name)
     }
 }
 

@@ -6,6 +6,7 @@ use kvasir_worker::Error;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::stage::{Replica, StageConfig, StageService};
 use kvasir_worker::telemetry::StageLabel;
 use model::ModelFile;
@@ -44,6 +45,7 @@ impl Workers {
         let _entered = self.runtime.enter();
         let config = StageConfig {
             model_path: path(model),
+            shipping: ShippingConfig::default(),
             listen: "127.0.0.1:0".parse().unwrap(),
             engine: engine.clone(),
         };

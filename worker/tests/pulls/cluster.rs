@@ -1,8 +1,10 @@
 //! A coordinator that does as it is told, and worker services that have joined it.
 
 use kernels::backend::{ActivationMode, KvType};
+use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
 use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
@@ -13,7 +15,8 @@ use proto::message::{
 };
 use proto::pull::PullSourceV1;
 use proto::service::{CoordinatorApi, Refusal, deadline};
-use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Incoming};
+use proto::shard::{ShippingReport, ShippingReportV1};
+use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Identity, Incoming};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -67,6 +70,9 @@ pub(crate) struct Worker {
     /// The coordinator's end.
     connection: Connection,
     report: Arc<Mutex<PullReportV1>>,
+    /// What it has told of getting its model.
+    #[allow(dead_code, reason = "tests of shipping use this module too")]
+    pub(crate) shipping: Arc<Mutex<Vec<ShippingReportV1>>>,
 }
 
 /// What a request was answered.
@@ -80,13 +86,18 @@ pub(crate) struct Answer {
 }
 
 #[derive(Clone)]
-struct Api(Arc<Mutex<PullReportV1>>);
+struct Api(Arc<Mutex<PullReportV1>>, Arc<Mutex<Vec<ShippingReportV1>>>);
 
 impl CoordinatorApi for Api {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
         assert!(matches!(request, Register::V3(_)));
         let cluster_key = ClusterKey([3; 32]);
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+    }
+
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        let ShippingReport::V1(report) = report;
+        self.1.lock().unwrap().push(report);
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
@@ -107,17 +118,43 @@ impl Cluster {
 
     /// A worker's endpoint without a worker.
     pub(crate) fn bare(&self, name: &str) -> Endpoint {
+        Endpoint::bind(any_port(), &self.identity(name), EndpointConfig::new(Epoch(1), [Role::Worker]))
+            .unwrap()
+    }
+
+    pub(crate) fn identity(&self, name: &str) -> Identity {
         let node = NodeId::new(name).unwrap();
-        let identity = self.ca.issue(Role::Worker, node, SystemTime::now()).unwrap().identity().unwrap();
-        Endpoint::bind(any_port(), &identity, EndpointConfig::new(Epoch(1), [Role::Worker])).unwrap()
+        self.ca.issue(Role::Worker, node, SystemTime::now()).unwrap().identity().unwrap()
     }
 
     pub(crate) async fn worker(&self, name: &str, model: &str, engine: EngineOptions) -> Worker {
+        self.worker_of(name, path(model), ShippingConfig::default(), engine).await
+    }
+
+    /// A worker of the model in a file, or in a shard store.
+    pub(crate) async fn worker_of(
+        &self,
+        name: &str,
+        model_path: PathBuf,
+        shipping: ShippingConfig,
+        engine: EngineOptions,
+    ) -> Worker {
+        self.try_worker(name, model_path, shipping, engine).await.unwrap()
+    }
+
+    /// As [`Self::worker_of`], where it may not start.
+    pub(crate) async fn try_worker(
+        &self,
+        name: &str,
+        model_path: PathBuf,
+        shipping: ShippingConfig,
+        engine: EngineOptions,
+    ) -> Result<Worker, Error> {
         let node = NodeId::new(name).unwrap();
-        let issued = self.ca.issue(Role::Worker, node.clone(), SystemTime::now()).unwrap();
         let config = WorkerConfig {
             model_id: ModelId::new("m").unwrap(),
-            model_path: path(model),
+            model_path,
+            shipping,
             coordinators: vec![self.coordinator.address().to_string()],
             listen: any_port(),
             ops: any_port(),
@@ -127,12 +164,18 @@ impl Cluster {
             stall_floor: Duration::MAX,
             pool: None,
         };
-        let service = WorkerService::start(config, &issued.identity().unwrap()).await.unwrap();
-        let connection = soon("joining", self.coordinator.accept()).await.unwrap();
-        let report = Arc::new(Mutex::new(PullReportV1::default()));
-        tokio::spawn(attend(connection.clone(), Api(Arc::clone(&report))));
+        let (report, shipping): (Arc<Mutex<_>>, Arc<Mutex<_>>) = Default::default();
+        let api = Api(Arc::clone(&report), Arc::clone(&shipping));
+        // It dials before its model is loaded.
+        let accepted = async {
+            let connection = soon("joining", self.coordinator.accept()).await.unwrap();
+            tokio::spawn(attend(connection.clone(), api));
+            Ok(connection)
+        };
+        let identity = self.identity(name);
+        let (service, connection) = tokio::try_join!(WorkerService::start(config, &identity), accepted)?;
         soon("joining", service.joined()).await;
-        Worker { service, node, connection, report }
+        Ok(Worker { service, node, connection, report, shipping })
     }
 }
 

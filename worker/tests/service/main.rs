@@ -6,6 +6,7 @@ mod versions;
 
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
 use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
@@ -15,6 +16,7 @@ use proto::message::{
     WorkPart,
 };
 use proto::service::{CoordinatorApi, Refusal};
+use proto::shard::ShippingReport;
 use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming, VersionRange};
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
@@ -52,6 +54,10 @@ impl CoordinatorApi for Coordinator {
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
     }
 
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        panic!("a model that is a file is not shipped: {report:?}");
+    }
+
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
         let form = match report {
             LoadReport::V1(_) => 1,
@@ -85,6 +91,7 @@ async fn pair(newest: u16) -> Pair {
     let config = WorkerConfig {
         model_id: model_id(),
         model_path: model.into(),
+        shipping: ShippingConfig::default(),
         coordinators: vec![endpoint.address().to_string()],
         listen: any_port(),
         ops: any_port(),

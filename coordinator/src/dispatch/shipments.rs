@@ -1,0 +1,66 @@
+//! What workers say of getting their models from each other.
+
+use super::SessionId;
+use parking_lot::Mutex;
+use proto::ids::NodeId;
+use proto::shard::ShippingReportV1;
+use std::collections::BTreeMap;
+
+/// The last report of each connected worker that has made one.
+#[derive(Debug, Default)]
+pub struct Shipments(Mutex<BTreeMap<NodeId, (SessionId, ShippingReportV1)>>);
+
+impl Shipments {
+    /// A worker reports on this session. Returns whom it has not named there before as somebody who sends wrong bytes.
+    pub fn report(&self, session: SessionId, node: &NodeId, report: ShippingReportV1) -> Vec<NodeId> {
+        let mut shipments = self.0.lock();
+        let before = shipments.get(node).filter(|(known, _)| *known == session);
+        let is_new = |source: &&NodeId| before.is_none_or(|(_, report)| !report.struck.contains(source));
+        let new = report.struck.iter().filter(is_new).cloned().collect();
+        shipments.insert(node.clone(), (session, report));
+        new
+    }
+
+    /// All reports, by the workers' names.
+    pub fn all(&self) -> Vec<(NodeId, ShippingReportV1)> {
+        self.0.lock().iter().map(|(node, (_, report))| (node.clone(), report.clone())).collect()
+    }
+
+    /// The session is over.
+    pub(super) fn forget(&self, session: SessionId, node: &NodeId) {
+        let mut shipments = self.0.lock();
+        if shipments.get(node).is_some_and(|(known, _)| *known == session) {
+            shipments.remove(node);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str) -> NodeId {
+        NodeId::new(name).unwrap()
+    }
+
+    fn report(present: u64, struck: &[&str]) -> ShippingReportV1 {
+        ShippingReportV1 { wanted: 9, present, struck: struck.iter().map(|name| node(name)).collect() }
+    }
+
+    #[test]
+    fn whoever_is_named_is_new_once_in_a_session() {
+        let shipments = Shipments::default();
+        let (first, second) = (SessionId(1), SessionId(2));
+        assert!(shipments.report(first, &node("w1"), report(1, &[])).is_empty());
+        assert_eq!(shipments.report(first, &node("w1"), report(2, &["w2"])), [node("w2")]);
+        assert!(shipments.report(first, &node("w1"), report(3, &["w2"])).is_empty());
+        assert_eq!(shipments.report(first, &node("w1"), report(3, &["w2", "w3"])), [node("w3")]);
+        assert_eq!(shipments.all(), [(node("w1"), report(3, &["w2", "w3"]))]);
+        // An earlier session that is over takes nothing with it.
+        assert_eq!(shipments.report(second, &node("w1"), report(3, &["w2"])), [node("w2")]);
+        shipments.forget(first, &node("w1"));
+        assert_eq!(shipments.all().len(), 1);
+        shipments.forget(second, &node("w1"));
+        assert!(shipments.all().is_empty());
+    }
+}

@@ -1,0 +1,87 @@
+//! A tensor of the store in memory: its chunks mapped one behind the other, so that it looks as in a file.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use memmap2::{Mmap, MmapMut, MmapOptions};
+
+use super::store::{StoreError, chunk_path, io_error};
+use super::{CHUNK_BYTES, ChunkPlace};
+use crate::file::digest::hash_each;
+
+/// The chunks of one tensor, read-only, as their names say.
+#[derive(Debug)]
+pub(crate) struct MappedTensor {
+    map: Mmap,
+}
+
+impl MappedTensor {
+    /// Maps the chunks `places` below the directory `dir`: `bytes` in all, at least one. Reads and checks all of them.
+    pub(crate) fn open<'a>(
+        dir: &Path,
+        bytes: usize,
+        places: impl Iterator<Item = ChunkPlace<'a>>,
+    ) -> Result<Self, StoreError> {
+        let reserve = || MmapOptions::new().len(bytes).map_anon();
+        let mut region = reserve().map_err(io_error("map", dir))?;
+        let mut names = Vec::new();
+        for place in places {
+            place_chunk(&mut region, dir, place)?;
+            names.push(place.id);
+        }
+        let map = region.make_read_only().map_err(io_error("map", dir))?;
+        let chunks: Vec<&[u8]> = map.chunks(CHUNK_BYTES).collect();
+        let damaged = names.iter().zip(hash_each(&chunks)).find(|(name, hash)| name.0 != *hash.as_bytes());
+        match damaged {
+            Some((chunk, _)) => Err(StoreError::Damaged { chunk: *chunk }),
+            None => Ok(Self { map }),
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+}
+
+/// Puts the file of a chunk where it belongs in the tensor.
+fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Result<(), StoreError> {
+    let path = chunk_path(dir, place.id);
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(StoreError::Missing { chunk: place.id });
+        }
+        Err(source) => return Err(io_error("open", &path)(source)),
+    };
+    let found = file.metadata().map_err(io_error("stat", &path))?.len();
+    let start = usize::try_from(place.offset).ok();
+    let target = start.and_then(|start| region.get_mut(start..start.checked_add(place.bytes)?));
+    let Some(target) = target.filter(|_| found == place.bytes as u64) else {
+        return Err(StoreError::Damaged { chunk: place.id });
+    };
+    // SAFETY: `target` lies inside a mapping that this function has exclusively, and starts at a multiple of
+    // `CHUNK_BYTES` from its beginning, hence at a page. It ends where the next chunk begins or inside the last page of
+    // the mapping, so that exactly its own pages are replaced, by readable ones that stay mapped as long as `region`,
+    // whose drop unmaps the whole range whatever was mapped into it. Nobody writes to them: `region` is made read-only
+    // before anyone else sees it, and until then only `mmap` touches it. What remains is another process changing
+    // the file: callers treat the bytes as untrusted, as those of `crate::mmap`.
+    let mapped = unsafe {
+        libc::mmap(
+            target.as_mut_ptr().cast(),
+            place.bytes,
+            libc::PROT_READ,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    match mapped {
+        libc::MAP_FAILED => Err(io_error("map", &path)(std::io::Error::last_os_error())),
+        _ => Ok(()),
+    }
+}
+
+// Chunks must start at pages: the largest that Linux has on any machine that this runs on.
+const _: () = assert!(CHUNK_BYTES.is_multiple_of(64 << 10));

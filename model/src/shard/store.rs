@@ -1,0 +1,373 @@
+//! Chunks and manifests on disk: `chunks/ab/NAME` and `models/DIGEST.manifest` under one directory, which processes of
+//! this host may share.
+//!
+//! A file has its name only when all of it is on the disk, so a crash leaves whole files and temporary ones, which the
+//! next one that opens the store clears away. Whoever reads a chunk checks it against its name. A model is in use while
+//! a [`HeldModel`] of it exists in any process; room is made by dropping models that are not, the one whose last use is
+//! longest ago first.
+
+use std::collections::HashSet;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use super::{ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
+
+#[cfg(test)]
+mod tests;
+
+/// What a manifest's file is called behind its digest.
+pub(crate) const MANIFEST_EXTENSION: &str = "manifest";
+/// Nobody writes a chunk for as long as this: an older temporary file is left over.
+const ABANDONED: Duration = Duration::from_secs(600);
+
+/// Why the store cannot give or take something.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The system refused.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// With what.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The disk is full.
+    #[error("the disk is full: no room for {bytes} bytes at {path}")]
+    DiskFull {
+        /// The file that was to be written.
+        path: PathBuf,
+        /// Its bytes.
+        bytes: u64,
+    },
+    /// The store may not hold so much, and what it holds is in use.
+    #[error("the shard store {path} may hold {limit} bytes: {used} are in use, {needed} more are needed")]
+    NoRoom {
+        /// The store.
+        path: PathBuf,
+        /// Bytes that it may hold.
+        limit: u64,
+        /// Bytes that cannot be dropped.
+        used: u64,
+        /// Bytes asked for.
+        needed: u64,
+    },
+    /// A chunk is not there.
+    #[error("chunk {chunk} is not in the shard store")]
+    Missing {
+        /// Its name.
+        chunk: ChunkId,
+    },
+    /// What a chunk's file holds is not the chunk.
+    #[error("chunk {chunk} is damaged in the shard store")]
+    Damaged {
+        /// Its name.
+        chunk: ChunkId,
+    },
+    /// The file of a manifest holds something else.
+    #[error("{path}: {source}")]
+    Manifest {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: ManifestError,
+    },
+}
+
+/// Where chunks and manifests are kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShardStore {
+    root: PathBuf,
+    limit: u64,
+}
+
+/// A manifest of the store. While it exists nothing of its model is dropped to make room.
+#[derive(Debug)]
+pub struct HeldModel {
+    path: PathBuf,
+    manifest: Manifest,
+    /// Locked, shared with others that use the model.
+    _file: File,
+}
+
+impl HeldModel {
+    /// Its file: what [`crate::ModelFile::open`] opens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is in it.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+}
+
+impl ShardStore {
+    /// Opens the store in `root`, which is made if it is not there, for at most `limit` bytes.
+    pub fn open(root: impl Into<PathBuf>, limit: u64) -> Result<Self, StoreError> {
+        let store = Self { root: root.into(), limit };
+        for dir in [store.chunks(), store.models(), store.temporary()] {
+            make_dir(&dir)?;
+        }
+        store.clear_abandoned();
+        Ok(store)
+    }
+
+    /// The directory.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Keeps a manifest, and holds its model.
+    pub fn keep(&self, manifest: &Manifest) -> Result<HeldModel, StoreError> {
+        let digest = manifest.digest();
+        let _turn = self.turn()?;
+        if let Some(held) = self.hold_now(&digest)? {
+            return Ok(held);
+        }
+        self.write(&self.manifest_path(&digest), manifest.encoded())?;
+        self.hold_now(&digest)?
+            .ok_or_else(|| io_error("keep", &self.manifest_path(&digest))(ErrorKind::NotFound.into()))
+    }
+
+    /// Holds a model whose manifest is here; `None` if it is not, or no more what it was.
+    pub fn hold(&self, model: &[u8; 32]) -> Result<Option<HeldModel>, StoreError> {
+        let _turn = self.turn()?;
+        self.hold_now(model)
+    }
+
+    fn hold_now(&self, model: &[u8; 32]) -> Result<Option<HeldModel>, StoreError> {
+        let path = self.manifest_path(model);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(io_error("open", &path)(source)),
+        };
+        let manifest = match read_manifest(&path, model) {
+            Ok(manifest) => manifest,
+            Err(error @ StoreError::Manifest { .. }) => {
+                tracing::warn!(%error, "a damaged manifest is dropped");
+                remove(&path)?;
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
+        file.lock_shared().map_err(io_error("lock", &path))?;
+        // When it was last used. A store that cannot be written only drops models in another order.
+        let _ = file.set_modified(SystemTime::now());
+        Ok(Some(HeldModel { path, manifest, _file: file }))
+    }
+
+    /// Whether a chunk of so many bytes is here; its bytes are not looked at.
+    pub fn has(&self, chunk: ChunkId, bytes: usize) -> bool {
+        fs::metadata(chunk_path(&self.chunks(), chunk)).is_ok_and(|file| file.len() == bytes as u64)
+    }
+
+    /// The bytes of a chunk, as its name says; `None` if they are not here. What is damaged is dropped.
+    pub fn get(&self, chunk: ChunkId) -> Result<Option<Vec<u8>>, StoreError> {
+        let path = chunk_path(&self.chunks(), chunk);
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(io_error("read", &path)(source)),
+        };
+        if ChunkId::of(&bytes) == chunk {
+            return Ok(Some(bytes));
+        }
+        tracing::warn!(%chunk, path = %path.display(), "a damaged chunk is dropped");
+        remove(&path)?;
+        Ok(None)
+    }
+
+    /// Keeps a chunk: when this returns it is on the disk. `bytes` must be what its name says.
+    pub fn put(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
+        debug_assert_eq!(ChunkId::of(bytes), chunk);
+        let path = chunk_path(&self.chunks(), chunk);
+        if let Some(dir) = path.parent().filter(|dir| !dir.is_dir()) {
+            make_dir(dir)?;
+        }
+        self.write(&path, bytes)
+    }
+
+    /// Drops what is damaged of these chunks, and says how many were.
+    pub fn check(&self, chunks: impl IntoIterator<Item = ChunkId>) -> Result<usize, StoreError> {
+        let mut damaged = 0;
+        for chunk in chunks {
+            let was = chunk_path(&self.chunks(), chunk).exists();
+            damaged += usize::from(was && self.get(chunk)?.is_none());
+        }
+        Ok(damaged)
+    }
+
+    /// Makes room for so many more bytes, by dropping what belongs to no model, then models that nobody uses.
+    ///
+    /// Room is not reserved: of two that fetch at a time each sees what the other has by then.
+    pub fn make_room(&self, needed: u64) -> Result<(), StoreError> {
+        let _turn = self.turn()?;
+        let mut used = bytes_under(&self.root);
+        if used.saturating_add(needed) <= self.limit {
+            return Ok(());
+        }
+        let (mut kept, mut unused) = (HashSet::new(), Vec::new());
+        for path in files(&self.models()) {
+            // Of something that is no manifest no chunk can be needed.
+            let Some(manifest) = digest_of(&path).and_then(|digest| read_manifest(&path, &digest).ok())
+            else {
+                used = used.saturating_sub(dropped(&path));
+                continue;
+            };
+            let chunks: Vec<ChunkId> = manifest.all_chunks().to_vec();
+            let last = fs::metadata(&path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+            match File::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
+                true => unused.push((last, path, chunks)),
+                false => kept.extend(chunks),
+            }
+        }
+        unused.sort();
+        loop {
+            let named: HashSet<ChunkId> =
+                unused.iter().flat_map(|(_, _, chunks)| chunks).chain(&kept).copied().collect();
+            let of_none = |path: &PathBuf| !chunk_of(path).is_some_and(|chunk| named.contains(&chunk));
+            for path in files(&self.chunks()).iter().flat_map(|dir| files(dir)).filter(of_none) {
+                used = used.saturating_sub(dropped(&path));
+            }
+            if used.saturating_add(needed) <= self.limit {
+                return Ok(());
+            }
+            if unused.is_empty() {
+                let (path, limit) = (self.root.clone(), self.limit);
+                return Err(StoreError::NoRoom { path, limit, used, needed });
+            }
+            let (_, path, _) = unused.remove(0);
+            tracing::info!(model = %path.display(), "a model is dropped from the shard store");
+            used = used.saturating_sub(dropped(&path));
+        }
+    }
+
+    /// Bytes of everything in it.
+    pub fn bytes(&self) -> u64 {
+        bytes_under(&self.root)
+    }
+
+    fn chunks(&self) -> PathBuf {
+        self.root.join("chunks")
+    }
+
+    fn models(&self) -> PathBuf {
+        self.root.join("models")
+    }
+
+    fn temporary(&self) -> PathBuf {
+        self.root.join("tmp")
+    }
+
+    fn manifest_path(&self, model: &[u8; 32]) -> PathBuf {
+        self.models().join(format!("{}.{MANIFEST_EXTENSION}", ChunkId(*model)))
+    }
+
+    /// One at a time says which models there are.
+    fn turn(&self) -> Result<File, StoreError> {
+        let path = self.root.join("lock");
+        let file = File::options().create(true).truncate(false).write(true).open(&path);
+        let file = file.map_err(io_error("open", &path))?;
+        file.lock().map_err(io_error("lock", &path))?;
+        Ok(file)
+    }
+
+    /// Writes a file that is there whole or not at all.
+    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
+        let failed = write_error(path, bytes.len() as u64);
+        let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(&failed)?;
+        file.write_all(bytes).and_then(|()| file.as_file().sync_data()).map_err(&failed)?;
+        file.persist(path).map_err(|error| failed(error.error))?;
+        Ok(())
+    }
+
+    fn clear_abandoned(&self) {
+        for path in files(&self.temporary()) {
+            let age = fs::metadata(&path).and_then(|file| file.modified()).ok();
+            let age = age.and_then(|changed| SystemTime::now().duration_since(changed).ok());
+            if age.is_some_and(|age| age > ABANDONED) {
+                dropped(&path);
+            }
+        }
+    }
+}
+
+/// Where a chunk is kept below the directory of chunks.
+pub(super) fn chunk_path(chunks: &Path, chunk: ChunkId) -> PathBuf {
+    let name = chunk.to_string();
+    chunks.join(&name[..2]).join(name)
+}
+
+fn chunk_of(path: &Path) -> Option<ChunkId> {
+    ChunkId::from_hex(path.file_name()?.to_str()?)
+}
+
+/// The digest that a manifest's file is named by.
+pub(crate) fn digest_of(path: &Path) -> Option<[u8; 32]> {
+    Some(ChunkId::from_hex(path.file_stem()?.to_str()?)?.0)
+}
+
+/// Reads the manifest of `model` from a file.
+pub(crate) fn read_manifest(path: &Path, model: &[u8; 32]) -> Result<Manifest, StoreError> {
+    let wrong = |source| StoreError::Manifest { path: path.to_owned(), source };
+    let bytes = fs::metadata(path).map_err(io_error("open", path))?.len();
+    if bytes > MANIFEST_BYTES as u64 {
+        return Err(wrong(ManifestError::TooLong { bytes: usize::try_from(bytes).unwrap_or(usize::MAX) }));
+    }
+    let bytes = fs::read(path).map_err(io_error("read", path))?;
+    Manifest::decode(&bytes, model).map_err(wrong)
+}
+
+pub(crate) fn io_error(action: &'static str, path: &Path) -> impl Fn(io::Error) -> StoreError {
+    move |source| StoreError::Io { action, path: path.to_owned(), source }
+}
+
+/// Why a file of so many bytes cannot be written.
+fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> StoreError {
+    move |source| match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            StoreError::DiskFull { path: path.to_owned(), bytes }
+        }
+        _ => io_error("write", path)(source),
+    }
+}
+
+/// Weights are nobody else's business, and nobody else may change them.
+fn make_dir(dir: &Path) -> Result<(), StoreError> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io_error("make", dir))
+}
+
+fn remove(path: &Path) -> Result<(), StoreError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a file; the bytes that this frees.
+fn dropped(path: &Path) -> u64 {
+    let bytes = fs::metadata(path).map_or(0, |file| file.len());
+    if fs::remove_file(path).is_ok() { bytes } else { 0 }
+}
+
+/// What is in a directory; nothing if it cannot be read.
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten();
+    entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
+}
+
+fn bytes_under(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let bytes = entries.map(|entry| match entry.metadata() {
+        Ok(found) if found.is_dir() => bytes_under(&entry.path()),
+        Ok(found) => found.len(),
+        Err(_) => 0,
+    });
+    bytes.sum()
+}

@@ -1,0 +1,167 @@
+use super::*;
+use crate::gguf::writer::Writer;
+use crate::metadata::Metadata;
+use crate::shard::CHUNK_BYTES;
+use crate::{Error, GgmlType, ModelFile};
+use std::os::unix::fs::PermissionsExt;
+use tempfile::TempDir;
+
+const ROOM: u64 = 1 << 30;
+
+/// A file of a small tensor and of one of more than two chunks, with bytes of `seed`.
+fn file(dir: &TempDir, seed: u8) -> ModelFile {
+    let path = dir.path().join(format!("{seed}.gguf"));
+    let mut writer = Writer::new(Metadata::default()).unwrap();
+    writer.tensor("small", GgmlType::F32, &[300]).unwrap();
+    writer.tensor("large", GgmlType::F32, &[1000, 2500]).unwrap();
+    let fill = |info: &crate::gguf::TensorInfo| -> Vec<u8> {
+        (0..info.bytes()).map(|i| (i / 1000) as u8 ^ seed ^ (i % 7) as u8).collect()
+    };
+    writer.write(&mut File::create(&path).unwrap(), fill).unwrap();
+    ModelFile::open(path).unwrap()
+}
+
+/// Puts all chunks of a file into the store.
+fn fill(store: &ShardStore, file: &ModelFile) -> HeldModel {
+    let manifest = Manifest::of_file(file).unwrap();
+    for info in file.tensors() {
+        let bytes = file.tensor_data(info.name()).unwrap();
+        for place in manifest.chunks(info.name()).unwrap() {
+            store.put(place.id, &bytes[place.offset as usize..][..place.bytes]).unwrap();
+        }
+    }
+    store.keep(&manifest).unwrap()
+}
+
+fn open(dir: &TempDir, limit: u64) -> ShardStore {
+    ShardStore::open(dir.path().join("shards"), limit).unwrap()
+}
+
+fn place(store: &ShardStore, chunk: ChunkId) -> PathBuf {
+    chunk_path(&store.chunks(), chunk)
+}
+
+fn flip(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 0x10;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_model_of_the_store_is_what_its_file_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, file) = (open(&dir, ROOM), file(&dir, 3));
+    let held = fill(&store, &file);
+    let stored = ModelFile::open(held.path()).unwrap();
+    assert!(stored.is_stored() && !file.is_stored());
+    assert_eq!(stored.digest().unwrap(), file.digest().unwrap());
+    assert_eq!(stored.files().collect::<Vec<_>>(), [held.path()]);
+    for name in ["small", "large"] {
+        assert!(stored.tensor_data(name).unwrap() == file.tensor_data(name).unwrap(), "{name}");
+    }
+    // Across the boundary of two chunks.
+    let (mut of_store, mut of_file) = ([0; 100], [0; 100]);
+    stored.read_tensor("large", CHUNK_BYTES as u64 - 50, &mut of_store).unwrap();
+    file.read_tensor("large", CHUNK_BYTES as u64 - 50, &mut of_file).unwrap();
+    assert_eq!(of_store, of_file);
+    assert!(matches!(stored.read_tensor("small", 1150, &mut of_store), Err(Error::TensorRange { .. })));
+    assert!(matches!(stored.tensor_data("none"), Err(Error::MissingTensor { .. })));
+}
+
+#[test]
+fn what_is_missing_or_damaged_is_named_and_never_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, file) = (open(&dir, ROOM), file(&dir, 3));
+    let held = fill(&store, &file);
+    let chunks: Vec<ChunkId> = held.manifest().chunks("large").unwrap().map(|place| place.id).collect();
+    assert_eq!(chunks.len(), 3);
+    flip(&place(&store, chunks[1]));
+    let stored = ModelFile::open(held.path()).unwrap();
+    assert!(stored.tensor_data("small").is_ok());
+    let error = stored.tensor_data("large").unwrap_err();
+    assert!(matches!(error, Error::Store(StoreError::Damaged { chunk }) if chunk == chunks[1]), "{error}");
+    assert_eq!(store.check(chunks.clone()).unwrap(), 1);
+    let error = stored.tensor_data("large").unwrap_err();
+    assert!(matches!(error, Error::Store(StoreError::Missing { chunk }) if chunk == chunks[1]), "{error}");
+    assert!(!store.has(chunks[1], CHUNK_BYTES) && store.has(chunks[0], CHUNK_BYTES));
+    // A file that was cut short is not the chunk, whatever its bytes are.
+    File::options().write(true).open(place(&store, chunks[0])).unwrap().set_len(4096).unwrap();
+    let error = ModelFile::open(held.path()).unwrap().tensor_data("large").unwrap_err();
+    assert!(matches!(error, Error::Store(StoreError::Damaged { chunk }) if chunk == chunks[0]), "{error}");
+    assert!(!store.has(chunks[0], CHUNK_BYTES));
+    assert_eq!(store.get(chunks[0]).unwrap(), None);
+}
+
+#[test]
+fn a_damaged_manifest_is_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, file) = (open(&dir, ROOM), file(&dir, 3));
+    let digest = file.digest().unwrap();
+    assert!(store.hold(&digest).unwrap().is_none());
+    let path = fill(&store, &file).path().to_owned();
+    assert!(store.hold(&digest).unwrap().is_some());
+    flip(&path);
+    assert!(matches!(ModelFile::open(&path), Err(Error::Store(StoreError::Manifest { .. }))));
+    assert!(store.hold(&digest).unwrap().is_none());
+    assert!(!path.exists());
+}
+
+#[test]
+fn room_is_made_by_dropping_what_nobody_uses_the_oldest_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(&dir, 35 << 20);
+    let [first, second, third] = [1, 2, 3].map(|seed| fill(&store, &file(&dir, seed)));
+    let long_ago = SystemTime::now() - Duration::from_secs(3600);
+    let age = |held: &HeldModel, earlier: u64| {
+        let file = File::options().write(true).open(held.path()).unwrap();
+        file.set_modified(long_ago - Duration::from_secs(earlier)).unwrap();
+    };
+    age(&second, 20);
+    age(&third, 10);
+    let paths = [&first, &second, &third].map(|held| held.path().to_owned());
+    drop((second, third));
+    store.make_room(0).unwrap();
+    assert!(paths.iter().all(|path| path.exists()), "there is room");
+    // A chunk of no model goes first.
+    let stray = ChunkId::of(b"stray");
+    store.put(stray, b"stray").unwrap();
+    store.make_room(10 << 20).unwrap();
+    assert_eq!(store.get(stray).unwrap(), None);
+    assert_eq!(paths.each_ref().map(|path| path.exists()), [true, false, true]);
+    store.make_room(24 << 20).unwrap();
+    assert_eq!(paths.each_ref().map(|path| path.exists()), [true, false, false]);
+    let error = store.make_room(30 << 20).unwrap_err();
+    assert!(
+        matches!(error, StoreError::NoRoom { limit, needed, .. } if (limit, needed) == (35 << 20, 30 << 20))
+    );
+    assert!(ModelFile::open(first.path()).unwrap().tensor_data("large").is_ok(), "what is in use stays");
+    assert!(store.bytes() <= 11 << 20);
+}
+
+#[test]
+fn what_a_crash_left_is_cleared_and_files_are_nobody_elses() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(&dir, ROOM);
+    let [old, young] = ["old", "young"].map(|name| store.temporary().join(name));
+    for path in [&old, &young] {
+        fs::write(path, "half").unwrap();
+    }
+    let age = File::options().write(true).open(&old).unwrap();
+    age.set_modified(SystemTime::now() - 2 * ABANDONED).unwrap();
+    let store = open(&dir, ROOM);
+    assert!(!old.exists() && young.exists());
+    let chunk = ChunkId::of(b"bytes");
+    store.put(chunk, b"bytes").unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(
+        (mode(&place(&store, chunk)), mode(&store.chunks()), mode(store.root())),
+        (0o600, 0o700, 0o700)
+    );
+}
+
+#[test]
+fn a_full_disk_is_told_as_one() {
+    let error = write_error(Path::new("/x"), 7)(ErrorKind::StorageFull.into());
+    assert!(matches!(error, StoreError::DiskFull { bytes: 7, .. }), "{error}");
+}

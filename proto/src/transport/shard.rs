@@ -1,0 +1,104 @@
+//! One request for a manifest or for chunks on one stream: the request goes one way, frames and bytes, which no codec
+//! touches, come back. On a connection that it shares with other streams it goes last.
+
+use super::streams::{FrameReader, FrameWriter, read_request};
+use crate::Error;
+use crate::codec::Cap;
+use crate::shard::{ShardFrame, ShardRefusal, ShardRequest};
+use quinn::{RecvStream, SendStream};
+
+/// Below everything else, which has 0.
+const PRIORITY: i32 = -1;
+
+/// The asking worker's end. Dropping it before the last answer cancels the request.
+#[derive(Debug)]
+pub struct ShardStream {
+    frames: FrameReader<ShardFrame>,
+}
+
+impl ShardStream {
+    pub(super) async fn start(
+        send: SendStream,
+        receive: RecvStream,
+        request: &ShardRequest,
+    ) -> Result<Self, Error> {
+        let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
+        writer.write(request).await?;
+        writer.finish();
+        Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
+    }
+
+    /// The next of what was asked for; `None` if the peer does not hold it. Of something that is announced as longer
+    /// than `most` bytes not one is read; memory grows with what arrives.
+    pub async fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Error> {
+        let frame = self.frames.next().await?.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
+        let length = match frame {
+            ShardFrame::Bytes(length) => length,
+            ShardFrame::NotHeld => return Ok(None),
+            ShardFrame::Failed(refusal) => return Err(Error::ShardRefused(refusal)),
+        };
+        let length = usize::try_from(length).ok().filter(|length| *length <= most);
+        let length = length.ok_or(Error::Protocol("more bytes than what was asked for has"))?;
+        let mut bytes = Vec::new();
+        self.frames.read_raw(length, &mut bytes).await?;
+        Ok(Some(bytes))
+    }
+}
+
+/// The holder's end: what is asked, and where the answers go.
+#[derive(Debug)]
+pub struct ShardCall {
+    /// What is asked for.
+    pub request: ShardRequest,
+    /// Where it goes.
+    pub reply: ShardReply,
+}
+
+impl ShardCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        // A stream that has ended has no priority to set, and nobody who cares.
+        let _ = send.set_priority(PRIORITY);
+        let (request, frames) = read_request(send, receive, "a request for chunks").await?;
+        Ok(Self { request, reply: ShardReply { frames } })
+    }
+}
+
+/// Where a holder sends its answers. Dropped before the end, the asking worker sees a stream that was cut off.
+#[derive(Debug)]
+pub struct ShardReply {
+    frames: FrameWriter<ShardFrame>,
+}
+
+impl ShardReply {
+    /// Sends the next of what was asked for; waits while the other side reads slower than we send.
+    pub async fn bytes(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        let length = u32::try_from(bytes.len()).map_err(|_| Error::Protocol("an answer of over 4 GiB"))?;
+        self.frames.write(&ShardFrame::Bytes(length)).await?;
+        self.frames.write_raw(bytes).await
+    }
+
+    /// Says that the next of what was asked for is not here.
+    pub async fn not_held(&mut self) -> Result<(), Error> {
+        self.frames.write(&ShardFrame::NotHeld).await
+    }
+
+    /// Everything has been answered.
+    pub fn finish(mut self) {
+        self.frames.finish();
+    }
+
+    /// Says why nothing follows, or nothing more.
+    pub async fn fail(mut self, refusal: ShardRefusal) -> Result<(), Error> {
+        self.frames.write(&ShardFrame::Failed(refusal)).await?;
+        self.frames.finish();
+        Ok(())
+    }
+
+    /// Resolves as soon as nobody reads any more: the request is cancelled, the connection is gone, or all has arrived.
+    pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.frames.stream().stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+}

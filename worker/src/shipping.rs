@@ -1,0 +1,252 @@
+//! Weight shipping: a worker without a model's file gets its manifest and chunks from workers that have them.
+//!
+//! Chunks are asked for by name, of several workers at once, checked before they are written, and kept in the store of
+//! this host (`model::shard::ShardStore`), from where they are loaded as from a file and sent on to others. What decides
+//! who is asked for what is `schedule.rs`; `fetch.rs` moves the bytes; `holdings.rs` answers others.
+
+use crate::Error;
+use crate::telemetry::ShippingMetrics;
+use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, ShardStore, StoreError};
+use model::{ModelFile, ModelSpec};
+use parking_lot::Mutex;
+use proto::ids::{Epoch, Role};
+use proto::shard::{ModelRefV1, ShardRequest};
+use proto::transport::{Endpoint, EndpointConfig, Identity};
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+mod fetch;
+mod holdings;
+mod links;
+pub mod schedule;
+
+use fetch::fetch;
+pub(crate) use holdings::Holdings;
+use links::Links;
+
+/// Where a worker's model comes from if it is not in a file.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ShippingConfig {
+    /// Where manifests and chunks are kept; none: nothing is fetched, and of what is served only the model's file.
+    pub store: Option<ShardStore>,
+    /// Workers that hold the model, or part of it, `host:port`; resolved anew for every attempt.
+    pub from: Vec<String>,
+}
+
+/// Why a model cannot be had from other workers.
+#[derive(Debug, thiserror::Error)]
+pub enum ShippingError {
+    /// The store does not give or take something.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The manifest names a model that cannot be read.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// Every source has sent bytes that are not what they were asked for.
+    #[error(
+        "no source is left: {struck} have sent {} chunks with other bytes than their names say, of {sources}",
+        schedule::STRIKES
+    )]
+    NoSource {
+        /// Sources at first.
+        sources: usize,
+        /// Those that are not asked any more.
+        struck: usize,
+    },
+    /// Chunks are missing, and nobody was named who might have them.
+    #[error(
+        "{missing} chunks of the model are not in the shard store, and no worker is named to get them from"
+    )]
+    Incomplete {
+        /// How many.
+        missing: usize,
+    },
+    /// The store's files fail again and again.
+    #[error("the shard store damages what is written to it: {chunks} chunks, {attempts} times in a row")]
+    Decays {
+        /// Chunks that were damaged the last time.
+        chunks: usize,
+        /// Times.
+        attempts: usize,
+    },
+}
+
+/// Times that a model is loaded whose chunks turn out damaged.
+const ATTEMPTS: usize = 3;
+/// Before sources that do not answer are asked for a manifest again.
+const ASK_AGAIN: Duration = Duration::from_millis(500);
+
+/// Gets the manifest of a model: from the store if it has it, else from the first of `from` that sends it. Waits for
+/// one of them as long as it takes; dropping the future gives up.
+///
+/// # Errors
+/// The store's; [`ShippingError::Incomplete`] if there is nobody to ask.
+pub async fn find(
+    model: &ModelRefV1,
+    store: &ShardStore,
+    from: &[String],
+    listen: SocketAddr,
+    identity: &Identity,
+) -> Result<HeldModel, Error> {
+    if let ModelRefV1::Digest(digest) = model
+        && let Some(held) = store.hold(digest).map_err(ShippingError::Store)?
+    {
+        return Ok(held);
+    }
+    if from.is_empty() {
+        return Err(ShippingError::Incomplete { missing: 1 }.into());
+    }
+    // The node's own address is not open yet.
+    let any_port = SocketAddr::new(listen.ip(), 0);
+    let endpoint = Endpoint::bind(any_port, identity, EndpointConfig::new(Epoch(0), [Role::Worker]))?;
+    let links = Links::new(Arc::new(endpoint), from);
+    loop {
+        for source in 0..links.len() {
+            match ask_manifest(&links, source, model).await {
+                Ok(Some(manifest)) => return Ok(store.keep(&manifest).map_err(ShippingError::Store)?),
+                Ok(None) => tracing::warn!(source = links.name(source), "it does not hold the model"),
+                Err(reason) => tracing::warn!(source = links.name(source), reason, "no manifest"),
+            }
+        }
+        tokio::time::sleep(ASK_AGAIN).await;
+    }
+}
+
+async fn ask_manifest(links: &Links, source: usize, model: &ModelRefV1) -> Result<Option<Manifest>, String> {
+    let connection = links.connect(source).await?;
+    let request = ShardRequest::Manifest(model.clone());
+    let mut stream = connection.open_shard(&request).await.map_err(|error| error.to_string())?;
+    let bytes = stream.next(model::shard::MANIFEST_BYTES).await.map_err(|error| error.to_string())?;
+    let Some(bytes) = bytes else { return Ok(None) };
+    let manifest = match model {
+        ModelRefV1::Digest(digest) => Manifest::decode(&bytes, digest),
+        // Whoever is asked says which model has this name, as a coordinator does.
+        ModelRefV1::Named(_) => Manifest::decode_any(&bytes),
+    };
+    manifest.map(Some).map_err(|error| error.to_string())
+}
+
+/// Sees to it that what a model's layers need is in the store before they are loaded.
+#[derive(Debug)]
+pub(crate) struct Shipper {
+    store: Option<ShardStore>,
+    links: Arc<Links>,
+    metrics: ShippingMetrics,
+    /// The model that is loaded: nothing of it is dropped.
+    held: Mutex<Option<HeldModel>>,
+}
+
+/// What some layers of a model of the store need.
+struct Needs {
+    store: ShardStore,
+    chunks: Vec<(ChunkId, usize)>,
+}
+
+impl Shipper {
+    pub(crate) fn new(endpoint: Arc<Endpoint>, config: &ShippingConfig, metrics: ShippingMetrics) -> Self {
+        let links = Arc::new(Links::new(endpoint, &config.from));
+        Self { store: config.store.clone(), links, metrics, held: Mutex::new(None) }
+    }
+
+    /// Loads a model, or `layers` of it, by `load`, once all its chunks are here; a file is just loaded. Chunks that turn
+    /// out damaged are fetched again.
+    pub(crate) async fn load<T: Send + 'static>(
+        &self,
+        path: &Path,
+        layers: Option<Range<usize>>,
+        load: impl Fn() -> Result<T, Error> + Clone + Send + 'static,
+    ) -> Result<T, Error> {
+        let mut damaged = 0;
+        for _ in 0..ATTEMPTS {
+            let needs = self.complete(path, layers.clone()).await?;
+            let loaded = blocking(load.clone()).await?;
+            let (Err(Error::Model(model::Error::Store(error))), Some(Needs { store, chunks })) =
+                (&loaded, needs)
+            else {
+                return loaded;
+            };
+            match error {
+                StoreError::Missing { .. } | StoreError::Damaged { .. } => {}
+                _ => return loaded,
+            }
+            tracing::warn!(%error, "the shard store is checked");
+            let check = move || store.check(chunks.into_iter().map(|(id, _)| id));
+            damaged = blocking(check).await?.map_err(ShippingError::Store)?;
+        }
+        Err(ShippingError::Decays { chunks: damaged, attempts: ATTEMPTS }.into())
+    }
+
+    /// Fetches what `layers` of a model need and is not here; nothing for a model that is a file.
+    pub(crate) async fn bring(&self, path: &Path, layers: Option<Range<usize>>) -> Result<(), Error> {
+        self.complete(path, layers).await.map(drop)
+    }
+
+    /// Fetches what is missing; nothing for a model that is a file.
+    async fn complete(&self, path: &Path, layers: Option<Range<usize>>) -> Result<Option<Needs>, Error> {
+        let (path, store) = (path.to_owned(), self.store.clone());
+        let Some((needs, held)) = blocking(move || needs(&path, store, layers)).await?? else {
+            return Ok(None);
+        };
+        *self.held.lock() = Some(held);
+        let wanted = |chunks: &[(ChunkId, usize)]| chunks.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
+        let (store, chunks) = (needs.store.clone(), needs.chunks.clone());
+        let prepare = move || {
+            let missing: Vec<_> = chunks.into_iter().filter(|(id, bytes)| !store.has(*id, *bytes)).collect();
+            store.make_room(wanted(&missing)).map(|()| (missing, store.bytes()))
+        };
+        let (missing, bytes) = blocking(prepare).await?.map_err(ShippingError::Store)?;
+        let (all, left) = (wanted(&needs.chunks), wanted(&missing));
+        self.metrics.wants(all, all - left);
+        self.metrics.store.set(bytes.cast_signed());
+        if missing.is_empty() {
+            return Ok(Some(needs));
+        }
+        if self.links.len() == 0 {
+            return Err(ShippingError::Incomplete { missing: missing.len() }.into());
+        }
+        let started = Instant::now();
+        fetch(&self.links, &needs.store, &missing, &self.metrics).await?;
+        let seconds = started.elapsed().as_secs_f64();
+        tracing::info!(
+            bytes = left,
+            chunks = missing.len(),
+            seconds,
+            "fetched what was missing of the model"
+        );
+        self.metrics.store.set((bytes + left).cast_signed());
+        Ok(Some(needs))
+    }
+}
+
+/// What is needed of the model in `path`, which is held; none for a file.
+fn needs(
+    path: &Path,
+    store: Option<ShardStore>,
+    layers: Option<Range<usize>>,
+) -> Result<Option<(Needs, HeldModel)>, Error> {
+    let file = ModelFile::open(path)?;
+    let Some(store) = store.filter(|_| file.is_stored()) else { return Ok(None) };
+    let held = store.hold(&file.digest()?).map_err(ShippingError::Store)?;
+    let held = held.ok_or(ShippingError::Incomplete { missing: 1 })?;
+    let spec = ModelSpec::from_file(&file)?;
+    let tensors = match layers {
+        None => spec.tensors(),
+        Some(layers) => crate::weights::tensors_of(&spec, layers),
+    };
+    let mut chunks = Vec::new();
+    let mut seen = HashSet::new();
+    for tensor in tensors {
+        let places = held.manifest().chunks(tensor)?;
+        chunks.extend(places.filter(|place| seen.insert(place.id)).map(|place| (place.id, place.bytes)));
+    }
+    Ok(Some((Needs { store, chunks }, held)))
+}
+
+/// Runs something that waits for disks.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| Error::EngineStopped)
+}

@@ -1,0 +1,160 @@
+//! Moves chunks from other workers into the store, as the schedule says.
+
+use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
+use super::{Links, ShippingError};
+use crate::telemetry::ShippingMetrics;
+use model::shard::{ChunkId, ShardStore, StoreError};
+use proto::Error;
+use proto::shard::{ChunksV1, ShardRequest};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+/// A source that sends nothing for so long has failed.
+const STALL: Duration = Duration::from_secs(10);
+
+/// What tasks tell the fetch.
+enum Event {
+    Received(RequestId, ChunkIndex),
+    NotHeld(RequestId, ChunkIndex),
+    Kept(SourceIndex, ChunkIndex),
+    Damaged(SourceIndex, ChunkIndex),
+    Failed(StoreError),
+    Ended(RequestId, SourceIndex, Result<(), String>),
+}
+
+/// Fetches `chunks` (names and bytes) into the store. Waits for sources that do not answer as long as it takes; dropping
+/// the future ends it, and what has been kept stays.
+///
+/// # Errors
+/// The store's, and [`ShippingError::NoSource`] once no source is left that can be believed.
+pub(crate) async fn fetch(
+    links: &Arc<Links>,
+    store: &ShardStore,
+    chunks: &[(ChunkId, usize)],
+    metrics: &ShippingMetrics,
+) -> Result<(), ShippingError> {
+    let mut schedule = Schedule::new(Limits::default(), chunks.iter().copied(), links.len());
+    let (events, mut inbox) = mpsc::unbounded_channel();
+    let mut tasks = JoinSet::new();
+    let mut struck = 0;
+    loop {
+        while let Some(ask) = schedule.next(Instant::now()) {
+            let job = Job { links: Arc::clone(links), store: store.clone(), events: events.clone() };
+            let metrics = metrics.clone();
+            tasks.spawn(async move { job.run(ask, &metrics).await });
+        }
+        if schedule.is_done() {
+            return Ok(());
+        }
+        if schedule.is_hopeless() {
+            return Err(ShippingError::NoSource { sources: links.len(), struck });
+        }
+        let wake = schedule.wake(Instant::now());
+        let event = tokio::select! {
+            event = inbox.recv() => event,
+            () = until(wake) => None,
+        };
+        while tasks.try_join_next().is_some() {}
+        let now = Instant::now();
+        match event {
+            None => {}
+            Some(Event::Received(request, chunk)) => schedule.received(request, chunk),
+            Some(Event::NotHeld(request, chunk)) => schedule.not_held(request, chunk, now),
+            Some(Event::Kept(source, chunk)) => {
+                schedule.kept(source, chunk);
+                metrics.kept(chunks.get(chunk).map_or(0, |(_, bytes)| *bytes as u64));
+            }
+            Some(Event::Damaged(source, chunk)) => {
+                let name = links.name(source);
+                let id = chunks.get(chunk).map(|(id, _)| id.to_string()).unwrap_or_default();
+                metrics.refused(name);
+                tracing::warn!(
+                    source = name,
+                    chunk = id,
+                    "a chunk with other bytes than its name says is refused"
+                );
+                if schedule.damaged(source, chunk, now) {
+                    struck += 1;
+                    metrics.struck(name, links.node(source));
+                    tracing::error!(
+                        source = name,
+                        "it has sent wrong bytes too often and is not asked any more"
+                    );
+                }
+            }
+            Some(Event::Failed(error)) => return Err(error.into()),
+            Some(Event::Ended(request, source, outcome)) => {
+                if let Err(reason) = &outcome {
+                    tracing::info!(source = links.name(source), reason, "a request for chunks has failed");
+                }
+                schedule.ended(request, outcome.is_err(), now);
+            }
+        }
+    }
+}
+
+/// Resolves then; never if there is no such moment.
+async fn until(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// One request under way.
+struct Job {
+    links: Arc<Links>,
+    store: ShardStore,
+    events: mpsc::UnboundedSender<Event>,
+}
+
+impl Job {
+    async fn run(&self, ask: Ask, metrics: &ShippingMetrics) {
+        let outcome = self.receive(&ask, metrics).await;
+        self.tell(Event::Ended(ask.request, ask.source, outcome));
+    }
+
+    /// Whoever does not listen any more does not need to know.
+    fn tell(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+
+    async fn receive(&self, ask: &Ask, metrics: &ShippingMetrics) -> Result<(), String> {
+        let in_time = |error: tokio::time::error::Elapsed| format!("nothing came in time: {error}");
+        let connection =
+            tokio::time::timeout(STALL, self.links.connect(ask.source)).await.map_err(in_time)??;
+        let names = ask.chunks.iter().map(|(_, id, _)| id.0).collect();
+        let request = ShardRequest::Chunks(ChunksV1 { names });
+        let words = |error: Error| error.to_string();
+        let mut stream = connection.open_shard(&request).await.map_err(words)?;
+        for (index, id, bytes) in &ask.chunks {
+            let next = tokio::time::timeout(STALL, stream.next(*bytes)).await.map_err(in_time)?;
+            match next.map_err(words)? {
+                None => self.tell(Event::NotHeld(ask.request, *index)),
+                Some(found) => {
+                    metrics.fetched(found.len() as u64);
+                    self.tell(Event::Received(ask.request, *index));
+                    self.keep(ask.source, *index, *id, found);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks a chunk and writes it, beside the network.
+    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Vec<u8>) {
+        let (store, events) = (self.store.clone(), self.events.clone());
+        tokio::task::spawn_blocking(move || {
+            let event = match ChunkId::of(&bytes) == id {
+                false => Event::Damaged(source, index),
+                true => match store.put(id, &bytes) {
+                    Ok(()) => Event::Kept(source, index),
+                    Err(error) => Event::Failed(error),
+                },
+            };
+            let _ = events.send(event);
+        });
+    }
+}

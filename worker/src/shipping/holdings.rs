@@ -1,0 +1,207 @@
+//! What this worker can send of models: the file that it serves, and whatever is in the shard store of its host.
+
+use super::ShippingConfig;
+use crate::telemetry::ShippingMetrics;
+use model::ModelFile;
+use model::file::DigestCache;
+use model::shard::{ChunkId, Manifest, ShardStore};
+use parking_lot::Mutex;
+use proto::Error;
+use proto::ids::ModelId;
+use proto::shard::{ChunksV1, ModelRefV1, ShardRefusal, ShardRequest};
+use proto::transport::{ShardCall, ShardReply};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+
+/// Requests that are answered at a time; each has two chunks in memory.
+const MAX_SENDS: usize = 16;
+/// A worker that does not read makes room for others after this long.
+const SEND_LIMIT: Duration = Duration::from_secs(60);
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Holdings {
+    model: Option<ModelId>,
+    path: PathBuf,
+    digests: Option<DigestCache>,
+    store: Option<ShardStore>,
+    /// Opened when it is first asked for.
+    file: Mutex<Option<Arc<HeldFile>>>,
+    sends: Semaphore,
+    metrics: ShippingMetrics,
+}
+
+/// A model's file, by chunks.
+#[derive(Debug)]
+struct HeldFile {
+    file: ModelFile,
+    manifest: Manifest,
+    /// For each chunk of a file a tensor that has it, from where, and how long.
+    places: HashMap<ChunkId, (String, u64, usize)>,
+}
+
+impl HeldFile {
+    fn open(path: &PathBuf, digests: Option<&DigestCache>) -> Result<Self, model::Error> {
+        let file = ModelFile::open(path)?;
+        if let Some(digests) = digests {
+            digests.fill(&file)?;
+        }
+        let manifest = Manifest::of_file(&file)?;
+        let mut places = HashMap::new();
+        // Chunks of the store are read there, one by one.
+        for info in file.tensors().filter(|_| !file.is_stored()) {
+            for place in manifest.chunks(info.name())? {
+                places.insert(place.id, (place.tensor.to_owned(), place.offset, place.bytes));
+            }
+        }
+        Ok(Self { file, manifest, places })
+    }
+
+    /// A chunk as it stands in the file; none if it is not there, or is no more what it was.
+    fn chunk(&self, id: ChunkId) -> Option<Vec<u8>> {
+        let (tensor, offset, bytes) = self.places.get(&id)?;
+        let mut buffer = vec![0; *bytes];
+        match self.file.read_tensor(tensor, *offset, &mut buffer) {
+            Ok(()) if ChunkId::of(&buffer) == id => Some(buffer),
+            Ok(()) => {
+                tracing::error!(tensor, "the model's file has changed under the worker");
+                None
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a chunk cannot be read");
+                None
+            }
+        }
+    }
+}
+
+impl Holdings {
+    /// Of the model in the file `path`, which others may call `model`, and of the store.
+    pub(crate) fn new(
+        model: Option<ModelId>,
+        path: PathBuf,
+        digests: Option<DigestCache>,
+        shipping: &ShippingConfig,
+        metrics: ShippingMetrics,
+    ) -> Self {
+        let (store, sends) = (shipping.store.clone(), Semaphore::new(MAX_SENDS));
+        Self { model, path, digests, store, file: Mutex::new(None), sends, metrics }
+    }
+
+    /// Answers one request to its end.
+    pub(crate) async fn answer(self: Arc<Self>, call: ShardCall) {
+        let ShardCall { request, reply } = call;
+        let cancelled = reply.cancelled();
+        let sent = tokio::select! {
+            sent = self.give(request, reply) => sent,
+            () = cancelled => return,
+        };
+        if let Err(error) = sent {
+            tracing::debug!(%error, "a request for chunks was not answered to its end");
+        }
+    }
+
+    async fn give(self: &Arc<Self>, request: ShardRequest, mut reply: ShardReply) -> Result<(), Error> {
+        let Ok(_place) = self.sends.try_acquire() else { return reply.fail(ShardRefusal::Busy).await };
+        match request {
+            ShardRequest::Manifest(model) => {
+                match self.look(move |holdings| holdings.manifest(&model)).await {
+                    Some(bytes) => send(&mut reply, Some(&bytes)).await?,
+                    None => send(&mut reply, None).await?,
+                }
+            }
+            ShardRequest::Chunks(ChunksV1 { names }) => {
+                let mut names = names.into_iter().map(ChunkId);
+                let Some(first) = names.next() else { return Ok(reply.finish()) };
+                let mut chunk = self.look(move |holdings| holdings.chunk(first)).await;
+                loop {
+                    // The next one is read while this one is sent.
+                    let next = names.next();
+                    let read = async {
+                        match next {
+                            Some(next) => self.look(move |holdings| holdings.chunk(next)).await,
+                            None => None,
+                        }
+                    };
+                    let (sent, read) = tokio::join!(send(&mut reply, chunk.as_deref()), read);
+                    sent?;
+                    self.metrics.served(chunk.map_or(0, |chunk| chunk.len() as u64));
+                    if next.is_none() {
+                        break;
+                    }
+                    chunk = read;
+                }
+            }
+        }
+        reply.finish();
+        Ok(())
+    }
+
+    /// Looks something up on a thread that may wait for disks.
+    async fn look<T: Send + 'static>(
+        self: &Arc<Self>,
+        look: impl FnOnce(&Self) -> Option<T> + Send + 'static,
+    ) -> Option<T> {
+        let holdings = Arc::clone(self);
+        tokio::task::spawn_blocking(move || look(&holdings)).await.ok().flatten()
+    }
+
+    fn manifest(&self, model: &ModelRefV1) -> Option<Vec<u8>> {
+        let file = self.file();
+        let own = file.as_ref().map(|file| file.manifest.digest());
+        let is_own = match model {
+            ModelRefV1::Named(name) => self.model.as_ref() == Some(name),
+            ModelRefV1::Digest(digest) => own == Some(*digest),
+        };
+        match model {
+            _ if is_own => Some(file?.manifest.encoded().to_vec()),
+            ModelRefV1::Named(_) => None,
+            ModelRefV1::Digest(digest) => match self.store.as_ref()?.hold(digest) {
+                Ok(held) => Some(held?.manifest().encoded().to_vec()),
+                Err(error) => {
+                    tracing::warn!(%error, "a manifest cannot be read");
+                    None
+                }
+            },
+        }
+    }
+
+    fn chunk(&self, id: ChunkId) -> Option<Vec<u8>> {
+        let of_store = || match self.store.as_ref()?.get(id) {
+            Ok(chunk) => chunk,
+            Err(error) => {
+                tracing::warn!(%error, "a chunk cannot be read");
+                None
+            }
+        };
+        self.file().and_then(|file| file.chunk(id)).or_else(of_store)
+    }
+
+    /// The file, opened once; a failure is logged, and tried again the next time.
+    fn file(&self) -> Option<Arc<HeldFile>> {
+        let mut place = self.file.lock();
+        if place.is_none() {
+            match HeldFile::open(&self.path, self.digests.as_ref()) {
+                Ok(file) => *place = Some(Arc::new(file)),
+                Err(error) => tracing::warn!(%error, "the model's file cannot be sent to others"),
+            }
+        }
+        place.clone()
+    }
+}
+
+async fn send(reply: &mut ShardReply, bytes: Option<&[u8]>) -> Result<(), Error> {
+    let sent = async {
+        match bytes {
+            Some(bytes) => reply.bytes(bytes).await,
+            None => reply.not_held().await,
+        }
+    };
+    match tokio::time::timeout(SEND_LIMIT, sent).await {
+        Ok(sent) => sent,
+        Err(_) => Err(Error::Timeout { what: "sending a chunk", limit_ms: SEND_LIMIT.as_millis() as u64 }),
+    }
+}

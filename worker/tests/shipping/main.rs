@@ -1,0 +1,288 @@
+//! Workers without a model's file: what they get from others gives the answers of the file, and nothing that others
+//! send wrong gets that far.
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+#[path = "../pulls/cluster.rs"]
+#[allow(dead_code, reason = "some of it is for pulls only")]
+mod cluster;
+mod peer;
+
+use cluster::{Answer, Cluster, any_port, options, path, soon};
+use kernels::backend::KvType;
+use kvasir_worker::shipping::{self, ShippingConfig};
+use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use model::shard::{ChunkId, HeldModel, Manifest, ShardStore};
+use model::{ModelFile, ModelSpec};
+use peer::{Fault, Peer};
+use proto::ids::{ModelId, NodeId};
+use proto::shard::ModelRefV1;
+use proto::stage::{ActivationType, StageAddressV1};
+use std::path::Path;
+use tempfile::TempDir;
+
+/// Full attention, sliding windows, delta net, Mamba-2.
+const KINDS: [&str; 4] = [
+    "tiny/llama/llama-f32",
+    "tiny/gemma3/gemma3-f32",
+    "tiny/qwen35/qwen35-f32",
+    "tiny/granitehybrid/granitehybrid-f32",
+];
+const LLAMA: &str = KINDS[0];
+/// More than any of these models.
+const ROOM: u64 = 1 << 30;
+
+fn prompt() -> Vec<u32> {
+    (0..200).map(|i| 5 + (i * i * 31 + i * 7) % 350).collect()
+}
+
+/// An empty store, on a disk of its own.
+fn empty() -> (TempDir, ShardStore) {
+    let dir = tempfile::tempdir().unwrap();
+    let store = ShardStore::open(dir.path().join("shards"), ROOM).unwrap();
+    (dir, store)
+}
+
+fn manifest(model: &str) -> Manifest {
+    Manifest::of_file(&ModelFile::open(path(model)).unwrap()).unwrap()
+}
+
+/// Gets the manifest of a model as a worker does before anything else.
+async fn find(cluster: &Cluster, model: &ModelRefV1, store: &ShardStore, from: &[String]) -> HeldModel {
+    let identity = cluster.identity("finds");
+    soon("a manifest", shipping::find(model, store, from, any_port(), &identity)).await.unwrap()
+}
+
+/// The answer of a worker that has nothing but what it gets from `from`; also the bytes of chunks that it got.
+async fn shipped(
+    cluster: &Cluster,
+    name: &str,
+    model: &str,
+    store: &ShardStore,
+    from: &[String],
+) -> (Answer, f64) {
+    let held = find(cluster, &ModelRefV1::Digest(manifest(model).digest()), store, from).await;
+    let shipping = ShippingConfig { store: Some(store.clone()), from: from.to_vec() };
+    let engine = options(KvType::F32);
+    let worker = soon("a start", cluster.worker_of(name, held.path().to_owned(), shipping, engine)).await;
+    let answer = worker.ask(&prompt(), None).await;
+    let bytes = worker.metric("kvasir_shard_fetched_bytes_total").await;
+    worker.service.stop().await;
+    (answer, bytes)
+}
+
+/// Bytes of all chunks of a model that differ.
+fn chunk_bytes(model: &str) -> u64 {
+    let manifest = manifest(model);
+    let mut seen = std::collections::HashSet::new();
+    let tensors = manifest.header().tensors();
+    let places = tensors.flat_map(|info| manifest.chunks(info.name()).unwrap());
+    places.filter(|place| seen.insert(place.id)).map(|place| place.bytes as u64).sum()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_without_the_file_answers_as_one_with_it() {
+    for model in KINDS {
+        let cluster = Cluster::new();
+        let holds = cluster.worker("holds", model, options(KvType::F32)).await;
+        let want = holds.ask(&prompt(), None).await;
+        let from = [holds.service.quic_address().to_string()];
+        let (_dir, store) = empty();
+        let (answer, bytes) = shipped(&cluster, "fetches", model, &store, &from).await;
+        assert_eq!(answer, want, "{model}");
+        assert_eq!(bytes, chunk_bytes(model) as f64, "{model}");
+        assert_eq!(holds.metric("kvasir_shard_served_bytes_total").await, bytes, "{model}");
+        // What is here is not fetched again, also where nobody could send it.
+        let (answer, bytes) = shipped(&cluster, "again", model, &store, &[]).await;
+        assert_eq!((answer, bytes), (want, 0.0), "{model}");
+        holds.service.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_is_found_by_the_name_that_a_worker_serves_it_under() {
+    let cluster = Cluster::new();
+    let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
+    let from = [holds.service.quic_address().to_string()];
+    let (_dir, store) = empty();
+    let named = ModelRefV1::Named(ModelId::new("m").unwrap());
+    let held = find(&cluster, &named, &store, &from).await;
+    assert_eq!(held.manifest().digest(), manifest(LLAMA).digest());
+    holds.service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_was_sent_a_model_sends_it_on() {
+    let cluster = Cluster::new();
+    let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
+    let want = holds.ask(&prompt(), None).await;
+    let digest = ModelRefV1::Digest(manifest(LLAMA).digest());
+    let (_first, store) = empty();
+    let from = vec![holds.service.quic_address().to_string()];
+    let held = find(&cluster, &digest, &store, &from).await;
+    let shipping = ShippingConfig { store: Some(store), from };
+    let second = cluster.worker_of("second", held.path().to_owned(), shipping, options(KvType::F32)).await;
+    holds.service.stop().await;
+    let (_dir, store) = empty();
+    let from = [second.service.quic_address().to_string()];
+    assert_eq!(shipped(&cluster, "third", LLAMA, &store, &from).await.0, want);
+    second.service.stop().await;
+}
+
+/// Starts a stage of a model that is in the store.
+fn stage(
+    cluster: &Cluster,
+    name: &str,
+    held: &HeldModel,
+    shipping: ShippingConfig,
+) -> (StageService, StageAddressV1) {
+    let config = StageConfig {
+        model_path: held.path().to_owned(),
+        shipping,
+        listen: any_port(),
+        engine: options(KvType::F32),
+    };
+    let service = StageService::start(config, &cluster.identity(name)).unwrap();
+    let quic = service.quic_address().to_string();
+    (service, StageAddressV1 { node: NodeId::new(name).unwrap(), quic })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stage_without_the_file_fetches_its_layers_only() {
+    for model in KINDS {
+        let cluster = Cluster::new();
+        let holds = cluster.worker("holds", model, options(KvType::F32)).await;
+        let from = vec![holds.service.quic_address().to_string()];
+        let (_dir, store) = empty();
+        let digest = ModelRefV1::Digest(manifest(model).digest());
+        let held = find(&cluster, &digest, &store, &from).await;
+        let shipping = ShippingConfig { store: Some(store.clone()), from };
+        let (service, address) = stage(&cluster, "stage-1", &held, shipping);
+        let replica = Replica::new(
+            tokio::runtime::Handle::current(),
+            &cluster.identity("stage-0"),
+            vec![address],
+            ActivationType::F32,
+        );
+        let (replica, path) = (replica.unwrap(), path(model));
+        let opened = tokio::task::spawn_blocking(move || {
+            let loaded =
+                kvasir_worker::load::open_replica(&path, &options(KvType::F32), replica, &mut |_, _| {});
+            drop(loaded.unwrap());
+        });
+        soon("a replica", opened).await.unwrap();
+        // The embedding may be the head, too; the first layer is in nobody else's range.
+        let file = ModelFile::open(held.path()).unwrap();
+        let spec = ModelSpec::from_file(&file).unwrap();
+        let first: Vec<ChunkId> = spec
+            .layer_tensors(0..1)
+            .iter()
+            .flat_map(|name| held.manifest().chunks(name).unwrap())
+            .map(|c| c.id)
+            .collect();
+        let of_last = spec.layer_tensors(spec.layers.len() - 1..spec.layers.len());
+        assert!(of_last.iter().all(|name| file.tensor_data(name).is_ok()), "{model}");
+        let here = |chunk: &ChunkId| store.get(*chunk).unwrap().is_some();
+        assert!(!first.iter().all(here), "{model}: it has layers that are not its own");
+        service.stop().await;
+        holds.service.stop().await;
+    }
+}
+
+/// Flips a bit of every chunk in a store, and says how many there are.
+fn spoil(store: &ShardStore) -> usize {
+    let mut spoilt = 0;
+    for dir in std::fs::read_dir(store.root().join("chunks")).unwrap() {
+        for chunk in std::fs::read_dir(dir.unwrap().path()).unwrap() {
+            flip(&chunk.unwrap().path());
+            spoilt += 1;
+        }
+    }
+    spoilt
+}
+
+fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    bytes[0] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_damaged_on_the_disk_is_fetched_again() {
+    let cluster = Cluster::new();
+    let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
+    let want = holds.ask(&prompt(), None).await;
+    let from = [holds.service.quic_address().to_string()];
+    let (_dir, store) = empty();
+    let (_, all) = shipped(&cluster, "fetches", LLAMA, &store, &from).await;
+    assert!(spoil(&store) > 10);
+    let (answer, bytes) = shipped(&cluster, "again", LLAMA, &store, &from).await;
+    assert_eq!((answer, bytes), (want, all));
+    holds.service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
+    for fault in [Fault::FlippedBits, Fault::OtherChunks, Fault::CutShort] {
+        let cluster = Cluster::new();
+        let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
+        let want = holds.ask(&prompt(), None).await;
+        let liar = Peer::start(&cluster, "liar", LLAMA, fault);
+        let (_dir, store) = empty();
+        let from = vec![liar.address(), holds.service.quic_address().to_string()];
+        let digest = ModelRefV1::Digest(manifest(LLAMA).digest());
+        let held = find(&cluster, &digest, &store, &from).await;
+        let shipping = ShippingConfig { store: Some(store), from };
+        let engine = options(KvType::F32);
+        let worker = cluster.worker_of("fetches", held.path().to_owned(), shipping, engine).await;
+        assert_eq!(worker.ask(&prompt(), None).await, want, "{fault:?}");
+        let refused = worker.metric("kvasir_shard_chunks_refused_total{source=\"liar\"}").await;
+        assert!(refused >= 3.0, "{fault:?}: {refused}");
+        assert_eq!(
+            worker.metric("kvasir_shard_sources_struck_total{source=\"liar\"}").await,
+            1.0,
+            "{fault:?}"
+        );
+        // The coordinator hears of it, and how far the model was.
+        let report = soon("a report", async {
+            loop {
+                let last = worker.shipping.lock().unwrap().last().cloned();
+                match last.filter(|report| !report.struck.is_empty() && report.present == report.wanted) {
+                    Some(report) => return report,
+                    None => tokio::task::yield_now().await,
+                }
+            }
+        });
+        let report = report.await;
+        assert_eq!((report.wanted, report.struck), (chunk_bytes(LLAMA), vec![NodeId::new("liar").unwrap()]));
+        worker.service.stop().await;
+        holds.service.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_gets_nothing_but_lies_says_so_and_keeps_nothing() {
+    let cluster = Cluster::new();
+    let liar = Peer::start(&cluster, "liar", LLAMA, Fault::FlippedBits);
+    let (_dir, store) = empty();
+    let from = vec![liar.address()];
+    let held = find(&cluster, &ModelRefV1::Digest(manifest(LLAMA).digest()), &store, &from).await;
+    let shipping = ShippingConfig { store: Some(store.clone()), from };
+    let started = cluster.try_worker("fetches", held.path().to_owned(), shipping, options(KvType::F32));
+    let error = soon("a refusal", started).await.err().unwrap().to_string();
+    assert!(error.contains("no source is left"), "{error}");
+    assert_eq!(std::fs::read_dir(store.root().join("chunks")).unwrap().count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sources_that_fail_are_made_up_for_by_others() {
+    for fault in [Fault::Dies, Fault::Silent, Fault::HoldsNothing, Fault::Busy] {
+        let cluster = Cluster::new();
+        let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
+        let want = holds.ask(&prompt(), None).await;
+        let bad = Peer::start(&cluster, "bad", LLAMA, fault);
+        let (_dir, store) = empty();
+        let from = [bad.address(), holds.service.quic_address().to_string()];
+        assert_eq!(shipped(&cluster, "fetches", LLAMA, &store, &from).await.0, want, "{fault:?}");
+        holds.service.stop().await;
+    }
+}

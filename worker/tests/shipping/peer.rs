@@ -1,0 +1,119 @@
+//! A worker that has a model and does not always send what it should.
+
+use crate::cluster::{Cluster, path};
+use model::ModelFile;
+use model::shard::{ChunkId, Manifest};
+use proto::shard::{ChunksV1, ShardRefusal, ShardRequest};
+use proto::transport::{CloseCode, Connection, Endpoint, Incoming, ShardCall};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What it does wrong; manifests it sends as they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// A bit of each chunk.
+    FlippedBits,
+    /// Another chunk of the same model instead of each.
+    OtherChunks,
+    /// Each chunk but its last byte.
+    CutShort,
+    /// It goes with its connection after its third chunk.
+    Dies,
+    /// It sends three chunks, then nothing.
+    Silent,
+    /// It says that it has no chunk.
+    HoldsNothing,
+    /// It refuses every request.
+    Busy,
+}
+
+/// See the module.
+pub(crate) struct Peer {
+    endpoint: Arc<Endpoint>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+struct Held {
+    manifest: Vec<u8>,
+    chunks: HashMap<ChunkId, Vec<u8>>,
+}
+
+impl Peer {
+    pub(crate) fn start(cluster: &Cluster, name: &str, model: &str, fault: Fault) -> Self {
+        let file = ModelFile::open(path(model)).unwrap();
+        let manifest = Manifest::of_file(&file).unwrap();
+        let mut chunks = HashMap::new();
+        for info in file.tensors() {
+            let bytes = file.tensor_data(info.name()).unwrap();
+            for place in manifest.chunks(info.name()).unwrap() {
+                let start = place.offset as usize;
+                chunks.insert(place.id, bytes[start..start + place.bytes].to_vec());
+            }
+        }
+        let held = Arc::new(Held { manifest: manifest.encoded().to_vec(), chunks });
+        let endpoint = Arc::new(cluster.bare(name));
+        let accepting = Arc::clone(&endpoint);
+        let task = tokio::spawn(async move {
+            while let Some(connection) = accepting.accept().await {
+                tokio::spawn(serve(connection, Arc::clone(&held), fault));
+            }
+        });
+        Self { endpoint, task }
+    }
+
+    pub(crate) fn address(&self) -> String {
+        self.endpoint.address().to_string()
+    }
+}
+
+async fn serve(connection: Connection, held: Arc<Held>, fault: Fault) {
+    while let Ok(Incoming::Shard(call)) = connection.accept().await {
+        tokio::spawn(answer(connection.clone(), call, Arc::clone(&held), fault));
+    }
+}
+
+async fn answer(connection: Connection, call: ShardCall, held: Arc<Held>, fault: Fault) {
+    let ShardCall { request, mut reply } = call;
+    let names = match request {
+        ShardRequest::Manifest(_) => {
+            reply.bytes(&held.manifest).await.unwrap();
+            return reply.finish();
+        }
+        ShardRequest::Chunks(ChunksV1 { names }) => names,
+    };
+    if fault == Fault::Busy {
+        // The worker may have heard enough.
+        let _ = reply.fail(ShardRefusal::Busy).await;
+        return;
+    }
+    for (sent, name) in names.iter().enumerate() {
+        let mut bytes = held.chunks[&ChunkId(*name)].clone();
+        match fault {
+            Fault::FlippedBits => bytes[0] ^= 1,
+            Fault::OtherChunks => {
+                let other = held.chunks.values().find(|other| other.len() <= bytes.len() && **other != bytes);
+                bytes = other.cloned().unwrap_or_default();
+            }
+            Fault::CutShort => drop(bytes.pop()),
+            Fault::Dies if sent == 3 => return connection.close(CloseCode::Shutdown),
+            Fault::Silent if sent == 3 => return std::future::pending().await,
+            Fault::HoldsNothing => {
+                if reply.not_held().await.is_err() {
+                    return;
+                }
+                continue;
+            }
+            Fault::Dies | Fault::Silent | Fault::Busy => {}
+        }
+        if reply.bytes(&bytes).await.is_err() {
+            return;
+        }
+    }
+    reply.finish();
+}
