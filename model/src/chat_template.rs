@@ -238,7 +238,8 @@ impl ChatTemplate {
         let prompt = within(self.evaluate(&self.program, &context, room)?)?;
         if let (Some(program), Some(shape), None) = (&self.outlining, shape, known) {
             let sketch = Sketch::of(messages);
-            let rendered = self.evaluate(program, &self.context(&sketch, add_generation_prompt, None, extra), 0);
+            let rendered =
+                self.evaluate(program, &self.context(&sketch, add_generation_prompt, None, extra), 0);
             let outline = rendered.ok().and_then(|rendered| sketch.outline(rendered));
             self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages) == prompt));
         }

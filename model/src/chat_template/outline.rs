@@ -239,12 +239,7 @@ impl Object for Passage {
         Err(ErrorKind::InvalidOperation.into())
     }
 
-    fn call_method(
-        self: &Arc<Self>,
-        _: &mut State<'_, '_>,
-        _: &str,
-        _: &[Value],
-    ) -> Result<Value, Error> {
+    fn call_method(self: &Arc<Self>, _: &mut State<'_, '_>, _: &str, _: &[Value]) -> Result<Value, Error> {
         self.note_read();
         Err(ErrorKind::UnknownMethod.into())
     }

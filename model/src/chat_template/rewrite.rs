@@ -90,7 +90,16 @@ fn rewritten<'a>(template: &CompiledTemplate<'a>, outline: bool) -> Result<Instr
 
 /// Tests that say the same of all texts that are not empty.
 const KINDS: [&str; 10] = [
-    "defined", "undefined", "none", "string", "mapping", "sequence", "iterable", "number", "boolean", "integer",
+    "defined",
+    "undefined",
+    "none",
+    "string",
+    "mapping",
+    "sequence",
+    "iterable",
+    "number",
+    "boolean",
+    "integer",
 ];
 
 /// The guard of an instruction and how many operands it has.

@@ -335,7 +335,10 @@ const OUTLINED: [(&str, bool); 16] = [
         "{% set first = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages[1:] %}{{ first + '\n' + m.content if loop.last else m.content }}{% endfor %}",
         true,
     ),
-    ("{% for m in messages %}{% if m.content %}{{ m.content }}{% else %}nothing{% endif %}{% endfor %}", true),
+    (
+        "{% for m in messages %}{% if m.content %}{{ m.content }}{% else %}nothing{% endif %}{% endfor %}",
+        true,
+    ),
     ("{% for m in messages %}{{ m.content or 'nothing' }}{{ messages | length }}{% endfor %}", true),
     ("{% for m in messages %}{{ m.content | trim }}{% endfor %}", false),
     ("{% for m in messages %}{% if 'a' in m.content %}{{ m.content }}{% endif %}{% endfor %}", false),
@@ -351,8 +354,10 @@ const OUTLINED: [(&str, bool); 16] = [
 #[test]
 fn outlines_change_nothing() {
     use proptest::prelude::*;
-    let texts = ["", "a", " a ", "x</think>\n", "{{ 1 }}", "<|im_end|>", "é", "0", "False", "\0", "a longer text"];
-    let message = (prop::sample::select(vec!["system", "user", "assistant"]), prop::sample::select(texts.to_vec()));
+    let texts =
+        ["", "a", " a ", "x</think>\n", "{{ 1 }}", "<|im_end|>", "é", "0", "False", "\0", "a longer text"];
+    let message =
+        (prop::sample::select(vec!["system", "user", "assistant"]), prop::sample::select(texts.to_vec()));
     let chats = prop::collection::vec(prop::collection::vec(message, 1..4), 1..6);
     for (source, outlined) in OUTLINED {
         let template = compile(source);
