@@ -15,12 +15,15 @@ use serde_json::{Map, Value as Json};
 
 use crate::{Error, Metadata, Tokenizer};
 
+use outline::{Outlines, Shape, Sketch};
+
 pub use message::{Content, Message};
 
 mod clock;
 mod json;
 mod limits;
 mod message;
+mod outline;
 mod rewrite;
 
 /// Instructions of one rendering.
@@ -63,6 +66,9 @@ pub struct ChatTemplate {
     environment: &'static Environment<'static>,
     /// The template's instructions, guards among them.
     program: Instructions<'static>,
+    /// The same for making outlines, if there can be some.
+    outlining: Option<Instructions<'static>>,
+    outlines: Outlines,
     bos_token: String,
     eos_token: String,
 }
@@ -185,8 +191,15 @@ impl ChatTemplate {
         // it ends.
         let environment: &'static Environment<'static> = Box::leak(Box::new(environment));
         let template = environment.get_template(NAME).map_err(syntax)?;
-        let program = rewrite::guarded(get_compiled_template(&template))?;
-        Ok(Self { environment, program, bos_token: bos_token.into(), eos_token: eos_token.into() })
+        let compiled = get_compiled_template(&template);
+        Ok(Self {
+            environment,
+            program: rewrite::guarded(compiled)?,
+            outlining: rewrite::outlining(compiled),
+            outlines: Outlines::default(),
+            bos_token: bos_token.into(),
+            eos_token: eos_token.into(),
+        })
     }
 
     /// The prompt for `messages`. `tools`, as in the request, and every variable of `extra` are visible to the
@@ -213,34 +226,60 @@ impl ChatTemplate {
         extra: &Map<String, Json>,
     ) -> Result<String, TemplateError> {
         check_extra(extra)?;
-        let context = Context {
-            messages,
-            tools,
-            documents: (),
-            add_generation_prompt,
-            bos_token: &self.bos_token,
-            eos_token: &self.eos_token,
-            extra,
-        };
-        let context = Value::from(Serde(&context));
+        let plain = tools.is_none() && extra.is_empty() && self.outlining.is_some();
+        let shape = if plain { Shape::of(messages, add_generation_prompt) } else { None };
+        let known = shape.as_ref().and_then(|shape| self.outlines.known(shape));
+        if let Some(Some(outline)) = &known {
+            return within(outline.fill(messages));
+        }
+        let context = self.context(messages, add_generation_prompt, tools, extra);
         let texts = messages.iter().filter_map(|message| message.content.as_ref());
         let room: usize = texts.map(|Content(text)| text.len() + MESSAGE_ROOM).sum();
+        let prompt = within(self.evaluate(&self.program, &context, room)?)?;
+        if let (Some(program), Some(shape), None) = (&self.outlining, shape, known) {
+            let sketch = Sketch::of(messages);
+            let rendered =
+                self.evaluate(program, &self.context(&sketch, add_generation_prompt, None, extra), 0);
+            let outline = rendered.ok().and_then(|rendered| sketch.outline(rendered));
+            self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages) == prompt));
+        }
+        Ok(prompt)
+    }
+
+    fn context<'a, M: ?Sized>(
+        &'a self,
+        messages: &'a M,
+        add_generation_prompt: bool,
+        tools: Option<&'a [Json]>,
+        extra: &'a Map<String, Json>,
+    ) -> Context<'a, M> {
+        let (bos_token, eos_token) = (self.bos_token.as_str(), self.eos_token.as_str());
+        Context { messages, tools, documents: (), add_generation_prompt, bos_token, eos_token, extra }
+    }
+
+    fn evaluate(
+        &self,
+        program: &Instructions<'static>,
+        context: &impl Serialize,
+        room: usize,
+    ) -> Result<String, TemplateError> {
         let mut prompt = String::with_capacity(room.min(OUTPUT));
         let mut output = make_string_output(&mut prompt);
         let blocks = std::collections::BTreeMap::new();
-        eval(self.environment, &self.program, context, &blocks, &mut output, AutoEscape::None)
-            .map_err(failure)?;
-        if prompt.len() > OUTPUT {
-            return Err(TemplateError::Limit(Limit::Output));
-        }
+        let context = Value::from(Serde(context));
+        eval(self.environment, program, context, &blocks, &mut output, AutoEscape::None).map_err(failure)?;
         Ok(prompt)
     }
 }
 
+fn within(prompt: String) -> Result<String, TemplateError> {
+    if prompt.len() > OUTPUT { Err(TemplateError::Limit(Limit::Output)) } else { Ok(prompt) }
+}
+
 /// What a template sees.
 #[derive(Serialize)]
-struct Context<'a> {
-    messages: &'a [Message],
+struct Context<'a, M: ?Sized> {
+    messages: &'a M,
     tools: Option<&'a [Json]>,
     documents: (),
     add_generation_prompt: bool,

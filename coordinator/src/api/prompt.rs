@@ -32,10 +32,10 @@ pub fn texts_or_tokens<const MAX: usize>(
     let raw = fields.raw(name).ok_or_else(|| ApiError::field(name, "is missing"))?;
     let first = raw.bytes().filter(|b| !b.is_ascii_whitespace()).take(2).collect::<Vec<u8>>();
     let prompts = match first.as_slice() {
-        [b'"', ..] => vec![Prompt::Text(match raw::string(raw) {
-            Ok(text) => text.into_owned(),
-            Err(_) => read(name, raw)?,
-        })],
+        [b'"', ..] => {
+            let text = raw::string(raw).map_err(|error| ApiError::field(name, plain(&error)))?;
+            vec![Prompt::Text(text.into_owned())]
+        }
         [b'[', b'"'] => {
             let texts: Bounded<String, MAX> = read(name, raw)?;
             texts.0.into_iter().map(Prompt::Text).collect()
@@ -97,11 +97,11 @@ fn one(message: &Fields<'_>) -> Result<Message, ApiError> {
 
 fn content(message: &Fields<'_>, raw: &str) -> Result<Arc<str>, ApiError> {
     const NAME: &str = "content";
-    if let Ok(text) = raw::string(raw) {
-        return Ok(text.into());
+    let wrong = |error: serde_json::Error| message.wrong(NAME, plain(&error));
+    if raw.starts_with('"') {
+        return raw::string(raw).map(Arc::from).map_err(wrong);
     }
-    let parts: Bounded<Part, { MAX_MESSAGES }> =
-        serde_json::from_str(raw).map_err(|error| message.wrong(NAME, plain(&error)))?;
+    let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
     let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
         ("text", Some(text)) => Ok(text),
         ("text", None) => Err((at, "text", "is missing")),

@@ -27,7 +27,7 @@ pub(super) fn members(text: &str, depth: usize) -> Result<Vec<(Cow<'_, str>, &st
         if !name.starts_with('"') || !scan.eat(b':') {
             return Err(Torn::Malformed);
         }
-        members.push((string(name)?, scan.value(depth - 1)?));
+        members.push((string(name).map_err(|_| Torn::Malformed)?, scan.value(depth - 1)?));
         Ok(())
     })?;
     Ok(members)
@@ -47,14 +47,13 @@ pub(super) fn items(text: &str, most: usize, depth: usize) -> Result<Vec<&str>, 
     Ok(items)
 }
 
-/// The text that a string of a value found here stands for.
-pub(super) fn string(raw: &str) -> Result<Cow<'_, str>, Torn> {
-    let inside = raw.strip_prefix('"').and_then(|raw| raw.strip_suffix('"')).ok_or(Torn::Malformed)?;
-    // What was found has no quotes or control characters inside: without escapes it is what it says.
-    if memchr::memchr(b'\\', inside.as_bytes()).is_none() {
-        return Ok(Cow::Borrowed(inside));
+/// The text that a string stands for which was found here.
+pub(super) fn string(raw: &str) -> Result<Cow<'_, str>, serde_json::Error> {
+    match raw.strip_prefix('"').and_then(|raw| raw.strip_suffix('"')) {
+        // It has no quotes or control characters inside: without escapes it is what it says.
+        Some(inside) if memchr::memchr(b'\\', inside.as_bytes()).is_none() => Ok(Cow::Borrowed(inside)),
+        _ => serde_json::from_str(raw).map(Cow::Owned),
     }
-    serde_json::from_str(raw).map(Cow::Owned).map_err(|_| Torn::Malformed)
 }
 
 struct Scan<'a> {

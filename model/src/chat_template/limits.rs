@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 
+use super::outline::{Passage, joined as joined_texts};
 use super::{Limit, OUTPUT};
 
 /// In one operation; a unit is a byte.
@@ -48,6 +49,11 @@ pub(super) const JOINED_BY: Guard = "\0joined_by";
 pub(super) const INDENT: Guard = "\0indent";
 /// `list|map('filter', arguments)`
 pub(super) const MAP: Guard = "\0map";
+/// Of what kind the operands are; all texts that are not empty are of one kind.
+pub(super) const KIND: Guard = "\0kind";
+
+/// `left + right` and `left ~ right` where an outline is made.
+pub(super) const JOIN_TEXTS: &str = "\0join_texts";
 
 /// Filters that chat templates do without and whose cost would need guards of their own.
 const REMOVED: &[&str] = &["batch", "slice", "zip", "chain", "groupby", "pprint", "format", "sum"];
@@ -94,6 +100,11 @@ pub(super) fn install(environment: &mut Environment<'static>, time: Duration) {
         let items = scale.all(args.get(..1).unwrap_or_default())?;
         Ok(items.saturating_mul(arguments.saturating_add(numbers) / VISIT + 1))
     });
+    environment.add_function(KIND, |args: Rest<ValueOrKwargs>| -> Value {
+        let known = |value| if Passage::of(&value).is_some() { Value::from("text") } else { value };
+        args.into_values().into_iter().rev().map(known).collect()
+    });
+    environment.add_function(JOIN_TEXTS, |left: Value, right: Value| joined_texts(&left, &right));
     environment.set_formatter(move |out, state, value| write(out, budget(state, time), value));
     environment.remove_global("debug");
     REMOVED.iter().for_each(|name| environment.remove_filter(name));
@@ -116,7 +127,7 @@ fn budget<'a>(state: &'a mut State, time: Duration) -> &'a mut Budget {
         time,
         work: 0,
         written: 0,
-        untimed: UNTIMED_GUARDS,
+        untimed: 1,
     })
 }
 
@@ -154,6 +165,11 @@ fn guard(
 
 /// Writes `value` where output goes.
 fn write(out: &mut Output, budget: &mut Budget, value: &Value) -> Result<(), Error> {
+    if let Some(passage) = Passage::of(value) {
+        let written = passage.write(budget.written, |text| out.write_str(text).map_err(Error::from))?;
+        budget.written = budget.written.saturating_add(written);
+        return Ok(());
+    }
     let cost = Scale { left: ONE }.weigh(value).map_err(exceeded)?;
     let text;
     let text = match value.as_str() {
@@ -182,6 +198,9 @@ fn write(out: &mut Output, budget: &mut Budget, value: &Value) -> Result<(), Err
 }
 
 fn flat(value: &Value) -> u64 {
+    if let Some(passage) = Passage::of(value) {
+        passage.note_read();
+    }
     let len = match value.as_str() {
         Some(text) => text.len() as u64,
         None => (value.len().unwrap_or(0) as u64).saturating_mul(VISIT),
@@ -223,6 +242,9 @@ impl Scale {
     fn walk(&mut self, value: &Value, depth: usize) -> Result<(), Limit> {
         let own = value.as_str().map_or(0, str::len) as u64;
         self.left = self.left.checked_sub(own.saturating_add(VISIT)).ok_or(Limit::Work)?;
+        if let Some(passage) = Passage::of(value) {
+            passage.note_read();
+        }
         let is_map = match value.kind() {
             ValueKind::Map => true,
             // What has no length is made up while it is iterated, perhaps only once.

@@ -3,10 +3,28 @@
 use minijinja::machinery::{CompiledTemplate, Instruction as I, Instructions};
 
 use super::TemplateError;
-use super::limits::{CONTAINS, DEEP, FLAT, Guard, INDENT, JOIN, JOINED_BY, MAP, REPEAT, REPLACE, TICK};
+use super::limits::{
+    CONTAINS, DEEP, FLAT, Guard, INDENT, JOIN, JOIN_TEXTS, JOINED_BY, KIND, MAP, REPEAT, REPLACE, TICK,
+};
 
 /// The instructions of `template`, with a guard before each whose cost depends on its operands.
 pub(super) fn guarded<'a>(template: &CompiledTemplate<'a>) -> Result<Instructions<'a>, TemplateError> {
+    rewritten(template, false)
+}
+
+/// The same for chats whose texts are [`Passage`](super::outline::Passage)s; none if what the template writes does not
+/// go straight into the prompt, or depends on the time.
+pub(super) fn outlining<'a>(template: &CompiledTemplate<'a>) -> Option<Instructions<'a>> {
+    let all = (0..).map_while(|at| template.instructions.get(at));
+    let fits = |instruction: &I<'_>| match instruction {
+        I::BeginCapture(_) | I::EndCapture | I::BuildMacro(..) => false,
+        I::CallFunction(name, _) | I::Lookup(name) => *name != "strftime_now",
+        _ => true,
+    };
+    if all.into_iter().all(fits) { rewritten(template, true).ok() } else { None }
+}
+
+fn rewritten<'a>(template: &CompiledTemplate<'a>, outline: bool) -> Result<Instructions<'a>, TemplateError> {
     if !template.blocks.is_empty() {
         return Err(TemplateError::Unsupported { construct: "blocks" });
     }
@@ -17,7 +35,13 @@ pub(super) fn guarded<'a>(template: &CompiledTemplate<'a>) -> Result<Instruction
     let mut begins = Vec::new();
     for (at, instruction) in all() {
         let line = old.get_line(at).and_then(|line| u16::try_from(line).ok()).unwrap_or(u16::MAX);
-        let first = match guard(instruction)? {
+        let kind = matches!(instruction, I::PerformTest(name, Some(1), _) if KINDS.contains(name));
+        let guard = match instruction {
+            I::Add | I::StringConcat if outline => None,
+            I::PerformTest(..) if outline && kind => Some((KIND, 1)),
+            _ => guard(instruction)?,
+        };
+        let first = match guard {
             Some((guard, operands)) => {
                 let first = new.add_with_line(I::CallFunction(guard, Some(operands)), line);
                 new.add_with_line(I::UnpackList(usize::from(operands)), line);
@@ -31,6 +55,9 @@ pub(super) fn guarded<'a>(template: &CompiledTemplate<'a>) -> Result<Instruction
                 let own = new.add_with_line(I::LoadConst((*text).into()), line);
                 new.add_with_line(I::Emit, line);
                 own
+            }
+            I::Add | I::StringConcat if outline => {
+                new.add_with_line(I::CallFunction(JOIN_TEXTS, Some(2)), line)
             }
             I::Iterate(_) => {
                 let own = new.add_with_line(instruction.clone(), line);
@@ -60,6 +87,20 @@ pub(super) fn guarded<'a>(template: &CompiledTemplate<'a>) -> Result<Instruction
     }
     Ok(new)
 }
+
+/// Tests that say the same of all texts that are not empty.
+const KINDS: [&str; 10] = [
+    "defined",
+    "undefined",
+    "none",
+    "string",
+    "mapping",
+    "sequence",
+    "iterable",
+    "number",
+    "boolean",
+    "integer",
+];
 
 /// The guard of an instruction and how many operands it has.
 fn guard(instruction: &I<'_>) -> Result<Option<(Guard, u16)>, TemplateError> {

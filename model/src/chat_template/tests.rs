@@ -318,3 +318,86 @@ fn time_is_limited() {
         assert!(matches!(error, TemplateError::Limit(Limit::Time)), "{source}: {error}");
     }
 }
+
+/// Templates, and whether chats have outlines by them.
+const OUTLINED: [(&str, bool); 16] = [
+    (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        true,
+    ),
+    ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}", true),
+    ("{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}", true),
+    (
+        "{% for m in messages %}{% if m.content is string and m.content is not none %}{{ m.content }}{% endif %}{% endfor %}",
+        true,
+    ),
+    (
+        "{% set first = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages[1:] %}{{ first + '\n' + m.content if loop.last else m.content }}{% endfor %}",
+        true,
+    ),
+    (
+        "{% for m in messages %}{% if m.content %}{{ m.content }}{% else %}nothing{% endif %}{% endfor %}",
+        true,
+    ),
+    ("{% for m in messages %}{{ m.content or 'nothing' }}{{ messages | length }}{% endfor %}", true),
+    ("{% for m in messages %}{{ m.content | trim }}{% endfor %}", false),
+    ("{% for m in messages %}{% if 'a' in m.content %}{{ m.content }}{% endif %}{% endfor %}", false),
+    ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}", false),
+    ("{% for m in messages %}{{ m.content[0] }}{% endfor %}", false),
+    ("{% for m in messages %}{% if m.content == 'a' %}!{% endif %}{% endfor %}", false),
+    ("{% for m in messages %}{% if messages[0] == m %}!{% endif %}{% endfor %}", false),
+    ("{{ messages | tojson }}{{ messages }}", false),
+    ("{% macro say(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}", false),
+    ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}", false),
+];
+
+#[test]
+fn outlines_change_nothing() {
+    use proptest::prelude::*;
+    let texts =
+        ["", "a", " a ", "x</think>\n", "{{ 1 }}", "<|im_end|>", "é", "0", "False", "\0", "a longer text"];
+    let message =
+        (prop::sample::select(vec!["system", "user", "assistant"]), prop::sample::select(texts.to_vec()));
+    let chats = prop::collection::vec(prop::collection::vec(message, 1..4), 1..6);
+    for (source, outlined) in OUTLINED {
+        let template = compile(source);
+        let mut plain = compile(source);
+        plain.outlining = None;
+        let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(40));
+        let run = runner.run(&(&chats, any::<bool>()), |(chats, answer)| {
+            for chat in chats.iter().chain(&chats) {
+                let chat: Vec<Message> = chat.iter().map(|(role, text)| Message::new(*role, *text)).collect();
+                let render = |template: &ChatTemplate| {
+                    let rendered = template.render_inner(&chat, None, answer, &Map::new());
+                    rendered.map_err(|error| error.to_string())
+                };
+                prop_assert_eq!(render(&template), render(&plain), "{}", source);
+            }
+            Ok(())
+        });
+        run.unwrap();
+        let said = [Message::new("user", "a"), Message::new("assistant", "b")];
+        let shape = outline::Shape::of(&said, true).unwrap();
+        template.render(&said, None, true, &Map::new()).unwrap();
+        let known = template.outlines.known(&shape).flatten().is_some();
+        assert_eq!(known, outlined, "{source}");
+    }
+}
+
+#[test]
+fn chats_with_more_than_texts_have_no_outline() {
+    let shape = |message: Message| outline::Shape::of(&[message], true);
+    assert!(shape(Message::new("user", "a")) == shape(Message::new("user", "b")));
+    assert!(shape(Message::new("user", "a")) != shape(Message::new("user", "")));
+    assert!(shape(Message::new("user", "a")) != shape(Message::new("system", "a")));
+    let mut named = Message::new("user", "a");
+    named.name = Some("n".into());
+    let mut calling = Message::new("assistant", "a");
+    calling.tool_calls = Some(json!([]));
+    let mut more = Message::new("tool", "a");
+    more.rest.insert("tool_call_id".into(), json!("1"));
+    let silent = Message { content: None, ..Message::new("assistant", "") };
+    for message in [named, calling, more, silent] {
+        assert!(shape(message.clone()).is_none(), "{message:?}");
+    }
+}
