@@ -9,7 +9,7 @@ use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     GenerateFrame, GenerateRequestV3, LoadReport, PullReportV1, Register, Registered, RegisteredV1, Sampling,
-    Stop, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
+    Stop, TokenIds, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
 };
 use proto::pull::PullSourceV1;
 use proto::service::{CoordinatorApi, Refusal, deadline};
