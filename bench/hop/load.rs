@@ -44,6 +44,9 @@ pub(crate) struct Args {
     /// How many, in place of how long.
     #[arg(long)]
     requests: Option<u64>,
+    /// Seconds after which there are enough of them.
+    #[arg(long, requires = "requests")]
+    at_most: Option<f64>,
     /// What new text is drawn by: equal seeds give equal requests.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -152,7 +155,10 @@ async fn open_loop(run: &Rc<Run>, rate: f64) {
 impl Run {
     fn goes_on(&self) -> bool {
         match self.args.requests {
-            Some(most) => *self.sent.borrow() < most,
+            Some(most) => {
+                let enough = |limit| self.begun.elapsed().as_secs_f64() >= limit;
+                *self.sent.borrow() < most && !self.args.at_most.is_some_and(enough)
+            }
             None => self.begun.elapsed().as_secs_f64() < self.args.seconds,
         }
     }

@@ -221,11 +221,12 @@ def million(args, logs):
     """Memory over many short requests: two halves, and how much the second half has added."""
     server = Kvasir(logs, args)
     try:
-        row = load(args, server, body="short", requests=args.requests, concurrency=64, memory_every=max(1, args.requests // 100))
+        row = load(args, server, body="short", requests=args.requests, concurrency=64, at_most=args.at_most,
+                   memory_every=max(1, args.requests // 100))
     finally:
         server.stop()
     points = row["memory"]
-    second = [(done, size) for done, size in points if done >= args.requests // 2]
+    second = [(done, size) for done, size in points if done >= row["finished"] // 2]
     slope = statistics.linear_regression(*zip(*second)).slope if len(second) > 1 else float("nan")
     row["slope_bytes_per_request"] = slope
     print(f"{row['finished']:,} requests in {row['seconds']:.0f} s ({row['per_second']:,.0f} a second), {row['failed']} failed")
@@ -251,6 +252,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="one round of a second each")
     parser.add_argument("--million", action="store_true", help="only: memory over --requests short requests to Kvasir")
     parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--at-most", type=float, default=600.0, help="seconds; fewer requests are sent if they take longer")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "target/bench/hop")
     args = parser.parse_args()
     if args.quick:

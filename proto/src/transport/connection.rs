@@ -158,6 +158,11 @@ impl Connection {
         self.0.quic.rtt()
     }
 
+    /// The longest datagram, in bytes, that the path is known to carry.
+    pub fn datagram_bytes(&self) -> u16 {
+        self.0.quic.stats().path.current_mtu
+    }
+
     /// Whether the connection is gone.
     pub fn is_closed(&self) -> bool {
         self.0.quic.close_reason().is_some()

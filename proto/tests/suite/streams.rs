@@ -6,7 +6,9 @@ use kvasir_proto::Error;
 use kvasir_proto::codec::CodecError;
 use kvasir_proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
-use kvasir_proto::message::{EncodeRequest, GenerateError, GenerateFrame, WorkerStatus};
+use kvasir_proto::message::{
+    EncodeRequest, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV3, TokenIds, WorkerStatus,
+};
 use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
@@ -40,6 +42,24 @@ async fn a_generation_arrives_whole_and_in_order() {
     }
     assert!(stream.next().await.is_none(), "nothing follows the last frame");
     soon("arrival of all", call.reply.cancelled()).await;
+}
+
+/// What the kernel does not take in one call is lost whole, and after a few such bursts the path counts as one that carries
+/// nothing but short datagrams.
+#[tokio::test]
+async fn bursts_of_long_datagrams_arrive() {
+    const LONG: u16 = 4096;
+    let nodes = pair().await;
+    until("long datagrams", || nodes.to_worker.datagram_bytes() > LONG).await;
+    let prompt = TokenIds::from(vec![70_000; 60_000]);
+    let request = GenerateRequestV3 { prompt, ..samples::request_v3().into_latest() };
+    let request = GenerateRequest::V3(request);
+    for _ in 0..50 {
+        let stream = nodes.to_worker.open_generate(&request).await.unwrap();
+        assert_eq!(next_call(&nodes.to_coordinator).await.request, request);
+        drop(stream);
+    }
+    assert!(nodes.to_worker.datagram_bytes() > LONG);
 }
 
 /// `next` loses nothing when its future is dropped, however the frames are cut into packets.
