@@ -95,6 +95,9 @@ pub(crate) struct CoordinatorSettings {
     /// By what a worker is chosen; all but `prefix` are there to compare with.
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     pub(crate) routing: Option<RoutingArg>,
+    /// Workers of the pool that serve one replica together [default: as few as hold the model].
+    #[arg(long, value_name = "N", env = "KVASIR_SHARDS")]
+    pub(crate) shards: Option<usize>,
     /// HTTP connections at a time on the API port.
     #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
     pub(crate) max_connections: Option<usize>,
@@ -151,6 +154,7 @@ impl CoordinatorSettings {
             peers: self.peers,
             data_dir: self.data_dir,
             keys: self.keys,
+            shards: self.shards,
             http: or!(http, default.http, "this machine only, unless told otherwise"),
             ops: or!(ops, default.ops, "this machine only, unless told otherwise"),
             quic: or!(quic, default.quic, "this machine only, unless told otherwise"),
@@ -208,6 +212,7 @@ impl CoordinatorSettings {
             lease_ms: ms(self.lease, default.lease_ms),
             index_bytes: self.index_bytes.map_or(default.index_bytes, |size| size.0),
             routing: self.routing.map_or(default.routing, Into::into),
+            shards: self.shards,
             max_connections: self.max_connections.unwrap_or(default.max_connections),
             drain_s: ms(self.drain_timeout, default.drain_s * 1000).div_ceil(1000),
         };

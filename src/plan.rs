@@ -14,6 +14,7 @@ use model::{GgmlType, ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
 use workers::Workers;
+pub(crate) use workers::{COMPUTE_PER_CORE, decode_bandwidth};
 
 /// Context that is planned for where none is given and the model has more.
 const CONTEXT: usize = 8192;

@@ -126,7 +126,12 @@ impl Run {
         let text = if self.chat {
             let template = ChatTemplate::from_metadata(&local.metadata, tokenizer)?
                 .context("this model has no chat template; leave --chat away")?;
-            template.render(&[Message::new("user", &self.prompt)], None, true, &serde_json::Map::new())?
+            template.render(
+                &[Message::new("user", self.prompt.as_str())],
+                None,
+                true,
+                &serde_json::Map::new(),
+            )?
         } else {
             self.prompt.clone()
         };

@@ -29,6 +29,8 @@ use std::time::SystemTime;
 use supervisor::Supervisor;
 
 const DEFAULT_MODEL: &str = "smollm2-135m";
+/// What stages decode with: workers of one machine are alike, and how fast they are makes no difference.
+const ALIKE: ByteSize = ByteSize(20_000_000_000);
 /// More workers than this on one machine are a slip of the finger.
 const MAX_WORKERS: usize = 64;
 
@@ -65,6 +67,10 @@ struct UpSettings {
     /// Worker processes [default: 2]
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
     workers: Option<usize>,
+    /// Worker processes that serve the model together, each with a part of its layers; `--workers` is then how many
+    /// there are in all, in replicas of so many [default: 1]
+    #[arg(long, value_name = "N", env = "KVASIR_SHARDS")]
+    shards: Option<usize>,
     /// How many of them compute long prompts for the others, which then only decode [default: 0]
     #[arg(long, value_name = "N", env = "KVASIR_PREFILL_WORKERS")]
     prefill_workers: Option<usize>,
@@ -124,6 +130,8 @@ struct UpSettings {
 struct Plan {
     coordinators: Vec<(SocketAddr, SocketAddr)>,
     workers: usize,
+    /// Stages of a replica, if it has several.
+    shards: Option<usize>,
     shares: cpus::Shares,
     settings: UpSettings,
 }
@@ -131,7 +139,14 @@ struct Plan {
 impl Plan {
     fn new(settings: UpSettings, listen_public: bool) -> Result<Self, ConfigError> {
         let coordinators = count("coordinators", settings.coordinators, 1, MAX_VOTERS)?;
-        let workers = count("workers", settings.workers, 2, MAX_WORKERS)?;
+        if settings.shards == Some(0) {
+            return Err(ConfigError::field("shards", 0, "at least 1"));
+        }
+        let shards = settings.shards.filter(|shards| *shards > 1);
+        let workers = count("workers", settings.workers, shards.unwrap_or(2), MAX_WORKERS)?;
+        if let Some(shards) = shards {
+            check_sharded(&settings, shards, workers)?;
+        }
         if let Some(prefill) = settings.prefill_workers.filter(|prefill| *prefill >= workers) {
             let limit = format!("less than the {workers} workers that there are");
             return Err(ConfigError::field("prefill_workers", prefill, limit));
@@ -164,7 +179,7 @@ impl Plan {
         }
         settings.state_type.unwrap_or(StateTypeArg::F32).with_tau(settings.state_tau)?;
         let shares = cpus::share(&usable, cpus::capacity(), workers, settings.threads);
-        Ok(Self { coordinators, workers, shares, settings })
+        Ok(Self { coordinators, workers, shards, shares, settings })
     }
 
     /// The nodes to start, with an identity each from the directory's own authority.
@@ -199,6 +214,7 @@ impl Plan {
                 routing: self.settings.routing,
                 queue_requests: self.settings.queue_requests,
                 worker_inflight: self.settings.worker_inflight,
+                shards: self.shards,
                 ..CoordinatorSettings::default()
             };
             coordinators.push((name, settings));
@@ -224,11 +240,14 @@ impl Plan {
                 state_tau: self.settings.state_tau,
                 activations: self.settings.activations,
                 snapshot_dir: Some(dir.snapshots(&name)),
+                pool: self.shards.map(|_| true),
+                bandwidth: self.shards.map(|_| ALIKE),
                 ..WorkerSettings::default()
             };
             workers.push((name, settings));
         }
-        Ok(Nodes::new(model.id.to_string(), coordinators, workers))
+        let replicas = self.shards.map(|shards| self.workers / shards);
+        Ok(Nodes::new(model.id.to_string(), coordinators, workers, replicas))
     }
 }
 
@@ -243,6 +262,10 @@ impl Plan {
 impl Up {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let settings: UpSettings = config::layered(self.config.as_deref(), &self.settings)?;
+        if let Some(shards) = settings.shards.filter(|shards| *shards > 1) {
+            let model = models::resolve_or_pull(settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
+            ::worker::load::check_shards(&model.path, shards)?;
+        }
         let plan = Plan::new(settings, self.listen_public)?;
         let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;
         let dir = DataDir::open(dir)?;
@@ -265,6 +288,24 @@ impl Up {
             }
             supervisor.drain().await
         })
+    }
+}
+
+/// What does not go with replicas of several workers, or not with so many.
+fn check_sharded(settings: &UpSettings, shards: usize, workers: usize) -> Result<(), ConfigError> {
+    if workers < shards {
+        return Err(ConfigError::field("workers", workers, format!("at least as many as shards ({shards})")));
+    }
+    let rule = "not with several shards: each worker has a part of every block only";
+    if let Some(size) = settings.kv_host_bytes {
+        return Err(ConfigError::field("kv_host_bytes", size, rule));
+    }
+    if settings.kv_disk.is_some() {
+        return Err(ConfigError::field("kv_disk", "set", rule));
+    }
+    match settings.prefill_workers.filter(|prefill| *prefill > 0) {
+        Some(prefill) => Err(ConfigError::field("prefill_workers", prefill, rule)),
+        None => Ok(()),
     }
 }
 

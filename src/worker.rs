@@ -7,6 +7,7 @@ use crate::home;
 use crate::models;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
 use crate::role::RoleArg;
 use coordinator::models::ModelEntry;
 use proto::message::ModelTask;
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
-use worker::service::{WorkerConfig, WorkerService};
+use worker::service::{PoolOffer, WorkerConfig, WorkerService};
 use worker::snapshot::store::StoreConfig;
 use worker::tiers::{DiskConfig, TiersConfig};
 
@@ -59,6 +60,15 @@ pub(crate) struct WorkerSettings {
     /// What part of requests this worker is for [default: both].
     #[arg(long, value_enum, env = "KVASIR_ROLE")]
     pub(crate) role: Option<RoleArg>,
+    /// Serve the model not alone, but as a part of replicas of several workers, as the coordinators plan them.
+    #[arg(long, value_name = "BOOL", env = "KVASIR_POOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(crate) pool: Option<bool>,
+    /// With --pool: memory for weights and caches, such as 24GiB [default: what is free].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_MEMORY")]
+    pub(crate) memory: Option<ByteSize>,
+    /// With --pool: bytes per second that decoding reads, by which layers are shared out [default: measured].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_BANDWIDTH")]
+    pub(crate) bandwidth: Option<ByteSize>,
     /// UDP address where other nodes reach this one [default: 127.0.0.1:7001].
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
     pub(crate) quic: Option<SocketAddr>,
@@ -179,6 +189,7 @@ impl WorkerSettings {
             part: settings.role.unwrap_or(RoleArg::Both).into(),
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
+            pool: settings.offer(),
         };
         let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
         Ok(Plan { settings, explained, config, drain })
@@ -201,7 +212,7 @@ impl WorkerSettings {
         let options = self.options()?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
-        let load::Plan { defaults, task, .. } =
+        let load::Plan { defaults, task, host, .. } =
             load::plan(model, &EngineOptions { threads, ..options.clone() })?;
         // An encoder keeps keys and values for one step, whose size decides what they take.
         let encodes = task != ModelTask::Generate;
@@ -215,6 +226,21 @@ impl WorkerSettings {
                 or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason)
             }
         };
+        let pooled = or!(pool, false, "a worker that serves alone needs no other");
+        let (memory, bandwidth) = match pooled {
+            Some(true) => {
+                let free = host.memory_available.saturating_sub(defaults.floor_bytes.value);
+                let share = ByteSize(free / host.workers.max(1) as u64);
+                let memory =
+                    or!(memory, share, "what is free, but for a floor, over the workers of this machine");
+                let measured = |threads: Option<usize>| {
+                    decode_bandwidth(threads.unwrap_or(1)).map(|rate| ByteSize(rate as u64))
+                };
+                let bandwidth = or!(bandwidth, measured(threads)?, "measured at the start");
+                (memory, bandwidth)
+            }
+            _ => (self.memory, self.bandwidth),
+        };
         let quarter = ByteSize(kv_bytes.map_or(0, |bytes| bytes.0) / 4);
         let complete = Self {
             identity: self.identity.clone(),
@@ -223,6 +249,9 @@ impl WorkerSettings {
             model: self.model.clone(),
             role: or!(role, RoleArg::Both, "a worker that can do everything is never missing for something"),
             cpus: self.cpus.clone(),
+            pool: pooled,
+            memory,
+            bandwidth,
             threads,
             quic: or!(quic, local(7001), "this machine only, unless told otherwise"),
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
@@ -259,6 +288,16 @@ impl WorkerSettings {
             ),
         };
         Ok((complete, explained))
+    }
+
+    /// What it gives to replicas of several workers, if it does.
+    fn offer(&self) -> Option<PoolOffer> {
+        let bytes = |size: Option<ByteSize>| size.map_or(0, |size| size.0);
+        self.pool.filter(|pool| *pool).map(|_| PoolOffer {
+            memory: bytes(self.memory),
+            bandwidth: bytes(self.bandwidth),
+            compute: (COMPUTE_PER_CORE * self.threads.unwrap_or(1) as f64) as u64,
+        })
     }
 
     fn snapshots(&self) -> StoreConfig {

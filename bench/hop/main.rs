@@ -3,6 +3,7 @@
 
 mod bodies;
 mod load;
+mod parts;
 mod server;
 mod worker;
 
@@ -17,6 +18,8 @@ enum Command {
     Server(server::Args),
     /// Requests, and how long they took; one line of JSON.
     Load(load::Args),
+    /// The coordinator's steps from a body to a placed request, one by one, in this process.
+    Parts(parts::Args),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -27,5 +30,6 @@ fn main() -> anyhow::Result<()> {
         Command::Worker(args) => runtime.block_on(worker::run(args)),
         Command::Server(args) => runtime.block_on(server::run(args)),
         Command::Load(args) => runtime.block_on(load::run(args)),
+        Command::Parts(args) => parts::run(args),
     }
 }

@@ -165,7 +165,9 @@ def rounds(args, logs):
     servers = start(args, logs)
     samples = []
     try:
-        kinds = [(kind, concurrency) for kind, concurrency in KINDS if not args.only or kind in args.only.split(",")]
+        wanted = args.only.split(",") if args.only else []
+        kinds = [(kind, concurrency) for kind, concurrency in KINDS
+                 if not wanted or kind in wanted or f"{kind}:{concurrency}" in wanted]
         for server in servers:
             for kind in sorted({kind for kind, _ in kinds} - {"cold"}):
                 # What "seen before" means: every prefix and document has been in many requests.
@@ -244,7 +246,7 @@ def main():
                         default=next(iter((pathlib.Path.home() / f".cache/kvasir/models/{MODEL}").glob("*.gguf")), None))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row and router in each round")
-    parser.add_argument("--only", help="bodies, of short,prefix,rag,cold")
+    parser.add_argument("--only", help="bodies, of short,prefix,rag,cold, or single rows as prefix:32")
     parser.add_argument("--whole", action="store_true", help="answers as one JSON object, not as events")
     parser.add_argument("--quick", action="store_true", help="one round of a second each")
     parser.add_argument("--million", action="store_true", help="only: memory over --requests short requests to Kvasir")

@@ -9,10 +9,10 @@ use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateFrame, GenerateRequest, GenerateRequestV2, LoadReport, LoadReportV1,
-    ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus,
-    WorkerStatusV1,
+    FinishReason, FinishedV1, GenerateFrame, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered,
+    ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
+use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::service::{WorkerApi, deadline};
 use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
 use std::collections::{HashSet, VecDeque};
@@ -198,9 +198,8 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     }
 }
 
-async fn generate(shared: Arc<Shared>, mut call: GenerateCall) {
-    let (GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. })) =
-        &call.request;
+async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: GenerateCall) {
+    let request = request.into_latest();
     let cached = request.predicted_cached;
     let started = StartedV1 {
         cached_tokens: cached,
@@ -219,7 +218,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall) {
     let frames =
         [GenerateFrame::Started(started), GenerateFrame::Tokens(tokens), GenerateFrame::Finished(finished)];
     for frame in &frames {
-        if call.reply.send(frame).await.is_err() {
+        if reply.send(frame).await.is_err() {
             return;
         }
     }
@@ -258,5 +257,9 @@ impl WorkerApi for Api {
 
     async fn metrics_text(self, _: Context) -> String {
         String::new()
+    }
+
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }

@@ -11,6 +11,7 @@ mod founding;
 mod members;
 mod mesh;
 mod news;
+mod replicas;
 
 use crate::config::Config;
 use crate::consensus::core::{CoreError, Outbound, RaftRole, Settings};
@@ -138,6 +139,8 @@ struct Shared {
     operators: tokio::sync::Mutex<Option<Session>>,
     /// So do changes of the group, here at the leader.
     members: tokio::sync::Mutex<Option<Session>>,
+    /// And plans of replicas, at the leader too.
+    replicas: tokio::sync::Mutex<Option<Session>>,
     /// Orders that have been handed to the leader.
     asked: Mutex<HashMap<u64, oneshot::Sender<Answer>>>,
     /// Orders that others have handed here.
@@ -189,6 +192,7 @@ impl Agreement {
             applying: Mutex::new(()),
             operators: tokio::sync::Mutex::new(None),
             members: tokio::sync::Mutex::new(None),
+            replicas: tokio::sync::Mutex::new(None),
             asked: Mutex::default(),
             orders,
         });

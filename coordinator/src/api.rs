@@ -16,6 +16,7 @@ pub mod limits;
 pub mod params;
 pub mod plan;
 pub mod prompt;
+mod raw;
 pub mod rerank;
 pub mod shape;
 

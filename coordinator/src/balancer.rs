@@ -265,7 +265,7 @@ impl Balancer {
         asks: Vec<Ask>,
         random: u64,
     ) -> Result<(Vec<Ticket>, Vec<Action>), Refusal> {
-        if asks.iter().any(|ask| !self.floor.serves(&ask.model)) {
+        if asks.iter().any(|ask| !self.floor.serves(&ask.model) && !self.floor.expects(now, &ask.model)) {
             return Err(Refusal::NoWorker);
         }
         let tokens = asks.iter().map(|ask| u64::from(ask.prompt_tokens)).sum();
@@ -362,6 +362,11 @@ impl Balancer {
         self.floor.introduce(node, epoch, (part, pulls, quic));
     }
 
+    /// A model that nobody serves will be served again until then: requests for it wait.
+    pub fn expect(&mut self, model: &ModelId, until: Instant) {
+        self.floor.expect(model, until);
+    }
+
     /// A member tells what it has pulled and sent.
     pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReportV1) {
         self.floor.pulled(node, epoch, report);
@@ -432,9 +437,9 @@ impl Balancer {
         self.floor.table()
     }
 
-    /// What is served under this name, if a worker does.
+    /// What is served under this name, if a worker does, or will again.
     pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
-        self.floor.table().model(id)
+        self.floor.model(id)
     }
 
     /// Whether a worker takes work for this model now.

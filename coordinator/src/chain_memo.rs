@@ -6,24 +6,27 @@
 
 use model::recent::{Recent, RecentUse};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Units of an entry.
-const UNITS: usize = 8;
+const UNITS: usize = 16;
 const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
 
 /// Makes the ids of prompts' units under one key, and remembers them.
 #[derive(Debug)]
 pub struct ChainMemo {
     key: ClusterKey,
-    runs: Recent<Run>,
+    runs: Recent<Box<Run>>,
 }
 
 /// Units one after the other.
 #[derive(Debug)]
 struct Run {
     parent: BlockId,
-    tokens: Box<[u32; TOKENS]>,
+    tokens: [u32; TOKENS],
     ids: [BlockId; UNITS],
+    /// Hash of the run that followed it last; 0 of none. Whatever it names is compared before it is used.
+    next: AtomicU64,
 }
 
 impl ChainMemo {
@@ -36,12 +39,22 @@ impl ChainMemo {
     pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
         let mut chain = Vec::with_capacity(tokens.len() / HASH_UNIT_TOKENS);
         let (runs, rest) = tokens.as_chunks::<TOKENS>();
-        let mut parent = root;
+        let (mut parent, mut before, mut next) = (root, 0, 0);
         for run in runs {
-            let ids = self.run(parent, run);
-            chain.extend_from_slice(&ids);
-            let [.., last] = ids;
-            parent = last;
+            // A run that comes again is mostly followed by what has followed it before, which need not be hashed then.
+            let known = if next == 0 { None } else { self.recall(next, parent, run, &mut chain) };
+            let hash = if known.is_some() { next } else { self.hash(parent, run) };
+            let known = known.or_else(|| self.recall(hash, parent, run, &mut chain));
+            self.runs.count(known.is_some());
+            let after = known.unwrap_or_else(|| {
+                self.name(hash, parent, run, &mut chain);
+                0
+            });
+            if before != 0 && hash != next {
+                self.link(before, hash);
+            }
+            parent = chain.last().copied().unwrap_or(parent);
+            (before, next) = (hash, after);
         }
         chain.extend(self.key.chain(parent, rest));
         chain
@@ -52,7 +65,45 @@ impl ChainMemo {
         self.runs.usage()
     }
 
-    fn run(&self, parent: BlockId, tokens: &[u32; TOKENS]) -> [BlockId; UNITS] {
+    /// Appends the ids of a run that is known at `hash`, and tells what has followed it last.
+    fn recall(
+        &self,
+        hash: u64,
+        parent: BlockId,
+        tokens: &[u32; TOKENS],
+        chain: &mut Vec<BlockId>,
+    ) -> Option<u64> {
+        self.runs.get(hash, |run| {
+            (run.parent == parent && run.tokens == *tokens).then(|| {
+                chain.extend_from_slice(&run.ids);
+                run.next.load(Ordering::Relaxed)
+            })
+        })
+    }
+
+    /// Appends the ids of a run that is not known, and remembers it.
+    fn name(&self, hash: u64, parent: BlockId, tokens: &[u32; TOKENS], chain: &mut Vec<BlockId>) {
+        let mut ids = [parent; UNITS];
+        let mut last = parent;
+        let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
+        for (id, unit) in ids.iter_mut().zip(units) {
+            last = self.key.unit(last, unit);
+            *id = last;
+        }
+        chain.extend_from_slice(&ids);
+        let run = Run { parent, tokens: *tokens, ids, next: AtomicU64::new(0) };
+        self.runs.put(hash, Box::new(run), size_of::<Run>());
+    }
+
+    /// Notes that the run at `next` follows the one at `before`.
+    fn link(&self, before: u64, next: u64) {
+        self.runs.get(before, |run| {
+            run.next.store(next, Ordering::Relaxed);
+            Some(())
+        });
+    }
+
+    fn hash(&self, parent: BlockId, tokens: &[u32; TOKENS]) -> u64 {
         let mut hasher = self.runs.hasher();
         let before = u128::from_le_bytes(parent.0);
         hasher.pair(before as u64, (before >> 64) as u64);
@@ -60,22 +111,7 @@ impl ChainMemo {
         for &[a, b, c, d] in quads {
             hasher.pair(u64::from(a) << 32 | u64::from(b), u64::from(c) << 32 | u64::from(d));
         }
-        let hash = hasher.finish();
-        let known = |run: &Run| (run.parent == parent && *run.tokens == *tokens).then_some(run.ids);
-        let known = self.runs.get(hash, known);
-        self.runs.count(known.is_some());
-        known.unwrap_or_else(|| {
-            let mut ids = [parent; UNITS];
-            let mut last = parent;
-            let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
-            for (id, unit) in ids.iter_mut().zip(units) {
-                last = self.key.unit(last, unit);
-                *id = last;
-            }
-            let bytes = size_of::<Run>() + size_of_val(tokens);
-            self.runs.put(hash, Run { parent, tokens: Box::new(*tokens), ids }, bytes);
-            ids
-        })
+        hasher.finish()
     }
 }
 

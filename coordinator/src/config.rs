@@ -52,6 +52,8 @@ pub struct Config {
     pub index_bytes: u64,
     /// By what a worker is chosen.
     pub routing: Routing,
+    /// Stages of each replica that is made of workers of the pool; none: as few as hold the model.
+    pub shards: Option<usize>,
     /// HTTP connections at a time, on the API port.
     pub max_connections: usize,
     /// Seconds that requests under way are given when the coordinator is told to stop.
@@ -81,6 +83,7 @@ impl Default for Config {
             lease_ms: millis(policy.lease),
             index_bytes: policy.index_bytes,
             routing: policy.routing,
+            shards: None,
             max_connections: 4096,
             drain_s: 30,
         }

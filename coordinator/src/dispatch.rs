@@ -6,12 +6,14 @@ mod encoding;
 mod generation;
 mod link;
 mod peers;
+mod pool;
 mod sequences;
 
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
 pub use peers::Peers;
+pub use pool::PoolWorker;
 
 use crate::balancer::{
     Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
@@ -27,6 +29,7 @@ use parking_lot::{Mutex, MutexGuard};
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
+use proto::placement::RegisterV4;
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
 use sequences::Served;
@@ -102,16 +105,17 @@ impl Dispatch {
         self: &Arc<Self>,
         session: SessionId,
         connection: Connection,
-        register: RegisterV3,
+        register: RegisterV4,
     ) -> Result<(), TableError> {
-        let RegisterV3 { worker: register, part, pulls } = register;
+        let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity } = register;
         let (node, epoch) = (register.node.clone(), register.epoch);
         let quic = reachable(&register.quic, connection.remote_address());
         let mut desk = self.desk.lock();
         let join = TableChange::Join(register);
         let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
-        desk.balancer.introduce(&node, epoch, part, pulls, quic);
-        let link = Arc::new(Link::new(session, epoch, connection));
+        desk.balancer.introduce(&node, epoch, part, pulls, quic.clone());
+        let pool = capacity.map(|capacity| (capacity, quic));
+        let link = Arc::new(Link::new(session, epoch, connection, pool));
         if let Some(old) = desk.links.insert(node, link)
             && old.session() != session
         {

@@ -3,7 +3,8 @@
 //! Read in this order: [`prefix_index`] (who holds what), [`routing`] (which worker, and why), [`admission`]
 //! (what waits), [`table`] (who is a member), [`consensus`] (what all coordinators agree on), [`agreement`] (how
 //! that holds here), [`balancer`]
-//! (all of these as one state machine: time and events in, actions out), [`dispatch`] (the actions become
+//! (all of these as one state machine: time and events in, actions out), [`replicas`] (models over several workers,
+//! planned by [`placement`]), [`dispatch`] (the actions become
 //! traffic; the life of a generation), [`workers`] (the workers' connections), [`api`] and [`ops`] (HTTP),
 //! [`server`] (all of it started and stopped).
 //!
@@ -25,6 +26,7 @@ pub mod ops;
 pub mod placement;
 pub mod prefix_index;
 mod random;
+pub mod replicas;
 pub mod routing;
 pub mod server;
 pub mod slot;

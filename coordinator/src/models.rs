@@ -2,8 +2,9 @@
 
 use model::catalog;
 use model::chat_template::ChatTemplate;
+use model::costs::ModelCosts;
 use model::sampling::SamplingDefaults;
-use model::{ModelFile, Tokenizer};
+use model::{ModelFile, ModelSpec, Tokenizer};
 use proto::ids::ModelId;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -52,6 +53,10 @@ pub struct OfferedModel {
     pub template: Option<ChatTemplate>,
     /// How it is drawn from where a request does not say.
     pub sampling: SamplingDefaults,
+    /// What its layers cost; none of a model that generates nothing.
+    pub costs: Option<ModelCosts>,
+    /// Tokens of its longest sequence.
+    pub context: usize,
     /// What its texts have cost so far.
     tokenised: Tokenised,
 }
@@ -109,12 +114,16 @@ impl Models {
             });
             let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
             let sampling = known.or_file(gguf.metadata()).map_err(file)?;
+            let spec = ModelSpec::from_file(&gguf).map_err(file)?;
+            let costs = spec.logits().map(|_| ModelCosts::of_file(&spec, &gguf));
             let id = id.clone();
             models.push(Arc::new(OfferedModel {
                 id,
                 tokenizer,
                 template,
                 sampling,
+                costs,
+                context: spec.context_length,
                 tokenised: Tokenised::default(),
             }));
         }

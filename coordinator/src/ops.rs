@@ -15,6 +15,7 @@ use crate::chain_memo::ChainMemo;
 use crate::consensus::table::Refusal;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
+use crate::replicas::Replicas;
 use crate::server::Peer;
 use crate::table::TableError;
 use axum::extract::{Path, Request, State};
@@ -42,6 +43,8 @@ pub struct Ops {
     pub dispatch: Arc<Dispatch>,
     /// Through which operators' changes go; without it they hold here alone.
     pub agreement: Option<Arc<Agreement>>,
+    /// Models over several workers, where coordinators agree.
+    pub replicas: Option<Arc<Replicas>>,
     /// What is offered.
     pub models: Arc<Models>,
     /// Who may administer from afar.

@@ -12,6 +12,7 @@ use crate::models::{Models, ModelsError};
 use crate::ops::metrics::Metrics;
 use crate::ops::{self, Ops, ReadyGate};
 use crate::random::random_u64;
+use crate::replicas::Replicas;
 use crate::workers::{self, Terms};
 use http::{Limits, Listener};
 use proto::block::ClusterKey;
@@ -112,6 +113,10 @@ impl Coordinator {
         let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
         let endpoint = Arc::new(endpoint);
         let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch), raft)?;
+        let replicas = agreement.as_ref().map(|agreement| {
+            let (dispatch, agreement) = (Arc::clone(&dispatch), Arc::clone(agreement));
+            Replicas::new(dispatch, agreement, Arc::clone(&models), config.shards)
+        });
         let terms = Arc::new(Terms {
             cluster_key: cluster_key.clone(),
             lease: Duration::from_millis(config.lease_ms),
@@ -136,6 +141,7 @@ impl Coordinator {
             id: name.node.clone(),
             dispatch: Arc::clone(&dispatch),
             agreement: agreement.clone(),
+            replicas: replicas.clone(),
             models,
             keys,
             cluster_key,
@@ -149,7 +155,7 @@ impl Coordinator {
         let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops)), few).await?;
 
         let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
-        let tasks = vec![
+        let mut tasks = vec![
             tokio::spawn(workers::serve(
                 Arc::clone(&endpoint),
                 Arc::clone(&dispatch),
@@ -158,6 +164,7 @@ impl Coordinator {
             )),
             tokio::spawn(tick(Arc::clone(&dispatch))),
         ];
+        tasks.extend(replicas.map(|replicas| tokio::spawn(replicas.run())));
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
         let drain = Duration::from_secs(config.drain_s);
         Ok(Self { addresses, dispatch, ops, endpoint, agreement, http, ops_http, tasks, drain })

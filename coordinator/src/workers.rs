@@ -93,7 +93,7 @@ impl Session {
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
                 Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
                 Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
-                Ok(Incoming::Stage(_) | Incoming::Activations(_)) => {}
+                Ok(Incoming::Stage(_) | Incoming::StageLease(_) | Incoming::Activations(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
                     self.dispatch.session_lost(self.id, self.node());
@@ -123,9 +123,10 @@ impl Session {
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
         let register = request.into_latest();
-        let node = register.worker.node.clone();
+        let worker = &register.worker.worker;
+        let node = worker.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
-        for model in &register.worker.models {
+        for model in &worker.models {
             match self.terms.tokenizers.get(&model.id) {
                 Some(digest) if *digest != model.tokenizer_digest => {
                     tracing::error!(%node, model = %model.id, "refused: its tokenizer is not ours");
@@ -137,8 +138,8 @@ impl CoordinatorApi for Session {
                 }
             }
         }
-        let epoch = register.worker.epoch;
-        let models: Vec<_> = register.worker.models.iter().map(|m| m.id.to_string()).collect();
+        let epoch = worker.epoch;
+        let models: Vec<_> = worker.models.iter().map(|m| m.id.to_string()).collect();
         let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
         if let Some(known) = later {
             tracing::error!(%node, epoch = epoch.0, known = known.0, "refused: a later life is agreed on");

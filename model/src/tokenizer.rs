@@ -22,6 +22,7 @@ pub use detokenizer::Detokenizer;
 mod bpe;
 mod char_bpe;
 mod detokenizer;
+mod known_words;
 mod memo;
 mod merge;
 mod merges;

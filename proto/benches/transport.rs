@@ -7,6 +7,7 @@ use kvasir_proto::ca::Authority;
 use kvasir_proto::event::KvReplay;
 use kvasir_proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use kvasir_proto::message::*;
+use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
     Connection, Endpoint, EndpointConfig, Expected, Incoming, TensorHeader, TensorHeaderV1, TensorType,
@@ -31,6 +32,9 @@ impl WorkerApi for Nothing {
     }
     async fn metrics_text(self, _: Context) -> String {
         String::new()
+    }
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }
 
@@ -67,7 +71,7 @@ async fn serve(connection: Connection, start: Instant) {
         match incoming {
             Incoming::WorkerRpc(rpc) => drop(tokio::spawn(rpc.serve(Nothing))),
             Incoming::Generate(mut call) => drop(tokio::spawn(async move {
-                let request = call.request.into_latest().request;
+                let request = call.request.into_latest();
                 for _ in 0..request.stop.max_tokens {
                     // A decode step's distance, so that every frame travels alone.
                     tokio::time::sleep(Duration::from_millis(1)).await;

@@ -119,6 +119,9 @@ pub enum Error {
     /// A stage of a replica does not take part, or no longer.
     #[error("the stage has failed: {0}")]
     StageFailed(#[from] crate::stage::StageFailure),
+    /// A stage of a replica cannot be claimed.
+    #[error("the stage cannot be claimed: {0}")]
+    StageClaimed(#[from] crate::placement::ClaimRefusal),
     /// The endpoint was closed.
     #[error("the endpoint is closed")]
     EndpointClosed,
@@ -160,6 +163,7 @@ impl Error {
             | Self::Spoofed { .. }
             | Self::PullRefused(_)
             | Self::StageFailed(_)
+            | Self::StageClaimed(_)
             | Self::EndpointClosed
             | Self::Protocol(_) => false,
         }

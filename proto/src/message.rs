@@ -4,15 +4,20 @@
 use crate::block::{BlockId, ClusterKey};
 use crate::codec::bounded;
 use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
+use crate::placement::RegisterV4;
 use serde::{Deserialize, Serialize};
 
 mod encode;
+mod tokens;
 mod transfer;
 
 pub use encode::{
     EncodeReply, EncodeRequest, EncodeRequestV1, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH,
 };
-pub use transfer::{GenerateRequestV2, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart};
+pub use tokens::{MAX_TOKEN_IDS, TokenIds};
+pub use transfer::{
+    GenerateRequestV2, GenerateRequestV3, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart,
+};
 
 /// Tokens in one frame at most.
 pub const MAX_TOKENS_PER_FRAME: usize = 4096;
@@ -98,6 +103,8 @@ pub enum GenerateRequest {
     V1(GenerateRequestV1),
     /// From protocol version 3 on: it may pull its prefix.
     V2(GenerateRequestV2),
+    /// From protocol version 4 on: its tokens are packed.
+    V3(GenerateRequestV3),
 }
 
 /// See [`GenerateRequest`].
@@ -386,6 +393,8 @@ pub enum Register {
     V2(RegisterV2),
     /// From protocol version 3 on: it says what part of a request it is for, and what a pull costs.
     V3(RegisterV3),
+    /// From protocol version 4 on: it says what it gives to replicas of several stages.
+    V4(RegisterV4),
 }
 
 /// See [`Register`].

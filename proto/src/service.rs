@@ -6,6 +6,7 @@
 use crate::event::KvReplay;
 use crate::ids::{Epoch, NodeId};
 use crate::message::{LoadReport, Register, Registered, WorkerStatus};
+use crate::placement::{PlaceOrder, PlaceReport};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
@@ -58,6 +59,9 @@ pub trait WorkerApi {
     async fn status() -> WorkerStatus;
     /// The worker's own metrics in the text format that Prometheus scrapes.
     async fn metrics_text() -> String;
+    /// From protocol version 4 on, of a worker of the pool: what part of which replica it shall be. Repeating it
+    /// changes nothing; the answer says how far it is.
+    async fn place(order: PlaceOrder) -> PlaceReport;
 }
 
 /// The context of a call that must be answered within `limit`.

@@ -10,6 +10,7 @@
 
 use crate::codec::bounded;
 use crate::ids::NodeId;
+use crate::message::{Sampling, TokenLogprobs};
 use serde::{Deserialize, Serialize};
 
 /// Sequences of one step at most.
@@ -20,6 +21,8 @@ const MAX_GROUPS: usize = 8;
 const MAX_EXPORTS: usize = 4096;
 /// Blocks copied before one step.
 const MAX_COPIES: usize = 65_536;
+/// Stages of one replica at most.
+const MAX_STAGES: usize = 1024;
 
 /// Element type of activations between stages. `F32` changes no bit; `Bf16` halves the bytes and is part of the
 /// numeric class.
@@ -52,6 +55,8 @@ pub enum StageOrder {
     Join(StageJoinV1),
     /// Second, once all have loaded: lay out the caches, and connect to the next stage.
     Begin(StageBeginV1),
+    /// At any time after that: report [`StageReport::Progress`].
+    TellProgress,
 }
 
 /// See [`StageOrder::Join`].
@@ -97,7 +102,7 @@ pub struct StageBeginV1 {
 }
 
 /// From a stage to the first one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum StageReport {
     /// The range is loaded.
     Joined(StageJoinedV1),
@@ -107,6 +112,10 @@ pub enum StageReport {
     Drawn(StageDrawnV1),
     /// The stage has given up the replica.
     Failed(StageFailure),
+    /// As `Drawn`, for a step of version 2. The returned rows follow the rows of logits, f32 little endian.
+    DrawnV2(StageDrawnV2),
+    /// How far the stage is, because it was asked.
+    Progress(StageProgressV1),
 }
 
 /// See [`StageReport::Joined`].
@@ -121,7 +130,7 @@ pub struct StageJoinedV1 {
 }
 
 /// See [`StageReport::Drawn`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageDrawnV1 {
     /// The step.
     pub step: u64,
@@ -129,6 +138,58 @@ pub struct StageDrawnV1 {
     pub tokens: Vec<u32>,
     /// Rows of logits that follow: those of [`StageStepV1::logits`].
     pub rows: u32,
+}
+
+/// See [`StageReport::DrawnV2`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageDrawnV2 {
+    /// What the first version says.
+    pub drawn: StageDrawnV1,
+    /// What was drawn for each of [`StageStepV2::samples`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub samples: Vec<StageSampledV1>,
+    /// Rows of the residual stream that follow the logits: those of [`StageStepV2::returned`].
+    pub returned: u32,
+    /// What each stage but the first has spent on the step, in their order.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
+    )]
+    pub spent: Vec<StageSpentV1>,
+}
+
+/// A token that a stage has drawn.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StageSampledV1 {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability and those of the best others, if they were asked for.
+    pub logprobs: Option<TokenLogprobs>,
+}
+
+/// What a stage has spent on a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageSpentV1 {
+    /// Microseconds without work, before the step had arrived.
+    pub stalled_us: u32,
+    /// Microseconds from then until it was computed.
+    pub computed_us: u32,
+    /// Bytes received for it.
+    pub received: u64,
+}
+
+/// See [`StageReport::Progress`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageProgressV1 {
+    /// The last step that it has computed; 0 is none.
+    pub done: u64,
+    /// The step that it computes; 0 is none.
+    pub computes: u64,
+    /// For how many microseconds already.
+    pub for_us: u64,
 }
 
 /// Why a stage does not take part, or no longer.
@@ -184,10 +245,68 @@ pub struct StageFeedV1 {
 }
 
 /// What a stage must know of a step. The residual stream of all rows follows the frame.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum StageStep {
     /// First version.
     V1(StageStepV1),
+    /// Second version.
+    V2(StageStepV2),
+}
+
+impl StageStep {
+    /// As the newest version says it.
+    pub fn into_latest(self) -> StageStepV2 {
+        match self {
+            Self::V1(plan) => StageStepV2 { plan, ..StageStepV2::default() },
+            Self::V2(step) => step,
+        }
+    }
+
+    /// How many rows it has.
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::V1(plan) | Self::V2(StageStepV2 { plan, .. }) => plan.tokens.len(),
+        }
+    }
+}
+
+/// See [`StageStep`]. A row is made something of at one place only: in `plan`, by a sample, or by who gets it back.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageStepV2 {
+    /// What the first version says.
+    pub plan: StageStepV1,
+    /// Tokens that the last stage draws.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub samples: Vec<StageSampleV1>,
+    /// Rows of the residual stream behind the last layer that the first stage gets back, to compute their logits
+    /// itself.
+    pub returned: Vec<u32>,
+    /// What the stages so far have spent on it, the first one left out.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
+    )]
+    pub spent: Vec<StageSpentV1>,
+}
+
+/// A token to be drawn: everything that the draw depends on, so that whoever draws need remember nothing.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageSampleV1 {
+    /// The row.
+    pub row: u32,
+    /// How to draw.
+    pub sampling: Sampling,
+    /// Tokens drawn before.
+    pub drawn: u32,
+    /// Tokens that must not be drawn.
+    pub barred: Vec<u32>,
+    /// Tokens of the prompt, each once; only where penalties ask for them.
+    pub prompt: Vec<u32>,
+    /// Tokens of the output and how often each; only where penalties ask for them.
+    pub counts: Vec<(u32, u32)>,
 }
 
 /// See [`StageStep`].

@@ -18,6 +18,7 @@
 //! use kvasir_proto::event::KvReplay;
 //! use kvasir_proto::ids::{ClusterName, Epoch, NodeId, Role};
 //! use kvasir_proto::message::{GenerateError, GenerateFrame, WorkerStatus};
+//! use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 //! use kvasir_proto::service::{WorkerApi, deadline};
 //! use kvasir_proto::transport::{Connection, Dialer, Endpoint, EndpointConfig, Expected, Incoming};
 //! use std::{sync::Arc, time::Duration, time::SystemTime};
@@ -37,6 +38,9 @@
 //!     }
 //!     async fn metrics_text(self, _: Context) -> String {
 //!         "kvasir_up 1\n".into()
+//!     }
+//!     async fn place(self, _: Context, _order: PlaceOrder) -> PlaceReport {
+//!         PlaceReport::V1(PlaceReportV1::default())
 //!     }
 //! }
 //!
@@ -98,6 +102,7 @@ mod hello;
 mod identity;
 mod incoming;
 mod kv;
+mod lease;
 mod peer_index;
 mod pull;
 mod reset;
@@ -118,6 +123,7 @@ pub use hello::{Hello, HelloV1, VersionRange};
 pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
 pub use incoming::Incoming;
 pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
+pub use lease::{LeaseCall, LeaseHeld, StageLease};
 pub use peer_index::{PeerIndexCall, PeerIndexStream};
 pub use pull::{PullCall, PullReply, PullStream};
 pub use rpc::{CoordinatorRpc, WorkerRpc};

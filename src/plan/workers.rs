@@ -13,7 +13,7 @@ use std::path::Path;
 use worker::load::{self, EngineOptions};
 
 /// Multiply-adds per second of one core in int8 prefill (docs/placement.md).
-const COMPUTE_PER_CORE: f64 = 100e9;
+pub(crate) const COMPUTE_PER_CORE: f64 = 100e9;
 /// What decode reaches of the probed bandwidth (docs/placement.md).
 const DECODE_SHARE: f64 = 0.85;
 /// Bytes of a workers file; thousands of workers are far fewer.
@@ -72,14 +72,19 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
     Ok(Workers { workers, explicit })
 }
 
+/// Bytes per second that decoding reads here with so many threads, probed now.
+pub(crate) fn decode_bandwidth(threads: usize) -> anyhow::Result<f64> {
+    let pool = Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN)))
+        .context("cannot start threads to probe the bandwidth")?;
+    Ok(BandwidthProbe::new().median(&pool, 3) * DECODE_SHARE)
+}
+
 /// This machine, shared evenly by `count` workers: the memory that a worker for `model` would have here, the
 /// bandwidth probed now.
 pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers> {
     let load::Plan { host, defaults, .. } = load::plan(model, &EngineOptions::default())?;
     let threads = cpus::capacity();
-    let pool = Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN)))
-        .context("cannot start threads to probe the bandwidth")?;
-    let bandwidth = BandwidthProbe::new().median(&pool, 3) * DECODE_SHARE;
+    let bandwidth = decode_bandwidth(threads)?;
     let memory = host.memory_available.saturating_sub(defaults.floor_bytes.value);
     let worker = |index: usize| Worker {
         name: if count == 1 { "this-machine".to_owned() } else { format!("worker-{index}") },

@@ -75,14 +75,18 @@ fn backoff_after(crashes: u32) -> Duration {
 pub(crate) struct Nodes {
     nodes: Vec<Node>,
     model: String,
+    /// Of several workers each, if the model is served so.
+    replicas: Option<usize>,
 }
 
 impl Nodes {
-    /// `coordinators` and `workers` by name; `model` is the id in the API.
+    /// `coordinators` and `workers` by name; `model` is the id in the API; `replicas` are how many of several workers
+    /// each there shall be.
     pub(crate) fn new(
         model: String,
         coordinators: Vec<(String, CoordinatorSettings)>,
         workers: Vec<(String, WorkerSettings)>,
+        replicas: Option<usize>,
     ) -> Self {
         let node = |name, role, settings| Node {
             name,
@@ -96,7 +100,7 @@ impl Nodes {
         let coordinators =
             coordinators.into_iter().map(|(name, s)| node(name, Role::Coordinator, Settings::Coordinator(s)));
         let workers = workers.into_iter().map(|(name, s)| node(name, Role::Worker, Settings::Worker(s)));
-        Self { nodes: coordinators.chain(workers).collect(), model }
+        Self { nodes: coordinators.chain(workers).collect(), model, replicas }
     }
 
     /// The places of all nodes of a role.
@@ -156,6 +160,11 @@ impl Nodes {
         self.of(Role::Worker).map(|index| self.nodes[index].name.clone()).collect()
     }
 
+    /// Replicas of several workers.
+    pub(crate) fn replicas(&self) -> usize {
+        self.replicas.unwrap_or(0)
+    }
+
     /// What each listening node of a role announced.
     pub(crate) fn listening(&self, role: Role) -> impl Iterator<Item = &Announcement> {
         self.nodes.iter().filter(move |node| node.role == role).filter_map(|node| node.announcement.as_ref())
@@ -202,6 +211,7 @@ mod tests {
             "m".into(),
             vec![("coordinator-0".into(), coordinator)],
             vec![("worker-0".into(), WorkerSettings::default())],
+            None,
         )
     }
 

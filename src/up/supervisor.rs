@@ -63,7 +63,8 @@ impl Supervisor {
                 }
             }
         }
-        let joined = wait_until_joined(self.nodes.coordinator_ops(), self.nodes.worker_ids());
+        let joined =
+            wait_until_joined(self.nodes.coordinator_ops(), self.nodes.worker_ids(), self.nodes.replicas());
         tokio::pin!(joined);
         loop {
             tokio::select! {
@@ -106,7 +107,7 @@ impl Supervisor {
                     self.dir.write_up_file(&self.nodes.up_line()?)?;
                     if let (Role::Coordinator, Some(ops)) = (self.nodes[index].role, self.nodes[index].ops())
                     {
-                        tokio::spawn(reopen_gate(ops, self.nodes.worker_ids()));
+                        tokio::spawn(reopen_gate(ops, self.nodes.worker_ids(), self.nodes.replicas()));
                     }
                 }
                 Some(Event::Life(index, Life::Ended(status))) => self.ended(index, status)?,
@@ -214,15 +215,29 @@ async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Res
     answer.context("asking a coordinator")?.and_then(ops_client::Answer::success)
 }
 
-/// Returns when every coordinator lists every worker as ready.
-async fn wait_until_joined(coordinators: Vec<SocketAddr>, workers: Vec<String>) -> anyhow::Result<()> {
+/// Returns when every coordinator lists every worker as ready, and so many replicas of several workers as serving.
+async fn wait_until_joined(
+    coordinators: Vec<SocketAddr>,
+    workers: Vec<String>,
+    replicas: usize,
+) -> anyhow::Result<()> {
     for ops in coordinators {
         loop {
             let body = ask(ops, "GET", "/admin/v1/cluster".into()).await?;
             let table: serde_json::Value = serde_json::from_str(&body).context("a coordinator's table")?;
             let listed = table["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
             let ready = |id: &String| listed.iter().any(|w| w["id"] == id.as_str() && w["state"] == "ready");
-            if workers.iter().all(ready) {
+            let stages = |replica: &serde_json::Value| replica["stages"].as_array().map_or(0, Vec::len);
+            let serves = |replica: &&serde_json::Value| replica["state"] == "serving" && stages(replica) > 1;
+            let planned = table["replicas"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let lists = |replica: &&serde_json::Value| {
+                let lead = &replica["stages"][0]["worker"];
+                listed
+                    .iter()
+                    .any(|w| w["id"] == *lead && w["models"].as_array().is_some_and(|m| !m.is_empty()))
+            };
+            let serving = planned.iter().filter(serves).filter(lists).count();
+            if workers.iter().all(ready) && serving >= replicas {
                 break;
             }
             tokio::time::sleep(JOIN_POLL).await;
@@ -237,9 +252,9 @@ async fn open_gate(ops: SocketAddr) -> anyhow::Result<()> {
 }
 
 /// The same for a coordinator that was restarted: its workers dial in anew first.
-async fn reopen_gate(ops: SocketAddr, workers: Vec<String>) {
+async fn reopen_gate(ops: SocketAddr, workers: Vec<String>, replicas: usize) {
     let opened = tokio::time::timeout(START_DEADLINE, async {
-        wait_until_joined(vec![ops], workers).await?;
+        wait_until_joined(vec![ops], workers, replicas).await?;
         open_gate(ops).await
     });
     match opened.await {

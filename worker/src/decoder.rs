@@ -212,13 +212,25 @@ impl Decoder {
         self.run_layers(&mut |_| {})
     }
 
-    /// The residual stream behind the last layer run: `rows` rows of the last step, one behind the other.
-    pub fn residual(&mut self, rows: usize) -> Result<Vec<f32>, Error> {
-        let mut values = vec![0f32; rows * self.spec.hidden];
-        for (row, out) in values.chunks_exact_mut(self.spec.hidden).enumerate() {
+    /// The residual stream behind the last layer run: these rows of the last step, one behind the other.
+    pub fn residual(&mut self, rows: impl ExactSizeIterator<Item = usize>) -> Result<Vec<f32>, Error> {
+        let mut values = vec![0f32; rows.len() * self.spec.hidden];
+        for (row, out) in rows.zip(values.chunks_exact_mut(self.spec.hidden)) {
             self.backend.read_row(self.buffers.x, row, out)?;
         }
         Ok(values)
+    }
+
+    /// Whether it can make logits of the residual stream behind the last layer, for which [`Decoder::resume_behind`]
+    /// stands in for the layers that it lacks.
+    pub fn has_head(&self) -> bool {
+        matches!(self.weights.head, Some(Head::Logits { .. }))
+    }
+
+    /// As if a step of `residual`'s rows had just left the model's last layer: what [`Decoder::residual`] gave where
+    /// that layer is.
+    pub fn resume_behind(&mut self, residual: &[f32]) -> Result<(), Error> {
+        Ok(self.backend.write_rows(self.buffers.x, residual)?)
     }
 
     fn begin(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {

@@ -10,11 +10,12 @@ use crate::pieces::Namer;
 use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::OutputText;
-use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepPlan};
+use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepLimits, StepPlan};
 use crate::snapshot::Origin;
 use crate::stage::LaterStages;
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
+use draw::Targets;
 use forward::run;
 use model::tokenizer::Tokenizer;
 use offering::Lending;
@@ -27,7 +28,7 @@ pub use report::EngineLoad;
 use report::Rates;
 use resume::{Resume, SequenceKey};
 use siblings::Siblings;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tiering::Tiering;
@@ -106,7 +107,8 @@ impl<F: FnMut(GenerateFrame) -> bool + Send> Sink for F {
 pub enum StepOutcome {
     /// Nothing to do.
     Idle,
-    /// So many rows were computed.
+    /// So many rows were computed here. With other stages behind, what becomes of them may come with a later step; so
+    /// may what became of earlier ones have come with this one, which then has no rows.
     Ran {
         /// Rows.
         rows: usize,
@@ -139,12 +141,23 @@ struct Draw {
     logprobs: Option<TokenLogprobs>,
 }
 
+/// A step that other stages have.
+struct UnderWay {
+    plan: StepPlan,
+    targets: Targets,
+    since: Instant,
+}
+
 /// See the module.
 pub struct Engine {
     /// All layers, or those of the first stage.
     decoder: Decoder,
     /// The other stages, where the model is cut.
     later: Option<LaterStages>,
+    /// What these have, the oldest step first.
+    under_way: VecDeque<UnderWay>,
+    /// When the last step was complete.
+    completed: Option<Instant>,
     scheduler: Scheduler,
     events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
@@ -183,6 +196,8 @@ impl Engine {
         Ok(Self {
             decoder,
             later: None,
+            under_way: VecDeque::new(),
+            completed: None,
             scheduler,
             events: Arc::new(Mutex::new(events)),
             tokenizer,
@@ -390,10 +405,11 @@ impl Engine {
 
     /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
-        !self.live.is_empty() || self.resume.is_warming()
+        !self.live.is_empty() || self.resume.is_warming() || !self.under_way.is_empty()
     }
 
-    /// Plans, runs and accounts for one step.
+    /// Plans, runs and accounts for one step. With other stages behind, steps are handed to them while there is
+    /// something to compute, and accounted for as they are answered.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
         self.copy_out();
@@ -404,33 +420,81 @@ impl Engine {
                 self.queue(now, orphan, None);
             }
         }
-        let planned = self.scheduler.plan().map_err(|broken| Error::Invariant(broken.to_string()))?;
-        let Some(plan) = planned else {
-            self.publish();
-            return Ok(StepOutcome::Idle);
-        };
-        let targets = self.targets(&plan);
-        match &mut self.later {
-            None => {
-                let (lending, scheduler) = (&mut self.lending, &self.scheduler);
-                run(&mut self.decoder, scheduler, &plan, &mut |blocks| lending.serve_one(blocks, scheduler))?;
-            }
-            Some(later) => later.run(&mut self.decoder, &self.scheduler, &plan, &targets.rows)?,
+        // What has been answered makes room, and may be what others wait for.
+        if self.hear(false)? {
+            return Ok(StepOutcome::Ran { rows: 0 });
         }
-        self.read_states(&plan)?;
-        let mut sampled = self.draw(plan.step, &targets)?;
+        if let Some(plan) = self.plan()? {
+            let (rows, targets) = (plan.tokens.len(), self.targets(&plan));
+            let step = UnderWay { plan, targets, since: now };
+            self.hand_over(step)?;
+            return Ok(StepOutcome::Ran { rows });
+        }
+        if self.hear(true)? {
+            return Ok(StepOutcome::Ran { rows: 0 });
+        }
+        self.publish();
+        Ok(StepOutcome::Idle)
+    }
+
+    /// The next step, if there is something to compute and somebody to compute it.
+    fn plan(&mut self) -> Result<Option<StepPlan>, Error> {
+        let limits = match &mut self.later {
+            None => StepLimits::NONE,
+            Some(later) if later.has_room() => later.limits(self.scheduler.demand()),
+            Some(_) => return Ok(None),
+        };
+        self.scheduler.plan_within(limits).map_err(|broken| Error::Invariant(broken.to_string()))
+    }
+
+    /// Runs a step over the layers that are here.
+    fn hand_over(&mut self, step: UnderWay) -> Result<(), Error> {
+        let UnderWay { plan, targets, .. } = &step;
+        if self.later.is_none() {
+            let (lending, scheduler) = (&mut self.lending, &self.scheduler);
+            run(&mut self.decoder, scheduler, plan, &mut |blocks| lending.serve_one(blocks, scheduler))?;
+            self.read_states(&step.plan)?;
+            let drawn = self.draw(&step.targets, |row| row)?;
+            return self.complete(&step, drawn);
+        }
+        let wanted = self.wanted(targets);
+        if let Some(later) = &mut self.later {
+            later.run(&mut self.decoder, &self.scheduler, plan, wanted)?;
+            self.under_way.push_back(step);
+        }
+        Ok(())
+    }
+
+    /// Takes in what became of the oldest step under way; `false` if there is none, or if that is not known yet and
+    /// is not waited for.
+    fn hear(&mut self, wait: bool) -> Result<bool, Error> {
+        let Some(later) = &mut self.later else { return Ok(false) };
+        let Some(answer) = later.answer(wait)? else { return Ok(false) };
+        let Some(step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
+            return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
+        };
+        let drawn = self.drawn(&step.targets, answer)?;
+        self.complete(&step, drawn)?;
+        Ok(true)
+    }
+
+    /// Accounts for a step that has been computed, and of which this has been drawn.
+    fn complete(&mut self, step: &UnderWay, mut sampled: Vec<Draw>) -> Result<(), Error> {
+        let UnderWay { plan, since, .. } = step;
         let rows = plan.tokens.len();
         let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
         let own = sampled.iter().filter(|draw| draw.of == draw.id);
         let drawn: Vec<(SeqId, u32)> = own.map(|draw| (draw.id, draw.token)).collect();
         self.scheduler.complete(plan.step, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
         let ended = Instant::now();
-        let took = ended.saturating_duration_since(now);
-        self.rates.step_ended(took, rows, prefill_rows);
+        // Several steps may be under way: each counts from the end of the one before it.
+        let began = self.completed.map_or(*since, |completed| completed.max(*since));
+        self.completed = Some(ended);
+        self.rates.step_ended(ended.saturating_duration_since(began), rows, prefill_rows);
         self.steps += 1;
         self.metrics.steps.inc();
         self.metrics.iteration_tokens.0.observe(rows as f64);
-        self.fork_siblings(&plan, &mut sampled);
+        self.fork_siblings(plan, &mut sampled);
         for draw in &sampled {
             self.start(draw.id);
         }
@@ -441,7 +505,7 @@ impl Engine {
             self.emit(ended, id, token, logprobs);
         }
         self.publish();
-        Ok(StepOutcome::Ran { rows })
+        Ok(())
     }
 
     /// Where a prompt has ended, those that waited for it go on from there with what they have drawn. Who cannot be
@@ -449,7 +513,13 @@ impl Engine {
     fn fork_siblings(&mut self, plan: &StepPlan, drawn: &mut Vec<Draw>) {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
             for request in self.siblings.part(sequence.id) {
-                let Some(at) = drawn.iter().position(|draw| draw.id == request.id) else { continue };
+                let Some(at) = drawn.iter().position(|draw| draw.id == request.id) else {
+                    // It came when the step was under way already, or has gone.
+                    if self.live.contains_key(&request.id) {
+                        self.enqueue(request);
+                    }
+                    continue;
+                };
                 let (id, token, most) = (request.id, drawn[at].token, request.max_new_tokens);
                 if self.scheduler.fork(sequence.id, id, token, most).is_ok() {
                     self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);

@@ -32,7 +32,7 @@ mod encoder;
 mod stages;
 
 pub use encoder::encoder;
-pub(crate) use stages::{admit_kv, stage, stage_ranges};
+pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
 pub use stages::{check_shards, open_replica};
 
 /// Units that the replay ring of KV events names at most: 4 MiB of ids.
@@ -452,6 +452,13 @@ fn load_decoder(
         state_type: options.state_type,
     };
     Decoder::load(spec, config, gguf, backend, progress)
+}
+
+/// The digest of the model in a file, of which tokens can be generated.
+pub(crate) fn model_digest(path: &Path, options: &EngineOptions) -> Result<[u8; 32], Error> {
+    let gguf = ModelFile::open(path)?;
+    generates(&ModelSpec::from_file(&gguf)?)?;
+    digest(&gguf, options)
 }
 
 /// The model's digest, remembered or read.

@@ -5,6 +5,7 @@
 //! again elsewhere. Log-probabilities are those of the raw logits.
 
 use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
+use proto::stage::StageSampleV1;
 use std::collections::{HashMap, HashSet};
 
 pub mod stop;
@@ -55,6 +56,40 @@ impl Sampler {
             && p.frequency_penalty == 0.0
             && p.logprobs.is_none()
             && (self.drawn >= self.min_tokens || self.ending.is_empty())
+    }
+
+    /// Tokens that [`Self::sample`] names at most.
+    pub(crate) fn tokens_known(&self) -> usize {
+        self.prompt.len() + self.counts.len() + self.params.logit_bias.len() + self.ending.len()
+    }
+
+    /// All that the next draw depends on but the logits of `row`, for whoever has these.
+    pub(crate) fn sample(&self, row: u32) -> StageSampleV1 {
+        let p = &self.params;
+        let repeats = p.repetition_penalty != 1.0;
+        let counted = repeats || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0;
+        StageSampleV1 {
+            row,
+            sampling: p.clone(),
+            drawn: self.drawn,
+            barred: if self.drawn < self.min_tokens { self.ending.clone() } else { Vec::new() },
+            prompt: self.prompt.iter().copied().collect(),
+            counts: if counted { self.counts.iter().map(|(t, n)| (*t, *n)).collect() } else { Vec::new() },
+        }
+    }
+
+    /// What draws as the sampler of [`Self::sample`] would, once.
+    pub(crate) fn of_sample(sample: StageSampleV1, vocab: usize) -> Result<Self, GenerateError> {
+        let StageSampleV1 { row: _, sampling, drawn, barred, prompt, counts } = sample;
+        check(&sampling, vocab)?;
+        Ok(Self {
+            params: sampling,
+            min_tokens: if barred.is_empty() { 0 } else { drawn.saturating_add(1) },
+            ending: barred,
+            prompt: prompt.into_iter().collect(),
+            counts: counts.into_iter().collect(),
+            drawn,
+        })
     }
 
     /// Takes note of a token that was drawn here, on a device, or by an earlier attempt.

@@ -20,8 +20,8 @@ mod sequence;
 mod tests;
 
 pub use request::{
-    Counters, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
-    SequenceState, Stats, StepPlan, Turn,
+    Counters, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
+    SequenceState, Stats, StepLimits, StepPlan, Turn,
 };
 pub use resume::ForkRefused;
 
@@ -266,6 +266,10 @@ impl Scheduler {
         let mut sampling = HashMap::with_capacity(flight.sequences.len());
         for (slot, samples) in flight.sequences {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
+            if sequence.in_flight != Some(step) {
+                // A later step computes rows of it too.
+                continue;
+            }
             sequence.in_flight = None;
             if sequence.state == State::Leaving {
                 sampling.insert(sequence.id, None);
@@ -351,6 +355,18 @@ impl Scheduler {
             held_units: self.cache.held_units(),
             pinned_bytes: self.cache.pinned_bytes(),
         }
+    }
+
+    /// What there is to compute.
+    pub fn demand(&self) -> Demand {
+        let mut demand = Demand::default();
+        for sequence in self.running.iter().chain(self.waiting.values()).filter_map(|&slot| self.get(slot)) {
+            match sequence.decodes() {
+                true => demand.decoding += 1,
+                false => demand.prefill += u64::from(sequence.remaining()),
+            }
+        }
+        demand
     }
 
     /// Sequences submitted and not removed.

@@ -5,17 +5,24 @@
 //! Every stage keeps the caches of its own layers under the block tables of the first one: tables name blocks by
 //! number, and each stage knows where a number lies in its arena (docs/decisions/0015-blocks-have-numbers.md).
 //!
-//! Greedy tokens are chosen by the last stage. What is drawn otherwise is drawn by the first one, from the logits of
-//! the row: penalties, seeds and logprobs live with the request.
+//! Several steps are under way at once, so that all stages have something to do (`pace.rs`, `later.rs`). The last one
+//! draws tokens; all that a draw depends on but the logits comes with the step, so it remembers nothing of a request.
 
 mod activations;
+mod deadline;
+mod head_share;
 mod host;
+mod later;
 mod lead;
+mod lease;
+mod pace;
 pub(crate) mod step;
 
+pub(crate) use host::Host;
 pub use host::{StageConfig, StageService};
-pub(crate) use lead::LaterStages;
+pub(crate) use later::{Answer, LaterStages, StageCounts};
 pub use lead::{LostStage, Replica};
+pub(crate) use lease::{Claim, Claims};
 
 use proto::transport::EndpointConfig;
 use std::time::Duration;

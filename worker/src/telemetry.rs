@@ -11,8 +11,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
+mod shards;
 mod transfers;
 
+pub use shards::{ShardMetrics, StageLabel};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
 
 /// Label of finished requests.
@@ -172,6 +174,8 @@ pub struct EngineMetrics {
     pub tiers: TierMetrics,
     /// Pulls from and by other workers.
     pub transfers: TransferMetrics,
+    /// Stages of a replica.
+    pub shards: ShardMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -247,6 +251,7 @@ impl EngineMetrics {
         counter("kvasir_steps", "Steps executed", &self.steps);
         self.tiers.register(registry);
         self.transfers.register(registry);
+        self.shards.register(registry);
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

@@ -208,8 +208,8 @@ pub(crate) struct Classifier {
     pub(crate) out: Linear,
 }
 
-/// Weights of a layer range; the head only where it holds the last layer, the embedding only where it holds the first
-/// or where layers read something of the tokens by themselves.
+/// Weights of a layer range; the head only where it holds the last layer, or is one matrix with the embedding, and that
+/// only where it holds the first layer or where layers read something of the tokens by themselves.
 #[derive(Debug)]
 pub(crate) struct Weights {
     pub(crate) embedding: Option<EmbeddingWeights>,

@@ -288,7 +288,7 @@ mod tests {
     use crate::pulls::PullRates;
     use crate::rates::Rates;
     use crate::traffic::computed_once;
-    use proto::block::{ClusterKey, Scope};
+    use proto::block::{ClusterKey, Scope, TenantSalt};
 
     /// Sends each request where it is told to.
     struct Told(Vec<(usize, Option<(usize, u32)>)>);
@@ -306,7 +306,12 @@ mod tests {
     const KEY: ClusterKey = ClusterKey([3; 32]);
 
     fn root() -> BlockId {
-        KEY.root(Scope { salt: &[], model_digest: &[7; 32], tokenizer_digest: &[7; 32], adapter: b"" })
+        KEY.root(Scope {
+            salt: &TenantSalt([0; 32]),
+            model_digest: &[7; 32],
+            tokenizer_digest: &[7; 32],
+            adapter: b"",
+        })
     }
 
     fn prompt(tokens: impl Iterator<Item = u32>) -> Prompt {

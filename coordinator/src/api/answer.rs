@@ -10,15 +10,13 @@ use super::shape::{Delta, Shape, Usage};
 use crate::dispatch::{Event, Failure, Generation, Started};
 use crate::models::OfferedModel;
 use crate::ops::metrics::{Metrics, Served};
-use axum::Json;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use futures::StreamExt;
 use futures::stream::{self, BoxStream, SelectAll};
+use futures::{FutureExt, StreamExt};
 use proto::message::{FinishedV1, TokenOut};
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -28,6 +26,11 @@ pub const WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvasir-worker")
 pub const ROUTE_HEADER: HeaderName = HeaderName::from_static("x-kvasir-route");
 /// The places of the request's documents, from 0, in the order in which the prompt has them.
 pub const DOCUMENTS_HEADER: HeaderName = HeaderName::from_static("x-kvasir-documents");
+
+/// From so many bytes on, what is there is written before more is taken.
+const CHUNK_BYTES: usize = 16 << 10;
+/// What an answer of few tokens takes.
+const CHUNK_ROOM: usize = 1 << 10;
 
 /// An answer in the making.
 pub struct Answer {
@@ -106,61 +109,72 @@ impl Answer {
             all.finished = delta.finished.or(all.finished.take());
         }
         let body = self.shape.whole(&whole, self.usage(), &self.model.tokenizer);
-        Ok((self.headers(), Json(body)).into_response())
+        let mut headers = self.headers();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        Ok((headers, body).into_response())
     }
 
     /// Events as they come. Waits for the first, so that what fails before it gets its own status.
     pub async fn streamed(mut self) -> Result<Response, ApiError> {
-        let mut ready = VecDeque::new();
+        let mut first = Vec::with_capacity(CHUNK_ROOM);
         if let Some((choice, event)) = self.events.next().await {
-            self.take(choice, event?, &mut ready);
+            self.take(choice, event?, &mut first);
         }
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         // Proxies that gather responses must not gather this one.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        let body = stream::unfold(Some((self, ready)), |state| async {
-            let (mut answer, mut ready) = state?;
-            loop {
-                if let Some(chunk) = ready.pop_front() {
-                    return Some((Ok::<_, std::convert::Infallible>(chunk), Some((answer, ready))));
-                }
-                match answer.events.next().await {
-                    Some((choice, Ok(event))) => answer.take(choice, event, &mut ready),
-                    Some((_, Err(failure))) => {
-                        let body = ApiError::from(failure).body();
-                        return Some((Ok(format!("event: error\ndata: {body}\n\n").into()), None));
-                    }
-                    None => return Some((Ok(answer.ending()), None)),
-                }
-            }
+        let body = stream::unfold(Some((self, first)), |state| async {
+            let (mut answer, out) = state?;
+            let (chunk, goes_on) = answer.chunk(out).await;
+            Some((Ok::<_, std::convert::Infallible>(chunk), goes_on.then_some((answer, Vec::new()))))
         });
         Ok((headers, Body::from_stream(body)).into_response())
     }
 
-    fn ending(&self) -> Bytes {
-        let mut text = String::new();
-        if self.include_usage {
-            text.push_str(&format!("data: {}\n\n", self.shape.usage_chunk(self.usage())));
+    /// What comes next, behind what is in `out` already, and whether more may follow. Everything that is there goes into
+    /// one chunk; nothing that is there waits for anything.
+    async fn chunk(&mut self, mut out: Vec<u8>) -> (Bytes, bool) {
+        loop {
+            let next = match self.events.next().now_or_never() {
+                Some(next) => next,
+                None if out.is_empty() => self.events.next().await,
+                None => return (out.into(), true),
+            };
+            match next {
+                Some((choice, Ok(event))) => self.take(choice, event, &mut out),
+                Some((_, Err(failure))) => {
+                    let body = ApiError::from(failure).body();
+                    out.extend_from_slice(format!("event: error\ndata: {body}\n\n").as_bytes());
+                    return (out.into(), false);
+                }
+                None => {
+                    if self.include_usage {
+                        self.shape.usage_chunk(&mut out, self.usage());
+                    }
+                    out.extend_from_slice(b"data: [DONE]\n\n");
+                    return (out.into(), false);
+                }
+            }
+            if out.len() >= CHUNK_BYTES {
+                return (out.into(), true);
+            }
         }
-        text.push_str("data: [DONE]\n\n");
-        text.into()
     }
 
     /// Turns an event into chunks.
-    fn take(&mut self, choice: u32, event: Event, ready: &mut VecDeque<Bytes>) {
+    fn take(&mut self, choice: u32, event: Event, out: &mut Vec<u8>) {
         let opening = matches!(event, Event::Started(_))
             && self.choices.get(choice as usize).is_some_and(|c| c.started.is_none());
         let delta = self.advance(choice, event);
-        let mut push = |value: serde_json::Value| ready.push_back(format!("data: {value}\n\n").into());
-        if opening && let Some(chunk) = self.shape.opening(choice, self.include_usage) {
-            push(chunk);
+        if opening {
+            self.shape.opening(out, choice, self.include_usage);
         }
         let Some(delta) = delta else { return };
         let silent = delta.text.is_empty() && delta.finished.is_none();
         if !silent || self.shape.token_ids || self.shape.logprobs {
-            push(self.shape.chunk(choice, &delta, self.include_usage, &self.model.tokenizer));
+            self.shape.chunk(out, choice, &delta, self.include_usage, &self.model.tokenizer);
         }
     }
 

@@ -74,7 +74,7 @@ pub fn insert(messages: &mut [Message], documents: &[Document], order: &[usize])
     let Some(Content(said)) = place.and_then(|message| message.content.as_mut()) else {
         return Err(ApiError::field("documents", "need a system message at first, or a user message"));
     };
-    *said = if system { format!("{said}\n\n{text}") } else { format!("{text}\n\n{said}") };
+    *said = if system { format!("{said}\n\n{text}") } else { format!("{text}\n\n{said}") }.into();
     Ok(())
 }
 
@@ -215,7 +215,9 @@ mod tests {
         let said = |roles: &[&str]| {
             let mut messages: Vec<Message> = roles.iter().map(|role| Message::new(*role, "hi")).collect();
             insert(&mut messages, &documents, &[1, 0])?;
-            Ok::<_, ApiError>(messages.into_iter().map(|m| m.content.unwrap().0).collect::<Vec<_>>())
+            Ok::<_, ApiError>(
+                messages.into_iter().map(|m| m.content.unwrap().0.to_string()).collect::<Vec<_>>(),
+            )
         };
         assert_eq!(said(&["system", "user"]).unwrap(), [format!("hi\n\n{text}"), "hi".to_owned()]);
         assert_eq!(said(&["assistant", "user"]).unwrap(), ["hi".to_owned(), format!("{text}\n\nhi")]);

@@ -2,37 +2,85 @@
 //! not known is skipped without being built.
 
 use super::error::ApiError;
+use super::raw::{self, Torn};
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
-use serde_json::value::RawValue;
+use serde::de::IgnoredAny;
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 
 /// Deepest nesting of arrays and objects in a body.
 pub const MAX_DEPTH: usize = 64;
 
-/// The known fields of a body.
+/// Fields that may be nearly all of a body. Whoever knows one reads all of it, and finds then what is wrong in it.
+const READ_LATER: [&str; 3] = ["messages", "prompt", "content"];
+
+/// The known fields of a body, or of an object in a list of it.
 #[derive(Debug)]
 pub struct Fields<'a> {
-    values: Vec<(&'static str, &'a RawValue)>,
+    values: Vec<(&'static str, &'a str)>,
+    /// The list, and the place in it.
+    within: Option<(&'static str, usize)>,
 }
 
 impl<'a> Fields<'a> {
     /// Reads the object in `body`; of a field that stands there twice the last counts.
     pub fn parse(body: &'a [u8], known: &'static [&'static str]) -> Result<Self, ApiError> {
-        if depth(body) > MAX_DEPTH {
-            return Err(ApiError::field("body", format!("nested deeper than {MAX_DEPTH}")));
+        let text = std::str::from_utf8(body);
+        let text = text.map_err(|error| ApiError::field("body", format!("not a JSON object: {error}")))?;
+        Self::of(text, known, None)
+    }
+
+    /// Reads the fields `known` of the objects in the list `name`, of which there may be `most`; none if there is no
+    /// such list.
+    pub(super) fn objects(
+        &self,
+        name: &'static str,
+        most: usize,
+        known: &'static [&'static str],
+    ) -> Result<Option<Vec<Self>>, ApiError> {
+        let Some(raw) = self.raw(name) else { return Ok(None) };
+        let items = raw::items(raw, most, MAX_DEPTH).map_err(|torn| match torn {
+            Torn::Long => self.wrong(name, format!("invalid length, expected a list of at most {most}")),
+            Torn::Malformed | Torn::Deep => {
+                let read = serde_json::from_str::<Vec<IgnoredAny>>(raw);
+                self.wrong(name, read.err().map_or_else(|| "not a list".into(), |error| plain(&error)))
+            }
+        })?;
+        let object = |(at, item)| Self::of(item, known, Some((name, at)));
+        items.into_iter().enumerate().map(object).collect::<Result<_, _>>().map(Some)
+    }
+
+    fn of(
+        text: &'a str,
+        known: &'static [&'static str],
+        within: Option<(&'static str, usize)>,
+    ) -> Result<Self, ApiError> {
+        let mut fields = Self { values: Vec::with_capacity(known.len().min(8)), within };
+        let not_json = || {
+            let read = serde_json::from_str::<HashMap<Cow<'_, str>, IgnoredAny>>(text);
+            let reason = read.err().map_or_else(String::new, |error| format!(": {error}"));
+            ApiError::field(place(within, "").unwrap_or("body".into()), format!("not a JSON object{reason}"))
+        };
+        let members = raw::members(text, MAX_DEPTH).map_err(|torn| match torn {
+            Torn::Deep => ApiError::field("body", format!("nested deeper than {MAX_DEPTH}")),
+            Torn::Malformed | Torn::Long => not_json(),
+        })?;
+        for (name, value) in members {
+            let name = known.iter().find(|known| **known == name);
+            if !name.is_some_and(|name| READ_LATER.contains(name)) {
+                serde_json::from_str::<IgnoredAny>(value).map_err(|_| not_json())?;
+            }
+            fields.values.extend(name.map(|name| (*name, value)));
         }
-        let mut json = serde_json::Deserializer::from_slice(body);
-        let fields = json.deserialize_map(Known(known)).and_then(|fields| json.end().map(|()| fields));
-        fields.map_err(|error| ApiError::field("body", format!("not a JSON object: {error}")))
+        Ok(fields)
     }
 
     /// The field's value; `None` if it is absent or null.
     pub fn get<T: Deserialize<'a>>(&self, name: &'static str) -> Result<Option<T>, ApiError> {
         let Some(raw) = self.raw(name) else { return Ok(None) };
-        serde_json::from_str(raw).map(Some).map_err(|error| ApiError::field(name, plain(&error)))
+        serde_json::from_str(raw).map(Some).map_err(|error| self.wrong(name, plain(&error)))
     }
 
     /// The field's value, within a range.
@@ -44,7 +92,7 @@ impl<'a> Fields<'a> {
         match value {
             Some(value) if !range.contains(&value) => {
                 let reason = format!("{value} is not from {} to {}", range.start(), range.end());
-                Err(ApiError::field(name, reason))
+                Err(self.wrong(name, reason))
             }
             value => Ok(value),
         }
@@ -52,9 +100,31 @@ impl<'a> Fields<'a> {
 
     /// The field's text as it stands in the body; `None` if it is absent or null.
     pub fn raw(&self, name: &'static str) -> Option<&'a str> {
-        let raw = self.values.iter().rev().find(|(n, _)| *n == name)?.1.get();
+        let raw = self.values.iter().rev().find(|(n, _)| *n == name)?.1;
         (raw != "null").then_some(raw)
     }
+
+    /// What is wrong with a field of an object in the list that a field is.
+    pub(super) fn wrong_part(
+        &self,
+        name: &'static str,
+        (at, part): (usize, &str),
+        reason: impl Into<String>,
+    ) -> ApiError {
+        let name = place(self.within, name).unwrap_or_else(|| name.into());
+        ApiError::field(format!("{name}[{at}].{part}"), reason)
+    }
+
+    /// What is wrong with a field, by the field's name in the body.
+    pub(super) fn wrong(&self, name: &'static str, reason: impl Into<String>) -> ApiError {
+        ApiError::field(place(self.within, name).unwrap_or_else(|| name.into()), reason)
+    }
+}
+
+/// The name of a field in an object of a list.
+fn place(within: Option<(&'static str, usize)>, name: &str) -> Option<String> {
+    let dot = if name.is_empty() { "" } else { "." };
+    within.map(|(list, at)| format!("{list}[{at}]{dot}{name}"))
 }
 
 /// What serde says, without the position in the field's own text, which means nothing to the client, and
@@ -63,61 +133,6 @@ pub fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" at line ").map_or(text.as_str(), |(text, _)| text);
     text.chars().take(200).collect()
-}
-
-/// Deepest nesting of brackets outside strings. Of what is not JSON any number is as good.
-fn depth(body: &[u8]) -> usize {
-    let (mut depth, mut deepest) = (0usize, 0usize);
-    let mut rest = body;
-    while let Some((byte, after)) = rest.split_first() {
-        rest = after;
-        match byte {
-            b'"' => rest = behind_string(rest),
-            b'[' | b'{' => {
-                depth += 1;
-                deepest = deepest.max(depth);
-            }
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-    }
-    deepest
-}
-
-/// What follows the string whose inside begins here; nearly all of a body is inside of strings.
-fn behind_string(mut inside: &[u8]) -> &[u8] {
-    while let Some(at) = memchr::memchr2(b'"', b'\\', inside) {
-        let ends = inside.get(at) == Some(&b'"');
-        inside = inside.get(at + if ends { 1 } else { 2 }..).unwrap_or_default();
-        if ends {
-            return inside;
-        }
-    }
-    &[]
-}
-
-struct Known(&'static [&'static str]);
-
-impl<'de> Visitor<'de> for Known {
-    type Value = Fields<'de>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Self::Value, M::Error> {
-        let mut values: Vec<(&'static str, &'de RawValue)> = Vec::with_capacity(self.0.len());
-        while let Some(key) = map.next_key::<Cow<'de, str>>()? {
-            let Some(name) = self.0.iter().find(|name| **name == key) else {
-                map.next_value::<IgnoredAny>()?;
-                continue;
-            };
-            let value = map.next_value()?;
-            values.retain(|(n, _)| n != name);
-            values.push((name, value));
-        }
-        Ok(Fields { values })
-    }
 }
 
 #[cfg(test)]
@@ -151,11 +166,5 @@ mod tests {
         let nested = |n: usize| format!("{{\"x\":{}{}}}", "[".repeat(n - 1), "]".repeat(n - 1));
         assert!(Fields::parse(nested(MAX_DEPTH).as_bytes(), KNOWN).is_ok());
         assert!(Fields::parse(nested(MAX_DEPTH + 1).as_bytes(), KNOWN).is_err());
-        assert!(Fields::parse(br#"{"a":"[[[[\"[[["}"#, KNOWN).is_ok());
-        for (text, deepest) in
-            [("", 0), ("[[]]{", 2), (r#"["[[\\"[[]]]"#, 3), (r#"["[\"["#, 1), (r#"["\"#, 1), (r#""[" ["#, 1)]
-        {
-            assert_eq!(depth(text.as_bytes()), deepest, "{text}");
-        }
     }
 }

@@ -4,10 +4,11 @@ use super::error::ApiError;
 use super::fields::{Fields, plain};
 use super::limits::{MAX_CHOICES, MAX_MESSAGES};
 use super::params::Bounded;
+use super::raw;
 use model::chat_template::{Content, Message};
 use serde::Deserialize;
-use serde_json::value::RawValue;
 use serde_json::{Map, Value};
+use std::sync::Arc;
 
 /// A prompt of a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +32,10 @@ pub fn texts_or_tokens<const MAX: usize>(
     let raw = fields.raw(name).ok_or_else(|| ApiError::field(name, "is missing"))?;
     let first = raw.bytes().filter(|b| !b.is_ascii_whitespace()).take(2).collect::<Vec<u8>>();
     let prompts = match first.as_slice() {
-        [b'"', ..] => vec![Prompt::Text(read(name, raw)?)],
+        [b'"', ..] => vec![Prompt::Text(match raw::string(raw) {
+            Ok(text) => text.into_owned(),
+            Err(_) => read(name, raw)?,
+        })],
         [b'[', b'"'] => {
             let texts: Bounded<String, MAX> = read(name, raw)?;
             texts.0.into_iter().map(Prompt::Text).collect()
@@ -51,16 +55,7 @@ fn read<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, A
     serde_json::from_str(raw).map_err(|e| ApiError::field(name, plain(&e)))
 }
 
-#[derive(Deserialize)]
-struct RawMessage<'a> {
-    role: Option<String>,
-    #[serde(borrow)]
-    content: Option<&'a RawValue>,
-    name: Option<String>,
-    reasoning_content: Option<Value>,
-    tool_calls: Option<Value>,
-    tool_call_id: Option<Value>,
-}
+const MESSAGE: [&str; 6] = ["role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"];
 
 #[derive(Deserialize)]
 struct Part {
@@ -71,54 +66,50 @@ struct Part {
 /// Reads `messages` as the chat template gets them: `content` is always a text.
 pub fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, ApiError> {
     const NAME: &str = "messages";
-    let raw: Option<Bounded<RawMessage<'_>, { MAX_MESSAGES }>> = fields.get(NAME)?;
-    let raw = raw.ok_or_else(|| ApiError::field(NAME, "is missing"))?.0;
-    if raw.is_empty() {
-        return Err(ApiError::field(NAME, "is empty"));
+    let messages = fields.objects(NAME, MAX_MESSAGES, &MESSAGE)?;
+    let messages = messages.ok_or_else(|| fields.wrong(NAME, "is missing"))?;
+    if messages.is_empty() {
+        return Err(fields.wrong(NAME, "is empty"));
     }
-    raw.into_iter().enumerate().map(|(at, message)| one(&format!("{NAME}[{at}]"), message)).collect()
+    messages.iter().map(one).collect()
 }
 
-fn one(path: &str, message: RawMessage<'_>) -> Result<Message, ApiError> {
-    let role = message.role.ok_or_else(|| ApiError::field(format!("{path}.role"), "is missing"))?;
+fn one(message: &Fields<'_>) -> Result<Message, ApiError> {
+    let role: String = message.get("role")?.ok_or_else(|| message.wrong("role", "is missing"))?;
     if !matches!(role.as_str(), "system" | "developer" | "user" | "assistant" | "tool" | "function") {
         let role: String = role.chars().take(32).collect();
-        return Err(ApiError::field(format!("{path}.role"), format!("{role:?} is not a role")));
+        return Err(message.wrong("role", format!("{role:?} is not a role")));
     }
-    let content = match message.content.map(RawValue::get) {
-        Some("null") | None if message.tool_calls.is_some() => None,
-        Some("null") | None => return Err(ApiError::field(format!("{path}.content"), "is missing")),
-        Some(raw) => Some(content(&format!("{path}.content"), raw)?),
+    let tool_calls: Option<Value> = message.get("tool_calls")?;
+    let content = match message.raw("content") {
+        None if tool_calls.is_some() => None,
+        None => return Err(message.wrong("content", "is missing")),
+        Some(raw) => Some(Content(content(message, raw)?)),
     };
     let mut rest = Map::new();
-    let others = [("reasoning_content", message.reasoning_content), ("tool_call_id", message.tool_call_id)];
-    for (name, value) in others {
-        if let Some(value) = value {
+    for name in ["reasoning_content", "tool_call_id"] {
+        if let Some(value) = message.get(name)? {
             rest.insert(name.into(), value);
         }
     }
-    Ok(Message {
-        role,
-        content: content.map(Content),
-        name: message.name,
-        tool_calls: message.tool_calls,
-        rest,
-    })
+    Ok(Message { role, content, name: message.get("name")?, tool_calls, rest })
 }
 
-fn content(path: &str, raw: &str) -> Result<String, ApiError> {
-    let wrong = |e: serde_json::Error| ApiError::field(path, plain(&e));
-    if raw.starts_with('"') {
-        return serde_json::from_str(raw).map_err(wrong);
+fn content(message: &Fields<'_>, raw: &str) -> Result<Arc<str>, ApiError> {
+    const NAME: &str = "content";
+    if let Ok(text) = raw::string(raw) {
+        return Ok(text.into());
     }
-    let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
+    let parts: Bounded<Part, { MAX_MESSAGES }> =
+        serde_json::from_str(raw).map_err(|error| message.wrong(NAME, plain(&error)))?;
     let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
         ("text", Some(text)) => Ok(text),
-        ("text", None) => Err(ApiError::field(format!("{path}[{at}].text"), "is missing")),
-        _ => Err(ApiError::field(format!("{path}[{at}].type"), "only text is understood")),
+        ("text", None) => Err((at, "text", "is missing")),
+        _ => Err((at, "type", "only text is understood")),
     };
-    let texts: Vec<String> = parts.0.into_iter().enumerate().map(text).collect::<Result<_, _>>()?;
-    Ok(texts.join("\n"))
+    let texts: Result<Vec<String>, _> = parts.0.into_iter().enumerate().map(text).collect();
+    let texts = texts.map_err(|(at, name, reason)| message.wrong_part(NAME, (at, name), reason))?;
+    Ok(texts.join("\n").into())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use super::plan::Kind;
 use crate::ops::metrics::finish_name;
 use model::Tokenizer;
 use proto::message::{FinishedV1, TokenLogprobs, TokenOut};
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
 /// What all objects of one answer have in common.
@@ -49,97 +50,176 @@ pub struct Usage {
     pub completion: u64,
 }
 
-impl Usage {
-    fn json(self) -> Value {
-        json!({
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached, "kvasir_lookups": self.lookups},
-        })
+/// [`Usage`] as JSON.
+#[derive(Debug, Serialize)]
+struct UsageJson {
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    total_tokens: u64,
+    prompt_tokens_details: PromptDetails,
+}
+
+#[derive(Debug, Serialize)]
+struct PromptDetails {
+    cached_tokens: u64,
+    kvasir_lookups: Vec<String>,
+}
+
+impl From<Usage> for UsageJson {
+    fn from(usage: Usage) -> Self {
+        Self {
+            prompt_tokens: usage.prompt,
+            completion_tokens: usage.completion,
+            total_tokens: usage.prompt + usage.completion,
+            prompt_tokens_details: PromptDetails {
+                cached_tokens: usage.cached,
+                kvasir_lookups: usage.lookups,
+            },
+        }
     }
 }
 
+/// An answer, or a chunk of one.
+#[derive(Debug, Serialize)]
+struct Envelope<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: &'a [Choice<'a>],
+    /// Not there, not yet known, or known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageJson>>,
+}
+
+#[derive(Debug, Serialize)]
+struct Choice<'a> {
+    index: u32,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stop_reason: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "ids")]
+    token_ids: Option<&'a [TokenOut]>,
+    #[serde(flatten)]
+    said: Said<'a>,
+}
+
+/// What a choice says, under the name that its kind of answer has for it.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Said<'a> {
+    Text(&'a str),
+    Delta(Speech<'a>),
+    Message(Speech<'a>),
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Speech<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+fn ids<S: Serializer>(tokens: &Option<&[TokenOut]>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(tokens.iter().copied().flatten().map(|token| token.id))
+}
+
 impl Shape {
-    /// A chunk of a stream with something new of one choice. `usage`: the stream will end with a usage chunk.
-    pub fn chunk(&self, index: u32, delta: &Delta, usage: bool, tokenizer: &Tokenizer) -> Value {
-        let mut choice = self.choice(index, delta, tokenizer);
-        match self.kind {
-            Kind::Completion => choice.insert("text".into(), delta.text.as_str().into()),
+    /// Appends a chunk of a stream with something new of one choice, as an event. `usage`: the stream will end with a
+    /// usage chunk.
+    pub fn chunk(&self, out: &mut Vec<u8>, index: u32, delta: &Delta, usage: bool, tokenizer: &Tokenizer) {
+        let said = match self.kind {
+            Kind::Completion => Said::Text(&delta.text),
             Kind::Chat => {
                 let last = delta.finished.is_some() && delta.text.is_empty();
-                choice.insert("delta".into(), if last { json!({}) } else { json!({"content": delta.text}) })
+                Said::Delta(Speech { role: None, content: (!last).then_some(&delta.text) })
             }
         };
-        self.envelope(vec![Value::Object(choice)], true, usage.then_some(Value::Null))
+        self.event(out, &[self.choice(index, delta, said, tokenizer)], usage.then_some(None));
     }
 
-    /// The first chunk of a chat's choice, which says who speaks.
-    pub fn opening(&self, index: u32, usage: bool) -> Option<Value> {
-        (self.kind == Kind::Chat).then(|| {
-            let delta = json!({"role": "assistant", "content": ""});
-            let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
-            self.envelope(vec![choice], true, usage.then_some(Value::Null))
-        })
+    /// Appends the first chunk of a choice, which in a chat says who speaks; in other answers there is none.
+    pub fn opening(&self, out: &mut Vec<u8>, index: u32, usage: bool) {
+        if self.kind == Kind::Chat {
+            let said = Said::Delta(Speech { role: Some("assistant"), content: Some("") });
+            let choice = Choice {
+                index,
+                logprobs: None,
+                finish_reason: None,
+                stop_reason: None,
+                token_ids: None,
+                said,
+            };
+            self.event(out, &[choice], usage.then_some(None));
+        }
     }
 
-    /// The chunk that tells the usage.
-    pub fn usage_chunk(&self, usage: Usage) -> Value {
-        self.envelope(Vec::new(), true, Some(usage.json()))
+    /// Appends the chunk that tells the usage.
+    pub fn usage_chunk(&self, out: &mut Vec<u8>, usage: Usage) {
+        self.event(out, &[], Some(Some(usage.into())));
     }
 
     /// A whole answer.
-    pub fn whole(&self, choices: &[Delta], usage: Usage, tokenizer: &Tokenizer) -> Value {
-        let choice = |(index, delta): (u32, &Delta)| {
-            let mut choice = self.choice(index, delta, tokenizer);
-            match self.kind {
-                Kind::Completion => choice.insert("text".into(), delta.text.as_str().into()),
-                Kind::Chat => {
-                    let message = json!({"role": "assistant", "content": delta.text});
-                    choice.insert("message".into(), message)
-                }
+    pub fn whole(&self, choices: &[Delta], usage: Usage, tokenizer: &Tokenizer) -> Vec<u8> {
+        let choices = (0u32..).zip(choices).map(|(index, delta)| {
+            let said = match self.kind {
+                Kind::Completion => Said::Text(&delta.text),
+                Kind::Chat => Said::Message(Speech { role: Some("assistant"), content: Some(&delta.text) }),
             };
-            Value::Object(choice)
+            self.choice(index, delta, said, tokenizer)
+        });
+        let choices: Vec<Choice<'_>> = choices.collect();
+        let object = match self.kind {
+            Kind::Completion => "text_completion",
+            Kind::Chat => "chat.completion",
         };
-        self.envelope((0u32..).zip(choices).map(choice).collect(), false, Some(usage.json()))
+        let mut out = Vec::new();
+        self.write(&mut out, object, &choices, Some(Some(usage.into())));
+        out
     }
 
-    fn envelope(&self, choices: Vec<Value>, chunk: bool, usage: Option<Value>) -> Value {
-        let object = match (self.kind, chunk) {
-            (Kind::Completion, _) => "text_completion",
-            (Kind::Chat, true) => "chat.completion.chunk",
-            (Kind::Chat, false) => "chat.completion",
+    fn event(&self, out: &mut Vec<u8>, choices: &[Choice<'_>], usage: Option<Option<UsageJson>>) {
+        let object = match self.kind {
+            Kind::Completion => "text_completion",
+            Kind::Chat => "chat.completion.chunk",
         };
-        let mut all = Map::new();
-        all.insert("id".into(), self.id.as_str().into());
-        all.insert("object".into(), object.into());
-        all.insert("created".into(), self.created.into());
-        all.insert("model".into(), self.model.as_str().into());
-        all.insert("choices".into(), Value::Array(choices));
-        if let Some(usage) = usage {
-            all.insert("usage".into(), usage);
+        out.extend_from_slice(b"data: ");
+        self.write(out, object, choices, usage);
+        out.extend_from_slice(b"\n\n");
+    }
+
+    fn write(
+        &self,
+        out: &mut Vec<u8>,
+        object: &'static str,
+        choices: &[Choice<'_>],
+        usage: Option<Option<UsageJson>>,
+    ) {
+        let envelope =
+            Envelope { id: &self.id, object, created: self.created, model: &self.model, choices, usage };
+        if let Err(error) = serde_json::to_writer(out, &envelope) {
+            // Neither memory nor these types can fail.
+            tracing::error!(%error, "an answer could not be written");
         }
-        Value::Object(all)
     }
 
-    fn choice(&self, index: u32, delta: &Delta, tokenizer: &Tokenizer) -> Map<String, Value> {
-        let mut choice = Map::new();
-        choice.insert("index".into(), index.into());
+    fn choice<'a>(&self, index: u32, delta: &'a Delta, said: Said<'a>, tokenizer: &Tokenizer) -> Choice<'a> {
         let logprobs = match (self.logprobs, self.kind) {
-            (false, _) => Value::Null,
-            (true, Kind::Completion) => completion_logprobs(delta, tokenizer),
-            (true, Kind::Chat) => chat_logprobs(delta, tokenizer),
+            (false, _) => None,
+            (true, Kind::Completion) => Some(completion_logprobs(delta, tokenizer)),
+            (true, Kind::Chat) => Some(chat_logprobs(delta, tokenizer)),
         };
-        choice.insert("logprobs".into(), logprobs);
         let finished = delta.finished.as_ref();
-        choice.insert("finish_reason".into(), finished.map_or(Value::Null, |f| finish_name(f.reason).into()));
-        if let Some(matched) = finished.and_then(|f| f.matched.as_deref()) {
-            choice.insert("stop_reason".into(), matched.into());
+        Choice {
+            index,
+            logprobs,
+            finish_reason: finished.map(|finished| finish_name(finished.reason)),
+            stop_reason: finished.and_then(|finished| finished.matched.as_deref()),
+            token_ids: self.token_ids.then_some(&delta.tokens),
+            said,
         }
-        if self.token_ids {
-            choice.insert("token_ids".into(), delta.tokens.iter().map(|t| t.id).collect());
-        }
-        choice
     }
 }
 

@@ -17,7 +17,7 @@ use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
 use load::Load;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV1, WorkerState};
+use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
 use pulls::{Stage, Supply};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -35,6 +35,7 @@ pub(super) struct Floor {
     flights: HashMap<Ticket, Flight>,
     demand: Demand,
     groups: Groups,
+    expected: HashMap<ModelId, Expected>,
     joins: u64,
     /// Generations placed.
     turns: u64,
@@ -56,6 +57,15 @@ struct Flight {
     started: bool,
 }
 
+/// A model that nobody may serve just now, and that will be served again.
+#[derive(Debug)]
+struct Expected {
+    /// Who waits for it waits until then.
+    until: Instant,
+    /// As it was last.
+    served: Option<ServedModelV2>,
+}
+
 pub(super) enum Placing {
     Assigned(Assignment),
     Refused(Refusal),
@@ -75,6 +85,7 @@ impl Floor {
             flights: HashMap::new(),
             demand: Demand::default(),
             groups: Groups::default(),
+            expected: HashMap::new(),
             joins: 0,
             turns: 0,
         }
@@ -132,11 +143,31 @@ impl Floor {
         self.serving(model).next().is_some()
     }
 
+    pub(super) fn expect(&mut self, model: &ModelId, until: Instant) {
+        let before = self.expected.remove(model).and_then(|expected| expected.served);
+        let served = self.table.model(model).cloned().or(before);
+        self.expected.insert(model.clone(), Expected { until, served });
+    }
+
+    /// What is served under this name, or was last and will be again.
+    pub(super) fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
+        let expected = || self.expected.get(id).and_then(|expected| expected.served.as_ref());
+        self.table.model(id).or_else(expected)
+    }
+
+    /// Whether someone will serve this model soon, so far as is known.
+    pub(super) fn expects(&self, now: Instant, model: &ModelId) -> bool {
+        self.expected.get(model).is_some_and(|expected| now < expected.until)
+    }
+
     /// Chooses a worker for `waiter` and books it there. `yields`: it may have to wait for another that does better with
     /// the room that there is.
     pub(super) fn place(&mut self, now: Instant, waiter: Waiter, yields: bool, random: u64) -> Placing {
         let wanted: Vec<(&Member, &Load)> =
             self.serving(&waiter.ask.model).filter(|(m, _)| waiter.accepts(m)).collect();
+        if wanted.is_empty() && self.expects(now, &waiter.ask.model) {
+            return Placing::Later(waiter);
+        }
         if wanted.is_empty() {
             let declined = !waiter.avoid.is_empty() && self.serves(&waiter.ask.model);
             return Placing::Refused(if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker });

@@ -5,7 +5,9 @@
 //! of the routing policy. Everything is bounded in number and size.
 
 mod entry;
+mod image;
 mod outcome;
+mod replicas;
 mod sessions;
 
 #[cfg(test)]
@@ -16,11 +18,12 @@ use crate::table::TableChange;
 use crate::table::roster::Roster;
 pub(crate) use entry::decode_entry;
 pub use entry::{
-    CanaryV1, Change, ChangeV1, ClientId, Entry, KeyV1, Level, LevelReportedV1, MAX_ENTRY_BYTES, ModelPlanV1,
-    OpenSessionV1, PolicyAdvancedV1, QuotaV1, SeatV1, TenantV1, WorkerDrainedV1, WorkerLeftV1, encode_entry,
+    CanaryV1, Change, ChangeV1, ClientId, Entry, KeyV1, Level, LevelReportedV1, MAX_ENTRY_BYTES,
+    ModelCondemnedV1, ModelPlanV1, OpenSessionV1, PolicyAdvancedV1, QuotaV1, ReplicaPlacedV1, ReplicaPlanV1,
+    SeatV1, StagePlanV1, TenantV1, WorkerDrainedV1, WorkerLeftV1, encode_entry,
 };
 pub use outcome::{Kind, Outcome, Refusal};
-use proto::codec::{Cap, CodecError, decode, encode};
+use proto::codec::CodecError;
 use proto::ids::{ModelId, NodeId, TenantId};
 use serde::{Deserialize, Serialize};
 pub use sessions::MAX_SESSIONS;
@@ -41,6 +44,12 @@ pub const MAX_PLACES: usize = 64;
 pub const MAX_TENANTS: usize = 4096;
 /// Keys at a time.
 pub const MAX_KEYS: usize = 16_384;
+/// Replicas of several stages at a time.
+pub const MAX_REPLICAS: usize = 1024;
+/// Files that are known to be unusable.
+pub const MAX_CONDEMNED: usize = 1024;
+/// Bytes of the reason for which a file is unusable.
+pub const MAX_REASON: usize = 1024;
 /// Bytes of a coordinator's address.
 const MAX_ADDRESS: usize = 256;
 
@@ -97,7 +106,7 @@ pub enum Membership {
 }
 
 /// The table. See the module.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Table {
     applied: u64,
     workers: Roster,
@@ -107,13 +116,10 @@ pub struct Table {
     keys: BTreeMap<[u8; 32], KeyV1>,
     policy: u64,
     sessions: Sessions,
-}
-
-/// A table as bytes. The first version is [`Table`] as it stands; when that changes, its old form becomes a
-/// struct of its own here (the golden bytes tell).
-#[derive(Serialize, Deserialize)]
-enum Image {
-    V1(Table),
+    /// By their lives.
+    replicas: BTreeMap<u64, ReplicaPlanV1>,
+    /// By their digests.
+    condemned: BTreeMap<[u8; 32], ModelCondemnedV1>,
 }
 
 impl Table {
@@ -180,6 +186,16 @@ impl Table {
         &self.models
     }
 
+    /// The replicas of several stages, by their lives.
+    pub fn replicas(&self) -> &BTreeMap<u64, ReplicaPlanV1> {
+        &self.replicas
+    }
+
+    /// The files that are placed nowhere, by their digests.
+    pub fn condemned(&self) -> &BTreeMap<[u8; 32], ModelCondemnedV1> {
+        &self.condemned
+    }
+
     /// The tenants.
     pub fn tenants(&self) -> &BTreeMap<TenantId, TenantV1> {
         &self.tenants
@@ -210,21 +226,6 @@ impl Table {
         self.clone().make(change.clone())?.ok_or(Refusal::WrongPath)
     }
 
-    /// As bytes, the same for equal tables.
-    pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
-        #[derive(Serialize)]
-        enum Borrowed<'a> {
-            V1(&'a Table),
-        }
-        encode(&Borrowed::V1(self), Cap::Control)
-    }
-
-    /// From the bytes of [`to_bytes`](Self::to_bytes).
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
-        let Image::V1(table) = decode(bytes, Cap::Control)?;
-        Ok(table)
-    }
-
     fn make(&mut self, change: Change) -> Result<Option<Membership>, Refusal> {
         let level = self.level();
         if change.level() > level {
@@ -232,7 +233,7 @@ impl Table {
         }
         match change {
             Change::WorkerJoined(register) => {
-                self.workers.apply(TableChange::Join(register.into_latest().worker))?
+                self.workers.apply(TableChange::Join(register.into_latest().worker.worker))?
             }
             Change::WorkerLeft(WorkerLeftV1 { node, epoch }) => {
                 self.workers.apply(TableChange::Leave { node, epoch })?;
@@ -275,6 +276,11 @@ impl Table {
                 }
                 self.policy = to;
             }
+            Change::ReplicaPlaced(placed) => self.place(placed)?,
+            Change::ReplicaDropped(life) => {
+                self.replicas.remove(&life).ok_or(Refusal::Unknown(Kind::Replica))?;
+            }
+            Change::ModelCondemned(condemned) => self.condemn(condemned)?,
         }
         Ok(None)
     }

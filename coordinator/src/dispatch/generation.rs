@@ -13,8 +13,8 @@ use crate::routing::demand::CommonKey;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV1, GenerateRequestV2, Sampling,
-    Stop, TokenOut,
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3, Sampling, Stop, TokenIds,
+    TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::transport::GenerateStream;
@@ -221,7 +221,7 @@ impl Generation {
                 Some(stage) => {
                     // Those behind it need not wait for another worker's computing.
                     drop(turn);
-                    (None, self.prefilled(stage, self.request(&placed.assignment).request).await)
+                    (None, self.prefilled(stage, self.request(&placed.assignment)).await)
                 }
                 None => (Some(turn), true),
             };
@@ -241,12 +241,17 @@ impl Generation {
     }
 
     /// Has a worker compute the prompt, and what was emitted, for another to pull; `false` if it does not.
-    async fn prefilled(&self, stage: &Prefilling, mut request: GenerateRequestV1) -> bool {
+    async fn prefilled(&self, stage: &Prefilling, request: GenerateRequestV3) -> bool {
         let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
-        request.prompt.append(&mut request.emitted);
-        request.sampling = Sampling::default();
-        request.stop = Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() };
-        let request = GenerateRequestV2::from(request).at_version(link.connection().version());
+        let request = GenerateRequestV3 {
+            prompt: [&*request.prompt, &*request.emitted].concat().into(),
+            emitted: TokenIds::default(),
+            sampling: Sampling::default(),
+            stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
+            pull: None,
+            ..request
+        };
+        let request = request.at_version(link.connection().version());
         let computed = async {
             let mut stream = link.connection().open_generate(&request).await.map_err(|e| e.to_string())?;
             while let Some(frame) = stream.next().await {
@@ -265,22 +270,22 @@ impl Generation {
         computed.is_ok()
     }
 
-    fn request(&self, assignment: &Assignment) -> GenerateRequestV2 {
+    fn request(&self, assignment: &Assignment) -> GenerateRequestV3 {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        let request = GenerateRequestV1 {
+        GenerateRequestV3 {
             request_id: self.job.request_id.clone(),
             choice: self.job.choice,
             attempt: assignment.attempt,
             model: self.job.model.clone(),
             root: self.job.root,
-            prompt: self.job.prompt.to_vec(),
-            emitted: self.emitted.clone(),
+            prompt: Arc::clone(&self.job.prompt).into(),
+            emitted: self.emitted.as_slice().into(),
             sampling: self.job.sampling.clone(),
             stop: self.job.stop.clone(),
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
-        };
-        GenerateRequestV2 { request, pull: assignment.pull.clone() }
+            pull: assignment.pull.clone(),
+        }
     }
 
     fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {

@@ -3,6 +3,7 @@
 use parking_lot::Mutex;
 use proto::Error;
 use proto::ids::Epoch;
+use proto::placement::CapacityV1;
 use proto::service::WorkerApiClient;
 use proto::transport::{CloseCode, Connection};
 use std::time::Duration;
@@ -21,6 +22,8 @@ pub(super) struct Link {
     session: SessionId,
     epoch: Epoch,
     connection: Connection,
+    /// What it gives to replicas, and where others reach it.
+    pool: Option<(CapacityV1, String)>,
     api: OnceCell<WorkerApiClient>,
     last_turn: Mutex<Option<oneshot::Receiver<()>>>,
 }
@@ -45,8 +48,13 @@ impl Turn {
 }
 
 impl Link {
-    pub(super) fn new(session: SessionId, epoch: Epoch, connection: Connection) -> Self {
-        Self { session, epoch, connection, api: OnceCell::new(), last_turn: Mutex::new(None) }
+    pub(super) fn new(
+        session: SessionId,
+        epoch: Epoch,
+        connection: Connection,
+        pool: Option<(CapacityV1, String)>,
+    ) -> Self {
+        Self { session, epoch, connection, pool, api: OnceCell::new(), last_turn: Mutex::new(None) }
     }
 
     pub(super) fn session(&self) -> SessionId {
@@ -55,6 +63,10 @@ impl Link {
 
     pub(super) fn epoch(&self) -> Epoch {
         self.epoch
+    }
+
+    pub(super) fn pool(&self) -> Option<&(CapacityV1, String)> {
+        self.pool.as_ref()
     }
 
     pub(super) fn connection(&self) -> &Connection {

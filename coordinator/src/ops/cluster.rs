@@ -4,11 +4,14 @@ use super::Ops;
 use super::metrics::state_name;
 use crate::agreement::Standing;
 use crate::balancer::WorkerView;
+use crate::replicas::ReplicaView;
+use proto::ids::NodeId;
 use serde_json::{Value, json};
 
 /// The whole view.
 pub fn view(ops: &Ops) -> Value {
     let workers = ops.dispatch.workers();
+    let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     let (index, queue, inflight) = ops.dispatch.sizes();
     let models: Vec<Value> = ops
         .models
@@ -24,9 +27,9 @@ pub fn view(ops: &Ops) -> Value {
         .collect();
     json!({
         "coordinators": coordinators(ops),
-        "workers": workers.iter().map(worker).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|view| worker(view, &planned)).collect::<Vec<_>>(),
         "models": models,
-        "replicas": workers.iter().flat_map(replicas).collect::<Vec<_>>(),
+        "replicas": replicas(&workers, &planned),
         "index": {
             "blocks": index.blocks,
             "bytes": index.bytes,
@@ -49,7 +52,7 @@ fn coordinators(ops: &Ops) -> Vec<Value> {
     agreement.standings().into_iter().map(value).collect()
 }
 
-fn worker(view: &WorkerView) -> Value {
+fn worker(view: &WorkerView, planned: &[ReplicaView]) -> Value {
     let register = &view.member.register;
     let report = view.report.as_ref();
     let first = register.models.first();
@@ -64,7 +67,7 @@ fn worker(view: &WorkerView) -> Value {
         "draining": view.member.draining,
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
-        "layers": first.map(|m| [m.layers.0, m.layers.1]),
+        "layers": stage_of(planned, &register.node).or(first.map(|m| m.layers)),
         "kv_used": report.map_or(0, |r| r.kv_used),
         "kv_total": report.map_or(0, |r| r.kv_total),
         "last_progress_ms": silent + report.map_or(0, |r| r.stalled_ms),
@@ -84,12 +87,38 @@ fn worker(view: &WorkerView) -> Value {
     })
 }
 
-fn replicas(view: &WorkerView) -> impl Iterator<Item = Value> {
-    let register = &view.member.register;
-    register.models.iter().map(|model| {
-        let stage = json!({"worker": register.node.as_str(), "layers": [model.layers.0, model.layers.1]});
-        json!({"model": model.id.as_str(), "stages": [stage]})
-    })
+/// The layers that a worker has in a replica.
+fn stage_of(planned: &[ReplicaView], node: &NodeId) -> Option<(u32, u32)> {
+    let mut stages = planned.iter().flat_map(|replica| &replica.plan.stages);
+    stages.find(|stage| stage.node == *node).map(|stage| stage.layers)
+}
+
+/// Workers that serve a model alone, and replicas of several.
+fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
+    let alone = |view: &WorkerView| stage_of(planned, &view.member.register.node).is_none();
+    let alone = workers.iter().filter(|view| alone(view)).flat_map(|view| {
+        let register = &view.member.register;
+        register.models.iter().map(|model| {
+            let stage = json!({"worker": register.node.as_str(), "layers": [model.layers.0, model.layers.1]});
+            json!({"model": model.id.as_str(), "state": "serving", "stages": [stage]})
+        })
+    });
+    let planned = planned.iter().map(|ReplicaView { life, plan, report }| {
+        let stages = plan
+            .stages
+            .iter()
+            .map(|stage| json!({"worker": stage.node.as_str(), "layers": [stage.layers.0, stage.layers.1]}));
+        json!({
+            "model": plan.model.as_str(),
+            "life": life,
+            // What its first stage says.
+            "state": report.as_ref().map_or("planned", |report| report.state.name()),
+            "attempts": report.as_ref().map_or(0, |report| report.attempts),
+            "reason": report.as_ref().map_or("", |report| report.reason.as_str()),
+            "stages": stages.collect::<Vec<_>>(),
+        })
+    });
+    alone.chain(planned).collect()
 }
 
 fn stream(view: &WorkerView) -> Option<Value> {

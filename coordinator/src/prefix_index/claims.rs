@@ -5,11 +5,12 @@
 
 use super::lanes::Lanes;
 use super::sets::table_bytes;
-use super::strand::Before;
 use super::tree::{Change, Tree};
 use crate::slot::Slot;
 use proto::block::BlockId;
-use std::collections::HashMap;
+use std::cmp::Ordering;
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -29,8 +30,39 @@ struct Reservation {
 pub(super) struct Claims {
     next: u64,
     live: HashMap<ReservationId, Reservation>,
-    by_slot: HashMap<Slot, Vec<ReservationId>>,
+    by_slot: HashMap<Slot, BTreeSet<Expected>>,
     chain_bytes: usize,
+}
+
+/// A live reservation in the order of chains. Chains that share a start are neighbours there: none shares a longer start
+/// with a chain than the one right before or right behind it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Expected {
+    chain: Arc<[BlockId]>,
+    id: ReservationId,
+}
+
+impl Ord for Expected {
+    /// By the first unit in which they differ, then by length, then by age.
+    fn cmp(&self, other: &Self) -> Ordering {
+        let shared = common(&self.chain, &other.chain);
+        let (ours, theirs) = (self.chain.get(shared), other.chain.get(shared));
+        ours.cmp(&theirs).then(self.id.cmp(&other.id))
+    }
+}
+
+impl PartialOrd for Expected {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// Bytes that a set of so many takes at most: nodes of 11 entries, of which 5 at least are in use in all but the root,
+/// and above every 6 of them at least a node that has 12 pointers besides.
+fn set_bytes(entries: usize) -> usize {
+    const NODE: usize = 11 * size_of::<Expected>() + 16;
+    const INNER: usize = NODE + 12 * size_of::<usize>();
+    if entries == 0 { 0 } else { NODE + entries * NODE / 6 + entries * INNER / 36 }
 }
 
 impl Claims {
@@ -47,9 +79,9 @@ impl Claims {
         if let Some((held, expected)) = lanes.expecting(slot, tree)
             && tree.has_room(self.growth(chain.len()))
         {
-            tree.insert(Before::Start(None), &chain, Change::Expect { held, expected });
+            tree.insert_chain(&chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
-            self.by_slot.entry(slot).or_default().push(id);
+            self.by_slot.entry(slot).or_default().insert(Expected { chain: Arc::clone(&chain), id });
             self.live.insert(id, Reservation { slot, chain, until: None });
         }
         id
@@ -59,8 +91,8 @@ impl Claims {
     /// it, and of what it keeps there it has said so. Reserved units before it will not be announced any more.
     pub(super) fn passed(&self, slot: Slot, unit: BlockId, units: usize, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
-        let passes = |r: &&Reservation| units > 0 && r.chain.get(units - 1) == Some(&unit);
-        if let Some(reservation) = self.of_slot(slot).find(passes) {
+        let passes = |r: &&Expected| units > 0 && r.chain.get(units - 1) == Some(&unit);
+        if let Some(reservation) = self.by_slot.get(&slot).into_iter().flatten().find(passes) {
             tree.remove_path(&reservation.chain, 0, units, expected);
         }
     }
@@ -68,16 +100,24 @@ impl Claims {
     pub(super) fn release(&mut self, id: ReservationId, lanes: &Lanes, tree: &mut Tree) {
         let Some(Reservation { slot, chain, .. }) = self.live.remove(&id) else { return };
         self.chain_bytes -= size_of_val(&chain[..]);
-        if let Some(ids) = self.by_slot.get_mut(&slot) {
-            ids.retain(|&other| other != id);
-            if ids.is_empty() {
+        let gone = Expected { chain, id };
+        // What others expect as well stays: the longest start that the chain shares with another.
+        let mut shared = 0;
+        if let Some(others) = self.by_slot.get_mut(&slot) {
+            others.remove(&gone);
+            let before = others.range(..&gone).next_back();
+            let behind = others.range((Bound::Excluded(&gone), Bound::Unbounded)).next();
+            let share = |other: &Expected| common(&other.chain, &gone.chain);
+            shared = before.into_iter().chain(behind).map(share).max().unwrap_or(0);
+            if others.is_empty() {
                 self.by_slot.remove(&slot);
             }
         }
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
-        // What others expect as well stays: the longest start that the chain shares with another.
-        let shared = self.of_slot(slot).map(|other| common(&other.chain, &chain)).max().unwrap_or(0);
-        tree.remove_path(&chain, shared, chain.len(), expected);
+        // Mostly the worker has said all by now.
+        if tree.meets_path(&gone.chain, expected) {
+            tree.remove_path(&gone.chain, shared, gone.chain.len(), expected);
+        }
     }
 
     pub(super) fn settle(&mut self, id: ReservationId, until: Instant, lanes: &Lanes, tree: &mut Tree) {
@@ -98,7 +138,7 @@ impl Claims {
     }
 
     pub(super) fn clear(&mut self, slot: Slot) {
-        for id in self.by_slot.remove(&slot).unwrap_or_default() {
+        for Expected { id, .. } in self.by_slot.remove(&slot).unwrap_or_default() {
             if let Some(reservation) = self.live.remove(&id) {
                 self.chain_bytes -= size_of_val(&reservation.chain[..]);
             }
@@ -109,24 +149,21 @@ impl Claims {
         self.live.len() as u64
     }
 
-    /// The ids in `by_slot` are counted as if every list had twice the room it needs, which is its bound.
+    /// The sets are counted as if all were one of least filled nodes, which is near their bound.
     pub(super) fn bytes(&self) -> usize {
         table_bytes(self.live.capacity(), size_of::<(ReservationId, Reservation)>())
-            + table_bytes(self.by_slot.capacity(), size_of::<(Slot, Vec<ReservationId>)>())
-            + (2 * self.live.len() + 4 * self.by_slot.len()) * size_of::<ReservationId>()
+            + table_bytes(self.by_slot.capacity(), size_of::<(Slot, BTreeSet<Expected>)>())
+            + set_bytes(self.live.len())
+            + self.by_slot.len() * set_bytes(1)
             + self.chain_bytes
     }
 
     fn growth(&self, units: usize) -> usize {
         let twice = |capacity: usize, size: usize| table_bytes(capacity * 2 + 4, size);
         twice(self.live.capacity(), size_of::<(ReservationId, Reservation)>())
-            + twice(self.by_slot.capacity(), size_of::<(Slot, Vec<ReservationId>)>())
+            + twice(self.by_slot.capacity(), size_of::<(Slot, BTreeSet<Expected>)>())
             + units * size_of::<BlockId>()
-            + 8 * size_of::<ReservationId>()
-    }
-
-    fn of_slot(&self, slot: Slot) -> impl Iterator<Item = &Reservation> {
-        self.by_slot.get(&slot).into_iter().flatten().filter_map(|id| self.live.get(id))
+            + 2 * set_bytes(1)
     }
 }
 

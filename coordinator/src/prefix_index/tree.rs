@@ -163,16 +163,40 @@ impl Tree {
     /// Records `change` for a run of units; what is not known yet is added. `before` tells what is before the
     /// first.
     pub(super) fn insert(&mut self, before: Before, ids: &[BlockId], change: Change<'_>) {
-        let mut cursor = None;
-        if let Before::After(id) = before {
-            cursor = self.units.find(&id).map(|(strand, at)| (strand, at + 1));
+        let cursor = match before {
+            Before::After(id) => self.units.find(&id).map(|(strand, at)| (strand, at + 1)),
+            _ => None,
+        };
+        self.insert_from(0, cursor, before, ids, change);
+    }
+
+    /// [`insert`](Self::insert) of a chain from its first unit on, of which nothing is told but that it is one: what is
+    /// known of it is found strand by strand, not unit by unit.
+    pub(super) fn insert_chain(&mut self, chain: &[BlockId], change: Change<'_>) {
+        let Some((path, known)) = self.known_path(chain) else {
+            return self.insert_from(0, None, Before::Start(None), chain, change);
+        };
+        for &(strand, until) in path.iter().rev() {
+            self.change_known(Some((strand, 0, until)), change);
         }
+        self.insert_from(known, path.first().copied(), Before::Start(None), chain, change);
+    }
+
+    /// [`insert`](Self::insert) of `ids` from the one at `at` on, which comes after the `cursor`.
+    fn insert_from(
+        &mut self,
+        mut at: usize,
+        mut cursor: Option<Place>,
+        before: Before,
+        ids: &[BlockId],
+        change: Change<'_>,
+    ) {
         let before = match before {
             Before::After(id) if self.roots.contains(&id) => Before::Start(Some(id)),
             other => other,
         };
         let mut known: Option<(u32, u32, u32)> = None;
-        let (mut at, mut full, mut unchanged) = (0, false, false);
+        let (mut full, mut unchanged) = (false, false);
         let mut fetched = 0;
         while let Some(id) = ids.get(at) {
             if at >= fetched {

@@ -81,7 +81,7 @@ async fn a_streamed_chat_opens_goes_on_and_ends_with_usage() {
     // <bos> and what the template makes, special tokens parsed.
     let expected =
         [&[258, 256][..], &tokens("user\nhi"), &[257], &tokens("\n"), &[256], &tokens("assistant\n")];
-    assert_eq!(sent[0].prompt, expected.concat());
+    assert_eq!(*sent[0].prompt, expected.concat());
     let text = letters(&sent[0].prompt, 4);
     assert_eq!(chunks[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
     let said: String = chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect();
@@ -118,7 +118,7 @@ async fn what_is_asked_for_reaches_the_worker() {
     assert_eq!(logprobs["text_offset"], json!([0, 1]));
     assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 2);
     let sent = &workers[0].requests()[0];
-    assert_eq!(sent.prompt, [1, 2, 3]);
+    assert_eq!(*sent.prompt, [1, 2, 3]);
     let s = &sent.sampling;
     assert_eq!((s.temperature, s.top_k, s.top_p, s.min_p, s.seed), (0.5, 7, 0.25, 0.125, 42));
     assert_eq!((s.repetition_penalty, s.presence_penalty, s.frequency_penalty), (1.5, -1.0, 1.0));
@@ -189,7 +189,7 @@ async fn documents_stand_in_the_prompt_by_popularity() {
     assert_eq!(prompt[2..2 + text.len()], tokens(text));
     let messages = json!([{"role": "user", "content": "why"}]);
     let body = json!({"messages": messages, "documents": [a, b]});
-    assert_eq!(ok(&post(rig.at.http, "/tokenize", &body).await)["tokens"], json!(prompt));
+    assert_eq!(ok(&post(rig.at.http, "/tokenize", &body).await)["tokens"], json!(*prompt));
     // Without any, nothing is said of them.
     assert_eq!(ask(json!([])).await.0, None);
 }

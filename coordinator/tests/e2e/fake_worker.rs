@@ -9,9 +9,10 @@ use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     EncodeRequest, EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame,
-    GenerateRequestV1, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1,
+    GenerateRequestV3, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1,
     TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
+use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
 use proto::transport::{
@@ -69,7 +70,7 @@ struct State {
     held: HashSet<BlockId>,
     log: Vec<KvEvent>,
     fail: Option<GenerateError>,
-    requests: Vec<GenerateRequestV1>,
+    requests: Vec<GenerateRequestV3>,
     encodes: Vec<EncodeRequestV1>,
     draining: bool,
 }
@@ -169,7 +170,7 @@ impl FakeWorker {
     }
 
     /// What it was asked for, in order of arrival.
-    pub(crate) fn requests(&self) -> Vec<GenerateRequestV1> {
+    pub(crate) fn requests(&self) -> Vec<GenerateRequestV3> {
         self.shared.state.lock().requests.clone()
     }
 
@@ -277,7 +278,7 @@ impl Shared {
 
     /// Tokens of the prompt that are cached; what is not counts as in flight from now on, and is cached for
     /// whoever comes next.
-    fn look_up(&self, request: &GenerateRequestV1) -> (u32, Vec<BlockId>) {
+    fn look_up(&self, request: &GenerateRequestV3) -> (u32, Vec<BlockId>) {
         let key = super::cluster_key();
         let chain = key.chain(request.root, &request.prompt);
         let mut state = self.state.lock();
@@ -310,7 +311,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::Generate(call) => {
-                let request = &call.request.clone().into_latest().request;
+                let request = &call.request.clone().into_latest();
                 shared.state.lock().requests.push(request.clone());
                 let name = SequenceName { request: request.request_id.clone(), choice: request.choice };
                 let most = request.stop.max_tokens;
@@ -352,7 +353,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
 }
 
 async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u32, Vec<BlockId>)) {
-    let request = call.request.into_latest().request;
+    let request = call.request.into_latest();
     let cancelled = call.reply.cancelled();
     let run = async {
         let _ = shared.open.subscribe().wait_for(|open| *open).await;
@@ -474,5 +475,9 @@ impl WorkerApi for Api {
     async fn metrics_text(self, _: Context) -> String {
         "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name=\"tiny\"} 0\n# EOF\n"
             .into()
+    }
+
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }

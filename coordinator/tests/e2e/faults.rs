@@ -76,7 +76,7 @@ async fn a_stream_goes_on_at_another_worker_without_a_seam() {
     chunks.extend(rest);
     assert_eq!(text_of(&chunks), letters(&tokens("seam"), 9));
     let moved = &second.requests()[0];
-    assert_eq!(moved.emitted, tokens(&letters(&tokens("seam"), 3)));
+    assert_eq!(*moved.emitted, tokens(&letters(&tokens("seam"), 3)));
     assert_eq!(moved.sampling, first.requests()[0].sampling);
     assert!(moved.attempt > first.requests()[0].attempt);
 }

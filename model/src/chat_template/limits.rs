@@ -18,6 +18,9 @@ const ONE: u64 = 64 << 20;
 const ALL: u64 = 512 << 20;
 /// What visiting a value costs, whatever its size.
 const VISIT: u64 = 32;
+/// So much work, or so many guards, between two looks at the clock, which takes longer than most of what is guarded.
+const UNTIMED: u64 = 4096;
+const UNTIMED_GUARDS: u32 = 16;
 /// Levels of lists and maps in one value: printing, comparing and dropping it recurse.
 const DEPTH: usize = 160;
 /// Bytes written, those of captured blocks and macros included: what a macro writes is written again by its caller.
@@ -102,11 +105,19 @@ struct Budget {
     time: Duration,
     work: u64,
     written: usize,
+    /// Guards to go until the clock is looked at.
+    untimed: u32,
 }
 
 /// The budget of this rendering, `time` from its first guard on.
 fn budget<'a>(state: &'a mut State, time: Duration) -> &'a mut Budget {
-    state.get_or_insert_extension_with(|| Budget { started: Instant::now(), time, work: 0, written: 0 })
+    state.get_or_insert_extension_with(|| Budget {
+        started: Instant::now(),
+        time,
+        work: 0,
+        written: 0,
+        untimed: UNTIMED_GUARDS,
+    })
 }
 
 impl Budget {
@@ -115,8 +126,12 @@ impl Budget {
         if cost > ONE || self.work > ALL {
             return Err(exceeded(Limit::Work));
         }
-        if self.started.elapsed() > self.time {
-            return Err(exceeded(Limit::Time));
+        self.untimed = self.untimed.saturating_sub(1);
+        if self.untimed == 0 || cost > UNTIMED {
+            self.untimed = UNTIMED_GUARDS;
+            if self.started.elapsed() > self.time {
+                return Err(exceeded(Limit::Time));
+            }
         }
         Ok(())
     }

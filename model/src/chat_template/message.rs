@@ -1,7 +1,10 @@
 //! Chat messages as requests bring them and templates see them.
 
+use std::sync::Arc;
+
+use minijinja::Value;
 use serde::de::{Deserializer, Error as _};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
 /// One message of a chat.
@@ -25,7 +28,7 @@ pub struct Message {
 
 impl Message {
     /// A message with nothing but text.
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+    pub fn new(role: impl Into<String>, content: impl Into<Arc<str>>) -> Self {
         Self {
             role: role.into(),
             content: Some(Content(content.into())),
@@ -38,19 +41,25 @@ impl Message {
 
 /// Text, sent as a string or as a list of parts of type `text`, which are joined by newlines. Parts of other
 /// types are refused by name.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub struct Content(pub String);
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Content(pub Arc<str>);
+
+impl Serialize for Content {
+    /// A template gets the text itself and no copy of it.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Value::from(Arc::clone(&self.0)).serialize(serializer)
+    }
+}
 
 impl<'de> Deserialize<'de> for Content {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let parts = match Json::deserialize(deserializer)? {
-            Json::String(text) => return Ok(Self(text)),
+            Json::String(text) => return Ok(Self(text.into())),
             Json::Array(parts) => parts,
             _ => return Err(D::Error::custom("content must be a string or a list of parts")),
         };
         let texts: Result<Vec<String>, D::Error> = parts.into_iter().map(text).collect();
-        Ok(Self(texts?.join("\n")))
+        Ok(Self(texts?.join("\n").into()))
     }
 }
 

@@ -1,8 +1,10 @@
 //! Byte-level BPE: words of bytes, merged in the order of the file's merge list.
 
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use super::TokenizerError;
+use super::known_words::{KnownWords, Word};
 use super::merge::Merger;
 use super::merges::{Merges, Symbols};
 use super::pieces::{Index, Pieces};
@@ -20,7 +22,19 @@ pub(super) struct Bpe {
     /// Per token, whether merging its bytes gives the token itself: 0 unknown yet, 1 yes, 2 no. Found out when
     /// first asked for; saves most words of a text from being merged.
     whole: Vec<AtomicU8>,
+    /// Of those that are encoding nothing just now.
+    desks: Mutex<Vec<Desk>>,
 }
+
+/// What one text is encoded with; memory that is kept for the next one.
+#[derive(Debug)]
+struct Desk {
+    merger: Merger<u32>,
+    known: KnownWords,
+}
+
+/// Desks that are kept, at most: so many threads encode at once without making a new one.
+const DESKS: usize = 8;
 
 /// Whether the bytes of a token merge to it.
 pub(super) const UNKNOWN: u8 = 0;
@@ -49,15 +63,31 @@ impl Bpe {
             }
         }
         let whole = (0..texts.len()).map(|_| AtomicU8::new(UNKNOWN)).collect();
-        Ok(Self { pre, bytes, merges, words, whole })
+        Ok(Self { pre, bytes, merges, words, whole, desks: Mutex::default() })
     }
 
     /// Appends the tokens of `text`.
     pub(super) fn encode(&self, pieces: &Pieces, text: &str, out: &mut Vec<u32>) {
-        let mut merger = Merger::new();
+        // Nothing panics while holding it; a list of desks is right whatever happened.
+        let free = || self.desks.lock().unwrap_or_else(PoisonError::into_inner);
+        let desk = free().pop();
+        let mut desk = desk.unwrap_or_else(|| Desk { merger: Merger::new(), known: KnownWords::new() });
         pretokenize::split(self.pre.style, text, &mut |word| {
-            self.word(pieces, word.as_bytes(), &mut merger, out)
+            let word = word.as_bytes();
+            let short = Word::new(word);
+            if short.is_some_and(|word| desk.known.recall(word, out)) {
+                return;
+            }
+            let before = out.len();
+            self.word(pieces, word, &mut desk.merger, out);
+            if let Some((word, tokens)) = short.zip(out.get(before..)) {
+                desk.known.note(word, tokens);
+            }
         });
+        let mut desks = free();
+        if desks.len() < DESKS {
+            desks.push(desk);
+        }
     }
 
     fn word(&self, pieces: &Pieces, word: &[u8], merger: &mut Merger<u32>, out: &mut Vec<u32>) {

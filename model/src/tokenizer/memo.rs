@@ -5,8 +5,10 @@
 //! them together gives ([`Cuts`]), and a remembered piece is compared byte by byte. Where a vocabulary has no such
 //! places nothing is remembered. The places themselves depend on the bytes around them and not on what stands far
 //! before, so that a document is found again behind another one.
+//!
+//! Pieces that have come one after the other before become one long piece, a run: what has been seen twice is found by
+//! a few long comparisons. Their pieces stay, for texts that part from it on the way.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::recent::{Recent, RecentUse};
@@ -16,6 +18,8 @@ const LEAST: usize = 64;
 const MOST: usize = 4096;
 /// Of so many places before a space, one is taken.
 const ONE_OF: u32 = 32;
+/// Bytes of a run, at most.
+const RUN: usize = 8 << 10;
 /// The hash of no piece; of one that has it nothing worse comes than that it is searched for.
 const NOTHING: u64 = 0;
 /// Bytes before a place that decide whether it is taken.
@@ -93,16 +97,24 @@ enum Place {
 pub(super) struct Memo {
     cuts: Cuts,
     pieces: Recent<Piece>,
-    /// [`LEAST`] and [`ONE_OF`]; tests cut finer.
-    grain: (usize, u32),
+    grain: Grain,
 }
 
+/// How long pieces and runs are; tests cut finer.
+#[derive(Debug)]
+struct Grain {
+    least: usize,
+    one_of: u32,
+    run: usize,
+}
+
+/// A piece or a run.
 #[derive(Debug)]
 struct Piece {
     how: How,
     text: Box<str>,
     tokens: Box<[u32]>,
-    /// Hash of the piece that followed it last. Whatever it names is compared before it is used.
+    /// Hash of what followed it last. Whatever it names is compared before it is used.
     next: AtomicU64,
 }
 
@@ -115,16 +127,29 @@ pub(super) struct How {
     pub(super) first: bool,
 }
 
+/// What of a text came as it was expected to.
+#[derive(Debug, Clone, Copy)]
+struct Stretch {
+    /// Hash of what stands before it.
+    before: u64,
+    /// Where it begins in the text, and its tokens among all.
+    start: usize,
+    tokens: usize,
+    /// Of how many pieces and runs it is.
+    pieces: usize,
+}
+
 impl Memo {
     /// One of at most about `bytes`; none where nothing can be cut.
     pub(super) fn new(cuts: Cuts, bytes: usize) -> Option<Self> {
-        cuts.any().then(|| Self { cuts, pieces: Recent::new(bytes), grain: (LEAST, ONE_OF) })
+        let grain = Grain { least: LEAST, one_of: ONE_OF, run: RUN };
+        cuts.any().then(|| Self { cuts, pieces: Recent::new(bytes), grain })
     }
 
     /// Cuts wherever that is allowed.
     #[cfg(test)]
     pub(super) fn finest(mut self) -> Self {
-        self.grain = (1, 1);
+        self.grain = Grain { least: 1, one_of: 1, run: 12 };
         self
     }
 
@@ -141,30 +166,35 @@ impl Memo {
         encode: impl Fn(&str, How, &mut Vec<u32>),
     ) {
         let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
+        let mut stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         while start < text.len() {
             let how = How { special, first: start == 0 };
+            let tokens = out.len();
             // A piece that comes again is mostly followed by what has followed it before: then the end of that one need
             // not be searched for.
             if let Some((end, after)) = self.expected(text, start, how, next, out) {
+                if end - stretch.start > self.grain.run {
+                    let run = self.join(text, special, (stretch, start, tokens), out);
+                    before = run.inspect(|run| self.link(*run, next)).unwrap_or(before);
+                    stretch = Stretch { before, start, tokens, pieces: 0 };
+                }
+                stretch.pieces += 1;
                 (start, before, next) = (end, next, after);
                 continue;
             }
+            before = self.join(text, special, (stretch, start, tokens), out).unwrap_or(before);
             let end = self.piece_end(text.as_bytes(), start);
             // Places are between ASCII characters.
             let Some(piece) = text.get(start..end) else { return };
             let (hash, after) = self.piece(piece, how, out, &encode);
-            if before != NOTHING {
-                self.pieces.get(before, |piece| {
-                    piece.next.store(hash, Ordering::Relaxed);
-                    Some(())
-                });
-            }
+            self.link(before, hash);
             (start, before, next) = (end, hash, after);
+            stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         }
+        self.join(text, special, (stretch, start, out.len()), out);
     }
 
-    /// If the piece at `expected` stands at `start`: appends its tokens and tells where it ends and what has followed
-    /// it.
+    /// If what is `expected` stands at `start`: appends its tokens and tells where it ends and what has followed it.
     fn expected(
         &self,
         text: &str,
@@ -198,10 +228,7 @@ impl Memo {
         out: &mut Vec<u32>,
         encode: &impl Fn(&str, How, &mut Vec<u32>),
     ) -> (u64, u64) {
-        let mut hasher = self.pieces.hasher();
-        hasher.pair(how.special.into(), how.first.into());
-        hasher.bytes(text.as_bytes());
-        let hash = hasher.finish();
+        let hash = self.hash(text, how);
         let known = self.pieces.get(hash, |piece| {
             (piece.how == how && *piece.text == *text).then(|| {
                 out.extend_from_slice(&piece.tokens);
@@ -214,19 +241,64 @@ impl Memo {
         }
         let begin = out.len();
         encode(text, how, out);
-        let tokens: Box<[u32]> = out.get(begin..).unwrap_or_default().into();
-        let bytes = size_of::<Piece>() + text.len() + size_of_val(&*tokens);
-        self.pieces.put(hash, Piece { how, text: text.into(), tokens, next: AtomicU64::new(NOTHING) }, bytes);
+        self.put(hash, how, text, out.get(begin..).unwrap_or_default());
         (hash, NOTHING)
+    }
+
+    /// Makes a run of a stretch that ends at `end` in the text and at `tokens` among its tokens, if it is of more than
+    /// one piece; the run's hash.
+    fn join(
+        &self,
+        text: &str,
+        special: bool,
+        (stretch, end, tokens): (Stretch, usize, usize),
+        out: &[u32],
+    ) -> Option<u64> {
+        if stretch.pieces < 2 {
+            return None;
+        }
+        let (text, tokens) = (text.get(stretch.start..end)?, out.get(stretch.tokens..tokens)?);
+        // A text's first piece is never expected.
+        let how = How { special, first: false };
+        let hash = self.hash(text, how);
+        self.put(hash, how, text, tokens);
+        self.link(stretch.before, hash);
+        Some(hash)
+    }
+
+    /// Notes that `next` follows `before`.
+    fn link(&self, before: u64, next: u64) {
+        if before != NOTHING {
+            self.pieces.get(before, |piece| {
+                piece.next.store(next, Ordering::Relaxed);
+                Some(())
+            });
+        }
+    }
+
+    fn hash(&self, text: &str, how: How) -> u64 {
+        let mut hasher = self.pieces.hasher();
+        hasher.pair(how.special.into(), how.first.into());
+        hasher.bytes(text.as_bytes());
+        hasher.finish()
+    }
+
+    fn put(&self, hash: u64, how: How, text: &str, tokens: &[u32]) {
+        let bytes = size_of::<Piece>() + text.len() + size_of_val(tokens);
+        let next = AtomicU64::new(NOTHING);
+        self.pieces.put(hash, Piece { how, text: text.into(), tokens: tokens.into(), next }, bytes);
     }
 
     /// Where the piece ends that begins at `start`, which is not the end of the text.
     fn piece_end(&self, text: &[u8], start: usize) -> usize {
-        let (least, one_of) = self.grain;
-        let mut places = Range { start: start + least, end: text.len() };
+        // A newline may stand right before the first place.
+        let from = (start + self.grain.least).saturating_sub(1).max(start);
+        let near = memchr::memchr2_iter(b' ', b'\n', text.get(from..).unwrap_or_default());
+        let places = near.map(|at| from + at + usize::from(text.get(from + at) == Some(&b'\n')));
+        let mut places = places.filter(|at| *at >= start + self.grain.least && *at < text.len());
         let taken = places.find(|&at| match self.cuts.allow(text, at) {
             Some(Place::Newline) => true,
-            Some(Place::Space) => at - start >= MOST || chosen(text, at, one_of),
+            Some(Place::Space) => at - start >= MOST || chosen(text, at, self.grain.one_of),
             None => false,
         });
         taken.unwrap_or(text.len())

@@ -10,9 +10,47 @@ use std::collections::BTreeMap;
 pub(super) struct Specials {
     nodes: Vec<Node>,
     /// Bytes that a token begins with.
-    first: [bool; 256],
+    first: First,
     /// Bytes that a token begins with that is always cut out.
-    first_always: [bool; 256],
+    first_always: First,
+}
+
+/// A set of bytes to look for.
+#[derive(Debug)]
+struct First {
+    bytes: [bool; 256],
+    /// The same in a list.
+    list: Vec<u8>,
+}
+
+impl First {
+    fn none() -> Self {
+        Self { bytes: [false; 256], list: Vec::new() }
+    }
+
+    fn add(&mut self, byte: u8) {
+        let known = std::mem::replace(&mut self.bytes[usize::from(byte)], true);
+        if !known {
+            self.list.push(byte);
+        }
+    }
+
+    /// Calls `at` with every place of `text` where one of them is, in order.
+    fn each(&self, text: &[u8], mut at: impl FnMut(usize)) {
+        match self.list[..] {
+            [] => {}
+            [a] => memchr::memchr_iter(a, text).for_each(at),
+            [a, b] => memchr::memchr2_iter(a, b, text).for_each(at),
+            [a, b, c] => memchr::memchr3_iter(a, b, c, text).for_each(at),
+            _ => {
+                for (start, &byte) in text.iter().enumerate() {
+                    if self.bytes[usize::from(byte)] {
+                        at(start);
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -50,11 +88,14 @@ struct Found {
 impl Specials {
     /// From `(text, id, always)`: `always` are cut out even where special tokens are not asked for.
     pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a [u8], u32, bool)>) -> Self {
-        let mut tree = Self { nodes: vec![Node::default()], first: [false; 256], first_always: [false; 256] };
+        let mut tree =
+            Self { nodes: vec![Node::default()], first: First::none(), first_always: First::none() };
         for (text, id, always) in tokens {
             let Some(&first) = text.first() else { continue };
-            tree.first[usize::from(first)] = true;
-            tree.first_always[usize::from(first)] |= always;
+            tree.first.add(first);
+            if always {
+                tree.first_always.add(first);
+            }
             let mut at = 0;
             for &byte in text {
                 at = match tree.nodes[at].children.binary_search_by_key(&byte, |c| c.0) {
@@ -89,16 +130,14 @@ impl Specials {
 
     /// The tokens that are cut out, in the order of the text.
     fn choose(&self, text: &[u8], all: bool) -> Vec<Found> {
-        let first_bytes = if all { &self.first } else { &self.first_always };
+        let first = if all { &self.first } else { &self.first_always };
         // By length: the longest token at each place, to begin with.
         let mut by_len: BTreeMap<usize, Vec<Found>> = BTreeMap::new();
-        for (start, &byte) in text.iter().enumerate() {
-            if first_bytes[usize::from(byte)]
-                && let Some(found) = self.longest(text, start, text.len(), all)
-            {
+        first.each(text, |start| {
+            if let Some(found) = self.longest(text, start, text.len(), all) {
                 by_len.entry(found.len).or_default().push(found);
             }
-        }
+        });
         let mut chosen = Vec::new();
         if by_len.is_empty() {
             return chosen;

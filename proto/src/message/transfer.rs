@@ -1,12 +1,14 @@
 //! From protocol version 3 on: what part of a request a worker is for, what pulling from it costs, and where a request
-//! may pull its prefix from.
+//! may pull its prefix from; from version 4 on its tokens are packed.
 
 use super::{
     GenerateRequest, GenerateRequestV1, LoadReport, LoadReportV1, MAX_MODELS, Register, RegisterV1,
-    RegisterV2,
+    RegisterV2, Sampling, Stop, TokenIds,
 };
+use crate::block::BlockId;
 use crate::codec::bounded;
-use crate::ids::ModelId;
+use crate::ids::{Attempt, ModelId, RequestId};
+use crate::placement::RegisterV4;
 use crate::pull::PullSourceV1;
 use serde::{Deserialize, Serialize};
 
@@ -77,11 +79,12 @@ impl From<RegisterV1> for RegisterV2 {
 
 impl Register {
     /// What it says, in the latest version.
-    pub fn into_latest(self) -> RegisterV3 {
+    pub fn into_latest(self) -> RegisterV4 {
         match self {
-            Self::V1(register) => RegisterV2::from(register).into(),
-            Self::V2(register) => register.into(),
-            Self::V3(latest) => latest,
+            Self::V1(register) => RegisterV3::from(RegisterV2::from(register)).into(),
+            Self::V2(register) => RegisterV3::from(register).into(),
+            Self::V3(register) => register.into(),
+            Self::V4(latest) => latest,
         }
     }
 }
@@ -97,6 +100,18 @@ impl RegisterV3 {
     }
 }
 
+impl RegisterV4 {
+    /// As a peer understands it with whom protocol version `version` was agreed on; none if that cannot tell
+    /// what is to be told. A peer that knows no pool sees a worker that serves nothing, or, of a replica, the first
+    /// stage as a worker with all layers.
+    pub fn at_version(self, version: u16) -> Option<Register> {
+        match version {
+            4.. => Some(Register::V4(self)),
+            _ => self.worker.at_version(version),
+        }
+    }
+}
+
 /// A generation that may pull its prefix.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GenerateRequestV2 {
@@ -106,28 +121,119 @@ pub struct GenerateRequestV2 {
     pub pull: Option<PullSourceV1>,
 }
 
-impl From<GenerateRequestV1> for GenerateRequestV2 {
+/// A generation whose tokens travel packed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GenerateRequestV3 {
+    /// The client's request.
+    pub request_id: RequestId,
+    /// Which choice of the request (`n` > 1, several prompts).
+    pub choice: u32,
+    /// Fences late tokens.
+    pub attempt: Attempt,
+    /// The model.
+    pub model: ModelId,
+    /// Root of the prefix chain: tenant, model, tokenizer and adapter.
+    pub root: BlockId,
+    /// The prompt.
+    pub prompt: TokenIds,
+    /// Tokens that an earlier attempt has already sent to the client; they are replayed, not sent again.
+    pub emitted: TokenIds,
+    /// How to draw.
+    pub sampling: Sampling,
+    /// When to end.
+    pub stop: Stop,
+    /// Tokens that the coordinator expects to be served from the prefix cache.
+    pub predicted_cached: u32,
+    /// Milliseconds from receipt until the request is worth nothing any more; 0 is no limit.
+    pub deadline_ms: u64,
+    /// Where its prefix may be pulled from, if that is worth it; what does not come is computed.
+    pub pull: Option<PullSourceV1>,
+}
+
+impl From<GenerateRequestV1> for GenerateRequestV3 {
     fn from(request: GenerateRequestV1) -> Self {
-        Self { request, pull: None }
+        let GenerateRequestV1 {
+            request_id,
+            choice,
+            attempt,
+            model,
+            root,
+            prompt,
+            emitted,
+            sampling,
+            stop,
+            predicted_cached,
+            deadline_ms,
+        } = request;
+        let (prompt, emitted) = (prompt.into(), emitted.into());
+        Self {
+            request_id,
+            choice,
+            attempt,
+            model,
+            root,
+            prompt,
+            emitted,
+            sampling,
+            stop,
+            predicted_cached,
+            deadline_ms,
+            pull: None,
+        }
+    }
+}
+
+impl From<GenerateRequestV3> for GenerateRequestV2 {
+    fn from(request: GenerateRequestV3) -> Self {
+        let GenerateRequestV3 {
+            request_id,
+            choice,
+            attempt,
+            model,
+            root,
+            prompt,
+            emitted,
+            sampling,
+            stop,
+            predicted_cached,
+            deadline_ms,
+            pull,
+        } = request;
+        let request = GenerateRequestV1 {
+            request_id,
+            choice,
+            attempt,
+            model,
+            root,
+            prompt: prompt.to_vec(),
+            emitted: emitted.to_vec(),
+            sampling,
+            stop,
+            predicted_cached,
+            deadline_ms,
+        };
+        Self { request, pull }
     }
 }
 
 impl GenerateRequest {
     /// What it says, in the latest version.
-    pub fn into_latest(self) -> GenerateRequestV2 {
+    pub fn into_latest(self) -> GenerateRequestV3 {
         match self {
             Self::V1(request) => request.into(),
-            Self::V2(latest) => latest,
+            Self::V2(GenerateRequestV2 { request, pull }) => GenerateRequestV3 { pull, ..request.into() },
+            Self::V3(latest) => latest,
         }
     }
 }
 
-impl GenerateRequestV2 {
+impl GenerateRequestV3 {
     /// As a peer understands it with whom protocol version `version` was agreed on: one that cannot pull computes.
     pub fn at_version(self, version: u16) -> GenerateRequest {
         match version {
-            3.. => GenerateRequest::V2(self),
-            _ => GenerateRequest::V1(self.request),
+            4.. => GenerateRequest::V3(self),
+            3 => GenerateRequest::V2(self.into()),
+            _ => GenerateRequest::V1(GenerateRequestV2::from(self).request),
         }
     }
 }

@@ -9,6 +9,7 @@ use super::hello::Agreement;
 use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
+use super::lease::StageLease;
 use super::peer_index::PeerIndexStream;
 use super::pull::PullStream;
 use super::rpc;
@@ -19,6 +20,7 @@ use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
+use crate::placement::StageClaim;
 use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
@@ -194,7 +196,7 @@ impl Connection {
 
     /// Hands a request to the worker at the other end. Dropping the result cancels it there.
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
-        let (send, receive) = self.open_bidirectional(StreamKind::Generate).await?;
+        let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
         GenerateStream::start(send, receive, request).await
     }
 
@@ -224,6 +226,12 @@ impl Connection {
     pub async fn open_stage(&self) -> Result<StageControl, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Stage).await?;
         Ok(StageControl::new(send, receive))
+    }
+
+    /// Claims the worker at the other end for a replica that we lead. [`Error::StageClaimed`] is its answer too.
+    pub async fn claim_stage(&self, claim: &StageClaim) -> Result<StageLease, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::StageLease).await?;
+        StageLease::start(send, receive, claim).await
     }
 
     /// Opens a stream of steps and activations to the worker at the other end, the stage behind ours.
@@ -276,12 +284,17 @@ impl Connection {
 
     async fn open_bidirectional(&self, kind: StreamKind) -> Result<(SendStream, RecvStream), Error> {
         within("opening a stream", OPEN_LIMIT, async {
-            let (mut send, receive) = self.0.quic.open_bi().await.map_err(|e| self.lost(&e))?;
+            let (mut send, receive) = self.open_silent().await?;
             // A stream is invisible to the peer until its first byte.
             send.write_all(&[kind as u8]).await.map_err(write_error)?;
             Ok((send, receive))
         })
         .await
+    }
+
+    /// A stream on which the caller has to say what it is.
+    async fn open_silent(&self) -> Result<(SendStream, RecvStream), Error> {
+        self.0.quic.open_bi().await.map_err(|error| self.lost(&error))
     }
 
     async fn open_one_way(&self, kind: StreamKind) -> Result<SendStream, Error> {

@@ -62,7 +62,7 @@ pub struct EncodeReplier {
 }
 
 impl EncodeReplier {
-    /// Sends what the texts became, in the request's order, all of one length. Fails with
+    /// Sends what the texts became, in the request's order, all of one length; waits until it has arrived. Fails with
     /// [`Error::StreamEnded`] once the coordinator has cancelled.
     pub async fn send(mut self, encoded: &[Vec<f32>]) -> Result<(), Error> {
         let width = encoded.first().map_or(0, Vec::len);
@@ -78,7 +78,10 @@ impl EncodeReplier {
             let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             self.frames.write_raw(&bytes).await?;
         }
+        let arrived = self.frames.stream().stopped();
         self.frames.finish();
+        // If nobody reads to the end, nobody misses it.
+        let _ = arrived.await;
         Ok(())
     }
 

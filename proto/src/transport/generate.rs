@@ -1,7 +1,7 @@
 //! One generation on one stream: the request goes one way, frames come back, and either side's leaving is
 //! seen by the other.
 
-use super::streams::{FrameReader, FrameWriter, read_request};
+use super::streams::{FrameReader, FrameWriter, StreamKind, read_request};
 use crate::Error;
 use crate::codec::Cap;
 use crate::message::{GenerateFrame, GenerateRequest, GenerateRequestV2};
@@ -25,16 +25,21 @@ pub struct GenerateStream {
 }
 
 impl GenerateStream {
+    /// On a stream that nothing has been sent on.
     pub(super) async fn start(
         send: SendStream,
         receive: RecvStream,
         request: &GenerateRequest,
     ) -> Result<Self, Error> {
-        let (GenerateRequest::V1(asked) | GenerateRequest::V2(GenerateRequestV2 { request: asked, .. })) =
-            request;
+        let tokens = match request {
+            GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. }) => {
+                request.prompt.len() + request.emitted.len()
+            }
+            GenerateRequest::V3(request) => request.prompt.len() + request.emitted.len(),
+        };
         // A token takes three bytes at most in all vocabularies there are.
-        let room = 3 * (asked.prompt.len() + asked.emitted.len()) + REQUEST_ROOM;
-        let mut writer = FrameWriter::new(send, Cap::GenerateRequest).with_room(room);
+        let room = 3 * tokens + REQUEST_ROOM;
+        let mut writer = FrameWriter::opening(send, StreamKind::Generate, Cap::GenerateRequest, room);
         writer.write(request).await?;
         writer.finish();
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream), ended: false })
@@ -53,6 +58,9 @@ impl GenerateStream {
             Err(error) => Err(error),
         };
         self.ended = !matches!(&frame, Ok(frame) if !is_last(frame));
+        if self.ended {
+            self.frames.take_end();
+        }
         Some(frame)
     }
 }
@@ -69,7 +77,7 @@ pub struct GenerateCall {
 impl GenerateCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
         let (request, frames) = read_request(send, receive, "a generation's request").await?;
-        Ok(Self { request, reply: GenerateReply { frames } })
+        Ok(Self { request, reply: GenerateReply { frames, finished: false } })
     }
 }
 
@@ -78,6 +86,7 @@ impl GenerateCall {
 #[derive(Debug)]
 pub struct GenerateReply {
     frames: FrameWriter<GenerateFrame>,
+    finished: bool,
 }
 
 impl GenerateReply {
@@ -88,8 +97,14 @@ impl GenerateReply {
         self.frames.write(frame).await?;
         if is_last(frame) {
             self.frames.finish();
+            self.finished = true;
         }
         Ok(())
+    }
+
+    /// Whether a generation's last frame was sent; it may still be under way.
+    pub fn is_finished(&self) -> bool {
+        self.finished
     }
 
     /// Resolves as soon as nobody reads any more: the coordinator has cancelled, the connection is gone, or

@@ -17,8 +17,9 @@ pub struct VersionRange {
 
 impl VersionRange {
     /// What this build speaks. 2: workers register what their models are asked for, and encode texts. 3: they say
-    /// what part of a request they are for and what a pull costs, and pull prefixes from each other.
-    pub const CURRENT: Self = Self { min: 1, max: 3 };
+    /// what part of a request they are for and what a pull costs, and pull prefixes from each other. 4: they take
+    /// generations whose tokens are packed, say what they give to replicas, and lease stages from each other.
+    pub const CURRENT: Self = Self { min: 1, max: 4 };
 
     /// The newest version in both ranges.
     pub fn newest_common(self, other: Self) -> Option<u16> {

@@ -8,6 +8,7 @@ use super::generate::GenerateCall;
 use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
+use super::lease::LeaseCall;
 use super::peer_index::PeerIndexCall;
 use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
@@ -51,6 +52,8 @@ pub enum Incoming {
     PeerIndex(PeerIndexCall),
     /// The first stage of a replica wants us to be another one.
     Stage(StageCall),
+    /// The first stage of a replica claims us.
+    StageLease(LeaseCall),
     /// The stage before ours sends steps and activations.
     Activations(ActivationReceiver),
     /// Tensors arrive.
@@ -157,6 +160,9 @@ async fn identify(
             return PeerIndexCall::read(send, receive).await.map(Incoming::PeerIndex);
         }
         (Ok(StreamKind::Stage), Some(send)) => return Ok(Incoming::Stage(StageCall::new(send, receive))),
+        (Ok(StreamKind::StageLease), Some(send)) => {
+            return LeaseCall::read(send, receive).await.map(Incoming::StageLease);
+        }
         (Ok(StreamKind::Activations), None) => {
             return ActivationReceiver::read(receive).await.map(Incoming::Activations);
         }

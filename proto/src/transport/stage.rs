@@ -3,7 +3,8 @@
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use crate::codec::Cap;
-use crate::stage::{StageDrawnV1, StageFeed, StageOrder, StageReport, StageStep};
+use crate::stage::{StageFeed, StageOrder, StageReport, StageStep};
+use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 
 /// The first stage's end of a control stream.
@@ -52,10 +53,11 @@ impl StageReports {
         }
     }
 
-    /// One row of the logits that follow [`StageReport::Drawn`].
-    pub async fn row(&mut self, vocab: usize) -> Result<Vec<f32>, Error> {
+    /// One row of `width` values that follow [`StageReport::Drawn`] or [`StageReport::DrawnV2`].
+    pub async fn row(&mut self, width: usize) -> Result<Vec<f32>, Error> {
         let mut bytes = Vec::new();
-        self.frames.read_raw(vocab * size_of::<f32>(), &mut bytes).await?;
+        let mut append = |part: &[u8]| bytes.extend_from_slice(part);
+        self.frames.read_raw_with(width * size_of::<f32>(), &mut append).await?;
         Ok(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
     }
 }
@@ -98,24 +100,14 @@ pub struct StageReporter {
 }
 
 impl StageReporter {
-    /// Sends a report that nothing follows.
-    pub async fn send(&mut self, report: &StageReport) -> Result<(), Error> {
-        self.frames.write(report).await
-    }
-
-    /// Says what was drawn; exactly as many [`Self::row`]s as it says must follow.
-    pub async fn drawn(&mut self, drawn: StageDrawnV1) -> Result<(), Error> {
-        self.frames.write(&StageReport::Drawn(drawn)).await
-    }
-
-    /// Sends one row of logits.
-    pub async fn row(&mut self, row: &[f32]) -> Result<(), Error> {
-        let bytes: Vec<u8> = row.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.frames.write_raw(&bytes).await
+    /// Sends a report and the rows, f32 little endian, of which it says that they follow; no others may. When the
+    /// future is dropped halfway the stream is unusable.
+    pub async fn send(&mut self, report: &StageReport, rows: Vec<u8>) -> Result<(), Error> {
+        self.frames.write_with(report, Bytes::from(rows)).await.map(drop)
     }
 
     /// Says that nothing follows, and waits until the first stage has it, or is gone.
-    pub async fn finish(mut self) {
+    pub async fn finish(&mut self) {
         self.frames.finish();
         let _ = self.frames.stream().stopped().await;
     }
@@ -134,10 +126,9 @@ impl ActivationSender {
         Ok(Self { frames: head.retyped(Cap::Control) })
     }
 
-    /// Sends a step and the residual stream of its rows.
-    pub async fn send(&mut self, step: &StageStep, activations: &[u8]) -> Result<(), Error> {
-        self.frames.write(step).await?;
-        self.frames.write_raw(activations).await
+    /// Sends a step and the residual stream of its rows at once. Returns how many bytes that is.
+    pub async fn send(&mut self, step: &StageStep, activations: Vec<u8>) -> Result<usize, Error> {
+        self.frames.write_with(step, Bytes::from(activations)).await
     }
 
     /// Resolves once the stage reads no more.
@@ -170,20 +161,21 @@ impl ActivationReceiver {
         }
     }
 
-    /// The next step and its activations: `row_bytes` for each of its rows, of which there must be at most
-    /// `max_rows`. `None` at a clean end.
+    /// The next step; its activations, `row_bytes` for each of its rows, of which there must be at most `max_rows`, go
+    /// to `sink` piece by piece as they arrive. `None` at a clean end. A future that is dropped loses nothing before
+    /// `sink` is called, and the step afterwards.
     pub async fn next(
         &mut self,
         row_bytes: usize,
         max_rows: usize,
-    ) -> Result<Option<(StageStep, Vec<u8>)>, Error> {
+        sink: &mut (dyn FnMut(&[u8]) + Send),
+    ) -> Result<Option<StageStep>, Error> {
         let Some(step) = self.frames.next().await? else { return Ok(None) };
-        let StageStep::V1(plan) = &step;
-        if plan.tokens.len() > max_rows {
+        let rows = step.rows();
+        if rows > max_rows {
             return Err(Error::Protocol("a step of more rows than were agreed on"));
         }
-        let mut bytes = Vec::new();
-        self.frames.read_raw(plan.tokens.len() * row_bytes, &mut bytes).await?;
-        Ok(Some((step, bytes)))
+        self.frames.read_raw_with(rows * row_bytes, sink).await?;
+        Ok(Some(step))
     }
 }

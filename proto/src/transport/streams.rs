@@ -4,6 +4,7 @@ use crate::Error;
 use crate::codec::{self, Cap, CodecError};
 use crate::ids::Role;
 use bytes::{Buf, Bytes, BytesMut};
+use futures::FutureExt;
 use quinn::{ReadError, RecvStream, SendStream, VarInt, WriteError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -11,6 +12,8 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 const LENGTH_BYTES: usize = 4;
+/// Most frames fit.
+const FRAME_ROOM: usize = 64;
 /// Read from QUIC at once; what a frame's buffer may be larger than what has arrived.
 const READ_BYTES: usize = 64 * 1024;
 
@@ -44,6 +47,8 @@ pub enum StreamKind {
     Stage = 11,
     /// Steps and activations, from a stage to the next, worker to worker. One direction.
     Activations = 12,
+    /// A first stage's lease of another stage, worker to worker. Bidirectional.
+    StageLease = 14,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -64,6 +69,7 @@ impl StreamKind {
             Self::PeerIndex,
             Self::Stage,
             Self::Activations,
+            Self::StageLease,
             Self::Hello,
         ]
         .into_iter()
@@ -77,7 +83,7 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Pull | Self::Stage | Self::Activations => {
+            Self::Pull | Self::Stage | Self::Activations | Self::StageLease => {
                 (opener, acceptor) == (Role::Worker, Role::Worker)
             }
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
@@ -169,6 +175,7 @@ pub(super) async fn within<T>(
 pub(super) struct FrameWriter<T> {
     stream: SendStream,
     cap: Cap,
+    /// What goes before the next frame; empty but at the beginning.
     buffer: Vec<u8>,
     item: PhantomData<fn(&T)>,
 }
@@ -178,27 +185,47 @@ impl<T: Serialize> FrameWriter<T> {
         Self { stream, cap, buffer: Vec::new(), item: PhantomData }
     }
 
-    /// Makes room for the first frame, whose length is about known.
-    pub(super) fn with_room(mut self, bytes: usize) -> Self {
-        self.buffer.reserve(bytes.min(self.cap.bytes()));
-        self
+    /// Of a stream that nothing has been sent on, its kind neither: that goes with the first frame, which is about so
+    /// many bytes long.
+    pub(super) fn opening(stream: SendStream, kind: StreamKind, cap: Cap, bytes: usize) -> Self {
+        let mut buffer = Vec::with_capacity(1 + LENGTH_BYTES + bytes.min(cap.bytes()));
+        buffer.push(kind as u8);
+        Self { stream, cap, buffer, item: PhantomData }
     }
 
     /// Sends one frame; waits while the peer's window is full. When the future is dropped halfway the
     /// stream is unusable, as half a frame may have been sent.
     pub(super) async fn write(&mut self, item: &T) -> Result<(), Error> {
-        self.buffer.clear();
-        self.buffer.extend_from_slice(&[0; LENGTH_BYTES]);
-        codec::encode_into(item, self.cap, &mut self.buffer)?;
+        let mut bytes = std::mem::take(&mut self.buffer);
+        bytes.reserve(FRAME_ROOM);
+        let start = bytes.len();
+        bytes.extend_from_slice(&[0; LENGTH_BYTES]);
+        if let Err(error) = codec::encode_into(item, self.cap, &mut bytes) {
+            bytes.truncate(start);
+            self.buffer = bytes;
+            return Err(error.into());
+        }
         // Caps are far below 4 GiB.
-        let len = u32::try_from(self.buffer.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
-        if let Some(head) = self.buffer.first_chunk_mut() {
+        let len = u32::try_from(bytes.len() - start - LENGTH_BYTES).unwrap_or(u32::MAX);
+        if let Some(head) = bytes.split_at_mut(start).1.first_chunk_mut() {
             *head = len.to_be_bytes();
         }
-        self.stream.write_all(&self.buffer).await.map_err(write_error)?;
-        // One large frame must not hold its memory for the rest of the stream's life.
-        self.buffer.shrink_to(READ_BYTES);
-        Ok(())
+        // Handed over, not copied.
+        self.stream.write_chunk(bytes.into()).await.map_err(write_error)
+    }
+
+    /// Sends one frame and the raw bytes behind it with one call to QUIC, which takes them over uncopied, so that they
+    /// leave together. Returns how many bytes that is; when the future is dropped halfway the stream is unusable.
+    pub(super) async fn write_with(&mut self, item: &T, raw: Bytes) -> Result<usize, Error> {
+        let mut frame = vec![0; LENGTH_BYTES];
+        codec::encode_into(item, self.cap, &mut frame)?;
+        let len = u32::try_from(frame.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
+        if let Some(head) = frame.first_chunk_mut() {
+            *head = len.to_be_bytes();
+        }
+        let bytes = frame.len() + raw.len();
+        self.stream.write_all_chunks(&mut [Bytes::from(frame), raw]).await.map_err(write_error)?;
+        Ok(bytes)
     }
 
     /// Sends a frame that is encoded already.
@@ -290,6 +317,25 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(())
     }
 
+    /// Exactly `len` raw bytes, handed to `sink` as they arrive; but for what came with the frame before them they are
+    /// not copied.
+    pub(super) async fn read_raw_with(
+        &mut self,
+        len: usize,
+        sink: &mut (dyn FnMut(&[u8]) + Send),
+    ) -> Result<(), Error> {
+        let part = self.buffer.split_to(self.buffer.len().min(len));
+        sink(&part);
+        let mut missing = len - part.len();
+        while missing > 0 {
+            let chunk = self.stream.read_chunk(missing, true).await.map_err(read_error)?;
+            let chunk = chunk.ok_or(Error::StreamCut { what: "raw bytes" })?;
+            sink(&chunk.bytes);
+            missing -= chunk.bytes.len();
+        }
+        Ok(())
+    }
+
     /// At least one and at most `most` of the raw bytes that come next; `most` must not be 0.
     pub(super) async fn read_some(&mut self, most: usize) -> Result<Bytes, Error> {
         if self.buffer.is_empty() && !self.fill(1).await? {
@@ -309,6 +355,15 @@ impl<T: DeserializeOwned> FrameReader<T> {
             }
         }
         Ok(true)
+    }
+
+    /// No more frames are expected: takes the end of the stream, if it is there. A stream that is dropped before its end
+    /// was read tells the peer to stop, in a packet that is for nothing when the peer has finished.
+    pub(super) fn take_end(&mut self) {
+        if self.buffer.is_empty() {
+            // Whatever else comes is of no interest.
+            let _ = self.stream.read_chunk(1, true).now_or_never();
+        }
     }
 
     /// Frames of another type follow.
@@ -331,7 +386,10 @@ pub(super) async fn read_request<R: DeserializeOwned, A: Serialize>(
     let mut answer = FrameWriter::new(send, Cap::Stream);
     let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
     match requests.next().await {
-        Ok(Some(request)) => Ok((request, answer)),
+        Ok(Some(request)) => {
+            requests.take_end();
+            Ok((request, answer))
+        }
         Ok(None) => Err(Error::StreamCut { what }),
         Err(error) => {
             answer.reset(StreamCode::Malformed);

@@ -6,6 +6,7 @@ use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::placement::RegisterV4;
 use kvasir_proto::pull::*;
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use proptest::collection::vec;
@@ -166,7 +167,7 @@ fn task() -> impl Strategy<Value = ModelTask> {
 
 prop_compose! {
     fn register_v2()(register in register(), tasks in vec(task(), 3)) -> RegisterV2 {
-        let mut register = register.into_latest().worker;
+        let mut register = register.into_latest().worker.worker;
         register.models.iter_mut().zip(tasks).for_each(|(model, task)| model.task = task);
         register
     }
@@ -246,9 +247,14 @@ proptest! {
         request in request(), source in option::of((node(), ".*", any::<u32>())),
     ) {
         let pull = source.map(|(node, quic, tokens)| PullSourceV1 { node, quic, tokens });
-        let latest = GenerateRequestV2 { pull, ..request.clone().into_latest() };
-        survives(&GenerateRequest::V2(latest.clone()), Cap::GenerateRequest);
-        prop_assert_eq!(latest.clone().at_version(3).into_latest(), latest.clone());
+        let latest = GenerateRequestV3 { pull, ..request.clone().into_latest() };
+        for version in [3, 4] {
+            let told = latest.clone().at_version(version);
+            survives(&told, Cap::GenerateRequest);
+            prop_assert_eq!(told.into_latest(), latest.clone());
+        }
+        prop_assert!(matches!(latest.clone().at_version(3), GenerateRequest::V2(_)));
+        prop_assert!(matches!(latest.clone().at_version(4), GenerateRequest::V3(_)));
         for version in [1, 2] {
             prop_assert_eq!(latest.clone().at_version(version), request.clone());
         }
@@ -287,12 +293,16 @@ proptest! {
         let register = latest.worker.clone();
         survives(&Register::V2(register.clone()), Cap::Control);
         prop_assert_eq!(latest.clone().at_version(2), Some(Register::V2(register.clone())));
+        let fourth = RegisterV4::from(latest.clone());
+        survives(&Register::V4(fourth.clone()), Cap::Control);
+        prop_assert_eq!(fourth.clone().at_version(4), Some(Register::V4(fourth.clone())));
+        prop_assert_eq!(fourth.at_version(3), latest.clone().at_version(3));
         prop_assert_eq!(latest.clone().at_version(1), register.clone().at_version(1));
         let generates = register.models.iter().all(|model| model.task == ModelTask::Generate);
         match register.clone().at_version(1) {
             Some(told) => {
                 prop_assert!(generates && matches!(told, Register::V1(_)));
-                prop_assert_eq!(told.into_latest().worker, register);
+                prop_assert_eq!(told.into_latest().worker.worker, register);
             }
             None => prop_assert!(!generates),
         }

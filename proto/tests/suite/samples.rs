@@ -8,6 +8,11 @@ use kvasir_proto::event::{
 };
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::placement::{
+    CapacityV1, ClaimRefusal, LeadReportV1, LeadState, LeadV1, LeaseAnswer, LeaseBeat, ModelFileV1,
+    PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1, PlacedStageV1, RegisterV4, StageClaim,
+    StageClaimV1,
+};
 use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
@@ -92,8 +97,12 @@ pub(crate) fn register(node: &str) -> Register {
 pub(crate) fn request_v2() -> GenerateRequest {
     let source =
         PullSourceV1 { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
-    let latest = request().into_latest();
-    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..latest })
+    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..request().into_latest().into() })
+}
+
+/// With packed tokens.
+pub(crate) fn request_v3() -> GenerateRequest {
+    GenerateRequest::V3(request_v2().into_latest())
 }
 
 pub(crate) fn pull_request() -> PullRequest {
@@ -114,7 +123,23 @@ pub(crate) fn stage_join() -> StageJoinV1 {
 
 pub(crate) fn stage_orders() -> Vec<StageOrder> {
     let begin = StageBeginV1 { slabs: 70_000, blocks_per_slab: vec![50, 1] };
-    vec![StageOrder::Join(stage_join()), StageOrder::Begin(begin)]
+    vec![StageOrder::Join(stage_join()), StageOrder::Begin(begin), StageOrder::TellProgress]
+}
+
+pub(crate) fn stage_drawn() -> StageDrawnV2 {
+    StageDrawnV2 {
+        drawn: StageDrawnV1 { step: 300, tokens: vec![70_000], rows: 2 },
+        samples: vec![StageSampledV1 {
+            token: 4,
+            logprobs: Some(TokenLogprobs { chosen: -0.5, top: vec![(4, -0.5), (300, -1.25)] }),
+        }],
+        returned: 1,
+        spent: vec![stage_spent()],
+    }
+}
+
+fn stage_spent() -> StageSpentV1 {
+    StageSpentV1 { stalled_us: 300, computed_us: 70_000, received: 1 << 20 }
 }
 
 pub(crate) fn stage_reports() -> Vec<StageReport> {
@@ -123,6 +148,8 @@ pub(crate) fn stage_reports() -> Vec<StageReport> {
         StageReport::Ready,
         StageReport::Drawn(StageDrawnV1 { step: 300, tokens: vec![70_000], rows: 2 }),
         StageReport::Failed(StageFailure::Busy),
+        StageReport::DrawnV2(stage_drawn()),
+        StageReport::Progress(StageProgressV1 { done: 299, computes: 300, for_us: 70_000 }),
     ]
 }
 
@@ -140,6 +167,27 @@ pub(crate) fn stage_failures() -> Vec<StageFailure> {
 }
 
 pub(crate) fn stage_step() -> StageStep {
+    StageStep::V1(stage_plan())
+}
+
+pub(crate) fn stage_step_v2() -> StageStep {
+    let sample = StageSampleV1 {
+        row: 1,
+        sampling: Sampling { temperature: 0.5, logit_bias: vec![(300, -1.5)], ..Sampling::default() },
+        drawn: 300,
+        barred: vec![2],
+        prompt: vec![70_000],
+        counts: vec![(300, 2)],
+    };
+    StageStep::V2(StageStepV2 {
+        plan: stage_plan(),
+        samples: vec![sample],
+        returned: vec![2],
+        spent: vec![stage_spent()],
+    })
+}
+
+fn stage_plan() -> StageStepV1 {
     let table = |skipped, blocks: &[u32]| StageTableV1 { skipped, blocks: blocks.to_vec() };
     let sequence = StageSequenceV1 {
         rows: 2,
@@ -147,14 +195,14 @@ pub(crate) fn stage_step() -> StageStep {
         tables: vec![table(0, &[7, 70_000]), table(1, &[3])],
         state: Some(StageStateV1 { read: Some(4), write: 5, exports: vec![(1, 6)] }),
     };
-    StageStep::V1(StageStepV1 {
+    StageStepV1 {
         step: 300,
         tokens: vec![1, 70_000, 2],
         sequences: vec![sequence, StageSequenceV1 { rows: 1, ..StageSequenceV1::default() }],
         copies: vec![StageCopyV1 { group: 1, from: 8, to: 300 }],
         argmax: vec![2],
         logits: vec![0, 1],
-    })
+    }
 }
 
 pub(crate) fn pull_frames() -> Vec<PullFrame> {
@@ -167,7 +215,7 @@ pub(crate) fn pull_frames() -> Vec<PullFrame> {
 
 /// A worker with a model of each task.
 pub(crate) fn register_v2(node: &str) -> Register {
-    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker;
+    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker.worker;
     let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
     let models = tasks.map(|task| ServedModelV2 { task, ..model().into() });
     Register::V2(RegisterV2 { node, epoch, pid, quic, ops, models: models.into() })
@@ -175,10 +223,47 @@ pub(crate) fn register_v2(node: &str) -> Register {
 
 /// A worker for decoding.
 pub(crate) fn register_v3(node: &str) -> Register {
-    let latest = register(node).into_latest();
+    let latest = register(node).into_latest().worker;
     let model = latest.worker.models[0].id.clone();
     let pulls = vec![PullCostV1 { model, bytes_per_token: 23_040, bytes_per_point: 70_000 }];
     Register::V3(RegisterV3 { part: WorkPart::Decode, pulls, ..latest })
+}
+
+/// A worker of the pool.
+pub(crate) fn register_v4(node: &str) -> Register {
+    let latest = register(node).into_latest();
+    let files = vec![ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [1; 32] }];
+    let capacity =
+        CapacityV1 { memory: 70_000 << 20, bandwidth: 40_000_000_000, compute: 100_000_000_000, files };
+    Register::V4(RegisterV4 { capacity: Some(capacity), ..latest })
+}
+
+fn place_order() -> PlaceOrder {
+    let stage = |node: &str, layers| PlacedStageV1 {
+        at: StageAddressV1 { node: NodeId::new(node).unwrap(), quic: "10.0.0.3:7001".into() },
+        layers,
+    };
+    let lead = LeadV1 {
+        life: 70_000,
+        model: ModelId::new("m").unwrap(),
+        model_digest: [1; 32],
+        stages: vec![stage("w1", (0, 15)), stage("w3", (15, 300))],
+    };
+    PlaceOrder::V1(PlaceOrderV1 { version: 300, lead: Some(lead) })
+}
+
+fn place_report() -> PlaceReport {
+    let leads = LeadReportV1 {
+        life: 70_000,
+        state: LeadState::Waiting,
+        attempts: 3,
+        reason: "stage 1 is lost".into(),
+    };
+    PlaceReport::V1(PlaceReportV1 { leads: Some(leads), holds: Some(300) })
+}
+
+pub(crate) fn stage_claim() -> StageClaim {
+    StageClaim::V1(StageClaimV1 { replica: ReplicaId([6; 16]), life: 70_000, epoch: Epoch(300) })
 }
 
 fn load_v2() -> LoadReport {
@@ -368,7 +453,7 @@ pub(crate) fn all() -> Vec<Samples> {
     let node = NodeId::new("w1").unwrap();
     vec![
         samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
-        samples("GenerateRequest", Request, [request(), request_v2()]),
+        samples("GenerateRequest", Request, [request(), request_v2(), request_v3()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
@@ -386,7 +471,34 @@ pub(crate) fn all() -> Vec<Samples> {
             Control,
             [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
         ),
-        samples("Register", Control, [register("w1"), register_v2("w1"), register_v3("w1")]),
+        samples(
+            "Register",
+            Control,
+            [register("w1"), register_v2("w1"), register_v3("w1"), register_v4("w1")],
+        ),
+        samples("PlaceOrder", Control, [place_order()]),
+        samples("PlaceReport", Control, [place_report()]),
+        samples(
+            "LeadState",
+            Control,
+            [LeadState::Forming, LeadState::Serving, LeadState::Waiting, LeadState::BadFile],
+        ),
+        samples("StageClaim", Stream, [stage_claim()]),
+        samples("LeaseBeat", Stream, [LeaseBeat::Beat(70_000)]),
+        samples(
+            "LeaseAnswer",
+            Stream,
+            [
+                LeaseAnswer::Granted,
+                LeaseAnswer::Refused(ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }),
+                LeaseAnswer::Beat(70_000),
+            ],
+        ),
+        samples(
+            "ClaimRefusal",
+            Stream,
+            [ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }, ClaimRefusal::Leads],
+        ),
         samples("Registered", Control, [registered()]),
         samples("Refusal", Control, refusals()),
         samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready)), load_v2()]),
@@ -398,7 +510,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),
         samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
-        samples("StageStep", Control, [stage_step()]),
+        samples("StageStep", Control, [stage_step(), stage_step_v2()]),
         samples(
             "PullRefusal",
             Stream,
@@ -476,6 +588,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::Undrain {},
                 WorkerApiRequest::Status {},
                 WorkerApiRequest::MetricsText {},
+                WorkerApiRequest::Place { order: place_order() },
             ],
         ),
         samples(
@@ -487,6 +600,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiResponse::Undrain(()),
                 WorkerApiResponse::Status(status()),
                 WorkerApiResponse::MetricsText("up 1\n".into()),
+                WorkerApiResponse::Place(place_report()),
             ],
         ),
     ]

@@ -230,6 +230,13 @@ impl kvasir_proto::service::WorkerApi for Unreachable {
     async fn metrics_text(self, _: tarpc::context::Context) -> String {
         panic!("called")
     }
+    async fn place(
+        self,
+        _: tarpc::context::Context,
+        _: kvasir_proto::placement::PlaceOrder,
+    ) -> kvasir_proto::placement::PlaceReport {
+        panic!("called")
+    }
 }
 
 #[tokio::test]

@@ -4,8 +4,9 @@
 use crate::cluster::{authority, config, endpoint, node, soon};
 use crate::samples;
 use kvasir_proto::Error;
-use kvasir_proto::ids::Role;
-use kvasir_proto::stage::{ReplicaId, StageDrawnV1, StageFailure, StageFeed, StageFeedV1, StageReport};
+use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::placement::ClaimRefusal;
+use kvasir_proto::stage::{ReplicaId, StageFailure, StageFeed, StageFeedV1, StageReport};
 use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming};
 
 struct Workers {
@@ -37,16 +38,15 @@ async fn orders_reports_and_rows_of_logits_arrive() {
         assert_eq!(call.orders.next().await.unwrap(), order);
     }
     let rows: [Vec<f32>; 2] = [vec![1.5, -0.0, f32::MIN_POSITIVE], vec![2.0, 3.0, 4.0]];
-    let drawn = StageDrawnV1 { step: 3, tokens: vec![9], rows: 2 };
-    call.reporter.send(&StageReport::Ready).await.unwrap();
-    call.reporter.drawn(drawn.clone()).await.unwrap();
-    for row in &rows {
-        call.reporter.row(row).await.unwrap();
-    }
-    call.reporter.send(&StageReport::Failed(StageFailure::Stops)).await.unwrap();
-    let told = tokio::spawn(call.reporter.finish());
+    let drawn = StageReport::DrawnV2(samples::stage_drawn());
+    let bytes = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
+    call.reporter.send(&StageReport::Ready, Vec::new()).await.unwrap();
+    call.reporter.send(&drawn, bytes).await.unwrap();
+    call.reporter.send(&StageReport::Failed(StageFailure::Stops), Vec::new()).await.unwrap();
+    let mut reporter = call.reporter;
+    let told = tokio::spawn(async move { reporter.finish().await });
     assert_eq!(control.reports.next().await.unwrap(), StageReport::Ready);
-    assert_eq!(control.reports.next().await.unwrap(), StageReport::Drawn(drawn));
+    assert_eq!(control.reports.next().await.unwrap(), drawn);
     for row in &rows {
         let got = control.reports.row(3).await.unwrap();
         assert!(got.iter().zip(row).all(|(a, b)| a.to_bits() == b.to_bits()));
@@ -63,21 +63,61 @@ async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_ar
     let workers = workers().await;
     let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
     let mut sender = workers.first.open_activations(&feed).await.unwrap();
-    let step = samples::stage_step();
+    let step = samples::stage_step_v2();
     let bytes: Vec<u8> = (0..3 * 400_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
     let sent = async {
-        sender.send(&step, &bytes).await.unwrap();
-        sender.send(&step, &bytes).await.unwrap();
+        let sent = sender.send(&step, bytes.clone()).await.unwrap();
+        assert!(sent > bytes.len());
+        sender.send(&step, bytes.clone()).await.unwrap();
     };
     let received = async {
         let Incoming::Activations(mut receiver) = workers.second.accept().await.unwrap() else {
             panic!("a stream of activations");
         };
         assert_eq!(receiver.feed, feed);
-        assert_eq!(receiver.next(400_000, 3).await.unwrap(), Some((step.clone(), bytes.clone())));
-        let refused = receiver.next(400_000, 2).await.unwrap_err();
+        let mut got = Vec::new();
+        let mut sink = |part: &[u8]| got.extend_from_slice(part);
+        assert_eq!(receiver.next(400_000, 3, &mut sink).await.unwrap(), Some(step.clone()));
+        let refused = receiver.next(400_000, 2, &mut sink).await.unwrap_err();
+        assert_eq!(got, bytes);
         assert!(matches!(refused, Error::Protocol(_)), "{refused}");
     };
     soon("both", async { tokio::join!(sent, received) }).await;
     soon("the refusal", sender.cancelled()).await;
+}
+
+#[tokio::test]
+async fn a_claim_is_granted_or_refused_and_kept_up_by_beats() {
+    let workers = workers().await;
+    let incoming = async || match soon("a claim", workers.second.accept()).await.unwrap() {
+        Incoming::StageLease(call) => call,
+        other => panic!("{other:?}"),
+    };
+    let claim = samples::stage_claim();
+    let (lease, held) = soon("a lease", async {
+        tokio::join!(workers.first.claim_stage(&claim), async {
+            let call = incoming().await;
+            assert_eq!(call.claim, claim);
+            call.grant().await.unwrap()
+        })
+    })
+    .await;
+    let (mut lease, mut held) = (lease.unwrap(), held);
+    for _ in 0..3 {
+        let (beaten, answered) = soon("a beat", async { tokio::join!(lease.beat(), held.beat()) }).await;
+        beaten.unwrap();
+        answered.unwrap();
+    }
+    drop(lease);
+    assert!(soon("the end", held.beat()).await.is_err(), "the first stage wants it no more");
+
+    let refusal = ClaimRefusal::Stale { life: 9, epoch: Epoch(3) };
+    let (refused, ()) = soon("a refusal", async {
+        tokio::join!(workers.first.claim_stage(&claim), async {
+            incoming().await.refuse(refusal.clone()).await.unwrap();
+        })
+    })
+    .await;
+    let Err(Error::StageClaimed(why)) = refused else { panic!("{refused:?}") };
+    assert_eq!(why, refusal);
 }

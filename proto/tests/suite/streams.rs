@@ -7,6 +7,7 @@ use kvasir_proto::codec::CodecError;
 use kvasir_proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{EncodeRequest, GenerateError, GenerateFrame, WorkerStatus};
+use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
     CloseCode, Connection, Dialer, EncodeCall, EndpointConfig, Expected, GenerateCall, Incoming,
@@ -353,6 +354,10 @@ impl WorkerApi for Api {
 
     async fn metrics_text(self, _: Context) -> String {
         "x".repeat(20 << 20)
+    }
+
+    async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
+        PlaceReport::V1(PlaceReportV1::default())
     }
 }
 

@@ -9,6 +9,7 @@ mod metrics;
 mod openai_client;
 mod operate;
 mod overload;
+mod shards;
 mod shared_prefix;
 mod snapshots;
 mod transfer;

@@ -13,6 +13,7 @@ mod index;
 mod members;
 mod restart;
 mod rolling_restart;
+mod stages;
 mod stream;
 mod sync_fails;
 mod wedge;

@@ -1,19 +1,52 @@
 //! From a step's rows to tokens: which rows are wanted, before it runs, and what is drawn from them, after.
 
-use super::{Draw, Engine};
+use super::{Draw, Engine, Live};
 use crate::Error;
 use crate::scheduler::{SeqId, StepPlan};
+use crate::stage::Answer;
 use crate::stage::step::WantedRows;
+use std::time::Instant;
+
+/// Tokens in the description of a draw up to which it is sent to another stage; logits are sent back above.
+const MAX_SAMPLE_TOKENS: usize = 16_384;
 
 /// The rows of a step that somebody waits for.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
-    /// The rows themselves.
-    pub(super) rows: WantedRows,
-    /// For each row whose most likely token is wanted: the sequence of the row, and who draws.
-    plain: Vec<(SeqId, SeqId)>,
-    /// For each row whose logits are: the same, its position, and whether this row is drawn from.
-    whole: Vec<(SeqId, SeqId, usize, bool)>,
+    /// Whose most likely token is wanted.
+    plain: Vec<Target>,
+    /// That are drawn from in another way.
+    sampled: Vec<Target>,
+    /// Whose logits are wanted: the position of each, and whether it is drawn from.
+    whole: Vec<(Target, usize, bool)>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Target {
+    row: u32,
+    /// The sequence of the row.
+    of: SeqId,
+    /// Who draws.
+    id: SeqId,
+}
+
+impl Target {
+    fn draw(&self, token: u32) -> Draw {
+        Draw { of: self.of, id: self.id, token, logprobs: None }
+    }
+}
+
+impl Live {
+    /// Takes note of a row of logits, which stands at `position` if it is wanted whole, and draws from it.
+    fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Option<Draw> {
+        if let Some(position) = position.filter(|_| self.all_logits) {
+            self.sink.logits(position, row);
+        }
+        draws.then(|| {
+            let (token, logprobs) = self.sampler.draw(&mut row.to_vec());
+            Draw { logprobs, ..target.draw(token) }
+        })
+    }
 }
 
 impl Engine {
@@ -28,60 +61,85 @@ impl Engine {
         });
         for (sequence, id) in with_siblings {
             let Some(live) = self.live.get(&id) else { continue };
-            let of = sequence.id;
             let last = sequence.rows.end - 1;
+            let target = |row| Target { row, of: sequence.id, id };
             let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
             if live.all_logits {
-                for row in sequence.rows.clone() {
-                    targets.rows.logits.push(row);
-                    targets.whole.push((of, id, position(row), sequence.samples && row == last));
-                }
+                let rows = sequence.rows.clone();
+                targets
+                    .whole
+                    .extend(rows.map(|row| (target(row), position(row), sequence.samples && row == last)));
             } else if sequence.samples {
                 match live.sampler.is_plain_argmax() {
-                    true => {
-                        targets.rows.argmax.push(last);
-                        targets.plain.push((of, id));
+                    true => targets.plain.push(target(last)),
+                    false if live.sampler.tokens_known() > MAX_SAMPLE_TOKENS => {
+                        targets.whole.push((target(last), position(last), true));
                     }
-                    false => {
-                        targets.rows.logits.push(last);
-                        targets.whole.push((of, id, position(last), true));
-                    }
+                    false => targets.sampled.push(target(last)),
                 }
             }
         }
         targets
     }
 
-    /// The draws of a step that has run.
-    pub(super) fn draw(&mut self, step: u64, targets: &Targets) -> Result<Vec<Draw>, Error> {
-        let Targets { rows, plain, whole } = targets;
-        let (mut best, mut drawn) = (Vec::with_capacity(plain.len()), Vec::new());
-        let live = &mut self.live;
-        let mut sink = |index: usize, row: &[f32]| {
-            let Some(&(of, id, position, draws)) = whole.get(index) else { return };
-            let Some(live) = live.get_mut(&id) else { return };
-            if live.all_logits {
-                live.sink.logits(position, row);
-            }
-            if draws {
-                let mut scratch = row.to_vec();
-                let (token, logprobs) = live.sampler.draw(&mut scratch);
-                drawn.push(Draw { of, id, token, logprobs });
-            }
-        };
-        match &mut self.later {
-            Some(later) => later.drawn(step, rows, &mut best, &mut sink)?,
-            None => {
-                if !rows.argmax.is_empty() {
-                    self.decoder.argmax(&rows.argmax, &mut best)?;
-                }
-                if !rows.logits.is_empty() {
-                    self.decoder.logits(&rows.logits, &mut sink)?;
-                }
-            }
+    /// The same for whoever computes the rows.
+    pub(super) fn wanted(&self, targets: &Targets) -> WantedRows {
+        let sample = |target: &Target| Some(self.live.get(&target.id)?.sampler.sample(target.row));
+        WantedRows {
+            argmax: targets.plain.iter().map(|target| target.row).collect(),
+            samples: targets.sampled.iter().filter_map(sample).collect(),
+            logits: targets.whole.iter().map(|(target, ..)| target.row).collect(),
         }
-        let plain = plain.iter().zip(best);
-        let plain = plain.map(|(&(of, id), token)| Draw { of, id, token, logprobs: None });
-        Ok(plain.chain(drawn).collect())
+    }
+
+    /// The draws of a step whose rows are in the decoder, where row r of the step is row `place(r)`.
+    pub(super) fn draw(&mut self, targets: &Targets, place: impl Fn(u32) -> u32) -> Result<Vec<Draw>, Error> {
+        let Targets { plain, sampled, whole } = targets;
+        let mut best = Vec::with_capacity(plain.len());
+        let rows: Vec<u32> = plain.iter().map(|target| place(target.row)).collect();
+        if !rows.is_empty() {
+            self.decoder.argmax(&rows, &mut best)?;
+        }
+        let mut drawn: Vec<Draw> = plain.iter().zip(best).map(|(target, token)| target.draw(token)).collect();
+        let logits = sampled.iter().chain(whole.iter().map(|(target, ..)| target));
+        let logits: Vec<u32> = logits.map(|target| place(target.row)).collect();
+        if !logits.is_empty() {
+            let live = &mut self.live;
+            self.decoder.logits(&logits, &mut |index, row| {
+                let (target, position, draws) = match sampled.get(index) {
+                    Some(target) => (target, None, true),
+                    None => match whole.get(index - sampled.len()) {
+                        Some((target, position, draws)) => (target, Some(*position), *draws),
+                        None => return,
+                    },
+                };
+                let Some(live) = live.get_mut(&target.id) else { return };
+                drawn.extend(live.read(target, position, draws, row));
+            })?;
+        }
+        Ok(drawn)
+    }
+
+    /// The draws of a step whose rows other stages have.
+    pub(super) fn drawn(&mut self, targets: &Targets, answer: Answer) -> Result<Vec<Draw>, Error> {
+        if let Some((rows, returned)) = answer.returned {
+            let since = Instant::now();
+            self.decoder.resume_behind(&returned)?;
+            let drawn = self.draw(targets, |row| rows.partition_point(|other| *other < row) as u32)?;
+            if let Some(later) = &mut self.later {
+                later.helped(since.elapsed());
+            }
+            return Ok(drawn);
+        }
+        let plain = targets.plain.iter().zip(answer.tokens).map(|(target, token)| target.draw(token));
+        let sampled = targets.sampled.iter().zip(answer.samples);
+        let sampled =
+            sampled.map(|(target, sample)| Draw { logprobs: sample.logprobs, ..target.draw(sample.token) });
+        let mut drawn: Vec<Draw> = plain.chain(sampled).collect();
+        for ((target, position, draws), row) in targets.whole.iter().zip(answer.logits) {
+            let Some(live) = self.live.get_mut(&target.id) else { continue };
+            drawn.extend(live.read(target, Some(*position), *draws, &row));
+        }
+        Ok(drawn)
     }
 }

@@ -57,6 +57,9 @@ impl Engine {
         raise(&self.metrics.pins_lost, counters.pins_lost);
         raise(&self.metrics.forks, counters.forks);
         self.publish_tiers();
+        if let Some(later) = &mut self.later {
+            self.metrics.shards.update(&later.take_counts());
+        }
         let load = self.load();
         self.metrics.running.set(load.running as i64);
         self.metrics.waiting.set(load.waiting as i64);

@@ -37,6 +37,9 @@ struct Shared {
     rss: prometheus_client::metrics::gauge::Gauge,
 }
 
+/// Hears why an engine cannot go on, before it is dropped with all that it holds.
+pub(crate) type Broken = Box<dyn FnOnce(&Error) + Send>;
+
 /// Talks to the engine thread. Cheap to clone.
 #[derive(Clone)]
 pub struct EngineHandle {
@@ -49,8 +52,18 @@ pub struct EngineHandle {
 
 impl EngineHandle {
     /// Moves the engine to a thread of its own, with a watchdog beside it that ends the process when the
-    /// engine makes no progress for `stall_floor` (or 20 slow steps) while work is queued.
-    pub fn start(mut engine: Engine, stall_floor: Duration) -> Result<Self, Error> {
+    /// engine makes no progress for `stall_floor` (or 20 slow steps) while work is queued. A step that fails ends the
+    /// process.
+    pub fn start(engine: Engine, stall_floor: Duration) -> Result<Self, Error> {
+        Self::start_with(engine, stall_floor, None)
+    }
+
+    /// As [`Self::start`]; a step that fails ends the engine alone where `broken` is to hear of it.
+    pub(crate) fn start_with(
+        mut engine: Engine,
+        stall_floor: Duration,
+        broken: Option<Broken>,
+    ) -> Result<Self, Error> {
         let ((commands, inbox), (loans, asked)) = (channel(), channel());
         engine.lends_to(asked);
         let mut registry = Registry::default();
@@ -62,7 +75,7 @@ impl EngineHandle {
         let origin = engine.origin();
         let shared = Arc::new(Shared { progress, events, origin, registry, transfers, rss });
         let for_engine = Arc::clone(&shared);
-        spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender))?;
+        spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender, broken))?;
         Ok(Self { commands, loans, shared, newest })
     }
 
@@ -158,7 +171,13 @@ impl EngineHandle {
     }
 }
 
-fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest: &watch::Sender<u64>) {
+fn serve(
+    mut engine: Engine,
+    inbox: &Receiver<Command>,
+    shared: &Shared,
+    newest: &watch::Sender<u64>,
+    broken: Option<Broken>,
+) {
     engine.bind_thread();
     loop {
         // Idle: wait for a command. Busy: take what is there and go on.
@@ -201,8 +220,13 @@ fn serve(mut engine: Engine, inbox: &Receiver<Command>, shared: &Shared, newest:
             }
             Ok(StepOutcome::Idle) => {}
             Err(error) => {
-                tracing::error!(%error, "the engine cannot go on; the worker ends");
-                std::process::exit(EXIT_BROKEN);
+                let Some(broken) = broken else {
+                    tracing::error!(%error, "the engine cannot go on; the worker ends");
+                    std::process::exit(EXIT_BROKEN);
+                };
+                shared.progress.queued(Instant::now(), false);
+                broken(&error);
+                return;
             }
         }
         shared.progress.set_load(engine.load());

@@ -1,8 +1,8 @@
 //! Models over several workers: the first stage with its engine, and the layer ranges of the others.
 
 use super::{
-    EngineOptions, LoadedModel, ModelFile, ModelSpec, Progress, assemble, backend, base_class, environment,
-    generates, load_decoder, plan, prepare_on,
+    EngineOptions, LoadedModel, ModelFile, ModelSpec, Prepared, Progress, assemble, backend, base_class,
+    environment, generates, load_decoder, plan, prepare_on,
 };
 use crate::Error;
 use crate::decoder::Decoder;
@@ -36,6 +36,15 @@ pub fn open_replica(
     assemble(prepare_on(path, options, backend(options, &environment)?, Some(replica), progress)?)
 }
 
+/// As [`open_replica`], for a cluster whose key comes later.
+pub(crate) fn prepare_replica(
+    path: &Path,
+    options: &EngineOptions,
+    replica: Replica,
+) -> Result<Prepared, Error> {
+    prepare_on(path, options, backend(options, &environment)?, Some(replica), &mut |_, _| {})
+}
+
 /// Whether the model in a file can be cut into so many layer ranges.
 ///
 /// # Errors
@@ -49,6 +58,28 @@ pub fn check_shards(path: &Path, shards: usize) -> Result<(), Error> {
 /// The layer ranges of a replica's stages.
 pub(crate) fn stage_ranges(spec: &ModelSpec, shards: usize) -> Result<Vec<Range<usize>>, Error> {
     spec.stage_ranges(shards).ok_or_else(|| Error::Shards { shards, most: spec.cut_points().len() + 1 })
+}
+
+/// The ranges of a plan, if they are the whole model in order and it can be cut there.
+pub(crate) fn check_ranges(
+    spec: &ModelSpec,
+    ranges: &[Range<usize>],
+    stages: usize,
+) -> Result<Vec<Range<usize>>, Error> {
+    let cuts = spec.cut_points();
+    let follows = |pair: &[Range<usize>]| match pair {
+        [before, after] => before.end == after.start && cuts.contains(&after.start),
+        _ => false,
+    };
+    let ends = (ranges.first().map(|range| range.start), ranges.last().map(|range| range.end));
+    let whole = ends == (Some(0), Some(spec.layers.len())) && ranges.windows(2).all(follows);
+    match whole && ranges.len() == stages && ranges.iter().all(|range| !range.is_empty()) {
+        true => Ok(ranges.to_vec()),
+        false => {
+            let reason = format!("{ranges:?} is no cut of {} layers into {stages}", spec.layers.len());
+            Err(Error::StageStep { reason })
+        }
+    }
 }
 
 /// Loads a layer range, if a stage with these options is of `class`; also its own class.

@@ -4,7 +4,7 @@ mod follow;
 mod states;
 
 use super::sequence::{Sequence, State};
-use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, SequenceState, StepPlan};
+use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, SequenceState, StepLimits, StepPlan};
 use crate::kv_cache::{Broken, CopyBlock};
 use proto::block::HASH_UNIT_TOKENS;
 
@@ -19,6 +19,8 @@ struct Draft {
     step: u64,
     /// Rows still to be given out.
     budget: u32,
+    /// Decoding sequences that may still take part.
+    decoding: u32,
     entries: Vec<Entry>,
     /// Copies with their source blocks.
     copies: Vec<(CopyBlock, u32)>,
@@ -67,6 +69,11 @@ impl Scheduler {
     /// The next step. `None`: there is nothing to compute before a step in flight completes, a sequence
     /// is submitted or one is removed. An error means that the cache cannot be trusted any more.
     pub fn plan(&mut self) -> Result<Option<StepPlan>, Broken> {
+        self.plan_within(StepLimits::NONE)
+    }
+
+    /// As [`Scheduler::plan`], but a smaller step.
+    pub fn plan_within(&mut self, limits: StepLimits) -> Result<Option<StepPlan>, Broken> {
         self.cache.check()?;
         let step = self.step + 1;
         if self.config.check_interval > 0 && step - self.checked >= self.config.check_interval {
@@ -79,7 +86,8 @@ impl Scheduler {
         }
         let mut draft = Draft {
             step,
-            budget: self.config.max_batch_tokens,
+            budget: self.config.max_batch_tokens.min(limits.rows.max(1)),
+            decoding: limits.decoding.max(1),
             entries: Vec::with_capacity(self.running.len()),
             copies: Vec::new(),
             exports: Vec::new(),
@@ -111,7 +119,8 @@ impl Scheduler {
             self.get(slot).is_some_and(|sequence| sequence.in_flight.is_none() && sequence.remaining() == 1)
         };
         let mut order = Vec::with_capacity(self.running.len());
-        order.extend(others.iter().copied().filter(|&slot| one_row(slot)));
+        let most = draft.decoding as usize - usize::from(one_row(oldest));
+        order.extend(others.iter().copied().filter(|&slot| one_row(slot)).take(most));
         // The oldest leaves the others their row, but always gets one itself.
         let oldest_rows = draft.budget.saturating_sub(order.len() as u32).max(1);
         order.extend(others.iter().copied().filter(|&slot| !one_row(slot)));
@@ -124,7 +133,7 @@ impl Scheduler {
     fn schedule(&mut self, slot: u32, most_rows: u32, draft: &mut Draft) {
         // Out of its place while it is worked on: whatever looks at the other sequences cannot see it.
         let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
-        let turn = if sequence.state == State::Running && sequence.in_flight.is_none() {
+        let turn = if sequence.state == State::Running && may_decode(&sequence, draft) {
             self.move_on(&mut sequence, slot, most_rows, draft)
         } else {
             Turn::Over
@@ -382,6 +391,16 @@ impl Scheduler {
         self.in_flight.push_back(flight);
         plan
     }
+}
+
+/// Whether the step has room for one more that decodes, if it does.
+fn may_decode(sequence: &Sequence, draft: &mut Draft) -> bool {
+    if !sequence.decodes() || sequence.remaining() == 0 {
+        return true;
+    }
+    let room = draft.decoding > 0;
+    draft.decoding = draft.decoding.saturating_sub(1);
+    room
 }
 
 /// The exports of one sequence whose rows start at `from`, as its plan lists them.

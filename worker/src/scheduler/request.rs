@@ -69,6 +69,30 @@ pub enum Rejected {
     Duplicate(SeqId),
 }
 
+/// How much of what could be computed one step takes, so that something is left for a step beside it. Results do not
+/// depend on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepLimits {
+    /// Rows, all sequences together; at least 1.
+    pub rows: u32,
+    /// Sequences that decode; at least 1.
+    pub decoding: u32,
+}
+
+impl StepLimits {
+    /// As much as the scheduler's configuration allows.
+    pub const NONE: Self = Self { rows: u32::MAX, decoding: u32::MAX };
+}
+
+/// What there is to compute.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Demand {
+    /// Admitted sequences whose prompt is computed, those with a row in flight included.
+    pub decoding: u32,
+    /// Tokens of the others, queued ones included, that are in no step yet.
+    pub prefill: u64,
+}
+
 /// One step of the engine: rows to compute, all sequences together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepPlan {

@@ -29,7 +29,7 @@ pub(super) struct Sequence {
     pub(super) awaited: Option<BlockId>,
     /// Admitted before: a later admission is no new prefix query.
     pub(super) seen: bool,
-    /// The step that computes rows of it and has not completed.
+    /// The last step that computes rows of it, and has not completed. Those of one prompt may be in several steps.
     pub(super) in_flight: Option<u64>,
     /// The last step in which it named units that others may have taken over at once.
     pub(super) committed_in: u64,
@@ -95,6 +95,11 @@ impl Sequence {
     pub(super) fn remaining(&self) -> u32 {
         let drawn = self.len() - self.prompt_len;
         if drawn > 0 && drawn >= self.max_new_tokens { 0 } else { self.len() - self.cache.len() }
+    }
+
+    /// All that it knows but the last token drawn is computed, or in a step in flight.
+    pub(super) fn decodes(&self) -> bool {
+        self.state == State::Running && self.cache.len() >= self.prompt_len && self.remaining() <= 1
     }
 
     /// The next unit, if the sequence stands at a unit boundary.

@@ -39,7 +39,7 @@ fn submit(node: &Node, request: EncodeRequestV1) -> Result<oneshot::Receiver<Ans
         return Err(GenerateError::Draining);
     }
     let EncodeRequestV1 { model, texts, deadline_ms, .. } = request;
-    let Some(Runner::Encodes(encoder)) = node.engine().filter(|_| model == node.served.id) else {
+    let Some(Runner::Encodes(encoder)) = node.engine().filter(|_| node.serves(&model)) else {
         return Err(GenerateError::ModelNotFound(model));
     };
     let text = |EncodeTextV1 { tokens, segment_start }| Text {

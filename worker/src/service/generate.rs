@@ -8,7 +8,7 @@ use crate::engine::EngineRequest;
 use crate::engine::thread::EngineHandle;
 use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, GenerateRequestV2, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, WorkerState};
 use proto::sequence::SequenceName;
 use proto::transport::{GenerateCall, GenerateReply};
 use std::sync::Arc;
@@ -21,11 +21,12 @@ const TOKENS_PER_FRAME: usize = 256;
 /// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
-    let GenerateRequestV2 { request, pull } = request.into_latest();
-    let pull = pull.map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
+    let request = request.into_latest();
+    let pull =
+        request.pull.map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
     let refusal = match node.state() {
         WorkerState::Draining => Some(GenerateError::Draining),
-        _ if request.model != node.served.id => Some(GenerateError::ModelNotFound(request.model.clone())),
+        _ if !node.serves(&request.model) => Some(GenerateError::ModelNotFound(request.model.clone())),
         _ => None,
     };
     let submitted = match (node.engine(), refusal) {
@@ -36,8 +37,8 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             let id = engine.submit(EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
-                prompt: request.prompt,
-                emitted: request.emitted,
+                prompt: request.prompt.to_vec(),
+                emitted: request.emitted.to_vec(),
                 sampling: request.sampling,
                 stop: request.stop,
                 deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
@@ -77,6 +78,10 @@ async fn forward(
             () = &mut cancelled => break,
         };
         if taken == 0 {
+            // Who drains ends the connections as soon as no call is under way.
+            if reply.is_finished() {
+                cancelled.await;
+            }
             break;
         }
         for frame in coalesce(batch.drain(..)) {

@@ -1,10 +1,11 @@
 //! One connection to one coordinator: register, report, tell KV events, serve what it opens.
 
 use super::runner::Runner;
-use super::{Node, encode, generate, sequences};
+use super::{Node, UnderWay, encode, generate, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::message::{Registered, RegisteredV1, WorkerStatus};
+use proto::placement::{PlaceOrder, PlaceReport};
 use proto::service::{CoordinatorApiClient, Refusal, WorkerApi, deadline};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
@@ -37,6 +38,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         }
     };
     tracing::info!(coordinator = %connection.peer().node, "joined");
+    node.link(&connection);
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
         reason = report(node, &connection, &api, &engine, &registered) => reason,
@@ -54,7 +56,7 @@ async fn register(
 ) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
     let register = node.register();
-    let epoch = register.worker.epoch;
+    let epoch = register.worker.worker.epoch;
     let request = register.at_version(connection.version());
     let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
@@ -134,10 +136,10 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
-                tokio::spawn(generate::serve(node, call));
+                tokio::spawn(to_the_end(node.call_begins(), generate::serve(node, call)));
             }
             Ok(Incoming::Encode(call)) => {
-                tokio::spawn(encode::serve(node, call));
+                tokio::spawn(to_the_end(node.call_begins(), encode::serve(node, call)));
             }
             Ok(Incoming::Sequence(call)) => {
                 tokio::spawn(sequences::serve(Arc::clone(node), call));
@@ -159,6 +161,11 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     }
 }
 
+async fn to_the_end(under_way: UnderWay, call: impl Future<Output = ()>) {
+    call.await;
+    drop(under_way);
+}
+
 #[derive(Clone)]
 struct Api {
     node: Arc<Node>,
@@ -174,11 +181,11 @@ impl WorkerApi for Api {
     }
 
     async fn drain(self, _: Context) {
-        self.node.draining.store(true, Ordering::Relaxed);
+        self.node.draining.store(true, Ordering::SeqCst);
     }
 
     async fn undrain(self, _: Context) {
-        self.node.draining.store(false, Ordering::Relaxed);
+        self.node.draining.store(false, Ordering::SeqCst);
     }
 
     async fn status(self, _: Context) -> WorkerStatus {
@@ -187,5 +194,10 @@ impl WorkerApi for Api {
 
     async fn metrics_text(self, _: Context) -> String {
         self.node.metrics_text()
+    }
+
+    async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {
+        let PlaceOrder::V1(order) = order;
+        PlaceReport::V1(self.node.pool.as_ref().map(|pool| pool.place(order)).unwrap_or_default())
     }
 }

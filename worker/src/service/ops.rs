@@ -10,13 +10,13 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 /// Connections at once: probes and scrapers, nobody else.
 const MAX_CONNECTIONS: usize = 64;
 const HEADER_TIME: Duration = Duration::from_secs(5);
 
-pub(super) async fn serve(listener: TcpListener, node: Arc<Node>) {
+pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>>) {
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
@@ -28,10 +28,10 @@ pub(super) async fn serve(listener: TcpListener, node: Arc<Node>) {
                 continue;
             }
         };
-        let node = Arc::clone(&node);
+        let node = node.clone();
         tokio::spawn(async move {
             let answer = service_fn(move |request| {
-                let node = Arc::clone(&node);
+                let node = Arc::clone(&node.borrow());
                 async move { Ok::<_, Infallible>(answer(&node, &request)) }
             });
             let mut server = hyper::server::conn::http1::Builder::new();

@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 /// The first protocol version with pulls.
 const PULLS_SINCE: u16 = 3;
@@ -150,18 +150,27 @@ async fn receive(
     Ok(())
 }
 
-/// Serves workers that dial this one, until the endpoint is closed.
-pub(super) async fn serve(node: Arc<Node>, endpoint: Arc<Endpoint>) {
+/// Serves workers that dial this one, until the endpoint is closed. `node`: as it is at present.
+pub(super) async fn serve(node: watch::Receiver<Arc<Node>>, endpoint: Arc<Endpoint>) {
     while let Some(connection) = endpoint.accept().await {
-        tokio::spawn(serve_one(Arc::clone(&node), connection));
+        tokio::spawn(serve_one(node.clone(), connection));
     }
 }
 
-async fn serve_one(node: Arc<Node>, connection: Connection) {
+async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
     loop {
-        match connection.accept().await {
+        let incoming = connection.accept().await;
+        let now = Arc::clone(&node.borrow());
+        let incoming = match (incoming, &now.pool) {
+            (Ok(incoming), Some(pool)) => match pool.host().take(incoming) {
+                Some(other) => Ok(other),
+                None => continue,
+            },
+            (incoming, _) => incoming,
+        };
+        match incoming {
             Ok(Incoming::Pull(call)) => {
-                tokio::spawn(send(Arc::clone(&node), call));
+                tokio::spawn(send(now, call));
             }
             Ok(other) => tracing::warn!(?other, "a stream that workers do not serve each other"),
             Err(error) => {

@@ -1,14 +1,15 @@
-//! What computes on this node: an engine that generates, or an encoder.
+//! What computes on this node: an engine that generates, an encoder, or nothing yet.
 
 use super::Loaded;
 use crate::Error;
 use crate::encoder::thread::EncoderHandle;
 use crate::engine::EngineLoad;
-use crate::engine::thread::EngineHandle;
+use crate::engine::thread::{Broken, EngineHandle};
 use crate::kv_events::EventLog;
 use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::Epoch;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -17,14 +18,23 @@ use tokio::sync::watch;
 pub(super) enum Runner {
     Generates(EngineHandle),
     Encodes(EncoderHandle),
+    /// A worker of the pool that leads no replica.
+    Waits(Arc<Waiting>),
 }
 
-/// Calls the method of the same name of whichever it is.
+/// Nothing to do, said in the same words.
+pub(super) struct Waiting {
+    events: Mutex<EventLog>,
+    news: watch::Sender<u64>,
+}
+
+/// Calls the method of the same name of whichever it is; nothing is the default.
 macro_rules! of_either {
     ($self:ident, $call:ident) => {
         match $self {
             Runner::Generates(engine) => engine.$call(),
             Runner::Encodes(encoder) => encoder.$call(),
+            Runner::Waits(_) => Default::default(),
         }
     };
 }
@@ -36,13 +46,18 @@ impl Runner {
         key: &ClusterKey,
         epoch: Epoch,
         stall_floor: Duration,
+        broken: Option<Broken>,
     ) -> Result<Self, Error> {
         match loaded {
             Loaded::Generator(prepared) => {
                 let engine = prepared.engine(key.clone(), epoch)?;
-                EngineHandle::start(engine, stall_floor).map(Self::Generates)
+                EngineHandle::start_with(engine, stall_floor, broken).map(Self::Generates)
             }
             Loaded::Encoder(encoder) => EncoderHandle::start(*encoder, epoch, stall_floor).map(Self::Encodes),
+            Loaded::Nothing => {
+                let events = Mutex::new(EventLog::new(epoch, 0));
+                Ok(Self::Waits(Arc::new(Waiting { events, news: watch::Sender::new(0) })))
+            }
         }
     }
 
@@ -50,28 +65,25 @@ impl Runner {
         of_either!(self, load)
     }
 
-    /// Whether any work is queued or running.
-    pub(super) fn busy(&self) -> bool {
-        match self {
-            Self::Generates(engine) => {
-                let load = engine.load();
-                load.running + load.waiting > 0
-            }
-            Self::Encodes(encoder) => encoder.busy(),
-        }
-    }
-
     pub(super) fn stalled(&self) -> Duration {
         of_either!(self, stalled)
     }
 
     pub(super) fn healthy(&self) -> bool {
-        of_either!(self, healthy)
+        match self {
+            Self::Generates(engine) => engine.healthy(),
+            Self::Encodes(encoder) => encoder.healthy(),
+            Self::Waits(_) => true,
+        }
     }
 
     /// The KV event log.
     pub(super) fn events(&self) -> &Mutex<EventLog> {
-        of_either!(self, events)
+        match self {
+            Self::Generates(engine) => engine.events(),
+            Self::Encodes(encoder) => encoder.events(),
+            Self::Waits(waiting) => &waiting.events,
+        }
     }
 
     /// Changes when there is news: KV events, or, of an encoder, steps.
@@ -79,6 +91,7 @@ impl Runner {
         match self {
             Self::Generates(engine) => engine.newest_event(),
             Self::Encodes(encoder) => encoder.steps(),
+            Self::Waits(waiting) => waiting.news.subscribe(),
         }
     }
 
@@ -87,6 +100,10 @@ impl Runner {
     }
 
     pub(super) fn stop(&self) {
-        of_either!(self, stop);
+        match self {
+            Self::Generates(engine) => engine.stop(),
+            Self::Encodes(encoder) => encoder.stop(),
+            Self::Waits(_) => {}
+        }
     }
 }

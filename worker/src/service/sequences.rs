@@ -49,7 +49,7 @@ async fn perform(
     body: SequenceBody,
 ) -> Result<Answer, SequenceError> {
     let SequenceRequestV1 { model, root, operation } = request;
-    let Some(Runner::Generates(engine)) = node.engine().filter(|_| model == node.served.id) else {
+    let Some(Runner::Generates(engine)) = node.engine().filter(|_| node.serves(&model)) else {
         return Err(SequenceError::Unsupported(format!("this worker generates no text by {model}")));
     };
     let key = |name| SequenceKey { root, name };

@@ -1,17 +1,21 @@
 //! A stage's own side: a worker that holds a layer range for a replica which another one leads.
 
-use super::activations;
+use super::activations::{self, Gathered};
 use super::lead::{arena, dial};
+use super::lease::Claims;
 use super::step;
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
+use crate::sampling::Sampler;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
+use proto::message::GenerateError;
 use proto::stage::{
-    ActivationType, ReplicaId, StageBeginV1, StageDrawnV1, StageFailure, StageFeed, StageFeedV1, StageJoinV1,
-    StageJoinedV1, StageOrder, StageReport, StageStep, StageStepV1,
+    ActivationType, ReplicaId, StageBeginV1, StageDrawnV1, StageDrawnV2, StageFailure, StageFeed,
+    StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1, StageReport, StageSampleV1,
+    StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
 use proto::transport::{
     ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Identity, Incoming,
@@ -21,11 +25,14 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 /// Until the stage before this one has connected.
 const FEED_LIMIT: Duration = Duration::from_secs(10);
+/// Until what was held before has ended.
+const ROOM_LIMIT: Duration = Duration::from_secs(3);
 
 /// What a worker that holds stages is told.
 #[derive(Debug, Clone)]
@@ -45,10 +52,13 @@ pub struct StageService {
     task: tokio::task::JoinHandle<()>,
 }
 
+/// What holds one stage at a time. Who accepts connections hands it what comes in for it.
 #[derive(Debug)]
-struct Host {
+pub(crate) struct Host {
     config: StageConfig,
     endpoint: Arc<Endpoint>,
+    /// Under a cluster: only whoever has claimed this worker makes it a stage, for as long as the claim lasts.
+    claims: Option<Claims>,
     /// One stage at a time.
     room: Arc<Semaphore>,
     /// Who waits for the activations of which replica.
@@ -62,12 +72,7 @@ impl StageService {
         let epoch = Epoch(since_1970.as_micros() as u64);
         let quic = super::attentive(EndpointConfig::new(epoch, [Role::Worker]));
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
-        let host = Arc::new(Host {
-            config,
-            endpoint: Arc::clone(&endpoint),
-            room: Arc::new(Semaphore::new(1)),
-            feeds: Mutex::new(HashMap::new()),
-        });
+        let host = Host::new(config, Arc::clone(&endpoint), None);
         let accepting = Arc::clone(&endpoint);
         let task = tokio::spawn(async move {
             while let Some(connection) = accepting.accept().await {
@@ -91,35 +96,90 @@ impl StageService {
 
 async fn serve(host: Arc<Host>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
+        // Nothing else is served here; dropping it says so.
+        drop(host.take(incoming));
+    }
+}
+
+impl Host {
+    /// Holds nothing yet. With `claims`, only for whoever has claimed it.
+    pub(crate) fn new(config: StageConfig, endpoint: Arc<Endpoint>, claims: Option<Claims>) -> Arc<Self> {
+        let room = Arc::new(Semaphore::new(1));
+        Arc::new(Self { config, endpoint, claims, room, feeds: Mutex::new(HashMap::new()) })
+    }
+
+    /// Who has claimed it, under a cluster.
+    pub(crate) fn claims(&self) -> Option<&Claims> {
+        self.claims.as_ref()
+    }
+
+    /// Serves a stream if it is for a stage; gives it back if not.
+    pub(crate) fn take(self: &Arc<Self>, incoming: Incoming) -> Option<Incoming> {
+        let host = Arc::clone(self);
         match incoming {
-            Incoming::Stage(call) => drop(tokio::spawn(hold(Arc::clone(&host), call))),
+            Incoming::Stage(call) => drop(tokio::spawn(hold(host, call))),
+            Incoming::StageLease(call) if self.claims.is_some() => drop(tokio::spawn(async move {
+                if let Some(claims) = &host.claims {
+                    claims.serve(call).await;
+                }
+            })),
             Incoming::Activations(receiver) => {
                 let StageFeed::V1(StageFeedV1 { replica }) = receiver.feed;
-                let Some(waits) = host.feeds.lock().remove(&replica) else { continue };
-                // Whoever has waited no longer has given up the replica.
-                let _ = waits.send(receiver);
+                if let Some(waits) = host.feeds.lock().remove(&replica) {
+                    // Whoever has waited no longer has given up the replica.
+                    let _ = waits.send(receiver);
+                }
             }
-            // Nothing else is served here; dropping it says so.
-            _ => {}
+            other => return Some(other),
+        }
+        None
+    }
+
+    /// Resolves when `replica` may hold this worker no longer.
+    async fn disowned(&self, replica: ReplicaId) {
+        let Some(claims) = &self.claims else { return std::future::pending().await };
+        if let Some(mut hold) = claims.hold(replica) {
+            hold.ended().await;
+        }
+    }
+
+    /// The place for a stage. A claim has ended what was there before, which may take a moment.
+    async fn room(&self) -> Option<OwnedSemaphorePermit> {
+        let room = Arc::clone(&self.room);
+        match self.claims {
+            None => room.try_acquire_owned().ok(),
+            Some(_) => tokio::time::timeout(ROOM_LIMIT, room.acquire_owned()).await.ok()?.ok(),
         }
     }
 }
 
 /// Takes part in a replica until it ends, and tells its first stage why.
 async fn hold(host: Arc<Host>, call: StageCall) {
-    let StageCall { mut orders, mut reporter } = call;
+    let StageCall { mut orders, reporter } = call;
+    let reporter: Reporter = Arc::new(tokio::sync::Mutex::new(reporter));
     let Ok(StageOrder::Join(join)) = orders.next().await else { return };
     let layers = join.layers;
-    let failure = match take_part(&host, &mut orders, &mut reporter, &join).await {
-        Ok(never) => match never {},
-        Err(failure) => failure,
+    let failure = tokio::select! {
+        ended = take_part(&host, &mut orders, &reporter, &join) => match ended {
+            Ok(never) => match never {},
+            Err(failure) => failure,
+        },
+        () = host.disowned(join.replica) => StageFailure::Busy,
     };
     host.feeds.lock().remove(&join.replica);
     tracing::info!(?layers, %failure, "the replica has ended");
+    let mut reporter = reporter.lock().await;
     // The first stage may be gone, which is why it has ended then.
-    if reporter.send(&StageReport::Failed(failure)).await.is_ok() {
+    if reporter.send(&StageReport::Failed(failure), Vec::new()).await.is_ok() {
         reporter.finish().await;
     }
+}
+
+/// Of the task that talks to the first stage, and of the thread that computes if it is the last one's.
+type Reporter = Arc<tokio::sync::Mutex<StageReporter>>;
+
+async fn report(reporter: &Reporter, report: StageReport) -> Result<(), StageFailure> {
+    reporter.lock().await.send(&report, Vec::new()).await.map_err(|error| neighbour(&error))
 }
 
 type Ended = std::convert::Infallible;
@@ -135,28 +195,31 @@ fn load_failure(error: &Error) -> StageFailure {
 async fn take_part(
     host: &Host,
     orders: &mut StageOrderReceiver,
-    reporter: &mut StageReporter,
+    reporter: &Reporter,
     join: &StageJoinV1,
 ) -> Result<Ended, StageFailure> {
-    let room = Arc::clone(&host.room).try_acquire_owned().map_err(|_| StageFailure::Busy)?;
+    let room = host.room().await.ok_or(StageFailure::Busy)?;
     let (feed_sender, feed) = oneshot::channel();
     host.feeds.lock().insert(join.replica, feed_sender);
     let (path, options, asked) = (host.config.model_path.clone(), host.config.engine.clone(), join.clone());
     let loading = tokio::task::spawn_blocking(move || load_range(&path, &options, &asked));
     let mut decoder = loading.await.map_err(|_| StageFailure::Stops)??;
     let block_bytes = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
-    let joined = StageReport::Joined(StageJoinedV1 { block_bytes });
-    reporter.send(&joined).await.map_err(|error| neighbour(&error))?;
+    report(reporter, StageReport::Joined(StageJoinedV1 { block_bytes })).await?;
     let begin = match orders.next().await.map_err(|error| neighbour(&error))? {
         StageOrder::Begin(begin) => begin,
-        StageOrder::Join(_) => return Err(StageFailure::Busy),
+        StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
     };
     let slabs = lay_out(&host.config, &mut decoder, &begin).map_err(|error| load_failure(&error))?;
-    let next = match &join.next {
-        Some(address) => Some(connect(host, address, join.replica).await.map_err(|error| neighbour(&error))?),
-        None => None,
+    let (behind, next) = match &join.next {
+        Some(address) => {
+            let connected = connect(host, address, join.replica).await;
+            let (connection, sender) = connected.map_err(|error| neighbour(&error))?;
+            (Some(connection), Some(sender))
+        }
+        None => (None, None),
     };
-    reporter.send(&StageReport::Ready).await.map_err(|error| neighbour(&error))?;
+    report(reporter, StageReport::Ready).await?;
     let fed = async { tokio::time::timeout(FEED_LIMIT, feed).await.ok().and_then(Result::ok) };
     let feed = tokio::select! {
         feed = fed => feed.ok_or_else(|| {
@@ -164,17 +227,47 @@ async fn take_part(
         })?,
         error = gone(orders) => return Err(neighbour(&error)),
     };
-    let last = next.is_none();
-    let (row_bytes, rows) = (decoder.spec().hidden * join.activations.bytes(), join.max_rows as usize);
-    let (steps, inbox) = mpsc::channel(2);
-    let (outbox, out) = mpsc::channel(4);
-    let stage = Stage { decoder, slabs, element: join.activations, last, _room: room };
-    crate::progress::spawn("kvasir-stage", move || stage.run(inbox, &outbox))
+    let progress = Arc::new(Mutex::new(StageProgress::default()));
+    let stage = Stage {
+        decoder,
+        slabs,
+        element: join.activations,
+        max_rows: join.max_rows as usize,
+        output: next.map_or_else(|| Output::First(Arc::clone(reporter)), Output::Next),
+        progress: Arc::clone(&progress),
+        runtime: Handle::current(),
+        _room: room,
+    };
+    // The thread ends when the other end of this is dropped with the replica.
+    let (_end, ended) = oneshot::channel();
+    let (failed, mut failure) = oneshot::channel();
+    // Nobody hears a failure behind the replica's end.
+    crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
         .map_err(|error| load_failure(&error))?;
-    tokio::select! {
-        failure = receive(feed, row_bytes, rows, steps) => Err(failure),
-        failure = pass_on(out, next, reporter) => Err(failure),
-        error = gone(orders) => Err(neighbour(&error)),
+    let mut behind = std::pin::pin!(cut(behind));
+    loop {
+        let order = tokio::select! {
+            failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
+            order = orders.next() => order,
+            // Also while nothing is sent there.
+            error = &mut behind => return Err(neighbour(&error)),
+        };
+        match order {
+            Ok(StageOrder::TellProgress) => {
+                let told = progress.lock().report();
+                self::report(reporter, StageReport::Progress(told)).await?;
+            }
+            Ok(_) => return Err(neighbour(&proto::Error::Protocol("an order to a stage that has begun"))),
+            Err(error) => return Err(neighbour(&error)),
+        }
+    }
+}
+
+/// Resolves when the connection to the next stage is gone.
+async fn cut(behind: Option<Connection>) -> proto::Error {
+    match behind {
+        Some(connection) => connection.closed().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -208,9 +301,10 @@ async fn connect(
     host: &Host,
     next: &proto::stage::StageAddressV1,
     replica: ReplicaId,
-) -> Result<ActivationSender, proto::Error> {
+) -> Result<(Connection, ActivationSender), proto::Error> {
     let connection = dial(&host.endpoint, next).await?;
-    connection.open_activations(&StageFeed::V1(StageFeedV1 { replica })).await
+    let sender = connection.open_activations(&StageFeed::V1(StageFeedV1 { replica })).await?;
+    Ok((connection, sender))
 }
 
 /// Resolves when the first stage is gone, or says something that it may not say now.
@@ -221,102 +315,150 @@ async fn gone(orders: &mut StageOrderReceiver) -> proto::Error {
     }
 }
 
-/// Steps from the stage before to the thread that computes.
-async fn receive(
-    mut feed: ActivationReceiver,
-    row_bytes: usize,
-    max_rows: usize,
-    steps: mpsc::Sender<(StageStepV1, Vec<u8>)>,
-) -> StageFailure {
-    loop {
-        match feed.next(row_bytes, max_rows).await {
-            Ok(Some((StageStep::V1(step), bytes))) => {
-                if steps.send((step, bytes)).await.is_err() {
-                    // The thread has said why it ended.
-                    return std::future::pending().await;
-                }
-            }
-            Ok(None) => return StageFailure::Neighbour { reason: "it sends no more".to_owned() },
-            Err(error) => return neighbour(&error),
-        }
+/// How far the thread that computes is.
+#[derive(Debug, Default)]
+struct StageProgress {
+    done: u64,
+    computes: Option<(u64, Instant)>,
+}
+
+impl StageProgress {
+    fn report(&self) -> StageProgressV1 {
+        let for_us = self.computes.map_or(0, |(_, since)| since.elapsed().as_micros() as u64);
+        StageProgressV1 { done: self.done, computes: self.computes.map_or(0, |(step, _)| step), for_us }
     }
 }
 
-/// From the thread that computes to the next stage, or to the first one.
-async fn pass_on(
-    mut out: mpsc::Receiver<Out>,
-    mut next: Option<ActivationSender>,
-    reporter: &mut StageReporter,
-) -> StageFailure {
-    while let Some(out) = out.recv().await {
-        let passed = match (out, &mut next) {
-            (Out::Step(step, activations), Some(next)) => next.send(&step, &activations).await,
-            (Out::Drawn(drawn), None) => reporter.drawn(drawn).await,
-            (Out::Row(row), None) => reporter.row(&row).await,
-            (Out::Failed(failure), _) => return failure,
-            (Out::Step(..), None) | (Out::Drawn(_) | Out::Row(_), Some(_)) => return StageFailure::Stops,
-        };
-        if let Err(error) = passed {
-            return neighbour(&error);
-        }
-    }
-    StageFailure::Stops
-}
-
-/// What comes of a step.
+/// Where a stage's results go.
 #[derive(Debug)]
-enum Out {
-    /// To the next stage.
-    Step(StageStep, Vec<u8>),
-    /// To the first one: what was drawn, and then each wanted row.
-    Drawn(StageDrawnV1),
-    Row(Vec<f32>),
-    /// The stage cannot go on.
-    Failed(StageFailure),
+enum Output {
+    /// Activations, to the stage behind.
+    Next(ActivationSender),
+    /// What the last stage has drawn, to the first one.
+    First(Reporter),
 }
 
-/// A layer range at work, on a thread of its own.
+/// A layer range at work, on a thread of its own, which reads and writes its streams itself: a step passes no other
+/// thread than those that QUIC has.
 struct Stage {
     decoder: Decoder,
     slabs: Slabs,
     element: ActivationType,
-    last: bool,
+    max_rows: usize,
+    output: Output,
+    progress: Arc<Mutex<StageProgress>>,
+    runtime: Handle,
     /// Given back with the memory.
     _room: OwnedSemaphorePermit,
 }
 
 impl Stage {
-    fn run(mut self, mut inbox: mpsc::Receiver<(StageStepV1, Vec<u8>)>, out: &mpsc::Sender<Out>) {
+    /// Computes until the replica ends.
+    fn run(mut self, mut feed: ActivationReceiver, mut ended: oneshot::Receiver<()>) -> StageFailure {
         self.decoder.backend().bind_thread();
-        while let Some((step, bytes)) = inbox.blocking_recv() {
-            if let Err(error) = self.step(step, &bytes, out) {
-                let reason = error.to_string();
-                // Where nobody hears it the replica has ended already.
-                let _ = out.blocking_send(Out::Failed(StageFailure::Step { reason }));
-                return;
+        let row_bytes = self.decoder.spec().hidden * self.element.bytes();
+        let mut gathered = Gathered::new(self.element);
+        loop {
+            let idle = Instant::now();
+            let mut arrived = None;
+            let mut received = 0u64;
+            let mut sink = |bytes: &[u8]| {
+                // From the first byte on the step is here, but for what the link takes.
+                arrived.get_or_insert_with(Instant::now);
+                received += bytes.len() as u64;
+                gathered.push(bytes);
+            };
+            let runtime = self.runtime.clone();
+            let next = runtime.block_on(async {
+                tokio::select! {
+                    biased;
+                    _ = &mut ended => None,
+                    next = feed.next(row_bytes, self.max_rows, &mut sink) => Some(next),
+                }
+            });
+            let step = match next {
+                None => return StageFailure::Stops,
+                Some(Ok(Some(step))) => step.into_latest(),
+                Some(Ok(None)) => {
+                    return StageFailure::Neighbour { reason: "it sends no more".to_owned() };
+                }
+                Some(Err(error)) => return neighbour(&error),
+            };
+            let stalled = arrived.unwrap_or(idle).saturating_duration_since(idle);
+            let spent = StageSpentV1 { stalled_us: micros(stalled), computed_us: 0, received };
+            let (number, since) = (step.plan.step, Instant::now());
+            self.progress.lock().computes = Some((number, since));
+            if let Err(failure) = self.step(step, &gathered.take(), spent, since) {
+                return failure;
             }
+            *self.progress.lock() = StageProgress { done: number, computes: None };
         }
     }
 
-    fn step(&mut self, step: StageStepV1, bytes: &[u8], out: &mpsc::Sender<Out>) -> Result<(), Error> {
-        let activations = activations::decode(self.element, bytes);
-        step::forward(&mut self.decoder, &self.slabs, &step, Some(&activations))?;
-        let tell = |what| out.blocking_send(what).map_err(|_| Error::EngineStopped);
-        if !self.last {
-            let residual = self.decoder.residual(step.tokens.len())?;
-            return tell(Out::Step(StageStep::V1(step), activations::encode(self.element, &residual)));
+    fn step(
+        &mut self,
+        mut step: StageStepV2,
+        activations: &[f32],
+        spent: StageSpentV1,
+        since: Instant,
+    ) -> Result<(), StageFailure> {
+        let failed = |error: Error| StageFailure::Step { reason: error.to_string() };
+        let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
+        let lost = |error: proto::Error| neighbour(&error);
+        if let Output::Next(next) = &mut self.output {
+            step::forward(&mut self.decoder, &self.slabs, &step, Some(activations)).map_err(failed)?;
+            let residual = self.decoder.residual(0..step.plan.tokens.len()).map_err(failed)?;
+            let bytes = activations::encode(self.element, &residual);
+            step.spent.push(spent());
+            return self.runtime.block_on(next.send(&StageStep::V2(step), bytes)).map(drop).map_err(lost);
         }
-        let mut tokens = Vec::with_capacity(step.argmax.len());
-        if !step.argmax.is_empty() {
-            self.decoder.argmax(&step.argmax, &mut tokens)?;
-        }
-        tell(Out::Drawn(StageDrawnV1 { step: step.step, tokens, rows: step.logits.len() as u32 }))?;
-        let mut told = Ok(());
-        self.decoder.logits(&step.logits, &mut |_, row| {
-            if told.is_ok() {
-                told = tell(Out::Row(row.to_vec()));
-            }
-        })?;
-        told
+        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations)).map_err(failed)?;
+        let samplers = self.samplers(std::mem::take(&mut step.samples))?;
+        let (mut drawn, rows) = self.draw(&step, &samplers).map_err(failed)?;
+        drawn.spent = step.spent;
+        drawn.spent.push(spent());
+        let Output::First(first) = &self.output else { return Err(StageFailure::Stops) };
+        let told = async { first.lock().await.send(&StageReport::DrawnV2(drawn), rows).await };
+        self.runtime.block_on(told).map_err(lost)
     }
+
+    /// What draws each sample, and from which row.
+    fn samplers(&self, samples: Vec<StageSampleV1>) -> Result<Vec<(u32, Sampler)>, StageFailure> {
+        let vocab = self.decoder.spec().vocab;
+        let sampler = |sample: StageSampleV1| Ok((sample.row, Sampler::of_sample(sample, vocab)?));
+        let samplers = samples.into_iter().map(sampler).collect::<Result<_, GenerateError>>();
+        samplers.map_err(|error| StageFailure::Step { reason: error.to_string() })
+    }
+
+    /// Makes of the rows behind the last layer what the step wants; also the bytes of rows that go back.
+    fn draw(
+        &mut self,
+        step: &StageStepV2,
+        samplers: &[(u32, Sampler)],
+    ) -> Result<(StageDrawnV2, Vec<u8>), Error> {
+        let plan = &step.plan;
+        let mut tokens = Vec::with_capacity(plan.argmax.len());
+        if !plan.argmax.is_empty() {
+            self.decoder.argmax(&plan.argmax, &mut tokens)?;
+        }
+        let (mut samples, mut rows) = (Vec::with_capacity(samplers.len()), Vec::new());
+        let wanted: Vec<u32> =
+            samplers.iter().map(|(row, _)| *row).chain(plan.logits.iter().copied()).collect();
+        self.decoder.logits(&wanted, &mut |index, row| match samplers.get(index) {
+            Some((_, sampler)) => {
+                let (token, logprobs) = sampler.draw(&mut row.to_vec());
+                samples.push(StageSampledV1 { token, logprobs });
+            }
+            None => rows.extend_from_slice(&activations::encode(ActivationType::F32, row)),
+        })?;
+        let returned = self.decoder.residual(step.returned.iter().map(|row| *row as usize))?;
+        rows.extend_from_slice(&activations::encode(ActivationType::F32, &returned));
+        let drawn = StageDrawnV1 { step: plan.step, tokens, rows: plan.logits.len() as u32 };
+        let returned = step.returned.len() as u32;
+        Ok((StageDrawnV2 { drawn, samples, returned, spent: Vec::new() }, rows))
+    }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
 }

@@ -1,32 +1,25 @@
-//! The first stage's side: it has the others load their layers, tells them how to lay out their caches, sends them
-//! its steps, and hears what the last one has drawn.
+//! The first stage's side of forming a replica: it has the others load their layers, and tells them how to lay out
+//! their caches. What comes then is [`LaterStages`].
 
-use super::activations;
-use super::step::{self, WantedRows};
+use super::later::LaterStages;
+use super::lease::{self, Claim};
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
-use crate::scheduler::{Scheduler, StepPlan};
 use model::spec::ModelSpec;
 use proto::ids::{Epoch, Role};
 use proto::stage::{
-    ActivationType, ReplicaId, StageAddressV1, StageBeginV1, StageDrawnV1, StageFeed, StageFeedV1,
-    StageJoinV1, StageOrder, StageReport, StageStep,
+    ActivationType, ReplicaId, StageAddressV1, StageBeginV1, StageFeed, StageFeedV1, StageJoinV1, StageOrder,
+    StageReport,
 };
-use proto::transport::{
-    ActivationSender, Connection, Endpoint, EndpointConfig, Expected, Identity, StageControl, StageReports,
-};
+use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, Identity, StageControl};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
-
-/// From handing a step over until the last stage has answered: far longer than any step; a stage that is gone is
-/// noticed by its connection, long before.
-const STEP_LIMIT: Duration = Duration::from_secs(60);
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 /// The stages of a replica besides the first one, not yet asked to take part.
 #[derive(Debug)]
@@ -35,6 +28,15 @@ pub struct Replica {
     endpoint: Arc<Endpoint>,
     later: Vec<StageAddressV1>,
     activations: ActivationType,
+    plan: Option<Plan>,
+    lost: watch::Sender<Option<String>>,
+}
+
+/// What a coordinator has said of a replica.
+#[derive(Debug)]
+struct Plan {
+    ranges: Vec<Range<usize>>,
+    claim: Claim,
 }
 
 /// Why an engine cannot go on: another stage of its replica is gone.
@@ -60,7 +62,23 @@ impl Replica {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let config = super::attentive(EndpointConfig::new(Epoch(since_1970.as_micros() as u64), []));
         let endpoint = Endpoint::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), identity, config)?;
-        Ok(Self { runtime: runtime.clone(), endpoint: Arc::new(endpoint), later, activations })
+        let (endpoint, lost) = (Arc::new(endpoint), watch::Sender::new(None));
+        Ok(Self { runtime: runtime.clone(), endpoint, later, activations, plan: None, lost })
+    }
+
+    /// Cut as a coordinator has planned it, a range for each stage; the other stages are claimed and held by leases.
+    pub(crate) fn planned(self, ranges: Vec<Range<usize>>, claim: Claim) -> Self {
+        Self { plan: Some(Plan { ranges, claim }), ..self }
+    }
+
+    /// Says why when a stage that is held by a lease is lost, also while nothing is computed.
+    pub(crate) fn lost(&self) -> watch::Receiver<Option<String>> {
+        self.lost.subscribe()
+    }
+
+    /// By which the stages are reached: closing it ends the replica, whatever it does.
+    pub(crate) fn endpoint(&self) -> Arc<Endpoint> {
+        Arc::clone(&self.endpoint)
     }
 
     /// How many stages it has, the first one included.
@@ -84,10 +102,14 @@ impl Replica {
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
-        let ranges = crate::load::stage_ranges(spec, self.stages())?;
+        let ranges = match &self.plan {
+            Some(plan) => crate::load::check_ranges(spec, &plan.ranges, self.stages())?,
+            None => crate::load::stage_ranges(spec, self.stages())?,
+        };
         let replica = ReplicaId(self.fresh_id());
-        let Self { runtime, endpoint, later, activations } = self;
+        let Self { runtime, endpoint, later, activations, plan, lost } = self;
         let mut stages = Vec::with_capacity(later.len());
+        let mut leases = JoinSet::new();
         for (index, address) in later.iter().enumerate() {
             let range = &ranges[index + 1];
             let order = StageOrder::Join(StageJoinV1 {
@@ -101,6 +123,14 @@ impl Replica {
             });
             let joined = runtime.block_on(async {
                 let connection = dial(&endpoint, address).await?;
+                if let Some(Plan { claim, .. }) = &plan {
+                    let lease = connection.claim_stage(&claim.of(replica)).await?;
+                    let (lost, held, stage) = (lost.clone(), connection.clone(), index + 1);
+                    leases.spawn(async move {
+                        let reason = lease::keep(lease, held).await;
+                        lost.send_replace(Some(format!("stage {stage} is lost: {reason}")));
+                    });
+                }
                 let mut control = connection.open_stage().await?;
                 control.orders.send(&order).await?;
                 Ok(Stage { connection, control })
@@ -108,7 +138,7 @@ impl Replica {
             stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
         }
         let first = ranges[0].clone();
-        Ok((first, Joining { runtime, endpoint, stages, replica, activations, vocab: spec.vocab }))
+        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations }))
     }
 
     /// Unlike that of any other replica.
@@ -144,9 +174,10 @@ pub(crate) struct Joining {
     runtime: Handle,
     endpoint: Arc<Endpoint>,
     stages: Vec<Stage>,
+    /// Those under a cluster; they end with it.
+    leases: JoinSet<()>,
     replica: ReplicaId,
     activations: ActivationType,
-    vocab: usize,
 }
 
 impl Joining {
@@ -197,28 +228,10 @@ impl Joining {
             .runtime
             .block_on(second.connection.open_activations(&feed))
             .map_err(|source| LostStage { stage: 1, source })?;
-        let (heard, hears) = channel();
-        let (steps, outbox) = mpsc::channel(2);
-        let mut tasks = vec![self.runtime.spawn(send(sender, outbox, heard.clone()))];
-        let mut orders = Vec::with_capacity(self.stages.len());
-        for (index, stage) in self.stages.into_iter().enumerate() {
-            let StageControl { orders: own, reports } = stage.control;
-            // Dropped with the engine: that is how a stage hears that the replica has ended.
-            orders.push(own);
-            tasks.push(self.runtime.spawn(listen(index + 1, reports, self.vocab, heard.clone())));
-        }
         let state_group = cache.groups.iter().position(|group| group.kind == GroupKind::State);
-        Ok(LaterStages {
-            blocks,
-            own,
-            state_group,
-            activations: self.activations,
-            steps,
-            hears,
-            tasks,
-            _orders: orders,
-            _endpoint: self.endpoint,
-        })
+        let controls = self.stages.into_iter().map(|stage| stage.control);
+        let layout = super::later::Layout { blocks, own, state_group, activations: self.activations };
+        LaterStages::new(self.runtime, (self.endpoint, self.leases), layout, sender, controls)
     }
 }
 
@@ -227,141 +240,4 @@ pub(super) fn arena(count: u32, blocks_per_slab: &[u32], decoder: &Decoder) -> R
     let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
     Slabs::with_blocks(count, blocks_per_slab, &sizes)
         .ok_or_else(|| Error::KvMemory { reason: "the blocks of a stage cannot be addressed".to_owned() })
-}
-
-/// What the engine's thread is told.
-#[derive(Debug)]
-enum Heard {
-    Drawn(StageDrawnV1),
-    Row(Vec<f32>),
-    Lost(LostStage),
-}
-
-async fn send(
-    mut sender: ActivationSender,
-    mut steps: mpsc::Receiver<(StageStep, Vec<u8>)>,
-    heard: Sender<Heard>,
-) {
-    while let Some((step, activations)) = steps.recv().await {
-        if let Err(source) = sender.send(&step, &activations).await {
-            // An engine that is gone need not hear it.
-            let _ = heard.send(Heard::Lost(LostStage { stage: 1, source }));
-            return;
-        }
-    }
-}
-
-async fn listen(stage: usize, mut reports: StageReports, vocab: usize, heard: Sender<Heard>) {
-    loop {
-        let told = match reports.next().await {
-            Ok(StageReport::Drawn(drawn)) => {
-                let rows = drawn.rows;
-                let mut told = heard.send(Heard::Drawn(drawn)).is_ok();
-                for _ in 0..rows {
-                    let row = match reports.row(vocab).await {
-                        Ok(row) => Heard::Row(row),
-                        Err(source) => Heard::Lost(LostStage { stage, source }),
-                    };
-                    told = told && heard.send(row).is_ok();
-                    if !told {
-                        return;
-                    }
-                }
-                told
-            }
-            Ok(_) => {
-                let source = proto::Error::Protocol("a report at the wrong time");
-                drop(heard.send(Heard::Lost(LostStage { stage, source })));
-                false
-            }
-            Err(source) => {
-                drop(heard.send(Heard::Lost(LostStage { stage, source })));
-                false
-            }
-        };
-        if !told {
-            return;
-        }
-    }
-}
-
-/// All stages of a replica but the first, as its engine sees them.
-#[derive(Debug)]
-pub(crate) struct LaterStages {
-    /// As the scheduler counts.
-    blocks: Slabs,
-    /// As the first stage's arena is cut.
-    own: Slabs,
-    state_group: Option<usize>,
-    activations: ActivationType,
-    steps: mpsc::Sender<(StageStep, Vec<u8>)>,
-    hears: Receiver<Heard>,
-    tasks: Vec<tokio::task::JoinHandle<()>>,
-    _orders: Vec<proto::transport::StageOrders>,
-    _endpoint: Arc<Endpoint>,
-}
-
-impl Drop for LaterStages {
-    fn drop(&mut self) {
-        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
-    }
-}
-
-impl LaterStages {
-    /// Runs a step over the first stage's layers and hands it on. [`Self::drawn`] must follow.
-    pub(crate) fn run(
-        &mut self,
-        decoder: &mut Decoder,
-        scheduler: &Scheduler,
-        plan: &StepPlan,
-        wanted: &WantedRows,
-    ) -> Result<(), Error> {
-        let step = step::describe(scheduler, plan, wanted, &self.blocks, self.state_group)?;
-        step::forward(decoder, &self.own, &step, None)?;
-        let residual = decoder.residual(plan.tokens.len())?;
-        let bytes = activations::encode(self.activations, &residual);
-        if self.steps.blocking_send((StageStep::V1(step), bytes)).is_err() {
-            // Whoever took them in has said why it ended.
-            return self.hear().and(Err(Error::EngineStopped));
-        }
-        Ok(())
-    }
-
-    /// What the last stage makes of a step: tokens into `best`, and each wanted row's logits.
-    pub(crate) fn drawn(
-        &mut self,
-        step: u64,
-        wanted: &WantedRows,
-        best: &mut Vec<u32>,
-        sink: &mut dyn FnMut(usize, &[f32]),
-    ) -> Result<(), Error> {
-        match self.hear()? {
-            Heard::Drawn(drawn)
-                if drawn.step == step
-                    && drawn.tokens.len() == wanted.argmax.len()
-                    && drawn.rows as usize == wanted.logits.len() =>
-            {
-                *best = drawn.tokens;
-            }
-            other => return Err(Error::Invariant(format!("step {step} is answered by {other:?}"))),
-        }
-        for index in 0..wanted.logits.len() {
-            match self.hear()? {
-                Heard::Row(row) => sink(index, &row),
-                other => return Err(Error::Invariant(format!("row {index} is answered by {other:?}"))),
-            }
-        }
-        Ok(())
-    }
-
-    fn hear(&mut self) -> Result<Heard, Error> {
-        match self.hears.recv_timeout(STEP_LIMIT) {
-            Ok(Heard::Lost(lost)) => Err(lost.into()),
-            Ok(heard) => Ok(heard),
-            Err(RecvTimeoutError::Disconnected) => Err(Error::EngineStopped),
-            Err(RecvTimeoutError::Timeout) => Err(Error::StageStep {
-                reason: format!("the last stage has not answered for {} s", STEP_LIMIT.as_secs()),
-            }),
-        }
-    }
 }

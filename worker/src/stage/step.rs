@@ -6,25 +6,40 @@ use crate::kv_cache::{NULL_OFFSET, Slabs};
 use crate::load::MAX_CONTEXT;
 use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
-use proto::stage::{StageCopyV1, StageSequenceV1, StageStateV1, StageStepV1, StageTableV1};
+use proto::stage::{
+    StageCopyV1, StageSampleV1, StageSequenceV1, StageStateV1, StageStepV1, StageStepV2, StageTableV1,
+};
 
 /// Table entries of one step at most, all sequences together, those that no row looks at included.
 const MAX_ENTRIES: usize = 4 << 20;
 
 /// Rows that something is to be made of behind the last layer.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct WantedRows {
     /// Of these the most likely token.
     pub(crate) argmax: Vec<u32>,
+    /// Of these a token drawn in another way.
+    pub(crate) samples: Vec<StageSampleV1>,
     /// Of these all logits.
     pub(crate) logits: Vec<u32>,
 }
 
-/// A planned step in words of block numbers. `slabs` is how the scheduler's cache cuts its arena.
+impl WantedRows {
+    /// All of them, each once.
+    pub(super) fn distinct(&self) -> Vec<u32> {
+        let sampled = self.samples.iter().map(|sample| sample.row);
+        let mut rows: Vec<u32> = self.argmax.iter().chain(&self.logits).copied().chain(sampled).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        rows
+    }
+}
+
+/// A planned step in words of block numbers, nothing made of its rows. `slabs` is how the scheduler's cache cuts its
+/// arena.
 pub(super) fn describe(
     scheduler: &Scheduler,
     plan: &StepPlan,
-    wanted: &WantedRows,
     slabs: &Slabs,
     state_group: Option<usize>,
 ) -> Result<StageStepV1, Error> {
@@ -60,8 +75,8 @@ pub(super) fn describe(
         tokens: plan.tokens.clone(),
         sequences: plan.sequences.iter().map(sequence).collect::<Result<_, Error>>()?,
         copies: copies.collect::<Result<_, Error>>()?,
-        argmax: wanted.argmax.clone(),
-        logits: wanted.logits.clone(),
+        argmax: Vec::new(),
+        logits: Vec::new(),
     })
 }
 
@@ -82,16 +97,19 @@ fn describe_state(
 pub(super) fn forward(
     decoder: &mut Decoder,
     slabs: &Slabs,
-    step: &StageStepV1,
+    step: &StageStepV2,
     activations: Option<&[f32]>,
 ) -> Result<(), Error> {
+    let sampled = step.samples.iter().map(|sample| &sample.row).chain(&step.returned);
+    let step = &step.plan;
     let rows = step.tokens.len();
     let refuse = |reason: String| Err(Error::StageStep { reason });
     let vocab = decoder.spec().vocab;
     if let Some(token) = step.tokens.iter().find(|token| **token as usize >= vocab) {
         return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
     }
-    if let Some(row) = step.argmax.iter().chain(&step.logits).find(|row| **row as usize >= rows) {
+    let mut wanted = step.argmax.iter().chain(&step.logits).chain(sampled);
+    if let Some(row) = wanted.find(|row| **row as usize >= rows) {
         return refuse(format!("row {row} of {rows} is wanted"));
     }
     let groups = decoder.groups().len();
@@ -178,7 +196,7 @@ mod tests {
         (decoder, slabs)
     }
 
-    fn good(decoder: &Decoder) -> StageStepV1 {
+    fn good(decoder: &Decoder) -> StageStepV2 {
         let recurrent = decoder.spec().is_recurrent();
         let table = StageTableV1 { skipped: 0, blocks: vec![5] };
         let state = StageStateV1 { read: None, write: 4, exports: vec![(0, 3)] };
@@ -188,45 +206,49 @@ mod tests {
             tables: vec![table; decoder.groups().len() - usize::from(recurrent)],
             state: recurrent.then_some(state),
         };
-        StageStepV1 {
+        let plan = StageStepV1 {
             step: 1,
             tokens: vec![3, 4],
             sequences: vec![sequence],
             copies: vec![StageCopyV1 { group: 0, from: 1, to: 2 }],
             argmax: vec![1],
             logits: vec![0],
-        }
+        };
+        let samples = vec![StageSampleV1 { row: 1, ..StageSampleV1::default() }];
+        StageStepV2 { plan, samples, returned: vec![0], spent: Vec::new() }
     }
 
     /// A change to a step, and what it is called.
-    type Spoil = (&'static str, fn(&mut StageStepV1));
+    type Spoil = (&'static str, fn(&mut StageStepV2));
 
     #[test]
     fn a_step_that_the_stage_cannot_do_is_refused_before_anything_is_computed() {
-        let spoils: [Spoil; 11] = [
-            ("a token", |step| step.tokens[0] = u32::MAX),
-            ("a wanted token", |step| step.argmax[0] = 2),
-            ("wanted logits", |step| step.logits[0] = u32::MAX),
-            ("more rows", |step| step.sequences[0].rows = 3),
-            ("a long context", |step| step.sequences[0].context = u32::MAX),
-            ("no tables", |step| step.sequences[0].tables.clear()),
-            ("a block", |step| step.sequences[0].tables[0].blocks[0] = 6),
-            ("no block", |step| step.sequences[0].tables[0].blocks[0] = NULL_OFFSET),
-            ("skipped blocks", |step| step.sequences[0].tables[0].skipped = u32::MAX),
-            ("a copy", |step| step.copies[0].to = 6),
-            ("a copy's group", |step| step.copies[0].group = 9),
+        let spoils: [Spoil; 13] = [
+            ("a sample", |step| step.samples[0].row = 2),
+            ("a row back", |step| step.returned[0] = 2),
+            ("a token", |step| step.plan.tokens[0] = u32::MAX),
+            ("a wanted token", |step| step.plan.argmax[0] = 2),
+            ("wanted logits", |step| step.plan.logits[0] = u32::MAX),
+            ("more rows", |step| step.plan.sequences[0].rows = 3),
+            ("a long context", |step| step.plan.sequences[0].context = u32::MAX),
+            ("no tables", |step| step.plan.sequences[0].tables.clear()),
+            ("a block", |step| step.plan.sequences[0].tables[0].blocks[0] = 6),
+            ("no block", |step| step.plan.sequences[0].tables[0].blocks[0] = NULL_OFFSET),
+            ("skipped blocks", |step| step.plan.sequences[0].tables[0].skipped = u32::MAX),
+            ("a copy", |step| step.plan.copies[0].to = 6),
+            ("a copy's group", |step| step.plan.copies[0].group = 9),
         ];
         let states: [Spoil; 3] = [
-            ("no state", |step| step.sequences[0].state = None),
-            ("a slot", |step| step.sequences[0].state.as_mut().unwrap().write = 6),
-            ("an export", |step| step.sequences[0].state.as_mut().unwrap().exports[0].1 = NULL_OFFSET),
+            ("no state", |step| step.plan.sequences[0].state = None),
+            ("a slot", |step| step.plan.sequences[0].state.as_mut().unwrap().write = 6),
+            ("an export", |step| step.plan.sequences[0].state.as_mut().unwrap().exports[0].1 = NULL_OFFSET),
         ];
         for arch in ["llama", "granitehybrid"] {
             let (mut decoder, slabs) = stage(arch);
             let activations = vec![0.5; 2 * decoder.spec().hidden];
             let step = good(&decoder);
             forward(&mut decoder, &slabs, &step, Some(&activations)).unwrap();
-            let of_states = states.iter().filter(|_| step.sequences[0].state.is_some());
+            let of_states = states.iter().filter(|_| step.plan.sequences[0].state.is_some());
             for (what, spoil) in spoils.iter().chain(of_states) {
                 let mut step = step.clone();
                 spoil(&mut step);

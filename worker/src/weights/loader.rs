@@ -66,7 +66,9 @@ impl<'a> Loader<'a> {
             progress(done, total);
             layers.push(self.layer(layer)?);
         }
-        let head = last.then(|| self.head(spec)).transpose()?;
+        // Where it is the embedding too, it takes no memory in the first range: that can help the last one.
+        let shared = embeds && spec.logits().is_some_and(|head| head.linear.weight == spec.embedding.tensor);
+        let head = (last || shared).then(|| self.head(spec)).transpose()?;
         progress(total, total);
         Ok(Weights {
             embedding,

@@ -3,15 +3,16 @@
 use crate::exactness::{asks, assert_same, models, undisturbed};
 use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
 use kvasir_worker::Error;
-use kvasir_worker::engine::Engine;
+use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use kvasir_worker::telemetry::StageLabel;
 use model::ModelFile;
 use model::spec::ModelSpec;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::Sampling;
+use proto::message::{Sampling, Stop};
 use proto::stage::{ActivationType, StageAddressV1, StageFailure};
 use proto::transport::Identity;
 use std::time::{Duration, Instant, SystemTime};
@@ -34,22 +35,28 @@ impl Workers {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let ca = Authority::new(ClusterName::new("c").unwrap(), SystemTime::now()).unwrap();
-        let entered = runtime.enter();
-        let (mut services, mut addresses) = (Vec::new(), Vec::new());
-        for index in 1..=count {
-            let name = format!("w{index}");
-            let config = StageConfig {
-                model_path: path(model),
-                listen: "127.0.0.1:0".parse().unwrap(),
-                engine: engine.clone(),
-            };
-            let service = StageService::start(config, &identity(&ca, &name)).unwrap();
-            let quic = service.quic_address().to_string();
-            addresses.push(StageAddressV1 { node: NodeId::new(name).unwrap(), quic });
-            services.push(service);
-        }
-        drop(entered);
-        Self { runtime, ca, services, addresses }
+        let mut workers = Self { runtime, ca, services: Vec::new(), addresses: Vec::new() };
+        (0..count).for_each(|index| workers.add(index, format!("w{}", index + 1), model, engine));
+        workers
+    }
+
+    fn add(&mut self, index: usize, name: String, model: &str, engine: &EngineOptions) {
+        let _entered = self.runtime.enter();
+        let config = StageConfig {
+            model_path: path(model),
+            listen: "127.0.0.1:0".parse().unwrap(),
+            engine: engine.clone(),
+        };
+        let service = StageService::start(config, &identity(&self.ca, &name)).unwrap();
+        let quic = service.quic_address().to_string();
+        self.addresses.insert(index, StageAddressV1 { node: NodeId::new(name).unwrap(), quic });
+        self.services.insert(index, service);
+    }
+
+    /// Another worker in the place of one that has stopped.
+    fn replace(&mut self, index: usize, model: &str) {
+        self.addresses.remove(index);
+        self.add(index, format!("other{index}"), model, &options(model));
     }
 
     fn replica(&self, activations: ActivationType) -> Replica {
@@ -149,11 +156,112 @@ fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
         let (options, want) = tight.unwrap();
         let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
         let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
-        // The same arena for the same model, however it is cut: the same sequences give way.
-        assert_eq!(gave_way(&got), gave_way(&want), "{model}");
+        // Which and how often depends on what is under way.
+        assert!(gave_way(&got) > 0, "{model}");
         for (want, got) in want.iter().zip(&got) {
             assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
         }
+    }
+}
+
+/// One of each way to draw, and choices of one prompt.
+fn draws() -> Vec<Ask> {
+    let base = Sampling { temperature: 0.9, seed: 11, ..Sampling::default() };
+    let bias = vec![(9, 3.0), (17, -100.0), (300, 1.5)];
+    let samplings = [
+        Sampling::default(),
+        base.clone(),
+        Sampling { top_k: 5, ..base.clone() },
+        Sampling { top_p: 0.7, ..base.clone() },
+        Sampling { min_p: 0.1, ..base.clone() },
+        Sampling { repetition_penalty: 1.3, ..base.clone() },
+        Sampling { presence_penalty: 0.8, frequency_penalty: 0.4, ..base.clone() },
+        Sampling { logit_bias: bias.clone(), ..base.clone() },
+        Sampling { logprobs: Some(4), ..base.clone() },
+        Sampling { logprobs: Some(0), repetition_penalty: 0.8, logit_bias: bias, ..Sampling::default() },
+    ];
+    let with = |(seed, sampling): (u64, Sampling)| {
+        let ask = Ask { sampling, ..Ask::greedy(prompt(60 + seed, 21), 24).tokens_only() };
+        // Ends are barred for a while, on the device or not.
+        Ask { stop: Stop { min_tokens: if seed % 2 == 0 { 6 } else { 0 }, ..ask.stop.clone() }, ..ask }
+    };
+    let mut asks: Vec<Ask> = (0..).zip(samplings).map(with).collect();
+    asks.extend((0..4).map(|seed| Ask {
+        sampling: Sampling { seed, logprobs: Some(2), ..base.clone() },
+        ..Ask::greedy(prompt(99, 40), 24).tokens_only()
+    }));
+    // Rows that are wanted whole beside such as are drawn from elsewhere.
+    asks.push(Ask { sampling: base, ..Ask::greedy(prompt(98, 30), 10) });
+    asks
+}
+
+#[test]
+fn the_last_stage_draws_what_one_worker_would() {
+    for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
+        let asks = draws();
+        let want = one_by_one(&mut open(model, &options(model)), &asks);
+        for shards in 2..=most_shards(model).min(3) {
+            let workers = Workers::start(model, shards - 1, &options(model));
+            let mut engine = workers.engine(model, &options(model)).unwrap();
+            for what in ["at once", "again, from the cache"] {
+                let got = together(&mut engine, &asks);
+                for (index, (want, got)) in want.iter().zip(&got).enumerate() {
+                    let what = format!("{model} over {shards}, {what}: {:?}", asks[index].sampling);
+                    assert_eq!((&got.tokens, &got.text), (&want.tokens, &want.text), "{what}");
+                    assert_eq!(got.logprobs, want.logprobs, "{what}");
+                }
+            }
+            assert_eq!(engine.load().kv_used, 0, "nothing is held");
+            engine.check().unwrap();
+        }
+    }
+}
+
+#[test]
+fn several_steps_are_under_way_and_all_stages_compute() {
+    let model = "tiny/llama/llama-f32";
+    let workers = Workers::start(model, 2, &options(model));
+    let mut engine = workers.engine(model, &options(model)).unwrap();
+    let asks: Vec<Ask> = (0..6).map(|seed| Ask::greedy(prompt(seed, 300), 40).tokens_only()).collect();
+    let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+    let mut most = 0;
+    while engine.has_work() {
+        engine.step(Instant::now()).unwrap();
+        most = most.max(engine.metrics().shards.under_way.get());
+    }
+    assert!(most >= 3, "{most} steps under way");
+    assert!(asked.iter().all(|asked| asked.heard().tokens.len() == 40));
+    let shards = &engine.metrics().shards;
+    for stage in 0..3 {
+        let label = StageLabel { stage };
+        assert!(shards.busy.get_or_create(&label).get() > 0.0, "stage {stage}");
+        assert!(shards.bytes.get_or_create(&label).get() > 0 || stage == 0, "stage {stage}");
+    }
+    assert_eq!(shards.under_way.get(), 0);
+}
+
+#[test]
+fn a_request_that_is_cancelled_while_its_rows_are_under_way_leaves_nothing_behind() {
+    let model = "tiny/qwen35/qwen35-f32";
+    let workers = Workers::start(model, 1, &options(model));
+    let mut engine = workers.engine(model, &options(model)).unwrap();
+    let kept = Ask::greedy(prompt(2, 50), 20).tokens_only();
+    let want = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&kept));
+    for steps in 1..6 {
+        let asked = submit(&mut engine, &Ask::greedy(prompt(40 + steps, 500), 20).tokens_only());
+        let beside = submit(&mut engine, &kept);
+        for _ in 0..steps {
+            engine.step(Instant::now()).unwrap();
+        }
+        engine.cancel(asked.id.unwrap());
+        while engine.has_work() {
+            engine.step(Instant::now()).unwrap();
+        }
+        assert_eq!(beside.heard().tokens, want[0].tokens);
+        // What was under way when the last request ended is taken in too.
+        while engine.step(Instant::now()).unwrap() != StepOutcome::Idle {}
+        assert_eq!(engine.load().kv_used, 0, "cancelled after {steps} steps");
+        engine.check().unwrap();
     }
 }
 
@@ -240,7 +348,17 @@ fn a_lost_stage_ends_the_replica_within_three_seconds() {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(error, Error::StageLost(_)), "{error}");
+        assert!(matches!(&error, Error::StageLost(who) if who.stage == lost + 1), "{error}");
         assert!(since.elapsed() < Duration::from_secs(3), "{:?}", since.elapsed());
+        // Formed again with another worker in its place, it holds nothing of what was under way.
+        drop(engine);
+        workers.replace(lost, model);
+        let mut engine = workers.next_engine(model, &options(model));
+        let ask = Ask::greedy(prompt(1, 20), 8);
+        let want = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&ask));
+        assert_eq!(engine.load().kv_used, 0);
+        assert_same("formed again", &want, &one_by_one(&mut engine, &[ask]));
+        assert_eq!(engine.load().kv_used, 0);
+        engine.check().unwrap();
     }
 }

@@ -8,8 +8,8 @@ use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequestV1, GenerateRequestV2, LoadReport, PullReportV1, Register, Registered,
-    RegisteredV1, Sampling, Stop, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
+    GenerateFrame, GenerateRequestV3, LoadReport, PullReportV1, Register, Registered, RegisteredV1, Sampling,
+    Stop, TokenIds, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
 };
 use proto::pull::PullSourceV1;
 use proto::service::{CoordinatorApi, Refusal, deadline};
@@ -125,6 +125,7 @@ impl Cluster {
             part: WorkPart::Both,
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,
+            pool: None,
         };
         let service = WorkerService::start(config, &issued.identity().unwrap()).await.unwrap();
         let connection = soon("joining", self.coordinator.accept()).await.unwrap();
@@ -155,20 +156,21 @@ impl Worker {
     }
 
     pub(crate) async fn open(&self, prompt: &[u32], pull: Option<PullSourceV1>) -> GenerateStream {
-        let request = GenerateRequestV1 {
+        let request = GenerateRequestV3 {
             request_id: RequestId::new("r").unwrap(),
             choice: 0,
             attempt: Attempt(0),
             model: ModelId::new("m").unwrap(),
             root: ROOT,
-            prompt: prompt.to_vec(),
-            emitted: Vec::new(),
+            prompt: prompt.into(),
+            emitted: TokenIds::default(),
             sampling: Sampling { logprobs: Some(20), ..Sampling::default() },
             stop: Stop { max_tokens: 12, ignore_eos: true, ..Stop::default() },
             predicted_cached: 0,
             deadline_ms: 0,
+            pull,
         };
-        let request = GenerateRequestV2 { request, pull }.at_version(self.connection.version());
+        let request = request.at_version(self.connection.version());
         self.connection.open_generate(&request).await.unwrap()
     }
 

@@ -48,8 +48,8 @@ pub struct ChangeV1 {
 pub struct Level(pub u32);
 
 impl Level {
-    /// What this build understands.
-    pub const OWN: Self = Self(1);
+    /// What this build understands: 2 is replicas of several stages.
+    pub const OWN: Self = Self(2);
 }
 
 /// A change of the table.
@@ -83,6 +83,12 @@ pub enum Change {
     KeyRevoked([u8; 32]),
     /// The routing policy changes from one version to another.
     PolicyAdvanced(PolicyAdvancedV1),
+    /// A replica of several stages is to be put together, perhaps in another's place. Its life is this entry's index.
+    ReplicaPlaced(ReplicaPlacedV1),
+    /// The replica with this life is no more.
+    ReplicaDropped(u64),
+    /// A file is no model that can be served: it is placed nowhere any more.
+    ModelCondemned(ModelCondemnedV1),
 }
 
 impl Change {
@@ -91,6 +97,7 @@ impl Change {
         match self {
             // Reporting a level is how one is reached.
             Self::LevelReported(_) => Level(0),
+            Self::ReplicaPlaced(_) | Self::ReplicaDropped(_) | Self::ModelCondemned(_) => Level(2),
             _ => Level(1),
         }
     }
@@ -216,6 +223,47 @@ pub struct PolicyAdvancedV1 {
     pub from: u64,
     /// The new version.
     pub to: u64,
+}
+
+/// See [`Change::ReplicaPlaced`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaPlacedV1 {
+    /// The plan.
+    pub plan: ReplicaPlanV1,
+    /// The life of the replica whose place it takes; that must still be there.
+    pub replaces: Option<u64>,
+}
+
+/// A replica of several stages.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaPlanV1 {
+    /// The model.
+    pub model: ModelId,
+    /// Digest of its file(s).
+    pub model_digest: [u8; 32],
+    /// In the order of their layers, the first leads; no worker twice, and at most
+    /// [`MAX_STAGES`](proto::placement::MAX_STAGES).
+    pub stages: Vec<StagePlanV1>,
+}
+
+/// A worker's part of a replica.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StagePlanV1 {
+    /// The worker.
+    pub node: NodeId,
+    /// First layer, and the one behind the last.
+    pub layers: (u32, u32),
+}
+
+/// See [`Change::ModelCondemned`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelCondemnedV1 {
+    /// Digest of the file(s).
+    pub model_digest: [u8; 32],
+    /// Who has found out.
+    pub node: NodeId,
+    /// What is wrong; at most [`MAX_REASON`](super::MAX_REASON) bytes.
+    pub reason: String,
 }
 
 /// The bytes of an entry, as they stand in the log.

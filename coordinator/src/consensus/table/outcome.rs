@@ -74,6 +74,12 @@ pub enum Refusal {
     /// A number is out of its range.
     #[error("a value is out of its range")]
     OutOfRange,
+    /// The worker is part of another replica.
+    #[error("{0} is part of another replica")]
+    Taken(NodeId),
+    /// The file was found to be no model that can be served.
+    #[error("the model's file was found to be unusable")]
+    Condemned,
 }
 
 /// What the table has many of.
@@ -91,6 +97,8 @@ pub enum Kind {
     Key,
     /// A place of a model.
     Place,
+    /// A replica.
+    Replica,
 }
 
 impl std::fmt::Display for Kind {
@@ -102,6 +110,7 @@ impl std::fmt::Display for Kind {
             Self::Tenant => "tenant",
             Self::Key => "key",
             Self::Place => "place",
+            Self::Replica => "replica",
         })
     }
 }

@@ -44,6 +44,13 @@ impl Client {
         apply_change(&mut self.table, self.id, self.seq, change)
     }
 
+    /// All members understand this level.
+    fn reach(&mut self, level: u32) {
+        for node in ["c0", "c1", "c2", "c4"].map(node) {
+            self.make(Change::LevelReported(LevelReportedV1 { node, level: Level(level) }));
+        }
+    }
+
     fn done(&mut self, change: Change) -> Option<Membership> {
         let applied = self.make(change);
         assert_eq!(applied.outcome, Outcome::Done);
@@ -101,6 +108,19 @@ fn plan(name: &str) -> ModelPlanV1 {
     }
 }
 
+fn replica(nodes: &[&str]) -> ReplicaPlanV1 {
+    let stages = (0..).zip(nodes).map(|(at, name)| StagePlanV1 { node: node(name), layers: (at, at + 1) });
+    ReplicaPlanV1 { model: ModelId::new("m").unwrap(), model_digest: [1; 32], stages: stages.collect() }
+}
+
+fn placed(nodes: &[&str], replaces: Option<u64>) -> Change {
+    Change::ReplicaPlaced(ReplicaPlacedV1 { plan: replica(nodes), replaces })
+}
+
+fn condemned(byte: u8) -> ModelCondemnedV1 {
+    ModelCondemnedV1 { model_digest: [byte; 32], node: node("w0"), reason: "no layers".into() }
+}
+
 /// One of each, in the order of their variants.
 fn every_change() -> Vec<Change> {
     let register = register("w0", 3, &[("m", 7)]);
@@ -119,6 +139,9 @@ fn every_change() -> Vec<Change> {
         Change::KeySet(key(5, "a")),
         Change::KeyRevoked([5; 32]),
         Change::PolicyAdvanced(PolicyAdvancedV1 { from: 0, to: 1 }),
+        Change::ReplicaPlaced(ReplicaPlacedV1 { plan: replica(&["w0", "w1"]), replaces: Some(300) }),
+        Change::ReplicaDropped(300),
+        Change::ModelCondemned(condemned(9)),
     ]
 }
 
@@ -153,7 +176,8 @@ fn every_entry_and_the_table_are_written_as_shipped() {
         written.push((name, bytes));
     }
     let mut client = Client::new();
-    for change in every_change() {
+    // What the first level knows, in the first form.
+    for change in every_change().into_iter().filter(|change| change.level() <= Level(1)) {
         client.make(change);
     }
     client.done(Change::LearnerAdded(seat("c4", 1)));
@@ -162,6 +186,10 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::ModelPlanned(plan("n")));
     client.done(Change::WorkerJoined(Register::V2(register("w1", 1, &[("m", 7)]))));
     written.push(("table".into(), client.table.to_bytes().unwrap()));
+    client.reach(2);
+    client.done(placed(&["w0", "w1"], None));
+    client.done(Change::ModelCondemned(condemned(9)));
+    written.push(("table/2".into(), client.table.to_bytes().unwrap()));
     let mut missing = String::new();
     for (name, bytes) in &written {
         match golden.get(name.as_str()) {
@@ -356,4 +384,39 @@ proptest! {
         prop_assert_eq!(&whole, &cut_table);
         prop_assert_eq!((&whole.workers, &whole.coordinators, whole.policy), (&twice.workers, &twice.coordinators, twice.policy));
     }
+}
+
+#[test]
+fn a_replica_has_workers_of_its_own_and_gives_way_to_the_one_that_replaces_it() {
+    let mut client = Client::new();
+    assert_eq!(client.refused(placed(&["w0"], None)), Refusal::LevelTooLow(Level(1)));
+    client.reach(2);
+    client.done(placed(&["w0", "w1"], None));
+    let first = client.table.applied();
+    assert_eq!(client.refused(placed(&["w2", "w1"], None)), Refusal::Taken(node("w1")));
+    client.done(placed(&["w2", "w3"], None));
+    assert_eq!(client.table.replicas().keys().copied().collect::<Vec<_>>(), [first, first + 2]);
+    client.done(placed(&["w1", "w4", "w0"], Some(first)));
+    let lives: Vec<u64> = client.table.replicas().keys().copied().collect();
+    assert_eq!(lives, [first + 2, first + 3], "a later plan has a larger life");
+    // What has been replaced is not replaced again, by a leader that was late.
+    assert_eq!(client.refused(placed(&["w0"], Some(first))), Refusal::Unknown(Kind::Replica));
+    for wrong in [&["w8", "w8"][..], &[]] {
+        assert_eq!(client.refused(placed(wrong, None)), Refusal::OutOfRange);
+    }
+    client.done(Change::ReplicaDropped(first + 2));
+    assert_eq!(client.refused(Change::ReplicaDropped(first + 2)), Refusal::Unknown(Kind::Replica));
+    assert_eq!(Table::from_bytes(&client.table.to_bytes().unwrap()).unwrap(), client.table);
+}
+
+#[test]
+fn a_file_that_cannot_be_served_is_placed_nowhere() {
+    let mut client = Client::new();
+    client.reach(2);
+    client.done(placed(&["w0", "w1"], None));
+    client.done(Change::ModelCondemned(condemned(1)));
+    assert!(client.table.replicas().is_empty(), "what was made of it goes");
+    assert_eq!(client.refused(placed(&["w2"], None)), Refusal::Condemned);
+    let long = ModelCondemnedV1 { reason: "x".repeat(MAX_REASON + 1), ..condemned(2) };
+    assert_eq!(client.refused(Change::ModelCondemned(long)), Refusal::TooLarge);
 }

@@ -3,6 +3,7 @@
 use super::{Tree, unit};
 use crate::prefix_index::sets::{Lane, Set};
 use crate::prefix_index::strand::Before;
+use crate::prefix_index::units::Place;
 use proto::block::BlockId;
 
 impl Tree {
@@ -66,6 +67,21 @@ impl Tree {
                 (last, strand, at) = (above - 1, parent, behind - 1);
             }
         }
+    }
+
+    /// The strands that the known units of `chain` stand in, the deepest first, each with how many of its units, and how
+    /// many these are in all. `None` if none is known, or if the way up from the deepest does not lead to a start.
+    pub(super) fn known_path(&self, chain: &[BlockId]) -> Option<(Vec<Place>, usize)> {
+        let (last, mut strand, at) = self.deepest(chain)?;
+        let mut path = vec![(strand, at + 1)];
+        let mut above = last.checked_sub(at as usize)?;
+        while let Before::Strand { parent, at } = self.strands[strand].before {
+            path.push((parent, at));
+            above = above.checked_sub(at as usize)?;
+            strand = parent;
+        }
+        let whole = above == 0 && matches!(self.strands[strand].before, Before::Start(_));
+        whole.then_some((path, last + 1))
     }
 
     /// The deepest unit of `chain` that is known: its place in the chain, its strand, its place there.

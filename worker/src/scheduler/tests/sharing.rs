@@ -2,7 +2,7 @@
 
 use super::simulator::*;
 use crate::kv_cache::{HitStop, NULL_OFFSET};
-use crate::scheduler::{SchedulerConfig, SeqId, SeqSlot};
+use crate::scheduler::{SchedulerConfig, SeqId, SeqSlot, SequenceRequest};
 use proto::event::KvEvent;
 
 #[test]
@@ -75,29 +75,29 @@ fn followers_take_over_when_their_producer_goes() {
 
 #[test]
 fn a_stalled_producer_is_not_waited_for() {
-    // The producer's only row of a step is in flight and does not return; the follower gives up on it.
-    let mut scheduler = bare(SchedulerConfig { follower_patience: 3, ..chunked(16) }, full(16, 100));
+    // The producer comes last, and what is left of a step is taken before its turn comes.
+    let config = SchedulerConfig { follower_patience: 3, max_batch_tokens: 24, ..chunked(16) };
+    let mut scheduler = bare(config, full(16, 100));
     scheduler.submit(request(1, tokens(0..200), 1)).unwrap();
-    scheduler.submit(request(2, tokens(0..201), 1)).unwrap();
-    scheduler.submit(request(3, tokens(500..900), 1)).unwrap();
-    let stuck = scheduler.plan().unwrap().unwrap();
-    assert_eq!(stuck.sequences.iter().map(|s| s.id.0).collect::<Vec<_>>(), [1, 3]);
-    // Sequence 3 is in flight as well, so nothing can be planned, however often one asks.
-    for _ in 0..10 {
-        assert_eq!(scheduler.plan().unwrap(), None);
+    let plan = scheduler.plan().unwrap().unwrap();
+    finish(&mut scheduler, &plan);
+    for (id, priority, prompt) in [(2, 2, 5000..5400), (3, 1, 0..201), (4, 1, 9000..9400)] {
+        scheduler.submit(SequenceRequest { priority, ..request(id, tokens(prompt), 1) }).unwrap();
     }
-    scheduler.submit(request(4, tokens(1000..1400), 1)).unwrap();
+    // Who comes in comes last once.
+    let plan = scheduler.plan().unwrap().unwrap();
+    finish(&mut scheduler, &plan);
     let mut waited = 0;
     loop {
-        // Fresh prompts keep the steps coming while the first step does not end.
         let plan = scheduler.plan().unwrap().unwrap();
-        if plan.sequences.iter().any(|s| s.id.0 == 2) {
+        let ids: Vec<_> = plan.sequences.iter().map(|s| s.id.0).collect();
+        if ids.contains(&3) {
             break;
         }
+        assert_eq!(ids, [2, 4]);
+        finish(&mut scheduler, &plan);
         waited += 1;
         assert!(waited < 10, "the follower waits for ever");
-        let id = 10 + waited;
-        scheduler.submit(request(id, tokens(2000 * id as u32..2000 * id as u32 + 100), 1)).unwrap();
     }
     assert_eq!(waited, 3);
     assert_eq!(scheduler.stats().counters.takeovers, 1);

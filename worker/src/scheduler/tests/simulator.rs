@@ -56,6 +56,8 @@ pub(super) struct Sim {
     /// Likewise.
     pub(super) boundaries: Vec<u32>,
     pub(super) pins: Vec<PinId>,
+    /// Of the next steps.
+    pub(super) limits: StepLimits,
     /// States kept in the middle of a step's rows.
     pub(super) exports: u64,
 }
@@ -82,6 +84,7 @@ impl Sim {
             priority: 0,
             boundaries: Vec::new(),
             pins: Vec::new(),
+            limits: StepLimits::NONE,
             exports: 0,
         }
     }
@@ -181,7 +184,7 @@ impl Sim {
 
     /// Plans a step and computes it: a device executes steps in order, so its memory changes here.
     pub(super) fn plan(&mut self) -> Option<Pending> {
-        let plan = self.scheduler.plan().unwrap()?;
+        let plan = self.scheduler.plan_within(self.limits).unwrap()?;
         let tables: Vec<Vec<BlockTable>> =
             plan.sequences.iter().map(|s| self.scheduler.tables(s.slot).to_vec()).collect();
         self.copies += plan.copies.len() as u64;

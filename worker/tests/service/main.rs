@@ -1,5 +1,8 @@
-//! A worker among coordinators of every version of the protocol: each is told what it understands (fault F25).
+//! A worker as its coordinators see it.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
+
+mod drain;
+mod versions;
 
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{WorkerConfig, WorkerService};
@@ -8,15 +11,16 @@ use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequest, GenerateRequestV1, LoadReport, Register, Registered, RegisteredV1,
-    Sampling, Stop, WorkPart,
+    GenerateRequest, GenerateRequestV1, LoadReport, Register, Registered, RegisteredV1, Sampling, Stop,
+    WorkPart,
 };
 use proto::service::{CoordinatorApi, Refusal};
-use proto::transport::{Endpoint, EndpointConfig, Incoming, VersionRange};
+use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming, VersionRange};
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 use tarpc::context::Context;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -40,6 +44,7 @@ impl CoordinatorApi for Coordinator {
             Register::V1(_) => 1,
             Register::V2(_) => 2,
             Register::V3(_) => 3,
+            Register::V4(_) => 4,
         };
         // Fails only when the test is over.
         let _ = self.0.send(Told::Registered(form));
@@ -57,8 +62,19 @@ impl CoordinatorApi for Coordinator {
     }
 }
 
-/// A coordinator that speaks up to `newest`, with a worker as it is: what it was told, and the tokens that it got.
-async fn meets(newest: u16) -> (Vec<Told>, usize) {
+/// A worker that has registered with its one coordinator.
+struct Pair {
+    worker: WorkerService,
+    /// The coordinator's end.
+    connection: Connection,
+    /// What the worker has told so far, and tells.
+    told: Vec<Told>,
+    _serves: JoinSet<()>,
+    _endpoint: Endpoint,
+}
+
+/// A worker as it is, with a coordinator that speaks up to `newest`.
+async fn pair(newest: u16) -> Pair {
     let now = SystemTime::now();
     let ca = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
     let identity = |role, name| ca.issue(role, NodeId::new(name).unwrap(), now).unwrap().identity().unwrap();
@@ -66,9 +82,8 @@ async fn meets(newest: u16) -> (Vec<Told>, usize) {
     config.versions = VersionRange { min: 1, max: newest };
     let endpoint = Endpoint::bind(any_port(), &identity(Role::Coordinator, "c0"), config).unwrap();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny/llama/llama-f32.gguf");
-    let model_id = ModelId::new("tiny").unwrap();
     let config = WorkerConfig {
-        model_id: model_id.clone(),
+        model_id: model_id(),
         model_path: model.into(),
         coordinators: vec![endpoint.address().to_string()],
         listen: any_port(),
@@ -77,16 +92,21 @@ async fn meets(newest: u16) -> (Vec<Told>, usize) {
         part: WorkPart::Both,
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
         stall_floor: PATIENCE,
+        pool: None,
     };
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();
     assert_eq!(connection.version(), newest.min(VersionRange::CURRENT.max));
     let (say, mut said) = mpsc::unbounded_channel();
     let serving = connection.clone();
-    let serves = tokio::spawn(async move {
+    let mut serves = JoinSet::new();
+    serves.spawn(async move {
+        // Not read, but not given up either: a worker whose events nobody takes leaves.
+        let mut unread = Vec::new();
         while let Ok(incoming) = serving.accept().await {
-            if let Incoming::CoordinatorRpc(rpc) = incoming {
-                tokio::spawn(rpc.serve(Coordinator(say.clone())));
+            match incoming {
+                Incoming::CoordinatorRpc(rpc) => drop(tokio::spawn(rpc.serve(Coordinator(say.clone())))),
+                other => unread.push(other),
             }
         }
     });
@@ -94,39 +114,26 @@ async fn meets(newest: u16) -> (Vec<Told>, usize) {
     while !matches!(told.last(), Some(Told::Reported(_))) {
         told.push(said.recv().await.unwrap());
     }
-    let request = GenerateRequest::V1(GenerateRequestV1 {
+    Pair { worker, connection, told, _serves: serves, _endpoint: endpoint }
+}
+
+fn model_id() -> ModelId {
+    ModelId::new("tiny").unwrap()
+}
+
+/// For so many tokens, whatever they are.
+fn request(tokens: u32) -> GenerateRequest {
+    GenerateRequest::V1(GenerateRequestV1 {
         request_id: RequestId::new("r").unwrap(),
         choice: 0,
         attempt: Attempt(0),
-        model: model_id,
+        model: model_id(),
         root: BlockId([1; 16]),
         prompt: vec![5, 6, 7],
         emitted: Vec::new(),
         sampling: Sampling::default(),
-        stop: Stop { max_tokens: 4, ignore_eos: true, ..Stop::default() },
+        stop: Stop { max_tokens: tokens, ignore_eos: true, ..Stop::default() },
         predicted_cached: 0,
         deadline_ms: 0,
-    });
-    let mut stream = connection.open_generate(&request).await.unwrap();
-    let mut tokens = 0;
-    while let Some(frame) = stream.next().await {
-        if let GenerateFrame::Tokens(new) = frame.unwrap() {
-            tokens += new.len();
-        }
-    }
-    worker.stop().await;
-    serves.abort();
-    (told, tokens)
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_coordinator_is_told_what_it_understands() {
-    for newest in 1..=VersionRange::CURRENT.max + 1 {
-        let (told, tokens) = tokio::time::timeout(PATIENCE, meets(newest)).await.unwrap();
-        assert_eq!(tokens, 4, "protocol {newest}");
-        for form in told {
-            let (Told::Registered(version) | Told::Reported(version)) = form;
-            assert!(version <= newest, "protocol {newest}: {form:?}");
-        }
-    }
+    })
 }

@@ -1,0 +1,235 @@
+//! What a coordinator computes between a body and a placed request, step by step: one thread, no sockets, the same
+//! bodies as the other rows. The parts are timed on their own, with models and memos of their own, since what a memo
+//! has seen once it knows; so their sum is about the whole and not exactly it.
+
+use super::bodies::{Bodies, Kind};
+use anyhow::{Context, anyhow};
+use coordinator::api::documents::Popularity;
+use coordinator::api::fields::Fields;
+use coordinator::api::plan::{self, Plan, Sources};
+use coordinator::api::prompt::messages;
+use coordinator::balancer::{Action, Ask, Balancer, Policy};
+use coordinator::chain_memo::ChainMemo;
+use coordinator::models::{ModelEntry, Models, OfferedModel};
+use coordinator::table::TableChange;
+use proto::block::{BlockId, ClusterKey};
+use proto::event::{KvEvent, KvEventBatch, Medium};
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::message::{LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState};
+use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const EPOCH: Epoch = Epoch(1);
+const WORKERS: [&str; 2] = ["w0", "w1"];
+const CHAIN_BYTES: usize = 32 << 20;
+const CHAT: &[&str] =
+    &["messages", "model", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"];
+
+/// What to plan.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The model's file, for its tokenizer and chat template.
+    #[arg(long)]
+    model_file: PathBuf,
+    /// Its name.
+    #[arg(long, default_value = "smollm2-135m")]
+    model: String,
+    /// What bodies consist of; all kinds if it is not said.
+    #[arg(long, value_enum)]
+    body: Option<Kind>,
+    /// Requests that are timed, after as many that are not.
+    #[arg(long, default_value_t = 400)]
+    requests: usize,
+}
+
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let kinds = args.body.map_or(vec![Kind::Short, Kind::Prefix, Kind::Rag, Kind::Cold], |kind| vec![kind]);
+    for kind in kinds {
+        let mut bench = Bench::open(&args)?;
+        let mut bodies = Bodies::new(kind, &args.model, 16, true, 1);
+        let mut body = String::new();
+        let mut times: Vec<Vec<u64>> = PARTS.iter().map(|_| Vec::new()).collect();
+        let mut sizes = (0, 0);
+        for number in 0..2 * args.requests {
+            body.clear();
+            bodies.next(&mut body);
+            let (parts, tokens) = bench.one(body.as_bytes())?;
+            if number >= args.requests {
+                times.iter_mut().zip(parts).for_each(|(times, took)| times.push(took));
+                sizes = (sizes.0 + body.len(), sizes.1 + tokens);
+            }
+        }
+        let (bytes, tokens) = (sizes.0 / args.requests, sizes.1 / args.requests);
+        println!("{kind:?}: {bytes} bytes, {tokens} tokens; ns\n{:<10} {:>9} {:>9}", "", "lowest", "median");
+        for (name, mut times) in PARTS.iter().zip(times) {
+            times.sort_unstable();
+            let (lowest, median) = (times.first(), times.get(times.len() / 2));
+            println!("{name:<10} {:>9} {:>9}", lowest.context("none")?, median.context("none")?);
+        }
+    }
+    Ok(())
+}
+
+const PARTS: [&str; 8] =
+    ["plan", "- fields", "- messages", "- render", "- tokens", "names", "place", "events"];
+
+struct Bench {
+    models: Models,
+    again: Models,
+    root: BlockId,
+    chains: ChainMemo,
+    served: ServedModelV2,
+    popularity: Popularity,
+    balancer: Balancer,
+    /// By worker: what it has said to hold, and its last event.
+    held: HashMap<NodeId, (HashSet<BlockId>, u64)>,
+    /// Grows faster than real time does, so that what waits for a while does not pile up.
+    now: Instant,
+    random: u64,
+}
+
+impl Bench {
+    fn open(args: &Args) -> anyhow::Result<Self> {
+        let id = ModelId::new(args.model.as_str())?;
+        let entry = ModelEntry { id: id.clone(), path: args.model_file.clone() };
+        let open = || Models::open(std::slice::from_ref(&entry));
+        let models = open()?;
+        let served = ServedModelV2 {
+            tokenizer_digest: models.only().context("no model")?.tokenizer.digest(),
+            id,
+            model_digest: [9; 32],
+            max_model_len: 1 << 20,
+            layers: (0, 30),
+            numeric_class: "none".into(),
+            block_tokens: 16,
+            task: ModelTask::Generate,
+        };
+        let (mut balancer, mut held, now) =
+            (Balancer::new(Policy::default()), HashMap::new(), Instant::now());
+        for (pid, name) in (1..).zip(WORKERS) {
+            let node = NodeId::new(name)?;
+            let register = RegisterV2 {
+                node: node.clone(),
+                epoch: EPOCH,
+                pid,
+                quic: format!("127.0.0.1:{pid}"),
+                ops: "127.0.0.1:1".into(),
+                models: vec![served.clone()],
+            };
+            balancer.change(now, TableChange::Join(register), 1)?;
+            let nothing = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: vec![] };
+            balancer.replayed(&node, EPOCH, Some(nothing))?;
+            held.insert(node, Default::default());
+        }
+        Ok(Self {
+            again: open()?,
+            models,
+            root: BlockId([1; 16]),
+            chains: ChainMemo::new(ClusterKey([7; 32]), CHAIN_BYTES),
+            served,
+            popularity: Popularity::default(),
+            balancer,
+            held,
+            now,
+            random: 1,
+        })
+    }
+
+    /// What each part has taken, and the number of the prompt's tokens.
+    fn one(&mut self, body: &[u8]) -> anyhow::Result<([u64; PARTS.len()], usize)> {
+        self.step();
+        let mut took = Vec::with_capacity(PARTS.len());
+        let plan = timed(&mut took, || self.plan(body))?;
+        let [(prompt, _)] = plan.prompts.as_slice() else { return Err(anyhow!("not one prompt")) };
+
+        let again: &Arc<OfferedModel> = self.again.only().context("no model")?;
+        let template = again.template.as_ref().context("no chat template")?;
+        let fields = timed(&mut took, || Fields::parse(body, CHAT))?;
+        let messages = timed(&mut took, || messages(&fields))?;
+        let text = timed(&mut took, || template.render(&messages, None, true, &serde_json::Map::new()))?;
+        let tokens = timed(&mut took, || again.tokens(&text, true));
+        anyhow::ensure!(*tokens == **prompt, "planned otherwise");
+
+        let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain(self.root, prompt).into());
+        let ask = Ask {
+            tenant: "tenant".into(),
+            model: self.served.id.clone(),
+            prompt_tokens: u32::try_from(prompt.len())?,
+            chain: Arc::clone(&chain),
+            group: None,
+            priority: 0,
+            deadline: self.now + Duration::from_secs(60),
+        };
+        let node = timed(&mut took, || self.place(ask))?;
+        let batch = self.say(&node, &chain);
+        timed(&mut took, || self.balancer.events(&node, batch))?;
+        Ok((took.try_into().map_err(|_| anyhow!("a part is missing"))?, prompt.len()))
+    }
+
+    fn plan(&self, body: &[u8]) -> anyhow::Result<Plan> {
+        let served = |_: &ModelId| Some(self.served.clone());
+        let sources =
+            Sources { models: &self.models, served: &served, seed: 1, popularity: &self.popularity };
+        Ok(plan::generation(plan::Kind::Chat, body, "tenant", &sources)?)
+    }
+
+    /// Time goes on, and workers tell that they live.
+    fn step(&mut self) {
+        self.now += Duration::from_millis(1);
+        self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        let report = LoadReportV1 {
+            epoch: EPOCH,
+            state: WorkerState::Ready,
+            running: 0,
+            waiting: 0,
+            pending_prefill_tokens: 0,
+            kv_used: 0,
+            kv_total: 1 << 30,
+            steps: 1,
+            tokens: 0,
+            stalled_ms: 0,
+            prefill_rate: 1e6,
+            step_ms: 0.1,
+            rss: 1,
+        };
+        for node in self.held.keys() {
+            self.balancer.load(self.now, node, report.clone(), self.random);
+        }
+    }
+
+    /// From its queueing to its end, and what is to be done now and then, once a request.
+    fn place(&mut self, ask: Ask) -> anyhow::Result<NodeId> {
+        let (tickets, actions) = self.balancer.submit(self.now, vec![ask], self.random)?;
+        let node = actions.into_iter().find_map(|action| match action {
+            Action::Assign(_, assignment) => Some(assignment.node),
+            _ => None,
+        });
+        for ticket in tickets {
+            self.balancer.started(self.now, ticket, self.random);
+            self.balancer.ended(self.now, ticket, self.random);
+        }
+        self.balancer.tick(self.now, self.random);
+        node.context("no worker")
+    }
+
+    /// What the worker tells of a prompt that it has computed.
+    fn say(&mut self, node: &NodeId, chain: &[BlockId]) -> KvEventBatch {
+        let (held, sequence) = self.held.entry(node.clone()).or_default();
+        let known = chain.iter().take_while(|unit| held.contains(*unit)).count();
+        let (before, new) = chain.split_at(known);
+        held.extend(new);
+        let parent = before.last().copied().unwrap_or(self.root);
+        let events = vec![KvEvent::Stored { parent, units: new.to_vec(), medium: Medium::Device }];
+        *sequence += 1;
+        KvEventBatch { epoch: EPOCH, first_sequence: *sequence, events }
+    }
+}
+
+fn timed<T>(took: &mut Vec<u64>, part: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let made = part();
+    took.push(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
+    made
+}

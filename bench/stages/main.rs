@@ -1,0 +1,200 @@
+//! An engine that is driven by lines on stdin, whole or as the first stage of a replica whose other stages it starts
+//! as processes of their own; see run.py beside it.
+//!
+//! A line `STREAMS PROMPT TOKENS` has so many prompts of so many tokens computed at once and so many tokens drawn for
+//! each; the answer is one line of JSON. Speed does not depend on the tokens, so they are arbitrary.
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
+use proto::ca::Authority;
+use proto::ids::{ClusterName, NodeId, Role};
+use proto::message::{GenerateFrame, Sampling, Stop};
+use proto::stage::{ActivationType, StageAddressV1};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Instant, SystemTime};
+use tokio::runtime::Runtime;
+use worker::engine::{Engine, EngineRequest, StepOutcome};
+use worker::load::{self, EngineOptions};
+use worker::stage::Replica;
+
+mod wire;
+
+/// See the module.
+#[derive(Debug, Parser)]
+enum Tool {
+    /// Be an engine
+    Engine(Args),
+    /// Measure what a byte between stages costs
+    Wire {
+        /// Steps to send
+        #[arg(long, default_value_t = 4000)]
+        steps: usize,
+        /// Rows of each
+        #[arg(long, default_value_t = 128)]
+        rows: usize,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct Args {
+    /// The model's file
+    model: PathBuf,
+    /// The kvasir binary
+    #[arg(long, default_value = "target/release/kvasir")]
+    kvasir: PathBuf,
+    /// CPU of each stage behind the first; as many as there are. This process is placed by whoever starts it
+    #[arg(long, value_delimiter = ',')]
+    cpus: Vec<usize>,
+}
+
+/// Processes that hold the later stages.
+struct Stages(Vec<Child>);
+
+impl Drop for Stages {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            // It may have ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn main() -> Result<()> {
+    // One thread moves the bytes: it shares a CPU with the one that computes.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    match Tool::parse() {
+        Tool::Engine(args) => engine(&args, &runtime),
+        Tool::Wire { steps, rows } => {
+            println!("{}", runtime.block_on(wire::run(steps, rows))?);
+            Ok(())
+        }
+    }
+}
+
+fn engine(args: &Args, runtime: &Runtime) -> Result<()> {
+    let options =
+        EngineOptions { threads: Some(1), workers: args.cpus.len() + 1, ..EngineOptions::default() };
+    let dir = tempfile::tempdir()?;
+    let (stages, replica) = start(args, runtime, dir.path())?;
+    let model = args.model.as_path();
+    let loaded = match replica {
+        None => load::open(model, &options, &mut |_, _| {})?,
+        Some(replica) => load::open_replica(model, &options, replica, &mut |_, _| {})?,
+    };
+    let mut engine = loaded.engine;
+    engine.bind_thread();
+    println!("{}", json!({"stages": args.cpus.len() + 1}));
+    let mut salt = 0;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let numbers: Vec<usize> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+        let [streams, prompt, tokens] = numbers[..] else { bail!("{line:?} is not STREAMS PROMPT TOKENS") };
+        let said = run(&mut engine, &mut salt, streams, prompt, tokens)?;
+        println!("{said}");
+        std::io::stdout().flush()?;
+    }
+    drop(engine);
+    drop(stages);
+    Ok(())
+}
+
+fn start(args: &Args, runtime: &Runtime, dir: &std::path::Path) -> Result<(Stages, Option<Replica>)> {
+    let mut stages = Stages(Vec::new());
+    if args.cpus.is_empty() {
+        return Ok((stages, None));
+    }
+    let ca = Authority::new(ClusterName::new("bench")?, SystemTime::now())?;
+    let mut later = Vec::new();
+    for (index, cpu) in args.cpus.iter().enumerate() {
+        let node = NodeId::new(format!("stage-{}", index + 1))?;
+        let identity = dir.join(node.as_str());
+        ca.issue(Role::Worker, node.clone(), SystemTime::now())?.save(&identity)?;
+        let mut command = Command::new("taskset");
+        command.args(["-c", &cpu.to_string()]).arg(&args.kvasir).arg("stage").arg(&args.model);
+        command.args(["--threads", "1", "--quic", "127.0.0.1:0", "--identity"]).arg(&identity);
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+        let stdout = child.stdout.take().context("a stage without stdout")?;
+        stages.0.push(child);
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line)?;
+        let said: Value = serde_json::from_str(&line).context("a stage's first line")?;
+        let quic = said["quic"].as_str().context("a stage that does not say where it listens")?;
+        later.push(StageAddressV1 { node, quic: quic.to_owned() });
+    }
+    let own = ca.issue(Role::Worker, NodeId::new("stage-0")?, SystemTime::now())?.identity()?;
+    let replica = Replica::new(runtime.handle().clone(), &own, later, ActivationType::F32)?;
+    Ok((stages, Some(replica)))
+}
+
+/// When a stream has got a token.
+struct Token {
+    at: Instant,
+    first: bool,
+    last: bool,
+}
+
+fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>) -> EngineRequest {
+    let mut count = 0;
+    let sink = move |frame: GenerateFrame| {
+        if let GenerateFrame::Tokens(new) = frame {
+            let at = Instant::now();
+            for _ in new {
+                count += 1;
+                // The one who counts outlives the engine's work.
+                let _ = heard.send(Token { at, first: count == 1, last: count == tokens });
+            }
+        }
+        true
+    };
+    EngineRequest {
+        name: None,
+        root,
+        prompt,
+        emitted: Vec::new(),
+        sampling: Sampling::default(),
+        stop: Stop { max_tokens: tokens as u32, ignore_eos: true, ..Stop::default() },
+        deadline: None,
+        pull: None,
+        sink: Box::new(sink),
+    }
+}
+
+fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, tokens: usize) -> Result<Value> {
+    ensure!(streams > 0 && prompt > 0 && tokens > 0, "at least one stream of a token");
+    let vocab = engine.decoder().spec().vocab as u32;
+    let root = ClusterKey([0; 32]).root(Scope {
+        salt: &TenantSalt([0; 32]),
+        model_digest: b"bench",
+        tokenizer_digest: b"bench",
+        adapter: b"",
+    });
+    let (heard, hears) = channel();
+    let start = Instant::now();
+    for _ in 0..streams {
+        *salt += 1;
+        let first = *salt;
+        let prompt = (0..prompt as u32).map(|i| (i * 7919 + first * 104_729 + 11) % vocab).collect();
+        engine.submit(Instant::now(), request(prompt, tokens, root, heard.clone()));
+    }
+    drop(heard);
+    while engine.has_work() {
+        if engine.step(Instant::now())? == StepOutcome::Idle && engine.has_work() {
+            bail!("the scheduler has work but plans nothing");
+        }
+    }
+    let times: Vec<Token> = hears.into_iter().collect();
+    ensure!(times.len() == streams * tokens, "{} tokens of {}", times.len(), streams * tokens);
+    let all_in = times.iter().filter(|token| token.first).map(|token| token.at).max().unwrap_or(start);
+    let one_out = times.iter().filter(|token| token.last).map(|token| token.at).min().unwrap_or(start);
+    let prefill = (streams * prompt) as f64 / (all_in - start).as_secs_f64();
+    // While all of them decode.
+    let decoded = times.iter().filter(|token| token.at > all_in && token.at <= one_out).count();
+    let decode = decoded as f64 / one_out.saturating_duration_since(all_in).as_secs_f64().max(1e-9);
+    Ok(json!({"prefill": prefill, "decode": if tokens > 8 { Some(decode) } else { None }}))
+}

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""A model over two and three stages beside one engine and beside two independent ones: one thread each, a CPU each.
+
+    cargo build --release && cargo build --release -p kvasir-bench --bin stages --bin make-model
+    bench/stages/run.py                       # five rounds
+    bench/stages/run.py --rounds 1 --quick    # one, short
+
+All processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
+independent engines do together, each with half of the work, over what one does alone with that half: as much as these
+CPUs and their memory have to give. A third stage shares the first one's CPU.
+"""
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import threading
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from machine import facts  # noqa: E402
+
+
+class Engine:
+    """One process that answers lines."""
+
+    def __init__(self, args, cpu, later=()):
+        argv = ["taskset", "-c", str(cpu), args.stages, "engine", args.model, "--kvasir", args.kvasir]
+        if later:
+            argv += ["--cpus", ",".join(map(str, later))]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.read()
+
+    def read(self):
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("an engine has ended")
+        return json.loads(line)
+
+    def run(self, streams, prompt, tokens):
+        self.process.stdin.write(f"{streams} {prompt} {tokens}\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def both(engines, *work):
+    """What engines do together, at the same time."""
+    answers = [None] * len(engines)
+
+    def one(index):
+        answers[index] = engines[index].run(*work)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(engines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {key: sum(answer[key] or 0 for answer in answers) for key in ("prefill", "decode")}
+
+
+def bandwidth(args):
+    argv = ["taskset", "-c", "0", args.kvasir, "bench", args.model, "-p", "0", "-n", "0", "-r", "1", "--json"]
+    return json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)["bandwidth_gbs"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", default=str(ROOT / "target/models/qwen3-0.6b-q4_k_m.gguf"))
+    parser.add_argument("--kvasir", default=str(ROOT / "target/release/kvasir"))
+    parser.add_argument("--stages", default=str(ROOT / "target/release/stages"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens")
+    args = parser.parse_args()
+    tokens, prompt = (32, 1024) if args.quick else (96, 2048)
+    alone, other = Engine(args, 0), Engine(args, 1)
+    two, three = Engine(args, 0, [1]), Engine(args, 0, [1, 0])
+    rounds = []
+    for number in range(args.rounds + 1):
+        row = {"bandwidth": bandwidth(args)}
+        for name, engine in [("local", alone), ("two", two), ("three", three)]:
+            row[f"{name}_stream"] = engine.run(1, 32, tokens)["decode"]
+        row["one_4"] = alone.run(4, 32, tokens)["decode"]
+        row["pair_4"] = both([alone, other], 4, 32, tokens)["decode"]
+        row["two_8"] = two.run(8, 32, tokens)["decode"]
+        row["one_prefill"] = alone.run(1, prompt, 1)["prefill"]
+        row["pair_prefill"] = both([alone, other], 1, prompt, 1)["prefill"]
+        row["two_prefill"] = two.run(1, prompt, 1)["prefill"]
+        row["two_prefill_2"] = two.run(2, prompt, 1)["prefill"]
+        print(json.dumps(row), flush=True)
+        # The first round warms up, and lets the stages learn how long steps take.
+        if number:
+            rounds.append(row)
+    for engine in (alone, other, two, three):
+        engine.stop()
+
+    def ratio(of, over):
+        return statistics.median(row[of] / row[over] for row in rounds)
+
+    def median(name):
+        return statistics.median(row[name] for row in rounds)
+
+    scale = {"8 streams": ("pair_4", "one_4", "two_8"), "prefill": ("pair_prefill", "one_prefill", "two_prefill"),
+             "prefill, two prompts": ("pair_prefill", "one_prefill", "two_prefill_2")}
+    print(json.dumps(facts()))
+    print(f"memory read at {median('bandwidth'):.1f} GB/s by one thread; {len(rounds)} rounds, medians of ratios within a round")
+    print("| row | one engine t/s | S | two stages t/s | over one | of S |")
+    print("|---|---|---|---|---|---|")
+    for name, (pair, one, stages) in scale.items():
+        of_s = statistics.median(row[stages] / row[pair] for row in rounds)
+        print(f"| {name} | {median(one):.1f} | {ratio(pair, one):.2f} | {median(stages):.1f} | {ratio(stages, one):.2f} | {of_s:.2f} |")
+    for stages in ("two", "three"):
+        print(f"| one stream, {stages} stages | {median('local_stream'):.1f} | | {median(stages + '_stream'):.1f} | {ratio(stages + '_stream', 'local_stream'):.3f} | |")
+
+
+main()

@@ -1,0 +1,32 @@
+//! What replicas are planned from and put forward by.
+
+use super::changes::Session;
+use super::{Agreement, CHANGE_LIMIT, ChangeError, Member};
+use crate::consensus::core::RaftRole;
+use crate::consensus::table::{Change, Outcome, Table};
+use std::sync::Arc;
+use std::time::Instant;
+
+impl Agreement {
+    /// What is agreed on, as far as it is known here; none while there is no group.
+    pub fn table(&self) -> Option<Arc<Table>> {
+        self.shared.table()
+    }
+
+    /// Whether this coordinator leads the group, so that it plans.
+    pub fn leads(&self) -> bool {
+        let role = self.shared.member.get().map(|member| member.handle.status().role);
+        role == Some(RaftRole::Leader)
+    }
+
+    /// Puts a plan forward, and waits until it is applied here.
+    pub async fn plan(&self, change: Change) -> Result<(), ChangeError> {
+        let Some(Member { handle, .. }) = self.shared.member.get() else { return Err(ChangeError::NoQuorum) };
+        let mut session = self.shared.replicas.lock().await;
+        let session = session.get_or_insert_with(|| Session::new(handle.clone()));
+        match session.make(change, Instant::now() + CHANGE_LIMIT).await? {
+            Outcome::Done | Outcome::Opened(_) => Ok(()),
+            Outcome::Refused(refusal) => Err(refusal.into()),
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Where the values of a JSON text begin and end. Nearly all of a body is inside of strings, which are passed over
+//! here at the speed of memory; what stands in a value is found out by whoever reads it.
+//!
+//! Objects and lists that are taken apart here are checked between their values. Of the values only this is known:
+//! their brackets are balanced, and their strings end and have no control characters in them.
+
+use std::borrow::Cow;
+
+/// Why a text cannot be taken apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Torn {
+    /// It is not JSON, or not what was looked for.
+    Malformed,
+    /// Its brackets are nested deeper than was allowed.
+    Deep,
+    /// It is a list of more values than were allowed.
+    Long,
+}
+
+/// Names and values of the object that `text` is, nested at most so deep in all.
+pub(super) fn members(text: &str, depth: usize) -> Result<Vec<(Cow<'_, str>, &str)>, Torn> {
+    let mut scan = Scan { text, at: 0 };
+    let mut members = Vec::with_capacity(16);
+    scan.sequence(b'{', b'}', |scan| {
+        let name = scan.value(depth)?;
+        scan.blank();
+        if !name.starts_with('"') || !scan.eat(b':') {
+            return Err(Torn::Malformed);
+        }
+        members.push((string(name)?, scan.value(depth - 1)?));
+        Ok(())
+    })?;
+    Ok(members)
+}
+
+/// The values of the list that `text` is, at most so many, nested at most so deep in all.
+pub(super) fn items(text: &str, most: usize, depth: usize) -> Result<Vec<&str>, Torn> {
+    let mut scan = Scan { text, at: 0 };
+    let mut items = Vec::new();
+    scan.sequence(b'[', b']', |scan| {
+        if items.len() == most {
+            return Err(Torn::Long);
+        }
+        items.push(scan.value(depth - 1)?);
+        Ok(())
+    })?;
+    Ok(items)
+}
+
+/// The text that a string of a value found here stands for.
+pub(super) fn string(raw: &str) -> Result<Cow<'_, str>, Torn> {
+    let inside = raw.strip_prefix('"').and_then(|raw| raw.strip_suffix('"')).ok_or(Torn::Malformed)?;
+    // What was found has no quotes or control characters inside: without escapes it is what it says.
+    if memchr::memchr(b'\\', inside.as_bytes()).is_none() {
+        return Ok(Cow::Borrowed(inside));
+    }
+    serde_json::from_str(raw).map(Cow::Owned).map_err(|_| Torn::Malformed)
+}
+
+struct Scan<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl<'a> Scan<'a> {
+    /// The whole text as `open`, values with commas between, `close`; `each` takes a value.
+    fn sequence(
+        &mut self,
+        open: u8,
+        close: u8,
+        mut each: impl FnMut(&mut Self) -> Result<(), Torn>,
+    ) -> Result<(), Torn> {
+        self.blank();
+        if !self.eat(open) {
+            return Err(Torn::Malformed);
+        }
+        self.blank();
+        if !self.eat(close) {
+            loop {
+                each(self)?;
+                self.blank();
+                if self.eat(close) {
+                    break;
+                }
+                if !self.eat(b',') {
+                    return Err(Torn::Malformed);
+                }
+            }
+        }
+        self.blank();
+        if self.at == self.text.len() { Ok(()) } else { Err(Torn::Malformed) }
+    }
+
+    fn rest(&self) -> &'a [u8] {
+        self.text.as_bytes().get(self.at..).unwrap_or_default()
+    }
+
+    fn blank(&mut self) {
+        let blank = |byte: &&u8| matches!(**byte, b' ' | b'\t' | b'\n' | b'\r');
+        self.at += self.rest().iter().take_while(blank).count();
+    }
+
+    fn eat(&mut self, byte: u8) -> bool {
+        let there = self.rest().first() == Some(&byte);
+        self.at += usize::from(there);
+        there
+    }
+
+    /// The value that comes next, without what is blank around it.
+    fn value(&mut self, depth: usize) -> Result<&'a str, Torn> {
+        self.blank();
+        let start = self.at;
+        match self.rest().first() {
+            Some(b'"') => self.pass_string()?,
+            Some(b'[' | b'{') => self.pass_brackets(depth)?,
+            _ => {
+                let inside = |byte: &&u8| !matches!(**byte, b',' | b']' | b'}' | b':' | b'"' | b'[' | b'{');
+                let inside = |byte: &&u8| inside(byte) && !byte.is_ascii_whitespace();
+                self.at += self.rest().iter().take_while(inside).count();
+            }
+        }
+        self.text.get(start..self.at).filter(|value| !value.is_empty()).ok_or(Torn::Malformed)
+    }
+
+    fn pass_brackets(&mut self, most: usize) -> Result<(), Torn> {
+        let mut depth = 0;
+        loop {
+            match self.rest().first() {
+                Some(b'[' | b'{') if depth == most => return Err(Torn::Deep),
+                Some(b'[' | b'{') => depth += 1,
+                Some(b']' | b'}') if depth == 1 => break,
+                Some(b']' | b'}') => depth -= 1,
+                Some(b'"') => {
+                    self.pass_string()?;
+                    continue;
+                }
+                Some(_) => {}
+                None => return Err(Torn::Malformed),
+            }
+            self.at += 1;
+        }
+        self.at += 1;
+        Ok(())
+    }
+
+    /// From the quote before a string to behind the one after it.
+    fn pass_string(&mut self) -> Result<(), Torn> {
+        self.at += 1;
+        loop {
+            self.at += plain(self.rest());
+            match self.rest().first() {
+                Some(b'"') => break,
+                Some(b'\\') => self.at += 2,
+                _ => return Err(Torn::Malformed),
+            }
+        }
+        self.at += 1;
+        Ok(())
+    }
+}
+
+/// Bytes that are compared at a time: four vectors of the smallest kind there is.
+const STEP: usize = 64;
+
+/// Leading bytes of `inside` that stand for themselves in a string.
+fn plain(inside: &[u8]) -> usize {
+    let special = |byte: &u8| *byte < b' ' || *byte == b'"' || *byte == b'\\';
+    // Short ones first: where there are many escapes hardly any step is whole.
+    let (near, far) = inside.split_at(inside.len().min(STEP));
+    if let Some(at) = near.iter().position(special) {
+        return at;
+    }
+    let (steps, _) = far.as_chunks::<STEP>();
+    // No early end within a step, so that its bytes are compared all at once.
+    let clear = |step: &&[u8; STEP]| !step.iter().fold(false, |found, byte| found | special(byte));
+    let skipped = near.len() + STEP * steps.iter().take_while(clear).count();
+    let rest = inside.get(skipped..).unwrap_or_default();
+    skipped + rest.iter().position(special).unwrap_or(rest.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    /// Texts that are JSON, nearly JSON, or not.
+    fn texts() -> impl Strategy<Value = String> {
+        let parts = [
+            "{", "}", "[", "]", ",", ":", "\"", "\\", "\\\"", "\\n", "\\u00e9", "\\x", "\"a\"", "\"b\"", "1",
+            "-0.5e3", "true", "null", " ", "\n", "\u{1}", "é", "a", "{\"a\":", "[[", "\"\\\\\"",
+        ];
+        let loose = prop::collection::vec(prop::sample::select(parts.to_vec()), 0..24)
+            .prop_map(|parts| parts.concat());
+        let leaf = prop_oneof![
+            any::<i32>().prop_map(Value::from),
+            any::<bool>().prop_map(Value::from),
+            "[ -~é\n\"\\\\]{0,90}".prop_map(Value::from),
+            Just(Value::Null),
+        ];
+        let value = leaf.prop_recursive(4, 24, 5, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+                prop::collection::btree_map("[a-c\"\n]{0,2}", inner, 0..5)
+                    .prop_map(|map| Value::Object(map.into_iter().collect())),
+            ]
+        });
+        let whole = value.prop_map(|value| value.to_string());
+        let spaced = whole.clone().prop_map(|text| text.replace([','], " ,\n").replace(':', "\t: "));
+        prop_oneof![1 => loose, 2 => whole, 1 => spaced]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+        #[test]
+        fn what_is_json_is_taken_apart_as_json_and_nothing_else_has_only_json_in_it(text in texts()) {
+            let parsed: Option<Value> = serde_json::from_str(&text).ok();
+            let members = members(&text, 64);
+            let items = items(&text, 100, 64);
+            let read = |raw: &str| serde_json::from_str::<Value>(raw).ok();
+            let object = members.as_ref().ok().and_then(|members| {
+                members.iter().map(|(name, raw)| Some((name.to_string(), read(raw)?))).collect::<Option<_>>()
+            });
+            prop_assert_eq!(object.map(Value::Object), parsed.clone().filter(Value::is_object));
+            let list: Option<Vec<Value>> =
+                items.as_ref().ok().and_then(|items| items.iter().map(|raw| read(raw)).collect());
+            prop_assert_eq!(list.map(Value::from), parsed.clone().filter(Value::is_array));
+            for raw in items.into_iter().flatten().filter(|raw| raw.starts_with('"')) {
+                let expected = read(raw).map(|value| value.as_str().unwrap().to_owned());
+                prop_assert_eq!(string(raw).ok().map(Cow::into_owned), expected);
+            }
+        }
+
+        #[test]
+        fn a_string_is_plain_up_to_its_first_special_byte(length in 0usize..300, at in 0usize..300, what in 0u8..=255) {
+            let mut text = vec![b'x'; length];
+            if let Some(byte) = text.get_mut(at) {
+                *byte = what;
+            }
+            let expected = text.iter().position(|&b| b < 0x20 || b == b'"' || b == b'\\').unwrap_or(length);
+            prop_assert_eq!(plain(&text), expected);
+        }
+    }
+
+    #[test]
+    fn nesting_and_lengths_are_limited() {
+        let nested = |n: usize| format!("{{\"x\":{}{}}}", "[".repeat(n - 1), "]".repeat(n - 1));
+        assert!(members(&nested(64), 64).is_ok());
+        assert_eq!(members(&nested(65), 64), Err(Torn::Deep));
+        assert!(members(r#"{"a":"[[[[\"[[["}"#, 1).is_ok());
+        assert_eq!(items("[1,2]", 2, 1), Ok(vec!["1", "2"]));
+        assert_eq!(items("[1,2,3]", 2, 1), Err(Torn::Long));
+        assert_eq!(items("[1,2] 3", 2, 1), Err(Torn::Malformed));
+    }
+}

@@ -1,0 +1,85 @@
+//! A table as bytes. Each version is a struct of its own that never changes (the golden bytes tell). A table that holds
+//! nothing of what a version brought is written in the one before it, so that members of a build that knows no more can
+//! read it.
+
+use super::{
+    KeyV1, ModelCondemnedV1, ModelPlanV1, ReplicaPlanV1, Roster, Sessions, Standing, Table, TenantV1,
+};
+use proto::codec::{Cap, CodecError, decode, encode};
+use proto::ids::{ModelId, NodeId, TenantId};
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+#[derive(Serialize, Deserialize)]
+enum Image<'a> {
+    V1(ImageV1<'a>),
+    /// With replicas of several stages.
+    V2(ImageV2<'a>),
+}
+
+#[derive(Serialize, Deserialize)]
+struct ImageV1<'a> {
+    applied: u64,
+    workers: Cow<'a, Roster>,
+    coordinators: Cow<'a, BTreeMap<NodeId, Standing>>,
+    models: Cow<'a, BTreeMap<ModelId, ModelPlanV1>>,
+    tenants: Cow<'a, BTreeMap<TenantId, TenantV1>>,
+    keys: Cow<'a, BTreeMap<[u8; 32], KeyV1>>,
+    policy: u64,
+    sessions: Cow<'a, Sessions>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct ImageV2<'a> {
+    first: ImageV1<'a>,
+    replicas: Cow<'a, BTreeMap<u64, ReplicaPlanV1>>,
+    condemned: Cow<'a, BTreeMap<[u8; 32], ModelCondemnedV1>>,
+}
+
+impl Table {
+    /// As bytes, the same for equal tables.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
+        let first = ImageV1 {
+            applied: self.applied,
+            workers: Cow::Borrowed(&self.workers),
+            coordinators: Cow::Borrowed(&self.coordinators),
+            models: Cow::Borrowed(&self.models),
+            tenants: Cow::Borrowed(&self.tenants),
+            keys: Cow::Borrowed(&self.keys),
+            policy: self.policy,
+            sessions: Cow::Borrowed(&self.sessions),
+        };
+        let image = match self.replicas.is_empty() && self.condemned.is_empty() {
+            true => Image::V1(first),
+            false => Image::V2(ImageV2 {
+                first,
+                replicas: Cow::Borrowed(&self.replicas),
+                condemned: Cow::Borrowed(&self.condemned),
+            }),
+        };
+        encode(&image, Cap::Control)
+    }
+
+    /// From the bytes of [`to_bytes`](Self::to_bytes).
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
+        let (first, replicas, condemned) = match decode(bytes, Cap::Control)? {
+            Image::V1(first) => (first, BTreeMap::new(), BTreeMap::new()),
+            Image::V2(ImageV2 { first, replicas, condemned }) => {
+                (first, replicas.into_owned(), condemned.into_owned())
+            }
+        };
+        Ok(Self {
+            applied: first.applied,
+            workers: first.workers.into_owned(),
+            coordinators: first.coordinators.into_owned(),
+            models: first.models.into_owned(),
+            tenants: first.tenants.into_owned(),
+            keys: first.keys.into_owned(),
+            policy: first.policy,
+            sessions: first.sessions.into_owned(),
+            replicas,
+            condemned,
+        })
+    }
+}

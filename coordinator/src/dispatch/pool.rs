@@ -1,0 +1,56 @@
+//! The workers of the pool, as replicas are planned of them: what each gives, and what it is told.
+
+use super::{Dispatch, Link};
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::placement::{CapacityV1, PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1};
+use proto::service::deadline;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A worker of the pool that is a member here.
+#[derive(Debug, Clone)]
+pub struct PoolWorker {
+    /// Its name.
+    pub node: NodeId,
+    /// Its life.
+    pub epoch: Epoch,
+    /// What it gives.
+    pub capacity: CapacityV1,
+    /// Where other workers reach it.
+    pub quic: String,
+    /// An operator has asked it to take no new work.
+    pub draining: bool,
+    link: Arc<Link>,
+}
+
+impl PoolWorker {
+    /// Tells it what it leads, and hears how that is.
+    pub async fn place(&self, order: PlaceOrderV1, limit: Duration) -> Option<PlaceReportV1> {
+        let told = async {
+            let api = self.link.api().await.ok()?;
+            api.place(deadline(limit), PlaceOrder::V1(order)).await.ok()
+        };
+        let PlaceReport::V1(report) = tokio::time::timeout(limit, told).await.ok().flatten()?;
+        Some(report)
+    }
+}
+
+impl Dispatch {
+    /// The workers of the pool that are members here, by name.
+    pub fn pool(&self) -> Vec<PoolWorker> {
+        let desk = self.desk.lock();
+        let worker = |member: &crate::table::Member| {
+            let node = member.register.node.clone();
+            let link = desk.links.get(&node)?;
+            let (capacity, quic) = link.pool()?.clone();
+            let (epoch, draining, link) = (link.epoch(), member.draining, Arc::clone(link));
+            Some(PoolWorker { node, epoch, capacity, quic, draining, link })
+        };
+        desk.balancer.table().members().filter_map(worker).collect()
+    }
+
+    /// Requests for this model wait until then for a worker that serves it, instead of being refused at once.
+    pub fn expect(&self, model: &ModelId, until: Instant) {
+        self.desk.lock().balancer.expect(model, until);
+    }
+}

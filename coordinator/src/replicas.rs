@@ -1,0 +1,205 @@
+//! Models over several workers: plans are made by the leader, agreed on, and told to the workers by every coordinator.
+//!
+//! What is planned is a pure function of what is agreed on and what is seen ([`decide`]). Each coordinator tells each
+//! worker of the pool, again and again, which replica it leads, and hears how that is: nothing is remembered of what
+//! was said before, so that a new leader, or a coordinator that has restarted, goes on where the others stand. Requests
+//! for a model whose replica is being put together wait for it, but not for ever.
+
+mod decide;
+
+use crate::agreement::Agreement;
+use crate::consensus::table::{ReplicaPlanV1, Table};
+use crate::dispatch::{Dispatch, PoolWorker};
+use crate::models::Models;
+use decide::{Node, View, Want};
+use parking_lot::Mutex;
+use proto::ids::{ModelId, NodeId};
+use proto::placement::{LeadReportV1, LeadState, LeadV1, PlaceOrderV1, PlaceReportV1, PlacedStageV1};
+use proto::stage::StageAddressV1;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How often workers of the pool are told and asked.
+const EVERY: Duration = Duration::from_millis(200);
+/// How long one may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// A worker that is away for so long is replaced in its replica, if another is free; one that restarts is back before.
+const AWAY_AFTER: Duration = Duration::from_secs(2);
+/// The same for one that this coordinator has not seen since it leads, or since its own start.
+const UNSEEN_AFTER: Duration = Duration::from_secs(10);
+/// How long requests wait for a replica to be put together again.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Replicas, as this coordinator sees them. See the module.
+#[derive(Debug)]
+pub struct Replicas {
+    dispatch: Arc<Dispatch>,
+    agreement: Arc<Agreement>,
+    models: Arc<Models>,
+    /// Stages of a replica; none: as few as hold the model.
+    shards: Option<usize>,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    reports: BTreeMap<NodeId, PlaceReportV1>,
+    workers: HashMap<NodeId, Instant>,
+    leads_since: Option<Instant>,
+    served: HashMap<ModelId, Instant>,
+    /// Why nothing more is planned, by model.
+    unplanned: BTreeMap<ModelId, String>,
+}
+
+/// A replica, for status.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReplicaView {
+    /// Its life.
+    pub life: u64,
+    /// What is agreed on.
+    pub plan: ReplicaPlanV1,
+    /// What its first stage says, if it has said anything of this life.
+    pub report: Option<LeadReportV1>,
+}
+
+impl Replicas {
+    /// Takes part from [`run`](Self::run) on.
+    pub fn new(
+        dispatch: Arc<Dispatch>,
+        agreement: Arc<Agreement>,
+        models: Arc<Models>,
+        shards: Option<usize>,
+    ) -> Arc<Self> {
+        Arc::new(Self { dispatch, agreement, models, shards, seen: Mutex::default() })
+    }
+
+    /// The replicas that are agreed on, by their lives.
+    pub fn view(&self) -> Vec<ReplicaView> {
+        let Some(table) = self.agreement.table() else { return Vec::new() };
+        let seen = self.seen.lock();
+        let view = |(&life, plan): (&u64, &ReplicaPlanV1)| {
+            let report = plan.stages.first().and_then(|first| seen.reports.get(&first.node));
+            let report = report.and_then(|report| report.leads.clone()).filter(|leads| leads.life == life);
+            ReplicaView { life, plan: plan.clone(), report }
+        };
+        table.replicas().iter().map(view).collect()
+    }
+
+    /// Why nothing more is planned of a model, where that is so; known to the leader alone.
+    pub fn unplanned(&self) -> BTreeMap<ModelId, String> {
+        self.seen.lock().unplanned.clone()
+    }
+
+    /// Tells, hears and plans until it is dropped.
+    pub async fn run(self: Arc<Self>) {
+        let mut ticks = tokio::time::interval(EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let Some(table) = self.agreement.table() else { continue };
+            let pool = self.dispatch.pool();
+            self.expect(&table);
+            self.tell(&table, &pool).await;
+            self.plan(&table, &pool).await;
+        }
+    }
+
+    /// Requests wait for models that are planned and were served, or planned, a short while ago.
+    fn expect(&self, table: &Table) {
+        let now = Instant::now();
+        let mut seen = self.seen.lock();
+        for model in self.models.iter().map(|model| &model.id) {
+            if table.replicas().values().all(|plan| plan.model != *model) {
+                seen.served.remove(model);
+                continue;
+            }
+            let since = seen.served.entry(model.clone()).or_insert(now);
+            if self.dispatch.serves(model) {
+                *since = now;
+            }
+            self.dispatch.expect(model, *since + PATIENCE);
+        }
+    }
+
+    async fn tell(&self, table: &Table, pool: &[PoolWorker]) {
+        let asked = pool.iter().map(async |worker| {
+            let order = order(table, pool, &worker.node);
+            (worker.node.clone(), worker.place(order, ANSWER_LIMIT).await)
+        });
+        let answers = futures::future::join_all(asked).await;
+        let now = Instant::now();
+        let mut seen = self.seen.lock();
+        seen.reports.retain(|node, _| pool.iter().any(|worker| worker.node == *node));
+        for (node, report) in answers {
+            seen.workers.insert(node.clone(), now);
+            report.into_iter().for_each(|report| drop(seen.reports.insert(node.clone(), report)));
+        }
+    }
+
+    /// As the leader: one change at a time, since the next follows from what it makes of the table.
+    async fn plan(&self, table: &Table, pool: &[PoolWorker]) {
+        if !self.agreement.leads() {
+            self.seen.lock().leads_since = None;
+            return;
+        }
+        let wants: Vec<Want<'_>> = self
+            .models
+            .iter()
+            .filter_map(|model| {
+                Some(Want { model: &model.id, costs: model.costs.as_ref()?, context: model.context })
+            })
+            .collect();
+        let nodes: Vec<Node<'_>> = pool
+            .iter()
+            .map(|worker| Node { name: &worker.node, capacity: &worker.capacity, draining: worker.draining })
+            .collect();
+        let (change, unplanned) = {
+            let now = Instant::now();
+            let mut seen = self.seen.lock();
+            let leads_since = *seen.leads_since.get_or_insert(now);
+            let gone = |node: &NodeId| match seen.workers.get(node) {
+                Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,
+                None => now.saturating_duration_since(leads_since) > UNSEEN_AFTER,
+            };
+            let bad = |life: u64, lead: &NodeId| {
+                let leads = seen.reports.get(lead)?.leads.as_ref()?;
+                (leads.life == life && leads.state == LeadState::BadFile).then(|| leads.reason.clone())
+            };
+            let view =
+                View { table, wants: &wants, shards: self.shards, nodes: &nodes, gone: &gone, bad: &bad };
+            decide::decide(&view)
+        };
+        self.seen.lock().unplanned = unplanned;
+        let Some(change) = change else { return };
+        tracing::info!(?change, "a plan is put forward");
+        if let Err(error) = self.agreement.plan(change).await {
+            tracing::warn!(%error, "a plan is not agreed on");
+        }
+    }
+}
+
+/// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
+fn order(table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
+    let leads = |plan: &ReplicaPlanV1| plan.stages.first().is_some_and(|first| first.node == *node);
+    let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
+        return PlaceOrderV1 { version: table.applied(), lead: None };
+    };
+    let stages: Option<Vec<PlacedStageV1>> = plan
+        .stages
+        .iter()
+        .map(|stage| {
+            let worker = pool.iter().find(|worker| worker.node == stage.node)?;
+            let at = StageAddressV1 { node: stage.node.clone(), quic: worker.quic.clone() };
+            Some(PlacedStageV1 { at, layers: stage.layers })
+        })
+        .collect();
+    match stages {
+        Some(stages) => {
+            let (model, model_digest) = (plan.model.clone(), plan.model_digest);
+            let lead = LeadV1 { life, model, model_digest, stages };
+            PlaceOrderV1 { version: table.applied(), lead: Some(lead) }
+        }
+        None => PlaceOrderV1 { version: 0, lead: None },
+    }
+}

@@ -1,0 +1,147 @@
+//! What is planned next, as a function of what is agreed on and what is seen.
+
+use crate::consensus::table::{
+    Change, Level, MAX_REASON, ModelCondemnedV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1, Table,
+};
+use crate::placement::{Placement, PlacementError, Worker, Workload};
+use model::costs::ModelCosts;
+use proto::ids::{ModelId, NodeId};
+use proto::placement::CapacityV1;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Context that a replica is planned for, if its model has as much.
+const CONTEXT: usize = 8192;
+
+/// A model that is to be served.
+pub(super) struct Want<'a> {
+    pub(super) model: &'a ModelId,
+    pub(super) costs: &'a ModelCosts,
+    /// Tokens of its longest sequence.
+    pub(super) context: usize,
+}
+
+/// A worker of the pool that is there.
+pub(super) struct Node<'a> {
+    pub(super) name: &'a NodeId,
+    pub(super) capacity: &'a CapacityV1,
+    pub(super) draining: bool,
+}
+
+/// What is decided on.
+pub(super) struct View<'a> {
+    pub(super) table: &'a Table,
+    pub(super) wants: &'a [Want<'a>],
+    /// Stages of a replica; none: as few as hold the model.
+    pub(super) shards: Option<usize>,
+    pub(super) nodes: &'a [Node<'a>],
+    /// Whether a worker is away for so long that it is not waited for.
+    pub(super) gone: &'a dyn Fn(&NodeId) -> bool,
+    /// Why the first stage of this life says that the file is no model, if it does.
+    pub(super) bad: &'a dyn Fn(u64, &NodeId) -> Option<String>,
+}
+
+/// The next change, and why of a model nothing more is planned.
+pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, String>) {
+    let mut unplanned = BTreeMap::new();
+    if view.table.level() < Level(2) {
+        return (None, unplanned);
+    }
+    let change = view.condemn().or_else(|| view.replace()).or_else(|| view.add(&mut unplanned));
+    (change, unplanned)
+}
+
+impl View<'_> {
+    /// A file was found to be no model.
+    fn condemn(&self) -> Option<Change> {
+        self.table.replicas().iter().find_map(|(&life, plan)| {
+            let lead = &plan.stages.first()?.node;
+            let mut reason = (self.bad)(life, lead)?;
+            reason.truncate(reason.floor_char_boundary(MAX_REASON));
+            let (model_digest, node) = (plan.model_digest, lead.clone());
+            Some(Change::ModelCondemned(ModelCondemnedV1 { model_digest, node, reason }))
+        })
+    }
+
+    /// A replica has lost a worker for good, and can be cut anew over those that are there. Where it cannot, its plan
+    /// stands, for when the worker returns.
+    fn replace(&self) -> Option<Change> {
+        self.table.replicas().iter().find_map(|(&life, plan)| {
+            if !plan.stages.iter().any(|stage| (self.gone)(&stage.node)) {
+                return None;
+            }
+            let want = self.wants.iter().find(|want| *want.model == plan.model)?;
+            let own: BTreeSet<&NodeId> = plan.stages.iter().map(|stage| &stage.node).collect();
+            let candidates = self.candidates(&plan.model_digest, want.model, |name| own.contains(name));
+            let plan = self.cut(want, plan.model_digest, &candidates).ok()?;
+            Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: Some(life) }))
+        })
+    }
+
+    /// Workers are free: the model that has the fewest replicas gets one of them.
+    fn add(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
+        let replicas = |want: &&Want<'_>| {
+            self.table.replicas().values().filter(|plan| plan.model == *want.model).count()
+        };
+        let mut wants: Vec<&Want<'_>> = self.wants.iter().collect();
+        wants.sort_by_key(replicas);
+        wants.into_iter().find_map(|want| {
+            let (digest, candidates) = self.digests(want.model).into_iter().find_map(|digest| {
+                let candidates = self.candidates(&digest, want.model, |_| false);
+                (!candidates.is_empty()).then_some((digest, candidates))
+            })?;
+            match self.cut(want, digest, &candidates) {
+                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: None })),
+                Err(error) => {
+                    unplanned.insert(want.model.clone(), error.to_string());
+                    None
+                }
+            }
+        })
+    }
+
+    /// What workers have under a model's name and may be placed.
+    fn digests(&self, model: &ModelId) -> BTreeSet<[u8; 32]> {
+        let files = self.nodes.iter().flat_map(|node| &node.capacity.files);
+        let digests = files.filter(|file| file.model == *model).map(|file| file.digest);
+        digests.filter(|digest| !self.table.condemned().contains_key(digest)).collect()
+    }
+
+    /// Workers with the file that take new work, and are in no replica but one whose workers may be taken.
+    fn candidates(
+        &self,
+        digest: &[u8; 32],
+        model: &ModelId,
+        may_take: impl Fn(&NodeId) -> bool,
+    ) -> Vec<&Node<'_>> {
+        let taken: BTreeSet<&NodeId> =
+            self.table.replicas().values().flat_map(|plan| &plan.stages).map(|stage| &stage.node).collect();
+        let has = |node: &Node<'_>| {
+            node.capacity.files.iter().any(|file| file.model == *model && file.digest == *digest)
+        };
+        let free = |node: &&Node<'_>| may_take(node.name) || !taken.contains(node.name);
+        self.nodes.iter().filter(|node| !node.draining && has(node)).filter(free).collect()
+    }
+
+    fn cut(
+        &self,
+        want: &Want<'_>,
+        model_digest: [u8; 32],
+        candidates: &[&Node<'_>],
+    ) -> Result<ReplicaPlanV1, PlacementError> {
+        let worker = |node: &&Node<'_>| Worker {
+            name: node.name.to_string(),
+            memory: node.capacity.memory,
+            bandwidth: node.capacity.bandwidth as f64,
+            compute: node.capacity.compute as f64,
+        };
+        let workers: Vec<Worker> = candidates.iter().map(worker).collect();
+        let workload = Workload::of_context(want.context.min(CONTEXT) as u64);
+        let placement = Placement { model: want.costs, workload, workers: &workers };
+        let replica = placement.place(self.shards, 1)?.into_iter().next().ok_or(PlacementError::NoWorkers)?;
+        let stages = replica.stages.into_iter().filter_map(|stage| {
+            let node = candidates.get(stage.worker)?.name.clone();
+            Some(StagePlanV1 { node, layers: (stage.layers.start as u32, stage.layers.end as u32) })
+        });
+        Ok(ReplicaPlanV1 { model: want.model.clone(), model_digest, stages: stages.collect() })
+    }
+}

@@ -1,0 +1,140 @@
+//! Remembers the tokens of short words. Most words of any text are among a few thousand, and finding one in the
+//! vocabulary takes several memory accesses far apart; a word that is no token takes a merge.
+//!
+//! Exact: the word itself is kept and compared, not a hash of it. Of two words for one place the later stays.
+
+/// Longest word that is remembered, in bytes, and the most tokens that it may have.
+const MOST_BYTES: usize = 15;
+const MOST_TOKENS: usize = 4;
+/// Places; with words and tokens side by side in half a line of memory each, what a core keeps close.
+const PLACES: usize = 1 << 13;
+/// Where fewer tokens are.
+const NONE: u32 = u32::MAX;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct KnownWords {
+    places: Box<[Place]>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Of no word at first: [`Word`]s are never 0.
+    word: u128,
+    tokens: [u32; MOST_TOKENS],
+}
+
+/// A short word: its bytes, and its length in the highest byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Word(u128);
+
+impl Word {
+    /// None if it is empty or too long to be remembered.
+    #[inline]
+    pub(super) fn new(bytes: &[u8]) -> Option<Self> {
+        let len = bytes.len();
+        // Two loads that overlap, in place of a copy of any length.
+        let (low, high) = match len {
+            8..=MOST_BYTES => {
+                let (first, last) = (bytes.first_chunk::<8>()?, bytes.last_chunk::<8>()?);
+                // Of a word of 8 bytes nothing is left: the shift is by all 64 bits.
+                let rest = u64::from_le_bytes(*last).checked_shr(8 * (16 - len as u32)).unwrap_or(0);
+                (u64::from_le_bytes(*first), rest)
+            }
+            4..8 => {
+                let (first, last) = (bytes.first_chunk::<4>()?, bytes.last_chunk::<4>()?);
+                let last = u64::from(u32::from_le_bytes(*last)) << (8 * (len - 4));
+                (u64::from(u32::from_le_bytes(*first)) | last, 0)
+            }
+            1..4 => {
+                let at = |at: usize| u64::from(bytes.get(at).copied().unwrap_or(0)) << (8 * at);
+                (at(0) | at(1) | at(2), 0)
+            }
+            _ => return None,
+        };
+        Some(Self(u128::from(low) | u128::from(high) << 64 | (len as u128) << 120))
+    }
+
+    #[inline]
+    fn place(self) -> usize {
+        let product = u128::from(self.0 as u64 ^ 0x9e37_79b9_7f4a_7c15)
+            * u128::from((self.0 >> 64) as u64 ^ 0xd6e8_feb8_6659_fd93);
+        (product as u64 ^ (product >> 64) as u64) as usize % PLACES
+    }
+}
+
+impl KnownWords {
+    /// Nothing known yet.
+    pub(super) fn new() -> Self {
+        let empty = Place { word: 0, tokens: [NONE; MOST_TOKENS] };
+        Self { places: vec![empty; PLACES].into_boxed_slice() }
+    }
+
+    /// Appends the tokens of `word`; `false` if they are not known.
+    #[inline]
+    pub(super) fn recall(&self, word: Word, out: &mut Vec<u32>) -> bool {
+        let Some(place) = self.places.get(word.place()).filter(|place| place.word == word.0) else {
+            return false;
+        };
+        match place.tokens {
+            [token, NONE, ..] => out.push(token),
+            tokens => out.extend(tokens.into_iter().take_while(|token| *token != NONE)),
+        }
+        true
+    }
+
+    /// Notes the tokens of `word`, unless they are too many.
+    pub(super) fn note(&mut self, word: Word, tokens: &[u32]) {
+        let fits = (1..=MOST_TOKENS).contains(&tokens.len()) && !tokens.contains(&NONE);
+        if fits && let Some(place) = self.places.get_mut(word.place()) {
+            place.word = word.0;
+            place.tokens = [NONE; MOST_TOKENS];
+            place.tokens.iter_mut().zip(tokens).for_each(|(slot, token)| *slot = *token);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(400))]
+        #[test]
+        fn different_words_are_different(a in prop::collection::vec(0u8..3, 0..20), b in prop::collection::vec(0u8..3, 0..20)) {
+            let (Some(first), Some(second)) = (Word::new(&a), Word::new(&b)) else {
+                prop_assert!([&a, &b].into_iter().any(|word| word.is_empty() || word.len() > MOST_BYTES));
+                return Ok(());
+            };
+            prop_assert_eq!(first == second, a == b);
+        }
+
+        #[test]
+        fn what_is_recalled_was_noted_last(
+            notes in prop::collection::vec((0u8..4, 1usize..=15, prop::collection::vec(0u32..9, 0..6)), 1..200),
+        ) {
+            let mut known = KnownWords::new();
+            let mut last = std::collections::HashMap::new();
+            for (letter, length, tokens) in notes {
+                let bytes = vec![letter; length];
+                let word = Word::new(&bytes).unwrap();
+                known.note(word, &tokens);
+                if (1..=MOST_TOKENS).contains(&tokens.len()) {
+                    last.insert(bytes, tokens);
+                }
+            }
+            let mut recalled = 0;
+            for (bytes, tokens) in &last {
+                let mut out = vec![7];
+                if known.recall(Word::new(bytes).unwrap(), &mut out) {
+                    recalled += 1;
+                    prop_assert_eq!(&out[1..], tokens);
+                } else {
+                    prop_assert_eq!(out.len(), 1);
+                }
+            }
+            prop_assert!(last.is_empty() || recalled > 0);
+        }
+    }
+}

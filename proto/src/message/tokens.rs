@@ -1,0 +1,194 @@
+//! Token ids, packed for the wire.
+
+use serde::de::{Deserialize, Deserializer, Visitor};
+use serde::ser::{Error as _, Serialize, Serializer};
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+/// Token ids in one list at most: as many as fit a request's frame at four bytes each.
+pub const MAX_TOKEN_IDS: usize = 2 << 20;
+
+/// The tokens of a prompt or of what was generated. Cheap to clone.
+///
+/// On the wire they are one string of bytes: how many bytes a token takes, the least that hold the largest of them, then
+/// the tokens, little-endian. Packing and unpacking cost about as much as a copy, and tokens of vocabularies
+/// up to 65,536 take two bytes.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct TokenIds(Arc<[u32]>);
+
+impl TokenIds {
+    fn packed(&self) -> Vec<u8> {
+        // The bits of all of them together are as many as those of the largest.
+        let width = match self.0.iter().fold(0, |all, id| all | id) {
+            0..0x100 => 1,
+            0x100..0x1_0000 => 2,
+            0x1_0000..0x100_0000 => 3,
+            _ => 4,
+        };
+        let mut bytes = Vec::with_capacity(1 + width * self.0.len());
+        bytes.push(width as u8);
+        match width {
+            1 => bytes.extend(self.0.iter().map(|&id| id as u8)),
+            2 => pack::<2>(&self.0, &mut bytes),
+            3 => pack::<3>(&self.0, &mut bytes),
+            _ => pack::<4>(&self.0, &mut bytes),
+        }
+        bytes
+    }
+
+    /// None of what is no packed list.
+    fn unpacked(bytes: &[u8]) -> Option<Self> {
+        let (&width, packed) = bytes.split_first()?;
+        let ids = match width {
+            1 => packed.iter().copied().map(u32::from).collect(),
+            2 => unpack::<2>(packed)?,
+            3 => unpack::<3>(packed)?,
+            4 => unpack::<4>(packed)?,
+            _ => return None,
+        };
+        Some(Self(ids))
+    }
+}
+
+/// Appends the low `WIDTH` bytes of each.
+fn pack<const WIDTH: usize>(ids: &[u32], bytes: &mut Vec<u8>) {
+    let start = bytes.len();
+    bytes.resize(start + WIDTH * ids.len(), 0);
+    let (places, _) = bytes.split_at_mut(start).1.as_chunks_mut::<WIDTH>();
+    for (place, id) in places.iter_mut().zip(ids) {
+        place.copy_from_slice(&id.to_le_bytes()[..WIDTH]);
+    }
+}
+
+fn unpack<const WIDTH: usize>(packed: &[u8]) -> Option<Arc<[u32]>> {
+    let (tokens, []) = packed.as_chunks::<WIDTH>() else { return None };
+    let id = |token: &[u8; WIDTH]| {
+        let mut id = [0; 4];
+        id[..WIDTH].copy_from_slice(token);
+        u32::from_le_bytes(id)
+    };
+    Some(tokens.iter().map(id).collect())
+}
+
+impl Deref for TokenIds {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for TokenIds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl From<Arc<[u32]>> for TokenIds {
+    fn from(ids: Arc<[u32]>) -> Self {
+        Self(ids)
+    }
+}
+
+impl From<Vec<u32>> for TokenIds {
+    fn from(ids: Vec<u32>) -> Self {
+        Self(ids.into())
+    }
+}
+
+impl From<&[u32]> for TokenIds {
+    fn from(ids: &[u32]) -> Self {
+        Self(ids.into())
+    }
+}
+
+impl Serialize for TokenIds {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.0.len() > MAX_TOKEN_IDS {
+            let text = format_args!("{} tokens, the limit is {MAX_TOKEN_IDS}", self.0.len());
+            return Err(S::Error::custom(text));
+        }
+        serializer.serialize_bytes(&self.packed())
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenIds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Packed;
+
+        impl Visitor<'_> for Packed {
+            type Value = TokenIds;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "at most {MAX_TOKEN_IDS} packed tokens")
+            }
+
+            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<TokenIds, E> {
+                let width = usize::from(bytes.first().copied().unwrap_or(1)).max(1);
+                let claimed = bytes.len() / width;
+                if claimed > MAX_TOKEN_IDS {
+                    return Err(E::custom(format_args!("{claimed} tokens, the limit is {MAX_TOKEN_IDS}")));
+                }
+                TokenIds::unpacked(bytes).ok_or_else(|| E::custom("not a packed list of tokens"))
+            }
+        }
+
+        deserializer.deserialize_bytes(Packed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::{self, Cap, CodecError};
+    use proptest::prelude::*;
+
+    fn lists() -> impl Strategy<Value = Vec<u32>> {
+        let below = |bits: u32| prop::collection::vec(0..(1u64 << bits) as u32, 0..200);
+        let all = prop::collection::vec(any::<u32>(), 0..200);
+        prop_oneof![below(8), below(16), below(24), all]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_packed_is_unpacked(ids in lists()) {
+            let tokens = TokenIds::from(ids.clone());
+            let bytes = codec::encode(&tokens, Cap::GenerateRequest).unwrap();
+            let most = ids.iter().max().copied().unwrap_or(0);
+            let width = (1..4).find(|width| u64::from(most) < 1 << (8 * width)).unwrap_or(4);
+            // A number up to 250 takes one byte on the wire, a larger one three here.
+            let head = if 1 + width * ids.len() > 250 { 3 } else { 1 };
+            prop_assert_eq!(bytes.len(), head + 1 + width * ids.len());
+            prop_assert_eq!(codec::decode::<TokenIds>(&bytes, Cap::GenerateRequest).unwrap(), tokens);
+        }
+
+        #[test]
+        fn whatever_comes_is_a_list_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            let width = bytes.first().copied().unwrap_or(0);
+            let good = (1..=4).contains(&width) && (bytes.len() - 1) % usize::from(width) == 0;
+            let framed = codec::encode(&serde_bytes(&bytes), Cap::GenerateRequest).unwrap();
+            let decoded = codec::decode::<TokenIds>(&framed, Cap::GenerateRequest);
+            prop_assert_eq!(decoded.is_ok(), good);
+            if let Ok(tokens) = decoded {
+                prop_assert_eq!(tokens.len(), (bytes.len() - 1) / usize::from(width));
+            }
+        }
+    }
+
+    /// A string of bytes has the form of a list of them.
+    fn serde_bytes(bytes: &[u8]) -> Vec<u8> {
+        bytes.to_vec()
+    }
+
+    #[test]
+    fn more_tokens_than_the_limit_are_refused_on_both_sides() {
+        let many = TokenIds::from(vec![0; MAX_TOKEN_IDS + 1]);
+        assert!(matches!(codec::encode(&many, Cap::GenerateRequest), Err(CodecError::Invalid { .. })));
+        let mut packed = vec![1];
+        packed.resize(MAX_TOKEN_IDS + 2, 7);
+        let framed = codec::encode(&serde_bytes(&packed), Cap::GenerateRequest).unwrap();
+        let refused = codec::decode::<TokenIds>(&framed, Cap::GenerateRequest);
+        assert!(matches!(refused, Err(CodecError::Invalid { .. })), "{refused:?}");
+    }
+}

@@ -1,0 +1,206 @@
+//! From protocol version 4 on: replicas of several stages under a cluster. What a worker of the pool can give, which
+//! part of a replica a coordinator wants of it, and the lease by which a first stage holds the others.
+//!
+//! A replica's *life* is the number of the agreed entry that planned it: a later plan has a larger one. Within a life,
+//! each attempt of the first stage to put the replica together has an epoch of its own. A stage belongs to the latest
+//! (life, epoch) that has claimed it, and to none once that lease is not kept up.
+
+use crate::codec::bounded;
+use crate::ids::{Epoch, ModelId};
+use crate::message::{MAX_MODELS, RegisterV3};
+use crate::stage::{ReplicaId, StageAddressV1};
+use serde::{Deserialize, Serialize};
+
+/// Stages of one replica at most.
+pub const MAX_STAGES: usize = 64;
+
+/// What a worker of the pool has to give to replicas.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CapacityV1 {
+    /// Bytes for weights and caches.
+    pub memory: u64,
+    /// Bytes per second that its decode steps read.
+    pub bandwidth: u64,
+    /// Multiply-adds per second that its prefill steps do.
+    pub compute: u64,
+    /// The model files that it can read; at most [`MAX_MODELS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
+    )]
+    pub files: Vec<ModelFileV1>,
+}
+
+/// A model file that a worker can read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelFileV1 {
+    /// The model's name in the API.
+    pub model: ModelId,
+    /// Its digest.
+    pub digest: [u8; 32],
+}
+
+/// See [`Register`](crate::message::Register).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegisterV4 {
+    /// Who it is, what it serves, what it is for.
+    pub worker: RegisterV3,
+    /// What it gives to replicas; none of a worker that serves its own model only.
+    pub capacity: Option<CapacityV1>,
+}
+
+impl From<RegisterV3> for RegisterV4 {
+    /// The third version knew no pool.
+    fn from(worker: RegisterV3) -> Self {
+        Self { worker, capacity: None }
+    }
+}
+
+/// What a coordinator wants of a worker of the pool. It comes again and again, so that nothing need be remembered of
+/// what was said before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PlaceOrder {
+    /// First version.
+    V1(PlaceOrderV1),
+}
+
+/// See [`PlaceOrder`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlaceOrderV1 {
+    /// How much of what is agreed on the coordinator knows; of two orders the one with more counts.
+    pub version: u64,
+    /// The replica that the worker is the first stage of; none to be free, or another stage.
+    pub lead: Option<LeadV1>,
+}
+
+/// A replica to be led.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeadV1 {
+    /// Its life.
+    pub life: u64,
+    /// The model.
+    pub model: ModelId,
+    /// Digest of its file(s).
+    pub model_digest: [u8; 32],
+    /// Its stages in the order of their layers, the worker itself first; at most [`MAX_STAGES`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
+    )]
+    pub stages: Vec<PlacedStageV1>,
+}
+
+/// A stage of a plan.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlacedStageV1 {
+    /// Who, and where it is reached.
+    pub at: StageAddressV1,
+    /// First layer, and the one behind the last.
+    pub layers: (u32, u32),
+}
+
+/// What a worker of the pool answers to a [`PlaceOrder`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PlaceReport {
+    /// First version.
+    V1(PlaceReportV1),
+}
+
+/// See [`PlaceReport`].
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct PlaceReportV1 {
+    /// How the replica is that it leads.
+    pub leads: Option<LeadReportV1>,
+    /// The life of the replica that it is another stage of.
+    pub holds: Option<u64>,
+}
+
+/// How a replica is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeadReportV1 {
+    /// Its life.
+    pub life: u64,
+    /// Where it stands.
+    pub state: LeadState,
+    /// Times that it was put together, or that this was tried.
+    pub attempts: u32,
+    /// Why the last of these has ended; empty before.
+    pub reason: String,
+}
+
+/// Where a replica stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LeadState {
+    /// Its stages are claimed and load.
+    Forming,
+    /// It serves.
+    Serving,
+    /// Another attempt follows.
+    Waiting,
+    /// The model's file is no such model: no attempt follows.
+    BadFile,
+}
+
+impl LeadState {
+    /// Its name in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forming => "forming",
+            Self::Serving => "serving",
+            Self::Waiting => "waiting",
+            Self::BadFile => "bad_file",
+        }
+    }
+}
+
+/// A first stage claims another: the head of a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StageClaim {
+    /// First version.
+    V1(StageClaimV1),
+}
+
+/// See [`StageClaim`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageClaimV1 {
+    /// The replica that the stage will be asked to join.
+    pub replica: ReplicaId,
+    /// Its life.
+    pub life: u64,
+    /// Which attempt within that life.
+    pub epoch: Epoch,
+}
+
+/// From the first stage, as long as it wants the lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LeaseBeat {
+    /// Numbered from 1.
+    Beat(u64),
+}
+
+/// From the stage that is held.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LeaseAnswer {
+    /// The claim holds.
+    Granted,
+    /// It does not.
+    Refused(ClaimRefusal),
+    /// To the beat with this number.
+    Beat(u64),
+}
+
+/// Why a claim does not hold.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum ClaimRefusal {
+    /// A later life, or a later attempt in the same one, has claimed the stage.
+    #[error("life {life} has claimed it in epoch {}", epoch.0)]
+    Stale {
+        /// The latest life.
+        life: u64,
+        /// Its epoch.
+        epoch: Epoch,
+    },
+    /// It is the first stage of a replica itself.
+    #[error("it leads a replica")]
+    Leads,
+}

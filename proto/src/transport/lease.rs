@@ -1,0 +1,104 @@
+//! A first stage's lease of another stage: claimed once, then kept up by beats that are answered. It says nothing of
+//! layers and steps; these have streams of their own, and end with the lease.
+
+use super::streams::{FrameReader, FrameWriter, StreamCode};
+use crate::Error;
+use crate::codec::Cap;
+use crate::placement::{ClaimRefusal, LeaseAnswer, LeaseBeat, StageClaim};
+use quinn::{RecvStream, SendStream};
+
+/// The first stage's end, granted. Dropping it gives the stage back.
+#[derive(Debug)]
+pub struct StageLease {
+    beats: FrameWriter<LeaseBeat>,
+    answers: FrameReader<LeaseAnswer>,
+    sent: u64,
+}
+
+impl StageLease {
+    pub(super) async fn start(
+        send: SendStream,
+        receive: RecvStream,
+        claim: &StageClaim,
+    ) -> Result<Self, Error> {
+        let mut head = FrameWriter::new(send, Cap::Stream);
+        head.write(claim).await?;
+        let mut lease = Self {
+            beats: head.retyped(Cap::Stream),
+            answers: FrameReader::new(receive, Cap::Stream),
+            sent: 0,
+        };
+        match lease.answer().await? {
+            LeaseAnswer::Granted => Ok(lease),
+            LeaseAnswer::Refused(refusal) => Err(Error::StageClaimed(refusal)),
+            LeaseAnswer::Beat(_) => Err(Error::Protocol("a lease's beat before its grant")),
+        }
+    }
+
+    /// Asks for a sign of life and waits for it; an error when the stage has ended the lease.
+    pub async fn beat(&mut self) -> Result<(), Error> {
+        self.sent += 1;
+        self.beats.write(&LeaseBeat::Beat(self.sent)).await?;
+        match self.answer().await? {
+            LeaseAnswer::Beat(number) if number == self.sent => Ok(()),
+            _ => Err(Error::Protocol("a lease's beat is answered with something else")),
+        }
+    }
+
+    async fn answer(&mut self) -> Result<LeaseAnswer, Error> {
+        self.answers.next().await?.ok_or(Error::StreamCut { what: "a lease" })
+    }
+}
+
+/// A claim that has come in.
+#[derive(Debug)]
+pub struct LeaseCall {
+    /// What is claimed.
+    pub claim: StageClaim,
+    beats: FrameReader<LeaseBeat>,
+    answers: FrameWriter<LeaseAnswer>,
+}
+
+impl LeaseCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let answers = FrameWriter::new(send, Cap::Stream);
+        let mut head = FrameReader::new(receive, Cap::Stream);
+        match head.next().await {
+            Ok(Some(claim)) => Ok(Self { claim, beats: head.retyped(Cap::Stream), answers }),
+            Ok(None) => Err(Error::StreamCut { what: "a claim" }),
+            Err(error) => {
+                head.stop(StreamCode::Malformed);
+                Err(error)
+            }
+        }
+    }
+
+    /// The claim holds.
+    pub async fn grant(mut self) -> Result<LeaseHeld, Error> {
+        self.answers.write(&LeaseAnswer::Granted).await?;
+        Ok(LeaseHeld { beats: self.beats, answers: self.answers })
+    }
+
+    /// The claim does not hold.
+    pub async fn refuse(mut self, refusal: ClaimRefusal) -> Result<(), Error> {
+        self.answers.write(&LeaseAnswer::Refused(refusal)).await?;
+        self.answers.finish();
+        Ok(())
+    }
+}
+
+/// The held stage's end. Dropping it ends the lease.
+#[derive(Debug)]
+pub struct LeaseHeld {
+    beats: FrameReader<LeaseBeat>,
+    answers: FrameWriter<LeaseAnswer>,
+}
+
+impl LeaseHeld {
+    /// Waits for the next beat and answers it; an error when the first stage wants the lease no more, or is gone.
+    pub async fn beat(&mut self) -> Result<(), Error> {
+        let LeaseBeat::Beat(number) =
+            self.beats.next().await?.ok_or(Error::StreamCut { what: "a lease's beats" })?;
+        self.answers.write(&LeaseAnswer::Beat(number)).await
+    }
+}

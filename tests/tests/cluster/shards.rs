@@ -1,0 +1,251 @@
+//! A model over several workers under a cluster: the answers of one worker, and stages that fail as one replica.
+
+use crate::{tiny_model, wait_for_quiet};
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http, signal, wait};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+/// Within which a replica that has lost a stage is no more: 3 s are promised.
+const LOST_WITHIN: Duration = Duration::from_secs(9);
+
+fn prompt(seed: usize, tokens: usize) -> Vec<usize> {
+    (0..tokens).map(|i| 5 + (seed * 31 + i * 7) % 400).collect()
+}
+
+fn ask(server: SocketAddr, body: &Value) -> Value {
+    http::post(server, "/v1/completions", body).unwrap().ok().unwrap()["choices"].clone()
+}
+
+/// Requests of every kind, with all that tells one bit from another.
+fn bodies(model: &str) -> Vec<Value> {
+    let base = |seed, tokens| json!({"model": model, "prompt": prompt(seed, tokens), "return_token_ids": true, "ignore_eos": true});
+    let with = |mut body: Value, more: Value| {
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    vec![
+        with(base(1, 40), json!({"max_tokens": 24, "temperature": 0, "logprobs": 5})),
+        with(base(1, 40), json!({"max_tokens": 24, "temperature": 0})),
+        with(base(2, 7), json!({"max_tokens": 16, "temperature": 1, "seed": 9, "logprobs": 3})),
+        with(base(3, 90), json!({"max_tokens": 12, "temperature": 0.7, "seed": 4, "presence_penalty": 0.5})),
+        with(base(4, 20), json!({"max_tokens": 8, "n": 3, "temperature": 1, "seed": 2})),
+    ]
+}
+
+/// The replica of several workers that `status` shows.
+fn replica(cluster: &Cluster) -> Option<Value> {
+    let status = cluster.status().ok()?;
+    let several = |replica: &&Value| replica["stages"].as_array().is_some_and(|stages| stages.len() > 1);
+    status["replicas"].as_array()?.iter().find(several).cloned()
+}
+
+fn serves(cluster: &Cluster) -> Option<Value> {
+    replica(cluster).filter(|replica| replica["state"] == "serving")
+}
+
+fn pid_of(cluster: &Cluster, stage: usize) -> u32 {
+    let replica = replica(cluster).unwrap();
+    let node = replica["stages"][stage]["worker"].as_str().unwrap();
+    cluster.up_file().unwrap().workers.into_iter().find(|worker| worker.id == node).unwrap().pid
+}
+
+#[test]
+fn stages_answer_as_one_worker_does_bit_by_bit() {
+    let one = Cluster::builder("shards-one", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let want: Vec<Value> = bodies(one.model()).iter().map(|body| ask(one.http(), body)).collect();
+    let chat = json!({"model": one.model(), "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "seed": 3, "logprobs": true});
+    drop(one);
+    for shards in ["2", "3"] {
+        let cluster =
+            Cluster::builder("shards-several", &tiny_model()).flag("--shards", shards).start().unwrap();
+        let got: Vec<Value> = bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
+        assert_eq!(got, want, "{shards} shards");
+        // Prefix hits are the same again.
+        let again: Vec<Value> =
+            bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
+        assert_eq!(again, want, "{shards} shards, again");
+        http::post(cluster.http(), "/v1/chat/completions", &chat).unwrap();
+        let replica = serves(&cluster).unwrap();
+        let stages = replica["stages"].as_array().unwrap();
+        assert_eq!(stages.len().to_string(), shards);
+        let ranges: Vec<(u64, u64)> = stages
+            .iter()
+            .map(|s| (s["layers"][0].as_u64().unwrap(), s["layers"][1].as_u64().unwrap()))
+            .collect();
+        assert_eq!((ranges[0].0, ranges[stages.len() - 1].1), (0, 3), "{replica}");
+        assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0), "{replica}");
+        wait_for_quiet(&cluster);
+    }
+}
+
+#[test]
+fn a_count_that_cannot_be_cut_is_refused_with_the_largest() {
+    let output = binary::run(&["up", &tiny_model(), "--shards", "99"]).unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("3 shards at most"), "{stderr}");
+    let few = binary::run(&["up", &tiny_model(), "--shards", "3", "--workers", "2"]).unwrap();
+    assert_eq!(few.status.code(), Some(64), "{}", String::from_utf8_lossy(&few.stderr));
+}
+
+/// What a stream has told, and the code of the error that it ended with, if it did.
+type Told = (Vec<u64>, Option<String>);
+
+/// Reads a stream to its end; `seen` is called whenever tokens come.
+fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<Told> {
+    let mut events = http::post(server, "/v1/completions", body)?.events()?;
+    let mut tokens = Vec::new();
+    while let Some(event) = events.next_event()? {
+        if let Some(error) = event.get("error") {
+            return Ok((tokens, error["code"].as_str().map(str::to_owned)));
+        }
+        let ids = event["choices"][0]["token_ids"].as_array().map(Vec::as_slice).unwrap_or_default();
+        if !ids.is_empty() {
+            tokens.extend(ids.iter().filter_map(Value::as_u64));
+            seen();
+        }
+    }
+    Ok((tokens, None))
+}
+
+/// All at once; `disturb` runs once tokens have come so many times.
+fn read_all(server: SocketAddr, bodies: &[Value], after: usize, disturb: impl FnOnce()) -> Vec<Told> {
+    let (say, said) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = bodies
+            .iter()
+            .map(|body| {
+                let say = say.clone();
+                scope.spawn(move || {
+                    read(server, body, || {
+                        // Nobody listens once the disturbance is over.
+                        let _ = say.send(());
+                    })
+                })
+            })
+            .collect();
+        drop(say);
+        assert_eq!(said.iter().take(after).count(), after, "all streams are over before the fault");
+        disturb();
+        drop(said);
+        readers.into_iter().map(|reader| reader.join().unwrap().unwrap()).collect()
+    })
+}
+
+fn greedy_streams(model: &str, count: usize, tokens: usize) -> Vec<Value> {
+    let body = |seed| {
+        json!({"model": model, "prompt": prompt(seed, 40), "max_tokens": tokens, "temperature": 0,
+               "ignore_eos": true, "stream": true, "return_token_ids": true})
+    };
+    (0..count).map(body).collect()
+}
+
+/// Each stream told what it tells undisturbed, or a part of that and then what has become of it.
+fn assert_whole_or_told(told: &[Told], undisturbed: &[Told]) {
+    for (number, ((tokens, error), (want, _))) in told.iter().zip(undisturbed).enumerate() {
+        match error.as_deref() {
+            None => assert_eq!(tokens, want, "stream {number}"),
+            Some("worker_lost" | "no_worker") => {
+                assert!(want.starts_with(tokens), "stream {number} told something else")
+            }
+            Some(other) => panic!("stream {number}: {other}"),
+        }
+    }
+    let whole = told.iter().filter(|(_, error)| error.is_none()).count();
+    println!("{whole} of {} streams are whole", told.len());
+}
+
+#[test]
+fn a_killed_middle_stage_costs_streams_time_and_no_token() {
+    let cluster = Cluster::builder("shards-killed", &tiny_model()).flag("--shards", "3").start().unwrap();
+    let (server, bodies) = (cluster.http(), greedy_streams(cluster.model(), 8, 300));
+    let undisturbed = read_all(server, &bodies, 1, || {});
+    assert!(undisturbed.iter().all(|(tokens, error)| tokens.len() == 300 && error.is_none()));
+    let before = serves(&cluster).unwrap();
+    let victim = pid_of(&cluster, 1);
+    let started = Instant::now();
+    let told = read_all(server, &bodies, 60, || signal::kill_now(victim));
+    println!("all streams are over {:.1?} after their start", started.elapsed());
+    assert_whole_or_told(&told, &undisturbed);
+    let after =
+        wait::until("the replica is put together again", binary::PATIENCE, || serves(&cluster)).unwrap();
+    assert!(after["attempts"].as_u64() > before["attempts"].as_u64(), "{before} then {after}");
+    assert_eq!(after["life"], before["life"], "the same plan, since the worker has returned");
+    wait_for_quiet(&cluster);
+    let again = read_all(server, &bodies, 1, || {});
+    assert_eq!(again, undisturbed);
+}
+
+#[test]
+fn a_frozen_stage_is_missed_while_nothing_is_asked_and_a_spare_takes_its_place() {
+    let cluster = Cluster::builder("shards-frozen", &tiny_model())
+        .flag("--shards", "2")
+        .flag("--workers", "3")
+        .start()
+        .unwrap();
+    let (server, bodies) = (cluster.http(), greedy_streams(cluster.model(), 4, 60));
+    let undisturbed = read_all(server, &bodies, 1, || {});
+    wait_for_quiet(&cluster);
+    let before = serves(&cluster).unwrap();
+    let frozen = pid_of(&cluster, 1);
+    signal::freeze(frozen, true);
+    let since = Instant::now();
+    let missed = || {
+        replica(&cluster).filter(|replica| replica["state"] != "serving" || replica["life"] != before["life"])
+    };
+    wait::until("the frozen stage is missed", LOST_WITHIN, missed).unwrap();
+    println!("a frozen stage is missed after {:.1?}", since.elapsed());
+    let replaced = || serves(&cluster).filter(|replica| replica["life"] != before["life"]);
+    let after = wait::until("the spare takes its place", binary::PATIENCE, replaced).unwrap();
+    assert!(after["stages"].as_array().unwrap().iter().all(|s| s["worker"] != before["stages"][1]["worker"]));
+    assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
+    // Awake again, it belongs to nobody and is a spare.
+    signal::freeze(frozen, false);
+    let three = || {
+        let status = cluster.status().ok()?;
+        let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
+        (ready == 3).then_some(())
+    };
+    wait::until("all three are there", binary::PATIENCE, three).unwrap();
+    assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
+    assert_eq!(serves(&cluster).unwrap()["life"], after["life"], "a plan that serves stands");
+    wait_for_quiet(&cluster);
+}
+
+#[test]
+fn a_plan_outlives_the_leader_that_made_it() {
+    let cluster = Cluster::builder("shards-leader", &tiny_model())
+        .flag("--coordinators", "3")
+        .flag("--shards", "2")
+        .start()
+        .unwrap();
+    let nodes = cluster.nodes().coordinators.clone();
+    let seen = |at: usize| -> Option<Value> { http::get(nodes[at].ops, "/admin/v1/cluster").ok()?.ok().ok() };
+    let leader = wait::until("one leads", binary::PATIENCE, || {
+        let status = seen(0)?;
+        let leads = status["coordinators"].as_array()?.iter().find(|listed| listed["role"] == "leader")?;
+        nodes.iter().position(|node| leads["id"] == node.id.as_str())
+    })
+    .unwrap();
+    let other = (leader + 1) % 3;
+    let serving = |at: usize| {
+        let status = seen(at)?;
+        let several = |replica: &&Value| replica["stages"].as_array().is_some_and(|stages| stages.len() > 1);
+        status["replicas"].as_array()?.iter().find(several).cloned().filter(|r| r["state"] == "serving")
+    };
+    let before = serving(other).unwrap();
+    signal::kill_now(nodes[leader].pid);
+    let bodies = greedy_streams(cluster.model(), 2, 40);
+    let undisturbed = read_all(nodes[other].http, &bodies, 1, || {});
+    // A stage dies while there may be no leader: the plan stands, and the first stage needs no other.
+    let pid = cluster.up_file().unwrap().workers;
+    let second = pid.iter().find(|worker| before["stages"][1]["worker"] == worker.id.as_str()).unwrap().pid;
+    signal::kill_now(second);
+    let again =
+        || serving(other).filter(|replica| replica["attempts"].as_u64() > before["attempts"].as_u64());
+    let after = wait::until("it serves again", binary::PATIENCE, again).unwrap();
+    assert_eq!(after["life"], before["life"]);
+    assert_eq!(read_all(nodes[other].http, &bodies, 1, || {}), undisturbed);
+}

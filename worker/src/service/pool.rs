@@ -1,0 +1,220 @@
+//! A worker of the pool: free, or another stage of a replica, or the first one, as coordinators plan it.
+//!
+//! Coordinators tell it again and again which replica it leads ([`Pool::place`]). It then claims the other stages,
+//! loads its layers, and begins a life in which it serves the model to them as any worker does. When a stage is lost,
+//! or the plan is another one, that life ends with all that it held, and it is free again; as long as the plan stands it
+//! tries to put the replica together, each time in a new epoch.
+
+use super::{Ground, Life, Loaded, Node, present_epoch};
+use crate::Error;
+use crate::load::{self, EngineOptions, Prepared};
+use crate::stage::{Claim, Claims, Host, Replica, StageConfig};
+use parking_lot::Mutex;
+use proto::ids::Epoch;
+use proto::placement::{
+    CapacityV1, ClaimRefusal, LeadReportV1, LeadState, LeadV1, PlaceOrderV1, PlaceReportV1,
+};
+use proto::stage::ActivationType;
+use proto::transport::{Endpoint, Identity};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+
+/// Until the next attempt at a replica; a stage that has lost its lease is free again within that of the other side.
+const RETRY_AFTER: Duration = Duration::from_millis(500);
+
+/// See the module.
+pub(super) struct Pool {
+    capacity: CapacityV1,
+    host: Arc<Host>,
+    identity: Identity,
+    model_path: PathBuf,
+    engine: EngineOptions,
+    orders: watch::Sender<PlaceOrderV1>,
+    leads: Mutex<Option<LeadReportV1>>,
+}
+
+/// A replica that is put together.
+struct Formed {
+    prepared: Prepared,
+    lost: watch::Receiver<Option<String>>,
+}
+
+impl Pool {
+    pub(super) fn new(
+        capacity: CapacityV1,
+        stage: StageConfig,
+        endpoint: Arc<Endpoint>,
+        identity: Identity,
+    ) -> Self {
+        let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
+        let host = Host::new(stage, endpoint, Some(Claims::default()));
+        let orders = watch::Sender::new(PlaceOrderV1 { version: 0, lead: None });
+        Self { capacity, host, identity, model_path, engine, orders, leads: Mutex::new(None) }
+    }
+
+    pub(super) fn capacity(&self) -> &CapacityV1 {
+        &self.capacity
+    }
+
+    /// What other workers' stages are held by.
+    pub(super) fn host(&self) -> &Arc<Host> {
+        &self.host
+    }
+
+    /// A coordinator says what it wants; the answer is how things are.
+    pub(super) fn place(&self, order: PlaceOrderV1) -> PlaceReportV1 {
+        self.orders.send_if_modified(|known| {
+            // Whoever knows less of what is agreed on is not obeyed.
+            let news = order.version >= known.version && order != *known;
+            if news {
+                *known = order;
+            }
+            news
+        });
+        let holds = self.host.claims().and_then(Claims::life);
+        PlaceReportV1 { leads: self.leads.lock().clone(), holds }
+    }
+
+    /// Lives as coordinators want it. `free`: the present life, in which it serves nothing.
+    pub(super) async fn live(&self, ground: &Ground, free: Life, present: &watch::Sender<Arc<Node>>) {
+        let (mut free, mut epoch) = (free, free_epoch(&Epoch(0)));
+        let mut orders = self.orders.subscribe();
+        loop {
+            let lead = wanted(&mut orders).await;
+            self.lead(true);
+            self.stands(&lead, LeadState::Forming, None);
+            let formed = self.form(&lead, &mut epoch, &mut orders).await;
+            let Formed { prepared, mut lost } = match formed {
+                Ok(formed) => formed,
+                Err(error) => {
+                    tracing::warn!(life = lead.life, %error, "the replica is not put together");
+                    self.give_up(&lead, &error, &mut orders).await;
+                    continue;
+                }
+            };
+            free.end();
+            let (told, mut broken) = mpsc::unbounded_channel();
+            epoch = free_epoch(&epoch);
+            let life = ground.begin(epoch, Loaded::Generator(Box::new(prepared)), Some(told));
+            present.send_replace(Arc::clone(&life.node));
+            self.stands(&lead, LeadState::Serving, None);
+            tracing::info!(
+                life = lead.life,
+                epoch = epoch.0,
+                stages = lead.stages.len(),
+                "the replica serves"
+            );
+            let reason = tokio::select! {
+                Some(reason) = broken.recv() => reason,
+                Ok(lost) = lost.wait_for(Option::is_some) => lost.clone().unwrap_or_default(),
+                () = given_up(&mut orders, &lead) => "another plan".to_owned(),
+            };
+            tracing::warn!(life = lead.life, epoch = epoch.0, reason, "the replica has ended");
+            life.end();
+            epoch = free_epoch(&epoch);
+            free = ground.begin(epoch, Loaded::Nothing, None);
+            present.send_replace(Arc::clone(&free.node));
+            self.lead(false);
+            self.stands(&lead, LeadState::Waiting, Some(reason));
+        }
+    }
+
+    fn lead(&self, leads: bool) {
+        self.host.claims().into_iter().for_each(|claims| claims.leads(leads));
+    }
+
+    fn stands(&self, lead: &LeadV1, state: LeadState, reason: Option<String>) {
+        let mut leads = self.leads.lock();
+        let known = leads.take().filter(|known| known.life == lead.life);
+        let (attempts, before) = known.map_or((0, String::new()), |known| (known.attempts, known.reason));
+        let attempts = attempts.saturating_add(u32::from(state == LeadState::Forming));
+        let reason = reason.unwrap_or(before);
+        *leads = Some(LeadReportV1 { life: lead.life, state, attempts, reason });
+    }
+
+    /// Waits before the next attempt, or for another plan.
+    async fn give_up(&self, lead: &LeadV1, error: &Error, orders: &mut watch::Receiver<PlaceOrderV1>) {
+        let of_file = is_of_file(error);
+        let state = if of_file { LeadState::BadFile } else { LeadState::Waiting };
+        self.lead(false);
+        self.stands(lead, state, Some(error.to_string()));
+        tokio::select! {
+            () = given_up(orders, lead) => self.leads.lock().take().map_or((), drop),
+            () = tokio::time::sleep(RETRY_AFTER), if !of_file => {}
+        }
+    }
+
+    /// Claims the stages, has them load, and loads the first.
+    async fn form(
+        &self,
+        lead: &LeadV1,
+        epoch: &mut Epoch,
+        orders: &mut watch::Receiver<PlaceOrderV1>,
+    ) -> Result<Formed, Error> {
+        if self.capacity.files.iter().all(|file| file.digest != lead.model_digest) {
+            let reason = "the plan is for other weights than this worker has".to_owned();
+            return Err(Error::Config { option: "model", reason });
+        }
+        *epoch = free_epoch(epoch);
+        let claim = Claim { life: lead.life, epoch: *epoch };
+        let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
+        let ranges: Vec<Range<usize>> =
+            lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
+        let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
+        let replica = replica.planned(ranges, claim);
+        let (lost, endpoint) = (replica.lost(), replica.endpoint());
+        let (path, options) = (self.model_path.clone(), self.engine.clone());
+        let mut forming =
+            tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica));
+        let formed = tokio::select! {
+            formed = &mut forming => formed,
+            () = given_up(orders, lead) => {
+                endpoint.close().await;
+                forming.await
+            }
+        };
+        let prepared = formed.map_err(|_| Error::EngineStopped)?;
+        if let Err(Error::StageLost(known)) = &prepared
+            && let proto::Error::StageClaimed(ClaimRefusal::Stale { life, epoch: latest }) = &known.source
+            && *life == lead.life
+        {
+            // The clock was set back since an earlier attempt.
+            *epoch = (*epoch).max(*latest);
+        }
+        Ok(Formed { prepared: prepared?, lost })
+    }
+}
+
+/// Whether no other attempt with the same file can come to anything else.
+fn is_of_file(error: &Error) -> bool {
+    matches!(error, Error::Model(_) | Error::MissingTensor { .. } | Error::WrongTask { .. })
+}
+
+/// An epoch after `last`.
+fn free_epoch(last: &Epoch) -> Epoch {
+    present_epoch().max(Epoch(last.0.saturating_add(1)))
+}
+
+/// The replica that is to be led, once there is one.
+async fn wanted(orders: &mut watch::Receiver<PlaceOrderV1>) -> LeadV1 {
+    loop {
+        if let Some(lead) = orders.borrow_and_update().lead.clone() {
+            return lead;
+        }
+        if orders.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Resolves when `lead` is not what is wanted any more.
+async fn given_up(orders: &mut watch::Receiver<PlaceOrderV1>, lead: &LeadV1) {
+    let other = |order: &PlaceOrderV1| order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
+    if orders.wait_for(other).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}

@@ -1,0 +1,459 @@
+//! All stages of a replica but the first, as its engine sees them: steps go out, several at a time, and answers come
+//! back in the same order.
+//!
+//! The engine's thread writes the stream to the second stage and reads that of the last one itself: what is on the
+//! way to another stage passes no other thread than those that QUIC has.
+
+use super::activations;
+use super::deadline::Deadline;
+use super::head_share::HeadShare;
+use super::lead::LostStage;
+use super::pace::Pace;
+use super::step::{self, WantedRows};
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::kv_cache::Slabs;
+use crate::scheduler::{Demand, Scheduler, StepLimits, StepPlan};
+use proto::stage::{
+    ActivationType, StageDrawnV2, StageFailure, StageOrder, StageProgressV1, StageReport, StageSampledV1,
+    StageSpentV1, StageStep, StageStepV2,
+};
+use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+/// How long an answer is waited for before the stages are asked how far they are, and then again.
+const ASK_AFTER: Duration = Duration::from_millis(250);
+/// A stage that answers nothing for so long is lost, though its connection stands.
+const SILENCE: Duration = Duration::from_millis(2500);
+/// A stage that has lost its neighbour is seldom the one to blame: for so long another is waited for.
+const BLAME: Duration = Duration::from_millis(500);
+
+/// Where the blocks of a replica lie.
+#[derive(Debug)]
+pub(super) struct Layout {
+    /// As the scheduler counts.
+    pub(super) blocks: Slabs,
+    /// As the first stage's arena is cut.
+    pub(super) own: Slabs,
+    pub(super) state_group: Option<usize>,
+    pub(super) activations: ActivationType,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct LaterStages {
+    runtime: Handle,
+    layout: Layout,
+    sender: ActivationSender,
+    /// Of the last stage.
+    reports: StageReports,
+    /// Of the stages between.
+    heard: mpsc::UnboundedReceiver<Heard>,
+    /// Its other end, so that it stays open where there are none.
+    _tell: mpsc::UnboundedSender<Heard>,
+    /// Where the question for progress goes; dropped, a stage hears that the replica has ended.
+    asks: Vec<mpsc::Sender<()>>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+    under_way: VecDeque<UnderWay>,
+    stages: Vec<Known>,
+    pace: Pace,
+    head_share: HeadShare,
+    counts: StageCounts,
+    /// What the stages are reached by, and the leases under a cluster, which end with this.
+    _held: (Arc<Endpoint>, JoinSet<()>),
+}
+
+/// What is known of a stage, the first one included.
+#[derive(Debug, Clone)]
+struct Known {
+    deadline: Deadline,
+    progress: StageProgressV1,
+    /// When that was heard.
+    heard: Instant,
+}
+
+/// A step that the other stages have.
+#[derive(Debug)]
+struct UnderWay {
+    step: u64,
+    rows: usize,
+    decodes: bool,
+    /// Tokens, samples and rows of logits that must come.
+    wanted: [usize; 3],
+    /// Rows of the residual stream that must.
+    returned: Vec<u32>,
+    /// Values of a row of logits and of the residual stream.
+    widths: (usize, usize),
+    handed_over: Instant,
+    /// What the first stage took.
+    computed: Duration,
+    /// No other was under way then.
+    alone: bool,
+}
+
+/// What was made of a step behind its last layer.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    /// The step.
+    pub(crate) step: u64,
+    /// For each row of [`WantedRows::argmax`].
+    pub(crate) tokens: Vec<u32>,
+    /// For each of [`WantedRows::samples`].
+    pub(crate) samples: Vec<StageSampledV1>,
+    /// Each row of [`WantedRows::logits`].
+    pub(crate) logits: Vec<Vec<f32>>,
+    /// If nothing of that has been made: the rows that something is wanted of, ascending, and their residual stream.
+    pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
+}
+
+/// Counts of a replica's stages since it was formed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StageCounts {
+    /// Of each stage.
+    pub(crate) stages: Vec<StageCount>,
+    /// Seconds between stages, all hops together, of steps that had them to themselves, since the last look.
+    pub(crate) hops: Vec<f64>,
+    /// Steps that later stages have.
+    pub(crate) under_way: usize,
+}
+
+/// See [`StageCounts`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct StageCount {
+    /// Bytes received from the stage before.
+    pub(crate) bytes: u64,
+    /// Seconds of computing.
+    pub(crate) computed: f64,
+    /// Seconds without a step.
+    pub(crate) stalled: f64,
+}
+
+#[derive(Debug)]
+enum Heard {
+    Progress(usize, StageProgressV1),
+    Lost(LostStage),
+}
+
+impl Drop for LaterStages {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
+
+impl LaterStages {
+    /// Over the control streams of the later stages, in their order.
+    pub(super) fn new(
+        runtime: Handle,
+        held: (Arc<Endpoint>, JoinSet<()>),
+        layout: Layout,
+        sender: ActivationSender,
+        controls: impl Iterator<Item = StageControl>,
+    ) -> Result<Self, Error> {
+        let (tell, heard) = mpsc::unbounded_channel();
+        let (mut asks, mut tasks, mut last) = (Vec::new(), Vec::new(), None);
+        for (stage, StageControl { orders, reports }) in (1..).zip(controls) {
+            let (ask, asked) = mpsc::channel(1);
+            asks.push(ask);
+            tasks.push(runtime.spawn(pass_questions(orders, asked)));
+            if let Some((stage, reports)) = last.replace((stage, reports)) {
+                tasks.push(runtime.spawn(listen(stage, reports, tell.clone())));
+            }
+        }
+        let Some((last, reports)) = last else {
+            return Err(Error::Invariant("a replica of one stage".to_owned()));
+        };
+        let known = Known {
+            deadline: Deadline::default(),
+            progress: StageProgressV1::default(),
+            heard: Instant::now(),
+        };
+        Ok(Self {
+            runtime,
+            layout,
+            sender,
+            reports,
+            heard,
+            _tell: tell,
+            asks,
+            tasks,
+            under_way: VecDeque::new(),
+            stages: vec![known; last + 1],
+            pace: Pace::new(last + 1),
+            counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
+            head_share: HeadShare::default(),
+            _held: held,
+        })
+    }
+
+    /// Whether another step may be handed over: one for each stage, and one that waits for the first of them.
+    pub(crate) fn has_room(&self) -> bool {
+        self.under_way.len() <= self.stages.len()
+    }
+
+    /// What the next step takes of what there is to do.
+    pub(crate) fn limits(&mut self, demand: Demand) -> StepLimits {
+        self.pace.limits(demand)
+    }
+
+    /// What the stages have done so far.
+    pub(crate) fn take_counts(&mut self) -> StageCounts {
+        self.counts.under_way = self.under_way.len();
+        let hops = std::mem::take(&mut self.counts.hops);
+        StageCounts { hops, ..self.counts.clone() }
+    }
+
+    /// Runs a step over the first stage's layers and hands it on. [`Self::answer`] gives what became of it.
+    pub(crate) fn run(
+        &mut self,
+        decoder: &mut Decoder,
+        scheduler: &Scheduler,
+        plan: &StepPlan,
+        wanted: WantedRows,
+    ) -> Result<(), Error> {
+        let since = Instant::now();
+        let Layout { blocks, own, state_group, activations } = &self.layout;
+        let described = step::describe(scheduler, plan, blocks, *state_group)?;
+        let mut step = StageStepV2 { plan: described, ..StageStepV2::default() };
+        step::forward(decoder, own, &step, None)?;
+        let residual = decoder.residual(0..plan.tokens.len())?;
+        let bytes = activations::encode(*activations, &residual);
+        let decodes = plan.sequences.iter().all(|sequence| sequence.samples && sequence.rows.len() == 1);
+        // A step that has the stages to itself takes the shortest way.
+        let shared = decodes && decoder.has_head() && !self.under_way.is_empty();
+        if shared && self.head_share.takes_next() {
+            step.returned = wanted.distinct();
+        } else {
+            step.plan.argmax = wanted.argmax;
+            step.plan.logits = wanted.logits;
+            step.samples = wanted.samples;
+        }
+        let under_way = UnderWay {
+            step: plan.step,
+            rows: plan.tokens.len(),
+            decodes,
+            wanted: [step.plan.argmax.len(), step.samples.len(), step.plan.logits.len()],
+            returned: step.returned.clone(),
+            widths: (decoder.spec().vocab, decoder.spec().hidden),
+            handed_over: Instant::now(),
+            computed: since.elapsed(),
+            alone: self.under_way.is_empty(),
+        };
+        let sent = self.runtime.block_on(self.sender.send(&StageStep::V2(step), bytes));
+        if let Err(source) = sent {
+            // What the stage itself says tells more.
+            let runtime = self.runtime.clone();
+            return Err(runtime.block_on(self.blame(LostStage { stage: 1, source })).into());
+        }
+        self.under_way.push_back(under_way);
+        Ok(())
+    }
+
+    /// The first stage has made logits of rows that came back, in so much time.
+    pub(crate) fn helped(&mut self, took: Duration) {
+        self.head_share.head_took(took);
+        if let Some(first) = self.counts.stages.first_mut() {
+            first.computed += took.as_secs_f64();
+        }
+    }
+
+    /// What became of the oldest step under way; none if that is not known yet and is not waited for, or if there is
+    /// no step.
+    pub(crate) fn answer(&mut self, wait: bool) -> Result<Option<Answer>, Error> {
+        let since = Instant::now();
+        let runtime = self.runtime.clone();
+        let Some((drawn, rows)) = runtime.block_on(self.hear(wait))? else { return Ok(None) };
+        let Some(under_way) = self.under_way.pop_front() else { return Ok(None) };
+        let StageDrawnV2 { drawn, samples, spent, .. } = drawn;
+        self.account(&under_way, &spent);
+        if let Some(first) = self.counts.stages.first_mut() {
+            first.stalled += since.elapsed().as_secs_f64();
+            first.bytes += rows.iter().map(|row| size_of_val(row.as_slice()) as u64).sum::<u64>();
+        }
+        let (logits, returned) = match under_way.returned.is_empty() {
+            true => (rows, None),
+            false => (Vec::new(), Some((under_way.returned, rows.concat()))),
+        };
+        Ok(Some(Answer { step: drawn.step, tokens: drawn.tokens, samples, logits, returned }))
+    }
+
+    fn account(&mut self, under_way: &UnderWay, spent: &[StageSpentV1]) {
+        let times = || {
+            let later = spent.iter().map(|spent| Duration::from_micros(spent.computed_us.into()));
+            std::iter::once(under_way.computed).chain(later)
+        };
+        for (known, took) in self.stages.iter_mut().zip(times()) {
+            known.deadline.took(under_way.rows, took);
+        }
+        for (count, took) in self.counts.stages.iter_mut().zip(times()) {
+            count.computed += took.as_secs_f64();
+        }
+        for (count, spent) in self.counts.stages.iter_mut().skip(1).zip(spent) {
+            count.bytes += spent.received;
+            count.stalled += f64::from(spent.stalled_us) / 1e6;
+        }
+        let mut times: Vec<Duration> = times().collect();
+        if let (true, [first, .., last]) = (under_way.decodes, times.as_mut_slice()) {
+            if !under_way.returned.is_empty() {
+                self.head_share.layers_took(*first, *last);
+                *first += self.head_share.head();
+            }
+            self.pace.decoded(u32::try_from(under_way.rows).unwrap_or(u32::MAX), times.into_iter());
+        }
+        if under_way.alone {
+            let computed: f64 = spent.iter().map(|spent| f64::from(spent.computed_us) / 1e6).sum();
+            self.counts.hops.push((under_way.handed_over.elapsed().as_secs_f64() - computed).max(0.0));
+        }
+    }
+
+    /// The answer to the oldest step, and its rows, unless there is no step.
+    async fn hear(&mut self, wait: bool) -> Result<Option<(StageDrawnV2, Vec<Vec<f32>>)>, Error> {
+        if self.under_way.is_empty() {
+            return Ok(None);
+        }
+        let (since, last) = (Instant::now(), self.asks.len());
+        let mut ask_at = since + ASK_AFTER;
+        loop {
+            let heard = tokio::select! {
+                biased;
+                report = self.reports.next() => match report {
+                    Ok(StageReport::DrawnV2(drawn)) => return self.rows_of(drawn).await.map(Some),
+                    Ok(StageReport::Progress(progress)) => Heard::Progress(last, progress),
+                    report => Heard::Lost(LostStage { stage: last, source: not_awaited(report) }),
+                },
+                Some(heard) = self.heard.recv() => heard,
+                () = std::future::ready(()), if !wait => return Ok(None),
+                () = tokio::time::sleep_until(ask_at.into()) => {
+                    if let Some(late) = self.late(since) {
+                        return Err(late.into());
+                    }
+                    // Whoever has not answered the last question need not be asked again.
+                    for ask in &self.asks {
+                        let _ = ask.try_send(());
+                    }
+                    ask_at = Instant::now() + ASK_AFTER;
+                    continue;
+                }
+            };
+            match heard {
+                Heard::Lost(lost) => return Err(self.blame(lost).await.into()),
+                Heard::Progress(stage, progress) => {
+                    if let Some(known) = self.stages.get_mut(stage) {
+                        (known.progress, known.heard) = (progress, Instant::now());
+                    }
+                }
+            }
+        }
+    }
+
+    /// The rows behind a report, if it says what the oldest step wants to know.
+    async fn rows_of(&mut self, drawn: StageDrawnV2) -> Result<(StageDrawnV2, Vec<Vec<f32>>), Error> {
+        let Some(oldest) = self.under_way.front() else {
+            return Err(Error::Invariant("an answer to no step".to_owned()));
+        };
+        let ([tokens, samples, logits], returned) = (oldest.wanted, oldest.returned.len());
+        let said = (drawn.drawn.step, drawn.drawn.tokens.len(), drawn.samples.len());
+        let rows = (drawn.drawn.rows as usize, drawn.returned as usize);
+        let later = self.asks.len();
+        if said != (oldest.step, tokens, samples) || rows != (logits, returned) || drawn.spent.len() != later
+        {
+            return Err(Error::Invariant(format!("{oldest:?} is answered by {said:?}, {rows:?}")));
+        }
+        let (vocab, hidden) = oldest.widths;
+        let widths = std::iter::repeat_n(vocab, logits).chain(std::iter::repeat_n(hidden, returned));
+        let mut rows = Vec::with_capacity(logits + returned);
+        for width in widths {
+            let row = self.reports.row(width).await;
+            rows.push(row.map_err(|source| LostStage { stage: later, source })?);
+        }
+        Ok((drawn, rows))
+    }
+
+    /// The stage that has held up the oldest step for longer than it may, if one has; waited for since `since`.
+    fn late(&self, since: Instant) -> Option<LostStage> {
+        let oldest = self.under_way.front()?;
+        let mut before = Duration::ZERO;
+        for (stage, known) in self.stages.iter().enumerate().skip(1) {
+            let timeout = |what, limit: Duration| {
+                let source = proto::Error::Timeout { what, limit_ms: limit.as_millis() as u64 };
+                Some(LostStage { stage, source })
+            };
+            if known.heard.max(since).elapsed() > SILENCE {
+                return timeout("saying how far it is", SILENCE);
+            }
+            let StageProgressV1 { done, computes, for_us } = known.progress;
+            let computed = self.under_way.iter().find(|step| step.step == computes);
+            let limit = known.deadline.limit(computed.map_or(oldest.rows, |step| step.rows));
+            before += limit;
+            if computed.is_some() && Duration::from_micros(for_us) > limit {
+                return timeout("computing a step", limit);
+            }
+            if done < oldest.step {
+                // It computes what came before, or the step has not reached it.
+                let lost = computed.is_none() && since.elapsed() > before;
+                return if lost { timeout("receiving a step", before) } else { None };
+            }
+        }
+        None
+    }
+
+    /// Who is to blame when a stage is lost: if it only says that it has lost its neighbour, whoever is heard to be
+    /// lost soon.
+    async fn blame(&mut self, lost: LostStage) -> LostStage {
+        let second_hand = |source: &proto::Error| {
+            matches!(
+                source,
+                proto::Error::StageFailed(StageFailure::Neighbour { .. }) | proto::Error::StreamEnded(_)
+            )
+        };
+        let (until, last) = (Instant::now() + BLAME, self.asks.len());
+        let mut hears_last = lost.stage != last;
+        while second_hand(&lost.source) {
+            let heard = tokio::select! {
+                Some(heard) = self.heard.recv() => heard,
+                report = self.reports.next(), if hears_last => {
+                    hears_last = false;
+                    Heard::Lost(LostStage { stage: last, source: not_awaited(report) })
+                }
+                () = tokio::time::sleep_until(until.into()) => break,
+            };
+            match heard {
+                Heard::Lost(other) if !second_hand(&other.source) => return other,
+                Heard::Lost(_) | Heard::Progress(..) => {}
+            }
+        }
+        lost
+    }
+}
+
+/// Why a report ends the replica.
+fn not_awaited(report: Result<StageReport, proto::Error>) -> proto::Error {
+    report.map_or_else(|error| error, |_| proto::Error::Protocol("a report at the wrong time"))
+}
+
+async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) {
+    while asked.recv().await.is_some() {
+        // A stage that is gone is noticed by whoever reads its reports.
+        if orders.send(&StageOrder::TellProgress).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn listen(stage: usize, mut reports: StageReports, heard: mpsc::UnboundedSender<Heard>) {
+    loop {
+        let told = match reports.next().await {
+            Ok(StageReport::Progress(progress)) => Heard::Progress(stage, progress),
+            report => Heard::Lost(LostStage { stage, source: not_awaited(report) }),
+        };
+        let last = matches!(told, Heard::Lost(_));
+        // An engine that is gone need not hear it.
+        if heard.send(told).is_err() || last {
+            return;
+        }
+    }
+}

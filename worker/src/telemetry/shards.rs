@@ -1,0 +1,92 @@
+//! How busy the stages of a replica are, as its first one sees it.
+
+use crate::stage::StageCounts;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use std::sync::atomic::AtomicU64;
+
+/// Label of a stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct StageLabel {
+    /// Which, the first one being 0.
+    pub stage: u32,
+}
+
+type Seconds = Counter<f64, AtomicU64>;
+
+/// Metrics of a replica's stages; nothing where a model is whole.
+#[derive(Debug)]
+pub struct ShardMetrics {
+    /// Bytes that a stage has received from the one before; the first one from the last.
+    pub bytes: Family<StageLabel, Counter>,
+    /// Seconds of computing.
+    pub busy: Family<StageLabel, Seconds>,
+    /// Seconds of waiting for a step; at the first stage for an answer.
+    pub stalled: Family<StageLabel, Seconds>,
+    /// Seconds between stages, all hops together, of steps that had them to themselves.
+    pub hops: Histogram,
+    /// Steps that later stages have.
+    pub under_way: Gauge,
+}
+
+impl Default for ShardMetrics {
+    fn default() -> Self {
+        let buckets =
+            [50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 0.0016, 0.0032, 0.0064, 0.0125, 0.025, 0.05, 0.1, 1.0];
+        Self {
+            bytes: Family::default(),
+            busy: Family::default(),
+            stalled: Family::default(),
+            hops: Histogram::new(buckets),
+            under_way: Gauge::default(),
+        }
+    }
+}
+
+impl ShardMetrics {
+    pub(crate) fn update(&self, counts: &StageCounts) {
+        for (stage, count) in (0..).zip(&counts.stages) {
+            let label = StageLabel { stage };
+            let bytes = self.bytes.get_or_create(&label);
+            bytes.inc_by(count.bytes.saturating_sub(bytes.get()));
+            for (family, to) in [(&self.busy, count.computed), (&self.stalled, count.stalled)] {
+                let seconds = family.get_or_create(&label);
+                seconds.inc_by((to - seconds.get()).max(0.0));
+            }
+        }
+        counts.hops.iter().for_each(|seconds| self.hops.observe(*seconds));
+        self.under_way.set(counts.under_way as i64);
+    }
+
+    pub(super) fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "kvasir_shard_received_bytes",
+            "Bytes that a stage has received from the one before",
+            self.bytes.clone(),
+        );
+        registry.register(
+            "kvasir_shard_busy_seconds",
+            "Seconds that a stage has computed",
+            self.busy.clone(),
+        );
+        registry.register(
+            "kvasir_shard_stalled_seconds",
+            "Seconds that a stage has waited for a step",
+            self.stalled.clone(),
+        );
+        registry.register(
+            "kvasir_shard_hop_seconds",
+            "Between stages, all hops of a step together",
+            self.hops.clone(),
+        );
+        registry.register(
+            "kvasir_shard_steps_under_way",
+            "Steps that later stages have",
+            self.under_way.clone(),
+        );
+    }
+}

@@ -1,0 +1,47 @@
+//! A worker that is told to end while it serves.
+
+use crate::{PATIENCE, pair, request};
+use kvasir_worker::service::WorkerService;
+use proto::message::GenerateFrame;
+use proto::transport::VersionRange;
+use tokio::task::JoinSet;
+
+/// Often enough that the end is told between any two things that a worker does for a call.
+const ROUNDS: u32 = 24;
+const TOKENS: u32 = 40;
+
+async fn end(worker: WorkerService) {
+    worker.drain().await;
+    worker.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_taken_is_served_until_it_has_arrived() {
+    for round in 0..ROUNDS {
+        let pair = tokio::time::timeout(PATIENCE, pair(VersionRange::CURRENT.max)).await.unwrap();
+        let mut stream = pair.connection.open_generate(&request(TOKENS)).await.unwrap();
+        // Told before the first token, or when that or a later one has come.
+        let told_after = round % 8;
+        let mut worker = Some(pair.worker);
+        let mut ending = JoinSet::new();
+        let (mut tokens, mut refused) = (0, false);
+        let finished = loop {
+            if tokens >= told_after {
+                worker.take().into_iter().for_each(|worker| drop(ending.spawn(end(worker))));
+            }
+            match stream.next().await {
+                Some(Ok(GenerateFrame::Tokens(new))) => tokens += u32::try_from(new.len()).unwrap(),
+                Some(Ok(GenerateFrame::Finished(_))) => break true,
+                Some(Ok(GenerateFrame::Failed(_))) => refused = true,
+                Some(Ok(_)) => {}
+                // It has not heard of the call at all.
+                Some(Err(_)) if tokens == 0 => refused = true,
+                Some(Err(error)) => panic!("round {round}, after {tokens} tokens: {error}"),
+                None => break false,
+            }
+        };
+        // Whoever has not taken it may say so; whoever has, serves it whole.
+        assert!(if refused { tokens == 0 } else { finished && tokens == TOKENS }, "round {round}: {tokens}");
+        tokio::time::timeout(PATIENCE, ending.join_all()).await.unwrap();
+    }
+}
