@@ -31,6 +31,12 @@ pub(crate) struct Cluster {
     #[serde(default)]
     pub(crate) workers: Vec<Worker>,
     #[serde(default)]
+    replicas: Vec<Replica>,
+    #[serde(default)]
+    unplanned: Vec<Unplanned>,
+    #[serde(default)]
+    condemned: Vec<Condemned>,
+    #[serde(default)]
     index: Option<Index>,
     #[serde(default)]
     pub(crate) queue: Queue,
@@ -73,6 +79,38 @@ pub(crate) struct Worker {
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
+}
+
+/// A model's layers over one worker or several.
+#[derive(Debug, Deserialize)]
+struct Replica {
+    model: String,
+    #[serde(default)]
+    state: String,
+    #[serde(default)]
+    reason: String,
+    #[serde(default)]
+    stages: Vec<Stage>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Stage {
+    worker: String,
+    layers: (u64, u64),
+}
+
+/// A model of which no further replica is planned, and why.
+#[derive(Debug, Deserialize)]
+struct Unplanned {
+    model: String,
+    reason: String,
+}
+
+/// A file that is placed nowhere, and why.
+#[derive(Debug, Deserialize)]
+struct Condemned {
+    digest: String,
+    reason: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -144,6 +182,21 @@ fn table(cluster: &Cluster) -> String {
         ]);
     }
     let mut text = columns(&rows);
+    for replica in cluster.replicas.iter().filter(|replica| replica.stages.len() > 1) {
+        let stage = |stage: &Stage| format!("{} {}..{}", stage.worker, stage.layers.0, stage.layers.1);
+        let stages: Vec<String> = replica.stages.iter().map(stage).collect();
+        text += &format!("replica of {}: {}; {}", replica.model, stages.join(", "), replica.state);
+        if replica.state != "serving" && !replica.reason.is_empty() {
+            text += &format!(" ({})", replica.reason);
+        }
+        text.push('\n');
+    }
+    for Unplanned { model, reason } in &cluster.unplanned {
+        text += &format!("no further replica of {model}: {reason}\n");
+    }
+    for Condemned { digest, reason } in &cluster.condemned {
+        text += &format!("file {}.. is placed nowhere: {reason}\n", digest.get(..16).unwrap_or(digest));
+    }
     if let Some(index) = &cluster.index {
         text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);
     }
@@ -172,13 +225,15 @@ mod tests {
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
                             "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"new":1}],
-                "models":[],"replicas":[],"index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
+                "models":[],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
+                "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],"index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
         )
         .unwrap();
         let text = table(&cluster);
         for expected in ["c0", "w0", "ready", "1 of 2 MiB", "12 ms ago", "7 blocks"] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }
+        assert!(text.contains("w0 0..2, w1 2..3; waiting (stage 1 is lost)"), "{text}");
     }
 
     #[test]

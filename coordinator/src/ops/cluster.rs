@@ -4,6 +4,7 @@ use super::Ops;
 use super::metrics::state_name;
 use crate::agreement::Standing;
 use crate::balancer::WorkerView;
+use crate::consensus::table::ModelCondemnedV1;
 use crate::replicas::ReplicaView;
 use proto::ids::NodeId;
 use serde_json::{Value, json};
@@ -30,6 +31,8 @@ pub fn view(ops: &Ops) -> Value {
         "workers": workers.iter().map(|view| worker(view, &planned)).collect::<Vec<_>>(),
         "models": models,
         "replicas": replicas(&workers, &planned),
+        "unplanned": unplanned(ops),
+        "condemned": condemned(ops),
         "index": {
             "blocks": index.blocks,
             "bytes": index.bytes,
@@ -85,6 +88,22 @@ fn worker(view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
     })
+}
+
+/// Models of which nothing more is planned just now, though workers are free; known to the leader.
+fn unplanned(ops: &Ops) -> Vec<Value> {
+    let unplanned = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
+    unplanned.iter().map(|(model, reason)| json!({"model": model.as_str(), "reason": reason})).collect()
+}
+
+/// Files that are placed nowhere.
+fn condemned(ops: &Ops) -> Vec<Value> {
+    let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
+    let value = |condemned: &ModelCondemnedV1| {
+        let digest: String = condemned.model_digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        json!({"digest": digest, "worker": condemned.node.as_str(), "reason": condemned.reason})
+    };
+    table.iter().flat_map(|table| table.condemned().values()).map(value).collect()
 }
 
 /// The layers that a worker has in a replica.
