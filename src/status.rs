@@ -33,6 +33,12 @@ pub(crate) struct Cluster {
     #[serde(default)]
     shipping: Vec<Shipment>,
     #[serde(default)]
+    replicas: Vec<Replica>,
+    #[serde(default)]
+    unplanned: Vec<Unplanned>,
+    #[serde(default)]
+    condemned: Vec<Condemned>,
+    #[serde(default)]
     index: Option<Index>,
     #[serde(default)]
     pub(crate) queue: Queue,
@@ -85,6 +91,38 @@ struct Shipment {
     present_bytes: u64,
     #[serde(default)]
     struck: Vec<String>,
+}
+
+/// A model's layers over one worker or several.
+#[derive(Debug, Deserialize)]
+struct Replica {
+    model: String,
+    #[serde(default)]
+    state: String,
+    #[serde(default)]
+    reason: String,
+    #[serde(default)]
+    stages: Vec<Stage>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Stage {
+    worker: String,
+    layers: (u64, u64),
+}
+
+/// A model of which no further replica is planned, and why.
+#[derive(Debug, Deserialize)]
+struct Unplanned {
+    model: String,
+    reason: String,
+}
+
+/// A file that is placed nowhere, and why.
+#[derive(Debug, Deserialize)]
+struct Condemned {
+    digest: String,
+    reason: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -165,6 +203,21 @@ fn table(cluster: &Cluster) -> String {
             text += &format!("{worker} was sent wrong bytes by {}\n", struck.join(", "));
         }
     }
+    for replica in cluster.replicas.iter().filter(|replica| replica.stages.len() > 1) {
+        let stage = |stage: &Stage| format!("{} {}..{}", stage.worker, stage.layers.0, stage.layers.1);
+        let stages: Vec<String> = replica.stages.iter().map(stage).collect();
+        text += &format!("replica of {}: {}; {}", replica.model, stages.join(", "), replica.state);
+        if replica.state != "serving" && !replica.reason.is_empty() {
+            text += &format!(" ({})", replica.reason);
+        }
+        text.push('\n');
+    }
+    for Unplanned { model, reason } in &cluster.unplanned {
+        text += &format!("no further replica of {model}: {reason}\n");
+    }
+    for Condemned { digest, reason } in &cluster.condemned {
+        text += &format!("file {}.. is placed nowhere: {reason}\n", digest.get(..16).unwrap_or(digest));
+    }
     if let Some(index) = &cluster.index {
         text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);
     }
@@ -193,7 +246,8 @@ mod tests {
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
                             "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"new":1}],
-                "models":[],"replicas":[],
+                "models":[],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
+                "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
                 "index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
         )
@@ -211,6 +265,7 @@ mod tests {
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }
+        assert!(text.contains("w0 0..2, w1 2..3; waiting (stage 1 is lost)"), "{text}");
     }
 
     #[test]

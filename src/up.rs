@@ -64,7 +64,7 @@ struct UpSettings {
     /// Coordinator processes, at most 5; they are one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
-    /// Worker processes [default: 2]
+    /// Worker processes [default: 2, or as many as --shards]
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
     workers: Option<usize>,
     /// Worker processes that serve the model together, each with a part of its layers; `--workers` is then how many

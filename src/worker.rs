@@ -231,7 +231,9 @@ impl WorkerSettings {
             true => (KvTypeArg::F32, "they live for one step only, so that nothing is saved by less"),
             false => (KvTypeArg::F16, "half the memory of f32 at the same answers"),
         };
-        let kv_bytes = match (encodes, self.kv_bytes) {
+        // Of a replica, the caches are as large as the stage with the least room allows.
+        let elsewhere = encodes || self.pool == Some(true);
+        let kv_bytes = match (elsewhere, self.kv_bytes) {
             (true, given) => given,
             (false, _) => {
                 or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason)
@@ -270,7 +272,10 @@ impl WorkerSettings {
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
             device: or!(device, Device::Cpu, "the only device that this version computes on"),
             kv_bytes,
-            pin_bytes: or!(pin_bytes, quarter, "a quarter of kv_bytes: the rest serves everybody"),
+            pin_bytes: match pooled {
+                Some(true) => self.pin_bytes,
+                _ => or!(pin_bytes, quarter, "a quarter of kv_bytes: the rest serves everybody"),
+            },
             kv_host_bytes: or!(kv_host_bytes, ByteSize(0), "memory that nobody has granted is not taken"),
             kv_disk: self.kv_disk.clone(),
             snapshot_bytes: or!(snapshot_bytes, quarter, "a quarter of kv_bytes"),
@@ -290,7 +295,10 @@ impl WorkerSettings {
                 Some(StateTypeArg::F32) | None => None,
             },
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
-            max_seqs: or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason),
+            max_seqs: match pooled {
+                Some(true) => self.max_seqs,
+                _ => or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason),
+            },
             chunk: or!(chunk, defaults.chunk.value as usize, &defaults.chunk.reason),
             workers_here: or!(workers_here, 1, "alone on this machine"),
             stall_after: or!(stall_after, Period(Duration::from_secs(10)), "far longer than any step"),
@@ -370,6 +378,10 @@ impl Worker {
             (Some(http), false) => {
                 let rule = "not together with `coordinators`, which have the API of their cluster";
                 return Err(ConfigError::field("http", http, rule).into());
+            }
+            (Some(_), true) if config.pool.is_some() => {
+                let rule = "not together with `http`: replicas are planned by coordinators of a cluster";
+                return Err(ConfigError::field("pool", true, rule).into());
             }
             _ => {}
         }

@@ -114,8 +114,10 @@ impl Models {
             });
             let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
             let sampling = known.or_file(gguf.metadata()).map_err(file)?;
-            let spec = ModelSpec::from_file(&gguf).map_err(file)?;
-            let costs = spec.logits().map(|_| ModelCosts::of_file(&spec, &gguf));
+            // Tokenizer and template are enough to offer it; workers refuse what cannot be computed.
+            let spec = ModelSpec::from_file(&gguf).ok();
+            let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
+            let costs = generates.map(|spec| ModelCosts::of_file(spec, &gguf));
             let id = id.clone();
             models.push(Arc::new(OfferedModel {
                 id,
@@ -123,7 +125,7 @@ impl Models {
                 template,
                 sampling,
                 costs,
-                context: spec.context_length,
+                context: spec.map_or(0, |spec| spec.context_length),
                 tokenised: Tokenised::default(),
             }));
         }

@@ -223,6 +223,17 @@ pub fn check_shards(model: &ModelCosts, wanted: usize) -> Result<(), PlacementEr
     }
 }
 
+/// Bytes that a stage's weights take, laid out for its instructions.
+pub(crate) fn stage_weights(costs: &RangeCosts) -> u64 {
+    costs.weight_bytes.saturating_add(costs.weight_bytes / 10)
+}
+
+/// Bytes that one sequence of `context` tokens takes in a stage's caches, keys and values in f16.
+pub(crate) fn stage_cache(costs: &RangeCosts, context: u64) -> u64 {
+    let states = costs.state_elements.saturating_mul(STATE_ELEMENT * STATE_SLOTS);
+    costs.kv_bytes(context, CHUNK_ROWS, GgmlType::F16).saturating_add(states)
+}
+
 impl Placement<'_> {
     /// Cuts the model `replicas` times, each time into `shards` stages or, where none is given, into the fewest that
     /// fit, since every further stage is a hop for each token. No worker serves two stages.
@@ -305,10 +316,11 @@ impl Placement<'_> {
     fn needs(&self, costs: &RangeCosts) -> Needs {
         let Workload { context, sequences, kv_type, .. } = self.workload;
         let weights = costs.weight_bytes;
+        let held_weights = stage_weights(costs);
         let kv = costs.kv_bytes(context, CHUNK_ROWS, kv_type).saturating_mul(sequences);
         let slots = STATE_SLOTS.saturating_mul(sequences);
         let states = costs.state_elements.saturating_mul(STATE_ELEMENT).saturating_mul(slots);
-        let held = (weights + weights / 10).saturating_add(kv).saturating_add(states);
+        let held = held_weights.saturating_add(kv).saturating_add(states);
         Needs { weights, kv, states, total: held.saturating_add(held.div_ceil(9)) }
     }
 

@@ -6,6 +6,7 @@
 //! for a model whose replica is being put together wait for it, but not for ever.
 
 mod decide;
+mod room;
 
 use crate::agreement::Agreement;
 use crate::consensus::table::{ReplicaPlanV1, Table};
@@ -124,13 +125,18 @@ impl Replicas {
 
     async fn tell(&self, table: &Table, pool: &[PoolWorker]) {
         let asked = pool.iter().map(async |worker| {
-            let order = order(table, pool, &worker.node);
+            let order = order(table, &self.models, pool, &worker.node);
             (worker.node.clone(), worker.place(order, ANSWER_LIMIT).await)
         });
         let answers = futures::future::join_all(asked).await;
         let now = Instant::now();
         let mut seen = self.seen.lock();
-        seen.reports.retain(|node, _| pool.iter().any(|worker| worker.node == *node));
+        let there = |node: &NodeId| pool.iter().any(|worker| worker.node == *node);
+        let planned = |node: &NodeId| {
+            table.replicas().values().any(|plan| plan.stages.iter().any(|stage| stage.node == *node))
+        };
+        seen.reports.retain(|node, _| there(node));
+        seen.workers.retain(|node, _| there(node) || planned(node));
         for (node, report) in answers {
             seen.workers.insert(node.clone(), now);
             report.into_iter().for_each(|report| drop(seen.reports.insert(node.clone(), report)));
@@ -180,7 +186,7 @@ impl Replicas {
 }
 
 /// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
-fn order(table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
+fn order(table: &Table, models: &Models, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
     let leads = |plan: &ReplicaPlanV1| plan.stages.first().is_some_and(|first| first.node == *node);
     let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
         return PlaceOrderV1 { version: table.applied(), lead: None };
@@ -197,7 +203,8 @@ fn order(table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
     match stages {
         Some(stages) => {
             let (model, model_digest) = (plan.model.clone(), plan.model_digest);
-            let lead = LeadV1 { life, model, model_digest, stages };
+            let cache_bytes = room::cache_bytes(plan, models, pool);
+            let lead = LeadV1 { life, model, model_digest, cache_bytes, stages };
             PlaceOrderV1 { version: table.applied(), lead: Some(lead) }
         }
         None => PlaceOrderV1 { version: 0, lead: None },

@@ -82,6 +82,8 @@ pub struct LeadV1 {
     pub model: ModelId,
     /// Digest of its file(s).
     pub model_digest: [u8; 32],
+    /// Bytes that the caches of all stages together may take, so that each has room for its part.
+    pub cache_bytes: u64,
     /// Its stages in the order of their layers, the worker itself first; at most [`MAX_STAGES`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",

@@ -228,6 +228,12 @@ pub enum StageFailure {
     /// It stops.
     #[error("it stops")]
     Stops,
+    /// The file, whose digest is the one asked for, is no model that can be loaded: nor will it be elsewhere.
+    #[error("its file cannot be loaded: {reason}")]
+    BadFile {
+        /// Why.
+        reason: String,
+    },
 }
 
 /// The head of a stream of activations.

@@ -1,7 +1,7 @@
 //! Defaults computed from the machine and the model, each with its reason: one pure function, so that what
 //! `--explain` prints is what runs, and a table of cases can test it.
 
-const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 /// Rows that one core computes per second, times the weights' bytes: int8 prefill, measured at about 3,000
@@ -10,9 +10,11 @@ const ROW_BYTES_PER_CORE: u64 = 120_000_000_000;
 /// Longest time that a prompt's chunk should hold up the sequences that decode beside it.
 const CHUNK_MILLIS: u64 = 250;
 /// States that a sequence keeps at its longest: its own, and those at which others can resume.
-const STATES_PER_SEQUENCE: u64 = 9;
+pub(crate) const STATES_PER_SEQUENCE: u64 = 9;
 /// Sequences shorter than this are not what concurrency is planned for.
-const TOKENS_PER_SEQUENCE: u64 = 512;
+pub(crate) const TOKENS_PER_SEQUENCE: u64 = 512;
+/// Rows of a step that decode at most: more fill no unit of a machine better, and only lengthen every step.
+pub(crate) const MOST_SEQUENCES: u64 = 64;
 
 /// What the machine offers to this worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +85,7 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     let room = usable.saturating_sub(model.weight_bytes);
     let states = STATES_PER_SEQUENCE.saturating_mul(model.state_bytes);
     let fit = room / per_token.saturating_mul(TOKENS_PER_SEQUENCE).saturating_add(model.state_bytes);
-    let max_seqs = fit.clamp(1, 64) as usize;
+    let max_seqs = fit.clamp(1, MOST_SEQUENCES) as usize;
     let max_batch_tokens = chunk.value.saturating_add(max_seqs as u32);
     let activations = u64::from(max_batch_tokens).saturating_mul(model.activation_bytes_per_row);
     // A tenth stays for everything that is not counted: queues, tables, the prefix tree, buffers.
@@ -111,7 +113,7 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
         floor_bytes,
         max_seqs: Explained {
             value: max_seqs,
-            reason: if fit > 64 {
+            reason: if fit > MOST_SEQUENCES {
                 "64 rows fill the matrix units; more only lengthens every step".to_owned()
             } else {
                 format!("memory for {fit} sequences of {TOKENS_PER_SEQUENCE} tokens")

@@ -84,3 +84,23 @@ pub enum Error {
     #[error("the engine has stopped")]
     EngineStopped,
 }
+
+impl Error {
+    /// Whether it comes of what a model file says, so that the same bytes fail wherever they are loaded.
+    pub(crate) fn is_of_content(&self) -> bool {
+        match self {
+            Self::Model(error) => !matches!(
+                error,
+                model::Error::Io { .. }
+                    | model::Error::NotAFile { .. }
+                    | model::Error::Shrunk { .. }
+                    | model::Error::MissingPart { .. }
+            ),
+            Self::MissingTensor { .. } | Self::WrongTask { .. } => true,
+            Self::StageLost(lost) => {
+                matches!(lost.source, proto::Error::StageFailed(proto::stage::StageFailure::BadFile { .. }))
+            }
+            _ => false,
+        }
+    }
+}

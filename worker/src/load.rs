@@ -15,6 +15,7 @@ use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
+use model::costs::ModelCosts;
 use model::file::DigestCache;
 use model::metadata::Metadata;
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
@@ -252,7 +253,6 @@ fn prepare_on(
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused =
         |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
-    floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = digest(&gguf, options)?;
     let metadata = gguf.metadata().clone();
     let wire = replica.as_ref().and_then(Replica::class);
@@ -264,6 +264,11 @@ fn prepare_on(
             (first, Some(joining))
         }
     };
+    let weights = match joining {
+        None => gguf.total_tensor_bytes(),
+        Some(_) => ModelCosts::of_file(&spec, &gguf).range(layers.clone()).weight_bytes,
+    };
+    floor.admit(&ProcMemInfo, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
     floor.admit(&ProcMemInfo, "the KV cache", arena_bytes).map_err(refused)?;

@@ -430,3 +430,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_model_that_will_be_served_again_is_waited_for_and_not_for_ever() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    let model = ModelId::new(MODEL).unwrap();
+    rig.balancer.expect(&model, rig.now + Duration::from_secs(10));
+    rig.leave("a", 1);
+    assert!(rig.balancer.model(&model).is_some(), "as it was served last");
+    let (ticket, actions) = rig.submit(rig.ask("t", 100, chain(0..6))).unwrap();
+    assert_eq!(actions, []);
+    let served = rig.join("a", 2);
+    assert!(matches!(&served[..], [Action::Assign(assigned, _)] if *assigned == ticket), "{served:?}");
+    let (late, actions) = {
+        rig.leave("a", 2);
+        rig.submit(rig.ask("t", 100, chain(0..6))).unwrap()
+    };
+    assert_eq!(actions, []);
+    rig.now += Duration::from_secs(11);
+    assert_eq!(rig.balancer.tick(rig.now, 1), [Action::Refuse(late, Refusal::NoWorker)]);
+    assert_eq!(rig.submit(rig.ask("t", 100, chain(0..6))).unwrap_err(), Refusal::NoWorker);
+}

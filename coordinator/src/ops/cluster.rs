@@ -4,6 +4,7 @@ use super::Ops;
 use super::metrics::state_name;
 use crate::agreement::Standing;
 use crate::balancer::WorkerView;
+use crate::consensus::table::ModelCondemnedV1;
 use crate::replicas::ReplicaView;
 use proto::ids::NodeId;
 use proto::shard::ShippingReportV1;
@@ -32,6 +33,8 @@ pub fn view(ops: &Ops) -> Value {
         "models": models,
         "replicas": replicas(&workers, &planned),
         "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
+        "unplanned": unplanned(ops),
+        "condemned": condemned(ops),
         "index": {
             "blocks": index.blocks,
             "bytes": index.bytes,
@@ -97,6 +100,22 @@ fn shipment((node, report): &(NodeId, ShippingReportV1)) -> Value {
         "present_bytes": report.present,
         "struck": report.struck.iter().map(NodeId::as_str).collect::<Vec<_>>(),
     })
+}
+
+/// Models of which nothing more is planned just now, though workers are free; known to the leader.
+fn unplanned(ops: &Ops) -> Vec<Value> {
+    let unplanned = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
+    unplanned.iter().map(|(model, reason)| json!({"model": model.as_str(), "reason": reason})).collect()
+}
+
+/// Files that are placed nowhere.
+fn condemned(ops: &Ops) -> Vec<Value> {
+    let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
+    let value = |condemned: &ModelCondemnedV1| {
+        let digest: String = condemned.model_digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        json!({"digest": digest, "worker": condemned.node.as_str(), "reason": condemned.reason})
+    };
+    table.iter().flat_map(|table| table.condemned().values()).map(value).collect()
 }
 
 /// The layers that a worker has in a replica.

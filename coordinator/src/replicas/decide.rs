@@ -145,3 +145,6 @@ impl View<'_> {
         Ok(ReplicaPlanV1 { model: want.model.clone(), model_digest, stages: stages.collect() })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -164,6 +164,7 @@ pub(crate) fn stage_failures() -> Vec<StageFailure> {
         StageFailure::Neighbour { reason: reason() },
         StageFailure::Step { reason: reason() },
         StageFailure::Stops,
+        StageFailure::BadFile { reason: reason() },
     ]
 }
 
@@ -258,6 +259,7 @@ fn place_order() -> PlaceOrder {
         life: 70_000,
         model: ModelId::new("m").unwrap(),
         model_digest: [1; 32],
+        cache_bytes: 70_000,
         stages: vec![stage("w1", (0, 15)), stage("w3", (15, 300))],
     };
     PlaceOrder::V1(PlaceOrderV1 { version: 300, lead: Some(lead) })

@@ -249,3 +249,30 @@ fn a_plan_outlives_the_leader_that_made_it() {
     assert_eq!(after["life"], before["life"]);
     assert_eq!(read_all(nodes[other].http, &bodies, 1, || {}), undisturbed);
 }
+
+/// Fault F23, for what a node meets at its start: nobody is started with a file that cannot be served.
+#[test]
+fn sixty_malformed_files_are_refused_by_type_at_the_start() {
+    let good = std::fs::read(tiny_model()).unwrap();
+    let cut = |nth: usize| good[..good.len() * nth / 40].to_vec();
+    let damaged = |at: usize| {
+        let mut bytes = good.clone();
+        bytes[at] ^= 0xff;
+        bytes
+    };
+    // Magic, version, and how many tensors and keys there are.
+    let files: Vec<Vec<u8>> = (0..40).map(cut).chain((0..20).map(damaged)).collect();
+    let dir = tempfile::tempdir().unwrap();
+    for (number, bytes) in files.iter().enumerate() {
+        let path = dir.path().join(format!("bad-{number}.gguf"));
+        std::fs::write(&path, bytes).unwrap();
+        let data = dir.path().join("data");
+        let [path, data] = [path, data].map(|path| path.to_str().unwrap().to_owned());
+        let ports = ["--http", "127.0.0.1:0", "--ops", "127.0.0.1:0"];
+        let arguments = [&["up", &path, "--shards", "2", "--data-dir", &data][..], &ports].concat();
+        let output = binary::run(&arguments).unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "file {number}: {stderr}");
+        assert!(!stderr.contains("panicked"), "file {number}: {stderr}");
+    }
+}

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::Error;
 use crate::decoder::Decoder;
+use crate::defaults::{MIB, MOST_SEQUENCES, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE};
 use crate::kv_cache::memory::{MemoryFloor, ProcMemInfo};
 use crate::stage::Replica;
 use crate::tiers::TiersConfig;
@@ -25,6 +26,12 @@ pub fn open_replica(
     replica: Replica,
     progress: &mut Progress<'_>,
 ) -> Result<LoadedModel, Error> {
+    check_options(options)?;
+    assemble(prepare_on(path, options, backend(options, &environment)?, Some(replica), progress)?)
+}
+
+/// Refuses what does not go with several stages.
+fn check_options(options: &EngineOptions) -> Result<(), Error> {
     if options.placement == crate::kv_cache::Placement::Contiguous {
         let reason = "runs of blocks are placed in one worker's memory".to_owned();
         return Err(Error::Config { option: "contiguous", reason });
@@ -33,16 +40,35 @@ pub fn open_replica(
         let reason = "each worker of a replica has a part of every block only".to_owned();
         return Err(Error::Config { option: "kv_disk and kv_host_bytes", reason });
     }
-    assemble(prepare_on(path, options, backend(options, &environment)?, Some(replica), progress)?)
+    Ok(())
 }
 
-/// As [`open_replica`], for a cluster whose key comes later.
+/// As [`open_replica`], for a cluster whose key comes later, and whose caches may take `cache_bytes` over all stages.
 pub(crate) fn prepare_replica(
     path: &Path,
     options: &EngineOptions,
     replica: Replica,
+    cache_bytes: u64,
 ) -> Result<Prepared, Error> {
-    prepare_on(path, options, backend(options, &environment)?, Some(replica), &mut |_, _| {})
+    check_options(options)?;
+    let plan = plan(path, options)?;
+    let (needs, host) = (plan.needs, plan.host);
+    // As in `defaults`, for what all stages have: no more than is of use, and of each machine a quarter.
+    let longest = u64::from(needs.max_context).saturating_mul(needs.kv_bytes_per_token);
+    let states = STATES_PER_SEQUENCE.saturating_mul(needs.state_bytes);
+    let useful =
+        longest.saturating_add(states).saturating_mul(MOST_SEQUENCES).div_ceil(MIB).saturating_mul(MIB);
+    let quarters = (host.memory_total / 4 / u64::from(host.workers)).saturating_mul(replica.stages() as u64);
+    let kv_bytes = options.kv_bytes.unwrap_or(useful.min(quarters)).min(cache_bytes) / MIB * MIB;
+    let short =
+        TOKENS_PER_SEQUENCE.saturating_mul(needs.kv_bytes_per_token).saturating_add(needs.state_bytes);
+    let fit = (kv_bytes / short.max(1)).clamp(1, MOST_SEQUENCES) as usize;
+    let options = EngineOptions {
+        kv_bytes: Some(kv_bytes),
+        max_sequences: options.max_sequences.or(Some(fit)),
+        ..options.clone()
+    };
+    prepare_on(path, &options, backend(&options, &environment)?, Some(replica), &mut |_, _| {})
 }
 
 /// Whether the model in a file can be cut into so many layer ranges.

@@ -144,7 +144,7 @@ impl Pool {
 
     /// Waits before the next attempt, or for another plan.
     async fn give_up(&self, lead: &LeadV1, error: &Error, orders: &mut watch::Receiver<PlaceOrderV1>) {
-        let of_file = is_of_file(error);
+        let of_file = error.is_of_content();
         let state = if of_file { LeadState::BadFile } else { LeadState::Waiting };
         self.lead(false);
         self.stands(lead, state, Some(error.to_string()));
@@ -161,8 +161,11 @@ impl Pool {
         epoch: &mut Epoch,
         orders: &mut watch::Receiver<PlaceOrderV1>,
     ) -> Result<Formed, Error> {
-        if self.capacity.files.iter().all(|file| file.digest != lead.model_digest) {
-            let reason = "the plan is for other weights than this worker has".to_owned();
+        let (path, options) = (self.model_path.clone(), self.engine.clone());
+        // What is there may have been replaced since it was offered; that says nothing of what was.
+        let found = tokio::task::spawn_blocking(move || load::model_digest(&path, &options)).await;
+        if !matches!(found, Ok(Ok(digest)) if digest == lead.model_digest) {
+            let reason = "the file here is not the one that the plan is for".to_owned();
             return Err(Error::Config { option: "model", reason });
         }
         *epoch = free_epoch(epoch);
@@ -174,9 +177,9 @@ impl Pool {
         let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());
-        let (path, options) = (self.model_path.clone(), self.engine.clone());
+        let (path, options, cache_bytes) = (self.model_path.clone(), self.engine.clone(), lead.cache_bytes);
         let mut forming =
-            tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica));
+            tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica, cache_bytes));
         let formed = tokio::select! {
             formed = &mut forming => formed,
             () = given_up(orders, lead) => {
@@ -194,11 +197,6 @@ impl Pool {
         }
         Ok(Formed { prepared: prepared?, lost })
     }
-}
-
-/// Whether no other attempt with the same file can come to anything else.
-fn is_of_file(error: &Error) -> bool {
-    matches!(error, Error::Model(_) | Error::MissingTensor { .. } | Error::WrongTask { .. })
 }
 
 /// An epoch after `last`.

@@ -213,7 +213,8 @@ fn neighbour(error: &proto::Error) -> StageFailure {
 }
 
 fn load_failure(error: &Error) -> StageFailure {
-    StageFailure::Load { reason: error.to_string() }
+    let reason = error.to_string();
+    if error.is_of_content() { StageFailure::BadFile { reason } } else { StageFailure::Load { reason } }
 }
 
 async fn take_part(
