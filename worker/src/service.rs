@@ -195,7 +195,7 @@ impl WorkerService {
                 }
             }));
         }
-        let service = Self { node, endpoint, tasks, shipper: shipper };
+        let service = Self { node, endpoint, tasks, shipper };
         match service.load(config.model_path, config.engine, config.model_id).await {
             Ok(()) => Ok(service),
             Err(error) => {
