@@ -1,11 +1,14 @@
 //! `kvasir models`: the catalog, the cache, what is in a file. And how MODEL becomes a file.
 
+use crate::home;
 use crate::progress::Bar;
+use crate::shipped;
 use crate::status::columns;
 use anyhow::Context;
 use model::ModelFile;
 use model::catalog::{self, Entry, Listed, Store};
 use model::inspect::Summary;
+use model::shard::ChunkId;
 use proto::ids::ModelId;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -54,6 +57,9 @@ struct Inspect {
     /// Print one line of JSON.
     #[arg(long)]
     json: bool,
+    /// Print the model's digest and nothing else, as `kvasir worker --from` takes it for MODEL.
+    #[arg(long, conflicts_with = "json")]
+    digest: bool,
 }
 
 /// Compares a pulled model with its pinned checksum.
@@ -85,7 +91,15 @@ impl Models {
                 writeln!(out, "{}", path.display())?;
             }
             Action::Inspect(inspect) => {
-                let summary = Summary::of(&ModelFile::open(resolve_or_pull(&inspect.model)?.path)?)?;
+                let file = ModelFile::open(resolve_or_pull(&inspect.model)?.path)?;
+                if inspect.digest {
+                    if let Some(digests) = home::digests() {
+                        digests.fill(&file)?;
+                    }
+                    writeln!(out, "{}{}", shipped::DIGEST, ChunkId(file.digest()?))?;
+                    return Ok(());
+                }
+                let summary = Summary::of(&file)?;
                 if inspect.json {
                     writeln!(out, "{}", serde_json::to_string(&summary)?)?;
                 } else {

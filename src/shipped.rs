@@ -13,7 +13,7 @@ use std::path::Path;
 use worker::shipping::{self, ShippingConfig};
 
 /// What stands before a digest in the place of MODEL.
-const DIGEST: &str = "blake3:";
+pub(crate) const DIGEST: &str = "blake3:";
 /// Bytes of the shard store unless they are set.
 pub(crate) const STORE_BYTES: ByteSize = ByteSize(256 << 30);
 

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use worker::load::EngineOptions;
 use worker::stage::{StageConfig, StageService};
 
 /// Holds a layer range of a model for whoever leads the replica, such as `kvasir logits --shards 2`
@@ -51,9 +52,9 @@ impl Stage {
             shipped::resolve(&self.model, &self.from, self.shard_bytes, self.quic, || Ok(own))?;
         let config = StageConfig {
             model_path: model.path,
-            shipping,
             listen: self.quic,
-            engine: self.engine.options()?,
+            engine: EngineOptions { packed: shipping.store.clone(), ..self.engine.options()? },
+            shipping,
         };
         // Arithmetic has threads of its own; these only move bytes.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

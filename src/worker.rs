@@ -30,6 +30,7 @@ const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
 #[command(
     after_help = "Examples:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
     kvasir worker --http 127.0.0.1:8080 --model smollm2-135m\n  \
+    kvasir worker --identity ./w1 --coordinators 10.0.0.1:7000 --model smollm2-135m --from 10.0.0.2:7001\n  \
     kvasir worker --config worker.toml --explain\n\n\
     It prints one line of JSON with its addresses when it listens; logs go to stderr."
 )]
@@ -64,6 +65,10 @@ pub(crate) struct WorkerSettings {
     /// What all workers of this host may keep of models that they got from others [default: 256GiB].
     #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
     pub(crate) shard_bytes: Option<ByteSize>,
+    /// Keep repacked weights in a file that all workers of this machine map, and later starts: one copy in memory, and a
+    /// start that reads nothing [default: where several workers share this machine, or the model comes from others].
+    #[arg(long, value_name = "true|false", env = "KVASIR_WEIGHT_CACHE")]
+    pub(crate) weight_cache: Option<bool>,
     /// What part of requests this worker is for [default: both].
     #[arg(long, value_enum, env = "KVASIR_ROLE")]
     pub(crate) role: Option<RoleArg>,
@@ -189,6 +194,10 @@ impl WorkerSettings {
         let (model, shipping) =
             shipped::resolve(name, from, self.shard_bytes, self.quic.unwrap_or(local(0)), identity)?;
         let (settings, explained) = self.complete(&model.path)?;
+        let packed = match settings.weight_cache {
+            Some(true) => Some(shipped::store(settings.shard_bytes)?),
+            Some(false) | None => None,
+        };
         let config = WorkerConfig {
             model_id: model.id,
             model_path: model.path,
@@ -196,7 +205,7 @@ impl WorkerSettings {
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.unwrap_or(local(0)),
             ops: settings.ops.unwrap_or(local(0)),
-            engine: settings.options()?,
+            engine: EngineOptions { packed, ..settings.options()? },
             part: settings.role.unwrap_or(RoleArg::Both).into(),
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
@@ -261,6 +270,11 @@ impl WorkerSettings {
             http: self.http,
             model: self.model.clone(),
             from: self.from.clone(),
+            weight_cache: or!(
+                weight_cache,
+                self.from.is_some() || self.workers_here.is_some_and(|workers| workers > 1),
+                "one copy where others would have one of their own"
+            ),
             shard_bytes: or!(shard_bytes, shipped::STORE_BYTES, "little beside the disks of such machines"),
             role: or!(role, RoleArg::Both, "a worker that can do everything is never missing for something"),
             cpus: self.cpus.clone(),

@@ -15,7 +15,7 @@ use crate::Error;
 use std::ops::Range;
 
 pub use crate::attention::{KvType, Placement as BlockTable};
-pub use crate::matmul::ActivationMode;
+pub use crate::matmul::{ActivationMode, SharedBytes};
 pub use handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 pub use op::{
     AttentionOp, ConvOp, DeltaNetOp, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp,
@@ -124,6 +124,31 @@ pub trait Backend: Send {
 
     /// Uploads and repacks a matrix.
     fn create_matrix(&mut self, source: MatrixSource<'_>) -> Result<MatrixId, Error>;
+
+    /// Names the layout that matrices are repacked to, where that can be kept and mapped by later processes; another
+    /// layout has another name.
+    fn pack_layout(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// A matrix as it was repacked, where there is a [`Self::pack_layout`].
+    fn packed(&self, _matrix: MatrixId) -> Option<&[u8]> {
+        None
+    }
+
+    /// A matrix as [`Self::packed`] gave it in this layout; of `source` the bytes do not matter.
+    fn create_packed_matrix(
+        &mut self,
+        _source: MatrixSource<'_>,
+        _packed: SharedBytes,
+    ) -> Result<MatrixId, Error> {
+        Err(Error::Unsupported { what: "packed matrices" })
+    }
+
+    /// Goes on with these bytes, which are those of [`Self::packed`], instead of its own.
+    fn share_matrix(&mut self, _matrix: MatrixId, _packed: SharedBytes) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "packed matrices" })
+    }
 
     /// Uploads a vector.
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error>;

@@ -11,7 +11,7 @@ use crate::backend::{
     GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource,
     MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, VectorId,
 };
-use crate::matmul::{MatmulKernels, PackedMatrix, PackedMatrixBuilder};
+use crate::matmul::{MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, SharedBytes};
 use crate::ops;
 use crate::pool::Pool;
 use crate::quant::GgmlType;
@@ -160,6 +160,32 @@ impl Backend for CpuBackend {
         drop(chunks);
         self.matrices.push(builder.finish()?);
         Ok(MatrixId(self.matrices.len() as u32 - 1))
+    }
+
+    fn pack_layout(&self) -> Option<&'static str> {
+        Some(PACK_LAYOUT)
+    }
+
+    fn packed(&self, matrix: MatrixId) -> Option<&[u8]> {
+        self.matrices.get(matrix.0 as usize).map(PackedMatrix::packed)
+    }
+
+    fn create_packed_matrix(
+        &mut self,
+        source: MatrixSource<'_>,
+        packed: SharedBytes,
+    ) -> Result<MatrixId, Error> {
+        let MatrixSource { ggml_type, rows, cols, experts, .. } = source;
+        let ty = GgmlType::from_id(ggml_type)?;
+        self.matrices.push(PackedMatrix::from_packed(ty, rows, cols, experts, packed)?);
+        Ok(MatrixId(self.matrices.len() as u32 - 1))
+    }
+
+    fn share_matrix(&mut self, matrix: MatrixId, packed: SharedBytes) -> Result<(), Error> {
+        let (index, len) = (matrix.0 as usize, self.matrices.len());
+        let place = self.matrices.get_mut(index).ok_or(Error::OutOfRange { what: "matrix", index, len })?;
+        *place = place.with_packed(packed)?;
+        Ok(())
     }
 
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error> {

@@ -46,7 +46,7 @@ pub(crate) use activations::QuantizedBlock;
 pub use activations::{ActivationMode, Activations, QuantizedRows, SharedQuantizedRows};
 pub use kernel::{MatmulKernels, matmul_single_thread};
 pub use output::{Epilogue, SharedOut};
-pub use packed::{MatrixView, PackedMatrix, PackedMatrixBuilder, PanelChunk};
+pub use packed::{MatrixView, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PanelChunk, SharedBytes};
 
 /// Output rows in a panel, the lanes of the widest vector.
 pub const PANEL_ROWS: usize = 16;

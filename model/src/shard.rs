@@ -9,9 +9,11 @@ use std::fmt;
 
 mod manifest;
 pub(crate) mod mapped;
+mod packed;
 pub(crate) mod store;
 
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
+pub use packed::{PackedFile, PackedRegion, PackedWriter};
 pub use store::{HeldModel, ShardStore, StoreError};
 
 /// Bytes of a chunk; the last of a tensor may be shorter.

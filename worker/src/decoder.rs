@@ -4,7 +4,7 @@
 //! [`StepInput`]; what leaves is the residual stream, logits rows or pooled vectors.
 
 use crate::Error;
-use crate::weights::{Head, Linear, Loader, TensorSource, Weights};
+use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
 #[cfg(doc)]
 use kernels::backend::StepState;
 use kernels::backend::{
@@ -74,15 +74,17 @@ impl Blocks<'_> {
 }
 
 impl Decoder {
-    /// Loads the layers of `config` from `source`. `progress` hears (layers done, layers in all).
-    pub fn load(
+    /// Loads the layers of `config` from `source`, and what was repacked before from `packs`. `progress` hears (layers
+    /// done, layers in all).
+    pub(crate) fn load(
         spec: ModelSpec,
         config: DecoderConfig,
-        source: &dyn TensorSource,
+        (source, packs): (&dyn TensorSource, Packs),
         mut backend: Box<dyn Backend>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, Error> {
-        let weights = Loader::new(source, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
+        let weights =
+            Loader::new(source, packs, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
         let (groups, caches, narrow_heads) =
             layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
         let buffers = layout::create_buffers(&spec, &config, backend.as_mut())?;

@@ -11,6 +11,7 @@ use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::snapshot::Origin;
 use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
+use crate::weights::Packs;
 use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -18,6 +19,7 @@ use model::ModelFile;
 use model::costs::ModelCosts;
 use model::file::DigestCache;
 use model::metadata::Metadata;
+use model::shard::ShardStore;
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
@@ -80,6 +82,8 @@ pub struct EngineOptions {
     pub placement: Placement,
     /// Workers started on this machine together, this one included.
     pub workers: usize,
+    /// Where repacked weights are kept, for other processes of this host and later ones; none keeps them in memory.
+    pub packed: Option<ShardStore>,
     /// Where digests of models are remembered; none reads every tensor to know the model's.
     pub digests: Option<DigestCache>,
 }
@@ -104,6 +108,7 @@ impl Default for EngineOptions {
             pull_patience: None,
             placement: Placement::Paged,
             workers: 1,
+            packed: None,
             digests: None,
         }
     }
@@ -456,7 +461,16 @@ fn load_decoder(
         kv_type: options.kv_type,
         state_type: options.state_type,
     };
-    Decoder::load(spec, config, gguf, backend, progress)
+    let packs = match &options.packed {
+        None => Packs::Off,
+        store => {
+            let size = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
+            let bytes = crate::weights::tensors_of(&spec, config.layers.clone()).into_iter().map(size).sum();
+            let digest = digest(gguf, options)?;
+            Packs::open(store.as_ref(), backend.as_ref(), &digest, &config.layers, bytes)
+        }
+    };
+    Decoder::load(spec, config, (gguf, packs), backend, progress)
 }
 
 /// The digest of the model in a file, of which tokens can be generated.

@@ -11,7 +11,7 @@ use model::{ModelFile, ModelSpec};
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::shard::{ModelRefV1, ShardRequest};
-use proto::transport::{Endpoint, EndpointConfig, Identity};
+use proto::transport::{Backoff, Endpoint, EndpointConfig, Identity};
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -77,8 +77,10 @@ pub enum ShippingError {
 
 /// Times that a model is loaded whose chunks turn out damaged.
 const ATTEMPTS: usize = 3;
-/// Before sources that do not answer are asked for a manifest again.
-const ASK_AGAIN: Duration = Duration::from_millis(500);
+/// A source that has not sent a manifest after this long is not waited for.
+const MANIFEST_LIMIT: Duration = Duration::from_secs(60);
+/// Before sources that do not answer are asked for a manifest again: doubling from the first to the last.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
 /// Gets the manifest of a model: from the store if it has it, else from the first of `from` that sends it. Waits for
 /// one of them as long as it takes; dropping the future gives up.
@@ -104,15 +106,17 @@ pub async fn find(
     let any_port = SocketAddr::new(listen.ip(), 0);
     let endpoint = Endpoint::bind(any_port, identity, EndpointConfig::new(Epoch(0), [Role::Worker]))?;
     let links = Links::new(Arc::new(endpoint), from);
+    let mut backoff = Backoff::new(ASK_AGAIN.0, ASK_AGAIN.1, std::process::id().into());
     loop {
         for source in 0..links.len() {
-            match ask_manifest(&links, source, model).await {
+            let asked = tokio::time::timeout(MANIFEST_LIMIT, ask_manifest(&links, source, model));
+            match asked.await.unwrap_or_else(|_| Err("it did not answer in time".to_owned())) {
                 Ok(Some(manifest)) => return Ok(store.keep(&manifest).map_err(ShippingError::Store)?),
                 Ok(None) => tracing::warn!(source = links.name(source), "it does not hold the model"),
                 Err(reason) => tracing::warn!(source = links.name(source), reason, "no manifest"),
             }
         }
-        tokio::time::sleep(ASK_AGAIN).await;
+        tokio::time::sleep(backoff.after_failure()).await;
     }
 }
 

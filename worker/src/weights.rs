@@ -5,8 +5,10 @@ use kernels::backend::{ExpertGateUp, GateActivation, MatrixId, Norm, RopeId, Vec
 use model::spec::MoeSpec;
 
 mod loader;
+mod packed;
 
 pub(crate) use loader::{Loader, tensors_of};
+pub(crate) use packed::Packs;
 
 /// A tensor as a source hands it out.
 #[derive(Debug, Clone, Copy)]
@@ -23,6 +25,9 @@ pub struct TensorView<'a> {
 pub trait TensorSource {
     /// The named tensor; [`Error::MissingTensor`] if the model has none.
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error>;
+
+    /// The ggml type id and the bytes of the named tensor, which need not be read for it.
+    fn measure(&self, name: &str) -> Result<(u32, u64), Error>;
 }
 
 impl TensorSource for model::ModelFile {
@@ -30,6 +35,12 @@ impl TensorSource for model::ModelFile {
         let info = Self::tensor(self, name);
         let info = info.ok_or_else(|| Error::MissingTensor { name: name.to_owned() })?;
         Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: self.tensor_data(name)? })
+    }
+
+    fn measure(&self, name: &str) -> Result<(u32, u64), Error> {
+        let info = Self::tensor(self, name);
+        let info = info.ok_or_else(|| Error::MissingTensor { name: name.to_owned() })?;
+        Ok((info.ty().id(), info.bytes()))
     }
 }
 

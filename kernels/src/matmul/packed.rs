@@ -2,10 +2,11 @@
 
 use super::PANEL_ROWS;
 use super::layout::{pack_row, panel_bytes};
-use crate::aligned::AlignedBuf;
+use crate::aligned::{AlignedBuf, CACHE_LINE};
 use crate::error::Error;
 use crate::quant::GgmlType;
-use std::ops::Range;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Shape and format of a tensor of `experts` matrices of `rows x cols`.
@@ -46,12 +47,41 @@ impl Shape {
     }
 }
 
+/// Names the layout of panels: another one has another name. It is the same for every instruction set.
+pub const PACK_LAYOUT: &str = "panels-1";
+
+/// Bytes that somebody else keeps, as a mapped file does.
+pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+/// Where the panels are.
+enum Panels {
+    Own(AlignedBuf<u8>),
+    Shared(SharedBytes),
+}
+
+impl Deref for Panels {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Own(data) => data,
+            Self::Shared(data) => data.as_ref().as_ref(),
+        }
+    }
+}
+
+impl std::fmt::Debug for Panels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let owner = if matches!(self, Self::Own(_)) { "Own" } else { "Shared" };
+        write!(f, "{owner}({} bytes)", self.len())
+    }
+}
+
 /// A weight tensor repacked into panels of 16 output rows: a matrix, or one matrix per expert. Padding rows of
 /// the last panel are zeroes.
 #[derive(Debug)]
 pub struct PackedMatrix {
     shape: Shape,
-    data: AlignedBuf<u8>,
+    data: Panels,
 }
 
 impl PackedMatrix {
@@ -70,6 +100,43 @@ impl PackedMatrix {
             chunk.pack(&bytes[range])?;
         }
         builder.finish()
+    }
+
+    /// A tensor that was packed before: `data` is what [`Self::packed`] was then, under the same [`PACK_LAYOUT`].
+    /// Its content is not looked at: any bytes are some matrix.
+    ///
+    /// # Errors
+    /// As [`PackedMatrixBuilder::new`], and [`Error::Length`] when `data` is not of the packed size, or does not start
+    /// on a cache line.
+    pub fn from_packed(
+        ty: GgmlType,
+        rows: usize,
+        cols: usize,
+        experts: usize,
+        data: SharedBytes,
+    ) -> Result<Self, Error> {
+        let shape = Shape::new(ty, rows, cols, experts)?;
+        let expected = shape.panels() * experts * shape.panel_bytes;
+        let bytes: &[u8] = data.as_ref().as_ref();
+        if bytes.len() != expected {
+            return Err(Error::Length { what: "packed bytes", expected, found: bytes.len() });
+        }
+        let beyond = bytes.as_ptr().addr() % CACHE_LINE;
+        if beyond != 0 {
+            return Err(Error::Length { what: "bytes behind a cache line", expected: 0, found: beyond });
+        }
+        Ok(Self { shape, data: Panels::Shared(data) })
+    }
+
+    /// As [`Self::from_packed`], with the shape of this tensor.
+    pub fn with_packed(&self, data: SharedBytes) -> Result<Self, Error> {
+        let Shape { ty, rows, cols, experts, .. } = self.shape;
+        Self::from_packed(ty, rows, cols, experts, data)
+    }
+
+    /// The panels of all experts.
+    pub fn packed(&self) -> &[u8] {
+        &self.data
     }
 
     /// The file format of the weights.
@@ -226,7 +293,7 @@ impl PackedMatrixBuilder {
         if packed < total {
             return Err(Error::Unpacked { packed, total });
         }
-        Ok(PackedMatrix { shape: self.shape, data: self.data })
+        Ok(PackedMatrix { shape: self.shape, data: Panels::Own(self.data) })
     }
 }
 

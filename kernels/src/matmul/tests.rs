@@ -409,3 +409,36 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(kernels.dequantize_row(view, 2, &mut [0.0; 32]), Err(Error::OutOfRange { .. })));
     assert!(matches!(kernels.dequantize_row(view, 1, &mut [0.0; 33]), Err(Error::Length { .. })));
 }
+
+/// Bytes from `from` on in a buffer that starts on a cache line.
+struct Kept(crate::aligned::AlignedBuf<u8>, std::ops::Range<usize>);
+
+impl AsRef<[u8]> for Kept {
+    fn as_ref(&self) -> &[u8] {
+        &self.0[self.1.clone()]
+    }
+}
+
+fn kept(bytes: &[u8], from: usize) -> super::SharedBytes {
+    let mut buffer = crate::aligned::AlignedBuf::zeroed(from + bytes.len());
+    buffer[from..].copy_from_slice(bytes);
+    std::sync::Arc::new(Kept(buffer, from..from + bytes.len()))
+}
+
+#[test]
+fn what_was_packed_elsewhere_is_the_same_matrix_and_nothing_else_fits() {
+    let mut random = Random(31);
+    for ty in [GgmlType::F16, GgmlType::Q4_K] {
+        let packed = PackedMatrix::pack(ty, 20, 256, 1, &random.tensor(ty, 20, 256)).unwrap();
+        let bytes = packed.packed().to_vec();
+        let again = PackedMatrix::from_packed(ty, 20, 256, 1, kept(&bytes, 0)).unwrap();
+        assert_eq!((again.packed(), again.rows(), again.cols()), (&bytes[..], 20, 256));
+        let view = |matrix: &PackedMatrix| matrix.view(0).unwrap().panel(1).to_vec();
+        assert_eq!(view(&again), view(&packed));
+        let refused =
+            |rows, bytes: super::SharedBytes| PackedMatrix::from_packed(ty, rows, 256, 1, bytes).unwrap_err();
+        assert!(matches!(refused(50, kept(&bytes, 0)), Error::Length { .. }));
+        assert!(matches!(refused(20, kept(&bytes[1..], 0)), Error::Length { .. }));
+        assert!(matches!(refused(20, kept(&bytes, 8)), Error::Length { .. }), "not on a cache line");
+    }
+}

@@ -20,6 +20,7 @@ mod tests;
 
 /// What a manifest's file is called behind its digest.
 pub(crate) const MANIFEST_EXTENSION: &str = "manifest";
+const PACKED_EXTENSION: &str = "pack";
 /// Nobody writes a chunk for as long as this: an older temporary file is left over.
 const ABANDONED: Duration = Duration::from_secs(600);
 
@@ -203,12 +204,26 @@ impl ShardStore {
         Ok(damaged)
     }
 
-    /// Makes room for so many more bytes, by dropping what belongs to no model, then models that nobody uses.
+    /// Makes room for so many more bytes, by dropping repacked weights that nobody uses, which can be made again, then
+    /// what belongs to no model, then models that nobody uses.
     ///
     /// Room is not reserved: of two that fetch at a time each sees what the other has by then.
     pub fn make_room(&self, needed: u64) -> Result<(), StoreError> {
         let _turn = self.turn()?;
         let mut used = bytes_under(&self.root);
+        if used.saturating_add(needed) <= self.limit {
+            return Ok(());
+        }
+        let is_packed =
+            |path: &PathBuf| path.extension().is_some_and(|extension| extension == PACKED_EXTENSION);
+        let mut packed: Vec<_> =
+            files(&self.packed()).into_iter().filter(is_packed).map(|path| (last_use(&path), path)).collect();
+        packed.sort();
+        for (_, path) in packed.into_iter().filter(|(_, path)| is_unused(path)) {
+            if used.saturating_add(needed) > self.limit {
+                used = used.saturating_sub(dropped(&path));
+            }
+        }
         if used.saturating_add(needed) <= self.limit {
             return Ok(());
         }
@@ -221,9 +236,8 @@ impl ShardStore {
                 continue;
             };
             let chunks: Vec<ChunkId> = manifest.all_chunks().to_vec();
-            let last = fs::metadata(&path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-            match File::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
-                true => unused.push((last, path, chunks)),
+            match is_unused(&path) {
+                true => unused.push((last_use(&path), path, chunks)),
                 false => kept.extend(chunks),
             }
         }
@@ -248,6 +262,11 @@ impl ShardStore {
         }
     }
 
+    /// Where repacked weights are kept under this name: see [`super::PackedFile`].
+    pub fn packed_path(&self, name: &str) -> PathBuf {
+        self.packed().join(format!("{name}.{PACKED_EXTENSION}"))
+    }
+
     /// Bytes of everything in it.
     pub fn bytes(&self) -> u64 {
         bytes_under(&self.root)
@@ -255,6 +274,10 @@ impl ShardStore {
 
     fn chunks(&self) -> PathBuf {
         self.root.join("chunks")
+    }
+
+    fn packed(&self) -> PathBuf {
+        self.root.join("packed")
     }
 
     fn models(&self) -> PathBuf {
@@ -329,7 +352,7 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl Fn(io::Error) 
 }
 
 /// Why a file of so many bytes cannot be written.
-fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> StoreError {
+pub(super) fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> StoreError {
     move |source| match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             StoreError::DiskFull { path: path.to_owned(), bytes }
@@ -339,7 +362,7 @@ fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> StoreError {
 }
 
 /// Weights are nobody else's business, and nobody else may change them.
-fn make_dir(dir: &Path) -> Result<(), StoreError> {
+pub(super) fn make_dir(dir: &Path) -> Result<(), StoreError> {
     DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io_error("make", dir))
 }
 
@@ -348,6 +371,16 @@ fn remove(path: &Path) -> Result<(), StoreError> {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error("remove", path)(error)),
         _ => Ok(()),
     }
+}
+
+/// Whether nobody has the file locked.
+fn is_unused(path: &Path) -> bool {
+    File::open(path).is_ok_and(|file| file.try_lock().is_ok())
+}
+
+/// When a file was changed, or made to look so because it was used.
+fn last_use(path: &Path) -> SystemTime {
+    fs::metadata(path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 /// Removes a file; the bytes that this frees.

@@ -1,12 +1,15 @@
 //! One request for a manifest or for chunks on one stream: the request goes one way, frames and bytes, which no codec
 //! touches, come back. On a connection that it shares with other streams it goes last.
 
-use super::streams::{FrameReader, FrameWriter, read_request};
+use super::streams::{FrameReader, FrameWriter, read_request, within};
 use crate::Error;
 use crate::codec::Cap;
 use crate::shard::{ShardFrame, ShardRefusal, ShardRequest};
 use quinn::{RecvStream, SendStream};
+use std::time::Duration;
 
+/// A holder that sends nothing for so long has failed.
+const STALL: Duration = Duration::from_secs(10);
 /// Below everything else, which has 0.
 const PRIORITY: i32 = -1;
 
@@ -29,9 +32,10 @@ impl ShardStream {
     }
 
     /// The next of what was asked for; `None` if the peer does not hold it. Of something that is announced as longer
-    /// than `most` bytes not one is read; memory grows with what arrives.
+    /// than `most` bytes not one is read; memory grows with what arrives. Fails if nothing arrives for ten seconds.
     pub async fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Error> {
-        let frame = self.frames.next().await?.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
+        let frame = within("an answer of a holder", STALL, self.frames.next()).await?;
+        let frame = frame.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
         let length = match frame {
             ShardFrame::Bytes(length) => length,
             ShardFrame::NotHeld => return Ok(None),
@@ -40,7 +44,10 @@ impl ShardStream {
         let length = usize::try_from(length).ok().filter(|length| *length <= most);
         let length = length.ok_or(Error::Protocol("more bytes than what was asked for has"))?;
         let mut bytes = Vec::new();
-        self.frames.read_raw(length, &mut bytes).await?;
+        while bytes.len() < length {
+            let part = self.frames.read_some(length - bytes.len());
+            bytes.extend_from_slice(&within("more bytes of a holder", STALL, part).await?);
+        }
         Ok(Some(bytes))
     }
 }

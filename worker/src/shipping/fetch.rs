@@ -7,12 +7,9 @@ use model::shard::{ChunkId, ShardStore, StoreError};
 use proto::Error;
 use proto::shard::{ChunksV1, ShardRequest};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-
-/// A source that sends nothing for so long has failed.
-const STALL: Duration = Duration::from_secs(10);
 
 /// What tasks tell the fetch.
 enum Event {
@@ -122,16 +119,13 @@ impl Job {
     }
 
     async fn receive(&self, ask: &Ask, metrics: &ShippingMetrics) -> Result<(), String> {
-        let in_time = |error: tokio::time::error::Elapsed| format!("nothing came in time: {error}");
-        let connection =
-            tokio::time::timeout(STALL, self.links.connect(ask.source)).await.map_err(in_time)??;
+        let connection = self.links.connect(ask.source).await?;
         let names = ask.chunks.iter().map(|(_, id, _)| id.0).collect();
         let request = ShardRequest::Chunks(ChunksV1 { names });
         let words = |error: Error| error.to_string();
         let mut stream = connection.open_shard(&request).await.map_err(words)?;
         for (index, id, bytes) in &ask.chunks {
-            let next = tokio::time::timeout(STALL, stream.next(*bytes)).await.map_err(in_time)?;
-            match next.map_err(words)? {
+            match stream.next(*bytes).await.map_err(words)? {
                 None => self.tell(Event::NotHeld(ask.request, *index)),
                 Some(found) => {
                     metrics.fetched(found.len() as u64);

@@ -108,14 +108,15 @@ impl Holdings {
         let Ok(_place) = self.sends.try_acquire() else { return reply.fail(ShardRefusal::Busy).await };
         match request {
             ShardRequest::Manifest(model) => {
-                match self.look(move |holdings| holdings.manifest(&model)).await {
-                    Some(bytes) => send(&mut reply, Some(&bytes)).await?,
-                    None => send(&mut reply, None).await?,
-                }
+                let bytes = self.look(move |holdings| holdings.manifest(&model)).await;
+                send(&mut reply, bytes.as_deref()).await?;
             }
             ShardRequest::Chunks(ChunksV1 { names }) => {
                 let mut names = names.into_iter().map(ChunkId);
-                let Some(first) = names.next() else { return Ok(reply.finish()) };
+                let Some(first) = names.next() else {
+                    reply.finish();
+                    return Ok(());
+                };
                 let mut chunk = self.look(move |holdings| holdings.chunk(first)).await;
                 loop {
                     // The next one is read while this one is sent.

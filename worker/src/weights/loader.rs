@@ -2,7 +2,7 @@
 
 use super::{
     AttentionWeights, Classifier, ConvWeights, DeltaNetWeights, EmbeddingWeights, FfnPart, FfnWeights, Head,
-    KvWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights, MoeWeights, PerLayerInputWeights,
+    KvWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights, MoeWeights, Packs, PerLayerInputWeights,
     PerLayerWeights, TensorSource, TensorView, Weights,
 };
 use crate::Error;
@@ -22,6 +22,7 @@ use std::ops::Range;
 pub(crate) struct Loader<'a> {
     source: &'a dyn TensorSource,
     backend: &'a mut dyn Backend,
+    packs: Packs,
     matrices: HashMap<(String, Option<RowSlice>), MatrixId>,
     ropes: Vec<(spec::RopeSpec, RopeId)>,
     source_bytes: usize,
@@ -55,10 +56,12 @@ fn has_head(spec: &ModelSpec, range: &Range<usize>) -> bool {
 }
 
 impl<'a> Loader<'a> {
-    pub(crate) fn new(source: &'a dyn TensorSource, backend: &'a mut dyn Backend) -> Self {
+    /// From `source`; matrices that were repacked before from `packs`.
+    pub(crate) fn new(source: &'a dyn TensorSource, packs: Packs, backend: &'a mut dyn Backend) -> Self {
         Self {
             source,
             backend,
+            packs,
             matrices: HashMap::new(),
             ropes: Vec::new(),
             source_bytes: 0,
@@ -90,6 +93,7 @@ impl<'a> Loader<'a> {
         }
         let head = has_head.then(|| self.head(spec)).transpose()?;
         progress(total, total);
+        self.packs.finish();
         Ok(Weights {
             embedding,
             per_layer_input,
@@ -116,7 +120,7 @@ impl<'a> Loader<'a> {
             OutputSpec::Logits(logits) => {
                 if logits.linear.weight == spec.embedding.tensor {
                     // Of a table a token reads one row; as the head it is read whole.
-                    self.bytes_per_token += self.view(&spec.embedding.tensor)?.bytes.len();
+                    self.bytes_per_token += self.source.measure(&spec.embedding.tensor)?.1 as usize;
                 }
                 Ok(Head::Logits { norm: self.norm(&logits.norm)?, linear: self.linear(&logits.linear)? })
             }
@@ -342,17 +346,42 @@ impl<'a> Loader<'a> {
         if let Some(id) = self.matrices.get(&key) {
             return Ok(*id);
         }
+        let (ggml_type, bytes) = self.source.measure(name)?;
+        let shape = MatrixSource { ggml_type, rows, cols, experts, bytes: &[] };
+        let (place, bytes) = match slice {
+            None => (name.to_owned(), bytes as usize),
+            Some(RowSlice { of, period, start, len }) => {
+                let part = bytes as usize / of.max(1) * (of / period.max(1)) * len;
+                (format!("{name} {of}/{period}/{start}/{len}"), part)
+            }
+        };
+        let id = match self.packs.find(&place, shape, self.backend) {
+            Some(id) => id,
+            None => {
+                let id = self.repack(name, shape, slice)?;
+                self.packs.keep(&place, id, self.backend)?;
+                id
+            }
+        };
+        self.source_bytes += bytes;
+        self.bytes_per_token += bytes;
+        self.matrices.insert(key, id);
+        Ok(id)
+    }
+
+    /// Reads a matrix and has the device repack it.
+    fn repack(
+        &mut self,
+        name: &str,
+        shape: MatrixSource<'_>,
+        slice: Option<RowSlice>,
+    ) -> Result<MatrixId, Error> {
         let view = self.view(name)?;
         let bytes = match slice {
             None => Cow::Borrowed(view.bytes),
             Some(slice) => sliced(view.bytes, slice),
         };
-        let source = MatrixSource { ggml_type: view.ggml_type, rows, cols, experts, bytes: &bytes };
-        let id = self.backend.create_matrix(source)?;
-        self.source_bytes += bytes.len();
-        self.bytes_per_token += bytes.len();
-        self.matrices.insert(key, id);
-        Ok(id)
+        Ok(self.backend.create_matrix(MatrixSource { bytes: &bytes, ..shape })?)
     }
 
     fn norm(&mut self, norm: &NormSpec) -> Result<Norm, Error> {

@@ -9,6 +9,7 @@ mod peer;
 
 use cluster::{Answer, Cluster, any_port, options, path, soon};
 use kernels::backend::KvType;
+use kvasir_worker::load::EngineOptions;
 use kvasir_worker::shipping::{self, ShippingConfig};
 use kvasir_worker::stage::{Replica, StageConfig, StageService};
 use model::shard::{ChunkId, HeldModel, Manifest, ShardStore};
@@ -284,5 +285,40 @@ async fn sources_that_fail_are_made_up_for_by_others() {
         let from = [bad.address(), holds.service.quic_address().to_string()];
         assert_eq!(shipped(&cluster, "fetches", LLAMA, &store, &from).await.0, want, "{fault:?}");
         holds.service.stop().await;
+    }
+}
+
+/// The files of repacked weights in a store.
+fn packed(store: &ShardStore) -> Vec<std::path::PathBuf> {
+    let files = std::fs::read_dir(store.root().join("packed")).unwrap().map(|file| file.unwrap().path());
+    files.filter(|path| path.extension().is_some_and(|extension| extension == "pack")).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn repacked_weights_answer_as_the_file_does_and_damaged_ones_are_made_anew() {
+    for model in KINDS {
+        let cluster = Cluster::new();
+        let (_dir, store) = empty();
+        let answer = async |name: &str, packed: Option<&ShardStore>| {
+            let engine = EngineOptions { packed: packed.cloned(), ..options(KvType::F32) };
+            let worker = cluster.worker(name, model, engine).await;
+            let answer = worker.ask(&prompt(), None).await;
+            worker.service.stop().await;
+            answer
+        };
+        let want = answer("alone", None).await;
+        assert_eq!(answer("first", Some(&store)).await, want, "{model}");
+        let files = packed(&store);
+        assert_eq!(files.len(), 1, "{model}");
+        let written = std::fs::read(&files[0]).unwrap();
+        assert_eq!(answer("second", Some(&store)).await, want, "{model}");
+        // In the first matrix: between matrices nothing is looked at.
+        let mut damaged = written.clone();
+        damaged[100..4096].iter_mut().for_each(|byte| *byte ^= 1);
+        std::fs::write(&files[0], &damaged).unwrap();
+        let file = std::fs::File::options().write(true).open(&files[0]).unwrap();
+        file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+        assert_eq!(answer("third", Some(&store)).await, want, "{model}");
+        assert!(std::fs::read(&files[0]).unwrap() == written, "{model}: it was not made anew");
     }
 }

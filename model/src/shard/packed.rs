@@ -1,0 +1,241 @@
+//! Weights in the layout of a device, on disk, so that they are repacked once and mapped by every process of a host.
+//!
+//! A file of named regions: the regions, each from a page's start; then the index, JSON, of each region its name, place
+//! and BLAKE3; then the length of the index, its BLAKE3 and a magic. It has its name only when all of it is written.
+//!
+//! To open it its end is read and checked. The regions are checked, too, unless the system has not been restarted and
+//! the file has not been touched since somebody did (a note beside it says so): so nothing needs to be synced, since
+//! what a power cut tears is found before it is used.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read, Write};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use memmap2::{Mmap, MmapOptions};
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+
+use super::store::{StoreError, io_error, write_error};
+use crate::file::digest::hash_each;
+
+#[cfg(test)]
+mod tests;
+
+const MAGIC: [u8; 8] = *b"KVPACK01";
+/// Length of the index, its hash, the magic.
+const FOOTER_BYTES: usize = 8 + 32 + 8;
+/// Longest index read.
+const INDEX_BYTES: u64 = 64 << 20;
+/// Regions start at multiples of this: the largest page of any system that this runs on.
+const REGION_START: u64 = 64 << 10;
+
+/// A file of regions, mapped.
+#[derive(Debug)]
+pub struct PackedFile {
+    map: Arc<Mmap>,
+    regions: HashMap<String, Range<usize>>,
+    /// Locked, shared with others that use it.
+    lock: Arc<File>,
+}
+
+/// A region, mapped as long as this exists.
+#[derive(Debug, Clone)]
+pub struct PackedRegion {
+    map: Arc<Mmap>,
+    range: Range<usize>,
+    /// So that the file is in use.
+    _lock: Arc<File>,
+}
+
+impl AsRef<[u8]> for PackedRegion {
+    fn as_ref(&self) -> &[u8] {
+        self.map.get(self.range.clone()).unwrap_or_default()
+    }
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Region {
+    name: String,
+    start: u64,
+    bytes: u64,
+    blake3: String,
+}
+
+/// Why a file of regions is not used.
+enum Flaw {
+    Io(io::Error),
+    Damaged(&'static str),
+}
+
+impl From<io::Error> for Flaw {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl PackedFile {
+    /// Opens the file `path`. `None` if it is not there, or is damaged, which is logged, and then it is removed.
+    pub fn open(path: &Path) -> Result<Option<Self>, StoreError> {
+        match Self::read(path) {
+            Ok(file) => Ok(Some(file)),
+            Err(Flaw::Io(error)) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(Flaw::Io(source)) => Err(io_error("open", path)(source)),
+            Err(Flaw::Damaged(what)) => {
+                tracing::warn!(path = %path.display(), what, "repacked weights are damaged and made anew");
+                fs::remove_file(path).map_err(io_error("remove", path))?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn read(path: &Path) -> Result<Self, Flaw> {
+        let file = File::open(path)?;
+        file.lock_shared()?;
+        let length = file.metadata()?.len();
+        let cut = || Flaw::Damaged("it is cut short");
+        let footer_start = length.checked_sub(FOOTER_BYTES as u64).ok_or_else(cut)?;
+        let mut footer = [0; FOOTER_BYTES];
+        file.read_exact_at(&mut footer, footer_start)?;
+        let (index_bytes, rest) = footer.split_first_chunk::<8>().ok_or_else(cut)?;
+        let (index_hash, magic) = rest.split_first_chunk::<32>().ok_or_else(cut)?;
+        if magic != MAGIC {
+            return Err(Flaw::Damaged("it has no end"));
+        }
+        let index_bytes = u64::from_le_bytes(*index_bytes);
+        let start = footer_start.checked_sub(index_bytes).filter(|_| index_bytes <= INDEX_BYTES);
+        let start = start.ok_or(Flaw::Damaged("its index is too long"))?;
+        let mut index = vec![0; usize::try_from(index_bytes).map_err(|_| cut())?];
+        file.read_exact_at(&mut index, start)?;
+        if blake3::hash(&index).as_bytes() != index_hash {
+            return Err(Flaw::Damaged("its index"));
+        }
+        let index: Vec<Region> = serde_json::from_slice(&index).map_err(|_| Flaw::Damaged("its index"))?;
+        // SAFETY: as in `crate::mmap`: read-only, and `file` stays open as long as what is returned. What remains is
+        // another process writing to the file, which is private to this user; bytes of weights are never lengths.
+        let map = unsafe { Mmap::map(&file) }?;
+        let mut regions = HashMap::new();
+        for region in &index {
+            let end = region.start.checked_add(region.bytes).filter(|end| *end <= start);
+            let range = usize::try_from(region.start).ok().zip(end.and_then(|end| usize::try_from(end).ok()));
+            let (from, to) = range.ok_or(Flaw::Damaged("its index"))?;
+            regions.insert(region.name.clone(), from..to);
+        }
+        let seen = seen(&file)?;
+        if fs::read_to_string(note(path)).ok().as_ref() != Some(&seen) {
+            let bytes: Vec<&[u8]> =
+                index.iter().filter_map(|region| map.get(regions.get(&region.name)?.clone())).collect();
+            let sound = hash_each(&bytes)
+                .iter()
+                .zip(&index)
+                .all(|(hash, region)| hash.to_hex().as_str() == region.blake3);
+            if !sound || bytes.len() != index.len() {
+                return Err(Flaw::Damaged("weights"));
+            }
+            note_seen(path, &seen);
+        }
+        Ok(Self { map: Arc::new(map), regions, lock: Arc::new(file) })
+    }
+
+    /// The region of this name.
+    pub fn region(&self, name: &str) -> Option<PackedRegion> {
+        let range = self.regions.get(name)?.clone();
+        Some(PackedRegion { map: Arc::clone(&self.map), range, _lock: Arc::clone(&self.lock) })
+    }
+}
+
+/// Writes a file of regions.
+#[derive(Debug)]
+pub struct PackedWriter {
+    path: PathBuf,
+    file: NamedTempFile,
+    end: u64,
+    index: Vec<Region>,
+    /// The file, locked as by those that use it.
+    lock: Arc<File>,
+    /// One writes a file at a time.
+    _turn: File,
+}
+
+impl PackedWriter {
+    /// Begins the file `path`, in a directory that is made if it is not there. Waits while another process writes it;
+    /// if there is one then, it is opened instead.
+    pub fn begin(path: &Path) -> Result<Result<PackedFile, Self>, StoreError> {
+        let dir = path.parent().unwrap_or(Path::new("."));
+        super::store::make_dir(dir)?;
+        let lock = path.with_extension("lock");
+        let turn = File::options().create(true).truncate(false).write(true).open(&lock);
+        let turn = turn.map_err(io_error("open", &lock))?;
+        turn.lock().map_err(io_error("lock", &lock))?;
+        if let Some(file) = PackedFile::open(path)? {
+            return Ok(Ok(file));
+        }
+        let file = NamedTempFile::new_in(dir).map_err(io_error("write", path))?;
+        let lock = file.as_file().try_clone().and_then(|lock| lock.lock_shared().map(|()| Arc::new(lock)));
+        let lock = lock.map_err(io_error("lock", path))?;
+        Ok(Err(Self { path: path.to_owned(), file, end: 0, index: Vec::new(), lock, _turn: turn }))
+    }
+
+    /// Adds a region, and gives it back as it is in the file.
+    pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<PackedRegion, StoreError> {
+        let start = self.end.next_multiple_of(REGION_START);
+        let length = bytes.len() as u64;
+        let file = self.file.as_file();
+        file.write_all_at(bytes, start).map_err(write_error(&self.path, length))?;
+        self.end = start + length;
+        // SAFETY: as in `PackedFile::read`; this region of the temporary file is not written again.
+        let map = unsafe { MmapOptions::new().offset(start).len(bytes.len()).map(file) };
+        let map = Arc::new(map.map_err(io_error("map", &self.path))?);
+        self.index.push(Region { name: name.to_owned(), start, bytes: length, blake3: String::new() });
+        Ok(PackedRegion { map, range: 0..bytes.len(), _lock: Arc::clone(&self.lock) })
+    }
+
+    /// Gives the file its name. `regions` are those that [`Self::add`] gave, in their order.
+    pub fn finish(mut self, regions: &[PackedRegion]) -> Result<(), StoreError> {
+        let bytes: Vec<&[u8]> = regions.iter().map(AsRef::as_ref).collect();
+        for (region, hash) in self.index.iter_mut().zip(hash_each(&bytes)) {
+            region.blake3 = hash.to_hex().to_string();
+        }
+        let failed = |error: io::Error| write_error(&self.path, 0)(error);
+        let mut end = serde_json::to_vec(&self.index).map_err(|error| failed(error.into()))?;
+        let (length, hash) = (end.len() as u64, *blake3::hash(&end).as_bytes());
+        end.extend(length.to_le_bytes());
+        end.extend(hash);
+        end.extend(MAGIC);
+        let file = self.file.as_file();
+        file.write_all_at(&end, self.end).map_err(failed)?;
+        let seen = seen(file).map_err(failed)?;
+        self.file.persist(&self.path).map_err(|error| failed(error.error))?;
+        note_seen(&self.path, &seen);
+        Ok(())
+    }
+}
+
+/// What is another when the system has been restarted or the file been touched. Renaming it does not count.
+fn seen(file: &File) -> io::Result<String> {
+    let mut boot = String::new();
+    File::open("/proc/sys/kernel/random/boot_id")?.read_to_string(&mut boot)?;
+    let stat = file.metadata()?;
+    let (seconds, nanoseconds) = (stat.mtime(), stat.mtime_nsec());
+    Ok(format!("{} {} {} {} {seconds}.{nanoseconds}\n", boot.trim(), stat.dev(), stat.ino(), stat.len()))
+}
+
+fn note(path: &Path) -> PathBuf {
+    path.with_extension("seen")
+}
+
+/// Without the note the regions are checked again, and that is all.
+fn note_seen(path: &Path, seen: &str) {
+    let written = path.parent().ok_or(ErrorKind::NotFound.into()).and_then(NamedTempFile::new_in);
+    let written = written.and_then(|mut file| {
+        file.write_all(seen.as_bytes())?;
+        file.persist(note(path)).map_err(|error| error.error)
+    });
+    if let Err(error) = written {
+        tracing::debug!(%error, "it is not noted that repacked weights are sound");
+    }
+}

@@ -1,0 +1,68 @@
+use super::*;
+
+fn write(path: &Path) -> Vec<PackedRegion> {
+    let mut writer = PackedWriter::begin(path).unwrap().unwrap_err();
+    let regions = vec![writer.add("a", &[1; 100]).unwrap(), writer.add("b", &[2; 200_000]).unwrap()];
+    writer.finish(&regions).unwrap();
+    regions
+}
+
+fn region(path: &Path, name: &str) -> Option<Vec<u8>> {
+    Some(PackedFile::open(path).unwrap()?.region(name)?.as_ref().to_vec())
+}
+
+fn flip(path: &Path, at: u64) {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    // Clocks of files are coarse; nobody damages them this soon.
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+}
+
+#[test]
+fn regions_are_what_was_written_and_start_at_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("packed/m.pack");
+    assert!(PackedFile::open(&path).unwrap().is_none());
+    let written = write(&path);
+    for (name, region_written) in ["a", "b"].into_iter().zip(&written) {
+        let region = PackedFile::open(&path).unwrap().unwrap().region(name).unwrap();
+        assert_eq!(region.as_ref(), region_written.as_ref());
+        assert_eq!(region.as_ref().as_ptr().addr() % 4096, 0);
+    }
+    assert_eq!(region(&path, "c"), None);
+    assert!(PackedWriter::begin(&path).unwrap().is_ok(), "it is there");
+}
+
+#[test]
+fn what_is_damaged_anywhere_is_removed_and_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.pack");
+    write(&path);
+    let length = fs::metadata(&path).unwrap().len();
+    for at in [0, REGION_START + 5, length - 60, length - 20, length - 1] {
+        flip(&path, at);
+        assert!(PackedFile::open(&path).unwrap().is_none(), "byte {at}");
+        assert!(!path.exists());
+        write(&path);
+        assert_eq!(region(&path, "a").unwrap(), [1; 100]);
+    }
+    for length in [0, 10, length - 1] {
+        File::options().write(true).open(&path).unwrap().set_len(length).unwrap();
+        assert!(PackedFile::open(&path).unwrap().is_none(), "{length} bytes");
+        write(&path);
+    }
+}
+
+#[test]
+fn who_gives_up_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.pack");
+    let mut writer = PackedWriter::begin(&path).unwrap().unwrap_err();
+    let region = writer.add("a", &[7; 10]).unwrap();
+    drop(writer);
+    assert!(!path.exists());
+    assert_eq!(region.as_ref(), [7; 10], "what is in use stays");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the lock");
+}
