@@ -186,7 +186,9 @@ proptest! {
                     break;
                 }
             }
-            ask.chunks.iter().for_each(|(chunk, ..)| drop(asked.remove(chunk)));
+            for (chunk, ..) in &ask.chunks {
+                asked.remove(chunk);
+            }
             schedule.ended(request, failed, now);
         }
         prop_assert_eq!(schedule.done_bytes(), bytes.iter().sum::<usize>() as u64);
