@@ -1,6 +1,6 @@
 //! Models over several workers: plans are made by the leader, agreed on, and told to the workers by every coordinator.
 //!
-//! What is planned is a pure function of what is agreed on and what is seen ([`decide`]). Each coordinator tells each
+//! What is planned is a pure function of what is agreed on and what is seen (`replicas/decide.rs`). Each coordinator tells each
 //! worker of the pool, again and again, which replica it leads, and hears how that is: nothing is remembered of what
 //! was said before, so that a new leader, or a coordinator that has restarted, goes on where the others stand. Requests
 //! for a model whose replica is being put together wait for it, but not for ever.

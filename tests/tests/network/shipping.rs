@@ -174,7 +174,7 @@ fn generate(path: &Path, hidden: u64, layers: u64) {
         ("attention.head_count_kv", heads),
         ("rope.dimension_count", 64),
     ] {
-        metadata.insert(&format!("llama.{key}"), value as u32);
+        metadata.insert(format!("llama.{key}"), value as u32);
     }
     metadata.retain(|key| !key.ends_with("key_length") && !key.ends_with("value_length"));
     let vocab = tiny.tensor("token_embd.weight").unwrap().dims()[1];
