@@ -83,7 +83,7 @@ async fn the_cluster_is_told_as_agreed() {
     assert_eq!(cluster["models"][0]["id"], "tiny");
     assert_eq!(
         cluster["replicas"][0],
-        json!({"model": "tiny", "stages": [{"worker": "w1", "layers": [0, 2]}]})
+        json!({"model": "tiny", "state": "serving", "stages": [{"worker": "w1", "layers": [0, 2]}]})
     );
     assert!(cluster["index"]["bytes"].as_u64().unwrap() > 0);
     assert_eq!(cluster["index"]["streams"].as_array().unwrap().len(), 2);
