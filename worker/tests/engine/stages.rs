@@ -140,29 +140,32 @@ fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
     for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
         let sampled = |seed: u64| Ask {
             sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
-            ..Ask::greedy(prompt(seed, 20), 120).tokens_only()
+            ..Ask::greedy(prompt(seed, 20), 240).tokens_only()
         };
-        let greedy = |seed: u64| Ask::greedy(prompt(seed, 20), 120).tokens_only();
+        let greedy = |seed: u64| Ask::greedy(prompt(seed, 20), 240).tokens_only();
         let asks =
-            [greedy(21), sampled(22), greedy(23), Ask::greedy(prompt(24, 20), 120), sampled(25), greedy(26)];
+            [greedy(21), sampled(22), greedy(23), Ask::greedy(prompt(24, 20), 240), sampled(25), greedy(26)];
         let base = EngineOptions { prefix_cache: false, chunk: Some(8), ..options(model) };
-        let smallest = cramped(model, &base, 140);
+        let smallest = cramped(model, &base, 260);
         let gave_way = |heard: &[Heard]| heard.iter().map(Heard::preemptions).sum::<u32>();
-        // An arena in which some are admitted that do not stay.
-        let tight = (4..40).find_map(|quarters| {
+        // Arenas in which some are admitted that do not stay, the smallest first. How many a
+        // pipeline admits depends on what is under way when it plans: one of them it may get
+        // through undisturbed.
+        let stages_gave_way = (4..40).any(|quarters| {
             let kv_bytes = smallest.kv_bytes.map(|bytes| bytes * quarters / 4);
             let options = EngineOptions { kv_bytes, ..base.clone() };
-            let heard = together(&mut open(model, &options), &asks);
-            (gave_way(&heard) > 0).then_some((options, heard))
+            let want = together(&mut open(model, &options), &asks);
+            if gave_way(&want) == 0 {
+                return false;
+            }
+            let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
+            let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
+            for (want, got) in want.iter().zip(&got) {
+                assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
+            }
+            gave_way(&got) > 0
         });
-        let (options, want) = tight.unwrap();
-        let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
-        let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
-        // Which and how often depends on what is under way.
-        assert!(gave_way(&got) > 0, "{model}");
-        for (want, got) in want.iter().zip(&got) {
-            assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
-        }
+        assert!(stages_gave_way, "{model}");
     }
 }
 
