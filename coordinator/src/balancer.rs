@@ -150,6 +150,8 @@ pub enum Setback {
     Lost,
     /// The worker lives but does not want this request.
     Declined,
+    /// The worker drains, by its own word; it may be asked again once it says that it takes work.
+    Draining,
 }
 
 /// What the caller has to do.
@@ -317,8 +319,10 @@ impl Balancer {
     ) -> Vec<Action> {
         let Some((mut waiter, node, epoch)) = self.floor.fail(now, ticket) else { return Vec::new() };
         waiter.only_class = only_class;
-        if setback == Setback::Declined {
-            waiter.avoid.push((node, epoch));
+        match setback {
+            Setback::Declined => waiter.avoid.push((node, epoch)),
+            Setback::Draining => self.floor.drains(now, &node, epoch),
+            Setback::Lost => {}
         }
         let mut actions = Vec::new();
         if waiter.attempts >= self.floor.policy().max_attempts {

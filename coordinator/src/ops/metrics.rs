@@ -318,7 +318,7 @@ impl Metrics {
     pub fn retried(&self, setback: Setback) {
         let cause = match setback {
             Setback::Lost => "lost",
-            Setback::Declined => "declined",
+            Setback::Declined | Setback::Draining => "declined",
         };
         self.retries.get_or_create(&one("cause", cause)).inc();
     }
