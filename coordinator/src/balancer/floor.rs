@@ -253,6 +253,7 @@ impl Floor {
                 .unwrap_or_default(),
             prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
             pull: supply.pull.clone(),
+            together: 1,
         };
         if let Some((key, _)) = common {
             self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);

@@ -280,6 +280,20 @@ fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
 }
 
 #[test]
+fn choices_of_one_prompt_are_told_how_many_go_together() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    let (shared, other) = (chain(0..20), chain(0..20));
+    let asks = [&shared, &shared, &other, &shared].map(|chain| rig.ask("t", 320, Arc::clone(chain)));
+    let (tickets, actions) = rig.balancer.submit(rig.now, asks.to_vec(), 1).unwrap();
+    let together: HashMap<Ticket, u32> =
+        assigned(&actions).into_iter().map(|(ticket, assignment)| (ticket, assignment.together)).collect();
+    assert_eq!(tickets.iter().map(|ticket| together[ticket]).collect::<Vec<_>>(), [3, 3, 1, 3]);
+    // Whoever starts over does so alone.
+    let actions = rig.balancer.retry(rig.now, tickets[0], Setback::Lost, None, 0);
+    assert_eq!(only(&actions).together, 1);
+}
+
+#[test]
 fn what_was_emitted_binds_the_rest_to_its_numeric_class() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let (ticket, actions) = rig.plain();

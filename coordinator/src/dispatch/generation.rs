@@ -249,6 +249,7 @@ impl Generation {
             sampling: Sampling::default(),
             stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
             pull: None,
+            together: 1,
             ..request
         };
         let request = request.at_version(link.connection().version());
@@ -285,6 +286,7 @@ impl Generation {
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),
+            together: assignment.together,
         }
     }
 
