@@ -477,7 +477,10 @@ impl Engine {
         let UnderWay { plan, targets, .. } = &step;
         if self.later.is_none() {
             let (lending, scheduler) = (&mut self.lending, &self.scheduler);
-            run(&mut self.decoder, scheduler, plan, &mut |blocks| lending.serve_one(blocks, scheduler))?;
+            let tiers = self.tiering.as_ref().map(Tiering::tiers);
+            run(&mut self.decoder, scheduler, plan, &mut |blocks| {
+                lending.serve_one(blocks, scheduler, tiers);
+            })?;
             self.read_states(&step.plan)?;
             let drawn = self.draw(&step.targets, |row| row)?;
             return self.complete(&step, drawn);
