@@ -176,7 +176,8 @@ impl Generation {
                     // Only a fork computes nothing of its prompt: it looks nothing up that could have been predicted.
                     let forked = started.computed_tokens == 0;
                     let predicted = if forked { started.cached_tokens } else { assignment.predicted };
-                    self.claim.dispatch().metrics.cached(predicted, started.cached_tokens);
+                    let pulls = assignment.pull.is_some();
+                    self.claim.dispatch().metrics.cached(predicted, started.cached_tokens, pulls);
                     return Ok(Event::Started(Started {
                         node: assignment.node.clone(),
                         reason: assignment.reason,
