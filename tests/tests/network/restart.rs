@@ -200,3 +200,22 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
     })
     .unwrap();
 }
+
+#[test]
+fn members_are_found_where_it_was_agreed_that_they_are() {
+    let fleet = Fleet::builder("old-peers", &crate::tiny_model(), 3, 1).start(37).unwrap();
+    leader(&fleet, &[0, 1, 2]);
+    drain_by_any(&fleet, 0, true);
+    (0..3).for_each(|c| fleet.kill(Node::Coordinator(c)).unwrap());
+    // As after changes of the group, which flags do not follow: one is where nobody is, one is not named.
+    let old = |c: usize| {
+        format!("c{c}={}:7000,c{}={}:7001", fleet.net().address(c), (c + 1) % 3, fleet.net().address(c))
+    };
+    for c in 0..3 {
+        fleet.use_peers(c, &old(c));
+        fleet.start(Node::Coordinator(c)).unwrap();
+    }
+    leader(&fleet, &[0, 1, 2]);
+    drain_by_any(&fleet, 0, false);
+    converge(&fleet);
+}
