@@ -81,7 +81,7 @@ impl Siblings {
         let over = |family: &&mut Family| {
             family.gathers.is_some_and(|until| family.come >= family.announced || now >= until)
         };
-        let gathered = self.families.iter_mut().map(|(id, family)| (*id, family)).filter(|(_, f)| over(&f));
+        let gathered = self.families.iter_mut().map(|(id, family)| (*id, family)).filter(|(_, f)| over(f));
         gathered
             .map(|(id, family)| {
                 family.gathers = None;

@@ -163,7 +163,10 @@ impl Scheduler {
             // What it has taken over by copies must be in a step, and so must it: then it is held no more.
             match (rows, draft.copies.len() > copies) {
                 (0, false) => return Turn::Over,
-                (0, true) => rows = 1,
+                (0, true) => {
+                    sequence.held = false;
+                    rows = 1;
+                }
                 _ => {}
             }
         }

@@ -121,3 +121,29 @@ fn choices_that_are_announced_are_waited_for_at_the_end_of_their_prompt() {
         assert_eq!(engine.load().kv_used, 0, "{model}");
     }
 }
+
+#[test]
+fn choices_of_a_prompt_that_is_cached_but_for_its_last_token_are_held_and_let_go() {
+    for model in KINDS {
+        for block_tokens in [16, 64] {
+            let what = format!("{model}, blocks of {block_tokens}");
+            let asks = choices(&prompt(7, 97), 3);
+            let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+            let want = one_by_one(&mut open(model, &calm), &asks);
+            let mut engine = open(model, &EngineOptions { block_tokens, ..options(model) });
+            one_by_one(&mut engine, &asks[..1]);
+            let now = Instant::now();
+            let come =
+                |engine: &mut _, ask: &Ask| submit_at(engine, &Ask { together: 3, ..ask.clone() }, now, None);
+            let first = come(&mut engine, &asks[0]);
+            for _ in 0..3 {
+                engine.step(now).unwrap();
+            }
+            let late = [come(&mut engine, &asks[1]), come(&mut engine, &asks[2])];
+            run_to_end(&mut engine);
+            let got: Vec<Heard> = std::iter::once(&first).chain(&late).map(|asked| asked.heard()).collect();
+            assert_eq!(tokens(&got), tokens(&want), "{what}");
+            assert_eq!(engine.load().kv_used, 0, "{what}");
+        }
+    }
+}
