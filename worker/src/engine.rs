@@ -15,6 +15,7 @@ use crate::snapshot::Origin;
 use crate::stage::LaterStages;
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
+use caches::Caches;
 use draw::Targets;
 use forward::run;
 use model::tokenizer::Tokenizer;
@@ -34,6 +35,7 @@ use std::time::{Duration, Instant};
 use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
 
+mod caches;
 mod draw;
 mod forward;
 pub mod offering;
@@ -254,14 +256,6 @@ impl Engine {
             }
         };
         let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
-        if states && self.later.is_some() {
-            let reason = "the layers are on several workers".to_owned();
-            sink.frame(GenerateFrame::Failed(GenerateError::InvalidField {
-                field: "states".to_owned(),
-                reason,
-            }));
-            return None;
-        }
         let prompt_len = prompt.len();
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
@@ -405,7 +399,8 @@ impl Engine {
 
     /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
-        !self.live.is_empty() || self.resume.is_warming() || !self.under_way.is_empty()
+        let lost = self.later.as_ref().is_some_and(LaterStages::is_lost);
+        !self.live.is_empty() || self.resume.is_warming() || !self.under_way.is_empty() || lost
     }
 
     /// Plans, runs and accounts for one step. With other stages behind, steps are handed to them while there is
@@ -452,7 +447,9 @@ impl Engine {
         let UnderWay { plan, targets, .. } = &step;
         if self.later.is_none() {
             let (lending, scheduler) = (&mut self.lending, &self.scheduler);
-            run(&mut self.decoder, scheduler, plan, &mut |blocks| lending.serve_one(blocks, scheduler))?;
+            run(&mut self.decoder, scheduler, plan, &mut |blocks| {
+                lending.serve_one(Caches::new(blocks, None), scheduler);
+            })?;
             self.read_states(&step.plan)?;
             let drawn = self.draw(&step.targets, |row| row)?;
             return self.complete(&step, drawn);
@@ -474,6 +471,8 @@ impl Engine {
             return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
         };
         let drawn = self.drawn(&step.targets, answer)?;
+        // What comes next is not planned yet: they are still those behind the prompt.
+        self.read_states(&step.plan)?;
         self.complete(&step, drawn)?;
         Ok(true)
     }
@@ -536,11 +535,17 @@ impl Engine {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
             let Some(live) = self.live.get_mut(&sequence.id).filter(|live| live.states) else { continue };
             if let Some(state) = &sequence.state {
-                live.sink.states(self.decoder.states(state.write)?);
+                let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+                live.sink.states(caches.states(state.write)?);
                 live.states = false;
             }
         }
         Ok(())
+    }
+
+    /// Its blocks, wherever they lie.
+    fn caches(&mut self) -> Caches<'_> {
+        Caches::new(self.decoder.blocks(), self.later.as_mut())
     }
 
     /// The KV event log, to be read by others.

@@ -11,11 +11,13 @@
 mod activations;
 mod deadline;
 mod head_share;
+mod held;
 mod host;
 mod later;
 mod lead;
 mod lease;
 mod pace;
+mod parts;
 pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};

@@ -385,19 +385,8 @@ impl Engine {
         }
     }
 
-    /// Refuses to touch blocks of which other stages have a part.
-    fn check_whole(&self) -> Result<(), SequenceError> {
-        match self.later {
-            None => Ok(()),
-            Some(_) => {
-                Err(SequenceError::Unsupported("the model's layers are on several workers".to_owned()))
-            }
-        }
-    }
-
     /// Copies out the deepest resume point within these tokens.
     fn capture(&mut self, root: BlockId, tokens: Arc<[u32]>) -> Result<Capture, SequenceError> {
-        self.check_whole()?;
         let prefix = &tokens[..savable(tokens.len())];
         let point = self.scheduler.resume_point(root, prefix);
         let (position, blocks) = match point {
@@ -405,32 +394,30 @@ impl Engine {
             None if prefix.is_empty() => (0, Vec::new()),
             None => return Err(SequenceError::NoRoom { tokens: prefix.len() as u32 }),
         };
-        let mut pieces = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            let bytes = self.decoder.read_block(block.group, block.offset).map_err(|error| {
-                tracing::error!(%error, "a block cannot be read");
-                SequenceError::Internal
-            })?;
-            pieces.push((block.group as u32, block.tokens.start, bytes));
-        }
+        let places: Vec<(usize, u32)> = blocks.iter().map(|block| (block.group, block.offset)).collect();
+        let read = self.caches().read(&places).map_err(|error| {
+            tracing::error!(%error, "blocks cannot be read");
+            SequenceError::Internal
+        })?;
+        let pieces = blocks.iter().zip(read);
+        let pieces = pieces.map(|(block, bytes)| (block.group as u32, block.tokens.start, bytes)).collect();
         Ok(Capture { origin: self.origin(), tokens, position, pieces })
     }
 
     /// Fills the blocks of a resume point with what a snapshot has of it.
     fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
-        self.check_whole()?;
         let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
         if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
             let reason = "its pieces are not those of a resume point of this model".to_owned();
             return Err(SequenceError::NotThisSnapshot(reason));
         }
-        for (block, (_, bytes)) in point.blocks.iter().zip(snapshot.pieces()) {
-            self.decoder.write_block(block.group, block.offset, bytes).map_err(|error| {
-                tracing::error!(%error, "a block cannot be written");
-                SequenceError::Internal
-            })?;
-        }
-        Ok(())
+        let pieces = point.blocks.iter().zip(snapshot.pieces());
+        let pieces: Vec<(usize, u32, &[u8])> =
+            pieces.map(|(block, (_, bytes))| (block.group, block.offset, bytes)).collect();
+        self.caches().write(&pieces).map_err(|error| {
+            tracing::error!(%error, "blocks cannot be written");
+            SequenceError::Internal
+        })
     }
 
     fn hold(
