@@ -46,7 +46,10 @@ pub mod resume;
 mod siblings;
 pub mod thread;
 mod tiering;
+mod trace;
 
+/// Bytes copied out between two steps, to tiers as to snapshots, and one piece more: a few milliseconds.
+const COPY_BYTES: u64 = 16 << 20;
 /// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
 const MAX_TURN_ENDS: usize = 16;
 
@@ -169,6 +172,8 @@ pub struct Engine {
     tiering: Option<Tiering>,
     pulling: Pulling,
     lending: Lending,
+    /// Bytes copied out between two steps.
+    copy_bytes: u64,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
@@ -209,6 +214,7 @@ impl Engine {
             tiering: None,
             pulling,
             lending,
+            copy_bytes: COPY_BYTES,
             next_id: 0,
             max_model_len,
             metrics,
@@ -221,6 +227,11 @@ impl Engine {
     /// Keeps resume points in these tiers too, and serves prompts from them.
     pub fn with_tiers(self, tiers: Tiers) -> Self {
         Self { tiering: Some(Tiering::new(tiers)), ..self }
+    }
+
+    /// Copies so many bytes out between two steps, to tiers as to snapshots, and one block more.
+    pub fn with_copy_bytes(self, copy_bytes: u64) -> Self {
+        Self { copy_bytes, ..self }
     }
 
     /// Its decoder has only the first layers: these stages have the others.
@@ -400,7 +411,7 @@ impl Engine {
     /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
         let lost = self.later.as_ref().is_some_and(LaterStages::is_lost);
-        !self.live.is_empty() || self.resume.is_warming() || !self.under_way.is_empty() || lost
+        !self.live.is_empty() || self.resume.has_work() || !self.under_way.is_empty() || lost
     }
 
     /// Plans, runs and accounts for one step. With other stages behind, steps are handed to them while there is
@@ -408,6 +419,7 @@ impl Engine {
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
         self.copy_out();
+        let saves = self.copy_saved();
         self.unpark(now);
         self.end_pulls(now);
         for orphan in self.siblings.take_orphans() {
@@ -429,7 +441,7 @@ impl Engine {
             return Ok(StepOutcome::Ran { rows: 0 });
         }
         self.publish();
-        Ok(StepOutcome::Idle)
+        Ok(if saves { StepOutcome::Ran { rows: 0 } } else { StepOutcome::Idle })
     }
 
     /// The next step, if there is something to compute and somebody to compute it.
@@ -470,6 +482,7 @@ impl Engine {
         let Some(step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
             return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
         };
+        self.trace(&step.plan, &answer.spent);
         let drawn = self.drawn(&step.targets, answer)?;
         // What comes next is not planned yet: they are still those behind the prompt.
         self.read_states(&step.plan)?;

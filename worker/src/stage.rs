@@ -22,7 +22,7 @@ pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};
 pub use host::{StageConfig, StageService};
-pub(crate) use later::{Answer, LaterStages, StageCounts};
+pub(crate) use later::{Answer, LaterStages, Spent, StageCounts};
 pub use lead::{LostStage, Replica};
 pub(crate) use lease::{Claim, Claims};
 

@@ -6,6 +6,7 @@
 //! first, as a request without output.
 
 mod remembered;
+mod saving;
 
 use super::Engine;
 use crate::kv_cache::{PinId, PinRefused, ResumePoint};
@@ -14,7 +15,8 @@ use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::sequence::{PinInfoV1, SequenceError, SequenceInfoV1, SequenceName};
 use remembered::Remembered;
-use std::collections::{BTreeMap, HashMap};
+use saving::Saving;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -52,6 +54,7 @@ impl Capture {
 pub(super) struct Resume {
     origin: Arc<Origin>,
     remembered: Remembered,
+    saving: VecDeque<Saving>,
     /// Prompts that are computed to be saved or pinned.
     warming: HashMap<SeqId, Warming>,
     pins: BTreeMap<u64, Pinned>,
@@ -103,15 +106,16 @@ impl Resume {
         Self {
             origin: Arc::new(origin),
             remembered: Remembered::default(),
+            saving: VecDeque::new(),
             warming: HashMap::new(),
             pins: BTreeMap::new(),
             last_pin: 0,
         }
     }
 
-    /// Whether a prompt waits to be computed.
-    pub(super) fn is_warming(&self) -> bool {
-        !self.warming.is_empty()
+    /// Whether something is being saved, or a prompt waits to be computed.
+    pub(super) fn has_work(&self) -> bool {
+        !self.saving.is_empty() || !self.warming.is_empty()
     }
 }
 
@@ -146,12 +150,12 @@ impl Engine {
         ended.chain(live).collect()
     }
 
-    /// Copies a sequence's caches out, as it stands now; computes them first where they are not all there.
+    /// Copies a sequence's caches out, as it stands now, some at once and the rest between steps; computes them first
+    /// where they are not all there.
     pub fn save(&mut self, key: &SequenceKey, reply: Reply<Capture>) {
         let Some(tokens) = self.tokens_of(key) else { return drop(reply.send(Err(unknown(&key.name)))) };
         if self.reaches(key.root, &tokens[..savable(tokens.len())]) {
-            let capture = self.capture(key.root, tokens);
-            return drop(reply.send(capture));
+            return self.begin_save(key.root, tokens, reply);
         }
         self.warm(key.root, tokens, Then::Save(reply));
     }
@@ -297,7 +301,7 @@ impl Engine {
         self.scheduler.remove(id);
         // Sending fails only where nobody waits any more.
         match then {
-            Then::Save(reply) => drop(reply.send(self.capture(root, tokens))),
+            Then::Save(reply) => self.begin_save(root, tokens, reply),
             Then::Pin(until, reply) => drop(reply.send(self.hold(now, root, tokens, until))),
         }
     }
@@ -383,25 +387,6 @@ impl Engine {
             }
             Err(Rejected::EmptyPrompt | Rejected::Duplicate(_)) => then.refuse(SequenceError::Internal),
         }
-    }
-
-    /// Copies out the deepest resume point within these tokens.
-    fn capture(&mut self, root: BlockId, tokens: Arc<[u32]>) -> Result<Capture, SequenceError> {
-        let prefix = &tokens[..savable(tokens.len())];
-        let point = self.scheduler.resume_point(root, prefix);
-        let (position, blocks) = match point {
-            Some(point) => (point.tokens, point.blocks),
-            None if prefix.is_empty() => (0, Vec::new()),
-            None => return Err(SequenceError::NoRoom { tokens: prefix.len() as u32 }),
-        };
-        let places: Vec<(usize, u32)> = blocks.iter().map(|block| (block.group, block.offset)).collect();
-        let read = self.caches().read(&places).map_err(|error| {
-            tracing::error!(%error, "blocks cannot be read");
-            SequenceError::Internal
-        })?;
-        let pieces = blocks.iter().zip(read);
-        let pieces = pieces.map(|(block, bytes)| (block.group as u32, block.tokens.start, bytes)).collect();
-        Ok(Capture { origin: self.origin(), tokens, position, pieces })
     }
 
     /// Fills the blocks of a resume point with what a snapshot has of it.

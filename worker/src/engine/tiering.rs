@@ -19,8 +19,6 @@ use std::time::Instant;
 
 /// Sequences that wait to be copied; of more, those that have waited longest are left out.
 const MAX_ENDED: usize = 256;
-/// Bytes copied out between two steps, and one piece more: a few milliseconds.
-const COPY_BYTES: u64 = 16 << 20;
 /// Tokens that bringing a resume point back must save at least.
 const LEAST_GAIN: u32 = 32;
 /// It is brought back whole, so it must save this part of its tokens at least: copying a token is faster than
@@ -97,7 +95,7 @@ impl Engine {
     /// Copies out some of what has ended; whether there is more to copy at once. Called by every step, and between
     /// requests.
     pub fn copy_out(&mut self) -> bool {
-        let mut left = COPY_BYTES;
+        let mut left = self.copy_bytes;
         while left > 0 {
             let Some(tiering) = self.tiering.as_mut().filter(|tiering| tiering.tiers.has_room()) else {
                 return false;

@@ -10,7 +10,7 @@ use proto::stage::blocks::{StageBlockV1, StageBlocksOrder, StageBlocksReport, St
 use proto::transport::StageBlocksCall;
 use tokio::sync::{mpsc, oneshot};
 
-/// Bytes that one order may move, but for a block that is longer.
+/// Bytes that one order may move, and one block more.
 const MAX_BYTES: usize = 64 << 20;
 
 /// Something to be done with the blocks of a stage.
@@ -106,12 +106,12 @@ impl Desk {
             let group = block.group as usize;
             let offset = self.offset(group, block.number)?;
             let bytes = self.block_bytes.get(group).copied().unwrap_or(0);
+            if all > MAX_BYTES {
+                return Err(Error::StageStep { reason: format!("more than {MAX_BYTES} bytes of blocks") });
+            }
             if bytes > 0 {
                 places.push((group, offset, bytes));
                 all += bytes;
-            }
-            if all > MAX_BYTES && places.len() > 1 {
-                return Err(Error::StageStep { reason: format!("more than {MAX_BYTES} bytes of blocks") });
             }
         }
         Ok((places, all))

@@ -111,6 +111,17 @@ pub(crate) struct Answer {
     pub(crate) logits: Vec<Vec<f32>>,
     /// If nothing of that has been made: the rows that something is wanted of, ascending, and their residual stream.
     pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
+    /// What it has cost.
+    pub(crate) spent: Spent,
+}
+
+/// What a step has cost.
+#[derive(Debug)]
+pub(crate) struct Spent {
+    /// Each stage, the first one included; what that waits for and receives belongs to no one step.
+    pub(crate) stages: Vec<StageSpentV1>,
+    /// Since it was handed to the second stage: what the stages have not computed meanwhile it has waited or travelled.
+    pub(crate) under_way: Duration,
 }
 
 /// Counts of a replica's stages since it was formed.
@@ -322,11 +333,15 @@ impl LaterStages {
             first.stalled += since.elapsed().as_secs_f64();
             first.bytes += rows.iter().map(|row| size_of_val(row.as_slice()) as u64).sum::<u64>();
         }
+        let computed_us = u32::try_from(under_way.computed.as_micros()).unwrap_or(u32::MAX);
+        let first = StageSpentV1 { computed_us, ..StageSpentV1::default() };
+        let stages = std::iter::once(first).chain(spent).collect();
+        let spent = Spent { stages, under_way: under_way.handed_over.elapsed() };
         let (logits, returned) = match under_way.returned.is_empty() {
             true => (rows, None),
             false => (Vec::new(), Some((under_way.returned, rows.concat()))),
         };
-        Ok(Some(Answer { step: drawn.step, tokens: drawn.tokens, samples, logits, returned }))
+        Ok(Some(Answer { step: drawn.step, tokens: drawn.tokens, samples, logits, returned, spent }))
     }
 
     fn account(&mut self, under_way: &UnderWay, spent: &[StageSpentV1]) {

@@ -19,6 +19,8 @@ use tokio::runtime::Handle;
 
 /// Bytes of blocks, all stages together, that one order moves; and one block more.
 const SLICE_BYTES: usize = 4 << 20;
+/// Bytes per second that no link between stages falls short of: a single block may be long.
+const LEAST_RATE: f64 = (16 << 20) as f64;
 
 /// See the module.
 #[derive(Debug)]
@@ -83,6 +85,7 @@ impl Parts {
         let mut pieces = Vec::with_capacity(wanted.len());
         for slice in self.slices(wanted, |block| block.0) {
             let order = StageBlocksOrder::Read(self.numbers(slice.iter().copied())?);
+            let limit = limit.saturating_add(self.travel(slice.iter().map(|block| block.0)));
             self.tell(|_| (&order, Vec::new()), limit)?;
             let from = pieces.len();
             for &(group, offset) in slice {
@@ -125,6 +128,7 @@ impl Parts {
         for slice in self.slices(pieces, |piece| piece.0) {
             let blocks = slice.iter().map(|(group, offset, _)| (*group, *offset));
             let order = StageBlocksOrder::Write(self.numbers(blocks)?);
+            let limit = limit.saturating_add(self.travel(slice.iter().map(|piece| piece.0)));
             let of_stage = |stage: usize| {
                 let mut bytes = Vec::new();
                 for (group, _, piece) in slice {
@@ -158,6 +162,7 @@ impl Parts {
     ) -> Result<Vec<LayerState>, Error> {
         self.may_go_on()?;
         let Some(group) = self.state_group else { return Ok(Vec::new()) };
+        let limit = limit.saturating_add(self.travel(std::iter::once(group)));
         let order = StageBlocksOrder::States(self.number(group, slot)?);
         self.tell(|_| (&order, Vec::new()), limit)?;
         let mut states = first.states(self.own_offset(group, slot)?)?;
@@ -198,6 +203,12 @@ impl Parts {
     fn own_offset(&self, group: usize, offset: u32) -> Result<u32, Error> {
         let lost = || Error::Invariant(format!("group {group} has no block at offset {offset}"));
         self.own.offset(group, self.number(group, offset)?).ok_or_else(lost)
+    }
+
+    /// How long blocks of these groups may be on their way, all stages together.
+    fn travel(&self, groups: impl Iterator<Item = usize>) -> Duration {
+        let bytes: usize = groups.map(|group| self.block_bytes(group)).sum();
+        Duration::try_from_secs_f64(bytes as f64 / LEAST_RATE).unwrap_or(Duration::MAX)
     }
 
     /// Cuts what is to be moved into orders.
