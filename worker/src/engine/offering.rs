@@ -3,7 +3,7 @@
 //! meanwhile ends the pull, and who pulled computes the rest.
 
 use super::Engine;
-use crate::decoder::Blocks;
+use super::caches::Caches;
 use crate::pieces::Namer;
 use crate::scheduler::Scheduler;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
@@ -37,20 +37,20 @@ impl Lending {
 
     /// Serves one of those who have asked, if there is one. Between two layers this is sound because a resume point is made
     /// of completed steps only: the step under way writes none of its blocks.
-    pub(super) fn serve_one(&mut self, blocks: Blocks<'_>, scheduler: &Scheduler) {
+    pub(super) fn serve_one(&mut self, caches: Caches<'_>, scheduler: &Scheduler) {
         if let Some(loan) = self.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
-            loan(&mut self.lender(blocks, scheduler));
+            loan(&mut self.lender(caches, scheduler));
         }
     }
 
-    fn lender<'a>(&self, blocks: Blocks<'a>, scheduler: &'a Scheduler) -> Lender<'a> {
-        Lender { blocks, scheduler, origin: self.origin, max_model_len: self.max_model_len }
+    fn lender<'a>(&self, caches: Caches<'a>, scheduler: &'a Scheduler) -> Lender<'a> {
+        Lender { caches, scheduler, origin: self.origin, max_model_len: self.max_model_len }
     }
 }
 
 /// What others may read of an engine at any time.
 pub struct Lender<'a> {
-    blocks: Blocks<'a>,
+    caches: Caches<'a>,
     scheduler: &'a Scheduler,
     origin: [u8; 32],
     max_model_len: usize,
@@ -73,11 +73,8 @@ impl Lender<'_> {
         let point = self.scheduler.resume_point(root, tokens).filter(|_| whole);
         let point = point.filter(|point| point.tokens > have).ok_or(PullRefusal::NotHeld)?;
         let new = point.blocks.iter().filter(|block| block.tokens.end > have);
-        let groups = self.blocks.groups();
         let mut pieces: Vec<(u32, u32, usize)> = new
-            .filter_map(|block| {
-                Some((block.group as u32, block.tokens.end, groups.get(block.group)?.block_bytes))
-            })
+            .map(|block| (block.group as u32, block.tokens.end, self.caches.block_bytes(block.group)))
             .collect();
         pieces.sort_unstable_by_key(|(group, end, _)| (*end, *group));
         Ok(Offer { tokens: point.tokens, pieces })
@@ -96,23 +93,21 @@ impl Lender<'_> {
             point.filter(|point| point.tokens as usize == tokens.len()).ok_or(PullRefusal::NotHeld)?;
         let offsets: HashMap<(u32, u32), u32> =
             point.blocks.iter().map(|block| ((block.group as u32, block.tokens.end), block.offset)).collect();
-        let mut copies = Vec::with_capacity(pieces.len());
-        for (group, end, _) in pieces {
-            let offset = offsets.get(&(*group, *end)).ok_or(PullRefusal::NotHeld)?;
-            let bytes = self.blocks.read(*group as usize, *offset).map_err(|error| {
-                tracing::error!(%error, "a block cannot be read");
-                PullRefusal::Internal
-            })?;
-            copies.push(bytes);
-        }
-        Ok(copies)
+        let place =
+            |(group, end, _): &(u32, u32, usize)| Some((*group as usize, *offsets.get(&(*group, *end))?));
+        let places: Option<Vec<(usize, u32)>> = pieces.iter().map(place).collect();
+        self.caches.read(&places.ok_or(PullRefusal::NotHeld)?).map_err(|error| {
+            tracing::error!(%error, "blocks cannot be read");
+            PullRefusal::Internal
+        })
     }
 }
 
 impl Engine {
     /// What others may read of it, between two steps.
     pub fn lender(&mut self) -> Lender<'_> {
-        self.lending.lender(self.decoder.blocks(), &self.scheduler)
+        let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+        self.lending.lender(caches, &self.scheduler)
     }
 
     /// Serves what is asked for here also between the layers of a step.
