@@ -198,9 +198,6 @@ impl Logits {
         if self.contiguous {
             return refuse("--contiguous", "runs of blocks are placed in one worker's memory");
         }
-        if self.states {
-            return refuse("--states", "the states of later layers are not in this process");
-        }
         Ok(load::check_shards(path, shards)?)
     }
 

@@ -296,13 +296,7 @@ fn check_sharded(settings: &UpSettings, shards: usize, workers: usize) -> Result
     if workers < shards {
         return Err(ConfigError::field("workers", workers, format!("at least as many as shards ({shards})")));
     }
-    let rule = "not with several shards: each worker has a part of every block only";
-    if let Some(size) = settings.kv_host_bytes {
-        return Err(ConfigError::field("kv_host_bytes", size, rule));
-    }
-    if settings.kv_disk.is_some() {
-        return Err(ConfigError::field("kv_disk", "set", rule));
-    }
+    let rule = "not with several shards: which workers make a replica is not known before";
     match settings.prefill_workers.filter(|prefill| *prefill > 0) {
         Some(prefill) => Err(ConfigError::field("prefill_workers", prefill, rule)),
         None => Ok(()),

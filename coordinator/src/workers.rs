@@ -94,7 +94,12 @@ impl Session {
                 Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
                 Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
                 Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
-                Ok(Incoming::Stage(_) | Incoming::StageLease(_) | Incoming::Activations(_)) => {}
+                Ok(
+                    Incoming::Stage(_)
+                    | Incoming::StageLease(_)
+                    | Incoming::StageBlocks(_)
+                    | Incoming::Activations(_),
+                ) => {}
                 Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");

@@ -4,7 +4,7 @@
 //! The first stage opens one control stream to every other stage: [`StageOrder`]s go one way, [`StageReport`]s come
 //! back. Activations flow from each stage to the next on a stream of one direction: a [`StageFeed`] first, then for
 //! every step a [`StageStep`] and behind it the residual stream, which no codec touches. What the last stage has drawn
-//! it reports on its control stream.
+//! it reports on its control stream. What blocks hold is read and filled on a third stream ([`blocks`]).
 //!
 //! Cache blocks have numbers that mean the same block on every stage, whatever a block's size is there.
 
@@ -12,6 +12,8 @@ use crate::codec::bounded;
 use crate::ids::NodeId;
 use crate::message::{Sampling, TokenLogprobs};
 use serde::{Deserialize, Serialize};
+
+pub mod blocks;
 
 /// Sequences of one step at most.
 const MAX_SEQUENCES: usize = 4096;

@@ -131,7 +131,7 @@ pub use rpc::{CoordinatorRpc, WorkerRpc};
 pub use sequence::{SequenceBody, SequenceBytes, SequenceCall, SequenceExchange, SequenceReplier};
 pub use shard::{ShardCall, ShardReply, ShardStream};
 pub use stage::{
-    ActivationReceiver, ActivationSender, StageCall, StageControl, StageOrderReceiver, StageOrders,
-    StageReporter, StageReports,
+    ActivationReceiver, ActivationSender, StageBlocks, StageBlocksCall, StageCall, StageControl,
+    StageOrderReceiver, StageOrders, StageReporter, StageReports,
 };
 pub use streams::{StreamCode, StreamKind};

@@ -58,7 +58,7 @@ pub struct Decoder {
     buffers: Buffers,
 }
 
-/// The blocks of a decoder's caches, to be read.
+/// The blocks of a decoder's caches, apart from what computes.
 pub(crate) struct Blocks<'a>(&'a mut Decoder);
 
 impl Blocks<'_> {
@@ -70,6 +70,21 @@ impl Blocks<'_> {
     /// See [`Decoder::read_block`].
     pub(crate) fn read(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
         self.0.read_block(group, offset)
+    }
+
+    /// See [`Decoder::write_block`].
+    pub(crate) fn write(&mut self, group: usize, offset: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.0.write_block(group, offset, bytes)
+    }
+
+    /// See [`Decoder::states`].
+    pub(crate) fn states(&mut self, slot: u32) -> Result<Vec<LayerState>, Error> {
+        self.0.states(slot)
+    }
+
+    /// The same for a shorter time.
+    pub(crate) fn again(&mut self) -> Blocks<'_> {
+        Blocks(self.0)
     }
 }
 
@@ -139,40 +154,26 @@ impl Decoder {
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
     }
 
-    /// Its blocks, to be read.
+    /// Its blocks.
     pub(crate) fn blocks(&mut self) -> Blocks<'_> {
         Blocks(self)
     }
 
-    /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena.
-    ///
-    /// # Errors
-    /// [`Error::StageStep`] of a stage: it has a part of the block only, and an arena of its own offsets.
+    /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena: of a layer range its
+    /// part.
     pub fn read_block(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
-        self.check_whole()?;
         let mut bytes = vec![0; self.groups.get(group).map_or(0, |group| group.block_bytes)];
         self.backend.read_arena(offset, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Fills a block of a group with bytes that [`Decoder::read_block`] gave, here or elsewhere.
-    ///
-    /// # Errors
-    /// As [`Decoder::read_block`].
     pub fn write_block(&mut self, group: usize, offset: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.check_whole()?;
         let length = self.groups.get(group).map_or(0, |group| group.block_bytes);
         if bytes.len() != length {
             return Err(Error::Invariant(format!("{} bytes for a block of {length}", bytes.len())));
         }
         Ok(self.backend.write_arena(offset, bytes)?)
-    }
-
-    fn check_whole(&self) -> Result<(), Error> {
-        match self.config.layers.len() == self.spec.layers.len() {
-            true => Ok(()),
-            false => Err(Error::StageStep { reason: "it has a part of each block only".to_owned() }),
-        }
     }
 
     /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the
@@ -196,13 +197,14 @@ impl Decoder {
         self.run_layers(beside)
     }
 
-    /// As [`Decoder::forward`], for a range that begins behind the first layer: from what [`Decoder::residual`] gave
-    /// for the range before it, row by row.
-    pub fn forward_from(
+    /// As [`Decoder::forward_beside`], for a range that begins behind the first layer: from what [`Decoder::residual`]
+    /// gave for the range before it, row by row.
+    pub(crate) fn forward_from(
         &mut self,
         copies: &[KvCopy],
         step: &StepInput<'_>,
         activations: &[f32],
+        beside: &mut dyn FnMut(Blocks<'_>),
     ) -> Result<(), Error> {
         let (rows, width) = (step.tokens.len(), self.spec.hidden);
         if self.config.layers.start == 0 || activations.len() != rows * width {
@@ -211,7 +213,7 @@ impl Decoder {
         }
         self.begin(copies, step)?;
         self.backend.write_rows(self.buffers.x, activations)?;
-        self.run_layers(&mut |_| {})
+        self.run_layers(beside)
     }
 
     /// The residual stream behind the last layer run: these rows of the last step, one behind the other.

@@ -15,6 +15,7 @@ use crate::snapshot::Origin;
 use crate::stage::LaterStages;
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
+use caches::Caches;
 use draw::Targets;
 use forward::run;
 use model::tokenizer::Tokenizer;
@@ -34,6 +35,7 @@ use std::time::{Duration, Instant};
 use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
 
+mod caches;
 mod draw;
 mod forward;
 pub mod offering;
@@ -44,7 +46,10 @@ pub mod resume;
 mod siblings;
 pub mod thread;
 mod tiering;
+mod trace;
 
+/// Bytes copied out between two steps, to tiers as to snapshots, and one piece more: a few milliseconds.
+const COPY_BYTES: u64 = 16 << 20;
 /// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
 const MAX_TURN_ENDS: usize = 16;
 
@@ -170,6 +175,8 @@ pub struct Engine {
     tiering: Option<Tiering>,
     pulling: Pulling,
     lending: Lending,
+    /// Bytes copied out between two steps.
+    copy_bytes: u64,
     next_id: u64,
     max_model_len: usize,
     metrics: EngineMetrics,
@@ -210,6 +217,7 @@ impl Engine {
             tiering: None,
             pulling,
             lending,
+            copy_bytes: COPY_BYTES,
             next_id: 0,
             max_model_len,
             metrics,
@@ -222,6 +230,11 @@ impl Engine {
     /// Keeps resume points in these tiers too, and serves prompts from them.
     pub fn with_tiers(self, tiers: Tiers) -> Self {
         Self { tiering: Some(Tiering::new(tiers)), ..self }
+    }
+
+    /// Copies so many bytes out between two steps, to tiers as to snapshots, and one block more.
+    pub fn with_copy_bytes(self, copy_bytes: u64) -> Self {
+        Self { copy_bytes, ..self }
     }
 
     /// Its decoder has only the first layers: these stages have the others.
@@ -267,14 +280,6 @@ impl Engine {
             }
         };
         let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
-        if states && self.later.is_some() {
-            let reason = "the layers are on several workers".to_owned();
-            sink.frame(GenerateFrame::Failed(GenerateError::InvalidField {
-                field: "states".to_owned(),
-                reason,
-            }));
-            return None;
-        }
         let prompt_len = prompt.len();
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
@@ -427,7 +432,8 @@ impl Engine {
 
     /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
-        !self.live.is_empty() || self.resume.is_warming() || !self.under_way.is_empty()
+        let lost = self.later.as_ref().is_some_and(LaterStages::is_lost);
+        !self.live.is_empty() || self.resume.has_work() || !self.under_way.is_empty() || lost
     }
 
     /// Plans, runs and accounts for one step. With other stages behind, steps are handed to them while there is
@@ -435,6 +441,7 @@ impl Engine {
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
         self.copy_out();
+        let saves = self.copy_saved();
         self.unpark(now);
         self.end_pulls(now);
         for orphan in self.siblings.take_orphans() {
@@ -459,7 +466,7 @@ impl Engine {
             return Ok(StepOutcome::Ran { rows: 0 });
         }
         self.publish();
-        Ok(StepOutcome::Idle)
+        Ok(if saves { StepOutcome::Ran { rows: 0 } } else { StepOutcome::Idle })
     }
 
     /// The next step, if there is something to compute and somebody to compute it.
@@ -479,7 +486,7 @@ impl Engine {
             let (lending, scheduler) = (&mut self.lending, &self.scheduler);
             let tiers = self.tiering.as_ref().map(Tiering::tiers);
             run(&mut self.decoder, scheduler, plan, &mut |blocks| {
-                lending.serve_one(blocks, scheduler, tiers);
+                lending.serve_one(Caches::new(blocks, None), scheduler, tiers);
             })?;
             self.read_states(&step.plan)?;
             let drawn = self.draw(&step.targets, |row| row)?;
@@ -501,7 +508,10 @@ impl Engine {
         let Some(step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
             return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
         };
+        self.trace(&step.plan, &answer.spent);
         let drawn = self.drawn(&step.targets, answer)?;
+        // What comes next is not planned yet: they are still those behind the prompt.
+        self.read_states(&step.plan)?;
         self.complete(&step, drawn)?;
         Ok(true)
     }
@@ -564,11 +574,17 @@ impl Engine {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
             let Some(live) = self.live.get_mut(&sequence.id).filter(|live| live.states) else { continue };
             if let Some(state) = &sequence.state {
-                live.sink.states(self.decoder.states(state.write)?);
+                let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+                live.sink.states(caches.states(state.write)?);
                 live.states = false;
             }
         }
         Ok(())
+    }
+
+    /// Its blocks, wherever they lie.
+    fn caches(&mut self) -> Caches<'_> {
+        Caches::new(self.decoder.blocks(), self.later.as_mut())
     }
 
     /// The KV event log, to be read by others.

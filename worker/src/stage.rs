@@ -11,16 +11,18 @@
 mod activations;
 mod deadline;
 mod head_share;
+mod held;
 mod host;
 mod later;
 mod lead;
 mod lease;
 mod pace;
+mod parts;
 pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};
 pub use host::{StageConfig, StageService};
-pub(crate) use later::{Answer, LaterStages, StageCounts};
+pub(crate) use later::{Answer, LaterStages, Spent, StageCounts};
 pub use lead::{LostStage, Replica};
 pub(crate) use lease::{Claim, Claims};
 

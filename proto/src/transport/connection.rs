@@ -15,7 +15,7 @@ use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
 use super::shard::ShardStream;
-use super::stage::{ActivationSender, StageControl};
+use super::stage::{ActivationSender, StageBlocks, StageControl};
 use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
@@ -245,6 +245,12 @@ impl Connection {
     pub async fn claim_stage(&self, claim: &StageClaim) -> Result<StageLease, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::StageLease).await?;
         StageLease::start(send, receive, claim).await
+    }
+
+    /// Opens a stream by which we read and fill the cache blocks of the stage at the other end.
+    pub async fn open_stage_blocks(&self, feed: &StageFeed) -> Result<StageBlocks, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::StageBlocks).await?;
+        StageBlocks::start(send, receive, feed).await
     }
 
     /// Opens a stream of steps and activations to the worker at the other end, the stage behind ours.

@@ -14,7 +14,7 @@ use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
 use super::shard::ShardCall;
-use super::stage::{ActivationReceiver, StageCall};
+use super::stage::{ActivationReceiver, StageBlocksCall, StageCall};
 use super::streams::{StreamCode, StreamKind, read_error, within};
 use crate::Error;
 use quinn::{RecvStream, SendStream};
@@ -55,6 +55,8 @@ pub enum Incoming {
     Stage(StageCall),
     /// The first stage of a replica claims us.
     StageLease(LeaseCall),
+    /// The first stage of our replica reads and fills our blocks.
+    StageBlocks(StageBlocksCall),
     /// The stage before ours sends steps and activations.
     Activations(ActivationReceiver),
     /// A worker wants a model's manifest, or chunks, from us, a worker.
@@ -168,6 +170,9 @@ async fn identify(
         (Ok(StreamKind::Stage), Some(send)) => return Ok(Incoming::Stage(StageCall::new(send, receive))),
         (Ok(StreamKind::StageLease), Some(send)) => {
             return LeaseCall::read(send, receive).await.map(Incoming::StageLease);
+        }
+        (Ok(StreamKind::StageBlocks), Some(send)) => {
+            return StageBlocksCall::read(send, receive).await.map(Incoming::StageBlocks);
         }
         (Ok(StreamKind::Activations), None) => {
             return ActivationReceiver::read(receive).await.map(Incoming::Activations);

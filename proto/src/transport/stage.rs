@@ -7,6 +7,10 @@ use crate::stage::{StageFeed, StageOrder, StageReport, StageStep};
 use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 
+mod blocks;
+
+pub use blocks::{StageBlocks, StageBlocksCall};
+
 /// The first stage's end of a control stream.
 #[derive(Debug)]
 pub struct StageControl {

@@ -51,6 +51,8 @@ pub enum StreamKind {
     Shard = 13,
     /// A first stage's lease of another stage, worker to worker. Bidirectional.
     StageLease = 14,
+    /// What the cache blocks of one stage of a replica hold, for its first stage, worker to worker. Bidirectional.
+    StageBlocks = 15,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -73,6 +75,7 @@ impl StreamKind {
             Self::Activations,
             Self::Shard,
             Self::StageLease,
+            Self::StageBlocks,
             Self::Hello,
         ]
         .into_iter()
@@ -86,9 +89,12 @@ impl StreamKind {
             Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
                 (opener, acceptor) == (Role::Coordinator, Role::Worker)
             }
-            Self::Pull | Self::Stage | Self::Activations | Self::Shard | Self::StageLease => {
-                (opener, acceptor) == (Role::Worker, Role::Worker)
-            }
+            Self::Pull
+            | Self::Stage
+            | Self::Activations
+            | Self::Shard
+            | Self::StageLease
+            | Self::StageBlocks => (opener, acceptor) == (Role::Worker, Role::Worker),
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
             Self::Bulk => true,
             Self::Hello => false,

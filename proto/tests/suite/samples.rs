@@ -18,6 +18,7 @@ use kvasir_proto::sequence::*;
 use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_proto::shard::*;
+use kvasir_proto::stage::blocks::*;
 use kvasir_proto::stage::*;
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use serde::Serialize;
@@ -151,6 +152,16 @@ pub(crate) fn stage_reports() -> Vec<StageReport> {
         StageReport::Failed(StageFailure::Busy),
         StageReport::DrawnV2(stage_drawn()),
         StageReport::Progress(StageProgressV1 { done: 299, computes: 300, for_us: 70_000 }),
+    ]
+}
+
+pub(crate) fn stage_blocks_reports() -> Vec<StageBlocksReport> {
+    let state = StageLayerStateV1 { layer: 3, conv: [400, 4], recurrent: [8, 128, 64] };
+    vec![
+        StageBlocksReport::Read(1 << 20),
+        StageBlocksReport::Written,
+        StageBlocksReport::States(vec![state]),
+        StageBlocksReport::Failed("no such block".into()),
     ]
 }
 
@@ -523,6 +534,16 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),
         samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
+        samples(
+            "StageBlocksOrder",
+            Control,
+            [
+                StageBlocksOrder::Read(vec![StageBlockV1 { group: 1, number: 70_000 }]),
+                StageBlocksOrder::Write(vec![StageBlockV1 { group: 0, number: 3 }]),
+                StageBlocksOrder::States(300),
+            ],
+        ),
+        samples("StageBlocksReport", Control, stage_blocks_reports()),
         samples("StageStep", Control, [stage_step(), stage_step_v2()]),
         samples("ShardRequest", Request, shard_requests()),
         samples(

@@ -6,6 +6,7 @@ use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::placement::ClaimRefusal;
+use kvasir_proto::stage::blocks::{StageBlockV1, StageBlocksOrder, StageBlocksReport};
 use kvasir_proto::stage::{ReplicaId, StageFailure, StageFeed, StageFeedV1, StageReport};
 use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming};
 
@@ -84,6 +85,38 @@ async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_ar
     };
     soon("both", async { tokio::join!(sent, received) }).await;
     soon("the refusal", sender.cancelled()).await;
+}
+
+#[tokio::test]
+async fn blocks_are_read_and_filled_behind_orders_and_reports() {
+    let workers = workers().await;
+    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
+    let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 5) as u8).collect();
+    let block = StageBlockV1 { group: 1, number: 70_000 };
+    let (read, write) = (StageBlocksOrder::Read(vec![block]), StageBlocksOrder::Write(vec![block]));
+    let orders = async {
+        let mut blocks = workers.first.open_stage_blocks(&feed).await.unwrap();
+        blocks.order(&write, bytes.clone()).await.unwrap();
+        assert_eq!(blocks.report().await.unwrap(), StageBlocksReport::Written);
+        blocks.order(&read, Vec::new()).await.unwrap();
+        assert_eq!(blocks.report().await.unwrap(), StageBlocksReport::Read(3_000_000));
+        assert_eq!(blocks.bytes(1_000_000).await.unwrap(), bytes[..1_000_000]);
+        assert_eq!(blocks.bytes(2_000_000).await.unwrap(), bytes[1_000_000..]);
+        let cut = blocks.report().await.unwrap_err();
+        assert!(matches!(cut, Error::StreamCut { .. } | Error::StreamEnded(_)), "{cut}");
+    };
+    let obeys = async {
+        let Incoming::StageBlocks(mut call) = workers.second.accept().await.unwrap() else {
+            panic!("a stream of blocks");
+        };
+        assert_eq!(call.feed, feed);
+        assert_eq!(call.next().await.unwrap(), Some(write.clone()));
+        let filled = call.bytes(3_000_000).await.unwrap();
+        call.report(&StageBlocksReport::Written, Vec::new()).await.unwrap();
+        assert_eq!(call.next().await.unwrap(), Some(read.clone()));
+        call.report(&StageBlocksReport::Read(3_000_000), filled).await.unwrap();
+    };
+    soon("both", async { tokio::join!(orders, obeys) }).await;
 }
 
 #[tokio::test]

@@ -125,6 +125,28 @@ fn a_snapshot_of_another_model_is_refused() {
 }
 
 #[test]
+fn a_sequence_of_a_replica_of_two_goes_on_at_one_worker_bit_by_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("talk.kvsnap");
+    let file = file.to_str().unwrap();
+    let prompt: Vec<u32> = (0..100).map(|at| 5 + at * 7 % 400).collect();
+    let several = Cluster::builder("snapshots-shards", &tiny_model()).flag("--shards", "2");
+    let several = several.flag("--kv-host-bytes", "16MiB").start().unwrap();
+    let whole = complete(&several, "undisturbed", &prompt, 24);
+    let first = complete(&several, "talk", &prompt, 12);
+    let saved = kvasir(several.data_dir(), &["snapshot", "save", "talk", "--out", file]);
+    assert_eq!(saved["bytes"].as_u64().unwrap(), std::fs::metadata(file).unwrap().len());
+    drop(several);
+
+    let one = Cluster::builder("snapshots-one", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let restored = kvasir(one.data_dir(), &["snapshot", "restore", file]);
+    assert_eq!((&restored["tokens"], &restored["cached"]), (&json!(112), &json!(96)));
+    let then = complete(&one, "then", &[prompt, first.tokens].concat(), 12);
+    assert_eq!((then.cached, &then.tokens[..]), (96, &whole.tokens[12..]));
+    assert_eq!(then.logprobs, whole.logprobs[12..], "the same bits");
+}
+
+#[test]
 fn a_pinned_prefix_is_hit_after_an_overload_of_the_pool() {
     let cluster = Cluster::builder("pinned", &tiny_model()).flag("--kv-bytes", "512KiB").start().unwrap();
     let prefix: Vec<u32> = (0..100).map(|at| 5 + at * 7 % 400).collect();

@@ -4,8 +4,8 @@
 //! computes the rest.
 
 use super::Engine;
+use super::caches::Caches;
 use super::tiering::Tiering;
-use crate::decoder::Blocks;
 use crate::pieces::Namer;
 use crate::scheduler::Scheduler;
 use crate::tiers::Tiers;
@@ -40,25 +40,25 @@ impl Lending {
 
     /// Serves one of those who have asked, if there is one. Between two layers this is sound because a resume point is made
     /// of completed steps only: the step under way writes none of its blocks.
-    pub(super) fn serve_one(&mut self, blocks: Blocks<'_>, scheduler: &Scheduler, tiers: Option<&Tiers>) {
+    pub(super) fn serve_one(&mut self, caches: Caches<'_>, scheduler: &Scheduler, tiers: Option<&Tiers>) {
         if let Some(loan) = self.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
-            loan(&mut self.lender(blocks, scheduler, tiers));
+            loan(&mut self.lender(caches, scheduler, tiers));
         }
     }
 
     fn lender<'a>(
         &self,
-        blocks: Blocks<'a>,
+        caches: Caches<'a>,
         scheduler: &'a Scheduler,
         tiers: Option<&'a Tiers>,
     ) -> Lender<'a> {
-        Lender { blocks, scheduler, tiers, origin: self.origin, max_model_len: self.max_model_len }
+        Lender { caches, scheduler, tiers, origin: self.origin, max_model_len: self.max_model_len }
     }
 }
 
 /// What others may read of an engine at any time.
 pub struct Lender<'a> {
-    blocks: Blocks<'a>,
+    caches: Caches<'a>,
     scheduler: &'a Scheduler,
     tiers: Option<&'a Tiers>,
     origin: [u8; 32],
@@ -87,11 +87,9 @@ impl Lender<'_> {
         if deepest <= have {
             return Err(PullRefusal::NotHeld);
         }
-        let groups = self.blocks.groups();
         let new = self.scheduler.shape(deepest).filter(|(_, end)| *end > have);
-        let mut pieces: Vec<(u32, u32, usize)> = new
-            .filter_map(|(group, end)| Some((group as u32, end, groups.get(group)?.block_bytes)))
-            .collect();
+        let mut pieces: Vec<(u32, u32, usize)> =
+            new.map(|(group, end)| (group as u32, end, self.caches.block_bytes(group))).collect();
         pieces.sort_unstable_by_key(|(group, end, _)| (*end, *group));
         Ok(Offer { tokens: deepest, pieces })
     }
@@ -121,18 +119,28 @@ impl Lender<'_> {
             .collect();
         let tiers = self.tiers.map(|tiers| (tiers, tiers.names(root, tokens)));
         let mut copies = Vec::with_capacity(pieces.len());
-        for (group, end, _) in pieces {
-            let Some(offset) = offsets.get(&(*group, *end)) else {
-                let kept =
-                    tiers.as_ref().and_then(|(tiers, names)| tiers.peek(names.piece(*group as usize, *end)?));
-                copies.push(kept.ok_or(PullRefusal::NotHeld)?.to_vec());
-                continue;
-            };
-            let bytes = self.blocks.read(*group as usize, *offset).map_err(|error| {
-                tracing::error!(%error, "a block cannot be read");
-                PullRefusal::Internal
-            })?;
-            copies.push(bytes);
+        let mut places = Vec::new();
+        for (at, (group, end, _)) in pieces.iter().enumerate() {
+            match offsets.get(&(*group, *end)) {
+                Some(offset) => {
+                    places.push((at, (*group as usize, *offset)));
+                    copies.push(Vec::new());
+                }
+                None => {
+                    let kept = tiers
+                        .as_ref()
+                        .and_then(|(tiers, names)| tiers.peek(names.piece(*group as usize, *end)?));
+                    copies.push(kept.ok_or(PullRefusal::NotHeld)?.to_vec());
+                }
+            }
+        }
+        let (at, places): (Vec<usize>, Vec<(usize, u32)>) = places.into_iter().unzip();
+        let read = self.caches.read(&places).map_err(|error| {
+            tracing::error!(%error, "blocks cannot be read");
+            PullRefusal::Internal
+        })?;
+        for (at, bytes) in at.into_iter().zip(read) {
+            copies[at] = bytes;
         }
         Ok(copies)
     }
@@ -142,7 +150,8 @@ impl Engine {
     /// What others may read of it, between two steps.
     pub fn lender(&mut self) -> Lender<'_> {
         let tiers = self.tiering.as_ref().map(Tiering::tiers);
-        self.lending.lender(self.decoder.blocks(), &self.scheduler, tiers)
+        let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+        self.lending.lender(caches, &self.scheduler, tiers)
     }
 
     /// Serves what is asked for here also between the layers of a step.

@@ -6,6 +6,7 @@
 //! A damaged pull leaves none.
 
 use super::Engine;
+use super::caches::Caches;
 use super::resume::savable;
 use super::tiering::{put_back, worthwhile};
 use crate::pieces::Namer;
@@ -156,7 +157,9 @@ impl Engine {
             return Some(request);
         }
         let wanted: HashSet<(usize, u32)> = self.scheduler.shape(depth as u32).collect();
-        let piece_bytes: Vec<usize> = self.decoder.groups().iter().map(|group| group.block_bytes).collect();
+        let groups = 0..self.decoder.groups().len();
+        let caches = self.caches();
+        let piece_bytes: Vec<usize> = groups.map(|group| caches.block_bytes(group)).collect();
         let of = |&(group, _): &(usize, u32)| piece_bytes.get(group).map_or(0, |bytes| *bytes as u64);
         // What is here already is copied within the arena, by way of memory too.
         let bytes: u64 = wanted.iter().map(of).sum();
@@ -262,23 +265,22 @@ impl Engine {
             return Some(0);
         }
         // What lies here is copied before room is made: that may take these very blocks.
-        for (group, end) in self.scheduler.shape(deepest) {
-            if let Some(offset) =
-                here.get(&(group, end)).filter(|_| !pull.arrived.contains_key(&(group, end)))
-            {
-                match self.decoder.read_block(group, *offset) {
-                    Ok(bytes) => drop(pull.arrived.insert((group, end), bytes.into())),
-                    Err(error) => {
-                        tracing::error!(%error, "a block cannot be read");
-                        return Some(0);
-                    }
-                }
+        let lacking: Vec<(usize, u32)> =
+            self.scheduler.shape(deepest).filter(|piece| !pull.arrived.contains_key(piece)).collect();
+        let place = |piece: &(usize, u32)| Some((piece.0, *here.get(piece)?));
+        let Some(places) = lacking.iter().map(place).collect::<Option<Vec<_>>>() else { return Some(0) };
+        let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+        match caches.read(&places) {
+            Ok(read) => pull.arrived.extend(lacking.into_iter().zip(read.into_iter().map(Arc::from))),
+            Err(error) => {
+                tracing::error!(%error, "blocks cannot be read");
+                return Some(0);
             }
         }
         let point = (root, &prefix[..deepest as usize]);
         let arrived = &pull.arrived;
         let piece = |group, end| arrived.get(&(group, end)).cloned();
-        put_back(&mut self.scheduler, &mut self.decoder, point, piece).then_some(deepest - arena)
+        put_back(&mut self.scheduler, caches, point, piece).then_some(deepest - arena)
     }
 
     /// Notes what a request got.

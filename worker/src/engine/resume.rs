@@ -6,6 +6,7 @@
 //! first, as a request without output.
 
 mod remembered;
+mod saving;
 
 use super::Engine;
 use crate::kv_cache::{PinId, PinRefused, ResumePoint};
@@ -14,7 +15,8 @@ use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::sequence::{PinInfoV1, SequenceError, SequenceInfoV1, SequenceName};
 use remembered::Remembered;
-use std::collections::{BTreeMap, HashMap};
+use saving::Saving;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -52,6 +54,7 @@ impl Capture {
 pub(super) struct Resume {
     origin: Arc<Origin>,
     remembered: Remembered,
+    saving: VecDeque<Saving>,
     /// Prompts that are computed to be saved or pinned.
     warming: HashMap<SeqId, Warming>,
     pins: BTreeMap<u64, Pinned>,
@@ -103,15 +106,16 @@ impl Resume {
         Self {
             origin: Arc::new(origin),
             remembered: Remembered::default(),
+            saving: VecDeque::new(),
             warming: HashMap::new(),
             pins: BTreeMap::new(),
             last_pin: 0,
         }
     }
 
-    /// Whether a prompt waits to be computed.
-    pub(super) fn is_warming(&self) -> bool {
-        !self.warming.is_empty()
+    /// Whether something is being saved, or a prompt waits to be computed.
+    pub(super) fn has_work(&self) -> bool {
+        !self.saving.is_empty() || !self.warming.is_empty()
     }
 }
 
@@ -146,12 +150,12 @@ impl Engine {
         ended.chain(live).collect()
     }
 
-    /// Copies a sequence's caches out, as it stands now; computes them first where they are not all there.
+    /// Copies a sequence's caches out, as it stands now, some at once and the rest between steps; computes them first
+    /// where they are not all there.
     pub fn save(&mut self, key: &SequenceKey, reply: Reply<Capture>) {
         let Some(tokens) = self.tokens_of(key) else { return drop(reply.send(Err(unknown(&key.name)))) };
         if self.reaches(key.root, &tokens[..savable(tokens.len())]) {
-            let capture = self.capture(key.root, tokens);
-            return drop(reply.send(capture));
+            return self.begin_save(key.root, tokens, reply);
         }
         self.warm(key.root, tokens, Then::Save(reply));
     }
@@ -297,7 +301,7 @@ impl Engine {
         self.scheduler.remove(id);
         // Sending fails only where nobody waits any more.
         match then {
-            Then::Save(reply) => drop(reply.send(self.capture(root, tokens))),
+            Then::Save(reply) => self.begin_save(root, tokens, reply),
             Then::Pin(until, reply) => drop(reply.send(self.hold(now, root, tokens, until))),
         }
     }
@@ -385,52 +389,20 @@ impl Engine {
         }
     }
 
-    /// Refuses to touch blocks of which other stages have a part.
-    fn check_whole(&self) -> Result<(), SequenceError> {
-        match self.later {
-            None => Ok(()),
-            Some(_) => {
-                Err(SequenceError::Unsupported("the model's layers are on several workers".to_owned()))
-            }
-        }
-    }
-
-    /// Copies out the deepest resume point within these tokens.
-    fn capture(&mut self, root: BlockId, tokens: Arc<[u32]>) -> Result<Capture, SequenceError> {
-        self.check_whole()?;
-        let prefix = &tokens[..savable(tokens.len())];
-        let point = self.scheduler.resume_point(root, prefix);
-        let (position, blocks) = match point {
-            Some(point) => (point.tokens, point.blocks),
-            None if prefix.is_empty() => (0, Vec::new()),
-            None => return Err(SequenceError::NoRoom { tokens: prefix.len() as u32 }),
-        };
-        let mut pieces = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            let bytes = self.decoder.read_block(block.group, block.offset).map_err(|error| {
-                tracing::error!(%error, "a block cannot be read");
-                SequenceError::Internal
-            })?;
-            pieces.push((block.group as u32, block.tokens.start, bytes));
-        }
-        Ok(Capture { origin: self.origin(), tokens, position, pieces })
-    }
-
     /// Fills the blocks of a resume point with what a snapshot has of it.
     fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
-        self.check_whole()?;
         let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
         if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
             let reason = "its pieces are not those of a resume point of this model".to_owned();
             return Err(SequenceError::NotThisSnapshot(reason));
         }
-        for (block, (_, bytes)) in point.blocks.iter().zip(snapshot.pieces()) {
-            self.decoder.write_block(block.group, block.offset, bytes).map_err(|error| {
-                tracing::error!(%error, "a block cannot be written");
-                SequenceError::Internal
-            })?;
-        }
-        Ok(())
+        let pieces = point.blocks.iter().zip(snapshot.pieces());
+        let pieces: Vec<(usize, u32, &[u8])> =
+            pieces.map(|(block, (_, bytes))| (block.group, block.offset, bytes)).collect();
+        self.caches().write(&pieces).map_err(|error| {
+            tracing::error!(%error, "blocks cannot be written");
+            SequenceError::Internal
+        })
     }
 
     fn hold(

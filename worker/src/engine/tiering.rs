@@ -6,21 +6,19 @@
 //! any other.
 
 use super::Engine;
+use super::caches::Caches;
 use super::resume::savable;
-use crate::decoder::Decoder;
-use crate::kv_cache::ResumePoint;
+use crate::kv_cache::{ResumeBlock, ResumePoint};
 use crate::pieces::{PieceKey, PrefixNames};
 use crate::scheduler::{Scheduler, SeqId, SequenceRequest};
 use crate::tiers::Tiers;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
 /// Sequences that wait to be copied; of more, those that have waited longest are left out.
 const MAX_ENDED: usize = 256;
-/// Bytes copied out between two steps, and one resume point more: a few milliseconds.
-const COPY_BYTES: u64 = 16 << 20;
 /// Tokens that bringing a resume point back must save at least.
 const LEAST_GAIN: u32 = 32;
 /// It is brought back whole, so it must save this part of its tokens at least: copying a token is faster than
@@ -53,6 +51,17 @@ struct Ended {
     tokens: Arc<[u32]>,
     /// Its prompt ended here: there, too, others may part from it.
     prompt: usize,
+    /// Its pieces from this one on, by end and group, have been dealt with.
+    done: Option<(u32, usize)>,
+}
+
+/// A piece that tiers may lack.
+struct Wanted {
+    piece: (u32, usize),
+    key: PieceKey,
+    bytes: u64,
+    /// Group and offset.
+    place: (usize, u32),
 }
 
 #[derive(Debug)]
@@ -86,13 +95,17 @@ impl Engine {
     /// Copies out some of what has ended; whether there is more to copy at once. Called by every step, and between
     /// requests.
     pub fn copy_out(&mut self) -> bool {
-        let mut left = COPY_BYTES;
+        let mut left = self.copy_bytes;
         while left > 0 {
             let Some(tiering) = self.tiering.as_mut().filter(|tiering| tiering.tiers.has_room()) else {
                 return false;
             };
-            let Some(ended) = tiering.ended.pop_front() else { return false };
-            left = left.saturating_sub(self.keep(&ended));
+            let Some(mut ended) = tiering.ended.pop_front() else { return false };
+            let (copied, done) = self.keep(&mut ended, left);
+            left = left.saturating_sub(copied);
+            if let Some(tiering) = self.tiering.as_mut().filter(|_| !done) {
+                tiering.ended.push_front(ended);
+            }
         }
         true
     }
@@ -105,46 +118,78 @@ impl Engine {
             tiering.ended.pop_front();
             tiering.counts.dropped += 1;
         }
-        tiering.ended.push_back(Ended { root: live.root, tokens: tokens.into(), prompt: live.prompt_len });
+        tiering.ended.push_back(Ended {
+            root: live.root,
+            tokens: tokens.into(),
+            prompt: live.prompt_len,
+            done: None,
+        });
     }
 
-    /// Copies the resume points of a path that are in the arena and in no tier yet. Returns how many bytes.
+    /// Copies the resume points of a path that are in the arena and in no tier yet, but no more than about `most` bytes.
+    /// Returns how many, and whether that is all.
     ///
     /// From the end of the path on, each piece once: what runs out of room, or grows old, is then its end and leaves a
     /// shorter prefix.
-    fn keep(&mut self, ended: &Ended) -> u64 {
-        let Ended { root, tokens, .. } = ended;
+    fn keep(&mut self, ended: &mut Ended, most: u64) -> (u64, bool) {
+        let Ended { root, tokens, .. } = &*ended;
         let pieces: BTreeMap<(u32, usize), u32> = self
             .points_to_keep(ended)
             .iter()
             .flat_map(|point| &point.blocks)
             .map(|block| ((block.tokens.end, block.group), block.offset))
             .collect();
-        let Some(tiering) = &mut self.tiering else { return 0 };
+        let Some(tiering) = &mut self.tiering else { return (0, true) };
         let names = tiering.tiers.names(*root, tokens);
+        let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+        let to_do = pieces.into_iter().rev().filter(|(piece, _)| ended.done.is_none_or(|done| *piece < done));
+        let to_do: Vec<Wanted> = to_do
+            .filter_map(|(piece, offset)| {
+                let (key, bytes) = (names.piece(piece.1, piece.0)?, caches.block_bytes(piece.1) as u64);
+                Some(Wanted { piece, key, bytes, place: (piece.1, offset) })
+            })
+            .collect();
+        // Read ahead, several at once: they may lie at other workers.
+        let mut read = HashMap::new();
         let mut copied = 0;
-        for ((end, group), offset) in pieces.into_iter().rev() {
-            let bytes = self.decoder.groups().get(group).map_or(0, |group| group.block_bytes as u64);
-            let Some(key) = names.piece(group, end) else { continue };
-            if !tiering.tiers.lacks(key, bytes) {
+        for (at, wanted) in to_do.iter().enumerate() {
+            if copied >= most {
+                return (copied, false);
+            }
+            ended.done = Some(wanted.piece);
+            if !tiering.tiers.lacks(wanted.key, wanted.bytes) {
                 continue;
             }
-            match self.decoder.read_block(group, offset) {
-                Ok(bytes) => {
-                    copied += bytes.len() as u64;
-                    tiering.tiers.put(key, bytes);
-                }
-                Err(error) => {
-                    tracing::error!(%error, "a block cannot be read");
-                    return copied;
+            if !read.contains_key(&wanted.key) {
+                let mut left = most - copied;
+                let next = to_do[at..]
+                    .iter()
+                    .filter(|next| next.key == wanted.key || !tiering.tiers.holds(next.key));
+                let next = next.take_while(|next| {
+                    let begins = left > 0;
+                    left = left.saturating_sub(next.bytes);
+                    begins
+                });
+                let (keys, places): (Vec<PieceKey>, Vec<(usize, u32)>) =
+                    next.map(|next| (next.key, next.place)).unzip();
+                match caches.read(&places) {
+                    Ok(pieces) => read.extend(keys.into_iter().zip(pieces)),
+                    Err(error) => {
+                        tracing::error!(%error, "blocks cannot be read");
+                        return (copied, true);
+                    }
                 }
             }
+            if let Some(bytes) = read.remove(&wanted.key) {
+                copied += bytes.len() as u64;
+                tiering.tiers.put(wanted.key, bytes);
+            }
         }
-        copied
+        (copied, true)
     }
 
     fn points_to_keep(&mut self, ended: &Ended) -> Vec<ResumePoint> {
-        let Ended { root, tokens, prompt } = ended;
+        let Ended { root, tokens, prompt, .. } = ended;
         let recurrent = self.decoder.spec().is_recurrent();
         let mut points = Vec::new();
         // Without states, what lies before a resume point is one too as far as its windows are there: the last one
@@ -222,7 +267,8 @@ impl Engine {
         let Some(tiering) = &mut self.tiering else { return };
         let point = (root, &prefix[..deepest as usize]);
         let piece = |group, end| tiering.tiers.get(names.piece(group, end)?);
-        if put_back(&mut self.scheduler, &mut self.decoder, point, piece) {
+        let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+        if put_back(&mut self.scheduler, caches, point, piece) {
             tiering.counts.hits += 1;
             tiering.counts.hit_tokens += u64::from(deepest - arena);
         }
@@ -252,20 +298,21 @@ impl Engine {
 /// hold too much, or a piece is missing.
 pub(super) fn put_back(
     scheduler: &mut Scheduler,
-    decoder: &mut Decoder,
+    mut caches: Caches<'_>,
     (root, prefix): (BlockId, &[u32]),
     mut piece: impl FnMut(usize, u32) -> Option<Arc<[u8]>>,
 ) -> bool {
     let Some((id, point)) = scheduler.begin_restore(prefix.len() as u32) else { return false };
-    let mut write = |group, offset, end| match piece(group, end) {
-        Some(bytes) => decoder
-            .write_block(group, offset, &bytes)
-            .inspect_err(|error| tracing::error!(%error, "a block cannot be written"))
-            .is_ok(),
-        None => false,
-    };
-    let mut blocks = point.blocks.iter().rev();
-    let written = blocks.all(|block| write(block.group, block.offset, block.tokens.end));
+    let find = |block: &ResumeBlock| piece(block.group, block.tokens.end);
+    // The end first, so that it is what was used the longest ago.
+    let pieces: Option<Vec<Arc<[u8]>>> = point.blocks.iter().rev().map(find).collect();
+    let written = pieces.is_some_and(|pieces| {
+        let filled = point.blocks.iter().rev().zip(&pieces);
+        let filled: Vec<(usize, u32, &[u8])> =
+            filled.map(|(block, bytes)| (block.group, block.offset, &**bytes)).collect();
+        let written = caches.write(&filled);
+        written.inspect_err(|error| tracing::error!(%error, "blocks cannot be written")).is_ok()
+    });
     scheduler.end_restore(id, written.then_some((root, prefix)))
 }
 

@@ -9,7 +9,6 @@ use crate::decoder::Decoder;
 use crate::defaults::{MIB, MOST_SEQUENCES, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE};
 use crate::kv_cache::memory::{MemoryFloor, ProcMemInfo};
 use crate::stage::Replica;
-use crate::tiers::TiersConfig;
 use kernels::backend::BackendInfo;
 use std::ops::Range;
 use std::path::Path;
@@ -35,10 +34,6 @@ fn check_options(options: &EngineOptions) -> Result<(), Error> {
     if options.placement == crate::kv_cache::Placement::Contiguous {
         let reason = "runs of blocks are placed in one worker's memory".to_owned();
         return Err(Error::Config { option: "contiguous", reason });
-    }
-    if options.tiers != TiersConfig::default() {
-        let reason = "each worker of a replica has a part of every block only".to_owned();
-        return Err(Error::Config { option: "kv_disk and kv_host_bytes", reason });
     }
     Ok(())
 }

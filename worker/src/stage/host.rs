@@ -1,11 +1,12 @@
 //! A stage's own side: a worker that holds a layer range for a replica which another one leads.
 
 use super::activations::{self, Gathered};
+use super::held::{Desk, Errand};
 use super::lead::{arena, dial};
 use super::lease::Claims;
 use super::step;
 use crate::Error;
-use crate::decoder::Decoder;
+use crate::decoder::{Blocks, Decoder};
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
@@ -30,7 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// Until the stage before this one has connected.
 const FEED_LIMIT: Duration = Duration::from_secs(10);
@@ -76,6 +77,8 @@ pub(crate) struct Host {
     room: Arc<Semaphore>,
     /// Who waits for the activations of which replica.
     feeds: Mutex<HashMap<ReplicaId, oneshot::Sender<ActivationReceiver>>>,
+    /// Who reads and fills the blocks of which replica.
+    desks: Mutex<HashMap<ReplicaId, Desk>>,
 }
 
 impl StageService {
@@ -128,7 +131,15 @@ impl Host {
         claims: Option<Claims>,
     ) -> Arc<Self> {
         let room = Arc::new(Semaphore::new(1));
-        Arc::new(Self { config, endpoint, holds, claims, room, feeds: Mutex::new(HashMap::new()) })
+        Arc::new(Self {
+            config,
+            endpoint,
+            holds,
+            claims,
+            room,
+            feeds: Mutex::default(),
+            desks: Mutex::default(),
+        })
     }
 
     /// Who has claimed it, under a cluster.
@@ -147,6 +158,12 @@ impl Host {
                 }
             })),
             Incoming::Shard(call) => drop(tokio::spawn(Arc::clone(&self.holds.holdings).answer(call))),
+            Incoming::StageBlocks(call) => {
+                let StageFeed::V1(StageFeedV1 { replica }) = call.feed;
+                if let Some(desk) = host.desks.lock().get(&replica).cloned() {
+                    tokio::spawn(desk.serve(call));
+                }
+            }
             Incoming::Activations(receiver) => {
                 let StageFeed::V1(StageFeedV1 { replica }) = receiver.feed;
                 if let Some(waits) = host.feeds.lock().remove(&replica) {
@@ -191,6 +208,7 @@ async fn hold(host: Arc<Host>, call: StageCall) {
         () = host.disowned(join.replica) => StageFailure::Busy,
     };
     host.feeds.lock().remove(&join.replica);
+    host.desks.lock().remove(&join.replica);
     tracing::info!(?layers, %failure, "the replica has ended");
     let mut reporter = reporter.lock().await;
     // The first stage may be gone, which is why it has ended then.
@@ -239,13 +257,16 @@ async fn take_part(
         error => load_failure(&error),
     })?;
     let mut decoder = decoder.ok_or(StageFailure::OtherClass { class })?;
-    let block_bytes = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
+    let part_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
+    let block_bytes = part_bytes.iter().map(|bytes| *bytes as u64).collect();
     report(reporter, StageReport::Joined(StageJoinedV1 { block_bytes })).await?;
     let begin = match orders.next().await.map_err(|error| neighbour(&error))? {
         StageOrder::Begin(begin) => begin,
         StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
     };
     let slabs = lay_out(&host.config, &mut decoder, &begin).map_err(|error| load_failure(&error))?;
+    let (desk, errands) = Desk::new(slabs.clone(), part_bytes);
+    host.desks.lock().insert(join.replica, desk);
     let (behind, next) = match &join.next {
         Some(address) => {
             let connected = connect(host, address, join.replica).await;
@@ -268,6 +289,7 @@ async fn take_part(
         slabs,
         element: join.activations,
         max_rows: join.max_rows as usize,
+        errands,
         output: next.map_or_else(|| Output::First(Arc::clone(reporter)), Output::Next),
         progress: Arc::clone(&progress),
         runtime: Handle::current(),
@@ -376,6 +398,8 @@ struct Stage {
     slabs: Slabs,
     element: ActivationType,
     max_rows: usize,
+    /// What is to be done with its blocks besides.
+    errands: mpsc::UnboundedReceiver<Errand>,
     output: Output,
     progress: Arc<Mutex<StageProgress>>,
     runtime: Handle,
@@ -401,10 +425,14 @@ impl Stage {
             };
             let runtime = self.runtime.clone();
             let next = runtime.block_on(async {
-                tokio::select! {
-                    biased;
-                    _ = &mut ended => None,
-                    next = feed.next(row_bytes, self.max_rows, &mut sink) => Some(next),
+                let mut next = std::pin::pin!(feed.next(row_bytes, self.max_rows, &mut sink));
+                loop {
+                    tokio::select! {
+                        biased;
+                        _ = &mut ended => return None,
+                        next = &mut next => return Some(next),
+                        Some(errand) = self.errands.recv() => errand(&mut self.decoder.blocks()),
+                    }
                 }
             });
             let step = match next {
@@ -436,14 +464,20 @@ impl Stage {
         let failed = |error: Error| StageFailure::Step { reason: error.to_string() };
         let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
         let lost = |error: proto::Error| neighbour(&error);
+        let errands = &mut self.errands;
+        let mut beside = |mut blocks: Blocks<'_>| {
+            while let Ok(errand) = errands.try_recv() {
+                errand(&mut blocks);
+            }
+        };
+        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
+            .map_err(failed)?;
         if let Output::Next(next) = &mut self.output {
-            step::forward(&mut self.decoder, &self.slabs, &step, Some(activations)).map_err(failed)?;
             let residual = self.decoder.residual(0..step.plan.tokens.len()).map_err(failed)?;
             let bytes = activations::encode(self.element, &residual);
             step.spent.push(spent());
             return self.runtime.block_on(next.send(&StageStep::V2(step), bytes)).map(drop).map_err(lost);
         }
-        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations)).map_err(failed)?;
         let samplers = self.samplers(std::mem::take(&mut step.samples))?;
         let (mut drawn, rows) = self.draw(&step, &samplers).map_err(failed)?;
         drawn.spent = step.spent;

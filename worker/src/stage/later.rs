@@ -9,9 +9,10 @@ use super::deadline::Deadline;
 use super::head_share::HeadShare;
 use super::lead::LostStage;
 use super::pace::Pace;
+use super::parts::Parts;
 use super::step::{self, WantedRows};
 use crate::Error;
-use crate::decoder::Decoder;
+use crate::decoder::{Blocks, Decoder, LayerState};
 use crate::kv_cache::Slabs;
 use crate::scheduler::{Demand, Scheduler, StepLimits, StepPlan};
 use proto::stage::{
@@ -49,6 +50,7 @@ pub(super) struct Layout {
 pub(crate) struct LaterStages {
     runtime: Handle,
     layout: Layout,
+    parts: Parts,
     sender: ActivationSender,
     /// Of the last stage.
     reports: StageReports,
@@ -109,6 +111,17 @@ pub(crate) struct Answer {
     pub(crate) logits: Vec<Vec<f32>>,
     /// If nothing of that has been made: the rows that something is wanted of, ascending, and their residual stream.
     pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
+    /// What it has cost.
+    pub(crate) spent: Spent,
+}
+
+/// What a step has cost.
+#[derive(Debug)]
+pub(crate) struct Spent {
+    /// Each stage, the first one included; what that waits for and receives belongs to no one step.
+    pub(crate) stages: Vec<StageSpentV1>,
+    /// Since it was handed to the second stage: what the stages have not computed meanwhile it has waited or travelled.
+    pub(crate) under_way: Duration,
 }
 
 /// Counts of a replica's stages since it was formed.
@@ -150,7 +163,7 @@ impl LaterStages {
     pub(super) fn new(
         runtime: Handle,
         held: (Arc<Endpoint>, JoinSet<()>),
-        layout: Layout,
+        (layout, parts): (Layout, Parts),
         sender: ActivationSender,
         controls: impl Iterator<Item = StageControl>,
     ) -> Result<Self, Error> {
@@ -175,6 +188,7 @@ impl LaterStages {
         Ok(Self {
             runtime,
             layout,
+            parts,
             sender,
             reports,
             heard,
@@ -200,6 +214,49 @@ impl LaterStages {
         self.pace.limits(demand)
     }
 
+    /// Whether a stage has failed to move its part of blocks: the next [`Self::answer`] says which.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.parts.is_lost()
+    }
+
+    /// Bytes of a block, at all stages together.
+    pub(crate) fn block_bytes(&self, group: usize) -> usize {
+        self.parts.block_bytes(group)
+    }
+
+    /// What blocks hold, those of `first` and all other stages. Blocks of completed steps may be read at any time.
+    pub(crate) fn read_blocks(
+        &mut self,
+        first: Blocks<'_>,
+        wanted: &[(usize, u32)],
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let limit = self.patience();
+        self.parts.read(first, wanted, limit)
+    }
+
+    /// Fills blocks that no step under way knows.
+    pub(crate) fn write_blocks(
+        &mut self,
+        first: Blocks<'_>,
+        pieces: &[(usize, u32, &[u8])],
+    ) -> Result<(), Error> {
+        let limit = self.patience();
+        self.parts.write(first, pieces, limit)
+    }
+
+    /// The recurrent states of all layers in a slot.
+    pub(crate) fn read_states(&mut self, first: Blocks<'_>, slot: u32) -> Result<Vec<LayerState>, Error> {
+        let limit = self.patience();
+        self.parts.states(first, slot, limit)
+    }
+
+    /// How long a stage may take to move its part of a few blocks: it does so behind the layer that it computes.
+    fn patience(&self) -> Duration {
+        let steps = self.under_way.iter().map(|step| step.rows);
+        let limits = steps.flat_map(|rows| self.stages.iter().map(move |known| known.deadline.limit(rows)));
+        limits.fold(SILENCE, Duration::max)
+    }
+
     /// What the stages have done so far.
     pub(crate) fn take_counts(&mut self) -> StageCounts {
         self.counts.under_way = self.under_way.len();
@@ -219,7 +276,7 @@ impl LaterStages {
         let Layout { blocks, own, state_group, activations } = &self.layout;
         let described = step::describe(scheduler, plan, blocks, *state_group)?;
         let mut step = StageStepV2 { plan: described, ..StageStepV2::default() };
-        step::forward(decoder, own, &step, None)?;
+        step::forward(decoder, own, &step, None, &mut |_| {})?;
         let residual = decoder.residual(0..plan.tokens.len())?;
         let bytes = activations::encode(*activations, &residual);
         let decodes = plan.sequences.iter().all(|sequence| sequence.samples && sequence.rows.len() == 1);
@@ -264,8 +321,10 @@ impl LaterStages {
     /// What became of the oldest step under way; none if that is not known yet and is not waited for, or if there is
     /// no step.
     pub(crate) fn answer(&mut self, wait: bool) -> Result<Option<Answer>, Error> {
-        let since = Instant::now();
-        let runtime = self.runtime.clone();
+        let (since, runtime) = (Instant::now(), self.runtime.clone());
+        if let Some(lost) = self.parts.take_lost() {
+            return Err(runtime.block_on(self.blame(lost)).into());
+        }
         let Some((drawn, rows)) = runtime.block_on(self.hear(wait))? else { return Ok(None) };
         let Some(under_way) = self.under_way.pop_front() else { return Ok(None) };
         let StageDrawnV2 { drawn, samples, spent, .. } = drawn;
@@ -274,11 +333,15 @@ impl LaterStages {
             first.stalled += since.elapsed().as_secs_f64();
             first.bytes += rows.iter().map(|row| size_of_val(row.as_slice()) as u64).sum::<u64>();
         }
+        let computed_us = u32::try_from(under_way.computed.as_micros()).unwrap_or(u32::MAX);
+        let first = StageSpentV1 { computed_us, ..StageSpentV1::default() };
+        let stages = std::iter::once(first).chain(spent).collect();
+        let spent = Spent { stages, under_way: under_way.handed_over.elapsed() };
         let (logits, returned) = match under_way.returned.is_empty() {
             true => (rows, None),
             false => (Vec::new(), Some((under_way.returned, rows.concat()))),
         };
-        Ok(Some(Answer { step: drawn.step, tokens: drawn.tokens, samples, logits, returned }))
+        Ok(Some(Answer { step: drawn.step, tokens: drawn.tokens, samples, logits, returned, spent }))
     }
 
     fn account(&mut self, under_way: &UnderWay, spent: &[StageSpentV1]) {

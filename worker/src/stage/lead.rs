@@ -3,6 +3,7 @@
 
 use super::later::LaterStages;
 use super::lease::{self, Claim};
+use super::parts::Parts;
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
@@ -138,7 +139,7 @@ impl Replica {
             stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
         }
         let first = ranges[0].clone();
-        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations }))
+        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations, parts: Vec::new() }))
     }
 
     /// Unlike that of any other replica.
@@ -178,11 +179,15 @@ pub(crate) struct Joining {
     leases: JoinSet<()>,
     replica: ReplicaId,
     activations: ActivationType,
+    /// Bytes of a block of each group, by stage, the first one included.
+    parts: Vec<Vec<usize>>,
 }
 
 impl Joining {
     /// Waits until all have loaded, and adds the bytes of their blocks to the first stage's, group by group.
     pub(crate) fn block_bytes(&mut self, first: &[u64]) -> Result<Vec<u64>, Error> {
+        let lengths = |bytes: &[u64]| bytes.iter().map(|bytes| *bytes as usize).collect();
+        self.parts = vec![lengths(first)];
         let mut sums = first.to_vec();
         for (index, stage) in self.stages.iter_mut().enumerate() {
             let lost = |source| LostStage { stage: index + 1, source };
@@ -193,6 +198,7 @@ impl Joining {
             if joined.block_bytes.len() != sums.len() {
                 return Err(lost(proto::Error::Protocol("a stage has other cache groups")).into());
             }
+            self.parts.push(lengths(&joined.block_bytes));
             for (sum, bytes) in sums.iter_mut().zip(joined.block_bytes) {
                 *sum = sum.saturating_add(bytes);
             }
@@ -228,10 +234,17 @@ impl Joining {
             .runtime
             .block_on(second.connection.open_activations(&feed))
             .map_err(|source| LostStage { stage: 1, source })?;
+        let mut links = Vec::with_capacity(self.stages.len());
+        for (index, stage) in self.stages.iter().enumerate() {
+            let opened = self.runtime.block_on(stage.connection.open_stage_blocks(&feed));
+            links.push(opened.map_err(|source| LostStage { stage: index + 1, source })?);
+        }
         let state_group = cache.groups.iter().position(|group| group.kind == GroupKind::State);
         let controls = self.stages.into_iter().map(|stage| stage.control);
         let layout = super::later::Layout { blocks, own, state_group, activations: self.activations };
-        LaterStages::new(self.runtime, (self.endpoint, self.leases), layout, sender, controls)
+        let arenas = (layout.blocks.clone(), layout.own.clone());
+        let parts = Parts::new(self.runtime.clone(), arenas, state_group, self.parts, links);
+        LaterStages::new(self.runtime, (self.endpoint, self.leases), (layout, parts), sender, controls)
     }
 }
 

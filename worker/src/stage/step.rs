@@ -1,7 +1,7 @@
 //! From a planned step to what other stages must know of it, and from there to the decoder.
 
 use crate::Error;
-use crate::decoder::Decoder;
+use crate::decoder::{Blocks, Decoder};
 use crate::kv_cache::{NULL_OFFSET, Slabs};
 use crate::load::MAX_CONTEXT;
 use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
@@ -93,12 +93,13 @@ fn describe_state(
 }
 
 /// Runs a step over the layers of a stage whose arena is cut as `slabs` say, from `activations` unless it is the
-/// first one. Nothing of the step is believed.
+/// first one, and `beside` behind each layer. Nothing of the step is believed.
 pub(super) fn forward(
     decoder: &mut Decoder,
     slabs: &Slabs,
     step: &StageStepV2,
     activations: Option<&[f32]>,
+    beside: &mut dyn FnMut(Blocks<'_>),
 ) -> Result<(), Error> {
     let sampled = step.samples.iter().map(|sample| &sample.row).chain(&step.returned);
     let step = &step.plan;
@@ -157,8 +158,8 @@ pub(super) fn forward(
         tables.iter().map(|group| group.iter().map(|offsets| BlockTable::Paged(offsets)).collect()).collect();
     let input = StepInput { tokens: &step.tokens, sequences: &sequences, tables: &tables, states: &states };
     match activations {
-        None => decoder.forward(&copies, &input),
-        Some(activations) => decoder.forward_from(&copies, &input, activations),
+        None => decoder.forward_beside(&copies, &input, beside),
+        Some(activations) => decoder.forward_from(&copies, &input, activations, beside),
     }
 }
 
@@ -218,6 +219,15 @@ mod tests {
         StageStepV2 { plan, samples, returned: vec![0], spent: Vec::new() }
     }
 
+    fn run(
+        decoder: &mut Decoder,
+        slabs: &Slabs,
+        step: &StageStepV2,
+        activations: &[f32],
+    ) -> Result<(), Error> {
+        forward(decoder, slabs, step, Some(activations), &mut |_| {})
+    }
+
     /// A change to a step, and what it is called.
     type Spoil = (&'static str, fn(&mut StageStepV2));
 
@@ -247,15 +257,17 @@ mod tests {
             let (mut decoder, slabs) = stage(arch);
             let activations = vec![0.5; 2 * decoder.spec().hidden];
             let step = good(&decoder);
-            forward(&mut decoder, &slabs, &step, Some(&activations)).unwrap();
+            let mut forward =
+                |step: &StageStepV2, activations: &[f32]| run(&mut decoder, &slabs, step, activations);
+            forward(&step, &activations).unwrap();
             let of_states = states.iter().filter(|_| step.plan.sequences[0].state.is_some());
             for (what, spoil) in spoils.iter().chain(of_states) {
                 let mut step = step.clone();
                 spoil(&mut step);
-                let refused = forward(&mut decoder, &slabs, &step, Some(&activations));
+                let refused = forward(&step, &activations);
                 assert!(matches!(refused, Err(Error::StageStep { .. })), "{arch}, {what}: {refused:?}");
             }
-            let short = forward(&mut decoder, &slabs, &step, Some(&activations[1..]));
+            let short = forward(&step, &activations[1..]);
             assert!(matches!(short, Err(Error::Invariant(_))), "{arch}: {short:?}");
         }
     }

@@ -10,6 +10,7 @@ mod harness;
 mod instruction_sets;
 mod opaque;
 mod opaque_device;
+mod parts;
 mod pins;
 mod pulls;
 mod resume;

@@ -26,10 +26,10 @@ const LLAMA: &str = KINDS[0];
 const PROMPT: usize = 200;
 const GENERATE: u32 = 12;
 
-type Shared = Arc<Mutex<Engine>>;
+pub(crate) type Shared = Arc<Mutex<Engine>>;
 
 /// Takes what an engine offers at once, or what there is of it.
-struct Direct {
+pub(crate) struct Direct {
     holder: Shared,
     tokens: u32,
     /// Pieces that come; then the holder dies.
@@ -39,7 +39,7 @@ struct Direct {
 }
 
 impl Direct {
-    fn from(holder: &Shared) -> Self {
+    pub(crate) fn from(holder: &Shared) -> Self {
         Self { holder: Arc::clone(holder), tokens: PROMPT as u32, most: usize::MAX, hang: None }
     }
 }
@@ -86,7 +86,7 @@ fn asked() -> Ask {
     Ask::greedy(prompt(1, PROMPT), GENERATE)
 }
 
-fn patient(model: &str, block_tokens: usize) -> EngineOptions {
+pub(crate) fn patient(model: &str, block_tokens: usize) -> EngineOptions {
     EngineOptions { block_tokens, pull_patience: Some(Duration::from_secs(60)), ..options(model) }
 }
 
@@ -103,7 +103,7 @@ fn undisturbed(model: &str, ask: &Ask) -> Heard {
 }
 
 /// Steps until nothing is left; a request may wait for a pull meanwhile.
-fn finish(engine: &mut Engine) {
+pub(crate) fn finish(engine: &mut Engine) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.has_work() {
         if engine.step(Instant::now()).unwrap() == StepOutcome::Idle {

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 /// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes), delta net and
 /// Mamba-2 states, in f32 and not.
-const KINDS: [&str; 8] = [
+pub(crate) const KINDS: [&str; 8] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
@@ -29,31 +29,31 @@ fn name(request: &str) -> SequenceName {
     SequenceName { request: RequestId::new(request).unwrap(), choice: 0 }
 }
 
-fn key(request: &str) -> SequenceKey {
+pub(crate) fn key(request: &str) -> SequenceKey {
     SequenceKey { root: ROOT, name: name(request) }
 }
 
-fn save(engine: &mut Engine, request: &str) -> Result<Snapshot, SequenceError> {
+pub(crate) fn save(engine: &mut Engine, request: &str) -> Result<Snapshot, SequenceError> {
     let (reply, mut answer) = oneshot::channel();
     engine.save(&key(request), reply);
     run_to_end(engine);
     Ok(answer.try_recv().expect("an answer")?.into_snapshot())
 }
 
-fn generate(engine: &mut Engine, request: &str, prompt: Vec<u32>) -> Vec<u32> {
+pub(crate) fn generate(engine: &mut Engine, request: &str, prompt: Vec<u32>) -> Vec<u32> {
     let heard = together(engine, &[Ask::greedy(prompt.clone(), GENERATE).named(name(request))]).remove(0);
     assert_eq!(heard.failed, None);
     [prompt, heard.tokens].concat()
 }
 
 /// What follows `tokens` when nothing is shared: the logits of every position.
-fn undisturbed(model: &str, tokens: &[u32]) -> Heard {
+pub(crate) fn undisturbed(model: &str, tokens: &[u32]) -> Heard {
     let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
     one_by_one(&mut open(model, &options), &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0)
 }
 
 /// Goes on behind `tokens`: at most a unit of them is computed again, and no bit differs.
-fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], want: &Heard, cached: usize) {
+pub(crate) fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], want: &Heard, cached: usize) {
     let heard = together(engine, &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0);
     assert_eq!(heard.failed, None, "{what}");
     assert_eq!(heard.cached(), cached, "{what}");

@@ -20,10 +20,10 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::runtime::Runtime;
 
 /// Workers that hold stages, and what dials them.
-struct Workers {
-    runtime: Runtime,
+pub(crate) struct Workers {
+    pub(crate) runtime: Runtime,
     ca: Authority,
-    services: Vec<StageService>,
+    pub(crate) services: Vec<StageService>,
     addresses: Vec<StageAddressV1>,
 }
 
@@ -32,7 +32,7 @@ fn identity(ca: &Authority, name: &str) -> Identity {
 }
 
 impl Workers {
-    fn start(model: &str, count: usize, engine: &EngineOptions) -> Self {
+    pub(crate) fn start(model: &str, count: usize, engine: &EngineOptions) -> Self {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let ca = Authority::new(ClusterName::new("c").unwrap(), SystemTime::now()).unwrap();
@@ -56,7 +56,7 @@ impl Workers {
     }
 
     /// Another worker in the place of one that has stopped.
-    fn replace(&mut self, index: usize, model: &str) {
+    pub(crate) fn replace(&mut self, index: usize, model: &str) {
         self.addresses.remove(index);
         self.add(index, format!("other{index}"), model, &options(model));
     }
@@ -66,7 +66,7 @@ impl Workers {
         Replica::new(self.runtime.handle().clone(), &own, self.addresses.clone(), activations).unwrap()
     }
 
-    fn engine(&self, model: &str, options: &EngineOptions) -> Result<Engine, Error> {
+    pub(crate) fn engine(&self, model: &str, options: &EngineOptions) -> Result<Engine, Error> {
         self.engine_over(model, options, ActivationType::F32)
     }
 
@@ -82,7 +82,7 @@ impl Workers {
     }
 
     /// As [`Self::engine`], once the stages have noticed that the replica before it has ended.
-    fn next_engine(&self, model: &str, options: &EngineOptions) -> Engine {
+    pub(crate) fn next_engine(&self, model: &str, options: &EngineOptions) -> Engine {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match self.engine(model, options) {
@@ -100,7 +100,7 @@ fn is_busy(error: &proto::Error) -> bool {
     matches!(error, proto::Error::StageFailed(StageFailure::Busy))
 }
 
-fn most_shards(model: &str) -> usize {
+pub(crate) fn most_shards(model: &str) -> usize {
     ModelSpec::from_file(&ModelFile::open(path(model)).unwrap()).unwrap().cut_points().len() + 1
 }
 

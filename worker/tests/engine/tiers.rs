@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states, in f32 and not.
-const KINDS: [&str; 6] = [
+pub(crate) const KINDS: [&str; 6] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
@@ -22,33 +22,33 @@ const KINDS: [&str; 6] = [
 const PROMPT: usize = 200;
 const GENERATE: u32 = 12;
 
-fn asked() -> Ask {
+pub(crate) fn asked() -> Ask {
     Ask::greedy(prompt(1, PROMPT), GENERATE)
 }
 
 /// All positions of the prompt and what follows, with nothing shared.
-fn undisturbed(model: &str, ask: &Ask) -> Heard {
+pub(crate) fn undisturbed(model: &str, ask: &Ask) -> Heard {
     let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
     one_by_one(&mut open(model, &options), std::slice::from_ref(ask)).remove(0)
 }
 
 /// An arena for little more than one such request.
-fn small(model: &str, block_tokens: usize, tiers: TiersConfig) -> EngineOptions {
+pub(crate) fn small(model: &str, block_tokens: usize, tiers: TiersConfig) -> EngineOptions {
     let options = EngineOptions { block_tokens, ..options(model) };
     EngineOptions { tiers, ..cramped(model, &options, 2 * PROMPT) }
 }
 
-fn host(host_bytes: u64) -> TiersConfig {
+pub(crate) fn host(host_bytes: u64) -> TiersConfig {
     TiersConfig { host_bytes, ..TiersConfig::default() }
 }
 
-fn disk(dir: &Path, host_bytes: u64) -> TiersConfig {
+pub(crate) fn disk(dir: &Path, host_bytes: u64) -> TiersConfig {
     let disk = Some(DiskConfig { dir: dir.to_owned(), bytes: 1 << 30 });
     TiersConfig { host_bytes, disk, patience: Duration::from_secs(60) }
 }
 
 /// To the end; a request may wait for files meanwhile.
-fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
+pub(crate) fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.has_work() {
@@ -61,14 +61,14 @@ fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     asked.iter().map(Asked::heard).collect()
 }
 
-fn evict(engine: &mut Engine) {
+pub(crate) fn evict(engine: &mut Engine) {
     for seed in 100..108 {
         finish(engine, &[Ask::greedy(prompt(seed, 330), 2).tokens_only()]);
     }
 }
 
 /// The same tokens, and the same bits wherever there are any.
-fn assert_same(what: &str, heard: &Heard, want: &Heard) {
+pub(crate) fn assert_same(what: &str, heard: &Heard, want: &Heard) {
     assert_eq!(heard.failed, None, "{what}");
     assert_eq!(heard.tokens, want.tokens, "{what}");
     assert_eq!(heard.logits.len(), want.logits.len() - heard.cached(), "{what}");

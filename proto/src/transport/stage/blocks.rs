@@ -1,0 +1,88 @@
+//! The stream on which the first stage of a replica reads and fills another one's cache blocks.
+
+use crate::Error;
+use crate::codec::Cap;
+use crate::stage::StageFeed;
+use crate::stage::blocks::{StageBlocksOrder, StageBlocksReport};
+use crate::transport::streams::{FrameReader, FrameWriter, StreamCode};
+use bytes::Bytes;
+use quinn::{RecvStream, SendStream};
+
+/// The first stage's end. A future of it that is dropped halfway leaves it unusable.
+#[derive(Debug)]
+pub struct StageBlocks {
+    orders: FrameWriter<StageBlocksOrder>,
+    reports: FrameReader<StageBlocksReport>,
+}
+
+impl StageBlocks {
+    pub(in crate::transport) async fn start(
+        send: SendStream,
+        receive: RecvStream,
+        feed: &StageFeed,
+    ) -> Result<Self, Error> {
+        let mut head = FrameWriter::new(send, Cap::Stream);
+        head.write(feed).await?;
+        Ok(Self { orders: head.retyped(Cap::Control), reports: FrameReader::new(receive, Cap::Control) })
+    }
+
+    /// Sends an order, and the bytes that follow it.
+    pub async fn order(&mut self, order: &StageBlocksOrder, bytes: Vec<u8>) -> Result<(), Error> {
+        self.orders.write_with(order, Bytes::from(bytes)).await.map(drop)
+    }
+
+    /// What became of the oldest order that has not been answered.
+    pub async fn report(&mut self) -> Result<StageBlocksReport, Error> {
+        self.reports.next().await?.ok_or(Error::StreamCut { what: "a stage's blocks" })
+    }
+
+    /// So many of the bytes that follow a report.
+    pub async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, Error> {
+        let mut bytes = Vec::new();
+        self.reports.read_raw_with(len, &mut |part| bytes.extend_from_slice(part)).await?;
+        Ok(bytes)
+    }
+}
+
+/// The other stage's end.
+#[derive(Debug)]
+pub struct StageBlocksCall {
+    /// Whose blocks they are.
+    pub feed: StageFeed,
+    orders: FrameReader<StageBlocksOrder>,
+    reports: FrameWriter<StageBlocksReport>,
+}
+
+impl StageBlocksCall {
+    pub(in crate::transport) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let mut head = FrameReader::new(receive, Cap::Stream);
+        match head.next().await {
+            Ok(Some(feed)) => {
+                let reports = FrameWriter::new(send, Cap::Control);
+                Ok(Self { feed, orders: head.retyped(Cap::Control), reports })
+            }
+            Ok(None) => Err(Error::StreamCut { what: "the head of a stream of blocks" }),
+            Err(error) => {
+                head.stop(StreamCode::Malformed);
+                Err(error)
+            }
+        }
+    }
+
+    /// The next order; `None` at a clean end.
+    pub async fn next(&mut self) -> Result<Option<StageBlocksOrder>, Error> {
+        self.orders.next().await
+    }
+
+    /// The bytes that follow an order: the caller knows how many.
+    pub async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, Error> {
+        let mut bytes = Vec::new();
+        self.orders.read_raw_with(len, &mut |part| bytes.extend_from_slice(part)).await?;
+        Ok(bytes)
+    }
+
+    /// Answers the oldest order that has not been answered.
+    pub async fn report(&mut self, report: &StageBlocksReport, bytes: Vec<u8>) -> Result<(), Error> {
+        self.reports.write_with(report, Bytes::from(bytes)).await.map(drop)
+    }
+}

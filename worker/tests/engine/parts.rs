@@ -1,0 +1,271 @@
+//! What a replica of several stages keeps is what one worker keeps, byte by byte: sequences are saved, restored, brought
+//! back from tiers and pulled between replicas that are cut in other ways.
+
+use crate::harness::{Ask, one_by_one, open, options, run_to_end, submit, submit_pulling};
+use crate::pulls::{self, Direct, Shared, patient};
+use crate::snapshots::{self, assert_continues, generate, key, save};
+use crate::stages::{Workers, most_shards};
+use crate::tiers::{self, asked, disk, evict, finish, host, small};
+use kvasir_worker::Error;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::snapshot::Snapshot;
+use kvasir_worker::tiers::TiersConfig;
+use proto::sequence::SequenceError;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+/// Bytes between two steps that no sequence here gets by with.
+const FEW: u64 = 5_000;
+
+/// A replica of so many stages, or one worker; it copies a few bytes at a time.
+struct Stages {
+    engine: Engine,
+    _workers: Option<Workers>,
+}
+
+fn stages(model: &str, count: usize, options: &EngineOptions) -> Stages {
+    if count == 1 {
+        return Stages { engine: open(model, options).with_copy_bytes(FEW), _workers: None };
+    }
+    let workers = Workers::start(model, count - 1, options);
+    let engine = workers.engine(model, options).unwrap().with_copy_bytes(FEW);
+    Stages { engine, _workers: Some(workers) }
+}
+
+#[test]
+fn a_sequence_goes_on_bit_by_bit_however_the_model_is_cut() {
+    for model in snapshots::KINDS {
+        for block_tokens in [16, 64] {
+            let options = EngineOptions { block_tokens, ..options(model) };
+            let most = most_shards(model).min(3);
+            let prompt = crate::harness::prompt(3, 333);
+            let mut files: Vec<Vec<u8>> = Vec::new();
+            for count in 1..=most {
+                let mut saver = stages(model, count, &options);
+                let tokens = generate(&mut saver.engine, "r", prompt.clone());
+                files.push(save(&mut saver.engine, "r").unwrap().to_bytes().unwrap());
+                assert!(files[0] == files[count - 1], "{model} over {count}: another file");
+                if count == most {
+                    // What has been saved in one place goes on in all others.
+                    let want = snapshots::undisturbed(model, &tokens);
+                    for count in 1..=most {
+                        let what = format!(
+                            "{model}, blocks of {block_tokens}, saved over {most}, restored over {count}"
+                        );
+                        let mut other = stages(model, count, &options);
+                        let snapshot = Snapshot::from_bytes(&files[0], &other.engine.origin()).unwrap();
+                        other.engine.restore(key("again"), &snapshot).unwrap();
+                        let position = (tokens.len() - 1) / 16 * 16;
+                        assert_eq!(other.engine.metrics().steps.get(), 0, "{what}");
+                        assert_continues(&what, &mut other.engine, &tokens, &want, position);
+                        assert!(save(&mut other.engine, "again").unwrap() == snapshot, "{what}");
+                        assert_eq!(other.engine.load().kv_used, 0, "{what}");
+                        other.engine.check().unwrap();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Steps under way need more states than one: twice what one worker gets by with.
+fn roomier(model: &str, tiers: TiersConfig) -> EngineOptions {
+    let options = small(model, 16, tiers);
+    EngineOptions { kv_bytes: options.kv_bytes.map(|bytes| 2 * bytes), ..options }
+}
+
+#[test]
+fn tiers_of_a_replica_bring_back_what_was_evicted_and_serve_one_worker_too() {
+    for model in tiers::KINDS {
+        let want = tiers::undisturbed(model, &asked());
+        let most = most_shards(model).min(3);
+        let mut replica = stages(model, most, &roomier(model, host(64 << 20)));
+        finish(&mut replica.engine, &[asked()]);
+        evict(&mut replica.engine);
+        let heard = finish(&mut replica.engine, &[asked()]).remove(0);
+        assert_eq!((heard.cached(), replica.engine.metrics().tiers.hits.get()), (192, 1), "{model}");
+        tiers::assert_same(model, &heard, &want);
+        drop(replica);
+
+        let dir = tempfile::tempdir().unwrap();
+        let options = roomier(model, disk(dir.path(), 0));
+        for count in [most, 1, 2, 1] {
+            let what = format!("{model}, files for {count} stages");
+            let mut next = stages(model, count, &options);
+            let heard = finish(&mut next.engine, &[asked()]).remove(0);
+            let first = next.engine.metrics().tiers.hits.get() == 0;
+            assert_eq!(
+                (heard.cached(), first),
+                if count == most && first { (0, true) } else { (192, false) },
+                "{what}"
+            );
+            tiers::assert_same(&what, &heard, &want);
+        }
+        // What is damaged is computed.
+        for file in std::fs::read_dir(dir.path()).unwrap() {
+            let path = file.unwrap().path();
+            let mut bytes = std::fs::read(&path).unwrap();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 4;
+            std::fs::write(path, bytes).unwrap();
+        }
+        let mut next = stages(model, 2, &options);
+        let heard = finish(&mut next.engine, &[asked()]).remove(0);
+        assert_eq!(heard.cached(), 0, "{model}");
+        assert!(next.engine.metrics().tiers.load_failures.get() > 0, "{model}");
+        tiers::assert_same(model, &heard, &want);
+    }
+}
+
+#[test]
+fn prefixes_are_pulled_between_replicas_that_are_cut_in_other_ways() {
+    for model in tiers::KINDS {
+        let want = tiers::undisturbed(model, &asked());
+        let most = most_shards(model).min(3);
+        for (from, to) in [(1, 2), (2, 1), (2, most)] {
+            let what = format!("{model}, from {from} stages to {to}");
+            let options = patient(model, 16);
+            let Stages { mut engine, _workers } = stages(model, from, &options);
+            one_by_one(&mut engine, &[asked()]);
+            let holder: Shared = Arc::new(Mutex::new(engine));
+            let mut puller = stages(model, to, &options);
+            let request = submit_pulling(&mut puller.engine, &asked(), Box::new(Direct::from(&holder)));
+            pulls::finish(&mut puller.engine);
+            let heard = request.heard();
+            assert_eq!(heard.cached(), 192, "{what}");
+            tiers::assert_same(&what, &heard, &want);
+            assert_eq!(puller.engine.load().kv_used, 0, "{what}");
+            puller.engine.check().unwrap();
+            holder.lock().unwrap().check().unwrap();
+        }
+    }
+}
+
+/// Steps until the replica has noticed that a stage is lost.
+fn loses(engine: &mut Engine) -> Error {
+    let since = Instant::now();
+    loop {
+        let stepped = engine.step(Instant::now());
+        assert!(since.elapsed() < Duration::from_secs(3), "the stage is not missed");
+        if let Err(error) = stepped {
+            return error;
+        }
+    }
+}
+
+#[test]
+fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
+    let model = "tiny/qwen35/qwen35-f32";
+    let tokens = generate(&mut open(model, &options(model)), "r", crate::harness::prompt(3, 200));
+    let mut whole = open(model, &options(model));
+    generate(&mut whole, "r", crate::harness::prompt(3, 200));
+    let snapshot = save(&mut whole, "r").unwrap();
+    for lost in [0, 1] {
+        for restores in [false, true] {
+            let what = format!("stage {}, restore: {restores}", lost + 1);
+            let mut workers = Workers::start(model, 2, &options(model));
+            let mut engine = workers.engine(model, &options(model)).unwrap();
+            if !restores {
+                generate(&mut engine, "r", crate::harness::prompt(3, 200));
+            }
+            // Beside a request that computes.
+            let beside = submit(&mut engine, &Ask::greedy(crate::harness::prompt(9, 20), 400).tokens_only());
+            while beside.heard().tokens.len() < 3 {
+                engine.step(Instant::now()).unwrap();
+            }
+            let service = workers.services.remove(lost);
+            workers.runtime.block_on(service.stop());
+            let failed = match restores {
+                true => engine.restore(key("r"), &snapshot).map(drop),
+                false => {
+                    let (reply, mut answer) = oneshot::channel();
+                    engine.save(&key("r"), reply);
+                    answer.try_recv().expect("an answer").map(drop)
+                }
+            };
+            assert!(matches!(failed, Err(SequenceError::Internal)), "{what}: {failed:?}");
+            assert!(engine.has_work(), "{what}");
+            let error = loses(&mut engine);
+            assert!(matches!(&error, Error::StageLost(_)), "{what}: {error}");
+            // Whoever goes on nonetheless gets nowhere.
+            assert!(engine.step(Instant::now()).is_err(), "{what}");
+            engine.check().unwrap();
+            drop(engine);
+            // Formed again it takes the snapshot.
+            workers.replace(lost, model);
+            let mut engine = workers.next_engine(model, &options(model));
+            engine.restore(key("r"), &snapshot).unwrap();
+            let want = snapshots::undisturbed(model, &tokens);
+            assert_continues(&what, &mut engine, &tokens, &want, (tokens.len() - 1) / 16 * 16);
+            run_to_end(&mut engine);
+            assert_eq!(engine.load().kv_used, 0, "{what}");
+        }
+    }
+}
+
+/// Remembers the fields of all lines on one target.
+#[derive(Default)]
+struct Lines(Mutex<Vec<HashMap<&'static str, String>>>);
+
+struct Fields(HashMap<&'static str, String>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        self.0.insert(field.name(), format!("{value:?}"));
+    }
+}
+
+impl Subscriber for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == "kvasir::stages"
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut fields = Fields(HashMap::new());
+        event.record(&mut fields);
+        self.0.lock().unwrap().push(fields.0);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn a_sampled_request_tells_what_each_stage_has_spent_on_it() {
+    let model = "tiny/llama/llama-f32";
+    let mut replica = stages(model, 3, &options(model));
+    let lines = Arc::new(Lines::default());
+    tracing::subscriber::with_default(Arc::clone(&lines), || {
+        generate(&mut replica.engine, "traced", crate::harness::prompt(3, 100));
+        generate(&mut replica.engine, "not", crate::harness::prompt(4, 100));
+    });
+    let lines = lines.0.lock().unwrap();
+    let rows: usize = lines.iter().map(|line| line["rows"].parse::<usize>().unwrap()).sum();
+    // The prompt and all tokens that were drawn but the last, at each of three stages.
+    assert_eq!(rows, 3 * (100 + 12 - 1));
+    for (line, stage) in lines.iter().zip((0..3).cycle()) {
+        assert_eq!(
+            (line["request"].as_str(), line["stage"].as_str()),
+            ("traced", stage.to_string().as_str())
+        );
+        let number = |name: &str| line[name].parse::<u64>().unwrap();
+        assert!(
+            stage == 0 || (number("received_bytes") > 0 && number("computed_us") <= number("under_way_us"))
+        );
+    }
+}
