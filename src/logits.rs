@@ -213,6 +213,7 @@ impl Logits {
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
             deadline: None,
             pull: None,
+            together: 1,
             sink: Box::new(Collector {
                 vocab,
                 states: self.states,

@@ -113,6 +113,7 @@ impl Perplexity {
                 stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
                 deadline: None,
                 pull: None,
+                together: 1,
                 sink: Box::new(Scorer { chunk, into: into.clone() }),
             });
             local.run_to_end()?;

@@ -92,6 +92,7 @@ impl Run {
             stop: Stop { max_tokens: self.max_tokens, strings: self.stop.clone(), ..Stop::default() },
             deadline: None,
             pull: None,
+            together: 1,
             sink: Box::new(printer(outcome.clone())),
         });
         local.run_to_end()?;

@@ -163,17 +163,21 @@ def metric(ports, name):
 
 
 def believed(server):
-    """Tokens by which a router that predicts was wrong, over and under together; must be 0 where nothing was evicted and
-    nothing that was to be pulled had to be computed. And what was pulled."""
+    """Tokens by which a router that predicts was wrong, and what was pulled. More than predicted is never found; less only
+    where blocks were evicted meanwhile, or where a pull has failed, which is counted apart."""
     if not hasattr(server, "router_ops"):
         return {}
-    [wrong], evicted = metric([server.router_ops], PREDICTION_ERROR), sum(metric(server.ops, EVICTED))
+    lines = get(f"http://127.0.0.1:{server.router_ops}/metrics").splitlines()
+    over, under, unpulled = (counter("\n".join(line for line in lines if f'direction="{way}"' in line), PREDICTION_ERROR)
+                             for way in ("over", "under", "unpulled"))
+    evicted = sum(metric(server.ops, EVICTED))
     pulls, failures = sum(metric(server.ops, PULLS)), sum(metric(server.ops, PULL_FAILURES))
-    if wrong and not evicted and not pulls:
-        raise RuntimeError(f"predicted and found differ by {wrong:.0f} tokens though nothing was evicted")
+    if under or over and not evicted or unpulled and not failures:
+        raise RuntimeError(f"of predicted tokens {over:.0f} were not found, {under:.0f} more were, {unpulled:.0f} were not "
+                           f"pulled; {evicted:.0f} blocks were evicted and {failures:.0f} pulls failed")
     rates = [rate for rate in metric(server.ops, PULL_RATE) if rate]
-    return {"prediction_error": int(wrong), "evictions": int(evicted), "pulls": int(pulls), "pull_failures": int(failures),
-            "pull_mbps": round(statistics.fmean(rates) / 1e6, 1) if rates else None}
+    return {"prediction_error": int(over + under), "unpulled": int(unpulled), "evictions": int(evicted), "pulls": int(pulls),
+            "pull_failures": int(failures), "pull_mbps": round(statistics.fmean(rates) / 1e6, 1) if rates else None}
 
 
 def rates(args):

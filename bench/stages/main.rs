@@ -161,6 +161,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>)
         stop: Stop { max_tokens: tokens as u32, ignore_eos: true, ..Stop::default() },
         deadline: None,
         pull: None,
+        together: 1,
         sink: Box::new(sink),
     }
 }

@@ -128,6 +128,8 @@ struct Shared {
     /// A member has said that this one was removed in its present life: who was away meanwhile learns it from
     /// nobody's log. It is not kept, since whoever starts again is told again.
     removed: AtomicBool,
+    /// What this one had of the group was damaged and put aside: it founds none, and wants to be a member again.
+    lost: bool,
     heard: Mutex<Heard>,
     /// Something was heard that a founder waits for.
     news: Notify,
@@ -173,10 +175,20 @@ impl Agreement {
         let node = endpoint.name().node.clone();
         std::fs::create_dir_all(directory)
             .map_err(|source| GroupError::Directory { path: directory.clone(), source })?;
-        let (disk, loaded) = Disk::open(&directory.join("consensus.redb"), &node)?;
-        let file = DraftFile(directory.join("founding"));
         let (own, others): (Vec<_>, Vec<_>) =
             config.peers.iter().cloned().partition(|peer| peer.node == node);
+        let path = directory.join("consensus.redb");
+        let (disk, loaded) = match Disk::open(&path, &node) {
+            // The others have all of it. What is left here must not vote: it is as if it had been wiped.
+            Err(error @ StorageError::Damaged { .. }) if !others.is_empty() => {
+                tracing::error!(%error, "what was agreed on is damaged here; it is put aside and asked of the others");
+                Disk::put_aside(&path)?;
+                Disk::open(&path, &node)?
+            }
+            opened => opened?,
+        };
+        let lost = Disk::was_put_aside(&path);
+        let file = DraftFile(directory.join("founding"));
         let (orders, given) = mpsc::channel(MAX_ORDERS);
         let shared = Arc::new(Shared {
             node: node.clone(),
@@ -186,6 +198,7 @@ impl Agreement {
             driver: Mutex::new(None),
             seat: OnceLock::new(),
             removed: AtomicBool::new(false),
+            lost,
             heard: Mutex::default(),
             news: Notify::new(),
             joined: Notify::new(),
@@ -341,6 +354,8 @@ impl Shared {
         }
         let loaded = match group {
             Some(group) => Some(blank.founding.found_by_another(group)?),
+            // There was a group, and it is not for those to found another that have lost it.
+            None if self.lost => None,
             None => {
                 if blank.founding.agree() {
                     blank.file.save(blank.founding.draft())?;
@@ -382,6 +397,9 @@ impl Shared {
             let was_outside = std::mem::replace(&mut outside, self.check_member().is_err());
             if let (true, false, Some(seat)) = (outside, was_outside, self.seat.get()) {
                 tracing::warn!("{}", members::outsider(seat));
+            }
+            if outside && self.lost {
+                self.ask_to_rejoin(&mesh);
             }
             for peer in mesh.peers() {
                 if let Some(life) = self.removed_life(&peer) {

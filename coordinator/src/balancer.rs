@@ -23,6 +23,7 @@ use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, PullCostV1, PullReportV1, ServedModelV2, WorkPart, WorkerState};
 use proto::pull::PullSourceV1;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -112,6 +113,8 @@ pub struct Assignment {
     pub prefill: Option<Prefilling>,
     /// Where the worker may pull a prefix from.
     pub pull: Option<PullSourceV1>,
+    /// How many generations of this prompt go to this worker with this decision, this one included.
+    pub together: u32,
 }
 
 /// A worker that computes a prompt for another.
@@ -150,6 +153,8 @@ pub enum Setback {
     Lost,
     /// The worker lives but does not want this request.
     Declined,
+    /// The worker drains, by its own word; it may be asked again once it says that it takes work.
+    Draining,
 }
 
 /// What the caller has to do.
@@ -271,16 +276,20 @@ impl Balancer {
         let tokens = asks.iter().map(|ask| u64::from(ask.prompt_tokens)).sum();
         self.check_room(asks.len(), tokens)?;
         let mut tickets = Vec::with_capacity(asks.len());
+        let mut prompts = HashMap::with_capacity(asks.len());
         for ask in asks {
             let ticket = Ticket(self.next_ticket);
             self.next_ticket += 1;
             tickets.push(ticket);
+            prompts.insert(ticket, Arc::clone(&ask.chain));
             let tenant = Arc::clone(&ask.tenant);
             let rank = admission::rank(now, ask.priority);
             let waiter = Waiter { ticket, ask, rank, attempts: 0, avoid: Vec::new(), only_class: None };
             self.queue.push(&tenant, waiter);
         }
-        Ok((tickets, self.pump(now, random)))
+        let mut actions = self.pump(now, random);
+        count_together(&mut actions, &prompts);
+        Ok((tickets, actions))
     }
 
     /// Whether `requests` more with `tokens` prompt tokens in all would be queued.
@@ -317,8 +326,10 @@ impl Balancer {
     ) -> Vec<Action> {
         let Some((mut waiter, node, epoch)) = self.floor.fail(now, ticket) else { return Vec::new() };
         waiter.only_class = only_class;
-        if setback == Setback::Declined {
-            waiter.avoid.push((node, epoch));
+        match setback {
+            Setback::Declined => waiter.avoid.push((node, epoch)),
+            Setback::Draining => self.floor.drains(now, &node, epoch),
+            Setback::Lost => {}
         }
         let mut actions = Vec::new();
         if waiter.attempts >= self.floor.policy().max_attempts {
@@ -484,6 +495,27 @@ impl Balancer {
             Offered::Taken
         });
         actions
+    }
+}
+
+/// Tells each generation with how many others of its prompt it goes to its worker. Choices of one prompt have its chain
+/// in common, not only an equal one.
+fn count_together(actions: &mut [Action], prompts: &HashMap<Ticket, Arc<[BlockId]>>) {
+    let key = |ticket: &Ticket, assignment: &Assignment| {
+        let chain = prompts.get(ticket).filter(|_| assignment.prefill.is_none())?;
+        Some((chain.as_ptr(), assignment.node.clone()))
+    };
+    let mut counts: HashMap<_, u32> = HashMap::new();
+    for action in &*actions {
+        if let Action::Assign(ticket, assignment) = action {
+            key(ticket, assignment).into_iter().for_each(|key| *counts.entry(key).or_default() += 1);
+        }
+    }
+    for action in actions {
+        if let Action::Assign(ticket, assignment) = action {
+            assignment.together =
+                key(ticket, assignment).and_then(|key| counts.get(&key).copied()).unwrap_or(1);
+        }
     }
 }
 

@@ -30,7 +30,7 @@ use link::{Link, Turn};
 use parking_lot::{Mutex, MutexGuard};
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
+use proto::message::{GenerateError, LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
 use proto::placement::RegisterV4;
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
@@ -332,12 +332,22 @@ impl Dispatch {
         self.perform(&mut desk, actions);
     }
 
-    /// The attempt on `link` failed. `only_class`: what was emitted binds the rest to this numeric class.
-    fn retry(self: &Arc<Self>, ticket: Ticket, node: &NodeId, link: &Link, only_class: Option<String>) {
+    /// The attempt on `link` failed; `said` is what the worker said. `only_class`: what was emitted binds the rest to
+    /// this numeric class.
+    fn retry(
+        self: &Arc<Self>,
+        ticket: Ticket,
+        node: &NodeId,
+        link: &Link,
+        said: Option<&GenerateError>,
+        only_class: Option<String>,
+    ) {
         let setback = if link.is_closed() {
             // The session's own task will find out too; the next choice must know now.
             self.session_lost(link.session(), node);
             Setback::Lost
+        } else if said == Some(&GenerateError::Draining) {
+            Setback::Draining
         } else {
             Setback::Declined
         };

@@ -54,6 +54,8 @@ pub struct Fleet {
     processes: Vec<Mutex<Option<Child>>>,
     /// By host: what is started there, if not the binary under test.
     binaries: Mutex<Vec<Option<PathBuf>>>,
+    /// By coordinator: what it is told of the others, if not what is true.
+    peers: Mutex<Vec<Option<String>>>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
@@ -103,7 +105,8 @@ impl Builder {
         let net = Net::new(hosts, seed)?;
         let processes = (0..hosts).map(|_| Mutex::new(None)).collect();
         let binaries = Mutex::new(vec![self.binary.clone(); hosts]);
-        let fleet = Fleet { shape: self, net, dir, processes, binaries, _turn: turn };
+        let peers = Mutex::new(vec![None; self.coordinators]);
+        let fleet = Fleet { shape: self, net, dir, processes, binaries, peers, _turn: turn };
         for node in fleet.nodes() {
             fleet.make_identity(node)?;
             fleet.start(node)?;
@@ -234,6 +237,12 @@ impl Fleet {
         binaries[self.host(node)] = binary.map(Path::to_owned);
     }
 
+    /// The next life of a coordinator is told that its group is these.
+    pub fn use_peers(&self, coordinator: usize, peers: &str) {
+        let mut told = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        told[coordinator] = Some(peers.to_owned());
+    }
+
     /// Starts another life of a node, which may still run, on a spare host. It is gone with the fleet.
     pub fn start_twin(&self, node: Node, spare: usize) -> anyhow::Result<()> {
         ensure!(spare < self.shape.spares, "there are {} spare hosts", self.shape.spares);
@@ -316,7 +325,9 @@ impl Fleet {
         let model = self.shape.model.clone();
         let common = [("--identity", identity), ("--quic", quic), ("--ops", ops)];
         let (command, own, more) = match node {
-            Node::Coordinator(_) => {
+            Node::Coordinator(index) => {
+                let told = self.peers.lock().unwrap_or_else(PoisonError::into_inner)[index].clone();
+                let peers = told.unwrap_or(peers);
                 let own = vec![("--models", model), ("--http", api), ("--cluster-key", cluster_key)];
                 let own = own.into_iter().chain([("--peers", peers), ("--data-dir", data)]).collect();
                 ("coordinator", own, &self.shape.coordinator_flags)

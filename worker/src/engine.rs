@@ -71,6 +71,9 @@ pub struct EngineRequest {
     pub deadline: Option<Duration>,
     /// Another worker that is expected to hold a prefix of the prompt.
     pub pull: Option<Box<dyn Source>>,
+    /// How many requests for this prompt come at once, this one included: the first token of each is drawn from one
+    /// computation, which waits a moment for those that are late.
+    pub together: u32,
     /// Who hears of it.
     pub sink: Box<dyn Sink>,
 }
@@ -253,8 +256,18 @@ impl Engine {
     pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
-        let EngineRequest { name, root, prompt, emitted, sampling, mut stop, deadline, pull, mut sink } =
-            request;
+        let EngineRequest {
+            name,
+            root,
+            prompt,
+            emitted,
+            sampling,
+            mut stop,
+            deadline,
+            pull,
+            together,
+            mut sink,
+        } = request;
         // A completion ends where the context does.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
@@ -298,16 +311,22 @@ impl Engine {
             pulled: None,
         };
         self.live.insert(id, live);
-        self.queue(now, request, pull).then_some(id)
+        self.queue(now, request, pull, together).then_some(id)
     }
 
     /// Has the request of a live sequence wait for one with the same prompt, or for what a tier or another worker has of
     /// it, or queues it; `false` if it is refused, and its sink has heard so.
-    fn queue(&mut self, now: Instant, request: SequenceRequest, pull: Option<Box<dyn Source>>) -> bool {
+    fn queue(
+        &mut self,
+        now: Instant,
+        request: SequenceRequest,
+        pull: Option<Box<dyn Source>>,
+        together: u32,
+    ) -> bool {
         let can_fork =
             |live: &Live| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
         let joins = self.scheduler.shares() && self.live.get(&request.id).is_some_and(can_fork);
-        let request = if joins { self.siblings.join(request) } else { Some(request) };
+        let request = if joins { self.siblings.join(now, request, together) } else { Some(request) };
         let Some(request) = request else { return true };
         let request = self.bring_or_park(now, request);
         let request = request.and_then(|request| self.pull_or_compute(now, request, pull));
@@ -320,6 +339,9 @@ impl Engine {
         let refused = self.scheduler.submit(request).err();
         match (refused, self.live.get(&id)) {
             (None, live) => {
+                if self.siblings.awaits(id) {
+                    self.scheduler.hold(id, true);
+                }
                 self.metrics.prompt_tokens.inc_by(live.map_or(0, |live| live.prompt_len as u64));
                 true
             }
@@ -424,8 +446,11 @@ impl Engine {
         self.end_pulls(now);
         for orphan in self.siblings.take_orphans() {
             if self.live.contains_key(&orphan.id) {
-                self.queue(now, orphan, None);
+                self.queue(now, orphan, None, 1);
             }
+        }
+        for leader in self.siblings.gathered(now) {
+            self.scheduler.hold(leader, false);
         }
         // What has been answered makes room, and may be what others wait for.
         if self.hear(false)? {
@@ -459,8 +484,9 @@ impl Engine {
         let UnderWay { plan, targets, .. } = &step;
         if self.later.is_none() {
             let (lending, scheduler) = (&mut self.lending, &self.scheduler);
+            let tiers = self.tiering.as_ref().map(Tiering::tiers);
             run(&mut self.decoder, scheduler, plan, &mut |blocks| {
-                lending.serve_one(Caches::new(blocks, None), scheduler);
+                lending.serve_one(Caches::new(blocks, None), scheduler, tiers);
             })?;
             self.read_states(&step.plan)?;
             let drawn = self.draw(&step.targets, |row| row)?;

@@ -193,6 +193,13 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Has a sequence compute all of its tokens but the last, and nothing be drawn for it, until it is let go again.
+    pub fn hold(&mut self, id: SeqId, held: bool) {
+        let slot = self.by_id.get(&id).copied();
+        let sequence = slot.and_then(|slot| self.sequences.get_mut(slot as usize)?.as_mut());
+        sequence.into_iter().for_each(|sequence| sequence.held = held);
+    }
+
     /// The place of one sequence that comes now and is submitted later: then it goes before those that came meanwhile.
     pub fn take_turn(&mut self) -> Turn {
         self.arrivals += 1;

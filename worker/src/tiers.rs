@@ -159,10 +159,15 @@ impl Tiers {
         self.host.get(&key).is_some() || self.arrived(key).is_some()
     }
 
+    /// A piece that is in memory, without a use by a request here: it does not grow young.
+    pub fn peek(&self, key: PieceKey) -> Option<Arc<[u8]>> {
+        self.host.get(&key).or_else(|| self.arrived(key)).cloned()
+    }
+
     /// A piece that is in memory.
     pub fn get(&mut self, key: PieceKey) -> Option<Arc<[u8]>> {
         self.host.touch(&key);
-        self.host.get(&key).or_else(|| self.arrived(key)).cloned()
+        self.peek(key)
     }
 
     fn arrived(&self, key: PieceKey) -> Option<&Arc<[u8]>> {

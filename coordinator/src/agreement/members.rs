@@ -7,7 +7,7 @@
 
 use super::changes::Session;
 use super::mesh::Mesh;
-use super::news::Told;
+use super::news::{News, Told};
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, PeerEntry, Shared};
 use crate::consensus::Incarnation;
 use crate::consensus::core::{ProposeError, RaftRole, Status};
@@ -40,6 +40,9 @@ pub enum Order {
     Remove(NodeId),
     /// This one shall lead.
     Lead(NodeId),
+    /// This member, who asks for itself, has lost what it had: the life of its disk that is there now shall take the
+    /// place of the one before.
+    Rejoin(NodeId),
 }
 
 /// What came of an order. Variants are only appended.
@@ -80,7 +83,7 @@ pub struct GroupView {
 impl Order {
     fn limit(&self) -> Duration {
         match self {
-            Self::Add(_) => SEAT_LIMIT + CATCH_UP_LIMIT + CHANGE_LIMIT * 3,
+            Self::Add(_) | Self::Rejoin(_) => SEAT_LIMIT + CATCH_UP_LIMIT + CHANGE_LIMIT * 3,
             Self::Remove(_) | Self::Lead(_) => TRANSFER_LIMIT + CHANGE_LIMIT * 3,
         }
     }
@@ -194,7 +197,8 @@ impl Shared {
                 let Some(Member { handle, .. }) = shared.member.get() else { return };
                 // Who is no member has no say.
                 let seated = handle.table().borrow().seats().any(|seat| seat.node == from);
-                if seated {
+                let for_itself = !matches!(&order, Order::Rejoin(node) if *node != from);
+                if seated && for_itself {
                     let answer = shared.carry_out(handle, &mesh, &order).await;
                     mesh.send(&from, Told::Answer(number, answer));
                 }
@@ -240,6 +244,7 @@ impl Shared {
             Order::Add(entry) => self.add(handle, mesh, session, entry).await,
             Order::Remove(node) => self.remove(handle, session, node).await,
             Order::Lead(node) => self.lead(handle, node).await,
+            Order::Rejoin(node) => self.rejoin(handle, mesh, session, node).await,
         };
         done.err().unwrap_or(Answer::Done)
     }
@@ -347,6 +352,38 @@ impl Shared {
         }
         let removed = Change::CoordinatorRemoved(node.clone());
         made(session.make(removed, Instant::now() + CHANGE_LIMIT).await)
+    }
+
+    /// Puts the life that a member's disk is in now in the place of the one that was lost. Who was removed by an operator
+    /// is not let in.
+    async fn rejoin(
+        &self,
+        handle: &Handle,
+        mesh: &Mesh,
+        session: &mut Session,
+        node: &NodeId,
+    ) -> Result<(), Answer> {
+        let known = handle.table().borrow().seats().find(|seat| seat.node == *node).cloned();
+        let known = known.ok_or_else(|| Answer::Refused(format!("{node} is no member")))?;
+        let entry = PeerEntry { node: node.clone(), quic: known.quic };
+        let seat = self.seat_at(mesh, &entry).await?;
+        if seat.incarnation != known.incarnation {
+            tracing::warn!(%node, "a coordinator has lost what was agreed on, and becomes a member again");
+            self.remove(handle, session, node).await?;
+        }
+        self.add(handle, mesh, session, &entry).await
+    }
+
+    /// Asks whoever leads to be made a member again. What is lost is asked again.
+    pub(super) fn ask_to_rejoin(&self, mesh: &Mesh) {
+        let leads = |(node, news): (&NodeId, &News)| match news {
+            News::Member(member) if member.role == RaftRole::Leader => Some(node.clone()),
+            _ => None,
+        };
+        let leader = self.heard.lock().all_news().find_map(leads);
+        if let Some(leader) = leader {
+            mesh.send(&leader, Told::Order(random_u64(), Order::Rejoin(self.node.clone())));
+        }
     }
 
     async fn lead(&self, handle: &Handle, node: &NodeId) -> Result<(), Answer> {

@@ -10,6 +10,7 @@ use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, Expected, GroupStream, Incoming};
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -64,14 +65,15 @@ impl Mesh {
     ) -> Self {
         let ears = Ears { deliver, dispatch: Arc::clone(dispatch) };
         let mesh = Self { endpoint: Arc::clone(endpoint), lanes: RwLock::default(), ears };
-        peers.iter().for_each(|peer| mesh.ensure(peer));
+        peers.iter().for_each(|peer| mesh.add(peer));
         mesh
     }
 
-    /// A way to this peer, wherever it leads.
-    pub(super) fn ensure(&self, peer: &PeerEntry) {
-        if !self.lanes.read().contains_key(&peer.node) {
-            self.add(peer);
+    /// A way to this member. The address that was agreed on counts, unless it is none that leads there from here.
+    pub(super) fn ensure(&self, member: &PeerEntry) {
+        let there = self.lanes.read().contains_key(&member.node);
+        if !there || is_reachable(&member.quic) {
+            self.add(member);
         }
     }
 
@@ -119,6 +121,11 @@ impl Mesh {
         // It is the newest, so it is with the peer's present life; if several wait, one of them will do.
         let _enough = lane.accepted.try_send(connection);
     }
+}
+
+/// Whether an address may be dialed from elsewhere: one who was not told where it is reached says where it listens.
+fn is_reachable(quic: &str) -> bool {
+    quic.parse::<SocketAddr>().map_or(true, |at| !at.ip().is_unspecified() && !at.ip().is_loopback())
 }
 
 impl Drop for Lane {

@@ -21,10 +21,14 @@ use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
 use pulls::{Stage, Supply};
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A worker that has been stuck in a step for this long gets no new work while another is there.
 const STALLED_MS: u64 = 3_000;
+
+/// How long requests wait for a worker that shall take work and says, or has said last, that it does not: what it was
+/// told by one coordinator may cross what it is told by another, and its own word is as old as its last report.
+const RESUMES_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub(super) struct Floor {
@@ -108,7 +112,12 @@ impl Floor {
                 return Ok(Some(Action::Fetch { node, epoch, need }));
             }
             Applied::Left(slot) => self.forget(slot),
-            Applied::Drained(_) => {}
+            Applied::Drained(slot) => {
+                let takes_work = self.table.in_slot(slot).is_some_and(|member| !member.draining);
+                if let Some(load) = self.loads[slot.index()].as_mut() {
+                    load.resumes = takes_work.then_some(now + RESUMES_WITHIN);
+                }
+            }
         }
         Ok(None)
     }
@@ -157,7 +166,22 @@ impl Floor {
 
     /// Whether someone will serve this model soon, so far as is known.
     pub(super) fn expects(&self, now: Instant, model: &ModelId) -> bool {
+        let resumes = |member: &Member| {
+            let load = self.loads[member.slot.index()].as_ref();
+            !member.draining && member.model(model).is_some() && load.is_some_and(|load| load.resumes(now))
+        };
         self.expected.get(model).is_some_and(|expected| now < expected.until)
+            || self.table.members().any(resumes)
+    }
+
+    /// A worker that was thought to take work says that it drains.
+    pub(super) fn drains(&mut self, now: Instant, node: &NodeId, epoch: Epoch) {
+        let member = self.table.member(node).filter(|member| member.register.epoch == epoch);
+        let Some(member) = member.filter(|member| !member.draining) else { return };
+        if let Some(load) = self.loads[member.slot.index()].as_mut() {
+            load.report.iter_mut().for_each(|report| report.state = WorkerState::Draining);
+            load.resumes = Some(now + RESUMES_WITHIN);
+        }
     }
 
     /// Chooses a worker for `waiter` and books it there. `yields`: it may have to wait for another that does better with
@@ -229,6 +253,7 @@ impl Floor {
                 .unwrap_or_default(),
             prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
             pull: supply.pull.clone(),
+            together: 1,
         };
         if let Some((key, _)) = common {
             self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);

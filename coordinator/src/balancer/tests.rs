@@ -250,6 +250,50 @@ fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
 }
 
 #[test]
+fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    let drains = LoadReportV1 { state: WorkerState::Draining, ..report(1) };
+    let turn = |rig: &mut Rig, draining| {
+        rig.balancer.change(rig.now, TableChange::Drain { node: node("a"), draining }, 0).unwrap();
+    };
+    turn(&mut rig, true);
+    rig.balancer.load(rig.now, &node("a"), drains.clone(), 0);
+    let ask = rig.ask("t", 64, chain([]));
+    assert_eq!(rig.submit(ask.clone()).unwrap_err(), Refusal::NoWorker);
+    // Its last word is from before.
+    turn(&mut rig, false);
+    let (ticket, actions) = rig.submit(ask.clone()).unwrap();
+    assert_eq!(actions, []);
+    let actions = rig.balancer.load(rig.now, &node("a"), report(1), 0);
+    assert_eq!(assigned(&actions)[0].0, ticket);
+    // It hears late of a drain that is over: what it declines goes to it again once it says that it takes work.
+    assert_eq!(rig.balancer.retry(rig.now, ticket, Setback::Draining, None, 0), []);
+    rig.now += Duration::from_millis(100);
+    let actions = rig.balancer.load(rig.now, &node("a"), report(1), 0);
+    assert_eq!(assigned(&actions)[0].0, ticket);
+    // One that goes on saying so is not waited for any longer.
+    assert_eq!(rig.balancer.retry(rig.now, ticket, Setback::Draining, None, 0), []);
+    rig.balancer.load(rig.now, &node("a"), drains, 0);
+    rig.now += Duration::from_secs(3);
+    assert_eq!(rig.balancer.tick(rig.now, 0), [Action::Refuse(ticket, Refusal::NoWorker)]);
+    assert_eq!(rig.submit(ask).unwrap_err(), Refusal::NoWorker);
+}
+
+#[test]
+fn choices_of_one_prompt_are_told_how_many_go_together() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    let (shared, other) = (chain(0..20), chain(0..20));
+    let asks = [&shared, &shared, &other, &shared].map(|chain| rig.ask("t", 320, Arc::clone(chain)));
+    let (tickets, actions) = rig.balancer.submit(rig.now, asks.to_vec(), 1).unwrap();
+    let together: HashMap<Ticket, u32> =
+        assigned(&actions).into_iter().map(|(ticket, assignment)| (ticket, assignment.together)).collect();
+    assert_eq!(tickets.iter().map(|ticket| together[ticket]).collect::<Vec<_>>(), [3, 3, 1, 3]);
+    // Whoever starts over does so alone.
+    let actions = rig.balancer.retry(rig.now, tickets[0], Setback::Lost, None, 0);
+    assert_eq!(only(&actions).together, 1);
+}
+
+#[test]
 fn what_was_emitted_binds_the_rest_to_its_numeric_class() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let (ticket, actions) = rig.plain();

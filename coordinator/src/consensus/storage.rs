@@ -155,6 +155,14 @@ pub enum StorageError {
         /// In words.
         why: String,
     },
+    /// A record is what was written, and says nothing to this version.
+    #[error("{record} is of a later version: {why}")]
+    Unknown {
+        /// Which record.
+        record: String,
+        /// In words.
+        why: String,
+    },
     /// The disk belongs to someone else, or is in use already.
     #[error("the disk belongs to {found} of another group or name, expected {expected}")]
     Foreign {

@@ -72,8 +72,9 @@ impl Claim {
         setback: Option<GenerateError>,
         only_class: Option<String>,
     ) {
+        let node = &placed.assignment.node;
+        self.dispatch.retry(self.ticket, node, &placed.link, setback.as_ref(), only_class);
         self.setback = setback;
-        self.dispatch.retry(self.ticket, &placed.assignment.node, &placed.link, only_class);
     }
 
     /// Nothing more is wanted.

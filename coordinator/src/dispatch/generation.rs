@@ -176,7 +176,8 @@ impl Generation {
                     // Only a fork computes nothing of its prompt: it looks nothing up that could have been predicted.
                     let forked = started.computed_tokens == 0;
                     let predicted = if forked { started.cached_tokens } else { assignment.predicted };
-                    self.claim.dispatch().metrics.cached(predicted, started.cached_tokens);
+                    let pulls = assignment.pull.is_some();
+                    self.claim.dispatch().metrics.cached(predicted, started.cached_tokens, pulls);
                     return Ok(Event::Started(Started {
                         node: assignment.node.clone(),
                         reason: assignment.reason,
@@ -249,6 +250,7 @@ impl Generation {
             sampling: Sampling::default(),
             stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
             pull: None,
+            together: 1,
             ..request
         };
         let request = request.at_version(link.connection().version());
@@ -285,6 +287,7 @@ impl Generation {
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),
+            together: assignment.together,
         }
     }
 

@@ -18,7 +18,7 @@ use proto::ids::ModelId;
 use proto::message::{FinishReason, WorkerState};
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 type One = [(&'static str, Cow<'static, str>); 1];
 type Two = [(&'static str, Cow<'static, str>); 2];
@@ -80,6 +80,8 @@ pub struct Metrics {
     index_exports: Counter,
     index_export_bytes: Counter,
     state: StateGauges,
+    /// When both clocks were read first.
+    began: (SystemTime, Instant),
 }
 
 /// What is read off others at each scrape.
@@ -93,6 +95,7 @@ struct StateGauges {
     queue_requests: Gauge,
     queue_tokens: Gauge,
     inflight: Gauge,
+    clock_moved: Gauge<f64, AtomicU64>,
     workers: Family<One, Gauge>,
     stream_gaps: Family<One, Gauge>,
     stream_behind: Family<One, Gauge>,
@@ -238,7 +241,8 @@ impl Metrics {
             prediction_error: counters(
                 r,
                 "kvasir_cached_tokens_mispredicted",
-                "Tokens by which predictions of cached tokens were over or under; 0 when all is well",
+                "Tokens by which predictions of cached tokens were over or under; 0 when all is well, but for those that \
+                 were to be pulled and were not",
             ),
             changes: pairs(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
             index_imports: counters(
@@ -253,6 +257,7 @@ impl Metrics {
             ),
             index_export_bytes: counter(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
+            began: (SystemTime::now(), Instant::now()),
             registry,
         }
     }
@@ -318,7 +323,7 @@ impl Metrics {
     pub fn retried(&self, setback: Setback) {
         let cause = match setback {
             Setback::Lost => "lost",
-            Setback::Declined => "declined",
+            Setback::Declined | Setback::Draining => "declined",
         };
         self.retries.get_or_create(&one("cause", cause)).inc();
     }
@@ -328,12 +333,16 @@ impl Metrics {
         self.stage.get_or_create(&one("stage", stage)).observe(took.as_secs_f64());
     }
 
-    /// What the router believed of a worker's cache, and what was true.
-    pub fn cached(&self, predicted: u32, actual: u32) {
+    /// What the router believed of a worker's cache, and what was true. `pulls`: the worker was to pull some of it, and may
+    /// have got less.
+    pub fn cached(&self, predicted: u32, actual: u32, pulls: bool) {
         self.cached_predicted.inc_by(predicted.into());
         self.cached_actual.inc_by(actual.into());
-        let (direction, error) =
-            if predicted > actual { ("over", predicted - actual) } else { ("under", actual - predicted) };
+        let (direction, error) = match predicted > actual {
+            true if pulls => ("unpulled", predicted - actual),
+            true => ("over", predicted - actual),
+            false => ("under", actual - predicted),
+        };
         self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
     }
 
@@ -363,6 +372,7 @@ impl Metrics {
     pub fn text(&self, dispatch: &Dispatch, models: &Models, chains: &ChainMemo) -> String {
         self.state.update(dispatch);
         self.state.update_texts(models, chains.usage());
+        self.state.clock_moved.set(self.clock_moved());
         let mut text = String::new();
         // A String takes all that is written.
         if encode(&mut text, &self.registry).is_err() {
@@ -370,6 +380,18 @@ impl Metrics {
         }
         text.truncate(text.trim_end().trim_end_matches("# EOF").len());
         text
+    }
+}
+
+impl Metrics {
+    /// Seconds by which the wall clock has gone further than the one that only goes forward.
+    fn clock_moved(&self) -> f64 {
+        let (wall, since) = self.began;
+        let passed = match SystemTime::now().duration_since(wall) {
+            Ok(forward) => forward.as_secs_f64(),
+            Err(back) => -back.duration().as_secs_f64(),
+        };
+        passed - since.elapsed().as_secs_f64()
     }
 }
 
@@ -389,6 +411,11 @@ impl StateGauges {
         gauge("kvasir_queue_requests", "Generations that wait for a worker", &all.queue_requests);
         gauge("kvasir_queue_tokens", "Prompt tokens that wait for a worker", &all.queue_tokens);
         gauge("kvasir_inflight_requests", "Generations that workers have", &all.inflight);
+        registry.register(
+            "kvasir_clock_moved_seconds",
+            "By how much the wall clock was set forward since the start, or back if negative",
+            all.clock_moved.clone(),
+        );
         let mut family = |name: &str, help: &str, family: &Family<One, Gauge>| {
             registry.register(name, help, family.clone())
         };

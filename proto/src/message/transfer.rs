@@ -121,7 +121,7 @@ pub struct GenerateRequestV2 {
     pub pull: Option<PullSourceV1>,
 }
 
-/// A generation whose tokens travel packed.
+/// A generation whose tokens travel packed, and that may be one of several of the same prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GenerateRequestV3 {
     /// The client's request.
@@ -148,6 +148,9 @@ pub struct GenerateRequestV3 {
     pub deadline_ms: u64,
     /// Where its prefix may be pulled from, if that is worth it; what does not come is computed.
     pub pull: Option<PullSourceV1>,
+    /// How many generations of this prompt are sent to this worker at once, this one included: choices of one request,
+    /// of which the prompt is computed once.
+    pub together: u32,
 }
 
 impl From<GenerateRequestV1> for GenerateRequestV3 {
@@ -179,6 +182,7 @@ impl From<GenerateRequestV1> for GenerateRequestV3 {
             predicted_cached,
             deadline_ms,
             pull: None,
+            together: 1,
         }
     }
 }
@@ -198,6 +202,7 @@ impl From<GenerateRequestV3> for GenerateRequestV2 {
             predicted_cached,
             deadline_ms,
             pull,
+            together: _,
         } = request;
         let request = GenerateRequestV1 {
             request_id,

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod alone;
+mod choices;
 mod clients;
 mod embeddings;
 mod failover;

@@ -82,3 +82,18 @@ fn the_code_and_the_document_name_the_same_metrics() {
     assert!(only_code.is_empty(), "not in docs/metrics.md: {only_code:?}");
     assert!(only_document.is_empty(), "not in the code any more: {only_document:?}");
 }
+
+/// A rule of docs/alerts.yml for something that does not exist would never fire.
+#[test]
+fn alarms_are_of_metrics_that_there_are() {
+    let text = std::fs::read_to_string(binary::workspace().join("docs/alerts.yml")).unwrap();
+    let rules = text.lines().filter_map(|line| line.trim().strip_prefix("expr: "));
+    let words = rules.flat_map(|rule| rule.split(|c: char| !c.is_ascii_alphanumeric() && c != '_'));
+    let named: BTreeSet<String> =
+        words.filter(|word| word.starts_with("kvasir_")).map(str::to_owned).collect();
+    assert!(named.len() > 4, "{named:?}");
+    let documented = documented();
+    let family = |name: &&String| !documented.contains(name.trim_end_matches("_total"));
+    let unknown: Vec<_> = named.iter().filter(family).collect();
+    assert!(unknown.is_empty(), "not in docs/metrics.md: {unknown:?}");
+}

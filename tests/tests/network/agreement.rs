@@ -83,9 +83,11 @@ fn a_frozen_leader_that_goes_on_claims_nothing() {
                 wait::until("the new leader takes a change", RECOVERY, || operator.act(next).then_some(()))
                     .unwrap();
             }
-            // w2 takes work, whatever the others are told.
-            assert!(completes(&fleet, next, &model));
+            // w2 takes work, whatever the others are told: from the moment on at which that is acknowledged.
+            let completed = completes(&fleet, next, &model);
+            // First, since operators wait for it.
             fleet.freeze(Node::Coordinator(frozen), false).unwrap();
+            assert!(completed, "a worker that takes work again was not found");
             let follows = || own(&fleet, frozen).filter(|(role, now, _)| role != "leader" && *now > before);
             wait::until("it steps down", RECOVERY, follows).unwrap();
             history.goes_on(RECOVERY).unwrap();

@@ -50,6 +50,9 @@ fn clocks_that_jump_by_an_hour_change_nothing() {
         "the leader was lost"
     );
     assert_eq!(fleet.metric(0, "kvasir_retries_total").unwrap(), lost, "a worker was given up");
+    // An operator is told, by the rule of docs/alerts.yml: certificates are judged by this clock.
+    let moved = fleet.metric(0, "kvasir_clock_moved_seconds").unwrap();
+    assert!((moved + 1_800.0).abs() < 60.0, "{moved}");
     // The clocks stand before the start of everything: who restarts now is let in all the same.
     for node in [Node::Worker(1), Node::Coordinator(leads)] {
         fleet.kill(node).unwrap();

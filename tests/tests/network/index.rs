@@ -1,8 +1,10 @@
 //! A coordinator that has lost its memory gets its index back from another one, while requests go on.
 
 use kvasir_cluster_tests::fleet::{Fleet, Node};
+use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::wait;
 use serde_json::json;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -69,4 +71,38 @@ fn a_restarted_coordinator_has_its_index_from_a_peer() {
     // From peers, and not from the workers.
     let exports = [0, 2].map(|peer| fleet.metric(peer, "kvasir_index_exports_total").unwrap());
     assert!(exports.iter().sum::<f64>() >= 2.0, "{exports:?}");
+}
+
+#[test]
+fn what_is_held_is_known_again_after_events_were_late_doubled_and_lost() {
+    let fleet = Fleet::builder("events-lost", &crate::tiny_model(), 2, 1).start(38).unwrap();
+    let model = fleet.model().unwrap();
+    let [c0, w0] = [Node::Coordinator(0), Node::Worker(0)].map(|node| fleet.host(node));
+    // The other coordinator has them computed: this one learns of it from events alone.
+    let computes = |prompts: Range<u32>| {
+        for number in prompts {
+            ask(&fleet, 1, &model, number).unwrap();
+        }
+    };
+    let learns = |prompts: u32| {
+        let units = f64::from(prompts * CACHED as u32 / 16);
+        let all = || (fleet.metric(0, "kvasir_index_blocks").ok()? == units).then_some(());
+        wait::until("c0 knows what w0 holds", RECOVERY, all).unwrap();
+    };
+    // Late, in another order, and twice.
+    let delay = Duration::from_millis(60);
+    fleet.net().link(w0, c0, Link { delay, jitter: delay, duplication: 0.5, ..Link::default() });
+    computes(0..8);
+    learns(8);
+    // Lost, with the connection that told them: the worker is lost here, works on for the other, and is back.
+    fleet.net().link(w0, c0, Link::CUT);
+    computes(8..16);
+    fleet.wait_for_workers(0, 0).unwrap();
+    computes(16..PROMPTS);
+    fleet.net().link(w0, c0, Link::default());
+    fleet.wait_for_workers(0, 1).unwrap();
+    learns(PROMPTS);
+    let right = |number| ask(&fleet, 0, &model, number) == Some((CACHED, CACHED));
+    assert!((0..PROMPTS).all(right));
+    assert_eq!(fleet.metric(0, "kvasir_cached_tokens_mispredicted_total").unwrap(), 0.0);
 }

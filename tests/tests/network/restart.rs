@@ -3,8 +3,8 @@
 use crate::group::{RECOVERY, completes, converge, drain, drain_by_any, is_draining, leader, others, own};
 use crate::history::term;
 use crate::stream::prompt;
-use kvasir_cluster_tests::fleet::{Fleet, Node};
-use kvasir_cluster_tests::wait;
+use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
+use kvasir_cluster_tests::{http, wait};
 use serde_json::json;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -124,7 +124,7 @@ fn after_a_power_cut_everything_comes_back_at_once() {
 }
 
 #[test]
-fn who_has_lost_its_disk_has_no_vote_and_who_has_a_damaged_one_does_not_start() {
+fn who_has_lost_its_disk_has_no_vote_nor_has_who_has_a_damaged_one() {
     let fleet = Fleet::builder("disk-lost", &crate::tiny_model(), 3, 2).start(32).unwrap();
     let model = fleet.model().unwrap();
     let leads = leader(&fleet, &[0, 1, 2]);
@@ -151,8 +151,15 @@ fn who_has_lost_its_disk_has_no_vote_and_who_has_a_damaged_one_does_not_start() 
     // Every byte that says something and is not redb's own is in a record with a checksum.
     let damaged: Vec<u8> = whole.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
     std::fs::write(&file, damaged).unwrap();
-    let refused = fleet.start(Node::Coordinator(leads)).unwrap_err().to_string();
-    assert!(refused.contains("ended before it listened"), "{refused}");
+    fleet.start(Node::Coordinator(leads)).unwrap();
+    let outside = || own(&fleet, leads).filter(|(role, ..)| role == "outsider");
+    wait::until("it finds that it has lost its place", RECOVERY, outside).unwrap();
+    // One of three is no majority that could give it back, and what it has left is no vote.
+    for _ in 0..3 {
+        assert_eq!(drain(&fleet, other, 0, false).unwrap().status, 503);
+    }
+    assert_eq!(outside().unwrap().0, "outsider");
+    fleet.kill(Node::Coordinator(leads)).unwrap();
     std::fs::write(&file, whole).unwrap();
     fleet.start(Node::Coordinator(leads)).unwrap();
     leader(&fleet, &[leads, other]);
@@ -160,4 +167,55 @@ fn who_has_lost_its_disk_has_no_vote_and_who_has_a_damaged_one_does_not_start() 
         drain(&fleet, other, 0, false).ok().filter(|answer| answer.status == 204)
     })
     .unwrap();
+}
+
+#[test]
+fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
+    let fleet = Fleet::builder("disk-damaged", &crate::tiny_model(), 3, 1).start(36).unwrap();
+    let leads = leader(&fleet, &[0, 1, 2]);
+    let [damaged, other] = others(leads);
+    drain_by_any(&fleet, 0, true);
+    fleet.kill(Node::Coordinator(damaged)).unwrap();
+    let file = fleet.data_dir(Node::Coordinator(damaged)).join("data/consensus.redb");
+    let bytes = std::fs::read(&file).unwrap();
+    let flipped: Vec<u8> = bytes.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
+    std::fs::write(&file, &flipped).unwrap();
+    fleet.start(Node::Coordinator(damaged)).unwrap();
+    let follows = || own(&fleet, damaged).filter(|(role, ..)| role == "follower");
+    wait::until("it is a member again", RECOVERY, follows).unwrap();
+    assert_eq!(std::fs::read(file.with_extension("damaged")).unwrap(), flipped, "what is damaged is kept");
+    // It has learned what was agreed on, and is one of a majority without the one that it learned it from.
+    wait::until("it knows of the drain", RECOVERY, || is_draining(&fleet, damaged, 0).filter(|&d| d))
+        .unwrap();
+    let votes = || {
+        let group = fleet.beside(Node::Coordinator(other), || http::get(ops(), "/admin/v1/coordinators"));
+        let group = group.ok()?.ok()?.ok().ok()?;
+        let members = group["coordinators"].as_array()?;
+        (members.iter().filter(|member| member["votes"] == true).count() == 3).then_some(())
+    };
+    wait::until("it votes", RECOVERY, votes).unwrap();
+    fleet.kill(Node::Coordinator(leads)).unwrap();
+    wait::until("changes are taken", RECOVERY, || {
+        drain(&fleet, damaged, 0, false).ok().filter(|answer| answer.status == 204)
+    })
+    .unwrap();
+}
+
+#[test]
+fn members_are_found_where_it_was_agreed_that_they_are() {
+    let fleet = Fleet::builder("old-peers", &crate::tiny_model(), 3, 1).start(37).unwrap();
+    leader(&fleet, &[0, 1, 2]);
+    drain_by_any(&fleet, 0, true);
+    (0..3).for_each(|c| fleet.kill(Node::Coordinator(c)).unwrap());
+    // As after changes of the group, which flags do not follow: one is where nobody is, one is not named.
+    let old = |c: usize| {
+        format!("c{c}={}:7000,c{}={}:7001", fleet.net().address(c), (c + 1) % 3, fleet.net().address(c))
+    };
+    for c in 0..3 {
+        fleet.use_peers(c, &old(c));
+        fleet.start(Node::Coordinator(c)).unwrap();
+    }
+    leader(&fleet, &[0, 1, 2]);
+    drain_by_any(&fleet, 0, false);
+    converge(&fleet);
 }

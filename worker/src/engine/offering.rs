@@ -1,11 +1,14 @@
 //! What other workers may pull: resume points that lie in the arena, copied out a few blocks at a time between steps and
-//! between the layers of one, so that nobody waits for a long step to end. Nothing is held for them: what has been evicted
-//! meanwhile ends the pull, and who pulled computes the rest.
+//! between the layers of one, so that nobody waits for a long step to end. What has been evicted meanwhile is given from
+//! host memory, if it is kept there too. Nothing is held for them: what is nowhere any more ends the pull, and who pulled
+//! computes the rest.
 
 use super::Engine;
 use super::caches::Caches;
+use super::tiering::Tiering;
 use crate::pieces::Namer;
 use crate::scheduler::Scheduler;
+use crate::tiers::Tiers;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::pull::PullRefusal;
 use std::collections::HashMap;
@@ -37,14 +40,19 @@ impl Lending {
 
     /// Serves one of those who have asked, if there is one. Between two layers this is sound because a resume point is made
     /// of completed steps only: the step under way writes none of its blocks.
-    pub(super) fn serve_one(&mut self, caches: Caches<'_>, scheduler: &Scheduler) {
+    pub(super) fn serve_one(&mut self, caches: Caches<'_>, scheduler: &Scheduler, tiers: Option<&Tiers>) {
         if let Some(loan) = self.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
-            loan(&mut self.lender(caches, scheduler));
+            loan(&mut self.lender(caches, scheduler, tiers));
         }
     }
 
-    fn lender<'a>(&self, caches: Caches<'a>, scheduler: &'a Scheduler) -> Lender<'a> {
-        Lender { caches, scheduler, origin: self.origin, max_model_len: self.max_model_len }
+    fn lender<'a>(
+        &self,
+        caches: Caches<'a>,
+        scheduler: &'a Scheduler,
+        tiers: Option<&'a Tiers>,
+    ) -> Lender<'a> {
+        Lender { caches, scheduler, tiers, origin: self.origin, max_model_len: self.max_model_len }
     }
 }
 
@@ -52,6 +60,7 @@ impl Lending {
 pub struct Lender<'a> {
     caches: Caches<'a>,
     scheduler: &'a Scheduler,
+    tiers: Option<&'a Tiers>,
     origin: [u8; 32],
     max_model_len: usize,
 }
@@ -70,18 +79,31 @@ impl Lender<'_> {
             return Err(PullRefusal::OtherOrigin);
         }
         let whole = tokens.len().is_multiple_of(HASH_UNIT_TOKENS) && tokens.len() <= self.max_model_len;
-        let point = self.scheduler.resume_point(root, tokens).filter(|_| whole);
-        let point = point.filter(|point| point.tokens > have).ok_or(PullRefusal::NotHeld)?;
-        let new = point.blocks.iter().filter(|block| block.tokens.end > have);
-        let mut pieces: Vec<(u32, u32, usize)> = new
-            .map(|block| (block.group as u32, block.tokens.end, self.caches.block_bytes(block.group)))
-            .collect();
+        if !whole {
+            return Err(PullRefusal::NotHeld);
+        }
+        let arena = self.scheduler.resume_point(root, tokens).map_or(0, |point| point.tokens);
+        let deepest = arena.max(self.kept(root, tokens));
+        if deepest <= have {
+            return Err(PullRefusal::NotHeld);
+        }
+        let new = self.scheduler.shape(deepest).filter(|(_, end)| *end > have);
+        let mut pieces: Vec<(u32, u32, usize)> =
+            new.map(|(group, end)| (group as u32, end, self.caches.block_bytes(group))).collect();
         pieces.sort_unstable_by_key(|(group, end, _)| (*end, *group));
-        Ok(Offer { tokens: point.tokens, pieces })
+        Ok(Offer { tokens: deepest, pieces })
     }
 
-    /// Copies out pieces of the resume point behind `tokens`, which was offered; `NotHeld` if it is not all there any
-    /// more.
+    /// Tokens of the deepest resume point whose pieces are all in host memory.
+    fn kept(&self, root: BlockId, tokens: &[u32]) -> u32 {
+        let Some(tiers) = self.tiers else { return 0 };
+        let names = tiers.names(root, tokens);
+        let is_here = |group, end| names.piece(group, end).is_some_and(|key| tiers.is_here(key));
+        self.scheduler.deepest_whole(tokens.len() as u32, is_here)
+    }
+
+    /// Copies out pieces of the resume point behind `tokens`, which was offered; `NotHeld` if one of them is neither in
+    /// the arena, with all of that point, nor in host memory any more.
     pub fn copy_pieces(
         &mut self,
         root: BlockId,
@@ -89,25 +111,47 @@ impl Lender<'_> {
         pieces: &[(u32, u32, usize)],
     ) -> Result<Vec<Vec<u8>>, PullRefusal> {
         let point = self.scheduler.resume_point(root, tokens);
-        let point =
-            point.filter(|point| point.tokens as usize == tokens.len()).ok_or(PullRefusal::NotHeld)?;
-        let offsets: HashMap<(u32, u32), u32> =
-            point.blocks.iter().map(|block| ((block.group as u32, block.tokens.end), block.offset)).collect();
-        let place =
-            |(group, end, _): &(u32, u32, usize)| Some((*group as usize, *offsets.get(&(*group, *end))?));
-        let places: Option<Vec<(usize, u32)>> = pieces.iter().map(place).collect();
-        self.caches.read(&places.ok_or(PullRefusal::NotHeld)?).map_err(|error| {
+        let blocks = point.filter(|point| point.tokens as usize == tokens.len()).map(|point| point.blocks);
+        let offsets: HashMap<(u32, u32), u32> = blocks
+            .iter()
+            .flatten()
+            .map(|block| ((block.group as u32, block.tokens.end), block.offset))
+            .collect();
+        let tiers = self.tiers.map(|tiers| (tiers, tiers.names(root, tokens)));
+        let mut copies = Vec::with_capacity(pieces.len());
+        let mut places = Vec::new();
+        for (at, (group, end, _)) in pieces.iter().enumerate() {
+            match offsets.get(&(*group, *end)) {
+                Some(offset) => {
+                    places.push((at, (*group as usize, *offset)));
+                    copies.push(Vec::new());
+                }
+                None => {
+                    let kept = tiers
+                        .as_ref()
+                        .and_then(|(tiers, names)| tiers.peek(names.piece(*group as usize, *end)?));
+                    copies.push(kept.ok_or(PullRefusal::NotHeld)?.to_vec());
+                }
+            }
+        }
+        let (at, places): (Vec<usize>, Vec<(usize, u32)>) = places.into_iter().unzip();
+        let read = self.caches.read(&places).map_err(|error| {
             tracing::error!(%error, "blocks cannot be read");
             PullRefusal::Internal
-        })
+        })?;
+        for (at, bytes) in at.into_iter().zip(read) {
+            copies[at] = bytes;
+        }
+        Ok(copies)
     }
 }
 
 impl Engine {
     /// What others may read of it, between two steps.
     pub fn lender(&mut self) -> Lender<'_> {
+        let tiers = self.tiering.as_ref().map(Tiering::tiers);
         let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
-        self.lending.lender(caches, &self.scheduler)
+        self.lending.lender(caches, &self.scheduler, tiers)
     }
 
     /// Serves what is asked for here also between the layers of a step.

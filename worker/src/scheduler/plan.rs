@@ -147,9 +147,10 @@ impl Scheduler {
     }
 
     fn move_on(&mut self, sequence: &mut Sequence, slot: u32, most_rows: u32, draft: &mut Draft) -> Turn {
-        if sequence.remaining() == 0 {
+        if sequence.remaining() == 0 || sequence.held && sequence.remaining() == 1 {
             return Turn::Over;
         }
+        let copies = draft.copies.len();
         let prefill = sequence.remaining() > 1 || sequence.cache.len() < sequence.prompt_len;
         if prefill && self.follow(sequence, slot, most_rows, draft) || most_rows == 0 {
             return Turn::Over;
@@ -157,6 +158,18 @@ impl Scheduler {
         sequence.awaited = None;
         let from = sequence.cache.len();
         let mut rows = sequence.remaining().min(most_rows);
+        if sequence.held && rows == sequence.remaining() {
+            rows -= 1;
+            // What it has taken over by copies must be in a step, and so must it: then it is held no more.
+            match (rows, draft.copies.len() > copies) {
+                (0, false) => return Turn::Over,
+                (0, true) => {
+                    sequence.held = false;
+                    rows = 1;
+                }
+                _ => {}
+            }
+        }
         let mut joins_at = None;
         if prefill {
             rows = rows.min(self.step_tokens());

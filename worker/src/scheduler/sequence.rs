@@ -23,6 +23,8 @@ pub(super) struct Sequence {
     pub(super) wishes: Vec<(u32, CheckpointKind)>,
     pub(super) cache: SequenceCache,
     pub(super) state: State,
+    /// Its last token waits: see [`Scheduler::hold`](super::Scheduler::hold).
+    pub(super) held: bool,
     /// Takes over units until it has to compute one itself.
     pub(super) following: bool,
     /// The last unit before the state that it waits for; so long as another plans it there is nothing to look up.
@@ -64,6 +66,7 @@ impl Sequence {
             wishes: Vec::new(),
             cache: SequenceCache::default(),
             state: State::Waiting,
+            held: false,
             following: false,
             awaited: None,
             seen: false,

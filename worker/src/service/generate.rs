@@ -43,6 +43,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
                 stop: request.stop,
                 deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
                 pull,
+                together: request.together,
                 sink: Box::new(sink),
             });
             Ok((engine, id, inbox))

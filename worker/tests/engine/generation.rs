@@ -125,6 +125,7 @@ fn a_request_that_nobody_listens_to_is_cancelled() {
         stop: Stop { max_tokens: 400, ignore_eos: true, ..Stop::default() },
         deadline: None,
         pull: None,
+        together: 1,
         sink: Box::new(move |frame: GenerateFrame| {
             tokens += usize::from(matches!(frame, GenerateFrame::Tokens(_)));
             tokens < 3

@@ -134,6 +134,8 @@ pub(crate) struct Ask {
     pub(crate) stop: Stop,
     /// All logits, or only tokens.
     pub(crate) logits: bool,
+    /// How many of its prompt come at once.
+    pub(crate) together: u32,
 }
 
 impl Ask {
@@ -146,6 +148,7 @@ impl Ask {
             sampling: Sampling::default(),
             stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
             logits: true,
+            together: 1,
         }
     }
 
@@ -251,6 +254,7 @@ fn submit_with(
         stop: ask.stop.clone(),
         deadline,
         pull,
+        together: ask.together,
         sink: Box::new(Ear { wants_logits: ask.logits, heard: heard.clone() }),
     };
     Asked { id: engine.submit(now, request), heard }

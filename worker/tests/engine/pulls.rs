@@ -1,11 +1,14 @@
 //! Prefixes that another engine holds are pulled from it and no bit tells; what does not come is computed.
 
-use crate::harness::{Ask, Asked, Heard, ROOT, one_by_one, open, options, prompt, submit, submit_pulling};
+use crate::harness::{
+    Ask, Asked, Heard, ROOT, cramped, one_by_one, open, options, prompt, submit, submit_pulling,
+};
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::pieces::Namer;
 use kvasir_worker::pull::{Delivery, Order, PullFailure, Source};
 use kvasir_worker::telemetry::Direction;
+use kvasir_worker::tiers::TiersConfig;
 use proto::pull::{PullRequest, PulledPieceV1};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -177,6 +180,28 @@ fn what_is_here_already_is_not_sent() {
             .map_or(0, |offer| offer.pieces.iter().map(|(_, _, bytes)| *bytes as u64).sum());
         let pulled = engine.metrics().transfers.bytes(Direction::pulled);
         assert!(pulled < whole, "{model}: {pulled} of {whole} bytes");
+    }
+}
+
+#[test]
+fn what_a_holder_has_evicted_is_pulled_from_its_memory() {
+    for model in KINDS {
+        for (host_bytes, found) in [(0, "transfer=refused"), (64 << 20, "transfer=192")] {
+            let tiers = TiersConfig { host_bytes, ..TiersConfig::default() };
+            let options = EngineOptions { block_tokens: 16, ..options(model) };
+            let mut holder = open(model, &EngineOptions { tiers, ..cramped(model, &options, 2 * PROMPT) });
+            let others = (100..108).map(|seed| Ask::greedy(prompt(seed, 330), 2).tokens_only());
+            for ask in std::iter::once(asked()).chain(others) {
+                one_by_one(&mut holder, &[ask]);
+                while holder.copy_out() {}
+            }
+            let holder = Arc::new(Mutex::new(holder));
+            let mut engine = open(model, &patient(model, 16));
+            let request = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+            finish(&mut engine);
+            let heard = assert_same(model, &engine, &request, &undisturbed(model, &asked()));
+            assert!(lookup(&heard).ends_with(found), "{model}: {}", lookup(&heard));
+        }
     }
 }
 

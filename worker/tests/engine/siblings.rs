@@ -1,9 +1,12 @@
 //! Choices of one request: their prompt is computed once, they go on as forks, and no token tells.
 
-use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, together};
+use crate::harness::{
+    Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, submit_at, together,
+};
+use kvasir_worker::engine::StepOutcome;
 use kvasir_worker::load::EngineOptions;
 use proto::message::Sampling;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// One model for every kind of cache.
 const KINDS: [&str; 6] = [
@@ -84,5 +87,63 @@ fn choices_that_do_not_fit_beside_each_other_take_turns() {
         let got = together(&mut engine, &asks);
         assert_eq!(tokens(&got), tokens(&want), "{model}");
         assert_eq!(engine.load().kv_used, 0, "{model}");
+    }
+}
+
+#[test]
+fn choices_that_are_announced_are_waited_for_at_the_end_of_their_prompt() {
+    for model in KINDS {
+        let asks: Vec<Ask> =
+            choices(&prompt(6, 100), 3).into_iter().map(|ask| Ask { together: 3, ..ask }).collect();
+        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let want = one_by_one(&mut open(model, &calm), &choices(&prompt(6, 100), 3));
+        let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
+        let came = Instant::now();
+        let first = submit_at(&mut engine, &asks[0], came, None);
+        // All but the last row; then it waits for the others, however late they are by its own measure.
+        while engine.step(came).unwrap() != StepOutcome::Idle {}
+        assert_eq!(engine.metrics().prefill_computed.get(), 99, "{model}");
+        let late: Vec<_> = asks[1..].iter().map(|ask| submit_at(&mut engine, ask, came, None)).collect();
+        run_to_end(&mut engine);
+        assert_eq!(engine.metrics().prefill_computed.get(), 100, "{model}");
+        assert_eq!(first.heard().tokens, want[0].tokens, "{model}");
+        for (late, want) in late.iter().zip(&want[1..]) {
+            assert_eq!(late.heard().tokens, want.tokens, "{model}");
+            assert_eq!(late.heard().started.unwrap().hit_stop, "forked", "{model}");
+        }
+        // Those that never come are not waited for for ever.
+        let lonely = submit_at(&mut engine, &asks[0], came, None);
+        while engine.step(came).unwrap() != StepOutcome::Idle {}
+        assert!(lonely.heard().tokens.is_empty(), "{model}");
+        engine.step(came + Duration::from_secs(1)).unwrap();
+        run_to_end(&mut engine);
+        assert_eq!(lonely.heard().tokens, want[0].tokens, "{model}");
+        assert_eq!(engine.load().kv_used, 0, "{model}");
+    }
+}
+
+#[test]
+fn choices_of_a_prompt_that_is_cached_but_for_its_last_token_are_held_and_let_go() {
+    for model in KINDS {
+        for block_tokens in [16, 64] {
+            let what = format!("{model}, blocks of {block_tokens}");
+            let asks = choices(&prompt(7, 97), 3);
+            let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+            let want = one_by_one(&mut open(model, &calm), &asks);
+            let mut engine = open(model, &EngineOptions { block_tokens, ..options(model) });
+            one_by_one(&mut engine, &asks[..1]);
+            let now = Instant::now();
+            let come =
+                |engine: &mut _, ask: &Ask| submit_at(engine, &Ask { together: 3, ..ask.clone() }, now, None);
+            let first = come(&mut engine, &asks[0]);
+            for _ in 0..3 {
+                engine.step(now).unwrap();
+            }
+            let late = [come(&mut engine, &asks[1]), come(&mut engine, &asks[2])];
+            run_to_end(&mut engine);
+            let got: Vec<Heard> = std::iter::once(&first).chain(&late).map(|asked| asked.heard()).collect();
+            assert_eq!(tokens(&got), tokens(&want), "{what}");
+            assert_eq!(engine.load().kv_used, 0, "{what}");
+        }
     }
 }

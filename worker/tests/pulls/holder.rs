@@ -97,6 +97,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
         stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
         deadline: None,
         pull: None,
+        together: 1,
         sink: Box::new(|_: GenerateFrame| true),
     };
     engine.submit(Instant::now(), request).unwrap();

@@ -4,7 +4,7 @@ use super::pulls::{PullTerms, Sends};
 use crate::balancer::Ticket;
 use crate::routing::Candidate;
 use crate::slot::Slot;
-use proto::message::LoadReportV1;
+use proto::message::{LoadReportV1, WorkerState};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,8 @@ pub(super) struct Load {
     pub(super) join: u64,
     pub(super) report: Option<LoadReportV1>,
     pub(super) heard: Instant,
+    /// It should take work again, and is given until then to say so.
+    pub(super) resumes: Option<Instant>,
     /// Prompts from here that it has to compute, in the order in which they were sent.
     line: VecDeque<Queued>,
     /// When it has begun with the first of them.
@@ -67,6 +69,7 @@ impl Load {
             join,
             report: None,
             heard: now,
+            resumes: None,
             line: VecDeque::new(),
             since: now,
             running: 0,
@@ -96,6 +99,12 @@ impl Load {
             running: report.running.saturating_sub(ours),
         };
         self.report = Some(report);
+    }
+
+    /// Whether it drains by its own word, and may yet be heard to take work.
+    pub(super) fn resumes(&self, now: Instant) -> bool {
+        let drains = self.report.as_ref().is_some_and(|report| report.state == WorkerState::Draining);
+        drains && self.resumes.is_some_and(|until| now < until)
     }
 
     /// It is sent a prompt, of which it has to compute `uncached` tokens.

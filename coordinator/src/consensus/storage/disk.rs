@@ -5,13 +5,14 @@
 use super::room::{self, Reserve, Trouble, Watched};
 use super::{Identity, Loaded, MAX_SNAPSHOT_BYTES, Snapshot, Storage, StorageError, Write};
 use crate::consensus::message::{HardStateV1, LogEntryV1, SnapshotMetaV1};
-use proto::codec::{Cap, decode, encode};
+use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::NodeId;
 use redb::{
     Database, ReadTransaction, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition,
     WriteTransaction,
 };
 use serde::{Deserialize, Serialize};
+use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -76,6 +77,19 @@ impl Disk {
         Ok(opened)
     }
 
+    /// Puts a file that is damaged out of the way, and keeps it for whoever wants to look at it.
+    pub fn put_aside(path: &Path) -> Result<(), StorageError> {
+        let renamed = std::fs::rename(path, aside(path));
+        let synced =
+            renamed.and_then(|()| path.parent().map_or(Ok(()), |dir| std::fs::File::open(dir)?.sync_all()));
+        synced.map_err(failed)
+    }
+
+    /// Whether a file was [put aside](Self::put_aside) there.
+    pub fn was_put_aside(path: &Path) -> bool {
+        aside(path).exists()
+    }
+
     /// The same on another kind of file.
     pub fn on(backend: impl StorageBackend, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
         let trouble = Arc::default();
@@ -105,7 +119,7 @@ impl Disk {
             database.check_integrity().map_err(|error| damaged("the file", error.to_string()))?;
             // Both tables are there from now on.
             transaction(&database, |_| Ok(()))?;
-            let loaded = read(&database.begin_read().map_err(failed)?)?;
+            let loaded = read(&database.begin_read().map_err(unopened)?)?;
             let (trouble, path) = (Arc::clone(trouble), path.map(Path::to_owned));
             Ok((Self { database: Some(database), trouble, path }, loaded))
         }));
@@ -138,9 +152,14 @@ impl Disk {
     }
 }
 
+/// Where a damaged file is kept.
+fn aside(path: &Path) -> PathBuf {
+    path.with_extension("damaged")
+}
+
 fn open(backend: impl StorageBackend, trouble: &Arc<Trouble>) -> Result<Database, StorageError> {
     let watched = Watched::new(backend, trouble);
-    Database::builder().set_cache_size(CACHE_BYTES).create_with_backend(watched).map_err(failed)
+    Database::builder().set_cache_size(CACHE_BYTES).create_with_backend(watched).map_err(unopened)
 }
 
 fn open_file(path: &Path, trouble: &Arc<Trouble>) -> Result<Database, StorageError> {
@@ -211,8 +230,24 @@ fn failed(error: impl std::fmt::Display) -> StorageError {
     StorageError::Disk(error.to_string())
 }
 
+/// What redb finds wrong with a file that can be read is damage.
+fn unopened(error: impl Into<redb::Error>) -> StorageError {
+    match error.into() {
+        redb::Error::Corrupted(why) => damaged("the file", why),
+        redb::Error::Io(error) if error.kind() == ErrorKind::InvalidData => {
+            damaged("the file", error.to_string())
+        }
+        error => failed(error),
+    }
+}
+
 fn damaged(record: impl Into<String>, why: impl Into<String>) -> StorageError {
     StorageError::Damaged { record: record.into(), why: why.into() }
+}
+
+/// The bytes are what was written, by their checksum.
+fn unknown(record: &str, error: &CodecError) -> StorageError {
+    StorageError::Unknown { record: record.to_owned(), why: error.to_string() }
 }
 
 fn checksum(key: &[u8], bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
@@ -264,11 +299,11 @@ fn cut(txn: &WriteTransaction, range: std::ops::RangeInclusive<u64>) -> Result<(
 }
 
 fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
-    let state = txn.open_table(STATE).map_err(failed)?;
+    let state = txn.open_table(STATE).map_err(unopened)?;
     let record = |name: &str| -> Result<Option<Record>, StorageError> {
-        let Some(sealed) = state.get(name).map_err(failed)? else { return Ok(None) };
+        let Some(sealed) = state.get(name).map_err(unopened)? else { return Ok(None) };
         let bytes = unseal(name, name.as_bytes(), sealed.value())?;
-        decode(bytes, Cap::Control).map(Some).map_err(|error| damaged(name, error.to_string()))
+        decode(bytes, Cap::Control).map(Some).map_err(|error| unknown(name, &error))
     };
     let Some(first) = record(IDENTITY)? else { return Ok(None) };
     let (Record::Identity(identity), Some(Record::Hard(hard)), Some(Record::Snapshot(meta, floor))) =
@@ -277,7 +312,7 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
         return Err(damaged("the state", "a record is missing or another kind"));
     };
     let missing = || damaged(SNAPSHOT_DATA, "it is missing");
-    let sealed = state.get(SNAPSHOT_DATA).map_err(failed)?.ok_or_else(missing)?;
+    let sealed = state.get(SNAPSHOT_DATA).map_err(unopened)?.ok_or_else(missing)?;
     let data = unseal(SNAPSHOT_DATA, SNAPSHOT_DATA.as_bytes(), sealed.value())?;
     if data.len() > MAX_SNAPSHOT_BYTES {
         return Err(damaged(SNAPSHOT_DATA, "it is too long"));
@@ -293,15 +328,16 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
 
 /// The entries, which must follow each other from the floor on.
 fn read_log(txn: &ReadTransaction, floor: (u64, u64)) -> Result<Vec<LogEntryV1>, StorageError> {
-    let log = txn.open_table(LOG).map_err(failed)?;
+    let log = txn.open_table(LOG).map_err(unopened)?;
     let (mut entries, mut before) = (Vec::new(), floor);
-    for item in log.iter().map_err(failed)? {
-        let (key, sealed) = item.map_err(failed)?;
+    for item in log.iter().map_err(unopened)? {
+        let (key, sealed) = item.map_err(unopened)?;
         let index = key.value();
         let name = format!("entry {index}");
         let bytes = unseal(&name, &index.to_le_bytes(), sealed.value())?;
-        let Ok(Record::Entry(entry)) = decode(bytes, Cap::Control) else {
-            return Err(damaged(name, "it cannot be read"));
+        let Record::Entry(entry) = decode(bytes, Cap::Control).map_err(|error| unknown(&name, &error))?
+        else {
+            return Err(damaged(name, "it is no entry"));
         };
         if index != before.0 + 1 || entry.index != index || entry.term < before.1 {
             return Err(damaged(name, "it does not follow the entry before"));
