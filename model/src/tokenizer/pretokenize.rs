@@ -285,7 +285,7 @@ fn ascii_letters(eight: [u8; 8]) -> usize {
     const HIGHEST: u64 = 0x80 * EACH;
     let text = u64::from_le_bytes(eight);
     // Capitals become small letters; nothing else becomes one. Without their highest bits no sum leaves its byte.
-    let small = (text | 0x20 * EACH) & !HIGHEST;
+    let small = (text | (0x20 * EACH)) & !HIGHEST;
     let from_a = small + u64::from(0x80 - b'a') * EACH;
     let above_z = small + u64::from(0x7f - b'z') * EACH;
     let others = !(from_a & !above_z & !text) & HIGHEST;
