@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+use tokio::runtime::{Builder, Runtime};
 
 /// Runs one coordinator: the OpenAI API, the prefix index, routing.
 #[derive(clap::Args)]
@@ -243,11 +244,7 @@ impl Coordinator {
         let config = settings.service()?;
         let key =
             cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
-        let threads = std::thread::available_parallelism().map_or(1, |cpus| (cpus.get() / 2).max(1));
-        // Half of the CPUs: a request is tens of microseconds of work in several tasks, and waking another thread for
-        // each of these costs more than they do. The rest is the kernel's network stack's, and the workers' if any are here.
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
+        let runtime = runtime()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             let started = server::Coordinator::start(config, &identity, key).await;
@@ -273,6 +270,16 @@ impl Coordinator {
             Ok(())
         })
     }
+}
+
+/// Threads for half of the CPUs: a request is tens of microseconds of work in several tasks, and waking another thread for
+/// each of these costs more than they do. The rest is the kernel's network stack's, and the workers' if any are here.
+fn runtime() -> std::io::Result<Runtime> {
+    let threads = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() / 2);
+    // One that never shares its tasks takes them strictly in turn and asks nobody. One of several threads lets what was
+    // woken last go first, and puts half of its tasks aside when it has more than 256.
+    let mut builder = if threads > 1 { Builder::new_multi_thread() } else { Builder::new_current_thread() };
+    builder.worker_threads(threads.max(1)).enable_all().build()
 }
 
 #[cfg(test)]

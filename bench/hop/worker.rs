@@ -222,6 +222,8 @@ async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: Gene
             return;
         }
     }
+    // What has been sent is taken to the socket by another task: that one first.
+    tokio::task::yield_now().await;
     shared.steps.fetch_add(1, Ordering::Relaxed);
     shared.hold(request.root, &request.prompt);
 }

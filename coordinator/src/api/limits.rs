@@ -48,7 +48,8 @@ const ROOM_AHEAD: u64 = 64 << 10;
 /// Reads a whole body, within [`MAX_BODY`], [`BODY_IDLE`] and [`BODY_TOTAL`].
 pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
     let announced = HttpBody::size_hint(&body).lower().min(ROOM_AHEAD);
-    let mut whole = BytesMut::with_capacity(usize::try_from(announced).unwrap_or_default());
+    let announced = usize::try_from(announced).unwrap_or_default();
+    let mut whole = BytesMut::new();
     let end = Instant::now() + BODY_TOTAL;
     loop {
         let limit = end.min(Instant::now() + BODY_IDLE);
@@ -58,6 +59,13 @@ pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
         let Ok(data) = frame.into_data() else { continue };
         if whole.len() + data.len() > MAX_BODY {
             return Err(ApiError::BodyTooLarge { limit: MAX_BODY });
+        }
+        if whole.is_empty() && HttpBody::is_end_stream(&body) {
+            // All of it was there at once: it stays where it was read.
+            return Ok(data);
+        }
+        if whole.is_empty() {
+            whole.reserve(announced.max(data.len()));
         }
         whole.extend_from_slice(&data);
     }

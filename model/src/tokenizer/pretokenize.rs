@@ -199,6 +199,8 @@ fn search(c: char) -> Properties {
 pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a str)) {
     match style {
         Style::Gpt2 => words(text, gpt2_word, emit),
+        // As most text has it.
+        Style::DigitsThenGpt2 if !may_have_numbers(text) => words(text, gpt2_word, emit),
         Style::DigitsThenGpt2 => {
             alternate(text, |c| class(c) == Class::Number, &mut |part, digits| {
                 if digits {
@@ -261,6 +263,40 @@ fn run(text: &str, pick: impl Fn(char) -> bool) -> usize {
     text.char_indices().find(|&(_, c)| !pick(c)).map_or(text.len(), |(at, _)| at)
 }
 
+/// Bytes of the longest prefix whose characters are all `pick`ed, as all ASCII letters are and nothing else of ASCII.
+fn letters(text: &str, pick: impl Fn(char) -> bool) -> usize {
+    let bytes = text.as_bytes();
+    let mut ascii = 0;
+    while let Some(eight) = bytes.get(ascii..).and_then(|rest| rest.first_chunk::<8>()) {
+        let letters = ascii_letters(*eight);
+        ascii += letters;
+        if letters < 8 {
+            break;
+        }
+    }
+    // The last few bytes of the text, and what is not ASCII.
+    let rest = text.get(ascii..).unwrap_or_default();
+    ascii + run(rest, pick)
+}
+
+/// How many ASCII letters come first.
+fn ascii_letters(eight: [u8; 8]) -> usize {
+    const EACH: u64 = 0x0101_0101_0101_0101;
+    const HIGHEST: u64 = 0x80 * EACH;
+    let text = u64::from_le_bytes(eight);
+    // Capitals become small letters; nothing else becomes one. Without their highest bits no sum leaves its byte.
+    let small = (text | (0x20 * EACH)) & !HIGHEST;
+    let from_a = small + u64::from(0x80 - b'a') * EACH;
+    let above_z = small + u64::from(0x7f - b'z') * EACH;
+    let others = !(from_a & !above_z & !text) & HIGHEST;
+    others.trailing_zeros() as usize / 8
+}
+
+/// `false` if all of it is ASCII without digits. Looks at every byte, which takes less than to stop early.
+fn may_have_numbers(text: &str) -> bool {
+    text.bytes().fold(false, |any, byte| any | byte.is_ascii_digit() | !byte.is_ascii())
+}
+
 /// Bytes of the contraction at the start of `text`, 0 if there is none.
 fn contraction(text: &str, any_case: bool) -> usize {
     let lower = |b: Option<&u8>| b.map(|b| if any_case { b.to_ascii_lowercase() } else { *b });
@@ -285,13 +321,16 @@ fn gpt2_word(text: &str) -> usize {
         Some(rest) => (1, rest),
         None => (0, text),
     };
+    let word = letters(body, |c| class(c) == Class::Letter);
+    if word > 0 {
+        return space + word;
+    }
     match body.chars().next().map(class) {
-        Some(Class::Letter) => space + run(body, |c| class(c) == Class::Letter),
         Some(Class::Number) => space + run(body, |c| class(c) == Class::Number),
         Some(Class::Other | Class::Mark) => {
             space + run(body, |c| matches!(class(c), Class::Other | Class::Mark))
         }
-        Some(Class::Space | Class::Newline) | None => spaces(text),
+        Some(Class::Letter | Class::Space | Class::Newline) | None => spaces(text),
     }
 }
 
@@ -320,13 +359,13 @@ fn cl100k_word(text: &str, digits: usize, marks: bool) -> usize {
     let Some(first) = text.chars().next() else { return 0 };
     let kind = class(first);
     if letter(kind) {
-        return run(text, |c| letter(class(c)));
+        return letters(text, |c| letter(class(c)));
     }
     if kind == Class::Number {
         return number(text, digits);
     }
     if kind != Class::Newline {
-        let word = run(&text[first.len_utf8()..], |c| letter(class(c)));
+        let word = letters(&text[first.len_utf8()..], |c| letter(class(c)));
         if word > 0 {
             return first.len_utf8() + word;
         }

@@ -122,3 +122,16 @@ fn a_long_run_is_cut_in_linear_time() {
     }
     assert!(started.elapsed() < std::time::Duration::from_secs(20), "{:?}", started.elapsed());
 }
+
+#[test]
+fn ascii_letters_end_at_whatever_is_none() {
+    for (at, byte) in (0..8).flat_map(|at| (0..=255u8).map(move |byte| (at, byte))) {
+        for around in [*b"abcdyzAZ", *b"ZzYydcBa"] {
+            let mut text = around;
+            text[at] = byte;
+            let expected = if byte.is_ascii_alphabetic() { 8 } else { at };
+            assert_eq!(ascii_letters(text), expected, "{byte:#x} at {at}");
+        }
+    }
+    assert_eq!(ascii_letters(*b"ab cd\xff@["), 2);
+}
