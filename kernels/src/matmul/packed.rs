@@ -381,7 +381,11 @@ impl PackedPieces {
     /// [`file_bytes`](Self::file_bytes) long.
     pub fn pack(&self, index: usize, file: &[u8], piece: &mut Vec<u8>) -> Result<usize, Error> {
         if file.len() != self.file_bytes() {
-            return Err(Error::Length { what: "tensor bytes", expected: self.file_bytes(), found: file.len() });
+            return Err(Error::Length {
+                what: "tensor bytes",
+                expected: self.file_bytes(),
+                found: file.len(),
+            });
         }
         if index >= self.count() {
             return Err(Error::OutOfRange { what: "piece", index, len: self.count() });

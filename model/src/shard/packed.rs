@@ -140,7 +140,8 @@ impl PackedFile {
             for (region, bytes) in index.iter().zip(regions) {
                 let mut rest = bytes.ok_or(Flaw::Damaged("its index"))?;
                 for piece in &region.pieces {
-                    let bytes = usize::try_from(piece.bytes).ok().and_then(|bytes| rest.split_at_checked(bytes));
+                    let bytes =
+                        usize::try_from(piece.bytes).ok().and_then(|bytes| rest.split_at_checked(bytes));
                     let (bytes, behind) = bytes.ok_or(Flaw::Damaged("its index"))?;
                     pieces.push((bytes, &piece.blake3));
                     rest = behind;
@@ -151,7 +152,8 @@ impl PackedFile {
             }
             let bytes: Vec<&[u8]> = pieces.iter().map(|(bytes, _)| *bytes).collect();
             let hashes = hash_each(&bytes);
-            if hashes.iter().zip(&pieces).any(|(hash, (_, blake3))| hash.to_hex().as_str() != blake3.as_str()) {
+            if hashes.iter().zip(&pieces).any(|(hash, (_, blake3))| hash.to_hex().as_str() != blake3.as_str())
+            {
                 return Err(Flaw::Damaged("weights"));
             }
             note_seen(path, &seen);

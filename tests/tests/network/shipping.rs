@@ -17,7 +17,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
 /// What a worker has under way at most (`worker::shipping::schedule::Limits`).
@@ -210,6 +210,9 @@ fn generate(path: &Path, hidden: u64, layers: u64) {
         std::iter::repeat_with(value).take(info.elements() as usize).flatten().collect()
     };
     writer.write(&mut { file }, fill).unwrap();
+    // As one that has been there for a while: of a file that may be changing still no digest is remembered.
+    let file = File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
 }
 
 #[test]

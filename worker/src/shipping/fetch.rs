@@ -1,7 +1,7 @@
 //! Moves chunks from other workers into the store, as the schedule says.
 
-use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
 use super::buffers::{Buffer, Buffers};
+use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
 use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, Room, ShardStore, StoreError};

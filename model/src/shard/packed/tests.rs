@@ -4,12 +4,13 @@ fn write(path: &Path) -> Vec<PackedRegion> {
     let mut writer = PackedWriter::begin(path).unwrap().unwrap_err();
     let regions = vec![
         writer.add("a", 100, |region| region.piece(0, &[1; 100])).unwrap(),
-        writer.add("b", 200_000, |region| {
-            // Whatever comes first.
-            region.piece(150_000, &[3; 50_000]);
-            region.piece(0, &[2; 150_000]);
-        })
-        .unwrap(),
+        writer
+            .add("b", 200_000, |region| {
+                // Whatever comes first.
+                region.piece(150_000, &[3; 50_000]);
+                region.piece(0, &[2; 150_000]);
+            })
+            .unwrap(),
     ];
     writer.finish().unwrap();
     regions
@@ -67,7 +68,9 @@ fn what_is_damaged_anywhere_is_removed_and_written_anew() {
 fn a_region_is_written_whole_and_not_beyond() {
     let dir = tempfile::tempdir().unwrap();
     let mut writer = PackedWriter::begin(&dir.path().join("m.pack")).unwrap().unwrap_err();
-    for pieces in [&[(0, 4)][..], &[(0, 4), (5, 5)], &[(0, 6), (4, 6)], &[(0, 4), (4, 7)], &[(u64::MAX, 2)], &[]] {
+    for pieces in
+        [&[(0, 4)][..], &[(0, 4), (5, 5)], &[(0, 6), (4, 6)], &[(0, 4), (4, 7)], &[(u64::MAX, 2)], &[]]
+    {
         let written = writer.add("a", 10, |region| {
             pieces.iter().for_each(|(place, bytes)| region.piece(*place, &vec![1; *bytes]));
         });
