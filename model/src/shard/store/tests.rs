@@ -149,10 +149,12 @@ fn room_is_not_given_twice_and_is_free_again_with_whoever_had_it() {
     assert!(other.reserve(300 << 10).is_ok());
     // What is written of it is not counted twice.
     let bytes = vec![3; 600 << 10];
-    store.put(ChunkId::of(&bytes), &bytes).unwrap();
+    let chunk = ChunkId::of(&bytes);
+    store.put(chunk, &bytes).unwrap();
     room.used(600 << 10);
     let second = other.reserve(300 << 10).unwrap();
-    assert!(store.reserve(100 << 10).is_err());
+    assert!(store.has(chunk, bytes.len()), "there was room without dropping anything");
+    assert!(store.reserve(700 << 10).is_err());
     drop((room, second));
     assert!(store.reserve(400 << 10).is_ok());
     // A process that was killed has left its file.
