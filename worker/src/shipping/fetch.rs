@@ -22,8 +22,8 @@ enum Event {
     Ended(RequestId, SourceIndex, Result<(), String>),
 }
 
-/// Fetches `chunks` (names and bytes) into the store, where there is `room` for them, and tells `arrivals`. Waits for sources that do not answer as long as it takes; dropping
-/// the future ends it, and what has been kept stays.
+/// Fetches `chunks` (names and bytes) into the store, where there is `room` for them, and tells `arrivals`. Waits for
+/// sources that do not answer as long as it takes; dropping the future ends it, and what has been kept stays.
 ///
 /// # Errors
 /// The store's, and [`ShippingError::NoSource`] once no source is left that can be believed.
