@@ -21,6 +21,7 @@ mod models;
 mod node;
 mod numerics;
 mod ops_client;
+mod pardon;
 mod perplexity;
 mod plan;
 mod prefix;
@@ -82,6 +83,7 @@ enum Command {
     Top(top::Top),
     Drain(drain::Drain),
     Undrain(drain::Undrain),
+    Pardon(pardon::Pardon),
     Coordinators(coordinators::Coordinators),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
@@ -107,6 +109,7 @@ impl Command {
             Self::Top(command) => command.run(),
             Self::Drain(command) => command.run(),
             Self::Undrain(command) => command.run(),
+            Self::Pardon(command) => command.run(),
             Self::Coordinators(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),

@@ -37,7 +37,7 @@ pub(crate) struct Cluster {
     #[serde(default)]
     unplanned: Vec<Unplanned>,
     #[serde(default)]
-    condemned: Vec<Condemned>,
+    pub(crate) condemned: Vec<Condemned>,
     #[serde(default)]
     index: Option<Index>,
     #[serde(default)]
@@ -120,8 +120,8 @@ struct Unplanned {
 
 /// A file that is placed nowhere, and why.
 #[derive(Debug, Deserialize)]
-struct Condemned {
-    digest: String,
+pub(crate) struct Condemned {
+    pub(crate) digest: String,
     reason: String,
 }
 

@@ -12,7 +12,7 @@ use crate::agreement::{Agreement, ChangeError};
 use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
 use crate::api::error::ApiError;
 use crate::chain_memo::ChainMemo;
-use crate::consensus::table::Refusal;
+use crate::consensus::table::{Change, Refusal};
 use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::replicas::Replicas;
@@ -25,6 +25,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use metrics::Metrics;
+use model::shard::ChunkId;
 use proto::block::ClusterKey;
 use proto::ids::NodeId;
 use std::sync::Arc;
@@ -95,6 +96,7 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .route("/admin/v1/workers/{id}/dead", post(dead))
         .route("/admin/v1/workers/{id}/drain", post(async |ops, id| drain(ops, id, true).await))
         .route("/admin/v1/workers/{id}/undrain", post(async |ops, id| drain(ops, id, false).await))
+        .route("/admin/v1/files/{digest}/pardon", post(pardon))
         .merge(coordinators::router())
         .merge(snapshots::router())
         .merge(prefixes::router())
@@ -194,6 +196,17 @@ async fn drain(
         }),
     };
     count(&ops, if draining { "drain" } else { "undrain" }, &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+/// A file that is placed nowhere may be placed again.
+async fn pardon(State(ops): State<Arc<Ops>>, Path(digest): Path<String>) -> Result<StatusCode, ApiError> {
+    let digest = ChunkId::from_hex(&digest);
+    let ChunkId(digest) = digest.ok_or_else(|| ApiError::field("digest", "64 hexadecimal digits"))?;
+    // Without a group nothing is placed.
+    let agreement = ops.agreement.as_ref().ok_or(ApiError::NotFound)?;
+    let made = agreement.plan(Change::ModelPardoned(digest)).await.map_err(ApiError::from);
+    count(&ops, "pardon", &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
 

@@ -108,6 +108,9 @@ pub struct KvCopy {
     pub to: u32,
 }
 
+/// Keeps a piece of a repacked matrix, which belongs so many bytes from its start.
+pub type KeepPiece<'a> = dyn Fn(usize, &[u8]) + Sync + 'a;
+
 /// A device that serves the op vocabulary.
 pub trait Backend: Send {
     /// Who it is.
@@ -131,22 +134,23 @@ pub trait Backend: Send {
         None
     }
 
-    /// A matrix as it was repacked, where there is a [`Self::pack_layout`].
-    fn packed(&self, _matrix: MatrixId) -> Option<&[u8]> {
-        None
+    /// Bytes of a matrix in this layout; of `source` the bytes do not matter.
+    fn packed_bytes(&self, _source: MatrixSource<'_>) -> Result<usize, Error> {
+        Err(Error::Unsupported { what: "packed matrices" })
     }
 
-    /// A matrix as [`Self::packed`] gave it in this layout; of `source` the bytes do not matter.
+    /// Repacks a matrix to where the caller keeps it: all of it is handed to `keep` in pieces, each with its place, by
+    /// several threads and in any order.
+    fn pack_matrix(&self, _source: MatrixSource<'_>, _keep: &KeepPiece<'_>) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "packed matrices" })
+    }
+
+    /// A matrix as [`Self::pack_matrix`] gave it in this layout; of `source` the bytes do not matter.
     fn create_packed_matrix(
         &mut self,
         _source: MatrixSource<'_>,
         _packed: SharedBytes,
     ) -> Result<MatrixId, Error> {
-        Err(Error::Unsupported { what: "packed matrices" })
-    }
-
-    /// Goes on with these bytes, which are those of [`Self::packed`], instead of its own.
-    fn share_matrix(&mut self, _matrix: MatrixId, _packed: SharedBytes) -> Result<(), Error> {
         Err(Error::Unsupported { what: "packed matrices" })
     }
 

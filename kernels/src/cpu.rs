@@ -8,10 +8,13 @@ use crate::aligned::AlignedBuf;
 use crate::attention::AttentionScratch;
 use crate::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
-    GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource,
-    MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, VectorId,
+    GatedNormOp, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId,
+    MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput,
+    VectorId,
 };
-use crate::matmul::{MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, SharedBytes};
+use crate::matmul::{
+    MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, SharedBytes,
+};
 use crate::ops;
 use crate::pool::Pool;
 use crate::quant::GgmlType;
@@ -114,6 +117,15 @@ fn try_each(
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
+/// Bytes of a matrix that are repacked at a time: they stay in the cache until they are kept.
+const PIECE_BYTES: usize = 512 << 10;
+
+/// How a matrix is repacked for somebody else to keep.
+fn pieces(source: MatrixSource<'_>) -> Result<PackedPieces, Error> {
+    let ty = GgmlType::from_id(source.ggml_type)?;
+    PackedPieces::new(ty, source.rows, source.cols, source.experts, PIECE_BYTES)
+}
+
 impl Backend for CpuBackend {
     fn info(&self) -> &BackendInfo {
         &self.info
@@ -166,8 +178,22 @@ impl Backend for CpuBackend {
         Some(PACK_LAYOUT)
     }
 
-    fn packed(&self, matrix: MatrixId) -> Option<&[u8]> {
-        self.matrices.get(matrix.0 as usize).map(PackedMatrix::packed)
+    fn packed_bytes(&self, source: MatrixSource<'_>) -> Result<usize, Error> {
+        Ok(pieces(source)?.packed_bytes())
+    }
+
+    fn pack_matrix(&self, source: MatrixSource<'_>, keep: &KeepPiece<'_>) -> Result<(), Error> {
+        let pieces = pieces(source)?;
+        // Used again and again: the pages of fresh memory have to be cleared first.
+        let buffers: Mutex<Vec<Vec<u8>>> = Mutex::default();
+        let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        try_each(&self.pool, pieces.count(), |index| {
+            let mut piece = buffers().pop().unwrap_or_default();
+            let place = pieces.pack(index, source.bytes, &mut piece)?;
+            keep(place, &piece);
+            buffers().push(piece);
+            Ok(())
+        })
     }
 
     fn create_packed_matrix(
@@ -179,13 +205,6 @@ impl Backend for CpuBackend {
         let ty = GgmlType::from_id(ggml_type)?;
         self.matrices.push(PackedMatrix::from_packed(ty, rows, cols, experts, packed)?);
         Ok(MatrixId(self.matrices.len() as u32 - 1))
-    }
-
-    fn share_matrix(&mut self, matrix: MatrixId, packed: SharedBytes) -> Result<(), Error> {
-        let (index, len) = (matrix.0 as usize, self.matrices.len());
-        let place = self.matrices.get_mut(index).ok_or(Error::OutOfRange { what: "matrix", index, len })?;
-        *place = place.with_packed(packed)?;
-        Ok(())
     }
 
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error> {

@@ -46,7 +46,9 @@ pub(crate) use activations::QuantizedBlock;
 pub use activations::{ActivationMode, Activations, QuantizedRows, SharedQuantizedRows};
 pub use kernel::{MatmulKernels, matmul_single_thread};
 pub use output::{Epilogue, SharedOut};
-pub use packed::{MatrixView, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PanelChunk, SharedBytes};
+pub use packed::{
+    MatrixView, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, PanelChunk, SharedBytes,
+};
 
 /// Output rows in a panel, the lanes of the widest vector.
 pub const PANEL_ROWS: usize = 16;

@@ -13,8 +13,8 @@ mod packed;
 pub(crate) mod store;
 
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
-pub use packed::{PackedFile, PackedRegion, PackedWriter};
-pub use store::{HeldModel, ShardStore, StoreError};
+pub use packed::{PackedFile, PackedRegion, PackedWriter, RegionWriter};
+pub use store::{HeldModel, Room, ShardStore, StoreError};
 
 /// Bytes of a chunk; the last of a tensor may be shorter.
 pub const CHUNK_BYTES: usize = 4 << 20;

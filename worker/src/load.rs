@@ -8,10 +8,11 @@ use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::shipping::Arrivals;
 use crate::snapshot::Origin;
 use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
-use crate::weights::Packs;
+use crate::weights::{Packs, TensorSource, TensorView};
 use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -84,6 +85,8 @@ pub struct EngineOptions {
     pub workers: usize,
     /// Where repacked weights are kept, for other processes of this host and later ones; none keeps them in memory.
     pub packed: Option<ShardStore>,
+    /// What of a model of the shard store is still being fetched; its tensors are waited for.
+    pub arrivals: Option<Arrivals>,
     /// Where digests of models are remembered; none reads every tensor to know the model's.
     pub digests: Option<DigestCache>,
 }
@@ -109,6 +112,7 @@ impl Default for EngineOptions {
             placement: Placement::Paged,
             workers: 1,
             packed: None,
+            arrivals: None,
             digests: None,
         }
     }
@@ -470,7 +474,30 @@ fn load_decoder(
             Packs::open(store.as_ref(), backend.as_ref(), &digest, &config.layers, bytes)
         }
     };
-    Decoder::load(spec, config, (gguf, packs), backend, progress)
+    match &options.arrivals {
+        None => Decoder::load(spec, config, (gguf, packs), backend, progress),
+        Some(arrivals) => {
+            let source = Arriving { file: gguf, arrivals };
+            Decoder::load(spec, config, (&source, packs), backend, progress)
+        }
+    }
+}
+
+/// A model of the shard store whose tensors are waited for.
+struct Arriving<'a> {
+    file: &'a ModelFile,
+    arrivals: &'a Arrivals,
+}
+
+impl TensorSource for Arriving<'_> {
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
+        self.arrivals.wait(name);
+        TensorSource::tensor(self.file, name)
+    }
+
+    fn measure(&self, name: &str) -> Result<(u32, u64), Error> {
+        self.file.measure(name)
+    }
 }
 
 /// The digest of the model in a file, of which tokens can be generated.

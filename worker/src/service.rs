@@ -347,7 +347,8 @@ impl WorkerService {
             Some(_) => Ok(Loaded::Nothing),
             None => {
                 let (path, options) = (config.model_path.clone(), config.engine);
-                let load = move || Loaded::load(&path, &options);
+                let load =
+                    move |arrivals| Loaded::load(&path, &EngineOptions { arrivals, ..options.clone() });
                 shipper.load(&config.model_path, None, load).await
             }
         };

@@ -6,24 +6,27 @@
 
 use crate::Error;
 use crate::telemetry::ShippingMetrics;
-use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, ShardStore, StoreError};
+use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, Room, ShardStore, StoreError};
 use model::{ModelFile, ModelSpec};
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::shard::{ModelRefV1, ShardRequest};
 use proto::transport::{Backoff, Endpoint, EndpointConfig, Identity};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+mod arrivals;
+mod buffers;
 mod fetch;
 mod holdings;
 mod links;
 pub mod schedule;
 
+pub use arrivals::Arrivals;
 use fetch::fetch;
 pub(crate) use holdings::Holdings;
 use links::Links;
@@ -148,6 +151,16 @@ pub(crate) struct Shipper {
 struct Needs {
     store: ShardStore,
     chunks: Vec<(ChunkId, usize)>,
+    /// The chunks of each tensor.
+    tensors: HashMap<String, Vec<ChunkId>>,
+}
+
+/// What is missing of that.
+struct Missing {
+    chunks: Vec<(ChunkId, usize)>,
+    bytes: u64,
+    /// Kept free for it.
+    room: Room,
 }
 
 impl Shipper {
@@ -156,41 +169,86 @@ impl Shipper {
         Self { store: config.store.clone(), links, metrics, held: Mutex::new(None) }
     }
 
-    /// Loads a model, or `layers` of it, by `load`, once all its chunks are here; a file is just loaded. Chunks that turn
-    /// out damaged are fetched again.
+    /// Loads a model, or `layers` of it, by `load`, which is told what of it is still under way; a file is just loaded.
+    /// Chunks that turn out damaged are fetched again.
     pub(crate) async fn load<T: Send + 'static>(
         &self,
         path: &Path,
         layers: Option<Range<usize>>,
-        load: impl Fn() -> Result<T, Error> + Clone + Send + 'static,
+        load: impl Fn(Option<Arrivals>) -> Result<T, Error> + Clone + Send + 'static,
     ) -> Result<T, Error> {
         let mut damaged = 0;
         for _ in 0..ATTEMPTS {
-            let needs = self.complete(path, layers.clone()).await?;
-            let loaded = blocking(load.clone()).await?;
-            let (Err(Error::Model(model::Error::Store(error))), Some(Needs { store, chunks })) =
-                (&loaded, needs)
-            else {
-                return loaded;
+            let load = load.clone();
+            let Some((needs, missing)) = self.look(path, layers.clone()).await? else {
+                return blocking(move || load(None)).await?;
             };
-            match error {
-                StoreError::Missing { .. } | StoreError::Damaged { .. } => {}
+            let loaded = self.load_while_it_comes(&needs, &missing, load).await;
+            match &loaded {
+                Err(Error::Model(model::Error::Store(
+                    error @ (StoreError::Missing { .. } | StoreError::Damaged { .. }),
+                ))) => tracing::warn!(%error, "the shard store is checked"),
                 _ => return loaded,
             }
-            tracing::warn!(%error, "the shard store is checked");
+            let Needs { store, chunks, .. } = needs;
             let check = move || store.check(chunks.into_iter().map(|(id, _)| id));
             damaged = blocking(check).await?.map_err(ShippingError::Store)?;
         }
         Err(ShippingError::Decays { chunks: damaged, attempts: ATTEMPTS }.into())
     }
 
-    /// Fetches what `layers` of a model need and is not here; nothing for a model that is a file.
-    pub(crate) async fn bring(&self, path: &Path, layers: Option<Range<usize>>) -> Result<(), Error> {
-        self.complete(path, layers).await.map(drop)
+    /// Loads tensor after tensor, each as soon as it is here.
+    async fn load_while_it_comes<T: Send + 'static>(
+        &self,
+        needs: &Needs,
+        missing: &Missing,
+        load: impl Fn(Option<Arrivals>) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let arrivals = Arrivals::new(needs.tensors.clone(), missing.chunks.iter().map(|(id, _)| *id));
+        // Whatever becomes of the fetch, nobody waits for it behind its end.
+        let ending = arrivals.ending();
+        let fetching = async {
+            let fetched = self.fetch(needs, missing, &arrivals).await;
+            drop(ending);
+            fetched
+        };
+        let told = arrivals.clone();
+        let started = Instant::now();
+        let loading = async {
+            let loaded = blocking(move || load(Some(told))).await??;
+            Ok::<_, Error>((loaded, started.elapsed()))
+        };
+        let mut loading = std::pin::pin!(loading);
+        let mut fetching = std::pin::pin!(fetching);
+        let (loaded, seconds) = tokio::select! {
+            fetched = &mut fetching => {
+                let loaded = loading.await;
+                fetched?;
+                loaded?
+            }
+            loaded = &mut loading => {
+                let loaded = loaded?;
+                fetching.await?;
+                loaded
+            }
+        };
+        tracing::info!(seconds = seconds.as_secs_f64(), "loaded what was fetched");
+        Ok(loaded)
     }
 
-    /// Fetches what is missing; nothing for a model that is a file.
-    async fn complete(&self, path: &Path, layers: Option<Range<usize>>) -> Result<Option<Needs>, Error> {
+    /// Fetches what `layers` of a model need and is not here; nothing for a model that is a file.
+    pub(crate) async fn bring(&self, path: &Path, layers: Option<Range<usize>>) -> Result<(), Error> {
+        let Some((needs, missing)) = self.look(path, layers).await? else { return Ok(()) };
+        let nobody = Arrivals::new(HashMap::new(), None);
+        self.fetch(&needs, &missing, &nobody).await
+    }
+
+    /// What is needed and what of it is missing, for which room is made; nothing for a model that is a file.
+    async fn look(
+        &self,
+        path: &Path,
+        layers: Option<Range<usize>>,
+    ) -> Result<Option<(Needs, Missing)>, Error> {
         let (path, store) = (path.to_owned(), self.store.clone());
         let Some((needs, held)) = blocking(move || needs(&path, store, layers)).await?? else {
             return Ok(None);
@@ -199,30 +257,31 @@ impl Shipper {
         let wanted = |chunks: &[(ChunkId, usize)]| chunks.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
         let (store, chunks) = (needs.store.clone(), needs.chunks.clone());
         let prepare = move || {
-            let missing: Vec<_> = chunks.into_iter().filter(|(id, bytes)| !store.has(*id, *bytes)).collect();
-            store.make_room(wanted(&missing)).map(|()| (missing, store.bytes()))
+            let chunks: Vec<_> = chunks.into_iter().filter(|(id, bytes)| !store.has(*id, *bytes)).collect();
+            let bytes = wanted(&chunks);
+            store.reserve(bytes).map(|room| (Missing { chunks, bytes, room }, store.bytes()))
         };
-        let (missing, bytes) = blocking(prepare).await?.map_err(ShippingError::Store)?;
-        let (all, left) = (wanted(&needs.chunks), wanted(&missing));
-        self.metrics.wants(all, all - left);
-        self.metrics.store.set(bytes.cast_signed());
-        if missing.is_empty() {
-            return Ok(Some(needs));
+        let (missing, stored) = blocking(prepare).await?.map_err(ShippingError::Store)?;
+        let all = wanted(&needs.chunks);
+        self.metrics.wants(all, all - missing.bytes);
+        self.metrics.store.set(stored.cast_signed());
+        Ok(Some((needs, missing)))
+    }
+
+    async fn fetch(&self, needs: &Needs, missing: &Missing, arrivals: &Arrivals) -> Result<(), Error> {
+        let Missing { chunks, bytes, room } = missing;
+        if chunks.is_empty() {
+            return Ok(());
         }
         if self.links.len() == 0 {
-            return Err(ShippingError::Incomplete { missing: missing.len() }.into());
+            return Err(ShippingError::Incomplete { missing: chunks.len() }.into());
         }
         let started = Instant::now();
-        fetch(&self.links, &needs.store, &missing, &self.metrics).await?;
+        fetch(&self.links, &needs.store, chunks, (room, arrivals), &self.metrics).await?;
         let seconds = started.elapsed().as_secs_f64();
-        tracing::info!(
-            bytes = left,
-            chunks = missing.len(),
-            seconds,
-            "fetched what was missing of the model"
-        );
-        self.metrics.store.set((bytes + left).cast_signed());
-        Ok(Some(needs))
+        tracing::info!(bytes, chunks = chunks.len(), seconds, "fetched what was missing of the model");
+        self.metrics.store.inc_by(bytes.cast_signed());
+        Ok(())
     }
 }
 
@@ -241,13 +300,14 @@ fn needs(
         None => spec.tensors(),
         Some(layers) => crate::weights::tensors_of(&spec, layers),
     };
-    let mut chunks = Vec::new();
+    let (mut chunks, mut of_tensors) = (Vec::new(), HashMap::new());
     let mut seen = HashSet::new();
     for tensor in tensors {
-        let places = held.manifest().chunks(tensor)?;
-        chunks.extend(places.filter(|place| seen.insert(place.id)).map(|place| (place.id, place.bytes)));
+        let places: Vec<_> = held.manifest().chunks(tensor)?.map(|place| (place.id, place.bytes)).collect();
+        of_tensors.insert(tensor.to_owned(), places.iter().map(|(id, _)| *id).collect());
+        chunks.extend(places.into_iter().filter(|(id, _)| seen.insert(*id)));
     }
-    Ok(Some((Needs { store, chunks }, held)))
+    Ok(Some((Needs { store, chunks, tensors: of_tensors }, held)))
 }
 
 /// Runs something that waits for disks.

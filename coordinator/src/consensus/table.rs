@@ -281,6 +281,9 @@ impl Table {
                 self.replicas.remove(&life).ok_or(Refusal::Unknown(Kind::Replica))?;
             }
             Change::ModelCondemned(condemned) => self.condemn(condemned)?,
+            Change::ModelPardoned(digest) => {
+                self.condemned.remove(&digest).ok_or(Refusal::Unknown(Kind::Model))?;
+            }
         }
         Ok(None)
     }

@@ -46,7 +46,8 @@ pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, Stri
     if view.table.level() < Level(2) {
         return (None, unplanned);
     }
-    let change = view.condemn().or_else(|| view.replace()).or_else(|| view.add(&mut unplanned));
+    let change = view.condemn().or_else(|| view.replace()).or_else(|| view.drop_strays());
+    let change = change.or_else(|| view.add(&mut unplanned));
     (change, unplanned)
 }
 
@@ -75,6 +76,21 @@ impl View<'_> {
             let plan = self.cut(want, plan.model_digest, &candidates).ok()?;
             Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: Some(life) }))
         })
+    }
+
+    /// A worker of a replica is here with another file, which the plan can never be made of. Where none could take its
+    /// place, the plan goes, and its workers are free for what they have.
+    fn drop_strays(&self) -> Option<Change> {
+        let strays = |plan: &ReplicaPlanV1| {
+            plan.stages.iter().any(|stage| {
+                let node = self.nodes.iter().find(|node| *node.name == stage.node);
+                node.is_some_and(|node| {
+                    !node.capacity.files.iter().any(|file| file.digest == plan.model_digest)
+                })
+            })
+        };
+        let stray = self.table.replicas().iter().find(|(_, plan)| strays(plan));
+        stray.map(|(&life, _)| Change::ReplicaDropped(life))
     }
 
     /// Workers are free: the model that has the fewest replicas gets one of them.

@@ -154,12 +154,10 @@ pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
 /// Writes one row of file bytes into lane `lane` of a zeroed panel.
 pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) {
     let Some(scheme) = Scheme::of(ty) else {
-        let size = ty.block_bytes();
-        let slots = panel.chunks_exact_mut(PANEL_ROWS * size);
-        for (value, slots) in row.chunks_exact(size).zip(slots) {
-            slots[lane * size..][..size].copy_from_slice(value);
-        }
-        return;
+        return match ty.block_bytes() {
+            2 => pack_values::<2>(row, lane, panel),
+            _ => pack_values::<4>(row, lane, panel),
+        };
     };
     let layout = Layout::of(&scheme);
     let blocks_per_file_block = ty.block_len() / BLOCK;
@@ -179,6 +177,14 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
         }
+    }
+}
+
+/// Values of `SIZE` bytes: known here, since copying two bytes by a call takes longer than all else.
+fn pack_values<const SIZE: usize>(row: &[u8], lane: usize, panel: &mut [u8]) {
+    let (values, slots) = (row.as_chunks::<SIZE>().0, panel.as_chunks_mut::<SIZE>().0);
+    for (value, slots) in values.iter().zip(slots.chunks_exact_mut(PANEL_ROWS)) {
+        slots[lane] = *value;
     }
 }
 

@@ -128,12 +128,6 @@ impl PackedMatrix {
         Ok(Self { shape, data: Panels::Shared(data) })
     }
 
-    /// As [`Self::from_packed`], with the shape of this tensor.
-    pub fn with_packed(&self, data: SharedBytes) -> Result<Self, Error> {
-        let Shape { ty, rows, cols, experts, .. } = self.shape;
-        Self::from_packed(ty, rows, cols, experts, data)
-    }
-
     /// The panels of all experts.
     pub fn packed(&self) -> &[u8] {
         &self.data
@@ -323,15 +317,87 @@ impl PanelChunk<'_> {
         if bytes.len() != expected {
             return Err(Error::Length { what: "chunk bytes", expected, found: bytes.len() });
         }
-        let Shape { ty, row_bytes, panel_bytes, .. } = self.shape;
-        let panels = self.data.chunks_exact_mut(panel_bytes);
-        let count = panels.len();
-        for (panel, rows) in panels.zip(bytes.chunks(PANEL_ROWS * row_bytes)) {
-            for (lane, row) in rows.chunks_exact(row_bytes).enumerate() {
-                pack_row(ty, row, lane, panel);
-            }
-        }
-        self.packed.fetch_add(count, Ordering::Release);
+        let panels = pack_panels(&self.shape, bytes, self.data);
+        self.packed.fetch_add(panels, Ordering::Release);
         Ok(())
+    }
+}
+
+/// Packs rows into zeroed panels, and says how many panels there are.
+fn pack_panels(shape: &Shape, rows: &[u8], panels: &mut [u8]) -> usize {
+    let panels = panels.chunks_exact_mut(shape.panel_bytes);
+    let count = panels.len();
+    for (panel, rows) in panels.zip(rows.chunks(PANEL_ROWS * shape.row_bytes)) {
+        for (lane, row) in rows.chunks_exact(shape.row_bytes).enumerate() {
+            pack_row(shape.ty, row, lane, panel);
+        }
+    }
+    count
+}
+
+/// Packs a tensor piece by piece into memory of the caller's, who keeps the pieces, one behind the other, elsewhere: in
+/// the end that is what [`PackedMatrix::from_packed`] takes. No piece reaches across experts.
+#[derive(Debug, Clone, Copy)]
+pub struct PackedPieces {
+    shape: Shape,
+    /// Panels of a piece; the last of an expert may have fewer.
+    panels: usize,
+}
+
+impl PackedPieces {
+    /// In pieces of at most `bytes`, or of one panel where that is more.
+    ///
+    /// # Errors
+    /// As [`PackedMatrixBuilder::new`].
+    pub fn new(ty: GgmlType, rows: usize, cols: usize, experts: usize, bytes: usize) -> Result<Self, Error> {
+        let shape = Shape::new(ty, rows, cols, experts)?;
+        let panels = (bytes / shape.panel_bytes.max(1)).clamp(1, shape.panels());
+        Ok(Self { shape, panels })
+    }
+
+    /// Bytes of the whole tensor in the file.
+    pub fn file_bytes(&self) -> usize {
+        self.shape.row_bytes * self.shape.rows * self.shape.experts
+    }
+
+    /// Bytes of all pieces.
+    pub fn packed_bytes(&self) -> usize {
+        self.shape.panels() * self.shape.experts * self.shape.panel_bytes
+    }
+
+    fn of_an_expert(&self) -> usize {
+        self.shape.panels().div_ceil(self.panels)
+    }
+
+    /// Pieces.
+    pub fn count(&self) -> usize {
+        self.of_an_expert() * self.shape.experts
+    }
+
+    /// Puts piece `index` of the tensor `file` in the place of what is in `piece`, and says where it starts among all.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a piece that does not exist, [`Error::Length`] when `file` is not
+    /// [`file_bytes`](Self::file_bytes) long.
+    pub fn pack(&self, index: usize, file: &[u8], piece: &mut Vec<u8>) -> Result<usize, Error> {
+        if file.len() != self.file_bytes() {
+            return Err(Error::Length {
+                what: "tensor bytes",
+                expected: self.file_bytes(),
+                found: file.len(),
+            });
+        }
+        if index >= self.count() {
+            return Err(Error::OutOfRange { what: "piece", index, len: self.count() });
+        }
+        let Shape { rows, row_bytes, panel_bytes, .. } = self.shape;
+        let (expert, first) = (index / self.of_an_expert(), index % self.of_an_expert() * self.panels);
+        let panels = self.panels.min(self.shape.panels() - first);
+        let last_row = rows.min((first + panels) * PANEL_ROWS);
+        let at = |row: usize| (expert * rows + row) * row_bytes;
+        piece.clear();
+        piece.resize(panels * panel_bytes, 0);
+        pack_panels(&self.shape, &file[at(first * PANEL_ROWS)..at(last_row)], piece);
+        Ok((expert * self.shape.panels() + first) * panel_bytes)
     }
 }

@@ -426,6 +426,29 @@ fn kept(bytes: &[u8], from: usize) -> super::SharedBytes {
 }
 
 #[test]
+fn pieces_one_behind_the_other_are_what_is_packed_whole() {
+    let mut random = Random(32);
+    for (ty, rows, cols, experts) in [(GgmlType::F16, 70, 64, 1), (GgmlType::Q4_K, 40, 256, 3)] {
+        let file = random.tensor(ty, rows * experts, cols);
+        let whole = PackedMatrix::pack(ty, rows, cols, experts, &file).unwrap();
+        let panel = whole.view(0).unwrap().panel_bytes();
+        for bytes in [0, 2 * panel + 1, usize::MAX] {
+            let pieces = super::PackedPieces::new(ty, rows, cols, experts, bytes).unwrap();
+            let (mut found, mut piece) = (vec![0xff; pieces.packed_bytes()], vec![7; 5]);
+            for index in (0..pieces.count()).rev() {
+                let place = pieces.pack(index, &file, &mut piece).unwrap();
+                assert!(piece.len() <= bytes.max(panel));
+                found[place..][..piece.len()].copy_from_slice(&piece);
+            }
+            assert!(found == whole.packed(), "{ty:?} {bytes}");
+            let beyond = pieces.pack(pieces.count(), &file, &mut piece);
+            assert!(matches!(beyond, Err(Error::OutOfRange { .. })));
+            assert!(matches!(pieces.pack(0, &file[1..], &mut piece), Err(Error::Length { .. })));
+        }
+    }
+}
+
+#[test]
 fn what_was_packed_elsewhere_is_the_same_matrix_and_nothing_else_fits() {
     let mut random = Random(31);
     for ty in [GgmlType::F16, GgmlType::Q4_K] {

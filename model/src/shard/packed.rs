@@ -1,20 +1,21 @@
 //! Weights in the layout of a device, on disk, so that they are repacked once and mapped by every process of a host.
 //!
-//! A file of named regions: the regions, each from a page's start; then the index, JSON, of each region its name, place
-//! and BLAKE3; then the length of the index, its BLAKE3 and a magic. It has its name only when all of it is written.
+//! A file of named regions: the regions, each from a page's start; then the index, JSON, of each region its name, its
+//! place, and length and BLAKE3 of the pieces that it was written in; then the length of the index, its BLAKE3 and a
+//! magic. It has its name only when all of it is written.
 //!
 //! To open it its end is read and checked. The regions are checked, too, unless the system has not been restarted and
 //! the file has not been touched since somebody did (a note beside it says so): so nothing needs to be synced, since
 //! what a power cut tears is found before it is used.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use memmap2::{Mmap, MmapOptions};
 use serde::{Deserialize, Serialize};
@@ -26,7 +27,7 @@ use crate::file::digest::hash_each;
 #[cfg(test)]
 mod tests;
 
-const MAGIC: [u8; 8] = *b"KVPACK01";
+const MAGIC: [u8; 8] = *b"KVPACK02";
 /// Length of the index, its hash, the magic.
 const FOOTER_BYTES: usize = 8 + 32 + 8;
 /// Longest index read.
@@ -62,6 +63,13 @@ impl AsRef<[u8]> for PackedRegion {
 struct Region {
     name: String,
     start: u64,
+    bytes: u64,
+    /// One behind the other, all of it.
+    pieces: Vec<Piece>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Piece {
     bytes: u64,
     blake3: String,
 }
@@ -127,13 +135,25 @@ impl PackedFile {
         }
         let seen = seen(&file)?;
         if fs::read_to_string(note(path)).ok().as_ref() != Some(&seen) {
-            let bytes: Vec<&[u8]> =
-                index.iter().filter_map(|region| map.get(regions.get(&region.name)?.clone())).collect();
-            let sound = hash_each(&bytes)
-                .iter()
-                .zip(&index)
-                .all(|(hash, region)| hash.to_hex().as_str() == region.blake3);
-            if !sound || bytes.len() != index.len() {
+            let regions = index.iter().map(|region| map.get(regions.get(&region.name)?.clone()));
+            let mut pieces = Vec::new();
+            for (region, bytes) in index.iter().zip(regions) {
+                let mut rest = bytes.ok_or(Flaw::Damaged("its index"))?;
+                for piece in &region.pieces {
+                    let bytes =
+                        usize::try_from(piece.bytes).ok().and_then(|bytes| rest.split_at_checked(bytes));
+                    let (bytes, behind) = bytes.ok_or(Flaw::Damaged("its index"))?;
+                    pieces.push((bytes, &piece.blake3));
+                    rest = behind;
+                }
+                if !rest.is_empty() {
+                    return Err(Flaw::Damaged("its index"));
+                }
+            }
+            let bytes: Vec<&[u8]> = pieces.iter().map(|(bytes, _)| *bytes).collect();
+            let hashes = hash_each(&bytes);
+            if hashes.iter().zip(&pieces).any(|(hash, (_, blake3))| hash.to_hex().as_str() != blake3.as_str())
+            {
                 return Err(Flaw::Damaged("weights"));
             }
             note_seen(path, &seen);
@@ -180,26 +200,30 @@ impl PackedWriter {
         Ok(Err(Self { path: path.to_owned(), file, end: 0, index: Vec::new(), lock, _turn: turn }))
     }
 
-    /// Adds a region, and gives it back as it is in the file.
-    pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<PackedRegion, StoreError> {
+    /// Adds a region of so many bytes, and gives it back as it is in the file. `fill` writes all of it, in whatever order
+    /// and by as many threads as it likes.
+    pub fn add(
+        &mut self,
+        name: &str,
+        bytes: u64,
+        fill: impl FnOnce(&RegionWriter<'_>),
+    ) -> Result<PackedRegion, StoreError> {
         let start = self.end.next_multiple_of(REGION_START);
-        let length = bytes.len() as u64;
         let file = self.file.as_file();
-        file.write_all_at(bytes, start).map_err(write_error(&self.path, length))?;
-        self.end = start + length;
+        let writer = RegionWriter { file, start, bytes, pieces: Mutex::new(Ok(BTreeMap::new())) };
+        fill(&writer);
+        let pieces = writer.finish().map_err(write_error(&self.path, bytes))?;
+        self.end = start.saturating_add(bytes);
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
         // SAFETY: as in `PackedFile::read`; this region of the temporary file is not written again.
-        let map = unsafe { MmapOptions::new().offset(start).len(bytes.len()).map(file) };
+        let map = unsafe { MmapOptions::new().offset(start).len(length).map(file) };
         let map = Arc::new(map.map_err(io_error("map", &self.path))?);
-        self.index.push(Region { name: name.to_owned(), start, bytes: length, blake3: String::new() });
-        Ok(PackedRegion { map, range: 0..bytes.len(), _lock: Arc::clone(&self.lock) })
+        self.index.push(Region { name: name.to_owned(), start, bytes, pieces });
+        Ok(PackedRegion { map, range: 0..length, _lock: Arc::clone(&self.lock) })
     }
 
-    /// Gives the file its name. `regions` are those that [`Self::add`] gave, in their order.
-    pub fn finish(mut self, regions: &[PackedRegion]) -> Result<(), StoreError> {
-        let bytes: Vec<&[u8]> = regions.iter().map(AsRef::as_ref).collect();
-        for (region, hash) in self.index.iter_mut().zip(hash_each(&bytes)) {
-            region.blake3 = hash.to_hex().to_string();
-        }
+    /// Gives the file its name.
+    pub fn finish(self) -> Result<(), StoreError> {
         let failed = |error: io::Error| write_error(&self.path, 0)(error);
         let mut end = serde_json::to_vec(&self.index).map_err(|error| failed(error.into()))?;
         let (length, hash) = (end.len() as u64, *blake3::hash(&end).as_bytes());
@@ -212,6 +236,48 @@ impl PackedWriter {
         self.file.persist(&self.path).map_err(|error| failed(error.error))?;
         note_seen(&self.path, &seen);
         Ok(())
+    }
+}
+
+/// Where a region is written, piece by piece.
+#[derive(Debug)]
+pub struct RegionWriter<'a> {
+    file: &'a File,
+    start: u64,
+    bytes: u64,
+    /// By where they start in the region.
+    pieces: Mutex<io::Result<BTreeMap<u64, Piece>>>,
+}
+
+impl RegionWriter<'_> {
+    /// Writes a piece that starts so far behind the region's start. What fails is told in the end.
+    pub fn piece(&self, place: u64, bytes: &[u8]) {
+        let length = bytes.len() as u64;
+        let written = match place.checked_add(length) {
+            Some(end) if end <= self.bytes => self.file.write_all_at(bytes, self.start + place),
+            _ => Err(ErrorKind::FileTooLarge.into()),
+        };
+        let piece = Piece { bytes: length, blake3: blake3::hash(bytes).to_hex().to_string() };
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        match (written, &mut *pieces) {
+            (Ok(()), Ok(pieces)) => drop(pieces.insert(place, piece)),
+            (Err(error), pieces @ Ok(_)) => *pieces = Err(error),
+            (_, Err(_)) => {}
+        }
+    }
+
+    /// The pieces in order, if they are all of the region.
+    fn finish(self) -> io::Result<Vec<Piece>> {
+        let mut end = 0;
+        let mut in_order = Vec::new();
+        for (place, piece) in self.pieces.into_inner().unwrap_or_else(PoisonError::into_inner)? {
+            if place != end {
+                return Err(ErrorKind::InvalidInput.into());
+            }
+            end += piece.bytes;
+            in_order.push(piece);
+        }
+        if end == self.bytes { Ok(in_order) } else { Err(ErrorKind::InvalidInput.into()) }
     }
 }
 

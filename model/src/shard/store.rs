@@ -1,22 +1,26 @@
 //! Chunks and manifests on disk: `chunks/ab/NAME` and `models/DIGEST.manifest` under one directory, which processes of
 //! this host may share.
 //!
-//! A file has its name only when all of it is on the disk, so a crash leaves whole files and temporary ones, which the
-//! next one that opens the store clears away. Whoever reads a chunk checks it against its name. A model is in use while
-//! a [`HeldModel`] of it exists in any process; room is made by dropping models that are not, the one whose last use is
-//! longest ago first.
+//! A file has its name only when all of it is written, so a process that is killed leaves whole files and temporary ones,
+//! which the next one that opens the store clears away. Chunks are not synced: a power cut may tear those of the last half
+//! minute. Whoever reads a chunk checks it against its name, so what is torn is found before it is used. A model is in use
+//! while a [`HeldModel`] of it exists in any process; room is made by dropping models that are not, the one whose last use
+//! is longest ago first. Who is about to write takes [`Room`] first, which others leave free.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::{ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
+use super::{CHUNK_BYTES, ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
 
+mod room;
 #[cfg(test)]
 mod tests;
+
+pub use room::Room;
 
 /// What a manifest's file is called behind its digest.
 pub(crate) const MANIFEST_EXTENSION: &str = "manifest";
@@ -95,6 +99,13 @@ pub struct HeldModel {
     _file: File,
 }
 
+/// Whether a file has to survive a power cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Durable {
+    Yes,
+    No,
+}
+
 impl HeldModel {
     /// Its file: what [`crate::ModelFile::open`] opens.
     pub fn path(&self) -> &Path {
@@ -111,7 +122,7 @@ impl ShardStore {
     /// Opens the store in `root`, which is made if it is not there, for at most `limit` bytes.
     pub fn open(root: impl Into<PathBuf>, limit: u64) -> Result<Self, StoreError> {
         let store = Self { root: root.into(), limit };
-        for dir in [store.chunks(), store.models(), store.temporary()] {
+        for dir in [store.chunks(), store.models(), store.reserved(), store.temporary()] {
             make_dir(&dir)?;
         }
         store.clear_abandoned();
@@ -130,7 +141,7 @@ impl ShardStore {
         if let Some(held) = self.hold_now(&digest)? {
             return Ok(held);
         }
-        self.write(&self.manifest_path(&digest), manifest.encoded())?;
+        self.write(&self.manifest_path(&digest), manifest.encoded(), Durable::Yes)?;
         self.hold_now(&digest)?
             .ok_or_else(|| io_error("keep", &self.manifest_path(&digest))(ErrorKind::NotFound.into()))
     }
@@ -170,28 +181,37 @@ impl ShardStore {
 
     /// The bytes of a chunk, as its name says; `None` if they are not here. What is damaged is dropped.
     pub fn get(&self, chunk: ChunkId) -> Result<Option<Vec<u8>>, StoreError> {
+        let mut bytes = Vec::new();
+        Ok(self.read(chunk, &mut bytes)?.then_some(bytes))
+    }
+
+    /// As [`Self::get`], in the place of what is in `bytes`; false if they are not here.
+    pub fn read(&self, chunk: ChunkId, bytes: &mut Vec<u8>) -> Result<bool, StoreError> {
         let path = chunk_path(&self.chunks(), chunk);
-        let bytes = match fs::read(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        bytes.clear();
+        // A byte more than any chunk has, so that a longer file is not taken for one.
+        let read = File::open(&path).and_then(|file| file.take(CHUNK_BYTES as u64 + 1).read_to_end(bytes));
+        match read {
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Err(source) => return Err(io_error("read", &path)(source)),
-        };
-        if ChunkId::of(&bytes) == chunk {
-            return Ok(Some(bytes));
+        }
+        if ChunkId::of(bytes) == chunk {
+            return Ok(true);
         }
         tracing::warn!(%chunk, path = %path.display(), "a damaged chunk is dropped");
         remove(&path)?;
-        Ok(None)
+        Ok(false)
     }
 
-    /// Keeps a chunk: when this returns it is on the disk. `bytes` must be what its name says.
+    /// Keeps a chunk: from then on it outlives this process. `bytes` must be what its name says.
     pub fn put(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
         debug_assert_eq!(ChunkId::of(bytes), chunk);
         let path = chunk_path(&self.chunks(), chunk);
         if let Some(dir) = path.parent().filter(|dir| !dir.is_dir()) {
             make_dir(dir)?;
         }
-        self.write(&path, bytes)
+        self.write(&path, bytes, Durable::No)
     }
 
     /// Drops what is damaged of these chunks, and says how many were.
@@ -204,13 +224,22 @@ impl ShardStore {
         Ok(damaged)
     }
 
-    /// Makes room for so many more bytes, by dropping repacked weights that nobody uses, which can be made again, then
-    /// what belongs to no model, then models that nobody uses.
-    ///
-    /// Room is not reserved: of two that fetch at a time each sees what the other has by then.
-    pub fn make_room(&self, needed: u64) -> Result<(), StoreError> {
+    /// Room for so many more bytes, which all processes of the host leave free until they are written or the [`Room`] is
+    /// dropped. Where there is none, repacked weights that nobody uses are dropped, which can be made again, then what
+    /// belongs to no model, then models that nobody uses.
+    pub fn reserve(&self, needed: u64) -> Result<Room, StoreError> {
         let _turn = self.turn()?;
-        let mut used = bytes_under(&self.root);
+        self.make_room(needed)?;
+        Room::take(&self.reserved(), needed)
+    }
+
+    /// What others have reserved and not used yet.
+    fn reserved_bytes(&self) -> u64 {
+        files(&self.reserved()).iter().map(|path| Room::of_another(path)).sum()
+    }
+
+    fn make_room(&self, needed: u64) -> Result<(), StoreError> {
+        let mut used = bytes_under(&self.root).saturating_add(self.reserved_bytes());
         if used.saturating_add(needed) <= self.limit {
             return Ok(());
         }
@@ -284,6 +313,10 @@ impl ShardStore {
         self.root.join("models")
     }
 
+    fn reserved(&self) -> PathBuf {
+        self.root.join("reserved")
+    }
+
     fn temporary(&self) -> PathBuf {
         self.root.join("tmp")
     }
@@ -301,11 +334,14 @@ impl ShardStore {
         Ok(file)
     }
 
-    /// Writes a file that is there whole or not at all.
-    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
+    /// Writes a file that is there whole or not at all, as far as this system goes on.
+    fn write(&self, path: &Path, bytes: &[u8], durable: Durable) -> Result<(), StoreError> {
         let failed = write_error(path, bytes.len() as u64);
         let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(&failed)?;
-        file.write_all(bytes).and_then(|()| file.as_file().sync_data()).map_err(&failed)?;
+        file.write_all(bytes).map_err(&failed)?;
+        if durable == Durable::Yes {
+            file.as_file().sync_data().map_err(&failed)?;
+        }
         file.persist(path).map_err(|error| failed(error.error))?;
         Ok(())
     }

@@ -5,6 +5,7 @@ use super::streams::{FrameReader, FrameWriter, read_request, within};
 use crate::Error;
 use crate::codec::Cap;
 use crate::shard::{ShardFrame, ShardRefusal, ShardRequest};
+use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 use std::time::Duration;
 
@@ -31,24 +32,31 @@ impl ShardStream {
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
     }
 
-    /// The next of what was asked for; `None` if the peer does not hold it. Of something that is announced as longer
-    /// than `most` bytes not one is read; memory grows with what arrives. Fails if nothing arrives for ten seconds.
+    /// The next of what was asked for; `None` if the peer does not hold it. As [`Self::next_into`].
     pub async fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Error> {
+        let mut bytes = Vec::new();
+        Ok(self.next_into(most, &mut bytes).await?.then_some(bytes))
+    }
+
+    /// Puts the next of what was asked for in the place of what is in `bytes`; false if the peer does not hold it. Of
+    /// something that is announced as longer than `most` bytes not one is read; memory grows with what arrives. Fails if
+    /// nothing arrives for ten seconds.
+    pub async fn next_into(&mut self, most: usize, bytes: &mut Vec<u8>) -> Result<bool, Error> {
+        bytes.clear();
         let frame = within("an answer of a holder", STALL, self.frames.next()).await?;
         let frame = frame.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
         let length = match frame {
             ShardFrame::Bytes(length) => length,
-            ShardFrame::NotHeld => return Ok(None),
+            ShardFrame::NotHeld => return Ok(false),
             ShardFrame::Failed(refusal) => return Err(Error::ShardRefused(refusal)),
         };
         let length = usize::try_from(length).ok().filter(|length| *length <= most);
         let length = length.ok_or(Error::Protocol("more bytes than what was asked for has"))?;
-        let mut bytes = Vec::new();
         while bytes.len() < length {
             let part = self.frames.read_some(length - bytes.len());
             bytes.extend_from_slice(&within("more bytes of a holder", STALL, part).await?);
         }
-        Ok(Some(bytes))
+        Ok(true)
     }
 }
 
@@ -77,11 +85,11 @@ pub struct ShardReply {
 }
 
 impl ShardReply {
-    /// Sends the next of what was asked for; waits while the other side reads slower than we send.
-    pub async fn bytes(&mut self, bytes: &[u8]) -> Result<(), Error> {
+    /// Sends the next of what was asked for, uncopied; waits while the other side reads slower than we send.
+    pub async fn bytes(&mut self, bytes: impl Into<Bytes>) -> Result<(), Error> {
+        let bytes = bytes.into();
         let length = u32::try_from(bytes.len()).map_err(|_| Error::Protocol("an answer of over 4 GiB"))?;
-        self.frames.write(&ShardFrame::Bytes(length)).await?;
-        self.frames.write_raw(bytes).await
+        self.frames.write_with(&ShardFrame::Bytes(length), bytes).await.map(drop)
     }
 
     /// Says that the next of what was asked for is not here.

@@ -345,12 +345,13 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(())
     }
 
-    /// At least one and at most `most` of the raw bytes that come next; `most` must not be 0.
+    /// At least one and at most `most` of the raw bytes that come next, uncopied; `most` must not be 0.
     pub(super) async fn read_some(&mut self, most: usize) -> Result<Bytes, Error> {
-        if self.buffer.is_empty() && !self.fill(1).await? {
-            return Err(Error::StreamCut { what: "raw bytes" });
+        if !self.buffer.is_empty() {
+            return Ok(self.buffer.split_to(self.buffer.len().min(most)).freeze());
         }
-        Ok(self.buffer.split_to(self.buffer.len().min(most)).freeze())
+        let chunk = self.stream.read_chunk(most, true).await.map_err(read_error)?;
+        chunk.map(|chunk| chunk.bytes).ok_or(Error::StreamCut { what: "raw bytes" })
     }
 
     /// Reads until `len` bytes are buffered; false at an end before the first of them. The buffer grows

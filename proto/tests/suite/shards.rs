@@ -43,9 +43,9 @@ async fn what_is_asked_for_arrives_whole_and_in_order() {
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
     let cancelled = call.reply.cancelled();
     let holder = async {
-        call.reply.bytes(&bytes).await.unwrap();
+        call.reply.bytes(bytes.clone()).await.unwrap();
         call.reply.not_held().await.unwrap();
-        call.reply.bytes(&[]).await.unwrap();
+        call.reply.bytes(Vec::new()).await.unwrap();
         call.reply.finish();
     };
     let asker = async {
@@ -62,7 +62,7 @@ async fn what_is_asked_for_arrives_whole_and_in_order() {
 async fn more_than_was_asked_for_is_not_read() {
     let workers = workers().await;
     let (mut stream, mut call) = begun(&workers).await;
-    call.reply.bytes(&[1; 6]).await.unwrap();
+    call.reply.bytes(vec![1; 6]).await.unwrap();
     let error = soon("an answer", stream.next(5)).await.unwrap_err();
     assert!(matches!(error, Error::Protocol(_)), "{error:?}");
 }

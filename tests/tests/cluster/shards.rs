@@ -3,8 +3,11 @@
 use crate::{tiny_model, wait_for_quiet};
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, signal, wait};
+use model::gguf::writer::Writer;
+use model::{ModelFile, gguf::TensorInfo};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Within which a replica that has lost a stage is no more: 3 s are promised.
@@ -275,4 +278,65 @@ fn sixty_malformed_files_are_refused_by_type_at_the_start() {
         assert_eq!(output.status.code(), Some(1), "file {number}: {stderr}");
         assert!(!stderr.contains("panicked"), "file {number}: {stderr}");
     }
+}
+
+/// The files that no worker may hold layers of any more.
+fn condemned(cluster: &Cluster) -> Option<Vec<Value>> {
+    let files = cluster.status().ok()?["condemned"].as_array()?.clone();
+    (!files.is_empty()).then_some(files)
+}
+
+/// Puts a file in the place of the one that is served, and has all workers begin anew with it.
+fn serve_instead(cluster: &Cluster, from: &Path, served: &Path) {
+    let beside = served.with_extension("new");
+    std::fs::copy(from, &beside).unwrap();
+    std::fs::rename(beside, served).unwrap();
+    cluster.up_file().unwrap().workers.iter().for_each(|worker| signal::kill_now(worker.pid));
+}
+
+/// Fault F23, for a file that is placed before it turns out that it cannot be served.
+#[test]
+fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let [served, bad] = ["served", "bad"].map(|name| dir.path().join(format!("{name}.gguf")));
+    std::fs::copy(tiny_model(), &served).unwrap();
+    // All that a plan is made of is as it was; the words are gone.
+    let file = ModelFile::open(tiny_model()).unwrap();
+    let mut metadata = file.metadata().clone();
+    metadata.retain(|key| key != "tokenizer.ggml.tokens");
+    let mut writer = Writer::new(metadata).unwrap();
+    for info in file.tensors() {
+        writer.tensor(info.name(), info.ty(), info.dims()).unwrap();
+    }
+    let bytes = |info: &TensorInfo| file.tensor_data(info.name()).unwrap().to_vec();
+    writer.write(&mut std::fs::File::create(&bad).unwrap(), bytes).unwrap();
+    drop(writer);
+
+    let cluster =
+        Cluster::builder("shards-condemned", served.to_str().unwrap()).flag("--shards", "2").start().unwrap();
+    let (server, bodies) = (cluster.http(), greedy_streams(cluster.model(), 2, 20));
+    let undisturbed = read_all(server, &bodies, 1, || {});
+    serve_instead(&cluster, &bad, &served);
+    let files = wait::until("the file is condemned", binary::PATIENCE, || condemned(&cluster)).unwrap();
+    assert_eq!(files.len(), 1, "{files:?}");
+    // Its workers are there and free, and nobody tries again.
+    let free = || {
+        let status = cluster.status().ok()?;
+        let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
+        (ready == 2 && replica(&cluster).is_none()).then_some(())
+    };
+    wait::until("its workers are free", binary::PATIENCE, free).unwrap();
+    let pids = || cluster.up_file().unwrap().workers.iter().map(|worker| worker.pid).collect::<Vec<_>>();
+    let before = pids();
+    let ops = cluster.coordinator().ops.to_string();
+    let digest = files[0]["digest"].as_str().unwrap();
+    // Pardoned, it is tried again, with the same result.
+    assert!(binary::stdout(&["pardon", &digest[..16], "--ops", &ops]).unwrap().contains("placed again"));
+    wait::until("it is condemned again", binary::PATIENCE, || condemned(&cluster)).unwrap();
+    assert_eq!(pids(), before, "a file that cannot be loaded ends no worker");
+    assert!(!binary::run(&["pardon", "0000", "--ops", &ops]).unwrap().status.success());
+
+    serve_instead(&cluster, Path::new(&tiny_model()), &served);
+    wait::until("the good file is served", binary::PATIENCE, || serves(&cluster)).unwrap();
+    assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
 }

@@ -1,6 +1,7 @@
 //! Models that travel: workers without the file, on hosts of their own, get it from others that may die, and a crash
 //! costs no more than what was under way.
 
+use bytes::Bytes;
 use kvasir_cluster_tests::testnet::Net;
 use kvasir_cluster_tests::{binary, http, logits, signal, wait};
 use model::gguf::writer::Writer;
@@ -16,7 +17,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
 /// What a worker has under way at most (`worker::shipping::schedule::Limits`).
@@ -209,6 +210,9 @@ fn generate(path: &Path, hidden: u64, layers: u64) {
         std::iter::repeat_with(value).take(info.elements() as usize).flatten().collect()
     };
     writer.write(&mut { file }, fill).unwrap();
+    // As one that has been there for a while: of a file that may be changing still no digest is remembered.
+    let file = File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
 }
 
 #[test]
@@ -283,15 +287,15 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
                     let endpoint = endpoint(0);
                     told.send(endpoint.address()).unwrap();
                     let connection = endpoint.accept().await.unwrap();
-                    let chunk = Arc::new(vec![7u8; CHUNK_BYTES]);
+                    let chunk = Bytes::from(vec![7; CHUNK_BYTES]);
                     while let Ok(Incoming::Shard(ShardCall { request, mut reply })) =
                         connection.accept().await
                     {
-                        let chunk = Arc::clone(&chunk);
+                        let chunk = chunk.clone();
                         tokio::spawn(async move {
                             let ShardRequest::Chunks(ChunksV1 { names }) = request else { return };
                             for _ in names {
-                                reply.bytes(&chunk).await.unwrap();
+                                reply.bytes(chunk.clone()).await.unwrap();
                             }
                             reply.finish();
                         });
@@ -310,11 +314,12 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
                 let one = |share: u64| {
                     let connection = connection.clone();
                     async move {
+                        let mut bytes = Vec::new();
                         for _ in 0..share {
                             let request = ShardRequest::Chunks(ChunksV1 { names: vec![[1; 32]; 2] });
                             let mut stream = connection.open_shard(&request).await.unwrap();
                             for _ in 0..2 {
-                                stream.next(CHUNK_BYTES).await.unwrap().unwrap();
+                                assert!(stream.next_into(CHUNK_BYTES, &mut bytes).await.unwrap());
                             }
                         }
                     }
@@ -338,7 +343,7 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
 #[ignore = "a measurement: a gigabyte, on a quiet machine"]
 fn a_gigabyte_comes_as_fast_as_the_wire_allows() {
     let site = Site::new(2, 2048, 8);
-    let mut holder = site.holder(0);
+    let _holder = site.holder(0);
     let before = bare_rate(&site, 512 << 20);
     let started = Instant::now();
     let mut receiver = site.receiver(1, &[0]);
@@ -364,19 +369,26 @@ fn a_gigabyte_comes_as_fast_as_the_wire_allows() {
     assert_eq!(fetched, site.bytes);
     assert!(again < 1_000_000);
     assert!(first <= 1.3 * bare, "{first:.2} s, bare {bare:.2} s");
-    receiver.kill();
+}
+
+#[test]
+#[ignore = "a gigabyte, three times: seconds of a release build, minutes of another"]
+fn a_receiver_of_a_gigabyte_killed_at_any_point_loses_a_window() {
+    let site = Site::new(2, 2048, 8);
+    let holder = site.holder(0);
     let mut lost = Vec::new();
     for share in [0.1, 0.5, 0.99] {
-        std::fs::remove_dir_all(site.home(1)).unwrap();
         let served = site.metric(&holder, "kvasir_shard_served_bytes_total");
         let receiver = site.receiver(1, &[0]);
         site.until(&receiver, share);
         receiver.kill();
         let served = site.metric(&holder, "kvasir_shard_served_bytes_total") - served;
         lost.push(served.saturating_sub(site.kept(1)));
+        std::fs::remove_dir_all(site.home(1)).unwrap();
     }
-    println!("killed at 10, 50 and 99 %: {lost:?} bytes have to be sent again, a window is {WINDOW}");
+    println!(
+        "of {} bytes, killed at 10, 50 and 99 %: {lost:?} have to be sent again, a window is {WINDOW}",
+        site.bytes
+    );
     assert!(lost.iter().all(|lost| *lost <= WINDOW));
-    signal::kill_now(holder.process.id());
-    holder.process.wait().unwrap();
 }

@@ -1,9 +1,10 @@
 //! Moves chunks from other workers into the store, as the schedule says.
 
+use super::buffers::{Buffer, Buffers};
 use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
-use super::{Links, ShippingError};
+use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
-use model::shard::{ChunkId, ShardStore, StoreError};
+use model::shard::{ChunkId, Room, ShardStore, StoreError};
 use proto::Error;
 use proto::shard::{ChunksV1, ShardRequest};
 use std::sync::Arc;
@@ -21,8 +22,8 @@ enum Event {
     Ended(RequestId, SourceIndex, Result<(), String>),
 }
 
-/// Fetches `chunks` (names and bytes) into the store. Waits for sources that do not answer as long as it takes; dropping
-/// the future ends it, and what has been kept stays.
+/// Fetches `chunks` (names and bytes) into the store, where there is `room` for them, and tells `arrivals`. Waits for
+/// sources that do not answer as long as it takes; dropping the future ends it, and what has been kept stays.
 ///
 /// # Errors
 /// The store's, and [`ShippingError::NoSource`] once no source is left that can be believed.
@@ -30,15 +31,18 @@ pub(crate) async fn fetch(
     links: &Arc<Links>,
     store: &ShardStore,
     chunks: &[(ChunkId, usize)],
+    (room, arrivals): (&Room, &Arrivals),
     metrics: &ShippingMetrics,
 ) -> Result<(), ShippingError> {
+    let buffers = Buffers::default();
     let mut schedule = Schedule::new(Limits::default(), chunks.iter().copied(), links.len());
     let (events, mut inbox) = mpsc::unbounded_channel();
     let mut tasks = JoinSet::new();
     let mut struck = 0;
     loop {
         while let Some(ask) = schedule.next(Instant::now()) {
-            let job = Job { links: Arc::clone(links), store: store.clone(), events: events.clone() };
+            let (store, buffers) = (store.clone(), buffers.clone());
+            let job = Job { links: Arc::clone(links), store, buffers, events: events.clone() };
             let metrics = metrics.clone();
             tasks.spawn(async move { job.run(ask, &metrics).await });
         }
@@ -61,7 +65,11 @@ pub(crate) async fn fetch(
             Some(Event::NotHeld(request, chunk)) => schedule.not_held(request, chunk, now),
             Some(Event::Kept(source, chunk)) => {
                 schedule.kept(source, chunk);
-                metrics.kept(chunks.get(chunk).map_or(0, |(_, bytes)| *bytes as u64));
+                if let Some((id, bytes)) = chunks.get(chunk) {
+                    metrics.kept(*bytes as u64);
+                    room.used(*bytes as u64);
+                    arrivals.kept(*id);
+                }
             }
             Some(Event::Damaged(source, chunk)) => {
                 let name = links.name(source);
@@ -104,6 +112,7 @@ async fn until(moment: Option<Instant>) {
 struct Job {
     links: Arc<Links>,
     store: ShardStore,
+    buffers: Buffers,
     events: mpsc::UnboundedSender<Event>,
 }
 
@@ -125,9 +134,10 @@ impl Job {
         let words = |error: Error| error.to_string();
         let mut stream = connection.open_shard(&request).await.map_err(words)?;
         for (index, id, bytes) in &ask.chunks {
-            match stream.next(*bytes).await.map_err(words)? {
-                None => self.tell(Event::NotHeld(ask.request, *index)),
-                Some(found) => {
+            let mut found = self.buffers.take();
+            match stream.next_into(*bytes, &mut found).await.map_err(words)? {
+                false => self.tell(Event::NotHeld(ask.request, *index)),
+                true => {
                     metrics.fetched(found.len() as u64);
                     self.tell(Event::Received(ask.request, *index));
                     self.keep(ask.source, *index, *id, found);
@@ -138,7 +148,7 @@ impl Job {
     }
 
     /// Checks a chunk and writes it, beside the network.
-    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Vec<u8>) {
+    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Buffer) {
         let (store, events) = (self.store.clone(), self.events.clone());
         tokio::task::spawn_blocking(move || {
             let event = match ChunkId::of(&bytes) == id {

@@ -1,7 +1,9 @@
 //! What this worker can send of models: the file that it serves, and whatever is in the shard store of its host.
 
 use super::ShippingConfig;
+use super::buffers::{Buffer, Buffers};
 use crate::telemetry::ShippingMetrics;
+use bytes::Bytes;
 use model::ModelFile;
 use model::file::DigestCache;
 use model::shard::{ChunkId, Manifest, ShardStore};
@@ -31,6 +33,7 @@ pub(crate) struct Holdings {
     /// Opened when it is first asked for.
     file: Mutex<Option<Arc<HeldFile>>>,
     sends: Semaphore,
+    buffers: Buffers,
     metrics: ShippingMetrics,
 }
 
@@ -60,19 +63,19 @@ impl HeldFile {
         Ok(Self { file, manifest, places })
     }
 
-    /// A chunk as it stands in the file; none if it is not there, or is no more what it was.
-    fn chunk(&self, id: ChunkId) -> Option<Vec<u8>> {
-        let (tensor, offset, bytes) = self.places.get(&id)?;
-        let mut buffer = vec![0; *bytes];
-        match self.file.read_tensor(tensor, *offset, &mut buffer) {
-            Ok(()) if ChunkId::of(&buffer) == id => Some(buffer),
+    /// Reads a chunk as it stands in the file; false if it is not there, or is no more what it was.
+    fn read(&self, id: ChunkId, buffer: &mut Vec<u8>) -> bool {
+        let Some((tensor, offset, bytes)) = self.places.get(&id) else { return false };
+        buffer.resize(*bytes, 0);
+        match self.file.read_tensor(tensor, *offset, buffer) {
+            Ok(()) if ChunkId::of(buffer) == id => true,
             Ok(()) => {
                 tracing::error!(tensor, "the model's file has changed under the worker");
-                None
+                false
             }
             Err(error) => {
                 tracing::warn!(%error, "a chunk cannot be read");
-                None
+                false
             }
         }
     }
@@ -88,7 +91,8 @@ impl Holdings {
         metrics: ShippingMetrics,
     ) -> Self {
         let (store, sends) = (shipping.store.clone(), Semaphore::new(MAX_SENDS));
-        Self { model, path, digests, store, file: Mutex::new(None), sends, metrics }
+        let (file, buffers) = (Mutex::default(), Buffers::default());
+        Self { model, path, digests, store, file, sends, buffers, metrics }
     }
 
     /// Answers one request to its end.
@@ -97,8 +101,11 @@ impl Holdings {
         let cancelled = reply.cancelled();
         let sent = tokio::select! {
             sent = self.give(request, reply) => sent,
-            () = cancelled => return,
+            () = cancelled => Ok(()),
         };
+        if self.sends.available_permits() == MAX_SENDS {
+            self.buffers.clear();
+        }
         if let Err(error) = sent {
             tracing::debug!(%error, "a request for chunks was not answered to its end");
         }
@@ -109,7 +116,7 @@ impl Holdings {
         match request {
             ShardRequest::Manifest(model) => {
                 let bytes = self.look(move |holdings| holdings.manifest(&model)).await;
-                send(&mut reply, bytes.as_deref()).await?;
+                send(&mut reply, bytes.map(Bytes::from)).await?;
             }
             ShardRequest::Chunks(ChunksV1 { names }) => {
                 let mut names = names.into_iter().map(ChunkId);
@@ -127,9 +134,10 @@ impl Holdings {
                             None => None,
                         }
                     };
-                    let (sent, read) = tokio::join!(send(&mut reply, chunk.as_deref()), read);
+                    let bytes = chunk.as_ref().map_or(0, |chunk| chunk.len() as u64);
+                    let (sent, read) = tokio::join!(send(&mut reply, chunk.map(Bytes::from_owner)), read);
                     sent?;
-                    self.metrics.served(chunk.map_or(0, |chunk| chunk.len() as u64));
+                    self.metrics.served(bytes);
                     if next.is_none() {
                         break;
                     }
@@ -170,15 +178,18 @@ impl Holdings {
         }
     }
 
-    fn chunk(&self, id: ChunkId) -> Option<Vec<u8>> {
-        let of_store = || match self.store.as_ref()?.get(id) {
-            Ok(chunk) => chunk,
+    fn chunk(&self, id: ChunkId) -> Option<Buffer> {
+        let mut buffer = self.buffers.take();
+        if self.file().is_some_and(|file| file.read(id, &mut buffer)) {
+            return Some(buffer);
+        }
+        match self.store.as_ref()?.read(id, &mut buffer) {
+            Ok(found) => found.then_some(buffer),
             Err(error) => {
                 tracing::warn!(%error, "a chunk cannot be read");
                 None
             }
-        };
-        self.file().and_then(|file| file.chunk(id)).or_else(of_store)
+        }
     }
 
     /// The file, opened once; a failure is logged, and tried again the next time.
@@ -194,7 +205,7 @@ impl Holdings {
     }
 }
 
-async fn send(reply: &mut ShardReply, bytes: Option<&[u8]>) -> Result<(), Error> {
+async fn send(reply: &mut ShardReply, bytes: Option<Bytes>) -> Result<(), Error> {
     let sent = async {
         match bytes {
             Some(bytes) => reply.bytes(bytes).await,

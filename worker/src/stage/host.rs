@@ -248,7 +248,10 @@ async fn take_part(
     let layers = join.layers.0 as usize..join.layers.1 as usize;
     let load = {
         let layers = layers.clone();
-        move || load_range(&path, &options, layers.clone(), &asked)
+        move |arrivals| {
+            let options = EngineOptions { arrivals, ..options.clone() };
+            load_range(&path, &options, layers.clone(), &asked)
+        }
     };
     let loaded = host.holds.shipper.load(&host.config.model_path, Some(layers), load).await;
     let (class, decoder) = loaded.map_err(|error| match error {

@@ -357,11 +357,7 @@ impl<'a> Loader<'a> {
         };
         let id = match self.packs.find(&place, shape, self.backend) {
             Some(id) => id,
-            None => {
-                let id = self.repack(name, shape, slice)?;
-                self.packs.keep(&place, id, self.backend)?;
-                id
-            }
+            None => self.repack(name, &place, shape, slice)?,
         };
         self.source_bytes += bytes;
         self.bytes_per_token += bytes;
@@ -369,10 +365,11 @@ impl<'a> Loader<'a> {
         Ok(id)
     }
 
-    /// Reads a matrix and has the device repack it.
+    /// Reads a matrix and has the device repack it; `place` is what it is called where repacked ones are kept.
     fn repack(
         &mut self,
         name: &str,
+        place: &str,
         shape: MatrixSource<'_>,
         slice: Option<RowSlice>,
     ) -> Result<MatrixId, Error> {
@@ -381,7 +378,11 @@ impl<'a> Loader<'a> {
             None => Cow::Borrowed(view.bytes),
             Some(slice) => sliced(view.bytes, slice),
         };
-        Ok(self.backend.create_matrix(MatrixSource { bytes: &bytes, ..shape })?)
+        let source = MatrixSource { bytes: &bytes, ..shape };
+        match self.packs.keep(place, source, self.backend)? {
+            Some(id) => Ok(id),
+            None => Ok(self.backend.create_matrix(source)?),
+        }
     }
 
     fn norm(&mut self, norm: &NormSpec) -> Result<Norm, Error> {

@@ -2,7 +2,7 @@
 
 use crate::Error;
 use kernels::backend::{Backend, MatrixId, MatrixSource, SharedBytes};
-use model::shard::{PackedFile, PackedRegion, PackedWriter, ShardStore, StoreError};
+use model::shard::{PackedFile, PackedWriter, Room, ShardStore, StoreError};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ pub(crate) enum Packs {
     Off,
     /// They are there.
     There(PackedFile),
-    /// They are being written; what has been so far.
-    Written(Box<PackedWriter>, Vec<PackedRegion>),
+    /// They are being written.
+    Written(Box<PackedWriter>, Room),
 }
 
 impl Packs {
@@ -34,10 +34,9 @@ impl Packs {
             if let Some(file) = PackedFile::open(&path)? {
                 return Ok(Self::There(file));
             }
-            store.make_room(bytes)?;
             Ok(match PackedWriter::begin(&path)? {
                 Ok(file) => Self::There(file),
-                Err(writer) => Self::Written(Box::new(writer), Vec::new()),
+                Err(writer) => Self::Written(Box::new(writer), store.reserve(bytes)?),
             })
         };
         opened().unwrap_or_else(|error| {
@@ -64,32 +63,37 @@ impl Packs {
         }
     }
 
-    /// Keeps a matrix that was repacked; from then on it is read where it is kept.
+    /// Repacks a matrix to where it is kept and read from then on; none where it is not to be kept, or cannot be.
     pub(crate) fn keep(
         &mut self,
         name: &str,
-        matrix: MatrixId,
+        source: MatrixSource<'_>,
         backend: &mut dyn Backend,
-    ) -> Result<(), Error> {
-        let Self::Written(writer, regions) = self else { return Ok(()) };
-        let Some(bytes) = backend.packed(matrix) else { return Ok(()) };
-        match writer.add(name, bytes) {
+    ) -> Result<Option<MatrixId>, Error> {
+        let Self::Written(writer, room) = self else { return Ok(None) };
+        let bytes = backend.packed_bytes(source)? as u64;
+        let mut packed = Ok(());
+        let added = writer.add(name, bytes, |region| {
+            packed = backend.pack_matrix(source, &|place, piece| region.piece(place as u64, piece));
+        });
+        packed?;
+        match added {
             Ok(region) => {
-                regions.push(region.clone());
-                Ok(backend.share_matrix(matrix, Arc::new(region))?)
+                room.used(bytes);
+                Ok(Some(backend.create_packed_matrix(source, Arc::new(region))?))
             }
             Err(error) => {
                 tracing::warn!(%error, "repacked weights are not kept");
                 *self = Self::Off;
-                Ok(())
+                Ok(None)
             }
         }
     }
 
     /// All matrices have been loaded.
     pub(crate) fn finish(self) {
-        if let Self::Written(writer, regions) = self
-            && let Err(error) = writer.finish(&regions)
+        if let Self::Written(writer, _room) = self
+            && let Err(error) = writer.finish()
         {
             tracing::warn!(%error, "repacked weights are not kept");
         }

@@ -12,8 +12,10 @@ use kernels::backend::KvType;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::shipping::{self, ShippingConfig};
 use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use model::gguf::{TensorInfo, writer::Writer};
+use model::metadata::Value;
 use model::shard::{ChunkId, HeldModel, Manifest, ShardStore};
-use model::{ModelFile, ModelSpec};
+use model::{Metadata, ModelFile, ModelSpec};
 use peer::{Fault, Peer};
 use proto::ids::{ModelId, NodeId};
 use proto::shard::ModelRefV1;
@@ -127,6 +129,43 @@ async fn who_was_sent_a_model_sends_it_on() {
     let from = [second.service.quic_address().to_string()];
     assert_eq!(shipped(&cluster, "third", LLAMA, &store, &from).await.0, want);
     second.service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_set_of_files_travels_as_the_one_file_that_it_was() {
+    let cluster = Cluster::new();
+    let alone = cluster.worker("alone", LLAMA, options(KvType::F32)).await;
+    let want = alone.ask(&prompt(), None).await;
+    alone.service.stop().await;
+    let dir = tempfile::tempdir().unwrap();
+    let first = split(&ModelFile::open(path(LLAMA)).unwrap(), dir.path(), 3);
+    let holds = cluster.worker_of("holds", first, ShippingConfig::default(), options(KvType::F32)).await;
+    assert_eq!(holds.ask(&prompt(), None).await, want);
+    let from = [holds.service.quic_address().to_string()];
+    let (_dir, store) = empty();
+    // By the digest of the whole.
+    let (answer, bytes) = shipped(&cluster, "fetches", LLAMA, &store, &from).await;
+    assert_eq!((answer, bytes), (want, chunk_bytes(LLAMA) as f64));
+    holds.service.stop().await;
+}
+
+/// Writes a model as a set of `count` files, and says which is the first.
+fn split(file: &ModelFile, dir: &Path, count: u16) -> std::path::PathBuf {
+    let name = |number: u16| dir.join(format!("m-{number:05}-of-{count:05}.gguf"));
+    let all: Vec<_> = file.tensors().collect();
+    for (number, part) in (0u16..).zip(all.chunks(all.len().div_ceil(count.into()))) {
+        let mut metadata = if number == 0 { file.metadata().clone() } else { Metadata::default() };
+        metadata.insert("split.no", Value::U16(number));
+        metadata.insert("split.count", Value::U16(count));
+        metadata.insert("split.tensors.count", Value::I32(all.len() as i32));
+        let mut writer = Writer::new(metadata).unwrap();
+        for info in part {
+            writer.tensor(info.name(), info.ty(), info.dims()).unwrap();
+        }
+        let bytes = |info: &TensorInfo| file.tensor_data(info.name()).unwrap().to_vec();
+        writer.write(&mut std::fs::File::create(name(number + 1)).unwrap(), bytes).unwrap();
+    }
+    name(1)
 }
 
 /// Starts a stage of a model that is in the store.

@@ -82,7 +82,7 @@ async fn answer(connection: Connection, call: ShardCall, held: Arc<Held>, fault:
     let ShardCall { request, mut reply } = call;
     let names = match request {
         ShardRequest::Manifest(_) => {
-            reply.bytes(&held.manifest).await.unwrap();
+            reply.bytes(held.manifest.clone()).await.unwrap();
             return reply.finish();
         }
         ShardRequest::Chunks(ChunksV1 { names }) => names,
@@ -111,7 +111,7 @@ async fn answer(connection: Connection, call: ShardCall, held: Arc<Held>, fault:
             }
             Fault::Dies | Fault::Silent | Fault::Busy => {}
         }
-        if reply.bytes(&bytes).await.is_err() {
+        if reply.bytes(bytes).await.is_err() {
             return;
         }
     }

@@ -89,6 +89,8 @@ pub enum Change {
     ReplicaDropped(u64),
     /// A file is no model that can be served: it is placed nowhere any more.
     ModelCondemned(ModelCondemnedV1),
+    /// An operator says that the file with this digest may be placed again.
+    ModelPardoned([u8; 32]),
 }
 
 impl Change {
@@ -97,7 +99,10 @@ impl Change {
         match self {
             // Reporting a level is how one is reached.
             Self::LevelReported(_) => Level(0),
-            Self::ReplicaPlaced(_) | Self::ReplicaDropped(_) | Self::ModelCondemned(_) => Level(2),
+            Self::ReplicaPlaced(_)
+            | Self::ReplicaDropped(_)
+            | Self::ModelCondemned(_)
+            | Self::ModelPardoned(_) => Level(2),
             _ => Level(1),
         }
     }

@@ -142,6 +142,7 @@ fn every_change() -> Vec<Change> {
         Change::ReplicaPlaced(ReplicaPlacedV1 { plan: replica(&["w0", "w1"]), replaces: Some(300) }),
         Change::ReplicaDropped(300),
         Change::ModelCondemned(condemned(9)),
+        Change::ModelPardoned([9; 32]),
     ]
 }
 
@@ -417,6 +418,9 @@ fn a_file_that_cannot_be_served_is_placed_nowhere() {
     client.done(Change::ModelCondemned(condemned(1)));
     assert!(client.table.replicas().is_empty(), "what was made of it goes");
     assert_eq!(client.refused(placed(&["w2"], None)), Refusal::Condemned);
+    client.done(Change::ModelPardoned([1; 32]));
+    assert_eq!(client.refused(Change::ModelPardoned([1; 32])), Refusal::Unknown(Kind::Model));
+    client.done(placed(&["w2"], None));
     let long = ModelCondemnedV1 { reason: "x".repeat(MAX_REASON + 1), ..condemned(2) };
     assert_eq!(client.refused(Change::ModelCondemned(long)), Refusal::TooLarge);
 }

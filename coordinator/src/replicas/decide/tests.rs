@@ -99,6 +99,17 @@ fn who_is_gone_is_replaced_where_another_is_free_and_waited_for_where_none_is() 
 }
 
 #[test]
+fn a_plan_whose_workers_have_another_file_gives_way_to_one_of_what_they_have() {
+    let mut rig = Rig::new(2, &["a", "b"]);
+    rig.settle(2);
+    rig.workers[0].1 = capacity(1 << 30, [2; 32]);
+    assert!(rig.settle(2).is_empty(), "no two have the same file");
+    rig.workers[1].1 = capacity(1 << 30, [2; 32]);
+    assert_eq!(rig.settle(2).len(), 1);
+    assert!(rig.table.replicas().values().all(|plan| plan.model_digest == [2; 32]));
+}
+
+#[test]
 fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
     let mut rig = Rig::new(2, &["a", "b"]);
     rig.settle(2);

@@ -2,8 +2,17 @@ use super::*;
 
 fn write(path: &Path) -> Vec<PackedRegion> {
     let mut writer = PackedWriter::begin(path).unwrap().unwrap_err();
-    let regions = vec![writer.add("a", &[1; 100]).unwrap(), writer.add("b", &[2; 200_000]).unwrap()];
-    writer.finish(&regions).unwrap();
+    let regions = vec![
+        writer.add("a", 100, |region| region.piece(0, &[1; 100])).unwrap(),
+        writer
+            .add("b", 200_000, |region| {
+                // Whatever comes first.
+                region.piece(150_000, &[3; 50_000]);
+                region.piece(0, &[2; 150_000]);
+            })
+            .unwrap(),
+    ];
+    writer.finish().unwrap();
     regions
 }
 
@@ -41,7 +50,7 @@ fn what_is_damaged_anywhere_is_removed_and_written_anew() {
     let path = dir.path().join("m.pack");
     write(&path);
     let length = fs::metadata(&path).unwrap().len();
-    for at in [0, REGION_START + 5, length - 60, length - 20, length - 1] {
+    for at in [0, REGION_START + 5, REGION_START + 199_999, length - 60, length - 20, length - 1] {
         flip(&path, at);
         assert!(PackedFile::open(&path).unwrap().is_none(), "byte {at}");
         assert!(!path.exists());
@@ -56,11 +65,27 @@ fn what_is_damaged_anywhere_is_removed_and_written_anew() {
 }
 
 #[test]
+fn a_region_is_written_whole_and_not_beyond() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut writer = PackedWriter::begin(&dir.path().join("m.pack")).unwrap().unwrap_err();
+    for pieces in
+        [&[(0, 4)][..], &[(0, 4), (5, 5)], &[(0, 6), (4, 6)], &[(0, 4), (4, 7)], &[(u64::MAX, 2)], &[]]
+    {
+        let written = writer.add("a", 10, |region| {
+            pieces.iter().for_each(|(place, bytes)| region.piece(*place, &vec![1; *bytes]));
+        });
+        assert!(matches!(written, Err(StoreError::Io { .. })), "{pieces:?}");
+    }
+    let region = writer.add("a", 10, |region| region.piece(0, &[9; 10])).unwrap();
+    assert_eq!(region.as_ref(), [9; 10]);
+}
+
+#[test]
 fn who_gives_up_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("m.pack");
     let mut writer = PackedWriter::begin(&path).unwrap().unwrap_err();
-    let region = writer.add("a", &[7; 10]).unwrap();
+    let region = writer.add("a", 10, |region| region.piece(0, &[7; 10])).unwrap();
     drop(writer);
     assert!(!path.exists());
     assert_eq!(region.as_ref(), [7; 10], "what is in use stays");

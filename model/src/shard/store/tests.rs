@@ -121,22 +121,47 @@ fn room_is_made_by_dropping_what_nobody_uses_the_oldest_first() {
     age(&third, 10);
     let paths = [&first, &second, &third].map(|held| held.path().to_owned());
     drop((second, third));
-    store.make_room(0).unwrap();
+    store.reserve(0).unwrap();
     assert!(paths.iter().all(|path| path.exists()), "there is room");
     // A chunk of no model goes first.
     let stray = ChunkId::of(b"stray");
     store.put(stray, b"stray").unwrap();
-    store.make_room(10 << 20).unwrap();
+    store.reserve(10 << 20).unwrap();
     assert_eq!(store.get(stray).unwrap(), None);
     assert_eq!(paths.each_ref().map(|path| path.exists()), [true, false, true]);
-    store.make_room(24 << 20).unwrap();
+    store.reserve(24 << 20).unwrap();
     assert_eq!(paths.each_ref().map(|path| path.exists()), [true, false, false]);
-    let error = store.make_room(30 << 20).unwrap_err();
+    let error = store.reserve(30 << 20).unwrap_err();
     assert!(
         matches!(error, StoreError::NoRoom { limit, needed, .. } if (limit, needed) == (35 << 20, 30 << 20))
     );
     assert!(ModelFile::open(first.path()).unwrap().tensor_data("large").is_ok(), "what is in use stays");
     assert!(store.bytes() <= 11 << 20);
+}
+
+#[test]
+fn room_is_not_given_twice_and_is_free_again_with_whoever_had_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, other) = (open(&dir, 1 << 20), open(&dir, 1 << 20));
+    let room = store.reserve(700 << 10).unwrap();
+    let error = other.reserve(400 << 10).unwrap_err();
+    assert!(matches!(error, StoreError::NoRoom { used, .. } if used >= 700 << 10), "{error}");
+    assert!(other.reserve(300 << 10).is_ok());
+    // What is written of it is not counted twice.
+    let bytes = vec![3; 600 << 10];
+    let chunk = ChunkId::of(&bytes);
+    store.put(chunk, &bytes).unwrap();
+    room.used(600 << 10);
+    let second = other.reserve(300 << 10).unwrap();
+    assert!(store.has(chunk, bytes.len()), "there was room without dropping anything");
+    assert!(store.reserve(700 << 10).is_err());
+    drop((room, second));
+    assert!(store.reserve(400 << 10).is_ok());
+    // A process that was killed has left its file.
+    let left = store.reserved().join("left");
+    fs::write(&left, (900u64 << 10).to_le_bytes()).unwrap();
+    assert!(store.reserve(400 << 10).is_ok());
+    assert!(!left.exists());
 }
 
 #[test]
