@@ -16,6 +16,7 @@ mod later;
 mod lead;
 mod lease;
 mod pace;
+mod patience;
 pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};

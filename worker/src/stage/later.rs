@@ -1,14 +1,15 @@
 //! All stages of a replica but the first, as its engine sees them: steps go out, several at a time, and answers come
 //! back in the same order.
 //!
-//! The engine's thread writes the stream to the second stage and reads that of the last one itself: what is on the
-//! way to another stage passes no other thread than those that QUIC has.
+//! The engine's thread reads the stream of the last stage itself and hands what it sends to the threads that QUIC has
+//! anyway: a step passes no other.
 
 use super::activations;
 use super::deadline::Deadline;
 use super::head_share::HeadShare;
 use super::lead::LostStage;
 use super::pace::Pace;
+use super::patience::Patience;
 use super::step::{self, WantedRows};
 use crate::Error;
 use crate::decoder::Decoder;
@@ -49,7 +50,9 @@ pub(super) struct Layout {
 pub(crate) struct LaterStages {
     runtime: Handle,
     layout: Layout,
-    sender: ActivationSender,
+    patience: Patience,
+    /// To the second stage.
+    steps: mpsc::UnboundedSender<(StageStep, Vec<u8>)>,
     /// Of the last stage.
     reports: StageReports,
     /// Of the stages between.
@@ -155,7 +158,9 @@ impl LaterStages {
         controls: impl Iterator<Item = StageControl>,
     ) -> Result<Self, Error> {
         let (tell, heard) = mpsc::unbounded_channel();
-        let (mut asks, mut tasks, mut last) = (Vec::new(), Vec::new(), None);
+        let (steps, to_send) = mpsc::unbounded_channel();
+        let mut tasks = vec![runtime.spawn(pass_steps(sender, to_send, tell.clone()))];
+        let (mut asks, mut last) = (Vec::new(), None);
         for (stage, StageControl { orders, reports }) in (1..).zip(controls) {
             let (ask, asked) = mpsc::channel(1);
             asks.push(ask);
@@ -175,7 +180,8 @@ impl LaterStages {
         Ok(Self {
             runtime,
             layout,
-            sender,
+            patience: Patience::default(),
+            steps,
             reports,
             heard,
             _tell: tell,
@@ -243,12 +249,8 @@ impl LaterStages {
             computed: since.elapsed(),
             alone: self.under_way.is_empty(),
         };
-        let sent = self.runtime.block_on(self.sender.send(&StageStep::V2(step), bytes));
-        if let Err(source) = sent {
-            // What the stage itself says tells more.
-            let runtime = self.runtime.clone();
-            return Err(runtime.block_on(self.blame(LostStage { stage: 1, source })).into());
-        }
+        // Whoever cannot pass it on any more tells why, as others do that have lost a stage.
+        let _ = self.steps.send((StageStep::V2(step), bytes));
         self.under_way.push_back(under_way);
         Ok(())
     }
@@ -266,7 +268,13 @@ impl LaterStages {
     pub(crate) fn answer(&mut self, wait: bool) -> Result<Option<Answer>, Error> {
         let since = Instant::now();
         let runtime = self.runtime.clone();
-        let Some((drawn, rows)) = runtime.block_on(self.hear(wait))? else { return Ok(None) };
+        let mut patience = std::mem::take(&mut self.patience);
+        let heard = match wait {
+            true => patience.block_on(&runtime, self.hear(true)),
+            false => runtime.block_on(self.hear(false)),
+        };
+        self.patience = patience;
+        let Some((drawn, rows)) = heard? else { return Ok(None) };
         let Some(under_way) = self.under_way.pop_front() else { return Ok(None) };
         let StageDrawnV2 { drawn, samples, spent, .. } = drawn;
         self.account(&under_way, &spent);
@@ -433,6 +441,22 @@ impl LaterStages {
 /// Why a report ends the replica.
 fn not_awaited(report: Result<StageReport, proto::Error>) -> proto::Error {
     report.map_or_else(|error| error, |_| proto::Error::Protocol("a report at the wrong time"))
+}
+
+/// Writes the stream to the second stage. The thread that computes does not: it would have the connection's lock when
+/// those that move its bytes wake.
+async fn pass_steps(
+    mut sender: ActivationSender,
+    mut steps: mpsc::UnboundedReceiver<(StageStep, Vec<u8>)>,
+    heard: mpsc::UnboundedSender<Heard>,
+) {
+    while let Some((step, activations)) = steps.recv().await {
+        if let Err(source) = sender.send(&step, activations).await {
+            // An engine that is gone need not hear it.
+            let _ = heard.send(Heard::Lost(LostStage { stage: 1, source }));
+            return;
+        }
+    }
 }
 
 async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) {
