@@ -21,6 +21,7 @@ use tokio::runtime::Runtime;
 use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{self, EngineOptions};
 use worker::stage::Replica;
+use worker::telemetry::StageLabel;
 
 mod wire;
 
@@ -176,6 +177,7 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
         adapter: b"",
     });
     let (heard, hears) = channel();
+    let before = busy_seconds(engine);
     let start = Instant::now();
     for _ in 0..streams {
         *salt += 1;
@@ -197,5 +199,16 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
     // While all of them decode.
     let decoded = times.iter().filter(|token| token.at > all_in && token.at <= one_out).count();
     let decode = decoded as f64 / one_out.saturating_duration_since(all_in).as_secs_f64().max(1e-9);
-    Ok(json!({"prefill": prefill, "decode": if tokens > 8 { Some(decode) } else { None }}))
+    let busy: Vec<f64> =
+        busy_seconds(engine).iter().zip(before).map(|(after, before)| after - before).collect();
+    Ok(json!({
+        "prefill": prefill, "decode": if tokens > 8 { Some(decode) } else { None },
+        "busy": busy,
+    }))
+}
+
+/// That each stage has computed so far; nothing where the model is whole.
+fn busy_seconds(engine: &Engine) -> Vec<f64> {
+    let busy = &engine.metrics().shards.busy;
+    (0..).map_while(|stage| busy.get(&StageLabel { stage }).map(|seconds| seconds.get())).collect()
 }

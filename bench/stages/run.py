@@ -4,6 +4,7 @@
     cargo build --release && cargo build --release -p kvasir-bench --bin stages --bin make-model
     bench/stages/run.py                       # five rounds
     bench/stages/run.py --rounds 1 --quick    # one, short
+    bench/stages/run.py --rows stream         # one stream only; streams: 8 of them; prefill
 
 All processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
 independent engines do together, each with half of the work, over what one does alone with that half: as much as these
@@ -75,28 +76,36 @@ def main():
     parser.add_argument("--kvasir", default=str(ROOT / "target/release/kvasir"))
     parser.add_argument("--stages", default=str(ROOT / "target/release/stages"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", default="stream,streams,prefill", help="some of them, by commas")
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     args = parser.parse_args()
     tokens, prompt = (32, 1024) if args.quick else (96, 2048)
-    alone, other = Engine(args, 0), Engine(args, 1)
-    two, three = Engine(args, 0, [1]), Engine(args, 0, [1, 0])
+    rows = args.rows.split(",")
+    alone = Engine(args, 0)
+    other = Engine(args, 1) if rows != ["stream"] else None
+    two = Engine(args, 0, [1])
+    three = Engine(args, 0, [1, 0]) if "stream" in rows else None
     rounds = []
     for number in range(args.rounds + 1):
         row = {"bandwidth": bandwidth(args)}
-        for name, engine in [("local", alone), ("two", two), ("three", three)]:
-            row[f"{name}_stream"] = engine.run(1, 32, tokens)["decode"]
-        row["one_4"] = alone.run(4, 32, tokens)["decode"]
-        row["pair_4"] = both([alone, other], 4, 32, tokens)["decode"]
-        row["two_8"] = two.run(8, 32, tokens)["decode"]
-        row["one_prefill"] = alone.run(1, prompt, 1)["prefill"]
-        row["pair_prefill"] = both([alone, other], 1, prompt, 1)["prefill"]
-        row["two_prefill"] = two.run(1, prompt, 1)["prefill"]
-        row["two_prefill_2"] = two.run(2, prompt, 1)["prefill"]
+        if "stream" in rows:
+            for name, engine in [("local", alone), ("two", two), ("three", three)]:
+                answer = engine.run(1, 32, tokens)
+                row[f"{name}_stream"], row[f"{name}_busy"] = answer["decode"], answer["busy"]
+        if "streams" in rows:
+            row["one_4"] = alone.run(4, 32, tokens)["decode"]
+            row["pair_4"] = both([alone, other], 4, 32, tokens)["decode"]
+            row["two_8"] = two.run(8, 32, tokens)["decode"]
+        if "prefill" in rows:
+            row["one_prefill"] = alone.run(1, prompt, 1)["prefill"]
+            row["pair_prefill"] = both([alone, other], 1, prompt, 1)["prefill"]
+            row["two_prefill"] = two.run(1, prompt, 1)["prefill"]
+            row["two_prefill_2"] = two.run(2, prompt, 1)["prefill"]
         print(json.dumps(row), flush=True)
         # The first round warms up, and lets the stages learn how long steps take.
         if number:
             rounds.append(row)
-    for engine in (alone, other, two, three):
+    for engine in filter(None, (alone, other, two, three)):
         engine.stop()
 
     def ratio(of, over):
@@ -105,16 +114,17 @@ def main():
     def median(name):
         return statistics.median(row[name] for row in rounds)
 
-    scale = {"8 streams": ("pair_4", "one_4", "two_8"), "prefill": ("pair_prefill", "one_prefill", "two_prefill"),
-             "prefill, two prompts": ("pair_prefill", "one_prefill", "two_prefill_2")}
+    prefill = ("pair_prefill", "one_prefill")
+    scale = {"streams": {"8 streams": ("pair_4", "one_4", "two_8")},
+             "prefill": {"prefill": (*prefill, "two_prefill"), "prefill, two prompts": (*prefill, "two_prefill_2")}}
     print(json.dumps(facts()))
     print(f"memory read at {median('bandwidth'):.1f} GB/s by one thread; {len(rounds)} rounds, medians of ratios within a round")
     print("| row | one engine t/s | S | two stages t/s | over one | of S |")
     print("|---|---|---|---|---|---|")
-    for name, (pair, one, stages) in scale.items():
+    for name, (pair, one, stages) in (row for key in rows for row in scale.get(key, {}).items()):
         of_s = statistics.median(row[stages] / row[pair] for row in rounds)
         print(f"| {name} | {median(one):.1f} | {ratio(pair, one):.2f} | {median(stages):.1f} | {ratio(stages, one):.2f} | {of_s:.2f} |")
-    for stages in ("two", "three"):
+    for stages in ("two", "three") if "stream" in rows else ():
         print(f"| one stream, {stages} stages | {median('local_stream'):.1f} | | {median(stages + '_stream'):.1f} | {ratio(stages + '_stream', 'local_stream'):.3f} | |")
 
 

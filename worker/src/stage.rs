@@ -18,6 +18,7 @@ mod lead;
 mod lease;
 mod pace;
 mod parts;
+mod patience;
 pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};

@@ -4,6 +4,7 @@ use super::activations::{self, Gathered};
 use super::held::{Desk, Errand};
 use super::lead::{arena, dial};
 use super::lease::Claims;
+use super::patience::Patience;
 use super::step;
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::task::JoinSet;
 
 /// Until the stage before this one has connected.
 const FEED_LIMIT: Duration = Duration::from_secs(10);
@@ -287,13 +289,18 @@ async fn take_part(
         error = gone(orders) => return Err(neighbour(&error)),
     };
     let progress = Arc::new(Mutex::new(StageProgress::default()));
+    let (output, to_send) = mpsc::unbounded_channel();
+    let mut sending = JoinSet::new();
+    let is_last = next.is_none();
+    sending.spawn(pass_results(next, Arc::clone(reporter), to_send));
     let stage = Stage {
         decoder,
         slabs,
         element: join.activations,
         max_rows: join.max_rows as usize,
         errands,
-        output: next.map_or_else(|| Output::First(Arc::clone(reporter)), Output::Next),
+        is_last,
+        output,
         progress: Arc::clone(&progress),
         runtime: Handle::current(),
         _room: room,
@@ -308,6 +315,7 @@ async fn take_part(
     loop {
         let order = tokio::select! {
             failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
+            Some(Ok(Err(error))) = sending.join_next() => return Err(neighbour(&error)),
             order = orders.next() => order,
             // Also while nothing is sent there.
             error = &mut behind => return Err(neighbour(&error)),
@@ -385,17 +393,40 @@ impl StageProgress {
     }
 }
 
-/// Where a stage's results go.
+/// What a stage has made of a step, and the bytes behind it.
 #[derive(Debug)]
-enum Output {
-    /// Activations, to the stage behind.
-    Next(ActivationSender),
-    /// What the last stage has drawn, to the first one.
-    First(Reporter),
+enum Outcome {
+    /// For the stage behind: activations.
+    Passed(StageStepV2, Vec<u8>),
+    /// For the first one, of the last.
+    Drawn(StageDrawnV2, Vec<u8>),
 }
 
-/// A layer range at work, on a thread of its own, which reads and writes its streams itself: a step passes no other
-/// thread than those that QUIC has.
+/// Writes the stream to the next stage, or to the first one. The thread that computes does not: it would have the
+/// connection's lock when those that move its bytes wake.
+async fn pass_results(
+    mut next: Option<ActivationSender>,
+    first: Reporter,
+    mut results: mpsc::UnboundedReceiver<Outcome>,
+) -> Result<(), proto::Error> {
+    while let Some(outcome) = results.recv().await {
+        match (outcome, &mut next) {
+            (Outcome::Passed(step, activations), Some(next)) => {
+                next.send(&StageStep::V2(step), activations).await?;
+            }
+            (Outcome::Passed(..), None) => {
+                return Err(proto::Error::Protocol("nobody is behind the last stage"));
+            }
+            (Outcome::Drawn(drawn, rows), _) => {
+                first.lock().await.send(&StageReport::DrawnV2(drawn), rows).await?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A layer range at work, on a thread of its own, which reads its stream itself and hands what it sends to the threads
+/// that QUIC has anyway: a step passes no other.
 struct Stage {
     decoder: Decoder,
     slabs: Slabs,
@@ -403,7 +434,8 @@ struct Stage {
     max_rows: usize,
     /// What is to be done with its blocks besides.
     errands: mpsc::UnboundedReceiver<Errand>,
-    output: Output,
+    is_last: bool,
+    output: mpsc::UnboundedSender<Outcome>,
     progress: Arc<Mutex<StageProgress>>,
     runtime: Handle,
     /// Given back with the memory.
@@ -415,7 +447,7 @@ impl Stage {
     fn run(mut self, mut feed: ActivationReceiver, mut ended: oneshot::Receiver<()>) -> StageFailure {
         self.decoder.backend().bind_thread();
         let row_bytes = self.decoder.spec().hidden * self.element.bytes();
-        let mut gathered = Gathered::new(self.element);
+        let (mut gathered, mut patience) = (Gathered::new(self.element), Patience::default());
         loop {
             let idle = Instant::now();
             let mut arrived = None;
@@ -427,7 +459,7 @@ impl Stage {
                 gathered.push(bytes);
             };
             let runtime = self.runtime.clone();
-            let next = runtime.block_on(async {
+            let next = patience.block_on(&runtime, async {
                 let mut next = std::pin::pin!(feed.next(row_bytes, self.max_rows, &mut sink));
                 loop {
                     tokio::select! {
@@ -466,7 +498,6 @@ impl Stage {
     ) -> Result<(), StageFailure> {
         let failed = |error: Error| StageFailure::Step { reason: error.to_string() };
         let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
-        let lost = |error: proto::Error| neighbour(&error);
         let errands = &mut self.errands;
         let mut beside = |mut blocks: Blocks<'_>| {
             while let Ok(errand) = errands.try_recv() {
@@ -475,19 +506,24 @@ impl Stage {
         };
         step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
             .map_err(failed)?;
-        if let Output::Next(next) = &mut self.output {
+        if !self.is_last {
             let residual = self.decoder.residual(0..step.plan.tokens.len()).map_err(failed)?;
             let bytes = activations::encode(self.element, &residual);
             step.spent.push(spent());
-            return self.runtime.block_on(next.send(&StageStep::V2(step), bytes)).map(drop).map_err(lost);
+            self.pass(Outcome::Passed(step, bytes));
+            return Ok(());
         }
         let samplers = self.samplers(std::mem::take(&mut step.samples))?;
         let (mut drawn, rows) = self.draw(&step, &samplers).map_err(failed)?;
         drawn.spent = step.spent;
         drawn.spent.push(spent());
-        let Output::First(first) = &self.output else { return Err(StageFailure::Stops) };
-        let told = async { first.lock().await.send(&StageReport::DrawnV2(drawn), rows).await };
-        self.runtime.block_on(told).map_err(lost)
+        self.pass(Outcome::Drawn(drawn, rows));
+        Ok(())
+    }
+
+    fn pass(&self, outcome: Outcome) {
+        // Whoever cannot send it any more tells why, which ends the stage.
+        let _ = self.output.send(outcome);
     }
 
     /// What draws each sample, and from which row.

@@ -1,8 +1,8 @@
 //! All stages of a replica but the first, as its engine sees them: steps go out, several at a time, and answers come
 //! back in the same order.
 //!
-//! The engine's thread writes the stream to the second stage and reads that of the last one itself: what is on the
-//! way to another stage passes no other thread than those that QUIC has.
+//! The engine's thread reads the stream of the last stage itself and hands what it sends to the threads that QUIC has
+//! anyway: a step passes no other.
 
 use super::activations;
 use super::deadline::Deadline;
@@ -10,6 +10,7 @@ use super::head_share::HeadShare;
 use super::lead::LostStage;
 use super::pace::Pace;
 use super::parts::Parts;
+use super::patience::Patience;
 use super::step::{self, WantedRows};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
@@ -51,7 +52,9 @@ pub(crate) struct LaterStages {
     runtime: Handle,
     layout: Layout,
     parts: Parts,
-    sender: ActivationSender,
+    patience: Patience,
+    /// To the second stage.
+    steps: mpsc::UnboundedSender<(StageStep, Vec<u8>)>,
     /// Of the last stage.
     reports: StageReports,
     /// Of the stages between.
@@ -168,7 +171,9 @@ impl LaterStages {
         controls: impl Iterator<Item = StageControl>,
     ) -> Result<Self, Error> {
         let (tell, heard) = mpsc::unbounded_channel();
-        let (mut asks, mut tasks, mut last) = (Vec::new(), Vec::new(), None);
+        let (steps, to_send) = mpsc::unbounded_channel();
+        let mut tasks = vec![runtime.spawn(pass_steps(sender, to_send, tell.clone()))];
+        let (mut asks, mut last) = (Vec::new(), None);
         for (stage, StageControl { orders, reports }) in (1..).zip(controls) {
             let (ask, asked) = mpsc::channel(1);
             asks.push(ask);
@@ -189,7 +194,8 @@ impl LaterStages {
             runtime,
             layout,
             parts,
-            sender,
+            patience: Patience::default(),
+            steps,
             reports,
             heard,
             _tell: tell,
@@ -300,12 +306,8 @@ impl LaterStages {
             computed: since.elapsed(),
             alone: self.under_way.is_empty(),
         };
-        let sent = self.runtime.block_on(self.sender.send(&StageStep::V2(step), bytes));
-        if let Err(source) = sent {
-            // What the stage itself says tells more.
-            let runtime = self.runtime.clone();
-            return Err(runtime.block_on(self.blame(LostStage { stage: 1, source })).into());
-        }
+        // Whoever cannot pass it on any more tells why, as others do that have lost a stage.
+        let _ = self.steps.send((StageStep::V2(step), bytes));
         self.under_way.push_back(under_way);
         Ok(())
     }
@@ -325,7 +327,13 @@ impl LaterStages {
         if let Some(lost) = self.parts.take_lost() {
             return Err(runtime.block_on(self.blame(lost)).into());
         }
-        let Some((drawn, rows)) = runtime.block_on(self.hear(wait))? else { return Ok(None) };
+        let mut patience = std::mem::take(&mut self.patience);
+        let heard = match wait {
+            true => patience.block_on(&runtime, self.hear(true)),
+            false => runtime.block_on(self.hear(false)),
+        };
+        self.patience = patience;
+        let Some((drawn, rows)) = heard? else { return Ok(None) };
         let Some(under_way) = self.under_way.pop_front() else { return Ok(None) };
         let StageDrawnV2 { drawn, samples, spent, .. } = drawn;
         self.account(&under_way, &spent);
@@ -496,6 +504,22 @@ impl LaterStages {
 /// Why a report ends the replica.
 fn not_awaited(report: Result<StageReport, proto::Error>) -> proto::Error {
     report.map_or_else(|error| error, |_| proto::Error::Protocol("a report at the wrong time"))
+}
+
+/// Writes the stream to the second stage. The thread that computes does not: it would have the connection's lock when
+/// those that move its bytes wake.
+async fn pass_steps(
+    mut sender: ActivationSender,
+    mut steps: mpsc::UnboundedReceiver<(StageStep, Vec<u8>)>,
+    heard: mpsc::UnboundedSender<Heard>,
+) {
+    while let Some((step, activations)) = steps.recv().await {
+        if let Err(source) = sender.send(&step, activations).await {
+            // An engine that is gone need not hear it.
+            let _ = heard.send(Heard::Lost(LostStage { stage: 1, source }));
+            return;
+        }
+    }
 }
 
 async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) {
