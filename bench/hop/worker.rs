@@ -16,6 +16,7 @@ use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::service::{WorkerApi, deadline};
 use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
 use std::collections::{HashSet, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -63,9 +64,23 @@ struct Shared {
 /// What it would hold: the youngest units.
 #[derive(Default)]
 struct Held {
-    units: HashSet<BlockId>,
+    units: HashSet<BlockId, BuildHasherDefault<AsItIs>>,
     order: VecDeque<BlockId>,
     sequence: u64,
+}
+
+/// The first bytes of an id, which are well mixed.
+#[derive(Default)]
+struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = bytes.first_chunk().map_or(self.0, |first| u64::from_le_bytes(*first));
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {

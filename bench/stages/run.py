@@ -9,6 +9,9 @@
 All processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
 independent engines do together, each with half of the work, over what one does alone with that half: as much as these
 CPUs and their memory have to give. A third stage shares the first one's CPU.
+
+Where `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one engine with a
+thread, and the model split over two of its RPC servers with a thread and a CPU each.
 """
 import argparse
 import json
@@ -65,6 +68,46 @@ def both(engines, *work):
     return {key: sum(answer[key] or 0 for answer in answers) for key in ("prefill", "decode")}
 
 
+class Llama:
+    """llama.cpp: alone, and split over two servers that stay up."""
+
+    def __init__(self, args):
+        self.model, self.bin = args.model, args.llama
+        self.ports = [50052, 50053]
+        self.servers = []
+        for cpu, port in enumerate(self.ports):
+            argv = [self.bin / "ggml-rpc-server", "-H", "127.0.0.1", "-p", port, "-t", 1, "-d", "CPU"]
+            self.servers.append(pinned(cpu, argv, subprocess.Popen))
+        self.split = ["--rpc", ",".join(f"127.0.0.1:{port}" for port in self.ports), "-ngl", 99]
+
+    def run(self, split, streams, prompt, tokens):
+        """Tokens per second of prefill and of decode; what is loaded before does not count."""
+        room = streams * (prompt + tokens)
+        argv = [self.bin / "llama-batched-bench", "-m", self.model, "-t", 1, "-c", room, "-npp", prompt, "-ntg", tokens,
+                "-npl", streams, "--output-format", "jsonl", *(self.split if split else ["-ngl", 0])]
+        if split:
+            done = subprocess.run(list(map(str, argv)), **QUIET)
+        else:
+            done = pinned(0, argv, subprocess.run)
+        answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not answers:
+            sys.exit(f"llama-batched-bench: {done.stderr[-2000:]}")
+        return {"prefill": answers[-1]["speed_pp"], "decode": answers[-1]["speed_tg"]}
+
+    def stop(self):
+        for server in self.servers:
+            server.kill()
+            server.wait()
+
+
+QUIET = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def pinned(cpu, argv, start):
+    quiet = QUIET if start is subprocess.run else {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return start(["taskset", "-c", str(cpu), *map(str, argv)], **quiet)
+
+
 def bandwidth(args):
     argv = ["taskset", "-c", "0", args.kvasir, "bench", args.model, "-p", "0", "-n", "0", "-r", "1", "--json"]
     return json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)["bandwidth_gbs"]
@@ -75,6 +118,7 @@ def main():
     parser.add_argument("--model", default=str(ROOT / "target/models/qwen3-0.6b-q4_k_m.gguf"))
     parser.add_argument("--kvasir", default=str(ROOT / "target/release/kvasir"))
     parser.add_argument("--stages", default=str(ROOT / "target/release/stages"))
+    parser.add_argument("--llama", type=pathlib.Path, default=ROOT / "target/peers/llama.cpp/bin", help="its programs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default="stream,streams,prefill", help="some of them, by commas")
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
@@ -85,6 +129,7 @@ def main():
     other = Engine(args, 1) if rows != ["stream"] else None
     two = Engine(args, 0, [1])
     three = Engine(args, 0, [1, 0]) if "stream" in rows else None
+    llama = Llama(args) if (args.llama / "ggml-rpc-server").exists() else None
     rounds = []
     for number in range(args.rounds + 1):
         row = {"bandwidth": bandwidth(args)}
@@ -101,11 +146,21 @@ def main():
             row["pair_prefill"] = both([alone, other], 1, prompt, 1)["prefill"]
             row["two_prefill"] = two.run(1, prompt, 1)["prefill"]
             row["two_prefill_2"] = two.run(2, prompt, 1)["prefill"]
+        if llama:
+            if "stream" in rows:
+                row["llama_stream"] = llama.run(False, 1, 32, tokens)["decode"]
+                row["llama_two_stream"] = llama.run(True, 1, 32, tokens)["decode"]
+            if "streams" in rows:
+                row["llama_one_4"] = llama.run(False, 4, 32, tokens)["decode"]
+                row["llama_two_8"] = llama.run(True, 8, 32, tokens)["decode"]
+            if "prefill" in rows:
+                row["llama_prefill"] = llama.run(False, 1, prompt, 1)["prefill"]
+                row["llama_two_prefill"] = llama.run(True, 1, prompt, 1)["prefill"]
         print(json.dumps(row), flush=True)
         # The first round warms up, and lets the stages learn how long steps take.
         if number:
             rounds.append(row)
-    for engine in filter(None, (alone, other, two, three)):
+    for engine in filter(None, (alone, other, two, three, llama)):
         engine.stop()
 
     def ratio(of, over):
@@ -126,6 +181,14 @@ def main():
         print(f"| {name} | {median(one):.1f} | {ratio(pair, one):.2f} | {median(stages):.1f} | {ratio(stages, one):.2f} | {of_s:.2f} |")
     for stages in ("two", "three") if "stream" in rows else ():
         print(f"| one stream, {stages} stages | {median('local_stream'):.1f} | | {median(stages + '_stream'):.1f} | {ratio(stages + '_stream', 'local_stream'):.3f} | |")
+    names = {"stream": ("one stream", "llama_stream", "llama_two_stream", "two_stream"),
+             "streams": ("8 streams", "llama_one_4", "llama_two_8", "two_8"),
+             "prefill": ("prefill", "llama_prefill", "llama_two_prefill", "two_prefill")}
+    if llama:
+        print("| row | llama.cpp t/s | split over two t/s | over one | Kvasir's two stages over its two |")
+        print("|---|---|---|---|---|")
+    for name, one, split, stages in (names[key] for key in rows if llama):
+        print(f"| {name} | {median(one):.1f} | {median(split):.1f} | {ratio(split, one):.2f} | {ratio(stages, split):.2f} |")
 
 
 main()

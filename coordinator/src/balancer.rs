@@ -288,7 +288,9 @@ impl Balancer {
             self.queue.push(&tenant, waiter);
         }
         let mut actions = self.pump(now, random);
-        count_together(&mut actions, &prompts);
+        if tickets.len() > 1 {
+            count_together(&mut actions, &prompts);
+        }
         Ok((tickets, actions))
     }
 

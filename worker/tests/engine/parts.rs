@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
+use tracing::{Dispatch, Event, Metadata, Subscriber};
 
 /// Bytes between two steps that no sequence here gets by with.
 const FEW: u64 = 5_000;
@@ -250,7 +250,11 @@ fn a_sampled_request_tells_what_each_stage_has_spent_on_it() {
     let model = "tiny/llama/llama-f32";
     let mut replica = stages(model, 3, &options(model));
     let lines = Arc::new(Lines::default());
-    tracing::subscriber::with_default(Arc::clone(&lines), || {
+    let dispatch = Dispatch::new(Arc::clone(&lines));
+    // While there is but one, `tracing` takes it for everybody's: whether it listens is then asked of the thread that comes
+    // to a line first, which may be another test's, and remembered for all.
+    let _another = Dispatch::new(Lines::default());
+    tracing::dispatcher::with_default(&dispatch, || {
         generate(&mut replica.engine, "traced", crate::harness::prompt(3, 100));
         generate(&mut replica.engine, "not", crate::harness::prompt(4, 100));
     });
