@@ -276,19 +276,23 @@ impl Balancer {
         let tokens = asks.iter().map(|ask| u64::from(ask.prompt_tokens)).sum();
         self.check_room(asks.len(), tokens)?;
         let mut tickets = Vec::with_capacity(asks.len());
-        let mut prompts = HashMap::with_capacity(asks.len());
+        // Most requests are one generation, which is together with nobody.
+        let several = asks.len() > 1;
+        let mut prompts = HashMap::new();
         for ask in asks {
             let ticket = Ticket(self.next_ticket);
             self.next_ticket += 1;
             tickets.push(ticket);
-            prompts.insert(ticket, Arc::clone(&ask.chain));
+            if several {
+                prompts.insert(ticket, Arc::clone(&ask.chain));
+            }
             let tenant = Arc::clone(&ask.tenant);
             let rank = admission::rank(now, ask.priority);
             let waiter = Waiter { ticket, ask, rank, attempts: 0, avoid: Vec::new(), only_class: None };
             self.queue.push(&tenant, waiter);
         }
         let mut actions = self.pump(now, random);
-        if tickets.len() > 1 {
+        if several {
             count_together(&mut actions, &prompts);
         }
         Ok((tickets, actions))
