@@ -281,6 +281,7 @@ impl PrefixIndex {
         for event in events {
             self.take(slot, event);
         }
+        self.claims.heard(slot, &self.lanes, &mut self.tree);
         self.go_on();
     }
 

@@ -9,10 +9,17 @@ use super::tree::{Change, Tree};
 use crate::slot::Slot;
 use proto::block::BlockId;
 use std::cmp::Ordering;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Instant;
+
+/// Ended requests of a worker whose events are waited for, at most; of more, the oldest wait for their time to be up.
+const AWAITED: usize = 256;
+/// Of these, so many that are not fulfilled yet are passed over when the worker speaks.
+const PASSED_OVER: usize = 3;
+/// What the queue of them takes at most.
+const AWAITED_BYTES: usize = AWAITED * size_of::<ReservationId>();
 
 /// Names one reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,8 +37,16 @@ struct Reservation {
 pub(super) struct Claims {
     next: u64,
     live: HashMap<ReservationId, Reservation>,
-    by_slot: HashMap<Slot, BTreeSet<Expected>>,
+    by_slot: HashMap<Slot, OfSlot>,
     chain_bytes: usize,
+}
+
+/// The live reservations at one worker.
+#[derive(Debug, Default)]
+struct OfSlot {
+    expected: BTreeSet<Expected>,
+    /// Those whose requests have ended, in that order, which is mostly that of the events too; also some that are over.
+    settled: VecDeque<ReservationId>,
 }
 
 /// A live reservation in the order of chains. Chains that share a start are neighbours there: none shares a longer start
@@ -81,7 +96,8 @@ impl Claims {
         {
             tree.insert_chain(&chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
-            self.by_slot.entry(slot).or_default().insert(Expected { chain: Arc::clone(&chain), id });
+            let of_slot = self.by_slot.entry(slot).or_default();
+            of_slot.expected.insert(Expected { chain: Arc::clone(&chain), id });
             self.live.insert(id, Reservation { slot, chain, until: None });
         }
         id
@@ -92,7 +108,7 @@ impl Claims {
     pub(super) fn passed(&self, slot: Slot, unit: BlockId, units: usize, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
         let passes = |r: &&Expected| units > 0 && r.chain.get(units - 1) == Some(&unit);
-        if let Some(reservation) = self.by_slot.get(&slot).into_iter().flatten().find(passes) {
+        if let Some(reservation) = self.by_slot.get(&slot).and_then(|of_slot| of_slot.expected.iter().find(passes)) {
             tree.remove_path(&reservation.chain, 0, units, expected);
         }
     }
@@ -103,7 +119,7 @@ impl Claims {
         let gone = Expected { chain, id };
         // What others expect as well stays: the longest start that the chain shares with another.
         let mut shared = 0;
-        if let Some(others) = self.by_slot.get_mut(&slot) {
+        if let Some(OfSlot { expected: others, .. }) = self.by_slot.get_mut(&slot) {
             others.remove(&gone);
             let before = others.range(..&gone).next_back();
             let behind = others.range((Bound::Excluded(&gone), Bound::Unbounded)).next();
@@ -123,9 +139,32 @@ impl Claims {
     pub(super) fn settle(&mut self, id: ReservationId, until: Instant, lanes: &Lanes, tree: &mut Tree) {
         let Some(reservation) = self.live.get_mut(&id) else { return };
         reservation.until = Some(until);
-        let expected = lanes.of(reservation.slot).and_then(|pair| pair.expected);
+        let slot = reservation.slot;
+        let expected = lanes.of(slot).and_then(|pair| pair.expected);
         if expected.is_none_or(|lane| !tree.meets_path(&reservation.chain, lane)) {
             self.release(id, lanes, tree);
+        } else if let Some(OfSlot { settled, .. }) = self.by_slot.get_mut(&slot) {
+            if settled.len() == AWAITED {
+                settled.pop_front();
+            }
+            settled.push_back(id);
+        }
+    }
+
+    /// The worker has spoken: releases what has ended before and is fulfilled by now.
+    pub(super) fn heard(&mut self, slot: Slot, lanes: &Lanes, tree: &mut Tree) {
+        let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
+        let mut at = 0;
+        while at <= PASSED_OVER
+            && let Some(OfSlot { settled, .. }) = self.by_slot.get_mut(&slot)
+            && let Some(&id) = settled.get(at)
+        {
+            if self.live.get(&id).is_some_and(|claim| tree.meets_path(&claim.chain, expected)) {
+                at += 1;
+            } else {
+                settled.remove(at);
+                self.release(id, lanes, tree);
+            }
         }
     }
 
@@ -138,7 +177,7 @@ impl Claims {
     }
 
     pub(super) fn clear(&mut self, slot: Slot) {
-        for Expected { id, .. } in self.by_slot.remove(&slot).unwrap_or_default() {
+        for Expected { id, .. } in self.by_slot.remove(&slot).unwrap_or_default().expected {
             if let Some(reservation) = self.live.remove(&id) {
                 self.chain_bytes -= size_of_val(&reservation.chain[..]);
             }
@@ -152,18 +191,19 @@ impl Claims {
     /// The sets are counted as if all were one of least filled nodes, which is near their bound.
     pub(super) fn bytes(&self) -> usize {
         table_bytes(self.live.capacity(), size_of::<(ReservationId, Reservation)>())
-            + table_bytes(self.by_slot.capacity(), size_of::<(Slot, BTreeSet<Expected>)>())
+            + table_bytes(self.by_slot.capacity(), size_of::<(Slot, OfSlot)>())
             + set_bytes(self.live.len())
-            + self.by_slot.len() * set_bytes(1)
+            + self.by_slot.len() * (set_bytes(1) + AWAITED_BYTES)
             + self.chain_bytes
     }
 
     fn growth(&self, units: usize) -> usize {
         let twice = |capacity: usize, size: usize| table_bytes(capacity * 2 + 4, size);
         twice(self.live.capacity(), size_of::<(ReservationId, Reservation)>())
-            + twice(self.by_slot.capacity(), size_of::<(Slot, BTreeSet<Expected>)>())
+            + twice(self.by_slot.capacity(), size_of::<(Slot, OfSlot)>())
             + units * size_of::<BlockId>()
             + 2 * set_bytes(1)
+            + AWAITED_BYTES
     }
 }
 

@@ -229,6 +229,33 @@ fn a_settled_reservation_bridges_the_lag_of_events_and_then_expires() {
 }
 
 #[test]
+fn a_settled_reservation_is_over_when_its_events_have_come() {
+    let until = Instant::now() + Duration::from_secs(1);
+    let mut index = joined(1);
+    let s = slot(0);
+    let settled = |index: &mut PrefixIndex, last: u64| {
+        let id = index.reserve(s, chain([1, last]));
+        index.settle(id, until);
+    };
+    // More than are waited for one by one.
+    for last in 1_000..1_400 {
+        settled(&mut index, last);
+    }
+    assert_eq!(index.size().reservations, 400);
+    index.expire(until);
+    assert_eq!((index.size().reservations, index.size().blocks), (0, 0));
+    // The second and the third are told of before the first is, and something that nobody has asked for.
+    index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
+    (1_000..1_003).for_each(|last| settled(&mut index, last));
+    for (number, (last, left)) in (2..).zip([(1_001, 2), (1_002, 1), (1_003, 1), (1_000, 0)]) {
+        let told = KvEvent::Stored { parent: unit(1), units: vec![unit(last)], medium: Medium::Device };
+        index.apply(s, batch(1, number, vec![told])).unwrap();
+        assert_eq!(index.size().reservations, left, "{last}");
+    }
+    assert_eq!(index.lookup(&chain([1, 1_000])).units(s), 2);
+}
+
+#[test]
 fn a_unit_evicted_before_it_is_used_again_counts_again_for_the_new_request() {
     let mut index = joined(1);
     let s = slot(0);
