@@ -6,6 +6,9 @@
 //! does not know is [`CodecError::UnknownVariant`], never a panic and never a reason to drop the connection.
 
 pub(crate) mod bounded;
+mod events;
+
+pub(crate) use events::decode_kv_frame;
 
 use bincode::config::{Configuration, Limit, LittleEndian, Varint};
 use bincode::error::{DecodeError, EncodeError};

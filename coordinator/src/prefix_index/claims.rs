@@ -108,7 +108,9 @@ impl Claims {
     pub(super) fn passed(&self, slot: Slot, unit: BlockId, units: usize, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
         let passes = |r: &&Expected| units > 0 && r.chain.get(units - 1) == Some(&unit);
-        if let Some(reservation) = self.by_slot.get(&slot).and_then(|of_slot| of_slot.expected.iter().find(passes)) {
+        if let Some(reservation) =
+            self.by_slot.get(&slot).and_then(|of_slot| of_slot.expected.iter().find(passes))
+        {
             tree.remove_path(&reservation.chain, 0, units, expected);
         }
     }

@@ -2,7 +2,7 @@
 
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
-use crate::codec::Cap;
+use crate::codec::{self, Cap};
 use crate::event::{KvEvent, KvEventBatch, KvFrame, KvRun, KvSnapshot, KvSnapshotFrame};
 use crate::event::{MAX_EVENTS_PER_BATCH, MAX_RUNS_PER_FRAME};
 use quinn::{RecvStream, SendStream};
@@ -77,8 +77,11 @@ impl KvEventReceiver {
     /// After [`CodecError::UnknownVariant`](crate::codec::CodecError::UnknownVariant) the stream goes on
     /// behind the frame that was not understood. Dropping the future loses nothing.
     pub async fn next(&mut self) -> Option<Result<KvEventBatch, Error>> {
-        match self.frames.next().await {
-            Ok(Some(KvFrame::Events(batch))) => Some(Ok(batch)),
+        match self.frames.next_bytes().await {
+            Ok(Some(frame)) => {
+                let frame = codec::decode_kv_frame(&frame).map_err(Error::from);
+                Some(frame.map(|KvFrame::Events(batch)| batch))
+            }
             Ok(None) => None,
             Err(error) => Some(Err(error)),
         }
