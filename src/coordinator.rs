@@ -2,7 +2,7 @@
 
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
-use crate::{cluster_key, home, models};
+use crate::{allocator, cluster_key, home, models};
 use coordinator::agreement::PeerEntry;
 use coordinator::api::auth::KeyEntry;
 use coordinator::config::Config;
@@ -15,6 +15,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
+
+/// Prompts, texts and what is remembered come and go by megabytes; half a minute later it is quiet.
+const KEEP_FREE_MEMORY: Duration = Duration::from_secs(30);
 
 /// Runs one coordinator: the OpenAI API, the prefix index, routing.
 #[derive(clap::Args)]
@@ -244,6 +247,7 @@ impl Coordinator {
         let config = settings.service()?;
         let key =
             cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
+        allocator::keep_free_memory(KEEP_FREE_MEMORY);
         let runtime = runtime()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;

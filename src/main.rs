@@ -4,6 +4,7 @@
 
 mod access;
 mod admin;
+mod allocator;
 mod bench;
 mod ca;
 mod cluster_key;

@@ -4,10 +4,15 @@
 mod bodies;
 mod load;
 mod parts;
+mod relay;
 mod server;
 mod worker;
 
 use clap::Parser;
+
+/// That of `kvasir`: a dummy worker stands for one of its processes.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 #[command(name = "hop", about = "Dummy backends and a load generator")]
@@ -16,6 +21,8 @@ enum Command {
     Worker(worker::Args),
     /// An OpenAI server that answers without computing.
     Server(server::Args),
+    /// A relay from HTTP to such workers that does nothing else: what any costs.
+    Relay(relay::Args),
     /// Requests, and how long they took; one line of JSON.
     Load(load::Args),
     /// The coordinator's steps from a body to a placed request, one by one, in this process.
@@ -29,6 +36,7 @@ fn main() -> anyhow::Result<()> {
     match command {
         Command::Worker(args) => runtime.block_on(worker::run(args)),
         Command::Server(args) => runtime.block_on(server::run(args)),
+        Command::Relay(args) => runtime.block_on(relay::run(args)),
         Command::Load(args) => runtime.block_on(load::run(args)),
         Command::Parts(args) => parts::run(args),
     }

@@ -79,6 +79,13 @@ class Kvasir(Server):
     # Leases would run out while it is frozen; idle, its workers' reports cost next to nothing.
     name, variant, freezable = "kvasir", "coordinator", False
 
+    def front(self, args, at):
+        return [args.kvasir, "coordinator", "--identity", at / "c0", "--models", args.model, "--cluster-key", at / "key",
+                "--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--quic", "127.0.0.1:0"]
+
+    def worker(self, args):
+        return [args.hop, "worker", "--model-file", args.model_file]
+
     def __init__(self, logs, args):
         super().__init__(logs)
         self.dir = tempfile.TemporaryDirectory(prefix="kvasir-hop-")
@@ -88,15 +95,14 @@ class Kvasir(Server):
         names = [("coordinator", "c0")] + [("worker", f"w{number}") for number in range(BACKENDS)]
         for role, node in names:
             kvasir("ca", "issue", "--dir", at / "ca", "--role", role, "--node", node, "--out", at / node)
-        self.spawn([args.kvasir, "coordinator", "--identity", at / "c0", "--models", args.model, "--cluster-key", at / "key",
-                    "--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--quic", "127.0.0.1:0"], stdout=subprocess.PIPE)
+        self.spawn(self.front(args, at), stdout=subprocess.PIPE)
         told = json.loads(self.process.stdout.readline())
-        self.port, self.ops = (int(told[name].rsplit(":", 1)[1]) for name in ("http", "ops"))
+        self.port, self.ops = (int(told[name].rsplit(":", 1)[1]) if name in told else 0 for name in ("http", "ops"))
         self.pid = told["pid"]
         self.workers = []
         for _, node in names[1:]:
-            worker = DummyWorker(logs, [args.hop, "worker", "--identity", at / node, "--coordinator", told["quic"],
-                                        "--model-file", args.model_file], node)
+            argv = [*self.worker(args), "--identity", at / node, "--coordinator", told["quic"]]
+            worker = DummyWorker(logs, argv, f"{self.variant}-{node}")
             self.workers.append(worker)
         self.wait_ready("/health")
 
@@ -107,6 +113,21 @@ class Kvasir(Server):
         [worker.stop() for worker in getattr(self, "workers", [])]
         super().stop()
         self.dir.cleanup()
+
+
+class Relay(Kvasir):
+    """A relay to such workers that does nothing else, and they nothing but answer."""
+
+    name, variant = "bare relay", "relay"
+
+    def front(self, args, at):
+        return [args.hop, "relay", "--identity", at / "c0"]
+
+    def worker(self, args):
+        return [*super().worker(args), "--silent"]
+
+    def metrics(self):
+        return ""
 
 
 class DummyWorker(Server):
@@ -154,6 +175,7 @@ def start(args, logs):
     try:
         servers.append(Backend(logs, args))
         servers.append(Kvasir(logs, args))
+        servers += [Relay(logs, args)] if args.relay else []
         servers += [Peer(logs, args, name) for name in args.peers]
     except BaseException:
         [server.stop() for server in servers]
@@ -250,6 +272,7 @@ def main():
     parser.add_argument("--only", help="bodies, of short,prefix,rag,cold, or single rows as prefix:32")
     parser.add_argument("--whole", action="store_true", help="answers as one JSON object, not as events")
     parser.add_argument("--quick", action="store_true", help="one round of a second each")
+    parser.add_argument("--relay", action="store_true", help="also a relay from HTTP to QUIC that does nothing else")
     parser.add_argument("--million", action="store_true", help="only: memory over --requests short requests to Kvasir")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--at-most", type=float, default=600.0, help="seconds; fewer requests are sent if they take longer")

@@ -52,33 +52,14 @@ struct Answers {
 impl Answers {
     fn new(args: &Args) -> Self {
         let Args { model, tokens, .. } = args;
-        let text = " word".repeat(*tokens);
-        let usage = format!(
-            r#"{{"prompt_tokens":100,"completion_tokens":{tokens},"total_tokens":{}}}"#,
-            100 + tokens
-        );
-        let chunk = |delta: &str, finish: &str| {
-            format!(
-                "data: {{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"{model}\",\
-                 \"choices\":[{{\"index\":0,\"delta\":{delta},\"logprobs\":null,\"finish_reason\":{finish}}}]}}\n\n"
-            )
-        };
-        let streamed = [
-            chunk(r#"{"role":"assistant","content":""}"#, "null"),
-            chunk(&format!(r#"{{"content":"{text}"}}"#), "null"),
-            chunk("{}", r#""length""#),
-            format!(
-                "data: {{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"{model}\",\
-                 \"choices\":[],\"usage\":{usage}}}\n\ndata: [DONE]\n\n"
-            ),
-        ];
+        let (text, usage) = said(*tokens);
         let whole = format!(
             r#"{{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"{model}","choices":[{{"index":0,"message":{{"role":"assistant","content":"{text}"}},"logprobs":null,"finish_reason":"length"}}],"usage":{usage}}}"#
         );
         let models = format!(
             r#"{{"object":"list","data":[{{"id":"{model}","object":"model","created":1,"owned_by":"nobody"}}],"model_path":"{model}","status":"ready"}}"#
         );
-        Self { models: models.into(), whole: whole.into(), streamed: streamed.concat().into() }
+        Self { models: models.into(), whole: whole.into(), streamed: streamed_answer(model, *tokens) }
     }
 
     async fn to(&self, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -101,6 +82,34 @@ impl Answers {
         response.headers_mut().insert(CONTENT_TYPE, hyper::header::HeaderValue::from_static(kind));
         Ok(response)
     }
+}
+
+/// The text of an answer, and its usage.
+fn said(tokens: usize) -> (String, String) {
+    let all = 100 + tokens;
+    let usage = format!(r#"{{"prompt_tokens":100,"completion_tokens":{tokens},"total_tokens":{all}}}"#);
+    (" word".repeat(tokens), usage)
+}
+
+/// An answer as events, of so many tokens.
+pub(super) fn streamed_answer(model: &str, tokens: usize) -> Bytes {
+    let (text, usage) = said(tokens);
+    let chunk = |delta: &str, finish: &str| {
+        format!(
+            "data: {{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"{model}\",\
+             \"choices\":[{{\"index\":0,\"delta\":{delta},\"logprobs\":null,\"finish_reason\":{finish}}}]}}\n\n"
+        )
+    };
+    let streamed = [
+        chunk(r#"{"role":"assistant","content":""}"#, "null"),
+        chunk(&format!(r#"{{"content":"{text}"}}"#), "null"),
+        chunk("{}", r#""length""#),
+        format!(
+            "data: {{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"{model}\",\
+             \"choices\":[],\"usage\":{usage}}}\n\ndata: [DONE]\n\n"
+        ),
+    ];
+    streamed.concat().into()
 }
 
 /// Whether one of `needles` stands near the end or the beginning of `body`.

@@ -49,9 +49,13 @@ pub(crate) struct Args {
     /// Tokens of an answer.
     #[arg(long, default_value_t = 16)]
     tokens: u32,
+    /// Neither name units nor tell of any.
+    #[arg(long)]
+    silent: bool,
 }
 
 struct Shared {
+    silent: bool,
     epoch: Epoch,
     node: NodeId,
     tokens: u32,
@@ -116,6 +120,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let Registered::V1(terms) = registered.map_err(|refusal| anyhow!("{refusal:?}"))?;
     let (events, mut outbox) = mpsc::unbounded_channel();
     let shared = Arc::new(Shared {
+        silent: args.silent,
         epoch,
         node: identity.name().node.clone(),
         tokens: args.tokens,
@@ -240,7 +245,9 @@ async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: Gene
     // What has been sent is taken to the socket by another task: that one first.
     tokio::task::yield_now().await;
     shared.steps.fetch_add(1, Ordering::Relaxed);
-    shared.hold(request.root, &request.prompt);
+    if !shared.silent {
+        shared.hold(request.root, &request.prompt);
+    }
 }
 
 #[derive(Clone)]
