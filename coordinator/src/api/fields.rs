@@ -2,7 +2,7 @@
 //! not known is skipped without being built.
 
 use super::error::ApiError;
-use super::raw::{self, Torn};
+use super::raw::{self, Longest, Torn};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::borrow::Cow;
@@ -22,6 +22,7 @@ pub struct Fields<'a> {
     values: Vec<(&'static str, &'a str)>,
     /// The list, and the place in it.
     within: Option<(&'static str, usize)>,
+    longest: Longest<'a>,
 }
 
 impl<'a> Fields<'a> {
@@ -29,7 +30,7 @@ impl<'a> Fields<'a> {
     pub fn parse(body: &'a [u8], known: &'static [&'static str]) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body);
         let text = text.map_err(|error| ApiError::field("body", format!("not a JSON object: {error}")))?;
-        Self::of(text, known, None)
+        Self::of(text, known, None, Longest::default())
     }
 
     /// Reads the fields `known` of the objects in the list `name`, of which there may be `most`; none if there is no
@@ -41,14 +42,15 @@ impl<'a> Fields<'a> {
         known: &'static [&'static str],
     ) -> Result<Option<Vec<Self>>, ApiError> {
         let Some(raw) = self.raw(name) else { return Ok(None) };
-        let items = raw::items(raw, most, MAX_DEPTH).map_err(|torn| match torn {
+        let mut longest = self.longest;
+        let items = raw::items(raw, most, MAX_DEPTH, &mut longest).map_err(|torn| match torn {
             Torn::Long => self.wrong(name, format!("invalid length, expected a list of at most {most}")),
             Torn::Malformed | Torn::Deep => {
                 let read = serde_json::from_str::<Vec<IgnoredAny>>(raw);
                 self.wrong(name, read.err().map_or_else(|| "not a list".into(), |error| plain(&error)))
             }
         })?;
-        let object = |(at, item)| Self::of(item, known, Some((name, at)));
+        let object = |(at, item)| Self::of(item, known, Some((name, at)), longest);
         items.into_iter().enumerate().map(object).collect::<Result<_, _>>().map(Some)
     }
 
@@ -56,14 +58,15 @@ impl<'a> Fields<'a> {
         text: &'a str,
         known: &'static [&'static str],
         within: Option<(&'static str, usize)>,
+        longest: Longest<'a>,
     ) -> Result<Self, ApiError> {
-        let mut fields = Self { values: Vec::with_capacity(known.len().min(8)), within };
+        let mut fields = Self { values: Vec::with_capacity(known.len().min(8)), within, longest };
         let not_json = || {
             let read = serde_json::from_str::<HashMap<Cow<'_, str>, IgnoredAny>>(text);
             let reason = read.err().map_or_else(String::new, |error| format!(": {error}"));
             ApiError::field(place(within, "").unwrap_or("body".into()), format!("not a JSON object{reason}"))
         };
-        let members = raw::members(text, MAX_DEPTH).map_err(|torn| match torn {
+        let members = raw::members(text, MAX_DEPTH, &mut fields.longest).map_err(|torn| match torn {
             Torn::Deep => ApiError::field("body", format!("nested deeper than {MAX_DEPTH}")),
             Torn::Malformed | Torn::Long => not_json(),
         })?;
