@@ -351,7 +351,7 @@ impl Front {
                     tenant: Arc::clone(&caller.tenant),
                     model: plan.model.id.clone(),
                     root,
-                    prompt: prompt.clone(),
+                    prompt: Arc::clone(prompt),
                     chain: Arc::clone(&chain),
                     sampling,
                     stop,

@@ -87,11 +87,7 @@ impl Traffic {
             let planned = plan::generation(Kind::Chat, body.to_string().as_bytes(), TENANT, &sources);
             let planned = planned.map_err(|error| anyhow!("{error}"))?;
             let (tokens, _) = planned.prompts.into_iter().next().context("a prompt")?;
-            Ok(Prompt {
-                text: text(body).into(),
-                chain: key.chain(root, &tokens).into(),
-                tokens: (*tokens).into(),
-            })
+            Ok(Prompt { text: text(body).into(), chain: key.chain(root, &tokens).into(), tokens })
         };
         let file = std::fs::File::open(path).with_context(|| format!("{}", path.display()))?;
         let mut questions = Vec::new();
