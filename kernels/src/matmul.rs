@@ -38,6 +38,7 @@ mod kernel;
 mod layout;
 mod output;
 mod packed;
+mod rows;
 mod scalar;
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ use crate::snapshot::Origin;
 use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
 use crate::weights::{Packs, TensorSource, TensorView};
-use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType};
+use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
@@ -493,6 +493,11 @@ impl TensorSource for Arriving<'_> {
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
         self.arrivals.wait(name);
         TensorSource::tensor(self.file, name)
+    }
+
+    fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
+        self.arrivals.wait(name);
+        self.file.shared(name)
     }
 
     fn measure(&self, name: &str) -> Result<(u32, u64), Error> {

@@ -6,6 +6,7 @@ use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
 use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
+use super::rows::PlainRows;
 use super::scalar::{fold, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
@@ -17,7 +18,7 @@ use std::arch::x86_64::{
     _mm256_srl_epi16, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_xor_si256,
 };
 
-pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
+pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize, interleave };
 
 /// Rows in a vector.
 const HALF_PANEL: usize = PANEL_ROWS / 2;
@@ -241,4 +242,10 @@ fn plain_lanes(ty: GgmlType, bytes: &[u8]) -> Lanes<f32> {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
     quantize_row(src, out);
+}
+
+/// # Safety
+/// None beyond [`KernelSet`]'s.
+unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
+    super::rows::interleave(rows, panel);
 }
