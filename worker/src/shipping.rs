@@ -68,9 +68,6 @@ pub enum ShippingError {
         /// How many.
         missing: usize,
     },
-    /// Nobody can check and write what comes.
-    #[error("no thread for what is fetched: {0}")]
-    Threads(std::io::Error),
     /// The store's files fail again and again.
     #[error("the shard store damages what is written to it: {chunks} chunks, {attempts} times in a row")]
     Decays {

@@ -5,17 +5,12 @@ use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex}
 use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, Room, ShardStore, StoreError};
-use parking_lot::Mutex;
 use proto::Error;
 use proto::shard::{ChunksV1, ShardRequest};
 use std::sync::Arc;
 use std::time::Instant;
-use std::{io, thread};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-
-/// Threads that check and write chunks at most.
-const MOST_KEEPERS: usize = 8;
 
 /// What tasks tell the fetch.
 enum Event {
@@ -40,15 +35,14 @@ pub(crate) async fn fetch(
     metrics: &ShippingMetrics,
 ) -> Result<(), ShippingError> {
     let buffers = Buffers::default();
-    let keepers = Keepers::start(store).map_err(ShippingError::Threads)?;
     let mut schedule = Schedule::new(Limits::default(), chunks.iter().copied(), links.len());
     let (events, mut inbox) = mpsc::unbounded_channel();
     let mut tasks = JoinSet::new();
     let mut struck = 0;
     loop {
         while let Some(ask) = schedule.next(Instant::now()) {
-            let (buffers, keepers) = (buffers.clone(), keepers.clone());
-            let job = Job { links: Arc::clone(links), keepers, buffers, events: events.clone() };
+            let (store, buffers) = (store.clone(), buffers.clone());
+            let job = Job { links: Arc::clone(links), store, buffers, events: events.clone() };
             let metrics = metrics.clone();
             tasks.spawn(async move { job.run(ask, &metrics).await });
         }
@@ -117,7 +111,7 @@ async fn until(moment: Option<Instant>) {
 /// One request under way.
 struct Job {
     links: Arc<Links>,
-    keepers: Keepers,
+    store: ShardStore,
     buffers: Buffers,
     events: mpsc::UnboundedSender<Event>,
 }
@@ -146,75 +140,25 @@ impl Job {
                 true => {
                     metrics.fetched(found.len() as u64);
                     self.tell(Event::Received(ask.request, *index));
-                    let events = self.events.clone();
-                    self.keepers.keep(Received {
-                        source: ask.source,
-                        index: *index,
-                        id: *id,
-                        bytes: found,
-                        events,
-                    });
+                    self.keep(ask.source, *index, *id, found);
                 }
             }
         }
         Ok(())
     }
-}
 
-/// A chunk whose bytes have come.
-struct Received {
-    source: SourceIndex,
-    index: ChunkIndex,
-    id: ChunkId,
-    bytes: Buffer,
-    events: mpsc::UnboundedSender<Event>,
-}
-
-/// Threads that check chunks and write them beside the network, to which they give way: where both want the same CPUs,
-/// packets that wait slow the sender down, too, and chunks that wait do not. They end with the last of its clones.
-#[derive(Clone)]
-struct Keepers(std::sync::mpsc::Sender<Received>);
-
-impl Keepers {
-    fn start(store: &ShardStore) -> io::Result<Self> {
-        let (sender, received) = std::sync::mpsc::channel::<Received>();
-        let received = Arc::new(Mutex::new(received));
-        let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_KEEPERS);
-        for number in 0..threads {
-            let (store, received) = (store.clone(), Arc::clone(&received));
-            let keep = move || {
-                kernels::pool::give_way();
-                loop {
-                    let next = received.lock().recv();
-                    let Ok(chunk) = next else { break };
-                    chunk.keep(&store);
-                }
+    /// Checks a chunk and writes it, beside the network.
+    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Buffer) {
+        let (store, events) = (self.store.clone(), self.events.clone());
+        tokio::task::spawn_blocking(move || {
+            let event = match ChunkId::of(&bytes) == id {
+                false => Event::Damaged(source, index),
+                true => match store.put(id, &bytes) {
+                    Ok(()) => Event::Kept(source, index),
+                    Err(error) => Event::Failed(error),
+                },
             };
-            match thread::Builder::new().name("keeping".to_owned()).spawn(keep) {
-                // One is enough.
-                Err(error) if number == 0 => return Err(error),
-                _ => {}
-            }
-        }
-        Ok(Self(sender))
-    }
-
-    fn keep(&self, chunk: Received) {
-        // The threads wait for as long as this exists.
-        let _ = self.0.send(chunk);
-    }
-}
-
-impl Received {
-    fn keep(self, store: &ShardStore) {
-        let event = match ChunkId::of(&self.bytes) == self.id {
-            false => Event::Damaged(self.source, self.index),
-            true => match store.put(self.id, &self.bytes) {
-                Ok(()) => Event::Kept(self.source, self.index),
-                Err(error) => Event::Failed(error),
-            },
-        };
-        // Whoever does not listen any more does not need to know.
-        let _ = self.events.send(event);
+            let _ = events.send(event);
+        });
     }
 }
