@@ -6,8 +6,7 @@ use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
 use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
-use super::rows::PlainRows;
-use super::scalar::{fold, quantize_row};
+use super::scalar::{fold, interleave, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _mm_cvtsi32_si128, _mm_loadu_si128, _mm256_abs_epi8, _mm256_add_epi32,
@@ -242,10 +241,4 @@ fn plain_lanes(ty: GgmlType, bytes: &[u8]) -> Lanes<f32> {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn quantize(src: &[f32], out: &mut [QuantizedBlock]) {
     quantize_row(src, out);
-}
-
-/// # Safety
-/// None beyond [`KernelSet`]'s.
-unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
-    super::rows::interleave(rows, panel);
 }

@@ -170,6 +170,6 @@ fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
 
 /// # Safety
 /// None beyond [`KernelSet`]'s.
-unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
+pub(super) unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
     super::rows::interleave(rows, panel);
 }
