@@ -176,7 +176,7 @@ fn stage(
     shipping: ShippingConfig,
 ) -> (StageService, StageAddressV1) {
     let config = StageConfig {
-        model_path: held.path().to_owned(),
+        model_path: Some(held.path().to_owned()),
         shipping,
         listen: any_port(),
         engine: options(KvType::F32),
