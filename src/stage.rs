@@ -51,7 +51,7 @@ impl Stage {
         let (model, shipping) =
             shipped::resolve(&self.model, &self.from, self.shard_bytes, self.quic, || Ok(own))?;
         let config = StageConfig {
-            model_path: model.path,
+            model_path: Some(model.path),
             listen: self.quic,
             engine: EngineOptions { packed: shipping.store.clone(), ..self.engine.options()? },
             shipping,

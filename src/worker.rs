@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
-use worker::service::{PoolOffer, WorkerConfig, WorkerService};
+use worker::service::{OwnModel, PoolOffer, WorkerConfig, WorkerService};
+use worker::shipping::ShippingConfig;
 use worker::snapshot::store::StoreConfig;
 use worker::tiers::{DiskConfig, TiersConfig};
 
@@ -55,7 +56,8 @@ pub(crate) struct WorkerSettings {
     /// loopback only.
     #[arg(long, value_name = "ADDR", env = "KVASIR_WORKER_HTTP")]
     pub(crate) http: Option<SocketAddr>,
-    /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API.
+    /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API. With --pool it may be left out:
+    /// then this worker gets its part of whatever model is placed on it from those that have it.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
     /// Workers that have the model, for one that has no file of it: MODEL is then the name under which they serve it, or
@@ -186,21 +188,28 @@ impl WorkerSettings {
     /// Fills in what nobody set, from the machine and the model.
     fn plan(self) -> anyhow::Result<Plan> {
         self.check()?;
-        let name =
-            self.model.as_deref().ok_or_else(|| ConfigError::missing("model", "name a model to serve"))?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let from = self.from.as_deref().unwrap_or_default();
         let identity = || crate::node::identity(self.identity.as_deref());
-        let (model, shipping) =
-            shipped::resolve(name, from, self.shard_bytes, self.quic.unwrap_or(local(0)), identity)?;
-        let (settings, explained) = self.complete(&model.path)?;
+        let (model, shipping) = match self.model.as_deref() {
+            Some(name) => {
+                let listen = self.quic.unwrap_or(local(0));
+                let (model, shipping) = shipped::resolve(name, from, self.shard_bytes, listen, identity)?;
+                (Some(OwnModel { id: model.id, path: model.path }), shipping)
+            }
+            // What coordinators place on it.
+            None if self.pool == Some(true) => {
+                (None, ShippingConfig { store: Some(shipped::store(self.shard_bytes)?), from: from.to_vec() })
+            }
+            None => return Err(ConfigError::missing("model", "name a model to serve").into()),
+        };
+        let (settings, explained) = self.complete(model.as_ref().map(|model| model.path.as_path()))?;
         let packed = match settings.weight_cache {
             Some(true) => Some(shipped::store(settings.shard_bytes)?),
             Some(false) | None => None,
         };
         let config = WorkerConfig {
-            model_id: model.id,
-            model_path: model.path,
+            model,
             shipping,
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.unwrap_or(local(0)),
@@ -215,7 +224,7 @@ impl WorkerSettings {
         Ok(Plan { settings, explained, config, drain })
     }
 
-    fn complete(self, model: &Path) -> anyhow::Result<(Self, Vec<Explained>)> {
+    fn complete(self, model: Option<&Path>) -> anyhow::Result<(Self, Vec<Explained>)> {
         let mut explained = Vec::new();
         macro_rules! or {
             ($field:ident, $default:expr, $reason:expr) => {
@@ -232,8 +241,14 @@ impl WorkerSettings {
         let options = self.options()?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
-        let load::Plan { defaults, task, host, .. } =
-            load::plan(model, &EngineOptions { threads, ..options.clone() })?;
+        let with_threads = EngineOptions { threads, ..options.clone() };
+        let (host, defaults, task) = match model {
+            Some(model) => {
+                let load::Plan { defaults, task, host, .. } = load::plan(model, &with_threads)?;
+                (host, Some(defaults), task)
+            }
+            None => (load::host(&with_threads)?, None, ModelTask::Generate),
+        };
         // An encoder keeps keys and values for one step, whose size decides what they take.
         let encodes = task != ModelTask::Generate;
         let (kv_type, kv_reason) = match encodes {
@@ -242,16 +257,16 @@ impl WorkerSettings {
         };
         // Of a replica, the caches are as large as the stage with the least room allows.
         let elsewhere = encodes || self.pool == Some(true);
-        let kv_bytes = match (elsewhere, self.kv_bytes) {
-            (true, given) => given,
-            (false, _) => {
+        let kv_bytes = match &defaults {
+            Some(defaults) if !elsewhere => {
                 or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason)
             }
+            _ => self.kv_bytes,
         };
         let pooled = or!(pool, false, "a worker that serves alone needs no other");
         let (memory, bandwidth) = match pooled {
             Some(true) => {
-                let free = host.memory_available.saturating_sub(defaults.floor_bytes.value);
+                let free = host.memory_available.saturating_sub(worker::defaults::floor(host).value);
                 let share = ByteSize(free / host.workers.max(1) as u64);
                 let memory =
                     or!(memory, share, "what is free, but for a floor, over the workers of this machine");
@@ -272,7 +287,9 @@ impl WorkerSettings {
             from: self.from.clone(),
             weight_cache: or!(
                 weight_cache,
-                self.from.is_some() || self.workers_here.is_some_and(|workers| workers > 1),
+                self.from.is_some()
+                    || self.model.is_none()
+                    || self.workers_here.is_some_and(|workers| workers > 1),
                 "one copy where others would have one of their own"
             ),
             shard_bytes: or!(shard_bytes, shipped::STORE_BYTES, "little beside the disks of such machines"),
@@ -309,11 +326,16 @@ impl WorkerSettings {
                 Some(StateTypeArg::F32) | None => None,
             },
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
-            max_seqs: match pooled {
-                Some(true) => self.max_seqs,
-                _ => or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason),
+            max_seqs: match &defaults {
+                Some(defaults) if pooled != Some(true) => {
+                    or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason)
+                }
+                _ => self.max_seqs,
             },
-            chunk: or!(chunk, defaults.chunk.value as usize, &defaults.chunk.reason),
+            chunk: match &defaults {
+                Some(defaults) => or!(chunk, defaults.chunk.value as usize, &defaults.chunk.reason),
+                None => self.chunk,
+            },
             workers_here: or!(workers_here, 1, "alone on this machine"),
             stall_after: or!(stall_after, Period(Duration::from_secs(10)), "far longer than any step"),
             drain_timeout: or!(
@@ -405,7 +427,10 @@ impl Worker {
             let mut signals = StopSignals::listen()?;
             let front = match settings.http {
                 Some(http) => {
-                    let model = ModelEntry { id: config.model_id.clone(), path: config.model_path.clone() };
+                    let own = config.model.clone();
+                    let OwnModel { id, path } =
+                        own.ok_or_else(|| ConfigError::missing("model", "name a model to serve"))?;
+                    let model = ModelEntry { id, path };
                     Some(Front::start(http, model, drain).await?)
                 }
                 None => None,

@@ -125,7 +125,7 @@ impl Replicas {
 
     async fn tell(&self, table: &Table, pool: &[PoolWorker]) {
         let asked = pool.iter().map(async |worker| {
-            let order = order(table, &self.models, pool, &worker.node);
+            let order = self.order(table, pool, &worker.node);
             (worker.node.clone(), worker.place(order, ANSWER_LIMIT).await)
         });
         let answers = futures::future::join_all(asked).await;
@@ -183,30 +183,33 @@ impl Replicas {
             tracing::warn!(%error, "a plan is not agreed on");
         }
     }
-}
 
-/// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
-fn order(table: &Table, models: &Models, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
-    let leads = |plan: &ReplicaPlanV1| plan.stages.first().is_some_and(|first| first.node == *node);
-    let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
-        return PlaceOrderV1 { version: table.applied(), lead: None };
-    };
-    let stages: Option<Vec<PlacedStageV1>> = plan
-        .stages
-        .iter()
-        .map(|stage| {
-            let worker = pool.iter().find(|worker| worker.node == stage.node)?;
-            let at = StageAddressV1 { node: stage.node.clone(), quic: worker.quic.clone() };
-            Some(PlacedStageV1 { at, layers: stage.layers })
-        })
-        .collect();
-    match stages {
-        Some(stages) => {
-            let (model, model_digest) = (plan.model.clone(), plan.model_digest);
-            let cache_bytes = room::cache_bytes(plan, models, pool);
-            let lead = LeadV1 { life, model, model_digest, cache_bytes, stages };
-            PlaceOrderV1 { version: table.applied(), lead: Some(lead) }
+    /// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
+    fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
+        let is_stage = |plan: &&ReplicaPlanV1| plan.stages.iter().any(|stage| stage.node == *node);
+        let digest = table.replicas().values().find(is_stage).map(|plan| plan.model_digest);
+        let holders = digest.map(|digest| self.dispatch.holders(&digest, node)).unwrap_or_default();
+        let leads = |plan: &ReplicaPlanV1| plan.stages.first().is_some_and(|first| first.node == *node);
+        let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
+            return PlaceOrderV1 { version: table.applied(), lead: None, holders };
+        };
+        let stages: Option<Vec<PlacedStageV1>> = plan
+            .stages
+            .iter()
+            .map(|stage| {
+                let worker = pool.iter().find(|worker| worker.node == stage.node)?;
+                let at = StageAddressV1 { node: stage.node.clone(), quic: worker.quic.clone() };
+                Some(PlacedStageV1 { at, layers: stage.layers })
+            })
+            .collect();
+        match stages {
+            Some(stages) => {
+                let (model, model_digest) = (plan.model.clone(), plan.model_digest);
+                let cache_bytes = room::cache_bytes(plan, &self.models, pool);
+                let lead = LeadV1 { life, model, model_digest, cache_bytes, stages };
+                PlaceOrderV1 { version: table.applied(), lead: Some(lead), holders }
+            }
+            None => PlaceOrderV1 { version: 0, lead: None, holders },
         }
-        None => PlaceOrderV1 { version: 0, lead: None },
     }
 }

@@ -13,6 +13,7 @@ use kvasir_kernels::matmul::{
 };
 use kvasir_kernels::quant::GgmlType;
 use std::hint::black_box;
+use std::sync::Arc;
 
 /// Bytes of weights far larger than any cache.
 const STREAMED: usize = 256 << 20;
@@ -142,15 +143,21 @@ impl Bench {
             let start = thread_seconds();
             let tensor = PackedMatrix::pack(ty, rows, cols, count, &bytes).expect("a served format");
             let packing = bytes.len() as f64 / (thread_seconds() - start) / 1e9;
-            drop(bytes);
-            print!("{:<7} {rows:>5} x {cols:<5} pack {packing:5.2}  streamed GB/s (GMAC/s):", ty.name());
-            for tokens in [1, 2, 4, 8, 16] {
-                let seconds = self.seconds(&tensor, tokens, 9);
-                let gb = tensor.resident_bytes() as f64 / seconds / 1e9;
-                let macs = (count * rows * cols * tokens) as f64 / seconds / 1e9;
-                print!("  M={tokens} {gb:4.1} ({macs:5.1})");
+            let mut tensors = vec![(format!("pack {packing:5.2}"), tensor)];
+            if PackedMatrix::can_be_in_place(ty) {
+                let in_place = PackedMatrix::in_place(ty, rows, cols, count, Arc::new(bytes));
+                tensors.push(("in place  ".to_owned(), in_place.expect("a plain format")));
             }
-            println!("  (read {:.1})", read_bandwidth(probe));
+            for (how, tensor) in tensors {
+                print!("{:<7} {rows:>5} x {cols:<5} {how}  streamed GB/s (GMAC/s):", ty.name());
+                for tokens in [1, 2, 4, 8, 16, 64] {
+                    let seconds = self.seconds(&tensor, tokens, 9);
+                    let gb = tensor.resident_bytes() as f64 / seconds / 1e9;
+                    let macs = (count * rows * cols * tokens) as f64 / seconds / 1e9;
+                    print!("  M={tokens} {gb:4.1} ({macs:5.1})");
+                }
+                println!("  (read {:.1})", read_bandwidth(probe));
+            }
         }
     }
 

@@ -101,6 +101,12 @@ impl<T: Plain> Deref for AlignedBuf<T> {
     }
 }
 
+impl<T: Plain> AsRef<[T]> for AlignedBuf<T> {
+    fn as_ref(&self) -> &[T] {
+        self
+    }
+}
+
 impl<T: Plain> DerefMut for AlignedBuf<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as for `deref`, and `self` is borrowed exclusively.

@@ -12,7 +12,7 @@ mod op;
 mod shape;
 
 use crate::Error;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 pub use crate::attention::{KvType, Placement as BlockTable};
 pub use crate::matmul::{ActivationMode, SharedBytes};
@@ -111,6 +111,12 @@ pub struct KvCopy {
 /// Keeps a piece of a repacked matrix, which belongs so many bytes from its start.
 pub type KeepPiece<'a> = dyn Fn(usize, &[u8]) + Sync + 'a;
 
+/// Takes a piece of a repacked matrix, which belongs so many bytes from its start; a break ends the repacking.
+pub type TakePiece<'a> = dyn FnMut(usize, &[u8]) -> ControlFlow<()> + 'a;
+
+/// Repacks a matrix as [`Backend::pack_matrix`] does, in the calling thread alone and without the backend.
+pub type Packer = fn(MatrixSource<'_>, &mut TakePiece<'_>) -> Result<(), Error>;
+
 /// A device that serves the op vocabulary.
 pub trait Backend: Send {
     /// Who it is.
@@ -151,6 +157,26 @@ pub trait Backend: Send {
         _source: MatrixSource<'_>,
         _packed: SharedBytes,
     ) -> Result<MatrixId, Error> {
+        Err(Error::Unsupported { what: "packed matrices" })
+    }
+
+    /// A matrix that is multiplied with as it stands in `bytes`, as in a file: slower than a repacked one, and the same
+    /// bits come out. Of `source` the bytes do not matter. `None` where the device cannot do that.
+    fn create_matrix_in_place(
+        &mut self,
+        _source: MatrixSource<'_>,
+        _bytes: &SharedBytes,
+    ) -> Result<Option<MatrixId>, Error> {
+        Ok(None)
+    }
+
+    /// What repacks matrices for [`Self::replace_by_packed`] while the backend computes, where that is possible.
+    fn packer(&self) -> Option<Packer> {
+        None
+    }
+
+    /// From now on a matrix is read as [`Self::packer`] has made it, in `packed`.
+    fn replace_by_packed(&mut self, _matrix: MatrixId, _packed: SharedBytes) -> Result<(), Error> {
         Err(Error::Unsupported { what: "packed matrices" })
     }
 

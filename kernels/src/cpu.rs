@@ -9,8 +9,8 @@ use crate::attention::AttentionScratch;
 use crate::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
     GatedNormOp, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId,
-    MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput,
-    VectorId,
+    MatrixSource, MemoryUse, MoeOp, Norm, Packer, QkvOp, RopeId, RopeSource, StateLayerId, StateShape,
+    StepInput, TakePiece, VectorId,
 };
 use crate::matmul::{
     MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, SharedBytes,
@@ -21,7 +21,7 @@ use crate::quant::GgmlType;
 use crate::recurrent::StateLayout;
 use attend::KvLayer;
 use rows::Buffer;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use step::Step;
 
 mod arena;
@@ -126,6 +126,19 @@ fn pieces(source: MatrixSource<'_>) -> Result<PackedPieces, Error> {
     PackedPieces::new(ty, source.rows, source.cols, source.experts, PIECE_BYTES)
 }
 
+/// See [`Backend::packer`].
+fn pack_alone(source: MatrixSource<'_>, take: &mut TakePiece<'_>) -> Result<(), Error> {
+    let pieces = pieces(source)?;
+    let mut piece = Vec::new();
+    for index in 0..pieces.count() {
+        let place = pieces.pack(index, source.bytes, &mut piece)?;
+        if take(place, &piece).is_break() {
+            break;
+        }
+    }
+    Ok(())
+}
+
 impl Backend for CpuBackend {
     fn info(&self) -> &BackendInfo {
         &self.info
@@ -205,6 +218,33 @@ impl Backend for CpuBackend {
         let ty = GgmlType::from_id(ggml_type)?;
         self.matrices.push(PackedMatrix::from_packed(ty, rows, cols, experts, packed)?);
         Ok(MatrixId(self.matrices.len() as u32 - 1))
+    }
+
+    fn create_matrix_in_place(
+        &mut self,
+        source: MatrixSource<'_>,
+        bytes: &SharedBytes,
+    ) -> Result<Option<MatrixId>, Error> {
+        let MatrixSource { ggml_type, rows, cols, experts, .. } = source;
+        let ty = GgmlType::from_id(ggml_type)?;
+        if !PackedMatrix::can_be_in_place(ty) {
+            return Ok(None);
+        }
+        self.matrices.push(PackedMatrix::in_place(ty, rows, cols, experts, Arc::clone(bytes))?);
+        Ok(Some(MatrixId(self.matrices.len() as u32 - 1)))
+    }
+
+    fn packer(&self) -> Option<Packer> {
+        Some(pack_alone)
+    }
+
+    fn replace_by_packed(&mut self, matrix: MatrixId, packed: SharedBytes) -> Result<(), Error> {
+        let len = self.matrices.len();
+        let place = self.matrices.get_mut(matrix.0 as usize);
+        let place = place.ok_or(Error::OutOfRange { what: "matrix", index: matrix.0 as usize, len })?;
+        let (ty, rows, cols) = (place.ty(), place.rows(), place.cols());
+        *place = PackedMatrix::from_packed(ty, rows, cols, place.experts(), packed)?;
+        Ok(())
     }
 
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error> {

@@ -40,6 +40,7 @@ mod layout;
 mod neon;
 mod output;
 mod packed;
+mod rows;
 mod scalar;
 #[cfg(test)]
 mod tests;

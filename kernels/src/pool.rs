@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 
+pub use affinity::give_way;
+
 /// What a [`Pool`] is made of.
 #[derive(Debug, Clone)]
 pub struct PoolConfig {

@@ -9,10 +9,11 @@
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use crate::mmap::MappedFile;
 use crate::shard::mapped::MappedTensor;
+use crate::shard::sound::Sound;
 use crate::shard::store::{MANIFEST_EXTENSION, digest_of, io_error, read_manifest};
 use crate::shard::{ChunkId, Manifest};
 use crate::{Error, GgmlType, Metadata, checkpoint, gguf};
@@ -48,8 +49,12 @@ struct StoredData {
     chunks: PathBuf,
     manifest: Manifest,
     /// In the order of the manifest; mapped when they are first asked for.
-    tensors: Vec<OnceLock<MappedTensor>>,
+    tensors: Vec<OnceLock<Arc<MappedTensor>>>,
+    sound: Sound,
 }
+
+/// Bytes of a tensor that stay as they are while somebody has them.
+pub type StoredBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// What a format's reader finds.
 pub(crate) struct Contents {
@@ -119,7 +124,8 @@ impl ModelFile {
         let header = manifest.header().clone();
         let chunks = OnceLock::from(manifest.all_chunks().to_vec());
         let tensors = header.tensors().map(|_| OnceLock::new()).collect();
-        let data = StoredData { path: path.to_owned(), chunks: root.join("chunks"), manifest, tensors };
+        let (path, chunks_dir, sound) = (path.to_owned(), root.join("chunks"), Sound::of_store(root));
+        let data = StoredData { path, chunks: chunks_dir, manifest, tensors, sound };
         Ok(Self { data: Data::Store(Box::new(data)), header, chunks })
     }
 
@@ -157,7 +163,7 @@ impl ModelFile {
     pub fn tensor_data(&self, name: &str) -> Result<&[u8], Error> {
         let files = match &self.data {
             Data::Files(files) => files,
-            Data::Store(stored) => return stored.tensor(name),
+            Data::Store(stored) => return Ok(stored.tensor(name)?.as_ref().as_ref()),
         };
         let (info, file) = self.find(files, name)?;
         file.check_size()?;
@@ -165,6 +171,15 @@ impl ModelFile {
         range
             .and_then(|(start, len)| file.bytes().get(start..start.checked_add(len)?))
             .ok_or_else(|| missing(name))
+    }
+
+    /// The bytes of a tensor of the shard store, for as long as somebody has them: its chunks are never written again.
+    /// `None` for one of a file, which may be. Fails as [`tensor_data`](Self::tensor_data) does.
+    pub fn stored_tensor(&self, name: &str) -> Result<Option<StoredBytes>, Error> {
+        match &self.data {
+            Data::Files(_) => Ok(None),
+            Data::Store(stored) => Ok(Some(Arc::<MappedTensor>::clone(stored.tensor(name)?))),
+        }
     }
 
     /// Copies bytes of a tensor from `offset` on into `buffer`, without the mapping: a file that is cut short
@@ -185,8 +200,8 @@ impl ModelFile {
             }
             Data::Store(stored) => {
                 let start = usize::try_from(offset).map_err(|_| beyond())?;
-                let part = stored.tensor(name)?.get(start..start + buffer.len()).ok_or_else(beyond)?;
-                buffer.copy_from_slice(part);
+                let bytes: &[u8] = stored.tensor(name)?.as_ref().as_ref();
+                buffer.copy_from_slice(bytes.get(start..start + buffer.len()).ok_or_else(beyond)?);
                 Ok(())
             }
         }
@@ -244,17 +259,17 @@ impl ModelFile {
 }
 
 impl StoredData {
-    fn tensor(&self, name: &str) -> Result<&[u8], Error> {
+    fn tensor(&self, name: &str) -> Result<&Arc<MappedTensor>, Error> {
         let header = self.manifest.header();
         let place = header.index(name).and_then(|index| self.tensors.get(index));
         let (place, info) = place.zip(header.tensor(name)).ok_or_else(|| missing(name))?;
         if let Some(mapped) = place.get() {
-            return Ok(mapped.bytes());
+            return Ok(mapped);
         }
         let too_large = |_| io_error("map", &self.path)(ErrorKind::OutOfMemory.into());
         let bytes = usize::try_from(info.bytes).map_err(too_large)?;
-        let mapped = MappedTensor::open(&self.chunks, bytes, self.manifest.chunks(name)?)?;
-        Ok(place.get_or_init(|| mapped).bytes())
+        let mapped = MappedTensor::open(&self.chunks, bytes, self.manifest.chunks(name)?, &self.sound)?;
+        Ok(place.get_or_init(|| Arc::new(mapped)))
     }
 }
 

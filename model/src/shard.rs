@@ -10,6 +10,7 @@ use std::fmt;
 mod manifest;
 pub(crate) mod mapped;
 mod packed;
+pub(crate) mod sound;
 pub(crate) mod store;
 
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 
 /// Stages of one replica at most.
 pub const MAX_STAGES: usize = 64;
+/// Workers that one order names as having a model at most.
+pub const MAX_HOLDERS: usize = 16;
 
 /// What a worker of the pool has to give to replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,7 +25,7 @@ pub struct CapacityV1 {
     pub bandwidth: u64,
     /// Multiply-adds per second that its prefill steps do.
     pub compute: u64,
-    /// The model files that it can read; at most [`MAX_MODELS`].
+    /// The model files that it can read; at most [`MAX_MODELS`]. Who has none gets what it is to hold from others.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
@@ -71,6 +73,13 @@ pub struct PlaceOrderV1 {
     pub version: u64,
     /// The replica that the worker is the first stage of; none to be free, or another stage.
     pub lead: Option<LeadV1>,
+    /// Where others are reached, `ip:port`, that have the model of the replica that it is a stage of, the first or
+    /// another; at most [`MAX_HOLDERS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_HOLDERS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_HOLDERS>"
+    )]
+    pub holders: Vec<String>,
 }
 
 /// A replica to be led.

@@ -66,6 +66,8 @@ pub enum StageOrder {
 pub struct StageJoinV1 {
     /// The replica.
     pub replica: ReplicaId,
+    /// Digest of the model, for a stage that has no file of it.
+    pub model_digest: [u8; 32],
     /// First layer, and the one behind the last.
     pub layers: (u32, u32),
     /// All that decides a result's bits, in words: model, instruction set, weight path, types of KV and states. A stage

@@ -41,7 +41,17 @@ pub struct Builder {
     environment: Vec<(String, String)>,
     binary: Option<PathBuf>,
     spares: usize,
+    fileless: Option<Fileless>,
     takes_turn: bool,
+}
+
+/// How all workers but the first come by the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fileless {
+    /// They are told nothing.
+    Placed,
+    /// From the first, by name.
+    From,
 }
 
 /// A running cluster.
@@ -69,6 +79,12 @@ impl Builder {
     /// A flag for every worker, with its value.
     pub fn worker_flag(mut self, flag: &str, value: &str) -> Self {
         self.worker_flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// Only the first worker has the model's file.
+    pub fn fileless(mut self, how: Fileless) -> Self {
+        self.fileless = Some(how);
         self
     }
 
@@ -132,6 +148,7 @@ impl Fleet {
             environment: Vec::new(),
             binary: None,
             spares: 0,
+            fileless: None,
             takes_turn: true,
         }
     }
@@ -332,9 +349,18 @@ impl Fleet {
                 let own = own.into_iter().chain([("--peers", peers), ("--data-dir", data)]).collect();
                 ("coordinator", own, &self.shape.coordinator_flags)
             }
-            Node::Worker(_) => {
-                let own =
-                    vec![("--model", model), ("--coordinators", coordinators), ("--threads", "1".into())];
+            Node::Worker(index) => {
+                let mut own = vec![("--coordinators", coordinators), ("--threads", "1".into())];
+                match self.shape.fileless.filter(|_| index > 0) {
+                    None => own.push(("--model", model)),
+                    Some(Fileless::Placed) => {}
+                    Some(Fileless::From) => {
+                        let name = Path::new(&model).file_stem().context("a file")?.to_string_lossy();
+                        let first = self.net.address(self.host(Node::Worker(0)));
+                        own.push(("--from", SocketAddr::from((first, QUIC)).to_string()));
+                        own.push(("--model", name.into_owned()));
+                    }
+                }
                 ("worker", own, &self.shape.worker_flags)
             }
         };

@@ -238,6 +238,11 @@ impl Decoder {
     }
 
     fn begin(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
+        if let Some(repacking) = &self.weights.repacking
+            && repacking.adopt(self.backend.as_mut())?
+        {
+            self.weights.repacking = None;
+        }
         if !copies.is_empty() {
             self.backend.copy_kv(copies)?;
         }

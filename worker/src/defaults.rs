@@ -131,7 +131,8 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     }
 }
 
-fn floor(host: Host) -> Explained<u64> {
+/// What is left to the rest of the machine.
+pub fn floor(host: Host) -> Explained<u64> {
     let total = host.memory_total;
     if host.unified_gpu {
         let value = (12 * GIB).max(total / 10).min(total / 2);

@@ -13,7 +13,7 @@ use crate::snapshot::Origin;
 use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
 use crate::weights::{Packs, TensorSource, TensorView};
-use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType};
+use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
@@ -269,7 +269,7 @@ fn prepare_on(
         None => (0..spec.layers.len(), None),
         Some(replica) => {
             let class = stages::class(backend.info(), &model_digest, options);
-            let (first, joining) = replica.join(&spec, class, rows, options.block_tokens)?;
+            let (first, joining) = replica.join(&spec, (model_digest, class), rows, options.block_tokens)?;
             (first, Some(joining))
         }
     };
@@ -495,6 +495,11 @@ impl TensorSource for Arriving<'_> {
         TensorSource::tensor(self.file, name)
     }
 
+    fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
+        self.arrivals.wait(name);
+        self.file.shared(name)
+    }
+
     fn measure(&self, name: &str) -> Result<(u32, u64), Error> {
         self.file.measure(name)
     }
@@ -520,18 +525,23 @@ fn threads(options: &EngineOptions) -> NonZeroUsize {
     options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
 }
 
-fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
+/// What this machine offers to a worker.
+pub fn host(options: &EngineOptions) -> Result<Host, Error> {
     let available = ProcMemInfo.available_bytes().map_err(|source| Error::Io {
         what: "cannot read the free memory of this host".to_owned(),
         source,
     })?;
-    let host = Host {
+    Ok(Host {
         memory_total: crate::memory::total_bytes().max(available),
         memory_available: available,
         threads: threads(options).get() as u32,
         workers: options.workers.max(1) as u32,
         unified_gpu: false,
-    };
+    })
+}
+
+fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
+    let host = host(options)?;
     let element = match options.kv_type {
         KvType::F32 => 4.0,
         KvType::F16 => 2.0,

@@ -47,10 +47,8 @@ use runner::Runner;
 /// What a worker node is told.
 #[derive(Debug, Clone)]
 pub struct WorkerConfig {
-    /// Name of the model in the API.
-    pub model_id: ModelId,
-    /// The model's file, or its manifest in the shard store.
-    pub model_path: PathBuf,
+    /// What it serves; none only of a worker of the pool, which gets what is placed on it from others.
+    pub model: Option<OwnModel>,
     /// Where chunks of it come from that are not in the store.
     pub shipping: ShippingConfig,
     /// Coordinators, `host:port`; resolved anew for every attempt.
@@ -70,6 +68,15 @@ pub struct WorkerConfig {
     /// It is for replicas of several stages that coordinators plan, and gives so much to them; none serves the model
     /// alone.
     pub pool: Option<PoolOffer>,
+}
+
+/// A model that a worker has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnModel {
+    /// Its name in the API.
+    pub id: ModelId,
+    /// Its file, or its manifest in the shard store.
+    pub path: PathBuf,
 }
 
 /// What a worker of the pool has to give.
@@ -186,7 +193,6 @@ struct Ground {
     coordinators: Vec<String>,
     started: Instant,
     ops: SocketAddr,
-    model_id: ModelId,
     part: WorkPart,
     pool: Option<Arc<Pool>>,
     draining: Arc<AtomicBool>,
@@ -203,7 +209,6 @@ struct Ground {
 struct Life {
     node: Arc<Node>,
     dialers: JoinSet<()>,
-    model_id: ModelId,
 }
 
 impl Ground {
@@ -245,15 +250,15 @@ impl Ground {
                 }
             });
         }
-        Life { node, dialers, model_id: self.model_id.clone() }
+        Life { node, dialers }
     }
 }
 
 impl Life {
-    /// What it is to serve is loaded.
-    fn loaded(&self, loaded: Loaded) {
-        let (model, pull_cost) =
-            (loaded.served(self.model_id.clone()), loaded.pull_cost(self.model_id.clone()));
+    /// What it is to serve under this name is loaded; without a name it serves nothing.
+    fn loaded(&self, loaded: Loaded, name: Option<&ModelId>) {
+        let model = name.and_then(|name| loaded.served(name.clone()));
+        let pull_cost = name.and_then(|name| loaded.pull_cost(name.clone()));
         *self.node.prepared.lock() = Some(loaded);
         self.node.offer.send_replace(Some(Arc::new(Offer { model, pull_cost })));
     }
@@ -285,9 +290,10 @@ impl WorkerService {
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
+        let own = config.model;
         let holdings = Arc::new(Holdings::new(
-            Some(config.model_id.clone()),
-            config.model_path.clone(),
+            own.as_ref().map(|own| own.id.clone()),
+            own.as_ref().map(|own| own.path.clone()),
             config.engine.digests.clone(),
             &config.shipping,
             shipping.clone(),
@@ -300,13 +306,16 @@ impl WorkerService {
         let pool = match config.pool {
             None => None,
             Some(PoolOffer { memory, bandwidth, compute }) => {
-                let (path, options) = (config.model_path.clone(), config.engine.clone());
-                let digest = tokio::task::spawn_blocking(move || crate::load::model_digest(&path, &options));
-                let digest = digest.await.map_err(|_| Error::EngineStopped)??;
-                let files = vec![ModelFileV1 { model: config.model_id.clone(), digest }];
+                let mut files = Vec::new();
+                if let Some(OwnModel { id, path }) = own.clone() {
+                    let options = config.engine.clone();
+                    let digest = move || crate::load::model_digest(&path, &options);
+                    let digest = tokio::task::spawn_blocking(digest).await;
+                    files.push(ModelFileV1 { model: id, digest: digest.map_err(|_| Error::EngineStopped)?? });
+                }
                 let capacity = CapacityV1 { memory, bandwidth, compute, files };
                 let stage = StageConfig {
-                    model_path: config.model_path.clone(),
+                    model_path: own.as_ref().map(|own| own.path.clone()),
                     shipping: config.shipping.clone(),
                     listen: config.listen,
                     engine: config.engine.clone(),
@@ -320,7 +329,6 @@ impl WorkerService {
             coordinators: config.coordinators,
             started: Instant::now(),
             ops,
-            model_id: config.model_id,
             part: config.part,
             pool: pool.clone(),
             draining: Arc::default(),
@@ -343,17 +351,21 @@ impl WorkerService {
             endpoint,
             _shipper: Arc::clone(&shipper),
         };
-        let loaded = match pool {
-            Some(_) => Ok(Loaded::Nothing),
-            None => {
-                let (path, options) = (config.model_path.clone(), config.engine);
+        let loaded = match (&pool, own) {
+            (Some(_), _) => Ok((Loaded::Nothing, None)),
+            (None, Some(OwnModel { id, path })) => {
+                let (from, options) = (path.clone(), config.engine);
                 let load =
-                    move |arrivals| Loaded::load(&path, &EngineOptions { arrivals, ..options.clone() });
-                shipper.load(&config.model_path, None, load).await
+                    move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
+                shipper.load(&path, None, load).await.map(|loaded| (loaded, Some(id)))
+            }
+            (None, None) => {
+                let reason = "a worker that is not of the pool serves one".to_owned();
+                Err(Error::Config { option: "model", reason })
             }
         };
         match loaded {
-            Ok(loaded) => life.loaded(loaded),
+            Ok((loaded, name)) => life.loaded(loaded, name.as_ref()),
             Err(error) => {
                 service.stop().await;
                 return Err(error);

@@ -15,9 +15,10 @@ use proto::transport::{Backoff, Endpoint, EndpointConfig, Identity};
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::watch;
 
 mod arrivals;
 mod buffers;
@@ -68,6 +69,9 @@ pub enum ShippingError {
         /// How many.
         missing: usize,
     },
+    /// All workers that were asked for the rest are gone.
+    #[error("the workers that sent the model are gone, and others have it: it goes on with these")]
+    Outdated,
     /// The store's files fail again and again.
     #[error("the shard store damages what is written to it: {chunks} chunks, {attempts} times in a row")]
     Decays {
@@ -108,9 +112,19 @@ pub async fn find(
     // The node's own address is not open yet.
     let any_port = SocketAddr::new(listen.ip(), 0);
     let endpoint = Endpoint::bind(any_port, identity, EndpointConfig::new(Epoch(0), [Role::Worker]))?;
-    let links = Links::new(Arc::new(endpoint), from);
+    let links = Arc::new(Links::new(Arc::new(endpoint), from));
+    seek(model, store, || Arc::clone(&links)).await
+}
+
+/// As [`find`], of whoever `links` are to at the time.
+async fn seek(
+    model: &ModelRefV1,
+    store: &ShardStore,
+    links: impl Fn() -> Arc<Links>,
+) -> Result<HeldModel, Error> {
     let mut backoff = Backoff::new(ASK_AGAIN.0, ASK_AGAIN.1, std::process::id().into());
     loop {
+        let links = links();
         for source in 0..links.len() {
             let asked = tokio::time::timeout(MANIFEST_LIMIT, ask_manifest(&links, source, model));
             match asked.await.unwrap_or_else(|_| Err("it did not answer in time".to_owned())) {
@@ -141,7 +155,11 @@ async fn ask_manifest(links: &Links, source: usize, model: &ModelRefV1) -> Resul
 #[derive(Debug)]
 pub(crate) struct Shipper {
     store: Option<ShardStore>,
-    links: Arc<Links>,
+    endpoint: Arc<Endpoint>,
+    /// Who is always asked.
+    from: Vec<String>,
+    /// Who coordinators say has what this worker is to hold.
+    told: watch::Sender<Vec<String>>,
     metrics: ShippingMetrics,
     /// The model that is loaded: nothing of it is dropped.
     held: Mutex<Option<HeldModel>>,
@@ -165,8 +183,52 @@ struct Missing {
 
 impl Shipper {
     pub(crate) fn new(endpoint: Arc<Endpoint>, config: &ShippingConfig, metrics: ShippingMetrics) -> Self {
-        let links = Arc::new(Links::new(endpoint, &config.from));
-        Self { store: config.store.clone(), links, metrics, held: Mutex::new(None) }
+        let (store, from) = (config.store.clone(), config.from.clone());
+        Self { store, endpoint, from, told: watch::Sender::default(), metrics, held: Mutex::new(None) }
+    }
+
+    /// A coordinator says who has the model that this worker is to hold a part of.
+    pub(crate) fn tell(&self, holders: Vec<String>) {
+        self.told.send_if_modified(|told| {
+            let news = *told != holders;
+            if news {
+                *told = holders;
+            }
+            news
+        });
+    }
+
+    /// To all who may have what is missing.
+    fn links(&self) -> Arc<Links> {
+        let mut targets = self.from.clone();
+        targets.extend(self.told.borrow().iter().filter(|target| !self.from.contains(target)).cloned());
+        Arc::new(Links::new(Arc::clone(&self.endpoint), &targets))
+    }
+
+    /// The file of a model in the store, got from others if it is not there. Waits for one of them as long as it takes.
+    pub(crate) async fn locate(&self, model: &[u8; 32]) -> Result<PathBuf, Error> {
+        let Some(store) = &self.store else { return Err(ShippingError::Incomplete { missing: 1 }.into()) };
+        let held = match store.hold(model).map_err(ShippingError::Store)? {
+            Some(held) => held,
+            None => seek(&ModelRefV1::Digest(*model), store, || self.links()).await?,
+        };
+        let path = held.path().to_owned();
+        *self.held.lock() = Some(held);
+        Ok(path)
+    }
+
+    /// Resolves once all who are asked have been found to be gone, and others have what they had.
+    async fn outdated(&self, links: &Links) {
+        if !self.from.is_empty() {
+            return std::future::pending().await;
+        }
+        let others = |told: &Vec<String>| {
+            !told.is_empty()
+                && (0..links.len()).all(|source| !told.iter().any(|told| told == links.target(source)))
+        };
+        if self.told.subscribe().wait_for(others).await.is_err() {
+            std::future::pending().await
+        }
     }
 
     /// Loads a model, or `layers` of it, by `load`, which is told what of it is still under way; a file is just loaded.
@@ -273,11 +335,15 @@ impl Shipper {
         if chunks.is_empty() {
             return Ok(());
         }
-        if self.links.len() == 0 {
+        let links = self.links();
+        if links.len() == 0 {
             return Err(ShippingError::Incomplete { missing: chunks.len() }.into());
         }
         let started = Instant::now();
-        fetch(&self.links, &needs.store, chunks, (room, arrivals), &self.metrics).await?;
+        tokio::select! {
+            fetched = fetch(&links, &needs.store, chunks, (room, arrivals), &self.metrics) => fetched?,
+            () = self.outdated(&links) => return Err(ShippingError::Outdated.into()),
+        }
         let seconds = started.elapsed().as_secs_f64();
         tracing::info!(bytes, chunks = chunks.len(), seconds, "fetched what was missing of the model");
         self.metrics.store.inc_by(bytes.cast_signed());

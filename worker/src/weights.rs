@@ -1,14 +1,16 @@
 //! Weights of a layer range, read through a tensor source and uploaded to a backend.
 
 use crate::Error;
-use kernels::backend::{ExpertGateUp, GateActivation, MatrixId, Norm, RopeId, VectorId};
+use kernels::backend::{ExpertGateUp, GateActivation, MatrixId, Norm, RopeId, SharedBytes, VectorId};
 use model::spec::MoeSpec;
 
 mod loader;
 mod packed;
+mod repacking;
 
 pub(crate) use loader::{Loader, tensors_of};
 pub(crate) use packed::Packs;
+pub(crate) use repacking::Repacking;
 
 /// A tensor as a source hands it out.
 #[derive(Debug, Clone, Copy)]
@@ -26,6 +28,11 @@ pub trait TensorSource {
     /// The named tensor; [`Error::MissingTensor`] if the model has none.
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error>;
 
+    /// Its bytes for as long as somebody has them, where they are mapped and never written again.
+    fn shared(&self, _name: &str) -> Result<Option<SharedBytes>, Error> {
+        Ok(None)
+    }
+
     /// The ggml type id and the bytes of the named tensor, which need not be read for it.
     fn measure(&self, name: &str) -> Result<(u32, u64), Error>;
 }
@@ -35,6 +42,10 @@ impl TensorSource for model::ModelFile {
         let info = Self::tensor(self, name);
         let info = info.ok_or_else(|| Error::MissingTensor { name: name.to_owned() })?;
         Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: self.tensor_data(name)? })
+    }
+
+    fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
+        Ok(self.stored_tensor(name)?)
     }
 
     fn measure(&self, name: &str) -> Result<(u32, u64), Error> {
@@ -232,4 +243,6 @@ pub(crate) struct Weights {
     pub(crate) source_bytes: usize,
     /// Bytes of them that one token reads: of experts the share that is used, of tables one row.
     pub(crate) bytes_per_token: usize,
+    /// Of matrices that are read as they stand in the source until then.
+    pub(crate) repacking: Option<Repacking>,
 }

@@ -2,7 +2,7 @@
 
 use super::{Dispatch, Link};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::placement::{CapacityV1, PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1};
+use proto::placement::{CapacityV1, MAX_HOLDERS, PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1};
 use proto::service::deadline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,6 +47,24 @@ impl Dispatch {
             Some(PoolWorker { node, epoch, capacity, quic, draining, link })
         };
         desk.balancer.table().members().filter_map(worker).collect()
+    }
+
+    /// Where workers are reached that have the file of a model, in the pool or serving it, but for one of them.
+    pub fn holders(&self, digest: &[u8; 32], but: &NodeId) -> Vec<String> {
+        let desk = self.desk.lock();
+        let holds = |member: &&crate::table::Member| {
+            let offered = desk.links.get(&member.register.node).and_then(|link| link.pool());
+            let mut files = offered.iter().flat_map(|(capacity, _)| &capacity.files);
+            member.register.node != *but
+                && (files.any(|file| file.digest == *digest)
+                    || member.register.models.iter().any(|model| model.model_digest == *digest))
+        };
+        let held = desk.balancer.table().members().filter(holds).map(|member| member.register.quic.clone());
+        let mut held: Vec<String> = held.collect();
+        // So that all coordinators name the same ones.
+        held.sort();
+        held.truncate(MAX_HOLDERS);
+        held
     }
 
     /// Requests for this model wait until then for a worker that serves it, instead of being refused at once.

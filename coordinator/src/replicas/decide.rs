@@ -72,8 +72,7 @@ impl View<'_> {
             }
             let want = self.wants.iter().find(|want| *want.model == plan.model)?;
             let own: BTreeSet<&NodeId> = plan.stages.iter().map(|stage| &stage.node).collect();
-            let candidates = self.candidates(&plan.model_digest, want.model, |name| own.contains(name));
-            let plan = self.cut(want, plan.model_digest, &candidates).ok()?;
+            let plan = self.plan(want, plan.model_digest, |name| own.contains(name))?.ok()?;
             Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: Some(life) }))
         })
     }
@@ -85,7 +84,8 @@ impl View<'_> {
             plan.stages.iter().any(|stage| {
                 let node = self.nodes.iter().find(|node| *node.name == stage.node);
                 node.is_some_and(|node| {
-                    !node.capacity.files.iter().any(|file| file.digest == plan.model_digest)
+                    let files = &node.capacity.files;
+                    !files.is_empty() && !files.iter().any(|file| file.digest == plan.model_digest)
                 })
             })
         };
@@ -101,11 +101,8 @@ impl View<'_> {
         let mut wants: Vec<&Want<'_>> = self.wants.iter().collect();
         wants.sort_by_key(replicas);
         wants.into_iter().find_map(|want| {
-            let (digest, candidates) = self.digests(want.model).into_iter().find_map(|digest| {
-                let candidates = self.candidates(&digest, want.model, |_| false);
-                (!candidates.is_empty()).then_some((digest, candidates))
-            })?;
-            match self.cut(want, digest, &candidates) {
+            let plan = |digest| self.plan(want, digest, |_| false);
+            match self.digests(want.model).into_iter().find_map(plan)? {
                 Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: None })),
                 Err(error) => {
                     unplanned.insert(want.model.clone(), error.to_string());
@@ -122,20 +119,35 @@ impl View<'_> {
         digests.filter(|digest| !self.table.condemned().contains_key(digest)).collect()
     }
 
-    /// Workers with the file that take new work, and are in no replica but one whose workers may be taken.
-    fn candidates(
+    /// Cuts a model over workers that take new work, and are in no replica but one whose workers may be taken: over those
+    /// with the file if that can be, else also over those that have none and get what they need. None where nobody is free.
+    fn plan(
         &self,
-        digest: &[u8; 32],
-        model: &ModelId,
+        want: &Want<'_>,
+        digest: [u8; 32],
         may_take: impl Fn(&NodeId) -> bool,
-    ) -> Vec<&Node<'_>> {
+    ) -> Option<Result<ReplicaPlanV1, PlacementError>> {
         let taken: BTreeSet<&NodeId> =
             self.table.replicas().values().flat_map(|plan| &plan.stages).map(|stage| &stage.node).collect();
         let has = |node: &Node<'_>| {
-            node.capacity.files.iter().any(|file| file.model == *model && file.digest == *digest)
+            node.capacity.files.iter().any(|file| file.model == *want.model && file.digest == digest)
         };
-        let free = |node: &&Node<'_>| may_take(node.name) || !taken.contains(node.name);
-        self.nodes.iter().filter(|node| !node.draining && has(node)).filter(free).collect()
+        let free = |node: &&Node<'_>| !node.draining && (may_take(node.name) || !taken.contains(node.name));
+        let free: Vec<&Node<'_>> = self.nodes.iter().filter(free).collect();
+        let with = |fits: &dyn Fn(&Node<'_>) -> bool| -> Vec<&Node<'_>> {
+            free.iter().copied().filter(|node| fits(node)).collect()
+        };
+        let holders = with(&has);
+        let all = match self.nodes.iter().any(has) {
+            true => with(&|node| has(node) || node.capacity.files.is_empty()),
+            // Nobody could send it.
+            false => holders.clone(),
+        };
+        match self.cut(want, digest, &holders) {
+            _ if all.is_empty() => None,
+            Err(_) if all.len() > holders.len() => Some(self.cut(want, digest, &all)),
+            planned => Some(planned),
+        }
     }
 
     fn cut(

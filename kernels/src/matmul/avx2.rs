@@ -6,7 +6,7 @@ use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
 use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
-use super::scalar::{fold, quantize_row};
+use super::scalar::{fold, interleave, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _mm_cvtsi32_si128, _mm_loadu_si128, _mm256_abs_epi8, _mm256_add_epi32,
@@ -17,7 +17,7 @@ use std::arch::x86_64::{
     _mm256_srl_epi16, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_xor_si256,
 };
 
-pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
+pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize, interleave };
 
 /// Rows in a vector.
 const HALF_PANEL: usize = PANEL_ROWS / 2;

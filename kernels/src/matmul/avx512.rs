@@ -5,6 +5,7 @@ mod codes;
 mod float;
 mod int8;
 mod quantize;
+mod rows;
 mod scales;
 
 use super::kernel::{F32Call, Int8Call, KernelSet, Tile};
@@ -16,7 +17,8 @@ use scales::{E8m0, F16, F16Min, Sixteenths, SixteenthsMin, Super, SuperMin, Ue4m
 /// way (measured on Zen 4).
 const PREFETCH: usize = 8192;
 
-pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize: quantize::row };
+pub(super) static KERNELS: KernelSet =
+    KernelSet { int8, f32, quantize: quantize::row, interleave: rows::interleave };
 
 /// Calls `$module::$kernel::<Codes, Scales>` for the format of the call.
 macro_rules! by_format {

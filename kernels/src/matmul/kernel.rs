@@ -4,8 +4,10 @@
 use super::activations::{ActivationMode, Activations, BLOCK, QuantizedBlock, QuantizedRows};
 use super::layout::{Block, Layout};
 use super::output::{Epilogue, SharedOut};
-use super::packed::MatrixView;
+use super::packed::{MatrixView, Order};
+use super::rows::{PlainRows, interleaved_bytes};
 use super::{PANEL_ROWS, scalar};
+use crate::aligned::AlignedBuf;
 use crate::error::Error;
 use crate::isa::Isa;
 use crate::quant::{GgmlType, Scheme};
@@ -58,6 +60,9 @@ pub(super) struct KernelSet {
     pub(super) f32: unsafe fn(&F32Call<'_>, &mut Tile),
     /// Quantises a row into `len.div_ceil(32)` blocks.
     pub(super) quantize: unsafe fn(&[f32], &mut [QuantizedBlock]),
+    /// Puts rows of plain floats in the order of a panel. Of what is behind the last column anything may be written, as
+    /// far as [`interleaved_bytes`].
+    pub(super) interleave: unsafe fn(&PlainRows<'_>, &mut [u8]),
 }
 
 /// The matmul kernels of an instruction set that this processor has.
@@ -184,14 +189,19 @@ impl MatmulKernels {
         let walk = Walk { panels, tokens: activations.rows(), token_bytes: cols * size_of::<f32>() };
         let mut tile = Tile([[0.0; PANEL_ROWS]; TILE_TOKENS]);
         let mut starts = [0; TILE_TOKENS];
+        let mut turned = Turned::default();
         walk.tiles(|panel, tokens| {
             for (start, token) in starts.iter_mut().zip(tokens.clone()) {
                 out.prefetch(token, panel * PANEL_ROWS);
                 *start = activations.row(token) * cols;
             }
+            let bytes = match matrix.order() {
+                Order::Panels => matrix.panel(panel),
+                Order::Rows => turned.panel(self.set, &matrix, panel),
+            };
             let call = F32Call {
                 ty: matrix.ty(),
-                panel: matrix.panel(panel).as_ptr(),
+                panel: bytes.as_ptr(),
                 cols,
                 activations: activations.f32.as_ptr(),
                 tokens: &starts[..tokens.len()],
@@ -215,6 +225,14 @@ impl MatmulKernels {
             return Err(Error::Length { what: "weight row", expected: matrix.cols(), found: out.len() });
         }
         let (panel, lane) = (matrix.panel(row / PANEL_ROWS), row % PANEL_ROWS);
+        if matrix.order() == Order::Rows {
+            let size = matrix.ty().block_bytes();
+            let values = panel.chunks_exact(size).skip(lane * matrix.cols());
+            for (x, value) in out.iter_mut().zip(values) {
+                *x = plain_value(matrix.ty(), value);
+            }
+            return Ok(());
+        }
         let Some(scheme) = Scheme::of(matrix.ty()) else {
             let size = matrix.ty().block_bytes();
             for (x, slots) in out.iter_mut().zip(panel.chunks_exact(PANEL_ROWS * size)) {
@@ -231,6 +249,26 @@ impl MatmulKernels {
             }
         }
         Ok(())
+    }
+}
+
+/// The latest panel of a matrix that stands in the order of a file, in the order that kernels read.
+#[derive(Default)]
+struct Turned {
+    panel: Option<usize>,
+    bytes: AlignedBuf<u8>,
+}
+
+impl Turned {
+    fn panel(&mut self, set: &KernelSet, matrix: &MatrixView<'_>, panel: usize) -> &[u8] {
+        if self.panel != Some(panel) {
+            let rows = PlainRows::new(matrix.ty(), matrix.cols(), matrix.panel(panel));
+            self.bytes.grow(interleaved_bytes(matrix.ty(), matrix.cols()));
+            // SAFETY: `for_isa` made sure of the instruction set.
+            unsafe { (set.interleave)(&rows, &mut self.bytes) };
+            self.panel = Some(panel);
+        }
+        &self.bytes
     }
 }
 

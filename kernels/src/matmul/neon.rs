@@ -10,7 +10,7 @@ use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
 use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
-use super::scalar::{fold, quantize_row};
+use super::scalar::{fold, interleave, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use crate::simd::neon::{load_bf16_8, load_f16_8};
 use std::arch::aarch64::{
@@ -22,9 +22,9 @@ use std::arch::aarch64::{
 use std::arch::asm;
 
 /// With dot products.
-pub(super) static DOTPROD: KernelSet = KernelSet { int8: int8_dotprod, f32, quantize };
+pub(super) static DOTPROD: KernelSet = KernelSet { int8: int8_dotprod, f32, quantize, interleave };
 /// With matrix products as well.
-pub(super) static I8MM: KernelSet = KernelSet { int8: int8_i8mm, f32, quantize };
+pub(super) static I8MM: KernelSet = KernelSet { int8: int8_i8mm, f32, quantize, interleave };
 
 /// Rows in a register of dot products.
 const QUARTER: usize = PANEL_ROWS / 4;

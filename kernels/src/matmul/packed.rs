@@ -4,7 +4,7 @@ use super::PANEL_ROWS;
 use super::layout::{pack_row, panel_bytes};
 use crate::aligned::{AlignedBuf, CACHE_LINE};
 use crate::error::Error;
-use crate::quant::GgmlType;
+use crate::quant::{GgmlType, Scheme};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -76,11 +76,21 @@ impl std::fmt::Debug for Panels {
     }
 }
 
+/// In which order the values of a matrix stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Repacked.
+    Panels,
+    /// Row after row, as in a file: plain floats only.
+    Rows,
+}
+
 /// A weight tensor repacked into panels of 16 output rows: a matrix, or one matrix per expert. Padding rows of
-/// the last panel are zeroes.
+/// the last panel are zeroes. Or one of plain floats that is left as it stands in a file.
 #[derive(Debug)]
 pub struct PackedMatrix {
     shape: Shape,
+    order: Order,
     data: Panels,
 }
 
@@ -125,10 +135,39 @@ impl PackedMatrix {
         if beyond != 0 {
             return Err(Error::Length { what: "bytes behind a cache line", expected: 0, found: beyond });
         }
-        Ok(Self { shape, data: Panels::Shared(data) })
+        Ok(Self { shape, order: Order::Panels, data: Panels::Shared(data) })
     }
 
-    /// The panels of all experts.
+    /// Whether [`Self::in_place`] takes tensors of `ty`.
+    pub fn can_be_in_place(ty: GgmlType) -> bool {
+        MatrixView::supports(ty) && Scheme::of(ty).is_none()
+    }
+
+    /// A tensor of plain floats that is multiplied with as it stands in a file. The bits of products are those of the
+    /// packed tensor.
+    ///
+    /// # Errors
+    /// As [`PackedMatrixBuilder::new`]; [`Error::Unsupported`] for formats other than F32, F16 and BF16, and
+    /// [`Error::Length`] when `data` is not the tensor's size.
+    pub fn in_place(
+        ty: GgmlType,
+        rows: usize,
+        cols: usize,
+        experts: usize,
+        data: SharedBytes,
+    ) -> Result<Self, Error> {
+        let shape = Shape::new(ty, rows, cols, experts)?;
+        if !Self::can_be_in_place(ty) {
+            return Err(Error::Unsupported { what: "quantised matrices that are not repacked" });
+        }
+        let (expected, found) = (shape.row_bytes * rows * experts, data.as_ref().as_ref().len());
+        if found != expected {
+            return Err(Error::Length { what: "tensor bytes", expected, found });
+        }
+        Ok(Self { shape, order: Order::Rows, data: Panels::Shared(data) })
+    }
+
+    /// All of its bytes, in whatever order they stand.
     pub fn packed(&self) -> &[u8] {
         &self.data
     }
@@ -163,12 +202,16 @@ impl PackedMatrix {
     /// # Errors
     /// [`Error::OutOfRange`] for an expert that does not exist.
     pub fn view(&self, expert: usize) -> Result<MatrixView<'_>, Error> {
-        let Shape { ty, rows, cols, experts, panel_bytes, .. } = self.shape;
+        let Shape { ty, rows, cols, experts, row_bytes, panel_bytes } = self.shape;
         if expert >= experts {
             return Err(Error::OutOfRange { what: "expert", index: expert, len: experts });
         }
-        let bytes = self.shape.panels() * panel_bytes;
-        Ok(MatrixView { ty, rows, cols, panel_bytes, data: &self.data[expert * bytes..][..bytes] })
+        let (bytes, panel_bytes) = match self.order {
+            Order::Panels => (self.shape.panels() * panel_bytes, panel_bytes),
+            Order::Rows => (rows * row_bytes, PANEL_ROWS * row_bytes),
+        };
+        let data = &self.data[expert * bytes..][..bytes];
+        Ok(MatrixView { ty, rows, cols, order: self.order, panel_bytes, data })
     }
 }
 
@@ -178,6 +221,7 @@ pub struct MatrixView<'a> {
     ty: GgmlType,
     rows: usize,
     cols: usize,
+    order: Order,
     panel_bytes: usize,
     data: &'a [u8],
 }
@@ -213,9 +257,15 @@ impl<'a> MatrixView<'a> {
         self.panel_bytes
     }
 
-    /// The bytes of panel `panel`, which must exist.
+    /// The bytes of panel `panel`, which must exist. In the order of a file the last one may have fewer rows.
     pub(super) fn panel(&self, panel: usize) -> &'a [u8] {
-        &self.data[panel * self.panel_bytes..][..self.panel_bytes]
+        let rest = &self.data[panel * self.panel_bytes..];
+        &rest[..self.panel_bytes.min(rest.len())]
+    }
+
+    /// How the bytes of a panel stand.
+    pub(super) fn order(&self) -> Order {
+        self.order
     }
 }
 
@@ -287,7 +337,7 @@ impl PackedMatrixBuilder {
         if packed < total {
             return Err(Error::Unpacked { packed, total });
         }
-        Ok(PackedMatrix { shape: self.shape, data: Panels::Own(self.data) })
+        Ok(PackedMatrix { shape: self.shape, order: Order::Panels, data: Panels::Own(self.data) })
     }
 }
 

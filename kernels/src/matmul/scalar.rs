@@ -5,9 +5,10 @@ use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
 use super::kernel::{F32Call, Int8Call, KernelSet, Tile, plain_value};
 use super::layout::{Block, Lanes, Layout, lanes, panel_bytes};
+use super::rows::PlainRows;
 use crate::quant::{Scaling, Scheme};
 
-pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize };
+pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize, interleave };
 
 /// # Safety
 /// See [`KernelSet`].
@@ -165,4 +166,10 @@ fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
     let sum = |half: &[i8]| half.iter().map(|&q| i32::from(q)).sum();
     let sums = [sum(&quants[..16]), sum(&quants[16..])];
     QuantizedBlock { quants, ..QuantizedBlock::with_sums(largest / 127.0, sums) }
+}
+
+/// # Safety
+/// None beyond [`KernelSet`]'s.
+pub(super) unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
+    super::rows::interleave(rows, panel);
 }

@@ -4,9 +4,10 @@ use super::{
 };
 use crate::error::Error;
 use crate::isa::Isa;
-use crate::quant::{GgmlType, dequantize};
+use crate::quant::{GgmlType, Scheme, dequantize};
 use crate::reference::matmul as reference;
 use proptest::prelude::*;
+use std::sync::Arc;
 
 /// A small deterministic generator: tests name their seed.
 struct Random(u64);
@@ -115,11 +116,36 @@ fn columns(ty: GgmlType, blocks: usize) -> usize {
     }
 }
 
+/// Plain floats are multiplied with as they stand in a file, and their rows read, as repacked.
+fn check_in_place(ty: GgmlType, (rows, cols, tokens): (usize, usize, usize), bytes: &[u8], a: &[f32]) {
+    let packed = PackedMatrix::pack(ty, rows, cols, 1, bytes).unwrap();
+    let in_place = PackedMatrix::in_place(ty, rows, cols, 1, Arc::new(bytes.to_vec()));
+    if Scheme::of(ty).is_some() {
+        assert!(in_place.is_err(), "{ty}");
+        return;
+    }
+    let in_place = in_place.unwrap();
+    for kernels in every_isa() {
+        let [expected, found] =
+            [&packed, &in_place].map(|matrix| bits(&product(kernels, matrix, a, ActivationMode::F32)));
+        assert_eq!(expected, found, "{ty} {kernels:?} {rows}x{cols}x{tokens}");
+        for row in 0..rows {
+            let [expected, found] = [&packed, &in_place].map(|matrix| {
+                let mut out = vec![f32::NAN; cols];
+                kernels.dequantize_row(matrix.view(0).unwrap(), row, &mut out).unwrap();
+                bits(&out)
+            });
+            assert_eq!(expected, found, "{ty} {kernels:?} row {row} of {rows}x{cols}");
+        }
+    }
+}
+
 /// Every format, every instruction set, both modes, against the references.
 fn check_products(ty: GgmlType, rows: usize, cols: usize, tokens: usize, seed: u64) {
     let mut random = Random(seed);
     let bytes = random.tensor(ty, rows, cols);
     let a = random.values(tokens * cols);
+    check_in_place(ty, (rows, cols, tokens), &bytes, &a);
     let matrix = PackedMatrix::pack(ty, rows, cols, 1, &bytes).unwrap();
     let exact = reference::exact(ty, cols, &bytes, &a).unwrap();
     let mut first: Option<Vec<f32>> = None;

@@ -1,4 +1,4 @@
-//! Binding a thread to a CPU.
+//! Where and when a thread runs.
 
 /// Pins the calling thread to `cpu`. A failure is logged: the thread then runs wherever it is put.
 #[cfg(target_os = "linux")]
@@ -23,3 +23,13 @@ pub(super) fn pin(cpu: usize) {
 /// Other systems place threads as they like.
 #[cfg(not(target_os = "linux"))]
 pub(super) fn pin(_cpu: usize) {}
+
+/// From now on the calling thread runs where others of the system leave a CPU idle, or nearly so. What the system does
+/// not grant stays as it is.
+pub fn give_way() {
+    // SAFETY: a plain call; on Linux 0 is the calling thread alone.
+    #[cfg(target_os = "linux")]
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+    }
+}

@@ -1,12 +1,13 @@
 //! A tensor of the store in memory: its chunks mapped one behind the other, so that it looks as in a file.
 #![allow(unsafe_code)]
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use memmap2::{Mmap, MmapMut, MmapOptions};
 
+use super::sound::Sound;
 use super::store::{StoreError, chunk_path, io_error};
 use super::{CHUNK_BYTES, ChunkPlace};
 use crate::file::digest::hash_each;
@@ -18,35 +19,44 @@ pub(crate) struct MappedTensor {
 }
 
 impl MappedTensor {
-    /// Maps the chunks `places` below the directory `dir`: `bytes` in all, at least one. Reads and checks all of them.
+    /// Maps the chunks `places` below the directory `dir`: `bytes` in all, at least one. Reads and checks those that
+    /// nobody has since the system started.
     pub(crate) fn open<'a>(
         dir: &Path,
         bytes: usize,
         places: impl Iterator<Item = ChunkPlace<'a>>,
+        sound: &Sound,
     ) -> Result<Self, StoreError> {
         let reserve = || MmapOptions::new().len(bytes).map_anon();
         let mut region = reserve().map_err(io_error("map", dir))?;
-        let mut names = Vec::new();
-        for place in places {
-            place_chunk(&mut region, dir, place)?;
-            names.push(place.id);
+        let mut unknown = Vec::new();
+        for (index, place) in places.enumerate() {
+            let file = place_chunk(&mut region, dir, place)?;
+            if !sound.knows(place.id, &file) {
+                unknown.push((index, place.id, file));
+            }
         }
         let map = region.make_read_only().map_err(io_error("map", dir))?;
-        let chunks: Vec<&[u8]> = map.chunks(CHUNK_BYTES).collect();
-        let damaged = names.iter().zip(hash_each(&chunks)).find(|(name, hash)| name.0 != *hash.as_bytes());
-        match damaged {
-            Some((chunk, _)) => Err(StoreError::Damaged { chunk: *chunk }),
-            None => Ok(Self { map }),
+        let chunks: Vec<&[u8]> =
+            unknown.iter().filter_map(|(index, ..)| map.chunks(CHUNK_BYTES).nth(*index)).collect();
+        for ((_, chunk, file), hash) in unknown.iter().zip(hash_each(&chunks)) {
+            if chunk.0 != *hash.as_bytes() {
+                return Err(StoreError::Damaged { chunk: *chunk });
+            }
+            sound.note(*chunk, file);
         }
+        Ok(Self { map })
     }
+}
 
-    pub(crate) fn bytes(&self) -> &[u8] {
+impl AsRef<[u8]> for MappedTensor {
+    fn as_ref(&self) -> &[u8] {
         &self.map
     }
 }
 
-/// Puts the file of a chunk where it belongs in the tensor.
-fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Result<(), StoreError> {
+/// Puts the file of a chunk where it belongs in the tensor, and says which file that was.
+fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Result<Metadata, StoreError> {
     let path = chunk_path(dir, place.id);
     let file = match File::open(&path) {
         Ok(file) => file,
@@ -55,10 +65,10 @@ fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Resul
         }
         Err(source) => return Err(io_error("open", &path)(source)),
     };
-    let found = file.metadata().map_err(io_error("stat", &path))?.len();
+    let found = file.metadata().map_err(io_error("stat", &path))?;
     let start = usize::try_from(place.offset).ok();
     let target = start.and_then(|start| region.get_mut(start..start.checked_add(place.bytes)?));
-    let Some(target) = target.filter(|_| found == place.bytes as u64) else {
+    let Some(target) = target.filter(|_| found.len() == place.bytes as u64) else {
         return Err(StoreError::Damaged { chunk: place.id });
     };
     // SAFETY: `target` lies inside a mapping that this function has exclusively, and starts at a multiple of
@@ -79,7 +89,7 @@ fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Resul
     };
     match mapped {
         libc::MAP_FAILED => Err(io_error("map", &path)(std::io::Error::last_os_error())),
-        _ => Ok(()),
+        _ => Ok(found),
     }
 }
 

@@ -3,17 +3,20 @@
 //!
 //! A file has its name only when all of it is written, so a process that is killed leaves whole files and temporary ones,
 //! which the next one that opens the store clears away. Chunks are not synced: a power cut may tear those of the last half
-//! minute. Whoever reads a chunk checks it against its name, so what is torn is found before it is used. A model is in use
+//! minute. Whoever reads a chunk checks it against its name, or knows that somebody has since the system started
+//! (`sound.rs`), so what is torn is found before it is used. A model is in use
 //! while a [`HeldModel`] of it exists in any process; room is made by dropping models that are not, the one whose last use
 //! is longest ago first. Who is about to write takes [`Room`] first, which others leave free.
 
 use std::collections::HashSet;
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder, File, Metadata};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use super::sound::{self, Sound};
 use super::{CHUNK_BYTES, ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
 
 mod room;
@@ -84,11 +87,20 @@ pub enum StoreError {
 }
 
 /// Where chunks and manifests are kept.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct ShardStore {
     root: PathBuf,
     limit: u64,
+    sound: Arc<Sound>,
 }
+
+impl PartialEq for ShardStore {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.root, self.limit) == (&other.root, other.limit)
+    }
+}
+
+impl Eq for ShardStore {}
 
 /// A manifest of the store. While it exists nothing of its model is dropped to make room.
 #[derive(Debug)]
@@ -121,10 +133,13 @@ impl HeldModel {
 impl ShardStore {
     /// Opens the store in `root`, which is made if it is not there, for at most `limit` bytes.
     pub fn open(root: impl Into<PathBuf>, limit: u64) -> Result<Self, StoreError> {
-        let store = Self { root: root.into(), limit };
-        for dir in [store.chunks(), store.models(), store.reserved(), store.temporary()] {
+        let root = root.into();
+        let store = Self { sound: Arc::new(Sound::of_store(&root)), root, limit };
+        let sound = store.root.join(sound::DIR);
+        for dir in [store.chunks(), store.models(), store.reserved(), store.temporary(), sound] {
             make_dir(&dir)?;
         }
+        store.sound.clear_older();
         store.clear_abandoned();
         Ok(store)
     }
@@ -211,7 +226,9 @@ impl ShardStore {
         if let Some(dir) = path.parent().filter(|dir| !dir.is_dir()) {
             make_dir(dir)?;
         }
-        self.write(&path, bytes, Durable::No)
+        let written = self.write(&path, bytes, Durable::No)?;
+        self.sound.note(chunk, &written);
+        Ok(())
     }
 
     /// Drops what is damaged of these chunks, and says how many were.
@@ -239,7 +256,7 @@ impl ShardStore {
     }
 
     fn make_room(&self, needed: u64) -> Result<(), StoreError> {
-        let mut used = bytes_under(&self.root).saturating_add(self.reserved_bytes());
+        let mut used = self.bytes().saturating_add(self.reserved_bytes());
         if used.saturating_add(needed) <= self.limit {
             return Ok(());
         }
@@ -296,9 +313,9 @@ impl ShardStore {
         self.packed().join(format!("{name}.{PACKED_EXTENSION}"))
     }
 
-    /// Bytes of everything in it.
+    /// Bytes of everything in it but notes.
     pub fn bytes(&self) -> u64 {
-        bytes_under(&self.root)
+        bytes_under(&self.root).saturating_sub(bytes_under(&self.root.join(sound::DIR)))
     }
 
     fn chunks(&self) -> PathBuf {
@@ -335,19 +352,21 @@ impl ShardStore {
     }
 
     /// Writes a file that is there whole or not at all, as far as this system goes on.
-    fn write(&self, path: &Path, bytes: &[u8], durable: Durable) -> Result<(), StoreError> {
+    fn write(&self, path: &Path, bytes: &[u8], durable: Durable) -> Result<Metadata, StoreError> {
         let failed = write_error(path, bytes.len() as u64);
         let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(&failed)?;
         file.write_all(bytes).map_err(&failed)?;
         if durable == Durable::Yes {
             file.as_file().sync_data().map_err(&failed)?;
         }
-        file.persist(path).map_err(|error| failed(error.error))?;
-        Ok(())
+        let file = file.persist(path).map_err(|error| failed(error.error))?;
+        file.metadata().map_err(io_error("stat", path))
     }
 
     fn clear_abandoned(&self) {
-        for path in files(&self.temporary()) {
+        let is_whole = |path: &PathBuf| path.extension().is_some();
+        let unfinished = files(&self.packed()).into_iter().filter(|path| !is_whole(path) && is_unused(path));
+        for path in files(&self.temporary()).into_iter().chain(unfinished) {
             let age = fs::metadata(&path).and_then(|file| file.modified()).ok();
             let age = age.and_then(|changed| SystemTime::now().duration_since(changed).ok());
             if age.is_some_and(|age| age > ABANDONED) {

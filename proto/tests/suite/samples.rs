@@ -114,6 +114,7 @@ pub(crate) fn pull_request() -> PullRequest {
 pub(crate) fn stage_join() -> StageJoinV1 {
     StageJoinV1 {
         replica: ReplicaId([6; 16]),
+        model_digest: [1; 32],
         layers: (15, 30),
         class: "cpu/kv-f16".into(),
         max_rows: 2048,
@@ -273,7 +274,7 @@ fn place_order() -> PlaceOrder {
         cache_bytes: 70_000,
         stages: vec![stage("w1", (0, 15)), stage("w3", (15, 300))],
     };
-    PlaceOrder::V1(PlaceOrderV1 { version: 300, lead: Some(lead) })
+    PlaceOrder::V1(PlaceOrderV1 { version: 300, lead: Some(lead), holders: vec!["10.0.0.3:7001".into()] })
 }
 
 fn place_report() -> PlaceReport {

@@ -3,7 +3,7 @@
 
 use crate::group::RECOVERY;
 use crate::stream::{prompt, read_all, request};
-use kvasir_cluster_tests::fleet::{Fleet, Node, worker_named};
+use kvasir_cluster_tests::fleet::{Fileless, Fleet, Node, name, worker_named};
 use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::{binary, wait};
 use serde_json::Value;
@@ -75,4 +75,40 @@ fn a_stage_cut_off_in_either_direction_ends_its_replica_and_the_other_one_goes_o
         fleet.net().link(from, to, Link::default());
     }
     wait::until("two replicas serve again", RECOVERY, both).unwrap();
+}
+
+/// A worker of the pool that has no file gets its part from one that has, whom the coordinator names, or whom it is told.
+#[test]
+fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
+    for how in [Fileless::Placed, Fileless::From] {
+        let home = tempfile::tempdir().unwrap();
+        let fleet = Fleet::builder("fileless-stage", &crate::tiny_model(), 1, 2)
+            .fileless(how)
+            .environment("KVASIR_HOME", home.path().to_str().unwrap())
+            .coordinator_flag("--shards", "2")
+            .worker_flag("--pool", "true")
+            .worker_flag("--bandwidth", "20GB")
+            .start(29)
+            .unwrap();
+        let one = || serving(&fleet).filter(|serving| serving.len() == 1);
+        let replica = wait::until("a replica serves", binary::PATIENCE, one).unwrap().remove(0);
+        let model = fleet.model().unwrap();
+        let bodies: Vec<_> = (0..4).map(|n| small(request(&model, &prompt(n, 40), 30))).collect();
+        let answers = || read_all(&fleet, &bodies, drop).unwrap().into_iter().map(|told| told.tokens);
+        assert!(answers().all(|tokens| tokens.len() == 30), "{how:?}");
+        assert!(answers().eq(answers()), "{how:?}");
+        let without = name(Node::Worker(1));
+        assert!(
+            replica["stages"].as_array().unwrap().iter().any(|stage| stage["worker"] == without.as_str())
+        );
+        // How far it is, and was, stands in the status.
+        let all_of_it = || {
+            let status = fleet.status(0).ok()?;
+            let shipped =
+                status["shipping"].as_array()?.iter().find(|of| of["worker"] == without.as_str())?;
+            let (wanted, present) = (shipped["wanted_bytes"].as_u64()?, shipped["present_bytes"].as_u64()?);
+            (wanted > 0 && wanted == present).then_some(())
+        };
+        wait::until("status shows what has come", binary::PATIENCE, all_of_it).unwrap();
+    }
 }

@@ -33,7 +33,8 @@ pub(super) struct Pool {
     host: Arc<Host>,
     shipper: Arc<Shipper>,
     identity: Identity,
-    model_path: PathBuf,
+    /// None: what is placed on it comes from others.
+    model_path: Option<PathBuf>,
     engine: EngineOptions,
     orders: watch::Sender<PlaceOrderV1>,
     leads: Mutex<Option<LeadReportV1>>,
@@ -56,7 +57,7 @@ impl Pool {
         let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
         let shipper = Arc::clone(&holds.shipper);
         let host = Host::new(stage, endpoint, holds, Some(Claims::default()));
-        let orders = watch::Sender::new(PlaceOrderV1 { version: 0, lead: None });
+        let orders = watch::Sender::new(PlaceOrderV1 { version: 0, lead: None, holders: Vec::new() });
         Self { capacity, host, shipper, identity, model_path, engine, orders, leads: Mutex::new(None) }
     }
 
@@ -75,6 +76,7 @@ impl Pool {
             // Whoever knows less of what is agreed on is not obeyed.
             let news = order.version >= known.version && order != *known;
             if news {
+                self.shipper.tell(order.holders.clone());
                 *known = order;
             }
             news
@@ -104,7 +106,7 @@ impl Pool {
             let (told, mut broken) = mpsc::unbounded_channel();
             epoch = free_epoch(&epoch);
             let life = ground.begin(epoch, Some(told));
-            life.loaded(Loaded::Generator(Box::new(prepared)));
+            life.loaded(Loaded::Generator(Box::new(prepared)), Some(&lead.model));
             present.send_replace(Arc::clone(&life.node));
             self.stands(&lead, LeadState::Serving, None);
             tracing::info!(
@@ -122,7 +124,7 @@ impl Pool {
             life.end();
             epoch = free_epoch(&epoch);
             free = ground.begin(epoch, None);
-            free.loaded(Loaded::Nothing);
+            free.loaded(Loaded::Nothing, None);
             present.send_replace(Arc::clone(&free.node));
             self.lead(false);
             self.stands(&lead, LeadState::Waiting, Some(reason));
@@ -154,6 +156,19 @@ impl Pool {
         }
     }
 
+    /// The file of the model that is planned, got from others where this worker has none of its own.
+    async fn locate(&self, lead: &LeadV1) -> Result<PathBuf, Error> {
+        let Some(path) = &self.model_path else { return self.shipper.locate(&lead.model_digest).await };
+        let (own, options) = (path.clone(), self.engine.clone());
+        // What is there may have been replaced since it was offered; that says nothing of what was.
+        let found = tokio::task::spawn_blocking(move || load::model_digest(&own, &options)).await;
+        if matches!(found, Ok(Ok(digest)) if digest == lead.model_digest) {
+            return Ok(path.clone());
+        }
+        let reason = "the file here is not the one that the plan is for".to_owned();
+        Err(Error::Config { option: "model", reason })
+    }
+
     /// Claims the stages, has them load, and loads the first.
     async fn form(
         &self,
@@ -161,23 +176,23 @@ impl Pool {
         epoch: &mut Epoch,
         orders: &mut watch::Receiver<PlaceOrderV1>,
     ) -> Result<Formed, Error> {
-        let (path, options) = (self.model_path.clone(), self.engine.clone());
-        // What is there may have been replaced since it was offered; that says nothing of what was.
-        let found = tokio::task::spawn_blocking(move || load::model_digest(&path, &options)).await;
-        if !matches!(found, Ok(Ok(digest)) if digest == lead.model_digest) {
-            let reason = "the file here is not the one that the plan is for".to_owned();
-            return Err(Error::Config { option: "model", reason });
-        }
+        let path = tokio::select! {
+            path = self.locate(lead) => path?,
+            () = given_up(orders, lead) => return Err(another_plan()),
+        };
         *epoch = free_epoch(epoch);
         let claim = Claim { life: lead.life, epoch: *epoch };
         let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
-        self.shipper.bring(&self.model_path, ranges.first().cloned()).await?;
+        tokio::select! {
+            brought = self.shipper.bring(&path, ranges.first().cloned()) => brought?,
+            () = given_up(orders, lead) => return Err(another_plan()),
+        }
         let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());
-        let (path, options, cache_bytes) = (self.model_path.clone(), self.engine.clone(), lead.cache_bytes);
+        let (options, cache_bytes) = (self.engine.clone(), lead.cache_bytes);
         let mut forming =
             tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica, cache_bytes));
         let formed = tokio::select! {
@@ -197,6 +212,10 @@ impl Pool {
         }
         Ok(Formed { prepared: prepared?, lost })
     }
+}
+
+fn another_plan() -> Error {
+    Error::Config { option: "model", reason: "another plan came while it was being got".to_owned() }
 }
 
 /// An epoch after `last`.

@@ -27,7 +27,8 @@ const SEND_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Holdings {
     model: Option<ModelId>,
-    path: PathBuf,
+    /// None: nothing but what is in the store.
+    path: Option<PathBuf>,
     digests: Option<DigestCache>,
     store: Option<ShardStore>,
     /// Opened when it is first asked for.
@@ -82,10 +83,10 @@ impl HeldFile {
 }
 
 impl Holdings {
-    /// Of the model in the file `path`, which others may call `model`, and of the store.
+    /// Of the model in the file `path`, if there is one, which others may call `model`, and of the store.
     pub(crate) fn new(
         model: Option<ModelId>,
-        path: PathBuf,
+        path: Option<PathBuf>,
         digests: Option<DigestCache>,
         shipping: &ShippingConfig,
         metrics: ShippingMetrics,
@@ -194,9 +195,10 @@ impl Holdings {
 
     /// The file, opened once; a failure is logged, and tried again the next time.
     fn file(&self) -> Option<Arc<HeldFile>> {
+        let path = self.path.as_ref()?;
         let mut place = self.file.lock();
         if place.is_none() {
-            match HeldFile::open(&self.path, self.digests.as_ref()) {
+            match HeldFile::open(path, self.digests.as_ref()) {
                 Ok(file) => *place = Some(Arc::new(file)),
                 Err(error) => tracing::warn!(%error, "the model's file cannot be sent to others"),
             }

@@ -36,6 +36,11 @@ impl Links {
         self.sources.len()
     }
 
+    /// Where a source is reached; empty if there is no such source.
+    pub(crate) fn target(&self, source: usize) -> &str {
+        self.sources.get(source).map_or("", |link| &link.target)
+    }
+
     /// Who a source is, once it has been reached.
     pub(crate) fn node(&self, source: usize) -> Option<&NodeId> {
         self.sources.get(source)?.node.get()

@@ -28,7 +28,7 @@ use proto::transport::{
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
@@ -43,8 +43,9 @@ const ROOM_LIMIT: Duration = Duration::from_secs(3);
 /// What a worker that holds stages is told.
 #[derive(Debug, Clone)]
 pub struct StageConfig {
-    /// The model's file, or its manifest in the shard store.
-    pub model_path: PathBuf,
+    /// The model's file, or its manifest in the shard store; none of a stage that gets whatever model it is asked to hold
+    /// a part of from others.
+    pub model_path: Option<PathBuf>,
     /// Where chunks of it come from that are not in the store.
     pub shipping: ShippingConfig,
     /// Where other stages reach this one by QUIC; port 0 is any.
@@ -246,7 +247,12 @@ async fn take_part(
     let room = host.room().await.ok_or(StageFailure::Busy)?;
     let (feed_sender, feed) = oneshot::channel();
     host.feeds.lock().insert(join.replica, feed_sender);
-    let (path, options, asked) = (host.config.model_path.clone(), host.config.engine.clone(), join.clone());
+    let located = match &host.config.model_path {
+        Some(path) => Ok(path.clone()),
+        None => host.holds.shipper.locate(&join.model_digest).await,
+    };
+    let model_path = located.map_err(|error| load_failure(&error))?;
+    let (path, options, asked) = (model_path.clone(), host.config.engine.clone(), join.clone());
     let layers = join.layers.0 as usize..join.layers.1 as usize;
     let load = {
         let layers = layers.clone();
@@ -255,7 +261,7 @@ async fn take_part(
             load_range(&path, &options, layers.clone(), &asked)
         }
     };
-    let loaded = host.holds.shipper.load(&host.config.model_path, Some(layers), load).await;
+    let loaded = host.holds.shipper.load(&model_path, Some(layers), load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,
         Error::EngineStopped => StageFailure::Stops,
@@ -269,7 +275,8 @@ async fn take_part(
         StageOrder::Begin(begin) => begin,
         StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
     };
-    let slabs = lay_out(&host.config, &mut decoder, &begin).map_err(|error| load_failure(&error))?;
+    let slabs = lay_out((&model_path, &host.config.engine), &mut decoder, &begin)
+        .map_err(|error| load_failure(&error))?;
     let (desk, errands) = Desk::new(slabs.clone(), part_bytes);
     host.desks.lock().insert(join.replica, desk);
     let (behind, next) = match &join.next {
@@ -341,7 +348,7 @@ async fn cut(behind: Option<Connection>) -> proto::Error {
 
 /// Loads the layers that are asked for, if they make the bits that are asked for; also what they make.
 fn load_range(
-    path: &std::path::Path,
+    path: &Path,
     options: &EngineOptions,
     layers: Range<usize>,
     join: &StageJoinV1,
@@ -354,9 +361,13 @@ fn load_range(
     load::stage(path, &options, layers, &join.class)
 }
 
-fn lay_out(config: &StageConfig, decoder: &mut Decoder, begin: &StageBeginV1) -> Result<Slabs, Error> {
+fn lay_out(
+    (model, options): (&Path, &EngineOptions),
+    decoder: &mut Decoder,
+    begin: &StageBeginV1,
+) -> Result<Slabs, Error> {
     let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
-    load::admit_kv(&config.model_path, &config.engine, slabs.bytes())?;
+    load::admit_kv(model, options, slabs.bytes())?;
     decoder.allocate_kv(slabs.bytes() as usize)?;
     Ok(slabs)
 }

@@ -99,7 +99,7 @@ impl Replica {
     pub(crate) fn join(
         self,
         spec: &ModelSpec,
-        class: String,
+        (model_digest, class): ([u8; 32], String),
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
@@ -115,6 +115,7 @@ impl Replica {
             let range = &ranges[index + 1];
             let order = StageOrder::Join(StageJoinV1 {
                 replica,
+                model_digest,
                 layers: (range.start as u32, range.end as u32),
                 class: class.clone(),
                 max_rows: max_rows as u32,

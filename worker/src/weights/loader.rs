@@ -93,7 +93,7 @@ impl<'a> Loader<'a> {
         }
         let head = has_head.then(|| self.head(spec)).transpose()?;
         progress(total, total);
-        self.packs.finish();
+        let repacking = self.packs.finish();
         Ok(Weights {
             embedding,
             per_layer_input,
@@ -101,6 +101,7 @@ impl<'a> Loader<'a> {
             head,
             source_bytes: self.source_bytes,
             bytes_per_token: self.bytes_per_token,
+            repacking,
         })
     }
 
@@ -357,12 +358,32 @@ impl<'a> Loader<'a> {
         };
         let id = match self.packs.find(&place, shape, self.backend) {
             Some(id) => id,
-            None => self.repack(name, &place, shape, slice)?,
+            None => match self.in_place(name, &place, shape, slice)? {
+                Some(id) => id,
+                None => self.repack(name, &place, shape, slice)?,
+            },
         };
         self.source_bytes += bytes;
         self.bytes_per_token += bytes;
         self.matrices.insert(key, id);
         Ok(id)
+    }
+
+    /// A matrix that is repacked later, to `place`; none where that cannot be.
+    fn in_place(
+        &mut self,
+        name: &str,
+        place: &str,
+        shape: MatrixSource<'_>,
+        slice: Option<RowSlice>,
+    ) -> Result<Option<MatrixId>, Error> {
+        if slice.is_some() || !self.packs.can_wait() {
+            return Ok(None);
+        }
+        match self.source.shared(name)? {
+            Some(bytes) => self.packs.keep_later(place, shape, bytes, self.backend),
+            None => Ok(None),
+        }
     }
 
     /// Reads a matrix and has the device repack it; `place` is what it is called where repacked ones are kept.

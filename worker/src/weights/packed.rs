@@ -1,8 +1,10 @@
 //! Repacked weights that are kept on disk, mapped where somebody has repacked them before.
 
+use super::Repacking;
 use crate::Error;
-use kernels::backend::{Backend, MatrixId, MatrixSource, SharedBytes};
+use kernels::backend::{Backend, MatrixId, MatrixSource, Packer, SharedBytes};
 use model::shard::{PackedFile, PackedWriter, Room, ShardStore, StoreError};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,7 +16,34 @@ pub(crate) enum Packs {
     /// They are there.
     There(PackedFile),
     /// They are being written.
-    Written(Box<PackedWriter>, Room),
+    Written(Box<Writing>),
+}
+
+/// See [`Packs::Written`].
+#[derive(Debug)]
+pub(crate) struct Writing {
+    pub(super) writer: PackedWriter,
+    pub(super) room: Room,
+    /// What repacks beside the device.
+    pub(super) packer: Option<Packer>,
+    /// Matrices that are to be repacked.
+    pub(super) later: Vec<Later>,
+}
+
+/// A matrix that is read where it is until it is repacked.
+pub(super) struct Later {
+    pub(super) matrix: MatrixId,
+    /// What it is called where repacked ones are kept.
+    pub(super) name: String,
+    pub(super) shape: MatrixSource<'static>,
+    pub(super) bytes: SharedBytes,
+    pub(super) packed_bytes: usize,
+}
+
+impl fmt::Debug for Later {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Later").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 impl Packs {
@@ -36,7 +65,10 @@ impl Packs {
             }
             Ok(match PackedWriter::begin(&path)? {
                 Ok(file) => Self::There(file),
-                Err(writer) => Self::Written(Box::new(writer), store.reserve(bytes)?),
+                Err(writer) => {
+                    let (room, packer) = (store.reserve(bytes)?, backend.packer());
+                    Self::Written(Box::new(Writing { writer, room, packer, later: Vec::new() }))
+                }
             })
         };
         opened().unwrap_or_else(|error| {
@@ -70,7 +102,8 @@ impl Packs {
         source: MatrixSource<'_>,
         backend: &mut dyn Backend,
     ) -> Result<Option<MatrixId>, Error> {
-        let Self::Written(writer, room) = self else { return Ok(None) };
+        let Self::Written(writing) = self else { return Ok(None) };
+        let Writing { writer, room, .. } = writing.as_mut();
         let bytes = backend.packed_bytes(source)? as u64;
         let mut packed = Ok(());
         let added = writer.add(name, bytes, |region| {
@@ -90,12 +123,37 @@ impl Packs {
         }
     }
 
-    /// All matrices have been loaded.
-    pub(crate) fn finish(self) {
-        if let Self::Written(writer, _room) = self
-            && let Err(error) = writer.finish()
-        {
+    /// Whether [`Self::keep_later`] may be of use.
+    pub(crate) fn can_wait(&self) -> bool {
+        matches!(self, Self::Written(writing) if writing.packer.is_some())
+    }
+
+    /// A matrix that is read as it stands in `bytes` until [`Repacking`] has repacked it to where it is kept; none where
+    /// the device cannot do that. Of `shape` the bytes do not matter.
+    pub(crate) fn keep_later(
+        &mut self,
+        name: &str,
+        shape: MatrixSource<'_>,
+        bytes: SharedBytes,
+        backend: &mut dyn Backend,
+    ) -> Result<Option<MatrixId>, Error> {
+        let Self::Written(writing) = self else { return Ok(None) };
+        let Some(matrix) = backend.create_matrix_in_place(shape, &bytes)? else { return Ok(None) };
+        let (name, shape) = (name.to_owned(), MatrixSource { bytes: &[], ..shape });
+        let packed_bytes = backend.packed_bytes(shape)?;
+        writing.later.push(Later { matrix, name, shape, bytes, packed_bytes });
+        Ok(Some(matrix))
+    }
+
+    /// All matrices have been loaded. What is left to be done is done beside the serving.
+    pub(crate) fn finish(self) -> Option<Repacking> {
+        let Self::Written(writing) = self else { return None };
+        if let (Some(packer), false) = (writing.packer, writing.later.is_empty()) {
+            return Repacking::begin(*writing, packer);
+        }
+        if let Err(error) = writing.writer.finish() {
             tracing::warn!(%error, "repacked weights are not kept");
         }
+        None
     }
 }

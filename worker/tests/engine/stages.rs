@@ -44,7 +44,7 @@ impl Workers {
     fn add(&mut self, index: usize, name: String, model: &str, engine: &EngineOptions) {
         let _entered = self.runtime.enter();
         let config = StageConfig {
-            model_path: path(model),
+            model_path: Some(path(model)),
             shipping: ShippingConfig::default(),
             listen: "127.0.0.1:0".parse().unwrap(),
             engine: engine.clone(),

@@ -3,7 +3,7 @@
 use kernels::backend::{ActivationMode, KvType};
 use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
 use proto::block::{BlockId, ClusterKey};
@@ -152,8 +152,7 @@ impl Cluster {
     ) -> Result<Worker, Error> {
         let node = NodeId::new(name).unwrap();
         let config = WorkerConfig {
-            model_id: ModelId::new("m").unwrap(),
-            model_path,
+            model: Some(OwnModel { id: ModelId::new("m").unwrap(), path: model_path }),
             shipping,
             coordinators: vec![self.coordinator.address().to_string()],
             listen: any_port(),

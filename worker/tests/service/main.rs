@@ -5,7 +5,7 @@ mod drain;
 mod versions;
 
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::service::{WorkerConfig, WorkerService};
+use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
 use proto::block::{BlockId, ClusterKey};
@@ -89,8 +89,7 @@ async fn pair(newest: u16) -> Pair {
     let endpoint = Endpoint::bind(any_port(), &identity(Role::Coordinator, "c0"), config).unwrap();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny/llama/llama-f32.gguf");
     let config = WorkerConfig {
-        model_id: model_id(),
-        model_path: model.into(),
+        model: Some(OwnModel { id: model_id(), path: model.into() }),
         shipping: ShippingConfig::default(),
         coordinators: vec![endpoint.address().to_string()],
         listen: any_port(),

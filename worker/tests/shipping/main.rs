@@ -176,7 +176,7 @@ fn stage(
     shipping: ShippingConfig,
 ) -> (StageService, StageAddressV1) {
     let config = StageConfig {
-        model_path: held.path().to_owned(),
+        model_path: Some(held.path().to_owned()),
         shipping,
         listen: any_port(),
         engine: options(KvType::F32),
@@ -359,5 +359,40 @@ async fn repacked_weights_answer_as_the_file_does_and_damaged_ones_are_made_anew
         file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
         assert_eq!(answer("third", Some(&store)).await, want, "{model}");
         assert!(std::fs::read(&files[0]).unwrap() == written, "{model}: it was not made anew");
+    }
+}
+
+/// The layouts of a model's weights in memory do not show in its answers: as they came, while they are repacked, repacked,
+/// and mapped by the next one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_fetched_is_served_before_it_is_repacked_and_answers_the_same_behind() {
+    for model in KINDS {
+        let cluster = Cluster::new();
+        let holds = cluster.worker("holds", model, options(KvType::F32)).await;
+        let want = holds.ask(&prompt(), None).await;
+        let from = vec![holds.service.quic_address().to_string()];
+        let (_dir, store) = empty();
+        let digest = ModelRefV1::Digest(manifest(model).digest());
+        let held = find(&cluster, &digest, &store, &from).await;
+        let start = async |name: &str, from: &[String]| {
+            let shipping = ShippingConfig { store: Some(store.clone()), from: from.to_vec() };
+            let engine = EngineOptions { packed: Some(store.clone()), ..options(KvType::F32) };
+            cluster.worker_of(name, held.path().to_owned(), shipping, engine).await
+        };
+        let worker = start("fetches", &from).await;
+        assert_eq!(worker.ask(&prompt(), None).await, want, "{model}");
+        let kept = async {
+            while packed(&store).is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        soon("repacked weights", kept).await;
+        let again = worker.ask(&prompt(), None).await;
+        assert_eq!((again.tokens, again.logprobs), (want.tokens.clone(), want.logprobs.clone()), "{model}");
+        worker.service.stop().await;
+        let second = start("second", &[]).await;
+        assert_eq!(second.ask(&prompt(), None).await, want, "{model}: mapped");
+        second.service.stop().await;
+        holds.service.stop().await;
     }
 }

@@ -132,3 +132,27 @@ fn what_does_not_fit_is_told_with_its_numbers() {
     assert_eq!(nothing, None);
     assert!(why.values().all(|why| why.contains("does not fit")), "{why:?}");
 }
+
+#[test]
+fn who_has_no_file_is_taken_where_those_with_it_are_too_few() {
+    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    let without = |rig: &mut Rig, names: &[&str]| {
+        let named = |name: &NodeId| names.iter().any(|other| name.as_str() == *other);
+        rig.workers
+            .iter_mut()
+            .filter(|(name, _)| named(name))
+            .for_each(|(_, capacity)| capacity.files.clear());
+    };
+    without(&mut rig, &["b"]);
+    let planned = rig.settle(2);
+    assert!(planned.len() == 1 && !planned[0].contains(&"b".to_owned()), "{planned:?}");
+
+    let mut rig = Rig::new(2, &["a", "b"]);
+    without(&mut rig, &["b"]);
+    assert_eq!(rig.settle(2).len(), 1);
+    assert_eq!(rig.decide(2).0, None, "who has no file is no stray");
+
+    let mut rig = Rig::new(2, &["a", "b"]);
+    without(&mut rig, &["a", "b"]);
+    assert!(rig.settle(2).is_empty(), "there is nobody to get it from");
+}

@@ -1,0 +1,145 @@
+//! Matrices that are read as they stand in the shard store are repacked while the model is served already, by a thread of
+//! its own that gives way to others, and are read repacked from then on.
+
+use super::packed::{Later, Writing};
+use crate::Error;
+use kernels::aligned::AlignedBuf;
+use kernels::backend::{Backend, MatrixId, MatrixSource, Packer, SharedBytes};
+use model::shard::{PackedWriter, Room, StoreError};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+/// The repacking under way. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Repacking {
+    done: Receiver<(MatrixId, SharedBytes)>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Repacking {
+    /// Of all that is to be repacked later. Without a thread for it weights stay as they are, which is logged.
+    pub(super) fn begin(writing: Writing, packer: Packer) -> Option<Self> {
+        let Writing { writer, room, later, .. } = writing;
+        let (tell, done) = mpsc::channel();
+        let stop = Arc::new(AtomicBool::new(false));
+        let work = Work { room, packer, stop: Arc::clone(&stop) };
+        let work = move || {
+            kernels::pool::give_way();
+            work.run(writer, later, &mut |matrix, packed| tell.send((matrix, packed)).is_ok());
+        };
+        match thread::Builder::new().name("repacking".to_owned()).spawn(work) {
+            Ok(thread) => Some(Self { done, stop, thread: Some(thread) }),
+            Err(error) => {
+                tracing::warn!(%error, "weights are not repacked: steps take longer");
+                None
+            }
+        }
+    }
+
+    /// Has the device read what has been repacked since the last time. True if nothing more will be.
+    pub(crate) fn adopt(&self, backend: &mut dyn Backend) -> Result<bool, Error> {
+        loop {
+            match self.done.try_recv() {
+                Ok((matrix, packed)) => backend.replace_by_packed(matrix, packed)?,
+                Err(TryRecvError::Empty) => return Ok(false),
+                Err(TryRecvError::Disconnected) => return Ok(true),
+            }
+        }
+    }
+}
+
+impl Drop for Repacking {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // It ends within a piece. That it has panicked has been told by the panic.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+struct Work {
+    room: Room,
+    packer: Packer,
+    stop: Arc<AtomicBool>,
+}
+
+impl Work {
+    /// Repacks one matrix after the other, to where they are kept as long as that works, else to memory.
+    fn run(
+        self,
+        writer: PackedWriter,
+        later: Vec<Later>,
+        tell: &mut dyn FnMut(MatrixId, SharedBytes) -> bool,
+    ) {
+        let (started, matrices) = (Instant::now(), later.len());
+        let mut writer = Some(writer);
+        for Later { matrix, name, shape, bytes, packed_bytes } in later {
+            let source = (MatrixSource { bytes: bytes.as_ref().as_ref(), ..shape }, packed_bytes);
+            let packed = match writer.as_mut().map(|writer| self.keep(writer, &name, source)) {
+                Some(Ok(packed)) => packed,
+                _ if self.stops() => return,
+                kept => {
+                    if let Some(Err(error)) = kept {
+                        tracing::warn!(%error, "repacked weights are not kept");
+                        writer = None;
+                    }
+                    self.own(source)
+                }
+            };
+            match packed {
+                Ok(packed) => {
+                    if self.stops() || !tell(matrix, packed) {
+                        return;
+                    }
+                }
+                Err(error) => tracing::warn!(name, %error, "a matrix is not repacked: steps take longer"),
+            }
+        }
+        if let Some(Err(error)) = writer.map(PackedWriter::finish) {
+            tracing::warn!(%error, "repacked weights are not kept");
+        }
+        tracing::info!(matrices, seconds = started.elapsed().as_secs_f64(), "repacked beside serving");
+    }
+
+    fn stops(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn next(&self) -> ControlFlow<()> {
+        if self.stops() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    /// Repacks a matrix to where it is kept.
+    fn keep(
+        &self,
+        writer: &mut PackedWriter,
+        name: &str,
+        (source, bytes): (MatrixSource<'_>, usize),
+    ) -> Result<Result<SharedBytes, kernels::Error>, StoreError> {
+        let mut packed = Ok(());
+        let region = writer.add(name, bytes as u64, |region| {
+            packed = (self.packer)(source, &mut |place, piece| {
+                region.piece(place as u64, piece);
+                self.next()
+            });
+        })?;
+        self.room.used(bytes as u64);
+        Ok(packed.map(|()| Arc::new(region) as SharedBytes))
+    }
+
+    /// Repacks a matrix to memory of this process.
+    fn own(&self, (source, bytes): (MatrixSource<'_>, usize)) -> Result<SharedBytes, kernels::Error> {
+        let mut memory = AlignedBuf::<u8>::zeroed(bytes);
+        (self.packer)(source, &mut |place, piece| {
+            if let Some(to) = memory.get_mut(place..place + piece.len()) {
+                to.copy_from_slice(piece);
+            }
+            self.next()
+        })?;
+        Ok(Arc::new(memory))
+    }
+}
