@@ -1,0 +1,19 @@
+//! NVIDIA GPUs: kernels in CUDA C++ that NVRTC compiles for the device at hand, and what runs them.
+//!
+//! The sources (`kernels/src/cuda/*.cu`) include nothing but [`source::PRELUDE`], so that no CUDA headers are needed.
+//! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
+
+mod arch;
+mod device;
+mod error;
+mod library;
+mod nvrtc;
+pub mod source;
+
+#[cfg(test)]
+mod tests;
+
+pub use arch::Arch;
+pub use device::{Argument, Device, DevicePtr, KernelId, Launch};
+pub use error::CudaError;
+pub use nvrtc::{Compiled, Compiler};
