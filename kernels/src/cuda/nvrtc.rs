@@ -26,6 +26,7 @@ pub struct Compiled {
 #[derive(Debug)]
 pub struct Compiler {
     version: (i32, i32),
+    found_at: String,
 }
 
 impl Compiler {
@@ -34,20 +35,31 @@ impl Compiler {
     /// # Errors
     /// [`CudaError::Missing`] and [`CudaError::Version`].
     pub fn find() -> Result<Self, CudaError> {
-        library::load_nvrtc()?;
+        let found_at = library::load_nvrtc()?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the library is there; both point to integers of ours.
         check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
         if major != 13 {
-            let found = format!("{major}.{minor}");
-            return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x" });
+            let found = format!("{major}.{minor}, at {found_at}");
+            return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x, best 13.0" });
         }
-        Ok(Self { version: (major, minor) })
+        if minor != library::NVRTC_MINOR {
+            tracing::info!(
+                found = format!("{major}.{minor}"),
+                "this NVRTC is newer than 13.0, which the kernels were checked with"
+            );
+        }
+        Ok(Self { version: (major, minor), found_at })
     }
 
     /// Major and minor.
     pub fn version(&self) -> (i32, i32) {
         self.version
+    }
+
+    /// Where the library was found.
+    pub fn found_at(&self) -> &str {
+        &self.found_at
     }
 
     /// Compiles a source.
