@@ -9,12 +9,16 @@ use super::CudaError;
 use std::ffi::{CString, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Names a folder with `libnvrtc.so.13` and its builtins.
 pub(crate) const VARIABLE: &str = "KVASIR_CUDA_LIBRARIES";
 
 /// The minor version of NVRTC 13 whose CUBINs every driver of the 13 line loads.
 pub(crate) const NVRTC_MINOR: i32 = 0;
+
+/// What the driver must be: the first that knows CUDA 13.0 (driver 580), as `cuDriverGetVersion` counts.
+pub(crate) const DRIVER_VERSION: i32 = 13_000;
 
 const NVRTC: &str = "libnvrtc.so.13";
 /// NVRTC finds its builtins only among the libraries that are loaded already.
@@ -68,11 +72,16 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     if found.is_empty() { vec![lib.join("python3*/site-packages").join(inside)] } else { found }
 }
 
-/// Loads NVRTC, so that it is found by its name afterwards, and says where it was.
+/// Loads NVRTC, so that it is found by its name afterwards, and says where it was. What is found stays for the process.
 ///
 /// # Errors
 /// [`CudaError::Missing`]; [`CudaError::Call`] for one that is there and cannot be loaded.
 pub(crate) fn load_nvrtc() -> Result<String, CudaError> {
+    static FOUND: OnceLock<Result<String, CudaError>> = OnceLock::new();
+    FOUND.get_or_init(search).clone()
+}
+
+fn search() -> Result<String, CudaError> {
     let executable = std::env::current_exe().ok();
     let places = places(|name| std::env::var_os(name), executable.as_deref());
     for place in &places {
@@ -102,6 +111,19 @@ fn known(place: &Place) -> Result<String, CudaError> {
         return Ok(place.to_string());
     }
     Err(CudaError::Missing { library: "NVRTC", looked_for: vec![format!("what {place} should have given")] })
+}
+
+/// Loads the driver.
+///
+/// # Errors
+/// [`CudaError::Missing`].
+pub(crate) fn load_driver() -> Result<(), CudaError> {
+    // SAFETY: it opens a library by name and closes it again; the library's initialisers are NVIDIA's.
+    if unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Ok(());
+    }
+    let looked_for = ["libcuda.so", "libcuda.so.1"].map(|name| format!("{name} on the loader's path"));
+    Err(CudaError::Missing { library: "CUDA driver", looked_for: looked_for.into() })
 }
 
 /// The builtins of whatever minor version lie in a folder.

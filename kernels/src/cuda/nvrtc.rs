@@ -57,7 +57,7 @@ impl Compiler {
         self.version
     }
 
-    /// Where the library was found.
+    /// The folder where the library was found, or words for the loader's path.
     pub fn found_at(&self) -> &str {
         &self.found_at
     }
@@ -68,14 +68,7 @@ impl Compiler {
     /// [`CudaError::Compile`] with the compiler's words.
     pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
         let program = Program::new(source)?;
-        let options = [
-            format!("--gpu-architecture={arch}"),
-            "--std=c++17".into(),
-            "-default-device".into(),
-            "--generate-line-info".into(),
-            "--ptxas-options=-v".into(),
-        ];
-        let options: Vec<CString> = options.into_iter().map(c_string).collect::<Result<_, _>>()?;
+        let options: Vec<CString> = options(arch).into_iter().map(c_string).collect::<Result<_, _>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         // SAFETY: the program lives; as many strings as it says, which outlive the call.
         let status = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
@@ -91,6 +84,17 @@ impl Compiler {
         let cubin = program.bytes("nvrtcGetCUBIN", sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)?;
         Ok(Compiled { source_name: source.name.into(), arch, cubin, ptx, log })
     }
+}
+
+/// What the compiler is told.
+pub(super) fn options(arch: Arch) -> [String; 5] {
+    [
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".into(),
+        "-default-device".into(),
+        "--generate-line-info".into(),
+        "--ptxas-options=-v".into(),
+    ]
 }
 
 /// A program that is destroyed in the end.
