@@ -5,7 +5,9 @@
 
 mod arch;
 pub mod attention;
+mod cache;
 mod device;
+mod driver;
 mod error;
 pub mod kv;
 mod library;
@@ -20,6 +22,8 @@ pub mod step;
 mod tests;
 
 pub use arch::Arch;
-pub use device::{Argument, Device, DevicePtr, KernelId, Launch};
+pub use cache::CubinCache;
+pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
+pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
