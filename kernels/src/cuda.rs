@@ -8,6 +8,8 @@ mod device;
 mod error;
 mod library;
 mod nvrtc;
+#[cfg(any(test, feature = "ptx-sim"))]
+mod sim;
 pub mod source;
 
 #[cfg(test)]
@@ -17,3 +19,5 @@ pub use arch::Arch;
 pub use device::{Argument, Device, DevicePtr, KernelId, Launch};
 pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
+#[cfg(any(test, feature = "ptx-sim"))]
+pub use sim::SimDevice;
