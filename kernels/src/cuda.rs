@@ -15,6 +15,8 @@ pub mod moe;
 mod nvrtc;
 pub mod qkv;
 pub mod recurrent;
+#[cfg(any(test, feature = "ptx-sim"))]
+mod sim;
 pub mod source;
 pub mod step;
 
@@ -27,3 +29,5 @@ pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
+#[cfg(any(test, feature = "ptx-sim"))]
+pub use sim::SimDevice;
