@@ -8,6 +8,7 @@ mod device;
 mod error;
 mod library;
 mod nvrtc;
+mod pack;
 pub mod source;
 
 #[cfg(test)]
@@ -17,3 +18,4 @@ pub use arch::Arch;
 pub use device::{Argument, Device, DevicePtr, KernelId, Launch};
 pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
+pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
