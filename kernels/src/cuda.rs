@@ -4,7 +4,9 @@
 //! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
 
 mod arch;
+mod cache;
 mod device;
+mod driver;
 mod error;
 mod library;
 mod nvrtc;
@@ -15,7 +17,9 @@ pub mod source;
 mod tests;
 
 pub use arch::Arch;
-pub use device::{Argument, Device, DevicePtr, KernelId, Launch};
+pub use cache::CubinCache;
+pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
+pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
 pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};

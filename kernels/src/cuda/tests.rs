@@ -2,6 +2,8 @@
 
 use super::{Arch, Compiler, source};
 
+mod gate;
+
 #[test]
 fn every_source_compiles_for_every_checked_architecture() {
     let compiler = Compiler::find().unwrap();
