@@ -17,6 +17,7 @@ pub mod qkv;
 pub mod recurrent;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
+mod pack;
 pub mod source;
 pub mod step;
 
@@ -31,3 +32,4 @@ pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
 #[cfg(any(test, feature = "ptx-sim"))]
 pub use sim::SimDevice;
+pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
