@@ -13,16 +13,18 @@ pub mod kv;
 mod library;
 pub mod moe;
 mod nvrtc;
+mod pack;
 pub mod qkv;
 pub mod recurrent;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
-mod pack;
 pub mod source;
 pub mod step;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod trial;
 
 pub use arch::Arch;
 pub use cache::CubinCache;
@@ -30,6 +32,6 @@ pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
 pub use nvrtc::{Compiled, Compiler};
+pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
 #[cfg(any(test, feature = "ptx-sim"))]
 pub use sim::SimDevice;
-pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};

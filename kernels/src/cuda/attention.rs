@@ -8,6 +8,9 @@ use crate::backend::{KvShape, StepSequence};
 use crate::error::Error;
 use std::ops::Range;
 
+#[cfg(test)]
+mod tests;
+
 /// Keys of a split: partial results are taken from one multiple of this position to the next. As in `attention.cu`.
 const SPLIT: usize = 512;
 

@@ -4,6 +4,9 @@ use crate::attention::KvType;
 use crate::backend::KvShape;
 use crate::error::Error;
 
+#[cfg(test)]
+mod oracle;
+
 /// Widest head that the kernels serve.
 pub const MAX_HEAD_DIM: usize = 512;
 

@@ -82,13 +82,13 @@ __device__ __forceinline__ void store(u8 *slab, u32 token, u32 tokens, u32 width
 // and rotation. One warp a head: those of q, then of k, then of v. Grid: heads / 4, rows. 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
     qkv(float *q, const float *k, const float *v,                             // [rows][heads or kv_heads][width]
-        const float *q_weight, const float *q_factors, u32 q_run, u32 q_len, float q_eps,
-        const float *k_weight, const float *k_factors, u32 k_run, u32 k_len, float k_eps,
-        const float *v_weight, const float *v_factors, u32 v_run, u32 v_len, float v_eps,
-        const float2 *angles, u32 pairs, u32 interleaved,                     // [rows][pairs]; pairs 0: no rotation
+        const float *q_weight, const float *q_factors, const float *k_weight, const float *k_factors,
+        const float *v_weight, const float *v_factors,                        // see Norm
+        const float2 *angles,                                                 // [rows][pairs]; pairs 0: no rotation
         u8 *arena, const u32 *tables, const u32 *table_starts, const u32 *positions, const u32 *row_sequences,
-        u64 layer_offset, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_slab,
-        u32 v_slab) {
+        u64 layer_offset, u32 q_run, u32 q_len, float q_eps, u32 k_run, u32 k_len, float k_eps, u32 v_run, u32 v_len,
+        float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
+        u32 block_shift, u32 k_slab, u32 v_slab) {
     __shared__ float shared[WARPS][MAX_DIM];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
     u32 head = blockIdx.x * WARPS + warp;
