@@ -9,8 +9,10 @@ mod device;
 mod driver;
 mod error;
 mod library;
+pub mod matmul;
 mod nvrtc;
 mod pack;
+pub mod rowwise;
 pub mod source;
 
 #[cfg(test)]
@@ -21,5 +23,6 @@ pub use cache::CubinCache;
 pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
+pub use matmul::quantised_row_bytes;
 pub use nvrtc::{Compiled, Compiler};
 pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};

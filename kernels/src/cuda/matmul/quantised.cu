@@ -65,6 +65,8 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
         constexpr int UNROLL = sizeof(Words) == sizeof(Held) ? UNIT_BLOCKS : 1;
 #pragma unroll UNROLL
         for (int j = 0; j < UNIT_BLOCKS; j++) {
+            // Held words of blocks that are not there are zeroes, and so are activations: they add nothing.
+            if (UNROLL == 1 && u * UNIT_BLOCKS + j >= blocks) break;
             u32 words[8];
             unit.words(j, words);
             Scales s = unit.scales(j);
@@ -114,16 +116,10 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
     finish<NT>(p, sums);
 }
 
-#define KERNEL(name, per_sm, body)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {                   \
-        Product p = PRODUCT_ARGUMENTS;                                                                                 \
-        body(p);                                                                                                       \
-    }
-
-KERNEL(mul_1, 2, (multiply<1, Held>))
-KERNEL(mul_4, 1, (multiply<4, Direct>))
-KERNEL(mul_8, 1, (multiply<8, Direct>))
-KERNEL(exact_2, 1, multiply_exactly<2>)
+PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
+PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
+PRODUCT_KERNEL(mul_8, 8, 1, (multiply<8, Direct>))
+PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
 // blockIdx.y: row; a thread makes the 256 columns of one unit.
