@@ -13,6 +13,8 @@ pub mod matmul;
 mod nvrtc;
 mod pack;
 pub mod rowwise;
+#[cfg(any(test, feature = "ptx-sim"))]
+mod sim;
 pub mod source;
 
 #[cfg(test)]
@@ -26,3 +28,5 @@ pub use error::CudaError;
 pub use matmul::quantised_row_bytes;
 pub use nvrtc::{Compiled, Compiler};
 pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
+#[cfg(any(test, feature = "ptx-sim"))]
+pub use sim::SimDevice;

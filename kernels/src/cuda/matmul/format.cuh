@@ -61,9 +61,11 @@ struct Scales {
     float scale[2];
     // Added to the weights of each half.
     float added[2];
-    // scale = d * factor, added = minus_dmin * min_factor, with FACTORS.
-    int factor[2], min_factor[2];
-    float d, minus_dmin;
+    // scale = d * factor, added = -dmin * min factor, with FACTORS.
+    int factor[2];
+    // The min factors of this block in the low bytes.
+    u32 min_factors;
+    float d, dmin;
 };
 
 // A row's words of a unit, read when they are asked for: for what has better to do than to hold them all.
@@ -184,7 +186,7 @@ template <class Words> struct Unit : Words {
         s.scale[1] = s.scale[0], s.added[1] = s.added[0];
         if constexpr (FACTORS) {
             s.d = f16_to_f32(SCALING == SIXTEENTHS_PACKED ? this->record(3) : this->side());
-            if constexpr (SCALING == SIXTEENTHS_MIN) s.minus_dmin = -f16_to_f32(this->side() >> 16);
+            if constexpr (SCALING == SIXTEENTHS_MIN) s.dmin = f16_to_f32(this->side() >> 16);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -198,8 +200,10 @@ template <class Words> struct Unit : Words {
                 s.factor[half] = (int)(low | high << 4) - 32;
             }
             if constexpr (SCALING == SIXTEENTHS_MIN) {
-                s.factor[half] = byte & 15, s.min_factor[half] = byte >> 4;
-                s.added[half] = __fmul_rn(s.minus_dmin, (float)s.min_factor[half]);
+                s.factor[half] = byte & 15;
+                s.min_factors = this->record(i / 4) >> 4 & 0x0f0f0f0f;
+                s.min_factors >>= 16 * (j % 2);
+                s.added[half] = __fmul_rn(-s.dmin, (float)(byte >> 4));
             }
             if constexpr (FACTORS) s.scale[half] = __fmul_rn(s.d, (float)s.factor[half]);
             // Half of the scale. Exponent and mantissa at an f32's places are off by the difference of the biases.

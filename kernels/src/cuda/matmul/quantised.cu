@@ -38,8 +38,9 @@ __device__ __forceinline__ float fold(const Scales &s, const u32 (&words)[8], co
         int both = s.factor[0] * i[0] + s.factor[1] * i[1];
         sum = __fmaf_rn((float)both, __fmul_rn(s.d, a.scale()), sum);
         if constexpr (HAS_MIN) {
-            int mins = -(s.min_factor[0] * a.minus_half_sum(0) + s.min_factor[1] * a.minus_half_sum(1));
-            sum = __fmaf_rn((float)mins, __fmul_rn(s.minus_dmin, a.scale()), sum);
+            // Both factors have the other sign, which changes nothing.
+            int mins = __dp2a_lo((int)a.words[11], (int)s.min_factors, 0);
+            sum = __fmaf_rn((float)mins, __fmul_rn(s.dmin, a.scale()), sum);
         }
     } else {
         sum = __fmaf_rn((float)i[0], __fmul_rn(s.scale[0], a.scale()), sum);
