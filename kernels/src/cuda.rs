@@ -4,13 +4,19 @@
 //! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
 
 mod arch;
+pub mod attention;
 mod cache;
 mod device;
 mod driver;
 mod error;
+pub mod kv;
 mod library;
+pub mod moe;
 mod nvrtc;
+pub mod qkv;
+pub mod recurrent;
 pub mod source;
+pub mod step;
 
 #[cfg(test)]
 mod tests;
