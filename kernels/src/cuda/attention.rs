@@ -3,7 +3,7 @@
 use super::kv::{KvBlock, type_number};
 use super::source::{self, Source};
 use super::step::StepPointers;
-use super::{Argument, CudaError, Device, DevicePtr, KernelId, Launch};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use crate::backend::{KvShape, StepSequence};
 use crate::error::Error;
 use std::ops::Range;
@@ -81,21 +81,22 @@ impl AttentionKernels {
         Ok(&source::ATTENTION[type_number(shape.kv_type)][width_class(shape)])
     }
 
-    /// The kernels of [`Self::source`], as a device loaded them, in its order.
+    /// Loads what was compiled of [`Self::source`].
     ///
     /// # Errors
-    /// As [`Self::source`]; [`Error::Length`] for kernels of another source.
-    pub fn new(shape: KvShape, kernels: &[KernelId]) -> Result<Self, Error> {
-        let source = Self::source(&shape)?;
-        let (Some((combine, attend)), true) = (kernels.split_first(), kernels.len() == source.kernels.len())
-        else {
-            let (expected, found) = (source.kernels.len(), kernels.len());
-            return Err(Error::Length { what: "attention kernels", expected, found });
+    /// [`CudaError::NoKernel`] for what was compiled of another source, [`CudaError::Invalid`] for a shape that is not
+    /// served; what the device says.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
+        let source = Self::source(&shape).map_err(not_served)?;
+        let block = KvBlock::new(&shape).map_err(not_served)?;
+        let kernels = device.load(compiled, source.kernels)?;
+        let [combine, attend @ ..] = &kernels[..] else {
+            let (name, source_name) = ("combine".into(), compiled.source_name.clone());
+            return Err(CudaError::NoKernel { name, source_name });
         };
         let (_, most) = WIDTHS[width_class(&shape)];
         let group = shape.heads / shape.kv_heads;
         let together = group.div_ceil(group.div_ceil(most));
-        let block = KvBlock::new(&shape)?;
         Ok(Self { shape, block, attend: attend.to_vec(), combine: *combine, together, most })
     }
 
@@ -246,6 +247,10 @@ impl AttentionKernels {
     fn row_scratch(&self, splits: usize) -> usize {
         self.shape.heads * splits * (self.shape.v_head_dim + 2) * size_of::<f32>()
     }
+}
+
+fn not_served(error: Error) -> CudaError {
+    CudaError::Invalid { what: error.to_string() }
 }
 
 fn check(shape: &KvShape) -> Result<(), Error> {

@@ -5,7 +5,7 @@
 //! read their experts from [`Routes::chosen`], one for each pair, or take the pairs of one expert together from
 //! [`Routes::list`].
 
-use super::{Argument, CudaError, Device, DevicePtr, KernelId, Launch, source};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use crate::backend::GateActivation;
 use crate::error::Error;
 
@@ -117,14 +117,17 @@ impl MoeShape {
 }
 
 impl MoeKernels {
-    /// The kernels as a device loaded them, in the source's order.
+    /// Loads what was compiled of [`source::MOE`].
     ///
     /// # Errors
-    /// [`Error::Length`] for kernels of another source.
-    pub fn new(kernels: &[KernelId]) -> Result<Self, Error> {
-        let [route, expert_lists, expert_gate, expert_sum] = *kernels else {
-            let (expected, found) = (source::MOE.kernels.len(), kernels.len());
-            return Err(Error::Length { what: "MoE kernels", expected, found });
+    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
+        let kernels = device.load(compiled, source::MOE.kernels)?;
+        let [route, expert_lists, expert_gate, expert_sum] = kernels[..] else {
+            return Err(CudaError::NoKernel {
+                name: "route".into(),
+                source_name: compiled.source_name.clone(),
+            });
         };
         Ok(Self { route, expert_lists, expert_gate, expert_sum })
     }

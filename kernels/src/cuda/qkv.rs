@@ -3,7 +3,7 @@
 use super::kv::{KvBlock, type_number};
 use super::source::{self, Source};
 use super::step::StepPointers;
-use super::{Argument, CudaError, Device, DevicePtr, KernelId, Launch};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use crate::attention::check_len;
 use crate::backend::{KvShape, RopeSource};
 use crate::error::Error;
@@ -132,15 +132,20 @@ impl QkvKernels {
         Ok(&source::QKV[type_number(shape.kv_type)])
     }
 
-    /// The kernels of [`Self::source`], as a device loaded them, in its order.
+    /// Loads what was compiled of [`Self::source`].
     ///
     /// # Errors
-    /// As [`Self::source`]; [`Error::Length`] for kernels of another source.
-    pub fn new(shape: KvShape, kernels: &[KernelId]) -> Result<Self, Error> {
-        let [rope_angles, run_factors, qkv] = *kernels else {
-            return Err(Error::Length { what: "qkv kernels", expected: 3, found: kernels.len() });
+    /// [`CudaError::NoKernel`] for what was compiled of another source, [`CudaError::Invalid`] for a shape that is not
+    /// served; what the device says.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
+        let block = KvBlock::new(&shape).map_err(|error| CudaError::Invalid { what: error.to_string() })?;
+        let kernels = device.load(compiled, source::QKV[type_number(shape.kv_type)].kernels)?;
+        let [rope_angles, run_factors, qkv] = kernels[..] else {
+            return Err(CudaError::NoKernel {
+                name: "qkv".into(),
+                source_name: compiled.source_name.clone(),
+            });
         };
-        let block = KvBlock::new(&shape)?;
         Ok(Self { shape, block, rope_angles, run_factors, qkv })
     }
 

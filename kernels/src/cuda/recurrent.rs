@@ -1,7 +1,7 @@
 //! Recurrent layers on a device: convolution, gated delta net and Mamba-2 over states in slots of the arena.
 
 use super::step::StatePointers;
-use super::{Argument, CudaError, Device, DevicePtr, KernelId, Launch, source};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use crate::attention::check_len;
 use crate::backend::{HeadType, StateKind, StateShape};
 use crate::error::Error;
@@ -244,14 +244,17 @@ struct Scan {
 }
 
 impl RecurrentKernels {
-    /// The kernels as a device loaded them, in the source's order.
+    /// Loads what was compiled of [`source::RECURRENT`].
     ///
     /// # Errors
-    /// [`Error::Length`] for kernels of another source.
-    pub fn new(kernels: &[KernelId]) -> Result<Self, Error> {
-        let [conv, keep_rows, d64, d128, d256, m64, m128, m256] = *kernels else {
-            let (expected, found) = (source::RECURRENT.kernels.len(), kernels.len());
-            return Err(Error::Length { what: "recurrent kernels", expected, found });
+    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
+        let kernels = device.load(compiled, source::RECURRENT.kernels)?;
+        let [conv, keep_rows, d64, d128, d256, m64, m128, m256] = kernels[..] else {
+            return Err(CudaError::NoKernel {
+                name: "conv".into(),
+                source_name: compiled.source_name.clone(),
+            });
         };
         Ok(Self { conv, keep_rows, delta_net: [d64, d128, d256], mamba2: [m64, m128, m256] })
     }
