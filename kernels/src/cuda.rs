@@ -4,18 +4,24 @@
 //! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
 
 mod arch;
+pub mod attention;
 mod cache;
 mod device;
 mod driver;
 mod error;
+pub mod kv;
 mod library;
 pub mod matmul;
+pub mod moe;
 mod nvrtc;
 mod pack;
+pub mod qkv;
+pub mod recurrent;
 pub mod rowwise;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
 pub mod source;
+pub mod step;
 
 #[cfg(test)]
 mod tests;

@@ -18,7 +18,7 @@ mod memory;
 mod staging;
 
 /// Most parameters of a kernel.
-const MAX_PARAMETERS: usize = 32;
+const MAX_PARAMETERS: usize = 64;
 /// Threads of a block, on every device there is.
 const MAX_THREADS: u64 = 1024;
 

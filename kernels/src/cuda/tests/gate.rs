@@ -15,6 +15,7 @@ const BUDGETS: &str = include_str!("../budgets.txt");
 /// One line of the table.
 #[derive(Debug, PartialEq)]
 struct Budget<'a> {
+    source: &'a str,
     kernel: &'a str,
     /// None for all of [`Arch::CHECKED`].
     arch: Option<&'a str>,
@@ -37,18 +38,33 @@ struct Cost {
 }
 
 impl<'a> Budget<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
+    /// All lines, each under the name of its source.
+    fn table(text: &'a str) -> Vec<Self> {
+        let mut source = "";
+        let mut budgets = Vec::new();
+        for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            match line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                Some(name) => source = name,
+                None => budgets.push(Self::parse(source, line).unwrap_or_else(|| panic!("{line}"))),
+            }
+        }
+        budgets
+    }
+
+    fn parse(source: &'a str, line: &'a str) -> Option<Self> {
         let mut columns = line.split_whitespace();
         let kernel = columns.next()?;
         let arch = columns.next().filter(|arch| *arch != "*");
         let mut number = || columns.next()?.parse().ok();
         let (registers, shared, wide_loads) = (number()?, number()?, number()?);
         let instructions = columns.filter(|name| *name != "-").collect();
-        Some(Self { kernel, arch, registers, shared, wide_loads, instructions })
+        Some(Self { source, kernel, arch, registers, shared, wide_loads, instructions })
     }
 
-    fn is_for(&self, kernel: &str, arch: Arch) -> bool {
-        self.kernel == kernel && self.arch.is_none_or(|of| of == arch.to_string())
+    fn is_for(&self, source: &Source, kernel: &str, arch: Arch) -> bool {
+        self.source == source.name
+            && self.kernel == kernel
+            && self.arch.is_none_or(|of| of == arch.to_string())
     }
 
     /// What of `cost` is beyond it.
@@ -166,12 +182,12 @@ fn costs(compiler: &Compiler, source: &Source, arch: Arch) -> BTreeMap<String, C
 #[test]
 fn every_kernel_keeps_to_its_budget() {
     let compiler = Compiler::find().unwrap();
-    let lines = BUDGETS.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    let budgets: Vec<_> = lines.map(|line| Budget::parse(line).unwrap_or_else(|| panic!("{line}"))).collect();
+    let budgets = Budget::table(BUDGETS);
     let mut report = String::new();
     for budget in &budgets {
-        let known = source::ALL.iter().any(|source| source.kernels.contains(&budget.kernel));
-        assert!(known, "there is no kernel {} any more", budget.kernel);
+        let of = source::ALL.iter().find(|source| source.name == budget.source);
+        let known = of.is_some_and(|source| source.kernels.contains(&budget.kernel));
+        assert!(known, "there is no kernel {} in {} any more", budget.kernel, budget.source);
     }
     let compiler = &compiler;
     std::thread::scope(|scope| {
@@ -184,15 +200,20 @@ fn every_kernel_keeps_to_its_budget() {
             for kernel in source.kernels {
                 let cost = &costs[*kernel];
                 assert!(cost.count(|_| true) > 0, "no machine code of {kernel} found");
-                let mut own = budgets.iter().filter(|budget| budget.is_for(kernel, arch));
+                let mut own = budgets.iter().filter(|budget| budget.is_for(source, kernel, arch));
                 match (own.next(), own.next()) {
                     (Some(budget), None) => {
                         for broken in budget.broken_by(cost) {
-                            writeln!(report, "{kernel} for {arch}: {broken}").unwrap();
+                            writeln!(report, "[{}] {kernel} for {arch}: {broken}", source.name).unwrap();
                         }
                     }
-                    (None, _) => writeln!(report, "no budget; it takes: {}", cost.row(kernel, arch)).unwrap(),
-                    (Some(_), Some(_)) => writeln!(report, "{kernel} for {arch}: two budgets").unwrap(),
+                    (None, _) => {
+                        let row = cost.row(kernel, arch);
+                        writeln!(report, "[{}] no budget; it takes: {row}", source.name).unwrap();
+                    }
+                    (Some(_), Some(_)) => {
+                        writeln!(report, "[{}] {kernel} for {arch}: two budgets", source.name).unwrap()
+                    }
                 }
             }
         }
@@ -221,7 +242,7 @@ fn a_kernel_beyond_its_budget_is_told() {
     let compiler = Compiler::find().unwrap();
     for arch in Arch::CHECKED {
         let cost = &costs(&compiler, &source, arch)["beyond"];
-        let budget = Budget::parse("beyond * 8 128 1 IMMA").unwrap();
+        let budget = Budget::parse("beyond.cu", "beyond * 8 128 1 IMMA").unwrap();
         let broken = budget.broken_by(cost).join("\n");
         for part in ["registers, 8", "256 bytes of shared", "256 bytes of stack", "0 loads of 16", "no IMMA"]
         {
@@ -230,7 +251,7 @@ fn a_kernel_beyond_its_budget_is_told() {
         let local = cost.count(|name| name.starts_with("LDL") || name.starts_with("STL"));
         assert!(local > 0 && cost.count(|name| name.starts_with("LDG")) > 0, "{cost:?}");
         let row = cost.row("beyond", arch);
-        let own = Budget::parse(&row).unwrap();
-        assert!(own.is_for("beyond", arch) && own.broken_by(cost).len() == 1, "{row}");
+        let own = Budget::parse("beyond.cu", &row).unwrap();
+        assert!(own.is_for(&source, "beyond", arch) && own.broken_by(cost).len() == 1, "{row}");
     }
 }
