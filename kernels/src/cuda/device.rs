@@ -18,6 +18,10 @@ impl DevicePtr {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KernelId(pub(crate) u32);
 
+/// What was recorded, to be run again. Only the device that recorded it understands the number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GraphId(pub(crate) u32);
+
 /// One parameter of a kernel, in the low bytes of eight: pointers, 32-bit and 64-bit integers, floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Argument(pub(crate) u64);
@@ -122,4 +126,33 @@ pub trait Device: Send {
     /// # Errors
     /// What a kernel did wrong.
     fn synchronize(&mut self) -> Result<(), CudaError>;
+
+    /// Begins to record: until [`Self::end_graph`] launches, fills and copies inside the device are kept, not run, and
+    /// nothing else may be asked for.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a device that does not record.
+    fn begin_graph(&mut self) -> Result<(), CudaError> {
+        Err(no_graphs())
+    }
+
+    /// Ends what [`Self::begin_graph`] began.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] where nothing is recorded.
+    fn end_graph(&mut self) -> Result<GraphId, CudaError> {
+        Err(no_graphs())
+    }
+
+    /// Runs what was recorded, with the addresses and numbers of then.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a graph that is none of this device's.
+    fn replay(&mut self, _graph: GraphId) -> Result<(), CudaError> {
+        Err(no_graphs())
+    }
+}
+
+fn no_graphs() -> CudaError {
+    CudaError::Invalid { what: "this device records no graphs".into() }
 }

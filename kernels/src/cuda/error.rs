@@ -42,6 +42,15 @@ pub enum CudaError {
         /// What it returned.
         status: String,
     },
+    /// The device can do nothing more for this process: a kernel went wrong in a way that ends the context, or the
+    /// hardware failed. Every later call says so again.
+    #[error("the GPU is lost to this process: {call}: {status}")]
+    Lost {
+        /// The call that told.
+        call: &'static str,
+        /// What it returned.
+        status: String,
+    },
     /// A kernel that a module does not have.
     #[error("no kernel {name} in {source_name}")]
     NoKernel {

@@ -26,6 +26,7 @@ pub struct Compiled {
 #[derive(Debug)]
 pub struct Compiler {
     version: (i32, i32),
+    found_at: String,
 }
 
 impl Compiler {
@@ -34,20 +35,31 @@ impl Compiler {
     /// # Errors
     /// [`CudaError::Missing`] and [`CudaError::Version`].
     pub fn find() -> Result<Self, CudaError> {
-        library::load_nvrtc()?;
+        let found_at = library::load_nvrtc()?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the library is there; both point to integers of ours.
         check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
         if major != 13 {
-            let found = format!("{major}.{minor}");
-            return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x" });
+            let found = format!("{major}.{minor}, at {found_at}");
+            return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x, best 13.0" });
         }
-        Ok(Self { version: (major, minor) })
+        if minor != library::NVRTC_MINOR {
+            tracing::info!(
+                found = format!("{major}.{minor}"),
+                "this NVRTC is newer than 13.0, which the kernels were checked with"
+            );
+        }
+        Ok(Self { version: (major, minor), found_at })
     }
 
     /// Major and minor.
     pub fn version(&self) -> (i32, i32) {
         self.version
+    }
+
+    /// The folder where the library was found, or words for the loader's path.
+    pub fn found_at(&self) -> &str {
+        &self.found_at
     }
 
     /// Compiles a source.
@@ -56,14 +68,7 @@ impl Compiler {
     /// [`CudaError::Compile`] with the compiler's words.
     pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
         let program = Program::new(source)?;
-        let options = [
-            format!("--gpu-architecture={arch}"),
-            "--std=c++17".into(),
-            "-default-device".into(),
-            "--generate-line-info".into(),
-            "--ptxas-options=-v".into(),
-        ];
-        let options: Vec<CString> = options.into_iter().map(c_string).collect::<Result<_, _>>()?;
+        let options: Vec<CString> = options(arch).into_iter().map(c_string).collect::<Result<_, _>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         // SAFETY: the program lives; as many strings as it says, which outlive the call.
         let status = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
@@ -79,6 +84,17 @@ impl Compiler {
         let cubin = program.bytes("nvrtcGetCUBIN", sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)?;
         Ok(Compiled { source_name: source.name.into(), arch, cubin, ptx, log })
     }
+}
+
+/// What the compiler is told.
+pub(super) fn options(arch: Arch) -> [String; 5] {
+    [
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".into(),
+        "-default-device".into(),
+        "--generate-line-info".into(),
+        "--ptxas-options=-v".into(),
+    ]
 }
 
 /// A program that is destroyed in the end.
