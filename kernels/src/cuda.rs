@@ -11,11 +11,13 @@ mod driver;
 mod error;
 pub mod kv;
 mod library;
+pub mod matmul;
 pub mod moe;
 mod nvrtc;
 mod pack;
 pub mod qkv;
 pub mod recurrent;
+pub mod rowwise;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
 pub mod source;
@@ -23,14 +25,13 @@ pub mod step;
 
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod trial;
 
 pub use arch::Arch;
 pub use cache::CubinCache;
 pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
+pub use matmul::quantised_row_bytes;
 pub use nvrtc::{Compiled, Compiler};
 pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
 #[cfg(any(test, feature = "ptx-sim"))]

@@ -40,7 +40,7 @@ mod output;
 mod packed;
 mod scalar;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub(crate) use activations::QuantizedBlock;
 pub use activations::{ActivationMode, Activations, QuantizedRows, SharedQuantizedRows};

@@ -19,3 +19,6 @@ mod window;
 
 pub use error::{Fault, FaultKind, PtxError, RunError};
 pub use machine::{Counts, KernelRef, Launch, Limits, Machine, ModuleRef, Uncovered};
+
+#[cfg(test)]
+mod tests;

@@ -175,12 +175,15 @@ impl<'a> Parser<'a> {
 
     /// `[.align n] [.v4] .type name[n][m]`
     fn declared(&mut self) -> Result<Declared, PtxError> {
-        let (mut align, mut lanes, mut element) = (None, 1, None);
+        let (mut align, mut lanes, mut element, mut pointer) = (None, 1, None, false);
         loop {
             let word = self.word()?;
             match word {
+                // Not the parameter's alignment, but that of what it points to.
+                ".align" if pointer => _ = self.integer()?,
+                ".ptr" if element.is_some() => pointer = true,
                 ".align" => align = Some(self.integer()? as u32),
-                ".ptr" | ".global" | ".shared" | ".const" | ".local" if element.is_some() => {}
+                ".global" | ".shared" | ".const" | ".local" if element.is_some() => {}
                 ".v2" => lanes = 2,
                 ".v4" => lanes = 4,
                 _ => match word.strip_prefix('.') {

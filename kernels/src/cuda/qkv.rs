@@ -259,7 +259,7 @@ impl QkvKernels {
         arguments.extend([number(rope.pairs), u32::from(rope.interleaved).into()]);
         arguments.extend([heads, kv_heads, head_dim, v_head_dim].map(number));
         arguments.push(self.block.block_shift().into());
-        arguments.extend([self.block.k_slab(), self.block.v_slab()].map(number));
+        arguments.extend([self.block.k_stripe(), self.block.v_stripe()].map(number));
         let all = if call.kv.is_some() { heads + 2 * kv_heads } else { heads };
         device.launch(&Launch {
             kernel: self.qkv,

@@ -78,10 +78,15 @@ struct Run {
     }
 };
 
-// `value(i)` gives the values of the run. Weight and bias have `affine` values, a multiple of `width`.
+// What belongs to the block's run of a weight or bias of `len` values, a multiple of `width`.
+__device__ __forceinline__ const float *part_of(const float *values, u32 len, u32 width) {
+    return values ? values + blockIdx.x % (len / width) * width : 0;
+}
+
+// `value(i)` gives the values of the run.
 template <class Value>
 __device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float eps, const float *weight,
-                                         const float *bias, u32 affine) {
+                                         u32 weight_len, const float *bias, u32 bias_len) {
     float mean = 0.0f, squares = 0.0f;
     if (!rms) {
         for (u32 i = threadIdx.x; i < width; i += blockDim.x) mean = __fadd_rn(mean, value(i));
@@ -92,9 +97,8 @@ __device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float
         squares = __fmaf_rn(d, d, squares);
     }
     float variance = __fdiv_rn(sum_of_block(squares), (float)width);
-    u32 part = affine ? blockIdx.x % (affine / width) * width : 0;
-    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps))), weight ? weight + part : 0,
-            bias ? bias + part : 0};
+    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps))), part_of(weight, weight_len, width),
+            part_of(bias, bias_len, width)};
 }
 
 // Stores the run's values, and their 8-bit form unless `quantised` is null: then runs are whole blocks, or the whole row.
@@ -118,33 +122,33 @@ __device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8
 
 // out = norm(x); out may be x.
 extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32 width, u32 rms, float eps,
-                                                        const float *weight, const float *bias, u32 affine, float *out,
-                                                        u8 *quantised) {
+                                                             const float *weight, u32 weight_len, const float *bias,
+                                                             u32 bias_len, float *out, u8 *quantised) {
     const float *run = x + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
     auto plain = [=](u32 i) { return run[i]; };
-    Run norm = normalise(plain, width, rms, eps, weight, bias, affine);
+    Run norm = normalise(plain, width, rms, eps, weight, weight_len, bias, bias_len);
     store_run([=](u32 i) { return norm.at(run[i], i); }, width, out, quantised);
 }
 
 // x += scale * norm(y), an RMS norm.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const float *y, u32 width, float eps,
-                                                            const float *weight, u32 affine, float scale) {
+                                                            const float *weight, u32 weight_len, float scale) {
     u64 from = ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
     x += from, y += from;
     auto plain = [=](u32 i) { return y[i]; };
-    Run norm = normalise(plain, width, true, eps, weight, 0, affine);
+    Run norm = normalise(plain, width, true, eps, weight, weight_len, 0, 0);
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) x[i] = __fmaf_rn(norm.at(y[i], i), scale, x[i]);
 }
 
 // x = norm(x silu(gate)) if gate_first, else norm(x) silu(gate); an RMS norm.
 extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const float *gate, u32 width, float eps,
-                                                              const float *weight, u32 affine, u32 gate_first,
+                                                              const float *weight, u32 weight_len, u32 gate_first,
                                                               u8 *quantised) {
     u64 from = ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
     const float *run = x + from;
     gate += from;
     auto value = [=](u32 i) { return gate_first ? __fmul_rn(run[i], silu_f32(gate[i])) : run[i]; };
-    Run norm = normalise(value, width, true, eps, weight, 0, affine);
+    Run norm = normalise(value, width, true, eps, weight, weight_len, 0, 0);
     auto gated = [=](u32 i) {
         float v = norm.at(value(i), i);
         return gate_first ? v : __fmul_rn(v, silu_f32(gate[i]));

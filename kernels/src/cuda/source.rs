@@ -1,5 +1,7 @@
 //! The kernels' sources.
 
+use super::matmul::sources as matmul;
+
 /// What every source may include, by the name `prelude.cuh`.
 pub const PRELUDE: &str = include_str!("prelude.cuh");
 
@@ -14,9 +16,23 @@ pub struct Source {
     pub kernels: &'static [&'static str],
 }
 
-/// Per row: sums, scalings, activations.
-pub const ROWWISE: Source =
-    Source { name: "rowwise.cu", text: include_str!("rowwise.cu"), kernels: &["scale"] };
+/// Per row: norms, gates, sums, the 8-bit form.
+pub const ROWWISE: Source = Source {
+    name: "rowwise.cu",
+    text: concat!(include_str!("math.cuh"), include_str!("rowwise.cu")),
+    kernels: &[
+        "quantise",
+        "norm_rows",
+        "add_norm",
+        "gated_norm",
+        "gate",
+        "add",
+        "scale_rows",
+        "scale",
+        "gather_rows",
+        "argmax",
+    ],
+};
 
 /// Attention for one element type (as `kv::type_number` counts) and one width of heads.
 macro_rules! attention {
@@ -98,4 +114,21 @@ pub const ALL: &[Source] = &[
     attention!(0, 64, "attend_8"),
     attention!(1, 128, "attend_8"),
     attention!(2, 512),
+    matmul::F32,
+    matmul::F16,
+    matmul::BF16,
+    matmul::Q4_0,
+    matmul::Q4_1,
+    matmul::Q5_0,
+    matmul::Q5_1,
+    matmul::Q8_0,
+    matmul::Q2_K,
+    matmul::Q3_K,
+    matmul::Q4_K,
+    matmul::Q5_K,
+    matmul::Q6_K,
+    matmul::IQ4_NL,
+    matmul::IQ4_XS,
+    matmul::MXFP4,
+    matmul::NVFP4,
 ];

@@ -2,7 +2,7 @@ use super::*;
 use crate::attention::{KvType, Placement, Visible};
 use crate::backend::StepInput;
 use crate::cuda::step::{KvGroup, Step, StepLayout, StepLimits};
-use crate::cuda::trial::{Trial, assert_near, bits, numbers};
+use crate::cuda::tests::sim::{Sim, assert_near, bits, numbers};
 use crate::reference::attention::AttentionHead;
 use std::num::NonZeroU32;
 
@@ -91,9 +91,9 @@ impl Case {
     }
 
     /// What the kernels give for some positions of some sequences, all in one step.
-    fn run(&self, trial: &mut Trial, parts: &[(usize, Range<usize>)], scratch_bytes: usize) -> Vec<f32> {
-        let compiled = trial.compiled(AttentionKernels::source(&self.shape).unwrap());
-        let kernels = AttentionKernels::load(&mut trial.device, &compiled, self.shape).unwrap();
+    fn run(&self, sim: &mut Sim, parts: &[(usize, Range<usize>)], scratch_bytes: usize) -> Vec<f32> {
+        let compiled = sim.compiled(AttentionKernels::source(&self.shape).unwrap());
+        let kernels = AttentionKernels::load(&mut sim.device, compiled, self.shape).unwrap();
         let (mut sequences, mut tables, mut q, mut rows) = (Vec::new(), Vec::new(), Vec::new(), 0);
         let garbage = |table: &Vec<u32>| table.iter().copied().chain([0xdead_beef; 3]).collect::<Vec<_>>();
         let with_tails: Vec<_> = self.tables.iter().map(garbage).collect();
@@ -116,30 +116,30 @@ impl Case {
         let tokens = vec![0; rows];
         let (sequences, tables) = (&sequences[..], &[tables][..]);
         step.fill(&StepInput { tokens: &tokens, sequences, tables, states: &[] }, self.arena.len()).unwrap();
-        let at = trial.bytes(step.bytes());
+        let at = sim.bytes(step.bytes());
         let out_len = rows * self.shape.heads * self.shape.v_head_dim;
         let call = AttentionCall {
-            q: trial.floats(&q),
-            out: trial.poisoned(out_len),
-            scratch: trial.poisoned(scratch_bytes / 4),
-            arena: trial.bytes(&self.arena),
+            q: sim.values(&q),
+            out: sim.room(4 * out_len),
+            scratch: sim.room(scratch_bytes),
+            arena: sim.bytes(&self.arena),
             step: &step.layout().at(at),
             sequences: step.sequences(),
             group: 0,
             layer_offset: LAYER_OFFSET,
-            sinks: self.sinks.as_ref().map(|sinks| trial.floats(sinks)),
+            sinks: self.sinks.as_ref().map(|sinks| sim.values(sinks)),
             scale: 0.3,
         };
-        kernels.launch(&mut trial.device, &call, scratch_bytes).unwrap();
-        trial.read(call.out, out_len)
+        kernels.launch(&mut sim.device, &call, scratch_bytes).unwrap();
+        sim.read_values(call.out, out_len)
     }
 
     /// Some rows against the definition; what they gave.
-    fn check(&self, trial: &mut Trial, parts: &[(usize, Range<usize>)]) -> Vec<f32> {
-        let got = self.run(trial, parts, 1 << 20);
+    fn check(&self, sim: &mut Sim, parts: &[(usize, Range<usize>)]) -> Vec<f32> {
+        let got = self.run(sim, parts, 1 << 20);
         let rows = parts.iter().flat_map(|(sequence, rows)| rows.clone().map(move |row| (*sequence, row)));
         let want: Vec<f64> = rows.flat_map(|(sequence, position)| self.want(sequence, position)).collect();
-        assert_near(&got, &want, 2e-5, &format!("{:?} for {}: {parts:?}", self.shape, trial.arch));
+        assert_near(&got, &want, 2e-5, &format!("{:?} for {}: {parts:?}", self.shape, sim.arch));
         got
     }
 }
@@ -161,36 +161,36 @@ fn decoding_rows_see_their_own_sequences() {
         KvShape { kv_type: KvType::F32, heads: 2, block_tokens: 32, head_dim: 20, ..SHAPE },
         KvShape { heads: 16, kv_heads: 1, head_dim: 96, v_head_dim: 128, block_tokens: 64, ..SHAPE },
     ];
-    for mut trial in Trial::each() {
+    for mut sim in Sim::each() {
         for shape in shapes {
             let lengths = [1, shape.block_tokens - 1, shape.block_tokens, shape.block_tokens + 1];
             let parts: Vec<_> = lengths.iter().enumerate().map(|(i, len)| (i, len - 1..*len)).collect();
-            Case::new(shape, &lengths).check(&mut trial, &parts);
+            Case::new(shape, &lengths).check(&mut sim, &parts);
         }
     }
 }
 
 #[test]
 fn wide_heads_and_groups_of_all_sizes() {
-    for mut trial in Trial::each() {
+    for mut sim in Sim::each() {
         for (heads, kv_heads, head_dim, v_head_dim, kv_type) in
             [(1, 1, 256, 256, KvType::F16), (8, 1, 512, 320, KvType::Q8_0), (8, 1, 128, 80, KvType::F16)]
         {
             let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, kv_type, ..SHAPE };
-            Case::new(shape, &[37]).check(&mut trial, &[(0, 36..37)]);
+            Case::new(shape, &[37]).check(&mut sim, &[(0, 36..37)]);
         }
     }
 }
 
 #[test]
 fn windows_sinks_and_encoders() {
-    for mut trial in Trial::each() {
+    for mut sim in Sim::each() {
         let windowed = KvShape { window: Some(7), ..SHAPE };
         let mut case = Case::new(windowed, &[20, 3]);
         case.sinks = Some(numbers(5, 0, 8).iter().map(|x| 3.0 * x).collect());
-        case.check(&mut trial, &[(0, 18..20), (1, 2..3)]);
+        case.check(&mut sim, &[(0, 18..20), (1, 2..3)]);
         let encoder = KvShape { causal: false, heads: 2, ..SHAPE };
-        Case::new(encoder, &[9, 1]).check(&mut trial, &[(0, 0..9), (1, 0..1)]);
+        Case::new(encoder, &[9, 1]).check(&mut sim, &[(0, 0..9), (1, 0..1)]);
     }
 }
 
@@ -200,22 +200,22 @@ fn rows_do_not_depend_on_what_is_computed_with_them() {
     let small = KvShape { heads: 2, kv_heads: 1, head_dim: 16, v_head_dim: 16, block_tokens: 64, ..SHAPE };
     let end = 2 * SPLIT + 5;
     for (window, arch) in [(None, 0), (Some(SPLIT + 3), 1)] {
-        let mut trial = Trial::each().nth(arch).unwrap();
+        let mut sim = Sim::each().nth(arch).unwrap();
         let shape = KvShape { window, ..small };
         let case = Case::new(shape, &[end, 70, SPLIT + 1]);
         let rows = [(0, end - 7..end), (1, 69..70), (2, SPLIT - 2..SPLIT + 1)];
-        let together = case.check(&mut trial, &rows);
+        let together = case.check(&mut sim, &rows);
         let width = shape.heads * shape.v_head_dim;
         let mut alone = Vec::new();
         for (sequence, positions) in rows {
             for position in positions {
-                alone.extend(case.run(&mut trial, &[(sequence, position..position + 1)], 1 << 12));
+                alone.extend(case.run(&mut sim, &[(sequence, position..position + 1)], 1 << 12));
             }
         }
         assert_eq!(alone.len(), 11 * width);
         assert_eq!(bits(&alone), bits(&together));
         let cut = [(1, 69..70), (0, end - 7..end - 3), (2, SPLIT - 1..SPLIT + 1)];
-        let cut = case.run(&mut trial, &cut, 3 * 2 * 18 * 4 * 2);
+        let cut = case.run(&mut sim, &cut, 3 * 2 * 18 * 4 * 2);
         assert_eq!(bits(&cut[..width]), bits(&together[7 * width..8 * width]));
         assert_eq!(bits(&cut[width..5 * width]), bits(&together[..4 * width]));
         assert_eq!(bits(&cut[5 * width..]), bits(&together[9 * width..]));

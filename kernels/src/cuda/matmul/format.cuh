@@ -61,9 +61,11 @@ struct Scales {
     float scale[2];
     // Added to the weights of each half.
     float added[2];
-    // scale = d * factor, added = minus_dmin * min_factor, with FACTORS.
-    int factor[2], min_factor[2];
-    float d, minus_dmin;
+    // scale = d * factor, added = -dmin * min factor, with FACTORS.
+    int factor[2];
+    // The min factors of this block in the low bytes.
+    u32 min_factors;
+    float d, dmin;
 };
 
 // A row's words of a unit, read when they are asked for: for what has better to do than to hold them all.
@@ -85,7 +87,17 @@ struct Direct {
         return __ldg((const u32 *)(unit + 32 * RECORD + 4 * lane));
     }
     __device__ __forceinline__ u32 minor(int i) const { return word(MINOR_AT, i); }
-    __device__ __forceinline__ u32 main(int i) const { return word(MAIN_AT, i); }
+    // Words of block `j` in the main plane.
+    __device__ __forceinline__ void main(int j, u32 (&words)[MAIN / 4]) const {
+        const u8 *from = unit + MAIN_AT + 512 * (j * MAIN / 16) + 16 * lane;
+        if constexpr (MAIN == 8) {
+            uint2 half = __ldg((const uint2 *)(from + j % 2 * 8));
+            words[0] = half.x, words[1] = half.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < MAIN / 16; i++) load16(from + 512 * i, words + 4 * i);
+        }
+    }
 };
 
 // A row's words of a unit, all read at once and held: as many bytes as can be are on their way at a time.
@@ -120,7 +132,10 @@ struct Held {
     __device__ __forceinline__ u32 record(int i) const { return records[i]; }
     __device__ __forceinline__ u32 side() const { return sides; }
     __device__ __forceinline__ u32 minor(int i) const { return minors[i]; }
-    __device__ __forceinline__ u32 main(int i) const { return mains[i]; }
+    __device__ __forceinline__ void main(int j, u32 (&words)[MAIN / 4]) const {
+#pragma unroll
+        for (int i = 0; i < MAIN / 4; i++) words[i] = mains[MAIN / 4 * j + i];
+    }
 };
 
 // One row of a unit: 256 weights.
@@ -129,14 +144,16 @@ template <class Words> struct Unit : Words {
 
     // Codes, or levels, of block `j`: the bytes of words[g] are the columns 4g..4g + 4.
     __device__ __forceinline__ void words(int j, u32 (&words)[8]) const {
+        u32 main[MAIN / 4];
+        this->main(j, main);
 #pragma unroll
         for (int g = 0; g < 8; g++) {
-            if constexpr (BITS == 8) words[g] = this->main(8 * j + g);
-            if constexpr (BITS == 2 || BITS == 3) words[g] = this->main(2 * j + g / 4) >> 2 * (g % 4) & 0x03030303;
+            if constexpr (BITS == 8) words[g] = main[g];
+            if constexpr (BITS == 2 || BITS == 3) words[g] = main[g / 4] >> 2 * (g % 4) & 0x03030303;
             if constexpr (BITS >= 4 && BITS <= 6 && LEVELS == PLAIN)
-                words[g] = this->main(4 * j + g % 4) >> 4 * (g / 4) & 0x0f0f0f0f;
+                words[g] = main[g % 4] >> 4 * (g / 4) & 0x0f0f0f0f;
             if constexpr (LEVELS != PLAIN)
-                if (g < 4) look_up(this->main(4 * j + g), words[g], words[g + 4]);
+                if (g < 4) look_up(main[g], words[g], words[g + 4]);
             if constexpr (BITS == 3) words[g] |= shifted(this->minor(j), 2 - g) & 0x04040404;
             if constexpr (BITS == 5) words[g] |= shifted(this->minor(j), 4 - g) & 0x10101010;
             if constexpr (BITS == 6) words[g] |= shifted(this->minor(2 * j + g / 4), 4 - 2 * (g % 4)) & 0x30303030;
@@ -169,7 +186,7 @@ template <class Words> struct Unit : Words {
         s.scale[1] = s.scale[0], s.added[1] = s.added[0];
         if constexpr (FACTORS) {
             s.d = f16_to_f32(SCALING == SIXTEENTHS_PACKED ? this->record(3) : this->side());
-            if constexpr (SCALING == SIXTEENTHS_MIN) s.minus_dmin = -f16_to_f32(this->side() >> 16);
+            if constexpr (SCALING == SIXTEENTHS_MIN) s.dmin = f16_to_f32(this->side() >> 16);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -183,8 +200,10 @@ template <class Words> struct Unit : Words {
                 s.factor[half] = (int)(low | high << 4) - 32;
             }
             if constexpr (SCALING == SIXTEENTHS_MIN) {
-                s.factor[half] = byte & 15, s.min_factor[half] = byte >> 4;
-                s.added[half] = __fmul_rn(s.minus_dmin, (float)s.min_factor[half]);
+                s.factor[half] = byte & 15;
+                s.min_factors = this->record(i / 4) >> 4 & 0x0f0f0f0f;
+                s.min_factors >>= 16 * (j % 2);
+                s.added[half] = __fmul_rn(-s.dmin, (float)(byte >> 4));
             }
             if constexpr (FACTORS) s.scale[half] = __fmul_rn(s.d, (float)s.factor[half]);
             // Half of the scale. Exponent and mantissa at an f32's places are off by the difference of the biases.

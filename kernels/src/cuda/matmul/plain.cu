@@ -67,14 +67,8 @@ template <int NT> __device__ __forceinline__ void multiply(const Product &p) {
     finish<NT>(p, sums);
 }
 
-#define KERNEL(name, body)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS) NAME(name)(PRODUCT_PARAMETERS) {                   \
-        Product p = PRODUCT_ARGUMENTS;                                                                                 \
-        body(p);                                                                                                       \
-    }
-
-KERNEL(mul_1, multiply<1>)
-KERNEL(mul_4, multiply<4>)
+PRODUCT_KERNEL(mul_1, 1, 2, multiply<1>)
+PRODUCT_KERNEL(mul_4, 4, 2, multiply<4>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
 // blockIdx.y: row; a thread makes one column.

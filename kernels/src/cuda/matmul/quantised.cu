@@ -38,8 +38,9 @@ __device__ __forceinline__ float fold(const Scales &s, const u32 (&words)[8], co
         int both = s.factor[0] * i[0] + s.factor[1] * i[1];
         sum = __fmaf_rn((float)both, __fmul_rn(s.d, a.scale()), sum);
         if constexpr (HAS_MIN) {
-            int mins = -(s.min_factor[0] * a.minus_half_sum(0) + s.min_factor[1] * a.minus_half_sum(1));
-            sum = __fmaf_rn((float)mins, __fmul_rn(s.minus_dmin, a.scale()), sum);
+            // Both factors have the other sign, which changes nothing.
+            int mins = __dp2a_lo((int)a.words[11], (int)s.min_factors, 0);
+            sum = __fmaf_rn((float)mins, __fmul_rn(s.dmin, a.scale()), sum);
         }
     } else {
         sum = __fmaf_rn((float)i[0], __fmul_rn(s.scale[0], a.scale()), sum);
@@ -65,6 +66,8 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
         constexpr int UNROLL = sizeof(Words) == sizeof(Held) ? UNIT_BLOCKS : 1;
 #pragma unroll UNROLL
         for (int j = 0; j < UNIT_BLOCKS; j++) {
+            // Held words of blocks that are not there are zeroes, and so are activations: they add nothing.
+            if (UNROLL == 1 && u * UNIT_BLOCKS + j >= blocks) break;
             u32 words[8];
             unit.words(j, words);
             Scales s = unit.scales(j);
@@ -114,16 +117,10 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
     finish<NT>(p, sums);
 }
 
-#define KERNEL(name, per_sm, body)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {                   \
-        Product p = PRODUCT_ARGUMENTS;                                                                                 \
-        body(p);                                                                                                       \
-    }
-
-KERNEL(mul_1, 2, (multiply<1, Held>))
-KERNEL(mul_4, 1, (multiply<4, Direct>))
-KERNEL(mul_8, 1, (multiply<8, Direct>))
-KERNEL(exact_2, 1, multiply_exactly<2>)
+PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
+PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
+PRODUCT_KERNEL(mul_8, 8, 1, (multiply<8, Direct>))
+PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
 // blockIdx.y: row; a thread makes the 256 columns of one unit.

@@ -1,37 +1,37 @@
 use super::*;
-use crate::cuda::trial::{Trial, assert_near, numbers};
+use crate::cuda::tests::sim::{Sim, assert_near, numbers};
 use crate::reference::moe::{Expert, mixture};
 use crate::reference::rows;
 
 /// A layer's routes on a device.
 struct Placed {
-    trial: Trial,
+    sim: Sim,
     kernels: MoeKernels,
     shape: MoeShape,
     routes: Routes,
 }
 
 impl Placed {
-    fn new(mut trial: Trial, shape: MoeShape, logits: &[f32], renormalise: bool) -> Self {
+    fn new(mut sim: Sim, shape: MoeShape, logits: &[f32], renormalise: bool) -> Self {
         shape.check().unwrap();
-        let compiled = trial.compiled(&source::MOE);
-        let kernels = MoeKernels::load(&mut trial.device, &compiled).unwrap();
-        let mut array = |len| trial.poisoned(len);
+        let compiled = sim.compiled(&source::MOE);
+        let kernels = MoeKernels::load(&mut sim.device, compiled).unwrap();
+        let mut array = |len| sim.room(4 * len);
         let (chosen, weights) = (array(shape.pairs()), array(shape.pairs()));
         let (starts, list) = (array(shape.experts + 1), array(shape.pairs()));
         let routes = Routes { chosen, weights, starts, list };
-        let logits = trial.floats(logits);
-        kernels.route(&mut trial.device, &shape, logits, renormalise, &routes).unwrap();
-        kernels.lists(&mut trial.device, &shape, &routes).unwrap();
-        Self { trial, kernels, shape, routes }
+        let logits = sim.values(logits);
+        kernels.route(&mut sim.device, &shape, logits, renormalise, &routes).unwrap();
+        kernels.lists(&mut sim.device, &shape, &routes).unwrap();
+        Self { sim, kernels, shape, routes }
     }
 
     fn chosen(&mut self) -> Vec<u32> {
-        self.trial.read_words(self.routes.chosen, self.shape.pairs())
+        self.sim.read_numbers(self.routes.chosen, self.shape.pairs())
     }
 
     fn weights(&mut self) -> Vec<f32> {
-        self.trial.read(self.routes.weights, self.shape.pairs())
+        self.sim.read_values(self.routes.weights, self.shape.pairs())
     }
 }
 
@@ -44,8 +44,8 @@ fn the_most_probable_experts_are_chosen_in_order() {
     logits[2 * 37..3 * 37].fill(-0.0);
     logits[2 * 37 + 9] = 0.0;
     logits[3 * 37 + 4] = f32::NAN;
-    for trial in Trial::each() {
-        let mut placed = Placed::new(trial, shape, &logits, false);
+    for sim in Sim::each() {
+        let mut placed = Placed::new(sim, shape, &logits, false);
         let (chosen, weights) = (placed.chosen(), placed.weights());
         for (row, logits) in logits.chunks(37).enumerate() {
             let (chosen, weights) = (&chosen[row * 5..][..5], &weights[row * 5..][..5]);
@@ -66,11 +66,11 @@ fn the_most_probable_experts_are_chosen_in_order() {
 #[test]
 fn lists_hold_every_pair_once_by_expert() {
     let shape = MoeShape { rows: 9, experts: 70, used: 4 };
-    for trial in Trial::each() {
-        let mut placed = Placed::new(trial, shape, &numbers(2, 0, 9 * 70), true);
+    for sim in Sim::each() {
+        let mut placed = Placed::new(sim, shape, &numbers(2, 0, 9 * 70), true);
         let chosen = placed.chosen();
-        let starts = placed.trial.read_words(placed.routes.starts, 71);
-        let list = placed.trial.read_words(placed.routes.list, 36);
+        let starts = placed.sim.read_numbers(placed.routes.starts, 71);
+        let list = placed.sim.read_numbers(placed.routes.list, 36);
         for expert in 0..70 {
             let own = &list[starts[expert] as usize..starts[expert + 1] as usize];
             let want: Vec<u32> = (0..36).filter(|pair| chosen[*pair as usize] == expert as u32).collect();
@@ -109,14 +109,14 @@ fn a_mixture_is_that_of_the_definition() {
     let shape = MoeShape { rows: 3, experts: 4, used: 2 };
     let x = numbers(20, 0, shape.rows * HIDDEN);
     let logits = numbers(21, 0, shape.rows * shape.experts);
-    for (trial, fused) in Trial::each().zip([false, true]) {
+    for (sim, fused) in Sim::each().zip([false, true]) {
         let mut experts: Vec<Expert> = (0..shape.experts).map(expert).collect();
         if fused {
             experts.iter_mut().for_each(|expert| expert.scales[1] = expert.scales[0]);
         }
-        let mut placed = Placed::new(trial, shape, &logits, fused);
+        let mut placed = Placed::new(sim, shape, &logits, fused);
         let chosen = placed.chosen();
-        let Placed { trial, kernels, routes, .. } = &mut placed;
+        let Placed { sim, kernels, routes, .. } = &mut placed;
         let of_pairs = |product_of: &dyn Fn(usize, &Expert) -> Vec<f32>| -> Vec<f32> {
             let pairs = chosen.iter().enumerate();
             pairs.flat_map(|(pair, e)| product_of(pair, &experts[*e as usize])).collect()
@@ -126,8 +126,8 @@ fn a_mixture_is_that_of_the_definition() {
         let ups = of_pairs(&|pair, expert| product(&expert.up, row(pair)));
         let all = |values: &dyn Fn(&Expert) -> Vec<f32>| experts.iter().flat_map(values).collect::<Vec<_>>();
         let mut scale = |index: usize, biases: Vec<f32>| ExpertScale {
-            scale: Some(trial.floats(&all(&|expert| vec![expert.scales[index]]))),
-            bias: Some(trial.floats(&biases)),
+            scale: Some(sim.values(&all(&|expert| vec![expert.scales[index]]))),
+            bias: Some(sim.values(&biases)),
         };
         let down_scale = scale(2, all(&|expert| expert.down_bias.clone()));
         let gate_up = if fused {
@@ -135,24 +135,24 @@ fn a_mixture_is_that_of_the_definition() {
             let scale = scale(0, biases);
             let both: Vec<f32> =
                 gates.chunks(FF).zip(ups.chunks(FF)).flat_map(|(gate, up)| [gate, up].concat()).collect();
-            GateUp::Fused { gate_up: trial.floats(&both), scale }
+            GateUp::Fused { gate_up: sim.values(&both), scale }
         } else {
             let gate_scale = scale(0, all(&|expert| expert.gate_bias.clone()));
             let up_scale = scale(1, all(&|expert| expert.up_bias.clone()));
-            let (gate, up) = (trial.floats(&gates), trial.floats(&ups));
+            let (gate, up) = (sim.values(&gates), sim.values(&ups));
             GateUp::Separate { gate, up, gate_scale, up_scale }
         };
-        let inner = trial.poisoned(shape.pairs() * FF);
-        let (device, pairs) = (&mut trial.device, shape.pairs());
+        let inner = sim.room(4 * shape.pairs() * FF);
+        let (device, pairs) = (&mut sim.device, shape.pairs());
         kernels.gate(device, pairs, FF, &gate_up, GateActivation::Silu, routes, inner).unwrap();
-        let inner = trial.read(inner, pairs * FF);
+        let inner = sim.read_values(inner, pairs * FF);
         let down = of_pairs(&|pair, expert| product(&expert.down, &inner[pair * FF..][..FF]));
         let before = numbers(22, 0, shape.rows * HIDDEN);
-        let out = trial.floats(&before);
-        let down = trial.floats(&down);
+        let out = sim.values(&before);
+        let down = sim.values(&down);
         let call = ExpertSum { down, down_scale, hidden: HIDDEN, scale: 0.5, accumulate: true, out };
-        kernels.sum(&mut trial.device, &shape, &call, routes).unwrap();
-        let got = trial.read(out, before.len());
+        kernels.sum(&mut sim.device, &shape, &call, routes).unwrap();
+        let got = sim.read_values(out, before.len());
         let gate = |gate: f64, up: f64| gate / (1.0 + (-gate).exp()) * up;
         let want: Vec<f64> = x
             .chunks(HIDDEN)
@@ -162,8 +162,8 @@ fn a_mixture_is_that_of_the_definition() {
             .map(|(sum, before)| f64::from(*before) + 0.5 * sum)
             .collect();
         assert_near(&got, &want, 1e-6, "with what stood there");
-        kernels.sum(&mut trial.device, &shape, &ExpertSum { accumulate: false, ..call }, routes).unwrap();
-        let got = trial.read(out, before.len());
+        kernels.sum(&mut sim.device, &shape, &ExpertSum { accumulate: false, ..call }, routes).unwrap();
+        let got = sim.read_values(out, before.len());
         let want: Vec<f64> =
             want.iter().zip(&before).map(|(want, before)| want - f64::from(*before)).collect();
         assert_near(&got, &want, 1e-6, "alone");
@@ -182,16 +182,16 @@ fn gates_are_those_of_the_definitions() {
         (GateActivation::Sigmoid, |gate, up| rows::sigmoid(gate) * f64::from(up)),
         (GateActivation::ClampedSwiglu, rows::clamped_swiglu),
     ];
-    let mut placed = Placed::new(Trial::each().next().unwrap(), shape, &[1.0], false);
-    let Placed { trial, kernels, routes, .. } = &mut placed;
+    let mut placed = Placed::new(Sim::each().next().unwrap(), shape, &[1.0], false);
+    let Placed { sim, kernels, routes, .. } = &mut placed;
     let (gate_scale, up_scale) = (ExpertScale::default(), ExpertScale::default());
-    let (gate, up) = (trial.floats(&gates), trial.floats(&ups));
+    let (gate, up) = (sim.values(&gates), sim.values(&ups));
     let gate_up = GateUp::Separate { gate, up, gate_scale, up_scale };
     for (activation, function) in functions {
-        let inner = trial.poisoned(64);
-        kernels.gate(&mut trial.device, 1, 64, &gate_up, activation, routes, inner).unwrap();
+        let inner = sim.room(4 * 64);
+        kernels.gate(&mut sim.device, 1, 64, &gate_up, activation, routes, inner).unwrap();
         let want: Vec<f64> = gates.iter().zip(&ups).map(|(gate, up)| function(*gate, *up)).collect();
-        assert_near(&trial.read(inner, 64), &want, 1e-6, &format!("{activation:?}"));
+        assert_near(&sim.read_values(inner, 64), &want, 1e-6, &format!("{activation:?}"));
     }
 }
 

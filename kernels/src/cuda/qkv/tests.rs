@@ -2,7 +2,7 @@ use super::*;
 use crate::attention::{KvType, NO_BLOCK, Placement, Visible};
 use crate::backend::{StepInput, StepSequence};
 use crate::cuda::step::{KvGroup, Step, StepLayout, StepLimits};
-use crate::cuda::trial::{Trial, assert_near, numbers};
+use crate::cuda::tests::sim::{Sim, assert_near, numbers};
 use crate::ops::{RopeParams, RopeStyle};
 use crate::reference::rows as reference;
 use std::num::NonZeroU32;
@@ -80,7 +80,7 @@ impl Case {
         }
     }
 
-    fn check(&self, trial: &mut Trial) {
+    fn check(&self, sim: &mut Sim) {
         let block = KvBlock::new(&self.shape).unwrap();
         let stride = LAYER_OFFSET + block.bytes();
         let arena_len = 4 * stride;
@@ -96,26 +96,26 @@ impl Case {
         let sequences = [sequence(0..3, CONTEXTS[0]), sequence(3..4, CONTEXTS[1])];
         let input = StepInput { tokens: &[0; 4], sequences: &sequences, tables: &tables, states: &[] };
         step.fill(&input, arena_len).unwrap();
-        let at = trial.bytes(step.bytes());
+        let at = sim.bytes(step.bytes());
         let at = step.layout().at(at);
 
-        let compiled = trial.compiled(QkvKernels::source(&self.shape).unwrap());
-        let kernels = QkvKernels::load(&mut trial.device, &compiled, self.shape).unwrap();
+        let compiled = sim.compiled(QkvKernels::source(&self.shape).unwrap());
+        let kernels = QkvKernels::load(&mut sim.device, compiled, self.shape).unwrap();
         let rows = |part: usize| (0..4).flat_map(|row| self.before(part, row)).collect::<Vec<f32>>();
-        let q = trial.floats(&rows(0));
-        let k = trial.floats(&rows(1));
-        let v = if self.own_values { trial.floats(&rows(2)) } else { k };
+        let q = sim.values(&rows(0));
+        let k = sim.values(&rows(1));
+        let v = if self.own_values { sim.values(&rows(2)) } else { k };
         let [q_norm, k_norm, v_norm] = [0, 1, 2].map(|part| {
             let (width, _) = self.norms[part]?;
-            let weight = self.weight(part).map(|weight| (trial.floats(&weight), weight.len()));
+            let weight = self.weight(part).map(|weight| (sim.values(&weight), weight.len()));
             Some(HeadNorm { weight, eps: EPS, width })
         });
         let rope = self.rope.as_ref().map(|source| {
             let rope = DeviceRope::new(source).unwrap();
-            let (turns, angles) = (trial.bytes(&rope.bytes()), trial.poisoned(rope.angle_bytes(4) / 4));
-            kernels.angles(&mut trial.device, &rope, turns, &at, 4, angles).unwrap()
+            let (turns, angles) = (sim.bytes(&rope.bytes()), sim.room(rope.angle_bytes(4)));
+            kernels.angles(&mut sim.device, &rope, turns, &at, 4, angles).unwrap()
         });
-        let arena = trial.bytes(&vec![0xff; arena_len]);
+        let arena = sim.bytes(&vec![0xff; arena_len]);
         let kv = Some(KeysValues { k, v, k_norm, v_norm });
         let mut call = QkvCall {
             q,
@@ -129,14 +129,14 @@ impl Case {
             layer_offset: LAYER_OFFSET,
             scratch: DevicePtr::default(),
         };
-        call.scratch = trial.poisoned(kernels.scratch_bytes(&call).unwrap() / 4);
-        kernels.launch(&mut trial.device, &call).unwrap();
+        call.scratch = sim.room(kernels.scratch_bytes(&call).unwrap().max(1));
+        kernels.launch(&mut sim.device, &call).unwrap();
 
-        let what = format!("{:?} for {}", self.shape, trial.arch);
+        let what = format!("{:?} for {}", self.shape, sim.arch);
         let want = |part| -> Vec<f64> { (0..4).flat_map(|row| self.want(part, row, ROWS[row])).collect() };
-        let got = trial.read(q, rows(0).len());
+        let got = sim.read_values(q, rows(0).len());
         assert_near(&got, &want(0), 3e-6, &what);
-        let bytes = trial.read_bytes(arena, arena_len);
+        let bytes = sim.read(arena, arena_len);
         let blocks = [near[0], near[0], near[1], far[100_003 / 16]];
         let (mut keys, mut values, mut touched) = (Vec::new(), Vec::new(), vec![0xff; arena_len]);
         for (block_at, position) in blocks.into_iter().zip(ROWS) {
@@ -154,10 +154,10 @@ impl Case {
         }
 
         // Without keys and values only the queries change.
-        let q = trial.floats(&rows(0));
-        kernels.launch(&mut trial.device, &QkvCall { q, kv: None, ..call }).unwrap();
-        assert_eq!(trial.read(q, got.len()), got);
-        assert_eq!(trial.read_bytes(arena, arena_len), bytes);
+        let q = sim.values(&rows(0));
+        kernels.launch(&mut sim.device, &QkvCall { q, kv: None, ..call }).unwrap();
+        assert_eq!(sim.read_values(q, got.len()), got);
+        assert_eq!(sim.read(arena, arena_len), bytes);
     }
 }
 
@@ -196,9 +196,9 @@ fn heads_are_normed_rotated_and_written() {
             tolerance: 6e-3,
         },
     ];
-    for mut trial in Trial::each() {
+    for mut sim in Sim::each() {
         for case in &cases {
-            case.check(&mut trial);
+            case.check(&mut sim);
         }
     }
 }
@@ -226,10 +226,10 @@ fn turns_wrap_around_as_angles_do() {
 
 #[test]
 fn norms_that_do_not_fit_are_refused() {
-    let mut trial = Trial::each().next().unwrap();
+    let mut sim = Sim::each().next().unwrap();
     let shape = shape(KvType::F32, 2, 1, 16, 16);
-    let compiled = trial.compiled(QkvKernels::source(&shape).unwrap());
-    let kernels = QkvKernels::load(&mut trial.device, &compiled, shape).unwrap();
+    let compiled = sim.compiled(QkvKernels::source(&shape).unwrap());
+    let kernels = QkvKernels::load(&mut sim.device, compiled, shape).unwrap();
     let step = StepLayout::new(StepLimits { rows: 1, sequences: 1, exports: 0, table_entries: 1 }, &[]);
     let norm = HeadNorm { weight: None, eps: EPS, width: 16 };
     let call = QkvCall {

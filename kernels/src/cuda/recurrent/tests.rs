@@ -1,7 +1,7 @@
 use super::*;
 use crate::backend::{StateExport, StepInput, StepSequence, StepState};
 use crate::cuda::step::{Step, StepLayout, StepLimits, StepPointers};
-use crate::cuda::trial::{Trial, assert_near, bits, numbers};
+use crate::cuda::tests::sim::{Sim, assert_near, bits, numbers};
 use crate::recurrent::{DeltaNet, DeltaNetInput, Mamba2, Mamba2Input};
 use crate::reference::recurrent as reference;
 use std::ops::Range;
@@ -86,7 +86,7 @@ impl Layer {
 
 /// A layer on a device, with slots that hold garbage.
 struct Placed<'a> {
-    trial: &'a mut Trial,
+    sim: &'a mut Sim,
     layer: &'a Layer,
     kernels: RecurrentKernels,
     arena: DevicePtr,
@@ -104,15 +104,15 @@ fn state(read: Option<u32>, write: u32) -> StepState {
 }
 
 impl<'a> Placed<'a> {
-    fn new(trial: &'a mut Trial, layer: &'a Layer) -> Self {
-        let compiled = trial.compiled(&source::RECURRENT);
-        let kernels = RecurrentKernels::load(&mut trial.device, &compiled).unwrap();
-        let arena = trial.bytes(&vec![0xff; layer.slot(SLOTS) as usize * 64]);
-        let places = trial.bytes(&layer.layout.places());
-        let weight = trial.floats(&layer.conv_weight);
-        let bias = layer.conv_bias.as_ref().map(|bias| trial.floats(bias));
-        let heads = [&layer.a, &layer.d, &layer.dt_bias].map(|values| trial.floats(values));
-        Self { trial, layer, kernels, arena, places, weight, bias, heads }
+    fn new(sim: &'a mut Sim, layer: &'a Layer) -> Self {
+        let compiled = sim.compiled(&source::RECURRENT);
+        let kernels = RecurrentKernels::load(&mut sim.device, compiled).unwrap();
+        let arena = sim.bytes(&vec![0xff; layer.slot(SLOTS) as usize * 64]);
+        let places = sim.bytes(&layer.layout.places());
+        let weight = sim.values(&layer.conv_weight);
+        let bias = layer.conv_bias.as_ref().map(|bias| sim.values(bias));
+        let heads = [&layer.a, &layer.d, &layer.dt_bias].map(|values| sim.values(values));
+        Self { sim, layer, kernels, arena, places, weight, bias, heads }
     }
 
     /// Uploads a step of some rows.
@@ -132,7 +132,7 @@ impl<'a> Placed<'a> {
         let tokens = vec![0; rows];
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &states };
         step.fill(&input, 0).unwrap();
-        let at = self.trial.bytes(step.bytes());
+        let at = self.sim.bytes(step.bytes());
         (step.layout().at(at), parts.len(), step.kept_rows())
     }
 
@@ -154,7 +154,7 @@ impl<'a> Placed<'a> {
             states: &at.states,
             sequences,
         };
-        let device = &mut self.trial.device;
+        let device = &mut self.sim.device;
         kernels.conv(device, &state, &ConvCall { x, weight, bias }).unwrap();
         let [beta, alpha] = gates;
         match layer.shape().kind {
@@ -179,25 +179,25 @@ impl<'a> Placed<'a> {
         let layer = self.layer;
         let x = of(&|sequence, positions| layer.x(sequence, positions));
         let gates = [20, 30].map(|seed| of(&|sequence, positions| layer.gates(seed, sequence, positions)));
-        (self.trial.floats(&x), gates.map(|gate| self.trial.floats(&gate)))
+        (self.sim.values(&x), gates.map(|gate| self.sim.values(&gate)))
     }
 
     fn run(&mut self, parts: &[Part]) -> Given {
         let (x, gates) = self.inputs(parts);
         let rows: usize = parts.iter().map(|(_, positions, _)| positions.len()).sum();
         let out_len = rows * self.layer.layout.out_len();
-        let out = self.trial.poisoned(out_len);
+        let out = self.sim.room(4 * out_len);
         let states: Vec<_> = parts.iter().map(|(_, rows, state)| (rows.clone(), state.clone())).collect();
         let (at, sequences, _) = self.step(&states);
         self.advance(&at, sequences, x, gates, out);
-        let conv = self.trial.read(x, rows * self.layer.shape().channels);
-        Given { conv, out: self.trial.read(out, out_len) }
+        let conv = self.sim.read_values(x, rows * self.layer.shape().channels);
+        Given { conv, out: self.sim.read_values(out, out_len) }
     }
 
     /// The bytes of the layer's part of a slot.
     fn bytes(&mut self, slot: usize) -> Vec<u8> {
         let at = self.arena.offset(self.layer.slot(slot) as usize * 64 + LAYER_OFFSET);
-        self.trial.read_bytes(at, self.layer.layout.bytes())
+        self.sim.read(at, self.layer.layout.bytes())
     }
 
     fn state(&mut self, slot: usize) -> (Vec<f32>, Vec<f32>) {
@@ -226,10 +226,10 @@ fn layers() -> [Layer; 6] {
 
 #[test]
 fn rows_and_states_are_those_of_the_definition() {
-    for mut trial in Trial::each() {
+    for mut sim in Sim::each() {
         for layer in layers() {
-            let arch = trial.arch;
-            let mut placed = Placed::new(&mut trial, &layer);
+            let arch = sim.arch;
+            let mut placed = Placed::new(&mut sim, &layer);
             let slots = [0, 1].map(|slot| layer.slot(slot));
             let first = placed.run(&[(0, 0..3, state(None, slots[0])), (1, 0..1, state(None, slots[1]))]);
             let second = placed.run(&[(0, 3..5, state(Some(slots[0]), slots[0]))]);
@@ -265,9 +265,9 @@ fn rows_and_states_are_those_of_the_definition() {
 
 #[test]
 fn it_does_not_matter_where_a_chunk_ends() {
-    for (mut trial, layers) in Trial::each().zip([[0, 4], [2, 3]]) {
+    for (mut sim, layers) in Sim::each().zip([[0, 4], [2, 3]]) {
         for layer in layers.map(|layer| layers_of(layer)) {
-            let mut placed = Placed::new(&mut trial, &layer);
+            let mut placed = Placed::new(&mut sim, &layer);
             let slot = |index| layer.slot(index);
             let exports = [(0, 1), (4, 2), (4, 3)];
             let exports = exports.map(|(row, index)| StateExport { row, slot: slot(index) }).to_vec();
@@ -300,9 +300,9 @@ fn layers_of(index: usize) -> Layer {
 
 #[test]
 fn rows_that_are_taken_back_leave_no_trace() {
-    for (mut trial, layer) in Trial::each().zip([0, 4]) {
+    for (mut sim, layer) in Sim::each().zip([0, 4]) {
         let layer = layers_of(layer);
-        let mut placed = Placed::new(&mut trial, &layer);
+        let mut placed = Placed::new(&mut sim, &layer);
         let slot = |index| layer.slot(index);
         placed.run(&[(0, 0..2, state(None, slot(0))), (1, 0..1, state(None, slot(1)))]);
         let before = [0, 1].map(|index| placed.bytes(index));
@@ -319,16 +319,16 @@ fn rows_that_are_taken_back_leave_no_trace() {
         assert_eq!(kept, 5);
         let StateShape { channels, heads, .. } = layer.shape();
         let keep = |placed: &mut Placed<'_>, from: DevicePtr, cols: usize| {
-            let to = placed.trial.poisoned(kept * cols);
+            let to = placed.sim.room(4 * kept * cols);
             let (kernels, rows) = (&placed.kernels, at.kept_rows);
-            kernels.keep_rows(&mut placed.trial.device, from, cols, rows, kept, to).unwrap();
+            kernels.keep_rows(&mut placed.sim.device, from, cols, rows, kept, to).unwrap();
             to
         };
         let kept_x = keep(&mut placed, x, channels);
         let kept_gates = gates.map(|gate| keep(&mut placed, gate, heads));
-        let out = placed.trial.poisoned(kept * layer.layout.out_len());
+        let out = placed.sim.room(4 * kept * layer.layout.out_len());
         placed.advance(&at, sequences, x, gates, out);
-        assert_eq!(bits(&placed.trial.read(out, stepped.out.len())), bits(&stepped.out));
+        assert_eq!(bits(&placed.sim.read_values(out, stepped.out.len())), bits(&stepped.out));
         assert_eq!([0, 1].map(|index| placed.bytes(index)), before);
         // What they leave is that of having been stepped by those that count, read from where they were kept. Rows
         // between those that count are nobody's.
@@ -352,9 +352,9 @@ fn what_is_not_served_is_refused() {
     assert!(matches!(refused(StateShape { rows: 257, ..shape }), Error::Unsupported { .. }));
     assert!(matches!(refused(StateShape { heads: 3, ..shape }), Error::Length { .. }));
     assert!(matches!(refused(StateShape { cols: 1 << 60, ..shape }), Error::StateShape { .. }));
-    let mut trial = Trial::each().next().unwrap();
+    let mut sim = Sim::each().next().unwrap();
     let layer = layers_of(0);
-    let mut placed = Placed::new(&mut trial, &layer);
+    let mut placed = Placed::new(&mut sim, &layer);
     let (at, sequences, _) = placed.step(&[(0..1, state(None, 0))]);
     let state = StateCall {
         layout: &layer.layout,
@@ -367,7 +367,7 @@ fn what_is_not_served_is_refused() {
     let [a, d, dt_bias] = placed.heads;
     let out = DevicePtr::default();
     let call = Mamba2Call { xbc: out, dt: out, a, d, dt_bias, groups: 2, out };
-    let device = &mut placed.trial.device;
+    let device = &mut placed.sim.device;
     let other = placed.kernels.mamba2(device, &state, &call);
     assert!(matches!(other, Err(CudaError::Invalid { .. })));
     let call = DeltaNetCall {

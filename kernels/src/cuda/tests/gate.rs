@@ -173,9 +173,9 @@ fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
 }
 
 fn costs(compiler: &Compiler, source: &Source, arch: Arch) -> BTreeMap<String, Cost> {
-    let compiled = compiler.compile(source, arch).unwrap();
+    let compiled = super::compiled(source, arch);
     let mut costs = read_log(&compiled.log);
-    read_disassembly(&disassemble(compiler, &compiled), &mut costs);
+    read_disassembly(&disassemble(compiler, compiled), &mut costs);
     costs
 }
 
