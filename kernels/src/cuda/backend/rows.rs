@@ -110,6 +110,9 @@ pub(super) fn gather(
         return Err(Error::OutOfRange { what: "row", index: *row as usize, len: from.rows });
     }
     let to = buffers.shape(out, rows.len(), from.cols)?;
+    if rows.is_empty() {
+        return Ok(());
+    }
     let bytes: Vec<u8> = rows.iter().flat_map(|row| row.to_ne_bytes()).collect();
     let index = indices.of(device, bytes.len())?;
     device.upload(index, &bytes)?;
@@ -121,11 +124,14 @@ pub(super) fn argmax(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<u32>)
     let CudaBackend { device, rowwise, buffers, indices, .. } = backend;
     let device = device.as_mut();
     let view = buffers.get(x)?;
+    out.clear();
+    if view.rows == 0 {
+        return Ok(());
+    }
     let mut bytes = vec![0; view.rows * size_of::<u32>()];
     let found = indices.of(device, bytes.len())?;
     rowwise.argmax(device, view.of(), view.ptr, found)?;
     device.download(found, &mut bytes)?;
-    out.clear();
     out.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)));
     Ok(())
 }
