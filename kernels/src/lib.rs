@@ -9,6 +9,7 @@ pub mod attention;
 pub mod backend;
 pub mod bandwidth;
 pub mod cpu;
+pub mod cuda;
 mod disjoint;
 pub mod error;
 pub mod isa;

@@ -43,7 +43,7 @@ mod packed;
 mod rows;
 mod scalar;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub(crate) use activations::QuantizedBlock;
 pub use activations::{ActivationMode, Activations, QuantizedRows, SharedQuantizedRows};

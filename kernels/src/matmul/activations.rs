@@ -214,7 +214,7 @@ impl QuantizedRows {
     }
 
     /// All rows' blocks.
-    pub(super) fn blocks(&self) -> &[QuantizedBlock] {
+    pub(crate) fn blocks(&self) -> &[QuantizedBlock] {
         &self.blocks[..self.rows * self.stride()]
     }
 }

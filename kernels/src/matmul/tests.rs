@@ -10,10 +10,10 @@ use proptest::prelude::*;
 use std::sync::Arc;
 
 /// A small deterministic generator: tests name their seed.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let x = self.0 ^ self.0 >> 29;
         x.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 24
@@ -24,13 +24,13 @@ impl Random {
     }
 
     /// Roughly normal, of magnitude 1, with an outlier now and then.
-    fn value(&mut self) -> f32 {
+    pub(crate) fn value(&mut self) -> f32 {
         let sum: i64 = (0..4).map(|_| i64::from(self.next() as u16) - 32768).sum();
         let scale = if self.next().is_multiple_of(50) { 30.0 } else { 1.0 };
         sum as f32 / 32768.0 * scale
     }
 
-    fn values(&mut self, count: usize) -> Vec<f32> {
+    pub(crate) fn values(&mut self, count: usize) -> Vec<f32> {
         (0..count).map(|_| self.value()).collect()
     }
 
@@ -63,7 +63,7 @@ impl Random {
         bytes
     }
 
-    fn tensor(&mut self, ty: GgmlType, rows: usize, cols: usize) -> Vec<u8> {
+    pub(crate) fn tensor(&mut self, ty: GgmlType, rows: usize, cols: usize) -> Vec<u8> {
         self.blocks(ty, rows * cols / ty.block_len())
     }
 }

@@ -57,13 +57,31 @@ fn quantise(values: &[f32]) -> Quantised {
 /// # Errors
 /// [`Error::NoMatmul`] for formats without an int8 product, [`Error::PartialBlock`] for partial blocks.
 pub fn int8(ty: GgmlType, cols: usize, bytes: &[u8], activations: &[f32]) -> Result<Vec<f32>, Error> {
+    int8_in_segments(ty, cols, bytes, activations, cols)
+}
+
+/// As [`int8`], but with each run of `segment` columns, a multiple of a file block, summed by itself, and then the
+/// segments' sums in order.
+///
+/// # Errors
+/// As [`int8`].
+pub fn int8_in_segments(
+    ty: GgmlType,
+    cols: usize,
+    bytes: &[u8],
+    activations: &[f32],
+    segment: usize,
+) -> Result<Vec<f32>, Error> {
     let scheme = Scheme::of(ty).ok_or(Error::NoMatmul { ty: ty.name() })?;
     let row_bytes = ty.row_bytes(cols)?;
     let mut out = Vec::new();
     for token in activations.chunks_exact(cols) {
         let blocks: Vec<Quantised> = token.chunks_exact(32).map(quantise).collect();
         for row in bytes.chunks_exact(row_bytes) {
-            out.push(int8_row(ty, &scheme, row, &blocks));
+            let segments =
+                row.chunks(segment / ty.block_len() * ty.block_bytes()).zip(blocks.chunks(segment / 32));
+            let sums = segments.map(|(row, blocks)| int8_row(ty, &scheme, row, blocks));
+            out.push(sums.reduce(|sum, segment| sum + segment).unwrap_or(0.0));
         }
     }
     Ok(out)

@@ -1,0 +1,156 @@
+//! A module as it was read: names are resolved, opcodes are still words.
+
+use std::fmt;
+
+/// Where data lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Space {
+    Global,
+    Shared,
+    Local,
+    Const,
+    Param,
+    Generic,
+}
+
+impl Space {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Global => "global",
+            Self::Shared => "shared",
+            Self::Local => "local",
+            Self::Const => "const",
+            Self::Param => "param",
+            Self::Generic => "generic",
+        }
+    }
+}
+
+/// A register file: predicates are masks, 16-bit and 32-bit values share a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum File {
+    Pred,
+    B16,
+    B32,
+    B64,
+}
+
+/// A register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Reg {
+    pub(crate) file: File,
+    /// In its file; that of 16-bit values is the one of 32 bits.
+    pub(crate) index: u32,
+}
+
+/// A register that the machine sets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Special {
+    Tid(usize),
+    BlockDim(usize),
+    Ctaid(usize),
+    GridDim(usize),
+    Lane,
+    Warp,
+    Warps,
+    MaskEq,
+    MaskLt,
+    MaskLe,
+    MaskGt,
+    MaskGe,
+    DynamicShared,
+    TotalShared,
+}
+
+/// A number in the text.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Number {
+    /// Sign-extended.
+    Int(u64),
+    /// `0f3F800000`
+    F32(u32),
+    /// `0d3FF0000000000000`, `1.5`
+    F64(f64),
+}
+
+/// One operand.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Operand {
+    Reg(Reg),
+    Special(Special),
+    Number(Number),
+    /// `_`
+    Sink,
+    /// `[base+offset]`
+    Memory(Box<Operand>, i64),
+    /// A variable's address in its space.
+    Variable(Space, u64),
+    /// So many bytes into a variable of global memory, by its number in the module.
+    Global(usize, i64),
+    /// So many bytes into dynamic shared memory.
+    Dynamic(i64),
+    /// `{a, b}`
+    List(Vec<Operand>),
+    /// `d|p`
+    Pair(Box<Operand>, Box<Operand>),
+    /// `!p`
+    Not(Box<Operand>),
+    /// A name that is no variable: a label or a function.
+    Name(String),
+}
+
+/// One instruction.
+#[derive(Debug, Clone)]
+pub(crate) struct Raw {
+    pub(crate) opcode: String,
+    /// The predicate and whether it is negated.
+    pub(crate) guard: Option<(Reg, bool)>,
+    pub(crate) operands: Vec<Operand>,
+    /// Line of the text.
+    pub(crate) line: u32,
+    /// Place in the source: file, line.
+    pub(crate) source: (u32, u32),
+}
+
+/// A parameter of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Parameter {
+    pub(crate) name: String,
+    pub(crate) offset: u32,
+    pub(crate) bytes: u32,
+}
+
+/// A function's body and what it declares.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Function {
+    pub(crate) name: String,
+    pub(crate) parameters: Vec<Parameter>,
+    pub(crate) parameter_bytes: u32,
+    pub(crate) code: Vec<Raw>,
+    /// How many registers: 32-bit (and narrower), 64-bit, predicates.
+    pub(crate) registers: [u32; 3],
+    /// Bytes of declared shared memory, and where dynamic shared memory begins.
+    pub(crate) shared_bytes: u32,
+    pub(crate) local_bytes: u32,
+    /// Labels and the instruction that each stands before.
+    pub(crate) labels: Vec<(String, u32)>,
+    /// Lists of labels of `brx.idx`.
+    pub(crate) tables: Vec<(String, Vec<String>)>,
+    /// `.reqntid` or `.maxntid`: threads a block may have, and whether it must have them.
+    pub(crate) max_threads: Option<([u32; 3], bool)>,
+}
+
+/// A variable of a module with what it begins with.
+#[derive(Debug, Clone)]
+pub(crate) struct Variable {
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    /// Empty if nothing was given: it begins as zeros.
+    pub(crate) initial: Vec<u8>,
+}
+
+impl fmt::Display for Reg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} register {}", self.file, self.index)
+    }
+}

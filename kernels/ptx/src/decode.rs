@@ -1,0 +1,109 @@
+//! From words to operations: what each opcode means, family by family.
+
+mod arithmetic;
+mod bits;
+mod control;
+mod convert;
+mod float;
+mod memory;
+mod operands;
+mod ty;
+mod warp;
+
+use crate::PtxError;
+use crate::ast::{Function, Raw, Special};
+use crate::op::{Condition, Instruction, Place};
+use operands::{Constants, Decoder};
+use std::collections::HashMap;
+
+/// A kernel that can run.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    pub(crate) name: String,
+    pub(crate) code: Vec<Instruction>,
+    pub(crate) places: Vec<Place>,
+    /// How each instruction is written.
+    pub(crate) texts: Vec<String>,
+    /// Registers of 32 bits, of 64 bits, predicates.
+    pub(crate) registers: [u32; 3],
+    pub(crate) constants32: Vec<(u32, u32)>,
+    pub(crate) constants64: Vec<(u32, u64)>,
+    pub(crate) specials: Vec<(Special, u32)>,
+    /// Offset and bytes of each parameter.
+    pub(crate) parameters: Vec<(u32, u32)>,
+    pub(crate) parameter_bytes: u32,
+    /// Declared shared memory, after which dynamic shared memory begins.
+    pub(crate) shared_bytes: u32,
+    pub(crate) local_bytes: u32,
+    pub(crate) max_threads: Option<([u32; 3], bool)>,
+}
+
+/// Dynamic shared memory begins at a multiple of this.
+const DYNAMIC_ALIGN: u32 = 128;
+
+/// What an instruction's decoder returns: why it cannot, or an operation.
+type Decoded<T> = Result<T, String>;
+
+/// Makes a kernel of a function; `globals` are the addresses of the module's variables, `lines` the text.
+pub(crate) fn kernel(function: &Function, globals: &[u64], lines: &[&str]) -> Result<Kernel, PtxError> {
+    let labels: HashMap<&str, u32> = function.labels.iter().map(|(name, at)| (name.as_str(), *at)).collect();
+    let dynamic = function.shared_bytes.next_multiple_of(DYNAMIC_ALIGN);
+    let mut constants = Constants::new(function.registers);
+    let (mut code, mut places, mut texts) = (Vec::new(), Vec::new(), Vec::new());
+    for raw in &function.code {
+        let text = text(raw, lines);
+        let mut decoder = Decoder::new(raw, &mut constants, &labels, &function.tables, globals, dynamic);
+        let op = decode(&mut decoder)
+            .and_then(|op| decoder.finish().map(|()| op))
+            .map_err(|why| PtxError::Unknown { line: raw.line, instruction: text.clone(), why })?;
+        let guard = raw.guard.map(|(reg, negated)| Condition { pred: reg.index, negated });
+        code.push(Instruction { op, guard });
+        places.push(Place { line: raw.line, source: raw.source });
+        texts.push(text);
+    }
+    Ok(Kernel {
+        name: function.name.clone(),
+        code,
+        places,
+        texts,
+        registers: constants.registers,
+        constants32: constants.list32(),
+        constants64: constants.list64(),
+        specials: constants.specials(),
+        parameters: function.parameters.iter().map(|p| (p.offset, p.bytes)).collect(),
+        parameter_bytes: function.parameter_bytes,
+        shared_bytes: if function.shared_bytes == 0 { 0 } else { dynamic },
+        local_bytes: function.local_bytes,
+        max_threads: function.max_threads,
+    })
+}
+
+/// The instruction's line without what surrounds it.
+fn text(raw: &Raw, lines: &[&str]) -> String {
+    let line = (raw.line as usize).checked_sub(1).and_then(|at| lines.get(at));
+    line.map_or(raw.opcode.as_str(), |line| line.trim()).split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn decode(d: &mut Decoder<'_>) -> Decoded<crate::op::Op> {
+    match d.base() {
+        "add" | "sub" | "mul" | "mad" | "min" | "max" | "abs" | "neg" | "div" | "rem" | "sad" => {
+            if d.is_float() { float::decode(d) } else { arithmetic::decode(d) }
+        }
+        "fma" | "rcp" | "sqrt" | "rsqrt" | "sin" | "cos" | "ex2" | "lg2" | "tanh" | "copysign" | "testp" => {
+            float::decode(d)
+        }
+        "mul24" | "mad24" | "dp4a" | "dp2a" => arithmetic::decode(d),
+        "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "shf" | "lop3" | "prmt" | "bfe" | "bfi"
+        | "popc" | "clz" | "brev" | "bfind" | "bmsk" | "szext" | "fns" => bits::decode(d),
+        "setp" | "set" | "selp" | "slct" => control::compare(d),
+        "bra" | "brx" | "exit" | "ret" | "trap" | "bar" | "barrier" | "membar" | "fence" | "nanosleep"
+        | "griddepcontrol" | "discard" | "prefetch" | "prefetchu" | "applypriority" | "brkpt" => {
+            control::decode(d)
+        }
+        "mov" => memory::mov(d),
+        "ld" | "ldu" | "st" | "atom" | "red" | "cvta" | "isspacep" => memory::decode(d),
+        "cvt" => convert::decode(d),
+        "shfl" | "vote" | "match" | "activemask" | "elect" | "redux" => warp::decode(d),
+        other => Err(format!("the opcode {other} is not known")),
+    }
+}

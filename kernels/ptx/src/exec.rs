@@ -1,0 +1,284 @@
+//! Runs a warp until it waits or ends.
+
+mod lane_data;
+mod talk;
+
+use crate::FaultKind;
+use crate::decode::Kernel;
+use crate::lanes::{ALL, LANES, V32, V64};
+use crate::memory::Memory;
+use crate::op::{Compared, Instruction, Op};
+use crate::shared::{Race, Shared, Wrong};
+use crate::warp::{State, Warp};
+
+/// Instructions of a warp before others get their turn, so that a warp may wait for what another one writes.
+const TURN: u64 = 1 << 20;
+
+/// What a block sees of the machine.
+pub(crate) struct Block<'a> {
+    pub(crate) kernel: &'a Kernel,
+    pub(crate) memory: &'a mut Memory,
+    pub(crate) constants: &'a [u8],
+    pub(crate) parameters: &'a [u8],
+    pub(crate) shared: &'a mut Shared,
+    pub(crate) counts: &'a mut crate::Counts,
+    /// How often each instruction ran, in lanes.
+    pub(crate) executed: &'a mut [u64],
+    /// Files of the source.
+    pub(crate) files: &'a std::collections::HashMap<u32, String>,
+}
+
+/// A fault and the lane that it concerns.
+pub(crate) type Run<T> = Result<T, (FaultKind, usize)>;
+
+/// What follows an instruction.
+enum Flow {
+    Next,
+    /// The place of the active lanes was set.
+    Jumped,
+    /// The warp waits or is done.
+    Stop,
+}
+
+impl Block<'_> {
+    /// Runs a warp until it waits, ends or has had its turn.
+    pub(crate) fn run(&mut self, warp: &mut Warp) -> Run<()> {
+        let code = &self.kernel.code;
+        let end = self.counts.warp_instructions + TURN;
+        while self.counts.warp_instructions < end {
+            let at = warp.pc as usize;
+            let Instruction { op, guard } = &code[at];
+            let mask = match guard {
+                Some(condition) => warp.active & warp.condition(*condition),
+                None => warp.active,
+            };
+            let lanes = if mask == ALL { 32 } else { u64::from(mask.count_ones()) };
+            self.counts.warp_instructions += 1;
+            self.counts.lane_instructions += lanes;
+            self.executed[at] += lanes;
+            let flow = if mask == 0 { Flow::Next } else { self.execute(warp, op, mask)? };
+            match flow {
+                Flow::Next => warp.pc += 1,
+                Flow::Jumped => {}
+                Flow::Stop => return Ok(()),
+            }
+            warp.choose();
+        }
+        Ok(())
+    }
+
+    fn execute(&mut self, warp: &mut Warp, op: &Op, mask: u32) -> Run<Flow> {
+        let first = mask.trailing_zeros() as usize;
+        match *op {
+            Op::Move32 { d, a } => {
+                let value = warp.r32[a as usize];
+                warp.set32(d, &value, mask);
+            }
+            Op::Move64 { d, a } => {
+                let value = warp.r64[a as usize];
+                warp.set64(d, &value, mask);
+            }
+            Op::Unary32 { f, d, a } => to32(warp, d, mask, |w, out| f(w.v32(a), out)),
+            Op::Unary64 { f, d, a } => to64(warp, d, mask, |w, out| f(w.v64(a), out)),
+            Op::Widen { f, d, a } => to64(warp, d, mask, |w, out| f(w.v32(a), out)),
+            Op::Narrow { f, d, a } => to32(warp, d, mask, |w, out| f(w.v64(a), out)),
+            Op::Binary32 { f, d, a, b } => to32(warp, d, mask, |w, out| f(w.v32(a), w.v32(b), out)),
+            Op::Binary64 { f, d, a, b } => to64(warp, d, mask, |w, out| f(w.v64(a), w.v64(b), out)),
+            Op::BinaryWide { f, d, a, b } => to64(warp, d, mask, |w, out| f(w.v32(a), w.v32(b), out)),
+            Op::Shift64 { f, d, a, b } => to64(warp, d, mask, |w, out| f(w.v64(a), w.v32(b), out)),
+            Op::Ternary32 { f, d, a, b, c } => {
+                to32(warp, d, mask, |w, out| f(w.v32(a), w.v32(b), w.v32(c), out));
+            }
+            Op::Ternary64 { f, d, a, b, c } => {
+                to64(warp, d, mask, |w, out| f(w.v64(a), w.v64(b), w.v64(c), out));
+            }
+            Op::TernaryWide { f, d, a, b, c } => {
+                to64(warp, d, mask, |w, out| f(w.v32(a), w.v32(b), w.v64(c), out));
+            }
+            Op::Field64 { f, d, a, b, c } => {
+                to64(warp, d, mask, |w, out| f(w.v64(a), w.v32(b), w.v32(c), out));
+            }
+            Op::Quaternary32 { f, d, a, b, c, e } => {
+                to32(warp, d, mask, |w, out| f(w.v32(a), w.v32(b), w.v32(c), w.v32(e), out));
+            }
+            Op::Insert64 { f, d, a, b, c, e } => {
+                to64(warp, d, mask, |w, out| f(w.v64(a), w.v64(b), w.v32(c), w.v32(e), out));
+            }
+            Op::Compare32 { f, a, b, to } => {
+                let result = f(warp.v32(a), warp.v32(b));
+                compared(warp, to, result, mask);
+            }
+            Op::Compare64 { f, a, b, to } => {
+                let result = f(warp.v64(a), warp.v64(b));
+                compared(warp, to, result, mask);
+            }
+            Op::Set32 { f, d, a, b, one } => {
+                let result = f(warp.v32(a), warp.v32(b));
+                let value = std::array::from_fn(|lane| if result >> lane & 1 == 1 { one } else { 0 });
+                warp.set32(d, &value, mask);
+            }
+            Op::Select32 { d, a, b, when } => {
+                let which = warp.condition(when);
+                let (x, y) = (warp.v32(a), warp.v32(b));
+                let value =
+                    std::array::from_fn(|lane| if which >> lane & 1 == 1 { x[lane] } else { y[lane] });
+                warp.set32(d, &value, mask);
+            }
+            Op::Select64 { d, a, b, when } => {
+                let which = warp.condition(when);
+                let (x, y) = (warp.v64(a), warp.v64(b));
+                let value =
+                    std::array::from_fn(|lane| if which >> lane & 1 == 1 { x[lane] } else { y[lane] });
+                warp.set64(d, &value, mask);
+            }
+            Op::MovePred { d, a } => warp.set_pred(d, warp.condition(a), mask),
+            Op::SetPred { d, value } => warp.set_pred(d, if value { ALL } else { 0 }, mask),
+            Op::LogicPred { op, d, a, b } => {
+                let value = op.of(warp.condition(a), warp.condition(b));
+                warp.set_pred(d, value, mask);
+            }
+            Op::Pack { d, ref parts } => lane_data::pack(warp, d, parts, mask),
+            Op::Unpack { a, ref parts } => lane_data::unpack(warp, a, parts, mask),
+            Op::Load(ref access) => self.load(warp, access, mask)?,
+            Op::Store(ref access) => self.store(warp, access, mask)?,
+            Op::Atomic(ref atomic) => self.atomic(warp, atomic, mask)?,
+            Op::Branch { to } => {
+                warp.part(warp.pc + 1, warp.active & !mask);
+                warp.pc = to;
+                warp.active = mask;
+                return Ok(Flow::Jumped);
+            }
+            Op::BranchTable { index, ref to } => {
+                let next = warp.pc + 1;
+                warp.part(next, warp.active & !mask);
+                for lane in crate::lanes::each(mask) {
+                    let chosen = warp.r32[index as usize][lane];
+                    let Some(&target) = to.get(chosen as usize) else {
+                        let what = format!("index {chosen} of a list of {} labels", to.len());
+                        return Err((FaultKind::Invalid { what }, lane));
+                    };
+                    warp.part(target, 1 << lane);
+                }
+                warp.active = 0;
+                return Ok(Flow::Jumped);
+            }
+            Op::Exit => {
+                warp.live &= !mask;
+                warp.active &= !mask;
+                if warp.live == 0 {
+                    warp.state = State::Done;
+                    return Ok(Flow::Stop);
+                }
+                if warp.active != 0 {
+                    return Ok(Flow::Next);
+                }
+                return Ok(Flow::Jumped);
+            }
+            Op::Trap => return Err((FaultKind::Trap, first)),
+            Op::Barrier { barrier, threads, waits } => {
+                return self.barrier(warp, barrier, threads, waits, mask);
+            }
+            Op::SyncWarp { members } => {
+                talk::members(warp, "bar.warp.sync", members, mask)?;
+            }
+            Op::Shuffle { how, d, valid, a, b, c, members } => {
+                talk::shuffle(warp, how, (d, valid), (a, b, c, members), mask)?;
+            }
+            Op::Vote { how, d, a, members } => talk::vote(warp, how, d, a, members, mask)?,
+            Op::Match { all, d, equal, a, members } => {
+                talk::matching(warp, all, (d, equal), a, members, mask)?
+            }
+            Op::ActiveMask { d } => warp.set32(d, &[mask; LANES], mask),
+            Op::Nothing => {}
+        }
+        Ok(Flow::Next)
+    }
+
+    /// A block-wide barrier. All lanes of the warp must come together.
+    fn barrier(
+        &mut self,
+        warp: &mut Warp,
+        barrier: u32,
+        threads: Option<u32>,
+        waits: bool,
+        mask: u32,
+    ) -> Run<Flow> {
+        let first = mask.trailing_zeros() as usize;
+        if mask != warp.live {
+            let missing = warp.live & !mask;
+            let why = format!("lanes {missing:#010x} of warp {} did not come", warp.index);
+            return Err((FaultKind::DivergentBarrier { why }, missing.trailing_zeros() as usize));
+        }
+        if !waits {
+            return Err((FaultKind::Invalid { what: "bar.arrive is not known".into() }, first));
+        }
+        let number = warp.v32(barrier)[first];
+        let threads = threads.map_or(0, |threads| warp.v32(threads)[first]);
+        if number > 15 || threads % 32 != 0 {
+            let what = format!("barrier {number} of {threads} threads");
+            return Err((FaultKind::Invalid { what }, first));
+        }
+        warp.state = State::Waiting { barrier: number, threads, pc: warp.pc };
+        warp.pc += 1;
+        Ok(Flow::Stop)
+    }
+
+    /// A fault of shared memory in words.
+    fn wrong(&self, wrong: Wrong, lane: usize) -> (FaultKind, usize) {
+        let kind = match wrong {
+            Wrong::Fault(kind) => kind,
+            Wrong::Race(Race { address, access, other, warp, pc }) => {
+                let place = self.place(pc);
+                let text = &self.kernel.texts[pc as usize];
+                let other = format!("the {other} of warp {warp} at {place} ({text})");
+                FaultKind::Race { space: "shared", address, access, other }
+            }
+        };
+        (kind, lane)
+    }
+
+    /// File and line of an instruction.
+    pub(crate) fn place(&self, pc: u32) -> String {
+        let (file, line) = self.kernel.places[pc as usize].source;
+        let name = self.files.get(&file).map_or("?", |name| name.rsplit('/').next().unwrap_or(name));
+        format!("{name}:{line}")
+    }
+}
+
+impl Warp {
+    #[inline]
+    pub(crate) fn v32(&self, register: u32) -> &V32 {
+        &self.r32[register as usize]
+    }
+
+    #[inline]
+    pub(crate) fn v64(&self, register: u32) -> &V64 {
+        &self.r64[register as usize]
+    }
+}
+
+#[inline(always)]
+fn to32(warp: &mut Warp, d: u32, mask: u32, f: impl Fn(&Warp, &mut V32)) {
+    let mut out = [0; LANES];
+    f(warp, &mut out);
+    warp.set32(d, &out, mask);
+}
+
+#[inline(always)]
+fn to64(warp: &mut Warp, d: u32, mask: u32, f: impl Fn(&Warp, &mut V64)) {
+    let mut out = [0; LANES];
+    f(warp, &mut out);
+    warp.set64(d, &out, mask);
+}
+
+fn compared(warp: &mut Warp, to: Compared, result: u32, mask: u32) {
+    let combined = |value: u32| match to.combine {
+        Some((logic, condition)) => logic.of(value, warp.condition(condition)),
+        None => value,
+    };
+    let (value, opposite) = (combined(result), combined(!result));
+    warp.set_pred(to.to, value, mask);
+    if let Some(other) = to.other {
+        warp.set_pred(other, opposite, mask);
+    }
+}

@@ -1,0 +1,314 @@
+//! What goes through each lane alone: packed values, loads, stores, atomics.
+
+use super::{Block, Run};
+use crate::FaultKind;
+use crate::ast::Space;
+use crate::lanes::each;
+use crate::op::{Access, Address, Atomic, AtomicOp, AtomicType, Data};
+use crate::shared::Who;
+use crate::warp::Warp;
+use crate::window;
+use half::{bf16, f16};
+
+fn bits(data: Data) -> u32 {
+    match data {
+        Data::B16(_) => 16,
+        Data::B32(_) => 32,
+        Data::B64(_) => 64,
+    }
+}
+
+pub(super) fn pack(warp: &mut Warp, d: Data, parts: &[Data], mask: u32) {
+    for lane in each(mask) {
+        let mut value = 0;
+        let mut at = 0;
+        for &part in parts {
+            value |= warp.lane(part, lane) << at;
+            at += bits(part);
+        }
+        warp.set_lane(d, lane, value);
+    }
+}
+
+pub(super) fn unpack(warp: &mut Warp, a: Data, parts: &[Option<Data>], mask: u32) {
+    let each_bits = bits(a) / parts.len() as u32;
+    for lane in each(mask) {
+        let value = warp.lane(a, lane);
+        for (i, part) in parts.iter().enumerate() {
+            if let Some(part) = *part {
+                warp.set_lane(part, lane, value >> (each_bits * i as u32));
+            }
+        }
+    }
+}
+
+/// A value of so many bytes, little-endian.
+fn value(bytes: &[u8]) -> u64 {
+    let mut all = [0; 8];
+    all[..bytes.len()].copy_from_slice(bytes);
+    u64::from_le_bytes(all)
+}
+
+fn sign_extended(value: u64, bytes: u8) -> u64 {
+    let shift = 64 - 8 * u32::from(bytes);
+    ((value << shift) as i64 >> shift) as u64
+}
+
+impl Warp {
+    fn address(&self, address: Address, lane: usize) -> u64 {
+        let base = self.lane(address.base, lane);
+        match address.base {
+            Data::B64(_) => base.wrapping_add_signed(address.offset),
+            // Addresses of 32 bits stay in them.
+            _ => u64::from((base as u32).wrapping_add(address.offset as u32)),
+        }
+    }
+}
+
+impl Block<'_> {
+    fn who(&self, warp: &Warp) -> Who {
+        Who { warp: warp.index, pc: warp.pc }
+    }
+
+    pub(super) fn load(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Run<()> {
+        let size = usize::from(access.element.bytes);
+        let total = size * access.data.len();
+        let who = self.who(warp);
+        let mut buffer = [0u8; 32];
+        let mut hint = None;
+        for lane in each(mask) {
+            let address = warp.address(access.address, lane);
+            self.read(warp, access.space, address, &mut buffer[..total], who, lane, &mut hint)?;
+            for (data, bytes) in access.data.iter().zip(buffer[..total].chunks_exact(size)) {
+                let Some(data) = *data else { continue };
+                let value = value(bytes);
+                let value =
+                    if access.element.signed { sign_extended(value, access.element.bytes) } else { value };
+                warp.set_lane(data, lane, value);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn store(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Run<()> {
+        let size = usize::from(access.element.bytes);
+        let total = size * access.data.len();
+        let who = self.who(warp);
+        let mut buffer = [0u8; 32];
+        for lane in each(mask) {
+            let address = warp.address(access.address, lane);
+            for (data, bytes) in access.data.iter().zip(buffer.chunks_exact_mut(size)) {
+                let value = data.map_or(0, |data| warp.lane(data, lane));
+                bytes.copy_from_slice(&value.to_le_bytes()[..size]);
+            }
+            self.write(warp, access.space, address, &buffer[..total], who, lane)?;
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one access in all its parts")]
+    fn read(
+        &mut self,
+        warp: &Warp,
+        space: Space,
+        address: u64,
+        out: &mut [u8],
+        who: Who,
+        lane: usize,
+        hint: &mut Option<usize>,
+    ) -> Run<()> {
+        let bytes = out.len();
+        let from: &[u8] = match space {
+            Space::Generic => {
+                let (space, address) = window::resolve(address);
+                return self.read(warp, space, address, out, who, lane, hint);
+            }
+            Space::Global => {
+                let index = self.global(address, bytes, lane, hint)?;
+                let allocation = self.memory.allocation(index);
+                if !allocation.is_written(address, bytes) {
+                    return Err((FaultKind::Unwritten { space: "global", address, bytes }, lane));
+                }
+                self.counts.global_read += bytes as u64;
+                allocation.get(address, bytes)
+            }
+            Space::Shared => match self.shared.read(address, bytes, who) {
+                Ok(from) => from,
+                Err(wrong) => return Err(self.wrong(wrong, lane)),
+            },
+            Space::Local => {
+                let start = local(warp, address, bytes, lane)?;
+                &warp.local[start..start + bytes]
+            }
+            Space::Const => bounded("const", self.constants, address, bytes, lane)?,
+            Space::Param => bounded("param", self.parameters, address, bytes, lane)?,
+        };
+        out.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        warp: &mut Warp,
+        space: Space,
+        address: u64,
+        from: &[u8],
+        who: Who,
+        lane: usize,
+    ) -> Run<()> {
+        let bytes = from.len();
+        let to: &mut [u8] = match space {
+            Space::Generic => {
+                let (space, address) = window::resolve(address);
+                return self.write(warp, space, address, from, who, lane);
+            }
+            Space::Global => {
+                let index = self.global(address, bytes, lane, &mut None)?;
+                self.counts.global_written += bytes as u64;
+                self.memory.allocation_mut(index).get_mut(address, bytes)
+            }
+            Space::Shared => match self.shared.write(address, bytes, who) {
+                Ok(to) => to,
+                Err(wrong) => return Err(self.wrong(wrong, lane)),
+            },
+            Space::Local => {
+                let start = local(warp, address, bytes, lane)?;
+                &mut warp.local[start..start + bytes]
+            }
+            Space::Const | Space::Param => {
+                let what = format!("{} memory cannot be written", space.name());
+                return Err((FaultKind::Invalid { what }, lane));
+            }
+        };
+        to.copy_from_slice(from);
+        Ok(())
+    }
+
+    /// The allocation that an access of global memory lies in.
+    fn global(&self, address: u64, bytes: usize, lane: usize, hint: &mut Option<usize>) -> Run<usize> {
+        if !address.is_multiple_of(bytes as u64) {
+            return Err((FaultKind::Misaligned { space: "global", address, bytes }, lane));
+        }
+        if let Some(index) = *hint
+            && self.memory.allocation(index).holds(address, bytes as u64)
+        {
+            return Ok(index);
+        }
+        *hint = self.memory.find(address, bytes as u64);
+        hint.ok_or_else(|| (self.memory.explain(address, bytes), lane))
+    }
+
+    pub(super) fn atomic(&mut self, warp: &mut Warp, atomic: &Atomic, mask: u32) -> Run<()> {
+        let bytes = usize::from(atomic.bytes);
+        for lane in each(mask) {
+            let address = warp.address(atomic.address, lane);
+            let (space, address) = match atomic.space {
+                Space::Generic => window::resolve(address),
+                space => (space, address),
+            };
+            let operand = warp.lane(atomic.operand, lane);
+            let swap = atomic.swap.map(|swap| warp.lane(swap, lane));
+            let place = match space {
+                Space::Global => {
+                    let index = self.global(address, bytes, lane, &mut None)?;
+                    if !self.memory.allocation(index).is_written(address, bytes) {
+                        return Err((FaultKind::Unwritten { space: "global", address, bytes }, lane));
+                    }
+                    self.counts.global_read += bytes as u64;
+                    self.counts.global_written += bytes as u64;
+                    self.memory.allocation_mut(index).get_mut(address, bytes)
+                }
+                Space::Shared => match self.shared.atomic(address, bytes) {
+                    Ok(place) => place,
+                    Err(wrong) => return Err(self.wrong(wrong, lane)),
+                },
+                other => {
+                    let what = format!("an atomic of {} memory", other.name());
+                    return Err((FaultKind::Invalid { what }, lane));
+                }
+            };
+            let old = value(place);
+            let new = combined(atomic, old, operand, swap);
+            place.copy_from_slice(&new.to_le_bytes()[..bytes]);
+            if let Some(to) = atomic.to {
+                warp.set_lane(to, lane, old);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What an atomic leaves behind.
+fn combined(atomic: &Atomic, old: u64, operand: u64, swap: Option<u64>) -> u64 {
+    let signed = |value: u64| sign_extended(value, atomic.bytes) as i64;
+    match (atomic.op, atomic.ty) {
+        (AtomicOp::Add, AtomicType::F32) => {
+            u64::from((f32::from_bits(old as u32) + f32::from_bits(operand as u32)).to_bits())
+        }
+        (AtomicOp::Add, AtomicType::F64) => (f64::from_bits(old) + f64::from_bits(operand)).to_bits(),
+        (AtomicOp::Add, AtomicType::F16 | AtomicType::F16x2) => each_half(old, operand, |a, b| {
+            f16::from_f32(f16::from_bits(a).to_f32() + f16::from_bits(b).to_f32()).to_bits()
+        }),
+        (AtomicOp::Add, AtomicType::Bf16 | AtomicType::Bf16x2) => each_half(old, operand, |a, b| {
+            bf16::from_f32(bf16::from_bits(a).to_f32() + bf16::from_bits(b).to_f32()).to_bits()
+        }),
+        (AtomicOp::Add, _) => old.wrapping_add(operand),
+        (AtomicOp::Min, AtomicType::Signed) => signed(old).min(signed(operand)) as u64,
+        (AtomicOp::Max, AtomicType::Signed) => signed(old).max(signed(operand)) as u64,
+        (AtomicOp::Min, _) => old.min(operand),
+        (AtomicOp::Max, _) => old.max(operand),
+        (AtomicOp::And, _) => old & operand,
+        (AtomicOp::Or, _) => old | operand,
+        (AtomicOp::Xor, _) => old ^ operand,
+        (AtomicOp::Exchange, _) => operand,
+        (AtomicOp::CompareAndSwap, _) => {
+            if old == operand {
+                swap.unwrap_or(old)
+            } else {
+                old
+            }
+        }
+        (AtomicOp::Increment, _) => {
+            if old >= operand {
+                0
+            } else {
+                old + 1
+            }
+        }
+        (AtomicOp::Decrement, _) => {
+            if old == 0 || old > operand {
+                operand
+            } else {
+                old - 1
+            }
+        }
+    }
+}
+
+fn each_half(a: u64, b: u64, f: impl Fn(u16, u16) -> u16) -> u64 {
+    let low = u64::from(f(a as u16, b as u16));
+    low | u64::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
+}
+
+/// Where an address of local memory lies in the warp's.
+fn local(warp: &Warp, address: u64, bytes: usize, lane: usize) -> Run<usize> {
+    let each = warp.local.len() / crate::lanes::LANES;
+    if !address.is_multiple_of(bytes as u64) {
+        return Err((FaultKind::Misaligned { space: "local", address, bytes }, lane));
+    }
+    if address >= each as u64 || bytes > each - address as usize {
+        let near = format!("the thread has {each} bytes");
+        return Err((FaultKind::OutOfBounds { space: "local", address, bytes, near }, lane));
+    }
+    Ok(lane * each + address as usize)
+}
+
+fn bounded<'a>(space: &'static str, all: &'a [u8], address: u64, bytes: usize, lane: usize) -> Run<&'a [u8]> {
+    if !address.is_multiple_of(bytes as u64) {
+        return Err((FaultKind::Misaligned { space, address, bytes }, lane));
+    }
+    usize::try_from(address).ok().and_then(|at| all.get(at..at.checked_add(bytes)?)).ok_or_else(|| {
+        let near = format!("there are {} bytes", all.len());
+        (FaultKind::OutOfBounds { space, address, bytes, near }, lane)
+    })
+}

@@ -1,0 +1,239 @@
+//! Global memory: allocations with gaps between them, each byte known as written or not.
+
+use crate::{FaultKind, RunError};
+
+/// Where allocations begin.
+const FIRST: u64 = 0x7000_0000_0000;
+/// Bytes between allocations that belong to nobody.
+const GAP: u64 = 1 << 16;
+/// Every allocation begins at a multiple of this.
+const ALIGN: u64 = 256;
+/// What memory holds that nobody wrote: no number as a float, and far off as an integer.
+const POISON: u8 = 0xff;
+
+/// A piece of memory.
+#[derive(Debug)]
+pub(crate) struct Allocation {
+    base: u64,
+    len: u64,
+    /// Empty when it was given back.
+    bytes: Vec<u8>,
+    /// One bit a byte.
+    written: Vec<u64>,
+    /// Bytes that nobody wrote yet.
+    unwritten: u64,
+    alive: bool,
+    /// A variable of a module; `None` of what the host asked for.
+    name: Option<String>,
+}
+
+/// All of them, in the order of their addresses, which are never used again.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    allocations: Vec<Allocation>,
+    next: u64,
+    limit: u64,
+    used: u64,
+}
+
+impl Allocation {
+    /// Whether `bytes` from `address` lie in it.
+    pub(crate) fn holds(&self, address: u64, bytes: u64) -> bool {
+        let at = address.wrapping_sub(self.base);
+        at < self.len && bytes <= self.len - at && self.alive
+    }
+
+    pub(crate) fn get(&self, address: u64, bytes: usize) -> &[u8] {
+        let at = (address - self.base) as usize;
+        &self.bytes[at..at + bytes]
+    }
+
+    pub(crate) fn get_mut(&mut self, address: u64, bytes: usize) -> &mut [u8] {
+        let at = (address - self.base) as usize;
+        self.mark(at, bytes);
+        &mut self.bytes[at..at + bytes]
+    }
+
+    /// Whether all of these bytes were written.
+    pub(crate) fn is_written(&self, address: u64, bytes: usize) -> bool {
+        if self.unwritten == 0 {
+            return true;
+        }
+        let at = (address - self.base) as usize;
+        if at % 64 + bytes <= 64 && bytes < 64 {
+            let mask = ((1u64 << bytes) - 1) << (at % 64);
+            return self.written[at / 64] & mask == mask;
+        }
+        (at..at + bytes).all(|i| self.written[i / 64] >> (i % 64) & 1 == 1)
+    }
+
+    fn mark(&mut self, at: usize, bytes: usize) {
+        if self.unwritten == 0 {
+            return;
+        }
+        let mut i = at;
+        while i < at + bytes {
+            let count = (64 - i % 64).min(at + bytes - i);
+            let mask = if count == 64 { u64::MAX } else { ((1 << count) - 1) << (i % 64) };
+            let word = &mut self.written[i / 64];
+            self.unwritten -= u64::from((mask & !*word).count_ones());
+            *word |= mask;
+            i += count;
+        }
+    }
+
+    /// Takes over what another piece knows of its bytes.
+    fn set_written(&mut self, at: usize, written: &[bool]) {
+        for (i, &is) in (at..).zip(written) {
+            let (word, bit) = (&mut self.written[i / 64], 1 << (i % 64));
+            match (is, *word & bit != 0) {
+                (true, false) => self.unwritten -= 1,
+                (false, true) => self.unwritten += 1,
+                _ => {}
+            }
+            *word = if is { *word | bit } else { *word & !bit };
+        }
+    }
+}
+
+impl Memory {
+    pub(crate) fn new(limit: u64) -> Self {
+        Self { allocations: Vec::new(), next: FIRST, limit, used: 0 }
+    }
+
+    pub(crate) fn allocate(&mut self, bytes: usize, name: Option<String>) -> Result<u64, RunError> {
+        let free = self.limit - self.used;
+        if bytes as u64 > free {
+            return Err(RunError::OutOfMemory { wanted: bytes, free: free as usize });
+        }
+        let base = self.next;
+        self.next = (base + bytes as u64 + GAP).next_multiple_of(ALIGN);
+        self.used += bytes as u64;
+        self.allocations.push(Allocation {
+            base,
+            len: bytes as u64,
+            bytes: vec![POISON; bytes],
+            written: vec![0; bytes.div_ceil(64)],
+            unwritten: bytes as u64,
+            alive: true,
+            name,
+        });
+        Ok(base)
+    }
+
+    pub(crate) fn free(&mut self, address: u64) -> Result<(), RunError> {
+        let found = self.allocations.binary_search_by_key(&address, |a| a.base).ok();
+        match found.map(|index| &mut self.allocations[index]) {
+            Some(allocation) if allocation.alive && allocation.name.is_none() => {
+                allocation.alive = false;
+                allocation.bytes = Vec::new();
+                allocation.written = Vec::new();
+                self.used -= allocation.len;
+                Ok(())
+            }
+            _ => {
+                let why = "nothing that lives begins there".into();
+                Err(RunError::Host { address, bytes: 0, why })
+            }
+        }
+    }
+
+    /// The allocation that an access lies in.
+    pub(crate) fn find(&self, address: u64, bytes: u64) -> Option<usize> {
+        let index = self.allocations.partition_point(|a| a.base <= address).checked_sub(1)?;
+        self.allocations[index].holds(address, bytes).then_some(index)
+    }
+
+    pub(crate) fn allocation(&self, index: usize) -> &Allocation {
+        &self.allocations[index]
+    }
+
+    pub(crate) fn allocation_mut(&mut self, index: usize) -> &mut Allocation {
+        &mut self.allocations[index]
+    }
+
+    /// What is wrong with an access that lies in no allocation.
+    pub(crate) fn explain(&self, address: u64, bytes: usize) -> FaultKind {
+        let next = self.allocations.partition_point(|a| a.base <= address);
+        let below = next.checked_sub(1).map(|index| &self.allocations[index]);
+        if let Some(below) = below
+            && !below.alive
+            && address - below.base < below.len
+        {
+            return FaultKind::Freed { address, bytes };
+        }
+        let near = match (below, self.allocations.get(next)) {
+            (Some(a), _) if address - a.base < a.len + GAP => {
+                let past = (address - a.base).saturating_sub(a.len);
+                format!("{past} bytes past the end of {} of {} bytes at {:#x}", a.label(), a.len, a.base)
+            }
+            (_, Some(a)) if a.base - address < GAP => {
+                let before = a.base - address;
+                format!("{before} bytes before {} of {} bytes at {:#x}", a.label(), a.len, a.base)
+            }
+            _ => "nothing is near".into(),
+        };
+        FaultKind::OutOfBounds { space: "global", address, bytes, near }
+    }
+
+    fn host(&self, address: u64, bytes: usize) -> Result<usize, RunError> {
+        self.find(address, bytes as u64).ok_or_else(|| {
+            let why = self.explain(address, bytes).to_string();
+            RunError::Host { address, bytes, why }
+        })
+    }
+
+    pub(crate) fn write(&mut self, address: u64, data: &[u8]) -> Result<(), RunError> {
+        if !data.is_empty() {
+            let index = self.host(address, data.len())?;
+            self.allocations[index].get_mut(address, data.len()).copy_from_slice(data);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn fill(&mut self, address: u64, value: u8, bytes: usize) -> Result<(), RunError> {
+        if bytes > 0 {
+            let index = self.host(address, bytes)?;
+            self.allocations[index].get_mut(address, bytes).fill(value);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn read(&self, address: u64, out: &mut [u8]) -> Result<(), RunError> {
+        if !out.is_empty() {
+            let index = self.host(address, out.len())?;
+            out.copy_from_slice(self.allocations[index].get(address, out.len()));
+        }
+        Ok(())
+    }
+
+    /// Whether the host or a kernel wrote all of these bytes.
+    pub(crate) fn is_written(&self, address: u64, bytes: usize) -> Result<bool, RunError> {
+        Ok(bytes == 0 || self.allocations[self.host(address, bytes)?].is_written(address, bytes))
+    }
+
+    /// Copies bytes and what is known of them.
+    pub(crate) fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), RunError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (source, target) = (self.host(from, bytes)?, self.host(to, bytes)?);
+        let source = &self.allocations[source];
+        let data = source.get(from, bytes).to_vec();
+        if source.unwritten == 0 {
+            return self.write(to, &data);
+        }
+        let written: Vec<bool> = (from..).take(bytes).map(|at| source.is_written(at, 1)).collect();
+        let target = &mut self.allocations[target];
+        let at = (to - target.base) as usize;
+        target.bytes[at..at + bytes].copy_from_slice(&data);
+        target.set_written(at, &written);
+        Ok(())
+    }
+}
+
+impl Allocation {
+    fn label(&self) -> String {
+        self.name.as_ref().map_or_else(|| "an allocation".into(), |name| format!("variable {name}"))
+    }
+}

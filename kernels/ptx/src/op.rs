@@ -1,0 +1,354 @@
+//! A kernel as it runs: registers are numbers, constants are registers, arithmetic is a function of whole warps.
+
+use crate::ast::Space;
+use crate::lanes::{V32, V64};
+
+/// A predicate and whether its opposite is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Condition {
+    pub(crate) pred: u32,
+    pub(crate) negated: bool,
+}
+
+/// A register of data, by its width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Data {
+    /// 16 bits in a register of 32.
+    B16(u32),
+    B32(u32),
+    B64(u32),
+}
+
+/// An address: a register of either width and a distance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub(crate) base: Data,
+    pub(crate) offset: i64,
+}
+
+/// Bytes of one element of a memory access, and what becomes of its sign.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Element {
+    pub(crate) bytes: u8,
+    pub(crate) signed: bool,
+}
+
+/// `ld` and `st`: up to eight elements that lie together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Access {
+    pub(crate) space: Space,
+    pub(crate) element: Element,
+    pub(crate) address: Address,
+    /// `None` for elements that are dropped.
+    pub(crate) data: Vec<Option<Data>>,
+}
+
+/// What two predicates become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Logic {
+    And,
+    Or,
+    Xor,
+}
+
+impl Logic {
+    pub(crate) fn of(self, a: u32, b: u32) -> u32 {
+        match self {
+            Self::And => a & b,
+            Self::Or => a | b,
+            Self::Xor => a ^ b,
+        }
+    }
+}
+
+/// Where `setp` puts its result, and what it is combined with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Compared {
+    pub(crate) to: u32,
+    /// Its opposite.
+    pub(crate) other: Option<u32>,
+    pub(crate) combine: Option<(Logic, Condition)>,
+}
+
+/// Which lane `shfl` reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Shuffle {
+    Up,
+    Down,
+    Butterfly,
+    Index,
+}
+
+/// What lanes ask each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Vote {
+    All,
+    Any,
+    Uniform,
+    Ballot,
+}
+
+/// Read-modify-write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AtomicOp {
+    Add,
+    Min,
+    Max,
+    And,
+    Or,
+    Xor,
+    Exchange,
+    CompareAndSwap,
+    Increment,
+    Decrement,
+}
+
+/// What an atomic's operands are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AtomicType {
+    Unsigned,
+    Signed,
+    F32,
+    F64,
+    F16,
+    Bf16,
+    F16x2,
+    Bf16x2,
+}
+
+/// `atom` and `red`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Atomic {
+    pub(crate) op: AtomicOp,
+    pub(crate) ty: AtomicType,
+    pub(crate) space: Space,
+    pub(crate) bytes: u8,
+    pub(crate) address: Address,
+    /// `None` of `red`.
+    pub(crate) to: Option<Data>,
+    pub(crate) operand: Data,
+    /// The new value of a compare-and-swap, whose `operand` is the old one.
+    pub(crate) swap: Option<Data>,
+}
+
+/// What an instruction does. `d` is written, the others are read; all are register numbers.
+#[derive(Debug, Clone)]
+pub(crate) enum Op {
+    Move32 {
+        d: u32,
+        a: u32,
+    },
+    Move64 {
+        d: u32,
+        a: u32,
+    },
+    Unary32 {
+        f: fn(&V32, &mut V32),
+        d: u32,
+        a: u32,
+    },
+    Unary64 {
+        f: fn(&V64, &mut V64),
+        d: u32,
+        a: u32,
+    },
+    Widen {
+        f: fn(&V32, &mut V64),
+        d: u32,
+        a: u32,
+    },
+    Narrow {
+        f: fn(&V64, &mut V32),
+        d: u32,
+        a: u32,
+    },
+    Binary32 {
+        f: fn(&V32, &V32, &mut V32),
+        d: u32,
+        a: u32,
+        b: u32,
+    },
+    Binary64 {
+        f: fn(&V64, &V64, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+    },
+    BinaryWide {
+        f: fn(&V32, &V32, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+    },
+    Shift64 {
+        f: fn(&V64, &V32, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+    },
+    Ternary32 {
+        f: fn(&V32, &V32, &V32, &mut V32),
+        d: u32,
+        a: u32,
+        b: u32,
+        c: u32,
+    },
+    Ternary64 {
+        f: fn(&V64, &V64, &V64, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+        c: u32,
+    },
+    TernaryWide {
+        f: fn(&V32, &V32, &V64, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+        c: u32,
+    },
+    Field64 {
+        f: fn(&V64, &V32, &V32, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+        c: u32,
+    },
+    Quaternary32 {
+        f: fn(&V32, &V32, &V32, &V32, &mut V32),
+        d: u32,
+        a: u32,
+        b: u32,
+        c: u32,
+        e: u32,
+    },
+    Insert64 {
+        f: fn(&V64, &V64, &V32, &V32, &mut V64),
+        d: u32,
+        a: u32,
+        b: u32,
+        c: u32,
+        e: u32,
+    },
+    Compare32 {
+        f: fn(&V32, &V32) -> u32,
+        a: u32,
+        b: u32,
+        to: Compared,
+    },
+    Compare64 {
+        f: fn(&V64, &V64) -> u32,
+        a: u32,
+        b: u32,
+        to: Compared,
+    },
+    /// 0 and all bits (or 1.0) instead of a predicate.
+    Set32 {
+        f: fn(&V32, &V32) -> u32,
+        d: u32,
+        a: u32,
+        b: u32,
+        one: u32,
+    },
+    Select32 {
+        d: u32,
+        a: u32,
+        b: u32,
+        when: Condition,
+    },
+    Select64 {
+        d: u32,
+        a: u32,
+        b: u32,
+        when: Condition,
+    },
+    MovePred {
+        d: u32,
+        a: Condition,
+    },
+    SetPred {
+        d: u32,
+        value: bool,
+    },
+    LogicPred {
+        op: Logic,
+        d: u32,
+        a: Condition,
+        b: Condition,
+    },
+    /// Parts, lowest first, become one.
+    Pack {
+        d: Data,
+        parts: Box<[Data]>,
+    },
+    /// One becomes parts, lowest first.
+    Unpack {
+        a: Data,
+        parts: Box<[Option<Data>]>,
+    },
+    Load(Box<Access>),
+    Store(Box<Access>),
+    Atomic(Box<Atomic>),
+    Branch {
+        to: u32,
+    },
+    BranchTable {
+        index: u32,
+        to: Box<[u32]>,
+    },
+    Exit,
+    Trap,
+    /// `barrier` is a register, `threads` as well; all of the block without it.
+    Barrier {
+        barrier: u32,
+        threads: Option<u32>,
+        waits: bool,
+    },
+    SyncWarp {
+        members: u32,
+    },
+    Shuffle {
+        how: Shuffle,
+        d: u32,
+        valid: Option<u32>,
+        a: u32,
+        b: u32,
+        c: u32,
+        members: u32,
+    },
+    Vote {
+        how: Vote,
+        d: u32,
+        a: Condition,
+        members: u32,
+    },
+    Match {
+        all: bool,
+        d: u32,
+        equal: Option<u32>,
+        a: Data,
+        members: u32,
+    },
+    /// The lanes that are here.
+    ActiveMask {
+        d: u32,
+    },
+    /// Fences, hints, prefetches: they change nothing that lock-step shows.
+    Nothing,
+}
+
+/// An instruction.
+#[derive(Debug, Clone)]
+pub(crate) struct Instruction {
+    pub(crate) op: Op,
+    pub(crate) guard: Option<Condition>,
+}
+
+/// Where an instruction stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Line of the PTX.
+    pub(crate) line: u32,
+    /// File and line of the source.
+    pub(crate) source: (u32, u32),
+}

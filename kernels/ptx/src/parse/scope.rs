@@ -1,0 +1,85 @@
+//! What names mean inside of a body.
+
+use crate::ast::{File, Operand, Reg, Space, Special};
+use std::collections::HashMap;
+
+/// What a name stands for.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Named {
+    Register(Reg),
+    /// `%r<9>`: the first one, and how many there are.
+    Registers(Reg, u32),
+    Variable(Space, u64),
+}
+
+/// One pair of braces.
+#[derive(Debug, Default)]
+pub(super) struct Scope {
+    /// Tells labels of different scopes apart.
+    pub(super) id: u32,
+    pub(super) names: HashMap<String, Named>,
+}
+
+/// A name's meaning in the innermost scope that knows it.
+pub(super) fn find(scopes: &[Scope], name: &str) -> Option<Operand> {
+    let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    let digits = &name[prefix.len()..];
+    for scope in scopes.iter().rev() {
+        match scope.names.get(name) {
+            Some(&Named::Register(reg)) => return Some(Operand::Reg(reg)),
+            Some(&Named::Variable(space, offset)) => return Some(Operand::Variable(space, offset)),
+            Some(&Named::Registers(..)) | None => {}
+        }
+        if let (Some(&Named::Registers(first, count)), Ok(number)) =
+            (scope.names.get(prefix), digits.parse::<u32>())
+            && number < count
+        {
+            return Some(Operand::Reg(Reg { file: first.file, index: first.index + number }));
+        }
+    }
+    None
+}
+
+/// The file of a declared register; `None` of a type that registers cannot have here.
+pub(super) fn file(ty: &str) -> Option<File> {
+    Some(match ty {
+        ".pred" => File::Pred,
+        ".b8" | ".u8" | ".s8" | ".b16" | ".u16" | ".s16" | ".f16" | ".bf16" => File::B16,
+        ".b32" | ".u32" | ".s32" | ".f32" | ".f16x2" | ".bf16x2" => File::B32,
+        ".b64" | ".u64" | ".s64" | ".f64" => File::B64,
+        _ => return None,
+    })
+}
+
+/// Registers that the machine sets.
+pub(super) fn special(name: &str) -> Option<Special> {
+    let axis = |name: &str| match name {
+        "x" => Some(0),
+        "y" => Some(1),
+        "z" => Some(2),
+        _ => None,
+    };
+    if let Some((name, suffix)) = name.split_once('.') {
+        let axis = axis(suffix)?;
+        return match name {
+            "%tid" => Some(Special::Tid(axis)),
+            "%ntid" => Some(Special::BlockDim(axis)),
+            "%ctaid" => Some(Special::Ctaid(axis)),
+            "%nctaid" => Some(Special::GridDim(axis)),
+            _ => None,
+        };
+    }
+    Some(match name {
+        "%laneid" => Special::Lane,
+        "%warpid" => Special::Warp,
+        "%nwarpid" => Special::Warps,
+        "%lanemask_eq" => Special::MaskEq,
+        "%lanemask_lt" => Special::MaskLt,
+        "%lanemask_le" => Special::MaskLe,
+        "%lanemask_gt" => Special::MaskGt,
+        "%lanemask_ge" => Special::MaskGe,
+        "%dynamic_smem_size" => Special::DynamicShared,
+        "%total_smem_size" => Special::TotalShared,
+        _ => return None,
+    })
+}

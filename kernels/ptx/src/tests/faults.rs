@@ -1,0 +1,204 @@
+//! Every check against a kernel that breaks it.
+
+use super::{HEAD, Rig};
+use crate::{FaultKind, Launch, Limits, Machine, RunError};
+
+/// The fault of a launch, which must have one.
+fn fault(result: Result<crate::Counts, RunError>) -> crate::Fault {
+    match result {
+        Err(RunError::Fault(fault)) => *fault,
+        other => panic!("no fault: {other:?}"),
+    }
+}
+
+/// A kernel with a pointer in `%rd1`, the thread in `%r1`, 64 words of shared memory, and lines of a source.
+fn kernel(body: &str) -> String {
+    format!(
+        ".visible .entry k(.param .u64 p) {{
+        .reg .b64 %rd<9>; .reg .b32 %r<9>; .reg .pred %p<9>; .shared .align 16 .b8 s[256];
+        .loc 1 10 1
+        ld.param.u64 %rd1, [p]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd3, %rd1, %rd2;
+        mov.u64 %rd4, s; add.s64 %rd5, %rd4, %rd2;
+        {body}
+        ret; }}
+        .file 1 \"/somewhere/kernel.cu\""
+    )
+}
+
+fn run(body: &str, threads: u32) -> Result<crate::Counts, RunError> {
+    let mut rig = Rig::new(&kernel(body));
+    let p = rig.upload((0..64u32).map(u32::to_le_bytes));
+    rig.launch(threads, &[p])
+}
+
+#[test]
+fn a_tail_read_past_the_end_is_named() {
+    let found = fault(run(".loc 1 42 1\n ld.global.u32 %r2, [%rd3];", 65));
+    assert!(matches!(found.kind, FaultKind::OutOfBounds { bytes: 4, .. }), "{found}");
+    assert_eq!((found.block, found.thread), ([0; 3], [64, 0, 0]));
+    let message = found.to_string();
+    for part in [
+        "0 bytes past the end of an allocation of 256 bytes",
+        "kernel k",
+        "kernel.cu:42",
+        "ld.global.u32 %r2, [%rd3];",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
+    run("ld.global.u32 %r2, [%rd3];", 64).unwrap();
+}
+
+#[test]
+fn a_missing_barrier_is_named() {
+    let body = |barrier: &str| {
+        format!(
+        ".loc 1 20 1\n st.shared.u32 [%rd5], %r1;\n {barrier}
+         .loc 1 22 1\n xor.b32 %r3, %r1, 32; mul.wide.u32 %rd6, %r3, 4; add.s64 %rd6, %rd4, %rd6;\n ld.shared.u32 %r4, [%rd6];"
+    )
+    };
+    run(&body("bar.sync 0;"), 64).unwrap();
+    let found = fault(run(&body(""), 64));
+    // Whichever warp comes second sees it: as a race, or as a word that nobody wrote yet.
+    let message = found.to_string();
+    assert!(
+        matches!(found.kind, FaultKind::Unwritten { space: "shared", .. } | FaultKind::Race { .. }),
+        "{message}"
+    );
+    assert!(message.contains("kernel.cu:22"), "{message}");
+    // With words that were written before, it is a race, and both places are named.
+    let message = fault(run(&format!("st.shared.u32 [%rd5], 0; bar.sync 0; {}", body("")), 64)).to_string();
+    for part in ["race at", "shared memory", "kernel.cu:20", "kernel.cu:22", "st.shared.u32"] {
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+#[test]
+fn two_warps_that_write_one_word_race() {
+    let found = fault(run("st.shared.u32 [s], %r1;", 64));
+    assert!(matches!(found.kind, FaultKind::Race { access: "write", .. }), "{found}");
+    run("st.shared.u32 [s], 5;", 32).unwrap();
+    // Bytes of one word are apart.
+    run(
+        "add.s64 %rd6, %rd4, %rd2; cvt.u64.u32 %rd7, %r1; add.s64 %rd7, %rd4, %rd7; st.shared.u8 [%rd7], 1;",
+        64,
+    )
+    .unwrap();
+    // Reads before, writes after, nothing between.
+    let body = "st.shared.u32 [%rd5], 0; bar.sync 0; ld.shared.u32 %r2, [s+8]; st.shared.u32 [%rd5], 1;";
+    assert!(fault(run(body, 64)).to_string().contains("race"));
+}
+
+#[test]
+fn a_divergent_barrier_is_named() {
+    let found = fault(run(".loc 1 30 1\n setp.gt.u32 %p1, %r1, 7; @%p1 bra SKIP; bar.sync 0; SKIP:", 32));
+    let message = found.to_string();
+    assert!(matches!(found.kind, FaultKind::DivergentBarrier { .. }), "{message}");
+    assert!(message.contains("kernel.cu:30") && message.contains("0xffffff00"), "{message}");
+    // Two barriers in two branches of whole warps.
+    let body = "setp.gt.u32 %p1, %r1, 31; @%p1 bra ELSE;\n .loc 1 33 1\n bar.sync 0;\n bra DONE; ELSE:\n .loc 1 35 1\n bar.sync 0; DONE:";
+    let message = fault(run(body, 64)).to_string();
+    assert!(message.contains("kernel.cu:33") && message.contains("kernel.cu:35"), "{message}");
+    // Whole warps that left do not count.
+    run("setp.gt.u32 %p1, %r1, 31; @%p1 exit; bar.sync 0;", 64).unwrap();
+}
+
+#[test]
+fn a_shuffle_after_a_partial_exit_is_named() {
+    let body =
+        "setp.gt.u32 %p1, %r1, 19; @%p1 exit;\n .loc 1 50 1\n shfl.sync.bfly.b32 %r2, %r1, 16, 31, -1;";
+    let found = fault(run(body, 32));
+    let message = found.to_string();
+    assert!(
+        matches!(found.kind, FaultKind::MissingLanes { expected: u32::MAX, present: 0x000f_ffff, .. }),
+        "{message}"
+    );
+    assert!(message.contains("kernel.cu:50") && message.contains("shfl.sync.bfly.b32"), "{message}");
+    let reads = "setp.gt.u32 %p1, %r1, 15; @%p1 exit; shfl.sync.bfly.b32 %r2, %r1, 16, 31, 0xffff;";
+    assert!(matches!(fault(run(reads, 32)).kind, FaultKind::MissingLanes { .. }));
+    run("setp.gt.u32 %p1, %r1, 15; @%p1 exit; shfl.sync.bfly.b32 %r2, %r1, 8, 31, 0xffff;", 32).unwrap();
+}
+
+#[test]
+fn addresses_are_checked() {
+    let misaligned = fault(run("ld.global.v2.u32 {%r2, %r3}, [%rd1+4];", 1));
+    assert!(matches!(misaligned.kind, FaultKind::Misaligned { space: "global", bytes: 8, .. }));
+    assert!(matches!(
+        fault(run("st.shared.u32 [s+256], 0;", 1)).kind,
+        FaultKind::OutOfBounds { space: "shared", .. }
+    ));
+    assert!(matches!(
+        fault(run("st.shared.u32 [s+2], 0;", 1)).kind,
+        FaultKind::Misaligned { space: "shared", .. }
+    ));
+    assert!(matches!(
+        fault(run("ld.shared.u32 %r2, [s];", 1)).kind,
+        FaultKind::Unwritten { space: "shared", .. }
+    ));
+    assert!(matches!(
+        fault(run("ld.param.u32 %r2, [p+8];", 1)).kind,
+        FaultKind::OutOfBounds { space: "param", .. }
+    ));
+    assert!(
+        fault(run("ld.global.u32 %r2, [%rd1+-4];", 1)).to_string().contains("4 bytes before an allocation")
+    );
+    assert!(fault(run("ld.global.u32 %r2, [%rd2];", 1)).to_string().contains("nothing is near"));
+    assert!(matches!(fault(run("trap;", 1)).kind, FaultKind::Trap));
+}
+
+#[test]
+fn memory_that_nobody_wrote_or_that_was_freed_is_not_read() {
+    let mut rig = Rig::new(&kernel("ld.global.u32 %r2, [%rd3];"));
+    let p = rig.machine.allocate(128).unwrap();
+    rig.machine.fill(p, 0, 124).unwrap();
+    let found = fault(rig.launch(32, &[p]));
+    assert!(matches!(found.kind, FaultKind::Unwritten { space: "global", .. }), "{found}");
+    assert_eq!(found.thread, [31, 0, 0]);
+    rig.machine.fill(p + 124, 0, 4).unwrap();
+    rig.launch(32, &[p]).unwrap();
+    rig.machine.free(p).unwrap();
+    assert!(matches!(fault(rig.launch(32, &[p])).kind, FaultKind::Freed { .. }));
+}
+
+#[test]
+fn launches_are_checked() {
+    let text =
+        format!("{HEAD}.visible .entry k(.param .u64 p) .maxntid 64, 1, 1 {{ .shared .b8 s[1024]; ret; }}");
+    let mut machine = Machine::new(Limits::GB10, 1);
+    let module = machine.load(&text).unwrap();
+    assert!(machine.kernel(module, "other").is_none());
+    let kernel = machine.kernel(module, "k").unwrap();
+    let good = Launch { kernel, grid: [1; 3], block: [64, 1, 1], shared_bytes: 98 << 10, arguments: &[0] };
+    machine.launch(&good).unwrap();
+    for (launch, part) in [
+        (Launch { block: [65, 1, 1], ..good }, "compiled for"),
+        (Launch { block: [2048, 1, 1], ..good }, "1024 is the most"),
+        (Launch { block: [0, 1, 1], ..good }, "a block of"),
+        (Launch { grid: [0, 1, 1], ..good }, "a grid of"),
+        (Launch { shared_bytes: 99 << 10, ..good }, "bytes of shared memory"),
+        (Launch { arguments: &[], ..good }, "0 arguments for 1 parameters"),
+    ] {
+        let message = machine.launch(&launch).unwrap_err().to_string();
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+#[test]
+fn counts_and_coverage() {
+    let mut rig = Rig::new(&kernel(
+        "ld.global.u32 %r2, [%rd3]; setp.lt.u32 %p1, %r2, 1000; @%p1 bra DONE;\n .loc 1 77 1\n st.global.u32 [%rd3], 0;\n DONE:",
+    ));
+    let p = rig.upload((0..64u32).map(u32::to_le_bytes));
+    let counts = rig.launch(48, &[p]).unwrap();
+    // Six before the body, three in it, the end.
+    assert_eq!((counts.warp_instructions, counts.lane_instructions), (20, 480));
+    assert_eq!((counts.global_read, counts.global_written), (192, 0));
+    let uncovered = rig.machine.uncovered(rig.kernel);
+    assert_eq!(uncovered.len(), 1);
+    assert_eq!(
+        (uncovered[0].instruction.as_str(), uncovered[0].source_line.as_str()),
+        ("st.global.u32 [%rd3], 0;", "kernel.cu:77")
+    );
+    rig.machine.write(p, &2000u32.to_le_bytes()).unwrap();
+    rig.launch(48, &[p]).unwrap();
+    assert_eq!(rig.machine.uncovered(rig.kernel), []);
+}

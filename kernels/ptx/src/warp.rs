@@ -1,0 +1,156 @@
+//! A warp's registers and where its lanes stand.
+
+use crate::decode::Kernel;
+use crate::lanes::{ALL, LANES, V32, V64};
+use crate::op::{Condition, Data};
+
+/// What registers hold that nobody wrote: no number as a float.
+const POISON: u32 = 0xffc0_dead;
+
+/// Why a warp does not go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Ready,
+    /// At a barrier, with the number of threads it waits for (0 is all of the block).
+    Waiting {
+        barrier: u32,
+        threads: u32,
+        pc: u32,
+    },
+    Done,
+}
+
+/// A warp.
+#[derive(Debug)]
+pub(crate) struct Warp {
+    /// In its block.
+    pub(crate) index: usize,
+    pub(crate) r32: Vec<V32>,
+    pub(crate) r64: Vec<V64>,
+    pub(crate) pred: Vec<u32>,
+    /// Where the lanes of `active` stand.
+    pub(crate) pc: u32,
+    pub(crate) active: u32,
+    /// Other lanes, further on: lanes with the lowest place always go first, so that they meet again.
+    pub(crate) others: Vec<(u32, u32)>,
+    /// Lanes that exist and did not exit.
+    pub(crate) live: u32,
+    pub(crate) state: State,
+    /// Local memory, lane by lane.
+    pub(crate) local: Vec<u8>,
+}
+
+impl Warp {
+    pub(crate) fn new(index: usize, kernel: &Kernel) -> Self {
+        let [n32, n64, preds] = kernel.registers.map(|n| n as usize);
+        let mut warp = Self {
+            index,
+            r32: vec![[POISON; LANES]; n32],
+            r64: vec![[u64::from(POISON) << 32 | u64::from(POISON); LANES]; n64],
+            pred: vec![0; preds],
+            pc: 0,
+            active: 0,
+            others: Vec::new(),
+            live: 0,
+            state: State::Ready,
+            local: vec![0xff; kernel.local_bytes as usize * LANES],
+        };
+        for &(register, value) in &kernel.constants32 {
+            warp.r32[register as usize] = [value; LANES];
+        }
+        for &(register, value) in &kernel.constants64 {
+            warp.r64[register as usize] = [value; LANES];
+        }
+        warp
+    }
+
+    /// At the first instruction, with so many lanes.
+    pub(crate) fn start(&mut self, threads: usize) {
+        self.live = if threads >= LANES { ALL } else { (1 << threads) - 1 };
+        self.active = self.live;
+        self.pc = 0;
+        self.others.clear();
+        self.state = State::Ready;
+    }
+
+    pub(crate) fn condition(&self, condition: Condition) -> u32 {
+        let mask = self.pred[condition.pred as usize];
+        if condition.negated { !mask } else { mask }
+    }
+
+    /// Sets a predicate of some lanes.
+    pub(crate) fn set_pred(&mut self, register: u32, value: u32, mask: u32) {
+        let pred = &mut self.pred[register as usize];
+        *pred = *pred & !mask | value & mask;
+    }
+
+    /// Sets a register of some lanes.
+    #[inline]
+    pub(crate) fn set32(&mut self, register: u32, value: &V32, mask: u32) {
+        let to = &mut self.r32[register as usize];
+        if mask == ALL {
+            *to = *value;
+        } else {
+            for lane in 0..LANES {
+                to[lane] = if mask >> lane & 1 == 1 { value[lane] } else { to[lane] };
+            }
+        }
+    }
+
+    /// The same of 64 bits.
+    #[inline]
+    pub(crate) fn set64(&mut self, register: u32, value: &V64, mask: u32) {
+        let to = &mut self.r64[register as usize];
+        if mask == ALL {
+            *to = *value;
+        } else {
+            for lane in 0..LANES {
+                to[lane] = if mask >> lane & 1 == 1 { value[lane] } else { to[lane] };
+            }
+        }
+    }
+
+    /// One lane's value, zero-extended.
+    #[inline]
+    pub(crate) fn lane(&self, data: Data, lane: usize) -> u64 {
+        match data {
+            Data::B16(register) => u64::from(self.r32[register as usize][lane] as u16),
+            Data::B32(register) => u64::from(self.r32[register as usize][lane]),
+            Data::B64(register) => self.r64[register as usize][lane],
+        }
+    }
+
+    /// Sets one lane, cut to the register's width.
+    #[inline]
+    pub(crate) fn set_lane(&mut self, data: Data, lane: usize, value: u64) {
+        match data {
+            Data::B16(register) => self.r32[register as usize][lane] = u32::from(value as u16),
+            Data::B32(register) => self.r32[register as usize][lane] = value as u32,
+            Data::B64(register) => self.r64[register as usize][lane] = value,
+        }
+    }
+
+    /// Lanes go somewhere else.
+    pub(crate) fn part(&mut self, pc: u32, mask: u32) {
+        if mask != 0 {
+            self.others.push((pc, mask));
+        }
+    }
+
+    /// Chooses the lanes that go next; nothing if none is left.
+    pub(crate) fn choose(&mut self) {
+        if self.others.is_empty() {
+            return;
+        }
+        self.part(self.pc, self.active);
+        let lowest = self.others.iter().map(|&(pc, _)| pc).min().unwrap_or(self.pc);
+        self.pc = lowest;
+        self.active = 0;
+        let active = &mut self.active;
+        self.others.retain(|&(pc, mask)| {
+            let here = pc == lowest;
+            *active |= if here { mask } else { 0 };
+            !here
+        });
+    }
+}

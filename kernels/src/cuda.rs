@@ -1,0 +1,43 @@
+//! NVIDIA GPUs: kernels in CUDA C++ that NVRTC compiles for the device at hand, and what runs them.
+//!
+//! The sources (`kernels/src/cuda/*.cu`) include nothing but [`source::PRELUDE`], so that no CUDA headers are needed.
+//! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
+
+mod arch;
+pub mod attention;
+mod backend;
+mod cache;
+pub mod check;
+mod device;
+mod driver;
+mod error;
+pub mod kv;
+mod library;
+pub mod matmul;
+pub mod moe;
+mod nvrtc;
+mod pack;
+pub mod qkv;
+pub mod recurrent;
+pub mod rowwise;
+#[cfg(any(test, feature = "ptx-sim"))]
+mod sim;
+pub mod source;
+pub mod step;
+mod survey;
+
+#[cfg(test)]
+mod tests;
+
+pub use arch::Arch;
+pub use backend::{Compile, CudaBackend, CudaConfig};
+pub use cache::CubinCache;
+pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
+pub use driver::{Gpu, GpuInfo, driver_version, gpus};
+pub use error::CudaError;
+pub use matmul::quantised_row_bytes;
+pub use nvrtc::{Compiled, Compiler};
+pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
+#[cfg(any(test, feature = "ptx-sim"))]
+pub use sim::SimDevice;
+pub use survey::Survey;

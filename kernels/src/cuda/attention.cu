@@ -1,0 +1,358 @@
+// Paged attention, and what joins its splits.
+//
+// KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32) and WIDTH (the widest head served: 64, 128, 256,
+// 512) are defined by whoever compiles this.
+//
+// Exactness: keys are taken in tiles and partial results in splits, both at absolute positions, and each key of a tile
+// belongs to one group of lanes by its place in the tile. So what a row gives depends on its position and its keys
+// alone, not on the batch, on how the prompt was cut or on which of the kernels below it went through: a key that a row
+// does not see weighs exactly nothing in it.
+#include "prelude.cuh"
+
+#define SPLIT 512
+#define WARPS 4
+#define LOWEST -1e30f
+// Lanes that share a key: each has eight elements of every chunk.
+#define LANES (WIDTH >= 256 ? 32 : WIDTH / 8)
+#define CHUNKS (WIDTH / (8 * LANES))
+// Keys that a warp looks at side by side.
+#define SUBS (32 / LANES)
+// Keys that each group of lanes has in flight.
+#define KEYS (KV_TYPE == 0 ? 2 / CHUNKS : 4 / CHUNKS)
+#define TILE (KEYS * WARPS * SUBS)
+
+// Eight elements of a key or value as they lie in the cache.
+#if KV_TYPE == 0
+struct Eight { float4 a, b; };
+#define ELEMENT 4
+#elif KV_TYPE == 1
+struct Eight { uint4 a; };
+#define ELEMENT 2
+#else
+struct Eight { uint2 a; float scale; };
+#define ELEMENT 1
+#endif
+
+// Elements d..d+8 of a token. stripe: one head's tokens, rows of `width` rounded up to 8 elements; of bytes, their
+// scales follow, `runs` for each token.
+__device__ __forceinline__ Eight load(const u8 *stripe, u32 token, u32 tokens, u32 width, u32 d) {
+    const u32 stride = (width + 7) / 8 * 8;
+    const u8 *at = stripe + (token * stride + d) * ELEMENT;
+    Eight x;
+#if KV_TYPE == 0
+    x.a = __ldg((const float4 *)at);
+    x.b = __ldg((const float4 *)at + 1);
+#elif KV_TYPE == 1
+    x.a = __ldg((const uint4 *)at);
+#else
+    const u16 *scales = (const u16 *)(stripe + (tokens * stride + 15) / 16 * 16);
+    x.a = __ldg((const uint2 *)at);
+    x.scale = f16_value(__ldg(scales + token * ((width + 31) / 32) + d / 32));
+#endif
+    return x;
+}
+
+// Their values, without the scale.
+__device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
+#if KV_TYPE == 0
+    out[0] = x.a.x; out[1] = x.a.y; out[2] = x.a.z; out[3] = x.a.w;
+    out[4] = x.b.x; out[5] = x.b.y; out[6] = x.b.z; out[7] = x.b.w;
+#elif KV_TYPE == 1
+    const u32 words[4] = {x.a.x, x.a.y, x.a.z, x.a.w};
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        out[2 * i] = f16_value((u16)words[i]);
+        out[2 * i + 1] = f16_value((u16)(words[i] >> 16));
+    }
+#else
+    // A byte becomes the low mantissa of 2^23, offset so that it counts from zero.
+    const u32 words[2] = {x.a.x ^ 0x80808080, x.a.y ^ 0x80808080};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        const u32 bits = __byte_perm(words[i / 4], 0x4b000000, 0x7540 + i % 4);
+        out[i] = __fsub_rn(__uint_as_float(bits), 8388736.0f);
+    }
+#endif
+}
+
+// The lane's part of the keys or values that its group of lanes takes from the tile at `base`; zeroes where there is
+// nothing to read. stripe: where the head's stripe starts in a block.
+__device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const u8 *layer, const u32 *table, u32 base, u32 from,
+                                      u32 to, u32 first_block, u32 shift, u64 stripe, u32 width) {
+    const u32 warp = threadIdx.x / 32, sub = threadIdx.x % 32 / LANES, place = threadIdx.x % LANES;
+#pragma unroll
+    for (u32 u = 0; u < KEYS; u++) {
+        const u32 key = base + (u * WARPS + warp) * SUBS + sub;
+        const bool there = key >= from && key < to;
+        const u8 *at = layer + (there ? (u64)table[(key >> shift) - first_block] * 64 + stripe : 0);
+#pragma unroll
+        for (u32 c = 0; c < CHUNKS; c++) {
+            const u32 d = (c * LANES + place) * 8;
+            out[u][c] = Eight{};
+            if (there && d < width) out[u][c] = load(at, key & ((1u << shift) - 1), 1u << shift, width, d);
+        }
+    }
+}
+
+__device__ __forceinline__ float scaled(const Eight &x, float sum) {
+#if KV_TYPE == 2
+    return __fmul_rn(sum, x.scale);
+#else
+    return sum;
+#endif
+}
+
+// What one launch is given; shapes in elements unless said.
+struct Call {
+    const float *q;            // [rows][heads][head_dim]
+    float *out;                // [rows][heads][v_head_dim]
+    float *parts;              // [rows of the launch][heads][row_splits][v_head_dim]
+    float *sums;               // [rows of the launch][heads][row_splits][2]: highest score, sum of weights
+    const u8 *arena;
+    const u32 *tables;         // block offsets / 64
+    const u32 *table_starts;   // [sequences], into tables
+    const u32 *positions;      // [rows]
+    const u32 *row_sequences;  // [rows]
+    const u32 *sequence_ends;  // [sequences], positions after the step
+    const float *sinks;        // [heads] or null
+    u64 layer_offset;          // bytes
+    u32 first_row, rows;       // of the launch
+    u32 tile;                  // rows of a block
+    u32 heads, kv_heads;
+    u32 together;              // query heads of a block
+    u32 head_dim, v_head_dim;
+    u32 block_shift;           // a KV block has 1 << block_shift tokens
+    u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a block
+    u32 window;                // a row sees the last so many keys
+    u32 causal;
+    u32 row_splits;            // most splits of a row
+    float scale;               // of scores, times log2 e
+};
+
+// First of a row's visible positions that ends before `end`.
+__device__ __forceinline__ u32 start_of(u32 end, u32 window) { return end > window ? end - window : 0; }
+
+// One element of a row: the sum of weighted values over that of the weights, the sink among them.
+__device__ __forceinline__ float finish(const float *sinks, u32 head, float highest, float weights, float x) {
+    if (sinks) {
+        const float sink = __fmul_rn(sinks[head], 1.44269504f);
+        const float top = fmaxf(highest, sink);
+        const float factor = exp2_fast(__fsub_rn(highest, top));
+        weights = fmaf(weights, factor, exp2_fast(__fsub_rn(sink, top)));
+        x = __fmul_rn(x, factor);
+    }
+    return __fdiv_rn(x, weights);
+}
+
+// Rows row..row+count of one sequence, for some query heads of one key/value head, over one split. Slot s of GROUP is
+// query head `head + s % together` of row `row + s / together`.
+template <u32 GROUP>
+__device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count, u32 kv_head, u32 head, u32 heads) {
+    __shared__ u32 table[SPLIT / 16];
+    __shared__ float shared_parts[WARPS * SUBS][GROUP][WIDTH];
+    __shared__ float shared_sums[WARPS * SUBS][GROUP][2];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 sub = lane / LANES, place = lane % LANES;
+    const u32 sequence = call.row_sequences[row];
+    const u32 whole = call.causal ? 0 : call.sequence_ends[sequence];
+    const u32 first_end = call.causal ? call.positions[row] + 1 : whole;
+    const u32 last_end = call.causal ? first_end + count - 1 : whole;
+    const u32 start = start_of(first_end, call.window);
+    const u32 split = start / SPLIT + blockIdx.x;
+    const u32 from = max(start, split * SPLIT), to = min(last_end, (split + 1) * SPLIT);
+    if (from >= to) return;
+
+    const u32 shift = call.block_shift;
+    const u32 first_block = split * SPLIT >> shift;
+    for (u32 i = threadIdx.x; i < SPLIT >> shift; i += 32 * WARPS) {
+        const u32 block = first_block + i;
+        if (block >= from >> shift && block <= (to - 1) >> shift)
+            table[i] = call.tables[call.table_starts[sequence] + block];
+    }
+
+    u32 ends[GROUP];
+    float q[GROUP][8 * CHUNKS], acc[GROUP][8 * CHUNKS], highest[GROUP], weights[GROUP];
+#pragma unroll
+    for (u32 s = 0; s < GROUP; s++) {
+        const u32 r = s / call.together, h = s % call.together;
+        const bool live = r < count && h < heads;
+        ends[s] = live ? (call.causal ? first_end + r : whole) : 0;
+        highest[s] = LOWEST;
+        weights[s] = 0;
+        const float *from_q = call.q + ((u64)(row + r) * call.heads + head + h) * call.head_dim;
+#pragma unroll
+        for (u32 i = 0; i < 8 * CHUNKS; i++) {
+            const u32 d = (i / 8 * LANES + place) * 8 + i % 8;
+            q[s][i] = live && d < call.head_dim ? __fmul_rn(from_q[d], call.scale) : 0.0f;
+            acc[s][i] = 0;
+        }
+    }
+    __syncthreads();
+
+    const u8 *layer = call.arena + call.layer_offset;
+    const u64 k_stripe = (u64)kv_head * call.k_stripe;
+    const u64 v_stripe = (u64)call.kv_heads * call.k_stripe + (u64)kv_head * call.v_stripe;
+    for (u32 base = split * SPLIT + (from - split * SPLIT) / TILE * TILE; base < to; base += TILE) {
+        // Values are asked for together with the keys where there are registers for both.
+        Eight k[KEYS][CHUNKS], v[KEYS][CHUNKS];
+        fetch(k, layer, table, base, from, to, first_block, shift, k_stripe, call.head_dim);
+        if (GROUP < 8) fetch(v, layer, table, base, from, to, first_block, shift, v_stripe, call.v_head_dim);
+        float score[GROUP][KEYS];
+#pragma unroll
+        for (u32 u = 0; u < KEYS; u++) {
+#pragma unroll
+            for (u32 c = 0; c < CHUNKS; c++) {
+                float x[8];
+                values(k[u][c], x);
+#pragma unroll
+                for (u32 s = 0; s < GROUP; s++) {
+                    float sum = __fmul_rn(q[s][8 * c], x[0]);
+#pragma unroll
+                    for (u32 i = 1; i < 8; i++) sum = fmaf(q[s][8 * c + i], x[i], sum);
+                    sum = scaled(k[u][c], sum);
+                    score[s][u] = c == 0 ? sum : __fadd_rn(score[s][u], sum);
+                }
+            }
+        }
+#pragma unroll
+        for (u32 s = 0; s < GROUP; s++) {
+            float top = highest[s];
+#pragma unroll
+            for (u32 u = 0; u < KEYS; u++) {
+                const u32 key = base + (u * WARPS + warp) * SUBS + sub;
+                const float sum = sum_lanes(score[s][u], LANES);
+                const bool seen = key >= from && key < ends[s] && ends[s] - key <= call.window && key < to;
+                score[s][u] = seen ? sum : -__int_as_float(0x7f800000);
+                top = fmaxf(top, score[s][u]);
+            }
+            const float factor = exp2_fast(__fsub_rn(highest[s], top));
+            highest[s] = top;
+            weights[s] = __fmul_rn(weights[s], factor);
+#pragma unroll
+            for (u32 i = 0; i < 8 * CHUNKS; i++) acc[s][i] = __fmul_rn(acc[s][i], factor);
+#pragma unroll
+            for (u32 u = 0; u < KEYS; u++) {
+                score[s][u] = exp2_fast(__fsub_rn(score[s][u], top));
+                weights[s] = __fadd_rn(weights[s], score[s][u]);
+            }
+        }
+        if (GROUP >= 8) fetch(v, layer, table, base, from, to, first_block, shift, v_stripe, call.v_head_dim);
+#pragma unroll
+        for (u32 u = 0; u < KEYS; u++) {
+#pragma unroll
+            for (u32 c = 0; c < CHUNKS; c++) {
+                float x[8];
+                values(v[u][c], x);
+#pragma unroll
+                for (u32 s = 0; s < GROUP; s++) {
+                    const float p = scaled(v[u][c], score[s][u]);
+#pragma unroll
+                    for (u32 i = 0; i < 8; i++) acc[s][8 * c + i] = fmaf(p, x[i], acc[s][8 * c + i]);
+                }
+            }
+        }
+    }
+
+    // Every group of lanes leaves what it has, and they are added in their order.
+#pragma unroll
+    for (u32 s = 0; s < GROUP; s++) {
+#pragma unroll
+        for (u32 i = 0; i < 8 * CHUNKS; i++)
+            shared_parts[warp * SUBS + sub][s][(i / 8 * LANES + place) * 8 + i % 8] = acc[s][i];
+        if (place == 0) {
+            shared_sums[warp * SUBS + sub][s][0] = highest[s];
+            shared_sums[warp * SUBS + sub][s][1] = weights[s];
+        }
+    }
+    __syncthreads();
+    for (u32 s = 0; s < GROUP; s++) {
+        const u32 r = s / call.together, h = s % call.together;
+        if (r >= count || h >= heads) continue;
+        const u32 end = call.causal ? first_end + r : whole;
+        const u32 first_split = start_of(end, call.window) / SPLIT, last_split = (end - 1) / SPLIT;
+        if (split < first_split || split > last_split) continue;
+        float top = shared_sums[0][s][0];
+        for (u32 w = 1; w < WARPS * SUBS; w++) top = fmaxf(top, shared_sums[w][s][0]);
+        float factors[WARPS * SUBS], sum = 0;
+#pragma unroll
+        for (u32 w = 0; w < WARPS * SUBS; w++) {
+            factors[w] = exp2_fast(__fsub_rn(shared_sums[w][s][0], top));
+            sum = fmaf(shared_sums[w][s][1], factors[w], sum);
+        }
+        const u64 slot = ((u64)(row + r - call.first_row) * call.heads + head + h) * call.row_splits;
+        const u64 part = slot + split - first_split;
+        const bool alone = first_split == last_split;
+        for (u32 d = threadIdx.x; d < call.v_head_dim; d += 32 * WARPS) {
+            float x = 0;
+#pragma unroll
+            for (u32 w = 0; w < WARPS * SUBS; w++) x = fmaf(shared_parts[w][s][d], factors[w], x);
+            if (alone)
+                call.out[((u64)(row + r) * call.heads + head + h) * call.v_head_dim + d] =
+                    finish(call.sinks, head + h, top, sum, x);
+            else
+                call.parts[part * call.v_head_dim + d] = x;
+        }
+        if (!alone && threadIdx.x == 0) {
+            call.sums[2 * part] = top;
+            call.sums[2 * part + 1] = sum;
+        }
+    }
+    // The next rows of the block use the same shared memory.
+    __syncthreads();
+}
+
+// Grid: splits, key/value heads times parts of their query heads, tiles of rows. 128 threads.
+template <u32 GROUP> __device__ __forceinline__ void attend(const Call &call) {
+    const u32 group = call.heads / call.kv_heads;
+    const u32 group_parts = (group + call.together - 1) / call.together;
+    const u32 kv_head = blockIdx.y / group_parts, within = blockIdx.y % group_parts * call.together;
+    const u32 heads = min(call.together, group - within);
+    u32 row = call.first_row + blockIdx.z * call.tile;
+    const u32 last = min(row + call.tile, call.first_row + call.rows);
+    while (row < last) {
+        u32 count = 1;
+        while (row + count < last && call.row_sequences[row + count] == call.row_sequences[row]) count++;
+        attend_rows<GROUP>(call, row, count, kv_head, kv_head * group + within, heads);
+        row += count;
+    }
+}
+
+#define PARAMETERS                                                                                                     \
+    const float *q, float *out, float *parts, float *sums, const u8 *arena, const u32 *tables,                         \
+        const u32 *table_starts, const u32 *positions, const u32 *row_sequences, const u32 *sequence_ends,             \
+        const float *sinks, u64 layer_offset, u32 first_row, u32 rows, u32 tile, u32 heads, u32 kv_heads,              \
+        u32 together, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_stripe, u32 v_stripe, u32 window, u32 causal,   \
+        u32 row_splits, float scale
+#define CALL                                                                                                           \
+    Call {                                                                                                             \
+        q, out, parts, sums, arena, tables, table_starts, positions, row_sequences, sequence_ends, sinks,              \
+            layer_offset, first_row, rows, tile, heads, kv_heads, together, head_dim, v_head_dim, block_shift, k_stripe, \
+            v_stripe, window, causal, row_splits, scale                                                                  \
+    }
+
+extern "C" __global__ void __launch_bounds__(128) attend_1(PARAMETERS) { attend<1>(CALL); }
+extern "C" __global__ void __launch_bounds__(128) attend_2(PARAMETERS) { attend<2>(CALL); }
+extern "C" __global__ void __launch_bounds__(128) attend_4(PARAMETERS) { attend<4>(CALL); }
+#if WIDTH < 512
+extern "C" __global__ void __launch_bounds__(128) attend_8(PARAMETERS) { attend<8>(CALL); }
+#endif
+
+// Joins the splits of rows that have several, in their order. Grid: heads, rows of the launch. 128 threads.
+extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
+    const u32 head = blockIdx.x, row = first_row + blockIdx.y;
+    const u32 end = causal ? positions[row] + 1 : sequence_ends[row_sequences[row]];
+    const u32 splits = (end - 1) / SPLIT - start_of(end, window) / SPLIT + 1;
+    if (splits == 1) return;
+    const u64 slot = ((u64)blockIdx.y * heads + head) * row_splits;
+    float top = LOWEST;
+    for (u32 i = 0; i < splits; i++) top = fmaxf(top, sums[2 * (slot + i)]);
+    for (u32 d = threadIdx.x; d < v_head_dim; d += 32 * WARPS) {
+        float weights = 0, x = 0;
+        for (u32 i = 0; i < splits; i++) {
+            const float factor = exp2_fast(__fsub_rn(sums[2 * (slot + i)], top));
+            weights = fmaf(sums[2 * (slot + i) + 1], factor, weights);
+            x = fmaf(parts[(slot + i) * v_head_dim + d], factor, x);
+        }
+        out[((u64)row * heads + head) * v_head_dim + d] = finish(sinks, head, top, weights, x);
+    }
+}

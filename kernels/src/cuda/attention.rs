@@ -1,0 +1,272 @@
+//! Paged attention on a device: `softmax(scale * q k^T) v` over the visible keys of each row.
+
+use super::kv::{KvBlock, type_number};
+use super::source::{self, Source};
+use super::step::StepPointers;
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
+use crate::backend::{KvShape, StepSequence};
+use crate::error::Error;
+use std::ops::Range;
+
+#[cfg(test)]
+mod tests;
+
+/// Keys of a split: partial results are taken from one multiple of this position to the next. As in `attention.cu`.
+const SPLIT: usize = 512;
+
+/// Scratch for partial results that is asked for where a single row does not need more.
+const SCRATCH_BYTES: usize = 32 << 20;
+
+/// Most blocks of a grid's second and third dimension.
+const MAX_GRID: usize = 65_535;
+
+/// Widths of heads that the kernels are compiled for, with the most query vectors that a block of each takes.
+const WIDTHS: [(usize, usize); 4] = [(64, 8), (128, 8), (256, 8), (512, 4)];
+
+/// The kernels that serve layers of one shape.
+#[derive(Debug, Clone)]
+pub struct AttentionKernels {
+    shape: KvShape,
+    block: KvBlock,
+    /// For one, two, four, eight query vectors.
+    attend: Vec<KernelId>,
+    combine: KernelId,
+    /// Query heads that a block takes together, all of one key/value head.
+    together: usize,
+    /// Most query vectors of a block.
+    most: usize,
+}
+
+/// One layer's attention.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionCall<'a> {
+    /// `[rows][heads * head_dim]`
+    pub q: DevicePtr,
+    /// `[rows][heads * v_head_dim]`
+    pub out: DevicePtr,
+    /// [`AttentionKernels::scratch_bytes`] for partial results.
+    pub scratch: DevicePtr,
+    /// Where blocks lie.
+    pub arena: DevicePtr,
+    /// The step, uploaded.
+    pub step: &'a StepPointers,
+    /// Its sequences.
+    pub sequences: &'a [StepSequence],
+    /// Whose tables.
+    pub group: usize,
+    /// Of the layer inside a block.
+    pub layer_offset: usize,
+    /// `[heads]`: one more logit of each head, with no value.
+    pub sinks: Option<DevicePtr>,
+    /// Multiplies q.k.
+    pub scale: f32,
+}
+
+/// Rows of one launch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Rows {
+    rows: Range<usize>,
+    /// Rows of a block.
+    tile: usize,
+    /// Most splits of a row.
+    splits: usize,
+    /// Most splits of a block's rows together.
+    grid_splits: usize,
+}
+
+impl AttentionKernels {
+    /// The source that serves a shape.
+    ///
+    /// # Errors
+    /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window that is not causal.
+    pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
+        check(shape)?;
+        Ok(&source::ATTENTION[type_number(shape.kv_type)][width_class(shape)])
+    }
+
+    /// Loads what was compiled of [`Self::source`].
+    ///
+    /// # Errors
+    /// [`CudaError::NoKernel`] for what was compiled of another source, [`CudaError::Invalid`] for a shape that is not
+    /// served; what the device says.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
+        let source = Self::source(&shape).map_err(not_served)?;
+        let block = KvBlock::new(&shape).map_err(not_served)?;
+        let kernels = device.load(compiled, source.kernels)?;
+        let [combine, attend @ ..] = &kernels[..] else {
+            let (name, source_name) = ("combine".into(), compiled.source_name.clone());
+            return Err(CudaError::NoKernel { name, source_name });
+        };
+        let (_, most) = WIDTHS[width_class(&shape)];
+        let group = shape.heads / shape.kv_heads;
+        let together = group.div_ceil(group.div_ceil(most));
+        Ok(Self { shape, block, attend: attend.to_vec(), combine: *combine, together, most })
+    }
+
+    /// Layout of the layer's blocks.
+    pub fn block(&self) -> &KvBlock {
+        &self.block
+    }
+
+    /// Device memory that a call needs besides its buffers, for sequences of `positions` at most.
+    pub fn scratch_bytes(&self, positions: usize) -> usize {
+        self.row_scratch(self.splits(0..positions.max(1)).len()).max(SCRATCH_BYTES)
+    }
+
+    /// Runs the step's rows. `scratch_bytes` lie at [`AttentionCall::scratch`].
+    ///
+    /// # Errors
+    /// What the device says; [`CudaError::Invalid`] for too little scratch.
+    pub fn launch(
+        &self,
+        device: &mut dyn Device,
+        call: &AttentionCall<'_>,
+        scratch_bytes: usize,
+    ) -> Result<(), CudaError> {
+        for rows in self.plan(call.sequences, scratch_bytes)? {
+            self.launch_rows(device, call, &rows)?;
+        }
+        Ok(())
+    }
+
+    /// Cuts the step into launches: sequences of one row and longer ones are not mixed, and no launch leaves more
+    /// partial results than there is scratch for. What a row gives does not depend on it.
+    fn plan(&self, sequences: &[StepSequence], scratch_bytes: usize) -> Result<Vec<Rows>, CudaError> {
+        let mut launches = Vec::new();
+        let several = |sequence: &StepSequence| sequence.rows.len() > 1;
+        for alike in sequences.chunk_by(|a, b| several(a) == several(b)) {
+            let tile = if several(&alike[0]) { (self.most / self.together).max(1) } else { 1 };
+            let rows = alike.iter().flat_map(|sequence| {
+                let end = sequence.context + sequence.rows.len();
+                sequence.rows.clone().map(move |row| {
+                    let own = sequence.context + (row - sequence.rows.start) + 1;
+                    (row, if self.shape.causal { own } else { end })
+                })
+            });
+            let mut open: Option<Rows> = None;
+            for (row, end) in rows {
+                let splits = self.splits(0..end).len();
+                let fits = |open: &Rows| {
+                    let most = open.splits.max(splits);
+                    let rows = open.rows.len() + 1;
+                    let held = if most > 1 { rows * self.row_scratch(most) } else { 0 };
+                    held <= scratch_bytes && rows <= MAX_GRID
+                };
+                match &mut open {
+                    Some(open) if fits(open) => {
+                        open.rows.end = row + 1;
+                        open.splits = open.splits.max(splits);
+                    }
+                    _ => {
+                        let next = Rows { rows: row..row + 1, tile, splits, grid_splits: 0 };
+                        if splits > 1 && self.row_scratch(splits) > scratch_bytes {
+                            let what =
+                                format!("{scratch_bytes} bytes of scratch for {splits} splits of a row");
+                            return Err(CudaError::Invalid { what });
+                        }
+                        launches.extend(open.replace(next));
+                    }
+                }
+            }
+            launches.extend(open);
+        }
+        for launch in &mut launches {
+            // The windows of a block's rows begin in two splits at most.
+            let slides = usize::from(self.shape.window.is_some() && launch.tile > 1);
+            launch.grid_splits = launch.splits + slides;
+        }
+        Ok(launches)
+    }
+
+    fn launch_rows(
+        &self,
+        device: &mut dyn Device,
+        call: &AttentionCall<'_>,
+        launch: &Rows,
+    ) -> Result<(), CudaError> {
+        let KvShape { heads, kv_heads, head_dim, v_head_dim, window, causal, .. } = self.shape;
+        let rows = launch.rows.len();
+        let parts_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
+        let vectors = self.together * launch.tile.min(rows);
+        let kernel = vectors.next_power_of_two().trailing_zeros() as usize;
+        let number = |n: usize| Argument::from(n as u32);
+        let arguments = [
+            call.q.into(),
+            call.out.into(),
+            call.scratch.into(),
+            call.scratch.offset(parts_bytes).into(),
+            call.arena.into(),
+            call.step.tables.into(),
+            call.step.table_starts(call.group).into(),
+            call.step.positions.into(),
+            call.step.row_sequences.into(),
+            call.step.sequence_ends.into(),
+            call.sinks.unwrap_or_default().into(),
+            Argument::from(call.layer_offset as u64),
+            number(launch.rows.start),
+            number(rows),
+            number(launch.tile.min(rows)),
+            number(heads),
+            number(kv_heads),
+            number(self.together),
+            number(head_dim),
+            number(v_head_dim),
+            self.block.block_shift().into(),
+            number(self.block.k_stripe()),
+            number(self.block.v_stripe()),
+            window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)).into(),
+            u32::from(causal).into(),
+            number(launch.splits),
+            (call.scale * std::f32::consts::LOG2_E).into(),
+        ];
+        let group_parts = (heads / kv_heads).div_ceil(self.together);
+        let tiles = rows.div_ceil(launch.tile.min(rows));
+        device.launch(&Launch {
+            kernel: self.attend[kernel],
+            grid: [launch.grid_splits as u32, (kv_heads * group_parts) as u32, tiles as u32],
+            block: [128, 1, 1],
+            shared_bytes: 0,
+            arguments: &arguments,
+        })?;
+        if launch.splits > 1 {
+            device.launch(&Launch {
+                kernel: self.combine,
+                grid: [heads as u32, rows as u32, 1],
+                block: [128, 1, 1],
+                shared_bytes: 0,
+                arguments: &arguments,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Splits of a row that sees the positions up to `0..end`, its window applied.
+    fn splits(&self, keys: Range<usize>) -> Range<usize> {
+        let start = self.shape.window.map_or(0, |window| keys.end.saturating_sub(window));
+        start / SPLIT..keys.end.div_ceil(SPLIT)
+    }
+
+    /// Bytes of partial results of a row with so many splits.
+    fn row_scratch(&self, splits: usize) -> usize {
+        self.shape.heads * splits * (self.shape.v_head_dim + 2) * size_of::<f32>()
+    }
+}
+
+fn not_served(error: Error) -> CudaError {
+    CudaError::Invalid { what: error.to_string() }
+}
+
+fn check(shape: &KvShape) -> Result<(), Error> {
+    KvBlock::new(shape)?;
+    match (shape.window, shape.causal) {
+        (Some(0), _) => Err(Error::EmptyWindow),
+        (Some(_), false) => Err(Error::Unsupported { what: "a window that is not causal" }),
+        _ => Ok(()),
+    }
+}
+
+/// The narrowest of [`WIDTHS`] that both heads fit.
+fn width_class(shape: &KvShape) -> usize {
+    let widest = shape.head_dim.max(shape.v_head_dim);
+    WIDTHS.iter().position(|(width, _)| *width >= widest).unwrap_or(WIDTHS.len() - 1)
+}

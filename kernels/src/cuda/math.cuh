@@ -1,0 +1,89 @@
+// Elementary functions as fixed sequences of correctly rounded operations: those of Rust's `simd/math.rs`, with the same
+// bits.
+#pragma once
+
+// e^x to 1.5 ulp on -87..=88; 0 below, e^88 above. NaN stays NaN.
+__device__ __forceinline__ float exp_f32(float x) {
+    // 1.5 * 2^23 puts integers into the low mantissa bits; 127 is the exponent's bias.
+    const float ROUND = 12582912.0f + 127.0f;
+    float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float rounded = __fmaf_rn(clamped, 1.44269504f, ROUND);
+    float n = __fsub_rn(rounded, ROUND);
+    float r = __fmaf_rn(n, -0.693145752f, clamped);
+    r = __fmaf_rn(n, -1.4286068e-6f, r);
+    float p = 1.38144669495e-3f;
+    p = __fmaf_rn(p, r, 8.3687804096e-3f);
+    p = __fmaf_rn(p, r, 4.16683942131e-2f);
+    p = __fmaf_rn(p, r, 1.66665201078e-1f);
+    p = __fmaf_rn(p, r, 4.99999934125e-1f);
+    p = __fmaf_rn(p, __fmul_rn(r, r), r);
+    p = __fadd_rn(p, 1.0f);
+    float y = __fmul_rn(p, __uint_as_float(__float_as_uint(rounded) << 23));
+    return x < -87.0f ? 0.0f : y;
+}
+
+// x / (1 + e^-x)
+__device__ __forceinline__ float silu_f32(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, exp_f32(__fsub_rn(0.0f, x)))); }
+
+// 1 / (1 + e^-x)
+__device__ __forceinline__ float sigmoid_f32(float x) {
+    return __fdiv_rn(1.0f, __fadd_rn(1.0f, exp_f32(__fsub_rn(0.0f, x))));
+}
+
+// x / (1 + e^-2u) with u = sqrt(2/pi) (x + 0.044715 x^3)
+__device__ __forceinline__ float gelu_tanh_f32(float x) {
+    float u = __fmul_rn(x, __fmaf_rn(__fmul_rn(x, x), 0.044715f, 1.0f));
+    return __fdiv_rn(x, __fadd_rn(1.0f, exp_f32(__fmul_rn(u, -1.59576912160573f))));
+}
+
+// max(x, 0) - a q(a), a = |x|, q the upper tail of the normal distribution.
+__device__ __forceinline__ float gelu_erf_f32(float x) {
+    float a = __uint_as_float(__float_as_uint(x) & 0x7fffffff);
+    float t = __fdiv_rn(1.0f, __fmaf_rn(a, 0.3f, 1.0f));
+    float m = 3.83784400757e-2f;
+    m = __fmaf_rn(m, t, -0.169166801334f);
+    m = __fmaf_rn(m, t, 0.228661410435f);
+    m = __fmaf_rn(m, t, -7.6507883941e-2f);
+    m = __fmaf_rn(m, t, 0.142536417481f);
+    m = __fmaf_rn(m, t, 9.46831745788e-2f);
+    m = __fmaf_rn(m, t, 0.121920423634f);
+    m = __fmaf_rn(m, t, 0.119487678547f);
+    m = __fmaf_rn(m, t, 7.16943105459e-6f);
+    float tail = __fmul_rn(exp_f32(__fmul_rn(__fmul_rn(a, a), -0.5f)), m);
+    return __fmaf_rn(__fsub_rn(0.0f, a), tail, x > 0.0f ? x : 0.0f);
+}
+
+// g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = clamp(up, -7, 7). NaN stays NaN.
+__device__ __forceinline__ float clamped_swiglu_f32(float gate, float up) {
+    gate = 7.0f < gate ? 7.0f : gate;
+    up = 7.0f < up ? 7.0f : up;
+    up = -7.0f > up ? -7.0f : up;
+    float e = exp_f32(__fmul_rn(gate, -1.702f));
+    return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, e)), __fadd_rn(up, 1.0f));
+}
+
+// tanh to 2 ulp: an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
+__device__ __forceinline__ float tanh_f32(float x) {
+    float far = __fsub_rn(1.0f, __fdiv_rn(2.0f, __fadd_rn(exp_f32(__fadd_rn(x, x)), 1.0f)));
+    float square = __fmul_rn(x, x);
+    float p = -1382.0f / 155925.0f;
+    p = __fmaf_rn(p, square, 62.0f / 2835.0f);
+    p = __fmaf_rn(p, square, -17.0f / 315.0f);
+    p = __fmaf_rn(p, square, 2.0f / 15.0f);
+    p = __fmaf_rn(p, square, -1.0f / 3.0f);
+    float near = __fmaf_rn(__fmul_rn(p, square), x, x);
+    return __uint_as_float(__float_as_uint(x) & 0x7fffffff) < 0.3f ? near : far;
+}
+
+// ln(1 + e^x) to 3 ulp; x itself where it is large.
+__device__ __forceinline__ float softplus_f32(float x) {
+    float z = exp_f32(__uint_as_float(__float_as_uint(x) | 0x80000000));
+    float r = __fdiv_rn(z, __fadd_rn(z, 2.0f));
+    float square = __fmul_rn(r, r);
+    float p = 1.40059933643e-1f;
+    p = __fmaf_rn(p, square, 1.40009026491e-1f);
+    p = __fmaf_rn(p, square, 2.00107636185e-1f);
+    p = __fmaf_rn(p, square, 3.33332081429e-1f);
+    float twice = __fadd_rn(r, r);
+    return __fadd_rn(x > 0.0f ? x : 0.0f, __fmaf_rn(__fmul_rn(twice, square), p, twice));
+}

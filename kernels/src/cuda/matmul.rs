@@ -1,0 +1,271 @@
+//! Products with packed matrices on a device, and rows of them as embeddings.
+//!
+//! A type's kernels are a source of their own, so that a worker compiles those that its model needs. Which row of a
+//! matrix adds what in which order is decided by the matrix: how many tokens a call has changes no bit of any of them.
+//! On 8-bit activations a segment of columns adds as [`crate::matmul`] says, then the segments' sums are added in order.
+
+use super::pack::{BLOCK, TiledShape, UNIT_COLS};
+use super::source::Source;
+use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
+use crate::error::Error;
+use crate::quant::{GgmlType, Scheme};
+
+pub mod sources;
+#[cfg(test)]
+mod tests;
+
+/// Parts of a matrix's columns that are added up by themselves, at most; as many warps share a tile.
+const MAX_SEGMENTS: usize = 8;
+
+/// Bytes of the 8-bit form of 32 activations: quants, scale, scaled sum, sums.
+const QUANTISED_BLOCK: usize = 48;
+
+/// Threads of a block that reads rows of a table.
+const EMBED_THREADS: usize = 64;
+
+/// Bytes of the 8-bit form of a row of activations.
+pub fn quantised_row_bytes(cols: usize) -> usize {
+    cols.div_ceil(UNIT_COLS) * (UNIT_COLS / BLOCK) * QUANTISED_BLOCK
+}
+
+/// Whether products with a type may read activations of 8 bits; plain floats never do.
+pub fn reads_int8(ty: GgmlType) -> bool {
+    Scheme::of(ty).is_some()
+}
+
+/// A product's kernel and how many tokens a block of it takes.
+#[derive(Debug, Clone, Copy)]
+struct Width {
+    tokens: usize,
+    kernel: KernelId,
+}
+
+/// The kernels of one weight type on one device.
+#[derive(Debug, Clone)]
+pub struct MatmulKernels {
+    ty: GgmlType,
+    /// On activations of 8 bits, narrowest first; none for plain floats.
+    int8: Vec<Width>,
+    /// On activations of f32, narrowest first.
+    exact: Vec<Width>,
+    embed: KernelId,
+}
+
+/// A packed matrix, or one for each expert, on a device.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix {
+    /// Type and size.
+    pub shape: TiledShape,
+    /// What [`TiledShape::pack`] gave.
+    pub start: DevicePtr,
+}
+
+/// Rows of activations.
+#[derive(Debug, Clone, Copy)]
+pub enum Activations {
+    /// `[rows][cols]`
+    F32(DevicePtr),
+    /// Rows of [`quantised_row_bytes`].
+    Int8(DevicePtr),
+}
+
+/// Which matrix of a tensor each token is multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub enum Experts {
+    /// All with the first.
+    One,
+    /// `[tokens]` u32: the expert of each. Weights are read for each token.
+    Each(DevicePtr),
+    /// Tokens by expert, which share what is read.
+    Listed {
+        /// `[experts + 1]` u32: first entry of each expert in `list`, and their number.
+        starts: DevicePtr,
+        /// `[tokens]` u32.
+        list: DevicePtr,
+        /// Most tokens that one expert can have.
+        most: usize,
+    },
+}
+
+/// `out[token] = [out[token] +] (scale * matrix x[token / share] + bias)`
+#[derive(Debug, Clone, Copy)]
+pub struct Product<'a> {
+    /// Weights.
+    pub matrix: &'a Matrix,
+    /// Rows of the matrix's columns.
+    pub x: Activations,
+    /// Rows of `out`.
+    pub tokens: usize,
+    /// Tokens that have a row of `x` in common; 1 if each has its own.
+    pub share: usize,
+    /// Which matrices.
+    pub experts: Experts,
+    /// Multiplies the product.
+    pub scale: f32,
+    /// f32 for each row of the matrix.
+    pub bias: Option<DevicePtr>,
+    /// Whether the result is added to what is there.
+    pub accumulate: bool,
+    /// `[tokens][ld]` f32
+    pub out: DevicePtr,
+    /// Values from one token's outputs to the next's.
+    pub ld: usize,
+}
+
+/// `out[row] = [out[row] +] scale * table[index[row]]`
+#[derive(Debug, Clone, Copy)]
+pub struct Embedding<'a> {
+    /// The first expert, if there are several.
+    pub table: &'a Matrix,
+    /// `[rows]` u32, all below the table's rows: nobody looks.
+    pub index: DevicePtr,
+    /// Rows of `out`.
+    pub rows: usize,
+    /// Multiplies the table's rows.
+    pub scale: f32,
+    /// Whether the result is added to what is there.
+    pub accumulate: bool,
+    /// `[rows][cols]` f32
+    pub out: DevicePtr,
+}
+
+impl MatmulKernels {
+    /// What has to be compiled for a type.
+    ///
+    /// # Errors
+    /// [`Error::NoMatmul`] for a type without kernels.
+    pub fn source(ty: GgmlType) -> Result<&'static Source, Error> {
+        sources::of(ty).ok_or(Error::NoMatmul { ty: ty.name() })
+    }
+
+    /// Loads what was compiled of the type's source.
+    ///
+    /// # Errors
+    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled, ty: GgmlType) -> Result<Self, CudaError> {
+        let missing =
+            || CudaError::NoKernel { name: ty.name().into(), source_name: compiled.source_name.clone() };
+        let source = sources::of(ty).ok_or_else(missing)?;
+        let kernels = device.load(compiled, source.kernels)?;
+        let widths = |tokens: &[usize], kernels: &[KernelId]| -> Vec<Width> {
+            tokens.iter().zip(kernels).map(|(&tokens, &kernel)| Width { tokens, kernel }).collect()
+        };
+        match *kernels {
+            [embed, one, four] => {
+                Ok(Self { ty, int8: Vec::new(), exact: widths(&[1, 4], &[one, four]), embed })
+            }
+            [embed, one, four, eight, exact] => {
+                let int8 = widths(&[1, 4, 8], &[one, four, eight]);
+                Ok(Self { ty, int8, exact: widths(&[2], &[exact]), embed })
+            }
+            _ => Err(missing()),
+        }
+    }
+
+    /// Multiplies.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a matrix of another type, activations of 8 bits with plain floats, sizes beyond 32
+    /// bits; what the device says.
+    pub fn multiply(&self, device: &mut dyn Device, product: &Product<'_>) -> Result<(), CudaError> {
+        let Product { matrix, tokens, .. } = *product;
+        self.check(matrix)?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let (x, widths) = match product.x {
+            Activations::F32(x) => (x, &self.exact),
+            Activations::Int8(x) => (x, &self.int8),
+        };
+        let (none, shape) = (DevicePtr::default(), &matrix.shape);
+        let (experts, starts, list, most, depth) = match product.experts {
+            Experts::One => (none, none, none, tokens, 1),
+            Experts::Each(experts) => (experts, none, none, 1, 1),
+            Experts::Listed { starts, list, most } => (none, starts, list, most, shape.experts()),
+        };
+        // As narrow as holds all tokens, else the widest. Who has experts one by one has blocks of one.
+        let width = widths.iter().find(|width| width.tokens >= most).or(widths.last());
+        let one_by_one = matches!(product.experts, Experts::Each(_));
+        let width = width.filter(|width| !one_by_one || width.tokens == 1).ok_or_else(|| {
+            CudaError::Invalid { what: format!("{} has no such product of these activations", self.ty) }
+        })?;
+        let columns = if one_by_one { tokens } else { most }.div_ceil(width.tokens);
+        let (segment, segments) = segments(shape.cols());
+        device.launch(&Launch {
+            kernel: width.kernel,
+            grid: [small(columns)?, small(shape.tiles())?, small(depth)?],
+            block: [small(segments * 32)?, 1, 1],
+            shared_bytes: 0,
+            arguments: &[
+                matrix.start.into(),
+                small(shape.tile_bytes())?.into(),
+                experts.into(),
+                starts.into(),
+                list.into(),
+                x.into(),
+                small(product.share.max(1))?.into(),
+                small(tokens)?.into(),
+                small(shape.rows())?.into(),
+                small(shape.cols())?.into(),
+                small(segment)?.into(),
+                product.scale.into(),
+                product.bias.unwrap_or_default().into(),
+                u32::from(product.accumulate).into(),
+                product.out.into(),
+                small(product.ld)?.into(),
+            ],
+        })
+    }
+
+    /// Reads rows of a table.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a table of another type and sizes beyond 32 bits; what the device says.
+    pub fn embed(&self, device: &mut dyn Device, embedding: &Embedding<'_>) -> Result<(), CudaError> {
+        let Embedding { table, index, rows, scale, accumulate, out } = *embedding;
+        self.check(table)?;
+        if rows == 0 {
+            return Ok(());
+        }
+        // Of a quantised row a thread reads a unit.
+        let cols = table.shape.cols();
+        let threads = if self.int8.is_empty() { cols } else { cols.div_ceil(UNIT_COLS) };
+        device.launch(&Launch {
+            kernel: self.embed,
+            grid: [small(threads.div_ceil(EMBED_THREADS))?, small(rows)?, 1],
+            block: [EMBED_THREADS as u32, 1, 1],
+            shared_bytes: 0,
+            arguments: &[
+                table.start.into(),
+                small(table.shape.tile_bytes())?.into(),
+                small(cols)?.into(),
+                index.into(),
+                scale.into(),
+                u32::from(accumulate).into(),
+                out.into(),
+            ],
+        })
+    }
+
+    fn check(&self, matrix: &Matrix) -> Result<(), CudaError> {
+        match matrix.shape.ty() == self.ty {
+            true => Ok(()),
+            false => {
+                let what = format!("kernels of {} on a matrix of {}", self.ty, matrix.shape.ty());
+                Err(CudaError::Invalid { what })
+            }
+        }
+    }
+}
+
+/// Units of a segment, and segments, of a matrix of so many columns.
+fn segments(cols: usize) -> (usize, usize) {
+    let units = cols.div_ceil(UNIT_COLS);
+    let segment = units.div_ceil(MAX_SEGMENTS);
+    (segment, units.div_ceil(segment))
+}
+
+/// A size as kernels take it.
+fn small(size: usize) -> Result<u32, CudaError> {
+    u32::try_from(size).map_err(|_| CudaError::Invalid { what: format!("a size of {size}, beyond 32 bits") })
+}

@@ -1,0 +1,224 @@
+// How a lane reads its row of one quantised format. Rust's `cuda/pack.rs` describes tiles, units and planes.
+//
+// What comes before this text says which format it is:
+//   NAME(kernel)  the kernel's name with the format's before it
+//   BITS          2, 3, 4, 5, 6 or 8 bits of a stored code
+//   LEVELS        PLAIN: level = code - OFFSET; IQ4, E2M1: a codebook of signed levels
+//   OFFSET        0 for codebooks and for 8 bits, which are stored as signed levels
+//   SCALING       where scales come from
+#include "prelude.cuh"
+
+enum Levels { PLAIN, IQ4, E2M1 };
+enum Scaling { F16, F16_MIN, E8M0, SUPER, SUPER_MIN, SIXTEENTHS, SIXTEENTHS_PACKED, SIXTEENTHS_MIN, UE4M3 };
+
+constexpr u32 UNIT_BLOCKS = 8;
+
+// Bytes of each row of a unit; of the main plane, of each block.
+constexpr int RECORD = SCALING == F16_MIN ? 32 : SCALING == E8M0 || SCALING == SUPER ? 8 : 16;
+constexpr int SIDE = SCALING == SIXTEENTHS ? 2 : SCALING == SIXTEENTHS_MIN ? 4 : 0;
+constexpr int MINOR = BITS == 6 ? 64 : BITS == 3 || BITS == 5 ? 32 : 0;
+constexpr int MAIN = BITS == 8 ? 32 : BITS >= 4 ? 16 : 8;
+constexpr int MINOR_AT = 32 * (RECORD + SIDE);
+constexpr int MAIN_AT = MINOR_AT + 32 * MINOR;
+constexpr int UNIT_BYTES = MAIN_AT + 32 * 8 * MAIN;
+
+// Whether the two halves of a block have scales of their own.
+constexpr bool HALVES =
+    SCALING == SIXTEENTHS || SCALING == SIXTEENTHS_PACKED || SCALING == SIXTEENTHS_MIN || SCALING == UE4M3;
+// Whether those are small integers.
+constexpr bool FACTORS = HALVES && SCALING != UE4M3;
+constexpr bool HAS_MIN = SCALING == F16_MIN || SCALING == SUPER_MIN || SCALING == SIXTEENTHS_MIN;
+
+__device__ __forceinline__ float f16_to_f32(u32 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)bits));
+    return value;
+}
+
+__device__ __forceinline__ void load16(const u8 *from, u32 *to) {
+    uint4 piece = __ldg((const uint4 *)from);
+    to[0] = piece.x, to[1] = piece.y, to[2] = piece.z, to[3] = piece.w;
+}
+
+// Signed levels of the eight nibbles of a word: of the low four in `low`, of the high four in `high`.
+__device__ __forceinline__ void look_up(u32 word, u32 &low, u32 &high) {
+    // Four bytes a word, the level of code 0 lowest.
+    constexpr u32 T0 = LEVELS == IQ4 ? 0xbfad9881 : 0x03020100;
+    constexpr u32 T1 = LEVELS == IQ4 ? 0xf6eaddcf : 0x0c080604;
+    constexpr u32 T2 = LEVELS == IQ4 ? 0x26190d01 : 0xfdfeff00;
+    constexpr u32 T3 = LEVELS == IQ4 ? 0x71594535 : 0xf4f8fafc;
+    u32 index = word & 0x77777777;
+    // Which of the two halves of the table: byte i, or i + 4, of a pair of words.
+    u32 half = (word & 0x88888888) >> 1 | 0x32103210;
+    low = __byte_perm(__byte_perm(T0, T1, index), __byte_perm(T2, T3, index), half);
+    index >>= 16, half >>= 16;
+    high = __byte_perm(__byte_perm(T0, T1, index), __byte_perm(T2, T3, index), half);
+}
+
+// What belongs to one block of one row.
+struct Scales {
+    // Of the levels of each half; the same without HALVES.
+    float scale[2];
+    // Added to the weights of each half.
+    float added[2];
+    // scale = d * factor, added = -dmin * min factor, with FACTORS.
+    int factor[2];
+    // The min factors of this block in the low bytes.
+    u32 min_factors;
+    float d, dmin;
+};
+
+// A row's words of a unit, read when they are asked for: for what has better to do than to hold them all.
+struct Direct {
+    const u8 *unit;
+    u32 lane;
+
+    __device__ __forceinline__ Direct(const u8 *unit, u32 lane, u32) : unit(unit), lane(lane) {}
+
+    // Word `i` of a row's part that begins at `from` in pieces of 16 bytes.
+    __device__ __forceinline__ u32 word(int from, int i) const {
+        return __ldg((const u32 *)(unit + from + 512 * (i / 4) + 16 * lane + 4 * (i % 4)));
+    }
+    __device__ __forceinline__ u32 record(int i) const {
+        return RECORD == 8 ? __ldg((const u32 *)(unit + 8 * lane + 4 * i)) : word(0, i);
+    }
+    __device__ __forceinline__ u32 side() const {
+        if constexpr (SIDE == 2) return __ldg((const u16 *)(unit + 32 * RECORD + 2 * lane));
+        return __ldg((const u32 *)(unit + 32 * RECORD + 4 * lane));
+    }
+    __device__ __forceinline__ u32 minor(int i) const { return word(MINOR_AT, i); }
+    // Words of block `j` in the main plane.
+    __device__ __forceinline__ void main(int j, u32 (&words)[MAIN / 4]) const {
+        const u8 *from = unit + MAIN_AT + 512 * (j * MAIN / 16) + 16 * lane;
+        if constexpr (MAIN == 8) {
+            uint2 half = __ldg((const uint2 *)(from + j % 2 * 8));
+            words[0] = half.x, words[1] = half.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < MAIN / 16; i++) load16(from + 512 * i, words + 4 * i);
+        }
+    }
+};
+
+// A row's words of a unit, all read at once and held: as many bytes as can be are on their way at a time.
+struct Held {
+    u32 records[RECORD / 4], sides, minors[MINOR ? MINOR / 4 : 1], mains[2 * MAIN];
+
+    // `blocks` is how many blocks the unit and those behind it have.
+    __device__ __forceinline__ Held(const u8 *unit, u32 lane, u32 blocks) {
+        if constexpr (RECORD == 8) {
+            uint2 piece = __ldg((const uint2 *)(unit + 8 * lane));
+            records[0] = piece.x, records[1] = piece.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < RECORD / 16; i++) load16(unit + 512 * i + 16 * lane, records + 4 * i);
+        }
+        if constexpr (SIDE != 0) sides = Direct(unit, lane, blocks).side();
+#pragma unroll
+        for (int i = 0; i < MINOR / 16; i++) load16(unit + MINOR_AT + 512 * i + 16 * lane, minors + 4 * i);
+        const u8 *plane = unit + MAIN_AT + 16 * lane;
+        if (blocks >= UNIT_BLOCKS) {
+#pragma unroll
+            for (int i = 0; i < MAIN / 2; i++) load16(plane + 512 * i, mains + 4 * i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < MAIN / 2; i++) {
+                mains[4 * i] = mains[4 * i + 1] = mains[4 * i + 2] = mains[4 * i + 3] = 0;
+                if (16 * i / MAIN < blocks) load16(plane + 512 * i, mains + 4 * i);
+            }
+        }
+    }
+
+    __device__ __forceinline__ u32 record(int i) const { return records[i]; }
+    __device__ __forceinline__ u32 side() const { return sides; }
+    __device__ __forceinline__ u32 minor(int i) const { return minors[i]; }
+    __device__ __forceinline__ void main(int j, u32 (&words)[MAIN / 4]) const {
+#pragma unroll
+        for (int i = 0; i < MAIN / 4; i++) words[i] = mains[MAIN / 4 * j + i];
+    }
+};
+
+// One row of a unit: 256 weights.
+template <class Words> struct Unit : Words {
+    using Words::Words;
+
+    // Codes, or levels, of block `j`: the bytes of words[g] are the columns 4g..4g + 4.
+    __device__ __forceinline__ void words(int j, u32 (&words)[8]) const {
+        u32 main[MAIN / 4];
+        this->main(j, main);
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+            if constexpr (BITS == 8) words[g] = main[g];
+            if constexpr (BITS == 2 || BITS == 3) words[g] = main[g / 4] >> 2 * (g % 4) & 0x03030303;
+            if constexpr (BITS >= 4 && BITS <= 6 && LEVELS == PLAIN)
+                words[g] = main[g % 4] >> 4 * (g / 4) & 0x0f0f0f0f;
+            if constexpr (LEVELS != PLAIN)
+                if (g < 4) look_up(main[g], words[g], words[g + 4]);
+            if constexpr (BITS == 3) words[g] |= shifted(this->minor(j), 2 - g) & 0x04040404;
+            if constexpr (BITS == 5) words[g] |= shifted(this->minor(j), 4 - g) & 0x10101010;
+            if constexpr (BITS == 6) words[g] |= shifted(this->minor(2 * j + g / 4), 4 - 2 * (g % 4)) & 0x30303030;
+        }
+    }
+
+    __device__ __forceinline__ Scales scales(int j) const {
+        Scales s = {};
+        if constexpr (SCALING == F16) s.scale[0] = f16_to_f32(this->record(j / 2) >> 16 * (j % 2));
+        if constexpr (SCALING == F16_MIN) {
+            s.scale[0] = f16_to_f32(this->record(j));
+            s.added[0] = f16_to_f32(this->record(j) >> 16);
+        }
+        if constexpr (SCALING == E8M0) {
+            // Half of 2^(e - 127), since levels are doubled.
+            u32 e = this->record(j / 4) >> 8 * (j % 4) & 255;
+            s.scale[0] = __uint_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23);
+        }
+        if constexpr (SCALING == SUPER) {
+            int c = (this->record(1) >> 4 * j & 15) | (this->record(0) >> (16 + 2 * j) & 3) << 4;
+            s.scale[0] = __fmul_rn(f16_to_f32(this->record(0)), (float)(c - 32));
+        }
+        if constexpr (SCALING == SUPER_MIN) {
+            // Bytes 4..8 and 8..12: scales and mins of blocks 0..4 in six bits, the upper two of blocks 4..8 above.
+            u32 scales = j < 4 ? this->record(1) & 0x3f3f3f3f : (this->record(3) & 0x0f0f0f0f) | (this->record(1) >> 2 & 0x30303030);
+            u32 mins = j < 4 ? this->record(2) & 0x3f3f3f3f : (this->record(3) >> 4 & 0x0f0f0f0f) | (this->record(2) >> 2 & 0x30303030);
+            s.scale[0] = __fmul_rn(f16_to_f32(this->record(0)), (float)(scales >> 8 * (j % 4) & 255));
+            s.added[0] = __fmul_rn(-f16_to_f32(this->record(0) >> 16), (float)(mins >> 8 * (j % 4) & 255));
+        }
+        s.scale[1] = s.scale[0], s.added[1] = s.added[0];
+        if constexpr (FACTORS) {
+            s.d = f16_to_f32(SCALING == SIXTEENTHS_PACKED ? this->record(3) : this->side());
+            if constexpr (SCALING == SIXTEENTHS_MIN) s.dmin = f16_to_f32(this->side() >> 16);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int i = 2 * j + half;
+            u32 byte = this->record(i / 4) >> 8 * (i % 4) & 255;
+            if constexpr (SCALING == SIXTEENTHS) s.factor[half] = (i8)byte;
+            if constexpr (SCALING == SIXTEENTHS_PACKED) {
+                // Bytes 0..8: low nibbles of 0..8 and of 8..16; bytes 8..12: the upper pairs.
+                u32 low = this->record(i % 8 / 4) >> (8 * (i % 4) + 4 * (i / 8)) & 15;
+                u32 high = this->record(2) >> (8 * (i % 4) + 2 * (i / 4)) & 3;
+                s.factor[half] = (int)(low | high << 4) - 32;
+            }
+            if constexpr (SCALING == SIXTEENTHS_MIN) {
+                s.factor[half] = byte & 15;
+                s.min_factors = this->record(i / 4) >> 4 & 0x0f0f0f0f;
+                s.min_factors >>= 16 * (j % 2);
+                s.added[half] = __fmul_rn(-s.dmin, (float)(byte >> 4));
+            }
+            if constexpr (FACTORS) s.scale[half] = __fmul_rn(s.d, (float)s.factor[half]);
+            // Half of the scale. Exponent and mantissa at an f32's places are off by the difference of the biases.
+            if constexpr (SCALING == UE4M3)
+                s.scale[half] = __fmul_rn(__uint_as_float((byte & 0x7f) << 20), 0x1p119f);
+        }
+        return s;
+    }
+
+    // Left by `by`, right if that is negative.
+    __device__ __forceinline__ static u32 shifted(u32 word, int by) { return by < 0 ? word >> -by : word << by; }
+};
+
+// The weight of a level, with the roundings of the format's definition.
+__device__ __forceinline__ float weight(const Scales &s, int half, u32 word, int byte) {
+    float scaled = __fmul_rn(s.scale[half], (float)((int)(i8)(word >> 8 * byte) - OFFSET));
+    return HAS_MIN ? __fadd_rn(scaled, s.added[half]) : scaled;
+}

@@ -1,0 +1,87 @@
+// Products of matrices of plain floats with f32 activations, and their rows as an embedding. product.cuh comes before,
+// and before that which format it is:
+//   NAME(kernel)  the kernel's name with the format's before it
+//   ELEMENT       AN_F32, AN_F16 or A_BF16
+
+enum Element { AN_F32, AN_F16, A_BF16 };
+
+// Columns of a piece of 16 bytes, and pieces of a unit of 256 columns.
+constexpr u32 PIECE_COLS = ELEMENT == AN_F32 ? 4 : 8;
+constexpr u32 UNIT_PIECES = 256 / PIECE_COLS;
+
+// Element `k` of some words.
+__device__ __forceinline__ float element(const u32 *piece, int k) {
+    if constexpr (ELEMENT == AN_F32) return __uint_as_float(piece[k]);
+    u32 half = piece[k / 2] >> 16 * (k % 2);
+    if constexpr (ELEMENT == A_BF16) return __uint_as_float(half << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)half));
+    return value;
+}
+
+__device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, u32 (&piece)[4]) {
+    uint4 words = __ldg((const uint4 *)(tile + (u64)index * 512 + 16 * lane));
+    piece[0] = words.x, piece[1] = words.y, piece[2] = words.z, piece[3] = words.w;
+}
+
+// x is [..][cols]. ALIGNED: cols is a multiple of four.
+template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Product &p, float (&sums)[NT]) {
+    u32 pieces = (p.cols + PIECE_COLS - 1) / PIECE_COLS;
+    u32 first = p.warp() * p.segment * UNIT_PIECES, end = min(first + p.segment * UNIT_PIECES, pieces);
+    const u8 *tile = p.tile();
+    const float *x[NT];
+#pragma unroll
+    for (int t = 0; t < NT; t++) x[t] = (const float *)p.x + (u64)p.source(t, NT) * p.cols;
+#pragma unroll 4
+    for (u32 i = first; i < end; i++) {
+        u32 piece[4];
+        load_piece(tile, i, p.lane(), piece);
+#pragma unroll
+        for (int k = 0; k < PIECE_COLS; k += 4) {
+            u32 column = i * PIECE_COLS + k;
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                // Beyond the last column weights are zeroes, and activations those of another row.
+                float4 a = {0, 0, 0, 0};
+                if (ALIGNED) {
+                    if (column < p.cols) a = __ldg((const float4 *)(x[t] + column));
+                } else {
+                    if (column < p.cols) a.x = __ldg(x[t] + column);
+                    if (column + 1 < p.cols) a.y = __ldg(x[t] + column + 1);
+                    if (column + 2 < p.cols) a.z = __ldg(x[t] + column + 2);
+                    if (column + 3 < p.cols) a.w = __ldg(x[t] + column + 3);
+                }
+                sums[t] = __fmaf_rn(element(piece, k), a.x, sums[t]);
+                sums[t] = __fmaf_rn(element(piece, k + 1), a.y, sums[t]);
+                sums[t] = __fmaf_rn(element(piece, k + 2), a.z, sums[t]);
+                sums[t] = __fmaf_rn(element(piece, k + 3), a.w, sums[t]);
+            }
+        }
+    }
+}
+
+template <int NT> __device__ __forceinline__ void multiply(const Product &p) {
+    float sums[NT] = {};
+    if (p.cols % 4 == 0) add_up<NT, true>(p, sums);
+    else add_up<NT, false>(p, sums);
+    finish<NT>(p, sums);
+}
+
+PRODUCT_KERNEL(mul_1, 1, 2, multiply<1>)
+PRODUCT_KERNEL(mul_4, 4, 2, multiply<4>)
+
+// out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
+// blockIdx.y: row; a thread makes one column.
+extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
+                                       u32 accumulate, float *out) {
+    u32 column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= cols) return;
+    u32 row = index[blockIdx.y];
+    const u8 *from = table + (u64)(row / 32) * tile_bytes + (u64)(column / PIECE_COLS) * 512 + row % 32 * 16;
+    u32 word[1], i = column % PIECE_COLS;
+    if constexpr (ELEMENT == AN_F32) word[0] = __ldg((const u32 *)from + i);
+    else word[0] = __ldg((const u16 *)from + i);
+    float value = __fmul_rn(scale, element(word, 0));
+    float *to = out + (u64)blockIdx.y * cols + column;
+    *to = accumulate ? __fadd_rn(*to, value) : value;
+}

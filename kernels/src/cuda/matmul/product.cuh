@@ -1,0 +1,95 @@
+// What all products share: which part of the work a warp does, and how its sums become outputs.
+//
+// A block of threads makes 32 outputs (a tile of the matrix's rows) of each of NT tokens. Its warps split the columns:
+// warp w takes the units w * segment .. (w + 1) * segment, a *segment*, and lane r of each warp takes row r. A lane adds
+// in ascending order of columns; in the end the segments' sums are added in their order. Segments depend on the
+// matrix's columns alone, so a token's output has the same bits whatever tokens come with it.
+//
+// blockIdx.x: the tokens NT * x .. NT * (x + 1), of those that the block's expert has; blockIdx.y: the tile; blockIdx.z:
+// the expert, where tokens are listed by expert. blockDim.x: 32 for each segment.
+
+constexpr int MAX_SEGMENTS = 8;
+
+struct Product {
+    // Where the matrix, or the first of the experts, begins.
+    const u8 *weights;
+    u32 tile_bytes;
+    // [tokens]: the expert of each token, for NT = 1. Null: all have the first, or they are listed.
+    const u32 *experts;
+    // [experts + 1] and [tokens]: expert e has the tokens list[starts[e] .. starts[e + 1]]. Null: they are not listed.
+    const u32 *starts, *list;
+    // Rows of activations, in the form that the kernel reads; token i has row i / share.
+    const u8 *x;
+    u32 share, tokens;
+    // Rows and columns of a matrix.
+    u32 rows, cols;
+    // Units of a warp.
+    u32 segment;
+    // out = [out +] (scale * product + bias[row]), out [tokens][ld].
+    float scale;
+    const float *bias;
+    u32 accumulate;
+    float *out;
+    u32 ld;
+
+    __device__ __forceinline__ u32 lane() const { return threadIdx.x % 32; }
+    __device__ __forceinline__ u32 warp() const { return threadIdx.x / 32; }
+
+    // Tokens of the block's expert.
+    __device__ __forceinline__ u32 count() const {
+        return starts ? starts[blockIdx.z + 1] - starts[blockIdx.z] : tokens;
+    }
+
+    // The block's token number `t`, which is there.
+    __device__ __forceinline__ u32 token(u32 t, int nt) const {
+        u32 i = blockIdx.x * nt + t;
+        return starts ? list[starts[blockIdx.z] + i] : i;
+    }
+
+    // Row of x of the block's token number `t`; beyond the last that of the last, whose outputs are made again and
+    // dropped.
+    __device__ __forceinline__ u32 source(u32 t, int nt) const {
+        return token(min(t, count() - 1 - blockIdx.x * nt), nt) / share;
+    }
+
+    // Where the block's tile begins.
+    __device__ __forceinline__ const u8 *tile() const {
+        u64 expert = starts ? blockIdx.z : experts ? experts[blockIdx.x] : 0;
+        return weights + (expert * gridDim.y + blockIdx.y) * tile_bytes;
+    }
+};
+
+// Adds the segments' sums and stores the outputs.
+template <int NT> __device__ __forceinline__ void finish(const Product &p, const float (&sums)[NT]) {
+    __shared__ float segments[MAX_SEGMENTS][NT][32];
+    u32 lane = p.lane(), count = blockDim.x / 32;
+#pragma unroll
+    for (int t = 0; t < NT; t++) segments[p.warp()][t][lane] = sums[t];
+    __syncthreads();
+    u32 row = blockIdx.y * 32 + lane;
+    for (u32 t = p.warp(); t < NT; t += count) {
+        // Not from the first on, which may be a zero below zero or above it.
+        float sum = 0.0f;
+        for (u32 s = 0; s < count; s++) sum = __fadd_rn(sum, segments[s][t][lane]);
+        if (row >= p.rows || blockIdx.x * NT + t >= p.count()) continue;
+        float value = __fmul_rn(sum, p.scale);
+        if (p.bias) value = __fadd_rn(value, p.bias[row]);
+        float *out = p.out + (u64)p.token(t, NT) * p.ld + row;
+        *out = p.accumulate ? __fadd_rn(*out, value) : value;
+    }
+}
+
+// Kernels take the fields of a product one by one.
+#define PRODUCT_PARAMETERS                                                                                             \
+    const u8 *weights, u32 tile_bytes, const u32 *experts, const u32 *starts, const u32 *list, const u8 *x, u32 share, \
+        u32 tokens, u32 rows, u32 cols, u32 segment, float scale, const float *bias, u32 accumulate, float *out, u32 ld
+#define PRODUCT_ARGUMENTS                                                                                              \
+    {weights, tile_bytes, experts,    starts, list, x,  share, tokens, rows, cols, segment, scale, bias,               \
+     accumulate, out,     ld}
+// An expert may have fewer tokens than the grid has room for.
+#define PRODUCT_KERNEL(name, nt, per_sm, body)                                                                         \
+    extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {           \
+        Product p = PRODUCT_ARGUMENTS;                                                                                 \
+        if (blockIdx.x * nt >= p.count()) return;                                                                      \
+        body(p);                                                                                                       \
+    }

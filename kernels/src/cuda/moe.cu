@@ -1,0 +1,137 @@
+// Mixture of experts: which rows go to which experts, and what is made of what these give.
+//
+// A pair is one row at one of its experts, `row * used + rank`, the most probable expert first.
+#include "prelude.cuh"
+// math.cuh stands before this file.
+
+#define WARPS 4
+
+// The `used` most probable experts of each row and their weights: probabilities over all experts, or over the chosen
+// ones if `renormalise`. The lower index first among equals. Where there are too few numbers among the logits, expert 0
+// with a weight that is not one. One warp a row; shared memory: [4][experts] floats.
+extern "C" __global__ void __launch_bounds__(128)
+    route(u32 *chosen, float *weights, const float *logits, u32 rows, u32 experts, u32 used, u32 renormalise) {
+    extern __shared__ float shared[];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x * WARPS + warp;
+    if (row >= rows) return;
+    float *p = shared + warp * experts;
+    logits += (u64)row * experts;
+    float top = -__int_as_float(0x7f800000);
+    for (u32 e = lane; e < experts; e += 32) top = fmaxf(top, logits[e]);
+    for (u32 apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, apart));
+    float sum = 0;
+    for (u32 e = lane; e < experts; e += 32) {
+        p[e] = exp_f32(__fsub_rn(logits[e], top));
+        sum = __fadd_rn(sum, p[e]);
+    }
+    const float factor = __fdiv_rn(1.0f, sum_lanes(sum, 32));
+    for (u32 e = lane; e < experts; e += 32) p[e] = __fmul_rn(p[e], factor);
+    // A lane looks at and crosses out only what it wrote itself.
+    float total = 0, mine = 0;
+    for (u32 rank = 0; rank < used; rank++) {
+        float best = -1;
+        u32 expert = experts;
+        for (u32 e = lane; e < experts; e += 32) {
+            if (p[e] > best) {
+                best = p[e];
+                expert = e;
+            }
+        }
+        for (u32 apart = 16; apart > 0; apart /= 2) {
+            const float other = __shfl_xor_sync(0xffffffff, best, apart);
+            const u32 index = __shfl_xor_sync(0xffffffff, expert, apart);
+            if (other > best || (other == best && index < expert)) {
+                best = other;
+                expert = index;
+            }
+        }
+        const bool found = expert < experts;
+        if (found && expert % 32 == lane) p[expert] = -1;
+        best = found ? best : __int_as_float(0x7fc00000);
+        total = __fadd_rn(total, best);
+        if (lane == rank % 32) {
+            mine = best;
+            chosen[(u64)row * used + rank] = found ? expert : 0;
+            weights[(u64)row * used + rank] = mine;
+        }
+    }
+    if (!renormalise) return;
+    for (u32 rank = lane; rank < used; rank += 32)
+        weights[(u64)row * used + rank] = __fdiv_rn(weights[(u64)row * used + rank], total);
+}
+
+// Pairs by expert, those of one expert in their order: starts[e]..starts[e + 1] of `list` are those of expert e.
+// One block of 1024 threads; at most 1024 experts. One thread an expert.
+extern "C" __global__ void __launch_bounds__(1024)
+    expert_lists(u32 *starts, u32 *list, const u32 *chosen, u32 pairs, u32 experts) {
+    __shared__ u32 counts[1024];
+    const u32 e = threadIdx.x;
+    u32 count = 0;
+    if (e < experts)
+        for (u32 i = 0; i < pairs; i++) count += chosen[i] == e;
+    counts[e] = count;
+    __syncthreads();
+    // Sums of all up to each.
+    for (u32 apart = 1; apart < 1024; apart *= 2) {
+        const u32 before = e >= apart ? counts[e - apart] : 0;
+        __syncthreads();
+        counts[e] += before;
+        __syncthreads();
+    }
+    if (e >= experts) return;
+    u32 at = counts[e] - count;
+    starts[e] = at;
+    if (e == experts - 1) starts[experts] = counts[e];
+    if (count == 0) return;
+    for (u32 i = 0; i < pairs; i++)
+        if (chosen[i] == e) list[at++] = i;
+}
+
+// activation: 0 silu, 1 gelu (tanh), 2 gelu (erf), 3 sigmoid, 4 clamped swiglu.
+__device__ __forceinline__ float gated(float gate, float up, u32 activation) {
+    if (activation == 4) return clamped_swiglu_f32(gate, up);
+    const float x = activation == 0   ? silu_f32(gate)
+                    : activation == 1 ? gelu_tanh_f32(gate)
+                    : activation == 2 ? gelu_erf_f32(gate)
+                                      : sigmoid_f32(gate);
+    return __fmul_rn(x, up);
+}
+
+// One product of an expert, with the factor and the bias that belong to it: scale * product + bias.
+__device__ __forceinline__ float of_expert(float product, const float *scales, const float *biases, u32 expert,
+                                           u64 at) {
+    if (scales) product = __fmul_rn(product, scales[expert]);
+    return biases ? __fadd_rn(product, biases[at]) : product;
+}
+
+// inner[pair][c] = gated(gate, up) of the products [pairs][stride] of each pair's expert, c < ff. Scales [experts],
+// biases [experts][bias_stride]; null for none. Grid: pairs, ff / 128.
+extern "C" __global__ void __launch_bounds__(128)
+    expert_gate(float *inner, const float *gate, const float *up, const float *gate_scales, const float *up_scales,
+                const float *gate_biases, const float *up_biases, const u32 *chosen, u32 ff, u32 stride,
+                u32 bias_stride, u32 activation) {
+    const u32 c = blockIdx.y * 128 + threadIdx.x, pair = blockIdx.x;
+    if (c >= ff) return;
+    const u32 expert = chosen[pair];
+    const u64 at = (u64)pair * stride + c, bias = (u64)expert * bias_stride + c;
+    const float g = of_expert(gate[at], gate_scales, gate_biases, expert, bias);
+    const float u = of_expert(up[at], up_scales, up_biases, expert, bias);
+    inner[(u64)pair * ff + c] = gated(g, u, activation);
+}
+
+// out[row][c] (+)= factor * sum over the row's experts, in rank order, of weight * (scale * down + bias).
+// down: [pairs][hidden]. Grid: rows, hidden / 128.
+extern "C" __global__ void __launch_bounds__(128)
+    expert_sum(float *out, const float *down, const float *weights, const u32 *chosen, const float *scales,
+               const float *biases, u32 hidden, u32 used, float factor, u32 accumulate) {
+    const u32 c = blockIdx.y * 128 + threadIdx.x, row = blockIdx.x;
+    if (c >= hidden) return;
+    float sum = 0;
+    for (u32 rank = 0; rank < used; rank++) {
+        const u32 pair = row * used + rank, expert = chosen[pair];
+        const float x = of_expert(down[(u64)pair * hidden + c], scales, biases, expert, (u64)expert * hidden + c);
+        sum = fmaf(x, weights[pair], sum);
+    }
+    const u64 at = (u64)row * hidden + c;
+    out[at] = fmaf(sum, factor, accumulate ? out[at] : 0.0f);
+}

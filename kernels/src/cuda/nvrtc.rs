@@ -1,0 +1,162 @@
+//! From CUDA C++ to PTX and CUBIN.
+
+#![allow(unsafe_code)]
+
+use super::source::{PRELUDE, Source};
+use super::{Arch, CudaError, library};
+use cudarc::nvrtc::sys;
+use std::ffi::{CString, c_char};
+
+/// A source, compiled for one architecture.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Compiled {
+    /// Which source.
+    pub source_name: String,
+    /// What for.
+    pub arch: Arch,
+    /// What the driver loads.
+    pub cubin: Vec<u8>,
+    /// The same for readers and interpreters.
+    pub ptx: String,
+    /// What the compiler said: registers, shared memory and spills of each kernel.
+    pub log: String,
+}
+
+/// NVRTC. There is one in a process.
+#[derive(Debug)]
+pub struct Compiler {
+    version: (i32, i32),
+    found_at: String,
+}
+
+impl Compiler {
+    /// Looks for the library.
+    ///
+    /// # Errors
+    /// [`CudaError::Missing`] and [`CudaError::Version`].
+    pub fn find() -> Result<Self, CudaError> {
+        let found_at = library::load_nvrtc()?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the library is there; both point to integers of ours.
+        check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
+        if major != 13 {
+            let found = format!("{major}.{minor}, at {found_at}");
+            return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x, best 13.0" });
+        }
+        if minor != library::NVRTC_MINOR {
+            tracing::info!(
+                found = format!("{major}.{minor}"),
+                "this NVRTC is newer than 13.0, which the kernels were checked with"
+            );
+        }
+        Ok(Self { version: (major, minor), found_at })
+    }
+
+    /// Major and minor.
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// The folder where the library was found, or words for the loader's path.
+    pub fn found_at(&self) -> &str {
+        &self.found_at
+    }
+
+    /// Compiles a source.
+    ///
+    /// # Errors
+    /// [`CudaError::Compile`] with the compiler's words.
+    pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
+        let program = Program::new(source)?;
+        let options: Vec<CString> = options(arch).into_iter().map(c_string).collect::<Result<_, _>>()?;
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        // SAFETY: the program lives; as many strings as it says, which outlive the call.
+        let status = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
+        let log = text(program.bytes(
+            "nvrtcGetProgramLog",
+            sys::nvrtcGetProgramLogSize,
+            sys::nvrtcGetProgramLog,
+        )?);
+        if status != sys::nvrtcResult::NVRTC_SUCCESS {
+            return Err(CudaError::Compile { source_name: source.name.into(), arch, log });
+        }
+        let ptx = text(program.bytes("nvrtcGetPTX", sys::nvrtcGetPTXSize, sys::nvrtcGetPTX)?);
+        let cubin = program.bytes("nvrtcGetCUBIN", sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)?;
+        Ok(Compiled { source_name: source.name.into(), arch, cubin, ptx, log })
+    }
+}
+
+/// What the compiler is told.
+pub(super) fn options(arch: Arch) -> [String; 5] {
+    [
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".into(),
+        "-default-device".into(),
+        "--generate-line-info".into(),
+        "--ptxas-options=-v".into(),
+    ]
+}
+
+/// A program that is destroyed in the end.
+struct Program(sys::nvrtcProgram);
+
+impl Program {
+    fn new(source: &Source) -> Result<Self, CudaError> {
+        let [body, name, header, header_name] =
+            [source.text, source.name, PRELUDE, "prelude.cuh"].map(|text| c_string(text.into()));
+        let (body, name, header, header_name) = (body?, name?, header?, header_name?);
+        let mut program = std::ptr::null_mut();
+        // SAFETY: strings that end with a zero and one header with its name; NVRTC copies all of them.
+        check("nvrtcCreateProgram", unsafe {
+            sys::nvrtcCreateProgram(
+                &raw mut program,
+                body.as_ptr(),
+                name.as_ptr(),
+                1,
+                &header.as_ptr(),
+                &header_name.as_ptr(),
+            )
+        })?;
+        Ok(Self(program))
+    }
+
+    /// What one pair of calls, for length and bytes, says of the program.
+    fn bytes(
+        &self,
+        call: &'static str,
+        size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
+        get: unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+    ) -> Result<Vec<u8>, CudaError> {
+        let mut len = 0;
+        // SAFETY: the program lives and `len` is ours.
+        check(call, unsafe { size(self.0, &raw mut len) })?;
+        let mut bytes = vec![0u8; len];
+        // SAFETY: as many bytes as the library has just asked for.
+        check(call, unsafe { get(self.0, bytes.as_mut_ptr().cast()) })?;
+        Ok(bytes)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by nvrtcCreateProgram and destroyed nowhere else.
+        unsafe { sys::nvrtcDestroyProgram(&raw mut self.0) };
+    }
+}
+
+fn check(call: &'static str, status: sys::nvrtcResult) -> Result<(), CudaError> {
+    match status {
+        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        other => Err(CudaError::Call { call, status: format!("{other:?}") }),
+    }
+}
+
+fn c_string(text: String) -> Result<CString, CudaError> {
+    CString::new(text).map_err(|_| CudaError::Invalid { what: "a source with a zero byte".into() })
+}
+
+/// Up to the zero that NVRTC ends texts with.
+fn text(mut bytes: Vec<u8>) -> String {
+    bytes.truncate(bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len()));
+    String::from_utf8_lossy(&bytes).into_owned()
+}

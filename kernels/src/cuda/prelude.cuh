@@ -1,0 +1,42 @@
+// What every kernel may use. NVRTC brings no headers: integer types and constants are defined here.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef long long i64;
+
+// binary16 and bfloat16 as bits. Rounding is to nearest, ties to even.
+__device__ __forceinline__ float f16_value(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+__device__ __forceinline__ u16 f16_bits(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+// Not for NaN.
+__device__ __forceinline__ u32 bf16_bits(float x) {
+    u32 bits = __float_as_uint(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// 2^x to 2 ulp; 0 for minus infinity and where the result would be subnormal.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Sums over groups of `lanes` lanes, a power of two; every lane gets the sum of its group, in one order.
+__device__ __forceinline__ float sum_lanes(float x, u32 lanes) {
+    for (u32 apart = lanes / 2; apart > 0; apart /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, apart));
+    return x;
+}

@@ -1,0 +1,243 @@
+// Per row: norms, gates, sums, and the 8-bit form of rows. math.cuh comes before.
+//
+// Rows are [rows][cols] f32. What depends on several values of a row adds in an order that its width alone decides.
+#include "prelude.cuh"
+
+// ---- The 8-bit form of a row: blocks of 32 values of 48 bytes, as many as fill units of 8; beyond the row, zeroes.
+
+constexpr u32 QUANTISED_BYTES = 48;
+
+// Blocks from one row's to the next's.
+__device__ __forceinline__ u32 row_blocks(u32 cols) { return (cols + 255) / 256 * 8; }
+
+// Quantises 32 values, one of each lane, to `out`: the quants; scale, scale * sum, -sum, and -sum of both halves in 16 bits.
+__device__ __forceinline__ void quantise_block(float value, u8 *out) {
+    u32 lane = threadIdx.x % 32;
+    // Magnitudes compare as integers, and anything not finite compares above all finite values.
+    u32 largest_bits = __float_as_uint(value) & 0x7fffffff;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        largest_bits = max(largest_bits, __shfl_xor_sync(0xffffffff, largest_bits, step));
+    float largest = __uint_as_float(largest_bits), scale = 0.0f;
+    int quant = 0;
+    if (largest_bits >= 0x7f800000) scale = __uint_as_float(0x7fc00000);
+    else if (largest >= 1e-36f) {
+        quant = __float2int_rn(__fmul_rn(value, __fdiv_rn(127.0f, largest)));
+        scale = __fdiv_rn(largest, 127.0f);
+    }
+    int half = quant;
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) half += __shfl_xor_sync(0xffffffff, half, step);
+    int other = __shfl_xor_sync(0xffffffff, half, 16);
+    out[lane] = (u8)quant;
+    if (lane == 0) {
+        int sum = half + other;
+        float scaled = largest_bits >= 0x7f800000 ? scale : __fmul_rn(scale, (float)sum);
+        uint4 rest = {__float_as_uint(scale), __float_as_uint(scaled), (u32)-sum,
+                      ((u32)-half & 0xffff) | (u32)-other << 16};
+        *(uint4 *)(out + 32) = rest;
+    }
+}
+
+// A warp a block of 32 values: blockIdx.y the row, blockIdx.x and the warp the block.
+extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
+    u32 blocks = row_blocks(cols), block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (block >= blocks) return;
+    u32 column = 32 * block + threadIdx.x % 32;
+    float value = column < cols ? x[(u64)blockIdx.y * cols + column] : 0.0f;
+    quantise_block(value, out + ((u64)blockIdx.y * blocks + block) * QUANTISED_BYTES);
+}
+
+// ---- Norms. A block of threads a run of `width` values: blockIdx.x the run of its row, blockIdx.y the row.
+
+// Sum over the block's threads, the same for all of them.
+__device__ __forceinline__ float sum_of_block(float value) {
+    __shared__ float warps[32];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
+    if (blockDim.x == 32) return value;
+    // What the last sum left may still be read.
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    u32 lane = threadIdx.x % 32;
+    value = lane < blockDim.x / 32 ? warps[lane] : 0.0f;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
+    return value;
+}
+
+// What a run becomes, value by value: (x - mean) * factor * weight + bias.
+struct Run {
+    float mean, factor;
+    const float *weight, *bias;
+
+    __device__ __forceinline__ float at(float x, u32 i) const {
+        float value = __fmul_rn(__fmul_rn(__fsub_rn(x, mean), factor), weight ? weight[i] : 1.0f);
+        return bias ? __fadd_rn(value, bias[i]) : value;
+    }
+};
+
+// What belongs to the block's run of a weight or bias of `len` values, a multiple of `width`.
+__device__ __forceinline__ const float *part_of(const float *values, u32 len, u32 width) {
+    return values ? values + blockIdx.x % (len / width) * width : 0;
+}
+
+// `value(i)` gives the values of the run.
+template <class Value>
+__device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float eps, const float *weight,
+                                         u32 weight_len, const float *bias, u32 bias_len) {
+    float mean = 0.0f, squares = 0.0f;
+    if (!rms) {
+        for (u32 i = threadIdx.x; i < width; i += blockDim.x) mean = __fadd_rn(mean, value(i));
+        mean = __fdiv_rn(sum_of_block(mean), (float)width);
+    }
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
+        float d = __fsub_rn(value(i), mean);
+        squares = __fmaf_rn(d, d, squares);
+    }
+    float variance = __fdiv_rn(sum_of_block(squares), (float)width);
+    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps))), part_of(weight, weight_len, width),
+            part_of(bias, bias_len, width)};
+}
+
+// Stores the run's values, and their 8-bit form unless `quantised` is null: then runs are whole blocks, or the whole row.
+template <class Value>
+__device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8 *quantised) {
+    u32 cols = gridDim.x * width, from = blockIdx.x * width;
+    out += (u64)blockIdx.y * cols + from;
+    if (!quantised) {
+        for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[i] = value(i);
+        return;
+    }
+    // The last run makes the row's padding too.
+    u32 blocks = row_blocks(cols), end = blockIdx.x + 1 == gridDim.x ? 32 * blocks - from : width;
+    quantised += ((u64)blockIdx.y * blocks + from / 32) * QUANTISED_BYTES;
+    for (u32 i = threadIdx.x; i < end; i += blockDim.x) {
+        float v = 0.0f;
+        if (i < width) out[i] = v = value(i);
+        quantise_block(v, quantised + i / 32 * QUANTISED_BYTES);
+    }
+}
+
+// out = norm(x); out may be x.
+extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32 width, u32 rms, float eps,
+                                                             const float *weight, u32 weight_len, const float *bias,
+                                                             u32 bias_len, float *out, u8 *quantised) {
+    const float *run = x + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
+    auto plain = [=](u32 i) { return run[i]; };
+    Run norm = normalise(plain, width, rms, eps, weight, weight_len, bias, bias_len);
+    store_run([=](u32 i) { return norm.at(run[i], i); }, width, out, quantised);
+}
+
+// x += scale * norm(y), an RMS norm.
+extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const float *y, u32 width, float eps,
+                                                            const float *weight, u32 weight_len, float scale) {
+    u64 from = ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
+    x += from, y += from;
+    auto plain = [=](u32 i) { return y[i]; };
+    Run norm = normalise(plain, width, true, eps, weight, weight_len, 0, 0);
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) x[i] = __fmaf_rn(norm.at(y[i], i), scale, x[i]);
+}
+
+// x = norm(x silu(gate)) if gate_first, else norm(x) silu(gate); an RMS norm.
+extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const float *gate, u32 width, float eps,
+                                                              const float *weight, u32 weight_len, u32 gate_first,
+                                                              u8 *quantised) {
+    u64 from = ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
+    const float *run = x + from;
+    gate += from;
+    auto value = [=](u32 i) { return gate_first ? __fmul_rn(run[i], silu_f32(gate[i])) : run[i]; };
+    Run norm = normalise(value, width, true, eps, weight, weight_len, 0, 0);
+    auto gated = [=](u32 i) {
+        float v = norm.at(value(i), i);
+        return gate_first ? v : __fmul_rn(v, silu_f32(gate[i]));
+    };
+    store_run(gated, width, x, quantised);
+}
+
+// ---- One value at a time.
+
+enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, CLAMPED_SWIGLU };
+
+__device__ __forceinline__ float gated(u32 gating, float gate, float up) {
+    switch (gating) {
+    case SILU: return __fmul_rn(silu_f32(gate), up);
+    case GELU_TANH: return __fmul_rn(gelu_tanh_f32(gate), up);
+    case GELU_ERF: return __fmul_rn(gelu_erf_f32(gate), up);
+    case SIGMOID: return __fmul_rn(sigmoid_f32(gate), up);
+    default: return clamped_swiglu_f32(gate, up);
+    }
+}
+
+// gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]; without `up`, times one.
+// blockIdx.y: row; a thread a value of the row, or of its padding, with its 8-bit form unless `quantised` is null.
+extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating,
+                                u8 *quantised) {
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x, blocks = row_blocks(cols);
+    gate += (u64)blockIdx.y * cols;
+    float value = 0.0f;
+    if (i < cols) {
+        float by = up ? up[(u64)blockIdx.y * up_cols + up_from + i] : 1.0f;
+        gate[i] = value = gated(gating, gate[i], by);
+    }
+    if (quantised && i / 32 < blocks)
+        quantise_block(value, quantised + ((u64)blockIdx.y * blocks + i / 32) * QUANTISED_BYTES);
+}
+
+// x += scale * y. One thread a value.
+extern "C" __global__ void add(float *x, const float *y, float scale, u64 count) {
+    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) x[i] = __fmaf_rn(y[i], scale, x[i]);
+}
+
+// x[row] *= sigmoid(gate[row][0]), gate [rows][gate_cols]. blockIdx.y: row; a thread a value.
+extern "C" __global__ void scale_rows(float *x, const float *gate, u32 cols, u32 gate_cols) {
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= cols) return;
+    x += (u64)blockIdx.y * cols + i;
+    *x = __fmul_rn(*x, sigmoid_f32(gate[(u64)blockIdx.y * gate_cols]));
+}
+
+// x = softcap(factor * x), softcap(v) = cap tanh(v / cap); none if cap is 0. One thread a value.
+extern "C" __global__ void scale(float *x, float factor, float cap, u64 count) {
+    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    float value = __fmul_rn(x[i], factor);
+    if (cap != 0.0f) value = __fmul_rn(cap, tanh_f32(__fmul_rn(value, __fdiv_rn(1.0f, cap))));
+    x[i] = value;
+}
+
+// out[row] = x[index[row]]; each index is a row of x. blockIdx.y: row of out; a thread a value.
+extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *index, float *out) {
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < cols) out[(u64)blockIdx.y * cols + i] = x[(u64)index[blockIdx.y] * cols + i];
+}
+
+// Index of the largest value of each row, the lowest of equals; NaN is never the largest; 0 if there is no other.
+// A block of threads a row.
+extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 cols, u32 *out) {
+    __shared__ float values[32];
+    __shared__ u32 places[32];
+    x += (u64)blockIdx.x * cols;
+    float best = __uint_as_float(0xff800000);
+    u32 place = 0xffffffff;
+    for (u32 i = threadIdx.x; i < cols; i += blockDim.x)
+        if (x[i] > best || (x[i] == best && place == 0xffffffff)) best = x[i], place = i;
+    u32 lane = threadIdx.x % 32, warps = blockDim.x / 32;
+#pragma unroll
+    for (int round = 0; round < 2; round++) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            float other = __shfl_xor_sync(0xffffffff, best, step);
+            u32 there = __shfl_xor_sync(0xffffffff, place, step);
+            if (other > best || (other == best && there < place)) best = other, place = there;
+        }
+        if (round == 1) break;
+        if (lane == 0) values[threadIdx.x / 32] = best, places[threadIdx.x / 32] = place;
+        __syncthreads();
+        best = lane < warps ? values[lane] : __uint_as_float(0xff800000);
+        place = lane < warps ? places[lane] : 0xffffffff;
+    }
+    if (threadIdx.x == 0) out[blockIdx.x] = place == 0xffffffff ? 0 : place;
+}

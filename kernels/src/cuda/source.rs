@@ -1,0 +1,134 @@
+//! The kernels' sources.
+
+use super::matmul::sources as matmul;
+
+/// What every source may include, by the name `prelude.cuh`.
+pub const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// One file of kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Source {
+    /// Its name, as in messages.
+    pub name: &'static str,
+    /// CUDA C++.
+    pub text: &'static str,
+    /// `extern "C"` kernels in it.
+    pub kernels: &'static [&'static str],
+}
+
+/// Per row: norms, gates, sums, the 8-bit form.
+pub const ROWWISE: Source = Source {
+    name: "rowwise.cu",
+    text: concat!(include_str!("math.cuh"), include_str!("rowwise.cu")),
+    kernels: &[
+        "quantise",
+        "norm_rows",
+        "add_norm",
+        "gated_norm",
+        "gate",
+        "add",
+        "scale_rows",
+        "scale",
+        "gather_rows",
+        "argmax",
+    ],
+};
+
+/// Attention for one element type (as `kv::type_number` counts) and one width of heads.
+macro_rules! attention {
+    ($kv_type:literal, $width:literal $(, $wide:literal)?) => {
+        Source {
+            name: concat!("attention.cu, type ", $kv_type, ", width ", $width),
+            text: concat!(
+                "#define KV_TYPE ",
+                $kv_type,
+                "\n#define WIDTH ",
+                $width,
+                "\n#line 1\n",
+                include_str!("attention.cu")
+            ),
+            kernels: &["combine", "attend_1", "attend_2", "attend_4" $(, $wide)?],
+        }
+    };
+}
+
+/// Attention of heads up to 64, 128, 256 and 512 wide.
+macro_rules! attention_widths {
+    ($kv_type:literal) => {
+        [
+            attention!($kv_type, 64, "attend_8"),
+            attention!($kv_type, 128, "attend_8"),
+            attention!($kv_type, 256, "attend_8"),
+            attention!($kv_type, 512),
+        ]
+    };
+}
+
+/// Paged attention, by element type of the cache and width of heads.
+pub static ATTENTION: [[Source; 4]; 3] = [attention_widths!(0), attention_widths!(1), attention_widths!(2)];
+
+/// Norm and rotation of heads, and writing to the cache, for one element type.
+macro_rules! qkv {
+    ($kv_type:literal) => {
+        Source {
+            name: concat!("qkv.cu, type ", $kv_type),
+            text: concat!("#define KV_TYPE ", $kv_type, "\n#line 1\n", include_str!("qkv.cu")),
+            kernels: &["rope_angles", "run_factors", "qkv"],
+        }
+    };
+}
+
+/// What happens between projections and attention, by element type of the cache.
+pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
+
+/// Convolution, delta net, Mamba-2.
+pub const RECURRENT: Source = Source {
+    name: "recurrent.cu",
+    text: concat!(include_str!("math.cuh"), "#line 1\n", include_str!("recurrent.cu")),
+    kernels: &[
+        "conv",
+        "keep_rows",
+        "delta_net_64",
+        "delta_net_128",
+        "delta_net_256",
+        "mamba2_64",
+        "mamba2_128",
+        "mamba2_256",
+    ],
+};
+
+/// Mixture of experts, all but the products.
+pub const MOE: Source = Source {
+    name: "moe.cu",
+    text: concat!(include_str!("math.cuh"), "#line 1\n", include_str!("moe.cu")),
+    kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
+};
+
+/// All of them; of those that are compiled in many ways, such as cover every line.
+pub const ALL: &[Source] = &[
+    ROWWISE,
+    RECURRENT,
+    MOE,
+    qkv!(1),
+    qkv!(2),
+    attention!(0, 64, "attend_8"),
+    attention!(1, 128, "attend_8"),
+    attention!(2, 512),
+    matmul::F32,
+    matmul::F16,
+    matmul::BF16,
+    matmul::Q4_0,
+    matmul::Q4_1,
+    matmul::Q5_0,
+    matmul::Q5_1,
+    matmul::Q8_0,
+    matmul::Q2_K,
+    matmul::Q3_K,
+    matmul::Q4_K,
+    matmul::Q5_K,
+    matmul::Q6_K,
+    matmul::IQ4_NL,
+    matmul::IQ4_XS,
+    matmul::MXFP4,
+    matmul::NVFP4,
+];

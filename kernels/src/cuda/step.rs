@@ -1,0 +1,374 @@
+//! Everything that changes from step to step, in one piece of device memory that is uploaded once a step.
+//!
+//! Arrays of 32-bit numbers follow each other, each with room for the most that a step may have, so that every array
+//! keeps its address and a launch may be recorded once. Only the block tables are packed: they come last, and a step
+//! uploads no more than it has.
+
+mod check;
+
+#[cfg(test)]
+mod tests;
+
+pub use check::KvGroup;
+
+use super::DevicePtr;
+use crate::attention::{NO_BLOCK, Placement};
+use crate::backend::{StepInput, StepSequence, StepState};
+use crate::error::Error;
+
+/// Stands for a state of zeros where a slot is read, for nothing where one is written.
+pub(super) const NO_SLOT: u32 = u32::MAX;
+
+/// Arrays start at multiples of so many bytes.
+const ALIGN: usize = 16;
+
+/// The most that a step may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepLimits {
+    /// Rows.
+    pub rows: usize,
+    /// Sequences.
+    pub sequences: usize,
+    /// State exports of all sequences together.
+    pub exports: usize,
+    /// Block table entries of all groups and sequences together.
+    pub table_entries: usize,
+}
+
+/// The arrays of a step, in their order in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Field {
+    /// `[rows]`
+    Tokens,
+    /// `[rows]`
+    Positions,
+    /// `[rows]`: index of the row's sequence.
+    RowSequences,
+    /// `[rows]`: 0 or 1.
+    Segments,
+    /// `[rows]`: the rows whose states are deferred.
+    KeptRows,
+    /// `[sequences]`: positions after the step.
+    SequenceEnds,
+    /// `[sequences]`
+    FirstRows,
+    /// `[sequences]`: how many.
+    Rows,
+    /// `[sequences]`: slot, or [`NO_SLOT`].
+    Reads,
+    /// `[sequences]`: slot, or [`NO_SLOT`].
+    Writes,
+    /// `[sequences + 1]`
+    ExportStarts,
+    /// `[exports]`
+    ExportRows,
+    /// `[exports]`
+    ExportSlots,
+    /// `[groups][sequences]`: into the tables.
+    TableStarts,
+    /// `[table entries]`
+    Tables,
+}
+
+impl Field {
+    const ALL: [Self; 15] = [
+        Self::Tokens,
+        Self::Positions,
+        Self::RowSequences,
+        Self::Segments,
+        Self::KeptRows,
+        Self::SequenceEnds,
+        Self::FirstRows,
+        Self::Rows,
+        Self::Reads,
+        Self::Writes,
+        Self::ExportStarts,
+        Self::ExportRows,
+        Self::ExportSlots,
+        Self::TableStarts,
+        Self::Tables,
+    ];
+
+    /// Most elements, and what they are called when there are more.
+    fn room(self, limits: &StepLimits, groups: usize) -> (usize, &'static str) {
+        match self {
+            Self::Tokens | Self::Positions | Self::RowSequences | Self::Segments | Self::KeptRows => {
+                (limits.rows, "rows of a step")
+            }
+            Self::SequenceEnds | Self::FirstRows | Self::Rows | Self::Reads | Self::Writes => {
+                (limits.sequences, "sequences of a step")
+            }
+            Self::ExportStarts => (limits.sequences + 1, "sequences of a step"),
+            Self::ExportRows | Self::ExportSlots => (limits.exports, "state exports of a step"),
+            Self::TableStarts => (groups * limits.sequences, "block tables of a step"),
+            Self::Tables => (limits.table_entries, "block table entries of a step"),
+        }
+    }
+}
+
+/// Where the arrays of a step lie.
+#[derive(Debug, Clone)]
+pub struct StepLayout {
+    limits: StepLimits,
+    groups: Vec<KvGroup>,
+    /// Bytes from the start, in the order of [`Field::ALL`].
+    offsets: [usize; Field::ALL.len()],
+    bytes: usize,
+}
+
+impl StepLayout {
+    /// A layout for steps within `limits` over KV groups.
+    pub fn new(limits: StepLimits, groups: &[KvGroup]) -> Self {
+        let mut bytes = 0;
+        let offsets = Field::ALL.map(|field| {
+            let offset = bytes;
+            let (room, _) = field.room(&limits, groups.len());
+            bytes += (room * size_of::<u32>()).next_multiple_of(ALIGN);
+            offset
+        });
+        Self { limits, groups: groups.to_vec(), offsets, bytes }
+    }
+
+    /// Device memory that a step takes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The arrays of a step that lies at `base`.
+    pub fn at(&self, base: DevicePtr) -> StepPointers {
+        let at = |field: Field| base.offset(self.offsets[field as usize]);
+        StepPointers {
+            tokens: at(Field::Tokens),
+            positions: at(Field::Positions),
+            row_sequences: at(Field::RowSequences),
+            segments: at(Field::Segments),
+            kept_rows: at(Field::KeptRows),
+            sequence_ends: at(Field::SequenceEnds),
+            tables: at(Field::Tables),
+            states: StatePointers {
+                first_rows: at(Field::FirstRows),
+                rows: at(Field::Rows),
+                reads: at(Field::Reads),
+                writes: at(Field::Writes),
+                export_starts: at(Field::ExportStarts),
+                export_rows: at(Field::ExportRows),
+                export_slots: at(Field::ExportSlots),
+            },
+            table_starts: at(Field::TableStarts),
+            sequences: self.limits.sequences,
+        }
+    }
+}
+
+/// Addresses of a step's arrays; see [`StepLayout::at`]. All are of 32-bit numbers.
+#[derive(Debug, Clone, Copy)]
+pub struct StepPointers {
+    /// `[rows]`
+    pub tokens: DevicePtr,
+    /// `[rows]`
+    pub positions: DevicePtr,
+    /// `[rows]`: index of the row's sequence.
+    pub row_sequences: DevicePtr,
+    /// `[rows]`: 0 or 1.
+    pub segments: DevicePtr,
+    /// The rows whose states are deferred, [`Step::kept_rows`] of them.
+    pub kept_rows: DevicePtr,
+    /// `[sequences]`: positions after the step.
+    pub sequence_ends: DevicePtr,
+    /// Block tables of all groups and sequences: offsets / 64.
+    pub tables: DevicePtr,
+    /// What happens to the states of the sequences.
+    pub states: StatePointers,
+    table_starts: DevicePtr,
+    sequences: usize,
+}
+
+impl StepPointers {
+    /// `[sequences]`: where the table of each sequence starts in a group.
+    pub fn table_starts(&self, group: usize) -> DevicePtr {
+        self.table_starts.offset(group * self.sequences * size_of::<u32>())
+    }
+}
+
+/// Addresses of what happens to the states of the sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct StatePointers {
+    /// `[sequences]`
+    pub first_rows: DevicePtr,
+    /// `[sequences]`: how many rows.
+    pub rows: DevicePtr,
+    /// `[sequences]`: slot, or all bits for a state of zeros.
+    pub reads: DevicePtr,
+    /// `[sequences]`: slot, or all bits where nothing is left behind.
+    pub writes: DevicePtr,
+    /// `[sequences + 1]`, into the two that follow.
+    pub export_starts: DevicePtr,
+    /// Row among the sequence's own, ascending.
+    pub export_rows: DevicePtr,
+    /// Slot.
+    pub export_slots: DevicePtr,
+}
+
+/// A step as it is uploaded.
+#[derive(Debug, Clone)]
+pub struct Step {
+    layout: StepLayout,
+    bytes: Vec<u8>,
+    used: usize,
+    sequences: Vec<StepSequence>,
+    rows: usize,
+    kept_rows: usize,
+}
+
+impl Step {
+    /// Room for steps of a layout.
+    pub fn new(layout: StepLayout) -> Self {
+        let bytes = vec![0; layout.bytes()];
+        Self { layout, bytes, used: 0, sequences: Vec::new(), rows: 0, kept_rows: 0 }
+    }
+
+    /// Its layout.
+    pub fn layout(&self) -> &StepLayout {
+        &self.layout
+    }
+
+    /// Sequences of the step, in row order.
+    pub fn sequences(&self) -> &[StepSequence] {
+        &self.sequences
+    }
+
+    /// Rows of the step.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Rows whose states are deferred.
+    pub fn kept_rows(&self) -> usize {
+        self.kept_rows
+    }
+
+    /// What is to be uploaded.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.used]
+    }
+
+    /// Takes in a step. Kernels read tables without a look at them, so what is wrong with a table is found here:
+    /// blocks that lie outside of the arena's `arena_bytes`, that are not there, that two rows would write.
+    ///
+    /// `states` have been checked: see [`StatePlan`](crate::recurrent::StatePlan).
+    ///
+    /// # Errors
+    /// [`Error::Length`] where rows, tokens, tables or states are not those of the sequences, [`Error::OutOfRange`]
+    /// beyond the layout's limits, [`Error::MissingBlock`], [`Error::OutsideArena`], [`Error::OverlappingWrites`],
+    /// [`Error::PartialSequence`].
+    pub fn fill(&mut self, input: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
+        self.take_rows(input)?;
+        self.put_states(input.sequences, input.states)?;
+        let mut starts = Vec::with_capacity(self.layout.groups.len() * self.layout.limits.sequences);
+        let mut tables = Vec::new();
+        for (index, group) in self.layout.groups.iter().enumerate() {
+            let missing = Error::OutOfRange { what: "KV group", index, len: input.tables.len() };
+            let placements = input.tables.get(index).ok_or(missing)?;
+            group.check(input.sequences, placements, arena_bytes)?;
+            starts.resize(index * self.layout.limits.sequences, 0);
+            for (sequence, placement) in input.sequences.iter().zip(placements) {
+                starts.push(tables.len() as u32);
+                let blocks = (sequence.context + sequence.rows.len()).div_ceil(group.block_tokens);
+                append(&mut tables, *placement, blocks);
+            }
+        }
+        self.put(Field::TableStarts, starts)?;
+        self.used = self.layout.offsets[Field::Tables as usize] + tables.len() * size_of::<u32>();
+        self.put(Field::Tables, tables)
+    }
+
+    fn take_rows(&mut self, input: &StepInput<'_>) -> Result<(), Error> {
+        let limits = self.layout.limits;
+        let (mut positions, mut sequence_of, mut segments) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, sequence) in input.sequences.iter().enumerate() {
+            if sequence.rows.start != positions.len() || sequence.rows.end < sequence.rows.start {
+                let (expected, found) = (positions.len(), sequence.rows.start);
+                return Err(Error::Length { what: "rows before a sequence", expected, found });
+            }
+            let rows = sequence.rows.len();
+            if rows > limits.rows {
+                return Err(Error::OutOfRange { what: "rows of a step", index: rows, len: limits.rows });
+            }
+            let segment_start = sequence.segment_start.unwrap_or(usize::MAX);
+            for position in sequence.context..sequence.context + rows {
+                positions.push(position as u32);
+                sequence_of.push(index as u32);
+                segments.push(u32::from(position >= segment_start));
+            }
+        }
+        if positions.len() != input.tokens.len() {
+            let (expected, found) = (input.tokens.len(), positions.len());
+            return Err(Error::Length { what: "rows of the step's sequences", expected, found });
+        }
+        self.rows = positions.len();
+        self.sequences.clear();
+        self.sequences.extend_from_slice(input.sequences);
+        let ends = input.sequences.iter().map(|sequence| (sequence.context + sequence.rows.len()) as u32);
+        self.put(Field::SequenceEnds, ends)?;
+        self.put(Field::Tokens, input.tokens.iter().copied())?;
+        self.put(Field::Positions, positions)?;
+        self.put(Field::RowSequences, sequence_of)?;
+        self.put(Field::Segments, segments)
+    }
+
+    fn put_states(&mut self, sequences: &[StepSequence], states: &[StepState]) -> Result<(), Error> {
+        // A model without recurrent layers has no states.
+        if !states.is_empty() && states.len() != sequences.len() {
+            let (expected, found) = (sequences.len(), states.len());
+            return Err(Error::Length { what: "states of the step", expected, found });
+        }
+        let kept = |state: &StepState| state.deferred;
+        let kept_rows = sequences.iter().zip(states).filter(|(_, state)| kept(state));
+        let kept_rows: Vec<u32> =
+            kept_rows.flat_map(|(sequence, _)| sequence.rows.clone()).map(|row| row as u32).collect();
+        self.kept_rows = kept_rows.len();
+        self.put(Field::KeptRows, kept_rows)?;
+        self.put(Field::FirstRows, sequences.iter().map(|sequence| sequence.rows.start as u32))?;
+        self.put(Field::Rows, sequences.iter().map(|sequence| sequence.rows.len() as u32))?;
+        self.put(Field::Reads, states.iter().map(|state| state.read.unwrap_or(NO_SLOT)))?;
+        let write = |state: &StepState| if kept(state) { NO_SLOT } else { state.write };
+        self.put(Field::Writes, states.iter().map(write))?;
+        let mut starts = vec![0];
+        for state in states {
+            let end: u32 = starts.last().copied().unwrap_or(0);
+            starts.push(end + state.exports.len() as u32);
+        }
+        self.put(Field::ExportStarts, starts)?;
+        let exports = || states.iter().flat_map(|state| &state.exports);
+        self.put(Field::ExportRows, exports().map(|export| export.row as u32))?;
+        self.put(Field::ExportSlots, exports().map(|export| export.slot))
+    }
+
+    /// Writes an array.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for more values than there is room for.
+    fn put(&mut self, field: Field, values: impl IntoIterator<Item = u32>) -> Result<(), Error> {
+        let (room, what) = field.room(&self.layout.limits, self.layout.groups.len());
+        let start = self.layout.offsets[field as usize];
+        let (places, _) = self.bytes[start..][..room * size_of::<u32>()].as_chunks_mut();
+        let mut places = places.iter_mut();
+        for value in values {
+            let place = places.next().ok_or(Error::OutOfRange { what, index: room, len: room })?;
+            *place = value.to_ne_bytes();
+        }
+        Ok(())
+    }
+}
+
+/// Appends the first `blocks` entries of a table.
+fn append(tables: &mut Vec<u32>, placement: Placement<'_>, blocks: usize) {
+    let start = tables.len();
+    match placement {
+        Placement::Paged(table) => tables.extend(table.iter().take(blocks)),
+        Placement::Contiguous { first, stride } => {
+            tables.extend((0..blocks as u32).map(|block| first.wrapping_add(block.wrapping_mul(stride))));
+        }
+    }
+    tables.resize(start + blocks, NO_BLOCK);
+}

@@ -1,0 +1,185 @@
+use super::*;
+use crate::attention::Visible;
+use crate::backend::StateExport;
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+const LIMITS: StepLimits = StepLimits { rows: 8, sequences: 3, exports: 2, table_entries: 20 };
+const ARENA: usize = 64 * 100;
+
+fn group(visible: Visible) -> KvGroup {
+    KvGroup { block_tokens: 16, bytes: 128, visible }
+}
+
+fn sequence(rows: Range<usize>, context: usize) -> StepSequence {
+    StepSequence { rows, context, segment_start: None }
+}
+
+/// Three sequences of five rows, one group of which sees everything, one a window of four.
+struct Input {
+    sequences: Vec<StepSequence>,
+    tables: Vec<Vec<Vec<u32>>>,
+    states: Vec<StepState>,
+}
+
+impl Input {
+    fn new() -> Self {
+        let sequences = vec![
+            sequence(0..2, 15),
+            StepSequence { segment_start: Some(1), ..sequence(2..4, 0) },
+            sequence(4..5, 40),
+        ];
+        let full = vec![vec![2, 4, 0xdead], vec![6], vec![8, 10, 12]];
+        let windowed = vec![vec![20, 22], vec![24], vec![NO_BLOCK, NO_BLOCK, 26]];
+        let states = vec![
+            StepState {
+                read: Some(30),
+                write: 30,
+                exports: vec![StateExport { row: 1, slot: 32 }],
+                deferred: false,
+            },
+            StepState { read: None, write: 34, exports: vec![], deferred: true },
+            StepState { read: Some(36), write: 38, exports: vec![], deferred: false },
+        ];
+        Self { sequences, tables: vec![full, windowed], states }
+    }
+
+    fn fill(&self, step: &mut Step) -> Result<(), Error> {
+        let tables: Vec<Vec<_>> =
+            self.tables.iter().map(|tables| tables.iter().map(|t| Placement::Paged(t)).collect()).collect();
+        let tokens: Vec<u32> = (100..).take(self.sequences.iter().map(|s| s.rows.len()).sum()).collect();
+        let (sequences, states) = (&self.sequences[..], &self.states[..]);
+        step.fill(&StepInput { tokens: &tokens, sequences, tables: &tables, states }, ARENA)
+    }
+
+    fn refused(&self) -> Error {
+        self.fill(&mut step()).unwrap_err()
+    }
+}
+
+fn step() -> Step {
+    let window = Visible::Window(NonZeroU32::new(4).unwrap());
+    Step::new(StepLayout::new(LIMITS, &[group(Visible::Causal), group(window)]))
+}
+
+/// The first numbers of an array of a step that lies at address 0.
+fn array(step: &Step, ptr: DevicePtr, len: usize) -> Vec<u32> {
+    let words = step.bytes()[ptr.0 as usize..].as_chunks().0;
+    words[..len].iter().map(|word| u32::from_ne_bytes(*word)).collect()
+}
+
+#[test]
+fn every_array_lies_where_the_kernels_look_for_it() {
+    let mut step = step();
+    Input::new().fill(&mut step).unwrap();
+    let at = step.layout().at(DevicePtr(0));
+    let array = |ptr, len| array(&step, ptr, len);
+    assert_eq!(array(at.tokens, 5), [100, 101, 102, 103, 104]);
+    assert_eq!(array(at.positions, 5), [15, 16, 0, 1, 40]);
+    assert_eq!(array(at.row_sequences, 5), [0, 0, 1, 1, 2]);
+    assert_eq!(array(at.segments, 5), [0, 0, 0, 1, 0]);
+    assert_eq!(array(at.sequence_ends, 3), [17, 2, 41]);
+    assert_eq!((array(at.kept_rows, 2), step.kept_rows()), (vec![2, 3], 2));
+    let states = at.states;
+    assert_eq!(array(states.first_rows, 3), [0, 2, 4]);
+    assert_eq!(array(states.rows, 3), [2, 2, 1]);
+    assert_eq!(array(states.reads, 3), [30, NO_SLOT, 36]);
+    assert_eq!(array(states.writes, 3), [30, NO_SLOT, 38]);
+    assert_eq!(array(states.export_starts, 4), [0, 1, 1, 1]);
+    assert_eq!(array(states.export_rows, 1), [1]);
+    assert_eq!(array(states.export_slots, 1), [32]);
+    let table = |group: usize, sequence: usize, blocks: usize| {
+        let start = array(at.table_starts(group), 3)[sequence] as usize;
+        array(at.tables.offset(4 * start), blocks)
+    };
+    assert_eq!(table(0, 0, 2), [2, 4]);
+    assert_eq!(table(0, 1, 1), [6]);
+    assert_eq!(table(0, 2, 3), [8, 10, 12]);
+    assert_eq!(table(1, 0, 2), [20, 22]);
+    assert_eq!(table(1, 2, 3), [NO_BLOCK, NO_BLOCK, 26]);
+    assert_eq!(step.rows(), 5);
+    // The tables end the step, and what there is room for is not uploaded.
+    assert_eq!(step.bytes().len(), at.tables.0 as usize + 4 * (2 + 1 + 3 + 2 + 1 + 3));
+    assert!(step.bytes().len() < step.layout().bytes());
+}
+
+#[test]
+fn contiguous_sequences_get_a_table_of_their_blocks() {
+    let mut step = Step::new(StepLayout::new(LIMITS, &[group(Visible::Causal)]));
+    let tables = vec![vec![Placement::Contiguous { first: 10, stride: 3 }]];
+    let sequences = [sequence(0..1, 32)];
+    let input = StepInput { tokens: &[7], sequences: &sequences, tables: &tables, states: &[] };
+    step.fill(&input, ARENA).unwrap();
+    let at = step.layout().at(DevicePtr(0));
+    assert_eq!(array(&step, at.tables, 3), [10, 13, 16]);
+}
+
+#[test]
+fn what_kernels_could_not_read_is_refused() {
+    let with = |change: &dyn Fn(&mut Input)| {
+        let mut input = Input::new();
+        change(&mut input);
+        input.refused()
+    };
+    let missing = with(&|input| input.tables[0][2][1] = NO_BLOCK);
+    assert_eq!(missing, Error::MissingBlock { sequence: 2, block: 1 });
+    let short = with(&|input| input.tables[1][2].truncate(2));
+    assert_eq!(short, Error::MissingBlock { sequence: 2, block: 2 });
+    let outside = with(&|input| input.tables[0][1][0] = 99);
+    assert_eq!(outside, Error::OutsideArena { end: 101 * 64, len: ARENA });
+    let shared = with(&|input| input.tables[0][1][0] = 3);
+    assert_eq!(shared, Error::OverlappingWrites { offset: 3 * 64 });
+    let same = with(&|input| input.tables[0][1][0] = 4);
+    assert_eq!(same, Error::OverlappingWrites { offset: 4 * 64 });
+    assert!(matches!(
+        with(&|input| {
+            input.tables.pop();
+        }),
+        Error::OutOfRange { index: 1, .. }
+    ));
+    assert!(matches!(
+        with(&|input| {
+            input.tables[1].pop();
+        }),
+        Error::Length { .. }
+    ));
+    assert!(matches!(
+        with(&|input| {
+            input.states.pop();
+        }),
+        Error::Length { .. }
+    ));
+    assert!(matches!(with(&|input| input.sequences[1].rows = 3..4), Error::Length { .. }));
+}
+
+#[test]
+fn more_than_there_is_room_for_is_refused() {
+    let with = |limits: StepLimits| {
+        let groups = [group(Visible::Causal), group(Visible::Causal)];
+        let mut input = Input::new();
+        input.tables[1] = vec![vec![20, 22], vec![24], vec![26, 28, 40]];
+        input.fill(&mut Step::new(StepLayout::new(limits, &groups)))
+    };
+    with(StepLimits { rows: 5, sequences: 3, exports: 1, table_entries: 12 }).unwrap();
+    for limits in [
+        StepLimits { rows: 4, ..LIMITS },
+        StepLimits { sequences: 2, ..LIMITS },
+        StepLimits { exports: 0, ..LIMITS },
+        StepLimits { table_entries: 11, ..LIMITS },
+    ] {
+        let refused = with(limits).unwrap_err();
+        assert!(matches!(refused, Error::OutOfRange { .. }), "{refused}");
+    }
+}
+
+#[test]
+fn an_encoder_gets_whole_sequences() {
+    let mut step = Step::new(StepLayout::new(LIMITS, &[group(Visible::Whole)]));
+    let tables = vec![vec![Placement::Paged(&[0, 2])]];
+    let mut fill = |context: usize| {
+        let sequences = [sequence(0..2, context)];
+        step.fill(&StepInput { tokens: &[1, 2], sequences: &sequences, tables: &tables, states: &[] }, ARENA)
+    };
+    assert_eq!(fill(0), Ok(()));
+    assert_eq!(fill(1), Err(Error::PartialSequence { sequence: 0, position: 0 }));
+}

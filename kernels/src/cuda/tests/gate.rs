@@ -1,0 +1,257 @@
+//! What every kernel may cost: registers, shared memory, instructions, against `budgets.txt`.
+//!
+//! Most of what makes a kernel slow on a device shows in its machine code: spilled registers, narrow loads, a tensor
+//! core that is not used. None of it needs a device to be seen.
+
+use super::super::source::{self, Source};
+use super::super::{Arch, Compiled, Compiler};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+const BUDGETS: &str = include_str!("../budgets.txt");
+
+/// One line of the table.
+#[derive(Debug, PartialEq)]
+struct Budget<'a> {
+    source: &'a str,
+    kernel: &'a str,
+    /// None for all of [`Arch::CHECKED`].
+    arch: Option<&'a str>,
+    registers: u32,
+    shared: u32,
+    wide_loads: u32,
+    /// Starts of instructions that must be there.
+    instructions: Vec<&'a str>,
+}
+
+/// What a kernel takes, as the compiler and the disassembler say.
+#[derive(Debug, Default, PartialEq)]
+struct Cost {
+    registers: u32,
+    shared: u32,
+    /// Bytes of stack and spills.
+    local: u32,
+    /// How often each instruction is there.
+    instructions: BTreeMap<String, u32>,
+}
+
+impl<'a> Budget<'a> {
+    /// All lines, each under the name of its source.
+    fn table(text: &'a str) -> Vec<Self> {
+        let mut source = "";
+        let mut budgets = Vec::new();
+        for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            match line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                Some(name) => source = name,
+                None => budgets.push(Self::parse(source, line).unwrap_or_else(|| panic!("{line}"))),
+            }
+        }
+        budgets
+    }
+
+    fn parse(source: &'a str, line: &'a str) -> Option<Self> {
+        let mut columns = line.split_whitespace();
+        let kernel = columns.next()?;
+        let arch = columns.next().filter(|arch| *arch != "*");
+        let mut number = || columns.next()?.parse().ok();
+        let (registers, shared, wide_loads) = (number()?, number()?, number()?);
+        let instructions = columns.filter(|name| *name != "-").collect();
+        Some(Self { source, kernel, arch, registers, shared, wide_loads, instructions })
+    }
+
+    fn is_for(&self, source: &Source, kernel: &str, arch: Arch) -> bool {
+        self.source == source.name
+            && self.kernel == kernel
+            && self.arch.is_none_or(|of| of == arch.to_string())
+    }
+
+    /// What of `cost` is beyond it.
+    fn broken_by(&self, cost: &Cost) -> Vec<String> {
+        let mut broken = Vec::new();
+        for (what, found, most) in [
+            ("registers", cost.registers, self.registers),
+            ("bytes of shared memory", cost.shared, self.shared),
+        ] {
+            if found > most {
+                broken.push(format!("{found} {what}, {most} are allowed"));
+            }
+        }
+        let local = cost.count(|name| name.starts_with("LDL") || name.starts_with("STL"));
+        if cost.local > 0 || local > 0 {
+            broken
+                .push(format!("{} bytes of stack and spills, {local} accesses to local memory", cost.local));
+        }
+        if cost.wide_loads() < self.wide_loads {
+            broken.push(format!("{} loads of 16 bytes, {} are meant", cost.wide_loads(), self.wide_loads));
+        }
+        for start in &self.instructions {
+            if cost.count(|name| name.starts_with(start)) == 0 {
+                broken.push(format!("no {start}"));
+            }
+        }
+        broken
+    }
+}
+
+impl Cost {
+    fn count(&self, which: impl Fn(&str) -> bool) -> u32 {
+        self.instructions.iter().filter(|(name, _)| which(name)).map(|(_, count)| count).sum()
+    }
+
+    fn wide_loads(&self) -> u32 {
+        self.count(|name| name.starts_with("LDG") && name.contains(".128"))
+    }
+
+    /// As a line of the table.
+    fn row(&self, kernel: &str, arch: Arch) -> String {
+        let tensor: Vec<_> = ["HMMA", "IMMA", "QMMA", "OMMA"]
+            .into_iter()
+            .filter(|start| self.count(|name| name.starts_with(start)) > 0)
+            .collect();
+        let tensor = if tensor.is_empty() { "-".into() } else { tensor.join(" ") };
+        format!("{kernel} {arch} {} {} {} {tensor}", self.registers, self.shared, self.wide_loads())
+    }
+}
+
+/// The number before `unit` in a line of the compiler's log.
+fn before(line: &str, unit: &str) -> u32 {
+    let words: Vec<_> = line
+        .split(unit)
+        .next()
+        .filter(|head| head.len() < line.len())
+        .map_or(vec![], |head| head.split_whitespace().collect());
+    words.last().and_then(|word| word.parse().ok()).unwrap_or(0)
+}
+
+/// Registers and memory of each kernel by the compiler's log.
+fn read_log(log: &str) -> BTreeMap<String, Cost> {
+    let mut costs: BTreeMap<String, Cost> = BTreeMap::new();
+    let mut kernel = None;
+    for line in log.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            kernel = rest.split('\'').next().map(str::to_owned);
+        }
+        let Some(cost) = kernel.clone().map(|kernel| costs.entry(kernel).or_default()) else { continue };
+        cost.local += before(line, " bytes stack frame")
+            + before(line, " bytes spill stores")
+            + before(line, " bytes spill loads");
+        cost.registers = cost.registers.max(before(line, " registers"));
+        cost.shared = cost.shared.max(before(line, " bytes smem"));
+    }
+    costs
+}
+
+/// Counts each kernel's instructions in a disassembly.
+fn read_disassembly(text: &str, costs: &mut BTreeMap<String, Cost>) {
+    let mut kernel = None;
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix(".text.").and_then(|rest| rest.strip_suffix(':')) {
+            kernel = Some(name.to_owned());
+        }
+        let (Some(kernel), Some((_, instruction))) = (&kernel, line.split_once("*/")) else { continue };
+        let name = instruction.split_whitespace().find(|word| !word.starts_with('@'));
+        if let (Some(name), Some(cost)) = (name, costs.get_mut(kernel)) {
+            *cost.instructions.entry(name.trim_end_matches(';').to_owned()).or_default() += 1;
+        }
+    }
+}
+
+/// nvdisasm lies beside NVRTC, or where programs are.
+fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
+    let beside = Path::new(compiler.found_at()).with_file_name("bin").join("nvdisasm");
+    let program = if beside.is_file() { beside } else { "nvdisasm".into() };
+    let file = format!("kvasir-{}-{}-{}.cubin", compiled.source_name, compiled.arch, std::process::id());
+    let file = std::env::temp_dir().join(file);
+    std::fs::write(&file, &compiled.cubin).unwrap();
+    let output = Command::new(&program).args(["-c", "-ndf"]).arg(&file).output();
+    std::fs::remove_file(&file).unwrap();
+    let output = output.unwrap_or_else(|error| panic!("{}: {error}; run `./test setup`", program.display()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn costs(compiler: &Compiler, source: &Source, arch: Arch) -> BTreeMap<String, Cost> {
+    let compiled = super::compiled(source, arch);
+    let mut costs = read_log(&compiled.log);
+    read_disassembly(&disassemble(compiler, compiled), &mut costs);
+    costs
+}
+
+#[test]
+fn every_kernel_keeps_to_its_budget() {
+    let compiler = Compiler::find().unwrap();
+    let budgets = Budget::table(BUDGETS);
+    let mut report = String::new();
+    for budget in &budgets {
+        let of = source::ALL.iter().find(|source| source.name == budget.source);
+        let known = of.is_some_and(|source| source.kernels.contains(&budget.kernel));
+        assert!(known, "there is no kernel {} in {} any more", budget.kernel, budget.source);
+    }
+    let compiler = &compiler;
+    std::thread::scope(|scope| {
+        let jobs = source::ALL.iter().flat_map(|source| Arch::CHECKED.map(|arch| (source, arch)));
+        let running: Vec<_> = jobs
+            .map(|(source, arch)| (source, arch, scope.spawn(move || costs(compiler, source, arch))))
+            .collect();
+        for (source, arch, running) in running {
+            let costs = running.join().unwrap();
+            for kernel in source.kernels {
+                let cost = &costs[*kernel];
+                assert!(cost.count(|_| true) > 0, "no machine code of {kernel} found");
+                let mut own = budgets.iter().filter(|budget| budget.is_for(source, kernel, arch));
+                match (own.next(), own.next()) {
+                    (Some(budget), None) => {
+                        for broken in budget.broken_by(cost) {
+                            writeln!(report, "[{}] {kernel} for {arch}: {broken}", source.name).unwrap();
+                        }
+                    }
+                    (None, _) => {
+                        let row = cost.row(kernel, arch);
+                        writeln!(report, "[{}] no budget; it takes: {row}", source.name).unwrap();
+                    }
+                    (Some(_), Some(_)) => {
+                        writeln!(report, "[{}] {kernel} for {arch}: two budgets", source.name).unwrap()
+                    }
+                }
+            }
+        }
+    });
+    assert!(report.is_empty(), "\n{report}");
+}
+
+/// A kernel with a stack, narrow loads and shared memory: the gate must see all of it.
+#[test]
+fn a_kernel_beyond_its_budget_is_told() {
+    let source = Source {
+        name: "beyond.cu",
+        text: r#"
+            extern "C" __global__ void beyond(const float *x, float *y, int n) {
+                __shared__ float t[64];
+                t[threadIdx.x & 63] = x[threadIdx.x];
+                __syncthreads();
+                float local[64];
+                for (int i = 0; i < 64; i++) local[i] = x[i];
+                float sum = 0;
+                for (int i = 0; i < n; i++) sum += local[(i * 7) & 63] * t[i & 63];
+                y[0] = sum;
+            }"#,
+        kernels: &["beyond"],
+    };
+    let compiler = Compiler::find().unwrap();
+    for arch in Arch::CHECKED {
+        let cost = &costs(&compiler, &source, arch)["beyond"];
+        let budget = Budget::parse("beyond.cu", "beyond * 8 128 1 IMMA").unwrap();
+        let broken = budget.broken_by(cost).join("\n");
+        for part in ["registers, 8", "256 bytes of shared", "256 bytes of stack", "0 loads of 16", "no IMMA"]
+        {
+            assert!(broken.contains(part), "{part} in {broken}");
+        }
+        let local = cost.count(|name| name.starts_with("LDL") || name.starts_with("STL"));
+        assert!(local > 0 && cost.count(|name| name.starts_with("LDG")) > 0, "{cost:?}");
+        let row = cost.row("beyond", arch);
+        let own = Budget::parse("beyond.cu", &row).unwrap();
+        assert!(own.is_for(&source, "beyond", arch) && own.broken_by(cost).len() == 1, "{row}");
+    }
+}
