@@ -7,6 +7,7 @@ mod convert;
 mod float;
 mod memory;
 mod operands;
+mod tensor;
 mod ty;
 mod warp;
 
@@ -103,6 +104,9 @@ fn decode(d: &mut Decoder<'_>) -> Decoded<crate::op::Op> {
         "mov" => memory::mov(d),
         "ld" | "ldu" | "st" | "atom" | "red" | "cvta" | "isspacep" => memory::decode(d),
         "cvt" => convert::decode(d),
+        "mma" => tensor::product(d),
+        "ldmatrix" => tensor::load_matrix(d),
+        "cp" => tensor::copy(d),
         "shfl" | "vote" | "match" | "activemask" | "elect" | "redux" => warp::decode(d),
         other => Err(format!("the opcode {other} is not known")),
     }

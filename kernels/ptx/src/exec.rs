@@ -1,6 +1,8 @@
 //! Runs a warp until it waits or ends.
 
+mod copies;
 mod lane_data;
+mod matrix;
 mod talk;
 
 use crate::FaultKind;
@@ -188,6 +190,11 @@ impl Block<'_> {
             Op::Match { all, d, equal, a, members } => {
                 talk::matching(warp, all, (d, equal), a, members, mask)?
             }
+            Op::MatrixProduct(ref product) => matrix::product(warp, product, mask)?,
+            Op::LoadMatrix(ref load) => self.load_matrix(warp, load, mask)?,
+            Op::CopyAsync(ref copy) => self.copy_begin(warp, copy, mask)?,
+            Op::CopyCommit => warp.copies.commit(mask),
+            Op::CopyWait { keep } => self.copy_wait(warp, keep, mask)?,
             Op::ActiveMask { d } => warp.set32(d, &[mask; LANES], mask),
             Op::Nothing => {}
         }
@@ -232,6 +239,10 @@ impl Block<'_> {
                 let text = &self.kernel.texts[pc as usize];
                 let other = format!("the {other} of warp {warp} at {place} ({text})");
                 FaultKind::Race { space: "shared", address, access, other }
+            }
+            Wrong::InFlight { address, pc } => {
+                let copy = format!("{} ({})", self.place(pc), self.kernel.texts[pc as usize]);
+                FaultKind::InFlight { address, copy }
             }
         };
         (kind, lane)

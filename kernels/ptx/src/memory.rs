@@ -1,5 +1,6 @@
 //! Global memory: allocations with gaps between them, each byte known as written or not.
 
+use crate::lanes::{ALL, V64};
 use crate::{FaultKind, RunError};
 
 /// Where allocations begin.
@@ -41,6 +42,34 @@ impl Allocation {
     pub(crate) fn holds(&self, address: u64, bytes: u64) -> bool {
         let at = address.wrapping_sub(self.base);
         at < self.len && bytes <= self.len - at && self.alive
+    }
+
+    /// How far into it each address lies, if all that `mask` names lie in it, aligned to `bytes`, a power of two; the
+    /// others become the place of lane `first`.
+    pub(crate) fn places(&self, addresses: &V64, bytes: u64, first: usize, mask: u32) -> Option<V64> {
+        if !self.alive || bytes > self.len {
+            return None;
+        }
+        let last = self.len - bytes;
+        let mut places = addresses.map(|address| address.wrapping_sub(self.base));
+        if mask != ALL {
+            let here = places[first];
+            for (lane, place) in places.iter_mut().enumerate() {
+                *place = if mask >> lane & 1 == 1 { *place } else { here };
+            }
+        }
+        let wrong = places.iter().fold(0, |wrong, &at| wrong | u64::from(at > last) | at & (bytes - 1));
+        (wrong == 0).then_some(places)
+    }
+
+    /// The bytes, if all of them were written.
+    pub(crate) fn whole(&self) -> Option<&[u8]> {
+        (self.unwritten == 0).then_some(&self.bytes)
+    }
+
+    /// The same to write to.
+    pub(crate) fn whole_mut(&mut self) -> Option<&mut [u8]> {
+        (self.unwritten == 0).then_some(&mut self.bytes)
     }
 
     pub(crate) fn get(&self, address: u64, bytes: usize) -> &[u8] {

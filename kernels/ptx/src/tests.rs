@@ -7,6 +7,7 @@ mod faults;
 mod float;
 mod integer;
 mod memory;
+mod tensor;
 mod warp;
 
 use crate::{Counts, Launch, Limits, Machine, RunError};

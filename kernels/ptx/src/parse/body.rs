@@ -170,7 +170,9 @@ impl Parser<'_> {
             let reg = Reg { file, index: first };
             let count = match count {
                 Some(Some(count)) => {
-                    body.name(name, Named::Registers(reg, count));
+                    if let Some(scope) = body.scopes.last_mut() {
+                        scope.rows.insert(name.into(), (reg, count));
+                    }
                     count
                 }
                 Some(None) => return Err(self.error("too many registers")),
