@@ -1,8 +1,9 @@
 //! `kvasir bench`: prefill, decode at depth and batched decode of one decoder, with a bandwidth probe in the
 //! same run. Speed does not depend on the tokens, so they are arbitrary.
 
+use crate::home;
 use crate::models::resolve_or_pull;
-use crate::numerics::{ActivationsArg, KvTypeArg, StateTypeArg};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use kernels::backend::{BlockTable, StepInput, StepSequence, StepState};
@@ -36,6 +37,9 @@ pub(crate) struct Bench {
     /// Compute threads
     #[arg(short = 't', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
+    /// What to compute on
+    #[arg(long, value_enum, default_value = "auto", env = "KVASIR_DEVICE")]
+    device: Device,
     /// Repetitions of each measurement
     #[arg(short = 'r', long, value_name = "N", default_value_t = 5)]
     repeat: usize,
@@ -146,6 +150,8 @@ impl Bench {
             activations: self.activations.into(),
             block_tokens: BLOCK_TOKENS,
             max_rows: Some(self.chunk.max(widest)),
+            device: self.device.into(),
+            cubins: home::cubins(),
             ..EngineOptions::default()
         };
         let path = resolve_or_pull(&self.model)?.path;

@@ -2,7 +2,7 @@
 
 use crate::home;
 use crate::models::resolve_or_pull;
-use crate::numerics::{ActivationsArg, KvTypeArg};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg};
 use anyhow::{Context, Result, bail};
 use model::Tokenizer;
 use model::spec::Pooling;
@@ -45,6 +45,9 @@ pub(crate) struct Embed {
     /// Compute threads [default: usable CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    /// What to compute on
+    #[arg(long, value_enum, default_value = "auto", env = "KVASIR_DEVICE")]
+    device: Device,
     /// Element type of keys and values; they live for one step only
     #[arg(long, value_enum, default_value = "f32")]
     kv_type: KvTypeArg,
@@ -95,6 +98,8 @@ impl Embed {
             kv_type: self.kv_type.into(),
             activations: self.activations.into(),
             digests: home::digests(),
+            device: self.device.into(),
+            cubins: home::cubins(),
             ..EngineOptions::default()
         };
         let mut encoder = load::encoder(&path, &options, &mut |_, _| {})

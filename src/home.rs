@@ -19,6 +19,11 @@ pub(crate) fn digests() -> Option<DigestCache> {
     Some(DigestCache::at(home().ok()?.join("digests")))
 }
 
+/// Where compiled kernels of GPUs are kept; nowhere where there is no home.
+pub(crate) fn cubins() -> Option<PathBuf> {
+    Some(home().ok()?.join("cubin"))
+}
+
 /// The data directory of `kvasir up` unless one is named: one a user, so that a shared home is no clash.
 pub(crate) fn up_data_dir() -> Result<PathBuf, ConfigError> {
     // The owner of our own process entry is our user id, read without a foreign call.

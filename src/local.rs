@@ -3,7 +3,7 @@
 use crate::config::ConfigError;
 use crate::home;
 use crate::models::resolve_or_pull;
-use crate::numerics::{ActivationsArg, KvTypeArg, StateTypeArg};
+use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
 use model::tokenizer::Tokenizer;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
@@ -20,6 +20,9 @@ pub(crate) struct EngineArgs {
     /// Compute threads [default: usable CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
+    /// What to compute on
+    #[arg(long, value_enum, default_value = "auto", env = "KVASIR_DEVICE")]
+    pub(crate) device: Device,
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     pub(crate) kv_type: KvTypeArg,
@@ -43,6 +46,8 @@ impl EngineArgs {
             state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
             digests: home::digests(),
+            device: self.device.into(),
+            cubins: home::cubins(),
             ..EngineOptions::default()
         })
     }

@@ -14,6 +14,7 @@ mod cpus;
 mod drain;
 mod embed;
 mod front;
+mod gpu_check;
 mod home;
 mod local;
 mod logits;
@@ -77,6 +78,7 @@ enum Command {
     Embed(embed::Embed),
     Bench(bench::Bench),
     Plan(plan::Plan),
+    GpuCheck(gpu_check::GpuCheck),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
@@ -103,6 +105,7 @@ impl Command {
             Self::Embed(command) => command.run(),
             Self::Bench(command) => command.run(),
             Self::Plan(command) => command.run(),
+            Self::GpuCheck(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),

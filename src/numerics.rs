@@ -3,6 +3,7 @@
 use crate::config::ConfigError;
 use serde::{Deserialize, Serialize};
 use worker::decoder::StateType;
+use worker::load::DeviceChoice;
 
 /// Element type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -81,6 +82,26 @@ pub(crate) enum Device {
     Auto,
     /// The CPU.
     Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+impl Device {
+    /// What `auto` comes to here, and why.
+    pub(crate) fn chosen(choice: DeviceChoice) -> Result<(Self, String), worker::Error> {
+        let (choice, reason) = choice.resolve()?;
+        Ok((if choice == DeviceChoice::Cuda { Self::Cuda } else { Self::Cpu }, reason))
+    }
+}
+
+impl From<Device> for DeviceChoice {
+    fn from(arg: Device) -> Self {
+        match arg {
+            Device::Auto => Self::Auto,
+            Device::Cpu => Self::Cpu,
+            Device::Cuda => Self::Cuda,
+        }
+    }
 }
 
 #[cfg(test)]

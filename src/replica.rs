@@ -52,6 +52,7 @@ pub(crate) fn start(
         flag("identity", identity.display().to_string());
         flag("quic", "127.0.0.1:0".to_owned());
         flag("threads", threads.to_string());
+        flag("device", value_name(engine.device));
         flag("kv-type", value_name(engine.kv_type));
         flag("activations", value_name(engine.activations));
         flag("state-type", value_name(engine.state_type));

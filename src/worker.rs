@@ -230,6 +230,7 @@ impl WorkerSettings {
             };
         }
         let options = self.options()?;
+        let (device, device_reason) = Device::chosen(options.device)?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
         let load::Plan { defaults, task, host, .. } =
@@ -284,7 +285,7 @@ impl WorkerSettings {
             threads,
             quic: or!(quic, local(7001), "this machine only, unless told otherwise"),
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
-            device: or!(device, Device::Cpu, "the only device that this version computes on"),
+            device: or!(device, device, &device_reason),
             kv_bytes,
             pin_bytes: match pooled {
                 Some(true) => self.pin_bytes,
@@ -371,6 +372,8 @@ impl WorkerSettings {
             max_sequences: self.max_seqs,
             workers: self.workers_here.unwrap_or(default.workers),
             digests: home::digests(),
+            device: self.device.unwrap_or(Device::Auto).into(),
+            cubins: home::cubins(),
             ..default
         })
     }

@@ -5,7 +5,9 @@
 
 mod arch;
 pub mod attention;
+mod backend;
 mod cache;
+pub mod check;
 mod device;
 mod driver;
 mod error;
@@ -22,11 +24,13 @@ pub mod rowwise;
 mod sim;
 pub mod source;
 pub mod step;
+mod survey;
 
 #[cfg(test)]
 mod tests;
 
 pub use arch::Arch;
+pub use backend::{Compile, CudaBackend, CudaConfig};
 pub use cache::CubinCache;
 pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
@@ -36,3 +40,4 @@ pub use nvrtc::{Compiled, Compiler};
 pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
 #[cfg(any(test, feature = "ptx-sim"))]
 pub use sim::SimDevice;
+pub use survey::Survey;

@@ -1,5 +1,6 @@
 //! What this crate refuses, and why.
 
+use crate::cuda::CudaError;
 use crate::isa::Isa;
 
 /// Every failure of this crate. All of them are found before any arithmetic starts.
@@ -198,10 +199,19 @@ pub enum Error {
     /// An op was asked to read and write one buffer.
     #[error("an op reads and writes the same buffer")]
     SameBuffer,
+    /// A GPU, its driver or its compiler refused or failed.
+    #[error(transparent)]
+    Cuda(Box<CudaError>),
     /// An argument that this backend would have to ignore.
     #[error("this backend does not serve {what}")]
     Unsupported {
         /// What was asked for.
         what: &'static str,
     },
+}
+
+impl From<CudaError> for Error {
+    fn from(error: CudaError) -> Self {
+        Self::Cuda(Box::new(error))
+    }
 }

@@ -4,7 +4,7 @@ use crate::Error;
 use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, StateType, Widths};
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
 use crate::engine::Engine;
-use crate::kv_cache::memory::{MemInfo, MemoryFloor, ProcMemInfo};
+use crate::kv_cache::memory::{MemInfo, MemoryFloor};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
@@ -28,13 +28,16 @@ use proto::ids::{Epoch, ModelId};
 use proto::message::{ModelTask, PullCostV1, ServedModelV2};
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+mod device;
 mod encoder;
 mod stages;
 
+pub use device::DeviceChoice;
+use device::Memory;
 pub use encoder::encoder;
 pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
 pub use stages::{check_shards, open_replica};
@@ -89,6 +92,10 @@ pub struct EngineOptions {
     pub arrivals: Option<Arrivals>,
     /// Where digests of models are remembered; none reads every tensor to know the model's.
     pub digests: Option<DigestCache>,
+    /// What to compute on.
+    pub device: DeviceChoice,
+    /// Where compiled kernels of GPUs are kept; none compiles them at every start.
+    pub cubins: Option<PathBuf>,
 }
 
 impl Default for EngineOptions {
@@ -114,6 +121,8 @@ impl Default for EngineOptions {
             packed: None,
             arrivals: None,
             digests: None,
+            device: DeviceChoice::Cpu,
+            cubins: None,
         }
     }
 }
@@ -178,9 +187,16 @@ pub fn backend(
     options: &EngineOptions,
     environment: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Box<dyn Backend>, Error> {
-    let config = CpuConfig::select(options.activations, environment)?;
-    let pool = Pool::new(PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) })?;
-    Ok(Box::new(CpuBackend::new(config, pool)?))
+    let (device, reason) = options.device.resolve_with(environment)?;
+    tracing::debug!(?device, reason, "what is computed on");
+    match device {
+        DeviceChoice::Cuda => device::gpu(options),
+        DeviceChoice::Auto | DeviceChoice::Cpu => {
+            let config = CpuConfig::select(options.activations, environment)?;
+            let pool = PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) };
+            Ok(Box::new(CpuBackend::new(config, Pool::new(pool)?)?))
+        }
+    }
 }
 
 /// The process's own variables. One that is not UTF-8 is not left out: as a choice it must fail.
@@ -277,10 +293,12 @@ fn prepare_on(
         None => gguf.total_tensor_bytes(),
         Some(_) => ModelCosts::of_file(&spec, &gguf).range(layers.clone()).weight_bytes,
     };
-    floor.admit(&ProcMemInfo, "weights", weights).map_err(refused)?;
+    let memory = Memory::of(options)?;
+    floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    floor.admit(&ProcMemInfo, "the KV cache", arena_bytes).map_err(refused)?;
+    let memory = memory.less(decoder.backend().memory());
+    floor.admit(&memory, "the KV cache", arena_bytes).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
     if let Some(joining) = &mut joining {
         let own: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
@@ -521,16 +539,17 @@ fn threads(options: &EngineOptions) -> NonZeroUsize {
 }
 
 fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
-    let available = ProcMemInfo.available_bytes().map_err(|source| Error::Io {
+    let memory = Memory::of(options)?;
+    let available = memory.available_bytes().map_err(|source| Error::Io {
         what: "cannot read the free memory of this host".to_owned(),
         source,
     })?;
     let host = Host {
-        memory_total: crate::memory::total_bytes().max(available),
+        memory_total: memory.total_bytes().max(available),
         memory_available: available,
         threads: threads(options).get() as u32,
         workers: options.workers.max(1) as u32,
-        unified_gpu: false,
+        unified_gpu: memory == Memory::Unified,
     };
     let element = match options.kv_type {
         KvType::F32 => 4.0,

@@ -170,6 +170,16 @@ impl Gpu {
         &self.info
     }
 
+    /// Bytes of memory that can still be taken.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`].
+    pub fn free_bytes(&mut self) -> Result<u64, CudaError> {
+        self.enter()?;
+        let (free, _) = self.check("cuMemGetInfo", result::mem_get_info())?;
+        Ok(free as u64)
+    }
+
     /// Makes the context this thread's, unless it is lost.
     fn enter(&mut self) -> Result<(), CudaError> {
         if let Some(lost) = &self.lost {

@@ -78,7 +78,8 @@ pub fn int8_in_segments(
     for token in activations.chunks_exact(cols) {
         let blocks: Vec<Quantised> = token.chunks_exact(32).map(quantise).collect();
         for row in bytes.chunks_exact(row_bytes) {
-            let segments = row.chunks(segment / ty.block_len() * ty.block_bytes()).zip(blocks.chunks(segment / 32));
+            let segments =
+                row.chunks(segment / ty.block_len() * ty.block_bytes()).zip(blocks.chunks(segment / 32));
             let sums = segments.map(|(row, blocks)| int8_row(ty, &scheme, row, blocks));
             out.push(sums.reduce(|sum, segment| sum + segment).unwrap_or(0.0));
         }

@@ -1,11 +1,11 @@
 //! From a model file to an encoder.
 
 use super::{
-    EngineOptions, MAX_CONTEXT, Plan, Progress, backend, digest, environment, load_decoder, plan_for,
+    EngineOptions, MAX_CONTEXT, Memory, Plan, Progress, backend, digest, environment, load_decoder, plan_for,
 };
 use crate::Error;
 use crate::encoder::{Encoder, Layout, task};
-use crate::kv_cache::memory::{MemoryFloor, MemoryRefused, ProcMemInfo};
+use crate::kv_cache::memory::{MemoryFloor, MemoryRefused};
 use model::ModelFile;
 use model::spec::ModelSpec;
 use model::tokenizer::Tokenizer;
@@ -38,7 +38,8 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let step_texts = options.max_sequences.unwrap_or(defaults.max_seqs.value).max(1);
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused = |refused: MemoryRefused| Error::KvMemory { reason: refused.to_string() };
-    floor.admit(&ProcMemInfo, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
+    let memory = Memory::of(options)?;
+    floor.admit(&memory, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = digest(&gguf, options)?;
     let device = backend(options, &environment)?;
     let layers = 0..spec.layers.len();
@@ -49,7 +50,8 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
         let reason = format!("a step of {step_tokens} tokens needs {bytes} bytes, the limit is {limit}");
         return Err(Error::KvMemory { reason });
     }
-    floor.admit(&ProcMemInfo, "keys and values of a step", bytes).map_err(refused)?;
+    let memory = memory.less(decoder.backend().memory());
+    floor.admit(&memory, "keys and values of a step", bytes).map_err(refused)?;
     decoder.allocate_kv(layout.bytes())?;
     Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, (model_digest, options.kv_type)))
 }

@@ -1,13 +1,13 @@
 //! Models over several workers: the first stage with its engine, and the layer ranges of the others.
 
 use super::{
-    EngineOptions, LoadedModel, ModelFile, ModelSpec, Prepared, Progress, assemble, backend, base_class,
-    environment, generates, load_decoder, plan, prepare_on,
+    EngineOptions, LoadedModel, Memory, ModelFile, ModelSpec, Prepared, Progress, assemble, backend,
+    base_class, environment, generates, load_decoder, plan, prepare_on,
 };
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::defaults::{MIB, MOST_SEQUENCES, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE};
-use crate::kv_cache::memory::{MemoryFloor, ProcMemInfo};
+use crate::kv_cache::memory::MemoryFloor;
 use crate::stage::Replica;
 use kernels::backend::BackendInfo;
 use std::ops::Range;
@@ -135,7 +135,7 @@ pub(crate) fn stage(
 /// Asks for memory for a stage's caches, before they are allocated.
 pub(crate) fn admit_kv(path: &Path, options: &EngineOptions, bytes: u64) -> Result<(), Error> {
     let floor = MemoryFloor { bytes: plan(path, options)?.defaults.floor_bytes.value };
-    let admitted = floor.admit(&ProcMemInfo, "a stage's KV cache", bytes);
+    let admitted = floor.admit(&Memory::of(options)?, "a stage's KV cache", bytes);
     admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
 }
 

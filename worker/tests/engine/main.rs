@@ -15,6 +15,7 @@ mod pins;
 mod pulls;
 mod resume;
 mod siblings;
+mod simulated;
 mod snapshots;
 mod stages;
 mod storm;

@@ -1,6 +1,8 @@
 //! On the interpreter, for both architectures, against the references.
 
-use super::{Activations, Embedding, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8};
+use super::{
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
+};
 use crate::cuda::pack::tests::served;
 use crate::cuda::rowwise::{Rows, RowwiseKernels};
 use crate::cuda::tests::sim::Sim;
@@ -223,8 +225,7 @@ fn tokens_go_to_their_experts_one_by_one_or_by_lists() {
         (product.share, product.experts) = (2, Experts::Each(experts));
     };
     assert_same(&case.run(each, x, 10), &expected, "each");
-    let list: Vec<u32> =
-        (0..3).flat_map(|e| (0..10).filter(move |t| chosen[*t as usize] == e)).collect();
+    let list: Vec<u32> = (0..3).flat_map(|e| (0..10).filter(move |t| chosen[*t as usize] == e)).collect();
     let (starts, list) = (case.sim.numbers(&[0, 4, 9, 10]), case.sim.numbers(&list));
     for most in [5, 9] {
         let listed = |product: &mut Product<'_>| {

@@ -155,9 +155,7 @@ fn sums_with_and_without_a_norm_are_the_reference_s() {
         let mut norm = DeviceNorm { rms: true, weight: None, bias: None, eps: 1e-6, width };
         norm.weight = case.affine(&weight);
         let normed = norms(&norm, cols, &y, &weight, None);
-        for (norm, y_or_norm) in
-            [(None, y.iter().map(|y| f64::from(*y)).collect()), (Some(&norm), normed)]
-        {
+        for (norm, y_or_norm) in [(None, y.iter().map(|y| f64::from(*y)).collect()), (Some(&norm), normed)] {
             let (to, from) = (case.sim.values(&x), case.sim.values(&y));
             case.kernels.add(&mut case.sim.device, of, to, from, norm, 0.25).unwrap();
             let expected: Vec<f64> =
@@ -191,9 +189,7 @@ fn gated_norms_are_the_reference_s() {
                 let (of, on_device) = (Rows { rows: 2, cols }, case.sim.values(&x));
                 let (gate, to) = (case.sim.values(&gate), case.sim.room(2 * quantised_row_bytes(cols)));
                 let device = &mut case.sim.device;
-                case.kernels
-                    .gated_norm(device, of, on_device, gate, &norm, gate_first, Some(to))
-                    .unwrap();
+                case.kernels.gated_norm(device, of, on_device, gate, &norm, gate_first, Some(to)).unwrap();
                 let found = case.sim.read_values(on_device, x.len());
                 assert_close(&found, &expected, &format!("{cols} {gate_first}"));
                 let expected = quantised(cols, &found);
@@ -288,8 +284,7 @@ fn rows_are_gathered_and_their_largest_values_found() {
         let out = case.sim.room(4 * 5);
         let of = Rows { rows: 5, cols };
         case.kernels.argmax(&mut case.sim.device, of, from, out).unwrap();
-        let expected: Vec<u32> =
-            x.chunks(cols).map(|row| ops::argmax(Isa::Scalar, row) as u32).collect();
+        let expected: Vec<u32> = x.chunks(cols).map(|row| ops::argmax(Isa::Scalar, row) as u32).collect();
         assert_eq!(case.sim.read_numbers(out, 5), expected);
         assert_eq!(expected[..4], [100, 0, 0, 77]);
         let (index, out) = (case.sim.numbers(&[4, 0, 4]), case.sim.room(4 * 3 * cols));

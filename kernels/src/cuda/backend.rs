@@ -1,0 +1,286 @@
+//! The op vocabulary on a GPU.
+//!
+//! All that an op touches lies in device memory: weights as `pack` has them, buffers of f32, the arena, one piece of
+//! memory with all that changes from step to step. An op checks what its kernels do not look at, then launches; the host
+//! waits only where values come back to it. There is no op that is done by the CPU instead: what no kernel serves is
+//! refused when the model is loaded, by the type, the shape or the argument.
+
+use super::rowwise::RowwiseKernels;
+use super::{Arch, CudaError, Device, source};
+use crate::backend::{
+    ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
+    GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource,
+    MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, VectorId,
+};
+use crate::error::Error;
+use attention::Caches;
+use memory::{Buffers, Room, Vectors, same};
+use modules::Modules;
+use product::Matrices;
+use recurrent::States;
+use step::StepMemory;
+
+mod attention;
+mod memory;
+mod modules;
+mod moe;
+mod product;
+mod recurrent;
+mod rows;
+mod step;
+
+pub use modules::Compile;
+
+/// How a GPU computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CudaConfig {
+    /// What the device's kernels are compiled for.
+    pub arch: Arch,
+    /// What quantised matrices are multiplied with.
+    pub activations: ActivationMode,
+    /// Host threads that repack matrices.
+    pub threads: usize,
+}
+
+/// See the module.
+pub struct CudaBackend {
+    info: BackendInfo,
+    device: Box<dyn Device>,
+    modules: Modules,
+    rowwise: RowwiseKernels,
+    moe: Option<super::moe::MoeKernels>,
+    activations: ActivationMode,
+    buffers: Buffers,
+    vectors: Vectors,
+    matrices: Matrices,
+    caches: Caches,
+    states: States,
+    step: StepMemory,
+    /// What one op needs for itself.
+    scratch: Room,
+    /// Row numbers that go to the device and come from it.
+    indices: Room,
+}
+
+impl CudaBackend {
+    /// A backend on a device, for which `compile` compiles.
+    ///
+    /// # Errors
+    /// What the compiler or the device says.
+    pub fn new(
+        mut device: Box<dyn Device>,
+        config: CudaConfig,
+        compile: Box<Compile>,
+    ) -> Result<Self, CudaError> {
+        let mut modules = Modules::new(compile);
+        let rowwise = RowwiseKernels::load(device.as_mut(), modules.of(&source::ROWWISE)?)?;
+        let weight_path = match config.activations {
+            ActivationMode::Int8 => "int8",
+            ActivationMode::F32 => "f32",
+        };
+        let info = BackendInfo {
+            device: "cuda".to_owned(),
+            isa: config.arch.to_string(),
+            weight_path: weight_path.to_owned(),
+            threads: config.threads,
+        };
+        Ok(Self {
+            info,
+            device,
+            modules,
+            rowwise,
+            moe: None,
+            activations: config.activations,
+            buffers: Buffers::default(),
+            vectors: Vectors::default(),
+            matrices: Matrices::default(),
+            caches: Caches::default(),
+            states: States::default(),
+            step: StepMemory::new(Vec::new()),
+            scratch: Room::default(),
+            indices: Room::default(),
+        })
+    }
+}
+
+impl Backend for CudaBackend {
+    fn info(&self) -> &BackendInfo {
+        &self.info
+    }
+
+    fn memory(&self) -> MemoryUse {
+        let rooms = self.scratch.bytes() + self.indices.bytes() + self.step.bytes() + self.states.bytes();
+        MemoryUse {
+            weights: self.matrices.bytes() + self.vectors.bytes(),
+            activations: self.buffers.bytes() + self.caches.rope_bytes() + rooms,
+            kv: self.caches.arena_bytes,
+        }
+    }
+
+    fn create_buffer(&mut self, rows: usize, cols: usize) -> Result<BufferId, Error> {
+        self.buffers.create(self.device.as_mut(), rows, cols)
+    }
+
+    fn create_matrix(&mut self, source: MatrixSource<'_>) -> Result<MatrixId, Error> {
+        self.matrices.create(self.device.as_mut(), &mut self.modules, source, self.info.threads)
+    }
+
+    fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error> {
+        self.vectors.create(self.device.as_mut(), values)
+    }
+
+    fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error> {
+        self.caches.create_rope(self.device.as_mut(), &source)
+    }
+
+    fn kv_block_bytes(&self, shape: KvShape) -> Result<usize, Error> {
+        attention::block_bytes(&shape)
+    }
+
+    fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error> {
+        attention::create_layer(self, group, shape, offset)
+    }
+
+    fn create_kv_arena(&mut self, bytes: usize, group_block_bytes: &[usize]) -> Result<(), Error> {
+        self.caches.create_arena(self.device.as_mut(), bytes, group_block_bytes)?;
+        self.step = StepMemory::new(self.caches.groups());
+        Ok(())
+    }
+
+    fn copy_kv(&mut self, copies: &[KvCopy]) -> Result<(), Error> {
+        self.caches.copy(self.device.as_mut(), copies)
+    }
+
+    fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error> {
+        let from = self.caches.part(from, out.len())?;
+        Ok(self.device.download(from, out)?)
+    }
+
+    fn write_arena(&mut self, to: u32, bytes: &[u8]) -> Result<(), Error> {
+        let to = self.caches.part(to, bytes.len())?;
+        Ok(self.device.upload(to, bytes)?)
+    }
+
+    fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
+        self.caches.begin_step();
+        self.states.begin(step, self.caches.arena_bytes)?;
+        self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)
+    }
+
+    fn embed(&mut self, op: &EmbedOp) -> Result<(), Error> {
+        product::embed(self, op)
+    }
+
+    fn norm(&mut self, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error> {
+        rows::norm(self, x, norm, out)
+    }
+
+    fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
+        product::matmul(self, x, jobs)
+    }
+
+    fn qkv(&mut self, op: &QkvOp) -> Result<(), Error> {
+        attention::qkv(self, op)
+    }
+
+    fn attention(&mut self, op: &AttentionOp) -> Result<(), Error> {
+        attention::attention(self, op)
+    }
+
+    fn gate(&mut self, op: &GateOp) -> Result<(), Error> {
+        rows::gate(self, op)
+    }
+
+    fn scale_rows(&mut self, x: BufferId, gate: BufferId) -> Result<(), Error> {
+        rows::scale_rows(self, x, gate)
+    }
+
+    fn scale(&mut self, x: BufferId, factor: f32) -> Result<(), Error> {
+        rows::scale(self, x, factor, None)
+    }
+
+    fn add(&mut self, x: BufferId, y: BufferId, norm: Option<&Norm>, scale: f32) -> Result<(), Error> {
+        rows::add(self, x, y, norm, scale)
+    }
+
+    fn moe(&mut self, op: &MoeOp) -> Result<(), Error> {
+        moe::run(self, op)
+    }
+
+    fn gather_rows(&mut self, x: BufferId, rows: &[u32], out: BufferId) -> Result<(), Error> {
+        rows::gather(self, x, rows, out)
+    }
+
+    fn finish_logits(&mut self, x: BufferId, scale: f32, softcap: Option<f32>) -> Result<(), Error> {
+        rows::scale(self, x, scale, softcap)
+    }
+
+    fn argmax(&mut self, x: BufferId, out: &mut Vec<u32>) -> Result<(), Error> {
+        rows::argmax(self, x, out)
+    }
+
+    fn read_row(&mut self, x: BufferId, row: usize, out: &mut [f32]) -> Result<(), Error> {
+        let view = self.buffers.get(x)?;
+        same("row to read into", view.cols, out.len())?;
+        let mut bytes = vec![0; size_of_val(out)];
+        self.device.download(view.row(row)?, &mut bytes)?;
+        for (value, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+            *value = f32::from_ne_bytes(*bytes);
+        }
+        Ok(())
+    }
+
+    fn write_rows(&mut self, x: BufferId, values: &[f32]) -> Result<(), Error> {
+        let cols = self.buffers.get(x)?.cols.max(1);
+        if !values.len().is_multiple_of(cols) {
+            return Err(Error::Length { what: "rows to write", expected: cols, found: values.len() });
+        }
+        let view = self.buffers.shape(x, values.len() / cols, cols)?;
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+        same("bytes of rows", view.bytes(), bytes.len())?;
+        Ok(self.device.upload(view.ptr, &bytes)?)
+    }
+
+    fn state_bytes(&self, shape: StateShape, heads: &[HeadType]) -> Result<usize, Error> {
+        Ok(super::recurrent::DeviceState::new(shape, heads)?.bytes())
+    }
+
+    fn create_state_layer(
+        &mut self,
+        shape: StateShape,
+        heads: &[HeadType],
+        offset: usize,
+    ) -> Result<StateLayerId, Error> {
+        recurrent::create_layer(self, shape, heads, offset)
+    }
+
+    fn read_state(
+        &mut self,
+        layer: StateLayerId,
+        slot: u32,
+        conv: &mut [f32],
+        recurrent: &mut [f32],
+    ) -> Result<(), Error> {
+        self.states.read(self.device.as_mut(), &self.caches, layer, slot, (conv, recurrent))
+    }
+
+    fn conv(&mut self, op: &ConvOp) -> Result<(), Error> {
+        recurrent::conv(self, op)
+    }
+
+    fn delta_net(&mut self, op: &DeltaNetOp) -> Result<(), Error> {
+        recurrent::delta_net(self, op)
+    }
+
+    fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error> {
+        recurrent::mamba2(self, op)
+    }
+
+    fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
+        recurrent::accept(self, rows)
+    }
+
+    fn gated_norm(&mut self, op: &GatedNormOp) -> Result<(), Error> {
+        rows::gated_norm(self, op)
+    }
+}

@@ -1,0 +1,253 @@
+//! Device memory that a backend holds: activation buffers, vectors, room that grows.
+
+use super::super::matmul::quantised_row_bytes;
+use super::super::rowwise::Rows;
+use super::super::{CudaError, Device, DevicePtr};
+use crate::backend::{BufferId, VectorId};
+use crate::error::Error;
+
+/// Memory that grows to what is asked for and is kept. What was in it is gone when it grows.
+#[derive(Debug, Default)]
+pub(super) struct Room {
+    ptr: DevicePtr,
+    bytes: usize,
+}
+
+impl Room {
+    /// At least so many bytes.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`].
+    pub(super) fn of(&mut self, device: &mut dyn Device, bytes: usize) -> Result<DevicePtr, CudaError> {
+        if bytes > self.bytes {
+            if self.bytes > 0 {
+                device.free(self.ptr)?;
+                self.bytes = 0;
+            }
+            self.ptr = device.allocate(bytes)?;
+            self.bytes = bytes;
+        }
+        Ok(self.ptr)
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// What an activation buffer holds: `[rows][cols]` f32.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct View {
+    pub(super) ptr: DevicePtr,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+}
+
+impl View {
+    /// As the kernels of rows have it.
+    pub(super) fn of(&self) -> Rows {
+        Rows { rows: self.rows, cols: self.cols }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.rows * self.cols * size_of::<f32>()
+    }
+
+    /// Where a row starts.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn row(&self, row: usize) -> Result<DevicePtr, Error> {
+        let missing = Error::OutOfRange { what: "row", index: row, len: self.rows };
+        let inside = (row < self.rows).then(|| self.ptr.offset(row * self.cols * size_of::<f32>()));
+        inside.ok_or(missing)
+    }
+}
+
+/// A buffer, with room for more than it holds, and the 8-bit form of its rows while that is fresh.
+#[derive(Debug)]
+struct Buffer {
+    view: View,
+    /// Values that there is room for.
+    capacity: usize,
+    quantised: Room,
+    fresh: bool,
+}
+
+/// All activation buffers.
+#[derive(Debug, Default)]
+pub(super) struct Buffers(Vec<Buffer>);
+
+impl Buffers {
+    pub(super) fn create(
+        &mut self,
+        device: &mut dyn Device,
+        rows: usize,
+        cols: usize,
+    ) -> Result<BufferId, Error> {
+        let impossible = Error::Shape { rows, cols, experts: 1 };
+        let capacity = rows.checked_mul(cols).filter(|n| *n <= isize::MAX as usize / size_of::<f32>());
+        let capacity = capacity.ok_or(impossible)?;
+        let view = View { ptr: device.allocate(capacity * size_of::<f32>())?, rows: 0, cols };
+        self.0.push(Buffer { view, capacity, quantised: Room::default(), fresh: false });
+        Ok(BufferId(self.0.len() as u32 - 1))
+    }
+
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn get(&self, id: BufferId) -> Result<View, Error> {
+        let missing = Error::OutOfRange { what: "buffer", index: id.0 as usize, len: self.0.len() };
+        Ok(self.0.get(id.0 as usize).ok_or(missing)?.view)
+    }
+
+    /// Two buffers, of which one is read and the other changed.
+    ///
+    /// # Errors
+    /// [`Error::SameBuffer`], [`Error::OutOfRange`].
+    pub(super) fn pair(&self, read: BufferId, write: BufferId) -> Result<(View, View), Error> {
+        if read == write { Err(Error::SameBuffer) } else { Ok((self.get(read)?, self.get(write)?)) }
+    }
+
+    fn buffer(&mut self, id: BufferId) -> Result<&mut Buffer, Error> {
+        let missing = Error::OutOfRange { what: "buffer", index: id.0 as usize, len: self.0.len() };
+        self.0.get_mut(id.0 as usize).ok_or(missing)
+    }
+
+    /// Says that an op has changed the values.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn changed(&mut self, id: BufferId) -> Result<(), Error> {
+        self.buffer(id)?.fresh = false;
+        Ok(())
+    }
+
+    /// Declares how many rows of which width a buffer holds.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for more than there is room for.
+    pub(super) fn shape(&mut self, id: BufferId, rows: usize, cols: usize) -> Result<View, Error> {
+        let buffer = self.buffer(id)?;
+        if rows.checked_mul(cols).is_none_or(|len| len > buffer.capacity) {
+            let (index, len) = (rows.saturating_mul(cols), buffer.capacity);
+            return Err(Error::OutOfRange { what: "buffer value", index, len });
+        }
+        (buffer.view.rows, buffer.view.cols, buffer.fresh) = (rows, cols, false);
+        Ok(buffer.view)
+    }
+
+    /// The buffer that a product or table goes to: as it is if something is added to it, else in a new shape.
+    ///
+    /// # Errors
+    /// [`Error::Length`] for other rows than those that are added, or another width.
+    pub(super) fn target(
+        &mut self,
+        id: BufferId,
+        (rows, cols): (usize, usize),
+        accumulate: bool,
+    ) -> Result<View, Error> {
+        if !accumulate {
+            return self.shape(id, rows, cols);
+        }
+        let view = self.get(id)?;
+        same("rows to add to", rows, view.rows)?;
+        same("columns to add to", cols, view.cols)?;
+        self.changed(id)?;
+        Ok(view)
+    }
+
+    /// Where the op that changes a buffer leaves the 8-bit form of its rows.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`]; what the device says.
+    pub(super) fn quantised(&mut self, device: &mut dyn Device, id: BufferId) -> Result<DevicePtr, Error> {
+        let buffer = self.buffer(id)?;
+        let bytes = buffer.view.rows * quantised_row_bytes(buffer.view.cols);
+        let room = buffer.quantised.of(device, bytes)?;
+        buffer.fresh = true;
+        Ok(room)
+    }
+
+    /// The 8-bit form of a buffer's rows, and whether it has yet to be made.
+    ///
+    /// # Errors
+    /// As [`Self::quantised`].
+    pub(super) fn int8(&mut self, device: &mut dyn Device, id: BufferId) -> Result<(DevicePtr, bool), Error> {
+        let fresh = self.buffer(id)?.fresh;
+        Ok((self.quantised(device, id)?, !fresh))
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.iter().map(|buffer| buffer.capacity * size_of::<f32>() + buffer.quantised.bytes()).sum()
+    }
+}
+
+/// A vector of f32.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Vector {
+    pub(super) ptr: DevicePtr,
+    pub(super) len: usize,
+}
+
+/// All vectors.
+#[derive(Debug, Default)]
+pub(super) struct Vectors(Vec<Vector>);
+
+impl Vectors {
+    pub(super) fn create(&mut self, device: &mut dyn Device, values: &[f32]) -> Result<VectorId, Error> {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+        let ptr = uploaded(device, &bytes)?;
+        self.0.push(Vector { ptr, len: values.len() });
+        Ok(VectorId(self.0.len() as u32 - 1))
+    }
+
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn get(&self, id: VectorId) -> Result<Vector, Error> {
+        let missing = Error::OutOfRange { what: "vector", index: id.0 as usize, len: self.0.len() };
+        self.0.get(id.0 as usize).copied().ok_or(missing)
+    }
+
+    /// A vector of this length, where there is one.
+    ///
+    /// # Errors
+    /// [`Error::Length`] for another length.
+    pub(super) fn optional(
+        &self,
+        what: &'static str,
+        id: Option<VectorId>,
+        len: usize,
+    ) -> Result<Option<DevicePtr>, Error> {
+        id.map(|id| self.sized(what, id, len)).transpose()
+    }
+
+    /// A vector of this length.
+    ///
+    /// # Errors
+    /// [`Error::Length`] for another length.
+    pub(super) fn sized(&self, what: &'static str, id: VectorId, len: usize) -> Result<DevicePtr, Error> {
+        let vector = self.get(id)?;
+        same(what, len, vector.len)?;
+        Ok(vector.ptr)
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.iter().map(|vector| vector.len * size_of::<f32>()).sum()
+    }
+}
+
+/// Bytes in device memory of their own.
+///
+/// # Errors
+/// What the device says.
+pub(super) fn uploaded(device: &mut dyn Device, bytes: &[u8]) -> Result<DevicePtr, CudaError> {
+    let ptr = device.allocate(bytes.len())?;
+    device.upload(ptr, bytes)?;
+    Ok(ptr)
+}
+
+/// # Errors
+/// [`Error::Length`] where the two differ.
+pub(super) fn same(what: &'static str, expected: usize, found: usize) -> Result<(), Error> {
+    if expected == found { Ok(()) } else { Err(Error::Length { what, expected, found }) }
+}

@@ -1,0 +1,157 @@
+//! Matrices on the device: uploading, products, rows as embeddings.
+
+use super::super::matmul::{Activations, Embedding, Experts, MatmulKernels, Matrix, Product, reads_int8};
+use super::super::pack::TiledShape;
+use super::super::{Device, DevicePtr};
+use super::CudaBackend;
+use super::memory::{Buffers, same};
+use super::modules::Modules;
+use crate::backend::{ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource};
+use crate::error::Error;
+use crate::quant::GgmlType;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Bytes that one thread packs before they are uploaded: what a load needs of the host besides the file.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// All matrices, and the kernels of their types.
+#[derive(Default)]
+pub(super) struct Matrices {
+    all: Vec<Matrix>,
+    kernels: HashMap<GgmlType, MatmulKernels>,
+}
+
+impl Matrices {
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn get(&self, id: MatrixId) -> Result<(&Matrix, &MatmulKernels), Error> {
+        let missing = Error::OutOfRange { what: "matrix", index: id.0 as usize, len: self.all.len() };
+        let matrix = self.all.get(id.0 as usize).ok_or(missing)?;
+        let ty = matrix.shape.ty();
+        Ok((matrix, self.kernels.get(&ty).ok_or(Error::NoMatmul { ty: ty.name() })?))
+    }
+
+    /// Repacks a matrix and uploads it, piece by piece, on so many threads.
+    pub(super) fn create(
+        &mut self,
+        device: &mut dyn Device,
+        modules: &mut Modules,
+        source: MatrixSource<'_>,
+        threads: usize,
+    ) -> Result<MatrixId, Error> {
+        let ty = GgmlType::from_id(source.ggml_type)?;
+        let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
+        same("tensor bytes", shape.file_bytes(), source.bytes.len())?;
+        if !self.kernels.contains_key(&ty) {
+            let kernels = MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?;
+            self.kernels.insert(ty, kernels);
+        }
+        let start = device.allocate(shape.packed_bytes())?;
+        let tiles = shape.tiles() * shape.experts();
+        let piece = (PIECE_BYTES / shape.tile_bytes()).max(1);
+        let pieces: Vec<Range<usize>> =
+            (0..tiles).step_by(piece).map(|first| first..tiles.min(first + piece)).collect();
+        for wave in pieces.chunks(threads.max(1)) {
+            for (tiles, packed) in wave.iter().zip(pack(&shape, source.bytes, wave)) {
+                device.upload(start.offset(tiles.start * shape.tile_bytes()), &packed?)?;
+            }
+        }
+        self.all.push(Matrix { shape, start });
+        Ok(MatrixId(self.all.len() as u32 - 1))
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.all.iter().map(|matrix| matrix.shape.packed_bytes()).sum()
+    }
+}
+
+/// Packs pieces, each on a thread.
+fn pack(shape: &TiledShape, bytes: &[u8], pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
+    let one = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
+        let mut packed = Vec::new();
+        shape.pack(tiles.clone(), &bytes[shape.file_range(tiles.clone())], &mut packed)?;
+        Ok(packed)
+    };
+    if let [only] = pieces {
+        return vec![one(only)];
+    }
+    std::thread::scope(|scope| {
+        let running: Vec<_> = pieces.iter().map(|piece| scope.spawn(move || one(piece))).collect();
+        let lost = || Err(Error::Unsupported { what: "a matrix whose packing ends its thread" });
+        running.into_iter().map(|running| running.join().unwrap_or_else(|_| lost())).collect()
+    })
+}
+
+/// The rows of a buffer as a product with a matrix reads them.
+pub(super) fn activations(
+    device: &mut dyn Device,
+    buffers: &mut Buffers,
+    rowwise: &super::super::rowwise::RowwiseKernels,
+    mode: ActivationMode,
+    (x, matrix): (BufferId, &Matrix),
+) -> Result<Activations, Error> {
+    let view = buffers.get(x)?;
+    same("columns of a matrix", matrix.shape.cols(), view.cols)?;
+    if mode == ActivationMode::F32 || !reads_int8(matrix.shape.ty()) {
+        return Ok(Activations::F32(view.ptr));
+    }
+    let (quantised, stale) = buffers.int8(device, x)?;
+    if stale {
+        rowwise.quantise(device, view.of(), view.ptr, quantised)?;
+    }
+    Ok(Activations::Int8(quantised))
+}
+
+/// See [`crate::backend::Backend::matmul`].
+pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, vectors, matrices, activations: mode, .. } = backend;
+    let device = device.as_mut();
+    let rows = buffers.get(x)?.rows;
+    let shared = |(index, job): (usize, &MatmulJob)| {
+        job.out == x || jobs[..index].iter().any(|earlier| earlier.out == job.out)
+    };
+    if jobs.iter().enumerate().any(shared) {
+        return Err(Error::SameBuffer);
+    }
+    for job in jobs {
+        let (matrix, kernels) = matrices.get(job.matrix)?;
+        let outputs = matrix.shape.rows();
+        let x = activations(device, buffers, rowwise, *mode, (x, matrix))?;
+        let out = buffers.target(job.out, (rows, outputs), job.accumulate)?;
+        let product = Product {
+            matrix,
+            x,
+            tokens: rows,
+            share: 1,
+            experts: Experts::One,
+            scale: job.scale,
+            bias: vectors.optional("bias of a product", job.bias, outputs)?,
+            accumulate: job.accumulate,
+            out: out.ptr,
+            ld: outputs,
+        };
+        kernels.multiply(device, &product)?;
+    }
+    Ok(())
+}
+
+/// See [`EmbedOp`].
+pub(super) fn embed(backend: &mut CudaBackend, op: &EmbedOp) -> Result<(), Error> {
+    let CudaBackend { device, buffers, matrices, step, .. } = backend;
+    let (table, kernels) = matrices.get(op.table)?;
+    let (rows, pointers) = (step.step().rows(), step.pointers()?);
+    let (index, largest): (DevicePtr, usize) = match op.index {
+        EmbedIndex::Token => (pointers.tokens, step.largest().token),
+        EmbedIndex::Position => (pointers.positions, step.largest().position),
+        EmbedIndex::Segment => (pointers.segments, step.largest().segment),
+    };
+    // Kernels do not look.
+    if rows > 0 && largest >= table.shape.rows() {
+        return Err(Error::OutOfRange { what: "matrix row", index: largest, len: table.shape.rows() });
+    }
+    let out = buffers.target(op.out, (rows, table.shape.cols()), op.accumulate)?;
+    let EmbedOp { scale, accumulate, .. } = *op;
+    let embedding = Embedding { table, index, rows, scale, accumulate, out: out.ptr };
+    Ok(kernels.embed(device.as_mut(), &embedding)?)
+}

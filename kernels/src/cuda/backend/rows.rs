@@ -1,0 +1,166 @@
+//! Ops on one row at a time.
+
+use super::super::rowwise::{Affine, DeviceNorm, Up};
+use super::CudaBackend;
+use super::memory::{Vectors, same};
+use crate::backend::{ActivationMode, BufferId, GateOp, GatedNormOp, Norm, VectorId};
+use crate::error::Error;
+
+/// See [`crate::backend::Backend::norm`].
+pub(super) fn norm(backend: &mut CudaBackend, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, vectors, activations, .. } = backend;
+    let device = device.as_mut();
+    let from = buffers.get(x)?;
+    let norm = device_norm(vectors, norm, from.cols)?;
+    let to = if x == out { from } else { buffers.shape(out, from.rows, from.cols)? };
+    let quantised = match activations {
+        ActivationMode::Int8 => Some(buffers.quantised(device, out)?),
+        ActivationMode::F32 => None,
+    };
+    Ok(rowwise.norm(device, from.of(), from.ptr, &norm, to.ptr, quantised)?)
+}
+
+/// See [`crate::backend::Backend::add`].
+pub(super) fn add(
+    backend: &mut CudaBackend,
+    x: BufferId,
+    y: BufferId,
+    norm: Option<&Norm>,
+    scale: f32,
+) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, vectors, .. } = backend;
+    let (from, to) = buffers.pair(y, x)?;
+    same("rows to add", to.rows, from.rows)?;
+    same("columns to add", to.cols, from.cols)?;
+    let norm = norm.map(|norm| rms_norm(vectors, norm, from.cols, "a post norm that is no RMS norm"));
+    let norm = norm.transpose()?;
+    rowwise.add(device.as_mut(), to.of(), to.ptr, from.ptr, norm.as_ref(), scale)?;
+    buffers.changed(x)
+}
+
+/// See [`GatedNormOp`].
+pub(super) fn gated_norm(backend: &mut CudaBackend, op: &GatedNormOp) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, vectors, activations, .. } = backend;
+    let device = device.as_mut();
+    let (gate, x) = buffers.pair(op.gate, op.x)?;
+    same("gate", x.cols, gate.cols)?;
+    same("rows of a gate", x.rows, gate.rows)?;
+    let norm = rms_norm(vectors, &op.norm, x.cols, "a gated norm that is no RMS norm")?;
+    let quantised = match activations {
+        ActivationMode::Int8 => Some(buffers.quantised(device, op.x)?),
+        ActivationMode::F32 => None,
+    };
+    Ok(rowwise.gated_norm(device, x.of(), x.ptr, gate.ptr, &norm, op.gate_first, quantised)?)
+}
+
+/// See [`GateOp`].
+pub(super) fn gate(backend: &mut CudaBackend, op: &GateOp) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, activations, .. } = backend;
+    let device = device.as_mut();
+    let gate = buffers.get(op.gate)?;
+    let up = match op.up {
+        None if op.up_from > 0 => return Err(Error::Unsupported { what: "columns of nothing" }),
+        None => None,
+        Some(up) => {
+            let (up, _) = buffers.pair(up, op.gate)?;
+            same("rows to gate", gate.rows, up.rows)?;
+            Some(Up { start: up.ptr, cols: up.cols, from: op.up_from })
+        }
+    };
+    let quantised = match activations {
+        ActivationMode::Int8 => Some(buffers.quantised(device, op.gate)?),
+        ActivationMode::F32 => None,
+    };
+    Ok(rowwise.gate(device, gate.of(), gate.ptr, up, op.activation, quantised)?)
+}
+
+/// See [`crate::backend::Backend::scale_rows`].
+pub(super) fn scale_rows(backend: &mut CudaBackend, x: BufferId, gate: BufferId) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, .. } = backend;
+    let (gate, to) = buffers.pair(gate, x)?;
+    same("rows of a gate", to.rows, gate.rows)?;
+    rowwise.scale_rows(device.as_mut(), to.of(), to.ptr, gate.ptr, gate.cols)?;
+    buffers.changed(x)
+}
+
+/// See [`crate::backend::Backend::finish_logits`].
+pub(super) fn scale(
+    backend: &mut CudaBackend,
+    x: BufferId,
+    factor: f32,
+    softcap: Option<f32>,
+) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, .. } = backend;
+    let view = buffers.get(x)?;
+    rowwise.scale(device.as_mut(), view.of(), view.ptr, factor, softcap)?;
+    buffers.changed(x)
+}
+
+/// See [`crate::backend::Backend::gather_rows`].
+pub(super) fn gather(
+    backend: &mut CudaBackend,
+    x: BufferId,
+    rows: &[u32],
+    out: BufferId,
+) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, indices, .. } = backend;
+    let device = device.as_mut();
+    let (from, _) = buffers.pair(x, out)?;
+    if let Some(row) = rows.iter().find(|row| **row as usize >= from.rows) {
+        return Err(Error::OutOfRange { what: "row", index: *row as usize, len: from.rows });
+    }
+    let to = buffers.shape(out, rows.len(), from.cols)?;
+    let bytes: Vec<u8> = rows.iter().flat_map(|row| row.to_ne_bytes()).collect();
+    let index = indices.of(device, bytes.len())?;
+    device.upload(index, &bytes)?;
+    Ok(rowwise.gather_rows(device, to.of(), from.ptr, index, to.ptr)?)
+}
+
+/// See [`crate::backend::Backend::argmax`].
+pub(super) fn argmax(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<u32>) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, indices, .. } = backend;
+    let device = device.as_mut();
+    let view = buffers.get(x)?;
+    let mut bytes = vec![0; view.rows * size_of::<u32>()];
+    let found = indices.of(device, bytes.len())?;
+    rowwise.argmax(device, view.of(), view.ptr, found)?;
+    device.download(found, &mut bytes)?;
+    out.clear();
+    out.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)));
+    Ok(())
+}
+
+/// A norm of rows of `cols` values whose vectors have been looked up.
+fn device_norm(vectors: &Vectors, norm: &Norm, cols: usize) -> Result<DeviceNorm, Error> {
+    let Norm { rms, weight, bias, eps, width } = *norm;
+    if rms && bias.is_some() {
+        return Err(Error::Unsupported { what: "an RMS norm with a bias" });
+    }
+    if width == 0 || !cols.is_multiple_of(width) {
+        return Err(Error::Length { what: "row to norm", expected: width, found: cols });
+    }
+    let affine = |what, id: Option<VectorId>| -> Result<Option<Affine>, Error> {
+        let Some(id) = id else { return Ok(None) };
+        let vector = vectors.get(id)?;
+        let fits = vector.len == width || vector.len == cols;
+        let misfit = Error::Length { what, expected: width, found: vector.len };
+        if fits { Ok(Some(Affine { start: vector.ptr, len: vector.len })) } else { Err(misfit) }
+    };
+    Ok(DeviceNorm {
+        rms,
+        weight: affine("norm weight", weight)?,
+        bias: affine("norm bias", bias)?,
+        eps,
+        width,
+    })
+}
+
+/// As [`device_norm`]; `otherwise` says what another norm than an RMS norm is.
+fn rms_norm(
+    vectors: &Vectors,
+    norm: &Norm,
+    cols: usize,
+    otherwise: &'static str,
+) -> Result<DeviceNorm, Error> {
+    if norm.rms { device_norm(vectors, norm, cols) } else { Err(Error::Unsupported { what: otherwise }) }
+}

@@ -1,0 +1,203 @@
+//! Every op on a device against the same op on the CPU: what `kvasir gpu-check` runs on a GPU, and the tests on the
+//! interpreter.
+
+use crate::backend::{Backend, BufferId, VectorId};
+use crate::error::Error;
+use crate::quant::GgmlType;
+
+mod caches;
+mod cases;
+
+#[cfg(test)]
+mod tests;
+
+/// Makes a backend of its own for each group of cases.
+pub type Make<'a> = dyn FnMut() -> Result<Box<dyn Backend>, Error> + 'a;
+
+/// What a group of cases asks of a backend: a name and values for each.
+type Group = fn(&mut Inputs<'_>) -> Result<(), Error>;
+
+/// One op with one set of arguments.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    /// The op, as [`Backend`] calls it.
+    pub op: &'static str,
+    /// Its arguments, in words.
+    pub what: String,
+    /// How far the device is from the CPU, relative to the length of what the CPU gives.
+    pub error: f64,
+    /// How far it may be.
+    pub tolerance: f64,
+}
+
+impl Case {
+    /// Whether the device does what the CPU does.
+    pub fn passed(&self) -> bool {
+        self.error <= self.tolerance
+    }
+}
+
+/// What was compared, and what could not be.
+#[derive(Debug, Default)]
+pub struct Checked {
+    /// All cases that ran on both.
+    pub cases: Vec<Case>,
+    /// Groups that the device, or the CPU, refused in the middle, and why.
+    pub refused: Vec<String>,
+}
+
+impl Checked {
+    /// Whether everything ran and is as near as it must be.
+    pub fn passed(&self) -> bool {
+        self.refused.is_empty() && self.cases.iter().all(Case::passed)
+    }
+}
+
+/// Compares a device with an oracle in all cases.
+pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>) -> Checked {
+    let mut checked = Checked::default();
+    for ty in GgmlType::ALL {
+        if super::matmul::MatmulKernels::source(ty).is_ok() {
+            checked
+                .group(&format!("products of {ty}"), device, oracle, &|inputs| cases::products(inputs, ty));
+        }
+    }
+    let groups: [(&str, Group); 4] = [
+        ("rows", cases::rows),
+        ("gates", cases::gates),
+        ("embeddings", cases::embeddings),
+        ("experts", cases::experts),
+    ];
+    for (name, group) in groups {
+        checked.group(name, device, oracle, &group);
+    }
+    for layer in caches::KV_LAYERS {
+        checked.group("attention", device, oracle, &|inputs| caches::attention(inputs, layer));
+    }
+    checked.group("delta net", device, oracle, &caches::delta_net);
+    checked.group("Mamba-2", device, oracle, &caches::mamba2);
+    checked
+}
+
+impl Checked {
+    fn group(
+        &mut self,
+        name: &str,
+        device: &mut Make<'_>,
+        oracle: &mut Make<'_>,
+        run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>,
+    ) {
+        let mut outputs = |who: &str, make: &mut Make<'_>| {
+            let mut outputs = Vec::new();
+            let outcome = make().and_then(|mut backend| {
+                run(&mut Inputs { backend: backend.as_mut(), random: Random(1), outputs: &mut outputs })
+            });
+            if let Err(error) = outcome {
+                self.refused.push(format!("{name}, {who}: {error}"));
+            }
+            outputs
+        };
+        let found = outputs("the device", device);
+        let wanted = outputs("the CPU", oracle);
+        self.cases.extend(found.iter().zip(&wanted).map(|(found, wanted)| found.case(wanted)));
+    }
+}
+
+/// What an op gave.
+struct Output {
+    op: &'static str,
+    what: String,
+    tolerance: f64,
+    values: Vec<f32>,
+}
+
+impl Output {
+    fn case(&self, wanted: &Self) -> Case {
+        let Self { op, what, tolerance, .. } = self;
+        Case { op, what: what.clone(), error: distance(&self.values, &wanted.values), tolerance: *tolerance }
+    }
+}
+
+/// |found - wanted| / |wanted|; a value that is not a number must be none on both sides.
+fn distance(found: &[f32], wanted: &[f32]) -> f64 {
+    if found.len() != wanted.len() {
+        return f64::INFINITY;
+    }
+    let (mut apart, mut length) = (0.0, 0.0);
+    for (found, wanted) in found.iter().zip(wanted) {
+        if found.to_bits() == wanted.to_bits() || (found.is_nan() && wanted.is_nan()) {
+            length += if wanted.is_finite() { f64::from(*wanted).powi(2) } else { 0.0 };
+            continue;
+        }
+        if !found.is_finite() || !wanted.is_finite() {
+            return f64::INFINITY;
+        }
+        apart += (f64::from(*found) - f64::from(*wanted)).powi(2);
+        length += f64::from(*wanted).powi(2);
+    }
+    if apart == 0.0 { 0.0 } else { (apart / length.max(f64::MIN_POSITIVE)).sqrt() }
+}
+
+/// A backend, the same numbers for each, and what comes out.
+struct Inputs<'a> {
+    backend: &'a mut dyn Backend,
+    random: Random,
+    outputs: &'a mut Vec<Output>,
+}
+
+impl Inputs<'_> {
+    /// A buffer that holds random rows.
+    fn rows(&mut self, rows: usize, cols: usize) -> Result<BufferId, Error> {
+        let buffer = self.backend.create_buffer(rows, cols)?;
+        let values = self.random.values(rows * cols);
+        self.backend.write_rows(buffer, &values)?;
+        Ok(buffer)
+    }
+
+    /// A vector of random values.
+    fn vector(&mut self, len: usize) -> Result<VectorId, Error> {
+        let values = self.random.values(len);
+        self.backend.create_vector(&values)
+    }
+
+    /// Keeps what a buffer holds as what an op gave.
+    fn keep(
+        &mut self,
+        op: &'static str,
+        what: impl Into<String>,
+        tolerance: f64,
+        (buffer, rows, cols): (BufferId, usize, usize),
+    ) -> Result<(), Error> {
+        let mut values = vec![0.0; rows * cols];
+        for (row, values) in values.chunks_exact_mut(cols).enumerate() {
+            self.backend.read_row(buffer, row, values)?;
+        }
+        self.outputs.push(Output { op, what: what.into(), tolerance, values });
+        Ok(())
+    }
+}
+
+/// The same numbers on every machine.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// In -1..1.
+    fn value(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn values(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.value()).collect()
+    }
+
+    /// Bytes of a weight format: with one bit cleared in each, no scale or value of any format is infinite or none.
+    fn weights(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.next() as u8 & 0xbf).collect()
+    }
+}

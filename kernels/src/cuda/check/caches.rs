@@ -1,0 +1,229 @@
+//! Ops over the arena: keys and values, recurrent states.
+
+use super::{Inputs, Output};
+use crate::backend::{
+    AttentionOp, BlockTable, ConvOp, DeltaNetOp, HeadType, KvShape, KvType, KvWrite, Mamba2Op, Norm, QkvOp,
+    RopeSource, StateExport, StateKind, StateLayerId, StateShape, StepInput, StepSequence, StepState,
+};
+use crate::error::Error;
+
+const BLOCK: usize = 16;
+/// Keys and values are rounded alike on both sides, the softmax is summed in another order.
+const ATTENTION: f64 = 1e-3;
+/// States are carried from row to row in f32.
+const STATES: f64 = 1e-4;
+
+/// A layer of attention: heads, key/value heads, their widths, and what of the past is seen.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KvLayer {
+    kv_type: KvType,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    v_head_dim: usize,
+    window: Option<usize>,
+    causal: bool,
+}
+
+const PLAIN: KvLayer = KvLayer {
+    kv_type: KvType::F16,
+    heads: 4,
+    kv_heads: 2,
+    head_dim: 64,
+    v_head_dim: 64,
+    window: None,
+    causal: true,
+};
+
+pub(super) const KV_LAYERS: [KvLayer; 7] = [
+    PLAIN,
+    KvLayer { kv_type: KvType::F32, heads: 3, kv_heads: 1, ..PLAIN },
+    KvLayer { kv_type: KvType::Q8_0, heads: 2, head_dim: 128, v_head_dim: 128, ..PLAIN },
+    KvLayer { window: Some(20), heads: 8, kv_heads: 1, ..PLAIN },
+    KvLayer { head_dim: 96, v_head_dim: 80, ..PLAIN },
+    KvLayer { kv_type: KvType::F32, head_dim: 256, v_head_dim: 256, heads: 2, kv_heads: 1, ..PLAIN },
+    KvLayer { kv_type: KvType::F32, heads: 2, head_dim: 32, v_head_dim: 32, causal: false, ..PLAIN },
+];
+
+/// Two sequences, a prompt each and then, where positions follow each other, a row each: norms, rotation, writing and
+/// reading, over blocks in no order.
+pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
+    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
+    let shape =
+        KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens: BLOCK, kv_type, window, causal };
+    let block = inputs.backend.kv_block_bytes(shape)?;
+    let id = inputs.backend.create_kv_layer(0, shape, 0)?;
+    let rope = inputs.backend.create_rope(RopeSource {
+        interleaved: heads == 4,
+        n_rot: head_dim / 2,
+        base: 10_000.0,
+        freq_scale: 1.0,
+        factors: None,
+        magnitude: 1.0,
+    })?;
+    let norm_weight = inputs.vector(head_dim)?;
+    let norm = Norm { rms: true, weight: Some(norm_weight), bias: None, eps: 1e-6, width: head_dim };
+    let sinks = inputs.vector(heads)?;
+    inputs.backend.create_kv_arena(8 * block, &[block])?;
+    let units = |number: usize| (number * block / 64) as u32;
+    let (first, second) = ([5, 1, 6].map(units), [2, 7].map(units));
+    let tables = vec![vec![BlockTable::Paged(&first), BlockTable::Paged(&second)]];
+    let steps: &[[(usize, usize); 2]] =
+        if causal { &[[(0, 37), (0, 5)], [(37, 1), (5, 1)]] } else { &[[(0, 30), (0, 5)]] };
+    for [(context, rows), (other_context, other_rows)] in steps {
+        let all = rows + other_rows;
+        let sequences = [
+            StepSequence { rows: 0..*rows, context: *context, segment_start: None },
+            StepSequence { rows: *rows..all, context: *other_context, segment_start: None },
+        ];
+        let tokens = vec![0; all];
+        let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
+        inputs.backend.begin_step(&step)?;
+        let q = inputs.rows(all, heads * head_dim)?;
+        let (k, v) = (inputs.rows(all, kv_heads * head_dim)?, inputs.rows(all, kv_heads * v_head_dim)?);
+        let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
+        inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: Some(rope), layer: id })?;
+        let what = format!("{layer:?}, {rows} and {other_rows} rows");
+        inputs.keep("qkv", what.clone(), 1e-5, (q, all, heads * head_dim))?;
+        let out = inputs.backend.create_buffer(all, heads * v_head_dim)?;
+        let (scale, sinks) = (0.125, (kv_type == KvType::F16).then_some(sinks));
+        inputs.backend.attention(&AttentionOp { q, out, scale, sinks, layer: id })?;
+        inputs.keep("attention", what, ATTENTION, (out, all, heads * v_head_dim))?;
+    }
+    Ok(())
+}
+
+/// What a step does with the states of two sequences.
+struct States {
+    layer: StateLayerId,
+    shape: StateShape,
+    slot_units: u32,
+}
+
+impl States {
+    fn new(inputs: &mut Inputs<'_>, shape: StateShape) -> Result<Self, Error> {
+        let heads: Vec<_> =
+            (0..shape.heads).map(|head| if head == 0 { HeadType::Bf16 } else { HeadType::F32 }).collect();
+        let bytes = inputs.backend.state_bytes(shape, &heads)?;
+        let layer = inputs.backend.create_state_layer(shape, &heads, 0)?;
+        inputs.backend.create_kv_arena(8 * bytes, &[bytes])?;
+        Ok(Self { layer, shape, slot_units: (bytes / 64) as u32 })
+    }
+
+    fn slot(&self, number: u32) -> u32 {
+        number * self.slot_units
+    }
+
+    /// Begins step `number`: a prompt with a state kept in the middle, a row each, rows that may be taken back.
+    fn begin(&self, inputs: &mut Inputs<'_>, number: usize) -> Result<usize, Error> {
+        let at = |read: Option<u32>, write: u32| StepState {
+            read: read.map(|slot| self.slot(slot)),
+            write: self.slot(write),
+            ..StepState::default()
+        };
+        let export = StateExport { row: 4, slot: self.slot(6) };
+        let (lengths, states) = match number {
+            0 => ([7, 2], [StepState { exports: vec![export], ..at(None, 1) }, at(None, 2)]),
+            1 => ([1, 1], [at(Some(1), 1), at(Some(2), 3)]),
+            _ => {
+                let deferred = |state| StepState { deferred: true, ..state };
+                ([4, 3], [deferred(at(Some(1), 1)), deferred(at(Some(3), 4))])
+            }
+        };
+        let all = lengths[0] + lengths[1];
+        let sequences = [
+            StepSequence { rows: 0..lengths[0], context: 0, segment_start: None },
+            StepSequence { rows: lengths[0]..all, context: 0, segment_start: None },
+        ];
+        let tokens = vec![0; all];
+        inputs.backend.begin_step(&StepInput {
+            tokens: &tokens,
+            sequences: &sequences,
+            tables: &[],
+            states: &states,
+        })?;
+        Ok(all)
+    }
+
+    /// After a step: what its rows gave is kept already, the states are now.
+    fn end(&self, inputs: &mut Inputs<'_>, op: &'static str, number: usize) -> Result<(), Error> {
+        let slots: &[u32] = match number {
+            0 => &[1, 2, 6],
+            1 => &[1, 3],
+            _ => {
+                inputs.backend.accept(&[2, 0])?;
+                &[1, 4]
+            }
+        };
+        for slot in slots {
+            let mut conv = vec![0.0; self.shape.conv_len()];
+            let mut matrices = vec![0.0; self.shape.recurrent_len()];
+            inputs.backend.read_state(self.layer, self.slot(*slot), &mut conv, &mut matrices)?;
+            let parts = [("conv", conv), (op, matrices)];
+            inputs.outputs.extend(parts.map(|(op, values)| {
+                let what = format!("state {slot} after step {number}");
+                Output { op, what, tolerance: if op == "conv" { 1e-6 } else { STATES }, values }
+            }));
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn delta_net(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (k_heads, heads, k_dim, v_dim, taps) = (2, 4, 64, 32, 4);
+    let channels = 2 * k_heads * k_dim + heads * v_dim;
+    let shape = StateShape { kind: StateKind::DeltaNet, channels, taps, heads, rows: k_dim, cols: v_dim };
+    let (weight, dt_bias) = (inputs.vector(channels * taps)?, inputs.vector(heads)?);
+    let a = below_zero(inputs, heads)?;
+    let states = States::new(inputs, shape)?;
+    for number in 0..3 {
+        let rows = states.begin(inputs, number)?;
+        let (qkv, beta) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
+        let (alpha, out) = (inputs.rows(rows, heads)?, inputs.backend.create_buffer(rows, heads * v_dim)?);
+        inputs.backend.conv(&ConvOp { x: qkv, weight, bias: None, layer: states.layer })?;
+        inputs.keep("conv", format!("step {number}"), STATES, (qkv, rows, channels))?;
+        let tiled = number == 0;
+        let op = DeltaNetOp {
+            qkv,
+            beta,
+            alpha,
+            a,
+            dt_bias,
+            k_heads,
+            tiled,
+            l2_eps: 1e-6,
+            out,
+            layer: states.layer,
+        };
+        inputs.backend.delta_net(&op)?;
+        inputs.keep("delta_net", format!("step {number}"), STATES, (out, rows, heads * v_dim))?;
+        states.end(inputs, "delta_net", number)?;
+    }
+    Ok(())
+}
+
+pub(super) fn mamba2(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (groups, heads, head_dim, state, taps) = (2, 4, 32, 64, 4);
+    let channels = heads * head_dim + 2 * groups * state;
+    let shape = StateShape { kind: StateKind::Mamba2, channels, taps, heads, rows: head_dim, cols: state };
+    let (weight, bias) = (inputs.vector(channels * taps)?, inputs.vector(channels)?);
+    let (d, dt_bias) = (inputs.vector(heads)?, inputs.vector(heads)?);
+    let a = below_zero(inputs, heads)?;
+    let states = States::new(inputs, shape)?;
+    for number in 0..3 {
+        let rows = states.begin(inputs, number)?;
+        let (xbc, dt) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
+        let out = inputs.backend.create_buffer(rows, heads * head_dim)?;
+        inputs.backend.conv(&ConvOp { x: xbc, weight, bias: Some(bias), layer: states.layer })?;
+        let op = Mamba2Op { xbc, dt, a, d, dt_bias, groups, out, layer: states.layer };
+        inputs.backend.mamba2(&op)?;
+        inputs.keep("mamba2", format!("step {number}"), STATES, (out, rows, heads * head_dim))?;
+        states.end(inputs, "mamba2", number)?;
+    }
+    Ok(())
+}
+
+fn below_zero(inputs: &mut Inputs<'_>, len: usize) -> Result<crate::backend::VectorId, Error> {
+    let values: Vec<f32> = inputs.random.values(len).into_iter().map(|value| -value.abs() - 0.1).collect();
+    inputs.backend.create_vector(&values)
+}

@@ -1,0 +1,78 @@
+//! What this machine has for GPUs, and what is missing.
+
+use super::{Compiler, CudaError, GpuInfo, driver_version, gpus};
+
+/// Driver, compiler and devices, each found or with the reason why not.
+#[derive(Debug)]
+pub struct Survey {
+    /// 13000 for CUDA 13.0.
+    pub driver: Result<i32, CudaError>,
+    /// Devices; none are found without a driver.
+    pub gpus: Result<Vec<GpuInfo>, CudaError>,
+    /// The compiler of kernels.
+    pub nvrtc: Result<Compiler, CudaError>,
+}
+
+impl Survey {
+    /// Looks. Without a driver this takes a few failed attempts to open a file, and the compiler is not looked for
+    /// unless `thorough`.
+    pub fn take(thorough: bool) -> Self {
+        let driver = driver_version();
+        let gpus = match &driver {
+            Ok(_) => gpus(),
+            Err(error) => Err(error.clone()),
+        };
+        let nvrtc = match &driver {
+            Err(error) if !thorough => Err(error.clone()),
+            _ => Compiler::find(),
+        };
+        Self { driver, gpus, nvrtc }
+    }
+
+    /// The first GPU and the compiler, if both are there.
+    ///
+    /// # Errors
+    /// All that is missing, in words.
+    pub fn usable(self) -> Result<(GpuInfo, Compiler), String> {
+        let missing = self.missing();
+        match (self.gpus.ok().and_then(|gpus| gpus.into_iter().next()), self.nvrtc) {
+            (Some(gpu), Ok(compiler)) => Ok((gpu, compiler)),
+            _ => Err(missing.join("; ")),
+        }
+    }
+
+    /// What is missing, each thing once.
+    pub fn missing(&self) -> Vec<String> {
+        let mut missing = Vec::new();
+        match (&self.driver, &self.gpus) {
+            (Err(error), _) | (Ok(_), Err(error)) => missing.push(error.to_string()),
+            (Ok(_), Ok(gpus)) if gpus.is_empty() => missing.push("the CUDA driver has no device".to_owned()),
+            (Ok(_), Ok(_)) => {}
+        }
+        if let Err(error) = &self.nvrtc
+            && self.driver.as_ref().err() != Some(error)
+        {
+            missing.push(error.to_string());
+        }
+        missing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn no_driver() -> CudaError {
+        CudaError::Missing { library: "CUDA driver", looked_for: vec!["libcuda.so".into()] }
+    }
+
+    #[test]
+    fn what_is_missing_is_said_once() {
+        let survey = Survey { driver: Err(no_driver()), gpus: Err(no_driver()), nvrtc: Err(no_driver()) };
+        assert_eq!(survey.missing(), ["no CUDA driver here; looked for libcuda.so"]);
+        let nvrtc = CudaError::Version { library: "NVRTC", found: "12.8".into(), wanted: "13.x" };
+        let survey = Survey { driver: Ok(13_000), gpus: Ok(Vec::new()), nvrtc: Err(nvrtc) };
+        let missing = survey.usable().unwrap_err();
+        assert_eq!(missing, "the CUDA driver has no device; NVRTC is version 12.8; 13.x is needed");
+    }
+}

@@ -1,0 +1,278 @@
+//! `kvasir gpu-check`: what this machine has for GPUs, how fast they are, and whether they compute what the CPU does.
+
+use crate::config::ConfigError;
+use crate::home;
+use anyhow::{Result, bail};
+use kernels::backend::{ActivationMode, Backend};
+use kernels::cpu::{CpuBackend, CpuConfig};
+use kernels::cuda::check::{Case, Checked, compare};
+use kernels::cuda::{
+    Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, source,
+};
+use kernels::pool::{Pool, PoolConfig};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes that are copied to measure the memory: many times what the caches hold.
+const COPY_BYTES: usize = 1 << 30;
+/// Copies, launches and replays that are timed together.
+const TIMED: u32 = 50;
+/// Launches of one graph.
+const GRAPH_LAUNCHES: usize = 200;
+
+/// Checks this machine's GPUs: libraries, speed of memory and launches, and every op against the CPU
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir gpu-check --json > gpu.json\n\n\
+    It ends with 1 where there is no GPU that can be computed on, and where one computes something else than the CPU.")]
+pub(crate) struct GpuCheck {
+    /// Print one JSON object, to be attached to a report of a bug
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    kvasir: &'static str,
+    driver: Option<String>,
+    nvrtc: Option<Nvrtc>,
+    /// Why there is nothing to compute on; empty where there is.
+    missing: Vec<String>,
+    devices: Vec<DeviceReport>,
+    /// What computes each op when a worker runs on a GPU.
+    coverage: BTreeMap<&'static str, &'static str>,
+}
+
+#[derive(Debug, Serialize)]
+struct Nvrtc {
+    version: String,
+    found_at: String,
+}
+
+#[derive(Debug, Serialize)]
+struct DeviceReport {
+    ordinal: u32,
+    name: String,
+    arch: String,
+    memory_bytes: u64,
+    unified_memory: bool,
+    multiprocessors: u32,
+    shared_bytes_per_block: u32,
+    l2_bytes: u32,
+    /// Of the first device, and where the compiler is there too.
+    #[serde(flatten)]
+    measured: Option<Measured>,
+}
+
+#[derive(Debug, Serialize)]
+struct Measured {
+    ceilings: Ceilings,
+    correct: bool,
+    refused: Vec<String>,
+    cases: Vec<CaseReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct Ceilings {
+    /// Read and written bytes per second of copies inside the device.
+    copy_bytes_per_second: f64,
+    /// Of kernels that do next to nothing, one after the other.
+    launch_us: f64,
+    /// Of the same kernels, recorded and run as one graph.
+    graph_launch_us: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct CaseReport {
+    op: &'static str,
+    what: String,
+    error: f64,
+    tolerance: f64,
+    passed: bool,
+}
+
+impl GpuCheck {
+    /// Runs the command.
+    pub(crate) fn run(self) -> Result<()> {
+        let survey = Survey::take(true);
+        let missing = survey.missing();
+        let version = |version: &i32| format!("{}.{}", version / 1000, version % 1000 / 10);
+        let nvrtc = survey.nvrtc.as_ref().ok().map(|compiler| {
+            let (major, minor) = compiler.version();
+            Nvrtc { version: format!("{major}.{minor}"), found_at: compiler.found_at().to_owned() }
+        });
+        let driver = survey.driver.as_ref().ok().map(version);
+        let gpus = survey.gpus.unwrap_or_default();
+        let mut devices: Vec<DeviceReport> = gpus.iter().map(DeviceReport::of).collect();
+        if let (Some(first), Some(report), Ok(compiler)) = (gpus.first(), devices.first_mut(), survey.nvrtc) {
+            report.measured = Some(measure(first, compiler)?);
+        }
+        let kvasir = env!("CARGO_PKG_VERSION");
+        let report = Report { kvasir, driver, nvrtc, missing, devices, coverage: coverage() };
+        match self.json {
+            true => println!("{}", serde_json::to_string(&report)?),
+            false => report.print(),
+        }
+        match report.devices.first().and_then(|device| device.measured.as_ref()) {
+            None => bail!("no GPU that can be computed on: {}", report.missing.join("; ")),
+            Some(measured) if !measured.correct => bail!("the GPU does not compute what the CPU does"),
+            Some(_) => Ok(()),
+        }
+    }
+}
+
+impl DeviceReport {
+    fn of(info: &GpuInfo) -> Self {
+        Self {
+            ordinal: info.ordinal,
+            name: info.name.clone(),
+            arch: info.arch.to_string(),
+            memory_bytes: info.memory_bytes,
+            unified_memory: info.unified,
+            multiprocessors: info.multiprocessors,
+            shared_bytes_per_block: info.shared_bytes,
+            l2_bytes: info.l2_bytes,
+            measured: None,
+        }
+    }
+}
+
+/// Every op has a kernel: what none serves (a weight type, a shape of heads) is refused when a model is loaded.
+fn coverage() -> BTreeMap<&'static str, &'static str> {
+    const OPS: [&str; 19] = [
+        "embed",
+        "norm",
+        "matmul",
+        "qkv",
+        "attention",
+        "conv",
+        "delta_net",
+        "mamba2",
+        "accept",
+        "gated_norm",
+        "gate",
+        "scale_rows",
+        "scale",
+        "add",
+        "moe",
+        "gather_rows",
+        "finish_logits",
+        "argmax",
+        "copy_kv",
+    ];
+    OPS.into_iter().map(|op| (op, "gpu")).collect()
+}
+
+fn measure(info: &GpuInfo, compiler: Compiler) -> Result<Measured> {
+    let (compiler, cache) = (Arc::new(compiler), home::cubins().map(CubinCache::new));
+    let arch = info.arch;
+    let compile = move |source: &source::Source| match &cache {
+        Some(cache) => cache.compile(&compiler, source, arch),
+        None => compiler.compile(source, arch),
+    };
+    let mut gpu = Gpu::open(info.ordinal)?;
+    let ceilings = ceilings(&mut gpu, &compile)?;
+    let environment = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    let cpu = CpuConfig::select(ActivationMode::Int8, environment)
+        .map_err(|error| ConfigError::Environment(error.to_string()))?;
+    let config = CudaConfig { arch, activations: ActivationMode::Int8, threads: 1 };
+    // The first stays open, so that the others find the device awake.
+    let mut device = || -> Result<Box<dyn Backend>, kernels::Error> {
+        let device = Box::new(Gpu::open(info.ordinal)?);
+        Ok(Box::new(CudaBackend::new(device, config, Box::new(compile.clone()))?))
+    };
+    let mut oracle = || -> Result<Box<dyn Backend>, kernels::Error> {
+        Ok(Box::new(CpuBackend::new(cpu, Pool::new(PoolConfig::new(NonZeroUsize::MIN))?)?))
+    };
+    let checked = compare(&mut device, &mut oracle);
+    let correct = checked.passed();
+    let Checked { cases, refused } = checked;
+    Ok(Measured { ceilings, correct, refused, cases: cases.into_iter().map(CaseReport::from).collect() })
+}
+
+impl From<Case> for CaseReport {
+    fn from(case: Case) -> Self {
+        let passed = case.passed();
+        let Case { op, what, error, tolerance } = case;
+        Self { op, what, error, tolerance, passed }
+    }
+}
+
+fn ceilings(
+    gpu: &mut Gpu,
+    compile: &dyn Fn(&source::Source) -> Result<kernels::cuda::Compiled, CudaError>,
+) -> Result<Ceilings, CudaError> {
+    use kernels::cuda::rowwise::{Rows, RowwiseKernels};
+    let bytes = COPY_BYTES.min(usize::try_from(gpu.free_bytes()? / 4).unwrap_or(COPY_BYTES));
+    let (from, to) = (gpu.allocate(bytes)?, gpu.allocate(bytes)?);
+    gpu.fill(from, 1, bytes)?;
+    let copy = timed(gpu, |gpu| gpu.copy(from, to, bytes))?;
+    let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
+    let small = |gpu: &mut Gpu| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, to, 1.0, None);
+    let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
+    gpu.begin_graph()?;
+    (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu))?;
+    let graph = gpu.end_graph()?;
+    let replayed = timed(gpu, |gpu| gpu.replay(graph))?;
+    gpu.free(from)?;
+    gpu.free(to)?;
+    let each = |seconds: f64| seconds * 1e6 / GRAPH_LAUNCHES as f64;
+    Ok(Ceilings {
+        copy_bytes_per_second: 2.0 * bytes as f64 / copy,
+        launch_us: each(launch),
+        graph_launch_us: each(replayed),
+    })
+}
+
+/// Seconds of one run of `work`, after a first one.
+fn timed(gpu: &mut Gpu, mut work: impl FnMut(&mut Gpu) -> Result<(), CudaError>) -> Result<f64, CudaError> {
+    work(gpu)?;
+    gpu.synchronize()?;
+    let started = Instant::now();
+    (0..TIMED).try_for_each(|_| work(gpu))?;
+    gpu.synchronize()?;
+    Ok(started.elapsed().as_secs_f64() / f64::from(TIMED))
+}
+
+impl Report {
+    fn print(&self) {
+        let or_none = |text: &Option<String>| text.clone().unwrap_or_else(|| "none".to_owned());
+        println!("driver    {}", or_none(&self.driver));
+        match &self.nvrtc {
+            Some(Nvrtc { version, found_at }) => println!("NVRTC     {version}, {found_at}"),
+            None => println!("NVRTC     none"),
+        }
+        for missing in &self.missing {
+            println!("missing   {missing}");
+        }
+        for device in &self.devices {
+            let DeviceReport { ordinal, name, arch, memory_bytes, multiprocessors, .. } = device;
+            let memory = *memory_bytes as f64 / 1e9;
+            println!("device {ordinal}  {name}, {arch}, {memory:.1} GB, {multiprocessors} multiprocessors");
+            if let Some(measured) = &device.measured {
+                measured.print();
+            }
+        }
+        let ops: Vec<_> = self.coverage.keys().copied().collect();
+        println!("on a GPU  {}; nothing falls back to the CPU", ops.join(", "));
+    }
+}
+
+impl Measured {
+    fn print(&self) {
+        let Ceilings { copy_bytes_per_second, launch_us, graph_launch_us } = self.ceilings;
+        println!("  copies        {:.0} GB/s read and written", copy_bytes_per_second / 1e9);
+        println!("  launches      {launch_us:.2} us each, {graph_launch_us:.2} us in a graph");
+        for refused in &self.refused {
+            println!("  refused       {refused}");
+        }
+        let failed = self.cases.iter().filter(|case| !case.passed);
+        for CaseReport { op, what, error, tolerance, .. } in failed {
+            println!("  WRONG         {op}, {what}: {error:.1e} off, {tolerance:.0e} allowed");
+        }
+        let passed = self.cases.iter().filter(|case| case.passed).count();
+        println!("  as the CPU    {passed} of {} cases", self.cases.len());
+    }
+}

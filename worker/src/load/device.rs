@@ -1,0 +1,186 @@
+//! What a model is computed on, and whose memory that takes.
+
+use super::{EngineOptions, environment, threads};
+use crate::Error;
+use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
+use kernels::backend::{Backend, MemoryUse};
+use kernels::cuda::{CubinCache, CudaBackend, CudaConfig, Gpu, Survey};
+use std::io;
+
+/// What to compute on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeviceChoice {
+    /// A GPU if there is one, with all that it needs.
+    Auto,
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// A GPU, or nothing.
+    Cuda,
+}
+
+/// Variables that choose kernels of the CPU.
+const CPU_VARIABLES: [&str; 4] =
+    ["KVASIR_BACKEND", "KVASIR_MATMUL_BACKEND", "KVASIR_ATTENTION_BACKEND", "KVASIR_ROWS_BACKEND"];
+
+impl DeviceChoice {
+    /// What the choice comes to on this machine, never [`Self::Auto`], and why.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a GPU that cannot be had, with all that is missing.
+    pub fn resolve(self) -> Result<(Self, String), Error> {
+        self.resolve_with(&environment)
+    }
+
+    pub(super) fn resolve_with(
+        self,
+        environment: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<(Self, String), Error> {
+        let demanded =
+            CPU_VARIABLES.into_iter().find(|name| environment(name).is_some_and(|value| !value.is_empty()));
+        self.decide(demanded, || Survey::take(self == Self::Cuda).usable().map(|(gpu, _)| gpu.name))
+    }
+
+    /// `demanded` is a variable that demands kernels of the CPU, `look` finds a GPU's name or what is missing.
+    fn decide(
+        self,
+        demanded: Option<&str>,
+        look: impl FnOnce() -> Result<String, String>,
+    ) -> Result<(Self, String), Error> {
+        let cannot = |reason| Err(Error::Config { option: "device", reason });
+        match (self, demanded) {
+            (Self::Cpu, _) => Ok((Self::Cpu, "it was asked for".to_owned())),
+            (Self::Auto, Some(variable)) => Ok((Self::Cpu, format!("{variable} chooses its kernels"))),
+            (Self::Cuda, Some(variable)) => {
+                cannot(format!("cuda is asked for, and {variable} chooses kernels of the CPU"))
+            }
+            (choice, None) => match (choice, look()) {
+                (_, Ok(gpu)) => Ok((Self::Cuda, format!("there is a GPU, {gpu}"))),
+                (Self::Cuda, Err(missing)) => cannot(format!("cuda cannot be had: {missing}")),
+                (_, Err(missing)) => Ok((Self::Cpu, missing)),
+            },
+        }
+    }
+}
+
+/// The first GPU.
+pub(super) fn gpu(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
+    let cannot = |reason| Error::Config { option: "device", reason };
+    let (info, compiler) = Survey::take(true).usable().map_err(cannot)?;
+    tracing::info!(gpu = info.name, arch = %info.arch, "computing on a GPU");
+    let arch = info.arch;
+    let cache = options.cubins.as_ref().map(CubinCache::new);
+    let config = CudaConfig { arch, activations: options.activations, threads: threads(options).get() };
+    let gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
+    let compile = move |source: &_| match &cache {
+        Some(cache) => cache.compile(&compiler, source, arch),
+        None => compiler.compile(source, arch),
+    };
+    let backend = CudaBackend::new(Box::new(gpu), config, Box::new(compile));
+    Ok(Box::new(backend.map_err(kernels::Error::from)?))
+}
+
+/// The memory that weights and caches lie in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Memory {
+    /// The host's.
+    Host,
+    /// The host's, shared with the GPU that computes: what is free is `MemAvailable` there too, for the driver counts
+    /// the page cache as used.
+    Unified,
+    /// A GPU's own.
+    Own {
+        /// All of it.
+        total: u64,
+        /// What can be taken.
+        free: u64,
+    },
+}
+
+impl Memory {
+    /// That of the device which the options choose.
+    pub(super) fn of(options: &EngineOptions) -> Result<Self, Error> {
+        if options.device.resolve()?.0 != DeviceChoice::Cuda {
+            return Ok(Self::Host);
+        }
+        let cannot = |reason| Error::Config { option: "device", reason };
+        let (info, _) = Survey::take(true).usable().map_err(cannot)?;
+        if info.unified {
+            return Ok(Self::Unified);
+        }
+        let mut gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
+        let free = gpu.free_bytes().map_err(kernels::Error::from)?;
+        Ok(Self::Own { total: info.memory_bytes, free })
+    }
+
+    /// Without what a backend has taken since.
+    pub(super) fn less(self, taken: MemoryUse) -> Self {
+        let MemoryUse { weights, activations, kv } = taken;
+        match self {
+            Self::Own { total, free } => {
+                Self::Own { total, free: free.saturating_sub((weights + activations + kv) as u64) }
+            }
+            // The host says it itself.
+            other => other,
+        }
+    }
+
+    pub(super) fn total_bytes(self) -> u64 {
+        match self {
+            Self::Host | Self::Unified => crate::memory::total_bytes(),
+            Self::Own { total, .. } => total,
+        }
+    }
+}
+
+impl MemInfo for Memory {
+    fn available_bytes(&self) -> io::Result<u64> {
+        match self {
+            Self::Host | Self::Unified => ProcMemInfo.available_bytes(),
+            Self::Own { free, .. } => Ok(*free),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_of_devices() {
+        use DeviceChoice::{Auto, Cpu, Cuda};
+        let found = || Ok("H200".to_owned());
+        let missing = || Err("no CUDA driver here".to_owned());
+        type Look = fn() -> Result<String, String>;
+        let table: [(DeviceChoice, Option<&str>, Look, Result<DeviceChoice, &str>); 8] = [
+            (Cpu, None, found, Ok(Cpu)),
+            (Cpu, Some("KVASIR_BACKEND"), missing, Ok(Cpu)),
+            (Auto, None, found, Ok(Cuda)),
+            (Auto, None, missing, Ok(Cpu)),
+            (Auto, Some("KVASIR_BACKEND"), found, Ok(Cpu)),
+            (Cuda, None, found, Ok(Cuda)),
+            (Cuda, None, missing, Err("device: cuda cannot be had: no CUDA driver here")),
+            (Cuda, Some("KVASIR_BACKEND"), found, Err("KVASIR_BACKEND chooses kernels of the CPU")),
+        ];
+        for (choice, demanded, look, wanted) in table {
+            match (choice.decide(demanded, look), wanted) {
+                (Ok((found, reason)), Ok(wanted)) => {
+                    assert_eq!(found, wanted);
+                    assert!(!reason.is_empty());
+                }
+                (Err(error), Err(wanted)) => assert!(error.to_string().contains(wanted), "{error}"),
+                (found, wanted) => panic!("{choice:?} {demanded:?}: {found:?}, not {wanted:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_taken_of_a_gpu_is_not_free() {
+        let taken = MemoryUse { weights: 10, activations: 20, kv: 30 };
+        let own = Memory::Own { total: 1000, free: 100 };
+        assert_eq!(own.less(taken), Memory::Own { total: 1000, free: 40 });
+        assert_eq!(own.less(taken).available_bytes().unwrap(), 40);
+        assert_eq!(Memory::Own { total: 1000, free: 59 }.less(taken), Memory::Own { total: 1000, free: 0 });
+        assert_eq!(Memory::Unified.less(taken), Memory::Unified);
+    }
+}
