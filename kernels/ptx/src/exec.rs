@@ -23,7 +23,7 @@ pub(crate) struct Block<'a> {
     pub(crate) memory: &'a mut Memory,
     pub(crate) constants: &'a [u8],
     pub(crate) counts: &'a mut crate::Counts,
-    /// How often each instruction ran, in lanes.
+    /// How often each instruction ran, in lanes; a branch that none takes counts once.
     pub(crate) executed: &'a mut [u64],
     pub(crate) names: &'a Names,
     pub(crate) parameters: Vec<u8>,
@@ -61,7 +61,8 @@ impl Block<'_> {
             let lanes = if mask == ALL { 32 } else { u64::from(mask.count_ones()) };
             self.counts.warp_instructions += 1;
             self.counts.lane_instructions += lanes;
-            self.executed[at] += lanes;
+            // A branch that is not taken is executed all the same.
+            self.executed[at] += lanes.max(matches!(op, Op::Branch { .. }).into());
             let flow = if mask == 0 { Flow::Next } else { self.execute(warp, op, mask)? };
             match flow {
                 Flow::Next => warp.pc += 1,

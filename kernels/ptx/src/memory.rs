@@ -107,14 +107,10 @@ impl Allocation {
         address.wrapping_sub(self.base)
     }
 
-    /// The bytes, if all of them were written.
-    pub(crate) fn whole(&self) -> Option<&[u8]> {
-        (self.unwritten == 0).then_some(&self.bytes)
-    }
-
-    /// The same to write to.
-    pub(crate) fn whole_mut(&mut self) -> Option<&mut [u8]> {
-        (self.unwritten == 0).then_some(&mut self.bytes)
+    /// All bytes, if those at these places were written.
+    pub(crate) fn written(&self, places: &V64, bytes: usize) -> Option<&[u8]> {
+        let all = self.unwritten == 0 || places.iter().all(|&at| self.is_written(self.base + at, bytes));
+        all.then_some(&self.bytes)
     }
 
     pub(crate) fn get(&self, address: u64, bytes: usize) -> &[u8] {

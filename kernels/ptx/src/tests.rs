@@ -7,6 +7,7 @@ mod faults;
 mod float;
 mod integer;
 mod memory;
+mod sample;
 mod tensor;
 mod warp;
 

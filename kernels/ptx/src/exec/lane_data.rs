@@ -126,8 +126,8 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// A load of global memory in one go: all lanes in one allocation, all of which was written. Otherwise nothing
-    /// happens, and each lane must be looked at.
+    /// A load of global memory in one go: all lanes in one allocation, at places that were written and that no
+    /// other block stored to. Otherwise nothing happens, and each lane must be looked at.
     fn gather(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> bool {
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
@@ -135,8 +135,8 @@ impl Block<'_> {
         let addresses = warp.addresses(access.address);
         let Some(index) = self.memory.find(addresses[first], total as u64) else { return false };
         let allocation = self.memory.allocation(index);
-        let Some(bytes) = allocation.whole() else { return false };
         let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
+        let Some(bytes) = allocation.written(&places, total) else { return false };
         let visitor = self.memory.visitor(self.number);
         let met = !self.synchronised
             && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
@@ -210,16 +210,13 @@ impl Block<'_> {
         let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
         let met = !self.synchronised
             && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
-        if met || allocation.whole().is_none() {
+        if met {
             return false;
         }
-        for lane in each(mask) {
-            allocation.visit(places[lane], total, visitor);
-        }
-        let Some(bytes) = allocation.whole_mut() else { return false };
         self.counts.global_written += total as u64 * u64::from(mask.count_ones());
         for lane in each(mask) {
-            let to = &mut bytes[places[lane] as usize..][..total];
+            allocation.visit(places[lane], total, visitor);
+            let to = allocation.get_mut(addresses[lane], total);
             for (data, to) in access.data.iter().zip(to.chunks_exact_mut(size)) {
                 let value = data.map_or(0, |data| warp.lane(data, lane));
                 match size {
