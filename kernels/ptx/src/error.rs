@@ -137,6 +137,14 @@ pub enum FaultKind {
         /// The other access: what, who, where.
         other: String,
     },
+    /// Shared memory is used while a copy into it goes on.
+    #[error("{address:#x} of shared memory is used before the copy into it from {copy} was waited for")]
+    InFlight {
+        /// First byte.
+        address: u64,
+        /// The copy's place and instruction.
+        copy: String,
+    },
     /// An instruction that needs lanes which did not come.
     #[error("{what}: lanes {expected:#010x} are needed, lanes {present:#010x} are here")]
     MissingLanes {

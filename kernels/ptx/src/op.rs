@@ -131,6 +131,67 @@ pub(crate) struct Atomic {
     pub(crate) swap: Option<Data>,
 }
 
+/// What a matrix product multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Factor {
+    F16,
+    Bf16,
+    /// 32 bits of which the upper 19 count.
+    Tf32,
+    S8,
+    U8,
+}
+
+impl Factor {
+    /// Values in 32 bits.
+    pub(crate) fn in_register(self) -> usize {
+        match self {
+            Self::F16 | Self::Bf16 => 2,
+            Self::Tf32 => 1,
+            Self::S8 | Self::U8 => 4,
+        }
+    }
+}
+
+/// What it adds up in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sum {
+    F32,
+    F16,
+    S32,
+}
+
+/// `mma`: 16 rows, 8 columns, spread over the lanes' registers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MatrixProduct {
+    pub(crate) d: Vec<u32>,
+    pub(crate) a: Vec<u32>,
+    pub(crate) b: Vec<u32>,
+    pub(crate) c: Vec<u32>,
+    pub(crate) factors: (Factor, Factor),
+    pub(crate) sum: Sum,
+}
+
+/// `ldmatrix`: matrices of 8 rows of 16 bytes, whose addresses the lanes give.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LoadMatrix {
+    pub(crate) d: Vec<u32>,
+    pub(crate) address: Address,
+    pub(crate) transposed: bool,
+}
+
+/// `cp.async`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CopyAsync {
+    /// In shared memory.
+    pub(crate) to: Address,
+    /// In global memory.
+    pub(crate) from: Address,
+    pub(crate) bytes: u8,
+    /// Register with the bytes to read; the rest becomes zeros.
+    pub(crate) read: Option<u32>,
+}
+
 /// What an instruction does. `d` is written, the others are read; all are register numbers.
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
@@ -328,6 +389,21 @@ pub(crate) enum Op {
         equal: Option<u32>,
         a: Data,
         members: u32,
+    },
+    /// One value of all members.
+    Reduce {
+        f: fn(u32, u32) -> u32,
+        d: u32,
+        a: u32,
+        members: u32,
+    },
+    MatrixProduct(Box<MatrixProduct>),
+    LoadMatrix(Box<LoadMatrix>),
+    CopyAsync(Box<CopyAsync>),
+    CopyCommit,
+    /// All but so many of the last groups are waited for; all copies without a number.
+    CopyWait {
+        keep: Option<u32>,
     },
     /// The lanes that are here.
     ActiveMask {

@@ -8,25 +8,50 @@ const WORD: usize = 4;
 /// What is known of a word.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cell {
+    write: Stamp,
+    /// The last reads of two different warps.
+    reads: [Stamp; 2],
     /// Bytes that were ever written, one bit each.
     written: u8,
-    /// Bytes of the last write and of the last two reads.
+    /// Bytes of the last write and of the two reads.
     write_bytes: u8,
     read_bytes: [u8; 2],
-    write: Stamp,
-    reads: [Stamp; 2],
+    /// Bytes that a copy is on its way to; `write` is its beginning.
+    copied: u8,
 }
 
-/// Who did something, when, and with which instruction. The clock of nobody is 0.
+/// Who did something, when, and with which instruction: warp, clock and place, from the top. That of nobody is 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Stamp {
-    warp: u16,
-    clock: u32,
-    pc: u32,
+struct Stamp(u64);
+
+/// Barriers that a block passes before its clocks are full: more are taken for an endless loop.
+const MAX_CLOCK: u32 = (1 << 24) - 1;
+
+impl Stamp {
+    fn new(clock: u32, who: Who) -> Self {
+        Self((who.warp as u64) << 56 | u64::from(clock) << 32 | u64::from(who.pc))
+    }
+
+    fn warp(self) -> usize {
+        (self.0 >> 56) as usize
+    }
+
+    fn clock(self) -> u32 {
+        (self.0 >> 32) as u32 & MAX_CLOCK
+    }
+
+    fn pc(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// Whether both are of one warp between the same barriers.
+    fn together(self, other: Self) -> bool {
+        self.0 >> 32 == other.0 >> 32
+    }
 }
 
 /// What each warp knows of the others' clocks. A warp's clock moves at each barrier.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Clocks {
     warps: usize,
     known: Vec<u32>,
@@ -46,8 +71,8 @@ impl Clocks {
     }
 
     fn knows(&self, warp: usize, stamp: Stamp) -> bool {
-        let other = usize::from(stamp.warp);
-        stamp.clock == 0 || other == warp || self.known[warp * self.warps + other] >= stamp.clock
+        let other = stamp.warp();
+        stamp.0 == 0 || other == warp || self.known[warp * self.warps + other] >= stamp.clock()
     }
 
     /// Warps pass a barrier together: each knows afterwards what any knew.
@@ -62,7 +87,7 @@ impl Clocks {
         for &warp in warps {
             let row = &mut self.known[warp * self.warps..][..self.warps];
             row.copy_from_slice(&all);
-            row[warp] += 1;
+            row[warp] = (row[warp] + 1).min(MAX_CLOCK);
         }
     }
 }
@@ -82,10 +107,15 @@ pub(crate) struct Race {
 pub(crate) enum Wrong {
     Fault(FaultKind),
     Race(Race),
+    /// A copy that this instruction began goes on there.
+    InFlight {
+        address: u64,
+        pc: u32,
+    },
 }
 
 /// Shared memory.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Shared {
     bytes: Vec<u8>,
     cells: Vec<Cell>,
@@ -100,12 +130,9 @@ pub(crate) struct Who {
 }
 
 impl Shared {
-    pub(crate) fn new(bytes: usize, warps: usize) -> Self {
-        Self {
-            bytes: vec![0xff; bytes],
-            cells: vec![Cell::default(); bytes.div_ceil(WORD)],
-            clocks: Clocks::new(warps),
-        }
+    pub(crate) fn new(bytes: usize) -> Self {
+        let cells = vec![Cell::default(); bytes.div_ceil(WORD)];
+        Self { bytes: vec![0xff; bytes], cells, clocks: Clocks::default() }
     }
 
     /// As at the start of a block.
@@ -134,19 +161,24 @@ impl Shared {
     /// Reads, if it was written and nobody writes at the same time.
     pub(crate) fn read(&mut self, address: u64, bytes: usize, who: Who) -> Result<&[u8], Wrong> {
         let range = self.range(address, bytes)?;
-        let stamp = Stamp { warp: who.warp as u16, clock: self.clocks.own(who.warp), pc: who.pc };
+        let stamp = Stamp::new(self.clocks.own(who.warp), who);
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             let cell = &mut self.cells[word];
             let mask = covered(&range, word);
+            if cell.copied & mask != 0 {
+                return Err(Wrong::InFlight { address, pc: cell.write.pc() });
+            }
             if cell.written & mask != mask {
                 return Err(Wrong::Fault(FaultKind::Unwritten { space: "shared", address, bytes }));
             }
             if cell.write_bytes & mask != 0 && !self.clocks.knows(who.warp, cell.write) {
                 return Err(race(address, "read", "write", cell.write));
             }
-            if cell.reads[0].warp == stamp.warp {
-                let same = cell.reads[0].clock == stamp.clock;
-                cell.read_bytes[0] = if same { cell.read_bytes[0] | mask } else { mask };
+            if cell.reads[0].together(stamp) {
+                cell.read_bytes[0] |= mask;
+                cell.reads[0] = stamp;
+            } else if cell.reads[0].warp() == who.warp {
+                cell.read_bytes[0] = mask;
                 cell.reads[0] = stamp;
             } else {
                 cell.reads = [stamp, cell.reads[0]];
@@ -159,10 +191,13 @@ impl Shared {
     /// A place to write to, if nobody reads or writes it at the same time.
     pub(crate) fn write(&mut self, address: u64, bytes: usize, who: Who) -> Result<&mut [u8], Wrong> {
         let range = self.range(address, bytes)?;
-        let stamp = Stamp { warp: who.warp as u16, clock: self.clocks.own(who.warp), pc: who.pc };
+        let stamp = Stamp::new(self.clocks.own(who.warp), who);
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             let cell = &mut self.cells[word];
             let mask = covered(&range, word);
+            if cell.copied & mask != 0 {
+                return Err(Wrong::InFlight { address, pc: cell.write.pc() });
+            }
             if cell.write_bytes & mask != 0 && !self.clocks.knows(who.warp, cell.write) {
                 return Err(race(address, "write", "write", cell.write));
             }
@@ -171,12 +206,32 @@ impl Shared {
                     return Err(race(address, "write", "read", read));
                 }
             }
-            let same = cell.write.warp == stamp.warp && cell.write.clock == stamp.clock;
+            let same = cell.write.together(stamp);
             cell.write_bytes = if same { cell.write_bytes | mask } else { mask };
             cell.write = stamp;
             cell.written |= mask;
         }
         Ok(&mut self.bytes[range])
+    }
+
+    /// A copy begins: from now on the place may not be used.
+    pub(crate) fn copy_begin(&mut self, address: u64, bytes: usize, who: Who) -> Result<(), Wrong> {
+        self.write(address, bytes, who)?;
+        let range = self.range(address, bytes)?;
+        for word in range.start / WORD..range.end.div_ceil(WORD) {
+            self.cells[word].copied |= covered(&range, word);
+        }
+        Ok(())
+    }
+
+    /// A copy was waited for: what it brought is there.
+    pub(crate) fn copy_end(&mut self, address: u64, data: &[u8], who: Who) -> Result<(), Wrong> {
+        let range = self.range(address, data.len())?;
+        for word in range.start / WORD..range.end.div_ceil(WORD) {
+            self.cells[word].copied &= !covered(&range, word);
+        }
+        self.write(address, data.len(), who)?.copy_from_slice(data);
+        Ok(())
     }
 
     /// Atomics do not race with each other: they are watched for bounds and first writes only.
@@ -200,5 +255,5 @@ fn covered(range: &std::ops::Range<usize>, word: usize) -> u8 {
 }
 
 fn race(address: u64, access: &'static str, other: &'static str, stamp: Stamp) -> Wrong {
-    Wrong::Race(Race { address, access, other, warp: stamp.warp.into(), pc: stamp.pc })
+    Wrong::Race(Race { address, access, other, warp: stamp.warp(), pc: stamp.pc() })
 }

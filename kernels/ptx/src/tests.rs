@@ -7,6 +7,8 @@ mod faults;
 mod float;
 mod integer;
 mod memory;
+mod sample;
+mod tensor;
 mod warp;
 
 use crate::{Counts, Launch, Limits, Machine, RunError};

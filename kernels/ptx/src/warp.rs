@@ -1,7 +1,7 @@
 //! A warp's registers and where its lanes stand.
 
 use crate::decode::Kernel;
-use crate::lanes::{ALL, LANES, V32, V64};
+use crate::lanes::{ALL, LANES, V32, V64, each};
 use crate::op::{Condition, Data};
 
 /// What registers hold that nobody wrote: no number as a float.
@@ -38,6 +38,36 @@ pub(crate) struct Warp {
     pub(crate) state: State,
     /// Local memory, lane by lane.
     pub(crate) local: Vec<u8>,
+    /// Copies that go on.
+    pub(crate) copies: Copies,
+}
+
+/// A copy into shared memory that was begun and not yet waited for.
+#[derive(Debug)]
+pub(crate) struct Copy {
+    pub(crate) lane: usize,
+    /// Of its lane.
+    pub(crate) group: u32,
+    pub(crate) to: u64,
+    pub(crate) data: [u8; 16],
+    pub(crate) bytes: usize,
+}
+
+/// A warp's copies.
+#[derive(Debug, Default)]
+pub(crate) struct Copies {
+    pub(crate) going: Vec<Copy>,
+    /// Groups that each lane has closed.
+    pub(crate) groups: V32,
+}
+
+impl Copies {
+    /// What was begun since the last time becomes a group.
+    pub(crate) fn commit(&mut self, mask: u32) {
+        for lane in each(mask) {
+            self.groups[lane] += 1;
+        }
+    }
 }
 
 impl Warp {
@@ -54,6 +84,7 @@ impl Warp {
             live: 0,
             state: State::Ready,
             local: vec![0xff; kernel.local_bytes as usize * LANES],
+            copies: Copies::default(),
         };
         for &(register, value) in &kernel.constants32 {
             warp.r32[register as usize] = [value; LANES];
@@ -70,6 +101,7 @@ impl Warp {
         self.active = self.live;
         self.pc = 0;
         self.others.clear();
+        self.copies = Copies::default();
         self.state = State::Ready;
     }
 

@@ -3,8 +3,9 @@
 use super::{Block, Run};
 use crate::FaultKind;
 use crate::ast::Space;
-use crate::lanes::each;
-use crate::op::{Access, Address, Atomic, AtomicOp, AtomicType, Data};
+use crate::lanes::{LANES, V64, each};
+use crate::memory::Allocation;
+use crate::op::{Access, Address, Atomic, AtomicOp, AtomicType, Data, Element};
 use crate::shared::Who;
 use crate::warp::Warp;
 use crate::window;
@@ -54,8 +55,42 @@ fn sign_extended(value: u64, bytes: u8) -> u64 {
     ((value << shift) as i64 >> shift) as u64
 }
 
+/// With its sign, if it has one.
+#[inline(always)]
+fn extended(value: u64, element: Element) -> u64 {
+    if element.signed { sign_extended(value, element.bytes) } else { value }
+}
+
+#[inline(always)]
+fn word(bytes: &[u8], at: usize) -> u32 {
+    let bytes = &bytes[at..at + 4];
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
+/// The bytes of all lanes, if each lane's single element follows the one before.
+fn in_a_row<'a>(places: &V64, bytes: &'a [u8], total: usize, size: usize) -> Option<&'a [u8]> {
+    if total != size {
+        return None;
+    }
+    let start = places[0];
+    let apart = (0u64..).zip(places).fold(0, |apart, (lane, &at)| apart | at ^ (start + lane * size as u64));
+    if apart != 0 {
+        return None;
+    }
+    bytes.get(start as usize..start as usize + size * LANES)
+}
+
 impl Warp {
-    fn address(&self, address: Address, lane: usize) -> u64 {
+    fn addresses(&self, address: Address) -> V64 {
+        match address.base {
+            Data::B64(register) => self.v64(register).map(|base| base.wrapping_add_signed(address.offset)),
+            Data::B32(register) | Data::B16(register) => {
+                self.v32(register).map(|base| u64::from(base.wrapping_add(address.offset as u32)))
+            }
+        }
+    }
+
+    pub(super) fn address(&self, address: Address, lane: usize) -> u64 {
         let base = self.lane(address.base, lane);
         match address.base {
             Data::B64(_) => base.wrapping_add_signed(address.offset),
@@ -66,11 +101,14 @@ impl Warp {
 }
 
 impl Block<'_> {
-    fn who(&self, warp: &Warp) -> Who {
+    pub(super) fn who(&self, warp: &Warp) -> Who {
         Who { warp: warp.index, pc: warp.pc }
     }
 
     pub(super) fn load(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Run<()> {
+        if access.space == Space::Global && self.gather(warp, access, mask) {
+            return Ok(());
+        }
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
         let who = self.who(warp);
@@ -80,17 +118,71 @@ impl Block<'_> {
             let address = warp.address(access.address, lane);
             self.read(warp, access.space, address, &mut buffer[..total], who, lane, &mut hint)?;
             for (data, bytes) in access.data.iter().zip(buffer[..total].chunks_exact(size)) {
-                let Some(data) = *data else { continue };
-                let value = value(bytes);
-                let value =
-                    if access.element.signed { sign_extended(value, access.element.bytes) } else { value };
-                warp.set_lane(data, lane, value);
+                if let Some(data) = *data {
+                    warp.set_lane(data, lane, extended(value(bytes), access.element));
+                }
             }
         }
         Ok(())
     }
 
+    /// A load of global memory in one go: all lanes in one allocation, at places that were written and that no
+    /// other block stored to. Otherwise nothing happens, and each lane must be looked at.
+    fn gather(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> bool {
+        let size = usize::from(access.element.bytes);
+        let total = size * access.data.len();
+        let first = mask.trailing_zeros() as usize;
+        let addresses = warp.addresses(access.address);
+        let Some(index) = self.memory.find(addresses[first], total as u64) else { return false };
+        let allocation = self.memory.allocation(index);
+        let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
+        let Some(bytes) = allocation.written(&places, total) else { return false };
+        let visitor = self.memory.visitor(self.number);
+        let met = !self.synchronised
+            && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
+        if met {
+            return false;
+        }
+        self.counts.global_read += total as u64 * u64::from(mask.count_ones());
+        for (i, data) in access.data.iter().enumerate() {
+            let Some(data) = *data else { continue };
+            let at = i * size;
+            match (size, data) {
+                (4, Data::B32(register)) => {
+                    let out = if let Some(row) = in_a_row(&places, bytes, total, 4) {
+                        std::array::from_fn(|lane| word(row, 4 * lane))
+                    } else {
+                        std::array::from_fn(|lane| word(bytes, places[lane] as usize + at))
+                    };
+                    warp.set32(register, &out, mask);
+                }
+                (_, Data::B32(register)) => {
+                    let out = places.map(|place| {
+                        extended(value(&bytes[place as usize + at..][..size]), access.element) as u32
+                    });
+                    warp.set32(register, &out, mask);
+                }
+                (_, Data::B16(register)) => {
+                    let out = places.map(|place| {
+                        let value = extended(value(&bytes[place as usize + at..][..size]), access.element);
+                        u32::from(value as u16)
+                    });
+                    warp.set32(register, &out, mask);
+                }
+                (_, Data::B64(register)) => {
+                    let out = places
+                        .map(|place| extended(value(&bytes[place as usize + at..][..size]), access.element));
+                    warp.set64(register, &out, mask);
+                }
+            }
+        }
+        true
+    }
+
     pub(super) fn store(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Run<()> {
+        if access.space == Space::Global && self.scatter(warp, access, mask) {
+            return Ok(());
+        }
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
         let who = self.who(warp);
@@ -106,8 +198,38 @@ impl Block<'_> {
         Ok(())
     }
 
+    /// The counterpart of [`Self::gather`].
+    fn scatter(&mut self, warp: &Warp, access: &Access, mask: u32) -> bool {
+        let size = usize::from(access.element.bytes);
+        let total = size * access.data.len();
+        let first = mask.trailing_zeros() as usize;
+        let addresses = warp.addresses(access.address);
+        let Some(index) = self.memory.find(addresses[first], total as u64) else { return false };
+        let visitor = self.memory.visitor(self.number);
+        let allocation = self.memory.allocation_mut(index);
+        let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
+        let met = !self.synchronised
+            && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
+        if met {
+            return false;
+        }
+        self.counts.global_written += total as u64 * u64::from(mask.count_ones());
+        for lane in each(mask) {
+            allocation.visit(places[lane], total, visitor);
+            let to = allocation.get_mut(addresses[lane], total);
+            for (data, to) in access.data.iter().zip(to.chunks_exact_mut(size)) {
+                let value = data.map_or(0, |data| warp.lane(data, lane));
+                match size {
+                    4 => to.copy_from_slice(&(value as u32).to_le_bytes()),
+                    _ => to.copy_from_slice(&value.to_le_bytes()[..size]),
+                }
+            }
+        }
+        true
+    }
+
     #[expect(clippy::too_many_arguments, reason = "one access in all its parts")]
-    fn read(
+    pub(super) fn read(
         &mut self,
         warp: &Warp,
         space: Space,
@@ -129,6 +251,9 @@ impl Block<'_> {
                 if !allocation.is_written(address, bytes) {
                     return Err((FaultKind::Unwritten { space: "global", address, bytes }, lane));
                 }
+                if let Some(block) = self.stranger(allocation, address, bytes) {
+                    return Err((met("read", address, block), lane));
+                }
                 self.counts.global_read += bytes as u64;
                 allocation.get(address, bytes)
             }
@@ -141,7 +266,7 @@ impl Block<'_> {
                 &warp.local[start..start + bytes]
             }
             Space::Const => bounded("const", self.constants, address, bytes, lane)?,
-            Space::Param => bounded("param", self.parameters, address, bytes, lane)?,
+            Space::Param => bounded("param", &self.parameters, address, bytes, lane)?,
         };
         out.copy_from_slice(from);
         Ok(())
@@ -164,8 +289,18 @@ impl Block<'_> {
             }
             Space::Global => {
                 let index = self.global(address, bytes, lane, &mut None)?;
+                let allocation = self.memory.allocation(index);
+                // The same value twice is no harm.
+                if let Some(block) = self.stranger(allocation, address, bytes)
+                    && allocation.get(address, bytes) != from
+                {
+                    return Err((met("write", address, block), lane));
+                }
                 self.counts.global_written += bytes as u64;
-                self.memory.allocation_mut(index).get_mut(address, bytes)
+                let visitor = self.memory.visitor(self.number);
+                let allocation = self.memory.allocation_mut(index);
+                allocation.visit(allocation.place(address), bytes, visitor);
+                allocation.get_mut(address, bytes)
             }
             Space::Shared => match self.shared.write(address, bytes, who) {
                 Ok(to) => to,
@@ -182,6 +317,13 @@ impl Block<'_> {
         };
         to.copy_from_slice(from);
         Ok(())
+    }
+
+    /// Another block that stored there before, in an order that nothing ensures.
+    fn stranger(&self, allocation: &Allocation, address: u64, bytes: usize) -> Option<u32> {
+        let visitor = self.memory.visitor(self.number);
+        let found = allocation.stranger(allocation.place(address), bytes, visitor);
+        found.filter(|_| !self.synchronised)
     }
 
     /// The allocation that an access of global memory lies in.
@@ -216,6 +358,7 @@ impl Block<'_> {
                     }
                     self.counts.global_read += bytes as u64;
                     self.counts.global_written += bytes as u64;
+                    self.synchronised = true;
                     self.memory.allocation_mut(index).get_mut(address, bytes)
                 }
                 Space::Shared => match self.shared.atomic(address, bytes) {
@@ -236,6 +379,12 @@ impl Block<'_> {
         }
         Ok(())
     }
+}
+
+/// A race with another block.
+fn met(access: &'static str, address: u64, block: u32) -> FaultKind {
+    let other = format!("the write of block {block} (counted through the grid)");
+    FaultKind::Race { space: "global", address, access, other }
 }
 
 /// What an atomic leaves behind.

@@ -7,8 +7,6 @@ use std::collections::HashMap;
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Named {
     Register(Reg),
-    /// `%r<9>`: the first one, and how many there are.
-    Registers(Reg, u32),
     Variable(Space, u64),
 }
 
@@ -18,6 +16,8 @@ pub(super) struct Scope {
     /// Tells labels of different scopes apart.
     pub(super) id: u32,
     pub(super) names: HashMap<String, Named>,
+    /// `%r<9>`: the first one, and how many there are.
+    pub(super) rows: HashMap<String, (Reg, u32)>,
 }
 
 /// A name's meaning in the innermost scope that knows it.
@@ -28,10 +28,9 @@ pub(super) fn find(scopes: &[Scope], name: &str) -> Option<Operand> {
         match scope.names.get(name) {
             Some(&Named::Register(reg)) => return Some(Operand::Reg(reg)),
             Some(&Named::Variable(space, offset)) => return Some(Operand::Variable(space, offset)),
-            Some(&Named::Registers(..)) | None => {}
+            None => {}
         }
-        if let (Some(&Named::Registers(first, count)), Ok(number)) =
-            (scope.names.get(prefix), digits.parse::<u32>())
+        if let (Some(&(first, count)), Ok(number)) = (scope.rows.get(prefix), digits.parse::<u32>())
             && number < count
         {
             return Some(Operand::Reg(Reg { file: first.file, index: first.index + number }));

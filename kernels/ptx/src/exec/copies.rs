@@ -1,0 +1,56 @@
+//! Copies from global into shared memory that go on beside the warp. What they bring is not there before it was waited
+//! for, however long that takes.
+
+use super::{Block, Run};
+use crate::FaultKind;
+use crate::ast::Space;
+use crate::lanes::each;
+use crate::op::CopyAsync;
+use crate::warp::{Copy, Warp};
+
+impl Block<'_> {
+    pub(super) fn copy_begin(&mut self, warp: &mut Warp, copy: &CopyAsync, mask: u32) -> Run<()> {
+        let bytes = usize::from(copy.bytes);
+        let who = self.who(warp);
+        let mut hint = None;
+        for lane in each(mask) {
+            let (to, from) = (warp.address(copy.to, lane), warp.address(copy.from, lane));
+            let read = copy.read.map_or(bytes, |read| warp.v32(read)[lane] as usize);
+            if read > bytes {
+                let what = format!("{read} bytes read for a copy of {bytes}");
+                return Err((FaultKind::Invalid { what }, lane));
+            }
+            if !from.is_multiple_of(bytes as u64) {
+                return Err((FaultKind::Misaligned { space: "global", address: from, bytes }, lane));
+            }
+            // Fewer bytes than the copy has need not be a power of two: they are read one by one.
+            let mut data = [0; 16];
+            if read == bytes {
+                self.read(warp, Space::Global, from, &mut data[..bytes], who, lane, &mut hint)?;
+            } else {
+                for (at, byte) in (from..).zip(&mut data[..read]) {
+                    self.read(warp, Space::Global, at, std::slice::from_mut(byte), who, lane, &mut hint)?;
+                }
+            }
+            self.shared.copy_begin(to, bytes, who).map_err(|wrong| self.wrong(wrong, lane))?;
+            let group = warp.copies.groups[lane];
+            warp.copies.going.push(Copy { lane, group, to, data, bytes });
+        }
+        Ok(())
+    }
+
+    /// Brings what all but the last groups hold, or everything.
+    pub(super) fn copy_wait(&mut self, warp: &mut Warp, keep: Option<u32>, mask: u32) -> Run<()> {
+        let who = self.who(warp);
+        let groups = warp.copies.groups;
+        let (done, going) = std::mem::take(&mut warp.copies.going).into_iter().partition(|copy: &Copy| {
+            let waited = keep.is_none_or(|keep| copy.group < groups[copy.lane].saturating_sub(keep));
+            waited && mask >> copy.lane & 1 == 1
+        });
+        warp.copies.going = going;
+        for Copy { lane, to, data, bytes, .. } in done {
+            self.shared.copy_end(to, &data[..bytes], who).map_err(|wrong| self.wrong(wrong, lane))?;
+        }
+        Ok(())
+    }
+}
