@@ -10,11 +10,15 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL, VNNI, BF16 and VBMI, besides everything in [`Isa::Avx2`].
     Avx512,
+    /// AArch64 with NEON and dot products of bytes.
+    Neon,
+    /// The same with products of small byte matrices: the cores of GB10.
+    NeonI8mm,
 }
 
 impl Isa {
-    /// Every level, lowest first.
-    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+    /// Every level, of one architecture the lowest first.
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon, Self::NeonI8mm];
 
     /// The highest level that this processor has.
     pub fn detect() -> Self {
@@ -32,15 +36,19 @@ impl Isa {
             Self::Scalar => true,
             Self::Avx2 => has_avx2(),
             Self::Avx512 => has_avx2() && has_avx512(),
+            Self::Neon => has_dotprod(),
+            Self::NeonI8mm => has_dotprod() && has_i8mm(),
         }
     }
 
-    /// The name used in logs, metrics and configuration: `scalar`, `avx2` or `avx512`.
+    /// The name used in logs, metrics and configuration: `scalar`, `avx2`, `avx512`, `neon`, `neon-i8mm`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Neon => "neon",
+            Self::NeonI8mm => "neon-i8mm",
         }
     }
 }
@@ -77,6 +85,26 @@ fn has_avx512() -> bool {
     false
 }
 
+#[cfg(target_arch = "aarch64")]
+fn has_dotprod() -> bool {
+    std::arch::is_aarch64_feature_detected!("neon") && std::arch::is_aarch64_feature_detected!("dotprod")
+}
+
+#[cfg(target_arch = "aarch64")]
+fn has_i8mm() -> bool {
+    std::arch::is_aarch64_feature_detected!("i8mm")
+}
+
+#[cfg(not(target_arch = "aarch64"))]
+fn has_dotprod() -> bool {
+    false
+}
+
+#[cfg(not(target_arch = "aarch64"))]
+fn has_i8mm() -> bool {
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::Isa;
@@ -92,6 +120,14 @@ mod tests {
     #[test]
     fn names_are_distinct_and_displayed() {
         let names: Vec<String> = Isa::ALL.iter().map(ToString::to_string).collect();
-        assert_eq!(names, ["scalar", "avx2", "avx512"]);
+        assert_eq!(names, ["scalar", "avx2", "avx512", "neon", "neon-i8mm"]);
+    }
+
+    #[test]
+    #[ignore = "for processors and emulators that have all levels of their architecture (./test arm)"]
+    fn this_processor_has_every_level() {
+        let neon = [Isa::Scalar, Isa::Neon, Isa::NeonI8mm];
+        let x86 = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
+        assert_eq!(Isa::available(), if cfg!(target_arch = "aarch64") { neon } else { x86 });
     }
 }

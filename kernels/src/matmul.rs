@@ -36,6 +36,8 @@ mod avx2;
 mod avx512;
 mod kernel;
 mod layout;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod output;
 mod packed;
 mod scalar;

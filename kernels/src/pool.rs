@@ -17,7 +17,7 @@ use std::cell::{Cell, UnsafeCell};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -174,16 +174,16 @@ impl Pool {
             *shared.caller.get() = Some(std::thread::current());
         }
         shared.remaining.store(self.workers.len(), Ordering::Relaxed);
-        // Sequentially consistent together with the worker's `parked` flag: either the worker sees the new epoch
-        // before it parks, or its flag is seen here and it is woken.
-        shared.epoch.fetch_add(1, Ordering::SeqCst);
+        shared.epoch.fetch_add(1, Ordering::Release);
+        // See `wait`.
+        fence(Ordering::SeqCst);
         for (parked, handle) in shared.workers_parked.iter().zip(&self.handles) {
-            if parked.load(Ordering::SeqCst) {
+            if parked.load(Ordering::Relaxed) {
                 handle.unpark();
             }
         }
         let own = inside_run(|| f(0));
-        wait(shared.spin, &shared.caller_parked, || shared.remaining.load(Ordering::SeqCst) == 0);
+        wait(shared.spin, &shared.caller_parked, || shared.remaining.load(Ordering::Acquire) == 0);
         let worker = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(payload) = own.err().or(worker) {
             resume_unwind(payload);
@@ -230,8 +230,8 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.epoch.fetch_add(1, Ordering::Release);
         for handle in &self.handles {
             handle.unpark();
         }
@@ -250,8 +250,10 @@ fn inside_run(f: impl FnOnce()) -> std::thread::Result<()> {
     result
 }
 
-/// Spins, then parks, until `done`. Whoever makes `done` true must afterwards unpark this thread if it sees
-/// `parked`; both sides use sequential consistency on the two.
+/// Spins, then parks, until `done`. Whoever makes `done` true must afterwards pass a fence and unpark this thread if it
+/// sees `parked`. There is a fence here between the same two the other way round, so one of both sees what the other
+/// did. They are fences and not sequentially consistent accesses because emulators of Arm let a load overtake a store
+/// that released.
 fn wait(spin: Duration, parked: &AtomicBool, done: impl Fn() -> bool) {
     if done() {
         return;
@@ -271,11 +273,12 @@ fn wait(spin: Duration, parked: &AtomicBool, done: impl Fn() -> bool) {
             }
         }
     }
-    parked.store(true, Ordering::SeqCst);
+    parked.store(true, Ordering::Relaxed);
+    fence(Ordering::SeqCst);
     while !done() {
         std::thread::park();
     }
-    parked.store(false, Ordering::SeqCst);
+    parked.store(false, Ordering::Relaxed);
 }
 
 /// The life of a worker.
@@ -283,10 +286,10 @@ fn work(shared: &Shared, thread: usize) {
     let parked = &shared.workers_parked[thread - 1];
     let mut seen = 0;
     loop {
-        wait(shared.spin, parked, || shared.epoch.load(Ordering::SeqCst) != seen);
+        wait(shared.spin, parked, || shared.epoch.load(Ordering::Acquire) != seen);
         // Exactly one: the caller bumps it again only after this worker has finished, except to stop.
-        seen = shared.epoch.load(Ordering::SeqCst);
-        if shared.stop.load(Ordering::SeqCst) {
+        seen = shared.epoch.load(Ordering::Acquire);
+        if shared.stop.load(Ordering::Relaxed) {
             return;
         }
         // SAFETY: the epoch has changed and this worker has not yet decremented `remaining` (see `Shared`).
@@ -303,9 +306,9 @@ fn work(shared: &Shared, thread: usize) {
 
 /// Counts a worker out of the run; the last one wakes the caller.
 fn finish(shared: &Shared) {
-    let mut left = shared.remaining.load(Ordering::SeqCst);
+    let mut left = shared.remaining.load(Ordering::Acquire);
     while left > 1 {
-        match shared.remaining.compare_exchange_weak(left, left - 1, Ordering::SeqCst, Ordering::SeqCst) {
+        match shared.remaining.compare_exchange_weak(left, left - 1, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => return,
             Err(now) => left = now,
         }
@@ -313,8 +316,10 @@ fn finish(shared: &Shared) {
     // The last worker: the run cannot end, nor `caller` change, before the store.
     // SAFETY: this worker has not yet decremented `remaining` (see `Shared`).
     let caller = unsafe { (*shared.caller.get()).clone() };
-    shared.remaining.store(0, Ordering::SeqCst);
-    if shared.caller_parked.load(Ordering::SeqCst)
+    shared.remaining.store(0, Ordering::Release);
+    // See `wait`.
+    fence(Ordering::SeqCst);
+    if shared.caller_parked.load(Ordering::Relaxed)
         && let Some(caller) = caller
     {
         caller.unpark();

@@ -8,6 +8,8 @@
 #![allow(unsafe_code)]
 
 mod math;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -153,6 +155,10 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         if let Some(s) = x86::Avx2::of(isa) {
             return s.vectorize(kernel);
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if let Some(s) = neon::Neon::of(isa) {
+        return s.vectorize(kernel);
     }
     let _ = isa;
     Scalar.vectorize(kernel)

@@ -80,14 +80,16 @@ impl<O: Operation<Request = (), Service = Isa>> Provider<O> for Level {
             Isa::Scalar => "cpu-scalar",
             Isa::Avx2 => "cpu-avx2",
             Isa::Avx512 => "cpu-avx512",
+            Isa::Neon => "cpu-neon",
+            Isa::NeonI8mm => "cpu-neon-i8mm",
         }
     }
 
     fn rank(&self) -> i32 {
         match self.0 {
             Isa::Scalar => 0,
-            Isa::Avx2 => 10,
-            Isa::Avx512 => 20,
+            Isa::Avx2 | Isa::Neon => 10,
+            Isa::Avx512 | Isa::NeonI8mm => 20,
         }
     }
 
@@ -106,7 +108,7 @@ impl<O: Operation<Request = (), Service = Isa>> Provider<O> for Level {
 
 fn registry<O: Operation<Request = (), Service = Isa>>() -> Registry<O> {
     let mut registry = Registry::new(Box::new(Level(Isa::Scalar)));
-    for isa in [Isa::Avx2, Isa::Avx512] {
+    for isa in Isa::ALL.into_iter().filter(|isa| *isa != Isa::Scalar) {
         registry.register(Box::new(Level(isa)));
     }
     registry
@@ -151,7 +153,7 @@ mod tests {
         assert_eq!(
             select(&[("KVASIR_BACKEND", "cuda")]).unwrap_err().to_string(),
             "KVASIR_BACKEND demands backend \"cuda\" for matmul, which is unknown; there are cpu-scalar, \
-             cpu-avx2, cpu-avx512"
+             cpu-avx2, cpu-avx512, cpu-neon, cpu-neon-i8mm"
         );
         for operation in ["MATMUL", "ATTENTION", "ROWS"] {
             let variable = format!("KVASIR_{operation}_BACKEND");

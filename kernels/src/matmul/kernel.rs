@@ -87,6 +87,10 @@ impl MatmulKernels {
             Isa::Avx512 => &super::avx512::KERNELS,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &super::avx2::KERNELS,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => &super::neon::I8MM,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => &super::neon::DOTPROD,
             _ => &scalar::KERNELS,
         };
         Ok(Self { isa, set })

@@ -75,7 +75,19 @@ impl<'a> SharedOut<'a> {
                 _mm_prefetch::<_MM_HINT_ET0>(line.wrapping_add(PANEL_ROWS - 1).cast());
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        {
+            let line = self.start.wrapping_add(token * self.ld + first_row);
+            // SAFETY: hints, which may name any address.
+            unsafe {
+                std::arch::asm!(
+                    "prfm pstl1keep, [{first}]", "prfm pstl1keep, [{last}]",
+                    first = in(reg) line, last = in(reg) line.wrapping_add(PANEL_ROWS - 1),
+                    options(nostack, preserves_flags, readonly)
+                );
+            }
+        }
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         let _ = (token, first_row);
     }
 

@@ -49,6 +49,6 @@ fn kernels_that_cannot_be_had_are_an_error() {
     assert_eq!(
         error.to_string(),
         "KVASIR_ATTENTION_BACKEND demands backend \"cuda\" for attention, which is unknown; \
-         there are cpu-scalar, cpu-avx2, cpu-avx512"
+         there are cpu-scalar, cpu-avx2, cpu-avx512, cpu-neon, cpu-neon-i8mm"
     );
 }
