@@ -82,7 +82,7 @@ pub(crate) enum Operand {
     /// `_`
     Sink,
     /// `[base+offset]`
-    Memory(Box<Operand>, i64),
+    Memory(Box<Self>, i64),
     /// A variable's address in its space.
     Variable(Space, u64),
     /// So many bytes into a variable of global memory, by its number in the module.
@@ -90,11 +90,11 @@ pub(crate) enum Operand {
     /// So many bytes into dynamic shared memory.
     Dynamic(i64),
     /// `{a, b}`
-    List(Vec<Operand>),
+    List(Vec<Self>),
     /// `d|p`
-    Pair(Box<Operand>, Box<Operand>),
+    Pair(Box<Self>, Box<Self>),
     /// `!p`
-    Not(Box<Operand>),
+    Not(Box<Self>),
     /// A name that is no variable: a label or a function.
     Name(String),
 }

@@ -12,7 +12,8 @@ mod ty;
 mod warp;
 
 use crate::PtxError;
-use crate::ast::{Function, Raw, Special};
+use crate::ast::{Function, Special};
+use crate::names;
 use crate::op::{Condition, Instruction, Place};
 use operands::{Constants, Decoder};
 use std::collections::HashMap;
@@ -23,8 +24,6 @@ pub(crate) struct Kernel {
     pub(crate) name: String,
     pub(crate) code: Vec<Instruction>,
     pub(crate) places: Vec<Place>,
-    /// How each instruction is written.
-    pub(crate) texts: Vec<String>,
     /// Registers of 32 bits, of 64 bits, predicates.
     pub(crate) registers: [u32; 3],
     pub(crate) constants32: Vec<(u32, u32)>,
@@ -45,28 +44,29 @@ const DYNAMIC_ALIGN: u32 = 128;
 /// What an instruction's decoder returns: why it cannot, or an operation.
 type Decoded<T> = Result<T, String>;
 
-/// Makes a kernel of a function; `globals` are the addresses of the module's variables, `lines` the text.
-pub(crate) fn kernel(function: &Function, globals: &[u64], lines: &[&str]) -> Result<Kernel, PtxError> {
+/// Makes a kernel of a function; `globals` are the addresses of the module's variables, `text` all of it.
+pub(crate) fn kernel(function: &Function, globals: &[u64], text: &str) -> Result<Kernel, PtxError> {
     let labels: HashMap<&str, u32> = function.labels.iter().map(|(name, at)| (name.as_str(), *at)).collect();
-    let dynamic = function.shared_bytes.next_multiple_of(DYNAMIC_ALIGN);
+    let dynamic = function.shared_bytes.checked_next_multiple_of(DYNAMIC_ALIGN).unwrap_or(u32::MAX);
     let mut constants = Constants::new(function.registers);
-    let (mut code, mut places, mut texts) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut code, mut places) = (Vec::new(), Vec::new());
     for raw in &function.code {
-        let text = text(raw, lines);
         let mut decoder = Decoder::new(raw, &mut constants, &labels, &function.tables, globals, dynamic);
-        let op = decode(&mut decoder)
-            .and_then(|op| decoder.finish().map(|()| op))
-            .map_err(|why| PtxError::Unknown { line: raw.line, instruction: text.clone(), why })?;
+        let op = decode(&mut decoder).and_then(|op| decoder.finish().map(|()| op)).map_err(|why| {
+            PtxError::Unknown {
+                line: raw.line,
+                instruction: names::instruction(text, raw.line).unwrap_or_else(|| raw.opcode.clone()),
+                why,
+            }
+        })?;
         let guard = raw.guard.map(|(reg, negated)| Condition { pred: reg.index, negated });
         code.push(Instruction { op, guard });
         places.push(Place { line: raw.line, source: raw.source });
-        texts.push(text);
     }
     Ok(Kernel {
         name: function.name.clone(),
         code,
         places,
-        texts,
         registers: constants.registers,
         constants32: constants.list32(),
         constants64: constants.list64(),
@@ -77,12 +77,6 @@ pub(crate) fn kernel(function: &Function, globals: &[u64], lines: &[&str]) -> Re
         local_bytes: function.local_bytes,
         max_threads: function.max_threads,
     })
-}
-
-/// The instruction's line without what surrounds it.
-fn text(raw: &Raw, lines: &[&str]) -> String {
-    let line = (raw.line as usize).checked_sub(1).and_then(|at| lines.get(at));
-    line.map_or(raw.opcode.as_str(), |line| line.trim()).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 fn decode(d: &mut Decoder<'_>) -> Decoded<crate::op::Op> {
@@ -107,7 +101,7 @@ fn decode(d: &mut Decoder<'_>) -> Decoded<crate::op::Op> {
         "mma" => tensor::product(d),
         "ldmatrix" => tensor::load_matrix(d),
         "cp" => tensor::copy(d),
-        "shfl" | "vote" | "match" | "activemask" | "elect" | "redux" => warp::decode(d),
+        "shfl" | "vote" | "match" | "redux" | "activemask" => warp::decode(d),
         other => Err(format!("the opcode {other} is not known")),
     }
 }

@@ -9,6 +9,7 @@ use crate::FaultKind;
 use crate::decode::Kernel;
 use crate::lanes::{ALL, LANES, V32, V64};
 use crate::memory::Memory;
+use crate::names::Names;
 use crate::op::{Compared, Instruction, Op};
 use crate::shared::{Race, Shared, Wrong};
 use crate::warp::{State, Warp};
@@ -21,13 +22,16 @@ pub(crate) struct Block<'a> {
     pub(crate) kernel: &'a Kernel,
     pub(crate) memory: &'a mut Memory,
     pub(crate) constants: &'a [u8],
-    pub(crate) parameters: &'a [u8],
-    pub(crate) shared: &'a mut Shared,
     pub(crate) counts: &'a mut crate::Counts,
     /// How often each instruction ran, in lanes.
     pub(crate) executed: &'a mut [u64],
-    /// Files of the source.
-    pub(crate) files: &'a std::collections::HashMap<u32, String>,
+    pub(crate) names: &'a Names,
+    pub(crate) parameters: Vec<u8>,
+    pub(crate) shared: Shared,
+    /// In the grid.
+    pub(crate) number: u32,
+    /// Whether it did an atomic on global memory: it may know by it what other blocks have done.
+    pub(crate) synchronised: bool,
 }
 
 /// A fault and the lane that it concerns.
@@ -195,6 +199,7 @@ impl Block<'_> {
             Op::CopyAsync(ref copy) => self.copy_begin(warp, copy, mask)?,
             Op::CopyCommit => warp.copies.commit(mask),
             Op::CopyWait { keep } => self.copy_wait(warp, keep, mask)?,
+            Op::Reduce { f, d, a, members } => talk::reduce(warp, f, (d, a), members, mask)?,
             Op::ActiveMask { d } => warp.set32(d, &[mask; LANES], mask),
             Op::Nothing => {}
         }
@@ -221,7 +226,7 @@ impl Block<'_> {
         }
         let number = warp.v32(barrier)[first];
         let threads = threads.map_or(0, |threads| warp.v32(threads)[first]);
-        if number > 15 || threads % 32 != 0 {
+        if number > 15 || !threads.is_multiple_of(32) {
             let what = format!("barrier {number} of {threads} threads");
             return Err((FaultKind::Invalid { what }, first));
         }
@@ -236,12 +241,11 @@ impl Block<'_> {
             Wrong::Fault(kind) => kind,
             Wrong::Race(Race { address, access, other, warp, pc }) => {
                 let place = self.place(pc);
-                let text = &self.kernel.texts[pc as usize];
-                let other = format!("the {other} of warp {warp} at {place} ({text})");
+                let other = format!("the {other} of warp {warp} at {place} ({})", self.text(pc));
                 FaultKind::Race { space: "shared", address, access, other }
             }
             Wrong::InFlight { address, pc } => {
-                let copy = format!("{} ({})", self.place(pc), self.kernel.texts[pc as usize]);
+                let copy = format!("{} ({})", self.place(pc), self.text(pc));
                 FaultKind::InFlight { address, copy }
             }
         };
@@ -250,9 +254,12 @@ impl Block<'_> {
 
     /// File and line of an instruction.
     pub(crate) fn place(&self, pc: u32) -> String {
-        let (file, line) = self.kernel.places[pc as usize].source;
-        let name = self.files.get(&file).map_or("?", |name| name.rsplit('/').next().unwrap_or(name));
-        format!("{name}:{line}")
+        self.names.source_line(self.kernel.places[pc as usize].source)
+    }
+
+    /// How an instruction is written.
+    fn text(&self, pc: u32) -> String {
+        self.names.instruction(self.kernel.places[pc as usize].line)
     }
 }
 

@@ -9,6 +9,8 @@ const FIRST: u64 = 0x7000_0000_0000;
 const GAP: u64 = 1 << 16;
 /// Every allocation begins at a multiple of this.
 const ALIGN: u64 = 256;
+/// Bytes of a word, as far as blocks are told apart.
+const WORD: usize = 4;
 /// What memory holds that nobody wrote: no number as a float, and far off as an integer.
 const POISON: u8 = 0xff;
 
@@ -23,6 +25,11 @@ pub(crate) struct Allocation {
     written: Vec<u64>,
     /// Bytes that nobody wrote yet.
     unwritten: u64,
+    /// The launch that last stored to it.
+    stored: u32,
+    /// For each word of four bytes, from the first store of a kernel on: the launch that last stored to it, and above
+    /// that the block.
+    writers: Vec<u64>,
     alive: bool,
     /// A variable of a module; `None` of what the host asked for.
     name: Option<String>,
@@ -35,6 +42,14 @@ pub(crate) struct Memory {
     next: u64,
     limit: u64,
     used: u64,
+    launch: u32,
+}
+
+/// A block of the launch that goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Visitor {
+    launch: u32,
+    block: u32,
 }
 
 impl Allocation {
@@ -60,6 +75,36 @@ impl Allocation {
         }
         let wrong = places.iter().fold(0, |wrong, &at| wrong | u64::from(at > last) | at & (bytes - 1));
         (wrong == 0).then_some(places)
+    }
+
+    /// Another block that stored there in the same launch. Words only: what blocks do to their bytes is not known.
+    pub(crate) fn stranger(&self, at: u64, bytes: usize, visitor: Visitor) -> Option<u32> {
+        if self.stored != visitor.launch {
+            return None;
+        }
+        let words = at as usize / WORD..(at as usize + bytes).div_ceil(WORD);
+        self.writers[words].iter().find_map(|&writer| {
+            let block = (writer >> 32) as u32;
+            (writer as u32 == visitor.launch && block != visitor.block).then_some(block)
+        })
+    }
+
+    /// A kernel stores there.
+    pub(crate) fn visit(&mut self, at: u64, bytes: usize, visitor: Visitor) {
+        if bytes < WORD {
+            return;
+        }
+        if self.writers.is_empty() {
+            self.writers = vec![0; (self.len as usize).div_ceil(WORD)];
+        }
+        self.stored = visitor.launch;
+        let words = at as usize / WORD..(at as usize + bytes).div_ceil(WORD);
+        self.writers[words].fill(u64::from(visitor.block) << 32 | u64::from(visitor.launch));
+    }
+
+    /// How far into it an address lies.
+    pub(crate) fn place(&self, address: u64) -> u64 {
+        address.wrapping_sub(self.base)
     }
 
     /// The bytes, if all of them were written.
@@ -127,7 +172,16 @@ impl Allocation {
 
 impl Memory {
     pub(crate) fn new(limit: u64) -> Self {
-        Self { allocations: Vec::new(), next: FIRST, limit, used: 0 }
+        Self { allocations: Vec::new(), next: FIRST, limit, used: 0, launch: 0 }
+    }
+
+    /// What kernels store from now on belongs to another launch.
+    pub(crate) fn begin_launch(&mut self) {
+        self.launch = self.launch.wrapping_add(1);
+    }
+
+    pub(crate) fn visitor(&self, block: u32) -> Visitor {
+        Visitor { launch: self.launch, block }
     }
 
     pub(crate) fn allocate(&mut self, bytes: usize, name: Option<String>) -> Result<u64, RunError> {
@@ -144,6 +198,8 @@ impl Memory {
             bytes: vec![POISON; bytes],
             written: vec![0; bytes.div_ceil(64)],
             unwritten: bytes as u64,
+            stored: 0,
+            writers: Vec::new(),
             alive: true,
             name,
         });
@@ -157,6 +213,7 @@ impl Memory {
                 allocation.alive = false;
                 allocation.bytes = Vec::new();
                 allocation.written = Vec::new();
+                allocation.writers = Vec::new();
                 self.used -= allocation.len;
                 Ok(())
             }

@@ -390,6 +390,13 @@ pub(crate) enum Op {
         a: Data,
         members: u32,
     },
+    /// One value of all members.
+    Reduce {
+        f: fn(u32, u32) -> u32,
+        d: u32,
+        a: u32,
+        members: u32,
+    },
     MatrixProduct(Box<MatrixProduct>),
     LoadMatrix(Box<LoadMatrix>),
     CopyAsync(Box<CopyAsync>),

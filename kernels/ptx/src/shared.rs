@@ -51,7 +51,7 @@ impl Stamp {
 }
 
 /// What each warp knows of the others' clocks. A warp's clock moves at each barrier.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Clocks {
     warps: usize,
     known: Vec<u32>,
@@ -115,7 +115,7 @@ pub(crate) enum Wrong {
 }
 
 /// Shared memory.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Shared {
     bytes: Vec<u8>,
     cells: Vec<Cell>,
@@ -130,12 +130,9 @@ pub(crate) struct Who {
 }
 
 impl Shared {
-    pub(crate) fn new(bytes: usize, warps: usize) -> Self {
-        Self {
-            bytes: vec![0xff; bytes],
-            cells: vec![Cell::default(); bytes.div_ceil(WORD)],
-            clocks: Clocks::new(warps),
-        }
+    pub(crate) fn new(bytes: usize) -> Self {
+        let cells = vec![Cell::default(); bytes.div_ceil(WORD)];
+        Self { bytes: vec![0xff; bytes], cells, clocks: Clocks::default() }
     }
 
     /// As at the start of a block.

@@ -33,11 +33,11 @@ struct Eight { uint2 a; float scale; };
 #define ELEMENT 1
 #endif
 
-// Elements d..d+8 of a token. slab: one head's tokens, rows of `width` rounded up to 8 elements; of bytes, their
+// Elements d..d+8 of a token. stripe: one head's tokens, rows of `width` rounded up to 8 elements; of bytes, their
 // scales follow, `runs` for each token.
-__device__ __forceinline__ Eight load(const u8 *slab, u32 token, u32 tokens, u32 width, u32 d) {
+__device__ __forceinline__ Eight load(const u8 *stripe, u32 token, u32 tokens, u32 width, u32 d) {
     const u32 stride = (width + 7) / 8 * 8;
-    const u8 *at = slab + (token * stride + d) * ELEMENT;
+    const u8 *at = stripe + (token * stride + d) * ELEMENT;
     Eight x;
 #if KV_TYPE == 0
     x.a = __ldg((const float4 *)at);
@@ -45,7 +45,7 @@ __device__ __forceinline__ Eight load(const u8 *slab, u32 token, u32 tokens, u32
 #elif KV_TYPE == 1
     x.a = __ldg((const uint4 *)at);
 #else
-    const u16 *scales = (const u16 *)(slab + (tokens * stride + 15) / 16 * 16);
+    const u16 *scales = (const u16 *)(stripe + (tokens * stride + 15) / 16 * 16);
     x.a = __ldg((const uint2 *)at);
     x.scale = f16_value(__ldg(scales + token * ((width + 31) / 32) + d / 32));
 #endif
@@ -76,15 +76,15 @@ __device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
 }
 
 // The lane's part of the keys or values that its group of lanes takes from the tile at `base`; zeroes where there is
-// nothing to read. slab: where the head's slab starts in a block.
+// nothing to read. stripe: where the head's stripe starts in a block.
 __device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const u8 *layer, const u32 *table, u32 base, u32 from,
-                                      u32 to, u32 first_block, u32 shift, u64 slab, u32 width) {
+                                      u32 to, u32 first_block, u32 shift, u64 stripe, u32 width) {
     const u32 warp = threadIdx.x / 32, sub = threadIdx.x % 32 / LANES, place = threadIdx.x % LANES;
 #pragma unroll
     for (u32 u = 0; u < KEYS; u++) {
         const u32 key = base + (u * WARPS + warp) * SUBS + sub;
         const bool there = key >= from && key < to;
-        const u8 *at = layer + (there ? (u64)table[(key >> shift) - first_block] * 64 + slab : 0);
+        const u8 *at = layer + (there ? (u64)table[(key >> shift) - first_block] * 64 + stripe : 0);
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; c++) {
             const u32 d = (c * LANES + place) * 8;
@@ -122,7 +122,7 @@ struct Call {
     u32 together;              // query heads of a block
     u32 head_dim, v_head_dim;
     u32 block_shift;           // a KV block has 1 << block_shift tokens
-    u32 k_slab, v_slab;        // bytes of one head's keys and values in a block
+    u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a block
     u32 window;                // a row sees the last so many keys
     u32 causal;
     u32 row_splits;            // most splits of a row
@@ -190,13 +190,13 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
     __syncthreads();
 
     const u8 *layer = call.arena + call.layer_offset;
-    const u64 k_slab = (u64)kv_head * call.k_slab;
-    const u64 v_slab = (u64)call.kv_heads * call.k_slab + (u64)kv_head * call.v_slab;
+    const u64 k_stripe = (u64)kv_head * call.k_stripe;
+    const u64 v_stripe = (u64)call.kv_heads * call.k_stripe + (u64)kv_head * call.v_stripe;
     for (u32 base = split * SPLIT + (from - split * SPLIT) / TILE * TILE; base < to; base += TILE) {
         // Values are asked for together with the keys where there are registers for both.
         Eight k[KEYS][CHUNKS], v[KEYS][CHUNKS];
-        fetch(k, layer, table, base, from, to, first_block, shift, k_slab, call.head_dim);
-        if (GROUP < 8) fetch(v, layer, table, base, from, to, first_block, shift, v_slab, call.v_head_dim);
+        fetch(k, layer, table, base, from, to, first_block, shift, k_stripe, call.head_dim);
+        if (GROUP < 8) fetch(v, layer, table, base, from, to, first_block, shift, v_stripe, call.v_head_dim);
         float score[GROUP][KEYS];
 #pragma unroll
         for (u32 u = 0; u < KEYS; u++) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
                 weights[s] = __fadd_rn(weights[s], score[s][u]);
             }
         }
-        if (GROUP >= 8) fetch(v, layer, table, base, from, to, first_block, shift, v_slab, call.v_head_dim);
+        if (GROUP >= 8) fetch(v, layer, table, base, from, to, first_block, shift, v_stripe, call.v_head_dim);
 #pragma unroll
         for (u32 u = 0; u < KEYS; u++) {
 #pragma unroll
@@ -321,13 +321,13 @@ template <u32 GROUP> __device__ __forceinline__ void attend(const Call &call) {
     const float *q, float *out, float *parts, float *sums, const u8 *arena, const u32 *tables,                         \
         const u32 *table_starts, const u32 *positions, const u32 *row_sequences, const u32 *sequence_ends,             \
         const float *sinks, u64 layer_offset, u32 first_row, u32 rows, u32 tile, u32 heads, u32 kv_heads,              \
-        u32 together, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_slab, u32 v_slab, u32 window, u32 causal,   \
+        u32 together, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_stripe, u32 v_stripe, u32 window, u32 causal,   \
         u32 row_splits, float scale
 #define CALL                                                                                                           \
     Call {                                                                                                             \
         q, out, parts, sums, arena, tables, table_starts, positions, row_sequences, sequence_ends, sinks,              \
-            layer_offset, first_row, rows, tile, heads, kv_heads, together, head_dim, v_head_dim, block_shift, k_slab, \
-            v_slab, window, causal, row_splits, scale                                                                  \
+            layer_offset, first_row, rows, tile, heads, kv_heads, together, head_dim, v_head_dim, block_shift, k_stripe, \
+            v_stripe, window, causal, row_splits, scale                                                                  \
     }
 
 extern "C" __global__ void __launch_bounds__(128) attend_1(PARAMETERS) { attend<1>(CALL); }

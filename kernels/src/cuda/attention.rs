@@ -8,6 +8,9 @@ use crate::backend::{KvShape, StepSequence};
 use crate::error::Error;
 use std::ops::Range;
 
+#[cfg(test)]
+mod tests;
+
 /// Keys of a split: partial results are taken from one multiple of this position to the next. As in `attention.cu`.
 const SPLIT: usize = 512;
 
@@ -209,8 +212,8 @@ impl AttentionKernels {
             number(head_dim),
             number(v_head_dim),
             self.block.block_shift().into(),
-            number(self.block.k_slab()),
-            number(self.block.v_slab()),
+            number(self.block.k_stripe()),
+            number(self.block.v_stripe()),
             window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)).into(),
             u32::from(causal).into(),
             number(launch.splits),

@@ -4,6 +4,9 @@ use crate::attention::KvType;
 use crate::backend::KvShape;
 use crate::error::Error;
 
+#[cfg(test)]
+mod oracle;
+
 /// Widest head that the kernels serve.
 pub const MAX_HEAD_DIM: usize = 512;
 
@@ -15,9 +18,9 @@ const Q8_RUN: usize = 32;
 
 /// Layout of one layer's part of a block: the keys of all heads, then the values of all heads.
 ///
-/// A head's *slab* is `[block_tokens][width]`, rows padded with zeroes to eight elements, so that a warp reads
+/// A head's *stripe* is `[block_tokens][width]`, rows padded with zeroes to eight elements, so that a warp reads
 /// neighbouring tokens in one run of memory and every load is aligned. In [`KvType::Q8_0`] the scales follow the bytes,
-/// `[block_tokens][width / 32]`. Slabs start at multiples of 16 bytes.
+/// `[block_tokens][width / 32]`. Stripes start at multiples of 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvBlock {
     kv_type: KvType,
@@ -49,7 +52,7 @@ impl KvBlock {
 
     /// Size of one layer's part of a block; a multiple of 64.
     pub fn bytes(&self) -> usize {
-        (self.kv_heads * (self.k_slab() + self.v_slab())).next_multiple_of(64)
+        (self.kv_heads * (self.k_stripe() + self.v_stripe())).next_multiple_of(64)
     }
 
     /// Element type.
@@ -58,13 +61,13 @@ impl KvBlock {
     }
 
     /// Bytes of one head's keys.
-    pub(super) fn k_slab(&self) -> usize {
-        self.slab(self.head_dim)
+    pub(super) fn k_stripe(&self) -> usize {
+        self.stripe(self.head_dim)
     }
 
     /// Bytes of one head's values.
-    pub(super) fn v_slab(&self) -> usize {
-        self.slab(self.v_head_dim)
+    pub(super) fn v_stripe(&self) -> usize {
+        self.stripe(self.v_head_dim)
     }
 
     /// A block has two to this power tokens.
@@ -72,7 +75,7 @@ impl KvBlock {
         self.block_tokens.trailing_zeros()
     }
 
-    fn slab(&self, width: usize) -> usize {
+    fn stripe(&self, width: usize) -> usize {
         let elements = self.block_tokens * width.next_multiple_of(ROW_STEP);
         match self.kv_type {
             KvType::F32 => 4 * elements,
@@ -104,16 +107,16 @@ mod tests {
     }
 
     #[test]
-    fn slabs_are_as_long_as_what_they_hold() {
-        for (kv_type, width, slab) in [
+    fn stripes_are_as_long_as_what_they_hold() {
+        for (kv_type, width, stripe) in [
             (KvType::F32, 40, 16 * 40 * 4),
             (KvType::F16, 20, 16 * 24 * 2),
             (KvType::Q8_0, 128, 16 * 128 + 16 * 4 * 2),
             (KvType::Q8_0, 33, 16 * 40 + 16 * 2 * 2),
         ] {
             let block = KvBlock::new(&shape(kv_type, width, width)).unwrap();
-            assert_eq!((block.k_slab(), block.v_slab()), (slab, slab));
-            assert_eq!(block.bytes(), (6 * slab).next_multiple_of(64));
+            assert_eq!((block.k_stripe(), block.v_stripe()), (stripe, stripe));
+            assert_eq!(block.bytes(), (6 * stripe).next_multiple_of(64));
         }
     }
 

@@ -74,3 +74,16 @@ __device__ __forceinline__ float tanh_f32(float x) {
     float near = __fmaf_rn(__fmul_rn(p, square), x, x);
     return __uint_as_float(__float_as_uint(x) & 0x7fffffff) < 0.3f ? near : far;
 }
+
+// ln(1 + e^x) to 3 ulp; x itself where it is large.
+__device__ __forceinline__ float softplus_f32(float x) {
+    float z = exp_f32(__uint_as_float(__float_as_uint(x) | 0x80000000));
+    float r = __fdiv_rn(z, __fadd_rn(z, 2.0f));
+    float square = __fmul_rn(r, r);
+    float p = 1.40059933643e-1f;
+    p = __fmaf_rn(p, square, 1.40009026491e-1f);
+    p = __fmaf_rn(p, square, 2.00107636185e-1f);
+    p = __fmaf_rn(p, square, 3.33332081429e-1f);
+    float twice = __fadd_rn(r, r);
+    return __fadd_rn(x > 0.0f ? x : 0.0f, __fmaf_rn(__fmul_rn(twice, square), p, twice));
+}

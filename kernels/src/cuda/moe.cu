@@ -2,6 +2,7 @@
 //
 // A pair is one row at one of its experts, `row * used + rank`, the most probable expert first.
 #include "prelude.cuh"
+// math.cuh stands before this file.
 
 #define WARPS 4
 
@@ -20,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(128)
     for (u32 apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, apart));
     float sum = 0;
     for (u32 e = lane; e < experts; e += 32) {
-        p[e] = exp_exact(__fsub_rn(logits[e], top));
+        p[e] = exp_f32(__fsub_rn(logits[e], top));
         sum = __fadd_rn(sum, p[e]);
     }
     const float factor = __fdiv_rn(1.0f, sum_lanes(sum, 32));
@@ -86,37 +87,13 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (chosen[i] == e) list[at++] = i;
 }
 
-__device__ __forceinline__ float gelu_erf(float x) {
-    const float a = fabsf(x), t = __fdiv_rn(1.0f, fmaf(a, 0.3f, 1.0f));
-    float m = 3.83784400757e-2f;
-    m = fmaf(m, t, -0.169166801334f);
-    m = fmaf(m, t, 0.228661410435f);
-    m = fmaf(m, t, -7.6507883941e-2f);
-    m = fmaf(m, t, 0.142536417481f);
-    m = fmaf(m, t, 9.46831745788e-2f);
-    m = fmaf(m, t, 0.121920423634f);
-    m = fmaf(m, t, 0.119487678547f);
-    m = fmaf(m, t, 7.16943105459e-6f);
-    return fmaf(-a, __fmul_rn(exp_exact(__fmul_rn(__fmul_rn(a, a), -0.5f)), m), fmaxf(x, 0.0f));
-}
-
-__device__ __forceinline__ float gelu_tanh(float x) {
-    const float u = __fmul_rn(x, fmaf(__fmul_rn(x, x), 0.044715f, 1.0f));
-    return __fdiv_rn(x, __fadd_rn(1.0f, exp_exact(__fmul_rn(u, -1.595769121605731f))));
-}
-
 // activation: 0 silu, 1 gelu (tanh), 2 gelu (erf), 3 sigmoid, 4 clamped swiglu.
 __device__ __forceinline__ float gated(float gate, float up, u32 activation) {
-    if (activation == 4) {
-        gate = fminf(gate, 7.0f);
-        up = fmaxf(-7.0f, fminf(up, 7.0f));
-        const float e = exp_exact(__fmul_rn(gate, -1.702f));
-        return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, e)), __fadd_rn(up, 1.0f));
-    }
-    const float x = activation == 0   ? silu_exact(gate)
-                    : activation == 1 ? gelu_tanh(gate)
-                    : activation == 2 ? gelu_erf(gate)
-                                      : sigmoid_exact(gate);
+    if (activation == 4) return clamped_swiglu_f32(gate, up);
+    const float x = activation == 0   ? silu_f32(gate)
+                    : activation == 1 ? gelu_tanh_f32(gate)
+                    : activation == 2 ? gelu_erf_f32(gate)
+                                      : sigmoid_f32(gate);
     return __fmul_rn(x, up);
 }
 

@@ -9,6 +9,9 @@ use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, 
 use crate::backend::GateActivation;
 use crate::error::Error;
 
+#[cfg(test)]
+mod tests;
+
 /// Most experts of a layer.
 const MAX_EXPERTS: usize = 1024;
 
@@ -16,7 +19,7 @@ const MAX_EXPERTS: usize = 1024;
 const ROUTE_ROWS: usize = 4;
 
 /// The kernels of [`source::MOE`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct MoeKernels {
     route: KernelId,
     expert_lists: KernelId,

@@ -49,9 +49,9 @@ struct Norm {
     float eps;
 };
 
-// Writes one head of one token into its slab: rows of `width` rounded up to 8 elements, zeroes in what is over; of
+// Writes one head of one token into its stripe: rows of `width` rounded up to 8 elements, zeroes in what is over; of
 // bytes, their scales follow, one for each 32 elements. x: one element of each 32 for each lane.
-__device__ __forceinline__ void store(u8 *slab, u32 token, u32 tokens, u32 width, u32 lane,
+__device__ __forceinline__ void store(u8 *stripe, u32 token, u32 tokens, u32 width, u32 lane,
                                       const float (&x)[MAX_DIM / 32]) {
     const u32 stride = (width + 7) / 8 * 8;
 #pragma unroll
@@ -59,9 +59,9 @@ __device__ __forceinline__ void store(u8 *slab, u32 token, u32 tokens, u32 width
         const u32 d = 32 * i + lane;
         if (32 * i >= stride) break;
 #if KV_TYPE == 0
-        if (d < stride) ((float *)slab)[token * stride + d] = x[i];
+        if (d < stride) ((float *)stripe)[token * stride + d] = x[i];
 #elif KV_TYPE == 1
-        if (d < stride) ((u16 *)slab)[token * stride + d] = f16_bits(fminf(65504.0f, fmaxf(-65504.0f, x[i])));
+        if (d < stride) ((u16 *)stripe)[token * stride + d] = f16_bits(fminf(65504.0f, fmaxf(-65504.0f, x[i])));
 #else
         float largest = fabsf(x[i]);
         for (u32 apart = 16; apart > 0; apart /= 2)
@@ -70,8 +70,8 @@ __device__ __forceinline__ void store(u8 *slab, u32 token, u32 tokens, u32 width
         const float value = f16_value(scale);
         const float inverse = value > 0 ? __fdiv_rn(1.0f, value) : 0.0f;
         const float scaled = fminf(127.0f, fmaxf(-127.0f, rintf(__fmul_rn(x[i], inverse))));
-        if (d < stride) ((i8 *)slab)[token * stride + d] = (i8)(i32)scaled;
-        u16 *scales = (u16 *)(slab + (tokens * stride + 15) / 16 * 16);
+        if (d < stride) ((i8 *)stripe)[token * stride + d] = (i8)(i32)scaled;
+        u16 *scales = (u16 *)(stripe + (tokens * stride + 15) / 16 * 16);
         if (lane == 0) scales[token * ((width + 31) / 32) + i] = scale;
 #endif
     }
@@ -82,13 +82,13 @@ __device__ __forceinline__ void store(u8 *slab, u32 token, u32 tokens, u32 width
 // and rotation. One warp a head: those of q, then of k, then of v. Grid: heads / 4, rows. 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
     qkv(float *q, const float *k, const float *v,                             // [rows][heads or kv_heads][width]
-        const float *q_weight, const float *q_factors, u32 q_run, u32 q_len, float q_eps,
-        const float *k_weight, const float *k_factors, u32 k_run, u32 k_len, float k_eps,
-        const float *v_weight, const float *v_factors, u32 v_run, u32 v_len, float v_eps,
-        const float2 *angles, u32 pairs, u32 interleaved,                     // [rows][pairs]; pairs 0: no rotation
+        const float *q_weight, const float *q_factors, const float *k_weight, const float *k_factors,
+        const float *v_weight, const float *v_factors,                        // see Norm
+        const float2 *angles,                                                 // [rows][pairs]; pairs 0: no rotation
         u8 *arena, const u32 *tables, const u32 *table_starts, const u32 *positions, const u32 *row_sequences,
-        u64 layer_offset, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_slab,
-        u32 v_slab) {
+        u64 layer_offset, u32 q_run, u32 q_len, float q_eps, u32 k_run, u32 k_len, float k_eps, u32 v_run, u32 v_len,
+        float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
+        u32 block_shift, u32 k_stripe, u32 v_stripe) {
     __shared__ float shared[WARPS][MAX_DIM];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
     u32 head = blockIdx.x * WARPS + warp;
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     const u32 position = positions[row], tokens = 1u << block_shift;
     const u32 entry = tables[table_starts[row_sequences[row]] + (position >> block_shift)];
-    u8 *slab = arena + (u64)entry * 64 + layer_offset;
-    slab += part == 1 ? (u64)head * k_slab : (u64)kv_heads * k_slab + (u64)head * v_slab;
-    store(slab, position & tokens - 1, tokens, width, lane, x);
+    u8 *stripe = arena + (u64)entry * 64 + layer_offset;
+    stripe += part == 1 ? (u64)head * k_stripe : (u64)kv_heads * k_stripe + (u64)head * v_stripe;
+    store(stripe, position & tokens - 1, tokens, width, lane, x);
 }

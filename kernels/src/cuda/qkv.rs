@@ -8,6 +8,9 @@ use crate::attention::check_len;
 use crate::backend::{KvShape, RopeSource};
 use crate::error::Error;
 
+#[cfg(test)]
+mod tests;
+
 /// Warps of a block.
 const WARPS: usize = 4;
 
@@ -217,20 +220,20 @@ impl QkvKernels {
         if call.rows == 0 {
             return Ok(());
         }
-        let mut arguments: Vec<Argument> = Vec::with_capacity(35);
         let number = |n: usize| Argument::from(n as u32);
-        let k = call.kv.map_or(DevicePtr::default(), |kv| kv.k);
-        let v = call.kv.map_or(DevicePtr::default(), |kv| kv.v);
-        arguments.extend([call.q, k, v].map(Argument::from));
+        let none = DevicePtr::default();
+        let (k, v) = call.kv.map_or((none, none), |kv| (kv.k, kv.v));
+        let mut pointers = vec![call.q, k, v];
+        let mut numbers: Vec<Argument> = Vec::new();
         let mut factors = call.scratch;
         for ((norm, width, heads), x) in self.norms(call).into_iter().zip([call.q, k, v]) {
             let Some(norm) = norm else {
-                arguments.extend([DevicePtr::default(), DevicePtr::default()].map(Argument::from));
-                arguments.extend([number(0), number(1), 0.0f32.into()]);
+                pointers.extend([none, none]);
+                numbers.extend([number(0), number(1), 0.0f32.into()]);
                 continue;
             };
             let runs = call.rows * heads * width / norm.width;
-            let mut own = DevicePtr::default();
+            let mut own = none;
             if norm.width != width {
                 own = factors;
                 factors = factors.offset(runs * size_of::<f32>());
@@ -242,19 +245,21 @@ impl QkvKernels {
                     arguments: &[own.into(), x.into(), number(norm.width), norm.eps.into(), number(runs)],
                 })?;
             }
-            let (weight, len) = norm.weight.unwrap_or((DevicePtr::default(), 1));
-            arguments.extend([weight.into(), own.into(), number(norm.width), number(len), norm.eps.into()]);
+            let (weight, len) = norm.weight.unwrap_or((none, 1));
+            pointers.extend([weight, own]);
+            numbers.extend([number(norm.width), number(len), norm.eps.into()]);
         }
-        let rope =
-            call.rope.unwrap_or(RopeAngles { angles: DevicePtr::default(), pairs: 0, interleaved: false });
+        let rope = call.rope.unwrap_or(RopeAngles { angles: none, pairs: 0, interleaved: false });
         let KvShape { heads, kv_heads, head_dim, v_head_dim, .. } = self.shape;
-        arguments.extend([rope.angles.into(), number(rope.pairs), u32::from(rope.interleaved).into()]);
-        arguments.extend([call.arena, call.step.tables].map(Argument::from));
-        arguments.extend([call.step.table_starts(call.group), call.step.positions].map(Argument::from));
-        arguments.extend([call.step.row_sequences.into(), Argument::from(call.layer_offset as u64)]);
+        pointers.extend([rope.angles, call.arena, call.step.tables, call.step.table_starts(call.group)]);
+        pointers.extend([call.step.positions, call.step.row_sequences]);
+        let mut arguments: Vec<Argument> = pointers.into_iter().map(Argument::from).collect();
+        arguments.push((call.layer_offset as u64).into());
+        arguments.extend(numbers);
+        arguments.extend([number(rope.pairs), u32::from(rope.interleaved).into()]);
         arguments.extend([heads, kv_heads, head_dim, v_head_dim].map(number));
         arguments.push(self.block.block_shift().into());
-        arguments.extend([self.block.k_slab(), self.block.v_slab()].map(number));
+        arguments.extend([self.block.k_stripe(), self.block.v_stripe()].map(number));
         let all = if call.kv.is_some() { heads + 2 * kv_heads } else { heads };
         device.launch(&Launch {
             kernel: self.qkv,

@@ -6,6 +6,7 @@
 // Exactness: every element of a state is touched by one thread, by the rows in their order, and a sum over `inner` has
 // one order. So it does not matter how the rows of a sequence are cut into launches.
 #include "prelude.cuh"
+// math.cuh stands before this file.
 
 #define WARPS 4
 #define NONE 0xffffffffu
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
             for (u32 tap = 0; tap < 4; tap++)
                 if (tap >= skip) sum = fmaf(w[tap], past[tap], sum);
-            x[(u64)row * channels] = silu_exact(sum);
+            x[(u64)row * channels] = silu_f32(sum);
             while (next < exports && export_rows[next] == row) {
                 float *to = (float *)(arena + (u64)export_slots[next] * 64);
 #pragma unroll
@@ -184,9 +185,9 @@ template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &
         float decays = 0, gains = 0;
         if (base + lane < count) {
             const u64 at = (u64)(first + base + lane) * call.heads + head;
-            const float step = softplus_exact(__fadd_rn(call.steps[at], bias));
-            decays = exp_exact(__fmul_rn(a, step));
-            gains = DELTA ? sigmoid_exact(call.gains[at]) : step;
+            const float step = softplus_f32(__fadd_rn(call.steps[at], bias));
+            decays = exp_f32(__fmul_rn(a, step));
+            gains = DELTA ? sigmoid_f32(call.gains[at]) : step;
         }
         const u32 rows = min(32u, count - base);
         for (u32 t = 0; t < rows; t++) {
@@ -263,8 +264,9 @@ template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &
         if (top + r < call.outer) store_row<PER>(s[r], matrix + (u64)write * 64 + r * row_bytes, lane, narrow);
 }
 
+// Five blocks of a multiprocessor leave a thread 102 registers: without that the compiler spills to fit more.
 #define SCAN(name, delta, per)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128) name(                                                            \
+    extern "C" __global__ void __launch_bounds__(128, 5) name(                                                            \
         const float *x, const float *gains, const float *steps, const float *a, const float *bias, const float *skips, \
         float *out, u8 *arena, const u32 *first_rows, const u32 *rows, const u32 *reads, const u32 *writes,            \
         const u32 *export_starts, const u32 *export_rows, const u32 *export_slots, const u32 *places,                  \

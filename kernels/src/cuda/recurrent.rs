@@ -7,6 +7,9 @@ use crate::backend::{HeadType, StateKind, StateShape};
 use crate::error::Error;
 use half::bf16;
 
+#[cfg(test)]
+mod tests;
+
 /// Most positions that a convolution sees.
 const MAX_TAPS: usize = 4;
 
@@ -144,7 +147,7 @@ fn element(ty: HeadType) -> usize {
 }
 
 /// The kernels of [`source::RECURRENT`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct RecurrentKernels {
     conv: KernelId,
     keep_rows: KernelId,

@@ -84,7 +84,7 @@ pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
 /// Convolution, delta net, Mamba-2.
 pub const RECURRENT: Source = Source {
     name: "recurrent.cu",
-    text: include_str!("recurrent.cu"),
+    text: concat!(include_str!("math.cuh"), "#line 1\n", include_str!("recurrent.cu")),
     kernels: &[
         "conv",
         "keep_rows",
@@ -100,7 +100,7 @@ pub const RECURRENT: Source = Source {
 /// Mixture of experts, all but the products.
 pub const MOE: Source = Source {
     name: "moe.cu",
-    text: include_str!("moe.cu"),
+    text: concat!(include_str!("math.cuh"), "#line 1\n", include_str!("moe.cu")),
     kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
 };
 

@@ -117,8 +117,8 @@ fn setp(d: &mut Decoder<'_>) -> Decoded<Op> {
     let (name, logic, ftz) = words(d)?;
     let ty = d.ty()?;
     let (to, other) = d.pair()?;
-    let to = d.to_of(to, 1)?;
-    let other = other.map(|other| d.to_of(other, 1)).transpose()?;
+    let to = d.target(to, 1)?;
+    let other = other.map(|other| d.target(other, 1)).transpose()?;
     let (a, b) = (d.from(ty.bits())?, d.from(ty.bits())?);
     let combine = logic.map(|logic| Ok::<_, String>((logic, d.condition()?))).transpose()?;
     let to = Compared { to, other, combine };

@@ -145,7 +145,8 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
         _ => {
             let (to, a) = (d.to(32)?, d.from(32)?);
             let rounds = matches!(base, "rcp" | "sqrt");
-            if !matches!(base, "abs" | "neg") && !approx && !(rounds && rounding == Some(Rounding::Nearest)) {
+            let exact = rounds && rounding == Some(Rounding::Nearest);
+            if !(approx || exact || matches!(base, "abs" | "neg")) {
                 return Err(format!("{base} with these modifiers"));
             }
             let f = match base {

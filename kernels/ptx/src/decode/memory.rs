@@ -38,8 +38,8 @@ pub(super) fn mov(d: &mut Decoder<'_>) -> Decoded<Op> {
     let from = d.operand()?;
     if let Operand::List(parts) = from {
         let to = match bits {
-            32 => Data::B32(d.to_of(to, 32)?),
-            64 => Data::B64(d.to_of(to, 64)?),
+            32 => Data::B32(d.target(to, 32)?),
+            64 => Data::B64(d.target(to, 64)?),
             _ => return Err(format!("parts of {bits} bits")),
         };
         let each = bits / parts.len().max(1) as u8;
@@ -47,7 +47,7 @@ pub(super) fn mov(d: &mut Decoder<'_>) -> Decoded<Op> {
             .iter()
             .map(|part| match part {
                 Operand::Reg(Reg { file: File::B16, index }) => Ok(Data::B16(*index)),
-                other if each == 16 => Ok(Data::B16(d.from_of(other, 16)?)),
+                other if each == 16 => Ok(Data::B16(d.source(other, 16)?)),
                 other => d.data(other, each, false)?.ok_or_else(|| "a part is missing".into()),
             })
             .collect::<Decoded<Box<[_]>>>()?;
@@ -55,7 +55,7 @@ pub(super) fn mov(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
     match ty {
         Ty::Pred => {
-            let to = d.to_of(to, 1)?;
+            let to = d.target(to, 1)?;
             Ok(match from {
                 &Operand::Reg(Reg { file: File::Pred, index }) => {
                     Op::MovePred { d: to, a: crate::op::Condition { pred: index, negated: false } }
@@ -64,8 +64,8 @@ pub(super) fn mov(d: &mut Decoder<'_>) -> Decoded<Op> {
                 other => return Err(format!("{other:?} as a predicate")),
             })
         }
-        _ if bits == 64 => Ok(Op::Move64 { d: d.to_of(to, 64)?, a: d.from_of(from, 64)? }),
-        _ if bits == 32 || bits == 16 => Ok(Op::Move32 { d: d.to_of(to, bits)?, a: d.from_of(from, bits)? }),
+        _ if bits == 64 => Ok(Op::Move64 { d: d.target(to, 64)?, a: d.source(from, 64)? }),
+        _ if bits == 32 || bits == 16 => Ok(Op::Move32 { d: d.target(to, bits)?, a: d.source(from, bits)? }),
         _ => Err(format!("mov of {ty:?}")),
     }
 }
@@ -197,9 +197,9 @@ fn atomic(d: &mut Decoder<'_>, returns: bool) -> Decoded<Op> {
     let mut value = || {
         let operand = d.operand()?;
         match bits {
-            16 => Ok(Data::B16(d.from_of(operand, 16)?)),
-            32 => Ok(Data::B32(d.from_of(operand, 32)?)),
-            _ => Ok::<_, String>(Data::B64(d.from_of(operand, 64)?)),
+            16 => Ok(Data::B16(d.source(operand, 16)?)),
+            32 => Ok(Data::B32(d.source(operand, 32)?)),
+            _ => Ok::<_, String>(Data::B64(d.source(operand, 64)?)),
         }
     };
     let operand = value()?;

@@ -154,10 +154,10 @@ impl<'a> Decoder<'a> {
     /// A register to write, of 16 or 32 bits.
     pub(super) fn to(&mut self, bits: u8) -> Decoded<u32> {
         let operand = self.operand()?;
-        self.to_of(operand, bits)
+        self.target(operand, bits)
     }
 
-    pub(super) fn to_of(&mut self, operand: &Operand, bits: u8) -> Decoded<u32> {
+    pub(super) fn target(&mut self, operand: &Operand, bits: u8) -> Decoded<u32> {
         match (operand, bits) {
             (Operand::Reg(Reg { file: File::B16, index }), 16)
             | (Operand::Reg(Reg { file: File::B32, index }), 32)
@@ -173,10 +173,10 @@ impl<'a> Decoder<'a> {
     /// A value to read, of 16, 32 or 64 bits.
     pub(super) fn from(&mut self, bits: u8) -> Decoded<u32> {
         let operand = self.operand()?;
-        self.from_of(operand, bits)
+        self.source(operand, bits)
     }
 
-    pub(super) fn from_of(&mut self, operand: &Operand, bits: u8) -> Decoded<u32> {
+    pub(super) fn source(&mut self, operand: &Operand, bits: u8) -> Decoded<u32> {
         match (operand, bits) {
             (Operand::Reg(Reg { file: File::B16, index }), 16)
             | (Operand::Reg(Reg { file: File::B32, index }), 32)
@@ -269,8 +269,8 @@ impl<'a> Decoder<'a> {
             &Operand::Reg(Reg { file: File::B16, index }) if bits <= 16 => Data::B16(index),
             &Operand::Reg(Reg { file: File::B32, index }) if bits <= 32 => Data::B32(index),
             &Operand::Reg(Reg { file: File::B64, index }) => Data::B64(index),
-            other if !written && bits == 64 => Data::B64(self.from_of(other, 64)?),
-            other if !written => Data::B32(self.from_of(other, 32)?),
+            other if !written && bits == 64 => Data::B64(self.source(other, 64)?),
+            other if !written => Data::B32(self.source(other, 32)?),
             other => return Err(format!("{other:?} cannot hold {bits} bits")),
         }))
     }

@@ -65,7 +65,7 @@ fn list(d: &mut Decoder<'_>, count: usize, written: bool) -> Decoded<Vec<u32>> {
     if operands.len() != count {
         return Err(format!("{} registers where {count} are needed", operands.len()));
     }
-    operands.iter().map(|o| if written { d.to_of(o, 32) } else { d.from_of(o, 32) }).collect()
+    operands.iter().map(|o| if written { d.target(o, 32) } else { d.source(o, 32) }).collect()
 }
 
 /// `ldmatrix.sync.aligned.m8n8.x4{.trans}.shared.b16`

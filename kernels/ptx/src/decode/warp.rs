@@ -10,6 +10,7 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
         "shfl" => shuffle(d),
         "vote" => vote(d),
         "match" => matching(d),
+        "redux" => reduction(d),
         "activemask" => {
             d.ty()?;
             Ok(Op::ActiveMask { d: d.to(32)? })
@@ -35,8 +36,8 @@ fn shuffle(d: &mut Decoder<'_>) -> Decoded<Op> {
         return Err("shfl is of .b32".into());
     }
     let (to, valid) = d.pair()?;
-    let to = d.to_of(to, 32)?;
-    let valid = valid.map(|valid| d.to_of(valid, 1)).transpose()?;
+    let to = d.target(to, 32)?;
+    let valid = valid.map(|valid| d.target(valid, 1)).transpose()?;
     Ok(Op::Shuffle {
         how,
         d: to,
@@ -74,12 +75,29 @@ fn matching(d: &mut Decoder<'_>) -> Decoded<Op> {
     sync(d)?;
     let bits = d.ty()?.bits();
     let (to, equal) = d.pair()?;
-    let to = d.to_of(to, 32)?;
-    let equal = equal.map(|equal| d.to_of(equal, 1)).transpose()?;
+    let to = d.target(to, 32)?;
+    let equal = equal.map(|equal| d.target(equal, 1)).transpose()?;
     let a = match bits {
         32 => Data::B32(d.from(32)?),
         64 => Data::B64(d.from(64)?),
         _ => return Err(format!("match of {bits} bits")),
     };
     Ok(Op::Match { all, d: to, equal, a, members: d.from(32)? })
+}
+
+fn reduction(d: &mut Decoder<'_>) -> Decoded<Op> {
+    sync(d)?;
+    let op = d.one_of(&["add", "min", "max", "and", "or", "xor"]);
+    let f: fn(u32, u32) -> u32 = match (op, d.ty()?) {
+        (Some("add"), Ty::U(32) | Ty::S(32)) => u32::wrapping_add,
+        (Some("min"), Ty::U(32)) => u32::min,
+        (Some("max"), Ty::U(32)) => u32::max,
+        (Some("min"), Ty::S(32)) => |a, b| (a as i32).min(b as i32) as u32,
+        (Some("max"), Ty::S(32)) => |a, b| (a as i32).max(b as i32) as u32,
+        (Some("and"), Ty::B(32)) => |a, b| a & b,
+        (Some("or"), Ty::B(32)) => |a, b| a | b,
+        (Some("xor"), Ty::B(32)) => |a, b| a ^ b,
+        (op, ty) => return Err(format!("redux of {op:?} and {ty:?}")),
+    };
+    Ok(Op::Reduce { f, d: d.to(32)?, a: d.from(32)?, members: d.from(32)? })
 }

@@ -4,6 +4,7 @@ use super::{Block, Run};
 use crate::FaultKind;
 use crate::ast::Space;
 use crate::lanes::{LANES, V64, each};
+use crate::memory::Allocation;
 use crate::op::{Access, Address, Atomic, AtomicOp, AtomicType, Data, Element};
 use crate::shared::Who;
 use crate::warp::Warp;
@@ -136,6 +137,12 @@ impl Block<'_> {
         let allocation = self.memory.allocation(index);
         let Some(bytes) = allocation.whole() else { return false };
         let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
+        let visitor = self.memory.visitor(self.number);
+        let met = !self.synchronised
+            && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
+        if met {
+            return false;
+        }
         self.counts.global_read += total as u64 * u64::from(mask.count_ones());
         for (i, data) in access.data.iter().enumerate() {
             let Some(data) = *data else { continue };
@@ -198,8 +205,17 @@ impl Block<'_> {
         let first = mask.trailing_zeros() as usize;
         let addresses = warp.addresses(access.address);
         let Some(index) = self.memory.find(addresses[first], total as u64) else { return false };
+        let visitor = self.memory.visitor(self.number);
         let allocation = self.memory.allocation_mut(index);
         let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
+        let met = !self.synchronised
+            && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
+        if met || allocation.whole().is_none() {
+            return false;
+        }
+        for lane in each(mask) {
+            allocation.visit(places[lane], total, visitor);
+        }
         let Some(bytes) = allocation.whole_mut() else { return false };
         self.counts.global_written += total as u64 * u64::from(mask.count_ones());
         for lane in each(mask) {
@@ -238,6 +254,9 @@ impl Block<'_> {
                 if !allocation.is_written(address, bytes) {
                     return Err((FaultKind::Unwritten { space: "global", address, bytes }, lane));
                 }
+                if let Some(block) = self.stranger(allocation, address, bytes) {
+                    return Err((met("read", address, block), lane));
+                }
                 self.counts.global_read += bytes as u64;
                 allocation.get(address, bytes)
             }
@@ -250,7 +269,7 @@ impl Block<'_> {
                 &warp.local[start..start + bytes]
             }
             Space::Const => bounded("const", self.constants, address, bytes, lane)?,
-            Space::Param => bounded("param", self.parameters, address, bytes, lane)?,
+            Space::Param => bounded("param", &self.parameters, address, bytes, lane)?,
         };
         out.copy_from_slice(from);
         Ok(())
@@ -273,8 +292,18 @@ impl Block<'_> {
             }
             Space::Global => {
                 let index = self.global(address, bytes, lane, &mut None)?;
+                let allocation = self.memory.allocation(index);
+                // The same value twice is no harm.
+                if let Some(block) = self.stranger(allocation, address, bytes)
+                    && allocation.get(address, bytes) != from
+                {
+                    return Err((met("write", address, block), lane));
+                }
                 self.counts.global_written += bytes as u64;
-                self.memory.allocation_mut(index).get_mut(address, bytes)
+                let visitor = self.memory.visitor(self.number);
+                let allocation = self.memory.allocation_mut(index);
+                allocation.visit(allocation.place(address), bytes, visitor);
+                allocation.get_mut(address, bytes)
             }
             Space::Shared => match self.shared.write(address, bytes, who) {
                 Ok(to) => to,
@@ -291,6 +320,13 @@ impl Block<'_> {
         };
         to.copy_from_slice(from);
         Ok(())
+    }
+
+    /// Another block that stored there before, in an order that nothing ensures.
+    fn stranger(&self, allocation: &Allocation, address: u64, bytes: usize) -> Option<u32> {
+        let visitor = self.memory.visitor(self.number);
+        let found = allocation.stranger(allocation.place(address), bytes, visitor);
+        found.filter(|_| !self.synchronised)
     }
 
     /// The allocation that an access of global memory lies in.
@@ -325,6 +361,7 @@ impl Block<'_> {
                     }
                     self.counts.global_read += bytes as u64;
                     self.counts.global_written += bytes as u64;
+                    self.synchronised = true;
                     self.memory.allocation_mut(index).get_mut(address, bytes)
                 }
                 Space::Shared => match self.shared.atomic(address, bytes) {
@@ -345,6 +382,12 @@ impl Block<'_> {
         }
         Ok(())
     }
+}
+
+/// A race with another block.
+fn met(access: &'static str, address: u64, block: u32) -> FaultKind {
+    let other = format!("the write of block {block} (counted through the grid)");
+    FaultKind::Race { space: "global", address, access, other }
 }
 
 /// What an atomic leaves behind.

@@ -109,3 +109,17 @@ pub(super) fn matching(
     }
     Ok(())
 }
+
+pub(super) fn reduce(
+    warp: &mut Warp,
+    f: fn(u32, u32) -> u32,
+    (d, a): (u32, u32),
+    named: u32,
+    mask: u32,
+) -> Run<()> {
+    let named = members(warp, "redux.sync", named, mask)?;
+    let values = *warp.v32(a);
+    let out = named.map(|members| each(members).map(|lane| values[lane]).reduce(f).unwrap_or(0));
+    warp.set32(d, &out, mask);
+    Ok(())
+}

@@ -55,14 +55,14 @@ impl Body {
 
     /// A place in the function's own memory, for variables and for parameters of what it calls.
     fn local(&mut self, bytes: u64, align: u32) -> u64 {
-        let offset = self.function.local_bytes.next_multiple_of(align);
-        self.function.local_bytes = offset + bytes as u32;
+        let offset = self.function.local_bytes.checked_next_multiple_of(align).unwrap_or(u32::MAX);
+        self.function.local_bytes = offset.saturating_add(bytes as u32);
         u64::from(offset)
     }
 
     fn shared(&mut self, bytes: u64, align: u32) -> u64 {
-        let offset = self.function.shared_bytes.next_multiple_of(align);
-        self.function.shared_bytes = offset + bytes as u32;
+        let offset = self.function.shared_bytes.checked_next_multiple_of(align).unwrap_or(u32::MAX);
+        self.function.shared_bytes = offset.saturating_add(bytes as u32);
         u64::from(offset)
     }
 

@@ -202,3 +202,47 @@ fn counts_and_coverage() {
     rig.launch(48, &[p]).unwrap();
     assert_eq!(rig.machine.uncovered(rig.kernel), []);
 }
+
+#[test]
+fn blocks_that_meet_are_named() {
+    let rig = |body: &str| {
+        let mut rig = Rig::new(&kernel(&format!("mov.u32 %r5, %ctaid.x; {body}")));
+        let p = rig.upload((0..64u32).map(u32::to_le_bytes));
+        rig.launch_grid(4, 32, 0, &[p])
+    };
+    let found = fault(rig(".loc 1 80 1\n st.global.u32 [%rd3], %r5;"));
+    let message = found.to_string();
+    assert!(matches!(found.kind, FaultKind::Race { space: "global", access: "write", .. }), "{message}");
+    assert!(message.contains("kernel.cu:80") && message.contains("of block"), "{message}");
+    rig("st.global.u32 [%rd3], 7;").unwrap();
+    // Each block its own word, and then its neighbour's.
+    let own = "mul.wide.u32 %rd6, %r5, 4; add.s64 %rd6, %rd6, %rd1; st.global.u32 [%rd6], %r5;";
+    rig(own).unwrap();
+    let next = "xor.b32 %r6, %r5, 1; mul.wide.u32 %rd7, %r6, 4; add.s64 %rd7, %rd7, %rd1; ld.global.u32 %r7, [%rd7];";
+    assert!(matches!(fault(rig(&format!("{own} {next}"))).kind, FaultKind::Race { access: "read", .. }));
+    // An atomic may have told it that the other one is done.
+    rig(&format!("{own} membar.gl; atom.global.add.u32 %r8, [%rd1+128], 1; {next}")).unwrap();
+}
+
+#[test]
+fn a_kernel_without_an_end_is_stopped() {
+    let found =
+        fault(run("setp.gt.u32 %p1, %r1, 31; @%p1 bra WAIT; bar.sync 1, 64;\n WAIT: bar.sync 0;", 64));
+    assert!(matches!(found.kind, FaultKind::Stuck { .. }), "{found}");
+}
+
+#[test]
+fn orders_come_from_the_seed_and_change_nothing() {
+    let text = kernel(
+        "mov.u32 %r5, %ctaid.x; mad.lo.u32 %r6, %r5, 64, %r1; st.shared.u32 [%rd5], %r6; bar.sync 0;
+         xor.b32 %r7, %r1, 33; mul.wide.u32 %rd6, %r7, 4; add.s64 %rd6, %rd6, %rd4; ld.shared.u32 %r8, [%rd6];
+         mul.wide.u32 %rd7, %r6, 4; add.s64 %rd7, %rd7, %rd1; st.global.u32 [%rd7], %r8;",
+    );
+    let expected: Vec<u32> = (0..5 * 64).map(|i| i ^ 33).collect();
+    for seed in 0..8 {
+        let mut rig = Rig::with(&text, Limits::GB10, seed);
+        let p = rig.machine.allocate(4 * 5 * 64).unwrap();
+        rig.launch_grid(5, 64, 0, &[p]).unwrap();
+        assert_eq!(rig.words(p, 5 * 64), expected, "{seed}");
+    }
+}

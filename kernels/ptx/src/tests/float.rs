@@ -149,7 +149,7 @@ fn quotients_and_roots() {
     table_f32("div.approx.ftz.f32 %d, %a0, %a1;", &[&[6.0, 3.0, 2.0], &[TINY, 1.0, 0.0]]);
     table_f32("rcp.rn.f32 %d, %a0;", &[&[4.0, 0.25], &[3.0, 0.333_333_34]]);
     table_f32("rcp.approx.ftz.f32 %d, %a0;", &[&[4.0, 0.25], &[TINY, INF]]);
-    table_f32("sqrt.rn.f32 %d, %a0;", &[&[2.0, 1.414_213_5], &[9.0, 3.0]]);
+    table_f32("sqrt.rn.f32 %d, %a0;", &[&[2.0, std::f32::consts::SQRT_2], &[9.0, 3.0]]);
     table_f32("sqrt.approx.f32 %d, %a0;", &[&[16.0, 4.0]]);
     table_f32("rsqrt.approx.f32 %d, %a0;", &[&[4.0, 0.5], &[0.0, INF]]);
     is_nan("sqrt.rn.f32 %d, %a0;", &[row(&[-1.0])]);
@@ -157,7 +157,10 @@ fn quotients_and_roots() {
 
 #[test]
 fn approximate_functions() {
-    table_f32("ex2.approx.f32 %d, %a0;", &[&[3.0, 8.0], &[-1.0, 0.5], &[0.5, 1.414_213_5], &[-200.0, 0.0]]);
+    table_f32(
+        "ex2.approx.f32 %d, %a0;",
+        &[&[3.0, 8.0], &[-1.0, 0.5], &[0.5, std::f32::consts::SQRT_2], &[-200.0, 0.0]],
+    );
     table_f32("ex2.approx.ftz.f32 %d, %a0;", &[&[-127.0, 0.0], &[10.0, 1024.0]]);
     table_f32("ex2.approx.f32 %d, %a0;", &[&[-127.0, TINY]]);
     table_f32("lg2.approx.f32 %d, %a0;", &[&[8.0, 3.0], &[0.0, -INF], &[TINY, -127.0]]);

@@ -69,3 +69,15 @@ fn lane_masks() {
     assert_eq!(lanes("mov.u32 %d, %lanemask_ge;")[31], 1 << 31);
     table32("bar.warp.sync 1; mov.u32 %d, %nwarpid;", &[&[1]]);
 }
+
+#[test]
+fn reductions() {
+    let sum = (100..132).sum::<u64>();
+    assert_eq!(lanes("redux.sync.add.u32 %d, %a0, -1;"), vec![sum; 32]);
+    assert_eq!(lanes("redux.sync.max.u32 %d, %a0, -1;"), vec![131; 32]);
+    assert_eq!(lanes("sub.s32 %a1, %t, 5; redux.sync.min.s32 %d, %a1, -1;"), vec![0xffff_fffb; 32]);
+    assert_eq!(lanes("sub.s32 %a1, %t, 5; redux.sync.max.s32 %d, %a1, -1;"), vec![26; 32]);
+    assert_eq!(lanes("redux.sync.or.b32 %d, %t, -1;"), vec![31; 32]);
+    assert_eq!(lanes("redux.sync.and.b32 %d, %t, -1;"), vec![0; 32]);
+    assert_eq!(lanes("redux.sync.xor.b32 %d, %t, -1;"), vec![0; 32]);
+}

@@ -14,6 +14,11 @@ impl Sim {
         Self { arch, device: SimDevice::new(ptx::Limits::GB10, 1) }
     }
 
+    /// One of each architecture that kernels are checked for.
+    pub(crate) fn each() -> impl Iterator<Item = Self> {
+        Arch::CHECKED.into_iter().map(Self::new)
+    }
+
     pub(crate) fn compiled(&self, source: &Source) -> &'static Compiled {
         super::compiled(source, self.arch)
     }
@@ -51,4 +56,31 @@ impl Sim {
     pub(crate) fn read_numbers(&mut self, from: DevicePtr, count: usize) -> Vec<u32> {
         self.read(from, 4 * count).as_chunks::<4>().0.iter().map(|x| u32::from_le_bytes(*x)).collect()
     }
+}
+
+/// Numbers in -1..1 that look random, each by its own place.
+pub(crate) fn number(seed: u64, index: usize) -> f32 {
+    let mut x = (seed << 40 ^ index as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((x ^ x >> 31) >> 40) as f32 / (1 << 23) as f32 - 1.0
+}
+
+/// `count` of them from `first` on.
+pub(crate) fn numbers(seed: u64, first: usize, count: usize) -> Vec<f32> {
+    (first..first + count).map(|index| number(seed, index)).collect()
+}
+
+/// The same numbers, bit for bit.
+pub(crate) fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Whether `||got - want|| <= tolerance ||want||`.
+#[track_caller]
+pub(crate) fn assert_near(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let error = got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
+    let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
+    assert!(error <= tolerance * norm, "{what}: {:e} of {norm}", error / norm);
 }

@@ -20,7 +20,9 @@ pub(in crate::decode) fn sum_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
     let back = sum - a;
     let error = (a - (sum - back)) + (b - back);
-    if !(error > 0.0 || error < 0.0) || sum.to_bits() & 1 == 1 {
+    // No error, or one that is no number.
+    let exact = error.abs().partial_cmp(&0.0) != Some(std::cmp::Ordering::Greater);
+    if exact || sum.to_bits() & 1 == 1 {
         return sum;
     }
     // Away from zero if the error has the sum's sign.
