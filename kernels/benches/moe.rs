@@ -74,7 +74,9 @@ fn run(ty: GgmlType, threads: NonZeroUsize, filter: &str) -> Result<(), kvasir_k
         backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts: EXPERTS, bytes: &bytes })
     };
     let layers = (0..LAYERS)
-        .map(|_| Ok([matrix(FF, HIDDEN)?, matrix(FF, HIDDEN)?, matrix(HIDDEN, FF)?]))
+        .map(|_| {
+            Ok::<_, kvasir_kernels::Error>([matrix(FF, HIDDEN)?, matrix(FF, HIDDEN)?, matrix(HIDDEN, FF)?])
+        })
         .collect::<Result<Vec<_>, _>>()?;
     for rows in ROWS {
         let name = format!("{} rows {rows}", ty.name());
