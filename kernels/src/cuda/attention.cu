@@ -33,23 +33,34 @@ struct Eight { uint2 a; float scale; };
 #define ELEMENT 1
 #endif
 
-// Elements d..d+8 of a token. stripe: one head's tokens, rows of `width` rounded up to 8 elements; of bytes, their
-// scales follow, `runs` for each token.
-__device__ __forceinline__ Eight load(const u8 *stripe, u32 token, u32 tokens, u32 width, u32 d) {
-    const u32 stride = (width + 7) / 8 * 8;
-    const u8 *at = stripe + (token * stride + d) * ELEMENT;
-    Eight x;
-#if KV_TYPE == 0
-    x.a = __ldg((const float4 *)at);
-    x.b = __ldg((const float4 *)at + 1);
-#elif KV_TYPE == 1
-    x.a = __ldg((const uint4 *)at);
-#else
-    const u16 *scales = (const u16 *)(stripe + (tokens * stride + 15) / 16 * 16);
-    x.a = __ldg((const uint2 *)at);
-    x.scale = f16_value(__ldg(scales + token * ((width + 31) / 32) + d / 32));
+// Where a lane's elements of one head's keys, or values, lie in a block at offset zero.
+struct Lane {
+    const u8 *start[CHUNKS];  // of the first token
+    u32 row;                  // bytes from one token's to the next's
+#if KV_TYPE == 2
+    const u8 *scales[CHUNKS];
+    u32 scale_row;
 #endif
-    return x;
+};
+
+// stripe: the head's tokens, rows of `width` rounded up to 8 elements; of bytes, their scales follow. Lanes beyond a row
+// take its last elements: what they make of them is not looked at.
+__device__ __forceinline__ Lane lane_of(const u8 *stripe, u32 tokens, u32 width) {
+    const u32 place = threadIdx.x % LANES, stride = (width + 7) / 8 * 8;
+    Lane lane;
+    lane.row = stride * ELEMENT;
+#if KV_TYPE == 2
+    lane.scale_row = (width + 31) / 32 * 2;
+#endif
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; c++) {
+        const u32 d = min((c * LANES + place) * 8, stride - 8);
+        lane.start[c] = stripe + d * ELEMENT;
+#if KV_TYPE == 2
+        lane.scales[c] = stripe + (tokens * stride + 15) / 16 * 16 + d / 32 * 2;
+#endif
+    }
+    return lane;
 }
 
 // Their values, without the scale.
@@ -75,21 +86,36 @@ __device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
 #endif
 }
 
-// The lane's part of the keys or values that its group of lanes takes from the tile at `base`; zeroes where there is
-// nothing to read. stripe: where the head's stripe starts in a block.
-__device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const u8 *layer, const u32 *table, u32 base, u32 from,
-                                      u32 to, u32 first_block, u32 shift, u64 stripe, u32 width) {
-    const u32 warp = threadIdx.x / 32, sub = threadIdx.x % 32 / LANES, place = threadIdx.x % LANES;
+// The lane's part of the keys or values that its group of lanes takes from the tile at `base`. Where the tile goes beyond
+// the keys from..to, the nearest of these is taken, or with GUARDED nothing is: it weighs nothing. The branch costs
+// instructions, but keeps the compiler from mixing the loads of several keys, for which some kernels lack registers.
+template <bool GUARDED>
+__device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const Lane &lane, const u32 *table, u32 base, u32 from,
+                                      u32 to, u32 first_block, u32 shift) {
+    const u32 warp = threadIdx.x / 32, sub = threadIdx.x % 32 / LANES;
 #pragma unroll
     for (u32 u = 0; u < KEYS; u++) {
-        const u32 key = base + (u * WARPS + warp) * SUBS + sub;
-        const bool there = key >= from && key < to;
-        const u8 *at = layer + (there ? (u64)table[(key >> shift) - first_block] * 64 + stripe : 0);
+        const u32 place = base + (u * WARPS + warp) * SUBS + sub;
+        const u32 key = min(max(place, from), to - 1);
+        if (GUARDED && place != key) {
+#pragma unroll
+            for (u32 c = 0; c < CHUNKS; c++) out[u][c] = Eight{};
+            continue;
+        }
+        const u64 block = (u64)table[(key >> shift) - first_block] * 64;
+        const u32 token = key & ((1u << shift) - 1);
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; c++) {
-            const u32 d = (c * LANES + place) * 8;
-            out[u][c] = Eight{};
-            if (there && d < width) out[u][c] = load(at, key & ((1u << shift) - 1), 1u << shift, width, d);
+            const u8 *at = lane.start[c] + block + token * lane.row;
+#if KV_TYPE == 0
+            out[u][c].a = __ldg((const float4 *)at);
+            out[u][c].b = __ldg((const float4 *)at + 1);
+#elif KV_TYPE == 1
+            out[u][c].a = __ldg((const uint4 *)at);
+#else
+            out[u][c].a = __ldg((const uint2 *)at);
+            out[u][c].scale = f16_value(__ldg((const u16 *)(lane.scales[c] + block + token * lane.scale_row)));
+#endif
         }
     }
 }
@@ -123,7 +149,7 @@ struct Call {
     u32 head_dim, v_head_dim;
     u32 block_shift;           // a KV block has 1 << block_shift tokens
     u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a block
-    u32 window;                // a row sees the last so many keys
+    u32 window;                // a row sees the last so many keys; 2^31 - 1 for all
     u32 causal;
     u32 row_splits;            // most splits of a row
     float scale;               // of scores, times log2 e
@@ -170,13 +196,13 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
             table[i] = call.tables[call.table_starts[sequence] + block];
     }
 
-    u32 ends[GROUP];
+    u32 lasts[GROUP];  // the last position that each sees
     float q[GROUP][8 * CHUNKS], acc[GROUP][8 * CHUNKS], highest[GROUP], weights[GROUP];
 #pragma unroll
     for (u32 s = 0; s < GROUP; s++) {
         const u32 r = s / call.together, h = s % call.together;
         const bool live = r < count && h < heads;
-        ends[s] = live ? (call.causal ? first_end + r : whole) : 0;
+        lasts[s] = (live ? (call.causal ? first_end + r : whole) : 0) - 1;
         highest[s] = LOWEST;
         weights[s] = 0;
         const float *from_q = call.q + ((u64)(row + r) * call.heads + head + h) * call.head_dim;
@@ -190,13 +216,16 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
     __syncthreads();
 
     const u8 *layer = call.arena + call.layer_offset;
-    const u64 k_stripe = (u64)kv_head * call.k_stripe;
-    const u64 v_stripe = (u64)call.kv_heads * call.k_stripe + (u64)kv_head * call.v_stripe;
+    const u32 tokens = 1u << shift;
+    const Lane keys = lane_of(layer + (u64)kv_head * call.k_stripe, tokens, call.head_dim);
+    layer += (u64)call.kv_heads * call.k_stripe;
+    const Lane vals = lane_of(layer + (u64)kv_head * call.v_stripe, tokens, call.v_head_dim);
     for (u32 base = split * SPLIT + (from - split * SPLIT) / TILE * TILE; base < to; base += TILE) {
         // Values are asked for together with the keys where there are registers for both.
+        constexpr bool TIGHT = GROUP >= 8 || CHUNKS > 1;
         Eight k[KEYS][CHUNKS], v[KEYS][CHUNKS];
-        fetch(k, layer, table, base, from, to, first_block, shift, k_stripe, call.head_dim);
-        if (GROUP < 8) fetch(v, layer, table, base, from, to, first_block, shift, v_stripe, call.v_head_dim);
+        fetch<TIGHT>(k, keys, table, base, from, to, first_block, shift);
+        if (GROUP < 8) fetch<TIGHT>(v, vals, table, base, from, to, first_block, shift);
         float score[GROUP][KEYS];
 #pragma unroll
         for (u32 u = 0; u < KEYS; u++) {
@@ -221,8 +250,8 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
             for (u32 u = 0; u < KEYS; u++) {
                 const u32 key = base + (u * WARPS + warp) * SUBS + sub;
                 const float sum = sum_lanes(score[s][u], LANES);
-                const bool seen = key >= from && key < ends[s] && ends[s] - key <= call.window && key < to;
-                score[s][u] = seen ? sum : -__int_as_float(0x7f800000);
+                // A key beyond the last wraps around. A tile never leaves its split.
+                score[s][u] = lasts[s] - key < call.window ? sum : -__int_as_float(0x7f800000);
                 top = fmaxf(top, score[s][u]);
             }
             const float factor = exp2_fast(__fsub_rn(highest[s], top));
@@ -236,7 +265,7 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
                 weights[s] = __fadd_rn(weights[s], score[s][u]);
             }
         }
-        if (GROUP >= 8) fetch(v, layer, table, base, from, to, first_block, shift, v_stripe, call.v_head_dim);
+        if (GROUP >= 8) fetch<TIGHT>(v, vals, table, base, from, to, first_block, shift);
 #pragma unroll
         for (u32 u = 0; u < KEYS; u++) {
 #pragma unroll
@@ -330,7 +359,7 @@ template <u32 GROUP> __device__ __forceinline__ void attend(const Call &call) {
             v_stripe, window, causal, row_splits, scale                                                                  \
     }
 
-extern "C" __global__ void __launch_bounds__(128) attend_1(PARAMETERS) { attend<1>(CALL); }
+extern "C" __global__ void __launch_bounds__(128, 4) attend_1(PARAMETERS) { attend<1>(CALL); }
 extern "C" __global__ void __launch_bounds__(128) attend_2(PARAMETERS) { attend<2>(CALL); }
 extern "C" __global__ void __launch_bounds__(128) attend_4(PARAMETERS) { attend<4>(CALL); }
 #if WIDTH < 512

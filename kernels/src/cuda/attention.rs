@@ -14,6 +14,9 @@ mod tests;
 /// Keys of a split: partial results are taken from one multiple of this position to the next. As in `attention.cu`.
 const SPLIT: usize = 512;
 
+/// The window of a row that sees every key.
+const ALL: usize = i32::MAX as usize;
+
 /// Scratch for partial results that is asked for where a single row does not need more.
 const SCRATCH_BYTES: usize = 32 << 20;
 
@@ -214,7 +217,7 @@ impl AttentionKernels {
             self.block.block_shift().into(),
             number(self.block.k_stripe()),
             number(self.block.v_stripe()),
-            window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)).into(),
+            (window.unwrap_or(ALL).min(ALL) as u32).into(),
             u32::from(causal).into(),
             number(launch.splits),
             (call.scale * std::f32::consts::LOG2_E).into(),

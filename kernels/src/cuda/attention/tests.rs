@@ -222,6 +222,24 @@ fn rows_do_not_depend_on_what_is_computed_with_them() {
     }
 }
 
+/// What a lane does for each byte of keys and values, counted in PTX, of which a fourth never becomes machine code: more
+/// than five instructions or so, and an H200 is kept from its memory by them; a GB10 has time for sixty.
+#[test]
+fn decoding_is_within_the_instruction_budget() {
+    let mut sim = Sim::each().next().unwrap();
+    let mut found = Vec::new();
+    for (kv_type, budget) in [(KvType::F16, 8.5), (KvType::Q8_0, 19.0)] {
+        let shape = KvShape { kv_type, heads: 4, kv_heads: 1, head_dim: 128, v_head_dim: 128, ..SHAPE };
+        let case = Case::new(shape, &[SPLIT]);
+        let before = sim.device.machine().counts().lane_instructions;
+        case.run(&mut sim, &[(0, SPLIT - 1..SPLIT)], 1 << 12);
+        let instructions = sim.device.machine().counts().lane_instructions - before;
+        let bytes = SPLIT / shape.block_tokens * case.block.bytes();
+        found.push((kv_type.name(), instructions as f64 / bytes as f64, budget));
+    }
+    assert!(found.iter().all(|(_, found, budget)| found <= budget), "{found:.2?}");
+}
+
 #[test]
 fn what_is_not_served_is_refused() {
     let refused = |shape: KvShape| AttentionKernels::source(&shape).unwrap_err();
