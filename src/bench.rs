@@ -1,6 +1,7 @@
 //! `kvasir bench`: prefill, decode at depth and batched decode of one decoder, with a bandwidth probe in the
 //! same run. Speed does not depend on the tokens, so they are arbitrary.
 
+use crate::gpu_check;
 use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
@@ -8,6 +9,7 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 use kernels::backend::{BlockTable, StepInput, StepSequence, StepState};
 use kernels::bandwidth::BandwidthProbe;
+use kernels::cuda::Gpu;
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
 use std::time::Instant;
@@ -159,11 +161,8 @@ impl Bench {
         let (tables, arena_bytes) = Tables::new(decoder.groups(), needed, widest);
         decoder.allocate_kv(arena_bytes)?;
         let mut stage = Stage { decoder, tables, capacity: 0, rows_limit: self.chunk };
-        let threads =
-            std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);
-        let pool = Pool::new(PoolConfig::new(threads))?;
-        let probe = BandwidthProbe::new();
-        let mut bandwidth = vec![probe.median(&pool, 3)];
+        let mut probe = self.probe(&stage.decoder.backend().info().device)?;
+        let mut bandwidth = vec![probe(3)?];
         let mut rows = Vec::new();
         // Placements take turns inside every measurement, so that drift hits both alike.
         for &tokens in self.prefill.iter().filter(|tokens| **tokens > 0) {
@@ -172,13 +171,13 @@ impl Bench {
         if self.decode > 0 {
             for &depth in &self.depth {
                 rows.extend(self.measure("decode", depth, 1, &mut stage)?);
-                bandwidth.push(probe.median(&pool, 1));
+                bandwidth.push(probe(1)?);
             }
             for &batch in &self.batch {
                 rows.extend(self.measure("batch", BATCH_DEPTH, batch, &mut stage)?);
             }
         }
-        bandwidth.push(probe.median(&pool, 3));
+        bandwidth.push(probe(3)?);
         bandwidth.sort_by(f64::total_cmp);
         let bandwidth = bandwidth[bandwidth.len() / 2];
         for row in &mut rows {
@@ -193,6 +192,19 @@ impl Bench {
             rows,
         };
         self.print(&report)
+    }
+
+    /// What measures the memory that the device reads: bytes per second, the median of so many times.
+    fn probe(&self, device: &str) -> Result<Box<dyn FnMut(usize) -> Result<f64>>> {
+        if device == "cuda" {
+            let mut gpu = Gpu::open(0)?;
+            return Ok(Box::new(move |_| Ok(gpu_check::copy_bandwidth(&mut gpu)?)));
+        }
+        let threads =
+            std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);
+        let pool = Pool::new(PoolConfig::new(threads))?;
+        let probe = BandwidthProbe::new();
+        Ok(Box::new(move |times| Ok(probe.median(&pool, times))))
     }
 
     fn measure(

@@ -205,25 +205,29 @@ fn ceilings(
     compile: &dyn Fn(&source::Source) -> Result<kernels::cuda::Compiled, CudaError>,
 ) -> Result<Ceilings, CudaError> {
     use kernels::cuda::rowwise::{Rows, RowwiseKernels};
-    let bytes = COPY_BYTES.min(usize::try_from(gpu.free_bytes()? / 4).unwrap_or(COPY_BYTES));
-    let (from, to) = (gpu.allocate(bytes)?, gpu.allocate(bytes)?);
-    gpu.fill(from, 1, bytes)?;
-    let copy = timed(gpu, |gpu| gpu.copy(from, to, bytes))?;
+    let copy_bytes_per_second = copy_bandwidth(gpu)?;
+    let one = gpu.allocate(size_of::<f32>())?;
     let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
-    let small = |gpu: &mut Gpu| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, to, 1.0, None);
+    let small = |gpu: &mut Gpu| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
     let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
     gpu.begin_graph()?;
     (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu))?;
     let graph = gpu.end_graph()?;
     let replayed = timed(gpu, |gpu| gpu.replay(graph))?;
+    gpu.free(one)?;
+    let each = |seconds: f64| seconds * 1e6 / GRAPH_LAUNCHES as f64;
+    Ok(Ceilings { copy_bytes_per_second, launch_us: each(launch), graph_launch_us: each(replayed) })
+}
+
+/// Bytes that copies inside the device read and write per second.
+pub(crate) fn copy_bandwidth(gpu: &mut Gpu) -> Result<f64, CudaError> {
+    let bytes = COPY_BYTES.min(usize::try_from(gpu.free_bytes()? / 4).unwrap_or(COPY_BYTES));
+    let (from, to) = (gpu.allocate(bytes)?, gpu.allocate(bytes)?);
+    gpu.fill(from, 1, bytes)?;
+    let copy = timed(gpu, |gpu| gpu.copy(from, to, bytes))?;
     gpu.free(from)?;
     gpu.free(to)?;
-    let each = |seconds: f64| seconds * 1e6 / GRAPH_LAUNCHES as f64;
-    Ok(Ceilings {
-        copy_bytes_per_second: 2.0 * bytes as f64 / copy,
-        launch_us: each(launch),
-        graph_launch_us: each(replayed),
-    })
+    Ok(2.0 * bytes as f64 / copy)
 }
 
 /// Seconds of one run of `work`, after a first one.

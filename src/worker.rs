@@ -240,6 +240,7 @@ impl WorkerSettings {
         }
         let options = self.options()?;
         let (device, device_reason) = Device::chosen(options.device)?;
+        tracing::info!(?device, reason = device_reason, "what is computed on");
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
         let with_threads = EngineOptions { threads, ..options.clone() };

@@ -83,6 +83,19 @@ pub enum GateUp {
     },
 }
 
+/// The gate between the products of all pairs.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertGate {
+    /// Products of gate and up.
+    pub gate_up: GateUp,
+    /// Width of an expert.
+    pub ff: usize,
+    /// What the gate goes through.
+    pub activation: GateActivation,
+    /// `[pairs][ff]`
+    pub inner: DevicePtr,
+}
+
 /// The weighted sum of the experts' results.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertSum {
@@ -195,16 +208,14 @@ impl MoeKernels {
         &self,
         device: &mut dyn Device,
         pairs: usize,
-        ff: usize,
-        gate_up: &GateUp,
-        activation: GateActivation,
+        call: &ExpertGate,
         routes: &Routes,
-        inner: DevicePtr,
     ) -> Result<(), CudaError> {
+        let ExpertGate { gate_up, ff, activation, inner } = *call;
         if pairs == 0 {
             return Ok(());
         }
-        let (gate, up, gate_scale, up_scale, stride) = match *gate_up {
+        let (gate, up, gate_scale, up_scale, stride) = match gate_up {
             GateUp::Separate { gate, up, gate_scale, up_scale } => (gate, up, gate_scale, up_scale, ff),
             GateUp::Fused { gate_up, scale } => {
                 let half = ff * size_of::<f32>();

@@ -97,6 +97,35 @@ fn kernels_that_cannot_be_had_are_bad_configuration() {
     }
 }
 
+/// Where there is a GPU it is checked, where there is none everything says what is missing, and nothing else.
+#[test]
+fn without_a_gpu_it_is_said_what_is_missing() {
+    let output = binary::run(&["gpu-check", "--json"]).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["coverage"]["matmul"], "gpu");
+    if report["devices"].as_array().is_some_and(|devices| !devices.is_empty()) {
+        assert_eq!(output.status.code(), OK, "{report}");
+        return;
+    }
+    assert_eq!(output.status.code(), FAILED, "{report}");
+    let missing = report["missing"][0].as_str().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains(missing), "{missing} not in {stderr}");
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let model = model.to_str().unwrap();
+    for arguments in [
+        &["worker", "--check-config", "--device", "cuda", "--model", model][..],
+        &["run", model, "-p", "a", "--device", "cuda"],
+        &["bench", model, "--device", "cuda"],
+    ] {
+        let (code, stderr) = end(arguments);
+        assert_eq!(code, BAD_CONFIG, "kvasir {}: {stderr}", arguments.join(" "));
+        assert!(stderr.contains("device: cuda cannot be had") && stderr.contains(missing), "{stderr}");
+    }
+    let explain = ["worker", "--explain", "--device", "auto", "--model", model];
+    assert_eq!(end(&explain).0, OK);
+}
+
 #[test]
 fn a_models_digest_is_remembered_and_a_damaged_memory_of_it_changes_nothing() {
     let home = tempfile::tempdir().unwrap();

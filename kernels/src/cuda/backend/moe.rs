@@ -3,7 +3,7 @@
 use super::super::matmul::{
     Activations, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
 };
-use super::super::moe::{ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Routes};
+use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Routes};
 use super::super::rowwise::Rows;
 use super::super::{CudaError, Device, DevicePtr, source};
 use super::CudaBackend;
@@ -121,7 +121,8 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
         }
     };
     let inner = at(inner_at);
-    kernels.gate(device, pairs, ff, &gate_up, op.activation, &routes, inner)?;
+    let gate = ExpertGate { gate_up, ff, activation: op.activation, inner };
+    kernels.gate(device, pairs, &gate, &routes)?;
     let inner = match *mode == ActivationMode::Int8 && reads_int8(down.0.shape.ty()) {
         false => Activations::F32(inner),
         true => {

@@ -10,6 +10,7 @@ use crate::backend::{ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, M
 use crate::error::Error;
 use crate::quant::GgmlType;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 
 /// Bytes that one thread packs before they are uploaded: what a load needs of the host besides the file.
@@ -43,9 +44,8 @@ impl Matrices {
         let ty = GgmlType::from_id(source.ggml_type)?;
         let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
         same("tensor bytes", shape.file_bytes(), source.bytes.len())?;
-        if !self.kernels.contains_key(&ty) {
-            let kernels = MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?;
-            self.kernels.insert(ty, kernels);
+        if let Entry::Vacant(place) = self.kernels.entry(ty) {
+            place.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
         }
         let start = device.allocate(shape.packed_bytes())?;
         let tiles = shape.tiles() * shape.experts();

@@ -45,24 +45,27 @@ fn every_op_is_compared_and_the_cpu_agrees_with_itself() {
 }
 
 /// The very code that a GPU would run, on the interpreter.
-fn simulated(arch: Arch) -> Checked {
+fn assert_as_the_cpu(arch: Arch) {
     let mut device = || -> Result<Box<dyn Backend>, Error> {
         let config = CudaConfig { arch, activations: ActivationMode::Int8, threads: 1 };
         let device = Box::new(SimDevice::new(ptx::Limits::GB10, 1));
         let compile = Box::new(move |source: &Source| Ok(compiled(source, arch).clone()));
         Ok(Box::new(CudaBackend::new(device, config, compile)?))
     };
-    compare(&mut device, &mut cpu)
+    let checked = compare(&mut device, &mut cpu);
+    let failed: Vec<_> = checked.cases.iter().filter(|case| !case.passed()).collect();
+    assert!(checked.passed(), "{arch}: {:#?}\n{failed:#?}", checked.refused);
+    assert!(checked.cases.len() > 100);
 }
 
 #[test]
-fn the_cuda_backend_does_what_the_cpu_does() {
-    for arch in Arch::CHECKED {
-        let checked = simulated(arch);
-        let failed: Vec<_> = checked.cases.iter().filter(|case| !case.passed()).collect();
-        assert!(checked.passed(), "{arch}: {:#?}\n{failed:#?}", checked.refused);
-        assert!(checked.cases.len() > 100);
-    }
+fn the_cuda_backend_for_sm_90_does_what_the_cpu_does() {
+    assert_as_the_cpu(Arch::SM_90);
+}
+
+#[test]
+fn the_cuda_backend_for_sm_121a_does_what_the_cpu_does() {
+    assert_as_the_cpu(Arch::SM_121A);
 }
 
 #[test]

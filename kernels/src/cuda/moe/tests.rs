@@ -144,7 +144,8 @@ fn a_mixture_is_that_of_the_definition() {
         };
         let inner = sim.room(4 * shape.pairs() * FF);
         let (device, pairs) = (&mut sim.device, shape.pairs());
-        kernels.gate(device, pairs, FF, &gate_up, GateActivation::Silu, routes, inner).unwrap();
+        let call = ExpertGate { gate_up, ff: FF, activation: GateActivation::Silu, inner };
+        kernels.gate(device, pairs, &call, routes).unwrap();
         let inner = sim.read_values(inner, pairs * FF);
         let down = of_pairs(&|pair, expert| product(&expert.down, &inner[pair * FF..][..FF]));
         let before = numbers(22, 0, shape.rows * HIDDEN);
@@ -170,12 +171,15 @@ fn a_mixture_is_that_of_the_definition() {
     }
 }
 
+/// One inner value of a gate and an up.
+type Gate = fn(f32, f32) -> f64;
+
 #[test]
 fn gates_are_those_of_the_definitions() {
     let shape = MoeShape { rows: 1, experts: 1, used: 1 };
     let gates: Vec<f32> = numbers(30, 0, 64).iter().map(|x| 12.0 * x).collect();
     let ups: Vec<f32> = numbers(31, 0, 64).iter().map(|x| 12.0 * x).collect();
-    let functions: [(GateActivation, fn(f32, f32) -> f64); 5] = [
+    let functions: [(GateActivation, Gate); 5] = [
         (GateActivation::Silu, |gate, up| rows::silu(gate) * f64::from(up)),
         (GateActivation::GeluTanh, |gate, up| rows::gelu_tanh(gate) * f64::from(up)),
         (GateActivation::GeluErf, |gate, up| rows::gelu_erf(gate) * f64::from(up)),
@@ -189,7 +193,8 @@ fn gates_are_those_of_the_definitions() {
     let gate_up = GateUp::Separate { gate, up, gate_scale, up_scale };
     for (activation, function) in functions {
         let inner = sim.room(4 * 64);
-        kernels.gate(&mut sim.device, 1, 64, &gate_up, activation, routes, inner).unwrap();
+        let call = ExpertGate { gate_up, ff: 64, activation, inner };
+        kernels.gate(&mut sim.device, 1, &call, routes).unwrap();
         let want: Vec<f64> = gates.iter().zip(&ups).map(|(gate, up)| function(*gate, *up)).collect();
         assert_near(&sim.read_values(inner, 64), &want, 1e-6, &format!("{activation:?}"));
     }

@@ -266,7 +266,7 @@ fn rows_and_states_are_those_of_the_definition() {
 #[test]
 fn it_does_not_matter_where_a_chunk_ends() {
     for (mut sim, layers) in Sim::each().zip([[0, 4], [2, 3]]) {
-        for layer in layers.map(|layer| layers_of(layer)) {
+        for layer in layers.map(layers_of) {
             let mut placed = Placed::new(&mut sim, &layer);
             let slot = |index| layer.slot(index);
             let exports = [(0, 1), (4, 2), (4, 3)];
