@@ -154,8 +154,8 @@ impl MatmulKernels {
             [embed, one, four] => {
                 Ok(Self { ty, int8: Vec::new(), exact: widths(&[1, 4], &[one, four]), embed })
             }
-            [embed, one, four, eight, exact] => {
-                let int8 = widths(&[1, 4, 8], &[one, four, eight]);
+            [embed, one, four, eight, many, exact] => {
+                let int8 = widths(&[1, 4, 8, 32], &[one, four, eight, many]);
                 Ok(Self { ty, int8, exact: widths(&[2], &[exact]), embed })
             }
             _ => Err(missing()),

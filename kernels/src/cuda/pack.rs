@@ -22,9 +22,13 @@
 //! |---|---|---|
 //! | 8 bits | 8 | group `v`, as signed levels |
 //! | 4 bits | 4 | group `v` in low nibbles, group `v + 4` in high ones |
-//! | 4 bits of a codebook | 4 | group `v` in the four low nibbles, group `v + 4` in the four high ones |
+//! | 4 bits of a codebook | 4 | see below |
 //! | 2 bits | 2 | groups `4v..4v+4`, lowest bits first |
 //! | 1 bit | 1 | all eight groups, lowest bit first |
+//!
+//! Of codes of a codebook, the lower three bits, by which `prmt` looks up, are those of four nibbles side by side: of
+//! group `v` in the lower half of a word, of group `v + 4` in the upper. The fourth bits, which choose the half of the
+//! codebook, are the upper bits of the word's bytes for group `v`, and the fourth bits of its bytes for group `v + 4`.
 //!
 //! | scales | record | side |
 //! |---|---|---|
@@ -318,9 +322,7 @@ fn pack_codes(scheme: &Scheme, codes: &[u8], block: usize, lane: usize, minor: &
     match scheme.bits {
         Bits::Two | Bits::Three => put_words(main, block, lane, &crumbs(&groups, 0)),
         Bits::Eight => put_words(main, block, lane, &groups.map(|group| group ^ 0x8080_8080)),
-        Bits::Four if table => {
-            put_words(main, block, lane, &words(|v| run(groups[v]) | run(groups[v + 4]) << 16))
-        }
+        Bits::Four if table => put_words(main, block, lane, &words(|v| indices(groups[v], groups[v + 4]))),
         Bits::Four | Bits::Five | Bits::Six => {
             let nibbles = |v: usize| groups[v] & 0x0f0f_0f0f | (groups[v + 4] & 0x0f0f_0f0f) << 4;
             put_words(main, block, lane, &words(nibbles));
@@ -338,9 +340,10 @@ fn words(word: impl Fn(usize) -> u32) -> [u32; 4] {
     std::array::from_fn(word)
 }
 
-/// The four nibbles of a group side by side.
-fn run(group: u32) -> u32 {
-    (0..4).fold(0, |run, i| run | (group >> (8 * i) & 15) << (4 * i))
+/// A word of codes of a codebook.
+fn indices(lower: u32, upper: u32) -> u32 {
+    let run = |group: u32| (0..4).fold(0, |run, i| run | (group >> (8 * i) & 7) << (4 * i));
+    run(lower) | run(upper) << 16 | (lower & 0x0808_0808) << 4 | upper & 0x0808_0808
 }
 
 /// Two bits of each code, from `shift` on.

@@ -19,7 +19,12 @@ pub struct Source {
 /// Per row: norms, gates, sums, the 8-bit form.
 pub const ROWWISE: Source = Source {
     name: "rowwise.cu",
-    text: concat!(include_str!("math.cuh"), include_str!("rowwise.cu")),
+    text: concat!(
+        "#line 1 \"math.cuh\"\n",
+        include_str!("math.cuh"),
+        "#line 1 \"rowwise.cu\"\n",
+        include_str!("rowwise.cu")
+    ),
     kernels: &[
         "quantise",
         "norm_rows",

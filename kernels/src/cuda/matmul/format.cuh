@@ -36,23 +36,45 @@ __device__ __forceinline__ float f16_to_f32(u32 bits) {
 }
 
 __device__ __forceinline__ void load16(const u8 *from, u32 *to) {
-    uint4 piece = __ldg((const uint4 *)from);
+    uint4 piece = *(const uint4 *)from;
     to[0] = piece.x, to[1] = piece.y, to[2] = piece.z, to[3] = piece.w;
 }
 
-// Signed levels of the eight nibbles of a word: of the low four in `low`, of the high four in `high`.
+// a & mask | rest
+__device__ __forceinline__ u32 add_bits(u32 a, u32 mask, u32 rest) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(a), "r"(mask), "r"(rest));
+    return bits;
+}
+
+// Bits of `yes` where `mask` has ones, else of `no`.
+__device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(yes), "r"(no));
+    return bits;
+}
+
+// Bytes of a pair of words, by the nibbles of `which`; of a nibble from 8 on, eight times the upper bit of its byte.
+// (The intrinsic for it knows no such nibbles.)
+__device__ __forceinline__ u32 bytes_of(u32 lower, u32 upper, u32 which) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(lower), "r"(upper), "r"(which));
+    return bytes;
+}
+
+// Signed levels of the eight codes of a word: of the lower group in `low`, of the upper in `high`.
 __device__ __forceinline__ void look_up(u32 word, u32 &low, u32 &high) {
     // Four bytes a word, the level of code 0 lowest.
     constexpr u32 T0 = LEVELS == IQ4 ? 0xbfad9881 : 0x03020100;
     constexpr u32 T1 = LEVELS == IQ4 ? 0xf6eaddcf : 0x0c080604;
     constexpr u32 T2 = LEVELS == IQ4 ? 0x26190d01 : 0xfdfeff00;
     constexpr u32 T3 = LEVELS == IQ4 ? 0x71594535 : 0xf4f8fafc;
+    // Bytes whose upper bit is set become ones, the others zeroes.
+    constexpr u32 SIGNS = 0xba98;
     u32 index = word & 0x77777777;
-    // Which of the two halves of the table: byte i, or i + 4, of a pair of words.
-    u32 half = (word & 0x88888888) >> 1 | 0x32103210;
-    low = __byte_perm(__byte_perm(T0, T1, index), __byte_perm(T2, T3, index), half);
-    index >>= 16, half >>= 16;
-    high = __byte_perm(__byte_perm(T0, T1, index), __byte_perm(T2, T3, index), half);
+    low = choose(bytes_of(word, 0, SIGNS), bytes_of(T2, T3, index), bytes_of(T0, T1, index));
+    index >>= 16;
+    high = choose(bytes_of(word << 4, 0, SIGNS), bytes_of(T2, T3, index), bytes_of(T0, T1, index));
 }
 
 // What belongs to one block of one row.
@@ -77,21 +99,21 @@ struct Direct {
 
     // Word `i` of a row's part that begins at `from` in pieces of 16 bytes.
     __device__ __forceinline__ u32 word(int from, int i) const {
-        return __ldg((const u32 *)(unit + from + 512 * (i / 4) + 16 * lane + 4 * (i % 4)));
+        return *(const u32 *)(unit + from + 512 * (i / 4) + 16 * lane + 4 * (i % 4));
     }
     __device__ __forceinline__ u32 record(int i) const {
-        return RECORD == 8 ? __ldg((const u32 *)(unit + 8 * lane + 4 * i)) : word(0, i);
+        return RECORD == 8 ? *(const u32 *)(unit + 8 * lane + 4 * i) : word(0, i);
     }
     __device__ __forceinline__ u32 side() const {
-        if constexpr (SIDE == 2) return __ldg((const u16 *)(unit + 32 * RECORD + 2 * lane));
-        return __ldg((const u32 *)(unit + 32 * RECORD + 4 * lane));
+        if constexpr (SIDE == 2) return *(const u16 *)(unit + 32 * RECORD + 2 * lane);
+        return *(const u32 *)(unit + 32 * RECORD + 4 * lane);
     }
     __device__ __forceinline__ u32 minor(int i) const { return word(MINOR_AT, i); }
     // Words of block `j` in the main plane.
     __device__ __forceinline__ void main(int j, u32 (&words)[MAIN / 4]) const {
         const u8 *from = unit + MAIN_AT + 512 * (j * MAIN / 16) + 16 * lane;
         if constexpr (MAIN == 8) {
-            uint2 half = __ldg((const uint2 *)(from + j % 2 * 8));
+            uint2 half = *(const uint2 *)(from + j % 2 * 8);
             words[0] = half.x, words[1] = half.y;
         } else {
 #pragma unroll
@@ -107,7 +129,7 @@ struct Held {
     // `blocks` is how many blocks the unit and those behind it have.
     __device__ __forceinline__ Held(const u8 *unit, u32 lane, u32 blocks) {
         if constexpr (RECORD == 8) {
-            uint2 piece = __ldg((const uint2 *)(unit + 8 * lane));
+            uint2 piece = *(const uint2 *)(unit + 8 * lane);
             records[0] = piece.x, records[1] = piece.y;
         } else {
 #pragma unroll
@@ -154,9 +176,33 @@ template <class Words> struct Unit : Words {
                 words[g] = main[g % 4] >> 4 * (g / 4) & 0x0f0f0f0f;
             if constexpr (LEVELS != PLAIN)
                 if (g < 4) look_up(main[g], words[g], words[g + 4]);
-            if constexpr (BITS == 3) words[g] |= shifted(this->minor(j), 2 - g) & 0x04040404;
-            if constexpr (BITS == 5) words[g] |= shifted(this->minor(j), 4 - g) & 0x10101010;
-            if constexpr (BITS == 6) words[g] |= shifted(this->minor(2 * j + g / 4), 4 - 2 * (g % 4)) & 0x30303030;
+            if constexpr (BITS == 3) words[g] = add_bits(shifted(this->minor(j), 2 - g), 0x04040404, words[g]);
+            if constexpr (BITS == 5) words[g] = add_bits(shifted(this->minor(j), 4 - g), 0x10101010, words[g]);
+            if constexpr (BITS == 6)
+                words[g] = add_bits(shifted(this->minor(2 * j + g / 4), 4 - 2 * (g % 4)), 0x30303030, words[g]);
+        }
+    }
+
+    // What `words` has at `quarter` and `quarter + 4`: what a lane gives to a product of matrix fragments.
+    __device__ __forceinline__ void fragment(int j, u32 quarter, u32 &low, u32 &high) const {
+        if constexpr (BITS == 8) {
+            low = this->word(MAIN_AT, 8 * j + quarter), high = this->word(MAIN_AT, 8 * j + 4 + quarter);
+        } else if constexpr (BITS < 4) {
+            u32 main[MAIN / 4];
+            this->main(j, main);
+            low = main[0] >> 2 * quarter & 0x03030303, high = main[1] >> 2 * quarter & 0x03030303;
+        } else {
+            u32 main = this->word(MAIN_AT, 4 * j + quarter);
+            if constexpr (LEVELS == PLAIN) low = main & 0x0f0f0f0f, high = main >> 4 & 0x0f0f0f0f;
+            else look_up(main, low, high);
+        }
+        if constexpr (BITS == 3 || BITS == 5) {
+            u32 bits = this->minor(j) >> quarter;
+            low |= (bits & 0x01010101) << (BITS - 1), high |= (bits >> 4 & 0x01010101) << (BITS - 1);
+        }
+        if constexpr (BITS == 6) {
+            low |= (this->minor(2 * j) >> 2 * quarter & 0x03030303) << 4;
+            high |= (this->minor(2 * j + 1) >> 2 * quarter & 0x03030303) << 4;
         }
     }
 
@@ -194,10 +240,10 @@ template <class Words> struct Unit : Words {
             u32 byte = this->record(i / 4) >> 8 * (i % 4) & 255;
             if constexpr (SCALING == SIXTEENTHS) s.factor[half] = (i8)byte;
             if constexpr (SCALING == SIXTEENTHS_PACKED) {
-                // Bytes 0..8: low nibbles of 0..8 and of 8..16; bytes 8..12: the upper pairs.
-                u32 low = this->record(i % 8 / 4) >> (8 * (i % 4) + 4 * (i / 8)) & 15;
-                u32 high = this->record(2) >> (8 * (i % 4) + 2 * (i / 4)) & 3;
-                s.factor[half] = (int)(low | high << 4) - 32;
+                // Bytes 0..8: low nibbles of 0..8 and of 8..16; bytes 8..12: the upper pairs. Four at a time.
+                u32 low = this->record(i % 8 / 4) >> 4 * (i / 8) & 0x0f0f0f0f;
+                u32 four = add_bits(shifted(this->record(2), 4 - 2 * (i / 4)), 0x30303030, low);
+                s.factor[half] = (int)(four >> 8 * (i % 4) & 255) - 32;
             }
             if constexpr (SCALING == SIXTEENTHS_MIN) {
                 s.factor[half] = byte & 15;

@@ -20,7 +20,7 @@ __device__ __forceinline__ float element(const u32 *piece, int k) {
 }
 
 __device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, u32 (&piece)[4]) {
-    uint4 words = __ldg((const uint4 *)(tile + (u64)index * 512 + 16 * lane));
+    uint4 words = *(const uint4 *)(tile + (u64)index * 512 + 16 * lane);
     piece[0] = words.x, piece[1] = words.y, piece[2] = words.z, piece[3] = words.w;
 }
 
@@ -44,12 +44,12 @@ template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Pro
                 // Beyond the last column weights are zeroes, and activations those of another row.
                 float4 a = {0, 0, 0, 0};
                 if (ALIGNED) {
-                    if (column < p.cols) a = __ldg((const float4 *)(x[t] + column));
+                    if (column < p.cols) a = *(const float4 *)(x[t] + column);
                 } else {
-                    if (column < p.cols) a.x = __ldg(x[t] + column);
-                    if (column + 1 < p.cols) a.y = __ldg(x[t] + column + 1);
-                    if (column + 2 < p.cols) a.z = __ldg(x[t] + column + 2);
-                    if (column + 3 < p.cols) a.w = __ldg(x[t] + column + 3);
+                    if (column < p.cols) a.x = x[t][column];
+                    if (column + 1 < p.cols) a.y = x[t][column + 1];
+                    if (column + 2 < p.cols) a.z = x[t][column + 2];
+                    if (column + 3 < p.cols) a.w = x[t][column + 3];
                 }
                 sums[t] = __fmaf_rn(element(piece, k), a.x, sums[t]);
                 sums[t] = __fmaf_rn(element(piece, k + 1), a.y, sums[t]);
@@ -79,8 +79,8 @@ extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols
     u32 row = index[blockIdx.y];
     const u8 *from = table + (u64)(row / 32) * tile_bytes + (u64)(column / PIECE_COLS) * 512 + row % 32 * 16;
     u32 word[1], i = column % PIECE_COLS;
-    if constexpr (ELEMENT == AN_F32) word[0] = __ldg((const u32 *)from + i);
-    else word[0] = __ldg((const u16 *)from + i);
+    if constexpr (ELEMENT == AN_F32) word[0] = ((const u32 *)from)[i];
+    else word[0] = ((const u16 *)from)[i];
     float value = __fmul_rn(scale, element(word, 0));
     float *to = out + (u64)blockIdx.y * cols + column;
     *to = accumulate ? __fadd_rn(*to, value) : value;

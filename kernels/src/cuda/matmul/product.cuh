@@ -59,13 +59,13 @@ struct Product {
     }
 };
 
-// Adds the segments' sums and stores the outputs.
-template <int NT> __device__ __forceinline__ void finish(const Product &p, const float (&sums)[NT]) {
-    __shared__ float segments[MAX_SEGMENTS][NT][32];
-    u32 lane = p.lane(), count = blockDim.x / 32;
-#pragma unroll
-    for (int t = 0; t < NT; t++) segments[p.warp()][t][lane] = sums[t];
+// What each segment makes of each token and row.
+template <int NT> using Segments = float[MAX_SEGMENTS][NT][32];
+
+// Adds the segments' sums, which all warps have written, and stores the outputs.
+template <int NT> __device__ __forceinline__ void add_segments(const Product &p, const Segments<NT> &segments) {
     __syncthreads();
+    u32 lane = p.lane(), count = blockDim.x / 32;
     u32 row = blockIdx.y * 32 + lane;
     for (u32 t = p.warp(); t < NT; t += count) {
         // Not from the first on, which may be a zero below zero or above it.
@@ -77,6 +77,14 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
         float *out = p.out + (u64)p.token(t, NT) * p.ld + row;
         *out = p.accumulate ? __fadd_rn(*out, value) : value;
     }
+}
+
+// The same of a lane's sums of its row.
+template <int NT> __device__ __forceinline__ void finish(const Product &p, const float (&sums)[NT]) {
+    __shared__ Segments<NT> segments;
+#pragma unroll
+    for (int t = 0; t < NT; t++) segments[p.warp()][t][p.lane()] = sums[t];
+    add_segments<NT>(p, segments);
 }
 
 // Kernels take the fields of a product one by one.

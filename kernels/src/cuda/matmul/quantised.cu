@@ -1,52 +1,62 @@
 // Products of one quantised format, and its rows as an embedding. See format.cuh and product.cuh, which come before.
 
-// 32 activations of a row. Rows have a whole number of units of them; those beyond the last column are zeroes.
+// What 32 activations have in common.
+struct Common {
+    // Scale, scale * sum, -sum, and -sum of both halves in 16 bits.
+    u32 words[4];
+
+    __device__ __forceinline__ float scale() const { return __uint_as_float(words[0]); }
+    __device__ __forceinline__ float scaled_sum() const { return __uint_as_float(words[1]); }
+    __device__ __forceinline__ int minus_half_sum(int half) const { return (i16)(words[3] >> 16 * half); }
+    // What makes sums of codes sums of levels, of a block or, with HALVES, of a half.
+    __device__ __forceinline__ int correction(int half) const {
+        return OFFSET == 0 ? 0 : OFFSET * (HALVES ? minus_half_sum(half) : (int)words[2]);
+    }
+};
+
+// 32 activations of a row: eight words of four, and what they have in common. Rows have a whole number of units of them;
+// those beyond the last column are zeroes.
 struct Activations {
-    // Eight words of four; scale, scale * sum, -sum, and -sum of both halves in 16 bits.
-    u32 words[12];
+    u32 words[8];
+    Common common;
 
     __device__ __forceinline__ void load(const u8 *from) {
-#pragma unroll
-        for (int i = 0; i < 3; i++) load16(from + 16 * i, words + 4 * i);
+        load16(from, words);
+        load16(from + 16, words + 4);
+        load16(from + 32, common.words);
     }
-    __device__ __forceinline__ float scale() const { return __uint_as_float(words[8]); }
-    __device__ __forceinline__ float scaled_sum() const { return __uint_as_float(words[9]); }
-    __device__ __forceinline__ int minus_sum() const { return (int)words[10]; }
-    __device__ __forceinline__ int minus_half_sum(int half) const { return (i16)(words[11] >> 16 * half); }
 };
 
 constexpr u32 ACTIVATION_BYTES = 48;
 
-// Adds a block to a sum: integer sums are exact, then the table in Rust's `matmul` says which operations.
-__device__ __forceinline__ float fold(const Scales &s, const u32 (&words)[8], const Activations &a, float sum) {
-    if constexpr (!HALVES) {
-        int i = OFFSET ? OFFSET * a.minus_sum() : 0;
-#pragma unroll
-        for (int g = 0; g < 8; g++) i = __dp4a((int)words[g], (int)a.words[g], i);
-        sum = __fmaf_rn((float)i, __fmul_rn(s.scale[0], a.scale()), sum);
-        if constexpr (HAS_MIN) sum = __fmaf_rn(s.added[0], a.scaled_sum(), sum);
-        return sum;
-    }
-    int i[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        i[half] = OFFSET ? OFFSET * a.minus_half_sum(half) : 0;
-#pragma unroll
-        for (int g = 4 * half; g < 4 * half + 4; g++) i[half] = __dp4a((int)words[g], (int)a.words[g], i[half]);
-    }
+// Adds a block to a sum, given the exact sums of level * quant over it, or with HALVES over its halves: which
+// operations, says the table in Rust's `matmul`.
+__device__ __forceinline__ float fold(const Scales &s, int first, int second, const Common &a, float sum) {
     if constexpr (FACTORS) {
-        int both = s.factor[0] * i[0] + s.factor[1] * i[1];
+        int both = s.factor[0] * first + s.factor[1] * second;
         sum = __fmaf_rn((float)both, __fmul_rn(s.d, a.scale()), sum);
         if constexpr (HAS_MIN) {
             // Both factors have the other sign, which changes nothing.
-            int mins = __dp2a_lo((int)a.words[11], (int)s.min_factors, 0);
+            int mins = __dp2a_lo((int)a.words[3], (int)s.min_factors, 0);
             sum = __fmaf_rn((float)mins, __fmul_rn(s.dmin, a.scale()), sum);
         }
-    } else {
-        sum = __fmaf_rn((float)i[0], __fmul_rn(s.scale[0], a.scale()), sum);
-        sum = __fmaf_rn((float)i[1], __fmul_rn(s.scale[1], a.scale()), sum);
+        return sum;
     }
+    sum = __fmaf_rn((float)first, __fmul_rn(s.scale[0], a.scale()), sum);
+    if constexpr (HALVES) sum = __fmaf_rn((float)second, __fmul_rn(s.scale[1], a.scale()), sum);
+    if constexpr (HAS_MIN) sum = __fmaf_rn(s.added[0], a.scaled_sum(), sum);
     return sum;
+}
+
+// The exact sums of a block, then as above.
+__device__ __forceinline__ float fold(const Scales &s, const u32 (&words)[8], const Activations &a, float sum) {
+    int first = a.common.correction(0), second = HALVES ? a.common.correction(1) : 0;
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        int &half = HALVES && g >= 4 ? second : first;
+        half = __dp4a((int)words[g], (int)a.words[g], half);
+    }
+    return fold(s, first, second, a.common, sum);
 }
 
 // Activations of 8 bits.
@@ -82,6 +92,87 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
     finish<NT>(p, sums);
 }
 
+// c += a b: a 16 rows, b 8 tokens, of 32 columns, or of 16 where there are no upper registers.
+__device__ __forceinline__ void add_product(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void add_product(int (&c)[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0));
+}
+
+// Activations of 8 bits, on tensor cores: each warp makes its segment of all outputs. Lane 4g + q holds of the weights
+// the groups q and q + 4 of the rows g, g + 8, g + 16 and g + 24; of the activations the same groups of token g of
+// eight; and of the outputs those of its rows and of the tokens 2q and 2q + 1 of eight.
+template <int NT> __device__ __forceinline__ void multiply_fragments(const Product &p) {
+    u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
+    u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
+    u32 g = p.lane() / 4, q = p.lane() % 4, pieces = units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16);
+    const u8 *tile = p.tile();
+    // Where rows of activations begin, in pieces of 16 bytes: those of the words, and those of the outputs.
+    u32 words_of[NT / 8], common_of[NT / 8][2];
+#pragma unroll
+    for (int n = 0; n < NT / 8; n++) {
+        words_of[n] = p.source(8 * n + g, NT) * pieces;
+        common_of[n][0] = p.source(8 * n + 2 * q, NT) * pieces;
+        common_of[n][1] = p.source(8 * n + 2 * q + 1, NT) * pieces;
+    }
+    // [rows 0.. or 16..][tokens][row g token 2q, token 2q + 1, row g + 8 the same]
+    float sums[2][NT / 8][4] = {};
+    for (u32 u = first; u < end; u++) {
+#pragma unroll 1
+        for (int j = 0; j < UNIT_BLOCKS && u * UNIT_BLOCKS + j < blocks; j++) {
+            u32 low[4], high[4];
+            Scales s[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                Unit<Direct> unit(tile + (u64)u * UNIT_BYTES, g + 8 * i, blocks);
+                unit.fragment(j, q, low[i], high[i]);
+                s[i] = unit.scales(j);
+            }
+            const u8 *x = p.x + (u * UNIT_BLOCKS + j) * ACTIVATION_BYTES;
+#pragma unroll
+            for (int n = 0; n < NT / 8; n++) {
+                const u32 *words = (const u32 *)(x + (u64)words_of[n] * 16);
+                u32 b0 = words[q], b1 = words[4 + q];
+                Common a[2];
+                load16(x + 32 + (u64)common_of[n][0] * 16, a[0].words);
+                load16(x + 32 + (u64)common_of[n][1] * 16, a[1].words);
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    int c[4], upper[4];
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        c[k] = a[k % 2].correction(0);
+                        upper[k] = HALVES ? a[k % 2].correction(1) : 0;
+                    }
+                    if constexpr (HALVES) {
+                        add_product(c, low[2 * m], low[2 * m + 1], b0);
+                        add_product(upper, high[2 * m], high[2 * m + 1], b1);
+                    } else {
+                        add_product(c, low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1], b0, b1);
+                    }
+#pragma unroll
+                    for (int k = 0; k < 4; k++)
+                        sums[m][n][k] = fold(s[2 * m + k / 2], c[k], upper[k], a[k % 2], sums[m][n][k]);
+                }
+            }
+        }
+    }
+    __shared__ Segments<NT> segments;
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < NT / 8; n++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                segments[p.warp()][8 * n + 2 * q + k % 2][16 * m + 8 * (k / 2) + g] = sums[m][n][k];
+    add_segments<NT>(p, segments);
+}
+
 // Activations of f32, weights as the format defines them; x is [..][cols].
 template <int NT> __device__ __forceinline__ void multiply_exactly(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
@@ -105,7 +196,7 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
             for (int g = 0; g < 8; g++) {
 #pragma unroll
                 for (int t = 0; t < NT; t++) {
-                    float4 a = __ldg(x + rows[t] + g);
+                    float4 a = x[rows[t] + g];
                     sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 0), a.x, sums[t]);
                     sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 1), a.y, sums[t]);
                     sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 2), a.z, sums[t]);
@@ -120,6 +211,7 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
 PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
 PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
 PRODUCT_KERNEL(mul_8, 8, 1, (multiply<8, Direct>))
+PRODUCT_KERNEL(mul_32, 32, 1, multiply_fragments<32>)
 PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.

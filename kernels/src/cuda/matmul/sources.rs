@@ -16,8 +16,11 @@ macro_rules! quantised {
                     "#define LEVELS ", stringify!($levels), "\n",
                     "#define OFFSET ", $offset, "\n",
                     "#define SCALING ", stringify!($scaling), "\n",
+                    "#line 1 \"format.cuh\"\n",
                     include_str!("format.cuh"),
+                    "#line 1 \"product.cuh\"\n",
                     include_str!("product.cuh"),
+                    "#line 1 \"quantised.cu\"\n",
                     include_str!("quantised.cu"),
                 ),
                 kernels: &[
@@ -25,6 +28,7 @@ macro_rules! quantised {
                     concat!($name, "_mul_1"),
                     concat!($name, "_mul_4"),
                     concat!($name, "_mul_8"),
+                    concat!($name, "_mul_32"),
                     concat!($name, "_exact_2"),
                 ],
             };
@@ -88,7 +92,9 @@ macro_rules! plain {
                     "#define NAME(kernel) ", $name, "_##kernel\n",
                     "#define ELEMENT ", stringify!($element), "\n",
                     "#include \"prelude.cuh\"\n",
+                    "#line 1 \"product.cuh\"\n",
                     include_str!("product.cuh"),
+                    "#line 1 \"plain.cu\"\n",
                     include_str!("plain.cu"),
                 ),
                 kernels: &[

@@ -120,11 +120,11 @@ fn int8_products_have_the_bits_of_the_definition_whatever_the_batch() {
     for arch in Arch::CHECKED {
         for ty in served().filter(|&ty| reads_int8(ty)) {
             let mut case = Case::new(arch, ty, 37, columns(ty), 1, 5);
-            let a = Random(6).values(11 * case.cols());
+            let a = Random(6).values(35 * case.cols());
             let cols = case.cols();
             let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
             // One, few and many at a time, and more than a block of threads takes.
-            for tokens in [1, 3, 7, 11] {
+            for tokens in [1, 3, 7, 35] {
                 let out = case.multiply(&a[..tokens * cols], true);
                 assert_same(&out, &expected[..tokens * 37], &format!("{ty} {arch}, {tokens} tokens"));
             }
@@ -227,7 +227,7 @@ fn tokens_go_to_their_experts_one_by_one_or_by_lists() {
     assert_same(&case.run(each, x, 10), &expected, "each");
     let list: Vec<u32> = (0..3).flat_map(|e| (0..10).filter(move |t| chosen[*t as usize] == e)).collect();
     let (starts, list) = (case.sim.numbers(&[0, 4, 9, 10]), case.sim.numbers(&list));
-    for most in [5, 9] {
+    for most in [5, 8, 10] {
         let listed = |product: &mut Product<'_>| {
             (product.share, product.experts) = (2, Experts::Listed { starts, list, most });
         };
@@ -269,8 +269,8 @@ fn products_with_one_token_are_within_the_instruction_budget() {
     let (mut counted, mut within) = (String::new(), true);
     for ty in served() {
         let int8 = reads_int8(ty);
-        let mut case = Case::new(Arch::SM_90, ty, 32, 2048, 1, 21);
-        let a = Random(22).values(2048);
+        let mut case = Case::new(Arch::SM_90, ty, 32, 8192, 1, 21);
+        let a = Random(22).values(8192);
         let x = case.activations(&a, int8);
         let before = case.sim.device.machine().counts();
         case.run(|_| (), x, 1);

@@ -119,8 +119,9 @@ fn code(ty: GgmlType, bits: usize, k: usize, minor: &[u8], main: &[u8]) -> u8 {
     let lower = match bits {
         8 => main[32 * block + 4 * group + i] ^ 0x80,
         4 if matches!(ty, GgmlType::IQ4_NL | GgmlType::IQ4_XS | GgmlType::MXFP4 | GgmlType::NVFP4) => {
-            // Nibble number `i` of a half word.
-            main[16 * block + 4 * (group % 4) + 2 * (group / 4) + i / 2] >> (4 * (i % 2)) & 15
+            let word = &main[16 * block + 4 * (group % 4)..][..4];
+            let index = word[2 * (group / 4) + i / 2] >> (4 * (i % 2)) & 7;
+            index | (word[i] >> if group < 4 { 7 } else { 3 } & 1) << 3
         }
         4 => main[16 * block + 4 * (group % 4) + i] >> (4 * (group / 4)) & 15,
         _ => main[8 * block + 4 * (group / 4) + i] >> (2 * (group % 4)) & 3,
