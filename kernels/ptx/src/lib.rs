@@ -14,6 +14,9 @@
 //! exact to about one unit in the last place; sums of matrix products are rounded once. What is no number is
 //! no number, but its bits are the host's.
 //!
+//! One core of the build machine (a quiet run of `cargo bench -p kvasir-ptx`, 2026-11-22) runs 360 million instructions
+//! of lanes a second where kernels read and write memory, 690 million where they compute.
+//!
 mod ast;
 mod decode;
 mod error;

@@ -174,6 +174,9 @@ impl Warp {
         if self.others.is_empty() {
             return;
         }
+        if self.active != 0 && self.others.iter().all(|&(pc, _)| pc > self.pc) {
+            return;
+        }
         self.part(self.pc, self.active);
         let lowest = self.others.iter().map(|&(pc, _)| pc).min().unwrap_or(self.pc);
         self.pc = lowest;
