@@ -37,7 +37,7 @@ pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
 pub use matmul::quantised_row_bytes;
 pub use nvrtc::{Compiled, Compiler};
-pub use pack::{PACK_LAYOUT, TILE_ROWS, TiledShape, UNIT_COLS};
+pub use pack::{TILE_ROWS, TiledShape, UNIT_COLS};
 #[cfg(any(test, feature = "ptx-sim"))]
 pub use sim::SimDevice;
 pub use survey::Survey;

@@ -266,6 +266,6 @@ fn segments(cols: usize) -> (usize, usize) {
 }
 
 /// A size as kernels take it.
-fn small(size: usize) -> Result<u32, CudaError> {
+pub(super) fn small(size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Invalid { what: format!("a size of {size}, beyond 32 bits") })
 }

@@ -51,9 +51,6 @@ use std::ops::Range;
 #[cfg(test)]
 pub(crate) mod tests;
 
-/// Names the layout: another one has another name.
-pub const PACK_LAYOUT: &str = "tiles-1";
-
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 32;
 

@@ -5,6 +5,7 @@
 //! [`quantised_row_bytes`](super::quantised_row_bytes), with the bits of
 //! [`QuantizedRows`](crate::matmul::QuantizedRows).
 
+use super::matmul::small;
 use super::pack::{BLOCK, UNIT_COLS};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use crate::backend::GateActivation;
@@ -365,11 +366,6 @@ fn padded(cols: usize) -> usize {
 fn affine(values: Option<Affine>) -> Result<(Argument, Argument), CudaError> {
     let Affine { start, len } = values.unwrap_or(Affine { start: DevicePtr::default(), len: 0 });
     Ok((start.into(), small(len)?.into()))
-}
-
-/// A size as kernels take it.
-fn small(size: usize) -> Result<u32, CudaError> {
-    u32::try_from(size).map_err(|_| CudaError::Invalid { what: format!("a size of {size}, beyond 32 bits") })
 }
 
 /// Runs a kernel, if it has anything to do.

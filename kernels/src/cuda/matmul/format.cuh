@@ -29,12 +29,6 @@ constexpr bool HALVES =
 constexpr bool FACTORS = HALVES && SCALING != UE4M3;
 constexpr bool HAS_MIN = SCALING == F16_MIN || SCALING == SUPER_MIN || SCALING == SIXTEENTHS_MIN;
 
-__device__ __forceinline__ float f16_to_f32(u32 bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)bits));
-    return value;
-}
-
 __device__ __forceinline__ void load16(const u8 *from, u32 *to) {
     uint4 piece = *(const uint4 *)from;
     to[0] = piece.x, to[1] = piece.y, to[2] = piece.z, to[3] = piece.w;
@@ -208,10 +202,10 @@ template <class Words> struct Unit : Words {
 
     __device__ __forceinline__ Scales scales(int j) const {
         Scales s = {};
-        if constexpr (SCALING == F16) s.scale[0] = f16_to_f32(this->record(j / 2) >> 16 * (j % 2));
+        if constexpr (SCALING == F16) s.scale[0] = f16_value(this->record(j / 2) >> 16 * (j % 2));
         if constexpr (SCALING == F16_MIN) {
-            s.scale[0] = f16_to_f32(this->record(j));
-            s.added[0] = f16_to_f32(this->record(j) >> 16);
+            s.scale[0] = f16_value(this->record(j));
+            s.added[0] = f16_value(this->record(j) >> 16);
         }
         if constexpr (SCALING == E8M0) {
             // Half of 2^(e - 127), since levels are doubled.
@@ -220,19 +214,19 @@ template <class Words> struct Unit : Words {
         }
         if constexpr (SCALING == SUPER) {
             int c = (this->record(1) >> 4 * j & 15) | (this->record(0) >> (16 + 2 * j) & 3) << 4;
-            s.scale[0] = __fmul_rn(f16_to_f32(this->record(0)), (float)(c - 32));
+            s.scale[0] = __fmul_rn(f16_value(this->record(0)), (float)(c - 32));
         }
         if constexpr (SCALING == SUPER_MIN) {
             // Bytes 4..8 and 8..12: scales and mins of blocks 0..4 in six bits, the upper two of blocks 4..8 above.
             u32 scales = j < 4 ? this->record(1) & 0x3f3f3f3f : (this->record(3) & 0x0f0f0f0f) | (this->record(1) >> 2 & 0x30303030);
             u32 mins = j < 4 ? this->record(2) & 0x3f3f3f3f : (this->record(3) >> 4 & 0x0f0f0f0f) | (this->record(2) >> 2 & 0x30303030);
-            s.scale[0] = __fmul_rn(f16_to_f32(this->record(0)), (float)(scales >> 8 * (j % 4) & 255));
-            s.added[0] = __fmul_rn(-f16_to_f32(this->record(0) >> 16), (float)(mins >> 8 * (j % 4) & 255));
+            s.scale[0] = __fmul_rn(f16_value(this->record(0)), (float)(scales >> 8 * (j % 4) & 255));
+            s.added[0] = __fmul_rn(-f16_value(this->record(0) >> 16), (float)(mins >> 8 * (j % 4) & 255));
         }
         s.scale[1] = s.scale[0], s.added[1] = s.added[0];
         if constexpr (FACTORS) {
-            s.d = f16_to_f32(SCALING == SIXTEENTHS_PACKED ? this->record(3) : this->side());
-            if constexpr (SCALING == SIXTEENTHS_MIN) s.dmin = f16_to_f32(this->side() >> 16);
+            s.d = f16_value(SCALING == SIXTEENTHS_PACKED ? this->record(3) : this->side());
+            if constexpr (SCALING == SIXTEENTHS_MIN) s.dmin = f16_value(this->side() >> 16);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -13,10 +13,8 @@ constexpr u32 UNIT_PIECES = 256 / PIECE_COLS;
 __device__ __forceinline__ float element(const u32 *piece, int k) {
     if constexpr (ELEMENT == AN_F32) return __uint_as_float(piece[k]);
     u32 half = piece[k / 2] >> 16 * (k % 2);
-    if constexpr (ELEMENT == A_BF16) return __uint_as_float(half << 16);
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)half));
-    return value;
+    if constexpr (ELEMENT == A_BF16) return bf16_value(half);
+    return f16_value(half);
 }
 
 __device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, u32 (&piece)[4]) {
