@@ -152,7 +152,8 @@ mod tests {
         let found = || Ok("H200".to_owned());
         let missing = || Err("no CUDA driver here".to_owned());
         type Look = fn() -> Result<String, String>;
-        let table: [(DeviceChoice, Option<&str>, Look, Result<DeviceChoice, &str>); 8] = [
+        type Case<'a> = (DeviceChoice, Option<&'a str>, Look, Result<DeviceChoice, &'a str>);
+        let table: [Case<'_>; 8] = [
             (Cpu, None, found, Ok(Cpu)),
             (Cpu, Some("KVASIR_BACKEND"), missing, Ok(Cpu)),
             (Auto, None, found, Ok(Cuda)),
