@@ -5,7 +5,7 @@ use crate::home;
 use anyhow::{Result, bail};
 use kernels::backend::{ActivationMode, Backend};
 use kernels::cpu::{CpuBackend, CpuConfig};
-use kernels::cuda::check::{Case, Checked, compare};
+use kernels::cuda::check::{Case, Checked, OPS, compare};
 use kernels::cuda::{
     Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, source,
 };
@@ -141,27 +141,6 @@ impl DeviceReport {
 
 /// Every op has a kernel: what none serves (a weight type, a shape of heads) is refused when a model is loaded.
 fn coverage() -> BTreeMap<&'static str, &'static str> {
-    const OPS: [&str; 19] = [
-        "embed",
-        "norm",
-        "matmul",
-        "qkv",
-        "attention",
-        "conv",
-        "delta_net",
-        "mamba2",
-        "accept",
-        "gated_norm",
-        "gate",
-        "scale_rows",
-        "scale",
-        "add",
-        "moe",
-        "gather_rows",
-        "finish_logits",
-        "argmax",
-        "copy_kv",
-    ];
     OPS.into_iter().map(|op| (op, "gpu")).collect()
 }
 

@@ -11,6 +11,29 @@ mod cases;
 #[cfg(test)]
 mod tests;
 
+/// Every op that a backend on a GPU has kernels for, as [`Backend`] calls it.
+pub const OPS: [&str; 19] = [
+    "embed",
+    "norm",
+    "matmul",
+    "qkv",
+    "attention",
+    "conv",
+    "delta_net",
+    "mamba2",
+    "accept",
+    "gated_norm",
+    "gate",
+    "scale_rows",
+    "scale",
+    "add",
+    "moe",
+    "gather_rows",
+    "finish_logits",
+    "argmax",
+    "copy_kv",
+];
+
 /// Makes a backend of its own for each group of cases.
 pub type Make<'a> = dyn FnMut() -> Result<Box<dyn Backend>, Error> + 'a;
 

@@ -4,9 +4,9 @@
 
 use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
-use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
-use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
-use super::scalar::{fold, interleave, quantize_row};
+use super::kernel::{F32Call, Int8Call, KernelSet, Tile};
+use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, panel_bytes};
+use super::scalar::{Columns, f32_by_columns, fold, interleave, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _mm_cvtsi32_si128, _mm_loadu_si128, _mm256_abs_epi8, _mm256_add_epi32,
@@ -138,47 +138,19 @@ fn half_sums(block: &Block, scheme: &Scheme, half: usize, a: &QuantizedBlock) ->
     lanes
 }
 
-/// The f32 weights of up to 32 columns.
-type Columns = [Lanes<f32>; BLOCK];
-
 /// # Safety
 /// See [`KernelSet`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
-    let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
     // SAFETY: the caller's contract.
-    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
-    let mut sums = [[[0.0; PANEL_ROWS]; TILE_TOKENS]; 2];
-    let mut columns: Columns = [[0.0; PANEL_ROWS]; BLOCK];
-    let mut accumulate = |first: usize, columns: &Columns| {
-        let [even, odd] = &mut sums;
-        for ((token, even), odd) in call.tokens.iter().zip(even).zip(odd) {
-            // SAFETY: the caller's contract.
-            let a = unsafe { std::slice::from_raw_parts(call.activations.add(*token), call.cols) };
-            add_columns(even, odd, columns, &a[first..call.cols.min(first + BLOCK)]);
-        }
-    };
-    if let Some(scheme) = Scheme::of(call.ty) {
-        let mut block = Block::EMPTY;
-        for (index, packed) in Layout::of(&scheme).blocks(panel, call.cols / BLOCK).enumerate() {
-            unpack(&scheme, packed, &mut block);
-            for (k, column) in columns.iter_mut().enumerate() {
-                *column = lanes(|r| block.weight(&scheme, k, r));
-            }
-            accumulate(index * BLOCK, &columns);
-        }
-    } else {
-        let lanes_bytes = PANEL_ROWS * call.ty.block_bytes();
-        for (index, values) in panel[..call.cols * lanes_bytes].chunks(BLOCK * lanes_bytes).enumerate() {
-            for (column, values) in columns.iter_mut().zip(values.chunks_exact(lanes_bytes)) {
-                *column = plain_lanes(call.ty, values);
-            }
-            accumulate(index * BLOCK, &columns);
-        }
-    }
-    let [even, odd] = &sums;
-    for (out, (even, odd)) in tile.0[..call.tokens.len()].iter_mut().zip(even.iter().zip(odd)) {
-        *out = lanes(|r| even[r] + odd[r]);
+    unsafe {
+        f32_by_columns(
+            call,
+            tile,
+            |scheme, packed, block| unpack(scheme, packed, block),
+            |ty, bytes| plain_lanes(ty, bytes),
+            |even, odd, columns, a| add_columns(even, odd, columns, a),
+        );
     }
 }
 

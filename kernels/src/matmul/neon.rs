@@ -8,9 +8,9 @@
 
 use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
-use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile};
-use super::layout::{Block, Lanes, Layout, PackedBlock, VECTOR, lanes, panel_bytes};
-use super::scalar::{fold, interleave, quantize_row};
+use super::kernel::{F32Call, Int8Call, KernelSet, Tile};
+use super::layout::{Block, Lanes, Layout, VECTOR, panel_bytes};
+use super::scalar::{Columns, f32_by_columns, fold, interleave, quantize_row};
 use crate::quant::{Bits, GgmlType, Levels, Scheme};
 use crate::simd::neon::{load_bf16_8, load_f16_8};
 use std::arch::aarch64::{
@@ -277,54 +277,20 @@ fn pair_sums(paired: &Paired, offset: i32, half: usize, a: [&QuantizedBlock; 2])
     out
 }
 
-/// The f32 weights of up to 32 columns.
-type Columns = [Lanes<f32>; BLOCK];
-
 /// # Safety
 /// See [`KernelSet`].
 #[target_feature(enable = "neon")]
 unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
-    let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
     // SAFETY: the caller's contract.
-    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
-    let mut sums = [[[0.0; PANEL_ROWS]; TILE_TOKENS]; 2];
-    let mut columns: Columns = [[0.0; PANEL_ROWS]; BLOCK];
-    let mut accumulate = |first: usize, columns: &Columns| {
-        let [even, odd] = &mut sums;
-        for ((token, even), odd) in call.tokens.iter().zip(even).zip(odd) {
-            // SAFETY: the caller's contract.
-            let a = unsafe { std::slice::from_raw_parts(call.activations.add(*token), call.cols) };
-            add_columns(even, odd, columns, &a[first..call.cols.min(first + BLOCK)]);
-        }
-    };
-    if let Some(scheme) = Scheme::of(call.ty) {
-        let mut block = Block::EMPTY;
-        for (index, packed) in Layout::of(&scheme).blocks(panel, call.cols / BLOCK).enumerate() {
-            unpack(&scheme, packed, &mut block);
-            for (k, column) in columns.iter_mut().enumerate() {
-                *column = lanes(|r| block.weight(&scheme, k, r));
-            }
-            accumulate(index * BLOCK, &columns);
-        }
-    } else {
-        let lanes_bytes = PANEL_ROWS * call.ty.block_bytes();
-        for (index, values) in panel[..call.cols * lanes_bytes].chunks(BLOCK * lanes_bytes).enumerate() {
-            for (column, values) in columns.iter_mut().zip(values.chunks_exact(lanes_bytes)) {
-                *column = plain_lanes(call.ty, values);
-            }
-            accumulate(index * BLOCK, &columns);
-        }
+    unsafe {
+        f32_by_columns(
+            call,
+            tile,
+            |scheme, packed, block| block.unpack(scheme, packed),
+            |ty, bytes| plain_lanes(ty, bytes),
+            |even, odd, columns, a| add_columns(even, odd, columns, a),
+        );
     }
-    let [even, odd] = &sums;
-    for (out, (even, odd)) in tile.0[..call.tokens.len()].iter_mut().zip(even.iter().zip(odd)) {
-        *out = lanes(|r| even[r] + odd[r]);
-    }
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-fn unpack(scheme: &Scheme, packed: PackedBlock<'_>, block: &mut Block) {
-    block.unpack(scheme, packed);
 }
 
 /// Adds `a.len()` columns, the first one even, to one token's sums.

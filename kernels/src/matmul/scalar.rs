@@ -3,10 +3,10 @@
 
 use super::PANEL_ROWS;
 use super::activations::{BLOCK, QuantizedBlock};
-use super::kernel::{F32Call, Int8Call, KernelSet, Tile, plain_value};
-use super::layout::{Block, Lanes, Layout, lanes, panel_bytes};
+use super::kernel::{F32Call, Int8Call, KernelSet, TILE_TOKENS, Tile, plain_value};
+use super::layout::{Block, Lanes, Layout, PackedBlock, lanes, panel_bytes};
 use super::rows::PlainRows;
-use crate::quant::{Scaling, Scheme};
+use crate::quant::{GgmlType, Scaling, Scheme};
 
 pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize, interleave };
 
@@ -98,7 +98,7 @@ unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
     // SAFETY: the caller's contract.
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
     tile.0[..call.tokens.len()].fill([0.0; PANEL_ROWS]);
-    let mut odd = [[0.0; PANEL_ROWS]; super::kernel::TILE_TOKENS];
+    let mut odd = [[0.0; PANEL_ROWS]; TILE_TOKENS];
     let mut column = |k: usize, weights: &Lanes<f32>| {
         let sums = if k.is_multiple_of(2) { &mut tile.0 } else { &mut odd };
         for (token, acc) in call.tokens.iter().zip(sums) {
@@ -126,6 +126,60 @@ unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
     }
     for (even, odd) in tile.0[..call.tokens.len()].iter_mut().zip(&odd) {
         even.iter_mut().zip(odd).for_each(|(even, odd)| *even += odd);
+    }
+}
+
+/// The f32 weights of up to 32 columns.
+pub(super) type Columns = [Lanes<f32>; BLOCK];
+
+/// Products with f32 activations for the instruction sets that make a block's weights in memory before tokens meet them:
+/// `unpack` is how a block is unpacked there, `plain` makes one column of a plain float format, and `add` adds columns,
+/// the first one even, to a token's sums.
+///
+/// # Safety
+/// See [`KernelSet`].
+#[inline(always)]
+pub(super) unsafe fn f32_by_columns(
+    call: &F32Call<'_>,
+    tile: &mut Tile,
+    unpack: impl Fn(&Scheme, PackedBlock<'_>, &mut Block),
+    plain: impl Fn(GgmlType, &[u8]) -> Lanes<f32>,
+    add: impl Fn(&mut Lanes<f32>, &mut Lanes<f32>, &Columns, &[f32]),
+) {
+    let bytes = panel_bytes(call.ty, call.cols).unwrap_or(0);
+    // SAFETY: the caller's contract.
+    let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
+    let mut sums = [[[0.0; PANEL_ROWS]; TILE_TOKENS]; 2];
+    let mut columns: Columns = [[0.0; PANEL_ROWS]; BLOCK];
+    let mut accumulate = |first: usize, columns: &Columns| {
+        let [even, odd] = &mut sums;
+        for ((token, even), odd) in call.tokens.iter().zip(even).zip(odd) {
+            // SAFETY: the caller's contract.
+            let a = unsafe { std::slice::from_raw_parts(call.activations.add(*token), call.cols) };
+            add(even, odd, columns, &a[first..call.cols.min(first + BLOCK)]);
+        }
+    };
+    if let Some(scheme) = Scheme::of(call.ty) {
+        let mut block = Block::EMPTY;
+        for (index, packed) in Layout::of(&scheme).blocks(panel, call.cols / BLOCK).enumerate() {
+            unpack(&scheme, packed, &mut block);
+            for (k, column) in columns.iter_mut().enumerate() {
+                *column = lanes(|r| block.weight(&scheme, k, r));
+            }
+            accumulate(index * BLOCK, &columns);
+        }
+    } else {
+        let lanes_bytes = PANEL_ROWS * call.ty.block_bytes();
+        for (index, values) in panel[..call.cols * lanes_bytes].chunks(BLOCK * lanes_bytes).enumerate() {
+            for (column, values) in columns.iter_mut().zip(values.chunks_exact(lanes_bytes)) {
+                *column = plain(call.ty, values);
+            }
+            accumulate(index * BLOCK, &columns);
+        }
+    }
+    let [even, odd] = &sums;
+    for (out, (even, odd)) in tile.0[..call.tokens.len()].iter_mut().zip(even.iter().zip(odd)) {
+        *out = lanes(|r| even[r] + odd[r]);
     }
 }
 
