@@ -1,10 +1,10 @@
-//! `kvasir ca init|issue`: what is written, what is refused, and that it all loads again.
+//! `kvasir ca init|issue|rotate`: what is written, what is refused, and that it all loads again, also while nodes run.
 
 use crate::cluster::{any_port, authority, config, node, pair_of, soon};
+use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::ca::{Authority, load_identity, load_identity_files};
-use kvasir_proto::event::KvEventBatch;
-use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::ids::Role;
 use kvasir_proto::transport::{CertificateError, Endpoint, Expected, Identity, Incoming};
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
@@ -119,7 +119,7 @@ async fn sec_rotate() {
     let mut sent = 0;
     let mut goes_on = async |step: &str| {
         sent += 1;
-        let batch = KvEventBatch { epoch: Epoch(1), first_sequence: sent, events: Vec::new() };
+        let batch = samples::batch(sent);
         events.send(batch.clone()).await.unwrap();
         assert_eq!(soon(step, heard.next()).await.unwrap().unwrap(), batch, "{step}");
     };
