@@ -1,5 +1,6 @@
 //! `kvasir ca`: the authority of a cluster and the identities of its nodes, and how both are replaced.
 
+use crate::cluster_key;
 use anyhow::Context;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
@@ -29,7 +30,7 @@ enum Action {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir ca init --dir ./ca --cluster prod")]
 struct Init {
-    /// Where ca.crt and ca.key go; nothing there is overwritten.
+    /// Where ca.crt and ca.key go, and cluster.key, which all coordinators share; nothing there is overwritten.
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
     /// The cluster's name, part of every node's identity.
@@ -91,6 +92,7 @@ impl Ca {
             Action::Init(init) => {
                 let authority = Authority::new(init.cluster, SystemTime::now())?;
                 authority.save(&init.dir)?;
+                cluster_key::load_or_make(&init.dir.join("cluster.key"))?;
                 writeln!(out, "authority of cluster {} in {}", authority.cluster(), init.dir.display())?;
             }
             Action::Issue(issue) => {

@@ -146,6 +146,9 @@ impl Metrics {
         if let Some(group) = group {
             group.register(&mut registry);
         }
+        let build = Family::<[(&str, &str); 1], Gauge>::default();
+        build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
+        registry.register("kvasir_build_info", "1 for the version that runs", build);
         let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
             let family = Histograms::new_with_constructor(buckets);
             registry.register(name, help, family.clone());
