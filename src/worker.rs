@@ -445,7 +445,13 @@ impl Worker {
                     config.coordinators = vec![front.quic().to_string()];
                     front.worker_identity().clone()
                 }
-                None => crate::node::identity(settings.identity.as_deref())?,
+                None => {
+                    let identity = crate::node::identity(settings.identity.as_deref())?;
+                    if let Some(directory) = &settings.identity {
+                        crate::node::keep_renewed(&identity, directory);
+                    }
+                    identity
+                }
             };
             let started = async {
                 let service = WorkerService::start(config, &identity).await?;
