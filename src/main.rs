@@ -15,8 +15,10 @@ mod cpus;
 mod drain;
 mod embed;
 mod front;
+mod gpu_bench;
 mod gpu_check;
 mod home;
+mod keys;
 mod local;
 mod logits;
 mod models;
@@ -35,6 +37,7 @@ mod shipped;
 mod snapshot;
 mod stage;
 mod status;
+mod tenants;
 mod tokenize;
 mod top;
 mod up;
@@ -80,6 +83,7 @@ enum Command {
     Bench(bench::Bench),
     Plan(plan::Plan),
     GpuCheck(gpu_check::GpuCheck),
+    GpuBench(gpu_bench::GpuBench),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
@@ -88,6 +92,8 @@ enum Command {
     Undrain(drain::Undrain),
     Pardon(pardon::Pardon),
     Coordinators(coordinators::Coordinators),
+    Keys(keys::Keys),
+    Tenants(tenants::Tenants),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -107,6 +113,7 @@ impl Command {
             Self::Bench(command) => command.run(),
             Self::Plan(command) => command.run(),
             Self::GpuCheck(command) => command.run(),
+            Self::GpuBench(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
@@ -115,6 +122,8 @@ impl Command {
             Self::Undrain(command) => command.run(),
             Self::Pardon(command) => command.run(),
             Self::Coordinators(command) => command.run(),
+            Self::Keys(command) => command.run(),
+            Self::Tenants(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
