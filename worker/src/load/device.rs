@@ -3,6 +3,7 @@
 use super::{EngineOptions, environment, threads};
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
+use crate::memory::GroupMemory;
 use kernels::backend::{Backend, MemoryUse};
 use kernels::cuda::{CubinCache, CudaBackend, CudaConfig, Gpu, Survey};
 use std::io;
@@ -127,7 +128,11 @@ impl Memory {
 
     pub(super) fn total_bytes(self) -> u64 {
         match self {
-            Self::Host | Self::Unified => crate::memory::total_bytes(),
+            Self::Host => {
+                let total = crate::memory::total_bytes();
+                GroupMemory::read().map_or(total, |group| group.limit.min(total))
+            }
+            Self::Unified => crate::memory::total_bytes(),
             Self::Own { total, .. } => total,
         }
     }
@@ -136,7 +141,12 @@ impl Memory {
 impl MemInfo for Memory {
     fn available_bytes(&self) -> io::Result<u64> {
         match self {
-            Self::Host | Self::Unified => ProcMemInfo.available_bytes(),
+            Self::Host => {
+                let free = ProcMemInfo.available_bytes()?;
+                Ok(GroupMemory::read().map_or(free, |group| group.available().min(free)))
+            }
+            // What a driver allocates is counted in no group.
+            Self::Unified => ProcMemInfo.available_bytes(),
             Self::Own { free, .. } => Ok(*free),
         }
     }
