@@ -65,7 +65,8 @@ struct Desk {
 /// What the balancer has decided about a ticket.
 #[derive(Debug)]
 enum Verdict {
-    Go(Assignment, Arc<Link>, Turn),
+    /// Elsewhere, since a channel has room for dozens of them from the first on.
+    Go(Box<(Assignment, Arc<Link>, Turn)>),
     No(Refusal),
 }
 
@@ -365,7 +366,7 @@ impl Dispatch {
                     self.metrics.routed(assignment.reason);
                     let link = desk.links.get(&assignment.node).filter(|l| l.epoch() == assignment.epoch);
                     let verdict = match link {
-                        Some(link) => Verdict::Go(assignment, Arc::clone(link), link.turn()),
+                        Some(link) => Verdict::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
                         // A member always has a link; without one there is nobody to talk to.
                         None => Verdict::No(Refusal::NoWorker),
                     };
