@@ -109,11 +109,19 @@ pub const MOE: Source = Source {
     kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
 };
 
+/// The best of rows of logits.
+pub const SAMPLING: Source = Source {
+    name: "sampling.cu",
+    text: concat!("#line 1\n", include_str!("sampling.cu")),
+    kernels: &["best"],
+};
+
 /// All of them; of those that are compiled in many ways, such as cover every line.
 pub const ALL: &[Source] = &[
     ROWWISE,
     RECURRENT,
     MOE,
+    SAMPLING,
     qkv!(1),
     qkv!(2),
     attention!(0, 64, "attend_8"),
