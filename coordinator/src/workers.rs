@@ -14,7 +14,7 @@ use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceive
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tarpc::context::Context;
 use tokio::task::JoinSet;
 
@@ -103,10 +103,33 @@ impl Session {
                 Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
+                    if self.connection.was_closed_for(CloseCode::DeviceLost) {
+                        self.device_lost().await;
+                    }
                     self.dispatch.session_lost(self.id, self.node());
                     return;
                 }
             }
+        }
+    }
+
+    /// The worker's life ends with its GPU. If that happens again and again, it drains until an operator says otherwise.
+    async fn device_lost(&self) {
+        let (node, epoch) = (self.node(), self.connection.peer_epoch());
+        tracing::error!(%node, epoch = epoch.0, "a worker has lost its GPU");
+        if !self.dispatch.lost_devices().lost(Instant::now(), node, epoch) {
+            return;
+        }
+        tracing::error!(%node, "it loses its GPU again and again: it drains");
+        if let Err(error) = self.drain(node).await {
+            tracing::error!(%node, error, "it cannot be drained");
+        }
+    }
+
+    async fn drain(&self, node: &NodeId) -> Result<(), String> {
+        match &self.agreement {
+            Some(agreement) => agreement.drain(node, true).await.map_err(|error| error.to_string()),
+            None => self.dispatch.drain(node, true).await.map_err(|error| error.to_string()),
         }
     }
 
@@ -189,11 +212,7 @@ impl CoordinatorApi for Session {
         let ShippingReport::V1(report) = report;
         for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
             tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
-            let drained = match &self.agreement {
-                Some(agreement) => agreement.drain(&struck, true).await.map_err(|error| error.to_string()),
-                None => self.dispatch.drain(&struck, true).await.map_err(|error| error.to_string()),
-            };
-            if let Err(error) = drained {
+            if let Err(error) = self.drain(&struck).await {
                 tracing::error!(source = %struck, error, "it cannot be drained");
             }
         }
