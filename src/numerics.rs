@@ -86,7 +86,7 @@ pub(crate) enum Device {
     Cuda,
     /// A GPU's kernels, interpreted on the CPU.
     #[cfg(feature = "ptx-sim")]
-    #[value(name = "ptx-sim")]
+    #[value(name = "ptx-sim", hide = true)]
     #[serde(rename = "ptx-sim")]
     PtxSim,
 }

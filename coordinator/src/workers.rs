@@ -2,6 +2,7 @@
 //! coordinators dial the same port and are handed on.
 
 use crate::agreement::Agreement;
+use crate::audit::{Audit, Record};
 use crate::dispatch::{Dispatch, SessionId};
 use crate::table::TableError;
 use proto::block::ClusterKey;
@@ -29,6 +30,8 @@ pub struct Terms {
     pub report_every: Duration,
     /// Digests of the tokenizers by which this coordinator makes token ids.
     pub tokenizers: HashMap<ModelId, [u8; 32]>,
+    /// Where it is written down who has joined.
+    pub audit: Arc<Audit>,
 }
 
 /// Serves workers until the endpoint is closed.
@@ -121,16 +124,19 @@ impl Session {
             return;
         }
         tracing::error!(%node, "it loses its GPU again and again: it drains");
-        if let Err(error) = self.drain(node).await {
-            tracing::error!(%node, error, "it cannot be drained");
-        }
+        self.drain(node).await;
     }
 
-    async fn drain(&self, node: &NodeId) -> Result<(), String> {
-        match &self.agreement {
+    /// Has a worker take no more work, because of what this one has told.
+    async fn drain(&self, node: &NodeId) {
+        let drained = match &self.agreement {
             Some(agreement) => agreement.drain(node, true).await.map_err(|error| error.to_string()),
             None => self.dispatch.drain(node, true).await.map_err(|error| error.to_string()),
+        };
+        if let Err(error) = &drained {
+            tracing::error!(%node, error, "it cannot be drained");
         }
+        self.audit("drain", node.as_str(), &drained.map_or_else(|error| error, |()| "made".to_owned()));
     }
 
     async fn follow(self, mut events: KvEventReceiver) {
@@ -152,6 +158,34 @@ impl Session {
 
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
+        let registered = self.admit(request);
+        let result = registered.as_ref().map_or_else(ToString::to_string, |_| "joined".to_owned());
+        self.audit("join", &format!("epoch {}", self.connection.peer_epoch().0), &result);
+        registered
+    }
+
+    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
+        let report = report.into_latest();
+        if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
+    }
+
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        let ShippingReport::V1(report) = report;
+        for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
+            tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
+            self.drain(&struck).await;
+        }
+    }
+}
+
+impl Session {
+    fn audit(&self, what: &str, on: &str, result: &str) {
+        let from = Some(self.connection.remote_address().ip().to_canonical());
+        let who = format!("worker {}", self.node());
+        self.terms.audit.note(&Record { who: &who, from, what, on, result });
+    }
+
+    fn admit(&self, request: Register) -> Result<Registered, Refusal> {
         let register = request.into_latest();
         let worker = &register.worker.worker;
         let node = worker.node.clone();
@@ -199,21 +233,6 @@ impl CoordinatorApi for Session {
                         Refusal::NotRegistered
                     }
                 })
-            }
-        }
-    }
-
-    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let report = report.into_latest();
-        if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
-    }
-
-    async fn shipping(self, _: Context, report: ShippingReport) {
-        let ShippingReport::V1(report) = report;
-        for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
-            tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
-            if let Err(error) = self.drain(&struck).await {
-                tracing::error!(source = %struck, error, "it cannot be drained");
             }
         }
     }
