@@ -11,7 +11,7 @@ use crate::load::{EngineOptions, Prepared};
 use crate::shipping::{Holdings, Shipper, ShippingConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::stage::{Holds, StageConfig};
-use crate::telemetry::{EngineMetrics, ShippingMetrics};
+use crate::telemetry::{EngineMetrics, HostMetrics, ShippingMetrics};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -298,10 +298,11 @@ impl WorkerService {
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
-        let shortage = Shortage::default();
+        let host = HostMetrics::default();
         if config.floor.is_some() {
-            shortage.register(&mut registry);
+            host.register(&mut registry);
         }
+        let shortage = Shortage::told_in(host);
         let own = config.model;
         let holdings = Arc::new(Holdings::new(
             own.as_ref().map(|own| own.id.clone()),

@@ -12,11 +12,13 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
 mod device;
+mod host;
 mod shards;
 mod shipping;
 mod transfers;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
+pub use host::HostMetrics;
 pub use shards::{ShardMetrics, StageLabel};
 pub use shipping::{ShippingMetrics, SourceLabel};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};

@@ -2,8 +2,7 @@
 //! little is free.
 
 use crate::kv_cache::memory::{HostFloor, MemoryFloor};
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
+use crate::telemetry::HostMetrics;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -15,17 +14,13 @@ const EVERY: Duration = Duration::from_millis(500);
 #[derive(Debug, Clone, Default)]
 pub(super) struct Shortage {
     short: Arc<AtomicBool>,
-    available: Gauge,
-    is_short: Gauge,
+    metrics: HostMetrics,
 }
 
 impl Shortage {
-    /// Metrics of a host that is watched.
-    pub(super) fn register(&self, registry: &mut Registry) {
-        let available = "Memory of a host that shares it with its GPU that can be allocated";
-        registry.register("kvasir_host_available_bytes", available, self.available.clone());
-        let short = "Whether so little of it is left that no new work is taken";
-        registry.register("kvasir_host_memory_short", short, self.is_short.clone());
+    /// Not short yet, told in these metrics.
+    pub(super) fn told_in(metrics: HostMetrics) -> Self {
+        Self { metrics, ..Self::default() }
     }
 
     /// Whether no new work is to be taken.
@@ -39,8 +34,8 @@ impl Shortage {
         // It ends well above the floor, so that it does not come and go.
         let short = available < floor.bytes + if before { floor.bytes / 8 } else { 0 };
         self.short.store(short, Ordering::Relaxed);
-        self.available.set(available as i64);
-        self.is_short.set(i64::from(short));
+        self.metrics.available.set(available as i64);
+        self.metrics.short.set(i64::from(short));
         match (before, short) {
             (false, true) => {
                 tracing::error!(available, floor = floor.bytes, "memory is short: no new work is taken");
@@ -76,10 +71,8 @@ mod tests {
         {
             shortage.see(available, floor);
             assert_eq!(shortage.is_here(), short, "{available}");
-            assert_eq!(
-                (shortage.available.get(), shortage.is_short.get()),
-                (available as i64, i64::from(short))
-            );
+            let HostMetrics { available: told, short: told_short } = &shortage.metrics;
+            assert_eq!((told.get(), told_short.get()), (available as i64, i64::from(short)));
         }
     }
 }

@@ -104,10 +104,10 @@ impl Device for Losing {
     }
 
     fn launch(&mut self, launch: &Launch<'_>) -> Result<(), CudaError> {
-        self.launches = self.launches.saturating_sub(1);
-        if self.launches == 0 {
+        if self.launches == 1 {
             println!("\n{LOST}");
         }
+        self.launches = self.launches.saturating_sub(1);
         self.lost()?;
         self.device.launch(launch)
     }
@@ -140,8 +140,8 @@ fn a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert!(lines.map(Result::unwrap).any(|line| line == LOST), "it has not lost it");
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line == LOST), "it has not lost it");
     let lost = Instant::now();
     assert_eq!(child.wait().unwrap().code(), Some(EXIT_DEVICE_LOST));
     assert!(lost.elapsed() < Duration::from_secs(2), "{:?}", lost.elapsed());
