@@ -14,6 +14,8 @@ mod tests;
 
 /// Most entries of a logit bias.
 pub const MAX_LOGIT_BIAS: usize = 1024;
+/// At such a temperature most tokens weigh nothing, whatever else is asked for.
+const COLD: f32 = 0.25;
 /// Most alternatives whose log-probability is reported.
 pub const MAX_LOGPROBS: u8 = 20;
 
@@ -143,11 +145,18 @@ impl Sampler {
         self.choose(kept).unwrap_or_else(|| argmax(logits))
     }
 
+    /// Whether [`Self::draw_of_best`] is worth a try: something keeps all but a few tokens from being drawn.
+    pub(crate) fn draws_of_few(&self) -> bool {
+        let p = &self.params;
+        let filtered = p.top_k > 0 || p.min_p > 0.0 || p.temperature <= COLD;
+        p.temperature > 0.0 && filtered && !self.looks_at_tokens()
+    }
+
     /// Draws from the largest logits of a row, given with their tokens; equal ones by the lowest tokens. None if these do
     /// not decide: [`Self::draw`] does.
     pub(crate) fn draw_of_best(&self, best: &[(u32, f32)]) -> Option<u32> {
         let p = &self.params;
-        if p.temperature == 0.0 || self.looks_at_tokens() {
+        if !self.draws_of_few() {
             return None;
         }
         let weights = Weights::new(p, best.iter().map(|(_, logit)| *logit));

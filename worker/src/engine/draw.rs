@@ -106,7 +106,9 @@ impl Engine {
         let logits: Vec<u32> = logits.map(|target| place(target.row)).collect();
         if !logits.is_empty() {
             let live = &mut self.live;
-            self.decoder.logits_to_draw(&logits, sampled.len(), &mut |index, row| {
+            let few = |target: &Target| live.get(&target.id).is_some_and(|live| live.sampler.draws_of_few());
+            let drawn_from = if sampled.iter().any(few) { sampled.len() } else { 0 };
+            self.decoder.logits_to_draw(&logits, drawn_from, &mut |index, row| {
                 let (target, position, draws) = match sampled.get(index) {
                     Some(target) => (target, None, true),
                     None => match whole.get(index - sampled.len()) {
