@@ -9,6 +9,7 @@ use kernels::cuda::{
 };
 use kvasir_worker::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
 use kvasir_worker::load::EngineOptions;
+use proto::message::Sampling;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -32,15 +33,16 @@ fn simulated_on(device: Box<dyn Device>, arch: Arch, options: &EngineOptions) ->
     Box::new(CudaBackend::new(device, config, compile).unwrap())
 }
 
-/// On 8-bit activations, several sequences at a time, with a prefix that they share; steps are recorded and replayed.
+/// On 8-bit activations, several sequences at a time, with a prefix that they share, one of which draws from the best
+/// logits; steps are recorded and replayed.
 #[test]
 fn quantised_models_are_continued_as_on_the_cpu() {
     for (model, arch) in QUANT.into_iter().zip(Arch::CHECKED) {
         let options = small(model);
         let shared = prompt(3, 33);
-        let asks: Vec<Ask> = [(4, 3), (5, 9)]
-            .map(|(seed, len)| Ask::greedy([shared.clone(), prompt(seed, len)].concat(), 6).tokens_only())
-            .into();
+        let mut asks = [(4, 3), (5, 9), (6, 4)]
+            .map(|(seed, len)| Ask::greedy([shared.clone(), prompt(seed, len)].concat(), 6).tokens_only());
+        asks[2].sampling = Sampling { temperature: 0.8, top_k: 8, seed: 5, ..Sampling::default() };
         let mut engine = open_on(model, &options, simulated(arch, &options));
         let mut cpu = open(model, &options);
         for _ in 0..2 {
