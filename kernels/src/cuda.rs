@@ -24,6 +24,7 @@ pub mod sampling;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
 pub mod source;
+pub mod speed;
 pub mod step;
 mod survey;
 mod tape;
