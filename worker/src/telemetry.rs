@@ -13,6 +13,7 @@ use std::sync::atomic::AtomicU64;
 
 mod shards;
 mod shipping;
+mod traces;
 mod transfers;
 
 pub use shards::{ShardMetrics, StageLabel};
@@ -254,6 +255,7 @@ impl EngineMetrics {
         self.tiers.register(registry);
         self.transfers.register(registry);
         self.shards.register(registry);
+        registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

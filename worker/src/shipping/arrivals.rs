@@ -157,15 +157,18 @@ mod tests {
     #[test]
     fn what_comes_whole_is_gathered_where_there_is_memory_for_it() {
         let (first, second) = (vec![1; CHUNK_BYTES], vec![2; 5]);
-        let [here, one, two, twice] =
-            [&b"0"[..], &first, &second, b"3"].map(|bytes| ChunkId::of(bytes));
+        let [here, one, two, twice] = [&b"0"[..], &first, &second, b"3"].map(|bytes| ChunkId::of(bytes));
         let tensors = || {
-            let tensors = [("whole", vec![one, two]), ("part", vec![here]), ("a", vec![twice]), ("b", vec![twice])];
+            let tensors =
+                [("whole", vec![one, two]), ("part", vec![here]), ("a", vec![twice]), ("b", vec![twice])];
             tensors.map(|(name, chunks)| (name.to_owned(), chunks)).into()
         };
         let missing = [(one, CHUNK_BYTES), (two, 5), (twice, 1)];
         let bytes = CHUNK_BYTES as u64 + 6;
-        assert!(!Arrivals::new(tensors(), &missing, bytes - 1).put(two, &second), "more than there is memory for");
+        assert!(
+            !Arrivals::new(tensors(), &missing, bytes - 1).put(two, &second),
+            "more than there is memory for"
+        );
         let arrivals = Arrivals::new(tensors(), &missing, bytes);
         assert!(arrivals.put(two, &second) && arrivals.gathered("whole").is_none());
         assert!(arrivals.put(one, &first) && !arrivals.put(twice, b"3") && !arrivals.put(here, b"0"));
