@@ -17,6 +17,7 @@ mod embed;
 mod front;
 mod gpu_check;
 mod home;
+mod keys;
 mod local;
 mod logits;
 mod models;
@@ -36,6 +37,7 @@ mod shipped;
 mod snapshot;
 mod stage;
 mod status;
+mod tenants;
 mod tokenize;
 mod top;
 mod up;
@@ -89,6 +91,8 @@ enum Command {
     Undrain(drain::Undrain),
     Pardon(pardon::Pardon),
     Coordinators(coordinators::Coordinators),
+    Keys(keys::Keys),
+    Tenants(tenants::Tenants),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -116,6 +120,8 @@ impl Command {
             Self::Undrain(command) => command.run(),
             Self::Pardon(command) => command.run(),
             Self::Coordinators(command) => command.run(),
+            Self::Keys(command) => command.run(),
+            Self::Tenants(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

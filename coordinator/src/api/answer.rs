@@ -4,6 +4,7 @@
 //! room for it, so a slow reader holds back its own request and no memory; if it takes nothing for long the
 //! connection is cut (see [`crate::server`]), which drops the generations and so cancels them.
 
+use super::encode::Asker;
 use super::error::ApiError;
 use super::plan::Plan;
 use super::shape::{Delta, Shape, Usage};
@@ -43,6 +44,7 @@ pub struct Answer {
     choices: Vec<Progress>,
     documents: Vec<usize>,
     include_usage: bool,
+    asker: Asker,
     /// If the request is recorded.
     span: Option<Span>,
 }
@@ -79,9 +81,10 @@ impl Answer {
         shape: Shape,
         metrics: Arc<Metrics>,
         generations: Vec<Generation>,
-        arrived: Instant,
+        asker: Asker,
     ) -> Self {
         let n = plan.params.n as usize;
+        let arrived = asker.arrived;
         let progress = |(at, prompt): (usize, u64)| Progress {
             arrived,
             prompt,
@@ -110,6 +113,7 @@ impl Answer {
             choices,
             documents: plan.documents.clone(),
             include_usage: plan.params.include_usage,
+            asker,
             span: None,
         }
     }
@@ -123,9 +127,12 @@ impl Answer {
     /// Everything at once, when it is all there.
     pub async fn whole(mut self) -> Result<Response, ApiError> {
         let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
-        while let Some((choice, event)) = self.events.next().await {
+        let mut next = self.first().await?;
+        while let Some((choice, event)) = next {
             let event = event.map_err(|failure| self.failed(failure))?;
-            let Some(delta) = self.advance(choice, event) else { continue };
+            let delta = self.advance(choice, event);
+            next = self.events.next().await;
+            let Some(delta) = delta else { continue };
             let Some(all) = whole.get_mut(choice as usize) else { continue };
             all.text.push_str(&delta.text);
             all.tokens.extend(delta.tokens);
@@ -138,10 +145,19 @@ impl Answer {
         Ok((headers, body).into_response())
     }
 
+    /// What comes first. Who waits for it with a key that is revoked waits no longer; what has begun goes on.
+    async fn first(&mut self) -> Result<Option<(u32, Result<Event, Failure>)>, ApiError> {
+        tokio::select! {
+            biased;
+            first = self.events.next() => Ok(first),
+            () = self.asker.caller.revoked() => Err(ApiError::InvalidApiKey),
+        }
+    }
+
     /// Events as they come. Waits for the first, so that what fails before it gets its own status.
     pub async fn streamed(mut self) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
-        if let Some((choice, event)) = self.events.next().await {
+        if let Some((choice, event)) = self.first().await? {
             let event = event.map_err(|failure| self.failed(failure))?;
             self.take(choice, event, &mut first);
         }
@@ -220,6 +236,7 @@ impl Answer {
                     progress.first = Some(now);
                 }
                 progress.completion += tokens.len() as u64;
+                self.asker.permit.generated(tokens.len() as u64);
                 let offset = progress.characters;
                 let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
                 let bytes = |t: &TokenOut| {
