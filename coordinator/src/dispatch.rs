@@ -1,6 +1,7 @@
 //! Where decisions become traffic: the balancer behind a lock, the connections to the workers, and the life
 //! of each generation ([`Generation`]) and of each call to encode texts ([`Encoding`]) on them.
 
+mod choice;
 mod claim;
 mod encoding;
 mod generation;

@@ -531,7 +531,12 @@ struct Arriving<'a> {
 impl TensorSource for Arriving<'_> {
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
         self.arrivals.wait(name);
-        TensorSource::tensor(self.file, name)
+        match (self.arrivals.gathered(name), self.file.tensor(name)) {
+            (Some(bytes), Some(info)) => {
+                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: (**bytes).as_ref() })
+            }
+            _ => TensorSource::tensor(self.file, name),
+        }
     }
 
     fn forget(&self, name: &str) {
@@ -540,7 +545,10 @@ impl TensorSource for Arriving<'_> {
 
     fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
         self.arrivals.wait(name);
-        self.file.shared(name)
+        match self.arrivals.gathered(name) {
+            Some(bytes) => Ok(Some(Arc::clone(bytes))),
+            None => self.file.shared(name),
+        }
     }
 
     fn measure(&self, name: &str) -> Result<(u32, u64), Error> {

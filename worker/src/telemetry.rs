@@ -15,6 +15,7 @@ mod device;
 mod host;
 mod shards;
 mod shipping;
+mod traces;
 mod transfers;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
@@ -264,6 +265,7 @@ impl EngineMetrics {
         self.transfers.register(registry);
         self.shards.register(registry);
         self.device.register(registry);
+        registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

@@ -25,8 +25,17 @@ pub(super) struct Claim {
 pub(super) struct Placed {
     pub(super) assignment: Assignment,
     pub(super) link: Arc<Link>,
+    /// When it was asked for.
+    pub(super) submitted: Instant,
+    /// When it had been chosen.
+    pub(super) chosen: Instant,
+}
+
+impl Placed {
     /// Time from submission until it had been chosen.
-    pub(super) queued: Duration,
+    pub(super) fn queued(&self) -> Duration {
+        self.chosen.saturating_duration_since(self.submitted)
+    }
 }
 
 impl Claim {
@@ -47,9 +56,9 @@ impl Claim {
         match self.verdicts.recv().await {
             Some(Verdict::Go(go)) => {
                 let (assignment, link, mut turn) = *go;
-                let queued = self.submitted.elapsed();
+                let (submitted, chosen) = (self.submitted, Instant::now());
                 turn.come().await;
-                Ok((Placed { assignment, link, queued }, turn))
+                Ok((Placed { assignment, link, submitted, chosen }, turn))
             }
             Some(Verdict::No(refusal)) => Err(match (refusal, self.setback.take()) {
                 (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),

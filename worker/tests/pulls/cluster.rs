@@ -213,6 +213,7 @@ impl Worker {
             deadline_ms: 0,
             pull,
             together: 1,
+            trace: None,
         };
         let request = request.at_version(self.connection.version());
         self.connection.open_generate(&request).await.unwrap()
