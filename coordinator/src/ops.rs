@@ -2,6 +2,8 @@
 
 pub mod cluster;
 pub mod coordinators;
+pub mod dashboard;
+pub mod history;
 mod keep;
 pub mod metrics;
 pub mod prefixes;
@@ -9,10 +11,12 @@ pub mod relabel;
 pub mod snapshots;
 
 use crate::agreement::{Agreement, ChangeError};
+use crate::api::Endpoint;
 use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
 use crate::api::error::ApiError;
 use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::replicas::Replicas;
@@ -24,6 +28,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use dashboard::Feed;
 use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
@@ -56,6 +61,10 @@ pub struct Ops {
     pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
+    /// What the group counts, if this coordinator is in one.
+    pub raft: Option<RaftMetrics>,
+    /// Who looks at the dashboard.
+    pub feed: Feed,
     /// Whether this node may call itself ready.
     pub gate: ReadyGate,
 }
@@ -88,8 +97,11 @@ impl ReadyGate {
     }
 }
 
-/// The whole port.
-pub fn router(ops: Arc<Ops>) -> Router {
+/// The endpoints of the API that the dashboard's playground asks.
+const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
+
+/// The whole port. `api` is the API's router, which the playground asks.
+pub fn router(ops: Arc<Ops>, api: &Router) -> Router {
     let admin = Router::new()
         .route("/admin/v1/cluster", get(cluster))
         .route("/admin/v1/ready", post(release))
@@ -100,13 +112,20 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .merge(coordinators::router())
         .merge(snapshots::router())
         .merge(prefixes::router())
+        .merge(dashboard::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
+    let playground = PLAYGROUND
+        .into_iter()
+        .fold(Router::new(), |router, endpoint| router.route_service(endpoint.path(), api.clone()))
+        .layer(from_fn_with_state(Arc::clone(&ops), those_whom_the_api_knows));
     Router::new()
         .route("/livez", get(async || "ok\n"))
         .route("/startupz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .route("/metrics", get(scrape))
+        .merge(dashboard::files())
         .merge(admin)
+        .merge(playground)
         .fallback(async || ApiError::NotFound)
         .method_not_allowed_fallback(async || ApiError::NotFound)
         .with_state(ops)
@@ -137,6 +156,12 @@ async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Ne
         }
         Err(error) => error.into_response(),
     }
+}
+
+/// With keys, the API's own gate decides. Without any, it takes everybody who reaches its port, which then is only this
+/// machine; this port may be reached from elsewhere.
+async fn those_whom_the_api_knows(state: State<Arc<Ops>>, request: Request, next: Next) -> Response {
+    if state.keys.is_empty() { admins_only(state, request, next).await } else { next.run(request).await }
 }
 
 fn from_elsewhere(headers: &HeaderMap) -> bool {

@@ -53,6 +53,7 @@ pub struct Job {
 impl Job {
     pub(super) fn ask(&self) -> Ask {
         Ask {
+            request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
@@ -150,6 +151,9 @@ impl Generation {
         if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
             self.over = true;
             self.attempt = None;
+            if event.is_ok() {
+                self.claim.generated(self.emitted.len());
+            }
             self.claim.end();
         }
         Some(event)
@@ -164,7 +168,7 @@ impl Generation {
             let failed = match attempt.stream.next().await {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
-                    self.claim.started();
+                    self.claim.started(started.cached_tokens);
                     let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
                     let node = &attempt.placed.assignment.node;
                     self.claim.dispatch().note_served(self.job.root, name, node);
