@@ -1,7 +1,7 @@
 //! `kvasir coordinator`: one front of a cluster.
 
 use crate::config::{self, ByteSize, ConfigError, Period};
-use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
 use crate::{allocator, cluster_key, home, models};
 use coordinator::agreement::PeerEntry;
 use coordinator::api::auth::KeyEntry;
@@ -251,6 +251,9 @@ impl Coordinator {
         let runtime = runtime()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
+            if let Some(directory) = &settings.identity {
+                keep_renewed(&identity, directory);
+            }
             let started = server::Coordinator::start(config, &identity, key).await;
             let node = started.map_err(|error| match error {
                 StartError::Config(error) => ConfigError::Coordinator(error).into(),

@@ -17,6 +17,7 @@ mod embed;
 mod front;
 mod gpu_check;
 mod home;
+mod keys;
 mod local;
 mod logits;
 mod models;
@@ -35,6 +36,7 @@ mod shipped;
 mod snapshot;
 mod stage;
 mod status;
+mod tenants;
 mod tokenize;
 mod top;
 mod up;
@@ -88,6 +90,8 @@ enum Command {
     Undrain(drain::Undrain),
     Pardon(pardon::Pardon),
     Coordinators(coordinators::Coordinators),
+    Keys(keys::Keys),
+    Tenants(tenants::Tenants),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -115,6 +119,8 @@ impl Command {
             Self::Undrain(command) => command.run(),
             Self::Pardon(command) => command.run(),
             Self::Coordinators(command) => command.run(),
+            Self::Keys(command) => command.run(),
+            Self::Tenants(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

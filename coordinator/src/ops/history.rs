@@ -61,6 +61,11 @@ impl History {
         at.prompt += served.prompt;
     }
 
+    /// The first tokens of a generation have come.
+    pub fn first_tokens(&self, tokens: usize) {
+        self.0.lock().at(Instant::now()).generated += tokens as u64;
+    }
+
     /// Tokens have come, each so long after the one before.
     pub(super) fn tokens(&self, each: Duration, tokens: usize) {
         let mut line = self.0.lock();
@@ -110,12 +115,13 @@ mod tests {
             generated: 9,
             reason: FinishReason::Stop,
         });
+        history.first_tokens(1);
         history.tokens(ms(10), 8);
         history.cached(16, 0);
         [200, 404, 429, 503, 500].into_iter().for_each(|status| history.answered(status));
         let mut all = Moment::default();
         history.last(Instant::now(), 2).iter().for_each(|(_, moment)| all.merge(moment));
-        assert_eq!((all.done, all.prompt, all.generated, all.itl.count()), (1, 12, 8, 8));
+        assert_eq!((all.done, all.prompt, all.generated, all.itl.count()), (1, 12, 9, 8));
         assert_eq!((all.shed, all.failed, all.mispredicted, all.cached), (2, 1, 16, 0));
         assert!(all.ttft.quantile(0.5) < all.e2e.quantile(0.5));
     }

@@ -4,10 +4,12 @@
 mod agreement;
 mod api;
 mod client;
+mod dashboard;
 mod encode;
 mod fake_sequences;
 mod fake_worker;
 mod faults;
+mod keys;
 mod limits;
 mod operations;
 mod sequences;

@@ -1,14 +1,13 @@
 //! Who held most of a prompt, and why the request did not go there.
 
 use super::{Floor, Load, Supply, Waiter};
+use crate::balancer::recent::Lost;
 use crate::prefix_index::Overlap;
 use crate::routing::{Candidate, Choice, Reason, predicted_tokens};
 use crate::slot::Slot;
 use crate::table::Member;
 use proto::message::{WorkPart, WorkerState};
 use std::time::Instant;
-
-use crate::balancer::recent::Lost;
 
 impl Floor {
     /// The worker that has most of the prompt, in tokens, and why it was not chosen if the chosen serves less.

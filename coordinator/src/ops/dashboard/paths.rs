@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 const COUNTS: Duration = Duration::from_secs(300);
 /// Paths that are told, at most.
 pub(super) const MAX_PATHS: usize = 20;
+/// What is taken less often than this part of the most taken path is not told.
+const LEAST_PART: usize = 20;
 /// Tenants that are named with a path.
 const MAX_TENANTS: usize = 4;
 
@@ -118,6 +120,8 @@ fn most(all: Vec<Path>) -> Vec<Path> {
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|&at| (std::cmp::Reverse(all[at].requests), all[at].units, at));
     order.truncate(MAX_PATHS);
+    let most = order.first().map_or(0, |&at| all[at].requests);
+    order.retain(|&at| all[at].requests * LEAST_PART >= most);
     let place: HashMap<usize, usize> = order.iter().enumerate().map(|(new, &old)| (old, new)).collect();
     let moved = |old: &usize| {
         let path = all[*old].clone();
@@ -196,5 +200,8 @@ mod tests {
         assert_eq!(found.all.len(), MAX_PATHS);
         assert!(found.all.iter().all(|path| path.requests == 2 && path.units == 3));
         assert!(Paths::find(now, &[]).all.is_empty());
+        requests.extend((0..60).map(|_| asked(now, "a", 9_000..9_001)));
+        let found = Paths::find(now, &requests);
+        assert_eq!(found.all.len(), 1, "what two have in common is nothing beside what sixty have");
     }
 }

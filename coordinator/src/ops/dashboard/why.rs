@@ -66,7 +66,7 @@ pub(super) struct Facts {
     pub(super) draining: bool,
     /// Seconds of work ahead.
     pub(super) queue_s: f64,
-    /// Sequences in its batch, and queued there.
+    /// Sequences that it has, as far as is known, and of these those that it has queued.
     pub(super) running: u32,
     pub(super) waiting: u32,
     /// Prompt tokens that it has to compute.
@@ -99,7 +99,7 @@ impl Facts {
             _ if !self.is_in() => Level::Out,
             _ if self.queue_s >= HOT_S || waits_for_room => Level::Hot,
             _ if self.queue_s >= BUSY_S => Level::Busy,
-            _ if self.running + self.waiting > 0 || self.pending_tokens > 0 => Level::Normal,
+            _ if self.running > 0 || self.pending_tokens > 0 => Level::Normal,
             _ => Level::Idle,
         }
     }
@@ -123,7 +123,7 @@ impl Facts {
             Level::Stuck => format!(
                 "Stuck in a step for {} while {} wait: it gets no new work.",
                 seconds(self.stalled.as_secs_f64()),
-                count(u64::from(self.waiting + self.running), "sequence")
+                count(u64::from(self.running), "sequence")
             ),
             Level::Out => self.why_out(),
             Level::Idle => "Idle.".to_owned(),
@@ -143,7 +143,7 @@ impl Facts {
             let percent = present.saturating_mul(100) / wanted.max(1);
             return format!("Gets its model from other workers: {percent} % of {} MiB.", wanted >> 20);
         }
-        let left = self.running + self.waiting;
+        let left = self.running;
         match self.draining {
             true if left > 0 => {
                 format!("Drains: takes no new work, {} left.", count(left.into(), "sequence"))
@@ -160,10 +160,10 @@ impl Facts {
             does.push(format!("{} to compute", count(self.pending_tokens, "prompt token")));
         }
         if self.running > 0 {
-            does.push(format!("{} in its batch", count(self.running.into(), "sequence")));
+            does.push(format!("{} there", count(self.running.into(), "sequence")));
         }
         if self.waiting > 0 {
-            does.push(format!("{} queued", self.waiting));
+            does.push(format!("{} of them queued", self.waiting));
         }
         if does.is_empty() { "work from elsewhere".to_owned() } else { does.join(", ") }
     }
@@ -315,7 +315,7 @@ mod tests {
         assert_eq!((worker.as_deref(), level), (Some("w1"), Level::Hot));
         assert_eq!(
             text,
-            "w1 is hot. 2.4 s of work ahead: 2\u{202f}400 prompt tokens to compute, 8 sequences in its batch; \
+            "w1 is hot. 2.4 s of work ahead: 2\u{202f}400 prompt tokens to compute, 8 sequences there; \
              62 % of its requests share prefix 3fa9c1d2 (4\u{202f}096 tokens), and only it holds that."
         );
         assert!(fleet[1].heat() > 0.6 && fleet[0].heat() == 0.0);
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(why(ships).1, "Gets its model from other workers: 25 % of 4 MiB.");
         let silent = Facts { silent: Duration::from_secs(2), ..idle("w") };
         assert_eq!(why(silent), (Level::Stuck, "Not heard of for 2.0 s: it gets no new work.".into()));
-        let stalled = Facts { stalled: Duration::from_secs(12), waiting: 2, ..idle("w") };
+        let stalled = Facts { stalled: Duration::from_secs(12), running: 2, ..idle("w") };
         assert!(why(stalled).1.starts_with("Stuck in a step for 12 s while 2 sequences wait"));
     }
 

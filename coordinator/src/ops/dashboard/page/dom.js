@@ -20,9 +20,14 @@ function fill(node, attributes, children) {
     else if (name.startsWith("--")) node.style.setProperty(name, value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...present(children));
   return node;
 }
+
+const present = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+
+/** Has these children and no others; what is not there is left out. */
+export const put = (node, ...children) => node.replaceChildren(...present(children));
 
 export const byId = (id) => document.getElementById(id);
 

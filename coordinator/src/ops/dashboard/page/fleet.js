@@ -25,7 +25,7 @@ function makeRow({ id }, drain) {
   const cell = (label, ...children) => el("td", { "data-label": label }, children);
   const row = { level: el("span", { class: "level" }), about: el("small"), load: el("span", { class: "fill" }), queue: el("b"), does: el("small"), kv: el("div"), kvText: el("small"), rate: el("b"), prefill: el("small"), prefix: el("code"), prefixText: el("small"), why: el("span"), button: el("button", { type: "button", class: "quiet" }) };
   row.button.addEventListener("click", () => drain(id, !row.draining));
-  row.meter = el("div", { class: "load", role: "img" }, row.load);
+  row.meter = el("div", { class: "gauge", role: "img" }, row.load);
   row.row = el("tr", { "data-worker": id },
     el("th", { scope: "row" }, el("div", { class: "name" }, el("b", {}, id), row.level), row.about),
     cell("Work ahead", el("div", { class: "stack" }, el("div", { class: "reading" }, row.queue, row.meter), row.does)),
@@ -49,7 +49,7 @@ function drawRow(row, worker) {
   say(row.queue, time(worker.queue_s));
   row.load.style.setProperty("--share", worker.heat);
   row.meter.setAttribute("aria-label", `work ahead ${time(worker.queue_s)}`);
-  const kinds = [[worker.running, "running"], [worker.waiting, "queued"], [worker.pending_tokens, "tokens to compute"]];
+  const kinds = [[worker.sequences - worker.waiting, "running"], [worker.waiting, "queued"], [worker.pending_tokens, "tokens to compute"]];
   say(row.does, kinds.filter(([count]) => count > 0).map(([count, what]) => `${whole(count)} ${what}`).join(", ") || "nothing");
   const { used, total, groups_used: groups } = worker.kv;
   const named = Object.entries(groups).map(([name, count]) => ({ name, share: count / total }));

@@ -1,6 +1,6 @@
 // The last decisions, each with those who could have had it.
 
-import { byId, el, keyed, nothing, say, time, whole } from "./dom.js";
+import { byId, el, keyed, nothing, put, say, time, whole } from "./dom.js";
 
 const STATES = { prefills: "prefill", decodes: "decode", done: "done", ended: "ended", failed: "failed" };
 const REASONS = { prefix: "prefix", load: "load", group: "group", replica: "replica", only: "only one" };
@@ -72,7 +72,7 @@ function update(row, request) {
   row.button.title = request.request;
   say(row.tenant, request.tenant);
   say(row.worker, request.worker ?? "?");
-  row.reason.replaceChildren(el("span", { class: `chip ${request.reason}` }, REASONS[request.reason] ?? request.reason), request.lost && el("span", { class: "chip lost", title: "Another holds more of it" }, `lost: ${request.lost.replace("_", " ")}`));
+  put(row.reason, el("span", { class: `chip ${request.reason}` }, REASONS[request.reason] ?? request.reason), request.lost && el("span", { class: "chip lost", title: "Another holds more of it" }, `lost: ${request.lost.replace("_", " ")}`));
   say(row.prompt, whole(request.prompt_tokens));
   const wrong = request.cached !== null && request.cached !== request.predicted;
   say(row.cached, request.cached === null ? `~${whole(request.predicted)}` : wrong ? `${whole(request.cached)} (${whole(request.predicted)})` : whole(request.cached));

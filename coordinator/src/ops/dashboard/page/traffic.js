@@ -109,10 +109,12 @@ function drawPrefix(row, path) {
   row.path.title = path.model;
   say(row.tokens, whole(path.tokens));
   row.share.replaceChildren(el("div", { class: "reading" }, el("b", {}, whole(path.requests)), bar([{ name: "full", share: path.share }], `${percent(path.share)} of requests`)));
-  const holders = path.holders.toSorted((a, b) => b.tokens - a.tokens);
+  // Who has only a part of it is told where nobody has it whole.
+  const all = path.holders.filter(({ tokens }) => tokens >= path.tokens);
+  const holders = all.length > 0 ? all : path.holders.toSorted((a, b) => b.tokens - a.tokens);
   row.held.replaceChildren(...(holders.length > 0 ? holders.map(({ worker, tokens, held }) => {
-    const [whole_, soon] = [tokens >= path.tokens, held < Math.min(tokens, path.tokens)];
-    return el("span", { class: soon ? "chip soon" : "chip", title: soon ? "computed just now" : "held" }, whole_ ? worker : `${worker} ${percent(tokens / path.tokens)}`);
+    const soon = held < Math.min(tokens, path.tokens);
+    return el("span", { class: soon ? "chip soon" : "chip", title: soon ? "computed just now" : "held" }, tokens >= path.tokens ? worker : `${worker} ${percent(tokens / path.tokens)}`);
   }) : [el("small", {}, "nobody any more")]));
   say(row.tenants, path.tenants.join(", "));
 }
