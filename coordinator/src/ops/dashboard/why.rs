@@ -194,7 +194,10 @@ impl Facts {
         {
             return Some(format!("it is slow: {:.0} prompt tokens/s, others {usual:.0}", self.prefill_rate));
         }
-        if let Some(common) = self.common.as_ref().filter(|common| common.share >= 0.3) {
+        // What all hold draws nobody to one of them.
+        let common =
+            self.common.as_ref().filter(|common| common.share >= 0.3 && common.holders < fleet.len());
+        if let Some(common) = common {
             let held = match common.holders {
                 0 | 1 => "only it holds that".to_owned(),
                 n => format!("{n} workers hold that"),
@@ -210,8 +213,11 @@ impl Facts {
             return Some("no other worker takes work".to_owned());
         }
         let even = 1.0 / (able + 1) as f64;
-        let share = self.share.filter(|share| *share > 1.5 * even)?;
-        Some(format!("it got {:.0} % of the last requests", 100.0 * share))
+        if let Some(share) = self.share.filter(|share| *share > 1.5 * even) {
+            return Some(format!("it got {:.0} % of the last requests", 100.0 * share));
+        }
+        let computing = self.pending_tokens as f64 / self.prefill_rate.max(1.0);
+        (computing > 0.5 * self.queue_s).then(|| "most of that are prompts that no cache had".to_owned())
     }
 }
 
@@ -329,7 +335,14 @@ mod tests {
                 .contains("slow: 310 prompt tokens/s, others 1000")
         );
         assert!(cause(Facts { share: Some(0.7), ..hot("w1") }).contains("got 70 % of the last requests"));
-        assert!(!cause(Facts { share: Some(0.35), ..hot("w1") }).contains("of the last requests"));
+        assert!(
+            cause(Facts { share: Some(0.35), ..hot("w1") })
+                .ends_with("; most of that are prompts that no cache had.")
+        );
+        let decodes = Facts { pending_tokens: 100, ..hot("w1") };
+        assert!(cause(decodes.clone()).ends_with("8 sequences there."));
+        let everywhere = Common { name: "3fa9c1d2".into(), tokens: 400, share: 0.9, holders: 3 };
+        assert!(!cause(Facts { common: Some(everywhere), ..decodes }).contains("3fa9c1d2"));
         let full = Facts { kv: 0.97, waiting: 5, preempted: 3.0, queue_s: 0.2, ..hot("w1") };
         assert_eq!(full.level(), Level::Hot);
         assert!(cause(full).contains("97 % full and sequences wait for room, and 3 lost their room"));
