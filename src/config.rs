@@ -6,6 +6,8 @@
 
 mod bind;
 mod disk;
+#[cfg(test)]
+mod reference;
 mod units;
 
 pub(crate) use bind::Bind;

@@ -16,8 +16,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
-/// Prompts, texts and what is remembered come and go by megabytes; half a minute later it is quiet.
-const KEEP_FREE_MEMORY: Duration = Duration::from_secs(30);
+/// Prompts, texts and what is remembered come and go by megabytes, also after minutes of quiet. A virtual machine whose host
+/// has taken free memory back needs milliseconds for each 2 MiB that are to be had again.
+const KEEP_FREE_MEMORY: Duration = Duration::from_secs(600);
 
 /// Runs one coordinator: the OpenAI API, the prefix index, routing.
 #[derive(clap::Args)]

@@ -15,6 +15,7 @@ mod cpus;
 mod drain;
 mod embed;
 mod front;
+mod gpu_bench;
 mod gpu_check;
 mod home;
 mod keys;
@@ -82,6 +83,7 @@ enum Command {
     Bench(bench::Bench),
     Plan(plan::Plan),
     GpuCheck(gpu_check::GpuCheck),
+    GpuBench(gpu_bench::GpuBench),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
@@ -111,6 +113,7 @@ impl Command {
             Self::Bench(command) => command.run(),
             Self::Plan(command) => command.run(),
             Self::GpuCheck(command) => command.run(),
+            Self::GpuBench(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),

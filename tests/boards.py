@@ -23,7 +23,7 @@ import boards  # noqa: E402
 
 PATIENCE = 60
 # Expressions of alerts that have a series only when it has happened.
-ONLY_AFTERWARDS = {"KvasirSourceStruck": "counted from the first worker on that sends wrong chunks; tests/tests/network has one that does"}
+ONLY_AFTERWARDS = {"KvasirSourceStruck": "counted from the first worker on that sends wrong chunks; worker/tests/shipping asks for it by name after one has"}
 
 
 def ask(url, body=None, method=None):

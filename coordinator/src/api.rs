@@ -353,7 +353,7 @@ impl Front {
                     tenant: Arc::clone(caller.tenant()),
                     model: plan.model.id.clone(),
                     root,
-                    prompt: Arc::clone(prompt),
+                    prompt: prompt.clone(),
                     chain: Arc::clone(&chain),
                     sampling,
                     stop,

@@ -142,8 +142,8 @@ mod tests {
         assert_eq!(here, "127.0.0.1:7000".parse().unwrap());
         assert_eq!(bind("127.0.0.1:7").address("quic").unwrap(), "127.0.0.1:7".parse().unwrap());
         // Nobody is in this one: it is kept for documents.
-        let error = bind("192.0.2.0/24:7000").address("quic").unwrap_err();
-        assert!(error.to_string().contains("`quic`: 192.0.2.0/24:7000"), "{error}");
+        let error = bind("203.0.113.0/24:7000").address("quic").unwrap_err();
+        assert!(error.to_string().contains("`quic`: 203.0.113.0/24:7000"), "{error}");
     }
 
     #[test]

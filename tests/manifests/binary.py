@@ -28,8 +28,8 @@ def routes(role):
 
 def seconds(period):
     """A time as settings are written: 300s, 5m."""
-    number, unit = re.fullmatch(r"(\d+)(ms|s|m|h)", period).groups()
-    return int(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit]
+    number, unit = re.fullmatch(r"(\d+)(ms|s|m|h|d)", period).groups()
+    return int(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
 
 
 def size(text):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import kubernetes_validate
 
@@ -9,8 +10,10 @@ import binary
 from policies import Outside, Pod, World, matches
 from rendered import ROOT, containers, pod_template, title
 
-# The oldest version that the manifests are for, and the newest whose schemas there are.
+# The oldest version whose types `typed` has, and the newest whose schemas the pinned wheel has.
 VERSIONS = ("1.33", "1.37")
+if os.environ.get("KVASIR_KUBERNETES") == "newest":
+    VERSIONS = (".".join(kubernetes_validate.latest_version().split(".")[:2]),)
 # Kinds of the cluster's extensions; their schemas are not Kubernetes'.
 CUSTOM = ("cert-manager.io", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh", "monitoring.coreos.com")
 # Installed together, each in a namespace of its own and with all that can be laid over it.

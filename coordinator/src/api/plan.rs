@@ -11,7 +11,7 @@ use super::prompt::{Prompt, messages, prompts};
 use crate::models::{Models, OfferedModel};
 use model::chat_template::TemplateError;
 use proto::ids::ModelId;
-use proto::message::{ModelTask, ServedModelV2};
+use proto::message::{ModelTask, ServedModelV2, TokenIds};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub struct Plan {
     /// How its workers serve it.
     pub served: ServedModelV2,
     /// The prompts, each with the most tokens to generate.
-    pub prompts: Vec<(Arc<[u32]>, u32)>,
+    pub prompts: Vec<(TokenIds, u32)>,
     /// The places of the request's documents, in the order in which the prompt has them.
     pub documents: Vec<usize>,
     /// Everything else.
@@ -228,7 +228,7 @@ struct Most {
 }
 
 impl Most {
-    fn fit(&self, tokens: Vec<u32>, limit: u32) -> Result<(Arc<[u32]>, u32), ApiError> {
+    fn fit(&self, tokens: Vec<u32>, limit: u32) -> Result<(TokenIds, u32), ApiError> {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "has no tokens"));
         }

@@ -160,7 +160,7 @@ async fn sec_rotate() {
     }
     joins(&pair.worker).await.unwrap();
     let refused = joins(&late).await.unwrap_err();
-    assert!(refused.contains("refused"), "{refused}");
+    assert!(refused.contains("refuses our certificate"), "{refused}");
     goes_on("after").await;
 }
 
