@@ -59,7 +59,7 @@ pub(crate) struct Coordinator {
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
     pub(crate) id: String,
-    epoch: u64,
+    pub(crate) epoch: u64,
     pub(crate) state: String,
     /// What the worker itself has said it does.
     #[serde(default)]
@@ -81,6 +81,12 @@ pub(crate) struct Worker {
     pub(crate) running: u64,
     #[serde(default)]
     pub(crate) waiting: u64,
+    /// Seconds of work ahead of another prompt.
+    #[serde(default)]
+    pub(crate) queue_s: f64,
+    /// Tokens generated since it began.
+    #[serde(default)]
+    pub(crate) generated_tokens: u64,
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
@@ -135,7 +141,7 @@ struct Index {
 }
 
 /// What waits for a worker.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, Deserialize)]
 pub(crate) struct Queue {
     #[serde(default)]
     pub(crate) requests: u64,
@@ -179,11 +185,16 @@ pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
 }
 
 fn table(cluster: &Cluster) -> String {
-    let mut rows =
-        vec![["NODE", "STATE", "EPOCH", "KV USED", "PROGRESS", "MODELS"].map(str::to_owned).to_vec()];
+    let mut rows = vec![
+        ["NODE", "STATE", "EPOCH", "RUN", "WAIT", "KV USED", "PROGRESS", "MODELS"]
+            .map(str::to_owned)
+            .to_vec(),
+    ];
     for node in &cluster.coordinators {
         let role = format!("coordinator ({})", node.role);
-        rows.push(vec![node.id.clone(), role, "-".into(), "-".into(), "-".into(), String::new()]);
+        let mut row = vec![node.id.clone(), role];
+        row.resize(7, "-".into());
+        rows.push(row);
     }
     for node in &cluster.workers {
         let mib = |bytes: u64| bytes >> 20;
@@ -191,6 +202,8 @@ fn table(cluster: &Cluster) -> String {
             node.id.clone(),
             node.state.clone(),
             node.epoch.to_string(),
+            node.running.to_string(),
+            node.waiting.to_string(),
             format!("{} of {} MiB", mib(node.kv_used), mib(node.kv_total)),
             format!("{} ms ago", node.last_progress_ms),
             node.models.join(","),
@@ -227,6 +240,8 @@ fn table(cluster: &Cluster) -> String {
     if let Some(index) = &cluster.index {
         text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);
     }
+    let Queue { requests, tokens, inflight } = cluster.queue;
+    text += &format!("requests: {requests} waiting ({tokens} tokens), {inflight} with workers\n");
     text
 }
 
@@ -255,6 +270,7 @@ mod tests {
                 "models":[],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
                 "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
+                "queue":{"requests":2,"tokens":80,"inflight":5},
                 "index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
         )
         .unwrap();
@@ -266,6 +282,7 @@ mod tests {
             "1 of 2 MiB",
             "12 ms ago",
             "7 blocks",
+            "requests: 2 waiting (80 tokens), 5 with workers",
             "w1 gets its model from other workers: 2 of 9 MiB",
             "by w2",
             "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",

@@ -303,6 +303,11 @@ impl Dispatch {
         self.desk.lock().balancer.workers(Instant::now())
     }
 
+    /// Looks at the balancer, which is locked meanwhile.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Balancer) -> T) -> T {
+        look(&self.desk.lock().balancer)
+    }
+
     /// Sizes of the index, what waits, and how many generations are assigned.
     pub fn sizes(&self) -> (IndexSize, QueueView, usize) {
         let desk = self.desk.lock();
@@ -330,15 +335,19 @@ impl Dispatch {
         self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
 
-    fn started(self: &Arc<Self>, ticket: Ticket) {
+    fn started(self: &Arc<Self>, ticket: Ticket, cached: u32) {
         let mut desk = self.desk.lock();
+        desk.balancer.found_cached(ticket, cached);
         let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
         self.perform(&mut desk, actions);
     }
 
-    fn ended(self: &Arc<Self>, ticket: Ticket) {
+    fn ended(self: &Arc<Self>, ticket: Ticket, generated: Option<u32>) {
         let mut desk = self.desk.lock();
         desk.tickets.remove(&ticket);
+        if let Some(tokens) = generated {
+            desk.balancer.generated(ticket, tokens);
+        }
         let actions = desk.balancer.ended(Instant::now(), ticket, random_u64());
         self.perform(&mut desk, actions);
     }

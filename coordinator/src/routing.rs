@@ -237,7 +237,7 @@ impl Outlook {
     }
 
     /// Seconds until it would begin with the prompt.
-    fn queue(&self, candidate: &Candidate) -> f64 {
+    pub fn queue(&self, candidate: &Candidate) -> f64 {
         let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
         candidate.pending_tokens as f64 / self.rate(candidate) + f64::from(candidate.running) * step
     }

@@ -6,6 +6,7 @@
 //! consensus.
 
 pub mod binary;
+pub mod browser;
 pub mod cluster;
 pub mod fixtures;
 pub mod fleet;

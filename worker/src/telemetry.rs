@@ -52,6 +52,13 @@ pub struct LookupLabel {
     pub stop: &'static str,
 }
 
+/// Label of what the arena is used for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct GroupLabel {
+    /// The kind of cache: `full`, `sliding` or `state`.
+    pub group: &'static str,
+}
+
 /// Label of what is kept besides the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct TierLabel {
@@ -177,6 +184,10 @@ pub struct EngineMetrics {
     pub weight_file_bytes: Gauge,
     /// Bytes of the KV arena.
     pub kv_bytes: Gauge,
+    /// Bytes of it that each kind of cache has.
+    pub kv_group_bytes: Family<GroupLabel, Gauge>,
+    /// Of these, bytes that live sequences hold.
+    pub kv_group_used_bytes: Family<GroupLabel, Gauge>,
     /// Tiers below the arena.
     pub tiers: TierMetrics,
     /// Pulls from and by other workers.
@@ -225,6 +236,16 @@ impl EngineMetrics {
         gauge("kvasir_weight_bytes", "Bytes of weights in memory", &self.weight_bytes);
         gauge("kvasir_weight_file_bytes", "Bytes of the same tensors in the file", &self.weight_file_bytes);
         gauge("kvasir_kv_bytes", "Bytes of the KV arena", &self.kv_bytes);
+        registry.register(
+            "kvasir_kv_group_bytes",
+            "Bytes of the KV arena that a kind of cache has",
+            self.kv_group_bytes.clone(),
+        );
+        registry.register(
+            "kvasir_kv_group_used_bytes",
+            "Bytes of these that live sequences hold",
+            self.kv_group_used_bytes.clone(),
+        );
         for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
             registry.register(name, "Share of KV bytes held by live sequences", self.kv_usage.clone());
         }

@@ -234,6 +234,7 @@ impl Answer {
                     self.metrics.tokens_after(&self.model.id, now - last, tokens.len());
                 } else {
                     progress.first = Some(now);
+                    self.metrics.history().first_tokens(tokens.len());
                 }
                 progress.completion += tokens.len() as u64;
                 self.asker.permit.generated(tokens.len() as u64);

@@ -35,6 +35,7 @@ impl EncodeJob {
 
     pub(super) fn ask(&self) -> Ask {
         Ask {
+            request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),

@@ -57,6 +57,7 @@ pub struct Job {
 impl Job {
     pub(super) fn ask(&self) -> Ask {
         Ask {
+            request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
@@ -156,6 +157,9 @@ impl Generation {
         if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
             self.over = true;
             self.attempt = None;
+            if event.is_ok() {
+                self.claim.generated(self.emitted.len());
+            }
             self.claim.end();
         }
         Some(event)
@@ -173,7 +177,7 @@ impl Generation {
                     if let Some(span) = &mut attempt.span {
                         span.set("kvasir.cached_tokens", started.cached_tokens);
                     }
-                    self.claim.started();
+                    self.claim.started(started.cached_tokens);
                     let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
                     let node = &attempt.placed.assignment.node;
                     self.claim.dispatch().note_served(self.job.root, name, node);

@@ -90,6 +90,10 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "waiting": report.map_or(0, |r| r.waiting),
         "inflight": view.inflight,
         "pending_tokens": view.pending_tokens,
+        // Seconds until it would begin with another prompt, as requests are placed by.
+        "queue_s": view.queue_seconds,
+        // Tokens generated since it began.
+        "generated_tokens": report.map_or(0, |r| r.tokens),
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
     })

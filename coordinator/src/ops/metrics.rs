@@ -1,6 +1,7 @@
 //! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
+use super::history::History;
 use crate::api::auth::Keys;
 use crate::api::error::ApiError;
 use crate::balancer::{Setback, WorkerView};
@@ -93,6 +94,7 @@ pub struct Metrics {
     index_exports: Counter,
     index_export_bytes: Counter,
     state: StateGauges,
+    history: History,
     /// When both clocks were read first.
     began: (SystemTime, Instant),
 }
@@ -282,6 +284,7 @@ impl Metrics {
             ),
             index_export_bytes: counter(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
+            history: History::default(),
             began: (SystemTime::now(), Instant::now()),
             registry,
         }
@@ -303,8 +306,14 @@ impl Metrics {
         self.success.get_or_create(&[model, reason]).inc();
     }
 
+    /// The last minutes.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
     /// A generation has finished.
     pub fn served(&self, model: &ModelId, served: Served) {
+        self.history.served(&served);
         let label = one("model_name", model.as_str().to_owned());
         let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
         let trace = served.trace.map(|trace| trace.to_string());
@@ -336,6 +345,7 @@ impl Metrics {
     /// Some time has passed between two batches of tokens of one generation.
     pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
         let label = one("model_name", model.as_str().to_owned());
+        self.history.tokens(gap.div_f64(tokens.max(1) as f64), tokens);
         let each = gap.as_secs_f64() / tokens.max(1) as f64;
         let family = self.inter_token.get_or_create(&label);
         (0..tokens).for_each(|_| family.observe(each));
@@ -343,6 +353,7 @@ impl Metrics {
 
     /// An HTTP request was answered; `path` is a route, not what the client wrote.
     pub fn answered(&self, path: &'static str, status: u16) {
+        self.history.answered(status);
         let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
         self.http.get_or_create(&labels).inc();
     }
@@ -369,6 +380,7 @@ impl Metrics {
     /// What the router believed of a worker's cache, and what was true. `pulls`: the worker was to pull some of it, and may
     /// have got less.
     pub fn cached(&self, predicted: u32, actual: u32, pulls: bool) {
+        self.history.cached(predicted, actual);
         self.cached_predicted.inc_by(predicted.into());
         self.cached_actual.inc_by(actual.into());
         let (direction, error) = match predicted > actual {

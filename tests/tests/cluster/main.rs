@@ -4,6 +4,7 @@
 mod alone;
 mod choices;
 mod clients;
+mod dashboard;
 mod embeddings;
 mod failover;
 mod metrics;
