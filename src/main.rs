@@ -17,6 +17,7 @@ mod embed;
 mod front;
 mod gpu_check;
 mod home;
+mod http_client;
 mod local;
 mod logits;
 mod models;
