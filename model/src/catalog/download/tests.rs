@@ -98,8 +98,7 @@ const ONE: &str = "https://a.example/m.gguf";
 fn world(plays: impl IntoIterator<Item = Play>) -> World {
     let server = Server { plays: RefCell::new(plays.into_iter().collect()), ..Server::default() };
     let (asked, paused) = (server.asked.clone(), server.paused.clone());
-    let mut hub = Hub::default();
-    hub.token = Some("secret".into());
+    let hub = Hub { token: Some("secret".into()), ..Hub::default() };
     let network = Network { http: Box::new(server), hub, plain: PlainHttp::Loopback };
     World { dir: tempfile::tempdir().unwrap(), network, asked, paused }
 }
