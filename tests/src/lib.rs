@@ -7,6 +7,7 @@
 
 pub mod binary;
 pub mod cluster;
+pub mod file_server;
 pub mod fixtures;
 pub mod fleet;
 pub mod http;
