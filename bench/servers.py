@@ -91,12 +91,16 @@ class Kvasir(Server):
 
     name, variant, freezable = "kvasir", "default", False
 
-    def __init__(self, logs, binary, model, threads):
+    def __init__(self, logs, binary, model, threads, device="auto"):
         super().__init__(logs)
         self.data = tempfile.TemporaryDirectory(prefix="kvasir-bench-")
-        self.spawn([binary, "up", model, "--workers", 1, "--threads", threads, "--http", "127.0.0.1:0",
+        self.spawn([binary, "up", model, "--workers", 1, "--threads", threads, "--device", device, "--http", "127.0.0.1:0",
                     "--ops", "127.0.0.1:0", "--data-dir", self.data.name, "--json"], stdout=subprocess.PIPE)
-        line = self.process.stdout.readline()
+        try:
+            line = self.process.stdout.readline()
+        except BaseException:
+            self.stop()
+            raise
         if not line:
             tail = self.log.read_text(errors="replace")[-1500:]
             self.stop()

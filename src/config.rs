@@ -4,9 +4,13 @@
 //! variables too) and a file (serde, unknown fields refused). What nobody set is computed later, so that
 //! `--check-config` can print the whole and `--explain` can say why.
 
+mod bind;
 mod disk;
+#[cfg(test)]
+mod reference;
 mod units;
 
+pub(crate) use bind::Bind;
 pub(crate) use disk::DiskBudget;
 pub(crate) use units::{ByteSize, Period};
 

@@ -1,7 +1,7 @@
 //! `kvasir coordinator`: one front of a cluster.
 
 use crate::config::{self, ByteSize, ConfigError, Period};
-use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
 use crate::{allocator, cluster_key, home, models};
 use coordinator::agreement::PeerEntry;
 use coordinator::api::auth::KeyEntry;
@@ -16,8 +16,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
-/// Prompts, texts and what is remembered come and go by megabytes; half a minute later it is quiet.
-const KEEP_FREE_MEMORY: Duration = Duration::from_secs(30);
+/// Prompts, texts and what is remembered come and go by megabytes, also after minutes of quiet. A virtual machine whose host
+/// has taken free memory back needs milliseconds for each 2 MiB that are to be had again.
+const KEEP_FREE_MEMORY: Duration = Duration::from_secs(600);
 
 /// Runs one coordinator: the OpenAI API, the prefix index, routing.
 #[derive(clap::Args)]
@@ -251,6 +252,9 @@ impl Coordinator {
         let runtime = runtime()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
+            if let Some(directory) = &settings.identity {
+                keep_renewed(&identity, directory);
+            }
             let started = server::Coordinator::start(config, &identity, key).await;
             let node = started.map_err(|error| match error {
                 StartError::Config(error) => ConfigError::Coordinator(error).into(),

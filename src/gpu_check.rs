@@ -6,8 +6,9 @@ use anyhow::{Result, bail};
 use kernels::backend::{ActivationMode, Backend};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::cuda::check::{Case, Checked, OPS, compare};
+use kernels::cuda::speed::CompileShared;
 use kernels::cuda::{
-    Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, source,
+    Arch, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, source,
 };
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
@@ -37,6 +38,9 @@ pub(crate) struct GpuCheck {
     /// machines without a compiler, which find them by KVASIR_CUBINS. It needs NVRTC and no GPU
     #[arg(long, value_name = "DIR", conflicts_with = "json")]
     prebuild: Option<PathBuf>,
+    /// Compare with the CPU only: for tools that watch every access, under which copies and launches take long
+    #[arg(long)]
+    cases_only: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -77,7 +81,9 @@ struct DeviceReport {
 
 #[derive(Debug, Serialize)]
 struct Measured {
-    ceilings: Ceilings,
+    /// None where only the cases were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ceilings: Option<Ceilings>,
     correct: bool,
     refused: Vec<String>,
     cases: Vec<CaseReport>,
@@ -121,7 +127,7 @@ impl GpuCheck {
         let gpus = survey.gpus.unwrap_or_default();
         let mut devices: Vec<DeviceReport> = gpus.iter().map(DeviceReport::of).collect();
         if let (Some(first), Some(report), Ok(compiler)) = (gpus.first(), devices.first_mut(), survey.nvrtc) {
-            match measure(first, compiler) {
+            match measure(first, compiler, self.cases_only) {
                 Ok(measured) => report.measured = Some(measured),
                 // What was found is worth a report, above all then.
                 Err(error) => report.failed = Some(format!("{error:#}")),
@@ -166,25 +172,31 @@ fn coverage() -> BTreeMap<&'static str, &'static str> {
     OPS.into_iter().map(|op| (op, "gpu")).collect()
 }
 
-fn measure(info: &GpuInfo, compiler: Compiler) -> Result<Measured> {
-    let (compiler, cache) = (Arc::new(compiler), home::cubins().map(CubinCache::new));
-    let arch = info.arch;
-    let compile = move |source: &source::Source| match &cache {
+/// Compiles for a device, and keeps what was compiled where there is a home.
+pub(crate) fn compile(compiler: Compiler, arch: Arch) -> CompileShared {
+    let cache = home::cubins().map(CubinCache::new);
+    Arc::new(move |source| match &cache {
         Some(cache) => cache.compile(&compiler, source, arch),
         None => compiler.compile(source, arch),
-    };
+    })
+}
+
+fn measure(info: &GpuInfo, compiler: Compiler, cases_only: bool) -> Result<Measured> {
+    let (arch, compile) = (info.arch, compile(compiler, info.arch));
     let mut gpu = Gpu::open(info.ordinal)?;
-    let ceilings = ceilings(&mut gpu, &compile)?;
+    let ceilings = if cases_only { None } else { Some(ceilings(&mut gpu, &compile)?) };
     let environment = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-    let cpu = CpuConfig::select(ActivationMode::Int8, environment)
+    CpuConfig::select(ActivationMode::Int8, environment)
         .map_err(|error| ConfigError::Environment(error.to_string()))?;
-    let config = CudaConfig { arch, activations: ActivationMode::Int8, threads: 1 };
     // The first stays open, so that the others find the device awake.
-    let mut device = || -> Result<Box<dyn Backend>, kernels::Error> {
-        let device = Box::new(Gpu::open(info.ordinal)?);
-        Ok(Box::new(CudaBackend::new(device, config, Box::new(compile.clone()))?))
+    let mut device = |activations| -> Result<Box<dyn Backend>, kernels::Error> {
+        let (device, compile) = (Box::new(Gpu::open(info.ordinal)?), compile.clone());
+        let config = CudaConfig { arch, activations, threads: 1 };
+        Ok(Box::new(CudaBackend::new(device, config, Box::new(move |source| compile(source)))?))
     };
-    let mut oracle = || -> Result<Box<dyn Backend>, kernels::Error> {
+    let mut oracle = |activations| -> Result<Box<dyn Backend>, kernels::Error> {
+        let cpu = CpuConfig::select(activations, environment);
+        let cpu = cpu.map_err(|_| kernels::Error::Unsupported { what: "what the environment asks for" })?;
         Ok(Box::new(CpuBackend::new(cpu, Pool::new(PoolConfig::new(NonZeroUsize::MIN))?)?))
     };
     let checked = compare(&mut device, &mut oracle);
@@ -201,10 +213,7 @@ impl From<Case> for CaseReport {
     }
 }
 
-fn ceilings(
-    gpu: &mut Gpu,
-    compile: &dyn Fn(&source::Source) -> Result<kernels::cuda::Compiled, CudaError>,
-) -> Result<Ceilings, CudaError> {
+fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaError> {
     use kernels::cuda::rowwise::{Rows, RowwiseKernels};
     let copy_bytes_per_second = copy_bandwidth(gpu)?;
     let one = gpu.allocate(size_of::<f32>())?;
@@ -267,9 +276,10 @@ impl Report {
 
 impl Measured {
     fn print(&self) {
-        let Ceilings { copy_bytes_per_second, launch_us, graph_launch_us } = self.ceilings;
-        println!("  copies        {:.0} GB/s read and written", copy_bytes_per_second / 1e9);
-        println!("  launches      {launch_us:.2} us each, {graph_launch_us:.2} us in a graph");
+        if let Some(Ceilings { copy_bytes_per_second, launch_us, graph_launch_us }) = &self.ceilings {
+            println!("  copies        {:.0} GB/s read and written", copy_bytes_per_second / 1e9);
+            println!("  launches      {launch_us:.2} us each, {graph_launch_us:.2} us in a graph");
+        }
         for refused in &self.refused {
             println!("  refused       {refused}");
         }

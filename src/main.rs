@@ -15,9 +15,11 @@ mod cpus;
 mod drain;
 mod embed;
 mod front;
+mod gpu_bench;
 mod gpu_check;
 mod home;
 mod http_client;
+mod keys;
 mod local;
 mod logits;
 mod models;
@@ -36,6 +38,7 @@ mod shipped;
 mod snapshot;
 mod stage;
 mod status;
+mod tenants;
 mod tokenize;
 mod top;
 mod up;
@@ -81,6 +84,7 @@ enum Command {
     Bench(bench::Bench),
     Plan(plan::Plan),
     GpuCheck(gpu_check::GpuCheck),
+    GpuBench(gpu_bench::GpuBench),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
     Status(status::Status),
@@ -89,6 +93,8 @@ enum Command {
     Undrain(drain::Undrain),
     Pardon(pardon::Pardon),
     Coordinators(coordinators::Coordinators),
+    Keys(keys::Keys),
+    Tenants(tenants::Tenants),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -108,6 +114,7 @@ impl Command {
             Self::Bench(command) => command.run(),
             Self::Plan(command) => command.run(),
             Self::GpuCheck(command) => command.run(),
+            Self::GpuBench(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
@@ -116,6 +123,8 @@ impl Command {
             Self::Undrain(command) => command.run(),
             Self::Pardon(command) => command.run(),
             Self::Coordinators(command) => command.run(),
+            Self::Keys(command) => command.run(),
+            Self::Tenants(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Flags of every node besides its settings.
@@ -56,6 +57,37 @@ impl NodeArgs {
         }
         Ok(self.check_config || self.explain)
     }
+}
+
+/// How often it is looked whether the files of an identity are others.
+const RENEW_EVERY: Duration = Duration::from_secs(2);
+
+/// Takes what is in `directory` from then on, whenever it changes, until the process ends. Files that do not fit together
+/// are being replaced, or wrong; what was read last holds until they do. Inside a runtime.
+pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
+    let (identity, directory) = (identity.clone(), directory.to_owned());
+    tokio::spawn(async move {
+        let mut failed = None;
+        loop {
+            tokio::time::sleep(RENEW_EVERY).await;
+            let renewed = proto::ca::load_identity(&directory).and_then(|read| identity.renew(&read));
+            match renewed {
+                Ok(changed) => {
+                    failed = None;
+                    if changed {
+                        tracing::info!(directory = %directory.display(), "certificates were renewed");
+                    }
+                }
+                Err(error) => {
+                    let error = error.to_string();
+                    if failed.as_ref() != Some(&error) {
+                        tracing::warn!(directory = %directory.display(), error, "certificates cannot be renewed");
+                    }
+                    failed = Some(error);
+                }
+            }
+        }
+    });
 }
 
 /// The identity that a node's certificate gives it.

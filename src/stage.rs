@@ -60,6 +60,7 @@ impl Stage {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
+            node::keep_renewed(&identity, &self.identity);
             let service = StageService::start(config, &identity)?;
             let announcement = StageAnnouncement {
                 id: identity.name().node.to_string(),

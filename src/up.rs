@@ -224,7 +224,7 @@ impl Plan {
             let name = format!("worker-{index}");
             let settings = WorkerSettings {
                 identity: Some(identity(Role::Worker, &name)?),
-                quic: Some(any_port),
+                quic: Some(any_port.into()),
                 ops: Some(any_port),
                 model: Some(named.clone()),
                 role: self.role(index),

@@ -1,6 +1,6 @@
 //! `kvasir worker`: one engine of a cluster.
 
-use crate::config::{self, ByteSize, ConfigError, DiskBudget, Period};
+use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::front::Front;
 use crate::home;
@@ -83,9 +83,10 @@ pub(crate) struct WorkerSettings {
     /// With --pool: bytes per second that decoding reads, by which layers are shared out [default: measured].
     #[arg(long, value_name = "SIZE", env = "KVASIR_BANDWIDTH")]
     pub(crate) bandwidth: Option<ByteSize>,
-    /// UDP address where other nodes reach this one [default: 127.0.0.1:7001].
+    /// UDP address where other nodes reach this one [default: 127.0.0.1:7001]; with a network, such as
+    /// 192.168.100.0/24:7000, the address that this host has there.
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
-    pub(crate) quic: Option<SocketAddr>,
+    pub(crate) quic: Option<Bind>,
     /// Where /livez, /readyz and /metrics answer [default: 127.0.0.1:9091].
     #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
     pub(crate) ops: Option<SocketAddr>,
@@ -189,11 +190,11 @@ impl WorkerSettings {
     fn plan(self) -> anyhow::Result<Plan> {
         self.check()?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let listen = self.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?;
         let from = self.from.as_deref().unwrap_or_default();
         let identity = || crate::node::identity(self.identity.as_deref());
         let (model, shipping) = match self.model.as_deref() {
             Some(name) => {
-                let listen = self.quic.unwrap_or(local(0));
                 let (model, shipping) = shipped::resolve(name, from, self.shard_bytes, listen, identity)?;
                 (Some(OwnModel { id: model.id, path: model.path }), shipping)
             }
@@ -212,7 +213,7 @@ impl WorkerSettings {
             model,
             shipping,
             coordinators: settings.coordinators.clone().unwrap_or_default(),
-            listen: settings.quic.unwrap_or(local(0)),
+            listen: settings.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?,
             ops: settings.ops.unwrap_or(local(0)),
             engine: EngineOptions { packed, ..settings.options()? },
             part: settings.role.unwrap_or(RoleArg::Both).into(),
@@ -301,7 +302,7 @@ impl WorkerSettings {
             memory,
             bandwidth,
             threads,
-            quic: or!(quic, local(7001), "this machine only, unless told otherwise"),
+            quic: or!(quic, local(7001).into(), "this machine only, unless told otherwise"),
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
             device: or!(device, device, &device_reason),
             kv_bytes,
@@ -444,7 +445,13 @@ impl Worker {
                     config.coordinators = vec![front.quic().to_string()];
                     front.worker_identity().clone()
                 }
-                None => crate::node::identity(settings.identity.as_deref())?,
+                None => {
+                    let identity = crate::node::identity(settings.identity.as_deref())?;
+                    if let Some(directory) = &settings.identity {
+                        crate::node::keep_renewed(&identity, directory);
+                    }
+                    identity
+                }
             };
             let started = async {
                 let service = WorkerService::start(config, &identity).await?;

@@ -13,6 +13,7 @@ mod mesh;
 mod news;
 mod replicas;
 
+use crate::api::auth::Keys;
 use crate::config::Config;
 use crate::consensus::core::{CoreError, Outbound, RaftRole, Settings};
 use crate::consensus::driver::{self, Driver, Handle, Network};
@@ -119,6 +120,7 @@ pub struct Agreement {
 struct Shared {
     node: NodeId,
     dispatch: Arc<Dispatch>,
+    keys: Arc<Keys>,
     metrics: RaftMetrics,
     /// Once there is a group.
     member: OnceLock<Member>,
@@ -169,6 +171,7 @@ impl Agreement {
         config: &Config,
         endpoint: &Arc<Endpoint>,
         dispatch: Arc<Dispatch>,
+        keys: Arc<Keys>,
         metrics: RaftMetrics,
     ) -> Result<Option<Arc<Self>>, GroupError> {
         let Some(directory) = &config.data_dir else { return Ok(None) };
@@ -193,6 +196,7 @@ impl Agreement {
         let shared = Arc::new(Shared {
             node: node.clone(),
             dispatch,
+            keys,
             metrics,
             member: OnceLock::new(),
             driver: Mutex::new(None),
@@ -236,6 +240,7 @@ impl Agreement {
             tokio::spawn(Arc::clone(&shared).live(blank, Arc::clone(&mesh))),
             tokio::spawn(Arc::clone(&shared).follow(Arc::clone(&mesh))),
             tokio::spawn(Arc::clone(&shared).obey(Arc::clone(&mesh), given)),
+            tokio::spawn(Arc::clone(&shared).settle()),
         ];
         Ok(Some(Arc::new(Self { shared, mesh, tasks })))
     }
@@ -318,6 +323,7 @@ impl Shared {
             }
             Told::Seat(seat) => self.heard.lock().seat(peer, seat),
             Told::Removed(life) => self.told_removed(peer, life),
+            Told::Spending(spending) => self.keys.spent_elsewhere(peer, &spending),
             Told::Order(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
@@ -401,7 +407,9 @@ impl Shared {
             if outside && self.lost {
                 self.ask_to_rejoin(&mesh);
             }
+            let spending = self.keys.spending();
             for peer in mesh.peers() {
+                spending.iter().for_each(|spending| mesh.send(&peer, Told::Spending(spending.clone())));
                 if let Some(life) = self.removed_life(&peer) {
                     mesh.send(&peer, Told::Removed(life));
                 }
@@ -443,6 +451,19 @@ impl Shared {
         }
     }
 
+    /// Once a majority has said what is agreed on, keys that are not known here are none.
+    async fn settle(self: Arc<Self>) {
+        loop {
+            if let Some(Member { handle, .. }) = self.member.get()
+                && handle.read(Instant::now() + CHANGE_LIMIT).await.is_ok()
+            {
+                self.apply();
+                return self.keys.settle();
+            }
+            tokio::time::sleep(DRAFT_EVERY).await;
+        }
+    }
+
     fn table(&self) -> Option<Arc<Table>> {
         self.member.get().map(|member| Arc::clone(&member.handle.table().borrow()))
     }
@@ -451,6 +472,7 @@ impl Shared {
         let _turn = self.applying.lock();
         if let Some(table) = self.table() {
             self.dispatch.agree(table.workers());
+            self.keys.agree(table.access());
         }
     }
 

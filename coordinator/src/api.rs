@@ -24,17 +24,18 @@ use crate::chain_memo::ChainMemo;
 use crate::dispatch::{Dispatch, Job};
 use crate::models::Models;
 use crate::ops::metrics::Metrics;
+use crate::quota::Permit;
 use crate::random::random_u64;
 use crate::routing::demand::CommonKey;
 use answer::Answer;
-use auth::{Caller, Keys, salt};
+use auth::{Caller, Keys};
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use bytes::Bytes;
 use documents::Popularity;
 use embeddings::Embeddings;
@@ -68,8 +69,8 @@ pub struct Front {
     /// What is offered.
     pub models: Arc<Models>,
     /// Who may ask.
-    pub keys: Keys,
-    /// Keys block ids and salts.
+    pub keys: Arc<Keys>,
+    /// Keys block ids.
     pub cluster_key: ClusterKey,
     /// Names prompts under that key.
     pub chains: Arc<ChainMemo>,
@@ -213,7 +214,7 @@ async fn health(State(front): State<Arc<Front>>) -> Result<(), ApiError> {
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
-async fn models(State(front): State<Arc<Front>>) -> Response {
+async fn models(State(front): State<Arc<Front>>, Extension(caller): Extension<Caller>) -> Response {
     let model = |model: &Arc<crate::models::OfferedModel>| {
         let served = front.dispatch.model(&model.id);
         json!({
@@ -225,24 +226,21 @@ async fn models(State(front): State<Arc<Front>>) -> Response {
             "task": served.map(|s| s.task.name()),
         })
     };
-    let data: Vec<_> = front.models.iter().map(model).collect();
+    let data: Vec<_> = front.models.iter().filter(|model| caller.may_use(&model.id)).map(model).collect();
     Json(json!({"object": "list", "data": data})).into_response()
 }
 
 async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
-    // Put there by the gate.
-    let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
-    let body = body(request).await?;
-    let tokenized =
-        front.plan(body.len(), move |sources| plan::tokenize(&body, &caller.tenant, sources)).await?;
+    let (asker, body) = admit(&front, request).await?;
+    let tokenized = front.plan(&asker, body.len(), move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
     let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
     Ok(Json(body).into_response())
 }
 
 async fn detokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
-    let body = body(request).await?;
-    let text = front.plan(body.len(), move |sources| plan::detokenize(&body, sources.models)).await?;
+    let (asker, body) = admit(&front, request).await?;
+    let text = front.plan(&asker, body.len(), move |sources| plan::detokenize(&body, sources)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
@@ -252,20 +250,23 @@ async fn generate(
     request: Request,
 ) -> Result<Response, ApiError> {
     let group = group(request.headers())?;
-    let (Asker { caller, id, arrived }, body) = admit(&front, request).await?;
-    let group = group.map(|group| CommonKey::of_group(&caller.tenant, &group));
+    front.dispatch.check_room()?;
+    let (asker, body) = admit(&front, request).await?;
+    let group = group.map(|group| CommonKey::of_group(asker.caller.tenant(), &group));
     let names = Arc::clone(&front);
-    let deadline = arrived + front.request_timeout;
+    let deadline = asker.arrived + front.request_timeout;
+    let id = asker.id.clone();
     let name = id.clone();
     let planned = Instant::now();
     let (plan, jobs) = front
-        .plan(body.len(), move |sources| {
-            let plan = plan::generation(kind, &body, &caller.tenant, sources)?;
-            let jobs = names.jobs(&plan, &caller, &name, group, deadline);
+        .plan(&asker, body.len(), move |sources| {
+            let plan = plan::generation(kind, &body, sources)?;
+            let jobs = names.jobs(&plan, sources.caller, &name, group, deadline);
             Ok((plan, jobs))
         })
         .await?;
     front.metrics.stage("plan", planned.elapsed());
+    front.pay(&asker.permit, plan.prompts.iter().map(|(tokens, _)| tokens.len() as u64).sum())?;
     let routed = Instant::now();
     let generations = front.dispatch.generate(jobs)?;
     front.metrics.stage("route", routed.elapsed());
@@ -281,36 +282,38 @@ async fn generate(
         token_ids: plan.params.return_token_ids,
         logprobs: plan.params.sampling.logprobs.is_some(),
     };
-    let answer = Answer::new(&plan, shape, Arc::clone(&front.metrics), generations, arrived);
+    let answer = Answer::new(&plan, shape, Arc::clone(&front.metrics), generations, asker);
     if plan.params.stream { answer.streamed().await } else { answer.whole().await }
 }
 
 async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    front.dispatch.check_room()?;
     let (asker, body) = admit(&front, request).await?;
     let Embeddings { model, texts, shape } =
-        front.plan(body.len(), move |s| embeddings::plan(&body, s)).await?;
+        front.plan(&asker, body.len(), move |s| embeddings::plan(&body, s)).await?;
     let gathered = gather(&front, asker, &model, texts).await?;
     front.write(gathered, move |gathered| shape.answer(model, gathered)).await
 }
 
 async fn rerank(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+    front.dispatch.check_room()?;
     let (asker, body) = admit(&front, request).await?;
     let id = asker.id.clone();
-    let Rerank { model, texts, shape } = front.plan(body.len(), move |s| rerank::plan(&body, s)).await?;
+    let Rerank { model, texts, shape } =
+        front.plan(&asker, body.len(), move |s| rerank::plan(&body, s)).await?;
     let gathered = gather(&front, asker, &model, texts).await?;
     front.write(gathered, move |gathered| shape.answer(&id, model, gathered)).await
 }
 
-/// Lets a request for a worker's time in and reads its body.
+/// Lets a request in that costs something, and reads its body.
 async fn admit(front: &Front, request: Request) -> Result<(Asker, Bytes), ApiError> {
     let arrived = Instant::now();
-    // Before anything is read: an overloaded coordinator must say so at once.
-    front.dispatch.check_room()?;
     // Both were put there by the gate.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
+    let permit = caller.enter(arrived).inspect_err(|error| front.metrics.limited(error))?;
     let body = body(request).await?;
-    Ok((Asker { caller, id, arrived }, body))
+    Ok((Asker { caller, id, arrived, permit }, body))
 }
 
 async fn body(request: Request) -> Result<Bytes, ApiError> {
@@ -330,9 +333,8 @@ impl Front {
         group: Option<CommonKey>,
         deadline: Instant,
     ) -> Vec<Job> {
-        let key = &self.cluster_key;
-        let root = key.root(Scope {
-            salt: &salt(key, &caller.tenant),
+        let root = self.cluster_key.root(Scope {
+            salt: &caller.salt(plan.params.cache_salt.as_deref()),
             model_digest: &plan.served.model_digest,
             tokenizer_digest: &plan.served.tokenizer_digest,
             adapter: b"",
@@ -348,10 +350,10 @@ impl Front {
                 jobs.push(Job {
                     request_id: id.clone(),
                     choice: jobs.len() as u32,
-                    tenant: Arc::clone(&caller.tenant),
+                    tenant: Arc::clone(caller.tenant()),
                     model: plan.model.id.clone(),
                     root,
-                    prompt: Arc::clone(prompt),
+                    prompt: prompt.clone(),
                     chain: Arc::clone(&chain),
                     sampling,
                     stop,
@@ -364,20 +366,35 @@ impl Front {
         jobs
     }
 
+    /// Pays for tokens that are to be computed.
+    fn pay(&self, permit: &Permit, tokens: u64) -> Result<(), ApiError> {
+        let paid = permit.prompt(tokens, Instant::now()).map_err(ApiError::from);
+        paid.inspect_err(|error| self.metrics.limited(error))
+    }
+
     /// Runs `work` on a body of so many bytes where the time that this takes holds nobody up.
     async fn plan<T: Send + 'static>(
         self: &Arc<Self>,
+        asker: &Asker,
         bytes: usize,
         work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         if bytes <= PLANNED_INLINE {
-            return self.with_sources(work);
+            return self.with_sources(&asker.caller, work);
         }
+        let (front, caller) = (Arc::clone(self), asker.caller.clone());
+        self.aside(move || front.with_sources(&caller, work)).await
+    }
+
+    /// Runs what takes long where that holds nobody up.
+    async fn aside<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
         let permit = Arc::clone(&self.planners).acquire_owned().await.map_err(|_| ApiError::Internal)?;
-        let front = Arc::clone(self);
         let planned = tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            front.with_sources(work)
+            work()
         });
         planned.await.unwrap_or_else(|error| {
             tracing::error!(%error, "planning a request failed");
@@ -385,23 +402,19 @@ impl Front {
         })
     }
 
-    fn with_sources<T>(&self, work: impl FnOnce(&Sources<'_>) -> T) -> T {
+    fn with_sources<T>(&self, caller: &Caller, work: impl FnOnce(&Sources<'_>) -> T) -> T {
         let served = |id: &ModelId| self.dispatch.model(id);
         let (models, popularity) = (&*self.models, &self.popularity);
-        work(&Sources { models, served: &served, seed: random_u64(), popularity })
+        work(&Sources { caller, models, served: &served, seed: random_u64(), popularity })
     }
 
     /// Writes what may be thousands of vectors where that holds nobody up.
     async fn write<T: Serialize>(
-        self: &Arc<Self>,
+        &self,
         gathered: Gathered,
         answer: impl FnOnce(&Gathered) -> T + Send + 'static,
     ) -> Result<Response, ApiError> {
-        self.plan(
-            usize::MAX,
-            move |_| Ok((gathered.headers.clone(), Json(answer(&gathered))).into_response()),
-        )
-        .await
+        self.aside(move || Ok((gathered.headers.clone(), Json(answer(&gathered))).into_response())).await
     }
 }
 

@@ -123,7 +123,7 @@ pub enum ConfigError {
 impl Config {
     /// Checks what can be checked without starting.
     pub fn check(&self) -> Result<(), ConfigError> {
-        crate::api::auth::Keys::new(&self.keys)?;
+        crate::api::auth::Keys::check(&self.keys)?;
         if self.keys.is_empty() && !self.http.ip().is_loopback() {
             return Err(ConfigError::KeysRequired { http: self.http });
         }

@@ -16,6 +16,7 @@
 pub mod admission;
 pub mod agreement;
 pub mod api;
+pub mod audit;
 pub mod balancer;
 pub mod chain_memo;
 pub mod config;
@@ -25,6 +26,7 @@ pub mod models;
 pub mod ops;
 pub mod placement;
 pub mod prefix_index;
+pub mod quota;
 mod random;
 pub mod replicas;
 pub mod routing;

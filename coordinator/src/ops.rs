@@ -3,14 +3,16 @@
 pub mod cluster;
 pub mod coordinators;
 mod keep;
+mod keys;
 pub mod metrics;
 pub mod prefixes;
 pub mod relabel;
 pub mod snapshots;
 
 use crate::agreement::{Agreement, ChangeError};
-use crate::api::auth::{Caller, DEFAULT_TENANT, Keys};
+use crate::api::auth::Keys;
 use crate::api::error::ApiError;
+use crate::audit::{Audit, Record};
 use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
 use crate::dispatch::Dispatch;
@@ -19,7 +21,7 @@ use crate::replicas::Replicas;
 use crate::server::Peer;
 use crate::table::TableError;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -28,12 +30,16 @@ use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
 use proto::ids::NodeId;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How long a scrape waits for workers.
 const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
+/// Characters of a path in the audit log.
+const MAX_PATH: usize = 256;
+/// What follows is the name of a key, where someone may put the key itself.
+const KEY_PATH: &str = "/admin/v1/keys/";
 
 /// Everything that the handlers need.
 #[derive(Debug)]
@@ -49,13 +55,15 @@ pub struct Ops {
     /// What is offered.
     pub models: Arc<Models>,
     /// Who may administer from afar.
-    pub keys: Keys,
-    /// Keys block ids and salts.
+    pub keys: Arc<Keys>,
+    /// Keys block ids.
     pub cluster_key: ClusterKey,
     /// Names prompts under that key.
     pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
+    /// Where it is written down who has changed what.
+    pub audit: Arc<Audit>,
     /// Whether this node may call itself ready.
     pub gate: ReadyGate,
 }
@@ -100,6 +108,7 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .merge(coordinators::router())
         .merge(snapshots::router())
         .merge(prefixes::router())
+        .merge(keys::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
     Router::new()
         .route("/livez", get(async || "ok\n"))
@@ -112,31 +121,63 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .with_state(ops)
 }
 
+/// What an operator's action was about, for the audit log, where the path does not say it.
+#[derive(Debug, Clone, Default)]
+struct Subject(Arc<OnceLock<String>>);
+
+impl Subject {
+    fn set(&self, what: String) {
+        // The first word counts.
+        let _already = self.0.set(what);
+    }
+}
+
 /// From this machine, or with an admin key. A browser that is sent here by another site is not an admin.
+/// Whatever may change something, and whatever is refused, is written down.
 async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Next) -> Response {
     let headers = request.headers();
     let local =
         request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
     let allowed = if local && !from_elsewhere(headers) {
         // Whose key it is still says whose sequences are meant.
-        let caller = ops.keys.authenticate(headers);
-        Ok(caller.unwrap_or_else(|_| Caller { tenant: DEFAULT_TENANT.into(), admin: true }))
-    } else if ops.keys.is_empty() {
+        Ok(ops.keys.authenticate(headers).unwrap_or_else(|_| ops.keys.local()))
+    } else if ops.keys.is_open() {
         Err(ApiError::Forbidden)
     } else {
         match ops.keys.authenticate(headers) {
-            Ok(caller) if caller.admin => Ok(caller),
+            Ok(caller) if caller.admin() => Ok(caller),
             Ok(_) => Err(ApiError::Forbidden),
             Err(error) => Err(error),
         }
     };
-    match allowed {
+    let from = request.extensions().get::<Peer>().map(|peer| peer.0.ip().to_canonical());
+    let method = request.method().clone();
+    let path = request.uri().path();
+    let path: String = match path.starts_with(KEY_PATH) {
+        true => format!("{KEY_PATH}ID"),
+        false => path.chars().take(MAX_PATH).collect(),
+    };
+    let told = Subject::default();
+    let (who, response) = match allowed {
         Ok(caller) => {
+            let who = caller.key_id().map(|id| format!("key {id} of {}", caller.tenant()));
             request.extensions_mut().insert(caller);
-            next.run(request).await
+            request.extensions_mut().insert(told.clone());
+            (who.unwrap_or_else(|| "local".into()), next.run(request).await)
         }
-        Err(error) => error.into_response(),
+        Err(error) => ("nobody".into(), error.into_response()),
+    };
+    let status = response.status();
+    if method != Method::GET || matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+        ops.audit.note(&Record {
+            who: &who,
+            from,
+            what: &format!("{method} {path}"),
+            on: told.0.get().map_or("", String::as_str),
+            result: status.as_str(),
+        });
     }
+    response
 }
 
 fn from_elsewhere(headers: &HeaderMap) -> bool {
@@ -158,7 +199,7 @@ async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
 
 async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
     let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
-    let mut text = ops.metrics.text(&ops.dispatch, &ops.models, &ops.chains);
+    let mut text = ops.metrics.text(&ops.dispatch, &ops.models, &ops.chains, &ops.keys);
     relabel::append(&mut text, &workers);
     text.push_str("# EOF\n");
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

@@ -1,8 +1,17 @@
-//! Numbers that nobody outside can guess, for seeds, names and ties. Not for keys.
+//! Numbers that nobody outside can guess, for seeds, names and ties; and bytes for keys.
 
+use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::Read;
 
-/// A random number: the hash of nothing under a key that the operating system has drawn for this thread and
+/// Bytes for a key or a salt, from the operating system.
+pub(crate) fn random_bytes() -> std::io::Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// A random number, not for keys: the hash of nothing under a key that the operating system has drawn for this thread and
 /// that changes with every call.
 pub(crate) fn random_u64() -> u64 {
     RandomState::new().build_hasher().finish()
@@ -17,5 +26,6 @@ mod tests {
     fn numbers_do_not_repeat() {
         let numbers: HashSet<u64> = (0..10_000).map(|_| random_u64()).collect();
         assert_eq!(numbers.len(), 10_000);
+        assert_ne!(random_bytes().unwrap(), random_bytes().unwrap());
     }
 }

@@ -9,7 +9,8 @@ mod decide;
 mod room;
 
 use crate::agreement::Agreement;
-use crate::consensus::table::{ReplicaPlanV1, Table};
+use crate::audit::{Audit, Record};
+use crate::consensus::table::{Change, ReplicaPlanV1, Table};
 use crate::dispatch::{Dispatch, PoolWorker};
 use crate::models::Models;
 use decide::{Node, View, Want};
@@ -38,6 +39,7 @@ pub struct Replicas {
     dispatch: Arc<Dispatch>,
     agreement: Arc<Agreement>,
     models: Arc<Models>,
+    audit: Arc<Audit>,
     /// Stages of a replica; none: as few as hold the model.
     shards: Option<usize>,
     seen: Mutex<Seen>,
@@ -70,9 +72,10 @@ impl Replicas {
         dispatch: Arc<Dispatch>,
         agreement: Arc<Agreement>,
         models: Arc<Models>,
+        audit: Arc<Audit>,
         shards: Option<usize>,
     ) -> Arc<Self> {
-        Arc::new(Self { dispatch, agreement, models, shards, seen: Mutex::default() })
+        Arc::new(Self { dispatch, agreement, models, audit, shards, seen: Mutex::default() })
     }
 
     /// The replicas that are agreed on, by their lives.
@@ -179,7 +182,11 @@ impl Replicas {
         self.seen.lock().unplanned = unplanned;
         let Some(change) = change else { return };
         tracing::info!(?change, "a plan is put forward");
-        if let Err(error) = self.agreement.plan(change).await {
+        let (what, on) = named(&change);
+        let made = self.agreement.plan(change).await;
+        let result = made.as_ref().map_or_else(ToString::to_string, |()| "made".to_owned());
+        self.audit.note(&Record { who: "leader", from: None, what, on: &on, result: &result });
+        if let Err(error) = made {
             tracing::warn!(%error, "a plan is not agreed on");
         }
     }
@@ -211,5 +218,18 @@ impl Replicas {
             }
             None => PlaceOrderV1 { version: 0, lead: None, holders },
         }
+    }
+}
+
+/// What a plan does, and to what, for the audit log.
+fn named(change: &Change) -> (&'static str, String) {
+    match change {
+        Change::ReplicaPlaced(placed) => {
+            let stages: Vec<&str> = placed.plan.stages.iter().map(|stage| stage.node.as_str()).collect();
+            ("place_replica", format!("{} at {}", placed.plan.model, stages.join(", ")))
+        }
+        Change::ReplicaDropped(life) => ("drop_replica", format!("life {life}")),
+        Change::ModelCondemned(condemned) => ("condemn_model", format!("by {}", condemned.node)),
+        _ => ("plan", String::new()),
     }
 }

@@ -4,6 +4,7 @@ mod http;
 
 use crate::agreement::{Agreement, GroupError};
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
+use crate::audit::{Audit, AuditError};
 use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
 use crate::consensus::telemetry::RaftMetrics;
@@ -51,6 +52,9 @@ pub enum StartError {
     /// It cannot take part in the coordinators' agreement.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// It cannot write down who changes what.
+    #[error(transparent)]
+    Audit(#[from] AuditError),
     /// A TCP port cannot be opened.
     #[error("cannot listen on {address}: {source}")]
     Bind {
@@ -99,7 +103,9 @@ impl Coordinator {
             return Err(StartError::WrongRole(name.role));
         }
         let models = Arc::new(Models::open(&config.models)?);
-        let keys = Keys::new(&config.keys).map_err(ConfigError::from)?;
+        let keys = Keys::new(&config.keys, cluster_key.clone(), config.data_dir.as_deref())
+            .map_err(ConfigError::from)?;
+        let audit = Arc::new(Audit::open(config.data_dir.as_deref(), name.node.clone())?);
         let raft = RaftMetrics::default();
         let in_group = config.data_dir.as_ref().map(|_| &raft);
         let metrics = Arc::new(Metrics::new(in_group));
@@ -112,23 +118,24 @@ impl Coordinator {
         let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
         let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
         let endpoint = Arc::new(endpoint);
-        let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch), raft)?;
+        let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch), Arc::clone(&keys), raft)?;
         let replicas = agreement.as_ref().map(|agreement| {
             let (dispatch, agreement) = (Arc::clone(&dispatch), Arc::clone(agreement));
-            Replicas::new(dispatch, agreement, Arc::clone(&models), config.shards)
+            Replicas::new(dispatch, agreement, Arc::clone(&models), Arc::clone(&audit), config.shards)
         });
         let terms = Arc::new(Terms {
             cluster_key: cluster_key.clone(),
             lease: Duration::from_millis(config.lease_ms),
             report_every: Duration::from_millis(config.report_every_ms),
             tokenizers: models.tokenizer_digests(),
+            audit: Arc::clone(&audit),
         });
 
         let chains = Arc::new(ChainMemo::new(cluster_key.clone(), CHAIN_BYTES));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
-            keys: keys.clone(),
+            keys: Arc::clone(&keys),
             cluster_key: cluster_key.clone(),
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
@@ -147,6 +154,7 @@ impl Coordinator {
             cluster_key,
             chains,
             metrics,
+            audit,
             gate: ReadyGate::new(config.hold_ready),
         });
         let api = Limits { connections: config.max_connections };

@@ -2,6 +2,7 @@
 //! coordinators dial the same port and are handed on.
 
 use crate::agreement::Agreement;
+use crate::audit::{Audit, Record};
 use crate::dispatch::{Dispatch, SessionId};
 use crate::table::TableError;
 use proto::block::ClusterKey;
@@ -29,6 +30,8 @@ pub struct Terms {
     pub report_every: Duration,
     /// Digests of the tokenizers by which this coordinator makes token ids.
     pub tokenizers: HashMap<ModelId, [u8; 32]>,
+    /// Where it is written down who has joined.
+    pub audit: Arc<Audit>,
 }
 
 /// Serves workers until the endpoint is closed.
@@ -129,6 +132,41 @@ impl Session {
 
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
+        let registered = self.admit(request);
+        let result = registered.as_ref().map_or_else(ToString::to_string, |_| "joined".to_owned());
+        self.audit("join", &format!("epoch {}", self.connection.peer_epoch().0), &result);
+        registered
+    }
+
+    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
+        let report = report.into_latest();
+        if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
+    }
+
+    async fn shipping(self, _: Context, report: ShippingReport) {
+        let ShippingReport::V1(report) = report;
+        for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
+            tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
+            let drained = match &self.agreement {
+                Some(agreement) => agreement.drain(&struck, true).await.map_err(|error| error.to_string()),
+                None => self.dispatch.drain(&struck, true).await.map_err(|error| error.to_string()),
+            };
+            if let Err(error) = &drained {
+                tracing::error!(source = %struck, error, "it cannot be drained");
+            }
+            self.audit("drain", struck.as_str(), &drained.map_or_else(|error| error, |()| "made".to_owned()));
+        }
+    }
+}
+
+impl Session {
+    fn audit(&self, what: &str, on: &str, result: &str) {
+        let from = Some(self.connection.remote_address().ip().to_canonical());
+        let who = format!("worker {}", self.node());
+        self.terms.audit.note(&Record { who: &who, from, what, on, result });
+    }
+
+    fn admit(&self, request: Register) -> Result<Registered, Refusal> {
         let register = request.into_latest();
         let worker = &register.worker.worker;
         let node = worker.node.clone();
@@ -176,25 +214,6 @@ impl CoordinatorApi for Session {
                         Refusal::NotRegistered
                     }
                 })
-            }
-        }
-    }
-
-    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let report = report.into_latest();
-        if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
-    }
-
-    async fn shipping(self, _: Context, report: ShippingReport) {
-        let ShippingReport::V1(report) = report;
-        for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
-            tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
-            let drained = match &self.agreement {
-                Some(agreement) => agreement.drain(&struck, true).await.map_err(|error| error.to_string()),
-                None => self.dispatch.drain(&struck, true).await.map_err(|error| error.to_string()),
-            };
-            if let Err(error) = drained {
-                tracing::error!(source = %struck, error, "it cannot be drained");
             }
         }
     }

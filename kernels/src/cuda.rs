@@ -23,6 +23,7 @@ pub mod rowwise;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
 pub mod source;
+pub mod speed;
 pub mod step;
 mod survey;
 

@@ -1,9 +1,10 @@
-//! The cluster's own certificate authority: `kvasir ca init` and `kvasir ca issue`, and where nodes find
-//! their identity.
+//! The cluster's own certificate authority: `kvasir ca init`, `kvasir ca issue` and `kvasir ca rotate`, and where
+//! nodes find their identity.
 //!
 //! A CA directory holds `ca.crt` and `ca.key`; an identity directory holds `node.crt` (leaf first),
-//! `node.key` and `ca.crt` (one root, or two while a root is being replaced). Keys are readable by their
-//! owner only. Nothing is ever overwritten, and a file appears complete or not at all.
+//! `node.key` and `ca.crt`. Both `ca.crt` hold one root, or two while a root is being replaced, the new one
+//! first. Keys are readable by their owner only. Nothing is overwritten unless that is what was asked for, and a
+//! file appears complete or not at all.
 
 use crate::Error;
 use crate::ids::{ClusterName, NodeId, Role};
@@ -28,6 +29,9 @@ const NODE_LIFE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 const CLOCK_SKEW: Duration = DAY;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
+/// What a certificate ends with as text.
+const PEM_END: &str = "-----END CERTIFICATE-----";
+
 const CA_CERTIFICATE: &str = "ca.crt";
 const CA_KEY: &str = "ca.key";
 const NODE_CERTIFICATE: &str = "node.crt";
@@ -36,6 +40,7 @@ const NODE_KEY: &str = "node.key";
 /// A certificate authority of one cluster. Whoever holds it can make any node.
 pub struct Authority {
     cluster: ClusterName,
+    /// Its own certificate, and behind it the one that it replaces.
     certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
 }
@@ -92,12 +97,57 @@ impl Authority {
         )
     }
 
+    /// The authority that takes this one's place: with a key of its own, and with this one's certificate behind its
+    /// own for as long as nodes have certificates of this one. Refused while this one is still taking another's.
+    pub fn successor(&self, now: SystemTime) -> Result<Self, Error> {
+        if self.roots()?.len() > 1 {
+            return Err(CertificateError::Rotating.into());
+        }
+        let mut new = Self::new(self.cluster.clone(), now)?;
+        new.certificate_pem.push_str(&self.certificate_pem);
+        Ok(new)
+    }
+
+    /// The same authority without the one that it has replaced: certificates of that one are no longer accepted by
+    /// whoever has its roots. `None` if there is none.
+    pub fn alone(self) -> Result<Option<Self>, Error> {
+        if self.roots()?.len() < 2 {
+            return Ok(None);
+        }
+        let own = self.certificate_pem.find(PEM_END).map(|at| at + PEM_END.len());
+        let own = own.and_then(|end| self.certificate_pem.get(..end)).ok_or(CertificateError::Unreadable)?;
+        Ok(Some(Self { certificate_pem: format!("{own}\n"), ..self }))
+    }
+
+    /// Puts this authority in the place of the one in `directory`.
+    pub fn replace(&self, directory: &Path) -> Result<(), Error> {
+        // The certificate last: until it is there, nodes have nothing new to trust. Who is stopped in between
+        // finds a key that is not the certificate's, and the old one as `ca.key.old`.
+        let kept = directory.join(format!("{CA_KEY}.old"));
+        let (path, key) = (directory.join(CA_KEY), self.issuer.key().serialize_pem());
+        if read_text(&path)? != key {
+            fs::copy(&path, &kept).map_err(file_error(&kept))?;
+            write_over(directory, CA_KEY, &key, Access::Owner)?;
+        }
+        write_over(directory, CA_CERTIFICATE, &self.certificate_pem, Access::All)?;
+        match fs::remove_file(&kept) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(file_error(&kept)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn roots(&self) -> Result<Vec<CertificateDer<'static>>, CertificateError> {
+        let all: Result<Vec<_>, _> =
+            CertificateDer::pem_slice_iter(self.certificate_pem.as_bytes()).collect();
+        all.map_err(|_| CertificateError::Unreadable)
+    }
+
     /// The cluster that this authority speaks for.
     pub fn cluster(&self) -> &ClusterName {
         &self.cluster
     }
 
-    /// The root certificate as PEM text.
+    /// The root certificate as PEM text; behind it the one that it replaces, if any.
     pub fn certificate_pem(&self) -> &str {
         &self.certificate_pem
     }
@@ -132,14 +182,22 @@ impl IssuedNode {
 
     /// Writes an identity directory, which is made if need be; refuses to overwrite one.
     pub fn save(&self, directory: &Path) -> Result<(), Error> {
-        write_all(
-            directory,
-            &[
-                (NODE_KEY, &self.key_pem, Access::Owner),
-                (NODE_CERTIFICATE, &self.certificate_pem, Access::All),
-                (CA_CERTIFICATE, &self.ca_pem, Access::All),
-            ],
-        )
+        write_all(directory, &self.files())
+    }
+
+    /// Puts this identity in the place of the one in `directory`. A node that reads it meanwhile finds a key that is not
+    /// the certificate's, goes on with what it has, and reads again.
+    pub fn replace(&self, directory: &Path) -> Result<(), Error> {
+        self.files().iter().try_for_each(|(name, text, access)| write_over(directory, name, text, *access))
+    }
+
+    /// What it trusts first, so that the rest is never there without it.
+    fn files(&self) -> [(&'static str, &str, Access); 3] {
+        [
+            (CA_CERTIFICATE, &self.ca_pem, Access::All),
+            (NODE_KEY, &self.key_pem, Access::Owner),
+            (NODE_CERTIFICATE, &self.certificate_pem, Access::All),
+        ]
     }
 }
 
@@ -218,28 +276,48 @@ fn write_all(directory: &Path, files: &[(&str, &str, Access)]) -> Result<(), Err
     File::open(directory).and_then(|dir| dir.sync_all()).map_err(file_error(directory))
 }
 
+/// The file takes the place of the one of its name, whole.
+fn write_over(directory: &Path, name: &str, text: &str, access: Access) -> Result<(), Error> {
+    let partial = write_partial(directory, name, text, access)?;
+    fs::rename(&partial, directory.join(name)).map_err(file_error(&partial))?;
+    File::open(directory).and_then(|dir| dir.sync_all()).map_err(file_error(directory))
+}
+
 /// The file appears under its name only when complete, and `hard_link` refuses to replace another one that
 /// was made in the meantime.
 fn write_new(directory: &Path, name: &str, text: &str, access: Access) -> Result<(), Error> {
     let path = directory.join(name);
-    let partial: PathBuf = directory.join(format!(".{name}.{}", std::process::id()));
-    let mode = match access {
-        Access::Owner => 0o600,
-        Access::All => 0o644,
-    };
-    let written =
-        OpenOptions::new().write(true).create_new(true).mode(mode).open(&partial).and_then(|mut f| {
-            f.write_all(text.as_bytes())?;
-            f.sync_all()?;
-            fs::hard_link(&partial, &path)
-        });
+    let partial = write_partial(directory, name, text, access)?;
+    let linked = fs::hard_link(&partial, &path);
     // A leftover is harmless, but nothing should hold a key that nobody knows of.
     let removed = fs::remove_file(&partial);
-    match written {
+    match linked {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
             Err(Error::WouldOverwrite { path })
         }
         Err(source) => Err(Error::File { path, source }),
         Ok(()) => removed.map_err(file_error(&partial)),
+    }
+}
+
+/// The file under a name of this process, all of it on the disk.
+fn write_partial(directory: &Path, name: &str, text: &str, access: Access) -> Result<PathBuf, Error> {
+    let partial = directory.join(format!(".{name}.{}", std::process::id()));
+    let mode = match access {
+        Access::Owner => 0o600,
+        Access::All => 0o644,
+    };
+    let written =
+        OpenOptions::new().write(true).create_new(true).mode(mode).open(&partial).and_then(|mut file| {
+            file.write_all(text.as_bytes())?;
+            file.sync_all()
+        });
+    match written {
+        Ok(()) => Ok(partial),
+        Err(source) => {
+            // What could not be written is of no use; a leftover is harmless.
+            let _removed = fs::remove_file(&partial);
+            Err(file_error(&partial)(source))
+        }
     }
 }

@@ -8,12 +8,14 @@ use crate::placement::RegisterV4;
 use serde::{Deserialize, Serialize};
 
 mod encode;
+mod prefix;
 mod tokens;
 mod transfer;
 
 pub use encode::{
     EncodeReply, EncodeRequest, EncodeRequestV1, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH,
 };
+pub use prefix::{NumberedPrefixV1, PrefixNote, PrefixNoteV1};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds};
 pub use transfer::{
     GenerateRequestV2, GenerateRequestV3, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart,

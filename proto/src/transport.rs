@@ -104,6 +104,7 @@ mod incoming;
 mod kv;
 mod lease;
 mod peer_index;
+mod prefixes;
 mod pull;
 mod reset;
 mod rpc;

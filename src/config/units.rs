@@ -9,7 +9,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ByteSize(pub(crate) u64);
 
-/// A length of time: `250ms`, `30s`, `5m`, `1h`.
+/// A length of time: `250ms`, `30s`, `5m`, `1h`, `30d`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Period(pub(crate) Duration);
 
@@ -39,9 +39,10 @@ const BYTE_UNITS: &[(&str, u64)] = &[
     ("kB", 1_000),
     ("B", 1),
 ];
-const TIME_UNITS_MS: &[(&str, u64)] = &[("ms", 1), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
+const TIME_UNITS_MS: &[(&str, u64)] =
+    &[("ms", 1), ("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
 const BYTES_KIND: &str = "size such as 65536, 512MiB or 2GB";
-const TIME_KIND: &str = "time such as 250ms, 30s, 5m or 1h";
+const TIME_KIND: &str = "time such as 250ms, 30s, 5m, 1h or 30d";
 
 /// `number unit` as a count of the smallest unit. Without a unit the number stands for itself if
 /// `bare_allowed`; a fraction needs a unit.
@@ -159,7 +160,9 @@ mod tests {
 
     #[test]
     fn times_parse_and_print_back() {
-        for (text, ms) in [("250ms", 250), ("30s", 30_000), ("1.5m", 90_000), ("1h", 3_600_000)] {
+        for (text, ms) in
+            [("250ms", 250), ("30s", 30_000), ("1.5m", 90_000), ("1h", 3_600_000), ("2d", 172_800_000)]
+        {
             let period: Period = text.parse().unwrap();
             assert_eq!(period, Period(Duration::from_millis(ms)), "{text}");
             assert_eq!(period.to_string().parse::<Period>().unwrap(), period);

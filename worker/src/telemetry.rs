@@ -207,6 +207,9 @@ impl Default for TokensHistogram {
 impl EngineMetrics {
     /// Registers every metric.
     pub fn register(&self, registry: &mut Registry) {
+        let build = Family::<[(&str, &str); 1], Gauge>::default();
+        build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
+        registry.register("kvasir_build_info", "1 for the version that runs", build);
         let mut gauge =
             |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
         gauge("vllm:num_requests_running", "Sequences in the batch", &self.running);

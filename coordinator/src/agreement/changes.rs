@@ -1,7 +1,7 @@
 //! Changes of the table that are made from here: what is seen of workers and of other coordinators, and what
 //! operators want of workers.
 
-use super::{CHANGE_LIMIT, ChangeError, Member, Shared};
+use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
 use crate::consensus::core::ProposeError;
 use crate::consensus::driver::{ConsensusError, Handle};
 use crate::consensus::table::{
@@ -43,6 +43,26 @@ impl Session {
                 outcome => return Ok(outcome),
             }
         }
+    }
+}
+
+impl Agreement {
+    /// Changes tenants or keys, and waits until that holds here.
+    pub async fn change_access(&self, change: Change) -> Result<(), ChangeError> {
+        let shared = &self.shared;
+        shared.check_member()?;
+        let Some(Member { handle, .. }) = shared.member.get() else { return Err(ChangeError::NoQuorum) };
+        let deadline = Instant::now() + CHANGE_LIMIT;
+        let made = async {
+            let mut operators = shared.operators.lock().await;
+            operators.get_or_insert_with(|| Session::new(handle.clone())).make(change, deadline).await
+        };
+        let made = tokio::time::timeout_at(deadline.into(), made).await;
+        match made.map_err(|_| ChangeError::NoQuorum)?? {
+            Outcome::Done | Outcome::Opened(_) => shared.apply(),
+            Outcome::Refused(refusal) => return Err(refusal.into()),
+        }
+        Ok(())
     }
 }
 

@@ -6,6 +6,7 @@ use crate::consensus::Incarnation;
 use crate::consensus::core::RaftRole;
 use crate::consensus::message::{Frame, GroupId};
 use crate::consensus::table::SeatV1;
+use crate::quota::Spending;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -29,6 +30,8 @@ pub(super) enum Told {
     Answer(u64, Answer),
     /// The receiver was removed from the group in this life of its disk.
     Removed(Incarnation),
+    /// What was spent at the sender of the limits of tenants and keys.
+    Spending(Spending),
 }
 
 /// Where a coordinator stands. Variants are only appended.

@@ -4,6 +4,7 @@
 //! room for it, so a slow reader holds back its own request and no memory; if it takes nothing for long the
 //! connection is cut (see [`crate::server`]), which drops the generations and so cancels them.
 
+use super::encode::Asker;
 use super::error::ApiError;
 use super::plan::Plan;
 use super::shape::{Delta, Shape, Usage};
@@ -41,6 +42,7 @@ pub struct Answer {
     choices: Vec<Progress>,
     documents: Vec<usize>,
     include_usage: bool,
+    asker: Asker,
 }
 
 /// How far a choice is.
@@ -65,9 +67,10 @@ impl Answer {
         shape: Shape,
         metrics: Arc<Metrics>,
         generations: Vec<Generation>,
-        arrived: Instant,
+        asker: Asker,
     ) -> Self {
         let n = plan.params.n as usize;
+        let arrived = asker.arrived;
         let progress = |(at, prompt): (usize, u64)| Progress {
             arrived,
             prompt,
@@ -95,14 +98,18 @@ impl Answer {
             choices,
             documents: plan.documents.clone(),
             include_usage: plan.params.include_usage,
+            asker,
         }
     }
 
     /// Everything at once, when it is all there.
     pub async fn whole(mut self) -> Result<Response, ApiError> {
         let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
-        while let Some((choice, event)) = self.events.next().await {
-            let Some(delta) = self.advance(choice, event?) else { continue };
+        let mut next = self.first().await?;
+        while let Some((choice, event)) = next {
+            let delta = self.advance(choice, event?);
+            next = self.events.next().await;
+            let Some(delta) = delta else { continue };
             let Some(all) = whole.get_mut(choice as usize) else { continue };
             all.text.push_str(&delta.text);
             all.tokens.extend(delta.tokens);
@@ -114,10 +121,19 @@ impl Answer {
         Ok((headers, body).into_response())
     }
 
+    /// What comes first. Who waits for it with a key that is revoked waits no longer; what has begun goes on.
+    async fn first(&mut self) -> Result<Option<(u32, Result<Event, Failure>)>, ApiError> {
+        tokio::select! {
+            biased;
+            first = self.events.next() => Ok(first),
+            () = self.asker.caller.revoked() => Err(ApiError::InvalidApiKey),
+        }
+    }
+
     /// Events as they come. Waits for the first, so that what fails before it gets its own status.
     pub async fn streamed(mut self) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
-        if let Some((choice, event)) = self.events.next().await {
+        if let Some((choice, event)) = self.first().await? {
             self.take(choice, event?, &mut first);
         }
         let mut headers = self.headers();
@@ -194,6 +210,7 @@ impl Answer {
                     progress.first = Some(now);
                 }
                 progress.completion += tokens.len() as u64;
+                self.asker.permit.generated(tokens.len() as u64);
                 let offset = progress.characters;
                 let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
                 let bytes = |t: &TokenOut| {

@@ -1,15 +1,32 @@
-//! Who asks: API keys, the tenants behind them, and their salts.
+//! Who asks: API keys, the tenants behind them, their salts and their limits.
+//!
+//! A request costs one SHA-256 and one look into a map: what a key opens is worked out when keys change, not when they are
+//! shown.
+
+mod ring;
 
 use super::error::ApiError;
+use crate::consensus::table::{Access, KeyScopeV1};
+use crate::quota::{MAX_TOLD, Meter, Permit, Spending};
+use crate::random::random_u64;
 use axum::http::{HeaderMap, header};
+use parking_lot::RwLock;
 use proto::block::{ClusterKey, TenantSalt};
+use proto::ids::{ModelId, NodeId, TenantId};
+use ring::{Ring, Secret};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
 
 /// The tenant of everybody while no keys are configured.
 pub const DEFAULT_TENANT: &str = "default";
+
+/// Digits of a key's name.
+const KEY_ID_DIGITS: usize = 16;
 
 /// An API key, as configured: never the key itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,71 +58,250 @@ pub enum KeysError {
     },
 }
 
-/// Who asks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Caller {
-    /// Decides what is shared with whom.
-    pub tenant: Arc<str>,
-    /// Whether it may administer.
-    pub admin: bool,
+/// What a key opens, and for whom.
+#[derive(Debug)]
+struct Grant {
+    /// By which an operator names the key: the first digits of its SHA-256. Empty without a key.
+    id: String,
+    tenant: Arc<Tenant>,
+    admin: bool,
+    scope: KeyScopeV1,
+    expires_unix_s: u64,
+    meter: Option<Arc<Meter>>,
+    /// The same for all that is granted by the same key, one after the other.
+    revoked: Arc<watch::Sender<bool>>,
 }
 
-/// The keys that are accepted.
+/// A tenant, as requests need it.
+#[derive(Debug)]
+struct Tenant {
+    name: Arc<str>,
+    salt: TenantSalt,
+    meter: Option<Arc<Meter>>,
+}
+
+/// Who asks.
 #[derive(Debug, Clone)]
-pub struct Keys(Vec<([u8; 32], Caller)>);
+pub struct Caller(Arc<Grant>);
+
+impl Caller {
+    /// Decides what is shared with whom.
+    pub fn tenant(&self) -> &Arc<str> {
+        &self.0.tenant.name
+    }
+
+    /// Whether it may administer.
+    pub fn admin(&self) -> bool {
+        self.0.admin
+    }
+
+    /// In the audit log: by which key.
+    pub fn key_id(&self) -> Option<&str> {
+        Some(self.0.id.as_str()).filter(|id| !id.is_empty())
+    }
+
+    /// The salt of what is cached for it; `narrowed` by what a request says, which shares less and never more.
+    pub fn salt(&self, narrowed: Option<&str>) -> TenantSalt {
+        let salt = &self.0.tenant.salt;
+        narrowed.map_or_else(|| salt.clone(), |text| derived(&salt.0, b"kvasir/cache_salt/1", text))
+    }
+
+    /// Whether its key is for this model.
+    pub fn may_use(&self, model: &ModelId) -> bool {
+        self.0.scope.opens(model)
+    }
+
+    /// Lets one of its requests in, if its limits have room.
+    pub fn enter(&self, now: Instant) -> Result<Permit, ApiError> {
+        Ok(Permit::new([self.0.meter.as_ref(), self.0.tenant.meter.as_ref()], now)?)
+    }
+
+    /// Waits until its key opens nothing any more.
+    pub async fn revoked(&self) {
+        let mut revoked = self.0.revoked.subscribe();
+        if revoked.wait_for(|revoked| *revoked).await.is_err() {
+            // Who could revoke it is gone with the process.
+            std::future::pending().await
+        }
+    }
+}
+
+/// The keys that are accepted: those of the configuration, and those that the coordinators have agreed on.
+#[derive(Debug)]
+pub struct Keys {
+    fixed: Vec<Fixed>,
+    cluster: ClusterKey,
+    /// Remembers over restarts that there are keys, which are known only once there is a majority.
+    closed: Option<PathBuf>,
+    /// Whether what is agreed on is known here.
+    settled: AtomicBool,
+    /// Of this start; what is told to others is counted from it.
+    life: u64,
+    /// Held only to take or put the pointer.
+    ring: RwLock<Arc<Ring>>,
+}
+
+/// A key of the configuration.
+#[derive(Debug)]
+struct Fixed {
+    sha256: [u8; 32],
+    tenant: TenantId,
+    admin: bool,
+}
 
 impl Keys {
     /// Checks a configured table.
-    pub fn new(entries: &[KeyEntry]) -> Result<Self, KeysError> {
-        let key = |(at, entry): (usize, &KeyEntry)| {
-            let digest = hex(&entry.sha256).ok_or(KeysError::BadDigest { at })?;
-            let name = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-_.".contains(&b);
-            if entry.tenant.is_empty() || entry.tenant.len() > 63 || !entry.tenant.bytes().all(name) {
-                return Err(KeysError::BadTenant { at });
-            }
-            Ok((digest, Caller { tenant: entry.tenant.as_str().into(), admin: entry.admin }))
-        };
-        entries.iter().enumerate().map(key).collect::<Result<_, _>>().map(Self)
+    pub fn check(entries: &[KeyEntry]) -> Result<(), KeysError> {
+        fixed(entries).map(drop)
     }
 
-    /// Whether there are none, so that everybody who can reach us is [`DEFAULT_TENANT`].
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// These keys, and those agreed on as soon as they are told. `data_dir`: where it is remembered that there are such;
+    /// none if nothing is agreed on.
+    pub fn new(
+        entries: &[KeyEntry],
+        cluster: ClusterKey,
+        data_dir: Option<&Path>,
+    ) -> Result<Arc<Self>, KeysError> {
+        let fixed = fixed(entries)?;
+        let closed = data_dir.map(|directory| directory.join("keys-are-needed"));
+        let mut ring = Ring::new(&fixed, &cluster, Arc::default(), None);
+        ring.open &= !closed.as_ref().is_some_and(|path| path.exists());
+        Ok(Arc::new(Self {
+            ring: RwLock::new(Arc::new(ring)),
+            fixed,
+            cluster,
+            settled: AtomicBool::new(closed.is_none()),
+            closed,
+            life: random_u64(),
+        }))
     }
 
-    /// Who has the key in `Authorization: Bearer`. Takes the same time whichever key it is, if any.
+    fn ring(&self) -> Arc<Ring> {
+        Arc::clone(&self.ring.read())
+    }
+
+    /// Whether there are none and never were, so that everybody on this machine is [`DEFAULT_TENANT`].
+    pub fn is_open(&self) -> bool {
+        self.ring().open
+    }
+
+    /// Keys that are accepted.
+    pub fn count(&self) -> usize {
+        self.ring().grants.len()
+    }
+
+    /// What is agreed on is this from now on.
+    pub fn agree(&self, access: &Arc<Access>) {
+        let before = self.ring();
+        if Arc::ptr_eq(&before.access, access) {
+            return;
+        }
+        let ring = Ring::new(&self.fixed, &self.cluster, Arc::clone(access), Some(&before));
+        if let (true, false, Some(path)) = (before.open, ring.open, &self.closed)
+            && let Err(error) = std::fs::write(path, b"")
+        {
+            tracing::error!(path = %path.display(), %error, "after a restart without a majority no key would be asked for");
+        }
+        let gone = before.revoked_by(&ring);
+        *self.ring.write() = Arc::new(ring);
+        // Only now: who is told must not find that it still opens.
+        for revoked in gone {
+            revoked.send_replace(true);
+        }
+    }
+
+    /// What a majority has agreed on is known here.
+    pub fn settle(&self) {
+        self.settled.store(true, Ordering::Release);
+    }
+
+    /// Who has the key in `Authorization: Bearer`. How long it takes tells nothing about keys that are there.
     pub fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
-        if self.0.is_empty() {
-            return Ok(Caller { tenant: DEFAULT_TENANT.into(), admin: false });
+        let ring = self.ring();
+        if ring.open {
+            return Ok(Caller(Arc::clone(&ring.local)));
         }
         let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         let given = given
             .and_then(|value| value.split_once(' '))
             .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
         let (_, key) = given.ok_or(ApiError::InvalidApiKey)?;
-        let digest: [u8; 32] = Sha256::digest(key.trim().as_bytes()).into();
-        let (mut found, mut index) = (Choice::from(0), 0u64);
-        for (at, (known, _)) in (0u64..).zip(&self.0) {
-            let equal = known.ct_eq(&digest);
-            index = u64::conditional_select(&index, &at, equal);
-            found |= equal;
+        let sha256 = Sha256::digest(key.trim().as_bytes()).into();
+        match ring.grants.get(&Secret(sha256)) {
+            Some(grant) if grant.expires_unix_s == 0 || unix_seconds() < grant.expires_unix_s => {
+                Ok(Caller(Arc::clone(grant)))
+            }
+            Some(_) => Err(ApiError::InvalidApiKey),
+            None if self.settled.load(Ordering::Acquire) => Err(ApiError::InvalidApiKey),
+            None => Err(ApiError::KeysUnknown),
         }
-        let caller = usize::try_from(index).ok().and_then(|index| self.0.get(index));
-        caller.filter(|_| found.into()).map(|(_, caller)| caller.clone()).ok_or(ApiError::InvalidApiKey)
+    }
+
+    /// Who is on this machine and has shown no key.
+    pub fn local(&self) -> Caller {
+        Caller(Arc::clone(&self.ring().local))
+    }
+
+    /// The salt of what a tenant has cached.
+    pub fn salt(&self, tenant: &str) -> TenantSalt {
+        let ring = self.ring();
+        let known = TenantId::new(tenant).ok().and_then(|tenant| ring.access.salt(&tenant).cloned());
+        known.unwrap_or_else(|| salt(&self.cluster, tenant))
+    }
+
+    /// The keys of the configuration: SHA-256, tenant, whether they administer.
+    pub fn configured(&self) -> impl Iterator<Item = (&[u8; 32], &TenantId, bool)> {
+        self.fixed.iter().map(|key| (&key.sha256, &key.tenant, key.admin))
+    }
+
+    /// What was spent here of limits, for other coordinators.
+    pub fn spending(&self) -> Option<Spending> {
+        let (ring, now) = (self.ring(), Instant::now());
+        let spent: Vec<_> = ring.meters.values().filter_map(|meter| meter.tell(now)).take(MAX_TOLD).collect();
+        (!spent.is_empty()).then_some(Spending { life: self.life, spent })
+    }
+
+    /// What was spent at another coordinator.
+    pub fn spent_elsewhere(&self, peer: &NodeId, spending: &Spending) {
+        let (ring, now) = (self.ring(), Instant::now());
+        for spent in spending.spent.iter().take(MAX_TOLD) {
+            if let Some(meter) = ring.meters.get(&spent.subject) {
+                meter.hear(peer, spending.life, spent, now);
+            }
+        }
     }
 }
 
-/// A tenant's salt: secret, since it is keyed by the cluster's key, and the same at every coordinator.
+fn fixed(entries: &[KeyEntry]) -> Result<Vec<Fixed>, KeysError> {
+    let key = |(at, entry): (usize, &KeyEntry)| {
+        let sha256 = from_hex(&entry.sha256).ok_or(KeysError::BadDigest { at })?;
+        let tenant = TenantId::new(entry.tenant.as_str()).map_err(|_| KeysError::BadTenant { at })?;
+        Ok(Fixed { sha256, tenant, admin: entry.admin })
+    };
+    entries.iter().enumerate().map(key).collect()
+}
+
+/// The salt of a tenant that the coordinators have not agreed on: secret, since it is keyed by the cluster's key, and the
+/// same at every coordinator.
 pub fn salt(cluster: &ClusterKey, tenant: &str) -> TenantSalt {
-    let mut hasher = blake3::Hasher::new_keyed(&cluster.0);
-    for field in [b"kvasir/tenant/1".as_slice(), tenant.as_bytes()] {
+    derived(&cluster.0, b"kvasir/tenant/1", tenant)
+}
+
+fn derived(key: &[u8; 32], tag: &[u8], text: &str) -> TenantSalt {
+    let mut hasher = blake3::Hasher::new_keyed(key);
+    for field in [tag, text.as_bytes()] {
         hasher.update(&(field.len() as u64).to_le_bytes());
         hasher.update(field);
     }
     TenantSalt(*hasher.finalize().as_bytes())
 }
 
-fn hex(text: &str) -> Option<[u8; 32]> {
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// 32 bytes from 64 hexadecimal digits.
+pub fn from_hex(text: &str) -> Option<[u8; 32]> {
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();
     let bytes: Vec<u8> = pairs
         .iter()
@@ -117,58 +313,15 @@ fn hex(text: &str) -> Option<[u8; 32]> {
     if rest.is_empty() { bytes.try_into().ok() } else { None }
 }
 
-#[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-
-    pub(crate) fn entry(key: &str, tenant: &str, admin: bool) -> KeyEntry {
-        let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
-        let sha256 = digest.iter().map(|b| format!("{b:02x}")).collect();
-        KeyEntry { sha256, tenant: tenant.into(), admin }
-    }
-
-    fn with(authorization: &str) -> HeaderMap {
-        HeaderMap::from_iter([(header::AUTHORIZATION, authorization.parse().unwrap())])
-    }
-
-    #[test]
-    fn a_key_tells_its_tenant_and_nothing_else_opens() {
-        let keys = Keys::new(&[entry("k-one", "a", false), entry("k-two", "b", true)]).unwrap();
-        let tenant = |text: &str| keys.authenticate(&with(text)).map(|c| (c.tenant.to_string(), c.admin));
-        assert_eq!(tenant("Bearer k-one"), Ok(("a".into(), false)));
-        assert_eq!(tenant("bearer  k-two"), Ok(("b".into(), true)));
-        for wrong in ["Bearer k-three", "Bearer ", "k-one", "Basic k-one", "Bearer k-one k-one", ""] {
-            assert_eq!(tenant(wrong), Err(ApiError::InvalidApiKey), "{wrong:?}");
-        }
-        assert_eq!(keys.authenticate(&HeaderMap::new()), Err(ApiError::InvalidApiKey));
-    }
-
-    #[test]
-    fn without_keys_everybody_is_the_default_tenant() {
-        let keys = Keys::new(&[]).unwrap();
-        for headers in [HeaderMap::new(), with("Bearer whatever")] {
-            assert_eq!(&*keys.authenticate(&headers).unwrap().tenant, DEFAULT_TENANT);
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_in_the_table_is_pointed_at() {
-        let good = entry("k", "t", false);
-        for sha256 in ["", "00", &"g".repeat(64), &"0".repeat(63), &"0".repeat(66)] {
-            let bad = KeyEntry { sha256: (*sha256).to_owned(), ..good.clone() };
-            assert_eq!(Keys::new(&[good.clone(), bad]).unwrap_err(), KeysError::BadDigest { at: 1 });
-        }
-        for tenant in ["", "A", "a b", &"x".repeat(64)] {
-            let bad = KeyEntry { tenant: (*tenant).to_owned(), ..good.clone() };
-            assert_eq!(Keys::new(&[bad]).unwrap_err(), KeysError::BadTenant { at: 0 });
-        }
-    }
-
-    #[test]
-    fn salts_differ_by_tenant_and_by_cluster() {
-        let (one, two) = (ClusterKey([1; 32]), ClusterKey([2; 32]));
-        assert_eq!(salt(&one, "a"), salt(&one, "a"));
-        assert_ne!(salt(&one, "a"), salt(&one, "b"));
-        assert_ne!(salt(&one, "a"), salt(&two, "a"));
-    }
+/// By which operators name a key: it tells nothing of the key.
+pub fn key_id(sha256: &[u8; 32]) -> String {
+    hex(sha256).chars().take(KEY_ID_DIGITS).collect()
 }
+
+/// As hexadecimal digits.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -5,10 +5,12 @@ use super::answer::{ROUTE_HEADER, WORKER_HEADER};
 use super::auth::Caller;
 use super::error::ApiError;
 use crate::dispatch::{EncodeJob, Encoded, Encoding};
+use crate::quota::Permit;
 use axum::http::{HeaderMap, HeaderValue};
 use futures::future::try_join_all;
 use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeTextV1, MAX_ENCODE_TEXTS};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Texts and tokens of one call at most: small enough that several workers share a request, large enough that a
@@ -18,7 +20,7 @@ const PART_TOKENS: usize = 512;
 const _: () = assert!(PART_TEXTS <= MAX_ENCODE_TEXTS);
 
 /// Who asks, and when.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Asker {
     /// Whose request it is.
     pub caller: Caller,
@@ -26,6 +28,8 @@ pub struct Asker {
     pub id: RequestId,
     /// When it came.
     pub arrived: Instant,
+    /// It counts as one that runs while this is there.
+    pub permit: Permit,
 }
 
 /// What became of the texts of a request.
@@ -51,16 +55,22 @@ pub async fn gather(
         .map(|(part, texts)| EncodeJob {
             request_id: asker.id.clone(),
             part,
-            tenant: asker.caller.tenant.clone(),
+            tenant: Arc::clone(asker.caller.tenant()),
             model: model.clone(),
             texts,
             deadline: asker.arrived + front.request_timeout,
         })
         .collect();
     let tokens = jobs.iter().map(EncodeJob::tokens).sum();
+    front.pay(&asker.permit, tokens)?;
     let encodings = front.dispatch.encode(jobs)?;
     // The first failure cancels the other parts.
-    let parts = try_join_all(encodings.into_iter().map(Encoding::run)).await?;
+    let all = try_join_all(encodings.into_iter().map(Encoding::run));
+    let parts = tokio::select! {
+        biased;
+        parts = all => parts?,
+        () = asker.caller.revoked() => return Err(ApiError::InvalidApiKey),
+    };
     let queued = parts.iter().map(|part| part.queued).max().unwrap_or_default();
     front.metrics.encoded(model, queued, asker.arrived.elapsed(), tokens);
     let headers = parts.first().map(route).unwrap_or_default();

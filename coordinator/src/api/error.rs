@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::balancer::Refusal;
 use crate::dispatch::Failure;
+use crate::quota::{Exceeded, Of};
 
 /// What a client is told when a request cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -67,6 +68,15 @@ pub enum ApiError {
     /// The key is valid but may not do this.
     #[error("this key may not do that")]
     Forbidden,
+    /// No such key is known, but what is agreed on is not known here yet.
+    #[error("the keys are not all known here yet; try again")]
+    KeysUnknown,
+    /// As much has been asked for as may be.
+    #[error(
+        "the limit of this {} is reached: {} {}",
+        match .0.of { Of::Key => "key", Of::Tenant => "key's tenant" }, .0.allowed, .0.limit
+    )]
+    RateLimited(Exceeded),
     /// Too much waits already.
     #[error("too many requests are waiting; try again later")]
     QueueFull {
@@ -108,7 +118,8 @@ impl ApiError {
             Self::Refused { .. } => StatusCode::CONFLICT,
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
-            Self::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::QueueFull { .. } | Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
+            Self::KeysUnknown => StatusCode::SERVICE_UNAVAILABLE,
             Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded | Self::NoQuorum => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -128,10 +139,11 @@ impl ApiError {
             Self::ContextLength { .. } => "context_length_exceeded",
             Self::ModelNotFound(_) => "model_not_found",
             Self::InvalidApiKey | Self::Forbidden => "invalid_api_key",
+            Self::RateLimited(_) => "rate_limited",
             Self::QueueFull { .. } => "queue_full",
             Self::NoWorker => "no_worker",
             Self::WorkerLost => "worker_lost",
-            Self::NoQuorum => "no_quorum",
+            Self::NoQuorum | Self::KeysUnknown => "no_quorum",
             Self::Internal => "internal",
         }
     }
@@ -160,13 +172,21 @@ impl IntoResponse for ApiError {
         let mut response = (self.status(), Json(self.body())).into_response();
         let retry = match self {
             Self::QueueFull { retry_after } => Some(retry_after.as_secs().max(1)),
-            Self::NoWorker | Self::WorkerLost | Self::NoQuorum => Some(1),
+            // Not a moment before there is room.
+            Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
+            Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
             _ => None,
         };
         if let Some(seconds) = retry {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
+    }
+}
+
+impl From<Exceeded> for ApiError {
+    fn from(exceeded: Exceeded) -> Self {
+        Self::RateLimited(exceeded)
     }
 }
 

@@ -35,6 +35,8 @@ pub const MAX_TEXTS: usize = 2048;
 pub const MAX_STOP: usize = message::MAX_STOP_STRINGS;
 /// Bytes of one stop string.
 pub const MAX_STOP_BYTES: usize = 1024;
+/// Bytes of a `cache_salt`.
+pub const MAX_CACHE_SALT: usize = 256;
 /// Stop tokens.
 pub const MAX_STOP_TOKENS: usize = 1024;
 /// Entries of `logit_bias`.

@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, plain};
-use super::limits::{MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS};
+use super::limits::{MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS};
 use crate::admission::MAX_PRIORITY;
 use model::sampling::SamplingDefaults;
 use proto::message::{Sampling, Stop};
@@ -12,7 +12,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// Names of the fields read here.
-pub const NAMES: [&str; 20] = [
+pub const NAMES: [&str; 21] = [
     "model",
     "n",
     "stream",
@@ -33,6 +33,7 @@ pub const NAMES: [&str; 20] = [
     "min_tokens",
     "return_token_ids",
     "add_special_tokens",
+    "cache_salt",
 ];
 
 /// What a request says besides prompt and length.
@@ -54,6 +55,8 @@ pub struct Params {
     pub return_token_ids: bool,
     /// Whether BOS is put before a text prompt where the model wants it; `None` if not said.
     pub add_special_tokens: Option<bool>,
+    /// Only requests of the tenant that say the same share what is cached.
+    pub cache_salt: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -112,8 +115,17 @@ impl Params {
             stop,
             return_token_ids: fields.get("return_token_ids")?.unwrap_or(false),
             add_special_tokens: fields.get("add_special_tokens")?,
+            cache_salt: cache_salt(fields)?,
         })
     }
+}
+
+fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, ApiError> {
+    let salt: Option<String> = fields.get("cache_salt")?;
+    if salt.as_ref().is_some_and(|salt| salt.is_empty() || salt.len() > MAX_CACHE_SALT) {
+        return Err(ApiError::field("cache_salt", format!("must have 1 to {MAX_CACHE_SALT} bytes")));
+    }
+    Ok(salt)
 }
 
 fn above_zero(fields: &Fields<'_>, name: &'static str, most: f32) -> Result<Option<f32>, ApiError> {

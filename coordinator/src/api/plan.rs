@@ -1,6 +1,7 @@
 //! From a body to what is to be generated: fields checked, templates rendered, texts cut into tokens. All of
 //! it computes and nothing of it waits, so it runs where blocking is allowed.
 
+use super::auth::Caller;
 use super::documents::{self, Document, Popularity};
 use super::error::ApiError;
 use super::fields::Fields;
@@ -10,7 +11,7 @@ use super::prompt::{Prompt, messages, prompts};
 use crate::models::{Models, OfferedModel};
 use model::chat_template::TemplateError;
 use proto::ids::ModelId;
-use proto::message::{ModelTask, ServedModelV2};
+use proto::message::{ModelTask, ServedModelV2, TokenIds};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -35,7 +36,7 @@ pub struct Plan {
     /// How its workers serve it.
     pub served: ServedModelV2,
     /// The prompts, each with the most tokens to generate.
-    pub prompts: Vec<(Arc<[u32]>, u32)>,
+    pub prompts: Vec<(TokenIds, u32)>,
     /// The places of the request's documents, in the order in which the prompt has them.
     pub documents: Vec<usize>,
     /// Everything else.
@@ -62,6 +63,8 @@ pub struct Prefix {
 
 /// What the planner looks things up in.
 pub struct Sources<'a> {
+    /// Who asks.
+    pub caller: &'a Caller,
     /// The models of the API.
     pub models: &'a Models,
     /// How a model is served just now, if it is.
@@ -72,9 +75,9 @@ pub struct Sources<'a> {
     pub popularity: &'a Popularity,
 }
 
-const COMPLETION: [&str; 27] =
+const COMPLETION: [&str; 28] =
     with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format"]);
-const CHAT: [&str; 31] = with([
+const CHAT: [&str; 32] = with([
     "messages",
     "documents",
     "max_tokens",
@@ -110,8 +113,8 @@ const fn with<const N: usize, const ALL: usize>(own: [&'static str; N]) -> [&'st
     all
 }
 
-/// Reads and checks a tenant's generation request.
-pub fn generation(kind: Kind, body: &[u8], tenant: &str, sources: &Sources<'_>) -> Result<Plan, ApiError> {
+/// Reads and checks a generation request.
+pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan, ApiError> {
     let known: &'static [&'static str] = match kind {
         Kind::Completion => &COMPLETION,
         Kind::Chat => &CHAT,
@@ -129,7 +132,7 @@ pub fn generation(kind: Kind, body: &[u8], tenant: &str, sources: &Sources<'_>) 
         Kind::Completion => Vec::new(),
         Kind::Chat => documents::documents(&fields)?,
     };
-    let order = sources.popularity.count(tenant, &documents);
+    let order = sources.popularity.count(sources.caller.tenant(), &documents);
     let (most, prompts) = match kind {
         Kind::Completion => {
             let most = Some(fields.get("max_tokens")?.unwrap_or(COMPLETION_TOKENS));
@@ -160,8 +163,8 @@ pub fn generation(kind: Kind, body: &[u8], tenant: &str, sources: &Sources<'_>) 
     Ok(Plan { kind, model, served, prompts, documents: order, params })
 }
 
-/// Reads and serves a tenant's `/tokenize`.
-pub fn tokenize(body: &[u8], tenant: &str, sources: &Sources<'_>) -> Result<Tokenized, ApiError> {
+/// Reads and serves `/tokenize`.
+pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiError> {
     let fields = Fields::parse(body, &TOKENIZE)?;
     let (model, served) = asked(&fields, sources)?;
     let special = fields.get("add_special_tokens")?.unwrap_or(true);
@@ -177,7 +180,7 @@ pub fn tokenize(body: &[u8], tenant: &str, sources: &Sources<'_>) -> Result<Toke
         }
         (None, Some(_)) => {
             let documents = documents::documents(&fields)?;
-            let order = sources.popularity.order(tenant, &documents);
+            let order = sources.popularity.order(sources.caller.tenant(), &documents);
             chat_prompt(&fields, &model, (&documents, &order), special, true)?
         }
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
@@ -209,9 +212,9 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
 }
 
 /// Reads and serves `/detokenize`.
-pub fn detokenize(body: &[u8], models: &Models) -> Result<String, ApiError> {
+pub fn detokenize(body: &[u8], sources: &Sources<'_>) -> Result<String, ApiError> {
     let fields = Fields::parse(body, &DETOKENIZE)?;
-    let model = offered(&fields, models)?;
+    let model = offered(&fields, sources)?;
     let tokens: Vec<u32> = fields.get("tokens")?.ok_or_else(|| ApiError::field("tokens", "is missing"))?;
     check_tokens("tokens", &tokens, model.tokenizer.vocab_size())?;
     Ok(model.tokenizer.decode(&tokens, false))
@@ -225,7 +228,7 @@ struct Most {
 }
 
 impl Most {
-    fn fit(&self, tokens: Vec<u32>, limit: u32) -> Result<(Arc<[u32]>, u32), ApiError> {
+    fn fit(&self, tokens: Vec<u32>, limit: u32) -> Result<(TokenIds, u32), ApiError> {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "has no tokens"));
         }
@@ -248,7 +251,7 @@ pub(super) fn asked(
     fields: &Fields<'_>,
     sources: &Sources<'_>,
 ) -> Result<(Arc<OfferedModel>, Option<ServedModelV2>), ApiError> {
-    let model = offered(fields, sources.models)?;
+    let model = offered(fields, sources)?;
     let served = (sources.served)(&model.id);
     Ok((model, served))
 }
@@ -263,13 +266,14 @@ pub(super) fn wrong_task(served: &ServedModelV2) -> ApiError {
     ApiError::field("model", format!("{} {what}", served.id))
 }
 
-fn offered(fields: &Fields<'_>, models: &Models) -> Result<Arc<OfferedModel>, ApiError> {
+fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<Arc<OfferedModel>, ApiError> {
     let name: Option<String> = fields.get("model")?;
     let found = match &name {
-        Some(name) => models.get(name),
-        None => models.only(),
+        Some(name) => sources.models.get(name),
+        None => sources.models.only(),
     };
-    match (found, name) {
+    // A model that the key is not for is none.
+    match (found.filter(|model| sources.caller.may_use(&model.id)), name) {
         (Some(model), _) => Ok(Arc::clone(model)),
         (None, Some(name)) => Err(ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect())),
         (None, None) => Err(ApiError::field("model", "is missing")),

@@ -4,6 +4,7 @@
 //! Small state only: workers and coordinators and their lives, plans for models, tenants, keys, the version
 //! of the routing policy. Everything is bounded in number and size.
 
+mod access;
 mod entry;
 mod image;
 mod outcome;
@@ -16,19 +17,22 @@ mod tests;
 use crate::consensus::member::{Incarnation, MemberId};
 use crate::table::TableChange;
 use crate::table::roster::Roster;
+pub use access::Access;
 pub(crate) use entry::decode_entry;
 pub use entry::{
-    CanaryV1, Change, ChangeV1, ClientId, Entry, KeyV1, Level, LevelReportedV1, MAX_ENTRY_BYTES,
-    ModelCondemnedV1, ModelPlanV1, OpenSessionV1, PolicyAdvancedV1, QuotaV1, ReplicaPlacedV1, ReplicaPlanV1,
-    SeatV1, StagePlanV1, TenantV1, WorkerDrainedV1, WorkerLeftV1, encode_entry,
+    CacheGroupV1, CanaryV1, Change, ChangeV1, ClientId, Entry, KeyIssuedV1, KeyScopeV1, KeyV1, Level,
+    LevelReportedV1, MAX_ENTRY_BYTES, ModelCondemnedV1, ModelPlanV1, OpenSessionV1, PolicyAdvancedV1,
+    QuotaV1, ReplicaPlacedV1, ReplicaPlanV1, SeatV1, StagePlanV1, TenantTunedV1, TenantV1, WorkerDrainedV1,
+    WorkerLeftV1, encode_entry,
 };
 pub use outcome::{Kind, Outcome, Refusal};
 use proto::codec::CodecError;
-use proto::ids::{ModelId, NodeId, TenantId};
+use proto::ids::{ModelId, NodeId};
 use serde::{Deserialize, Serialize};
 pub use sessions::MAX_SESSIONS;
 use sessions::Sessions;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Coordinators that are remembered at a time, removed ones included.
 pub const MAX_COORDINATORS: usize = 64;
@@ -44,6 +48,8 @@ pub const MAX_PLACES: usize = 64;
 pub const MAX_TENANTS: usize = 4096;
 /// Keys at a time.
 pub const MAX_KEYS: usize = 16_384;
+/// Models that a key is for, where it is not for all.
+pub const MAX_KEY_MODELS: usize = 32;
 /// Replicas of several stages at a time.
 pub const MAX_REPLICAS: usize = 1024;
 /// Files that are known to be unusable.
@@ -112,8 +118,8 @@ pub struct Table {
     workers: Roster,
     coordinators: BTreeMap<NodeId, Standing>,
     models: BTreeMap<ModelId, ModelPlanV1>,
-    tenants: BTreeMap<TenantId, TenantV1>,
-    keys: BTreeMap<[u8; 32], KeyV1>,
+    /// Rarely changed and looked at by every request: who has it sees by the pointer that it is the same.
+    access: Arc<Access>,
     policy: u64,
     sessions: Sessions,
     /// By their lives.
@@ -196,14 +202,9 @@ impl Table {
         &self.condemned
     }
 
-    /// The tenants.
-    pub fn tenants(&self) -> &BTreeMap<TenantId, TenantV1> {
-        &self.tenants
-    }
-
-    /// The keys, by their SHA-256.
-    pub fn keys(&self) -> &BTreeMap<[u8; 32], KeyV1> {
-        &self.keys
+    /// The tenants and their keys.
+    pub fn access(&self) -> &Arc<Access> {
+        &self.access
     }
 
     /// The version of the routing policy.
@@ -254,22 +255,12 @@ impl Table {
             Change::ModelDropped(model) => {
                 self.models.remove(&model).ok_or(Refusal::Unknown(Kind::Model))?;
             }
-            Change::TenantSet(tenant) => {
-                put(&mut self.tenants, tenant.tenant.clone(), tenant, MAX_TENANTS, Kind::Tenant)?;
-            }
-            Change::TenantDropped(tenant) => {
-                self.tenants.remove(&tenant).ok_or(Refusal::Unknown(Kind::Tenant))?;
-                self.keys.retain(|_, key| key.tenant != tenant);
-            }
-            Change::KeySet(key) => {
-                if !self.tenants.contains_key(&key.tenant) {
-                    return Err(Refusal::Unknown(Kind::Tenant));
-                }
-                put(&mut self.keys, key.sha256, key, MAX_KEYS, Kind::Key)?;
-            }
-            Change::KeyRevoked(sha256) => {
-                self.keys.remove(&sha256).ok_or(Refusal::Unknown(Kind::Key))?;
-            }
+            Change::TenantSet(_)
+            | Change::TenantDropped(_)
+            | Change::TenantTuned(_)
+            | Change::KeySet(_)
+            | Change::KeyIssued(_)
+            | Change::KeyRevoked(_) => Arc::make_mut(&mut self.access).make(change)?,
             Change::PolicyAdvanced(PolicyAdvancedV1 { from, to }) => {
                 if from != self.policy {
                     return Err(Refusal::PolicyMoved(self.policy));

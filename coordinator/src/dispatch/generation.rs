@@ -35,7 +35,7 @@ pub struct Job {
     /// Root of the prompt's chain.
     pub root: BlockId,
     /// The prompt; not empty.
-    pub prompt: Arc<[u32]>,
+    pub prompt: TokenIds,
     /// Ids of the prompt's full units.
     pub chain: Arc<[BlockId]>,
     /// How to draw.
@@ -280,7 +280,7 @@ impl Generation {
             attempt: assignment.attempt,
             model: self.job.model.clone(),
             root: self.job.root,
-            prompt: Arc::clone(&self.job.prompt).into(),
+            prompt: self.job.prompt.clone(),
             emitted: self.emitted.as_slice().into(),
             sampling: self.job.sampling.clone(),
             stop: self.job.stop.clone(),

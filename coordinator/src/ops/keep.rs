@@ -2,7 +2,7 @@
 //! which worker they are, and how a worker is asked.
 
 use super::Ops;
-use crate::api::auth::{Caller, salt};
+use crate::api::auth::Caller;
 use crate::api::error::ApiError;
 use crate::models::OfferedModel;
 use axum::extract::FromRequestParts;
@@ -69,7 +69,7 @@ impl<'a> Keep<'a> {
             return Err(ApiError::field("model", "generates no text: it keeps no sequences"));
         }
         let root = ops.cluster_key.root(Scope {
-            salt: &salt(&ops.cluster_key, query.tenant.as_deref().unwrap_or(&caller.tenant)),
+            salt: &ops.keys.salt(query.tenant.as_deref().unwrap_or(caller.tenant())),
             model_digest: &served.model_digest,
             tokenizer_digest: &served.tokenizer_digest,
             adapter: b"",

@@ -1,6 +1,8 @@
 //! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
+use crate::api::auth::Keys;
+use crate::api::error::ApiError;
 use crate::balancer::{Setback, WorkerView};
 use crate::chain_memo::ChainMemo;
 use crate::consensus::telemetry::RaftMetrics;
@@ -75,6 +77,7 @@ pub struct Metrics {
     cached_predicted: Counter,
     cached_actual: Counter,
     prediction_error: Family<One, Counter>,
+    limited: Family<One, Counter>,
     changes: Family<Two, Counter>,
     index_imports: Family<One, Counter>,
     index_exports: Counter,
@@ -95,6 +98,7 @@ struct StateGauges {
     queue_requests: Gauge,
     queue_tokens: Gauge,
     inflight: Gauge,
+    api_keys: Gauge,
     clock_moved: Gauge<f64, AtomicU64>,
     workers: Family<One, Gauge>,
     stream_gaps: Family<One, Gauge>,
@@ -142,6 +146,9 @@ impl Metrics {
         if let Some(group) = group {
             group.register(&mut registry);
         }
+        let build = Family::<[(&str, &str); 1], Gauge>::default();
+        build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
+        registry.register("kvasir_build_info", "1 for the version that runs", build);
         let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
             let family = Histograms::new_with_constructor(buckets);
             registry.register(name, help, family.clone());
@@ -243,6 +250,11 @@ impl Metrics {
                 "kvasir_cached_tokens_mispredicted",
                 "Tokens by which predictions of cached tokens were over or under; 0 when all is well, but for those that \
                  were to be pulled and were not",
+            ),
+            limited: counters(
+                r,
+                "kvasir_rate_limited",
+                "Requests refused because a limit of their key or its tenant was reached",
             ),
             changes: pairs(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
             index_imports: counters(
@@ -346,6 +358,13 @@ impl Metrics {
         self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
     }
 
+    /// A request was refused; counted here if a limit of its key or its tenant is why.
+    pub fn limited(&self, error: &ApiError) {
+        if let ApiError::RateLimited(exceeded) = error {
+            self.limited.get_or_create(&one("limit", exceeded.limit.name())).inc();
+        }
+    }
+
     /// An operator wanted something changed.
     pub fn changed(&self, what: &'static str, outcome: &'static str) {
         let labels = [("change", Cow::Borrowed(what)), ("outcome", Cow::Borrowed(outcome))];
@@ -369,8 +388,9 @@ impl Metrics {
     }
 
     /// Everything in the OpenMetrics text format, without its end mark.
-    pub fn text(&self, dispatch: &Dispatch, models: &Models, chains: &ChainMemo) -> String {
+    pub fn text(&self, dispatch: &Dispatch, models: &Models, chains: &ChainMemo, keys: &Keys) -> String {
         self.state.update(dispatch);
+        self.state.api_keys.set(i64::try_from(keys.count()).unwrap_or(i64::MAX));
         self.state.update_texts(models, chains.usage());
         self.state.clock_moved.set(self.clock_moved());
         let mut text = String::new();
@@ -411,6 +431,7 @@ impl StateGauges {
         gauge("kvasir_queue_requests", "Generations that wait for a worker", &all.queue_requests);
         gauge("kvasir_queue_tokens", "Prompt tokens that wait for a worker", &all.queue_tokens);
         gauge("kvasir_inflight_requests", "Generations that workers have", &all.inflight);
+        gauge("kvasir_api_keys", "API keys that are known", &all.api_keys);
         registry.register(
             "kvasir_clock_moved_seconds",
             "By how much the wall clock was set forward since the start, or back if negative",

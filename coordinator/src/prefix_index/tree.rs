@@ -199,11 +199,13 @@ impl Tree {
         let (mut full, mut unchanged) = (false, false);
         let mut fetched = 0;
         while let Some(id) = ids.get(at) {
-            if at >= fetched {
+            // What was told before is mostly told in the same order.
+            let next = cursor.filter(|&place| self.stands(place, id));
+            if next.is_none() && at >= fetched {
                 fetched = at + FETCH;
-                self.units.fetch(&ids[at..ids.len().min(fetched)]);
+                self.units.fetch(ids[at..ids.len().min(fetched)].iter().copied());
             }
-            let Some(place) = self.units.find(id) else {
+            let Some(place) = next.or_else(|| self.units.find(id)) else {
                 unchanged |= !self.change_known(known.take(), change);
                 let added = if full { None } else { self.append(cursor, before, &ids[at..], change) };
                 if let Some((end, added)) = added {
@@ -238,11 +240,15 @@ impl Tree {
     /// `lane` leaves these units, in any order.
     pub(super) fn remove(&mut self, ids: &[BlockId], lane: Lane) {
         let mut known: Option<(u32, u32, u32)> = None;
+        let mut fetched = 0;
         for (index, id) in ids.iter().enumerate() {
-            if index % FETCH == 0 {
-                self.units.fetch(&ids[index..ids.len().min(index + FETCH)]);
+            let next =
+                known.map(|(strand, _, until)| (strand, until)).filter(|&place| self.stands(place, id));
+            if next.is_none() && index >= fetched {
+                fetched = index + FETCH;
+                self.units.fetch(ids[index..ids.len().min(fetched)].iter().copied());
             }
-            let Some((strand, at)) = self.units.find(id) else { continue };
+            let Some((strand, at)) = next.or_else(|| self.units.find(id)) else { continue };
             known = match known {
                 Some((s, from, until)) if (s, until) == (strand, at) => Some((s, from, until + 1)),
                 Some((s, from, until)) if s == strand && at + 1 == from => Some((s, at, until)),
@@ -266,6 +272,12 @@ impl Tree {
             self.drop_known(Some((strand, low, at + 1)), lane);
             end = first;
         }
+    }
+
+    /// Whether this unit stands at `place`, which may be behind the end of its strand.
+    fn stands(&self, (strand, at): Place, id: &BlockId) -> bool {
+        let here = &self.strands[strand];
+        at < here.len && self.units.id(unit(here, at)) == id
     }
 
     /// Takes the lanes in `dead` out of up to `strands` strands from `from` on; where to go on, if not done.
@@ -567,9 +579,12 @@ impl Tree {
             if keep == len {
                 return;
             }
-            for at in keep..len {
-                let unit = unit(&self.strands[strand], at);
-                self.units.remove(unit);
+            let Self { units, strands, .. } = self;
+            let here = &strands[strand];
+            for from in (keep..len).step_by(FETCH) {
+                let until = len.min(from + FETCH as u32);
+                units.fetch((from..until).map(|at| *units.id(unit(here, at))));
+                (from..until).for_each(|at| units.remove(unit(here, at)));
             }
             let heap = self.strands[strand].heap();
             let chunks = keep.div_ceil(CHUNK) as usize;

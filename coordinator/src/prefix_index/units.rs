@@ -87,16 +87,16 @@ impl Units {
     }
 
     /// Has the places of these ids in the table fetched, all at once, for what is done with them one by one next.
-    pub(super) fn fetch(&self, ids: &[BlockId]) {
-        let places = |id: &BlockId| {
-            let (shard, hash) = hash(id);
+    pub(super) fn fetch(&self, ids: impl Iterator<Item = BlockId>) {
+        let places = |id: BlockId| {
+            let (shard, hash) = hash(&id);
             let shard = &self.shards[shard];
             let home = shard.home(hash);
             // Looking on often leads into the next line of memory.
             let entry = |at: usize| shard.entries.get(at).copied().unwrap_or(0);
             entry(home) ^ entry(home + 7)
         };
-        std::hint::black_box(ids.iter().map(places).fold(0, |all, entries| all ^ entries));
+        std::hint::black_box(ids.map(places).fold(0, |all, entries| all ^ entries));
     }
 
     pub(super) fn id(&self, unit: u32) -> &BlockId {

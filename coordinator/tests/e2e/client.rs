@@ -94,7 +94,16 @@ pub(crate) struct Events {
 
 impl Events {
     pub(crate) async fn post(to: SocketAddr, path: &str, body: &Value) -> Self {
-        let opened = open(to, Method::POST, path, &[], body.to_string());
+        Self::post_with(to, path, &[], body).await
+    }
+
+    pub(crate) async fn post_with(
+        to: SocketAddr,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &Value,
+    ) -> Self {
+        let opened = open(to, Method::POST, path, headers, body.to_string());
         let response = tokio::time::timeout(LIMIT, opened).await.expect("no head in time");
         let (head, body) = response.into_parts();
         Self { status: head.status, headers: head.headers, body, buffer: String::new() }

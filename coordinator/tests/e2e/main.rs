@@ -8,6 +8,7 @@ mod encode;
 mod fake_sequences;
 mod fake_worker;
 mod faults;
+mod keys;
 mod limits;
 mod operations;
 mod sequences;

@@ -4,14 +4,14 @@ use super::kv::{KvBlock, type_number};
 use super::source::{self, Source};
 use super::step::StepPointers;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
-use crate::backend::{KvShape, StepSequence};
+use crate::backend::{KvShape, KvType, StepSequence};
 use crate::error::Error;
 use std::ops::Range;
 
 #[cfg(test)]
 mod tests;
 
-/// Keys of a split: partial results are taken from one multiple of this position to the next. As in `attention.cu`.
+/// Keys of a split: partial results are taken from one multiple of this position to the next. As in `common.cuh`.
 const SPLIT: usize = 512;
 
 /// The window of a row that sees every key.
@@ -23,16 +23,16 @@ const SCRATCH_BYTES: usize = 32 << 20;
 /// Most blocks of a grid's second and third dimension.
 const MAX_GRID: usize = 65_535;
 
-/// Widths of heads that the kernels are compiled for, with the most query vectors that a block of each takes.
-const WIDTHS: [(usize, usize); 4] = [(64, 8), (128, 8), (256, 8), (512, 4)];
+/// Widths of heads that the kernels are compiled for.
+const WIDTHS: [usize; 4] = [64, 128, 256, 512];
 
 /// The kernels that serve layers of one shape.
 #[derive(Debug, Clone)]
 pub struct AttentionKernels {
     shape: KvShape,
     block: KvBlock,
-    /// For one, two, four, eight query vectors.
-    attend: Vec<KernelId>,
+    /// Each with the query vectors that a block of it takes, ascending.
+    attend: Vec<(usize, KernelId)>,
     combine: KernelId,
     /// Query heads that a block takes together, all of one key/value head.
     together: usize,
@@ -96,14 +96,15 @@ impl AttentionKernels {
         let source = Self::source(&shape).map_err(not_served)?;
         let block = KvBlock::new(&shape).map_err(not_served)?;
         let kernels = device.load(compiled, source.kernels)?;
-        let [combine, attend @ ..] = &kernels[..] else {
-            let (name, source_name) = ("combine".into(), compiled.source_name.clone());
-            return Err(CudaError::NoKernel { name, source_name });
-        };
-        let (_, most) = WIDTHS[width_class(&shape)];
+        let missing =
+            || CudaError::NoKernel { name: "attend".into(), source_name: compiled.source_name.clone() };
+        let (sizes, mut kernels) = (vectors(&shape), kernels.into_iter());
+        let most = *sizes.last().ok_or_else(missing)?;
+        let combine = kernels.next().ok_or_else(missing)?;
+        let attend = sizes.iter().copied().zip(kernels).collect();
         let group = shape.heads / shape.kv_heads;
         let together = group.div_ceil(group.div_ceil(most));
-        Ok(Self { shape, block, attend: attend.to_vec(), combine: *combine, together, most })
+        Ok(Self { shape, block, attend, combine, together, most })
     }
 
     /// Layout of the layer's blocks.
@@ -191,7 +192,10 @@ impl AttentionKernels {
         let rows = launch.rows.len();
         let parts_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
         let vectors = self.together * launch.tile.min(rows);
-        let kernel = vectors.next_power_of_two().trailing_zeros() as usize;
+        let fits = self.attend.iter().find(|(size, _)| *size >= vectors).or(self.attend.last());
+        let Some((_, kernel)) = fits else {
+            return Err(CudaError::Invalid { what: "attention without a kernel".into() });
+        };
         let number = |n: usize| Argument::from(n as u32);
         let arguments = [
             call.q.into(),
@@ -225,7 +229,7 @@ impl AttentionKernels {
         let group_parts = (heads / kv_heads).div_ceil(self.together);
         let tiles = rows.div_ceil(launch.tile.min(rows));
         device.launch(&Launch {
-            kernel: self.attend[kernel],
+            kernel: *kernel,
             grid: [launch.grid_splits as u32, (kv_heads * group_parts) as u32, tiles as u32],
             block: [128, 1, 1],
             shared_bytes: 0,
@@ -271,5 +275,15 @@ fn check(shape: &KvShape) -> Result<(), Error> {
 /// The narrowest of [`WIDTHS`] that both heads fit.
 fn width_class(shape: &KvShape) -> usize {
     let widest = shape.head_dim.max(shape.v_head_dim);
-    WIDTHS.iter().position(|(width, _)| *width >= widest).unwrap_or(WIDTHS.len() - 1)
+    WIDTHS.iter().position(|width| *width >= widest).unwrap_or(WIDTHS.len() - 1)
+}
+
+/// How many query vectors a block of each of the shape's kernels takes: on tensor cores always 16, by lanes as many as
+/// there are registers for.
+fn vectors(shape: &KvShape) -> &'static [usize] {
+    match (shape.kv_type, WIDTHS[width_class(shape)]) {
+        (KvType::F16, 64 | 128 | 256) => &[16],
+        (_, 512) => &[1, 2, 4],
+        _ => &[1, 2, 4, 8],
+    }
 }

@@ -1,7 +1,7 @@
 //! What was compiled, kept in files: compiling all kernels takes seconds, reading them milliseconds.
 
 use super::nvrtc::options;
-use super::source::{PRELUDE, Source};
+use super::source::{HEADERS, Source};
 use super::{Arch, Compiled, Compiler, CudaError};
 use std::fs;
 use std::io;
@@ -128,7 +128,8 @@ fn key(version: (i32, i32), source: &Source, arch: Arch) -> String {
     let mut hasher = blake3::Hasher::new();
     let version = format!("{}.{}", version.0, version.1);
     let options = options(arch).join("\n");
-    for part in [&version, &options, source.name, source.text, PRELUDE] {
+    let headers = HEADERS.map(|(_, text)| text);
+    for part in [&version, &options, source.name, source.text].into_iter().chain(headers) {
         hasher.update(&(part.len() as u64).to_le_bytes());
         hasher.update(part.as_bytes());
     }

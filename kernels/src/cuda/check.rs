@@ -1,7 +1,7 @@
 //! Every op on a device against the same op on the CPU: what `kvasir gpu-check` runs on a GPU, and the tests on the
 //! interpreter.
 
-use crate::backend::{Backend, BufferId, VectorId};
+use crate::backend::{ActivationMode, Backend, BufferId, VectorId};
 use crate::error::Error;
 use crate::quant::GgmlType;
 
@@ -34,8 +34,8 @@ pub const OPS: [&str; 19] = [
     "copy_kv",
 ];
 
-/// Makes a backend of its own for each group of cases.
-pub type Make<'a> = dyn FnMut() -> Result<Box<dyn Backend>, Error> + 'a;
+/// Makes a backend of its own for each group of cases, which multiplies quantised matrices with such activations.
+pub type Make<'a> = dyn FnMut(ActivationMode) -> Result<Box<dyn Backend>, Error> + 'a;
 
 /// What a group of cases asks of a backend: a name and values for each.
 type Group = fn(&mut Inputs<'_>) -> Result<(), Error>;
@@ -76,13 +76,20 @@ impl Checked {
     }
 }
 
-/// Compares a device with an oracle in all cases.
+/// Compares a device with an oracle in all cases. Together they go through every kernel that there is.
 pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>) -> Checked {
     let mut checked = Checked::default();
+    let mut group = |name: &str, mode, run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>| {
+        checked.group(name, mode, device, oracle, run);
+    };
+    let int8 = ActivationMode::Int8;
     for ty in GgmlType::ALL {
         if super::matmul::MatmulKernels::source(ty).is_ok() {
-            checked
-                .group(&format!("products of {ty}"), device, oracle, &|inputs| cases::products(inputs, ty));
+            group(&format!("products of {ty}"), int8, &|inputs| cases::products(inputs, ty));
+        }
+        if super::matmul::reads_int8(ty) {
+            let run = |inputs: &mut Inputs<'_>| cases::exact_products(inputs, ty);
+            group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
         }
     }
     let groups: [(&str, Group); 4] = [
@@ -91,14 +98,19 @@ pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>) -> Checked {
         ("embeddings", cases::embeddings),
         ("experts", cases::experts),
     ];
-    for (name, group) in groups {
-        checked.group(name, device, oracle, &group);
+    for (name, run) in groups {
+        group(name, int8, &run);
     }
     for layer in caches::KV_LAYERS {
-        checked.group("attention", device, oracle, &|inputs| caches::attention(inputs, layer));
+        group("attention", int8, &|inputs| caches::attention(inputs, layer));
     }
-    checked.group("delta net", device, oracle, &caches::delta_net);
-    checked.group("Mamba-2", device, oracle, &caches::mamba2);
+    for layer in caches::long_layers() {
+        group("long attention", int8, &|inputs| caches::long_attention(inputs, layer));
+    }
+    for inner in [64, 128, 256] {
+        group("delta net", int8, &|inputs| caches::delta_net(inputs, inner));
+        group("Mamba-2", int8, &|inputs| caches::mamba2(inputs, inner));
+    }
     checked
 }
 
@@ -106,13 +118,14 @@ impl Checked {
     fn group(
         &mut self,
         name: &str,
+        activations: ActivationMode,
         device: &mut Make<'_>,
         oracle: &mut Make<'_>,
         run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>,
     ) {
         let mut outputs = |who: &str, make: &mut Make<'_>| {
             let mut outputs = Vec::new();
-            let outcome = make().and_then(|mut backend| {
+            let outcome = make(activations).and_then(|mut backend| {
                 run(&mut Inputs { backend: backend.as_mut(), random: Random(1), outputs: &mut outputs })
             });
             if let Err(error) = outcome {

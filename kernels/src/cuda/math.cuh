@@ -1,6 +1,7 @@
-// Elementary functions as fixed sequences of correctly rounded operations: those of Rust's `simd/math.rs`, with the same
-// bits.
+// Elementary functions, all of them: fixed sequences of correctly rounded operations, those of Rust's `simd/math.rs`,
+// with the same bits; and one of the device's own.
 #pragma once
+#include "prelude.cuh"
 
 // e^x to 1.5 ulp on -87..=88; 0 below, e^88 above. NaN stays NaN.
 __device__ __forceinline__ float exp_f32(float x) {
@@ -86,4 +87,24 @@ __device__ __forceinline__ float softplus_f32(float x) {
     p = __fmaf_rn(p, square, 3.33332081429e-1f);
     float twice = __fadd_rn(r, r);
     return __fadd_rn(x > 0.0f ? x : 0.0f, __fmaf_rn(__fmul_rn(twice, square), p, twice));
+}
+
+// As `gate_code` in Rust counts them.
+enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, CLAMPED_SWIGLU };
+
+__device__ __forceinline__ float gated(u32 gating, float gate, float up) {
+    switch (gating) {
+    case SILU: return __fmul_rn(silu_f32(gate), up);
+    case GELU_TANH: return __fmul_rn(gelu_tanh_f32(gate), up);
+    case GELU_ERF: return __fmul_rn(gelu_erf_f32(gate), up);
+    case SIGMOID: return __fmul_rn(sigmoid_f32(gate), up);
+    default: return clamped_swiglu_f32(gate, up);
+    }
+}
+
+// 2^x to 2 ulp; 0 for minus infinity and where the result would be subnormal.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }

@@ -1,8 +1,7 @@
 // Mixture of experts: which rows go to which experts, and what is made of what these give.
 //
 // A pair is one row at one of its experts, `row * used + rank`, the most probable expert first.
-#include "prelude.cuh"
-// math.cuh stands before this file.
+#include "math.cuh"
 
 #define WARPS 4
 
@@ -87,16 +86,6 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (chosen[i] == e) list[at++] = i;
 }
 
-// activation: 0 silu, 1 gelu (tanh), 2 gelu (erf), 3 sigmoid, 4 clamped swiglu.
-__device__ __forceinline__ float gated(float gate, float up, u32 activation) {
-    if (activation == 4) return clamped_swiglu_f32(gate, up);
-    const float x = activation == 0   ? silu_f32(gate)
-                    : activation == 1 ? gelu_tanh_f32(gate)
-                    : activation == 2 ? gelu_erf_f32(gate)
-                                      : sigmoid_f32(gate);
-    return __fmul_rn(x, up);
-}
-
 // One product of an expert, with the factor and the bias that belong to it: scale * product + bias.
 __device__ __forceinline__ float of_expert(float product, const float *scales, const float *biases, u32 expert,
                                            u64 at) {
@@ -116,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const u64 at = (u64)pair * stride + c, bias = (u64)expert * bias_stride + c;
     const float g = of_expert(gate[at], gate_scales, gate_biases, expert, bias);
     const float u = of_expert(up[at], up_scales, up_biases, expert, bias);
-    inner[(u64)pair * ff + c] = gated(g, u, activation);
+    inner[(u64)pair * ff + c] = gated(activation, g, u);
 }
 
 // out[row][c] (+)= factor * sum over the row's experts, in rank order, of weight * (scale * down + bias).

@@ -5,6 +5,7 @@
 //! read their experts from [`Routes::chosen`], one for each pair, or take the pairs of one expert together from
 //! [`Routes::list`].
 
+use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use crate::backend::GateActivation;
 use crate::error::Error;
@@ -223,19 +224,12 @@ impl MoeKernels {
                 (gate_up, gate_up.offset(half), scale, up_scale, 2 * ff)
             }
         };
-        let activation: u32 = match activation {
-            GateActivation::Silu => 0,
-            GateActivation::GeluTanh => 1,
-            GateActivation::GeluErf => 2,
-            GateActivation::Sigmoid => 3,
-            GateActivation::ClampedSwiglu => 4,
-        };
         let mut arguments: Vec<Argument> = [inner, gate, up].map(Argument::from).to_vec();
         let affine = [gate_scale.scale, up_scale.scale, gate_scale.bias, up_scale.bias];
         arguments.extend(affine.map(|values| Argument::from(values.unwrap_or_default())));
         arguments.push(routes.chosen.into());
         arguments.extend([ff, stride, stride].map(|n| Argument::from(n as u32)));
-        arguments.push(activation.into());
+        arguments.push(gate_code(activation).into());
         device.launch(&Launch {
             kernel: self.expert_gate,
             grid: [pairs as u32, ff.div_ceil(128) as u32, 1],

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::source::{PRELUDE, Source};
+use super::source::{HEADERS, Source};
 use super::{Arch, CudaError, library};
 use cudarc::nvrtc::sys;
 use std::ffi::{CString, c_char};
@@ -128,19 +128,24 @@ struct Program(sys::nvrtcProgram);
 
 impl Program {
     fn new(source: &Source) -> Result<Self, CudaError> {
-        let [body, name, header, header_name] =
-            [source.text, source.name, PRELUDE, "prelude.cuh"].map(|text| c_string(text.into()));
-        let (body, name, header, header_name) = (body?, name?, header?, header_name?);
+        let (body, name) = (c_string(source.text.into())?, c_string(source.name.into())?);
+        let c_strings = |texts: [&str; HEADERS.len()]| -> Result<Vec<CString>, CudaError> {
+            texts.into_iter().map(|text| c_string(text.into())).collect()
+        };
+        let names = c_strings(HEADERS.map(|(name, _)| name))?;
+        let texts = c_strings(HEADERS.map(|(_, text)| text))?;
+        let pointers = |strings: &[CString]| strings.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
+        let (names_at, texts_at) = (pointers(&names), pointers(&texts));
         let mut program = std::ptr::null_mut();
-        // SAFETY: strings that end with a zero and one header with its name; NVRTC copies all of them.
+        // SAFETY: strings that end with a zero, as many headers as names of them; NVRTC copies all of them.
         check("nvrtcCreateProgram", unsafe {
             sys::nvrtcCreateProgram(
                 &raw mut program,
                 body.as_ptr(),
                 name.as_ptr(),
-                1,
-                &header.as_ptr(),
-                &header_name.as_ptr(),
+                HEADERS.len() as i32,
+                texts_at.as_ptr(),
+                names_at.as_ptr(),
             )
         })?;
         Ok(Self(program))

@@ -28,13 +28,6 @@ __device__ __forceinline__ u32 bf16_bits(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// 2^x to 2 ulp; 0 for minus infinity and where the result would be subnormal.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Sums over groups of `lanes` lanes, a power of two; every lane gets the sum of its group, in one order.
 __device__ __forceinline__ float sum_lanes(float x, u32 lanes) {
     for (u32 apart = lanes / 2; apart > 0; apart /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, apart));

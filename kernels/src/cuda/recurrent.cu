@@ -5,8 +5,7 @@
 //
 // Exactness: every element of a state is touched by one thread, by the rows in their order, and a sum over `inner` has
 // one order. So it does not matter how the rows of a sequence are cut into launches.
-#include "prelude.cuh"
-// math.cuh stands before this file.
+#include "math.cuh"
 
 #define WARPS 4
 #define NONE 0xffffffffu

@@ -1,7 +1,7 @@
-// Per row: norms, gates, sums, and the 8-bit form of rows. math.cuh comes before.
+// Per row: norms, gates, sums, and the 8-bit form of rows.
 //
 // Rows are [rows][cols] f32. What depends on several values of a row adds in an order that its width alone decides.
-#include "prelude.cuh"
+#include "math.cuh"
 
 // ---- The 8-bit form of a row: blocks of 32 values of 48 bytes, as many as fill units of 8; beyond the row, zeroes.
 
@@ -157,18 +157,6 @@ extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const fl
 }
 
 // ---- One value at a time.
-
-enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, CLAMPED_SWIGLU };
-
-__device__ __forceinline__ float gated(u32 gating, float gate, float up) {
-    switch (gating) {
-    case SILU: return __fmul_rn(silu_f32(gate), up);
-    case GELU_TANH: return __fmul_rn(gelu_tanh_f32(gate), up);
-    case GELU_ERF: return __fmul_rn(gelu_erf_f32(gate), up);
-    case SIGMOID: return __fmul_rn(sigmoid_f32(gate), up);
-    default: return clamped_swiglu_f32(gate, up);
-    }
-}
 
 // gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]; without `up`, times one.
 // blockIdx.y: row; a thread a value of the row, or of its padding, with its 8-bit form unless `quantised` is null.

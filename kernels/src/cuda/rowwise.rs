@@ -20,6 +20,17 @@ const MAX_THREADS: usize = 1024;
 /// Values of a run that a thread takes, while there are threads.
 const VALUES: usize = 4;
 
+/// The number by which kernels know an activation: `Gating` of `math.cuh`.
+pub(super) const fn gate_code(activation: GateActivation) -> u32 {
+    match activation {
+        GateActivation::Silu => 0,
+        GateActivation::GeluTanh => 1,
+        GateActivation::GeluErf => 2,
+        GateActivation::Sigmoid => 3,
+        GateActivation::ClampedSwiglu => 4,
+    }
+}
+
 /// The kernels of [`source::ROWWISE`].
 #[derive(Debug, Clone)]
 pub struct RowwiseKernels {
@@ -215,16 +226,10 @@ impl RowwiseKernels {
         activation: GateActivation,
         quantised: Option<DevicePtr>,
     ) -> Result<(), CudaError> {
-        let gating: u32 = match activation {
-            GateActivation::Silu => 0,
-            GateActivation::GeluTanh => 1,
-            GateActivation::GeluErf => 2,
-            GateActivation::Sigmoid => 3,
-            GateActivation::ClampedSwiglu if up.is_none() => {
-                return Err(CudaError::Invalid { what: "a clamped SwiGLU of nothing".into() });
-            }
-            GateActivation::ClampedSwiglu => 4,
-        };
+        if activation == GateActivation::ClampedSwiglu && up.is_none() {
+            return Err(CudaError::Invalid { what: "a clamped SwiGLU of nothing".into() });
+        }
+        let gating = gate_code(activation);
         let up = up.unwrap_or(Up { start: DevicePtr::default(), cols: of.cols, from: 0 });
         if up.from.checked_add(of.cols).is_none_or(|end| end > up.cols) {
             let what = format!("columns {}..+{} of rows of {}", up.from, of.cols, up.cols);

@@ -2,8 +2,9 @@
 
 use super::matmul::sources as matmul;
 
-/// What every source may include, by the name `prelude.cuh`.
-pub const PRELUDE: &str = include_str!("prelude.cuh");
+/// What every source may include, by name: types and conversions, elementary functions.
+pub const HEADERS: [(&str, &str); 2] =
+    [("prelude.cuh", include_str!("prelude.cuh")), ("math.cuh", include_str!("math.cuh"))];
 
 /// One file of kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,12 +20,7 @@ pub struct Source {
 /// Per row: norms, gates, sums, the 8-bit form.
 pub const ROWWISE: Source = Source {
     name: "rowwise.cu",
-    text: concat!(
-        "#line 1 \"math.cuh\"\n",
-        include_str!("math.cuh"),
-        "#line 1 \"rowwise.cu\"\n",
-        include_str!("rowwise.cu")
-    ),
+    text: include_str!("rowwise.cu"),
     kernels: &[
         "quantise",
         "norm_rows",
@@ -39,38 +35,51 @@ pub const ROWWISE: Source = Source {
     ],
 };
 
-/// Attention for one element type (as `kv::type_number` counts) and one width of heads.
+/// Attention for one element type (as `kv::type_number` counts) and one width of heads, by lanes or on tensor cores.
 macro_rules! attention {
-    ($kv_type:literal, $width:literal $(, $wide:literal)?) => {
+    ($kv_type:literal, $width:literal, $how:literal, $($attend:literal),*) => {
         Source {
-            name: concat!("attention.cu, type ", $kv_type, ", width ", $width),
+            name: concat!("attention, type ", $kv_type, ", width ", $width),
             text: concat!(
                 "#define KV_TYPE ",
                 $kv_type,
                 "\n#define WIDTH ",
                 $width,
-                "\n#line 1\n",
-                include_str!("attention.cu")
+                "\n#line 1 \"common.cuh\"\n",
+                include_str!("attention/common.cuh"),
+                "#line 1 \"",
+                $how,
+                "\"\n",
+                include_str!(concat!("attention/", $how)),
             ),
-            kernels: &["combine", "attend_1", "attend_2", "attend_4" $(, $wide)?],
+            kernels: &["combine", $($attend),*],
         }
     };
 }
 
 /// Attention of heads up to 64, 128, 256 and 512 wide.
-macro_rules! attention_widths {
+macro_rules! attention_by_lanes {
     ($kv_type:literal) => {
         [
-            attention!($kv_type, 64, "attend_8"),
-            attention!($kv_type, 128, "attend_8"),
-            attention!($kv_type, 256, "attend_8"),
-            attention!($kv_type, 512),
+            attention!($kv_type, 64, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
+            attention!($kv_type, 128, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
+            attention!($kv_type, 256, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
+            attention!($kv_type, 512, "lanes.cu", "attend_1", "attend_2", "attend_4"),
         ]
     };
 }
 
 /// Paged attention, by element type of the cache and width of heads.
-pub static ATTENTION: [[Source; 4]; 3] = [attention_widths!(0), attention_widths!(1), attention_widths!(2)];
+pub static ATTENTION: [[Source; 4]; 3] = [
+    attention_by_lanes!(0),
+    [
+        attention!(1, 64, "tensor.cu", "attend_16"),
+        attention!(1, 128, "tensor.cu", "attend_16"),
+        attention!(1, 256, "tensor.cu", "attend_16"),
+        attention!(1, 512, "lanes.cu", "attend_1", "attend_2", "attend_4"),
+    ],
+    attention_by_lanes!(2),
+];
 
 /// Norm and rotation of heads, and writing to the cache, for one element type.
 macro_rules! qkv {
@@ -89,7 +98,7 @@ pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
 /// Convolution, delta net, Mamba-2.
 pub const RECURRENT: Source = Source {
     name: "recurrent.cu",
-    text: concat!(include_str!("math.cuh"), "#line 1\n", include_str!("recurrent.cu")),
+    text: include_str!("recurrent.cu"),
     kernels: &[
         "conv",
         "keep_rows",
@@ -105,20 +114,15 @@ pub const RECURRENT: Source = Source {
 /// Mixture of experts, all but the products.
 pub const MOE: Source = Source {
     name: "moe.cu",
-    text: concat!(include_str!("math.cuh"), "#line 1\n", include_str!("moe.cu")),
+    text: include_str!("moe.cu"),
     kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
 };
 
-/// All of them; of those that are compiled in many ways, such as cover every line.
-pub const ALL: &[Source] = &[
+/// Those that are compiled in one way.
+const PLAIN: &[Source] = &[
     ROWWISE,
     RECURRENT,
     MOE,
-    qkv!(1),
-    qkv!(2),
-    attention!(0, 64, "attend_8"),
-    attention!(1, 128, "attend_8"),
-    attention!(2, 512),
     matmul::F32,
     matmul::F16,
     matmul::BF16,
@@ -137,3 +141,8 @@ pub const ALL: &[Source] = &[
     matmul::MXFP4,
     matmul::NVFP4,
 ];
+
+/// Every source that a worker may compile.
+pub fn all() -> impl Iterator<Item = &'static Source> {
+    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten())
+}

@@ -15,7 +15,7 @@ pub const MAX_TOKEN_IDS: usize = 2 << 20;
 /// the tokens, little-endian. Packing and unpacking cost about as much as a copy, and tokens of vocabularies
 /// up to 65,536 take two bytes.
 #[derive(Clone, PartialEq, Eq, Default)]
-pub struct TokenIds(Arc<[u32]>);
+pub struct TokenIds(Arc<Vec<u32>>);
 
 impl TokenIds {
     fn packed(&self) -> Vec<u8> {
@@ -47,7 +47,7 @@ impl TokenIds {
             4 => unpack::<4>(packed)?,
             _ => return None,
         };
-        Some(Self(ids))
+        Some(Self::from(ids))
     }
 }
 
@@ -61,7 +61,7 @@ fn pack<const WIDTH: usize>(ids: &[u32], bytes: &mut Vec<u8>) {
     }
 }
 
-fn unpack<const WIDTH: usize>(packed: &[u8]) -> Option<Arc<[u32]>> {
+fn unpack<const WIDTH: usize>(packed: &[u8]) -> Option<Vec<u32>> {
     let (tokens, []) = packed.as_chunks::<WIDTH>() else { return None };
     let id = |token: &[u8; WIDTH]| {
         let mut id = [0; 4];
@@ -85,21 +85,16 @@ impl fmt::Debug for TokenIds {
     }
 }
 
-impl From<Arc<[u32]>> for TokenIds {
-    fn from(ids: Arc<[u32]>) -> Self {
-        Self(ids)
-    }
-}
-
 impl From<Vec<u32>> for TokenIds {
+    /// Without a copy.
     fn from(ids: Vec<u32>) -> Self {
-        Self(ids.into())
+        Self(Arc::new(ids))
     }
 }
 
 impl From<&[u32]> for TokenIds {
     fn from(ids: &[u32]) -> Self {
-        Self(ids.into())
+        ids.to_vec().into()
     }
 }
 

@@ -11,6 +11,7 @@ use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
 use super::lease::StageLease;
 use super::peer_index::PeerIndexStream;
+use super::prefixes::SentPrefixes;
 use super::pull::PullStream;
 use super::rpc;
 use super::sequence::SequenceExchange;
@@ -20,7 +21,7 @@ use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
-use crate::message::{EncodeRequest, GenerateError, GenerateRequest};
+use crate::message::{EncodeRequest, GenerateError, GenerateRequest, GenerateRequestV3, NumberedPrefixV1};
 use crate::placement::StageClaim;
 use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
@@ -111,6 +112,7 @@ struct Inner {
     agreement: Agreement,
     incoming: Mutex<mpsc::Receiver<Incoming>>,
     demultiplexer: JoinHandle<()>,
+    prefixes: SentPrefixes,
     _slot: Option<Slot>,
 }
 
@@ -130,7 +132,8 @@ impl Connection {
     ) -> Self {
         let (demultiplexer, incoming) = incoming::demultiplex(quic.clone(), local.clone(), peer.clone());
         let incoming = Mutex::new(incoming);
-        Self(Arc::new(Inner { quic, local, peer, agreement, incoming, demultiplexer, _slot: slot }))
+        let prefixes = SentPrefixes::default();
+        Self(Arc::new(Inner { quic, local, peer, agreement, incoming, demultiplexer, prefixes, _slot: slot }))
     }
 
     /// Who the peer is, by its certificate.
@@ -204,7 +207,25 @@ impl Connection {
     /// Hands a request to the worker at the other end. Dropping the result cancels it there.
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
         let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
+        if let GenerateRequest::V3(request) = request {
+            let sending = self.0.prefixes.sending(&request.prompt, request.predicted_cached as usize);
+            if sending.after.is_some() || sending.keep.is_some() {
+                return GenerateStream::start_after((send, receive), self, request, sending).await;
+            }
+        }
         GenerateStream::start(send, receive, request).await
+    }
+
+    /// [`open_generate`](Self::open_generate) for a worker that does not have the beginning of the prompt that was
+    /// referred to.
+    pub(super) async fn open_whole(
+        &self,
+        request: &GenerateRequestV3,
+        unknown: NumberedPrefixV1,
+    ) -> Result<GenerateStream, Error> {
+        self.0.prefixes.forget(unknown.number);
+        let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
+        GenerateStream::start(send, receive, &GenerateRequest::V3(request.clone())).await
     }
 
     /// Has the worker at the other end encode texts: for each its values, in order. Dropping the future cancels

@@ -1,14 +1,20 @@
 //! One generation on one stream: the request goes one way, frames come back, and either side's leaving is
 //! seen by the other.
 
-use super::streams::{FrameReader, FrameWriter, StreamKind, read_request};
+use super::Connection;
+use super::prefixes::{KeptPrefixes, Numbering, Sending};
+use super::streams::{FrameReader, FrameWriter, StreamCode, StreamKind, next_request, read_request};
 use crate::Error;
 use crate::codec::Cap;
-use crate::message::{GenerateFrame, GenerateRequest, GenerateRequestV2};
+use crate::message::{
+    GenerateFrame, GenerateRequest, GenerateRequestV2, GenerateRequestV3, NumberedPrefixV1, PrefixNote,
+    PrefixNoteV1,
+};
 use quinn::{RecvStream, SendStream};
 
 /// What a request takes besides its tokens, unless it has many stop strings or biases.
 const REQUEST_ROOM: usize = 512;
+const WHAT: &str = "a generation's request";
 
 /// Requests leave one after the other, the oldest first, and not a packet of each in turn: a worker takes them in the order
 /// in which their streams were opened, so nobody would be served sooner and all but the last later. Everything else that
@@ -30,7 +36,26 @@ fn is_last(frame: &GenerateFrame) -> bool {
 #[derive(Debug)]
 pub struct GenerateStream {
     frames: FrameReader<GenerateFrame>,
+    /// What the request has said of its prompt's beginning, until the worker has answered.
+    said: Said,
     ended: bool,
+}
+
+/// See [`GenerateStream`].
+#[derive(Debug, Default)]
+struct Said {
+    numbering: Option<Numbering>,
+    /// The prompt was sent without its beginning.
+    short: Option<Box<Short>>,
+    /// The worker does not have that: all of it has to be sent.
+    unknown: bool,
+}
+
+#[derive(Debug)]
+struct Short {
+    after: NumberedPrefixV1,
+    connection: Connection,
+    request: GenerateRequestV3,
 }
 
 impl GenerateStream {
@@ -40,20 +65,38 @@ impl GenerateStream {
         receive: RecvStream,
         request: &GenerateRequest,
     ) -> Result<Self, Error> {
-        let tokens = match request {
-            GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. }) => {
-                request.prompt.len() + request.emitted.len()
-            }
-            GenerateRequest::V3(request) => request.prompt.len() + request.emitted.len(),
-        };
-        // Fails only for a stream that is finished.
-        let _ = send.set_priority(priority(send.id().index()));
-        // A token takes three bytes at most in all vocabularies there are.
-        let room = 3 * tokens + REQUEST_ROOM;
-        let mut writer = FrameWriter::opening(send, StreamKind::Generate, Cap::GenerateRequest, room);
+        let writer = opening(send, StreamKind::Generate, request);
+        Self::sent(writer, receive, request, Said::default()).await
+    }
+
+    /// [`start`](Self::start) for a prompt whose beginning is numbered, or known by its number, on `connection`.
+    pub(super) async fn start_after(
+        (send, receive): (SendStream, RecvStream),
+        connection: &Connection,
+        request: &GenerateRequestV3,
+        Sending { after, keep }: Sending,
+    ) -> Result<Self, Error> {
+        let (keep, numbering) = keep.unzip();
+        let short = after
+            .map(|after| Box::new(Short { after, connection: connection.clone(), request: request.clone() }));
+        let known = after.map_or(0, |prefix| prefix.tokens as usize);
+        let rest = request.prompt.get(known..).unwrap_or_default();
+        let rest = if known == 0 { request.prompt.clone() } else { rest.into() };
+        let request = GenerateRequest::V3(GenerateRequestV3 { prompt: rest, ..request.clone() });
+        let note = PrefixNote::V1(PrefixNoteV1 { after, keep });
+        let writer = opening(send, StreamKind::GenerateAfter, &request).preceded_by(&note)?;
+        Self::sent(writer, receive, &request, Said { numbering, short, unknown: false }).await
+    }
+
+    async fn sent(
+        mut writer: FrameWriter<GenerateRequest>,
+        receive: RecvStream,
+        request: &GenerateRequest,
+        said: Said,
+    ) -> Result<Self, Error> {
         writer.write(request).await?;
         writer.finish();
-        Ok(Self { frames: FrameReader::new(receive, Cap::Stream), ended: false })
+        Ok(Self { frames: FrameReader::new(receive, Cap::Stream), said, ended: false })
     }
 
     /// The next frame; `None` after the last one or after an error. A stream that ends before its last frame
@@ -63,8 +106,32 @@ impl GenerateStream {
         if self.ended {
             return None;
         }
-        let frame = match self.frames.next().await {
-            Ok(Some(frame)) => Ok(frame),
+        if !self.said.unknown {
+            match self.frames.next().await {
+                Err(Error::StreamEnded(StreamCode::UnknownPrefix)) if self.said.short.is_some() => {
+                    self.said.unknown = true;
+                }
+                frame => return Some(self.took(frame)),
+            }
+        }
+        // Said once: what follows has no number. Dropped on the way, it begins again.
+        if let Some(short) = &self.said.short {
+            match short.connection.open_whole(&short.request, short.after).await {
+                Ok(whole) => *self = whole,
+                Err(error) => return Some(self.took(Err(error))),
+            }
+        }
+        let frame = self.frames.next().await;
+        Some(self.took(frame))
+    }
+
+    fn took(&mut self, frame: Result<Option<GenerateFrame>, Error>) -> Result<GenerateFrame, Error> {
+        let Said { numbering, .. } = std::mem::take(&mut self.said);
+        let frame = match frame {
+            Ok(Some(frame)) => {
+                numbering.into_iter().for_each(Numbering::read);
+                Ok(frame)
+            }
             Ok(None) => Err(Error::StreamCut { what: "the last frame of a generation" }),
             Err(error) => Err(error),
         };
@@ -72,8 +139,23 @@ impl GenerateStream {
         if self.ended {
             self.frames.take_end();
         }
-        Some(frame)
+        frame
     }
+}
+
+/// A writer that begins with the kind of the stream and has room for the request.
+fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> FrameWriter<GenerateRequest> {
+    let tokens = match request {
+        GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. }) => {
+            request.prompt.len() + request.emitted.len()
+        }
+        GenerateRequest::V3(request) => request.prompt.len() + request.emitted.len(),
+    };
+    // Fails only for a stream that is finished.
+    let _ = send.set_priority(priority(send.id().index()));
+    // A token takes three bytes at most in all vocabularies there are.
+    let room = 3 * tokens + REQUEST_ROOM;
+    FrameWriter::opening(send, kind, Cap::GenerateRequest, room)
 }
 
 /// The worker's end: a request and where its frames go.
@@ -87,8 +169,33 @@ pub struct GenerateCall {
 
 impl GenerateCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
-        let (request, frames) = read_request(send, receive, "a generation's request").await?;
+        let (request, frames) = read_request(send, receive, WHAT).await?;
         Ok(Self { request, reply: GenerateReply { frames, finished: false } })
+    }
+
+    /// [`read`](Self::read) of a prompt that may begin with what was kept of an earlier one.
+    pub(super) async fn read_after(
+        send: SendStream,
+        receive: RecvStream,
+        kept: &KeptPrefixes,
+    ) -> Result<Self, Error> {
+        let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
+        let PrefixNote::V1(PrefixNoteV1 { after, keep }) =
+            notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        let (request, mut frames) = next_request(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
+        let GenerateRequest::V3(mut request) = request else {
+            frames.reset(StreamCode::Malformed);
+            return Err(Error::Protocol("a generation of an early version says how its prompt begins"));
+        };
+        if let Some(after) = after {
+            let Some(whole) = kept.whole(after, &request.prompt) else {
+                frames.reset(StreamCode::UnknownPrefix);
+                return Err(Error::Protocol("a prompt begins with what is not here any more"));
+            };
+            request.prompt = whole;
+        }
+        keep.into_iter().for_each(|keep| kept.keep(keep, &request.prompt));
+        Ok(Self { request: GenerateRequest::V3(request), reply: GenerateReply { frames, finished: false } })
     }
 }
 

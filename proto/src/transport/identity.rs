@@ -1,9 +1,12 @@
 //! Who a node is: `spiffe://<cluster>/<role>/<node id>`, carried as the only URI among the names of its
 //! certificate.
 
+use super::tls;
+use crate::Error;
 use crate::ids::{ClusterName, NodeId, Role};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use std::sync::{Arc, PoisonError, RwLock};
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 const SCHEME: &str = "spiffe://";
@@ -151,6 +154,17 @@ pub enum CertificateError {
         /// The peer's.
         found: Role,
     },
+    /// An authority that is still taking another's place cannot be replaced yet.
+    #[error("another root is still being replaced")]
+    Rotating,
+    /// A certificate that an identity is to be renewed with is another node's.
+    #[error("it is {found}'s, not {wanted}'s")]
+    OtherName {
+        /// Whose it is.
+        found: String,
+        /// Whose it should be.
+        wanted: String,
+    },
     /// A node of the right role that is not the one dialed.
     #[error("node {found} answered instead of {wanted}")]
     WrongNode {
@@ -163,23 +177,21 @@ pub enum CertificateError {
 
 /// What a node needs to prove who it is and to check others: its key, its certificate chain and the roots
 /// of its cluster (two while a root is being replaced).
-#[derive(Debug)]
+///
+/// Clones are the same identity: what one of them is [renewed](Self::renew) with is what all of them, and every
+/// endpoint bound with one of them, show and check from the next handshake on. Connections that stand go on.
+#[derive(Debug, Clone)]
 pub struct Identity {
     name: PeerIdentity,
-    chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
-    roots: Vec<CertificateDer<'static>>,
+    material: Arc<RwLock<Arc<Material>>>,
 }
 
-impl Clone for Identity {
-    fn clone(&self) -> Self {
-        Self {
-            name: self.name.clone(),
-            chain: self.chain.clone(),
-            key: self.key.clone_key(),
-            roots: self.roots.clone(),
-        }
-    }
+/// What an identity consists of just now.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Material {
+    pub(super) chain: Vec<CertificateDer<'static>>,
+    pub(super) key: PrivateKeyDer<'static>,
+    pub(super) roots: Vec<CertificateDer<'static>>,
 }
 
 impl Identity {
@@ -191,7 +203,8 @@ impl Identity {
         let roots = certificates(roots)?;
         let key = PrivateKeyDer::from_pem_slice(key).map_err(|_| CertificateError::NoKey)?;
         let leaf = chain.first().ok_or(CertificateError::ChainLength { found: 0 })?;
-        Ok(Self { name: PeerIdentity::from_certificate(leaf)?, chain, key, roots })
+        let name = PeerIdentity::from_certificate(leaf)?;
+        Ok(Self { name, material: Arc::new(RwLock::new(Arc::new(Material { chain, key, roots }))) })
     }
 
     /// Who we are.
@@ -199,16 +212,25 @@ impl Identity {
         &self.name
     }
 
-    pub(super) fn chain(&self) -> &[CertificateDer<'static>] {
-        &self.chain
+    /// Takes the certificate, key and roots of `other`, which must be of the same node and fit together. `false` if
+    /// they are what it has already.
+    pub fn renew(&self, other: &Self) -> Result<bool, Error> {
+        if other.name != self.name {
+            let (found, wanted) = (other.name.to_string(), self.name.to_string());
+            return Err(CertificateError::OtherName { found, wanted }.into());
+        }
+        let new = other.material();
+        tls::certified(&new)?;
+        // Nobody panics while holding this lock.
+        let mut material = self.material.write().unwrap_or_else(PoisonError::into_inner);
+        let changed = *material != new;
+        *material = new;
+        Ok(changed)
     }
 
-    pub(super) fn key(&self) -> &PrivateKeyDer<'static> {
-        &self.key
-    }
-
-    pub(super) fn roots(&self) -> &[CertificateDer<'static>] {
-        &self.roots
+    /// What it consists of just now.
+    pub(super) fn material(&self) -> Arc<Material> {
+        Arc::clone(&self.material.read().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -10,6 +10,7 @@ use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
 use super::lease::LeaseCall;
 use super::peer_index::PeerIndexCall;
+use super::prefixes::KeptPrefixes;
 use super::pull::PullCall;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
@@ -85,6 +86,7 @@ async fn accept_all(
     ready: mpsc::Sender<Incoming>,
 ) {
     let mut openings = JoinSet::new();
+    let kept = Arc::new(KeptPrefixes::default());
     // Resolves when the stream before has been handed on or given up.
     let mut before = None;
     loop {
@@ -99,7 +101,7 @@ async fn accept_all(
             },
             Some(_) = openings.join_next() => continue,
         };
-        let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
+        let (local, peer, kept, ready) = (local.clone(), peer.clone(), kept.clone(), ready.clone());
         let (turn, handed_on) = match send.is_some() {
             true => {
                 let (done, next) = oneshot::channel::<()>();
@@ -108,8 +110,8 @@ async fn accept_all(
             false => (None, None),
         };
         openings.spawn(async move {
-            let opened =
-                within("opening of a stream", OPENING_LIMIT, identify(&local, &peer, send, receive)).await;
+            let identified = identify(&local, &peer, &kept, send, receive);
+            let opened = within("opening of a stream", OPENING_LIMIT, identified).await;
             if let Some(turn) = turn {
                 // An error means that the task before has ended.
                 let _ = turn.await;
@@ -127,6 +129,7 @@ async fn accept_all(
 async fn identify(
     local: &Local,
     peer: &PeerIdentity,
+    kept: &KeptPrefixes,
     send: Option<SendStream>,
     mut receive: RecvStream,
 ) -> Result<Incoming, Error> {
@@ -148,6 +151,9 @@ async fn identify(
         }
         (Ok(StreamKind::Generate), Some(send)) => {
             return GenerateCall::read(send, receive).await.map(Incoming::Generate);
+        }
+        (Ok(StreamKind::GenerateAfter), Some(send)) => {
+            return GenerateCall::read_after(send, receive, kept).await.map(Incoming::Generate);
         }
         (Ok(StreamKind::Encode), Some(send)) => {
             return EncodeCall::read(send, receive).await.map(Incoming::Encode);

@@ -15,7 +15,7 @@ const ID_BYTES: usize = 8;
 
 /// QUIC's settings for an endpoint of this node.
 pub(super) fn endpoint_config(identity: &Identity) -> Result<quinn::EndpointConfig, Error> {
-    let secret = blake3::derive_key("kvasir 2026 quic stateless reset", identity.key().secret_der());
+    let secret = blake3::derive_key("kvasir 2026 quic stateless reset", identity.material().key.secret_der());
     let mut config = quinn::EndpointConfig::new(Arc::new(ResetKey(secret)));
     let mut seed = [0; blake3::KEY_LEN];
     tls::fill_random(&mut seed)?;

@@ -53,6 +53,8 @@ pub enum StreamKind {
     StageLease = 14,
     /// What the cache blocks of one stage of a replica hold, for its first stage, worker to worker. Bidirectional.
     StageBlocks = 15,
+    /// One generation whose prompt may begin as an earlier one, coordinator to worker. Bidirectional.
+    GenerateAfter = 16,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -76,6 +78,7 @@ impl StreamKind {
             Self::Shard,
             Self::StageLease,
             Self::StageBlocks,
+            Self::GenerateAfter,
             Self::Hello,
         ]
         .into_iter()
@@ -86,9 +89,12 @@ impl StreamKind {
     pub fn allowed(self, opener: Role, acceptor: Role) -> bool {
         match self {
             Self::CoordinatorRpc | Self::KvEvents => (opener, acceptor) == (Role::Worker, Role::Coordinator),
-            Self::WorkerRpc | Self::Generate | Self::KvSnapshot | Self::Encode | Self::Sequence => {
-                (opener, acceptor) == (Role::Coordinator, Role::Worker)
-            }
+            Self::WorkerRpc
+            | Self::Generate
+            | Self::GenerateAfter
+            | Self::KvSnapshot
+            | Self::Encode
+            | Self::Sequence => (opener, acceptor) == (Role::Coordinator, Role::Worker),
             Self::Pull
             | Self::Stage
             | Self::Activations
@@ -117,6 +123,9 @@ pub enum StreamCode {
     /// A frame was too long or not what it should be.
     #[error("malformed frame")]
     Malformed,
+    /// The prompt begins with tokens that the worker no longer has.
+    #[error("unknown prefix")]
+    UnknownPrefix,
     /// A code of a later version.
     #[error("code {0}")]
     Other(u64),
@@ -129,6 +138,7 @@ impl StreamCode {
             Self::UnknownKind => VarInt::from_u32(1),
             Self::Forbidden => VarInt::from_u32(2),
             Self::Malformed => VarInt::from_u32(3),
+            Self::UnknownPrefix => VarInt::from_u32(4),
             Self::Other(code) => VarInt::from_u64(code).unwrap_or(VarInt::MAX),
         }
     }
@@ -139,6 +149,7 @@ impl StreamCode {
             1 => Self::UnknownKind,
             2 => Self::Forbidden,
             3 => Self::Malformed,
+            4 => Self::UnknownPrefix,
             other => Self::Other(other),
         }
     }
@@ -179,6 +190,22 @@ pub(super) async fn within<T>(
     }
 }
 
+/// Appends a frame; nothing if it cannot be encoded.
+fn put_frame<T: Serialize>(item: &T, cap: Cap, bytes: &mut Vec<u8>) -> Result<(), Error> {
+    let start = bytes.len();
+    bytes.extend_from_slice(&[0; LENGTH_BYTES]);
+    if let Err(error) = codec::encode_into(item, cap, bytes) {
+        bytes.truncate(start);
+        return Err(error.into());
+    }
+    // Caps are far below 4 GiB.
+    let len = u32::try_from(bytes.len() - start - LENGTH_BYTES).unwrap_or(u32::MAX);
+    if let Some(head) = bytes.split_at_mut(start).1.first_chunk_mut() {
+        *head = len.to_be_bytes();
+    }
+    Ok(())
+}
+
 /// Writes frames that hold one `T` each.
 #[derive(Debug)]
 pub(super) struct FrameWriter<T> {
@@ -202,22 +229,20 @@ impl<T: Serialize> FrameWriter<T> {
         Self { stream, cap, buffer, item: PhantomData }
     }
 
+    /// Puts a frame of another type before the first.
+    pub(super) fn preceded_by<U: Serialize>(mut self, item: &U) -> Result<Self, Error> {
+        put_frame(item, self.cap, &mut self.buffer)?;
+        Ok(self)
+    }
+
     /// Sends one frame; waits while the peer's window is full. When the future is dropped halfway the
     /// stream is unusable, as half a frame may have been sent.
     pub(super) async fn write(&mut self, item: &T) -> Result<(), Error> {
         let mut bytes = std::mem::take(&mut self.buffer);
         bytes.reserve(FRAME_ROOM);
-        let start = bytes.len();
-        bytes.extend_from_slice(&[0; LENGTH_BYTES]);
-        if let Err(error) = codec::encode_into(item, self.cap, &mut bytes) {
-            bytes.truncate(start);
+        if let Err(error) = put_frame(item, self.cap, &mut bytes) {
             self.buffer = bytes;
-            return Err(error.into());
-        }
-        // Caps are far below 4 GiB.
-        let len = u32::try_from(bytes.len() - start - LENGTH_BYTES).unwrap_or(u32::MAX);
-        if let Some(head) = bytes.split_at_mut(start).1.first_chunk_mut() {
-            *head = len.to_be_bytes();
+            return Err(error);
         }
         // Handed over, not copied.
         self.stream.write_chunk(bytes.into()).await.map_err(write_error)
@@ -393,8 +418,16 @@ pub(super) async fn read_request<R: DeserializeOwned, A: Serialize>(
     receive: RecvStream,
     what: &'static str,
 ) -> Result<(R, FrameWriter<A>), Error> {
+    next_request(send, FrameReader::new(receive, Cap::GenerateRequest), what).await
+}
+
+/// [`read_request`] where other frames may have come before.
+pub(super) async fn next_request<R: DeserializeOwned, A: Serialize>(
+    send: SendStream,
+    mut requests: FrameReader<R>,
+    what: &'static str,
+) -> Result<(R, FrameWriter<A>), Error> {
     let mut answer = FrameWriter::new(send, Cap::Stream);
-    let mut requests = FrameReader::new(receive, Cap::GenerateRequest);
     match requests.next().await {
         Ok(Some(request)) => {
             requests.take_end();

@@ -1,16 +1,19 @@
 //! TLS 1.3 with certificates on both sides, by ring. What rustls checks for names of hosts, the two
 //! verifiers here check for names of nodes.
 
-use super::identity::{CertificateError, Expected, Identity, PeerIdentity};
+use super::identity::{CertificateError, Expected, Identity, Material, PeerIdentity};
 use crate::Error;
 use crate::ids::{ClusterName, Role};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
+use rustls::client::{ResolvesClientCert, Resumption, verify_server_cert_signed_by_trust_anchor};
 use rustls::crypto::{CryptoProvider, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::server::{
+    ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
+};
+use rustls::sign::CertifiedKey;
 use rustls::{DigitallySignedStruct, DistinguishedName, PeerIncompatible, RootCertStore, SignatureScheme};
 use std::sync::Arc;
 
@@ -29,25 +32,31 @@ pub(super) fn fill_random(out: &mut [u8]) -> Result<(), Error> {
     Ok(provider().secure_random.fill(out).map_err(rustls::Error::from)?)
 }
 
-fn roots(identity: &Identity) -> Result<Arc<RootCertStore>, Error> {
+fn roots(identity: &Identity) -> Result<Arc<RootCertStore>, rustls::Error> {
     let mut store = RootCertStore::empty();
-    for root in identity.roots() {
+    for root in &identity.material().roots {
         store.add(root.clone())?;
     }
     Ok(Arc::new(store))
 }
 
+/// Certificate and key, if they fit together.
+pub(super) fn certified(material: &Material) -> Result<CertifiedKey, rustls::Error> {
+    CertifiedKey::from_der(material.chain.clone(), material.key.clone_key(), &provider())
+}
+
 /// The listening side: asks for a certificate, accepts nodes of our cluster whose role is in `accepts`.
 pub(super) fn server(identity: &Identity, accepts: &[Role]) -> Result<Arc<QuicServerConfig>, Error> {
     let provider = provider();
-    let chain = WebPkiClientVerifier::builder_with_provider(roots(identity)?, provider.clone())
-        .build()
-        .map_err(|error| rustls::Error::General(error.to_string()))?;
-    let verifier = NodeDials { chain, cluster: identity.name().cluster.clone(), accepts: accepts.to_vec() };
+    let verifier =
+        NodeDials { identity: identity.clone(), provider: provider.clone(), accepts: accepts.to_vec() };
+    // What cannot be used is told now, not to whoever dials first.
+    verifier.chain()?;
+    certified(&identity.material())?;
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .with_client_cert_verifier(Arc::new(verifier))
-        .with_single_cert(identity.chain().to_vec(), identity.key().clone_key())?;
+        .with_cert_resolver(Arc::new(Presented(identity.clone())));
     config.alpn_protocols = vec![ALPN.to_vec()];
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
@@ -68,7 +77,7 @@ pub(super) fn client(identity: &Identity, expected: &Expected) -> Result<Arc<Qui
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(verifier))
-        .with_client_auth_cert(identity.chain().to_vec(), identity.key().clone_key())?;
+        .with_client_cert_resolver(Arc::new(Presented(identity.clone())));
     config.alpn_protocols = vec![ALPN.to_vec()];
     config.resumption = Resumption::disabled();
     config.enable_early_data = false;
@@ -102,12 +111,47 @@ fn of_cluster(leaf: &CertificateDer<'_>, ours: &ClusterName) -> Result<PeerIdent
     Ok(name)
 }
 
-/// Checks whoever dials us.
+/// Shows what the identity consists of at each handshake.
+#[derive(Debug)]
+struct Presented(Identity);
+
+impl Presented {
+    fn now(&self) -> Option<Arc<CertifiedKey>> {
+        // Checked before it was put there.
+        certified(&self.0.material()).ok().map(Arc::new)
+    }
+}
+
+impl ResolvesServerCert for Presented {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.now()
+    }
+}
+
+impl ResolvesClientCert for Presented {
+    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        self.now()
+    }
+
+    fn has_certs(&self) -> bool {
+        true
+    }
+}
+
+/// Checks whoever dials us, by the roots that hold at that moment.
 #[derive(Debug)]
 struct NodeDials {
-    chain: Arc<dyn ClientCertVerifier>,
-    cluster: ClusterName,
+    identity: Identity,
+    provider: Arc<CryptoProvider>,
     accepts: Vec<Role>,
+}
+
+impl NodeDials {
+    fn chain(&self) -> Result<Arc<dyn ClientCertVerifier>, rustls::Error> {
+        WebPkiClientVerifier::builder_with_provider(roots(&self.identity)?, self.provider.clone())
+            .build()
+            .map_err(|error| rustls::Error::General(error.to_string()))
+    }
 }
 
 impl ClientCertVerifier for NodeDials {
@@ -122,8 +166,8 @@ impl ClientCertVerifier for NodeDials {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self.chain.verify_client_cert(leaf, intermediates, now)?;
-        let name = of_cluster(leaf, &self.cluster).map_err(refuse)?;
+        let verified = self.chain()?.verify_client_cert(leaf, intermediates, now)?;
+        let name = of_cluster(leaf, &self.identity.name().cluster).map_err(refuse)?;
         if !self.accepts.contains(&name.role) {
             return Err(refuse(CertificateError::WrongRole { found: name.role }));
         }
@@ -145,11 +189,11 @@ impl ClientCertVerifier for NodeDials {
         leaf: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chain.verify_tls13_signature(message, leaf, signature)
+        verify_tls13_signature(message, leaf, signature, &self.provider.signature_verification_algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chain.supported_verify_schemes()
+        self.provider.signature_verification_algorithms.supported_schemes()
     }
 }
 

@@ -1,10 +1,11 @@
-//! `kvasir ca init|issue`: what is written, what is refused, and that it all loads again.
+//! `kvasir ca init|issue|rotate`: what is written, what is refused, and that it all loads again, also while nodes run.
 
-use crate::cluster::{authority, config, node};
+use crate::cluster::{any_port, authority, config, node, pair_of, soon};
+use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::ca::{Authority, load_identity, load_identity_files};
 use kvasir_proto::ids::Role;
-use kvasir_proto::transport::{CertificateError, Endpoint, Expected};
+use kvasir_proto::transport::{CertificateError, Endpoint, Expected, Identity, Incoming};
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -86,6 +87,104 @@ async fn certificates_end_after_their_year() {
         let result = worker.connect(coordinator.address(), &Expected::any(Role::Coordinator)).await;
         assert_eq!(result.is_ok(), joins, "{result:?}");
     }
+}
+
+/// R5: certificates and roots are replaced while streams go on, and what was replaced ends to hold.
+#[tokio::test]
+async fn sec_rotate() {
+    let dir = tempfile::tempdir().unwrap();
+    let ca = dir.path().join("ca");
+    authority("c").save(&ca).unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let nodes = [(Role::Coordinator, "c1"), (Role::Worker, "w1"), (Role::Worker, "w2")];
+    for (role, name) in nodes {
+        let ca = Authority::load(&ca).unwrap();
+        ca.issue(role, node(name), SystemTime::now()).unwrap().save(&at(name)).unwrap();
+    }
+    let [c1, w1, w2] = nodes.map(|(_, name)| load_identity(&at(name)).unwrap());
+    let bind = |identity| Endpoint::bind(any_port(), identity, config()).unwrap();
+    let coordinator = bind(&c1);
+    let pair = pair_of(coordinator, bind(&w1)).await;
+    let expected = Expected::node(Role::Coordinator, node("c1"));
+    let joins = async |worker: &Endpoint| {
+        worker
+            .connect(pair.coordinator.address(), &expected)
+            .await
+            .map(drop)
+            .map_err(|error| error.to_string())
+    };
+    // A stream that is open all the time.
+    let mut events = pair.to_coordinator.open_kv_events().await.unwrap();
+    let Incoming::KvEvents(mut heard) = pair.to_worker.accept().await.unwrap() else { panic!("no events") };
+    let mut sent = 0;
+    let mut goes_on = async |step: &str| {
+        sent += 1;
+        let batch = samples::batch(sent);
+        events.send(batch.clone()).await.unwrap();
+        assert_eq!(soon(step, heard.next()).await.unwrap().unwrap(), batch, "{step}");
+    };
+    goes_on("before").await;
+
+    let old = Authority::load(&ca).unwrap();
+    old.successor(SystemTime::now()).unwrap().replace(&ca).unwrap();
+    let new = Authority::load(&ca).unwrap();
+    assert!(matches!(new.successor(SystemTime::now()), Err(Error::Certificate(CertificateError::Rotating))));
+    let renew = |identity: &Identity, name: &str| identity.renew(&load_identity(&at(name)).unwrap());
+    // Everybody trusts both, and shows what it has.
+    for (identity, name) in [(&c1, "c1"), (&w1, "w1")] {
+        std::fs::copy(ca.join("ca.crt"), at(name).join("ca.crt")).unwrap();
+        assert!(renew(identity, name).unwrap());
+        assert!(!renew(identity, name).unwrap(), "it has that already");
+    }
+    joins(&pair.worker).await.unwrap();
+    goes_on("both roots").await;
+    // One after the other shows the new one's, in either order of dialer and listener.
+    for ((role, name), identity) in [nodes[0], nodes[1]].into_iter().zip([&c1, &w1]) {
+        new.issue(role, node(name), SystemTime::now()).unwrap().replace(&at(name)).unwrap();
+        assert!(renew(identity, name).unwrap());
+        joins(&pair.worker).await.unwrap();
+        goes_on(name).await;
+    }
+    // Whoever has missed all of that does not trust what it meets.
+    let late = bind(&w2);
+    joins(&late).await.unwrap_err();
+    std::fs::copy(ca.join("ca.crt"), at("w2").join("ca.crt")).unwrap();
+    renew(&w2, "w2").unwrap();
+    joins(&late).await.unwrap();
+    // The old root is dropped.
+    Authority::load(&ca).unwrap().alone().unwrap().unwrap().replace(&ca).unwrap();
+    assert!(Authority::load(&ca).unwrap().alone().unwrap().is_none());
+    for (identity, name) in [(&c1, "c1"), (&w1, "w1")] {
+        std::fs::copy(ca.join("ca.crt"), at(name).join("ca.crt")).unwrap();
+        renew(identity, name).unwrap();
+    }
+    joins(&pair.worker).await.unwrap();
+    let refused = joins(&late).await.unwrap_err();
+    assert!(refused.contains("refuses our certificate"), "{refused}");
+    goes_on("after").await;
+}
+
+/// A file at a time is replaced: what does not fit together, or is another node's, changes nothing.
+#[tokio::test]
+async fn what_cannot_be_put_to_use_renews_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let ca = authority("c");
+    let save = |name: &str, directory: &str| {
+        let directory = dir.path().join(directory);
+        ca.issue(Role::Worker, node(name), SystemTime::now()).unwrap().save(&directory).unwrap();
+        directory
+    };
+    let (own, next, other) = (save("w1", "own"), save("w1", "next"), save("w2", "other"));
+    let identity = load_identity(&own).unwrap();
+    std::fs::copy(next.join("node.key"), own.join("node.key")).unwrap();
+    let error = identity.renew(&load_identity(&own).unwrap()).unwrap_err();
+    assert!(matches!(error, Error::Tls(_)), "{error:?}");
+    let error = identity.renew(&load_identity(&other).unwrap()).unwrap_err();
+    assert!(matches!(error, Error::Certificate(CertificateError::OtherName { .. })), "{error:?}");
+    assert!(!format!("{identity:?}").contains("PRIVATE"));
+    Endpoint::bind(any_port(), &identity, config()).unwrap();
+    std::fs::copy(next.join("node.crt"), own.join("node.crt")).unwrap();
+    assert!(identity.renew(&load_identity(&own).unwrap()).unwrap());
 }
 
 #[test]

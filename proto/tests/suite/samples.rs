@@ -51,6 +51,11 @@ pub(crate) fn id(n: u8) -> BlockId {
     BlockId([n; 16])
 }
 
+fn prefix_note() -> PrefixNote {
+    let numbered = |number, tokens| Some(NumberedPrefixV1 { number, tokens });
+    PrefixNote::V1(PrefixNoteV1 { after: numbered(300, 7_200), keep: numbered(301, 70_000) })
+}
+
 pub(crate) fn request() -> GenerateRequest {
     GenerateRequest::V1(GenerateRequestV1 {
         request_id: RequestId::new("req-1").unwrap(),
@@ -479,6 +484,7 @@ pub(crate) fn all() -> Vec<Samples> {
     vec![
         samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
         samples("GenerateRequest", Request, [request(), request_v2(), request_v3()]),
+        samples("PrefixNote", Request, [prefix_note()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),

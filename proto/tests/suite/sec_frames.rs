@@ -8,6 +8,7 @@ use kvasir_proto::Error;
 use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::KvFrame;
 use kvasir_proto::ids::{Epoch, Role};
+use kvasir_proto::message::{GenerateRequest, GenerateRequestV3, NumberedPrefixV1, PrefixNote, PrefixNoteV1};
 use kvasir_proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
 /// An endpoint's end of a connection whose other end is in our hands.
@@ -260,4 +261,82 @@ async fn a_first_stream_that_is_no_hello_ends_the_connection() {
         until("counting", || endpoint.stats().failed == tried as u64 + 1).await;
     }
     assert_eq!(endpoint.stats().accepted, 0);
+}
+
+/// The stream kind of a generation whose prompt may begin as an earlier one.
+const GENERATE_AFTER: u8 = 16;
+const UNKNOWN_PREFIX: u32 = 4;
+
+#[tokio::test]
+async fn a_prompt_behind_an_unknown_prefix_is_refused_by_code() {
+    let half = worker().await;
+    let message = |note, request: &GenerateRequest| {
+        let note = codec::encode(&PrefixNote::V1(note), Cap::GenerateRequest).unwrap();
+        let request = codec::encode(request, Cap::GenerateRequest).unwrap();
+        [&[GENERATE_AFTER], &frame(note.len(), &note)[..], &frame(request.len(), &request)].concat()
+    };
+    let numbered = |number, tokens| Some(NumberedPrefixV1 { number, tokens });
+    let keeping = PrefixNoteV1 { after: None, keep: numbered(7, 2) };
+    let _kept = write(&half.ours, &message(keeping, &samples::request_v3())).await;
+    assert!(matches!(soon("it", half.theirs.accept()).await.unwrap(), Incoming::Generate(_)));
+    // Another number, another length of it, and more than there is of the prompt.
+    for after in [numbered(8, 2), numbered(7, 1), numbered(7, u32::MAX)] {
+        let (_send, mut receive) =
+            write(&half.ours, &message(PrefixNoteV1 { after, keep: None }, &samples::request_v3())).await;
+        let refused = soon("the refusal", receive.read(&mut [0])).await.unwrap_err();
+        assert_eq!(refused, quinn::ReadError::Reset(UNKNOWN_PREFIX.into()), "{after:?}");
+    }
+    let known = PrefixNoteV1 { after: numbered(7, 2), keep: numbered(9, u32::MAX) };
+    let _known = write(&half.ours, &message(known, &samples::request_v3())).await;
+    let Incoming::Generate(call) = soon("it", half.theirs.accept()).await.unwrap() else { panic!() };
+    let prompt = samples::request_v3().into_latest().prompt;
+    assert_eq!(*call.request.into_latest().prompt, *[&prompt[..2], &prompt].concat());
+    // Only the version that packs tokens has this.
+    let stream = write(&half.ours, &message(PrefixNoteV1::default(), &samples::request())).await;
+    let (_send, mut receive) = stream;
+    assert!(matches!(soon("the refusal", receive.read(&mut [0])).await, Err(quinn::ReadError::Reset(_))));
+    generation_still_works(&half).await;
+}
+
+#[tokio::test]
+async fn a_worker_without_the_prefix_gets_the_whole_prompt() {
+    let half = coordinator().await;
+    let prompt: Vec<u32> = (0..4_000).collect();
+    let latest = GenerateRequestV3 {
+        prompt: prompt.into(),
+        predicted_cached: 3_000,
+        ..samples::request_v3().into_latest()
+    };
+    let request = GenerateRequest::V3(latest);
+    let answer = codec::encode(&samples::frames()[2], Cap::Stream).unwrap();
+    let whole = codec::encode(&request, Cap::GenerateRequest).unwrap();
+    let next = async || {
+        let (send, mut receive) = soon("a stream", half.ours.accept_bi()).await.unwrap();
+        (send, soon("the request", receive.read_to_end(1 << 20)).await.unwrap())
+    };
+    for turn in 0..3 {
+        let mut stream = half.theirs.open_generate(&request).await.unwrap();
+        let (mut send, sent) = next().await;
+        assert_eq!(sent[0], GENERATE_AFTER);
+        assert_eq!(sent.ends_with(&whole), turn == 0, "the first numbers it, the others go without it");
+        if turn == 2 {
+            send.reset(UNKNOWN_PREFIX.into()).unwrap();
+            let (frames, resent) = tokio::join!(stream.next(), async {
+                let (mut send, resent) = next().await;
+                send.write_all(&frame(answer.len(), &answer)).await.unwrap();
+                send.finish().unwrap();
+                resent
+            });
+            assert_eq!(resent, [&[2], &frame(whole.len(), &whole)[..]].concat());
+            assert_eq!(frames.unwrap().unwrap(), samples::frames()[2]);
+            assert!(stream.next().await.is_none());
+        } else {
+            send.write_all(&frame(answer.len(), &answer)).await.unwrap();
+            send.finish().unwrap();
+            assert_eq!(soon("the answer", stream.next()).await.unwrap().unwrap(), samples::frames()[2]);
+        }
+    }
+    // What the worker does not have is numbered anew.
+    let _stream = half.theirs.open_generate(&request).await.unwrap();
+    assert!(next().await.1.ends_with(&whole));
 }

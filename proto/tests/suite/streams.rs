@@ -544,3 +544,31 @@ async fn coordinators_of_two_versions_go_on_together() {
     assert!(matches!(unknown, Error::Codec(CodecError::UnknownVariant { index: 1, .. })), "{unknown:?}");
     assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
 }
+
+/// Of prompts that begin alike, the beginning travels once.
+#[tokio::test]
+async fn prompts_arrive_whole_whatever_of_them_was_sent() {
+    let nodes = pair().await;
+    let request = |text: u32, length: u32, end: u32, predicted_cached: u32| {
+        let prompt: Vec<u32> = (0..length).map(|at| at * 3 + text).chain([end]).collect();
+        let latest = samples::request_v3().into_latest();
+        GenerateRequest::V3(GenerateRequestV3 { prompt: prompt.into(), predicted_cached, ..latest })
+    };
+    for (text, length, cached) in [
+        (1, 4_000, 0),
+        (1, 4_000, 4_000),
+        (1, 4_000, 4_000),
+        (2, 4_000, 4_000),
+        (1, 6_000, 5_000),
+        (1, 6_000, 5_000),
+    ] {
+        for end in 0..2 {
+            let request = request(text, length, end, cached);
+            let mut stream = nodes.to_worker.open_generate(&request).await.unwrap();
+            let mut call = next_call(&nodes.to_coordinator).await;
+            assert_eq!(call.request, request);
+            call.reply.send(&samples::frames()[2]).await.unwrap();
+            assert_eq!(soon("the answer", stream.next()).await.unwrap().unwrap(), samples::frames()[2]);
+        }
+    }
+}

@@ -195,9 +195,9 @@ fn told(op: Op, outcome: &Outcome) -> Option<Op> {
 fn value(table: &Table, register: Cell) -> u64 {
     match register {
         Cell::Policy => table.policy(),
-        Cell::Tenant(number) => {
-            tenant(number).and_then(|id| table.tenants().get(&id)).map_or(0, |t| t.quota.tokens_per_minute)
-        }
+        Cell::Tenant(number) => tenant(number)
+            .and_then(|id| table.access().tenants().get(&id))
+            .map_or(0, |t| t.quota.tokens_per_minute),
     }
 }
 

@@ -39,8 +39,9 @@ fn lookup(cache: &mut KvCache, ids: &[BlockId], tokens: &[u32]) -> (usize, HitSt
     (hit.end(), hit.stop)
 }
 
+/// A forged or colliding id is never served.
 #[test]
-fn a_forged_or_colliding_id_is_never_served() {
+fn sec_forged_index() {
     let mut cache = cache(&[(FULL, 64)], 16, 64 * 100);
     let ids = [id(1), id(2), id(3)];
     store(&mut cache, &ids, &tokens(&[10, 20, 30]), 1);

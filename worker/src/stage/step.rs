@@ -231,8 +231,9 @@ mod tests {
     /// A change to a step, and what it is called.
     type Spoil = (&'static str, fn(&mut StageStepV2));
 
+    /// A step that the stage cannot do is refused before anything is computed.
     #[test]
-    fn a_step_that_the_stage_cannot_do_is_refused_before_anything_is_computed() {
+    fn sec_handle_oob() {
         let spoils: [Spoil; 13] = [
             ("a sample", |step| step.samples[0].row = 2),
             ("a row back", |step| step.returned[0] = 2),

@@ -199,8 +199,9 @@ fn a_late_request_ends_with_its_deadline_and_alone() {
     assert_eq!(engine.load().kv_used, 0);
 }
 
+/// Bad requests fail alone: the others' logits are those of a run without them.
 #[test]
-fn bad_requests_fail_alone() {
+fn sec_poison_request() {
     let good: Vec<Ask> = (1..8).map(|seed| Ask::greedy(prompt(seed, 20 + seed as usize), 16)).collect();
     let want = one_by_one(&mut open(LLAMA, &options(LLAMA)), &good);
     let fine = good[0].clone();

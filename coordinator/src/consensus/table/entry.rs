@@ -48,8 +48,8 @@ pub struct ChangeV1 {
 pub struct Level(pub u32);
 
 impl Level {
-    /// What this build understands: 2 is replicas of several stages.
-    pub const OWN: Self = Self(2);
+    /// What this build understands: 2 is replicas of several stages, 3 is keys with scopes.
+    pub const OWN: Self = Self(3);
 }
 
 /// A change of the table.
@@ -91,6 +91,10 @@ pub enum Change {
     ModelCondemned(ModelCondemnedV1),
     /// An operator says that the file with this digest may be placed again.
     ModelPardoned([u8; 32]),
+    /// A key opens for a tenant, in a scope of its own; the tenant begins with its first key.
+    KeyIssued(KeyIssuedV1),
+    /// A tenant's limits, and with whom it shares what is cached.
+    TenantTuned(TenantTunedV1),
 }
 
 impl Change {
@@ -103,6 +107,7 @@ impl Change {
             | Self::ReplicaDropped(_)
             | Self::ModelCondemned(_)
             | Self::ModelPardoned(_) => Level(2),
+            Self::KeyIssued(_) | Self::TenantTuned(_) => Level(3),
             _ => Level(1),
         }
     }
@@ -197,8 +202,8 @@ pub struct TenantV1 {
     pub quota: QuotaV1,
 }
 
-/// A tenant's limits; 0 is none.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// The limits of a tenant or a key; 0 is none.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuotaV1 {
     /// Requests in a minute.
     pub requests_per_minute: u32,
@@ -219,6 +224,50 @@ pub struct KeyV1 {
     pub admin: bool,
     /// Seconds since 1970 at which it ends; 0 is never.
     pub expires_unix_s: u64,
+}
+
+/// See [`Change::KeyIssued`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyIssuedV1 {
+    /// The key.
+    pub key: KeyV1,
+    /// What it opens.
+    pub scope: KeyScopeV1,
+    /// The tenant's salt if this is its first key; else it keeps the one it has.
+    pub salt: TenantSalt,
+}
+
+/// What a key opens of what its tenant has.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyScopeV1 {
+    /// The models; none: all. At most [`MAX_KEY_MODELS`](super::MAX_KEY_MODELS).
+    pub models: Vec<ModelId>,
+    /// The key's own limits, beside its tenant's.
+    pub quota: QuotaV1,
+    /// Seconds since 1970 at which it was made.
+    pub created_unix_s: u64,
+}
+
+/// See [`Change::TenantTuned`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantTunedV1 {
+    /// Its name.
+    pub tenant: TenantId,
+    /// Its salt if it is new; else it keeps the one it has.
+    pub salt: TenantSalt,
+    /// Its limits.
+    pub quota: QuotaV1,
+    /// The tenants with the same group share what is cached; none: it shares with nobody.
+    pub cache_group: Option<CacheGroupV1>,
+}
+
+/// Tenants that share what is cached.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheGroupV1 {
+    /// Its name.
+    pub name: TenantId,
+    /// Its salt if it is new; else it keeps the one it has.
+    pub salt: TenantSalt,
 }
 
 /// See [`Change::PolicyAdvanced`].

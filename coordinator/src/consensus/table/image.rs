@@ -2,9 +2,12 @@
 //! nothing of what a version brought is written in the one before it, so that members of a build that knows no more can
 //! read it.
 
+use super::access::Access;
 use super::{
-    KeyV1, ModelCondemnedV1, ModelPlanV1, ReplicaPlanV1, Roster, Sessions, Standing, Table, TenantV1,
+    KeyScopeV1, KeyV1, ModelCondemnedV1, ModelPlanV1, ReplicaPlanV1, Roster, Sessions, Standing, Table,
+    TenantV1,
 };
+use proto::block::TenantSalt;
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::{ModelId, NodeId, TenantId};
 use serde::{Deserialize, Serialize};
@@ -16,6 +19,8 @@ enum Image<'a> {
     V1(ImageV1<'a>),
     /// With replicas of several stages.
     V2(ImageV2<'a>),
+    /// With scopes of keys and groups of tenants.
+    V3(ImageV3<'a>),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -37,49 +42,80 @@ struct ImageV2<'a> {
     condemned: Cow<'a, BTreeMap<[u8; 32], ModelCondemnedV1>>,
 }
 
+#[derive(Serialize, Deserialize)]
+struct ImageV3<'a> {
+    second: ImageV2<'a>,
+    scopes: Cow<'a, BTreeMap<[u8; 32], KeyScopeV1>>,
+    sharing: Cow<'a, BTreeMap<TenantId, TenantId>>,
+    groups: Cow<'a, BTreeMap<TenantId, TenantSalt>>,
+}
+
 impl Table {
     /// As bytes, the same for equal tables.
     pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
+        let access = &*self.access;
         let first = ImageV1 {
             applied: self.applied,
             workers: Cow::Borrowed(&self.workers),
             coordinators: Cow::Borrowed(&self.coordinators),
             models: Cow::Borrowed(&self.models),
-            tenants: Cow::Borrowed(&self.tenants),
-            keys: Cow::Borrowed(&self.keys),
+            tenants: Cow::Borrowed(&access.tenants),
+            keys: Cow::Borrowed(&access.keys),
             policy: self.policy,
             sessions: Cow::Borrowed(&self.sessions),
         };
-        let image = match self.replicas.is_empty() && self.condemned.is_empty() {
-            true => Image::V1(first),
-            false => Image::V2(ImageV2 {
-                first,
-                replicas: Cow::Borrowed(&self.replicas),
-                condemned: Cow::Borrowed(&self.condemned),
-            }),
+        let second = |first| ImageV2 {
+            first,
+            replicas: Cow::Borrowed(&self.replicas),
+            condemned: Cow::Borrowed(&self.condemned),
+        };
+        let image = if !access.scopes.is_empty() || !access.groups.is_empty() {
+            Image::V3(ImageV3 {
+                second: second(first),
+                scopes: Cow::Borrowed(&access.scopes),
+                sharing: Cow::Borrowed(&access.sharing),
+                groups: Cow::Borrowed(&access.groups),
+            })
+        } else if !self.replicas.is_empty() || !self.condemned.is_empty() {
+            Image::V2(second(first))
+        } else {
+            Image::V1(first)
         };
         encode(&image, Cap::Control)
     }
 
     /// From the bytes of [`to_bytes`](Self::to_bytes).
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
-        let (first, replicas, condemned) = match decode(bytes, Cap::Control)? {
-            Image::V1(first) => (first, BTreeMap::new(), BTreeMap::new()),
-            Image::V2(ImageV2 { first, replicas, condemned }) => {
-                (first, replicas.into_owned(), condemned.into_owned())
-            }
+        let second = |first| ImageV2 { first, replicas: Cow::default(), condemned: Cow::default() };
+        let third = |second| ImageV3 {
+            second,
+            scopes: Cow::default(),
+            sharing: Cow::default(),
+            groups: Cow::default(),
+        };
+        let ImageV3 { second: ImageV2 { first, replicas, condemned }, scopes, sharing, groups } =
+            match decode(bytes, Cap::Control)? {
+                Image::V1(first) => third(second(first)),
+                Image::V2(second) => third(second),
+                Image::V3(image) => image,
+            };
+        let access = Access {
+            tenants: first.tenants.into_owned(),
+            keys: first.keys.into_owned(),
+            scopes: scopes.into_owned(),
+            sharing: sharing.into_owned(),
+            groups: groups.into_owned(),
         };
         Ok(Self {
             applied: first.applied,
             workers: first.workers.into_owned(),
             coordinators: first.coordinators.into_owned(),
             models: first.models.into_owned(),
-            tenants: first.tenants.into_owned(),
-            keys: first.keys.into_owned(),
+            access: access.into(),
             policy: first.policy,
             sessions: first.sessions.into_owned(),
-            replicas,
-            condemned,
+            replicas: replicas.into_owned(),
+            condemned: condemned.into_owned(),
         })
     }
 }

@@ -3,7 +3,7 @@ use crate::table::roster::Life;
 use crate::table::tests::register;
 use proptest::prelude::*;
 use proto::block::TenantSalt;
-use proto::ids::Epoch;
+use proto::ids::{Epoch, TenantId};
 use proto::message::Register;
 
 const GOLDEN: &str = include_str!("golden.txt");
@@ -97,6 +97,20 @@ fn key(byte: u8, of: &str) -> KeyV1 {
     KeyV1 { sha256: [byte; 32], tenant: TenantId::new(of).unwrap(), admin: false, expires_unix_s: 0 }
 }
 
+fn issued(byte: u8, of: &str) -> KeyIssuedV1 {
+    let quota = QuotaV1 { requests_per_minute: 0, tokens_per_minute: 1000, concurrency: 2 };
+    let scope = KeyScopeV1 { models: vec![ModelId::new("m").unwrap()], quota, created_unix_s: 1 << 31 };
+    KeyIssuedV1 { key: key(byte, of), scope, salt: TenantSalt([byte; 32]) }
+}
+
+fn tuned(name: &str, group_name: Option<&str>, salt: u8) -> TenantTunedV1 {
+    let TenantV1 { tenant, quota, .. } = tenant(name);
+    let salt = TenantSalt([salt; 32]);
+    let group = |name| CacheGroupV1 { name: TenantId::new(name).unwrap(), salt: salt.clone() };
+    let cache_group = group_name.map(group);
+    TenantTunedV1 { tenant, salt, quota, cache_group }
+}
+
 fn plan(name: &str) -> ModelPlanV1 {
     ModelPlanV1 {
         model: ModelId::new(name).unwrap(),
@@ -143,6 +157,8 @@ fn every_change() -> Vec<Change> {
         Change::ReplicaDropped(300),
         Change::ModelCondemned(condemned(9)),
         Change::ModelPardoned([9; 32]),
+        Change::KeyIssued(issued(6, "d")),
+        Change::TenantTuned(tuned("d", Some("g"), 4)),
     ]
 }
 
@@ -191,6 +207,10 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(placed(&["w0", "w1"], None));
     client.done(Change::ModelCondemned(condemned(9)));
     written.push(("table/2".into(), client.table.to_bytes().unwrap()));
+    client.reach(3);
+    client.done(Change::KeyIssued(issued(6, "d")));
+    client.done(Change::TenantTuned(tuned("d", Some("g"), 4)));
+    written.push(("table/3".into(), client.table.to_bytes().unwrap()));
     let mut missing = String::new();
     for (name, bytes) in &written {
         match golden.get(name.as_str()) {
@@ -330,11 +350,39 @@ fn keys_go_with_their_tenant() {
     client.done(Change::KeySet(key(2, "a")));
     client.done(Change::KeyRevoked([2; 32]));
     client.done(Change::TenantDropped(TenantId::new("a").unwrap()));
-    assert!(client.table.keys().is_empty());
+    assert!(client.table.access().keys().is_empty());
     let mut bad = plan("m");
     bad.canary = Some(CanaryV1 { model: ModelId::new("n").unwrap(), permille: 1001 });
     assert_eq!(client.refused(Change::ModelPlanned(bad)), Refusal::OutOfRange);
     assert_eq!(client.refused(policy(3, 4)), Refusal::PolicyMoved(0));
+}
+
+#[test]
+fn a_tenant_keeps_its_salt_and_a_group_its_own() {
+    let mut client = Client::new();
+    assert_eq!(client.refused(Change::KeyIssued(issued(1, "a"))), Refusal::LevelTooLow(Level(1)));
+    client.reach(3);
+    client.done(Change::KeyIssued(issued(1, "a")));
+    client.done(Change::KeyIssued(issued(2, "a")));
+    let id = |name: &str| TenantId::new(name).unwrap();
+    let salt = |client: &Client, name| client.table.access().salt(&id(name)).map(|salt| salt.0[0]);
+    assert_eq!(salt(&client, "a"), Some(1), "the second key brings none");
+    client.done(Change::TenantTuned(tuned("a", Some("g"), 3)));
+    client.done(Change::TenantTuned(tuned("b", Some("g"), 4)));
+    assert_eq!((salt(&client, "a"), salt(&client, "b")), (Some(3), Some(3)));
+    client.done(Change::TenantTuned(tuned("a", None, 5)));
+    assert_eq!((salt(&client, "a"), salt(&client, "b")), (Some(1), Some(3)));
+    assert_eq!(client.table.access().tenants()[&id("a")].quota, tenant("a").quota);
+
+    let scope = |client: &Client, byte| client.table.access().scope(&[byte; 32]).is_some();
+    client.done(Change::KeyRevoked([1; 32]));
+    assert_eq!((scope(&client, 1), scope(&client, 2)), (false, true));
+    client.done(Change::TenantDropped(id("a")));
+    assert!(!scope(&client, 2) && client.table.access().keys().is_empty());
+    let mut wide = issued(3, "a");
+    wide.scope.models = vec![ModelId::new("m").unwrap(); MAX_KEY_MODELS + 1];
+    assert_eq!(client.refused(Change::KeyIssued(wide)), Refusal::TooLarge);
+    assert_eq!(Table::from_bytes(&client.table.to_bytes().unwrap()).unwrap(), client.table);
 }
 
 fn any_change() -> impl Strategy<Value = Change> {

@@ -2,12 +2,15 @@
 
 use super::{Inputs, Output};
 use crate::backend::{
-    AttentionOp, BlockTable, ConvOp, DeltaNetOp, HeadType, KvShape, KvType, KvWrite, Mamba2Op, Norm, QkvOp,
-    RopeSource, StateExport, StateKind, StateLayerId, StateShape, StepInput, StepSequence, StepState,
+    AttentionOp, BlockTable, BufferId, ConvOp, DeltaNetOp, HeadType, KvCopy, KvLayerId, KvShape, KvType,
+    KvWrite, Mamba2Op, Norm, QkvOp, RopeSource, StateExport, StateKind, StateLayerId, StateShape, StepInput,
+    StepSequence, StepState,
 };
 use crate::error::Error;
 
 const BLOCK: usize = 16;
+/// Of scores.
+const SCALE: f32 = 0.125;
 /// Keys and values are rounded alike on both sides, the softmax is summed in another order.
 const ATTENTION: f64 = 1e-3;
 /// States are carried from row to row in f32.
@@ -70,7 +73,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
     let tables = vec![vec![BlockTable::Paged(&first), BlockTable::Paged(&second)]];
     let steps: &[[(usize, usize); 2]] =
         if causal { &[[(0, 37), (0, 5)], [(37, 1), (5, 1)]] } else { &[[(0, 30), (0, 5)]] };
-    for [(context, rows), (other_context, other_rows)] in steps {
+    for (number, [(context, rows), (other_context, other_rows)]) in steps.iter().enumerate() {
         let all = rows + other_rows;
         let sequences = [
             StepSequence { rows: 0..*rows, context: *context, segment_start: None },
@@ -86,10 +89,112 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         let what = format!("{layer:?}, {rows} and {other_rows} rows");
         inputs.keep("qkv", what.clone(), 1e-5, (q, all, heads * head_dim))?;
         let out = inputs.backend.create_buffer(all, heads * v_head_dim)?;
-        let (scale, sinks) = (0.125, (kv_type == KvType::F16).then_some(sinks));
+        let (scale, sinks) = (SCALE, (kv_type == KvType::F16).then_some(sinks));
         inputs.backend.attention(&AttentionOp { q, out, scale, sinks, layer: id })?;
         inputs.keep("attention", what, ATTENTION, (out, all, heads * v_head_dim))?;
+        if number + 1 < steps.len() {
+            continue;
+        }
+        // The same again from a copy of a block; what was copied is gone.
+        let (from, to) = (units(5), units(3));
+        inputs.backend.copy_kv(&[KvCopy { group: 0, from, to }])?;
+        inputs.backend.write_arena(from, &vec![0x3c; block])?;
+        let copied = [3, 1, 6].map(units);
+        let tables = vec![vec![BlockTable::Paged(&copied), BlockTable::Paged(&second)]];
+        inputs.backend.begin_step(&StepInput { tables: &tables, ..step })?;
+        inputs.backend.attention(&AttentionOp { q, out, scale, sinks, layer: id })?;
+        inputs.keep("copy_kv", format!("{layer:?}"), ATTENTION, (out, all, heads * v_head_dim))?;
     }
+    Ok(())
+}
+
+/// A layer for each element type and width of heads that kernels are compiled for.
+pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
+    let types = [KvType::F32, KvType::F16, KvType::Q8_0];
+    types.into_iter().flat_map(|kv_type| {
+        [64, 128, 256, 512].map(|width| KvLayer {
+            kv_type,
+            heads: 1,
+            kv_heads: 1,
+            head_dim: width,
+            v_head_dim: width,
+            ..PLAIN
+        })
+    })
+}
+
+/// Rows alone and together that see more keys than one partial result takes.
+pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
+    const ROWS: [usize; 5] = [515, 1, 2, 4, 8];
+    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
+    let block_tokens = 64;
+    let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window, causal };
+    let block = inputs.backend.kv_block_bytes(shape)?;
+    let id = inputs.backend.create_kv_layer(0, shape, 0)?;
+    let end: usize = ROWS.iter().sum();
+    let blocks = end.div_ceil(block_tokens);
+    inputs.backend.create_kv_arena(blocks * block, &[block])?;
+    let table: Vec<u32> = (0..blocks).rev().map(|place| (place * block / 64) as u32).collect();
+    let tables = vec![vec![BlockTable::Paged(&table)]];
+    // Of runs that are no whole heads.
+    let weight = Some(inputs.vector(head_dim / 2)?);
+    let norm = Norm { rms: true, weight, bias: None, eps: 1e-6, width: head_dim / 2 };
+    let mut context = 0;
+    for rows in ROWS {
+        let sequences = [StepSequence { rows: 0..rows, context, segment_start: None }];
+        let tokens = vec![0; rows];
+        let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
+        inputs.backend.begin_step(&step)?;
+        let q = inputs.rows(rows, heads * head_dim)?;
+        let (k, v) = (inputs.rows(rows, kv_heads * head_dim)?, inputs.rows(rows, kv_heads * v_head_dim)?);
+        let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
+        inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: None, layer: id })?;
+        // What comes first is only there to be seen: all of it is what the others are about.
+        if context > 0 {
+            let out = inputs.backend.create_buffer(rows, heads * v_head_dim)?;
+            inputs.backend.attention(&AttentionOp { q, out, scale: SCALE, sinks: None, layer: id })?;
+            let what = format!("{layer:?}, {rows} rows after {context}");
+            inputs.keep("attention", what, ATTENTION, (out, rows, heads * v_head_dim))?;
+            if rows == 8 {
+                alone(
+                    inputs,
+                    (q, out),
+                    id,
+                    (&tables, context, rows),
+                    (heads * head_dim, heads * v_head_dim),
+                )?;
+            }
+        }
+        context += rows;
+    }
+    Ok(())
+}
+
+/// The same rows one by one: on any device they have the same bits.
+fn alone(
+    inputs: &mut Inputs<'_>,
+    (q, out): (BufferId, BufferId),
+    layer: KvLayerId,
+    (tables, context, rows): (&[Vec<BlockTable<'_>>], usize, usize),
+    (q_width, out_width): (usize, usize),
+) -> Result<(), Error> {
+    let (one_q, one_out) = (inputs.rows(1, q_width)?, inputs.backend.create_buffer(1, out_width)?);
+    let (mut query, mut together, mut alone) =
+        (vec![0.0; q_width], vec![0.0; out_width], vec![0.0; out_width]);
+    let mut differing = 0;
+    for row in 0..rows {
+        inputs.backend.read_row(q, row, &mut query)?;
+        inputs.backend.read_row(out, row, &mut together)?;
+        inputs.backend.write_rows(one_q, &query)?;
+        let sequences = [StepSequence { rows: 0..1, context: context + row, segment_start: None }];
+        inputs.backend.begin_step(&StepInput { tokens: &[0], sequences: &sequences, tables, states: &[] })?;
+        let (scale, sinks) = (SCALE, None);
+        inputs.backend.attention(&AttentionOp { q: one_q, out: one_out, scale, sinks, layer })?;
+        inputs.backend.read_row(one_out, 0, &mut alone)?;
+        differing += together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    }
+    let what = "values of rows alone that differ from those of rows together".to_owned();
+    inputs.outputs.push(Output { op: "attention", what, tolerance: 0.0, values: vec![differing as f32] });
     Ok(())
 }
 
@@ -159,18 +264,21 @@ impl States {
             let mut conv = vec![0.0; self.shape.conv_len()];
             let mut matrices = vec![0.0; self.shape.recurrent_len()];
             inputs.backend.read_state(self.layer, self.slot(*slot), &mut conv, &mut matrices)?;
-            let parts = [("conv", conv), (op, matrices)];
-            inputs.outputs.extend(parts.map(|(op, values)| {
-                let what = format!("state {slot} after step {number}");
-                Output { op, what, tolerance: if op == "conv" { 1e-6 } else { STATES }, values }
+            // What a step has deferred was written by `accept`.
+            let (of_conv, of_op) = if number < 2 { ("conv", op) } else { ("accept", "accept") };
+            let parts = [(of_conv, conv, 1e-6), (of_op, matrices, STATES)];
+            inputs.outputs.extend(parts.map(|(by, values, tolerance)| {
+                let what = format!("{op}, state {slot} after step {number}");
+                Output { op: by, what, tolerance, values }
             }));
         }
         Ok(())
     }
 }
 
-pub(super) fn delta_net(inputs: &mut Inputs<'_>) -> Result<(), Error> {
-    let (k_heads, heads, k_dim, v_dim, taps) = (2, 4, 64, 32, 4);
+/// Delta net with keys of this width, over which it sums.
+pub(super) fn delta_net(inputs: &mut Inputs<'_>, k_dim: usize) -> Result<(), Error> {
+    let (k_heads, heads, v_dim, taps) = (2, 4, 32, 4);
     let channels = 2 * k_heads * k_dim + heads * v_dim;
     let shape = StateShape { kind: StateKind::DeltaNet, channels, taps, heads, rows: k_dim, cols: v_dim };
     let (weight, dt_bias) = (inputs.vector(channels * taps)?, inputs.vector(heads)?);
@@ -181,7 +289,7 @@ pub(super) fn delta_net(inputs: &mut Inputs<'_>) -> Result<(), Error> {
         let (qkv, beta) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
         let (alpha, out) = (inputs.rows(rows, heads)?, inputs.backend.create_buffer(rows, heads * v_dim)?);
         inputs.backend.conv(&ConvOp { x: qkv, weight, bias: None, layer: states.layer })?;
-        inputs.keep("conv", format!("step {number}"), STATES, (qkv, rows, channels))?;
+        inputs.keep("conv", format!("delta net of {k_dim}, step {number}"), STATES, (qkv, rows, channels))?;
         let tiled = number == 0;
         let op = DeltaNetOp {
             qkv,
@@ -196,14 +304,15 @@ pub(super) fn delta_net(inputs: &mut Inputs<'_>) -> Result<(), Error> {
             layer: states.layer,
         };
         inputs.backend.delta_net(&op)?;
-        inputs.keep("delta_net", format!("step {number}"), STATES, (out, rows, heads * v_dim))?;
+        inputs.keep("delta_net", format!("{k_dim}, step {number}"), STATES, (out, rows, heads * v_dim))?;
         states.end(inputs, "delta_net", number)?;
     }
     Ok(())
 }
 
-pub(super) fn mamba2(inputs: &mut Inputs<'_>) -> Result<(), Error> {
-    let (groups, heads, head_dim, state, taps) = (2, 4, 32, 64, 4);
+/// Mamba-2 with states of this width, over which it sums.
+pub(super) fn mamba2(inputs: &mut Inputs<'_>, state: usize) -> Result<(), Error> {
+    let (groups, heads, head_dim, taps) = (2, 4, 32, 4);
     let channels = heads * head_dim + 2 * groups * state;
     let shape = StateShape { kind: StateKind::Mamba2, channels, taps, heads, rows: head_dim, cols: state };
     let (weight, bias) = (inputs.vector(channels * taps)?, inputs.vector(channels)?);
@@ -217,7 +326,7 @@ pub(super) fn mamba2(inputs: &mut Inputs<'_>) -> Result<(), Error> {
         inputs.backend.conv(&ConvOp { x: xbc, weight, bias: Some(bias), layer: states.layer })?;
         let op = Mamba2Op { xbc, dt, a, d, dt_bias, groups, out, layer: states.layer };
         inputs.backend.mamba2(&op)?;
-        inputs.keep("mamba2", format!("step {number}"), STATES, (out, rows, heads * head_dim))?;
+        inputs.keep("mamba2", format!("{state}, step {number}"), STATES, (out, rows, heads * head_dim))?;
         states.end(inputs, "mamba2", number)?;
     }
     Ok(())

@@ -32,22 +32,43 @@ impl Inputs<'_> {
     }
 }
 
-/// Products of one type: few rows and more, ragged sizes, all that an epilogue does.
+/// Products of one type: few rows and more, ragged sizes, all that an epilogue does; and rows of it as embeddings.
 pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
-    for (rows, outputs, cols) in [(1, 40, 512), (3, 33, 256), (9, 64, 768)] {
-        let matrix = inputs.matrix(ty, outputs, cols, 1)?;
-        let bias = inputs.vector(outputs)?;
-        let x = inputs.rows(rows, cols)?;
-        let plain = inputs.backend.create_buffer(rows, outputs)?;
-        let added = inputs.rows(rows, outputs)?;
-        let job = MatmulJob { matrix, out: plain, bias: None, scale: 1.0, accumulate: false };
-        let other = MatmulJob { matrix, out: added, bias: Some(bias), scale: 0.5, accumulate: true };
-        inputs.backend.matmul(x, &[job, other])?;
-        let what = |how| format!("{ty}, {rows} rows, {outputs} x {cols}, {how}");
-        inputs.keep("matmul", what("plain"), SUMS, (plain, rows, outputs))?;
-        inputs.keep("matmul", what("scaled, biased, added"), SUMS, (added, rows, outputs))?;
+    for shape in [(1, 40, 512), (3, 33, 256), (6, 32, 256), (9, 64, 768)] {
+        product(inputs, ty, shape)?;
+    }
+    inputs.step(&[3, 2], &[7, 0, 39, 12, 7], Some(2))?;
+    let table = inputs.matrix(ty, 40, 256, 1)?;
+    let out = inputs.rows(5, 256)?;
+    for (index, accumulate) in [(EmbedIndex::Token, false), (EmbedIndex::Position, true)] {
+        inputs.backend.embed(&EmbedOp { table, index, scale: 0.75, accumulate, out })?;
+        inputs.keep("embed", format!("{ty} by {index:?}"), ROWS, (out, 5, 256))?;
     }
     Ok(())
+}
+
+/// Products of a quantised type with activations as they are.
+pub(super) fn exact_products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
+    product(inputs, ty, (3, 40, 512))
+}
+
+fn product(
+    inputs: &mut Inputs<'_>,
+    ty: GgmlType,
+    (rows, outputs, cols): (usize, usize, usize),
+) -> Result<(), Error> {
+    let matrix = inputs.matrix(ty, outputs, cols, 1)?;
+    let bias = inputs.vector(outputs)?;
+    let x = inputs.rows(rows, cols)?;
+    let plain = inputs.backend.create_buffer(rows, outputs)?;
+    let added = inputs.rows(rows, outputs)?;
+    let job = MatmulJob { matrix, out: plain, bias: None, scale: 1.0, accumulate: false };
+    let other = MatmulJob { matrix, out: added, bias: Some(bias), scale: 0.5, accumulate: true };
+    inputs.backend.matmul(x, &[job, other])?;
+    let activations = &inputs.backend.info().weight_path;
+    let of = format!("{ty} with {activations}, {rows} rows, {outputs} x {cols}");
+    inputs.keep("matmul", format!("{of}, plain"), SUMS, (plain, rows, outputs))?;
+    inputs.keep("matmul", format!("{of}, scaled, biased, added"), SUMS, (added, rows, outputs))
 }
 
 /// Norms and sums.
@@ -112,19 +133,14 @@ pub(super) fn gates(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     inputs.keep("scale_rows", "4 x 72", ROWS, (x, 4, 72))
 }
 
-/// Rows of tables, by token, position and segment.
+/// Rows of a table by segment.
 pub(super) fn embeddings(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     inputs.step(&[3, 2], &[7, 0, 39, 12, 7], Some(2))?;
-    for ty in [GgmlType::F32, GgmlType::F16, GgmlType::Q4_K, GgmlType::Q6_K, GgmlType::Q8_0, GgmlType::Q4_1] {
-        let table = inputs.matrix(ty, 40, 256, 1)?;
-        let out = inputs.rows(5, 256)?;
-        let indices = [EmbedIndex::Token, EmbedIndex::Position, EmbedIndex::Segment];
-        for (index, accumulate) in indices.into_iter().zip([false, true, true]) {
-            inputs.backend.embed(&EmbedOp { table, index, scale: 0.75, accumulate, out })?;
-            inputs.keep("embed", format!("{ty} by {index:?}"), ROWS, (out, 5, 256))?;
-        }
-    }
-    Ok(())
+    let table = inputs.matrix(GgmlType::F32, 40, 256, 1)?;
+    let out = inputs.rows(5, 256)?;
+    let index = EmbedIndex::Segment;
+    inputs.backend.embed(&EmbedOp { table, index, scale: 0.75, accumulate: true, out })?;
+    inputs.keep("embed", format!("by {index:?}"), ROWS, (out, 5, 256))
 }
 
 /// Experts, with all that a model may ask of them.

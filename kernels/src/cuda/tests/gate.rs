@@ -185,39 +185,33 @@ fn every_kernel_keeps_to_its_budget() {
     let budgets = Budget::table(BUDGETS);
     let mut report = String::new();
     for budget in &budgets {
-        let of = source::ALL.iter().find(|source| source.name == budget.source);
+        let of = source::all().find(|source| source.name == budget.source);
         let known = of.is_some_and(|source| source.kernels.contains(&budget.kernel));
         assert!(known, "there is no kernel {} in {} any more", budget.kernel, budget.source);
     }
-    let compiler = &compiler;
-    std::thread::scope(|scope| {
-        let jobs = source::ALL.iter().flat_map(|source| Arch::CHECKED.map(|arch| (source, arch)));
-        let running: Vec<_> = jobs
-            .map(|(source, arch)| (source, arch, scope.spawn(move || costs(compiler, source, arch))))
-            .collect();
-        for (source, arch, running) in running {
-            let costs = running.join().unwrap();
-            for kernel in source.kernels {
-                let cost = &costs[*kernel];
-                assert!(cost.count(|_| true) > 0, "no machine code of {kernel} found");
-                let mut own = budgets.iter().filter(|budget| budget.is_for(source, kernel, arch));
-                match (own.next(), own.next()) {
-                    (Some(budget), None) => {
-                        for broken in budget.broken_by(cost) {
-                            writeln!(report, "[{}] {kernel} for {arch}: {broken}", source.name).unwrap();
-                        }
+    for (source, arch, costs) in
+        super::each_compiled(|source, arch| (source, arch, costs(&compiler, source, arch)))
+    {
+        for kernel in source.kernels {
+            let cost = &costs[*kernel];
+            assert!(cost.count(|_| true) > 0, "no machine code of {kernel} found");
+            let mut own = budgets.iter().filter(|budget| budget.is_for(source, kernel, arch));
+            match (own.next(), own.next()) {
+                (Some(budget), None) => {
+                    for broken in budget.broken_by(cost) {
+                        writeln!(report, "[{}] {kernel} for {arch}: {broken}", source.name).unwrap();
                     }
-                    (None, _) => {
-                        let row = cost.row(kernel, arch);
-                        writeln!(report, "[{}] no budget; it takes: {row}", source.name).unwrap();
-                    }
-                    (Some(_), Some(_)) => {
-                        writeln!(report, "[{}] {kernel} for {arch}: two budgets", source.name).unwrap()
-                    }
+                }
+                (None, _) => {
+                    let row = cost.row(kernel, arch);
+                    writeln!(report, "[{}] no budget; it takes: {row}", source.name).unwrap();
+                }
+                (Some(_), Some(_)) => {
+                    writeln!(report, "[{}] {kernel} for {arch}: two budgets", source.name).unwrap();
                 }
             }
         }
-    });
+    }
     assert!(report.is_empty(), "\n{report}");
 }
 

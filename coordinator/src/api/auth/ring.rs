@@ -1,0 +1,145 @@
+//! Every key that opens, with what it opens: made anew when keys change, and never changed then.
+
+use super::{Fixed, Grant, Tenant, salt};
+use crate::consensus::table::{Access, KeyScopeV1, QuotaV1};
+use crate::quota::{Meter, Of, Subject};
+use proto::block::ClusterKey;
+use proto::ids::TenantId;
+use std::collections::{HashMap, HashSet};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+use std::time::Instant;
+use subtle::ConstantTimeEq;
+use tokio::sync::watch;
+
+/// SHA-256 of a key. Its place in the map is that of a hash under a key of this process, and those there are compared in
+/// constant time: neither tells how much of a guess was right.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Secret(pub(super) [u8; 32]);
+
+impl PartialEq for Secret {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.ct_eq(&other.0).into()
+    }
+}
+
+impl Eq for Secret {}
+
+impl Hash for Secret {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.hash(state);
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Ring {
+    /// What is agreed on.
+    pub(super) access: Arc<Access>,
+    pub(super) grants: HashMap<Secret, Arc<Grant>>,
+    /// All that is counted.
+    pub(super) meters: HashMap<Subject, Arc<Meter>>,
+    /// Whoever is on this machine, without a key.
+    pub(super) local: Arc<Grant>,
+    /// No key is needed on this machine.
+    pub(super) open: bool,
+}
+
+impl Ring {
+    /// In the place of `before`: what was counted goes on being counted.
+    pub(super) fn new(
+        fixed: &[Fixed],
+        cluster: &ClusterKey,
+        access: Arc<Access>,
+        before: Option<&Self>,
+    ) -> Self {
+        let mut making =
+            Making { cluster, access: &access, before, meters: HashMap::new(), now: Instant::now() };
+        let names = access.tenants().keys().chain(fixed.iter().map(|key| &key.tenant));
+        let names: HashSet<&TenantId> = names.collect();
+        let tenants: HashMap<&TenantId, Arc<Tenant>> =
+            names.into_iter().map(|name| (name, making.tenant(name.as_str(), Some(name)))).collect();
+        let mut grants = HashMap::with_capacity(fixed.len() + access.keys().len());
+        for key in access.keys().values() {
+            let Some(tenant) = tenants.get(&key.tenant) else { continue };
+            let scope = access.scope(&key.sha256).cloned().unwrap_or_default();
+            let grant = making.grant(key.sha256, tenant, key.admin, scope, key.expires_unix_s);
+            grants.insert(Secret(key.sha256), grant);
+        }
+        // The last word is the file's, which only who has the machine can change.
+        for key in fixed {
+            let Some(tenant) = tenants.get(&key.tenant) else { continue };
+            let grant = making.grant(key.sha256, tenant, key.admin, KeyScopeV1::default(), 0);
+            grants.insert(Secret(key.sha256), grant);
+        }
+        let default = TenantId::new(super::DEFAULT_TENANT).ok();
+        let local = Grant {
+            id: String::new(),
+            tenant: making.tenant(super::DEFAULT_TENANT, default.as_ref()),
+            admin: true,
+            scope: KeyScopeV1::default(),
+            expires_unix_s: 0,
+            meter: None,
+            revoked: Arc::new(watch::Sender::new(false)),
+        };
+        let open = fixed.is_empty() && access.tenants().is_empty() && before.is_none_or(|before| before.open);
+        let meters = making.meters;
+        Self { grants, meters, local: Arc::new(local), open, access }
+    }
+
+    /// Of those keys that open nothing any more under `later`.
+    pub(super) fn revoked_by(&self, later: &Self) -> Vec<Arc<watch::Sender<bool>>> {
+        let gone = self.grants.iter().filter(|(secret, _)| !later.grants.contains_key(secret));
+        gone.map(|(_, grant)| Arc::clone(&grant.revoked)).collect()
+    }
+}
+
+struct Making<'a> {
+    cluster: &'a ClusterKey,
+    access: &'a Access,
+    before: Option<&'a Ring>,
+    meters: HashMap<Subject, Arc<Meter>>,
+    now: Instant,
+}
+
+impl Making<'_> {
+    fn tenant(&mut self, name: &str, id: Option<&TenantId>) -> Arc<Tenant> {
+        let agreed = id.and_then(|id| self.access.salt(id).cloned());
+        let quota = id.and_then(|id| self.access.tenants().get(id)).map(|tenant| &tenant.quota);
+        let meter = self.meter(*blake3::hash(name.as_bytes()).as_bytes(), Of::Tenant, quota);
+        let salt = agreed.unwrap_or_else(|| salt(self.cluster, name));
+        Arc::new(Tenant { name: name.into(), salt, meter })
+    }
+
+    fn grant(
+        &mut self,
+        sha256: [u8; 32],
+        tenant: &Arc<Tenant>,
+        admin: bool,
+        scope: KeyScopeV1,
+        expires_unix_s: u64,
+    ) -> Arc<Grant> {
+        let meter = self.meter(sha256, Of::Key, Some(&scope.quota));
+        let before = self.before.and_then(|before| before.grants.get(&Secret(sha256)));
+        let revoked = before.map_or_else(|| Arc::new(watch::Sender::new(false)), |g| Arc::clone(&g.revoked));
+        let (id, tenant) = (super::key_id(&sha256), Arc::clone(tenant));
+        Arc::new(Grant { id, tenant, admin, scope, expires_unix_s, meter, revoked })
+    }
+
+    /// The meter of whoever has limits.
+    fn meter(&mut self, subject: Subject, of: Of, quota: Option<&QuotaV1>) -> Option<Arc<Meter>> {
+        let quota = quota.filter(|quota| **quota != QuotaV1::default())?;
+        if let Some(made) = self.meters.get(&subject) {
+            return Some(Arc::clone(made));
+        }
+        let meter = match self.before.and_then(|before| before.meters.get(&subject)) {
+            Some(known) => {
+                known.limit(quota.clone(), self.now);
+                Arc::clone(known)
+            }
+            None => Arc::new(Meter::new(subject, of, quota.clone(), self.now)),
+        };
+        self.meters.insert(subject, Arc::clone(&meter));
+        Some(meter)
+    }
+}

@@ -1,0 +1,182 @@
+use super::*;
+use crate::consensus::table::{CacheGroupV1, Change, KeyIssuedV1, KeyV1, QuotaV1, TenantTunedV1};
+use crate::quota::Limit;
+
+pub(crate) fn entry(key: &str, tenant: &str, admin: bool) -> KeyEntry {
+    KeyEntry { sha256: hex(&digest(key)), tenant: tenant.into(), admin }
+}
+
+fn digest(key: &str) -> [u8; 32] {
+    Sha256::digest(key.as_bytes()).into()
+}
+
+fn with(authorization: &str) -> HeaderMap {
+    HeaderMap::from_iter([(header::AUTHORIZATION, authorization.parse().unwrap())])
+}
+
+fn fixed(entries: &[KeyEntry]) -> Result<Arc<Keys>, KeysError> {
+    Keys::new(entries, ClusterKey([1; 32]), None)
+}
+
+fn tenant(name: &str) -> TenantId {
+    TenantId::new(name).unwrap()
+}
+
+fn issued(key: &str, of: &str, scope: KeyScopeV1, expires_unix_s: u64) -> Change {
+    let key = KeyV1 { sha256: digest(key), tenant: tenant(of), admin: false, expires_unix_s };
+    Change::KeyIssued(KeyIssuedV1 { key, scope, salt: TenantSalt([7; 32]) })
+}
+
+fn tuned(name: &str, quota: QuotaV1, group: Option<&str>) -> Change {
+    let group = group.map(|name| CacheGroupV1 { name: tenant(name), salt: TenantSalt([8; 32]) });
+    let salt = TenantSalt([9; 32]);
+    Change::TenantTuned(TenantTunedV1 { tenant: tenant(name), salt, quota, cache_group: group })
+}
+
+/// Who comes with a key, if it opens.
+fn whose(keys: &Keys, key: &str) -> Result<String, ApiError> {
+    keys.authenticate(&with(&format!("Bearer {key}"))).map(|caller| caller.tenant().to_string())
+}
+
+#[test]
+fn a_key_tells_its_tenant_and_nothing_else_opens() {
+    let keys = fixed(&[entry("k-one", "a", false), entry("k-two", "b", true)]).unwrap();
+    let told = |text: &str| keys.authenticate(&with(text)).map(|c| (c.tenant().to_string(), c.admin()));
+    assert_eq!(told("Bearer k-one"), Ok(("a".into(), false)));
+    assert_eq!(told("bearer  k-two"), Ok(("b".into(), true)));
+    for wrong in ["Bearer k-three", "Bearer ", "k-one", "Basic k-one", "Bearer k-one k-one", ""] {
+        assert_eq!(told(wrong), Err(ApiError::InvalidApiKey), "{wrong:?}");
+    }
+    assert_eq!(keys.authenticate(&HeaderMap::new()).map(drop), Err(ApiError::InvalidApiKey));
+}
+
+#[test]
+fn without_keys_everybody_is_the_default_tenant() {
+    let keys = fixed(&[]).unwrap();
+    for headers in [HeaderMap::new(), with("Bearer whatever")] {
+        assert_eq!(&**keys.authenticate(&headers).unwrap().tenant(), DEFAULT_TENANT);
+    }
+}
+
+#[test]
+fn what_is_wrong_in_the_table_is_pointed_at() {
+    let good = entry("k", "t", false);
+    for sha256 in ["", "00", &"g".repeat(64), &"0".repeat(63), &"0".repeat(66)] {
+        let bad = KeyEntry { sha256: (*sha256).to_owned(), ..good.clone() };
+        assert_eq!(fixed(&[good.clone(), bad]).unwrap_err(), KeysError::BadDigest { at: 1 });
+    }
+    for tenant in ["", "A", "a b", &"x".repeat(64)] {
+        let bad = KeyEntry { tenant: (*tenant).to_owned(), ..good.clone() };
+        assert_eq!(fixed(&[bad]).unwrap_err(), KeysError::BadTenant { at: 0 });
+    }
+}
+
+#[tokio::test]
+async fn keys_come_and_go_as_is_agreed_on() {
+    let keys = fixed(&[]).unwrap();
+    let one = issued("one", "a", KeyScopeV1::default(), 0);
+    keys.agree(&Access::of([one.clone(), issued("old", "a", KeyScopeV1::default(), 1)]).unwrap());
+    assert_eq!(whose(&keys, "one"), Ok("a".into()));
+    assert_eq!(whose(&keys, "old"), Err(ApiError::InvalidApiKey), "it has expired");
+    let waits = keys.authenticate(&with("Bearer one")).unwrap();
+    // Another change leaves it alone, also for whoever waits.
+    keys.agree(&Access::of([one.clone(), issued("two", "b", KeyScopeV1::default(), 0)]).unwrap());
+    assert_eq!(whose(&keys, "two"), Ok("b".into()));
+    assert!(tokio::time::timeout(std::time::Duration::ZERO, waits.revoked()).await.is_err());
+    keys.agree(&Access::of([one, Change::KeyRevoked(digest("one"))]).unwrap());
+    waits.revoked().await;
+    assert_eq!(whose(&keys, "one"), Err(ApiError::InvalidApiKey));
+    // The last key is gone, and nobody gets in without one.
+    assert!(!keys.is_open());
+    assert_eq!(keys.count(), 0);
+}
+
+#[test]
+fn a_restart_does_not_open_what_was_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = || Keys::new(&[], ClusterKey([1; 32]), Some(dir.path())).unwrap();
+    let keys = start();
+    assert!(keys.is_open());
+    let access = Access::of([issued("one", "a", KeyScopeV1::default(), 0)]).unwrap();
+    keys.agree(&access);
+    // Before it knows what is agreed on, it knows that there are keys.
+    let again = start();
+    assert_eq!(whose(&again, "one"), Err(ApiError::KeysUnknown));
+    again.agree(&access);
+    assert_eq!(whose(&again, "one"), Ok("a".into()));
+    assert_eq!(whose(&again, "two"), Err(ApiError::KeysUnknown));
+    again.settle();
+    assert_eq!(whose(&again, "two"), Err(ApiError::InvalidApiKey));
+}
+
+#[test]
+fn sec_tenant_salts() {
+    let keys = fixed(&[entry("file", "f", false)]).unwrap();
+    let changes = [
+        issued("a", "a", KeyScopeV1::default(), 0),
+        tuned("b", QuotaV1::default(), Some("g")),
+        tuned("c", QuotaV1::default(), Some("g")),
+        tuned("f", QuotaV1::default(), None),
+    ];
+    let derived = keys.salt("f");
+    assert_eq!(derived, salt(&ClusterKey([1; 32]), "f"));
+    assert_ne!(derived, salt(&ClusterKey([2; 32]), "f"));
+    assert_ne!(derived, salt(&ClusterKey([1; 32]), "e"));
+    keys.agree(&Access::of(changes).unwrap());
+    assert_eq!((keys.salt("a"), keys.salt("f")), (TenantSalt([7; 32]), TenantSalt([9; 32])));
+    assert_eq!((keys.salt("b"), keys.salt("c")), (TenantSalt([8; 32]), TenantSalt([8; 32])));
+    // What a request says narrows, whatever it is, and never meets another tenant's.
+    let (a, f) =
+        (keys.authenticate(&with("Bearer a")).unwrap(), keys.authenticate(&with("Bearer file")).unwrap());
+    assert_eq!(a.salt(None), keys.salt("a"));
+    assert_eq!(a.salt(Some("x")), a.salt(Some("x")));
+    let salts = [a.salt(None), a.salt(Some("x")), a.salt(Some("y")), f.salt(Some("x")), f.salt(None)];
+    for (at, salt) in salts.iter().enumerate() {
+        assert!(salts.iter().skip(at + 1).all(|other| other != salt));
+    }
+}
+
+#[test]
+fn a_key_is_for_its_models_and_within_its_limits_and_its_tenants() {
+    let keys = fixed(&[]).unwrap();
+    let model = |name: &str| ModelId::new(name).unwrap();
+    let quota =
+        |requests_per_minute, concurrency| QuotaV1 { requests_per_minute, tokens_per_minute: 0, concurrency };
+    let scope = KeyScopeV1 { models: vec![model("m")], quota: quota(2, 0), created_unix_s: 1 };
+    let first = [issued("k", "a", scope, 0), issued("l", "a", KeyScopeV1::default(), 0)];
+    keys.agree(&Access::of(first.clone()).unwrap());
+    let (k, l) =
+        (keys.authenticate(&with("Bearer k")).unwrap(), keys.authenticate(&with("Bearer l")).unwrap());
+    assert_eq!([k.may_use(&model("m")), k.may_use(&model("n")), l.may_use(&model("n"))], [true, false, true]);
+    let now = Instant::now();
+    k.enter(now).unwrap();
+    // What was spent stays spent when something else changes.
+    keys.agree(&Access::of(first.into_iter().chain([tuned("a", quota(0, 1), None)])).unwrap());
+    let k = keys.authenticate(&with("Bearer k")).unwrap();
+    let running = k.enter(now).unwrap();
+    let limit = |caller: &Caller| match caller.enter(now) {
+        Err(ApiError::RateLimited(exceeded)) => exceeded.limit,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(limit(&k), Limit::Requests);
+    let l = keys.authenticate(&with("Bearer l")).unwrap();
+    assert_eq!(limit(&l), Limit::Concurrency);
+    drop(running);
+    l.enter(now).unwrap();
+}
+
+/// A key that shares a long beginning with one that is there takes no longer to be refused than any other: nothing
+/// depends on where two digests differ.
+#[test]
+fn sec_key_ct() {
+    let known = ring::Secret([0xa5; 32]);
+    for at in 0..32 {
+        let mut other = known;
+        other.0[at] ^= 1;
+        assert!(known != other, "{at}");
+    }
+    assert!(known == ring::Secret([0xa5; 32]));
+    let keys = fixed(&[entry("k", "a", false)]).unwrap();
+    // What is compared is the digest of what was shown: a guess steers none of its bytes.
+    assert_eq!(whose(&keys, &hex(&digest("k"))), Err(ApiError::InvalidApiKey));
+}

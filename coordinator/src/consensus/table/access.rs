@@ -1,0 +1,145 @@
+//! Tenants and their keys: who may ask, for what, and how much.
+
+use super::{
+    CacheGroupV1, Change, KeyIssuedV1, KeyScopeV1, KeyV1, Kind, MAX_KEY_MODELS, MAX_KEYS, MAX_TENANTS,
+    QuotaV1, Refusal, TenantTunedV1, TenantV1, put,
+};
+use proto::block::TenantSalt;
+use proto::ids::{ModelId, TenantId};
+use std::collections::BTreeMap;
+
+/// Bytes of the names of models in the scopes of all keys, so that the table fits into a snapshot's frame.
+const MAX_SCOPE_BYTES: usize = 4 << 20;
+
+/// Tenants and their keys. See the module.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Access {
+    pub(super) tenants: BTreeMap<TenantId, TenantV1>,
+    /// By their SHA-256.
+    pub(super) keys: BTreeMap<[u8; 32], KeyV1>,
+    /// Of those keys that have one.
+    pub(super) scopes: BTreeMap<[u8; 32], KeyScopeV1>,
+    /// The groups of those tenants that are in one.
+    pub(super) sharing: BTreeMap<TenantId, TenantId>,
+    /// The salts of groups. A group without tenants stays, and comes back with what it had cached.
+    pub(super) groups: BTreeMap<TenantId, TenantSalt>,
+}
+
+impl Access {
+    /// The tenants.
+    pub fn tenants(&self) -> &BTreeMap<TenantId, TenantV1> {
+        &self.tenants
+    }
+
+    /// The keys, by their SHA-256.
+    pub fn keys(&self) -> &BTreeMap<[u8; 32], KeyV1> {
+        &self.keys
+    }
+
+    /// What a key opens; none: all that its tenant has.
+    pub fn scope(&self, sha256: &[u8; 32]) -> Option<&KeyScopeV1> {
+        self.scopes.get(sha256)
+    }
+
+    /// The group of tenants in which a tenant shares what is cached.
+    pub fn cache_group(&self, tenant: &TenantId) -> Option<&TenantId> {
+        self.sharing.get(tenant)
+    }
+
+    /// The salt of all that a tenant has cached: its own, or its group's.
+    pub fn salt(&self, tenant: &TenantId) -> Option<&TenantSalt> {
+        let group = self.sharing.get(tenant).and_then(|group| self.groups.get(group));
+        group.or_else(|| self.tenants.get(tenant).map(|tenant| &tenant.salt))
+    }
+
+    /// What these changes make of nothing.
+    #[cfg(test)]
+    pub(crate) fn of(changes: impl IntoIterator<Item = Change>) -> Result<std::sync::Arc<Self>, Refusal> {
+        let mut access = Self::default();
+        changes.into_iter().try_for_each(|change| access.make(change))?;
+        Ok(access.into())
+    }
+
+    /// Makes a change of tenants or keys; any other changes nothing.
+    pub(super) fn make(&mut self, change: Change) -> Result<(), Refusal> {
+        match change {
+            Change::TenantSet(tenant) => {
+                put(&mut self.tenants, tenant.tenant.clone(), tenant, MAX_TENANTS, Kind::Tenant)
+            }
+            Change::TenantDropped(tenant) => {
+                self.tenants.remove(&tenant).ok_or(Refusal::Unknown(Kind::Tenant))?;
+                self.sharing.remove(&tenant);
+                self.keys.retain(|_, key| key.tenant != tenant);
+                let keys = &self.keys;
+                self.scopes.retain(|sha256, _| keys.contains_key(sha256));
+                Ok(())
+            }
+            Change::TenantTuned(tuned) => self.tune(tuned),
+            Change::KeySet(key) => {
+                if !self.tenants.contains_key(&key.tenant) {
+                    return Err(Refusal::Unknown(Kind::Tenant));
+                }
+                let sha256 = key.sha256;
+                put(&mut self.keys, sha256, key, MAX_KEYS, Kind::Key)?;
+                self.scopes.remove(&sha256);
+                Ok(())
+            }
+            Change::KeyIssued(issued) => self.issue(issued),
+            Change::KeyRevoked(sha256) => {
+                self.scopes.remove(&sha256);
+                self.keys.remove(&sha256).map(drop).ok_or(Refusal::Unknown(Kind::Key))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn issue(&mut self, issued: KeyIssuedV1) -> Result<(), Refusal> {
+        let KeyIssuedV1 { key, scope, salt } = issued;
+        if scope.models.len() > MAX_KEY_MODELS {
+            return Err(Refusal::TooLarge);
+        }
+        let named = |scope: &KeyScopeV1| scope.models.iter().map(|model| model.as_str().len()).sum::<usize>();
+        let others = self.scopes.iter().filter(|(sha256, _)| **sha256 != key.sha256);
+        let room = others.map(|(_, scope)| named(scope)).sum::<usize>() + named(&scope) <= MAX_SCOPE_BYTES;
+        if !room || self.keys.len() >= MAX_KEYS && !self.keys.contains_key(&key.sha256) {
+            return Err(Refusal::Full(Kind::Key));
+        }
+        self.admit(&key.tenant, salt)?;
+        self.scopes.insert(key.sha256, scope);
+        self.keys.insert(key.sha256, key);
+        Ok(())
+    }
+
+    fn tune(&mut self, tuned: TenantTunedV1) -> Result<(), Refusal> {
+        let TenantTunedV1 { tenant, salt, quota, cache_group } = tuned;
+        let new = cache_group.as_ref().is_some_and(|group| !self.groups.contains_key(&group.name));
+        if new && self.groups.len() >= MAX_TENANTS {
+            return Err(Refusal::Full(Kind::Tenant));
+        }
+        self.admit(&tenant, salt)?.quota = quota;
+        match cache_group {
+            Some(CacheGroupV1 { name, salt }) => {
+                self.groups.entry(name.clone()).or_insert(salt);
+                self.sharing.insert(tenant, name);
+            }
+            None => drop(self.sharing.remove(&tenant)),
+        }
+        Ok(())
+    }
+
+    /// The tenant of this name, with this salt if it is new.
+    fn admit(&mut self, tenant: &TenantId, salt: TenantSalt) -> Result<&mut TenantV1, Refusal> {
+        if self.tenants.len() >= MAX_TENANTS && !self.tenants.contains_key(tenant) {
+            return Err(Refusal::Full(Kind::Tenant));
+        }
+        let new = || TenantV1 { tenant: tenant.clone(), salt, quota: QuotaV1::default() };
+        Ok(self.tenants.entry(tenant.clone()).or_insert_with(new))
+    }
+}
+
+impl KeyScopeV1 {
+    /// Whether a model is one of those that the key is for.
+    pub fn opens(&self, model: &ModelId) -> bool {
+        self.models.is_empty() || self.models.contains(model)
+    }
+}

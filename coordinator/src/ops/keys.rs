@@ -1,0 +1,230 @@
+//! `/admin/v1/keys` and `/admin/v1/tenants`: who may ask, for what, and how much.
+//!
+//! | request | does | answers |
+//! |---|---|---|
+//! | `GET keys` | lists | `{"keys":[K]}` |
+//! | `POST keys` JSON `{"tenant", "models"?, "rpm"?, "tpm"?, "concurrency"?, "expires_s"?, "admin"?}` | makes a key that ends after so many seconds | 201 K, with `"key"`: it is never told again |
+//! | `DELETE keys/{id}` | revokes it | 204 |
+//! | `GET tenants` | lists | `{"tenants":[T]}` |
+//! | `PUT tenants/{tenant}` JSON `{"rpm"?, "tpm"?, "concurrency"?, "cache_group"?}` | these are its limits from now on, and its group | 204 |
+//!
+//! K is `{"id","tenant","admin","models","rpm","tpm","concurrency","created_unix_s","expires_unix_s","from"}`: `from` is
+//! `cluster`, or `file` for a key of the coordinator's configuration, which is only listed by it. `id` is the first
+//! digits of the key's SHA-256. T is `{"tenant","rpm","tpm","concurrency","cache_group"}`. A limit that is left out is
+//! none, and is told as null; so is a time that is not there. Any coordinator may be asked.
+
+use super::{Ops, Subject, count};
+use crate::agreement::Agreement;
+use crate::api::auth::{hex, key_id};
+use crate::api::error::ApiError;
+use crate::api::limits;
+use crate::consensus::table::{
+    Access, CacheGroupV1, Change, KeyIssuedV1, KeyScopeV1, KeyV1, QuotaV1, TenantTunedV1,
+};
+use crate::random::random_bytes;
+use axum::extract::{Path, Request, State};
+use axum::http::StatusCode;
+use axum::routing::{delete, get, put};
+use axum::{Extension, Json, Router};
+use proto::block::TenantSalt;
+use proto::ids::{ModelId, TenantId};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// What every key begins with, so that one that has leaked is found.
+const PREFIX: &str = "kvasir-";
+/// A hundred years.
+const MAX_EXPIRES_S: u64 = 100 * 365 * 86_400;
+
+/// The routes.
+pub(super) fn router() -> Router<Arc<Ops>> {
+    Router::new()
+        .route("/admin/v1/keys", get(list).post(create))
+        .route("/admin/v1/keys/{id}", delete(revoke))
+        .route("/admin/v1/tenants", get(tenants))
+        .route("/admin/v1/tenants/{tenant}", put(tune))
+}
+
+/// Limits as they are asked for.
+#[derive(Debug, Default, Deserialize)]
+struct Limits {
+    rpm: Option<u32>,
+    tpm: Option<u64>,
+    concurrency: Option<u32>,
+}
+
+impl From<Limits> for QuotaV1 {
+    fn from(limits: Limits) -> Self {
+        Self {
+            requests_per_minute: limits.rpm.unwrap_or(0),
+            tokens_per_minute: limits.tpm.unwrap_or(0),
+            concurrency: limits.concurrency.unwrap_or(0),
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct Wanted {
+    tenant: TenantId,
+    #[serde(default)]
+    models: Vec<ModelId>,
+    #[serde(default)]
+    admin: bool,
+    expires_s: Option<u64>,
+    #[serde(flatten)]
+    limits: Limits,
+}
+
+#[derive(Debug, Deserialize)]
+struct Tuned {
+    cache_group: Option<TenantId>,
+    #[serde(flatten)]
+    limits: Limits,
+}
+
+async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
+    let access = access(&ops);
+    let agreed = access.keys().values().map(|key| {
+        let scope = access.scope(&key.sha256).cloned().unwrap_or_default();
+        shown(key, &scope, "cluster")
+    });
+    let configured = ops.keys.configured().map(|(sha256, tenant, admin)| {
+        let key = KeyV1 { sha256: *sha256, tenant: tenant.clone(), admin, expires_unix_s: 0 };
+        shown(&key, &KeyScopeV1::default(), "file")
+    });
+    Json(json!({"keys": agreed.chain(configured).collect::<Vec<_>>()}))
+}
+
+async fn create(
+    State(ops): State<Arc<Ops>>,
+    Extension(subject): Extension<Subject>,
+    request: Request,
+) -> Result<(StatusCode, Json<Value>), ApiError> {
+    let Wanted { tenant, models, admin, expires_s, limits } = body(request).await?;
+    if expires_s.is_some_and(|s| s == 0 || s > MAX_EXPIRES_S) {
+        return Err(ApiError::field("expires_s", format!("must be 1 to {MAX_EXPIRES_S}")));
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let secret = format!("{PREFIX}{}", hex(&random()?));
+    let key = KeyV1 {
+        sha256: Sha256::digest(secret.as_bytes()).into(),
+        tenant,
+        admin,
+        expires_unix_s: expires_s.map_or(0, |s| now + s),
+    };
+    subject.set(format!("key {} of {}", key_id(&key.sha256), key.tenant));
+    let scope = KeyScopeV1 { models, quota: limits.into(), created_unix_s: now };
+    let mut answer = shown(&key, &scope, "cluster");
+    if let Some(answer) = answer.as_object_mut() {
+        answer.insert("key".into(), secret.into());
+    }
+    let issued = KeyIssuedV1 { key, scope, salt: TenantSalt(random()?) };
+    change(&ops, "create_key", Change::KeyIssued(issued)).await?;
+    Ok((StatusCode::CREATED, Json(answer)))
+}
+
+async fn revoke(
+    State(ops): State<Arc<Ops>>,
+    Extension(subject): Extension<Subject>,
+    Path(id): Path<String>,
+) -> Result<StatusCode, ApiError> {
+    let hexadecimal = id.len() >= 8 && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+    if !hexadecimal {
+        return Err(ApiError::field("id", "at least 8 digits of a key's id, as they are listed"));
+    }
+    let named = |sha256: &[u8; 32]| hex(sha256).starts_with(&id);
+    let access = access(&ops);
+    let mut found = access.keys().keys().filter(|sha256| named(sha256));
+    match (found.next(), found.next()) {
+        (Some(sha256), None) => {
+            subject.set(format!("key {}", key_id(sha256)));
+            change(&ops, "revoke_key", Change::KeyRevoked(*sha256)).await
+        }
+        (Some(_), Some(_)) => Err(ApiError::field("id", "several keys begin so")),
+        (None, _) if ops.keys.configured().any(|(sha256, ..)| named(sha256)) => Err(ApiError::Refused {
+            why: "the key stands in the coordinator's configuration: take it out there and restart it".into(),
+        }),
+        (None, _) => Err(ApiError::Unknown { what: format!("key {id}") }),
+    }
+}
+
+async fn tenants(State(ops): State<Arc<Ops>>) -> Json<Value> {
+    let access = access(&ops);
+    let shown = access.tenants().values().map(|tenant| {
+        let mut shown = limits(&tenant.quota);
+        shown["tenant"] = tenant.tenant.as_str().into();
+        shown["cache_group"] = access.cache_group(&tenant.tenant).map(TenantId::as_str).into();
+        shown
+    });
+    Json(json!({"tenants": shown.collect::<Vec<_>>()}))
+}
+
+async fn tune(
+    State(ops): State<Arc<Ops>>,
+    Path(tenant): Path<String>,
+    request: Request,
+) -> Result<StatusCode, ApiError> {
+    let tenant = TenantId::new(tenant).map_err(|error| ApiError::field("tenant", error.rule))?;
+    let Tuned { cache_group, limits } = body(request).await?;
+    let group = |name| Ok::<_, ApiError>(CacheGroupV1 { name, salt: TenantSalt(random()?) });
+    let tuned = TenantTunedV1 {
+        tenant,
+        salt: TenantSalt(random()?),
+        quota: limits.into(),
+        cache_group: cache_group.map(group).transpose()?,
+    };
+    change(&ops, "tune_tenant", Change::TenantTuned(tuned)).await
+}
+
+fn shown(key: &KeyV1, scope: &KeyScopeV1, from: &str) -> Value {
+    let time = |seconds: u64| (seconds > 0).then_some(seconds);
+    let mut shown = limits(&scope.quota);
+    shown["id"] = key_id(&key.sha256).into();
+    shown["tenant"] = key.tenant.as_str().into();
+    shown["admin"] = key.admin.into();
+    shown["models"] = scope.models.iter().map(ModelId::as_str).collect();
+    shown["created_unix_s"] = time(scope.created_unix_s).into();
+    shown["expires_unix_s"] = time(key.expires_unix_s).into();
+    shown["from"] = from.into();
+    shown
+}
+
+fn limits(quota: &QuotaV1) -> Value {
+    let some = |n: u64| (n > 0).then_some(n);
+    json!({
+        "rpm": some(quota.requests_per_minute.into()),
+        "tpm": some(quota.tokens_per_minute),
+        "concurrency": some(quota.concurrency.into()),
+    })
+}
+
+/// What is agreed on, as far as it is known here.
+fn access(ops: &Ops) -> Arc<Access> {
+    let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
+    table.map(|table| Arc::clone(table.access())).unwrap_or_default()
+}
+
+async fn change(ops: &Ops, what: &'static str, change: Change) -> Result<StatusCode, ApiError> {
+    let agreement: &Agreement = ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
+        why: "this coordinator has no data directory: its keys stand in its configuration".into(),
+    })?;
+    let made = agreement.change_access(change).await.map_err(ApiError::from);
+    count(ops, what, &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
+    let body = limits::read(request.into_body()).await?;
+    serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))
+}
+
+fn random() -> Result<[u8; 32], ApiError> {
+    random_bytes().map_err(|error| {
+        tracing::error!(%error, "the system has no random bytes");
+        ApiError::Internal
+    })
+}

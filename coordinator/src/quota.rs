@@ -1,0 +1,455 @@
+//! How much a tenant or a key may ask for: requests and tokens in a minute, requests at a time.
+//!
+//! Every coordinator keeps a [`Meter`] for each that has limits, and they tell each other twice a second what was
+//! spent at each since its start ([`Spent`]). So the limits are the cluster's, whichever coordinator is asked, and what
+//! is let in too much is what comes within half a second at several of them at once. One that is cut off from the
+//! others limits what comes to it alone.
+//!
+//! Minutes are no windows: what may be asked for comes back evenly, up to what a minute allows. Prompts are paid for
+//! before they are served; what is generated is paid for as it comes, so that a meter may be in debt, by two minutes at
+//! most.
+//!
+//! No clock inside: whoever asks says when.
+
+use crate::consensus::table::QuotaV1;
+use parking_lot::Mutex;
+use proto::ids::NodeId;
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const MINUTE: f64 = 60.0;
+/// What is told of a meter that is not used any more is told again for so long, in case it was lost.
+const TOLD_FOR: Duration = Duration::from_secs(120);
+/// What runs at a coordinator that was not heard of for this long does not count.
+const SILENT_AFTER: Duration = Duration::from_secs(3);
+/// When a request is to come again that there were too many others beside.
+const RETRY_BESIDE: Duration = Duration::from_secs(1);
+
+/// Which limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Limit {
+    /// Requests in a minute.
+    Requests,
+    /// Tokens in a minute.
+    Tokens,
+    /// Requests at a time.
+    Concurrency,
+}
+
+impl Limit {
+    /// Every limit.
+    pub const ALL: [Self; 3] = [Self::Requests, Self::Tokens, Self::Concurrency];
+
+    /// As a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::Tokens => "tokens",
+            Self::Concurrency => "concurrency",
+        }
+    }
+}
+
+impl std::fmt::Display for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Requests => "requests per minute",
+            Self::Tokens => "tokens per minute",
+            Self::Concurrency => "requests at a time",
+        })
+    }
+}
+
+/// Whose limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Of {
+    /// The key's own.
+    Key,
+    /// Its tenant's.
+    Tenant,
+}
+
+/// A limit that is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exceeded {
+    /// Which.
+    pub limit: Limit,
+    /// Whose.
+    pub of: Of,
+    /// What it allows.
+    pub allowed: u64,
+    /// When there will be room, if nobody else takes it.
+    pub retry_after: Duration,
+}
+
+/// What is counted by the same name at all coordinators: the SHA-256 of a key, or a digest of a tenant's name.
+pub type Subject = [u8; 32];
+
+/// Counts what one of those spends who have limits.
+#[derive(Debug)]
+pub struct Meter {
+    subject: Subject,
+    of: Of,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    quota: QuotaV1,
+    requests: Bucket,
+    tokens: Bucket,
+    /// Requests here just now.
+    inflight: u32,
+    /// What was spent here since the meter was made.
+    spent: Amount,
+    used: Instant,
+    /// What each other coordinator has told last.
+    others: HashMap<NodeId, Elsewhere>,
+}
+
+#[derive(Debug)]
+struct Elsewhere {
+    life: u64,
+    spent: Amount,
+    inflight: u32,
+    at: Instant,
+}
+
+/// What may be spent at once; comes back at `capacity` in a minute.
+#[derive(Debug)]
+struct Bucket {
+    level: f64,
+    at: Instant,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Amount {
+    requests: u64,
+    tokens: u64,
+}
+
+impl Bucket {
+    fn fill(&mut self, now: Instant, capacity: f64) {
+        let since = now.saturating_duration_since(self.at).as_secs_f64();
+        self.level = (self.level + since * capacity / MINUTE).min(capacity);
+        self.at = now;
+    }
+
+    fn take(&mut self, amount: f64, capacity: f64) {
+        self.level = (self.level - amount).max(-2.0 * capacity);
+    }
+
+    /// How long until there is so much.
+    fn until(&self, wanted: f64, capacity: f64) -> Duration {
+        Duration::from_secs_f64((wanted - self.level).max(0.0) / capacity * MINUTE)
+    }
+}
+
+impl State {
+    fn fill(&mut self, now: Instant) {
+        self.requests.fill(now, self.quota.requests_per_minute.into());
+        self.tokens.fill(now, self.quota.tokens_per_minute as f64);
+        self.used = now;
+    }
+
+    fn spend(&mut self, requests: u64, tokens: u64) {
+        self.requests.take(requests as f64, self.quota.requests_per_minute.into());
+        self.tokens.take(tokens as f64, self.quota.tokens_per_minute as f64);
+    }
+}
+
+impl Meter {
+    /// A meter at which nothing was spent yet.
+    pub fn new(subject: Subject, of: Of, quota: QuotaV1, now: Instant) -> Self {
+        let full = |capacity| Bucket { level: capacity, at: now };
+        let (requests, tokens) =
+            (full(quota.requests_per_minute.into()), full(quota.tokens_per_minute as f64));
+        let state = State {
+            quota,
+            requests,
+            tokens,
+            inflight: 0,
+            spent: Amount::default(),
+            used: now,
+            others: HashMap::new(),
+        };
+        Self { subject, of, state: Mutex::new(state) }
+    }
+
+    /// What it counts.
+    pub fn subject(&self) -> Subject {
+        self.subject
+    }
+
+    /// Other limits from now on. What was spent stays spent.
+    pub fn limit(&self, quota: QuotaV1, now: Instant) {
+        let mut state = self.state.lock();
+        state.fill(now);
+        // Who had no limit has spent nothing of it.
+        if state.quota.requests_per_minute == 0 {
+            state.requests.level = quota.requests_per_minute.into();
+        }
+        if state.quota.tokens_per_minute == 0 {
+            state.tokens.level = quota.tokens_per_minute as f64;
+        }
+        state.quota = quota;
+    }
+
+    fn begin(&self, now: Instant) -> Result<(), Exceeded> {
+        let mut state = self.state.lock();
+        state.fill(now);
+        let QuotaV1 { requests_per_minute, concurrency, .. } = state.quota;
+        let exceeded =
+            |limit, allowed, retry_after| Err(Exceeded { limit, of: self.of, allowed, retry_after });
+        if requests_per_minute > 0 && state.requests.level < 1.0 {
+            let wait = state.requests.until(1.0, requests_per_minute.into());
+            return exceeded(Limit::Requests, requests_per_minute.into(), wait);
+        }
+        let here = |other: &&Elsewhere| now.saturating_duration_since(other.at) < SILENT_AFTER;
+        let others = state.others.values().filter(here);
+        let others = others.fold(0u32, |sum, other| sum.saturating_add(other.inflight));
+        if concurrency > 0 && state.inflight.saturating_add(others) >= concurrency {
+            return exceeded(Limit::Concurrency, concurrency.into(), RETRY_BESIDE);
+        }
+        state.inflight += 1;
+        state.spent.requests += 1;
+        state.spend(1, 0);
+        Ok(())
+    }
+
+    /// Of a request that has begun and is not served: another's limit is reached.
+    fn undo(&self) {
+        let mut state = self.state.lock();
+        state.inflight = state.inflight.saturating_sub(1);
+        state.spent.requests = state.spent.requests.saturating_sub(1);
+        state.requests.level += 1.0;
+    }
+
+    fn check_tokens(&self, tokens: u64, now: Instant) -> Result<(), Exceeded> {
+        let mut state = self.state.lock();
+        state.fill(now);
+        let allowed = state.quota.tokens_per_minute;
+        // What is more than a minute's can never be there at once; it waits for all that can.
+        let wanted = tokens.min(allowed) as f64;
+        if allowed > 0 && state.tokens.level < wanted {
+            let retry_after = state.tokens.until(wanted, allowed as f64);
+            return Err(Exceeded { limit: Limit::Tokens, of: self.of, allowed, retry_after });
+        }
+        Ok(())
+    }
+
+    fn spend_tokens(&self, tokens: u64) {
+        let mut state = self.state.lock();
+        state.spent.tokens = state.spent.tokens.saturating_add(tokens);
+        state.spend(0, tokens);
+    }
+
+    fn end(&self) {
+        let mut state = self.state.lock();
+        state.inflight = state.inflight.saturating_sub(1);
+    }
+
+    /// What was spent here, for the others; none if they know for long.
+    pub fn tell(&self, now: Instant) -> Option<SpentV1> {
+        let state = self.state.lock();
+        let fresh = state.inflight > 0 || now.saturating_duration_since(state.used) < TOLD_FOR;
+        fresh.then(|| SpentV1 {
+            subject: self.subject,
+            requests: state.spent.requests,
+            tokens: state.spent.tokens,
+            inflight: state.inflight,
+        })
+    }
+
+    /// What was spent at another coordinator in the life that it has drawn `life` for.
+    pub fn hear(&self, peer: &NodeId, life: u64, spent: &SpentV1, now: Instant) {
+        let mut state = self.state.lock();
+        state.fill(now);
+        let told = Amount { requests: spent.requests, tokens: spent.tokens };
+        let before = match state.others.get(peer) {
+            Some(known) if known.life == life => known.spent,
+            // What it had spent before we knew of each other was spent at some time; that is forgiven.
+            _ => told,
+        };
+        state.spend(told.requests.saturating_sub(before.requests), told.tokens.saturating_sub(before.tokens));
+        state.others.insert(peer.clone(), Elsewhere { life, spent: told, inflight: spent.inflight, at: now });
+    }
+}
+
+/// What one coordinator has spent of one subject since its start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpentV1 {
+    /// Whose.
+    pub subject: Subject,
+    /// Requests.
+    pub requests: u64,
+    /// Tokens.
+    pub tokens: u64,
+    /// Requests under way just now.
+    pub inflight: u32,
+}
+
+/// What one coordinator tells another of what was spent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spending {
+    /// Drawn at its start: counts begin anew with it.
+    pub life: u64,
+    /// At most [`MAX_TOLD`] of those that have spent lately.
+    pub spent: Vec<SpentV1>,
+}
+
+/// Subjects in one telling.
+pub const MAX_TOLD: usize = 1024;
+
+/// A request that was let in. While it is there, it counts as one that runs.
+#[derive(Debug, Default)]
+pub struct Permit([Option<Arc<Meter>>; 2]);
+
+impl Permit {
+    /// Lets a request in that all these meters have room for.
+    pub fn new(meters: [Option<&Arc<Meter>>; 2], now: Instant) -> Result<Self, Exceeded> {
+        let mut permit = Self::default();
+        for (held, meter) in permit.0.iter_mut().zip(meters) {
+            let Some(meter) = meter else { continue };
+            if let Err(exceeded) = meter.begin(now) {
+                for begun in std::mem::take(&mut permit.0).into_iter().flatten() {
+                    begun.undo();
+                }
+                return Err(exceeded);
+            }
+            *held = Some(Arc::clone(meter));
+        }
+        Ok(permit)
+    }
+
+    /// Pays for a prompt of so many tokens, if there is room for it.
+    pub fn prompt(&self, tokens: u64, now: Instant) -> Result<(), Exceeded> {
+        self.0.iter().flatten().try_for_each(|meter| meter.check_tokens(tokens, now))?;
+        self.generated(tokens);
+        Ok(())
+    }
+
+    /// Pays for tokens that are there.
+    pub fn generated(&self, tokens: u64) {
+        self.0.iter().flatten().for_each(|meter| meter.spend_tokens(tokens));
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.iter().flatten().for_each(|meter| meter.end());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn quota(requests_per_minute: u32, tokens_per_minute: u64, concurrency: u32) -> QuotaV1 {
+        QuotaV1 { requests_per_minute, tokens_per_minute, concurrency }
+    }
+
+    fn meter(quota: QuotaV1, now: Instant) -> Arc<Meter> {
+        Arc::new(Meter::new([1; 32], Of::Key, quota, now))
+    }
+
+    fn enter(meter: &Arc<Meter>, now: Instant) -> Result<Permit, (Limit, Duration)> {
+        Permit::new([Some(meter), None], now).map_err(|exceeded| (exceeded.limit, exceeded.retry_after))
+    }
+
+    fn seconds(s: u64) -> Duration {
+        Duration::from_secs(s)
+    }
+
+    #[test]
+    fn requests_come_back_evenly() {
+        let now = Instant::now();
+        let meter = meter(quota(3, 0, 0), now);
+        for _ in 0..3 {
+            enter(&meter, now).unwrap();
+        }
+        assert_eq!(enter(&meter, now).unwrap_err(), (Limit::Requests, seconds(20)));
+        assert_eq!(enter(&meter, now + seconds(15)).unwrap_err(), (Limit::Requests, seconds(5)));
+        enter(&meter, now + seconds(20)).unwrap();
+        assert!(enter(&meter, now + seconds(20)).is_err());
+        // After a long time there is a minute's worth, not more.
+        let later = now + seconds(3_600);
+        assert_eq!((0..9).filter(|_| enter(&meter, later).is_ok()).count(), 3);
+    }
+
+    #[test]
+    fn as_many_run_at_a_time_as_are_allowed() {
+        let now = Instant::now();
+        let meter = meter(quota(0, 0, 2), now);
+        let first = enter(&meter, now).unwrap();
+        let _second = enter(&meter, now).unwrap();
+        assert_eq!(enter(&meter, now).unwrap_err(), (Limit::Concurrency, seconds(1)));
+        drop(first);
+        enter(&meter, now).unwrap();
+    }
+
+    #[test]
+    fn prompts_are_paid_before_and_what_is_generated_after() {
+        let now = Instant::now();
+        let meter = meter(quota(0, 600, 0), now);
+        let permit = enter(&meter, now).unwrap();
+        permit.prompt(500, now).unwrap();
+        permit.generated(200);
+        let refused = permit.prompt(10, now).unwrap_err();
+        assert_eq!((refused.limit, refused.allowed, refused.retry_after), (Limit::Tokens, 600, seconds(11)));
+        permit.prompt(10, now + seconds(11)).unwrap();
+        // A prompt that is longer than a minute's tokens waits for all of them.
+        let late = now + seconds(600);
+        permit.prompt(5_000, late).unwrap();
+        assert_eq!(permit.prompt(1, late).unwrap_err().retry_after, Duration::from_secs_f64(120.1));
+    }
+
+    #[test]
+    fn whom_the_second_meter_refuses_the_first_does_not_count() {
+        let now = Instant::now();
+        let (key, tenant) = (meter(quota(1, 0, 1), now), meter(quota(0, 0, 1), now));
+        let running = enter(&tenant, now).unwrap();
+        assert!(Permit::new([Some(&key), Some(&tenant)], now).is_err());
+        drop(running);
+        Permit::new([Some(&key), Some(&tenant)], now).unwrap();
+    }
+
+    #[test]
+    fn what_is_spent_elsewhere_counts_once() {
+        let now = Instant::now();
+        let (here, there) = (meter(quota(10, 0, 4), now), meter(quota(10, 0, 4), now));
+        let peer = NodeId::new("c1").unwrap();
+        here.hear(&peer, 7, &there.tell(now).unwrap(), now);
+        let running: Vec<_> = (0..3).map(|_| enter(&there, now).unwrap()).collect();
+        for _ in 0..5 {
+            here.hear(&peer, 7, &there.tell(now).unwrap(), now);
+        }
+        let own = enter(&here, now).unwrap();
+        assert_eq!(enter(&here, now).unwrap_err().0, Limit::Concurrency);
+        drop((running, own));
+        here.hear(&peer, 7, &there.tell(now).unwrap(), now);
+        let left = (0..10).filter(|_| enter(&here, now).is_ok()).count();
+        assert_eq!(left, 10 - 3 - 1);
+        // It has restarted: its counts begin anew.
+        here.hear(&peer, 8, &SpentV1 { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, now);
+        assert_eq!(enter(&here, now + seconds(2)).unwrap_err().0, Limit::Requests);
+        let soon = now + seconds(60);
+        here.hear(&peer, 8, &SpentV1 { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, soon);
+        assert_eq!(enter(&here, soon).unwrap_err().0, Limit::Concurrency);
+        enter(&here, soon + SILENT_AFTER).unwrap();
+        let spent = there.tell(now + TOLD_FOR);
+        assert_eq!(spent, None, "what nobody uses is not told for ever");
+    }
+
+    #[test]
+    fn limits_change_under_way() {
+        let now = Instant::now();
+        let meter = meter(quota(0, 0, 1), now);
+        let _running = enter(&meter, now).unwrap();
+        meter.limit(quota(1, 0, 0), now);
+        enter(&meter, now).unwrap();
+        assert_eq!(enter(&meter, now).unwrap_err().0, Limit::Requests);
+    }
+}

@@ -1,0 +1,241 @@
+//! How fast a device is: copies, products, attention, a whole step of a model that is not there.
+//!
+//! What is measured is what a worker runs: the same kernels by the same launches, on random weights and caches of real
+//! shapes. A measurement goes through far more memory than the caches hold, since a model does too, and launches are
+//! recorded as a graph where the device records, so that the host's time is not in them. Everything runs on the
+//! interpreter as well, in tests with tiny shapes; only the seconds mean nothing there.
+
+use super::device::GraphId;
+use super::source::Source;
+use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
+use crate::error::Error;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+mod attention;
+mod decode;
+mod product;
+#[cfg(test)]
+mod tests;
+
+pub use attention::{AttentionCase, AttentionSpeed};
+pub use decode::{DecodeModel, DecodeShape, DecodeSpeed};
+pub use product::{ProductCase, ProductSpeed};
+
+/// Compiles a source for the device that is measured.
+pub type CompileShared = Arc<dyn Fn(&Source) -> Result<Compiled, CudaError> + Send + Sync>;
+
+/// Random bytes that are made on the host; the device repeats them.
+const RANDOM_BYTES: usize = 4 << 20;
+
+/// A device with several users, one call at a time.
+#[derive(Clone)]
+struct SharedDevice(Arc<Mutex<Box<dyn Device>>>);
+
+/// Measures one device.
+pub struct Speed {
+    device: SharedDevice,
+    compile: CompileShared,
+    /// Bytes that a measurement goes through before it comes back to the first.
+    spread: usize,
+    /// Timed runs of each measurement, of which the median counts.
+    runs: usize,
+}
+
+/// Device memory of one measurement, given back after it.
+struct Held {
+    device: SharedDevice,
+    all: Vec<DevicePtr>,
+}
+
+/// What is to be timed: launches and nothing else.
+type Work<'a> = &'a mut dyn FnMut(&mut dyn Device) -> Result<(), Error>;
+
+impl Speed {
+    /// Measures `device`, whose caches hold far less than `spread` bytes, with the median of `runs` runs.
+    pub fn new(device: Box<dyn Device>, compile: CompileShared, spread: usize, runs: usize) -> Self {
+        Self { device: SharedDevice(Arc::new(Mutex::new(device))), compile, spread, runs: runs.max(1) }
+    }
+
+    /// Bytes that copies of `bytes` inside the device read and write per second.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn copies(&self, bytes: usize) -> Result<f64, Error> {
+        let mut held = self.held();
+        let (from, to) = (held.random(bytes)?, held.room(bytes)?);
+        let mut copy = |device: &mut dyn Device| Ok(device.copy(from, to, bytes)?);
+        let seconds = self.time(&mut [&mut copy])?;
+        Ok(2.0 * bytes as f64 / seconds[0])
+    }
+
+    fn held(&self) -> Held {
+        Held { device: self.device.clone(), all: Vec::new() }
+    }
+
+    fn compiled(&self, source: &Source) -> Result<Compiled, CudaError> {
+        (self.compile)(source)
+    }
+
+    /// Seconds of one run of each work, the median of several. They take turns, so that what changes on the device
+    /// meanwhile meets all alike.
+    fn time(&self, works: &mut [Work<'_>]) -> Result<Vec<f64>, Error> {
+        let mut device = self.device.clone();
+        let mut graphs: Vec<Option<GraphId>> = Vec::new();
+        for work in works.iter_mut() {
+            // What is done for the first time only is not recorded.
+            work(&mut device)?;
+            device.synchronize()?;
+            graphs.push(match device.begin_graph() {
+                Ok(()) => {
+                    work(&mut device)?;
+                    Some(device.end_graph()?)
+                }
+                Err(CudaError::Invalid { .. }) => None,
+                Err(error) => return Err(error.into()),
+            });
+        }
+        let mut seconds = vec![Vec::new(); works.len()];
+        for run in 0..=self.runs {
+            for ((work, graph), seconds) in works.iter_mut().zip(&graphs).zip(&mut seconds) {
+                let taken = self.timed(|| match graph {
+                    Some(graph) => Ok(device.replay(*graph)?),
+                    None => work(&mut device),
+                })?;
+                // The first run brings the device to its clock.
+                if run > 0 {
+                    seconds.push(taken);
+                }
+            }
+        }
+        Ok(seconds.into_iter().map(median).collect())
+    }
+
+    /// The median seconds of several runs, after a first.
+    fn seconds(&self, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+        self.timed(&mut run)?;
+        let seconds: Result<Vec<f64>, Error> = (0..self.runs).map(|_| self.timed(&mut run)).collect();
+        Ok(median(seconds?))
+    }
+
+    /// Seconds until the device has done what `run` asks for.
+    fn timed(&self, run: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
+        let started = Instant::now();
+        run()?;
+        self.device.clone().synchronize()?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+impl Held {
+    fn room(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
+        let start = self.device.allocate(bytes)?;
+        self.all.push(start);
+        Ok(start)
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> Result<DevicePtr, CudaError> {
+        let start = self.room(bytes.len())?;
+        self.device.upload(start, bytes)?;
+        Ok(start)
+    }
+
+    /// Memory full of [`random_bytes`].
+    fn random(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
+        let start = self.room(bytes)?;
+        let mut done = bytes.min(RANDOM_BYTES);
+        self.device.upload(start, &random_bytes(done))?;
+        while done < bytes {
+            let next = done.min(bytes - done);
+            self.device.copy(start, start.offset(done), next)?;
+            done += next;
+        }
+        Ok(start)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        for start in &self.all {
+            // A device that cannot free any more says so to whoever asks it next.
+            self.device.free(*start).ok();
+        }
+    }
+}
+
+/// Bytes of which no format makes an infinite number or none: one bit of each is zero.
+fn random_bytes(len: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = || {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (state >> 56) as u8 & 0xbf
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// Values in -1..1, as bytes.
+fn random_values(len: usize) -> Vec<u8> {
+    let value = |pair: &[u8]| f32::from(i16::from_le_bytes([pair[0], pair[1] << 1])) / 32_768.0;
+    random_bytes(2 * len).chunks_exact(2).flat_map(|pair| value(pair).to_ne_bytes()).collect()
+}
+
+impl SharedDevice {
+    fn lock(&self) -> MutexGuard<'_, Box<dyn Device>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Device for SharedDevice {
+    fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
+        self.lock().load(compiled, kernels)
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
+        self.lock().allocate(bytes)
+    }
+
+    fn free(&mut self, ptr: DevicePtr) -> Result<(), CudaError> {
+        self.lock().free(ptr)
+    }
+
+    fn upload(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
+        self.lock().upload(to, bytes)
+    }
+
+    fn download(&mut self, from: DevicePtr, out: &mut [u8]) -> Result<(), CudaError> {
+        self.lock().download(from, out)
+    }
+
+    fn copy(&mut self, from: DevicePtr, to: DevicePtr, bytes: usize) -> Result<(), CudaError> {
+        self.lock().copy(from, to, bytes)
+    }
+
+    fn fill(&mut self, to: DevicePtr, value: u8, bytes: usize) -> Result<(), CudaError> {
+        self.lock().fill(to, value, bytes)
+    }
+
+    fn launch(&mut self, launch: &Launch<'_>) -> Result<(), CudaError> {
+        self.lock().launch(launch)
+    }
+
+    fn synchronize(&mut self) -> Result<(), CudaError> {
+        self.lock().synchronize()
+    }
+
+    fn begin_graph(&mut self) -> Result<(), CudaError> {
+        self.lock().begin_graph()
+    }
+
+    fn end_graph(&mut self) -> Result<GraphId, CudaError> {
+        self.lock().end_graph()
+    }
+
+    fn replay(&mut self, graph: GraphId) -> Result<(), CudaError> {
+        self.lock().replay(graph)
+    }
+}

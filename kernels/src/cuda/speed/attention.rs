@@ -1,0 +1,118 @@
+//! Attention of single rows over caches whose blocks lie in order, and in none.
+
+use super::{Speed, random_values};
+use crate::attention::{OFFSET_UNIT, Placement, Visible};
+use crate::backend::{KvShape, KvType, StepInput, StepSequence};
+use crate::cuda::attention::{AttentionCall, AttentionKernels};
+use crate::cuda::step::{KvGroup, Step, StepLayout, StepLimits};
+use crate::cuda::{Device, DevicePtr};
+use crate::error::Error;
+
+/// Most layers of a cache: launches of one graph.
+const MAX_LAYERS: usize = 64;
+
+/// Sequences of one length that decode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionCase {
+    /// Elements of the cache.
+    pub kv_type: KvType,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Width of all heads.
+    pub width: usize,
+    /// Positions of a block.
+    pub block_tokens: usize,
+    /// Positions of each sequence, the new one included.
+    pub context: usize,
+    /// Sequences.
+    pub batch: usize,
+}
+
+/// What one layer's attention takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionSpeed {
+    /// Of keys and values, each read once.
+    pub bytes: usize,
+    /// With blocks that follow each other.
+    pub contiguous: f64,
+    /// With blocks in no order.
+    pub paged: f64,
+}
+
+impl Speed {
+    /// Runs as many layers as the caches do not hold, one after the other.
+    ///
+    /// # Errors
+    /// As [`AttentionKernels::source`]; what the compiler or the device says.
+    pub fn attention(&self, case: &AttentionCase) -> Result<AttentionSpeed, Error> {
+        let AttentionCase { kv_type, heads, kv_heads, width, block_tokens, context, batch } = *case;
+        let (head_dim, v_head_dim, window, causal) = (width, width, None, true);
+        let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window, causal };
+        let (mut held, mut device) = (self.held(), self.device.clone());
+        let compiled = self.compiled(AttentionKernels::source(&shape)?)?;
+        let kernels = AttentionKernels::load(&mut device, &compiled, shape)?;
+        let (blocks, layer_bytes) = (context.div_ceil(block_tokens), kernels.block().bytes());
+        let bytes = batch * blocks * layer_bytes;
+        let layers = self.spread.div_ceil(bytes.max(1)).clamp(2, MAX_LAYERS);
+        let (stride, arena_bytes) = (layers * layer_bytes, layers * bytes);
+        let arena = held.random(arena_bytes)?;
+
+        let in_order: Vec<usize> = (0..batch * blocks).collect();
+        let mut in_none = in_order.clone();
+        shuffle(&mut in_none);
+        let sequences: Vec<StepSequence> = (0..batch)
+            .map(|row| StepSequence { rows: row..row + 1, context: context - 1, segment_start: None })
+            .collect();
+        let limits = StepLimits { rows: batch, sequences: batch, exports: 0, table_entries: batch * blocks };
+        let group = KvGroup { block_tokens, bytes: stride, visible: Visible::Causal };
+        let tokens = vec![0; batch];
+        let mut steps = Vec::new();
+        for places in [in_order, in_none] {
+            let offsets: Vec<u32> =
+                places.iter().map(|place| (place * stride / OFFSET_UNIT) as u32).collect();
+            let tables = [offsets.chunks(blocks).map(Placement::Paged).collect()];
+            let mut step = Step::new(StepLayout::new(limits, &[group]));
+            let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
+            step.fill(&input, arena_bytes)?;
+            steps.push(step.layout().at(held.bytes(step.bytes())?));
+        }
+
+        let q = held.bytes(&random_values(batch * heads * width))?;
+        let out = held.room(4 * batch * heads * width)?;
+        let scratch_bytes = kernels.scratch_bytes(context);
+        let scratch = held.room(scratch_bytes)?;
+        let run = |device: &mut dyn Device, step| -> Result<(), Error> {
+            for layer in 0..layers {
+                let call = AttentionCall {
+                    q,
+                    out,
+                    scratch,
+                    arena,
+                    step,
+                    sequences: &sequences,
+                    group: 0,
+                    layer_offset: layer * layer_bytes,
+                    sinks: None::<DevicePtr>,
+                    scale: 1.0 / (width as f32).sqrt(),
+                };
+                kernels.launch(device, &call, scratch_bytes)?;
+            }
+            Ok(())
+        };
+        let seconds =
+            self.time(&mut [&mut |device| run(device, &steps[0]), &mut |device| run(device, &steps[1])])?;
+        let each = |seconds: f64| seconds / layers as f64;
+        Ok(AttentionSpeed { bytes, contiguous: each(seconds[0]), paged: each(seconds[1]) })
+    }
+}
+
+/// Puts numbers into an order that looks random, the same on every machine.
+fn shuffle(values: &mut [usize]) {
+    let mut state = 1_u64;
+    for left in (1..values.len()).rev() {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        values.swap(left, (state >> 33) as usize % (left + 1));
+    }
+}

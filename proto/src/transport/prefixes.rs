@@ -1,0 +1,298 @@
+//! What prompts begin with is sent once: a coordinator numbers the prefix of a prompt that it expects to come again, the
+//! worker keeps it, and prompts that begin so are sent as the number and what is behind it.
+//!
+//! Exact: a number means the tokens that were sent with it on this connection and nothing else, and the coordinator compares
+//! them all before it uses it. It uses a number only when a worker that has read the request with it has answered. Both ends
+//! forget the oldest prefixes, by the same bounds; a worker that is told a number it does not have says so
+//! ([`StreamCode::UnknownPrefix`](super::StreamCode::UnknownPrefix)), and gets the whole prompt.
+
+use crate::message::{MAX_TOKEN_IDS, NumberedPrefixV1, TokenIds};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Prefixes that are kept of a connection at most, and the tokens in all of the prompts that they are of.
+const MOST: usize = 64;
+const MOST_TOKENS: usize = 512 << 10;
+/// Fewer tokens are hardly a packet.
+const LEAST: usize = 512;
+/// Where two prefixes of a length differ, it is mostly seen here.
+const LAST: usize = 16;
+
+/// The first `length` tokens of a prompt.
+#[derive(Debug, Clone)]
+struct Prefix {
+    number: u64,
+    prompt: TokenIds,
+    length: usize,
+}
+
+impl Prefix {
+    fn tokens(&self) -> &[u32] {
+        self.prompt.get(..self.length).unwrap_or_default()
+    }
+
+    fn begins(&self, prompt: &[u32]) -> bool {
+        let tokens = self.tokens();
+        let last = self.length.saturating_sub(LAST);
+        prompt.get(last..self.length) == tokens.get(last..) && prompt.starts_with(tokens)
+    }
+
+    fn named(&self) -> NumberedPrefixV1 {
+        // No prompt has more than 32 bits count.
+        NumberedPrefixV1 { number: self.number, tokens: u32::try_from(self.length).unwrap_or(u32::MAX) }
+    }
+}
+
+/// Prefixes, the oldest first, within the bounds.
+#[derive(Debug)]
+struct Shelf<T> {
+    prefixes: VecDeque<(Prefix, T)>,
+    tokens: usize,
+}
+
+impl<T> Default for Shelf<T> {
+    fn default() -> Self {
+        Self { prefixes: VecDeque::new(), tokens: 0 }
+    }
+}
+
+impl<T> Shelf<T> {
+    fn put(&mut self, prefix: Prefix, with: T) {
+        self.tokens += prefix.prompt.len();
+        self.prefixes.push_back((prefix, with));
+        while (self.prefixes.len() > MOST || self.tokens > MOST_TOKENS)
+            && let Some((oldest, _)) = self.prefixes.pop_front()
+        {
+            self.tokens -= oldest.prompt.len();
+        }
+    }
+
+    fn retain(&mut self, keep: impl Fn(&(Prefix, T)) -> bool) {
+        self.prefixes.retain(keep);
+        self.tokens = self.prefixes.iter().map(|(prefix, _)| prefix.prompt.len()).sum();
+    }
+}
+
+/// The coordinator's end.
+#[derive(Debug, Default)]
+pub(super) struct SentPrefixes(Mutex<Sent>);
+
+#[derive(Debug, Default)]
+struct Sent {
+    shelf: Shelf<Arc<Told>>,
+    next: u64,
+}
+
+/// Whether a worker has read what was said of a prefix.
+#[derive(Debug)]
+struct Told(AtomicU8);
+
+const UNDER_WAY: u8 = 0;
+const READ: u8 = 1;
+const LOST: u8 = 2;
+
+/// A prefix that a request numbers. Dropped before [`read`](Self::read), the number is never used.
+#[derive(Debug)]
+pub(super) struct Numbering(Arc<Told>);
+
+impl Numbering {
+    /// The worker has read the request.
+    pub(super) fn read(self) {
+        self.0.0.store(READ, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Numbering {
+    fn drop(&mut self) {
+        // Fails if it was read.
+        let _ = self.0.0.compare_exchange(UNDER_WAY, LOST, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+/// How a prompt is to be sent.
+#[derive(Debug, Default)]
+pub(super) struct Sending {
+    /// Without these first tokens.
+    pub(super) after: Option<NumberedPrefixV1>,
+    /// Numbering these.
+    pub(super) keep: Option<(NumberedPrefixV1, Numbering)>,
+}
+
+impl SentPrefixes {
+    /// How to send `prompt`, of which the first `cached` tokens are expected to be there already: such a prefix comes
+    /// again.
+    pub(super) fn sending(&self, prompt: &TokenIds, cached: usize) -> Sending {
+        let mut sent = self.lock();
+        let told = |told: &Arc<Told>| told.0.load(Ordering::Relaxed);
+        if sent.shelf.prefixes.iter().any(|(_, with)| told(with) == LOST) {
+            sent.shelf.retain(|(_, with)| told(with) != LOST);
+        }
+        let begins = |(prefix, _): &&(Prefix, Arc<Told>)| prefix.begins(prompt);
+        let known = sent.shelf.prefixes.iter().filter(begins).max_by_key(|(prefix, _)| prefix.length);
+        let after = known.filter(|(_, with)| told(with) == READ).map(|(prefix, _)| prefix.named());
+        let length = cached.min(prompt.len());
+        let more = length.saturating_sub(known.map_or(0, |(prefix, _)| prefix.length));
+        if more < LEAST || prompt.len() > MOST_TOKENS {
+            return Sending { after, keep: None };
+        }
+        let prefix = Prefix { number: sent.next, prompt: prompt.clone(), length };
+        sent.next += 1;
+        let (named, with) = (prefix.named(), Arc::new(Told(AtomicU8::new(UNDER_WAY))));
+        sent.shelf.put(prefix, Arc::clone(&with));
+        Sending { after, keep: Some((named, Numbering(with))) }
+    }
+
+    /// The worker does not have this one.
+    pub(super) fn forget(&self, number: u64) {
+        self.lock().shelf.retain(|(prefix, _)| prefix.number != number);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Sent> {
+        // Nothing panics while holding it.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The worker's end.
+#[derive(Debug, Default)]
+pub(super) struct KeptPrefixes(Mutex<Shelf<()>>);
+
+impl KeptPrefixes {
+    /// The prompt that begins with this prefix and ends with `rest`; none if there is no such prefix.
+    pub(super) fn whole(&self, after: NumberedPrefixV1, rest: &[u32]) -> Option<TokenIds> {
+        let prefix = {
+            let shelf = self.lock();
+            shelf
+                .prefixes
+                .iter()
+                .find(|(prefix, ())| prefix.named() == after)
+                .map(|(prefix, ())| prefix.clone())?
+        };
+        let tokens = prefix.tokens();
+        if tokens.len() + rest.len() > MAX_TOKEN_IDS {
+            return None;
+        }
+        Some([tokens, rest].concat().into())
+    }
+
+    /// Keeps the first tokens of a prompt; not what is longer than it, or has a number that is taken.
+    pub(super) fn keep(&self, keep: NumberedPrefixV1, prompt: &TokenIds) {
+        let NumberedPrefixV1 { number, tokens } = keep;
+        let length = tokens as usize;
+        let mut shelf = self.lock();
+        let taken = shelf.prefixes.iter().any(|(prefix, ())| prefix.number == number);
+        if length <= prompt.len() && prompt.len() <= MOST_TOKENS && !taken {
+            shelf.put(Prefix { number, prompt: prompt.clone(), length }, ());
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shelf<()>> {
+        // As above.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn prompt(text: u32, length: usize, end: u32) -> TokenIds {
+        let mut tokens: Vec<u32> = (0..length as u32).map(|at| at * 7 + text).collect();
+        tokens.push(end);
+        tokens.into()
+    }
+
+    /// Sends `prompt` from one end to the other; `None` if the other does not know the prefix.
+    fn send(
+        sent: &SentPrefixes,
+        kept: &KeptPrefixes,
+        prompt: &TokenIds,
+        cached: usize,
+    ) -> (usize, Option<TokenIds>) {
+        let Sending { after, keep } = sent.sending(prompt, cached);
+        let from = after.map_or(0, |prefix| prefix.tokens as usize);
+        let rest = &prompt[from..];
+        let whole = match after {
+            Some(after) => kept.whole(after, rest),
+            None => Some(rest.into()),
+        };
+        if let (Some(whole), Some((keep, numbering))) = (&whole, keep) {
+            kept.keep(keep, whole);
+            numbering.read();
+        }
+        if let (None, Some(after)) = (&whole, after) {
+            sent.forget(after.number);
+        }
+        (from, whole)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn what_arrives_is_what_was_sent(
+            prompts in prop::collection::vec((0..4u32, 0..3_000usize, any::<u32>(), 0..4_000usize, 0..8u8), 1..60),
+        ) {
+            let (sent, mut kept) = (SentPrefixes::default(), KeptPrefixes::default());
+            for (text, length, end, cached, forgets) in prompts {
+                if forgets == 0 {
+                    kept = KeptPrefixes::default();
+                }
+                let prompt = prompt(text, length, end);
+                let (from, whole) = send(&sent, &kept, &prompt, cached);
+                match whole {
+                    Some(whole) => prop_assert_eq!(&whole, &prompt),
+                    // Then all of it is sent, of which nothing is expected any more.
+                    None => prop_assert!(from > 0 && sent.sending(&prompt, 0).after.is_none_or(|next| (next.tokens as usize) < from)),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_second_prompt_with_a_prefix_goes_without_it() {
+        let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
+        let sent_from = |end, cached| send(&sent, &kept, &prompt(1, 4_000, end), cached).0;
+        assert_eq!([sent_from(1, 0), sent_from(2, 4_000), sent_from(3, 4_000)], [0, 0, 4_000]);
+        // Another text of that length is another prefix, and a chat that goes on is numbered as it grows.
+        assert_eq!(send(&sent, &kept, &prompt(2, 4_000, 3), 0).0, 0);
+        let grown = prompt(1, 6_000, 9);
+        assert_eq!(send(&sent, &kept, &grown, 5_000).0, 4_000);
+        assert_eq!(send(&sent, &kept, &grown, 5_000).0, 5_000);
+    }
+
+    #[test]
+    fn a_number_counts_once_its_request_was_read() {
+        let sent = SentPrefixes::default();
+        let prompt = prompt(1, 4_000, 0);
+        let first = sent.sending(&prompt, 4_000);
+        let second = sent.sending(&prompt, 4_000);
+        assert!(second.after.is_none() && second.keep.is_none(), "its number is under way");
+        drop(first);
+        let third = sent.sending(&prompt, 4_000);
+        assert!(third.after.is_none() && third.keep.is_some(), "what was lost is numbered anew");
+        third.keep.unwrap().1.read();
+        assert!(sent.sending(&prompt, 4_000).after.is_some());
+    }
+
+    #[test]
+    fn both_ends_forget_the_oldest_by_the_same_bounds() {
+        let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
+        for text in 0..3 * MOST as u32 {
+            assert!(send(&sent, &kept, &prompt(text, 2_000, 1), 2_000).1.is_some());
+        }
+        for text in 0..3 * MOST as u32 {
+            // Numbering it anew would push out another.
+            let (from, whole) = send(&sent, &kept, &prompt(text, 2_000, 2), 0);
+            assert_eq!(from > 0, text as usize >= 2 * MOST, "{text}");
+            assert!(whole.is_some());
+        }
+        let long = prompt(7, MOST_TOKENS / 2, 1);
+        for _ in 0..3 {
+            assert!(send(&sent, &kept, &long, 2_000).1.is_some());
+        }
+        assert!(kept.lock().tokens <= MOST_TOKENS && sent.lock().shelf.tokens <= MOST_TOKENS);
+        assert!(sent.sending(&prompt(7, MOST_TOKENS, 1), 2_000).keep.is_none(), "longer than may be kept");
+    }
+}

@@ -1,0 +1,162 @@
+//! Where a node listens, as people write it: an address, or the network whose address of this host is meant, so that one
+//! file serves hosts that differ in nothing else: `192.168.100.0/24:7000`.
+
+use super::ConfigError;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::str::FromStr;
+
+/// An address and port, or a network and port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bind {
+    /// Here.
+    Address(SocketAddr),
+    /// At the address that this host has in there.
+    Network(Network, u16),
+}
+
+/// A network in CIDR notation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Network {
+    address: IpAddr,
+    bits: u32,
+}
+
+/// Why a text is neither.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is neither an address such as 10.0.0.1:7000 nor a network such as 10.0.0.0/24:7000")]
+pub(crate) struct InvalidBind(String);
+
+impl Bind {
+    /// The address, looked up where only the network was given. `field` is the setting's name.
+    pub(crate) fn address(self, field: &'static str) -> Result<SocketAddr, ConfigError> {
+        match self {
+            Self::Address(address) => Ok(address),
+            Self::Network(network, port) => {
+                let here = network.own_address().ok_or_else(|| {
+                    ConfigError::field(field, self, "this host has no address in that network")
+                })?;
+                Ok(SocketAddr::new(here, port))
+            }
+        }
+    }
+}
+
+impl Network {
+    /// The address with which this host would speak to others in there, if it is one of theirs.
+    fn own_address(self) -> Option<IpAddr> {
+        let (everywhere, other) = match self.address {
+            IpAddr::V4(base) => {
+                (Ipv4Addr::UNSPECIFIED.into(), IpAddr::from(Ipv4Addr::from_bits(base.to_bits() | 1)))
+            }
+            IpAddr::V6(base) => {
+                (IpAddr::from(Ipv6Addr::UNSPECIFIED), Ipv6Addr::from_bits(base.to_bits() | 1).into())
+            }
+        };
+        // Connecting a UDP socket sends nothing: it only has the kernel choose the way.
+        let socket = UdpSocket::bind((everywhere, 0)).ok()?;
+        socket.connect((other, 9)).ok()?;
+        let own = socket.local_addr().ok()?.ip();
+        self.contains(own).then_some(own)
+    }
+
+    fn contains(self, address: IpAddr) -> bool {
+        match (self.address, address) {
+            (IpAddr::V4(base), IpAddr::V4(other)) => {
+                (base.to_bits() ^ other.to_bits()).checked_shr(32 - self.bits).unwrap_or(0) == 0
+            }
+            (IpAddr::V6(base), IpAddr::V6(other)) => {
+                (base.to_bits() ^ other.to_bits()).checked_shr(128 - self.bits).unwrap_or(0) == 0
+            }
+            _ => false,
+        }
+    }
+}
+
+impl From<SocketAddr> for Bind {
+    fn from(address: SocketAddr) -> Self {
+        Self::Address(address)
+    }
+}
+
+impl FromStr for Bind {
+    type Err = InvalidBind;
+
+    fn from_str(text: &str) -> Result<Self, InvalidBind> {
+        if let Ok(address) = text.parse() {
+            return Ok(Self::Address(address));
+        }
+        let network = text.rsplit_once(':').and_then(|(network, port)| {
+            let (address, bits) = network.split_once('/')?;
+            let (address, bits) = (address.parse::<IpAddr>().ok()?, bits.parse::<u32>().ok()?);
+            let most = if address.is_ipv4() { 32 } else { 128 };
+            (bits <= most).then_some(Self::Network(Network { address, bits }, port.parse().ok()?))
+        });
+        network.ok_or_else(|| InvalidBind(text.chars().take(64).collect()))
+    }
+}
+
+impl fmt::Display for Bind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => address.fmt(f),
+            Self::Network(Network { address, bits }, port) => write!(f, "{address}/{bits}:{port}"),
+        }
+    }
+}
+
+impl Serialize for Bind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bind {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bind(text: &str) -> Bind {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn addresses_and_networks_are_read_and_printed() {
+        for text in ["127.0.0.1:7000", "[::1]:7000", "10.0.0.0/24:7000", "fd00::/64:0", "0.0.0.0/0:1"] {
+            assert_eq!(bind(text).to_string(), text);
+        }
+        for text in ["", "10.0.0.1", "10.0.0.0/33:7000", "10.0.0.0/24", "10.0.0/24:1", "eth0:7000", "a/8:1"] {
+            assert!(text.parse::<Bind>().unwrap_err().to_string().contains(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_network_means_the_address_of_this_host_there() {
+        let here = bind("127.0.0.0/8:7000").address("quic").unwrap();
+        assert_eq!(here, "127.0.0.1:7000".parse().unwrap());
+        assert_eq!(bind("127.0.0.1:7").address("quic").unwrap(), "127.0.0.1:7".parse().unwrap());
+        // Nobody is in this one: it is kept for documents.
+        let error = bind("203.0.113.0/24:7000").address("quic").unwrap_err();
+        assert!(error.to_string().contains("`quic`: 203.0.113.0/24:7000"), "{error}");
+    }
+
+    #[test]
+    fn a_network_holds_the_addresses_that_begin_as_it_does() {
+        let holds = |network: &str, address: &str| match bind(network) {
+            Bind::Network(network, _) => network.contains(address.parse().unwrap()),
+            Bind::Address(_) => false,
+        };
+        assert!(holds("192.168.100.0/24:1", "192.168.100.255") && holds("0.0.0.0/0:1", "8.8.8.8"));
+        assert!(
+            !holds("192.168.100.0/24:1", "192.168.101.1") && !holds("192.168.100.1/32:1", "192.168.100.2")
+        );
+        assert!(holds("fd00::/64:1", "fd00::1:2") && !holds("fd00::/64:1", "fd00:0:0:1::1"));
+        assert!(!holds("0.0.0.0/0:1", "::1"));
+    }
+}

@@ -1,0 +1,86 @@
+//! docs/config.md, rendered from the settings themselves.
+
+use crate::Cli;
+use crate::coordinator::CoordinatorSettings;
+use crate::worker::WorkerSettings;
+use clap::CommandFactory;
+use serde::de::DeserializeOwned;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::path::Path;
+
+const HEAD: &str = "# Settings
+
+A node's settings come from `--config FILE.toml`, then `KVASIR_*` variables, then flags; the later wins. A field that is
+not known, or a value of the wrong type, ends the node with exit code 64 and the field's name. `--check-config` prints what
+is in effect as a file, `--explain` each value that was computed and why. Sizes are written as `65536`, `512MiB` or `2GB`,
+times as `250ms`, `30s`, `5m`, `1h` or `30d`.
+
+A test renders this page from the code: `UPDATE_DOCS=1 cargo test -p kvasir reference` writes it anew.
+";
+
+const KEYS: &str = "
+`[[keys]]`, in the file only, says who may use the API from the start; `kvasir keys create` makes more while it runs:
+
+| field | what |
+|---|---|
+| `sha256` | SHA-256 of the key, in hexadecimal |
+| `tenant` | who has it: 1 to 63 characters of `a-z`, `0-9`, `-`, `_` and `.` |
+| `admin` | whether it opens `/admin/v1` on the ops port from elsewhere than this machine; `false` |
+";
+
+fn escaped(text: &str) -> String {
+    text.replace('|', "\\|").replace('\n', " ")
+}
+
+/// The settings of a subcommand: its flags that have a variable.
+fn table(subcommand: &str) -> (String, BTreeSet<String>) {
+    let command = Cli::command();
+    let node = command.find_subcommand(subcommand).unwrap();
+    let mut text =
+        format!("\n## `kvasir {subcommand}`\n\n| field | variable | value | what |\n|---|---|---|---|\n");
+    let mut fields = BTreeSet::new();
+    for argument in node.get_arguments() {
+        let Some(variable) = argument.get_env() else { continue };
+        let field = argument.get_id().as_str();
+        fields.insert(field.to_owned());
+        if argument.is_hide_set() {
+            continue;
+        }
+        let choices = argument.get_possible_values();
+        let value = if choices.is_empty() {
+            let names = argument.get_value_names().unwrap_or_default();
+            names.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+        } else {
+            let quoted: Vec<_> = choices.iter().map(|choice| format!("`{}`", choice.get_name())).collect();
+            quoted.join(", ")
+        };
+        let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+        let variable = variable.to_string_lossy();
+        writeln!(text, "| `{field}` | `{variable}` | {} | {} |", escaped(&value), escaped(&help)).unwrap();
+    }
+    (text, fields)
+}
+
+/// The fields that a file may have, by what reading one says of a field that it may not.
+fn fields_of<T: DeserializeOwned>() -> BTreeSet<String> {
+    let Err(error) = toml::from_str::<T>("no_such_field = 1") else { panic!("any field is taken") };
+    let (_, known) = error.message().split_once("expected one of").unwrap();
+    known.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+#[test]
+fn the_reference_of_settings_is_what_the_code_has() {
+    let (coordinator, mut known) = table("coordinator");
+    known.insert("keys".to_owned());
+    assert_eq!(fields_of::<CoordinatorSettings>(), known);
+    let (worker, known) = table("worker");
+    assert_eq!(fields_of::<WorkerSettings>(), known);
+    let rendered = format!("{HEAD}{coordinator}{KEYS}{worker}");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/config.md");
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, &rendered).unwrap();
+    }
+    let written = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(written == rendered, "docs/config.md is not what the code says: UPDATE_DOCS=1 writes it anew");
+}

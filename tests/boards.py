@@ -1,0 +1,219 @@
+"""Asks a real Prometheus before a running cluster for every expression of the boards and the alerts: one that finds nothing
+names a metric or a label that does not exist. `python tests/boards.py BINARY MODEL.gguf`"""
+
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "deploy/k8s/overlays/monitoring"))
+import boards  # noqa: E402
+
+PATIENCE = 60
+# Expressions of alerts that have a series only when it has happened.
+ONLY_AFTERWARDS = {"KvasirSourceStruck": "counted from the first worker on that sends wrong chunks; worker/tests/shipping asks for it by name after one has"}
+
+
+def ask(url, body=None, method=None):
+    """The JSON of an answer and its headers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        text = answer.read()
+        return (json.loads(text) if text else None), answer.headers
+
+
+def until(what, probe):
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        found = probe()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"no {what} in {PATIENCE} s"
+        time.sleep(0.5)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Prometheus:
+    """Scrapes the nodes as the monitors of the overlay have the operator do it."""
+
+    def __init__(self, nodes, directory):
+        self.port = free_port()
+        target = lambda node, labels: {"targets": [node["ops"]], "labels": labels}
+        jobs = {
+            "kvasir-coordinators": [target(node, {}) for node in nodes["coordinators"]],
+            "kvasir-workers": [target(node, {"worker": node["id"]}) for node in nodes["workers"]],
+        }
+        config = {
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [{"job_name": job, "honor_labels": True, "static_configs": targets} for job, targets in jobs.items()],
+        }
+        file = directory / "prometheus.yml"
+        file.write_text(yaml.safe_dump(config))
+        log = open(directory / "prometheus.log", "wb")
+        flags = [f"--config.file={file}", f"--storage.tsdb.path={directory}/tsdb", f"--web.listen-address=127.0.0.1:{self.port}"]
+        self.process = subprocess.Popen(["prometheus", *flags], stdout=log, stderr=log)
+
+    def series(self, expression):
+        """How many series an expression has now."""
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            answer, _ = ask(f"http://127.0.0.1:{self.port}/api/v1/query?{query}")
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expression}: {error.read().decode()}") from error
+        except OSError:
+            return 0
+        return len(answer["data"]["result"])
+
+
+class Load:
+    """Requests of all kinds, at each coordinator in turn, until it is stopped."""
+
+    def __init__(self, nodes):
+        self.nodes, self.model, self.ends = nodes, nodes["model"], threading.Event()
+        self.threads = [threading.Thread(target=self.run, args=(at,)) for at in range(4)]
+        for thread in self.threads:
+            thread.start()
+
+    def api(self, at):
+        coordinators = self.nodes["coordinators"]
+        return f"http://{coordinators[at % len(coordinators)]['http']}/v1/completions"
+
+    def run(self, at):
+        turn = 0
+        while not self.ends.is_set():
+            shared = "One passage that many ask about. " * 6
+            bodies = [
+                {"prompt": f"{shared} Question {turn} of {at}?", "max_tokens": 8},
+                {"prompt": [3 + (turn + i) % 200 for i in range(96)], "max_tokens": 8},
+                {"prompt": "", "max_tokens": -1},
+            ]
+            for body in bodies:
+                try:
+                    ask(self.api(at + turn), {"model": self.model, **body})
+                except OSError:
+                    # The one that is refused, and whatever was under way at the worker that was killed.
+                    pass
+            turn += 1
+            self.ends.wait(0.1)
+
+    def stop(self):
+        self.ends.set()
+        for thread in self.threads:
+            thread.join()
+
+
+def change_things(nodes, data_dir):
+    """What operators do, and a worker that dies while a request is under way."""
+    ops = f"http://{nodes['coordinators'][0]['ops']}/admin/v1/workers"
+    worker = nodes["workers"][-1]["id"]
+    for change in ("drain", "undrain"):
+        ask(f"{ops}/{worker}/{change}", {}, "POST")
+    api = f"http://{nodes['coordinators'][0]['http']}/v1/completions"
+    body = {"model": nodes["model"], "prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(api, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as stream:
+        stream.readline()
+        chosen = stream.headers["x-kvasir-worker"]
+        now = json.loads((data_dir / "up.json").read_text())
+        (pid,) = [node["pid"] for node in now["workers"] if node["id"] == chosen]
+        subprocess.run(["kill", "-9", str(pid)], check=True)
+        stream.read()
+
+
+def expressions():
+    """Name, expression and why the test cluster cannot show it, of everything that is asked for."""
+    for board, (_, panels) in boards.BOARDS.items():
+        for panel in panels:
+            for expression, _ in panel["queries"]:
+                yield f"{board}: {panel['title']}", expression.replace(boards.RATE, "1m"), panel["needs"]
+    for group in boards.alerts()["groups"]:
+        for rule in group["rules"]:
+            value = re.sub(r" (==|>|<) [\d.]+$", "", rule["expr"])
+            assert value != rule["expr"], f"{rule['alert']}: no bound at the end of {rule['expr']}"
+            yield rule["alert"], value, ONLY_AFTERWARDS.get(rule["alert"])
+
+
+def files_are_written():
+    for path, text in boards.files().items():
+        assert path.read_text() == text, f"{path.name} is not what boards.py says: run it"
+    written = {path.name for path in (boards.HERE / "boards").iterdir()}
+    assert written == {f"kvasir-{name}.json" for name in boards.BOARDS}, written
+
+
+def alerts_have_runbooks():
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
+    rules = [rule for group in boards.alerts()["groups"] for rule in group["rules"]]
+    assert headings == [rule["alert"] for rule in rules], "docs/runbooks.md has one section an alert, in their order"
+    for rule in rules:
+        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{rule['alert'].lower()}"), rule["alert"]
+    subprocess.run(["promtool", "check", "rules", str(boards.ALERTS)], check=True, stdout=subprocess.DEVNULL)
+
+
+def every_expression_finds_something(binary, model):
+    with tempfile.TemporaryDirectory(prefix="kvasir-boards-") as directory:
+        directory = pathlib.Path(directory)
+        data = directory / "data"
+        command = [binary, "up", model, "--json", "--coordinators", "3", "--workers", "4", "--shards", "2", "--threads", "1"]
+        command += ["--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--data-dir", str(data), "--kv-host-bytes", "16MiB"]
+        with open(directory / "up.log", "wb") as log:
+            up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            nodes = json.loads(up.stdout.readline())
+            prometheus = Prometheus(nodes, directory)
+            load = Load(nodes)
+            try:
+                change_things(nodes, data)
+                missing = {(name, expression) for name, expression, needs in expressions() if not needs}
+
+                def look():
+                    missing.difference_update([asked for asked in missing if prometheus.series(asked[1])])
+                    return not missing
+
+                try:
+                    until("series for each expression", look)
+                except AssertionError as error:
+                    told = "\n".join(f"  {name}: {expression}" for name, expression in sorted(missing))
+                    raise AssertionError(f"nothing is found by\n{told}") from error
+                assert not prometheus.series("count(kvasir_no_such_metric)"), "anything is found"
+            finally:
+                load.stop()
+                prometheus.process.terminate()
+                prometheus.process.wait()
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.wait(PATIENCE)
+    listed = {name: needs for name, _, needs in expressions() if needs}
+    for name, needs in listed.items():
+        print(f"not asked for: {name} ({needs})")
+
+
+def main(binary, model):
+    files_are_written()
+    alerts_have_runbooks()
+    started = time.monotonic()
+    every_expression_finds_something(binary, model)
+    asked = sum(1 for _ in expressions())
+    print(f"{asked} expressions of boards and alerts ({time.monotonic() - started:.1f} s)")
+    print("3 passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""What the guides say of the program stands in its sources: error texts, flags, variables; and their links lead somewhere.
+`python tests/guides.py`"""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "docs/config.md", *ROOT.glob("docs/guides/*.md"), ROOT / "docs/runbooks.md", *ROOT.glob("deploy/k8s/**/README.md")]
+SOURCES = [
+    path
+    for crate in ("src", "coordinator/src", "worker/src", "model/src", "proto/src")
+    for path in (ROOT / crate).rglob("*.rs")
+    if "tests" not in path.parts
+]
+# Of other programs.
+FOREIGN = {"--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
+
+
+def literals():
+    """All string literals of the sources, joined over continued lines."""
+    texts = []
+    for path in SOURCES:
+        for literal in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text(), re.DOTALL):
+            texts.append(re.sub(r"\\\n\s*", "", literal).replace('\\"', '"'))
+    return texts
+
+
+def error_texts_are_the_programs():
+    texts, seen = literals(), 0
+    for page in PAGES:
+        for quoted in re.findall(r"^ *```text\n(.*?)\n *```", page.read_text(), re.MULTILINE | re.DOTALL):
+            parts = [re.escape(part) for part in re.split("…", " ".join(quoted.split())) if part.strip()]
+            pattern = re.compile(".*".join(parts), re.DOTALL)
+            assert any(pattern.search(text) for text in texts), f"{page.name}: the program does not say {quoted!r}"
+            seen += 1
+    assert seen > 30, seen
+
+
+def flags_and_variables_are_the_programs():
+    sources = "".join(path.read_text() for path in SOURCES)
+    fields = set(re.findall(r"^    (?:pub\(crate\) )?(\w+): ", sources, re.MULTILINE)) | set(re.findall(r'long = "([\w-]+)"', sources))
+    flags = {"--" + field.replace("_", "-") for field in fields}
+    variables = set(re.findall(r"KVASIR_\w+", sources))
+    for page in PAGES:
+        text = page.read_text()
+        if page.name == "migrating.md":
+            # The first column is the other program's.
+            text = re.sub(r"^\|((?:[^|\\]|\\.)*)\|", "", text, flags=re.MULTILINE)
+            text = re.sub(r"^Not there:.*$(\n.+)*", "", text, flags=re.MULTILINE)
+        code = "\n".join(re.findall(r"`([^`]*)`", text.replace("```", "`")))
+        for line in code.splitlines():
+            if "kubectl" in line or "cargo" in line:
+                continue
+            unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) - flags - FOREIGN
+            assert not unknown, f"{page}: {unknown} in {line!r}"
+        unknown = set(re.findall(r"KVASIR_[A-Z_]+", code)) - variables
+        assert not unknown, f"{page}: {unknown}"
+
+
+def links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def main():
+    tests = [error_texts_are_the_programs, flags_and_variables_are_the_programs, links_lead_somewhere]
+    for test in tests:
+        test()
+        print(f"test {test.__name__} ... ok")
+    print(f"{len(tests)} passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main()

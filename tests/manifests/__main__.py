@@ -1,0 +1,35 @@
+"""Tests of deploy/k8s: `python tests/manifests OUT BINARY MODELS` renders every directory into OUT, checks what must hold of
+it, and runs the installation for development as processes of BINARY, which find SmolLM2 in the directory MODELS."""
+
+import functools
+import pathlib
+import sys
+import time
+import traceback
+
+import processes
+import rendered
+import rules
+
+
+def main(out, binary, models):
+    manifests = rendered.all_of_them()
+    rendered.write(manifests, out)
+    tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS}
+    tests["the_installation_for_development_serves"] = functools.partial(processes.run, manifests["dev"], binary, models)
+    failed = 0
+    for name, test in tests.items():
+        started = time.monotonic()
+        try:
+            test()
+            verdict = "ok"
+        except Exception:  # noqa: BLE001 a test that breaks has failed
+            traceback.print_exc()
+            verdict, failed = "FAILED", failed + 1
+        print(f"test {name} ... {verdict} ({time.monotonic() - started:.1f} s)")
+    print(f"{len(tests) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(pathlib.Path, sys.argv[1:])))

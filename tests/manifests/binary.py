@@ -1,0 +1,38 @@
+"""What the binary really has, read off its sources: settings by variable, routes of its operations ports, flags."""
+
+import re
+
+from rendered import ROOT
+
+
+def _text(path):
+    return (ROOT / path).read_text()
+
+
+def variables(role):
+    """The KVASIR_* variables that `kvasir ROLE` reads as settings."""
+    return set(re.findall(r'env = "(KVASIR_\w+)"', _text(f"src/{role}.rs")))
+
+
+# Read by every command, not as a setting of one.
+EVERYWHERE = {"KVASIR_HOME", "KVASIR_LOG", "KVASIR_LOG_FORMAT"}
+
+
+def routes(role):
+    """Paths that the operations port of a role answers without a key."""
+    if role == "worker":
+        return set(re.findall(r'"(/\w+)" =>', _text("worker/src/service/ops.rs")))
+    outside = _text("coordinator/src/ops.rs").split("Router::new()")[-1]
+    return set(re.findall(r'\.route\("(/\w+)"', outside))
+
+
+def seconds(period):
+    """A time as settings are written: 300s, 5m."""
+    number, unit = re.fullmatch(r"(\d+)(ms|s|m|h|d)", period).groups()
+    return int(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
+
+
+def size(text):
+    """A size as settings are written, or as Kubernetes writes it: 2GiB, 6Gi."""
+    number, unit = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti)B?", text).groups()
+    return int(number) << {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}[unit]

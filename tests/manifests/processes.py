@@ -1,0 +1,169 @@
+"""The installation for development as processes of this machine: its job makes the Secrets, its pods' containers run with
+their own arguments, variables and files, and a request is answered. Paths and ports are the only things replaced."""
+
+import base64
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+
+from rendered import pod_template
+from rules import config_of, environment, secret_files
+
+PATIENCE = 60
+KEY = "kvasir-dev"
+
+
+def run(manifests, binary, models):
+    """Raises where something does not work."""
+    root = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-dev-"))
+    try:
+        with contextlib.ExitStack() as ends:
+            _Installation(manifests, binary, models, root, ends).check()
+    finally:
+        shutil.rmtree(root)
+
+
+class _Installation:
+    def __init__(self, manifests, binary, models, root, ends):
+        self.manifests, self.binary, self.models, self.root, self.ends = manifests, binary, models, root, ends
+        self.workloads = {m["metadata"]["name"]: m for m in manifests if pod_template(m)}
+        self.secrets = {
+            m["metadata"]["name"]: {key: base64.b64decode(value) for key, value in m["data"].items()}
+            for m in manifests
+            if m["kind"] == "Secret"
+        }
+        self.ports = {}
+
+    def check(self):
+        self.make_secrets(self.workloads["kvasir-ca"])
+        self.finish(self.workloads["kvasir-fetch"])
+        pods = [self.start(self.workloads["kvasir-coordinator"], 0)]
+        pods += [self.start(self.workloads["kvasir-worker"], ordinal) for ordinal in (0, 1)]
+        for process, probes in pods:
+            for url in probes:
+                _until(f"200 from {url}", process, lambda: _status(url) == 200)
+        api = f"http://127.0.0.1:{self.ports['kvasir-coordinator-0', 'http']}/v1/chat/completions"
+        body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+        assert _status(api, body) == 401, "a request without a key was let in"
+        assert _status(api, body, KEY) == 200, "a request with the key of the overlay was not answered"
+        for process, _ in pods:
+            process.send_signal(signal.SIGTERM)
+        for process, _ in pods:
+            assert process.wait(PATIENCE) == 0, f"{process.args[:2]} ended with {process.returncode}"
+
+    def make_secrets(self, job):
+        """Runs the job's steps; of kubectl's only what it would write is kept."""
+        work = self.root / "ca"
+        work.mkdir()
+        spec = pod_template(job)["spec"]
+        for container in spec["initContainers"] + spec["containers"]:
+            args = [arg.replace("/work", str(work)) for arg in container["args"]]
+            if args[:3] == ["create", "secret", "generic"]:
+                files = secret_files(args)
+                self.secrets[args[3]] = {key: pathlib.Path(file).read_bytes() for key, file in files.items()}
+            else:
+                subprocess.run([self.binary, *args], check=True, stdout=subprocess.DEVNULL)
+
+    def finish(self, job):
+        command, env, log = self.container(job, "fetch")
+        with log:
+            subprocess.run(command, env=env, check=True, stdout=log, stderr=log, timeout=PATIENCE)
+
+    def start(self, workload, ordinal):
+        """A pod's process, and where its probes ask."""
+        name = f"{workload['metadata']['name']}-{ordinal}"
+        command, env, log = self.container(workload, name)
+        process = self.ends.enter_context(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        self.ends.callback(process.kill)
+        (container,) = pod_template(workload)["spec"]["containers"]
+        kinds = ("startupProbe", "livenessProbe", "readinessProbe")
+        paths = [container[kind]["httpGet"]["path"] for kind in kinds]
+        return process, [f"http://127.0.0.1:{self.ports[name, 'ops']}{path}" for path in paths]
+
+    def container(self, workload, name):
+        """Command, variables and log of a workload's container in the pod `name`."""
+        spec = pod_template(workload)["spec"]
+        (container,) = spec["containers"]
+        places = self.mounts(workload, container, name)
+        env = environment(container, config_of(self.manifests, workload), name)
+        here = {variable: self.here(value, places, variable, name) for variable, value in env.items()}
+        args = [self.here(arg, places, None, name) for arg in container["args"]]
+        for variable, value in env.items():
+            args = [arg.replace(f"$({variable})", value) for arg in args]
+        log = self.ends.enter_context(open(self.root / f"{name}.log", "wb"))
+        return [self.binary, *args], {"PATH": os.environ["PATH"], **here}, log
+
+    def mounts(self, workload, container, name):
+        """The directory of each mount path, filled as the kubelet would."""
+        volumes = {v["name"]: v for v in pod_template(workload)["spec"].get("volumes", [])}
+        places = {}
+        for mount in sorted(container["volumeMounts"], key=lambda mount: mount["mountPath"]):
+            volume = volumes.get(mount["name"], {})
+            place = self.root / name / mount["name"]
+            if volume.get("persistentVolumeClaim", {}).get("claimName") == "kvasir-models":
+                place = self.models
+            else:
+                place.mkdir(parents=True)
+                sources = [s["secret"] for s in volume.get("projected", {}).get("sources", [])]
+                sources += [{**s, "name": s["secretName"]} for s in [volume.get("secret")] if s]
+                for source in sources:
+                    secret = self.secrets.get(source["name"])
+                    assert secret or source.get("optional"), f"{name}: there is no Secret {source['name']}"
+                    items = source.get("items") or [{"key": key, "path": key} for key in secret or {}]
+                    for item in items if secret else []:
+                        file = place / item["path"]
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        file.write_bytes(secret[item["key"]])
+            above = [path for path in places if mount["mountPath"].startswith(path + "/")]
+            if above:
+                (places[above[0]] / mount["mountPath"].removeprefix(above[0] + "/")).symlink_to(place)
+            places[mount["mountPath"]] = place
+        return places
+
+    def here(self, value, places, variable, name):
+        if value.startswith("/"):
+            best = max((path for path in places if value.startswith(path)), key=len)
+            return str(places[best]) + value.removeprefix(best)
+        if variable in ("KVASIR_HTTP", "KVASIR_OPS", "KVASIR_QUIC"):
+            port = self.port(name, variable.removeprefix("KVASIR_").lower())
+            return f"127.0.0.1:{port}"
+        service = "kvasir-coordinator-0.kvasir-coordinators:7000"
+        return value.replace(service, f"127.0.0.1:{self.port('kvasir-coordinator-0', 'quic')}")
+
+    def port(self, name, what):
+        """A free one, the same each time."""
+        if (name, what) not in self.ports:
+            kind = socket.SOCK_DGRAM if what == "quic" else socket.SOCK_STREAM
+            with socket.socket(socket.AF_INET, kind) as free:
+                free.bind(("127.0.0.1", 0))
+                self.ports[name, what] = free.getsockname()[1]
+        return self.ports[name, what]
+
+
+def _until(what, process, probe):
+    deadline = time.monotonic() + PATIENCE
+    while not probe():
+        assert process.poll() is None, f"waiting for {what}: {process.args[:2]} ended with {process.returncode}"
+        assert time.monotonic() < deadline, f"no {what} in {PATIENCE} s"
+        time.sleep(0.05)
+
+
+def _status(url, body=None, key=None):
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None

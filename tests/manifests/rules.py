@@ -1,0 +1,541 @@
+"""What must hold between the manifests of a directory, and between them and the binary. Each function is one test."""
+
+import itertools
+import json
+import os
+
+import kubernetes_validate
+
+import binary
+from policies import Outside, Pod, World, matches
+from rendered import ROOT, containers, pod_template, title
+
+# The oldest version whose types `typed` has, and the newest whose schemas the pinned wheel has.
+VERSIONS = ("1.33", "1.37")
+if os.environ.get("KVASIR_KUBERNETES") == "newest":
+    VERSIONS = (".".join(kubernetes_validate.latest_version().split(".")[:2]),)
+# Kinds of the cluster's extensions; their schemas are not Kubernetes'.
+CUSTOM = ("cert-manager.io", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh", "monitoring.coreos.com")
+# Installed together, each in a namespace of its own and with all that can be laid over it.
+INSTALLATIONS = {
+    "dev": ["dev"],
+    "cpu": ["cpu", "own-ca", "own-ca/issue", "fetch", "monitoring", "gateway", "keda"],
+    "cpu with cert-manager": ["cpu", "cert-manager", "fetch", "monitoring"],
+    "dgx-spark": ["dgx-spark", "dgx-spark/fetch", "own-ca", "monitoring", "gateway"],
+}
+# Made by the operator, as the guide says.
+BY_HAND = {("Secret", "kvasir", "kvasir-api-keys"), ("Secret", "kvasir", "kvasir-cluster-key")}
+
+
+def installed(rendered, installation):
+    """All manifests of an installation, each object once."""
+    objects = {}
+    for name in INSTALLATIONS[installation]:
+        for manifest in rendered[name]:
+            objects[manifest["apiVersion"], title(manifest)] = manifest
+    return list(objects.values())
+
+
+def namespaces(rendered):
+    """Labels of all namespaces that there are."""
+    found = [m for manifests in rendered.values() for m in manifests if m["kind"] == "Namespace"]
+    return {m["metadata"]["name"]: m["metadata"].get("labels", {}) for m in found}
+
+
+def workloads(manifests):
+    for manifest in manifests:
+        pod = pod_template(manifest)
+        if pod:
+            yield manifest, pod
+
+
+def every_directory_renders_alone(rendered):
+    assert len(rendered) >= 15, sorted(rendered)
+    for name, manifests in rendered.items():
+        assert manifests, f"{name} renders nothing"
+    files = (ROOT / "deploy/k8s").rglob("kustomization.yaml")
+    assert not [f for f in files if "kind: Component" in f.read_text()]
+
+
+def schemas_of_two_versions_hold(rendered):
+    # What several directories render alike is looked at once.
+    distinct = {json.dumps(m): m for manifests in rendered.values() for m in manifests}
+    for version, manifest in itertools.product(VERSIONS, distinct.values()):
+        group = manifest["apiVersion"].split("/")[0]
+        if group == "builtin" or group in CUSTOM:
+            continue
+        try:
+            kubernetes_validate.validate(manifest, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            raise AssertionError(f"{version}: {title(manifest)}: {error}") from error
+
+
+def extensions_have_the_fields_that_they_need(rendered):
+    """Their own schemas are not to be had with the others: what each must say, by hand."""
+    needed = {
+        "Certificate": {"secretName", "issuerRef"},
+        "Issuer": set(),
+        "HTTPRoute": {"parentRefs", "rules"},
+        "InferencePool": {"selector", "targetPorts", "endpointPickerRef"},
+        "ScaledObject": {"scaleTargetRef", "triggers"},
+        "ServiceMonitor": {"selector", "endpoints"},
+        "PodMonitor": {"selector", "podMetricsEndpoints"},
+        "PrometheusRule": {"groups"},
+    }
+    seen = set()
+    for manifest in itertools.chain(*rendered.values()):
+        if manifest["apiVersion"].split("/")[0] in CUSTOM:
+            seen.add(manifest["kind"])
+            missing = needed[manifest["kind"]] - set(manifest["spec"])
+            assert not missing, f"{title(manifest)} lacks {missing}"
+    assert seen == set(needed), seen ^ set(needed)
+
+
+def selectors_find_their_pods(rendered):
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        pods = [(m["metadata"]["namespace"], pod["metadata"]["labels"]) for m, pod in workloads(manifests)]
+        for manifest in manifests:
+            kind, spec = manifest["kind"], manifest.get("spec", {})
+            selector = {
+                "Service": lambda: {"matchLabels": spec["selector"]},
+                "StatefulSet": lambda: spec["selector"],
+                "DaemonSet": lambda: spec["selector"],
+                "PodDisruptionBudget": lambda: spec["selector"],
+                "InferencePool": lambda: spec["selector"],
+                "NetworkPolicy": lambda: spec["podSelector"],
+            }.get(kind)
+            if not selector:
+                continue
+            own = manifest["metadata"]["namespace"]
+            found = [labels for space, labels in pods if space == own and matches(selector(), labels)]
+            assert found, f"{name}: {title(manifest)} selects no pod"
+            if kind in ("StatefulSet", "DaemonSet"):
+                labels = manifest["spec"]["template"]["metadata"]["labels"]
+                assert matches(selector(), labels), f"{title(manifest)} does not select its own pods"
+        for manifest, pod in workloads(manifests):
+            terms = pod["spec"].get("affinity", {}).get("podAntiAffinity", {})
+            for term in terms.get("requiredDuringSchedulingIgnoredDuringExecution", []):
+                assert matches(term["labelSelector"], pod["metadata"]["labels"]), title(manifest)
+            for spread in pod["spec"].get("topologySpreadConstraints", []):
+                assert matches(spread["labelSelector"], pod["metadata"]["labels"]), title(manifest)
+
+
+def ports_lead_to_ports(rendered):
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        services = {(m["metadata"]["namespace"], m["metadata"]["name"]): m for m in manifests if m["kind"] == "Service"}
+        for manifest in services.values():
+            for _, pod in workloads(manifests):
+                if not matches({"matchLabels": manifest["spec"]["selector"]}, pod["metadata"]["labels"]):
+                    continue
+                ports = {(p["name"], p.get("protocol", "TCP")) for c in containers(pod) for p in c.get("ports", [])}
+                for port in manifest["spec"]["ports"]:
+                    wanted = (port["targetPort"], port.get("protocol", "TCP"))
+                    assert wanted in ports, f"{title(manifest)}: {wanted} is not in {ports}"
+        for manifest, pod in workloads(manifests):
+            for container in containers(pod):
+                ports = {p["name"]: p["containerPort"] for p in container.get("ports", [])}
+                env = environment(container, config_of(manifests, manifest))
+                for port, variable in (("http", "KVASIR_HTTP"), ("ops", "KVASIR_OPS"), ("quic", "KVASIR_QUIC")):
+                    listens = int(env[variable].rsplit(":", 1)[1]) if variable in env else None
+                    assert ports.get(port) == listens, f"{title(manifest)}: {port} is {ports.get(port)}, {variable} {listens}"
+        for manifest in manifests:
+            if manifest["kind"] == "HTTPRoute":
+                for backend in [b for rule in manifest["spec"]["rules"] for b in rule["backendRefs"] if b["kind"] == "Service"]:
+                    service = services[manifest["metadata"]["namespace"], backend["name"]]
+                    assert backend["port"] in [p["port"] for p in service["spec"]["ports"]], title(manifest)
+
+
+def config_of(manifests, workload):
+    space = workload["metadata"]["namespace"]
+    maps = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["namespace"] == space]
+    return {m["metadata"]["name"]: m["data"] for m in maps}
+
+
+def environment(container, configs, pod_name="kvasir-coordinator-0"):
+    """The variables of a container as the kubelet would set them."""
+    env = {}
+    for entry in container.get("env", []):
+        if "value" in entry:
+            value = entry["value"]
+            for name, known in env.items():
+                value = value.replace(f"$({name})", known)
+        else:
+            source = entry["valueFrom"]
+            if "configMapKeyRef" in source:
+                value = configs[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]]
+            elif "fieldRef" in source:
+                value = {"metadata.name": pod_name, "spec.nodeName": "spark-1", "status.hostIP": "127.0.0.1"}[source["fieldRef"]["fieldPath"]]
+            else:
+                value = container["resources"]["requests"]["cpu"]
+        env[entry["name"]] = value.strip()
+    return env
+
+
+def probes_ask_what_the_binary_answers(rendered):
+    for manifests in rendered.values():
+        for manifest, pod in workloads(manifests):
+            for container in containers(pod):
+                probes = {kind: container[kind] for kind in ("startupProbe", "livenessProbe", "readinessProbe") if kind in container}
+                role = container["name"]
+                assert (len(probes) == 3) == (role in ("coordinator", "worker")), title(manifest)
+                for kind, probe in probes.items():
+                    assert probe["httpGet"]["port"] == "ops", f"{title(manifest)}: {kind}"
+                    assert probe["httpGet"]["path"] in binary.routes(role), f"{title(manifest)}: {kind}"
+
+
+def settings_are_the_binarys(rendered):
+    """Variables that the binary does not read would be ignored in silence."""
+    for manifests in rendered.values():
+        for manifest, pod in workloads(manifests):
+            for container in containers(pod):
+                read = binary.EVERYWHERE | (binary.variables(container["name"]) if container["name"] in ("coordinator", "worker") else set())
+                named = {e["name"] for e in container.get("env", []) if e["name"].startswith("KVASIR_")}
+                assert named <= read, f"{title(manifest)}: {named - read} is read by nobody"
+                assert pod["spec"]["enableServiceLinks"] is False, f"{title(manifest)}: Services would set KVASIR_* variables"
+
+
+def what_is_referred_to_exists(rendered):
+    """Keys of ConfigMaps and Secrets, volumes, claims, accounts, classes."""
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        there = {(m["kind"], m["metadata"].get("namespace"), m["metadata"]["name"]) for m in manifests}
+        secrets = made_secrets(manifests)
+        for manifest, pod in workloads(manifests):
+            space, spec = manifest["metadata"]["namespace"], pod["spec"]
+            assert ("ServiceAccount", space, spec["serviceAccountName"]) in there, title(manifest)
+            if "priorityClassName" in spec:
+                assert ("PriorityClass", None, spec["priorityClassName"]) in there, title(manifest)
+            if manifest["kind"] == "StatefulSet":
+                assert ("Service", space, manifest["spec"]["serviceName"]) in there, title(manifest)
+            configs = config_of(manifests, manifest)
+            volumes = {v["name"] for v in spec.get("volumes", [])} | {
+                v["metadata"]["name"] for v in manifest["spec"].get("volumeClaimTemplates", [])
+            }
+            for container in containers(pod):
+                environment(container, configs)
+                mounted = {m["name"] for m in container.get("volumeMounts", [])}
+                assert mounted <= volumes, f"{title(manifest)}: {mounted - volumes}"
+            for volume in spec.get("volumes", []):
+                if "persistentVolumeClaim" in volume:
+                    assert ("PersistentVolumeClaim", space, volume["persistentVolumeClaim"]["claimName"]) in there, title(manifest)
+                sources = [s["secret"] for s in volume.get("projected", {}).get("sources", [])]
+                sources += [{"name": s["secretName"], **s} for s in [volume.get("secret")] if s]
+                for source in sources:
+                    made = secrets.get((space, source["name"]))
+                    if made is None:
+                        by_hand = ("Secret", space, source["name"]) in BY_HAND
+                        assert by_hand or source.get("optional"), f"{name}: {title(manifest)}: nobody makes {source['name']}"
+                        continue
+                    wanted = {item["key"] for item in source.get("items", [])}
+                    assert wanted <= made, f"{title(manifest)}: {source['name']} lacks {wanted - made}"
+
+
+def made_secrets(manifests):
+    """Secrets and their keys: rendered, made by a job's `kubectl create secret`, or by cert-manager."""
+    secrets = {}
+    for manifest in manifests:
+        space = manifest["metadata"].get("namespace")
+        if manifest["kind"] == "Secret":
+            secrets[space, manifest["metadata"]["name"]] = set(manifest.get("data", {}))
+        elif manifest["kind"] == "Certificate":
+            secrets[space, manifest["spec"]["secretName"]] = {"tls.crt", "tls.key", "ca.crt"}
+        elif manifest["kind"] == "Job":
+            for container in containers(pod_template(manifest)):
+                if container["args"][:3] == ["create", "secret", "generic"]:
+                    secrets[space, container["args"][3]] = set(secret_files(container["args"]))
+    return secrets
+
+
+def secret_files(args):
+    """Keys and the files that they come from, of `kubectl create secret`."""
+    files = [arg.removeprefix("--from-file=") for arg in args if arg.startswith("--from-file=")]
+    pairs = [file.split("=", 1) if "=" in file else (file.rsplit("/", 1)[1], file) for file in files]
+    return dict(pairs)
+
+
+def grace_covers_prestop_and_drain(rendered):
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        for manifest, pod in workloads(manifests):
+            if manifest["kind"] == "Job":
+                continue
+            (container,) = pod["spec"]["containers"]
+            pause = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            env = environment(container, config_of(manifests, manifest))
+            drain = binary.seconds(env["KVASIR_DRAIN_TIMEOUT"])
+            grace = pod["spec"]["terminationGracePeriodSeconds"]
+            assert grace >= 1.2 * (pause + drain), f"{name}: {title(manifest)}: {grace} s for {pause} + {drain} s and a fifth"
+            if container["name"] == "coordinator":
+                assert pause > 0, f"{title(manifest)}: clients' connections come until endpoints are updated"
+                assert drain >= binary.seconds(env["KVASIR_REQUEST_TIMEOUT"]), f"{title(manifest)}: streams would be cut"
+
+
+def a_majority_survives_what_budgets_allow(rendered):
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        sets = [m for m in manifests if m["kind"] == "StatefulSet" and m["metadata"]["name"] == "kvasir-coordinator"]
+        (coordinators,) = sets
+        replicas = coordinators["spec"]["replicas"]
+        assert replicas % 2 == 1 and replicas <= 5, f"{name}: {replicas} coordinators"
+        assert coordinators["spec"]["podManagementPolicy"] == "Parallel", "founders wait for each other"
+        (container,) = coordinators["spec"]["template"]["spec"]["containers"]
+        env = environment(container, config_of(manifests, coordinators))
+        service, names = coordinators["spec"]["serviceName"], [f"kvasir-coordinator-{i}" for i in range(replicas)]
+        peers = [f"{pod}={pod}.{service}:7000" for pod in names]
+        assert env["KVASIR_PEERS"].split(",") == peers, f"{name}: peers are {env['KVASIR_PEERS']}"
+        for manifest, pod in workloads(manifests):
+            if pod["spec"]["containers"][0]["name"] == "worker":
+                dialed = environment(pod["spec"]["containers"][0], config_of(manifests, manifest))["KVASIR_COORDINATORS"].split(",")
+                space = "" if manifest["metadata"]["namespace"] == coordinators["metadata"]["namespace"] else ".kvasir.svc"
+                assert dialed == [f"{pod}.{service}{space}:7000" for pod in names], f"{name}: workers dial {dialed}"
+        budgets = [m for m in manifests if m["kind"] == "PodDisruptionBudget" and m["metadata"]["name"] == "kvasir-coordinator"]
+        assert len(budgets) == (replicas > 1), f"{name}: a budget for {replicas}"
+        for budget in budgets:
+            left = replicas - budget["spec"]["maxUnavailable"]
+            assert left > replicas / 2, f"{name}: {left} of {replicas} are no majority"
+        for budget in [m for m in manifests if m["kind"] == "PodDisruptionBudget"]:
+            assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow", title(budget)
+
+
+def pods_keep_their_namespaces_level(rendered):
+    spaces = namespaces(rendered)
+    for manifests in rendered.values():
+        for manifest, pod in workloads(manifests):
+            labels = spaces[manifest["metadata"]["namespace"]]
+            wrong = against_level(pod["spec"], labels["pod-security.kubernetes.io/enforce"])
+            assert not wrong, f"{title(manifest)}: {wrong}"
+    # What must be found, in a pod that is right but for that.
+    good = pod_template(next(m for m in rendered["cpu"] if m["kind"] == "StatefulSet"))["spec"]
+    (container,) = good["containers"]
+    for bad in (
+        {"hostNetwork": True},
+        {"volumes": [{"name": "host", "hostPath": {"path": "/"}}]},
+        {"securityContext": {}},
+        {"containers": [{**container, "securityContext": {**container["securityContext"], "readOnlyRootFilesystem": False}}]},
+        {"containers": [{**container, "securityContext": {**container["securityContext"], "capabilities": {}}}]},
+        {"containers": [{**container, "resources": {"limits": {}, "requests": {}}}]},
+    ):
+        assert not against_level(good, "restricted") and against_level({**good, **bad}, "restricted"), bad
+
+
+def against_level(spec, level):
+    """What of a pod's spec its namespace's level refuses, and what we refuse everywhere: where the level is `privileged`, for
+    the hosts' network and directories, containers keep to what `restricted` lets them all the same."""
+    wrong = [host for host in ("hostPID", "hostIPC") if spec.get(host)]
+    if level != "privileged":
+        wrong += [level] * (level != "restricted") + ["hostNetwork"] * bool(spec.get("hostNetwork"))
+        allowed = {"name", "configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+        wrong += [kind for volume in spec.get("volumes", []) for kind in set(volume) - allowed]
+    context = spec["securityContext"]
+    expected = {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    wrong += [name for name, value in expected.items() if context.get(name) != value]
+    for container in spec.get("initContainers", []) + spec["containers"]:
+        context = container["securityContext"]
+        expected = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        wrong += [name for name, value in expected.items() if context.get(name) != value]
+        wrong += ["privileged"] * bool(context.get("privileged"))
+        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+        wrong += ["memory"] * (not limits.get("memory") or limits["memory"] != requests.get("memory"))
+    return wrong
+
+
+def caches_fit_into_the_memory_limit(rendered):
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        for manifest, pod in workloads(manifests):
+            container = pod["spec"]["containers"][0]
+            env = environment(container, config_of(manifests, manifest))
+            if "KVASIR_KV_BYTES" in env:
+                left = binary.size(container["resources"]["limits"]["memory"]) - binary.size(env["KVASIR_KV_BYTES"])
+                assert left >= 1 << 30, f"{name}: {title(manifest)}: {left} bytes are left for weights and all else"
+
+
+def workers_are_no_more_than_identities(rendered):
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        for manifest, pod in workloads(manifests):
+            if manifest["kind"] != "StatefulSet":
+                continue
+            own = manifest["metadata"]["name"]
+            scaled = [m["spec"]["maxReplicaCount"] for m in manifests if m["kind"] == "ScaledObject" and m["spec"]["scaleTargetRef"]["name"] == own]
+            most = max([manifest["spec"]["replicas"], *scaled])
+            (volume,) = [v for v in pod["spec"]["volumes"] if v["name"] == "identity"]
+            paths = [item["path"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]]
+            for ordinal in range(most):
+                files = {f"{own}-{ordinal}/{file}" for file in ("node.crt", "node.key", "ca.crt")}
+                assert files <= set(paths), f"{name}: no identity for {own}-{ordinal}"
+        for scaled in [m for m in manifests if m["kind"] == "ScaledObject"]:
+            target = scaled["spec"]["scaleTargetRef"]
+            assert target["name"] in [m["metadata"]["name"] for m in manifests if m["kind"] == target["kind"]], name
+
+
+def certificates_name_the_nodes_that_use_them(rendered):
+    """cert-manager's: the URI that a node is known by is its pod's name, and its Secret the one that the pod mounts."""
+    for manifest in rendered["cert-manager"]:
+        if manifest["kind"] == "Certificate" and not manifest["spec"].get("isCA"):
+            node = manifest["metadata"]["name"]
+            role = node.split("-")[1]
+            assert manifest["spec"]["uris"] == [f"spiffe://kvasir/{role}/{node}"], node
+            assert manifest["spec"]["secretName"] == f"{node}-identity", node
+            assert "digital signature" in manifest["spec"]["usages"], node
+
+
+def monitors_find_ports(rendered):
+    manifests = installed(rendered, "cpu")
+    for monitor in [m for m in manifests if m["kind"] in ("ServiceMonitor", "PodMonitor")]:
+        services = monitor["kind"] == "ServiceMonitor"
+        candidates = (
+            [(m["metadata"]["labels"], {p["name"] for p in m["spec"]["ports"]}) for m in manifests if m["kind"] == "Service"]
+            if services
+            else [(pod["metadata"]["labels"], {p["name"] for c in containers(pod) for p in c.get("ports", [])}) for _, pod in workloads(manifests)]
+        )
+        found = [ports for labels, ports in candidates if matches(monitor["spec"]["selector"], labels)]
+        for endpoint in monitor["spec"]["endpoints" if services else "podMetricsEndpoints"]:
+            assert any(endpoint["port"] in ports for ports in found), f"{title(monitor)}: no port {endpoint['port']}"
+
+
+def k8s_rbac_free(rendered):
+    """No role but that of the job which makes Secrets, and no token in any other pod."""
+    for manifests in rendered.values():
+        for manifest in manifests:
+            assert manifest["kind"] not in ("ClusterRole", "ClusterRoleBinding"), title(manifest)
+            if manifest["kind"] == "Role":
+                assert manifest["metadata"]["name"] == "kvasir-ca", title(manifest)
+                assert manifest["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}], manifest["rules"]
+            if manifest["kind"] == "RoleBinding":
+                assert [s["name"] for s in manifest["subjects"]] == ["kvasir-ca"], title(manifest)
+            if manifest["kind"] == "ServiceAccount":
+                assert manifest["automountServiceAccountToken"] is False, title(manifest)
+        for manifest, pod in workloads(manifests):
+            has_token = pod["spec"].get("automountServiceAccountToken") is not False
+            assert has_token == (pod["spec"]["serviceAccountName"] == "kvasir-ca"), f"{title(manifest)}: token"
+
+
+def k8s_network_policy(rendered):
+    """Who reaches whom, by the policies of everything laid over the CPU installation, and over that for Sparks."""
+
+    def pods_of(name):
+        found = {}
+        for manifest, pod in workloads(installed(rendered, name)):
+            labels = pod["metadata"]["labels"]
+            host = pod["spec"].get("hostNetwork", False)
+            address = "192.168.100.11" if host else "10.42.0.9"
+            found[labels["app.kubernetes.io/component"]] = Pod(manifest["metadata"]["namespace"], tuple(labels.items()), address, host)
+        return found
+
+    extra = {
+        "kube-system": {}, "monitoring": {}, "gateway": {}, "elsewhere": {},
+        "apps": {"kvasir.dev/clients": "true"},
+    }
+    spaces = {**namespaces(rendered), **extra}
+    others = {
+        "dns": Pod("kube-system", (("k8s-app", "kube-dns"),), "10.42.0.2"),
+        "prometheus": Pod("monitoring", (), "10.42.0.3"),
+        "gateway": Pod("gateway", (), "10.42.0.4"),
+        "client": Pod("apps", (), "10.42.0.5"),
+        "stranger": Pod("elsewhere", (), "10.42.0.6"),
+        "impostor": Pod("elsewhere", (("app.kubernetes.io/name", "kvasir"), ("app.kubernetes.io/component", "worker")), "10.42.0.7"),
+        "unlabelled": Pod("kvasir", (), "10.42.0.8"),
+        "internet": Outside("93.184.216.34"),
+        "api-server": Outside("10.43.0.1"),
+        "metadata": Outside("169.254.169.254"),
+        "lan": Outside("192.168.7.7"),
+    }
+    yes, no = True, False
+    table = [
+        ("coordinator", "coordinator", "UDP", 7000, yes),
+        ("worker", "coordinator", "UDP", 7000, yes),
+        ("worker", "worker", "UDP", 7000, yes),
+        ("coordinator", "worker", "UDP", 7000, no),
+        ("worker", "coordinator", "TCP", 8080, no),
+        ("worker", "coordinator", "TCP", 9090, no),
+        ("coordinator", "coordinator", "TCP", 9090, no),
+        ("client", "coordinator", "TCP", 8080, yes),
+        ("client", "coordinator", "TCP", 9090, no),
+        ("client", "coordinator", "UDP", 7000, no),
+        ("client", "worker", "UDP", 7000, no),
+        ("stranger", "coordinator", "TCP", 8080, no),
+        ("impostor", "coordinator", "UDP", 7000, no),
+        ("impostor", "worker", "UDP", 7000, no),
+        ("unlabelled", "coordinator", "TCP", 8080, no),
+        ("gateway", "coordinator", "TCP", 8080, yes),
+        ("gateway", "coordinator", "TCP", 9090, no),
+        ("prometheus", "coordinator", "TCP", 9090, yes),
+        ("prometheus", "worker", "TCP", 9091, yes),
+        ("prometheus", "coordinator", "TCP", 8080, no),
+        ("coordinator", "dns", "UDP", 53, yes),
+        ("worker", "dns", "TCP", 53, yes),
+        ("fetch", "dns", "UDP", 53, yes),
+        ("unlabelled", "dns", "UDP", 53, no),
+        ("coordinator", "internet", "TCP", 443, no),
+        ("worker", "internet", "TCP", 443, no),
+        ("fetch", "internet", "TCP", 443, yes),
+        ("fetch", "internet", "TCP", 80, no),
+        ("fetch", "metadata", "TCP", 443, no),
+        ("fetch", "lan", "TCP", 443, no),
+        ("fetch", "api-server", "TCP", 443, no),
+        ("fetch", "coordinator", "UDP", 7000, no),
+        ("ca", "api-server", "TCP", 443, yes),
+        ("ca", "coordinator", "UDP", 7000, no),
+        ("worker", "api-server", "TCP", 443, no),
+    ]
+    world = World(installed(rendered, "cpu"), spaces)
+    check_table("cpu", world, {**others, **pods_of("cpu")}, table)
+    # There workers are on the hosts' network: only coordinators can be kept from anybody.
+    spark = [
+        ("worker", "coordinator", "UDP", 7000, yes),
+        ("worker", "coordinator", "TCP", 8080, no),
+        ("worker", "coordinator", "TCP", 9090, no),
+        ("lan", "coordinator", "UDP", 7000, no),
+        ("coordinator", "coordinator", "UDP", 7000, yes),
+        ("coordinator", "internet", "TCP", 443, no),
+        ("fetch", "internet", "TCP", 443, yes),
+        ("fetch", "lan", "TCP", 443, no),
+        ("fetch", "dns", "UDP", 53, yes),
+    ]
+    world = World(installed(rendered, "dgx-spark"), spaces)
+    check_table("dgx-spark", world, {**others, **pods_of("dgx-spark")}, spark)
+
+
+def check_table(name, world, pods, table):
+    for source, target, protocol, port, expected in table:
+        found = world.allows(pods[source], pods[target], protocol, port)
+        verdict = "is" if found else "is not"
+        assert found == expected, f"{name}: {source} {verdict} let through to {target} at {protocol} {port}"
+
+
+def images_are_named_in_one_place(rendered):
+    """No manifest names a registry, and every image has come out with a tag."""
+    files = [f for f in (ROOT / "deploy/k8s").rglob("*.yaml") if f.name != "images.yaml"]
+    for file in files:
+        named = [line.split("image:")[1].strip() for line in file.read_text().splitlines() if " image: " in line]
+        assert all(name in ("kvasir", "kvasir-cuda", "kubectl") for name in named), f"{file}: {named}"
+    for manifests in rendered.values():
+        for manifest, pod in workloads(manifests):
+            for container in containers(pod):
+                assert ":" in container["image"] and "/" in container["image"], f"{title(manifest)}: {container['image']}"
+                assert not container["image"].endswith(":latest"), title(manifest)
+
+
+TESTS = [
+    every_directory_renders_alone,
+    schemas_of_two_versions_hold,
+    extensions_have_the_fields_that_they_need,
+    selectors_find_their_pods,
+    ports_lead_to_ports,
+    probes_ask_what_the_binary_answers,
+    settings_are_the_binarys,
+    what_is_referred_to_exists,
+    grace_covers_prestop_and_drain,
+    a_majority_survives_what_budgets_allow,
+    pods_keep_their_namespaces_level,
+    caches_fit_into_the_memory_limit,
+    workers_are_no_more_than_identities,
+    certificates_name_the_nodes_that_use_them,
+    monitors_find_ports,
+    k8s_rbac_free,
+    k8s_network_policy,
+    images_are_named_in_one_place,
+]
