@@ -190,7 +190,11 @@ fn table(listed: &[Listed], downloads: &[Downloaded], wide: bool) -> String {
             let most = if matches!(speed, Speed::Ceiling { .. }) { "~" } else { "" };
             format!("{most}{tokens:.0}")
         });
-        let digest = if entry.sha256().is_empty() { "unverified" } else { "pinned" };
+        let digest = match (entry.not_served(), entry.sha256().is_empty()) {
+            (Some(_), _) => "-",
+            (None, true) => "unverified",
+            (None, false) => "pinned",
+        };
         let here = match (present, entry.not_served()) {
             (_, Some(_)) => "not served",
             (true, None) => "yes",
