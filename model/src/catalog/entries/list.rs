@@ -241,12 +241,7 @@ pub static CATALOG: &[Entry] = &[
         file: "model.safetensors",
         bytes: 90_868_376,
         sampling: SamplingDefaults::PLAIN,
-        about: About {
-            arch: "bert",
-            memory: 512 << 20,
-            hardware: ANY_MACHINE,
-            speed: Speed::Unknown,
-        },
+        about: About { arch: "bert", memory: 512 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
         origin: Origin::Packages {
             sha256: "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
             parts: &[Part {
