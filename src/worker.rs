@@ -220,6 +220,7 @@ impl WorkerSettings {
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
             pool: settings.offer(),
+            floor: load::watched(&settings.options()?)?,
         };
         let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
         Ok(Plan { settings, explained, config, drain })

@@ -201,6 +201,7 @@ impl Engine {
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
         metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
+        metrics.device.covers(decoder.backend().info());
         let namer = Namer::new(&origin)?;
         let (pulling, lending) = (Pulling::new(namer), Lending::new(&namer, max_model_len));
         Ok(Self {

@@ -45,7 +45,8 @@ impl Claim {
     /// Waits for a worker, and for the turn to send it something.
     pub(super) async fn worker(&mut self) -> Result<(Placed, Turn), Failure> {
         match self.verdicts.recv().await {
-            Some(Verdict::Go(assignment, link, mut turn)) => {
+            Some(Verdict::Go(go)) => {
+                let (assignment, link, mut turn) = *go;
                 let queued = self.submitted.elapsed();
                 turn.come().await;
                 Ok((Placed { assignment, link, queued }, turn))

@@ -8,6 +8,7 @@ use super::patience::Patience;
 use super::step;
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
+use crate::engine::thread::end_process;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
@@ -507,7 +508,14 @@ impl Stage {
         spent: StageSpentV1,
         since: Instant,
     ) -> Result<(), StageFailure> {
-        let failed = |error: Error| StageFailure::Step { reason: error.to_string() };
+        let failed = |error: Error| {
+            let reason = error.to_string();
+            if error.is_device_lost() {
+                // Behind the failure's way to the first stage: the next process may do better.
+                let _ = crate::progress::spawn("kvasir-end", move || end_process(&error));
+            }
+            StageFailure::Step { reason }
+        };
         let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
         let errands = &mut self.errands;
         let mut beside = |mut blocks: Blocks<'_>| {

@@ -162,6 +162,7 @@ impl Cluster {
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,
             pool: None,
+            floor: None,
         };
         let (report, shipping): (Arc<Mutex<_>>, Arc<Mutex<_>>) = Default::default();
         let api = Api(Arc::clone(&report), Arc::clone(&shipping));
