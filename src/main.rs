@@ -18,6 +18,7 @@ mod front;
 mod gpu_bench;
 mod gpu_check;
 mod home;
+mod http_client;
 mod keys;
 mod local;
 mod logits;

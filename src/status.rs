@@ -33,6 +33,8 @@ pub(crate) struct Cluster {
     #[serde(default)]
     shipping: Vec<Shipment>,
     #[serde(default)]
+    models: Vec<Model>,
+    #[serde(default)]
     replicas: Vec<Replica>,
     #[serde(default)]
     unplanned: Vec<Unplanned>,
@@ -90,6 +92,15 @@ pub(crate) struct Worker {
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
+}
+
+/// A model of the API.
+#[derive(Debug, Deserialize)]
+struct Model {
+    id: String,
+    /// How its file was checked, if it was downloaded.
+    #[serde(default)]
+    verification: Option<String>,
 }
 
 /// How far a worker is with getting its model from others.
@@ -222,6 +233,11 @@ fn table(cluster: &Cluster) -> String {
             text += &format!("{worker} was sent wrong bytes by {}\n", struck.join(", "));
         }
     }
+    for model in &cluster.models {
+        if model.verification.as_deref() == Some("unverified") {
+            text += &format!("{} is unverified: its file was downloaded without a known sha256\n", model.id);
+        }
+    }
     for replica in cluster.replicas.iter().filter(|replica| replica.stages.len() > 1) {
         let stage = |stage: &Stage| format!("{} {}..{}", stage.worker, stage.layers.0, stage.layers.1);
         let stages: Vec<String> = replica.stages.iter().map(stage).collect();
@@ -267,7 +283,7 @@ mod tests {
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
                             "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"new":1}],
-                "models":[],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
+                "models":[{"id":"m","verification":"unverified"},{"id":"n"}],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
                 "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
                 "queue":{"requests":2,"tokens":80,"inflight":5},
@@ -285,6 +301,7 @@ mod tests {
             "requests: 2 waiting (80 tokens), 5 with workers",
             "w1 gets its model from other workers: 2 of 9 MiB",
             "by w2",
+            "m is unverified",
             "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");

@@ -1,6 +1,6 @@
 //! The models that the API offers: what of a model file the coordinator needs, which is text in and out.
 
-use model::catalog;
+use model::catalog::{self, Verification};
 use model::chat_template::ChatTemplate;
 use model::costs::ModelCosts;
 use model::sampling::SamplingDefaults;
@@ -57,6 +57,8 @@ pub struct OfferedModel {
     pub costs: Option<ModelCosts>,
     /// Tokens of its longest sequence.
     pub context: usize,
+    /// How its file was checked, if it was downloaded.
+    pub verification: Option<Verification>,
     /// What its texts have cost so far.
     tokenised: Tokenised,
 }
@@ -100,6 +102,7 @@ impl Models {
     /// Reads their files.
     pub fn open(entries: &[ModelEntry]) -> Result<Self, ModelsError> {
         let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
+        let downloads = catalog::Store::from_env().ok();
         for ModelEntry { id, path } in entries {
             if models.iter().any(|m| m.id == *id) {
                 return Err(ModelsError::Twice(id.clone()));
@@ -126,6 +129,7 @@ impl Models {
                 sampling,
                 costs,
                 context: spec.map_or(0, |spec| spec.context_length),
+                verification: downloads.as_ref().and_then(|store| store.verification(path)),
                 tokenised: Tokenised::default(),
             }));
         }

@@ -24,6 +24,7 @@ pub fn view(ops: &Ops) -> Value {
                 "id": model.id.as_str(),
                 "max_model_len": served.as_ref().map(|s| s.max_model_len),
                 "task": served.map(|s| s.task.name()),
+                "verification": model.verification.map(|verification| verification.word()),
             })
         })
         .collect();
