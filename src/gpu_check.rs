@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Bytes that are copied to measure the memory: many times what the caches hold.
-const COPY_BYTES: usize = 1 << 30;
+pub(crate) const COPY_BYTES: usize = 1 << 30;
 /// Copies, launches and replays that are timed together.
 const TIMED: u32 = 50;
 /// Launches of one graph.

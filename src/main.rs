@@ -25,6 +25,7 @@ mod models;
 mod node;
 mod numerics;
 mod ops_client;
+mod otlp;
 mod pardon;
 mod perplexity;
 mod plan;

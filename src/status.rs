@@ -67,6 +67,9 @@ pub(crate) struct Worker {
     /// What operators want.
     #[serde(default)]
     pub(crate) draining: bool,
+    /// It drains because it has lost its GPU again and again.
+    #[serde(default)]
+    quarantined: bool,
     #[serde(default)]
     models: Vec<String>,
     pub(crate) kv_used: u64,
@@ -207,6 +210,9 @@ fn table(cluster: &Cluster) -> String {
         ]);
     }
     let mut text = columns(&rows);
+    for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.quarantined) {
+        text += &format!("{id} has lost its GPU again and again, and drains until `kvasir undrain {id}`\n");
+    }
     for Shipment { worker, wanted_bytes, present_bytes, struck } in &cluster.shipping {
         if present_bytes < wanted_bytes {
             let (present, wanted) = (present_bytes >> 20, wanted_bytes >> 20);
@@ -260,7 +266,7 @@ mod tests {
         let cluster: Cluster = serde_json::from_str(
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
-                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"new":1}],
+                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"new":1}],
                 "models":[],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
                 "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
@@ -279,6 +285,7 @@ mod tests {
             "requests: 2 waiting (80 tokens), 5 with workers",
             "w1 gets its model from other workers: 2 of 9 MiB",
             "by w2",
+            "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }

@@ -14,7 +14,7 @@ use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, Waiting, r
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
-use crate::routing::{Reason, Routing};
+use crate::routing::{Parts, Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
 pub use floor::{PeerExport, PeerImport};
@@ -92,14 +92,25 @@ pub struct Ask {
     pub priority: i32,
     /// When it is worth nothing any more.
     pub deadline: Instant,
+    /// Whether it is wanted to know why a worker is chosen.
+    pub explain: bool,
 }
 
 /// Names one submitted generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(u64);
 
+/// Why a worker was chosen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explained {
+    /// When.
+    pub at: Instant,
+    /// The workers that could have been, and what each was compared by.
+    pub candidates: Vec<(NodeId, Parts)>,
+}
+
 /// Where a generation goes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Assignment {
     /// The worker.
     pub node: NodeId,
@@ -119,6 +130,8 @@ pub struct Assignment {
     pub pull: Option<PullSourceV1>,
     /// How many generations of this prompt go to this worker with this decision, this one included.
     pub together: u32,
+    /// Why this worker, at length, if that was asked.
+    pub explained: Option<Arc<Explained>>,
 }
 
 /// A worker that computes a prompt for another.
@@ -162,7 +175,7 @@ pub enum Setback {
 }
 
 /// What the caller has to do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Send the generation to a worker.
     Assign(Ticket, Assignment),

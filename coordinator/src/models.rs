@@ -155,3 +155,27 @@ impl Models {
         self.0.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(512))]
+
+        /// What is no plain name is no model's, whatever it would be as a path.
+        #[test]
+        fn sec_model_name(
+            name in r"[a-zA-Z0-9._/%\\\x00\u{2024}\u{ff0e} -]{0,100}",
+            trick in prop::sample::select(vec!["", "../", "..%2f", "%2e%2e/", "/etc/passwd", "\0", "\u{2024}\u{2024}/", "\\"]),
+        ) {
+            let models = Models::open(&[]).unwrap();
+            let name = format!("{trick}{name}");
+            prop_assert!(models.get(&name).is_none());
+            let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+            let ok = (1..=ModelId::MAX_LEN).contains(&name.len()) && name.bytes().all(plain);
+            prop_assert_eq!(ModelId::new(name).is_ok(), ok);
+        }
+    }
+}

@@ -266,6 +266,9 @@ async fn drain(
             }
         }),
     };
+    if made.is_ok() && !draining {
+        ops.dispatch.lost_devices().pardon(&node);
+    }
     count(&ops, if draining { "drain" } else { "undrain" }, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }

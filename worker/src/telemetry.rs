@@ -11,10 +11,15 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
+mod device;
+mod host;
 mod shards;
 mod shipping;
+mod traces;
 mod transfers;
 
+pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
+pub use host::HostMetrics;
 pub use shards::{ShardMetrics, StageLabel};
 pub use shipping::{ShippingMetrics, SourceLabel};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
@@ -189,6 +194,8 @@ pub struct EngineMetrics {
     pub transfers: TransferMetrics,
     /// Stages of a replica.
     pub shards: ShardMetrics,
+    /// What computes.
+    pub device: DeviceMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -278,6 +285,8 @@ impl EngineMetrics {
         self.tiers.register(registry);
         self.transfers.register(registry);
         self.shards.register(registry);
+        self.device.register(registry);
+        registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

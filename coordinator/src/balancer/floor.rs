@@ -8,7 +8,7 @@ mod pulls;
 pub use peers::{PeerExport, PeerImport};
 
 use super::recent::{Decided, Ending, Outcome, Recent};
-use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
+use super::{Action, Assignment, Explained, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::demand::{CommonKey, Demand};
 use crate::routing::groups::Groups;
@@ -263,6 +263,7 @@ impl Floor {
             prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
             pull: supply.pull.clone(),
             together: 1,
+            explained: waiter.ask.explain.then(|| Arc::new(self.explained(now, &query, &candidates))),
         };
         let (best, lost) = self.best_holder(now, &waiter, &overlap, &candidates, (&choice, &supply));
         if let Some((key, _)) = common {
@@ -287,6 +288,13 @@ impl Floor {
         });
         self.book(now, waiter, choice, &assignment, &supply, number);
         Placing::Assigned(assignment)
+    }
+
+    fn explained(&self, now: Instant, query: &Query, candidates: &[Candidate]) -> Explained {
+        let name = |candidate: &Candidate| Some(self.table.in_slot(candidate.slot)?.register.node.clone());
+        let parts = candidates.iter().zip(routing::explain(query, candidates));
+        let candidates = parts.filter_map(|(candidate, parts)| Some((name(candidate)?, parts))).collect();
+        Explained { at: now, candidates }
     }
 
     pub(super) fn started(&mut self, now: Instant, ticket: Ticket) {

@@ -80,6 +80,7 @@ impl Rig {
             group: None,
             priority: 0,
             deadline: self.now + Duration::from_secs(60),
+            explain: false,
         }
     }
 

@@ -27,8 +27,17 @@ pub(super) struct Claim {
 pub(super) struct Placed {
     pub(super) assignment: Assignment,
     pub(super) link: Arc<Link>,
+    /// When it was asked for.
+    pub(super) submitted: Instant,
+    /// When it had been chosen.
+    pub(super) chosen: Instant,
+}
+
+impl Placed {
     /// Time from submission until it had been chosen.
-    pub(super) queued: Duration,
+    pub(super) fn queued(&self) -> Duration {
+        self.chosen.saturating_duration_since(self.submitted)
+    }
 }
 
 impl Claim {
@@ -48,10 +57,11 @@ impl Claim {
     /// Waits for a worker, and for the turn to send it something.
     pub(super) async fn worker(&mut self) -> Result<(Placed, Turn), Failure> {
         match self.verdicts.recv().await {
-            Some(Verdict::Go(assignment, link, mut turn)) => {
-                let queued = self.submitted.elapsed();
+            Some(Verdict::Go(go)) => {
+                let (assignment, link, mut turn) = *go;
+                let (submitted, chosen) = (self.submitted, Instant::now());
                 turn.come().await;
-                Ok((Placed { assignment, link, queued }, turn))
+                Ok((Placed { assignment, link, submitted, chosen }, turn))
             }
             Some(Verdict::No(refusal)) => Err(match (refusal, self.setback.take()) {
                 (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),

@@ -14,6 +14,7 @@ mod overload;
 mod shards;
 mod shared_prefix;
 mod snapshots;
+mod traces;
 mod transfer;
 mod up;
 

@@ -58,6 +58,7 @@ impl Engine {
         raise(&self.metrics.pins_lost, counters.pins_lost);
         raise(&self.metrics.forks, counters.forks);
         self.publish_tiers();
+        self.metrics.device.update(self.decoder.backend().step_counts());
         if let Some(later) = &mut self.later {
             self.metrics.shards.update(&later.take_counts());
         }
