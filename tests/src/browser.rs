@@ -94,7 +94,13 @@ impl Browser {
     /// Clicks on the first element that a CSS selector finds, where a person would have to be able to.
     pub fn click(&self, selector: &str) -> anyhow::Result<()> {
         let find = json!({"using": "css selector", "value": selector});
+        let name = json!(selector);
+        let show = format!(
+            "document.querySelector({name})?.scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        );
         let click = || {
+            // The driver does not scroll a page whose size is emulated.
+            self.script(&show).ok()?;
             let found = self.tell("element", &find).ok()?;
             let element = found[ELEMENT].as_str()?;
             self.tell(&format!("element/{element}/click"), &json!({})).ok()
@@ -118,11 +124,12 @@ impl Browser {
         self.devtools("Emulation.setDeviceMetricsOverride", size).map(drop)
     }
 
-    /// What the system wants: dark, or light.
+    /// What the system wants: dark, or light; and that nothing moves, so that what is clicked on stands still.
     pub fn prefer_dark(&self, dark: bool) -> anyhow::Result<()> {
         let value = if dark { "dark" } else { "light" };
-        let features = json!({"features": [{"name": "prefers-color-scheme", "value": value}]});
-        self.devtools("Emulation.setEmulatedMedia", features).map(drop)
+        let theme = json!({"name": "prefers-color-scheme", "value": value});
+        let still = json!({"name": "prefers-reduced-motion", "value": "reduce"});
+        self.devtools("Emulation.setEmulatedMedia", json!({"features": [theme, still]})).map(drop)
     }
 
     /// Writes what is on the screen to a PNG.

@@ -158,6 +158,7 @@ mod tests {
             prompt_tokens: 16 * chain.len() as u32 + 3,
             chain,
             group: None,
+            explain: false,
             priority: 0,
             deadline: now,
         };

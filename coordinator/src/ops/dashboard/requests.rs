@@ -184,6 +184,7 @@ mod tests {
             prompt_tokens: 1_530,
             chain: [].into(),
             group: None,
+            explain: false,
             priority: 0,
             deadline: at,
         };
