@@ -161,6 +161,7 @@ impl Bench {
             group: None,
             priority: 0,
             deadline: self.now + Duration::from_secs(60),
+            explain: false,
         };
         let node = timed(&mut took, || self.place(ask))?;
         let batch = self.say(&node, &chain);

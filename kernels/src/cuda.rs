@@ -20,12 +20,14 @@ mod pack;
 pub mod qkv;
 pub mod recurrent;
 pub mod rowwise;
+pub mod sampling;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
 pub mod source;
 pub mod speed;
 pub mod step;
 mod survey;
+mod tape;
 
 #[cfg(test)]
 mod tests;

@@ -153,6 +153,7 @@ impl Router for Kvasir {
             group: None,
             priority: 0,
             deadline: now + Duration::from_secs(1_000_000),
+            explain: false,
         };
         let (tickets, actions) = self
             .balancer

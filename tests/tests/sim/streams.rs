@@ -235,6 +235,7 @@ impl World {
             group: None,
             priority: 0,
             deadline: self.instant() + Duration::from_micros(LIMIT),
+            explain: false,
         }
     }
 
