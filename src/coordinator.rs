@@ -2,7 +2,7 @@
 
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
-use crate::{allocator, cluster_key, home, models};
+use crate::{allocator, cluster_key, home, models, otlp};
 use coordinator::agreement::PeerEntry;
 use coordinator::api::auth::KeyEntry;
 use coordinator::config::Config;
@@ -106,6 +106,12 @@ pub(crate) struct CoordinatorSettings {
     /// HTTP connections at a time on the API port.
     #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
     pub(crate) max_connections: Option<usize>,
+    /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    pub(crate) otlp_endpoint: Option<String>,
+    /// Share of the requests without a `traceparent` that are traced [default: 1].
+    #[arg(long, value_name = "SHARE", env = "OTEL_TRACES_SAMPLER_ARG")]
+    pub(crate) trace_ratio: Option<f64>,
     /// Client keys; in the file only.
     #[arg(skip)]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -160,6 +166,8 @@ impl CoordinatorSettings {
             data_dir: self.data_dir,
             keys: self.keys,
             shards: self.shards,
+            otlp_endpoint: self.otlp_endpoint,
+            trace_ratio: self.trace_ratio,
             http: or!(http, default.http, "this machine only, unless told otherwise"),
             ops: or!(ops, default.ops, "this machine only, unless told otherwise"),
             quic: or!(quic, default.quic, "this machine only, unless told otherwise"),
@@ -248,6 +256,9 @@ impl Coordinator {
         let config = settings.service()?;
         let key =
             cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
+        let node = &identity.name().node;
+        let endpoint = settings.otlp_endpoint.as_deref();
+        let _exporting = otlp::start(endpoint, settings.trace_ratio, "kvasir-coordinator", node)?;
         allocator::keep_free_memory(KEEP_FREE_MEMORY);
         let runtime = runtime()?;
         runtime.block_on(async {

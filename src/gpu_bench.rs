@@ -11,8 +11,6 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// Bytes that are copied to measure the memory: many times what the caches hold.
-const COPY_BYTES: usize = 1 << 30;
 /// Timed runs of each row.
 const RUNS: usize = 9;
 /// Rows of a prompt that are computed at once.
@@ -68,7 +66,7 @@ impl GpuBench {
         // Copies and rows go through several times what the second-level cache holds.
         let spread = (8 * info.l2_bytes as usize).max(1 << 28);
         let speed = Speed::new(Box::new(gpu), gpu_check::compile(compiler, info.arch), spread, RUNS);
-        let copies = speed.copies(COPY_BYTES)?;
+        let copies = speed.copies(gpu_check::COPY_BYTES)?;
         let mut rows = Rows { json: self.json, until, copies, failed: 0, skipped: 0 };
         rows.print(&json!({
             "part": "device",

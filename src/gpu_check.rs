@@ -14,11 +14,12 @@ use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 /// Bytes that are copied to measure the memory: many times what the caches hold.
-const COPY_BYTES: usize = 1 << 30;
+pub(crate) const COPY_BYTES: usize = 1 << 30;
 /// Copies, launches and replays that are timed together.
 const TIMED: u32 = 50;
 /// Launches of one graph.
@@ -26,12 +27,17 @@ const GRAPH_LAUNCHES: usize = 200;
 
 /// Checks this machine's GPUs: libraries, speed of memory and launches, and every op against the CPU
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  kvasir gpu-check --json > gpu.json\n\n\
+#[command(after_help = "Examples:\n  kvasir gpu-check --json > gpu.json\n  \
+    kvasir gpu-check --prebuild ./cubins\n\n\
     It ends with 1 where there is no GPU that can be computed on, and where one computes something else than the CPU.")]
 pub(crate) struct GpuCheck {
     /// Print one JSON object, to be attached to a report of a bug
     #[arg(long)]
     json: bool,
+    /// Instead of checking, compile all kernels for every architecture that they are checked for into this directory, for
+    /// machines without a compiler, which find them by KVASIR_CUBINS. It needs NVRTC and no GPU
+    #[arg(long, value_name = "DIR", conflicts_with = "json")]
+    prebuild: Option<PathBuf>,
     /// Compare with the CPU only: for tools that watch every access, under which copies and launches take long
     #[arg(long)]
     cases_only: bool,
@@ -68,6 +74,9 @@ struct DeviceReport {
     /// Of the first device, and where the compiler is there too.
     #[serde(flatten)]
     measured: Option<Measured>,
+    /// Why it could not be measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    failed: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -102,6 +111,11 @@ struct CaseReport {
 impl GpuCheck {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
+        if let Some(folder) = self.prebuild {
+            let kernels = CubinCache::new(&folder).prebuild(&Compiler::find()?)?;
+            println!("{kernels} files of kernels in {}", folder.display());
+            return Ok(());
+        }
         let survey = Survey::take(true);
         let missing = survey.missing();
         let version = |version: &i32| format!("{}.{}", version / 1000, version % 1000 / 10);
@@ -113,13 +127,20 @@ impl GpuCheck {
         let gpus = survey.gpus.unwrap_or_default();
         let mut devices: Vec<DeviceReport> = gpus.iter().map(DeviceReport::of).collect();
         if let (Some(first), Some(report), Ok(compiler)) = (gpus.first(), devices.first_mut(), survey.nvrtc) {
-            report.measured = Some(measure(first, compiler, self.cases_only)?);
+            match measure(first, compiler, self.cases_only) {
+                Ok(measured) => report.measured = Some(measured),
+                // What was found is worth a report, above all then.
+                Err(error) => report.failed = Some(format!("{error:#}")),
+            }
         }
         let kvasir = env!("CARGO_PKG_VERSION");
         let report = Report { kvasir, driver, nvrtc, missing, devices, coverage: coverage() };
         match self.json {
             true => println!("{}", serde_json::to_string(&report)?),
             false => report.print(),
+        }
+        if let Some(failed) = report.devices.first().and_then(|device| device.failed.as_ref()) {
+            bail!("the GPU cannot be used: {failed}");
         }
         match report.devices.first().and_then(|device| device.measured.as_ref()) {
             None => bail!("no GPU that can be computed on: {}", report.missing.join("; ")),
@@ -141,6 +162,7 @@ impl DeviceReport {
             shared_bytes_per_block: info.shared_bytes,
             l2_bytes: info.l2_bytes,
             measured: None,
+            failed: None,
         }
     }
 }

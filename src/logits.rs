@@ -259,3 +259,63 @@ impl Logits {
             .with_context(|| format!("cannot write {}", self.out.display()))
     }
 }
+
+/// The flag that has a GPU's kernels interpreted, and the oracle's small models on it.
+#[cfg(feature = "ptx-sim")]
+#[cfg(test)]
+mod tests {
+    use crate::{Cli, Command};
+    use clap::Parser;
+    use safetensors::SafeTensors;
+    use std::path::Path;
+
+    fn numbers(file: &SafeTensors<'_>, name: &str) -> Vec<u64> {
+        let tensor = file.tensor(name).unwrap();
+        let width = tensor.data().len() / tensor.shape()[0];
+        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        tensor.data().chunks_exact(width).map(number).collect()
+    }
+
+    /// The first prompt of a model's reference is continued as there.
+    fn continued_as_the_reference(arch: &str) {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny").join(arch);
+        let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();
+        let reference = SafeTensors::deserialize(&bytes).unwrap();
+        let (ids, greedy) = (numbers(&reference, "p0.ids"), numbers(&reference, "p0.greedy"));
+        let scratch = tempfile::tempdir().unwrap();
+        let (tokens, out) = (scratch.path().join("ids.json"), scratch.path().join("out.safetensors"));
+        std::fs::write(&tokens, serde_json::to_string(&[&ids]).unwrap()).unwrap();
+        let (model, count) = (folder.join(format!("{arch}-f32.gguf")), greedy.len().to_string());
+        let text = |path: &Path| path.to_str().unwrap().to_owned();
+        let (model, tokens, file) = (text(&model), text(&tokens), text(&out));
+        let mut command = vec!["kvasir", "logits", &model, "--tokens", &tokens, "--out", &file];
+        command.extend(["--greedy", &count, "--device", "ptx-sim", "--threads", "1"]);
+        command.extend(["--chunk", "64", "--kv-bytes", "2097152"]);
+        command.extend(["--activations", "f32", "--kv-type", "f32"]);
+        let Command::Logits(logits) = Cli::try_parse_from(command).unwrap().command else {
+            panic!("another command");
+        };
+        logits.run().unwrap();
+        let bytes = std::fs::read(&out).unwrap();
+        assert_eq!(numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.greedy"), greedy, "{arch}");
+    }
+
+    macro_rules! each {
+        ($($name:ident: $arch:literal,)*) => {
+            $(#[test]
+            fn $name() {
+                continued_as_the_reference($arch);
+            })*
+        };
+    }
+
+    each! {
+        full_attention: "llama",
+        experts: "qwen3moe",
+        windows: "gemma3",
+        windows_with_sinks: "gpt-oss",
+        shared_keys_and_values: "gemma4",
+        delta_nets: "qwen35",
+        mamba2: "granitehybrid",
+    }
+}

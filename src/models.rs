@@ -1,12 +1,14 @@
 //! `kvasir models`: the catalog, the cache, what is in a file. And how MODEL becomes a file.
 
+use crate::config::UsageError;
 use crate::home;
+use crate::http_client::network;
 use crate::progress::Bar;
 use crate::shipped;
 use crate::status::columns;
 use anyhow::Context;
 use model::ModelFile;
-use model::catalog::{self, Entry, Listed, Store};
+use model::catalog::{self, Address, Downloaded, Entry, Given, Listed, Speed, Store};
 use model::inspect::Summary;
 use model::shard::ChunkId;
 use proto::ids::ModelId;
@@ -32,20 +34,38 @@ enum Action {
 
 /// Shows the catalog and what of it is in the cache.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  kvasir models list --json")]
+#[command(after_help = "Example:\n  kvasir models list --json\n\n\
+    MEMORY is for the weights and some sequences of 8,192 tokens. TOKENS/S is what one sequence decodes on a DGX Spark \
+    with other engines, or at most (~); --wide says whose figure it is. DIGEST is how the bytes are known to be right: \
+    pinned here, given by you, or unverified.")]
 struct List {
     /// Print one line of JSON.
     #[arg(long)]
     json: bool,
+    /// Show architecture, machines, addresses and sources, too.
+    #[arg(long, conflicts_with = "json")]
+    wide: bool,
 }
 
-/// Downloads a model of the catalog into the cache, checked, and prints its path.
+/// Downloads a model into the cache and prints its path: a name of the catalog, an https:// or an hf:// address.
+///
+/// A download that was cut is gone on with. Of a split set any file stands for all. Proxies are those of https_proxy,
+/// http_proxy, all_proxy and no_proxy; SSL_CERT_FILE adds certificates; HF_ENDPOINT and HF_TOKEN are as for the hub's
+/// own tools.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  kvasir models pull smollm2-135m")]
+#[command(after_help = "Examples:\n  kvasir models pull smollm2-135m\n  \
+    kvasir models pull hf://ggml-org/gpt-oss-20b-GGUF/gpt-oss-20b-MXFP4.gguf\n  \
+    kvasir models pull https://models.example/m.gguf --sha256 3b1e...")]
 struct Pull {
-    /// Name in the catalog.
-    #[arg(value_parser = entry)]
-    model: &'static Entry,
+    /// Name in the catalog, https://HOST/FILE.gguf or hf://OWNER/REPO[@REVISION]/FILE.gguf.
+    #[arg(value_parser = pulled)]
+    model: Source,
+    /// SHA-256 that the file of an address must have, in hexadecimal; once for each file of a split set, in their order.
+    #[arg(long, value_parser = sha256)]
+    sha256: Vec<String>,
+    /// Let http:// lead to other machines than this one, as KVASIR_ALLOW_HTTP=1 does.
+    #[arg(long)]
+    allow_http: bool,
 }
 
 /// Shows what a model file says: architecture, layers, tensors, tokenizer.
@@ -62,19 +82,36 @@ struct Inspect {
     digest: bool,
 }
 
-/// Compares a pulled model with its pinned checksum.
+/// Compares a pulled model with its checksum: the pinned one, else the one that it had when it came.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models verify smollm2-135m")]
 struct Verify {
-    /// Name in the catalog.
-    #[arg(value_parser = entry)]
-    model: &'static Entry,
+    /// Name in the catalog, or the address that it was pulled from.
+    #[arg(value_parser = pulled)]
+    model: Source,
 }
 
-/// A catalog entry by name.
-fn entry(name: &str) -> Result<&'static Entry, String> {
+/// What is pulled: a path is not.
+#[derive(Debug, Clone)]
+enum Source {
+    Entry(&'static Entry),
+    Address(Address),
+}
+
+/// A name of the catalog or an address.
+fn pulled(model: &str) -> Result<Source, String> {
+    if Address::looks_like(model) {
+        return Address::parse(model).map(Source::Address).map_err(|error| error.to_string());
+    }
     let known = || catalog::CATALOG.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ");
-    catalog::find(name).ok_or_else(|| format!("not in the catalog, which has {}", known()))
+    let entry = catalog::find(model).map(Source::Entry);
+    entry.ok_or_else(|| format!("neither an address nor in the catalog, which has {}", known()))
+}
+
+/// 64 hexadecimal digits.
+fn sha256(text: &str) -> Result<String, String> {
+    let sound = text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if sound { Ok(text.to_ascii_lowercase()) } else { Err("a SHA-256 has 64 hexadecimal digits".into()) }
 }
 
 impl Models {
@@ -83,11 +120,28 @@ impl Models {
         let mut out = std::io::stdout().lock();
         match self.action {
             Action::List(list) => {
-                let text = if list.json { json_list(&store.list()) + "\n" } else { table(&store.list()) };
+                let (listed, downloads) = (store.list(), store.downloads());
+                let text = if list.json {
+                    json_list(&listed, &downloads) + "\n"
+                } else {
+                    table(&listed, &downloads, list.wide)
+                };
                 write!(out, "{text}")?;
             }
             Action::Pull(pull) => {
-                let path = store.pull(pull.model, &mut Bar::new())?;
+                let network = network(pull.allow_http)?;
+                let path = match &pull.model {
+                    Source::Address(address) => {
+                        store.fetch(address, &pull.sha256, &network, &mut Bar::new())?
+                    }
+                    Source::Entry(entry) => {
+                        if !pull.sha256.is_empty() {
+                            let reason = "models of the catalog have their own";
+                            return Err(UsageError { flag: "--sha256", other: entry.name, reason }.into());
+                        }
+                        store.pull(entry, &network, &mut Bar::new())?
+                    }
+                };
                 writeln!(out, "{}", path.display())?;
             }
             Action::Inspect(inspect) => {
@@ -107,35 +161,114 @@ impl Models {
                 }
             }
             Action::Verify(verify) => {
-                store.verify(verify.model, &mut Bar::new())?;
-                writeln!(out, "{} is the pinned file", store.path(verify.model).display())?;
+                let text = match verify.model {
+                    Source::Entry(entry) => {
+                        store.verify(entry, &mut Bar::new())?;
+                        let known = if entry.sha256().is_empty() { "as it came" } else { "the pinned file" };
+                        format!("{} is {known}", store.path(entry).display())
+                    }
+                    Source::Address(address) => {
+                        let record = store.verify_download(&address, &mut Bar::new())?;
+                        format!("{address} is as it came ({})", record.verification.word())
+                    }
+                };
+                writeln!(out, "{text}")?;
             }
         }
         Ok(())
     }
 }
 
-fn table(listed: &[Listed]) -> String {
-    let mut rows = vec![["NAME", "SIZE", "HERE", "FILE"].map(str::to_owned).to_vec()];
-    for model in listed {
-        let size = format!("{} MiB", model.entry.bytes >> 20);
-        let here = if model.present { "yes" } else { "no" };
-        rows.push(vec![model.entry.name.into(), size, here.into(), model.path.display().to_string()]);
+fn table(listed: &[Listed], downloads: &[Downloaded], wide: bool) -> String {
+    let mut rows = vec![["NAME", "SIZE", "MEMORY", "TOKENS/S", "DIGEST", "HERE"].map(str::to_owned).to_vec()];
+    if wide {
+        rows[0].extend(["ARCH", "FOR", "FIGURE FROM", "FROM"].map(str::to_owned));
     }
-    columns(&rows)
+    for Listed { entry, path, present, .. } in listed {
+        let speed = entry.about.speed;
+        let tokens = speed.tokens_per_second().map_or("-".to_owned(), |tokens| {
+            let most = if matches!(speed, Speed::Ceiling { .. }) { "~" } else { "" };
+            format!("{most}{tokens:.0}")
+        });
+        let digest = match (entry.not_served(), entry.sha256().is_empty()) {
+            (Some(_), _) => "-",
+            (None, true) => "unverified",
+            (None, false) => "pinned",
+        };
+        let here = match (present, entry.not_served()) {
+            (_, Some(_)) => "not served",
+            (true, None) => "yes",
+            (false, None) => "no",
+        };
+        let mut row = vec![entry.name.to_owned(), size(entry.bytes), size(entry.about.memory), tokens];
+        row.extend([digest, here].map(str::to_owned));
+        if wide {
+            let from = match (entry.not_served(), present) {
+                (Some(why), _) => why.to_owned(),
+                (None, true) => path.display().to_string(),
+                (None, false) => entry.address().unwrap_or("Python packages, by pip").to_owned(),
+            };
+            let about = entry.about;
+            row.extend([about.arch, about.hardware, speed.source(), &from].map(str::to_owned));
+        }
+        rows.push(row);
+    }
+    let mut text = columns(&rows);
+    if !downloads.is_empty() {
+        let mut rows = vec![["DOWNLOADED", "SIZE", "DIGEST", "HERE", "FROM"].map(str::to_owned).to_vec()];
+        for Downloaded { id, record, present, .. } in downloads {
+            let here = if *present { "yes" } else { "in part" };
+            let (word, bytes) = (record.verification.word(), record.bytes());
+            rows.push(vec![id.clone(), size(bytes), word.into(), here.into(), record.address.clone()]);
+        }
+        text += &format!("\n{}", columns(&rows));
+    }
+    text
 }
 
-fn json_list(listed: &[Listed]) -> String {
-    let models = listed.iter().map(|model| {
+/// In MiB below one GiB, in GiB above.
+fn size(bytes: u64) -> String {
+    match bytes >> 30 {
+        0 => format!("{} MiB", bytes >> 20),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
+fn json_list(listed: &[Listed], downloads: &[Downloaded]) -> String {
+    let models = listed.iter().map(|Listed { entry, path, present, .. }| {
+        let sums = entry.sha256();
+        let about = entry.about;
         serde_json::json!({
-            "name": model.entry.name,
-            "bytes": model.entry.bytes,
-            "sha256": model.entry.sha256,
-            "present": model.present,
-            "path": model.path,
+            "name": entry.name,
+            "bytes": entry.bytes,
+            // Of the file, or of the first one of a split set.
+            "sha256": sums.first(),
+            "present": present,
+            "path": path,
+            "files_sha256": sums,
+            "verification": if sums.is_empty() { "unverified" } else { "pinned" },
+            "address": entry.address(),
+            "arch": about.arch,
+            "memory_bytes": about.memory,
+            "hardware": about.hardware,
+            "spark_tokens_per_second": about.speed.tokens_per_second(),
+            "spark_tokens_per_second_source": about.speed.source(),
+            "not_served": entry.not_served(),
         })
     });
-    serde_json::json!({"models": models.collect::<Vec<_>>()}).to_string()
+    let downloads = downloads.iter().map(|Downloaded { id, path, record, present, .. }| {
+        serde_json::json!({
+            "name": id,
+            "bytes": record.bytes(),
+            "files_sha256": record.files.iter().map(|file| &file.sha256).collect::<Vec<_>>(),
+            "verification": record.verification.word(),
+            "address": record.address,
+            "present": present,
+            "path": path,
+        })
+    });
+    let (models, downloads) = (models.collect::<Vec<_>>(), downloads.collect::<Vec<_>>());
+    serde_json::json!({"models": models, "downloads": downloads}).to_string()
 }
 
 /// A model as a file and its name in the API.
@@ -145,18 +278,24 @@ pub(crate) struct Resolved {
     pub(crate) id: ModelId,
 }
 
-/// The file behind MODEL: a name of the catalog, which is pulled on first use, or a path.
+/// The file behind MODEL: a name of the catalog or an address, which are pulled on first use, or a path.
 pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     let store = Store::from_env()?;
     let resolved = store.resolve(model)?;
-    let path = match resolved.entry {
-        Some(entry) => {
+    let path = match resolved.given {
+        Given::Path => resolved.path,
+        Given::Name(entry) => {
             if !store.is_present(entry) {
-                eprintln!("pulling {model} ({} MiB)", entry.bytes >> 20);
+                eprintln!("pulling {model} ({})", size(entry.bytes));
             }
-            store.pull(entry, &mut Bar::new())?
+            store.pull(entry, &network(false)?, &mut Bar::new())?
         }
-        None => resolved.path,
+        Given::Address(address) => {
+            if !resolved.path.exists() {
+                eprintln!("pulling {address}");
+            }
+            store.fetch(&address, &[], &network(false)?, &mut Bar::new())?
+        }
     };
     // Children of `up` do not run where the user typed a relative path.
     let path = path.canonicalize().with_context(|| path.display().to_string())?;
@@ -166,7 +305,7 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
 /// As [`resolve_or_pull`], but `ID=MODEL` gives the model another name in the API.
 pub(crate) fn resolve_named(model: &str) -> anyhow::Result<Resolved> {
     match model.split_once('=') {
-        Some((id, path)) if !Path::new(model).exists() => {
+        Some((id, path)) if !Address::looks_like(id) && !Path::new(model).exists() => {
             Ok(Resolved { id: ModelId::new(id)?, ..resolve_or_pull(path)? })
         }
         _ => resolve_or_pull(model),
@@ -176,16 +315,29 @@ pub(crate) fn resolve_named(model: &str) -> anyhow::Result<Resolved> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use model::catalog::{Record, RecordedFile, Verification};
 
     #[test]
     fn the_catalog_is_listed_for_people_and_for_scripts() {
         let dir = tempfile::tempdir().unwrap();
         let listed = Store::at(dir.path()).list();
-        let json: serde_json::Value = serde_json::from_str(&json_list(&listed)).unwrap();
+        let file = RecordedFile { name: "m.gguf".into(), bytes: 5 << 30, sha256: "ab".repeat(32) };
+        let record = Record {
+            address: "https://a.example/m.gguf".into(),
+            files: vec![file],
+            verification: Verification::Unverified,
+        };
+        let downloads = [Downloaded { id: "m".into(), path: "/d/m.gguf".into(), record, present: true }];
+        let json: serde_json::Value = serde_json::from_str(&json_list(&listed, &downloads)).unwrap();
         assert_eq!(json["models"].as_array().unwrap().len(), catalog::CATALOG.len());
         for model in catalog::CATALOG {
-            assert!(table(&listed).contains(model.name));
+            assert!(table(&listed, &[], false).contains(model.name));
         }
+        let wide = table(&listed, &downloads, true);
+        for shown in ["gpt-oss", "hf://", "not served", "5.0 GiB", "unverified", "https://a.example/m.gguf"] {
+            assert!(wide.contains(shown), "{shown} in\n{wide}");
+        }
+        assert_eq!(json["downloads"][0]["verification"], "unverified");
         assert_eq!(json["models"][0]["present"], false);
     }
 
@@ -199,6 +351,8 @@ mod tests {
         assert!(resolved.path.is_absolute());
         let named = resolve_named(&format!("mine={}", file.display())).unwrap();
         assert_eq!((named.id.as_str(), &named.path), ("mine", &resolved.path));
+        let signed = resolve_named("https://a.example/m.bin?signature=x").unwrap_err().to_string();
+        assert!(signed.contains(".gguf") && !signed.contains("signature"), "{signed}");
         assert!(resolve_or_pull("no-such-model").unwrap_err().to_string().contains("smollm2-135m"));
     }
 }

@@ -84,13 +84,24 @@ pub(crate) enum Device {
     Cpu,
     /// An NVIDIA GPU.
     Cuda,
+    /// A GPU's kernels, interpreted on the CPU.
+    #[cfg(feature = "ptx-sim")]
+    #[value(name = "ptx-sim", hide = true)]
+    #[serde(rename = "ptx-sim")]
+    PtxSim,
 }
 
 impl Device {
     /// What `auto` comes to here, and why.
     pub(crate) fn chosen(choice: DeviceChoice) -> Result<(Self, String), worker::Error> {
         let (choice, reason) = choice.resolve()?;
-        Ok((if choice == DeviceChoice::Cuda { Self::Cuda } else { Self::Cpu }, reason))
+        let chosen = match choice {
+            DeviceChoice::Cuda => Self::Cuda,
+            #[cfg(feature = "ptx-sim")]
+            DeviceChoice::PtxSim => Self::PtxSim,
+            DeviceChoice::Auto | DeviceChoice::Cpu => Self::Cpu,
+        };
+        Ok((chosen, reason))
     }
 }
 
@@ -100,6 +111,8 @@ impl From<Device> for DeviceChoice {
             Device::Auto => Self::Auto,
             Device::Cpu => Self::Cpu,
             Device::Cuda => Self::Cuda,
+            #[cfg(feature = "ptx-sim")]
+            Device::PtxSim => Self::PtxSim,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A bar on stderr for work that takes long; nothing at all unless stderr is a terminal.
+//! A bar on stderr for work that takes long. Where stderr is no terminal, as in a Job, a line in the log now and then.
 
 use model::catalog::{Progress, Step};
 use std::io::{IsTerminal, Write};
@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 const WIDTH: u64 = 30;
 const REDRAW: Duration = Duration::from_millis(100);
+/// Between two lines of a log.
+const SAY_EVERY: Duration = Duration::from_secs(30);
 
 /// Draws what a pull or a check tells. Dropped, it clears its line.
 #[derive(Debug)]
@@ -23,13 +25,27 @@ impl Bar {
     }
 
     fn draw(&mut self, bytes: u64) {
-        if !self.terminal || self.drawn.is_some_and(|drawn| drawn.elapsed() < REDRAW) {
+        if !self.terminal {
+            let said = *self.drawn.get_or_insert_with(Instant::now);
+            if said.elapsed() >= SAY_EVERY {
+                self.drawn = Some(Instant::now());
+                tracing::info!("{}", plain(&self.label, bytes, self.total));
+            }
+            return;
+        }
+        if self.drawn.is_some_and(|drawn| drawn.elapsed() < REDRAW) {
             return;
         }
         self.drawn = Some(Instant::now());
         // A bar that cannot be drawn is no reason to stop the work.
         let _ = write!(std::io::stderr(), "\r\x1b[K{}", line(&self.label, bytes, self.total));
     }
+}
+
+/// Without a bar.
+fn plain(label: &str, bytes: u64, total: Option<u64>) -> String {
+    let of = total.map_or(String::new(), |total| format!(" of {}", total >> 20));
+    format!("{label}: {}{of} MiB", bytes >> 20)
 }
 
 fn line(label: &str, bytes: u64, total: Option<u64>) -> String {
@@ -67,7 +83,7 @@ impl Progress for Bar {
 
 impl Drop for Bar {
     fn drop(&mut self) {
-        if self.drawn.is_some() {
+        if self.terminal && self.drawn.is_some() {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
     }
@@ -87,5 +103,7 @@ mod tests {
         assert_eq!(line("a", 99 << 20, Some(30 << 20)), format!("a [{}] 30 of 30 MiB", "#".repeat(30)));
         assert_eq!(line("a", 5 << 20, None), "a 5 MiB");
         assert_eq!(line("a", 0, Some(0)), "a");
+        assert_eq!(plain("a", 5 << 20, Some(9 << 20)), "a: 5 of 9 MiB");
+        assert_eq!(plain("a", 5 << 20, None), "a: 5 MiB");
     }
 }

@@ -3,6 +3,7 @@
 use crate::config::ByteSize;
 use crate::local::EngineArgs;
 use crate::node::{self, StopSignals};
+use crate::otlp;
 use crate::shipped;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
@@ -31,6 +32,9 @@ pub(crate) struct Stage {
     /// UDP address where other stages reach this one; port 0 is any
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", default_value = "127.0.0.1:7001")]
     quic: SocketAddr,
+    /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    otlp_endpoint: Option<String>,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -56,6 +60,8 @@ impl Stage {
             engine: EngineOptions { packed: shipping.store.clone(), ..self.engine.options()? },
             shipping,
         };
+        let node = &identity.name().node;
+        let _exporting = otlp::start(self.otlp_endpoint.as_deref(), None, "kvasir-worker", node)?;
         // Arithmetic has threads of its own; these only move bytes.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async {

@@ -33,6 +33,8 @@ pub(crate) struct Cluster {
     #[serde(default)]
     shipping: Vec<Shipment>,
     #[serde(default)]
+    models: Vec<Model>,
+    #[serde(default)]
     replicas: Vec<Replica>,
     #[serde(default)]
     unplanned: Vec<Unplanned>,
@@ -59,7 +61,7 @@ pub(crate) struct Coordinator {
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
     pub(crate) id: String,
-    epoch: u64,
+    pub(crate) epoch: u64,
     pub(crate) state: String,
     /// What the worker itself has said it does.
     #[serde(default)]
@@ -67,6 +69,9 @@ pub(crate) struct Worker {
     /// What operators want.
     #[serde(default)]
     pub(crate) draining: bool,
+    /// It drains because it has lost its GPU again and again.
+    #[serde(default)]
+    quarantined: bool,
     #[serde(default)]
     models: Vec<String>,
     pub(crate) kv_used: u64,
@@ -78,9 +83,24 @@ pub(crate) struct Worker {
     pub(crate) running: u64,
     #[serde(default)]
     pub(crate) waiting: u64,
+    /// Seconds of work ahead of another prompt.
+    #[serde(default)]
+    pub(crate) queue_s: f64,
+    /// Tokens generated since it began.
+    #[serde(default)]
+    pub(crate) generated_tokens: u64,
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
+}
+
+/// A model of the API.
+#[derive(Debug, Deserialize)]
+struct Model {
+    id: String,
+    /// How its file was checked, if it was downloaded.
+    #[serde(default)]
+    verification: Option<String>,
 }
 
 /// How far a worker is with getting its model from others.
@@ -132,7 +152,7 @@ struct Index {
 }
 
 /// What waits for a worker.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, Deserialize)]
 pub(crate) struct Queue {
     #[serde(default)]
     pub(crate) requests: u64,
@@ -176,11 +196,16 @@ pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
 }
 
 fn table(cluster: &Cluster) -> String {
-    let mut rows =
-        vec![["NODE", "STATE", "EPOCH", "KV USED", "PROGRESS", "MODELS"].map(str::to_owned).to_vec()];
+    let mut rows = vec![
+        ["NODE", "STATE", "EPOCH", "RUN", "WAIT", "KV USED", "PROGRESS", "MODELS"]
+            .map(str::to_owned)
+            .to_vec(),
+    ];
     for node in &cluster.coordinators {
         let role = format!("coordinator ({})", node.role);
-        rows.push(vec![node.id.clone(), role, "-".into(), "-".into(), "-".into(), String::new()]);
+        let mut row = vec![node.id.clone(), role];
+        row.resize(7, "-".into());
+        rows.push(row);
     }
     for node in &cluster.workers {
         let mib = |bytes: u64| bytes >> 20;
@@ -188,12 +213,17 @@ fn table(cluster: &Cluster) -> String {
             node.id.clone(),
             node.state.clone(),
             node.epoch.to_string(),
+            node.running.to_string(),
+            node.waiting.to_string(),
             format!("{} of {} MiB", mib(node.kv_used), mib(node.kv_total)),
             format!("{} ms ago", node.last_progress_ms),
             node.models.join(","),
         ]);
     }
     let mut text = columns(&rows);
+    for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.quarantined) {
+        text += &format!("{id} has lost its GPU again and again, and drains until `kvasir undrain {id}`\n");
+    }
     for Shipment { worker, wanted_bytes, present_bytes, struck } in &cluster.shipping {
         if present_bytes < wanted_bytes {
             let (present, wanted) = (present_bytes >> 20, wanted_bytes >> 20);
@@ -201,6 +231,11 @@ fn table(cluster: &Cluster) -> String {
         }
         if !struck.is_empty() {
             text += &format!("{worker} was sent wrong bytes by {}\n", struck.join(", "));
+        }
+    }
+    for model in &cluster.models {
+        if model.verification.as_deref() == Some("unverified") {
+            text += &format!("{} is unverified: its file was downloaded without a known sha256\n", model.id);
         }
     }
     for replica in cluster.replicas.iter().filter(|replica| replica.stages.len() > 1) {
@@ -221,6 +256,8 @@ fn table(cluster: &Cluster) -> String {
     if let Some(index) = &cluster.index {
         text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);
     }
+    let Queue { requests, tokens, inflight } = cluster.queue;
+    text += &format!("requests: {requests} waiting ({tokens} tokens), {inflight} with workers\n");
     text
 }
 
@@ -245,10 +282,11 @@ mod tests {
         let cluster: Cluster = serde_json::from_str(
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
-                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"new":1}],
-                "models":[],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
+                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"new":1}],
+                "models":[{"id":"m","verification":"unverified"},{"id":"n"}],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
                 "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
+                "queue":{"requests":2,"tokens":80,"inflight":5},
                 "index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
         )
         .unwrap();
@@ -260,8 +298,11 @@ mod tests {
             "1 of 2 MiB",
             "12 ms ago",
             "7 blocks",
+            "requests: 2 waiting (80 tokens), 5 with workers",
             "w1 gets its model from other workers: 2 of 9 MiB",
             "by w2",
+            "m is unverified",
+            "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }

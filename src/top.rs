@@ -2,7 +2,7 @@
 
 use crate::access::Access;
 use crate::config::Period;
-use crate::status::{Cluster, columns};
+use crate::status::{Cluster, Worker, columns};
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -117,6 +117,13 @@ impl Since<'_> {
         format!("{:.1}", self.grown(name, worker) / self.seconds)
     }
 
+    /// The mean of a histogram of seconds, of what was counted in between.
+    fn mean_ms(&self, name: &str) -> String {
+        let count = self.grown(&format!("{name}_count"), None);
+        let sum = self.grown(&format!("{name}_sum"), None);
+        if count > 0.0 { format!("{:.0} ms", 1e3 * sum / count) } else { "-".into() }
+    }
+
     fn percent(&self, part: &str, whole: &str, worker: Option<&str>) -> String {
         let whole = self.grown(whole, worker);
         if whole > 0.0 { format!("{:.0} %", 100.0 * self.grown(part, worker) / whole) } else { "-".into() }
@@ -131,17 +138,38 @@ fn screen(before: &Sample, now: &Sample) -> String {
     coordinators.extend(cluster.coordinators.iter().map(|node| {
         vec![node.id.clone(), node.role.clone(), node.term.to_string(), node.applied.to_string()]
     }));
-    let head = ["WORKER", "STATE", "RUN", "WAIT", "KV", "PREFILL T/S", "STEPS/S", "PREFIX HITS", "PROGRESS"];
+    let head = [
+        "WORKER",
+        "STATE",
+        "AHEAD",
+        "RUN",
+        "WAIT",
+        "KV",
+        "PREFILL T/S",
+        "TOKENS/S",
+        "STEPS/S",
+        "PREFIX HITS",
+        "PROGRESS",
+    ];
     let mut workers = vec![head.map(str::to_owned).to_vec()];
-    workers.extend(cluster.workers.iter().map(|worker| {
+    // Who has most to do is what is looked for.
+    let mut hottest: Vec<&Worker> = cluster.workers.iter().collect();
+    hottest.sort_by(|a, b| b.queue_s.total_cmp(&a.queue_s).then_with(|| a.id.cmp(&b.id)));
+    workers.extend(hottest.into_iter().map(|worker| {
         let of = Some(worker.id.as_str());
+        let first =
+            before.cluster.workers.iter().find(|was| was.id == worker.id && was.epoch == worker.epoch);
+        let generated = worker.generated_tokens
+            - first.map_or(0, |was| was.generated_tokens.min(worker.generated_tokens));
         vec![
             worker.id.clone(),
             worker.state.clone(),
+            format!("{:.2} s", worker.queue_s),
             worker.running.to_string(),
             worker.waiting.to_string(),
             format!("{} %", (100 * worker.kv_used).checked_div(worker.kv_total).unwrap_or(0)),
             since.rate("kvasir_prefill_tokens_computed_total", of),
+            format!("{:.1}", generated as f64 / seconds),
             since.rate("kvasir_steps_total", of),
             since.percent("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", of),
             format!("{} ms ago", worker.last_progress_ms),
@@ -150,13 +178,14 @@ fn screen(before: &Sample, now: &Sample) -> String {
     let queue = &cluster.queue;
     format!(
         "requests: {} waiting ({} tokens), {} with workers, {}/s finished; \
-         tokens/s: {} prompt, {} generated\n\n{}\n{}",
+         tokens/s: {} prompt, {} generated; first token after {}\n\n{}\n{}",
         queue.requests,
         queue.tokens,
         queue.inflight,
         since.rate("vllm:request_success_total", None),
         since.rate("vllm:prompt_tokens_total", None),
         since.rate("vllm:generation_tokens_total", None),
+        since.mean_ms("vllm:time_to_first_token_seconds"),
         columns(&workers),
         columns(&coordinators),
     )
@@ -170,7 +199,8 @@ mod tests {
         let cluster = serde_json::json!({
             "coordinators": [{"id": "c0", "role": "leader", "term": 3, "applied": 40}],
             "workers": [{"id": "w0", "epoch": 1, "state": "ready", "kv_used": 25, "kv_total": 100, "running": 2,
-                         "waiting": 1, "last_progress_ms": 7}],
+                         "waiting": 1, "last_progress_ms": 7, "queue_s": 0.25, "generated_tokens": 40},
+                        {"id": "w1", "epoch": 1, "state": "ready", "kv_used": 0, "kv_total": 100, "queue_s": 1.5}],
             "queue": {"requests": 5, "tokens": 900, "inflight": 3},
         });
         Sample { at, cluster: serde_json::from_value(cluster).unwrap(), series: Series::read(metrics) }
@@ -182,9 +212,12 @@ mod tests {
         let text = |tokens: u32, steps: u32, hits: u32| {
             format!(
                 "# TYPE vllm:prompt_tokens counter\nvllm:prompt_tokens_total{{model_name=\"m\"}} {tokens}\n\
+                 vllm:time_to_first_token_seconds_sum{{model_name=\"m\"}} {}\n\
+                 vllm:time_to_first_token_seconds_count{{model_name=\"m\"}} {tokens}\n\
                  kvasir_steps_total{{worker=\"w0\"}} {steps}\nkvasir_steps_total{{worker=\"w1\"}} 9\n\
                  vllm:prefix_cache_hits_total{{worker=\"w0\"}} {hits}\n\
                  vllm:prefix_cache_queries_total{{worker=\"w0\"}} {}\n",
+                f64::from(tokens) / 5.0,
                 2 * hits
             )
         };
@@ -194,10 +227,17 @@ mod tests {
         let row = screen.lines().find(|line| line.starts_with("w0")).unwrap();
         let cells: Vec<&str> = row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
         // The worker has restarted: its steps count from 0.
-        assert_eq!(cells, ["w0", "ready", "2", "1", "25 %", "0.0", "5.0", "50 %", "7 ms ago"]);
+        assert_eq!(
+            cells,
+            ["w0", "ready", "0.25 s", "2", "1", "25 %", "0.0", "0.0", "5.0", "50 %", "7 ms ago"]
+        );
+        assert!(screen.find("w1 ") < screen.find("w0 "), "who has most to do comes first\n{screen}");
         assert!(screen.starts_with("requests: 5 waiting (900 tokens), 3 with workers"), "{screen}");
         assert!(
-            screen.contains("100.0 prompt") && screen.contains("c0") && screen.contains("leader"),
+            screen.contains("100.0 prompt")
+                && screen.contains("first token after 200 ms")
+                && screen.contains("c0")
+                && screen.contains("leader"),
             "{screen}"
         );
     }

@@ -370,8 +370,12 @@ fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
             nodes.model()
         )
     });
+    let dashboard = nodes
+        .listening(Role::Coordinator)
+        .next()
+        .map_or_else(String::new, |node| format!("dashboard: http://{}/\n", reachable(node.ops)));
     format!(
-        "{}\nready: {} ({})\n\n{curl}\nCtrl-C ends it.\n",
+        "{}\nready: {} ({})\n{dashboard}\n{curl}\nCtrl-C ends it.\n",
         crate::status::columns(&rows),
         nodes.model(),
         up_file.display()

@@ -6,6 +6,7 @@ use crate::front::Front;
 use crate::home;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::otlp;
 use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
 use crate::role::RoleArg;
 use crate::shipped;
@@ -151,6 +152,9 @@ pub(crate) struct WorkerSettings {
     /// Time that requests under way are given when the node is told to end [default: 30s].
     #[arg(long, value_name = "TIME", env = "KVASIR_DRAIN_TIMEOUT")]
     pub(crate) drain_timeout: Option<Period>,
+    /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    pub(crate) otlp_endpoint: Option<String>,
 }
 
 /// Settings within their limits, every one of them filled in.
@@ -220,6 +224,7 @@ impl WorkerSettings {
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
             pool: settings.offer(),
+            floor: load::watched(&settings.options()?)?,
         };
         let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
         Ok(Plan { settings, explained, config, drain })
@@ -286,6 +291,7 @@ impl WorkerSettings {
             identity: self.identity.clone(),
             coordinators: self.coordinators.clone(),
             http: self.http,
+            otlp_endpoint: self.otlp_endpoint.clone(),
             model: self.model.clone(),
             from: self.from.clone(),
             weight_cache: or!(
@@ -453,6 +459,8 @@ impl Worker {
                     identity
                 }
             };
+            let (endpoint, node) = (settings.otlp_endpoint.as_deref(), &identity.name().node);
+            let _exporting = otlp::start(endpoint, None, "kvasir-worker", node)?;
             let started = async {
                 let service = WorkerService::start(config, &identity).await?;
                 if let Some(front) = &front {

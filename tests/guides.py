@@ -13,7 +13,7 @@ SOURCES = [
     if "tests" not in path.parts
 ]
 # Of other programs.
-FOREIGN = {"--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
+FOREIGN = {"--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
 
 
 def literals():

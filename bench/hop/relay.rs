@@ -92,6 +92,7 @@ impl Relay {
             deadline_ms: 60_000,
             pull: None,
             together: 1,
+            trace: None,
         };
         // Two bytes each on the wire, as those of most vocabularies.
         let prompts = (0..=MOST_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();

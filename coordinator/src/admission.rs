@@ -45,6 +45,17 @@ pub struct QueueFull {
     pub tokens: u64,
 }
 
+/// What waits of one tenant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TenantView {
+    /// Whose.
+    pub tenant: String,
+    /// Requests.
+    pub requests: usize,
+    /// Their prompt tokens.
+    pub tokens: u64,
+}
+
 /// Something that waits.
 pub trait Waiting {
     /// Prompt tokens that it brings.
@@ -181,6 +192,15 @@ impl<T: Waiting> Queue<T> {
     /// Takes out what has passed its deadline.
     pub fn expire(&mut self, now: Instant) -> Vec<T> {
         self.remove(|item| item.deadline() <= now)
+    }
+
+    /// The tenants that have something waiting.
+    pub fn tenants(&self) -> impl Iterator<Item = TenantView> {
+        self.lanes.iter().filter(|lane| !lane.items.is_empty()).map(|lane| TenantView {
+            tenant: lane.tenant.clone(),
+            requests: lane.items.len(),
+            tokens: lane.items.values().map(|item| item.inner.tokens()).sum(),
+        })
     }
 
     /// Requests that wait.

@@ -19,6 +19,7 @@ pub mod prompt;
 mod raw;
 pub mod rerank;
 pub mod shape;
+mod spans;
 
 use crate::chain_memo::ChainMemo;
 use crate::dispatch::{Dispatch, Job};
@@ -44,6 +45,7 @@ use error::ApiError;
 use plan::{Kind, Plan, Sources};
 use proto::block::{ClusterKey, Scope};
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
+use proto::trace::{Span, TraceContext};
 use rerank::Rerank;
 use serde::Serialize;
 use serde_json::json;
@@ -249,6 +251,21 @@ async fn generate(
     kind: Kind,
     request: Request,
 ) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(kind, request.headers());
+    let answered = answer(front, kind, request, &mut trace).await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+/// Whoever answers takes `trace`, if the request is recorded.
+async fn answer(
+    front: Arc<Front>,
+    kind: Kind,
+    request: Request,
+    trace: &mut Option<Span>,
+) -> Result<Response, ApiError> {
     let group = group(request.headers())?;
     front.dispatch.check_room()?;
     let (asker, body) = admit(&front, request).await?;
@@ -258,14 +275,21 @@ async fn generate(
     let id = asker.id.clone();
     let name = id.clone();
     let planned = Instant::now();
+    let context = trace.as_ref().map(Span::context);
+    if let Some(span) = trace {
+        span.part("receive", asker.arrived);
+    }
     let (plan, jobs) = front
         .plan(&asker, body.len(), move |sources| {
             let plan = plan::generation(kind, &body, sources)?;
-            let jobs = names.jobs(&plan, sources.caller, &name, group, deadline);
+            let jobs = names.jobs(&plan, sources.caller, (&name, context), group, deadline);
             Ok((plan, jobs))
         })
         .await?;
     front.metrics.stage("plan", planned.elapsed());
+    if let Some(span) = trace {
+        spans::planned(span, &id, &plan, planned);
+    }
     front.pay(&asker.permit, plan.prompts.iter().map(|(tokens, _)| tokens.len() as u64).sum())?;
     let routed = Instant::now();
     let generations = front.dispatch.generate(jobs)?;
@@ -283,6 +307,7 @@ async fn generate(
         logprobs: plan.params.sampling.logprobs.is_some(),
     };
     let answer = Answer::new(&plan, shape, Arc::clone(&front.metrics), generations, asker);
+    let answer = answer.traced(trace.take());
     if plan.params.stream { answer.streamed().await } else { answer.whole().await }
 }
 
@@ -329,7 +354,7 @@ impl Front {
         &self,
         plan: &Plan,
         caller: &Caller,
-        id: &RequestId,
+        (id, trace): (&RequestId, Option<TraceContext>),
         group: Option<CommonKey>,
         deadline: Instant,
     ) -> Vec<Job> {
@@ -360,6 +385,7 @@ impl Front {
                     group,
                     priority: plan.params.priority,
                     deadline,
+                    trace,
                 });
             }
         }

@@ -63,6 +63,8 @@ struct Log {
     file: File,
     bytes: u64,
     limit: u64,
+    /// The last line was perhaps not written whole.
+    torn: bool,
 }
 
 impl Audit {
@@ -98,7 +100,7 @@ impl Log {
         let opened = std::fs::create_dir_all(directory).and_then(|()| append_to(&path));
         let opened = opened.and_then(|file| Ok((file.metadata()?.len(), file)));
         match opened {
-            Ok((bytes, file)) => Ok(Self { path, file, bytes, limit }),
+            Ok((bytes, file)) => Ok(Self { path, file, bytes, limit, torn: false }),
             Err(source) => Err(AuditError { path, source }),
         }
     }
@@ -107,8 +109,12 @@ impl Log {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.limit {
             self.rotate()?;
         }
+        if std::mem::replace(&mut self.torn, true) {
+            self.file.write_all(b"\n")?;
+        }
         // One write, so that lines of two processes do not mix.
         self.file.write_all(line)?;
+        self.torn = false;
         self.bytes += line.len() as u64;
         Ok(())
     }

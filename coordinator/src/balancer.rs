@@ -6,23 +6,25 @@
 //! or [`Action::Refuse`] at any point before it is assigned.
 
 mod floor;
+pub mod recent;
 #[cfg(test)]
 mod tests;
 
-use crate::admission::{self, Offered, Queue, QueueLimits, Waiting, retry_after};
+use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, Waiting, retry_after};
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
-use crate::routing::{Reason, Routing};
+use crate::routing::{Parts, Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
 pub use floor::{PeerExport, PeerImport};
 use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
-use proto::ids::{Attempt, Epoch, ModelId, NodeId};
+use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use proto::message::{LoadReportV1, PullCostV1, PullReportV1, ServedModelV2, WorkPart, WorkerState};
 use proto::pull::PullSourceV1;
+use recent::Recent;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -74,6 +76,8 @@ impl Default for Policy {
 /// One generation to be placed.
 #[derive(Debug, Clone)]
 pub struct Ask {
+    /// The client's name for it.
+    pub request: RequestId,
     /// Whose turn it takes.
     pub tenant: Arc<str>,
     /// The model.
@@ -88,14 +92,25 @@ pub struct Ask {
     pub priority: i32,
     /// When it is worth nothing any more.
     pub deadline: Instant,
+    /// Whether it is wanted to know why a worker is chosen.
+    pub explain: bool,
 }
 
 /// Names one submitted generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(u64);
 
+/// Why a worker was chosen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explained {
+    /// When.
+    pub at: Instant,
+    /// The workers that could have been, and what each was compared by.
+    pub candidates: Vec<(NodeId, Parts)>,
+}
+
 /// Where a generation goes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Assignment {
     /// The worker.
     pub node: NodeId,
@@ -115,6 +130,8 @@ pub struct Assignment {
     pub pull: Option<PullSourceV1>,
     /// How many generations of this prompt go to this worker with this decision, this one included.
     pub together: u32,
+    /// Why this worker, at length, if that was asked.
+    pub explained: Option<Arc<Explained>>,
 }
 
 /// A worker that computes a prompt for another.
@@ -158,7 +175,7 @@ pub enum Setback {
 }
 
 /// What the caller has to do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Send the generation to a worker.
     Assign(Ticket, Assignment),
@@ -195,6 +212,8 @@ pub struct WorkerView {
     pub inflight: u32,
     /// Prompt tokens sent there by this coordinator and not yet computed.
     pub pending_tokens: u64,
+    /// Seconds until it would begin with another prompt, whoever sent what it has to do, as requests are placed by.
+    pub queue_seconds: f64,
     /// What part of requests it is for.
     pub part: WorkPart,
     /// What it has pulled and sent, by its last report.
@@ -225,7 +244,8 @@ pub struct QueueView {
 #[derive(Debug)]
 struct Waiter {
     ticket: Ticket,
-    ask: Ask,
+    ask: Arc<Ask>,
+    since: Instant,
     rank: Instant,
     attempts: u32,
     /// Workers that declined it.
@@ -288,7 +308,15 @@ impl Balancer {
             }
             let tenant = Arc::clone(&ask.tenant);
             let rank = admission::rank(now, ask.priority);
-            let waiter = Waiter { ticket, ask, rank, attempts: 0, avoid: Vec::new(), only_class: None };
+            let waiter = Waiter {
+                ticket,
+                ask: Arc::new(ask),
+                since: now,
+                rank,
+                attempts: 0,
+                avoid: Vec::new(),
+                only_class: None,
+            };
             self.queue.push(&tenant, waiter);
         }
         let mut actions = self.pump(now, random);
@@ -304,6 +332,16 @@ impl Balancer {
             let backlog = full.tokens + self.floor.pending_tokens();
             Refusal::QueueFull { retry_after: retry_after(backlog, self.floor.prefill_rate()) }
         })
+    }
+
+    /// So many tokens of the prompt were cached at its worker.
+    pub fn found_cached(&mut self, ticket: Ticket, tokens: u32) {
+        self.floor.learn(ticket, |outcome| outcome.cached = Some(tokens));
+    }
+
+    /// It has ended well, with so many tokens.
+    pub fn generated(&mut self, ticket: Ticket, tokens: u32) {
+        self.floor.learn(ticket, |outcome| outcome.generated = Some(tokens));
     }
 
     /// The worker has computed the prompt, and has room for another.
@@ -477,6 +515,22 @@ impl Balancer {
     /// What waits.
     pub fn queue(&self) -> QueueView {
         QueueView { requests: self.queue.requests(), tokens: self.queue.tokens() }
+    }
+
+    /// What waits, by tenants.
+    pub fn tenants(&self) -> Vec<TenantView> {
+        self.queue.tenants().collect()
+    }
+
+    /// What was decided lately, and why.
+    pub fn recent(&self) -> &Recent {
+        self.floor.recent()
+    }
+
+    /// Who holds how many leading units of a chain: by name, units that the worker has announced, and those that it is
+    /// expected to hold soon.
+    pub fn holders(&self, chain: &[BlockId]) -> Vec<(NodeId, u32, u32)> {
+        self.floor.holders(chain)
     }
 
     /// Generations assigned and not ended.

@@ -1,10 +1,12 @@
 //! Where decisions become traffic: the balancer behind a lock, the connections to the workers, and the life
 //! of each generation ([`Generation`]) and of each call to encode texts ([`Encoding`]) on them.
 
+mod choice;
 mod claim;
 mod encoding;
 mod generation;
 mod link;
+mod lost_devices;
 mod peers;
 mod pool;
 mod sequences;
@@ -13,6 +15,7 @@ mod shipments;
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
+pub use lost_devices::LostDevices;
 pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
@@ -51,6 +54,7 @@ pub struct Dispatch {
     metrics: Arc<Metrics>,
     peers: Peers,
     shipments: Shipments,
+    lost_devices: LostDevices,
 }
 
 /// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
@@ -81,6 +85,7 @@ impl Dispatch {
             metrics,
             peers: Peers::default(),
             shipments: Shipments::default(),
+            lost_devices: LostDevices::default(),
         })
     }
 
@@ -150,6 +155,11 @@ impl Dispatch {
     /// What workers say of getting their models.
     pub fn shipments(&self) -> &Shipments {
         &self.shipments
+    }
+
+    /// Which workers' lives have ended with their GPU.
+    pub fn lost_devices(&self) -> &LostDevices {
+        &self.lost_devices
     }
 
     /// A worker's events arrive on this session.
@@ -293,6 +303,11 @@ impl Dispatch {
         self.desk.lock().balancer.workers(Instant::now())
     }
 
+    /// Looks at the balancer, which is locked meanwhile.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Balancer) -> T) -> T {
+        look(&self.desk.lock().balancer)
+    }
+
     /// Sizes of the index, what waits, and how many generations are assigned.
     pub fn sizes(&self) -> (IndexSize, QueueView, usize) {
         let desk = self.desk.lock();
@@ -320,15 +335,19 @@ impl Dispatch {
         self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
 
-    fn started(self: &Arc<Self>, ticket: Ticket) {
+    fn started(self: &Arc<Self>, ticket: Ticket, cached: u32) {
         let mut desk = self.desk.lock();
+        desk.balancer.found_cached(ticket, cached);
         let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
         self.perform(&mut desk, actions);
     }
 
-    fn ended(self: &Arc<Self>, ticket: Ticket) {
+    fn ended(self: &Arc<Self>, ticket: Ticket, generated: Option<u32>) {
         let mut desk = self.desk.lock();
         desk.tickets.remove(&ticket);
+        if let Some(tokens) = generated {
+            desk.balancer.generated(ticket, tokens);
+        }
         let actions = desk.balancer.ended(Instant::now(), ticket, random_u64());
         self.perform(&mut desk, actions);
     }

@@ -33,6 +33,7 @@ pub mod routing;
 pub mod server;
 pub mod slot;
 pub mod table;
+pub mod timeline;
 pub mod workers;
 
 pub use config::Config;

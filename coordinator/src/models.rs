@@ -1,6 +1,6 @@
 //! The models that the API offers: what of a model file the coordinator needs, which is text in and out.
 
-use model::catalog;
+use model::catalog::{self, Verification};
 use model::chat_template::ChatTemplate;
 use model::costs::ModelCosts;
 use model::sampling::SamplingDefaults;
@@ -57,6 +57,8 @@ pub struct OfferedModel {
     pub costs: Option<ModelCosts>,
     /// Tokens of its longest sequence.
     pub context: usize,
+    /// How its file was checked, if it was downloaded.
+    pub verification: Option<Verification>,
     /// What its texts have cost so far.
     tokenised: Tokenised,
 }
@@ -100,6 +102,7 @@ impl Models {
     /// Reads their files.
     pub fn open(entries: &[ModelEntry]) -> Result<Self, ModelsError> {
         let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
+        let downloads = catalog::Store::from_env().ok();
         for ModelEntry { id, path } in entries {
             if models.iter().any(|m| m.id == *id) {
                 return Err(ModelsError::Twice(id.clone()));
@@ -126,6 +129,7 @@ impl Models {
                 sampling,
                 costs,
                 context: spec.map_or(0, |spec| spec.context_length),
+                verification: downloads.as_ref().and_then(|store| store.verification(path)),
                 tokenised: Tokenised::default(),
             }));
         }
@@ -153,5 +157,29 @@ impl Models {
     /// Digests of their tokenizers: a worker that registers one of these models must have the same.
     pub fn tokenizer_digests(&self) -> HashMap<ModelId, [u8; 32]> {
         self.0.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(512))]
+
+        /// What is no plain name is no model's, whatever it would be as a path.
+        #[test]
+        fn sec_model_name(
+            name in r"[a-zA-Z0-9._/%\\\x00\u{2024}\u{ff0e} -]{0,100}",
+            trick in prop::sample::select(vec!["", "../", "..%2f", "%2e%2e/", "/etc/passwd", "\0", "\u{2024}\u{2024}/", "\\"]),
+        ) {
+            let models = Models::open(&[]).unwrap();
+            let name = format!("{trick}{name}");
+            prop_assert!(models.get(&name).is_none());
+            let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+            let ok = (1..=ModelId::MAX_LEN).contains(&name.len()) && name.bytes().all(plain);
+            prop_assert_eq!(ModelId::new(name).is_ok(), ok);
+        }
     }
 }

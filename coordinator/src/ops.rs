@@ -2,6 +2,8 @@
 
 pub mod cluster;
 pub mod coordinators;
+pub mod dashboard;
+pub mod history;
 mod keep;
 mod keys;
 pub mod metrics;
@@ -10,11 +12,13 @@ pub mod relabel;
 pub mod snapshots;
 
 use crate::agreement::{Agreement, ChangeError};
-use crate::api::auth::Keys;
+use crate::api::Endpoint;
+use crate::api::auth::{Caller, Keys};
 use crate::api::error::ApiError;
 use crate::audit::{Audit, Record};
 use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
+use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::replicas::Replicas;
@@ -26,6 +30,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use dashboard::Feed;
 use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
@@ -62,6 +67,10 @@ pub struct Ops {
     pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
+    /// What the group counts, if this coordinator is in one.
+    pub raft: Option<RaftMetrics>,
+    /// Who looks at the dashboard.
+    pub feed: Feed,
     /// Where it is written down who has changed what.
     pub audit: Arc<Audit>,
     /// Whether this node may call itself ready.
@@ -96,8 +105,11 @@ impl ReadyGate {
     }
 }
 
-/// The whole port.
-pub fn router(ops: Arc<Ops>) -> Router {
+/// The endpoints of the API that the dashboard's playground asks.
+const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
+
+/// The whole port. `api` is the API's router, which the playground asks.
+pub fn router(ops: Arc<Ops>, api: &Router) -> Router {
     let admin = Router::new()
         .route("/admin/v1/cluster", get(cluster))
         .route("/admin/v1/ready", post(release))
@@ -108,14 +120,21 @@ pub fn router(ops: Arc<Ops>) -> Router {
         .merge(coordinators::router())
         .merge(snapshots::router())
         .merge(prefixes::router())
+        .merge(dashboard::router())
         .merge(keys::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
+    let playground = PLAYGROUND
+        .into_iter()
+        .fold(Router::new(), |router, endpoint| router.route_service(endpoint.path(), api.clone()))
+        .layer(from_fn_with_state(Arc::clone(&ops), those_whom_the_api_knows));
     Router::new()
         .route("/livez", get(async || "ok\n"))
         .route("/startupz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .route("/metrics", get(scrape))
+        .merge(dashboard::files())
         .merge(admin)
+        .merge(playground)
         .fallback(async || ApiError::NotFound)
         .method_not_allowed_fallback(async || ApiError::NotFound)
         .with_state(ops)
@@ -132,24 +151,26 @@ impl Subject {
     }
 }
 
-/// From this machine, or with an admin key. A browser that is sent here by another site is not an admin.
-/// Whatever may change something, and whatever is refused, is written down.
-async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Next) -> Response {
+/// Who administers: whoever is on this machine, or has an admin key. A browser that is sent here by another site is not
+/// an admin.
+fn administrator(ops: &Ops, request: &Request) -> Result<Caller, ApiError> {
     let headers = request.headers();
     let local =
         request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
-    let allowed = if local && !from_elsewhere(headers) {
+    if local && !from_elsewhere(headers) {
         // Whose key it is still says whose sequences are meant.
-        Ok(ops.keys.authenticate(headers).unwrap_or_else(|_| ops.keys.local()))
-    } else if ops.keys.is_open() {
-        Err(ApiError::Forbidden)
-    } else {
-        match ops.keys.authenticate(headers) {
-            Ok(caller) if caller.admin() => Ok(caller),
-            Ok(_) => Err(ApiError::Forbidden),
-            Err(error) => Err(error),
-        }
-    };
+        return Ok(ops.keys.authenticate(headers).unwrap_or_else(|_| ops.keys.local()));
+    }
+    if ops.keys.is_open() {
+        return Err(ApiError::Forbidden);
+    }
+    let caller = ops.keys.authenticate(headers)?;
+    if caller.admin() { Ok(caller) } else { Err(ApiError::Forbidden) }
+}
+
+/// Whatever may change something, and whatever is refused, is written down.
+async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Next) -> Response {
+    let allowed = administrator(&ops, &request);
     let from = request.extensions().get::<Peer>().map(|peer| peer.0.ip().to_canonical());
     let method = request.method().clone();
     let path = request.uri().path();
@@ -178,6 +199,15 @@ async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Ne
         });
     }
     response
+}
+
+/// With keys, the API's own gate decides. Without any, it takes everybody who reaches its port, which then is only this
+/// machine; this port may be reached from elsewhere.
+async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
+    match administrator(&ops, &request) {
+        Err(error) if ops.keys.is_open() => error.into_response(),
+        _ => next.run(request).await,
+    }
 }
 
 fn from_elsewhere(headers: &HeaderMap) -> bool {
@@ -236,6 +266,9 @@ async fn drain(
             }
         }),
     };
+    if made.is_ok() && !draining {
+        ops.dispatch.lost_devices().pardon(&node);
+    }
     count(&ops, if draining { "drain" } else { "undrain" }, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }

@@ -1,7 +1,7 @@
 //! How much a tenant or a key may ask for: requests and tokens in a minute, requests at a time.
 //!
 //! Every coordinator keeps a [`Meter`] for each that has limits, and they tell each other twice a second what was
-//! spent at each since its start ([`Spent`]). So the limits are the cluster's, whichever coordinator is asked, and what
+//! spent at each since its start ([`Spending`]). So the limits are the cluster's, whichever coordinator is asked, and what
 //! is let in too much is what comes within half a second at several of them at once. One that is cut off from the
 //! others limits what comes to it alone.
 //!
@@ -151,7 +151,6 @@ impl State {
     fn fill(&mut self, now: Instant) {
         self.requests.fill(now, self.quota.requests_per_minute.into());
         self.tokens.fill(now, self.quota.tokens_per_minute as f64);
-        self.used = now;
     }
 
     fn spend(&mut self, requests: u64, tokens: u64) {
@@ -214,6 +213,7 @@ impl Meter {
             return exceeded(Limit::Concurrency, concurrency.into(), RETRY_BESIDE);
         }
         state.inflight += 1;
+        state.used = now;
         state.spent.requests += 1;
         state.spend(1, 0);
         Ok(())
@@ -268,12 +268,17 @@ impl Meter {
         let mut state = self.state.lock();
         state.fill(now);
         let told = Amount { requests: spent.requests, tokens: spent.tokens };
-        let before = match state.others.get(peer) {
-            Some(known) if known.life == life => known.spent,
-            // What it had spent before we knew of each other was spent at some time; that is forgiven.
-            _ => told,
-        };
-        state.spend(told.requests.saturating_sub(before.requests), told.tokens.saturating_sub(before.tokens));
+        match state.others.get(peer).filter(|known| known.life == life).map(|known| known.spent) {
+            Some(before) => state.spend(
+                told.requests.saturating_sub(before.requests),
+                told.tokens.saturating_sub(before.tokens),
+            ),
+            // What it had spent before we heard of it was spent at some time: it takes what is there, and makes no debt.
+            None => {
+                state.requests.level = (state.requests.level - told.requests as f64).max(0.0);
+                state.tokens.level = (state.tokens.level - told.tokens as f64).max(0.0);
+            }
+        }
         state.others.insert(peer.clone(), Elsewhere { life, spent: told, inflight: spent.inflight, at: now });
     }
 }
@@ -344,112 +349,4 @@ impl Drop for Permit {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn quota(requests_per_minute: u32, tokens_per_minute: u64, concurrency: u32) -> QuotaV1 {
-        QuotaV1 { requests_per_minute, tokens_per_minute, concurrency }
-    }
-
-    fn meter(quota: QuotaV1, now: Instant) -> Arc<Meter> {
-        Arc::new(Meter::new([1; 32], Of::Key, quota, now))
-    }
-
-    fn enter(meter: &Arc<Meter>, now: Instant) -> Result<Permit, (Limit, Duration)> {
-        Permit::new([Some(meter), None], now).map_err(|exceeded| (exceeded.limit, exceeded.retry_after))
-    }
-
-    fn seconds(s: u64) -> Duration {
-        Duration::from_secs(s)
-    }
-
-    #[test]
-    fn requests_come_back_evenly() {
-        let now = Instant::now();
-        let meter = meter(quota(3, 0, 0), now);
-        for _ in 0..3 {
-            enter(&meter, now).unwrap();
-        }
-        assert_eq!(enter(&meter, now).unwrap_err(), (Limit::Requests, seconds(20)));
-        assert_eq!(enter(&meter, now + seconds(15)).unwrap_err(), (Limit::Requests, seconds(5)));
-        enter(&meter, now + seconds(20)).unwrap();
-        assert!(enter(&meter, now + seconds(20)).is_err());
-        // After a long time there is a minute's worth, not more.
-        let later = now + seconds(3_600);
-        assert_eq!((0..9).filter(|_| enter(&meter, later).is_ok()).count(), 3);
-    }
-
-    #[test]
-    fn as_many_run_at_a_time_as_are_allowed() {
-        let now = Instant::now();
-        let meter = meter(quota(0, 0, 2), now);
-        let first = enter(&meter, now).unwrap();
-        let _second = enter(&meter, now).unwrap();
-        assert_eq!(enter(&meter, now).unwrap_err(), (Limit::Concurrency, seconds(1)));
-        drop(first);
-        enter(&meter, now).unwrap();
-    }
-
-    #[test]
-    fn prompts_are_paid_before_and_what_is_generated_after() {
-        let now = Instant::now();
-        let meter = meter(quota(0, 600, 0), now);
-        let permit = enter(&meter, now).unwrap();
-        permit.prompt(500, now).unwrap();
-        permit.generated(200);
-        let refused = permit.prompt(10, now).unwrap_err();
-        assert_eq!((refused.limit, refused.allowed, refused.retry_after), (Limit::Tokens, 600, seconds(11)));
-        permit.prompt(10, now + seconds(11)).unwrap();
-        // A prompt that is longer than a minute's tokens waits for all of them.
-        let late = now + seconds(600);
-        permit.prompt(5_000, late).unwrap();
-        assert_eq!(permit.prompt(1, late).unwrap_err().retry_after, Duration::from_secs_f64(120.1));
-    }
-
-    #[test]
-    fn whom_the_second_meter_refuses_the_first_does_not_count() {
-        let now = Instant::now();
-        let (key, tenant) = (meter(quota(1, 0, 1), now), meter(quota(0, 0, 1), now));
-        let running = enter(&tenant, now).unwrap();
-        assert!(Permit::new([Some(&key), Some(&tenant)], now).is_err());
-        drop(running);
-        Permit::new([Some(&key), Some(&tenant)], now).unwrap();
-    }
-
-    #[test]
-    fn what_is_spent_elsewhere_counts_once() {
-        let now = Instant::now();
-        let (here, there) = (meter(quota(10, 0, 4), now), meter(quota(10, 0, 4), now));
-        let peer = NodeId::new("c1").unwrap();
-        here.hear(&peer, 7, &there.tell(now).unwrap(), now);
-        let running: Vec<_> = (0..3).map(|_| enter(&there, now).unwrap()).collect();
-        for _ in 0..5 {
-            here.hear(&peer, 7, &there.tell(now).unwrap(), now);
-        }
-        let own = enter(&here, now).unwrap();
-        assert_eq!(enter(&here, now).unwrap_err().0, Limit::Concurrency);
-        drop((running, own));
-        here.hear(&peer, 7, &there.tell(now).unwrap(), now);
-        let left = (0..10).filter(|_| enter(&here, now).is_ok()).count();
-        assert_eq!(left, 10 - 3 - 1);
-        // It has restarted: its counts begin anew.
-        here.hear(&peer, 8, &SpentV1 { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, now);
-        assert_eq!(enter(&here, now + seconds(2)).unwrap_err().0, Limit::Requests);
-        let soon = now + seconds(60);
-        here.hear(&peer, 8, &SpentV1 { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, soon);
-        assert_eq!(enter(&here, soon).unwrap_err().0, Limit::Concurrency);
-        enter(&here, soon + SILENT_AFTER).unwrap();
-        let spent = there.tell(now + TOLD_FOR);
-        assert_eq!(spent, None, "what nobody uses is not told for ever");
-    }
-
-    #[test]
-    fn limits_change_under_way() {
-        let now = Instant::now();
-        let meter = meter(quota(0, 0, 1), now);
-        let _running = enter(&meter, now).unwrap();
-        meter.limit(quota(1, 0, 0), now);
-        enter(&meter, now).unwrap();
-        assert_eq!(enter(&meter, now).unwrap_err().0, Limit::Requests);
-    }
-}
+mod tests;

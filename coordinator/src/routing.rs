@@ -183,6 +183,27 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<Choice> {
     Some(estimates.replicated(chosen, choice, standing, candidates))
 }
 
+/// What a candidate was expected to take, part by part, in seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Parts {
+    /// Until it would begin with the prompt.
+    pub queue: f64,
+    /// To compute what it would not serve from its cache.
+    pub prefill: f64,
+    /// That its pull costs.
+    pub transfer: f64,
+    /// What it was compared by: these, with its own work weighed by how busy the candidates are.
+    pub cost: f64,
+    /// Prompt tokens that its cache would serve, pulled ones included.
+    pub cached: u32,
+}
+
+/// Why [`choose`] chooses as it does: for each candidate, in their order, what it is compared by.
+pub fn explain(query: &Query, candidates: &[Candidate]) -> Vec<Parts> {
+    let estimates = Estimates::new(query, candidates);
+    candidates.iter().map(|candidate| estimates.parts(candidate)).collect()
+}
+
 /// How busy candidates are, whatever the prompt.
 #[derive(Debug, Clone, Copy)]
 pub struct Outlook {
@@ -216,7 +237,7 @@ impl Outlook {
     }
 
     /// Seconds until it would begin with the prompt.
-    fn queue(&self, candidate: &Candidate) -> f64 {
+    pub fn queue(&self, candidate: &Candidate) -> f64 {
         let step = if candidate.step_ms > 0.0 { f64::from(candidate.step_ms) / 1e3 } else { ASSUMED_STEP_S };
         candidate.pending_tokens as f64 / self.rate(candidate) + f64::from(candidate.running) * step
     }
@@ -264,6 +285,17 @@ impl<'a> Estimates<'a> {
         let given = self.given_weight * (candidate.given_tokens - self.least_given);
         let own = own + candidate.pull_seconds();
         self.outlook.queue(candidate) + self.outlook.work_weight * own + (replica + given) / rate
+    }
+
+    fn parts(&self, candidate: &Candidate) -> Parts {
+        let cached = self.cached(candidate);
+        Parts {
+            queue: self.outlook.queue(candidate),
+            prefill: f64::from(self.query.prompt_tokens - cached) / self.outlook.rate(candidate),
+            transfer: candidate.pull_seconds(),
+            cost: self.cost(candidate),
+            cached,
+        }
     }
 
     /// Seconds until the first token.

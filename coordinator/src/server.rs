@@ -10,6 +10,7 @@ use crate::config::{Config, ConfigError};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::models::{Models, ModelsError};
+use crate::ops::dashboard::Feed;
 use crate::ops::metrics::Metrics;
 use crate::ops::{self, Ops, ReadyGate};
 use crate::random::random_u64;
@@ -109,6 +110,7 @@ impl Coordinator {
         let raft = RaftMetrics::default();
         let in_group = config.data_dir.as_ref().map(|_| &raft);
         let metrics = Arc::new(Metrics::new(in_group));
+        let counted = in_group.cloned();
         let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics));
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -154,13 +156,16 @@ impl Coordinator {
             cluster_key,
             chains,
             metrics,
+            raft: counted,
+            feed: Feed::default(),
             audit,
             gate: ReadyGate::new(config.hold_ready),
         });
         let api = Limits { connections: config.max_connections };
-        let http = Listener::open(config.http, api::router(front), api).await?;
+        let served = api::router(front);
+        let http = Listener::open(config.http, served.clone(), api).await?;
         let few = Limits { connections: OPS_CONNECTIONS };
-        let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops)), few).await?;
+        let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops), &served), few).await?;
 
         let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
         let mut tasks = vec![

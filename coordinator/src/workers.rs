@@ -15,7 +15,7 @@ use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceive
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tarpc::context::Context;
 use tokio::task::JoinSet;
 
@@ -106,11 +106,37 @@ impl Session {
                 Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
                     tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
+                    if self.connection.was_closed_for(CloseCode::DeviceLost) {
+                        self.device_lost().await;
+                    }
                     self.dispatch.session_lost(self.id, self.node());
                     return;
                 }
             }
         }
+    }
+
+    /// The worker's life ends with its GPU. If that happens again and again, it drains until an operator says otherwise.
+    async fn device_lost(&self) {
+        let (node, epoch) = (self.node(), self.connection.peer_epoch());
+        tracing::error!(%node, epoch = epoch.0, "a worker has lost its GPU");
+        if !self.dispatch.lost_devices().lost(Instant::now(), node, epoch) {
+            return;
+        }
+        tracing::error!(%node, "it loses its GPU again and again: it drains");
+        self.drain(node).await;
+    }
+
+    /// Has a worker take no more work, because of what this one has told.
+    async fn drain(&self, node: &NodeId) {
+        let drained = match &self.agreement {
+            Some(agreement) => agreement.drain(node, true).await.map_err(|error| error.to_string()),
+            None => self.dispatch.drain(node, true).await.map_err(|error| error.to_string()),
+        };
+        if let Err(error) = &drained {
+            tracing::error!(%node, error, "it cannot be drained");
+        }
+        self.audit("drain", node.as_str(), &drained.map_or_else(|error| error, |()| "made".to_owned()));
     }
 
     async fn follow(self, mut events: KvEventReceiver) {
@@ -147,14 +173,7 @@ impl CoordinatorApi for Session {
         let ShippingReport::V1(report) = report;
         for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
             tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
-            let drained = match &self.agreement {
-                Some(agreement) => agreement.drain(&struck, true).await.map_err(|error| error.to_string()),
-                None => self.dispatch.drain(&struck, true).await.map_err(|error| error.to_string()),
-            };
-            if let Err(error) = &drained {
-                tracing::error!(source = %struck, error, "it cannot be drained");
-            }
-            self.audit("drain", struck.as_str(), &drained.map_or_else(|error| error, |()| "made".to_owned()));
+            self.drain(&struck).await;
         }
     }
 }

@@ -97,6 +97,30 @@ pub struct StepInput<'a> {
     pub states: &'a [StepState],
 }
 
+/// What the caller has to do for the ops of a step; see [`Backend::begin_ops`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StepOps {
+    /// They are to be called.
+    Called,
+    /// They are to be called, with nothing else between them. What they compute is there after [`Backend::end_ops`].
+    Recorded,
+    /// They have been run, as an earlier step like this one had them.
+    Replayed,
+}
+
+/// Steps by how their ops were run; all zero where none asked with [`Backend::begin_ops`] or nothing is recorded.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepCounts {
+    /// Steps whose ops were launched one by one.
+    pub called: u64,
+    /// Steps whose ops were recorded, then run.
+    pub recorded: u64,
+    /// Steps that were run as recorded.
+    pub replayed: u64,
+    /// Recordings that are kept.
+    pub kept: usize,
+}
+
 /// A copy of a block to another block of the same group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvCopy {
@@ -229,6 +253,29 @@ pub trait Backend: Send {
     /// Takes in what is new in this step.
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error>;
 
+    /// Asks what is to be done for the ops of the step that has begun. They must be the same for each step: the caller
+    /// may leave them to the device from here on to where it would call [`Self::end_ops`], if nothing but the number of
+    /// rows decides which there are and with which arguments.
+    ///
+    /// # Errors
+    /// What the ops would say.
+    fn begin_ops(&mut self) -> Result<StepOps, Error> {
+        Ok(StepOps::Called)
+    }
+
+    /// Ends the ops that were [`StepOps::Recorded`], and runs them.
+    ///
+    /// # Errors
+    /// What the ops would say.
+    fn end_ops(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// How steps were run so far.
+    fn step_counts(&self) -> StepCounts {
+        StepCounts::default()
+    }
+
     /// See [`EmbedOp`].
     fn embed(&mut self, op: &EmbedOp) -> Result<(), Error>;
 
@@ -289,6 +336,18 @@ pub trait Backend: Send {
 
     /// Index of the largest element of each row; ties go to the lowest index.
     fn argmax(&mut self, x: BufferId, out: &mut Vec<u32>) -> Result<(), Error>;
+
+    /// How many of a row's largest values [`Self::best`] gives, or all of a shorter row's; 0 where reading the row costs
+    /// no more.
+    fn best_values(&self) -> usize {
+        0
+    }
+
+    /// The largest values of each row with their places, row by row, in no order; of equals those in the lowest places.
+    /// 0 is more than -0, and anything more than what is no number.
+    fn best(&mut self, _x: BufferId, _out: &mut Vec<(u32, f32)>) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "the best of rows" })
+    }
 
     /// Copies one row to the host.
     fn read_row(&mut self, x: BufferId, row: usize, out: &mut [f32]) -> Result<(), Error>;

@@ -1,6 +1,6 @@
 //! NVIDIA GPUs: kernels in CUDA C++ that NVRTC compiles for the device at hand, and what runs them.
 //!
-//! The sources (`kernels/src/cuda/*.cu`) include nothing but [`source::PRELUDE`], so that no CUDA headers are needed.
+//! The sources (`kernels/src/cuda/*.cu`) include nothing but [`source::HEADERS`], so that no CUDA headers are needed.
 //! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
 
 mod arch;
@@ -20,12 +20,14 @@ mod pack;
 pub mod qkv;
 pub mod recurrent;
 pub mod rowwise;
+pub mod sampling;
 #[cfg(any(test, feature = "ptx-sim"))]
 mod sim;
 pub mod source;
 pub mod speed;
 pub mod step;
 mod survey;
+mod tape;
 
 #[cfg(test)]
 mod tests;

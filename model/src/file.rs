@@ -173,6 +173,20 @@ impl ModelFile {
             .ok_or_else(|| missing(name))
     }
 
+    /// Gives the pages of a tensor back that reading it has brought into memory, also of the page cache where nobody else
+    /// has them mapped. Its bytes are read again when somebody asks for them.
+    pub fn forget_tensor(&self, name: &str) {
+        match &self.data {
+            Data::Files(files) => {
+                let Ok((info, file)) = self.find(files, name) else { return };
+                if let (Ok(start), Ok(len)) = (usize::try_from(info.offset), usize::try_from(info.bytes)) {
+                    file.forget(start, len);
+                }
+            }
+            Data::Store(stored) => stored.forget(name),
+        }
+    }
+
     /// The bytes of a tensor of the shard store, for as long as somebody has them: its chunks are never written again.
     /// `None` for one of a file, which may be. Fails as [`tensor_data`](Self::tensor_data) does.
     pub fn stored_tensor(&self, name: &str) -> Result<Option<StoredBytes>, Error> {
@@ -259,6 +273,14 @@ impl ModelFile {
 }
 
 impl StoredData {
+    fn forget(&self, name: &str) {
+        let header = self.manifest.header();
+        let mapped = header.index(name).and_then(|index| self.tensors.get(index)).and_then(OnceLock::get);
+        if let (Some(mapped), Ok(places)) = (mapped, self.manifest.chunks(name)) {
+            mapped.forget(&self.chunks, places);
+        }
+    }
+
     fn tensor(&self, name: &str) -> Result<&Arc<MappedTensor>, Error> {
         let header = self.manifest.header();
         let place = header.index(name).and_then(|index| self.tensors.get(index));

@@ -7,13 +7,23 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 
 use crate::Error;
+
+/// Has the page cache forget a part of a file, as far as nobody has it mapped; no length stands for all behind the start.
+pub(crate) fn forget_cached(file: &File, start: usize, len: usize) {
+    let (start, len) = (libc::off_t::try_from(start), libc::off_t::try_from(len));
+    if let (Ok(start), Ok(len)) = (start, len) {
+        // SAFETY: advice on an open file; it changes no byte, and a refusal changes nothing.
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED) };
+    }
+}
 
 /// A regular file, mapped whole and read-only.
 #[derive(Debug)]
@@ -72,6 +82,20 @@ impl MappedFile {
         Ok(())
     }
 
+    /// Gives the pages of a part back: those of the mapping and, unless others have them mapped too, of the page cache.
+    /// They are read from the disk again when they are asked for. What the system cannot do it leaves.
+    pub(crate) fn forget(&self, start: usize, len: usize) {
+        if start.checked_add(len).is_none_or(|end| end > self.map.len()) {
+            return;
+        }
+        // SAFETY: the pages are those of a file that is mapped read-only and shared: whoever looks at them later, also
+        // through a slice that was handed out before, sees the file's bytes as before.
+        let given_back = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
+        if given_back.is_ok() {
+            forget_cached(&self.file, start, len);
+        }
+    }
+
     /// Copies `buffer.len()` bytes from `offset` without touching the mapping.
     pub(crate) fn read_at(&self, buffer: &mut [u8], offset: u64) -> Result<(), Error> {
         self.file.read_exact_at(buffer, offset).map_err(|source| match source.kind() {
@@ -85,5 +109,35 @@ impl MappedFile {
 
     fn io(&self, action: &'static str, source: io::Error) -> Error {
         Error::Io { action, path: self.path.clone(), source }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    /// KiB of a file's mappings in this process that are in memory.
+    fn resident(path: &Path) -> u64 {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = maps.lines().skip_while(|line| !line.ends_with(path.to_str().unwrap()));
+        let rss = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        rss.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_in_memory_and_reads_as_before() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let bytes: Vec<u8> = (0..4u32 << 20).map(|i| (i % 251) as u8).collect();
+        file.write_all(&bytes).unwrap();
+        file.as_file().sync_all().unwrap();
+        let mapped = MappedFile::open(file.path()).unwrap();
+        assert!(mapped.bytes() == bytes);
+        assert_eq!(resident(file.path()), 4096);
+        mapped.forget(1 << 20, 2 << 20);
+        assert_eq!(resident(file.path()), 2048);
+        mapped.forget(3 << 20, (1 << 20) + 1);
+        assert_eq!(resident(file.path()), 2048);
+        assert!(mapped.bytes() == bytes);
     }
 }

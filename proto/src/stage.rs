@@ -11,6 +11,7 @@
 use crate::codec::bounded;
 use crate::ids::NodeId;
 use crate::message::{Sampling, TokenLogprobs};
+use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
 
 pub mod blocks;
@@ -25,6 +26,8 @@ const MAX_EXPORTS: usize = 4096;
 const MAX_COPIES: usize = 65_536;
 /// Stages of one replica at most.
 const MAX_STAGES: usize = 1024;
+/// Recorded requests that one step tells of at most.
+pub const MAX_TRACES: usize = 64;
 
 /// Element type of activations between stages. `F32` changes no bit; `Bf16` halves the bytes and is part of the
 /// numeric class.
@@ -300,6 +303,12 @@ pub struct StageStepV2 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
     pub spent: Vec<StageSpentV1>,
+    /// The spans, of requests that are recorded, that it is below of.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_TRACES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_TRACES>"
+    )]
+    pub traces: Vec<TraceContext>,
 }
 
 /// A token to be drawn: everything that the draw depends on, so that whoever draws need remember nothing.

@@ -52,8 +52,8 @@ fn table(subcommand: &str) -> (String, BTreeSet<String>) {
             let names = argument.get_value_names().unwrap_or_default();
             names.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
         } else {
-            let quoted: Vec<_> = choices.iter().map(|choice| format!("`{}`", choice.get_name())).collect();
-            quoted.join(", ")
+            let shown = choices.iter().filter(|choice| !choice.is_hide_set());
+            shown.map(|choice| format!("`{}`", choice.get_name())).collect::<Vec<_>>().join(", ")
         };
         let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
         let variable = variable.to_string_lossy();

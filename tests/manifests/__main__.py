@@ -10,12 +10,13 @@ import traceback
 import processes
 import rendered
 import rules
+import security
 
 
 def main(out, binary, models):
     manifests = rendered.all_of_them()
     rendered.write(manifests, out)
-    tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS}
+    tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS + security.TESTS}
     tests["the_installation_for_development_serves"] = functools.partial(processes.run, manifests["dev"], binary, models)
     failed = 0
     for name, test in tests.items():

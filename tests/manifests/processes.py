@@ -34,7 +34,11 @@ def run(manifests, binary, models):
 
 class _Installation:
     def __init__(self, manifests, binary, models, root, ends):
-        self.manifests, self.binary, self.models, self.root, self.ends = manifests, binary, models, root, ends
+        self.manifests, self.binary, self.root, self.ends = manifests, binary, root, ends
+        # What the fetch job would have left.
+        self.volume = root / "volume"
+        (self.volume / "downloads").mkdir(parents=True)
+        (self.volume / "models").symlink_to(models)
         self.workloads = {m["metadata"]["name"]: m for m in manifests if pod_template(m)}
         self.secrets = {
             m["metadata"]["name"]: {key: base64.b64decode(value) for key, value in m["data"].items()}
@@ -110,7 +114,7 @@ class _Installation:
             volume = volumes.get(mount["name"], {})
             place = self.root / name / mount["name"]
             if volume.get("persistentVolumeClaim", {}).get("claimName") == "kvasir-models":
-                place = self.models
+                place = self.volume / mount["subPath"]
             else:
                 place.mkdir(parents=True)
                 sources = [s["secret"] for s in volume.get("projected", {}).get("sources", [])]

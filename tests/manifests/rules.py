@@ -7,7 +7,7 @@ import os
 import kubernetes_validate
 
 import binary
-from policies import Outside, Pod, World, matches
+from policies import matches
 from rendered import ROOT, containers, pod_template, title
 
 # The oldest version whose types `typed` has, and the newest whose schemas the pinned wheel has.
@@ -299,48 +299,6 @@ def a_majority_survives_what_budgets_allow(rendered):
             assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow", title(budget)
 
 
-def pods_keep_their_namespaces_level(rendered):
-    spaces = namespaces(rendered)
-    for manifests in rendered.values():
-        for manifest, pod in workloads(manifests):
-            labels = spaces[manifest["metadata"]["namespace"]]
-            wrong = against_level(pod["spec"], labels["pod-security.kubernetes.io/enforce"])
-            assert not wrong, f"{title(manifest)}: {wrong}"
-    # What must be found, in a pod that is right but for that.
-    good = pod_template(next(m for m in rendered["cpu"] if m["kind"] == "StatefulSet"))["spec"]
-    (container,) = good["containers"]
-    for bad in (
-        {"hostNetwork": True},
-        {"volumes": [{"name": "host", "hostPath": {"path": "/"}}]},
-        {"securityContext": {}},
-        {"containers": [{**container, "securityContext": {**container["securityContext"], "readOnlyRootFilesystem": False}}]},
-        {"containers": [{**container, "securityContext": {**container["securityContext"], "capabilities": {}}}]},
-        {"containers": [{**container, "resources": {"limits": {}, "requests": {}}}]},
-    ):
-        assert not against_level(good, "restricted") and against_level({**good, **bad}, "restricted"), bad
-
-
-def against_level(spec, level):
-    """What of a pod's spec its namespace's level refuses, and what we refuse everywhere: where the level is `privileged`, for
-    the hosts' network and directories, containers keep to what `restricted` lets them all the same."""
-    wrong = [host for host in ("hostPID", "hostIPC") if spec.get(host)]
-    if level != "privileged":
-        wrong += [level] * (level != "restricted") + ["hostNetwork"] * bool(spec.get("hostNetwork"))
-        allowed = {"name", "configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
-        wrong += [kind for volume in spec.get("volumes", []) for kind in set(volume) - allowed]
-    context = spec["securityContext"]
-    expected = {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
-    wrong += [name for name, value in expected.items() if context.get(name) != value]
-    for container in spec.get("initContainers", []) + spec["containers"]:
-        context = container["securityContext"]
-        expected = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-        wrong += [name for name, value in expected.items() if context.get(name) != value]
-        wrong += ["privileged"] * bool(context.get("privileged"))
-        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
-        wrong += ["memory"] * (not limits.get("memory") or limits["memory"] != requests.get("memory"))
-    return wrong
-
-
 def caches_fit_into_the_memory_limit(rendered):
     for name in INSTALLATIONS:
         manifests = installed(rendered, name)
@@ -396,116 +354,6 @@ def monitors_find_ports(rendered):
             assert any(endpoint["port"] in ports for ports in found), f"{title(monitor)}: no port {endpoint['port']}"
 
 
-def k8s_rbac_free(rendered):
-    """No role but that of the job which makes Secrets, and no token in any other pod."""
-    for manifests in rendered.values():
-        for manifest in manifests:
-            assert manifest["kind"] not in ("ClusterRole", "ClusterRoleBinding"), title(manifest)
-            if manifest["kind"] == "Role":
-                assert manifest["metadata"]["name"] == "kvasir-ca", title(manifest)
-                assert manifest["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}], manifest["rules"]
-            if manifest["kind"] == "RoleBinding":
-                assert [s["name"] for s in manifest["subjects"]] == ["kvasir-ca"], title(manifest)
-            if manifest["kind"] == "ServiceAccount":
-                assert manifest["automountServiceAccountToken"] is False, title(manifest)
-        for manifest, pod in workloads(manifests):
-            has_token = pod["spec"].get("automountServiceAccountToken") is not False
-            assert has_token == (pod["spec"]["serviceAccountName"] == "kvasir-ca"), f"{title(manifest)}: token"
-
-
-def k8s_network_policy(rendered):
-    """Who reaches whom, by the policies of everything laid over the CPU installation, and over that for Sparks."""
-
-    def pods_of(name):
-        found = {}
-        for manifest, pod in workloads(installed(rendered, name)):
-            labels = pod["metadata"]["labels"]
-            host = pod["spec"].get("hostNetwork", False)
-            address = "192.168.100.11" if host else "10.42.0.9"
-            found[labels["app.kubernetes.io/component"]] = Pod(manifest["metadata"]["namespace"], tuple(labels.items()), address, host)
-        return found
-
-    extra = {
-        "kube-system": {}, "monitoring": {}, "gateway": {}, "elsewhere": {},
-        "apps": {"kvasir.dev/clients": "true"},
-    }
-    spaces = {**namespaces(rendered), **extra}
-    others = {
-        "dns": Pod("kube-system", (("k8s-app", "kube-dns"),), "10.42.0.2"),
-        "prometheus": Pod("monitoring", (), "10.42.0.3"),
-        "gateway": Pod("gateway", (), "10.42.0.4"),
-        "client": Pod("apps", (), "10.42.0.5"),
-        "stranger": Pod("elsewhere", (), "10.42.0.6"),
-        "impostor": Pod("elsewhere", (("app.kubernetes.io/name", "kvasir"), ("app.kubernetes.io/component", "worker")), "10.42.0.7"),
-        "unlabelled": Pod("kvasir", (), "10.42.0.8"),
-        "internet": Outside("93.184.216.34"),
-        "api-server": Outside("10.43.0.1"),
-        "metadata": Outside("169.254.169.254"),
-        "lan": Outside("192.168.7.7"),
-    }
-    yes, no = True, False
-    table = [
-        ("coordinator", "coordinator", "UDP", 7000, yes),
-        ("worker", "coordinator", "UDP", 7000, yes),
-        ("worker", "worker", "UDP", 7000, yes),
-        ("coordinator", "worker", "UDP", 7000, no),
-        ("worker", "coordinator", "TCP", 8080, no),
-        ("worker", "coordinator", "TCP", 9090, no),
-        ("coordinator", "coordinator", "TCP", 9090, no),
-        ("client", "coordinator", "TCP", 8080, yes),
-        ("client", "coordinator", "TCP", 9090, no),
-        ("client", "coordinator", "UDP", 7000, no),
-        ("client", "worker", "UDP", 7000, no),
-        ("stranger", "coordinator", "TCP", 8080, no),
-        ("impostor", "coordinator", "UDP", 7000, no),
-        ("impostor", "worker", "UDP", 7000, no),
-        ("unlabelled", "coordinator", "TCP", 8080, no),
-        ("gateway", "coordinator", "TCP", 8080, yes),
-        ("gateway", "coordinator", "TCP", 9090, no),
-        ("prometheus", "coordinator", "TCP", 9090, yes),
-        ("prometheus", "worker", "TCP", 9091, yes),
-        ("prometheus", "coordinator", "TCP", 8080, no),
-        ("coordinator", "dns", "UDP", 53, yes),
-        ("worker", "dns", "TCP", 53, yes),
-        ("fetch", "dns", "UDP", 53, yes),
-        ("unlabelled", "dns", "UDP", 53, no),
-        ("coordinator", "internet", "TCP", 443, no),
-        ("worker", "internet", "TCP", 443, no),
-        ("fetch", "internet", "TCP", 443, yes),
-        ("fetch", "internet", "TCP", 80, no),
-        ("fetch", "metadata", "TCP", 443, no),
-        ("fetch", "lan", "TCP", 443, no),
-        ("fetch", "api-server", "TCP", 443, no),
-        ("fetch", "coordinator", "UDP", 7000, no),
-        ("ca", "api-server", "TCP", 443, yes),
-        ("ca", "coordinator", "UDP", 7000, no),
-        ("worker", "api-server", "TCP", 443, no),
-    ]
-    world = World(installed(rendered, "cpu"), spaces)
-    check_table("cpu", world, {**others, **pods_of("cpu")}, table)
-    # There workers are on the hosts' network: only coordinators can be kept from anybody.
-    spark = [
-        ("worker", "coordinator", "UDP", 7000, yes),
-        ("worker", "coordinator", "TCP", 8080, no),
-        ("worker", "coordinator", "TCP", 9090, no),
-        ("lan", "coordinator", "UDP", 7000, no),
-        ("coordinator", "coordinator", "UDP", 7000, yes),
-        ("coordinator", "internet", "TCP", 443, no),
-        ("fetch", "internet", "TCP", 443, yes),
-        ("fetch", "lan", "TCP", 443, no),
-        ("fetch", "dns", "UDP", 53, yes),
-    ]
-    world = World(installed(rendered, "dgx-spark"), spaces)
-    check_table("dgx-spark", world, {**others, **pods_of("dgx-spark")}, spark)
-
-
-def check_table(name, world, pods, table):
-    for source, target, protocol, port, expected in table:
-        found = world.allows(pods[source], pods[target], protocol, port)
-        verdict = "is" if found else "is not"
-        assert found == expected, f"{name}: {source} {verdict} let through to {target} at {protocol} {port}"
-
-
 def images_are_named_in_one_place(rendered):
     """No manifest names a registry, and every image has come out with a tag."""
     files = [f for f in (ROOT / "deploy/k8s").rglob("*.yaml") if f.name != "images.yaml"]
@@ -530,12 +378,9 @@ TESTS = [
     what_is_referred_to_exists,
     grace_covers_prestop_and_drain,
     a_majority_survives_what_budgets_allow,
-    pods_keep_their_namespaces_level,
     caches_fit_into_the_memory_limit,
     workers_are_no_more_than_identities,
     certificates_name_the_nodes_that_use_them,
     monitors_find_ports,
-    k8s_rbac_free,
-    k8s_network_policy,
     images_are_named_in_one_place,
 ]

@@ -60,6 +60,7 @@ pub struct Builder {
     model: String,
     name: String,
     flags: Vec<String>,
+    variables: Vec<(String, String)>,
     data_dir: Option<PathBuf>,
 }
 
@@ -78,7 +79,8 @@ pub struct Cluster {
 impl Cluster {
     /// A cluster that serves `model`; its log is kept under `name`.
     pub fn builder(name: &str, model: &str) -> Builder {
-        Builder { model: model.to_owned(), name: name.to_owned(), flags: Vec::new(), data_dir: None }
+        let (model, name) = (model.to_owned(), name.to_owned());
+        Builder { model, name, flags: Vec::new(), variables: Vec::new(), data_dir: None }
     }
 }
 
@@ -86,6 +88,12 @@ impl Builder {
     /// A further flag of `kvasir up` and its value.
     pub fn flag(mut self, flag: &str, value: &str) -> Self {
         self.flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// A variable of the environment.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.variables.push((name.to_owned(), value.to_owned()));
         self
     }
 
@@ -116,6 +124,7 @@ impl Builder {
         arguments.extend(self.flags.iter().map(String::as_str));
         let started = Instant::now();
         let mut up = binary::command(&arguments)?
+            .envs(self.variables)
             .stdout(Stdio::piped())
             .stderr(File::create(&log)?)
             .spawn()

@@ -6,7 +6,9 @@
 //! consensus.
 
 pub mod binary;
+pub mod browser;
 pub mod cluster;
+pub mod file_server;
 pub mod fixtures;
 pub mod fleet;
 pub mod http;

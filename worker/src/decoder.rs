@@ -9,7 +9,7 @@ use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
 use kernels::backend::StepState;
 use kernels::backend::{
     Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, Norm,
-    StepInput,
+    StepInput, StepOps,
 };
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;
@@ -56,6 +56,15 @@ pub struct Decoder {
     /// Heads of recurrent layers whose state is kept in fewer bits than it is computed in.
     narrow_heads: usize,
     buffers: Buffers,
+}
+
+/// A row of logits, as far as it was read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum RowLogits<'a> {
+    /// The largest ones and their tokens, in no order, equal ones by the lowest tokens.
+    Best(&'a [(u32, f32)]),
+    /// All of them.
+    Whole(&'a [f32]),
 }
 
 /// The blocks of a decoder's caches, apart from what computes.
@@ -194,7 +203,7 @@ impl Decoder {
             return Err(Error::Invariant("a later stage starts from activations".to_owned()));
         }
         self.begin(copies, step)?;
-        self.run_layers(beside)
+        self.run(true, beside)
     }
 
     /// As [`Decoder::forward_beside`], for a range that begins behind the first layer: from what [`Decoder::residual`]
@@ -212,8 +221,9 @@ impl Decoder {
             return Err(Error::Invariant(format!("{found} activations for {rows} rows of {width}")));
         }
         self.begin(copies, step)?;
+        self.embed()?;
         self.backend.write_rows(self.buffers.x, activations)?;
-        self.run_layers(beside)
+        self.run(false, beside)
     }
 
     /// The residual stream behind the last layer run: these rows of the last step, one behind the other.
@@ -246,14 +256,30 @@ impl Decoder {
         if !copies.is_empty() {
             self.backend.copy_kv(copies)?;
         }
-        self.backend.begin_step(step)?;
-        self.embed()
+        Ok(self.backend.begin_step(step)?)
     }
 
-    fn run_layers(&mut self, beside: &mut dyn FnMut(Blocks<'_>)) -> Result<(), Error> {
-        for index in 0..self.weights.layers.len() {
-            self.layer(index)?;
-            beside(Blocks(self));
+    /// The ops of a step: those of the layers, behind those of the embedding if it `embeds`.
+    fn run(&mut self, embeds: bool, beside: &mut dyn FnMut(Blocks<'_>)) -> Result<(), Error> {
+        let ops = self.backend.begin_ops()?;
+        let layers = 0..self.weights.layers.len();
+        if ops != StepOps::Replayed {
+            if embeds {
+                self.embed()?;
+            }
+            for index in layers.clone() {
+                self.layer(index)?;
+                if ops == StepOps::Called {
+                    beside(Blocks(self));
+                }
+            }
+        }
+        if ops == StepOps::Recorded {
+            self.backend.end_ops()?;
+        }
+        if ops != StepOps::Called {
+            // As often as between layers: whoever reads blocks then is as far as with them.
+            layers.for_each(|_| beside(Blocks(self)));
         }
         Ok(())
     }
@@ -321,6 +347,37 @@ impl Decoder {
             for row in 0..picked.len() {
                 self.backend.read_row(self.buffers.logits, row, &mut values)?;
                 sink(piece * self.config.logit_rows + row, &values);
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Decoder::logits`], but of the first `drawn` rows `sink` hears the best logits first, where reading these costs
+    /// less, and then the row only if it answers that they do not do.
+    pub(crate) fn logits_to_draw(
+        &mut self,
+        rows: &[u32],
+        drawn: usize,
+        sink: &mut dyn FnMut(usize, RowLogits<'_>) -> bool,
+    ) -> Result<(), Error> {
+        let each = self.backend.best_values().min(self.spec.vocab);
+        let (mut values, mut best) = (vec![0f32; self.spec.vocab], Vec::new());
+        for (piece, picked) in rows.chunks(self.config.logit_rows).enumerate() {
+            let first = piece * self.config.logit_rows;
+            self.compute_logits(picked)?;
+            best.clear();
+            if each > 0 && first < drawn {
+                self.backend.best(self.buffers.logits, &mut best)?;
+            }
+            for row in 0..picked.len() {
+                let index = first + row;
+                if let Some(best) = best.chunks_exact(each.max(1)).nth(row).filter(|_| index < drawn)
+                    && sink(index, RowLogits::Best(best))
+                {
+                    continue;
+                }
+                self.backend.read_row(self.buffers.logits, row, &mut values)?;
+                sink(index, RowLogits::Whole(&values));
             }
         }
         Ok(())

@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TokenLogprobs};
 use proto::sequence::SequenceName;
+use proto::trace::{Span, TraceContext};
 use pulling::{Pulled, Pulling};
 pub use report::EngineLoad;
 use report::Rates;
@@ -34,6 +35,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tiering::Tiering;
 pub(crate) use tiering::TieringCounts;
+use trace::Traced;
 
 mod caches;
 mod draw;
@@ -82,6 +84,11 @@ pub struct EngineRequest {
 pub trait Sink: Send {
     /// Frames for the requester. `false` says that nobody listens any more: the request is cancelled.
     fn frame(&mut self, frame: GenerateFrame) -> bool;
+
+    /// The span that the request is below of, if it is recorded.
+    fn span(&self) -> Option<TraceContext> {
+        None
+    }
 
     /// Whether every row's logits are wanted, not only those that are drawn from.
     fn wants_logits(&self) -> bool {
@@ -137,6 +144,8 @@ struct Live {
     deadline: Option<Duration>,
     last_token: Option<Instant>,
     pulled: Option<Pulled>,
+    /// If it is recorded.
+    traced: Option<Traced>,
 }
 
 /// A token that was drawn.
@@ -154,6 +163,8 @@ struct UnderWay {
     plan: StepPlan,
     targets: Targets,
     since: Instant,
+    /// What the stages do for requests that are recorded.
+    spans: Vec<Span>,
 }
 
 /// See the module.
@@ -183,6 +194,8 @@ pub struct Engine {
     tokens: u64,
     steps: u64,
     rates: Rates,
+    /// Held by every request that is recorded.
+    recorded: Arc<()>,
 }
 
 impl Engine {
@@ -201,6 +214,7 @@ impl Engine {
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
         metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
+        metrics.device.covers(decoder.backend().info());
         let namer = Namer::new(&origin)?;
         let (pulling, lending) = (Pulling::new(namer), Lending::new(&namer, max_model_len));
         Ok(Self {
@@ -224,6 +238,7 @@ impl Engine {
             tokens: 0,
             steps: 0,
             rates: Rates::default(),
+            recorded: Arc::new(()),
         })
     }
 
@@ -281,6 +296,7 @@ impl Engine {
         };
         let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
         let prompt_len = prompt.len();
+        let traced = sink.span().and_then(|parent| Traced::begin(parent, now, prompt_len, &self.recorded));
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
         let left = text.tokens_left();
@@ -309,6 +325,7 @@ impl Engine {
             deadline,
             last_token: None,
             pulled: None,
+            traced,
         };
         self.live.insert(id, live);
         self.queue(now, request, pull, together).then_some(id)
@@ -347,6 +364,7 @@ impl Engine {
             }
             (Some(rejected), _) => {
                 if let Some(mut live) = self.live.remove(&id) {
+                    live.fail("refused");
                     live.sink.frame(GenerateFrame::Failed(refusal(rejected)));
                 }
                 self.siblings.gone(id);
@@ -407,7 +425,8 @@ impl Engine {
     /// Forgets a request; its blocks are free after the step in flight.
     pub fn cancel(&mut self, id: SeqId) {
         self.remember_live(id);
-        if self.live.remove(&id).is_some() {
+        if let Some(mut live) = self.live.remove(&id) {
+            live.fail("cancelled");
             self.scheduler.remove(id);
             self.siblings.gone(id);
             self.pulling.gone(id);
@@ -458,7 +477,8 @@ impl Engine {
         }
         if let Some(plan) = self.plan()? {
             let (rows, targets) = (plan.tokens.len(), self.targets(&plan));
-            let step = UnderWay { plan, targets, since: now };
+            let spans = self.trace_plan(&plan);
+            let step = UnderWay { plan, targets, since: now, spans };
             self.hand_over(step)?;
             return Ok(StepOutcome::Ran { rows });
         }
@@ -494,7 +514,8 @@ impl Engine {
         }
         let wanted = self.wanted(targets);
         if let Some(later) = &mut self.later {
-            later.run(&mut self.decoder, &self.scheduler, plan, wanted)?;
+            let traces = step.spans.iter().map(Span::context).collect();
+            later.run(&mut self.decoder, &self.scheduler, plan, (wanted, traces))?;
             self.under_way.push_back(step);
         }
         Ok(())
@@ -505,10 +526,10 @@ impl Engine {
     fn hear(&mut self, wait: bool) -> Result<bool, Error> {
         let Some(later) = &mut self.later else { return Ok(false) };
         let Some(answer) = later.answer(wait)? else { return Ok(false) };
-        let Some(step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
+        let Some(mut step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
             return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
         };
-        self.trace(&step.plan, &answer.spent);
+        trace::note(std::mem::take(&mut step.spans), &answer.spent);
         let drawn = self.drawn(&step.targets, answer)?;
         // What comes next is not planned yet: they are still those behind the prompt.
         self.read_states(&step.plan)?;

@@ -1,5 +1,8 @@
 //! What can go wrong in a worker.
 
+use crate::engine::thread::{EXIT_BROKEN, EXIT_DEVICE_LOST};
+use crate::kv_cache::memory::MemoryRefused;
+
 /// The worker's error.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -38,6 +41,9 @@ pub enum Error {
         /// Figures and limit, in words.
         reason: String,
     },
+    /// Less memory would be left than must stay free.
+    #[error(transparent)]
+    Memory(#[from] MemoryRefused),
     /// An option has a value that cannot be served.
     #[error("{option}: {reason}")]
     Config {
@@ -86,6 +92,17 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether the device can do nothing more for this process.
+    pub(crate) fn is_device_lost(&self) -> bool {
+        let Self::Kernel(kernels::Error::Cuda(error)) = self else { return false };
+        matches!(**error, kernels::cuda::CudaError::Lost { .. })
+    }
+
+    /// What the process ends with whose engine cannot go on because of it.
+    pub(crate) fn exit_code(&self) -> i32 {
+        if self.is_device_lost() { EXIT_DEVICE_LOST } else { EXIT_BROKEN }
+    }
+
     /// Whether it comes of what a model file says, so that the same bytes fail wherever they are loaded.
     pub(crate) fn is_of_content(&self) -> bool {
         match self {

@@ -121,6 +121,21 @@ impl KvCache {
         self.extents.as_ref().map_or_else(|| self.pool.total_bytes(), Extents::total_bytes)
     }
 
+    /// By the name of each kind of group, bytes of the arena that groups of it have, and of these those that live
+    /// sequences hold. Runs of blocks belong to sequences and not to groups: then there is nothing.
+    pub(crate) fn bytes_by_kind(&self) -> Vec<(&'static str, u64, u64)> {
+        let mut kinds: Vec<(&'static str, u64, u64)> = Vec::new();
+        let groups = if self.is_contiguous() { &[][..] } else { &self.spec.groups[..] };
+        for (at, group) in groups.iter().enumerate() {
+            let (owned, used) = self.pool.group_bytes(at);
+            match kinds.iter_mut().find(|(name, ..)| *name == group.kind.name()) {
+                Some((_, all, held)) => (*all, *held) = (*all + owned, *held + used),
+                None => kinds.push((group.kind.name(), owned, used)),
+            }
+        }
+        kinds
+    }
+
     /// Blocks whose cached prefixes were given up for new content.
     pub(crate) fn evictions(&self) -> u64 {
         self.evictions

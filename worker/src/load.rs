@@ -4,7 +4,7 @@ use crate::Error;
 use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, StateType, Widths};
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
 use crate::engine::Engine;
-use crate::kv_cache::memory::{MemInfo, MemoryFloor};
+use crate::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
@@ -34,11 +34,13 @@ use std::time::Duration;
 
 mod device;
 mod encoder;
+mod staged;
 mod stages;
 
 pub use device::DeviceChoice;
 use device::Memory;
 pub use encoder::encoder;
+use staged::Staged;
 pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
 pub use stages::{check_shards, open_replica};
 
@@ -191,6 +193,8 @@ pub fn backend(
     tracing::debug!(?device, reason, "what is computed on");
     match device {
         DeviceChoice::Cuda => device::gpu(options),
+        #[cfg(feature = "ptx-sim")]
+        DeviceChoice::PtxSim => device::simulated(options),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = CpuConfig::select(options.activations, environment)?;
             let pool = PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) };
@@ -492,13 +496,30 @@ fn load_decoder(
             Packs::open(store.as_ref(), backend.as_ref(), &digest, &config.layers, bytes)
         }
     };
-    match &options.arrivals {
-        None => Decoder::load(spec, config, (gguf, packs), backend, progress),
-        Some(arrivals) => {
-            let source = Arriving { file: gguf, arrivals };
-            Decoder::load(spec, config, (&source, packs), backend, progress)
+    let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file: gguf, arrivals });
+    let source: &dyn TensorSource = match &arriving {
+        None => gguf,
+        Some(arriving) => arriving,
+    };
+    match watched(options)? {
+        None => Decoder::load(spec, config, (source, packs), backend, progress),
+        Some(HostFloor { floor, memory }) => {
+            let staged = Staged::new(source, floor, memory.as_ref());
+            Decoder::load(spec, config, (&staged, packs), backend, progress)
         }
     }
+}
+
+/// What must stay free of a host whose GPU shares its memory; none for any other.
+///
+/// # Errors
+/// As [`host`].
+pub fn watched(options: &EngineOptions) -> Result<Option<HostFloor>, Error> {
+    let host = host(options)?;
+    Ok(host.unified_gpu.then(|| HostFloor {
+        floor: MemoryFloor { bytes: crate::defaults::floor(host).value },
+        memory: Arc::new(ProcMemInfo),
+    }))
 }
 
 /// A model of the shard store whose tensors are waited for.
@@ -510,12 +531,24 @@ struct Arriving<'a> {
 impl TensorSource for Arriving<'_> {
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
         self.arrivals.wait(name);
-        TensorSource::tensor(self.file, name)
+        match (self.arrivals.gathered(name), self.file.tensor(name)) {
+            (Some(bytes), Some(info)) => {
+                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: (**bytes).as_ref() })
+            }
+            _ => TensorSource::tensor(self.file, name),
+        }
+    }
+
+    fn forget(&self, name: &str) {
+        TensorSource::forget(self.file, name);
     }
 
     fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
         self.arrivals.wait(name);
-        self.file.shared(name)
+        match self.arrivals.gathered(name) {
+            Some(bytes) => Ok(Some(Arc::clone(bytes))),
+            None => self.file.shared(name),
+        }
     }
 
     fn measure(&self, name: &str) -> Result<(u32, u64), Error> {

@@ -14,6 +14,8 @@ mod tests;
 
 /// Most entries of a logit bias.
 pub const MAX_LOGIT_BIAS: usize = 1024;
+/// At such a temperature most tokens weigh nothing, whatever else is asked for.
+const COLD: f32 = 0.25;
 /// Most alternatives whose log-probability is reported.
 pub const MAX_LOGPROBS: u8 = 20;
 
@@ -48,14 +50,7 @@ impl Sampler {
 
     /// True if the draw is the largest raw logit and nothing else is asked for, so that a device can do it.
     pub fn is_plain_argmax(&self) -> bool {
-        let p = &self.params;
-        p.temperature == 0.0
-            && p.logit_bias.is_empty()
-            && p.repetition_penalty == 1.0
-            && p.presence_penalty == 0.0
-            && p.frequency_penalty == 0.0
-            && p.logprobs.is_none()
-            && (self.drawn >= self.min_tokens || self.ending.is_empty())
+        self.params.temperature == 0.0 && !self.looks_at_tokens()
     }
 
     /// Tokens that [`Self::sample`] names at most.
@@ -145,20 +140,56 @@ impl Sampler {
     }
 
     fn pick(&self, logits: &[f32]) -> u32 {
+        let weights = Weights::new(&self.params, logits.iter().copied());
+        let kept = weights.kept((0..).zip(logits.iter().copied()));
+        self.choose(kept).unwrap_or_else(|| argmax(logits))
+    }
+
+    /// Whether [`Self::draw_of_best`] is worth a try: something keeps all but a few tokens from being drawn.
+    pub(crate) fn draws_of_few(&self) -> bool {
         let p = &self.params;
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let inverse = 1.0 / f64::from(p.temperature);
-        let weight = |logit: f32| (f64::from(logit - max) * inverse).exp();
-        let floor = f64::from(p.min_p);
-        // Below exp(-50) of the best token a draw of 53 bits cannot tell the difference; most of a vocabulary is.
-        let cut = max - 50.0 * p.temperature;
-        let mut kept: Vec<(u32, f64)> = logits
-            .iter()
-            .enumerate()
-            .filter(|&(_, &logit)| logit >= cut)
-            .map(|(token, &logit)| (token as u32, weight(logit)))
-            .filter(|&(_, w)| w >= floor)
-            .collect();
+        let filtered = p.top_k > 0 || p.min_p > 0.0 || p.temperature <= COLD;
+        p.temperature > 0.0 && filtered && !self.looks_at_tokens()
+    }
+
+    /// Draws from the largest logits of a row, given with their tokens; equal ones by the lowest tokens. None if these do
+    /// not decide: [`Self::draw`] does.
+    pub(crate) fn draw_of_best(&self, best: &[(u32, f32)]) -> Option<u32> {
+        let p = &self.params;
+        if !self.draws_of_few() {
+            return None;
+        }
+        let weights = Weights::new(p, best.iter().map(|(_, logit)| *logit));
+        let kept = weights.kept(best.iter().copied());
+        // All others are no larger than this one.
+        let least = best.iter().map(|(_, logit)| *logit).fold(f32::INFINITY, f32::min);
+        let others = weights.of(least);
+        let decided = match others {
+            None => true,
+            Some(others) => {
+                let mut heaviest: Vec<f64> = kept.iter().map(|(_, weight)| *weight).collect();
+                heaviest.sort_unstable_by(|a, b| b.total_cmp(a));
+                let last = (p.top_k as usize).checked_sub(1).and_then(|last| heaviest.get(last));
+                last.is_some_and(|last| *last > others)
+            }
+        };
+        if decided { self.choose(kept) } else { None }
+    }
+
+    /// Whether a draw depends on more than what the logits are and which tokens are the most likely.
+    fn looks_at_tokens(&self) -> bool {
+        let p = &self.params;
+        !(p.logit_bias.is_empty()
+            && p.repetition_penalty == 1.0
+            && p.presence_penalty == 0.0
+            && p.frequency_penalty == 0.0
+            && p.logprobs.is_none()
+            && (self.drawn >= self.min_tokens || self.ending.is_empty()))
+    }
+
+    /// The draw among tokens with their weights; none if there are none.
+    fn choose(&self, mut kept: Vec<(u32, f64)>) -> Option<u32> {
+        let p = &self.params;
         // Heaviest first, ties by token: the same order whatever the filters.
         let heavier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         let top_k = p.top_k as usize;
@@ -188,10 +219,39 @@ impl Sampler {
         for &(token, w) in &kept {
             rest -= w;
             if rest < 0.0 {
-                return token;
+                return Some(token);
             }
         }
-        kept.last().map_or_else(|| argmax(logits), |&(token, _)| token)
+        kept.last().map(|&(token, _)| token)
+    }
+}
+
+/// What the logits of a row weigh.
+struct Weights {
+    max: f32,
+    inverse: f64,
+    /// Below exp(-50) of the best token a draw of 53 bits cannot tell the difference; most of a vocabulary is.
+    cut: f32,
+    floor: f64,
+}
+
+impl Weights {
+    /// Of a row whose largest logit is among `logits`.
+    fn new(p: &Sampling, logits: impl Iterator<Item = f32>) -> Self {
+        let max = logits.fold(f32::NEG_INFINITY, f32::max);
+        let inverse = 1.0 / f64::from(p.temperature);
+        Self { max, inverse, cut: max - 50.0 * p.temperature, floor: f64::from(p.min_p) }
+    }
+
+    /// None for a token that is not drawn, as is then none that is less likely.
+    fn of(&self, logit: f32) -> Option<f64> {
+        let weight = (f64::from(logit - self.max) * self.inverse).exp();
+        (logit >= self.cut && weight >= self.floor).then_some(weight)
+    }
+
+    /// The tokens that may be drawn, with their weights.
+    fn kept(&self, logits: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f64)> {
+        logits.filter_map(|(token, logit)| Some((token, self.of(logit)?))).collect()
     }
 }
 

@@ -339,6 +339,11 @@ impl Scheduler {
         self.cache.take_events()
     }
 
+    /// By kind of cache: its name, the bytes that it has, and those of these that sequences hold.
+    pub fn cache_bytes(&self) -> Vec<(&'static str, u64, u64)> {
+        self.cache.bytes_by_kind()
+    }
+
     /// Forgets every cached prefix. Running sequences go on.
     pub fn clear_prefixes(&mut self) {
         self.cache.clear();

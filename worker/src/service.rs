@@ -5,12 +5,13 @@
 
 use crate::Error;
 use crate::encoder::Encoder;
-use crate::engine::thread::Broken;
+use crate::engine::thread::{Broken, end_process};
+use crate::kv_cache::memory::HostFloor;
 use crate::load::{EngineOptions, Prepared};
 use crate::shipping::{Holdings, Shipper, ShippingConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::stage::{Holds, StageConfig};
-use crate::telemetry::{EngineMetrics, ShippingMetrics};
+use crate::telemetry::{EngineMetrics, HostMetrics, ShippingMetrics};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -32,6 +33,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
 mod encode;
+mod floor;
 mod generate;
 mod link;
 mod ops;
@@ -40,6 +42,7 @@ mod pool;
 mod runner;
 mod sequences;
 
+use floor::Shortage;
 use peers::Peers;
 use pool::Pool;
 use runner::Runner;
@@ -68,6 +71,8 @@ pub struct WorkerConfig {
     /// It is for replicas of several stages that coordinators plan, and gives so much to them; none serves the model
     /// alone.
     pub pool: Option<PoolOffer>,
+    /// Below this no new work is taken; none does not look.
+    pub floor: Option<HostFloor>,
 }
 
 /// A model that a worker has.
@@ -105,6 +110,7 @@ struct Node {
     pool: Option<Arc<Pool>>,
     /// Also for the lives that follow.
     draining: Arc<AtomicBool>,
+    shortage: Shortage,
     /// Calls for output that are being served, also by lives before.
     calls: Arc<AtomicUsize>,
     /// Coordinators that have accepted us.
@@ -196,6 +202,7 @@ struct Ground {
     part: WorkPart,
     pool: Option<Arc<Pool>>,
     draining: Arc<AtomicBool>,
+    shortage: Shortage,
     calls: Arc<AtomicUsize>,
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
@@ -225,6 +232,7 @@ impl Ground {
             part: self.part,
             pool: self.pool.clone(),
             draining: Arc::clone(&self.draining),
+            shortage: self.shortage.clone(),
             calls: Arc::clone(&self.calls),
             joined: watch::Sender::new(0),
             links: Mutex::default(),
@@ -266,7 +274,7 @@ impl Life {
     /// Ends it: coordinators hear of it at once, and what runs here goes elsewhere.
     fn end(mut self) {
         self.dialers.abort_all();
-        self.node.part();
+        self.node.part(CloseCode::Shutdown);
         if let Some(engine) = self.node.engine() {
             engine.stop();
         }
@@ -290,6 +298,11 @@ impl WorkerService {
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
+        let host = HostMetrics::default();
+        if config.floor.is_some() {
+            host.register(&mut registry);
+        }
+        let shortage = Shortage::told_in(host);
         let own = config.model;
         let holdings = Arc::new(Holdings::new(
             own.as_ref().map(|own| own.id.clone()),
@@ -332,6 +345,7 @@ impl WorkerService {
             part: config.part,
             pool: pool.clone(),
             draining: Arc::default(),
+            shortage: shortage.clone(),
             calls: Arc::default(),
             snapshots: Arc::new(SnapshotStore::new(config.snapshots)),
             peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
@@ -351,6 +365,7 @@ impl WorkerService {
             endpoint,
             _shipper: Arc::clone(&shipper),
         };
+        service.tasks.extend(config.floor.map(|floor| tokio::spawn(shortage.watch(floor))));
         let loaded = match (&pool, own) {
             (Some(_), _) => Ok((Loaded::Nothing, None)),
             (None, Some(OwnModel { id, path })) => {
@@ -477,8 +492,8 @@ impl Node {
     }
 
     /// Ends all connections by which this life was accepted.
-    fn part(&self) {
-        self.links.lock().drain(..).for_each(|link| link.close(CloseCode::Shutdown));
+    fn part(&self, code: CloseCode) {
+        self.links.lock().drain(..).for_each(|link| link.close(code));
     }
 
     /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
@@ -498,27 +513,31 @@ impl Node {
             };
         }
         let loaded = prepared.take().ok_or(Error::EngineStopped)?;
-        let broken = self.broken.clone().map(|told| self.told(told));
-        let runner = Runner::start(loaded, &key, epoch, self.stall_floor, broken)?;
+        let runner = Runner::start(loaded, &key, epoch, self.stall_floor, self.told())?;
         self.engine.send_replace(Some((key, runner.clone())));
         Ok(runner)
     }
 
-    /// Passes on why the engine cannot go on.
-    fn told(self: &Arc<Self>, told: mpsc::UnboundedSender<String>) -> Broken {
-        let node = Arc::downgrade(self);
+    /// Passes on why the engine cannot go on, or ends the process: for want of somebody who begins another life, and
+    /// with a device that nothing here can use any more.
+    fn told(self: &Arc<Self>) -> Broken {
+        let (node, told) = (Arc::downgrade(self), self.broken.clone());
         Box::new(move |error| {
+            let lost = error.is_device_lost();
             // First, so that coordinators know what was under way to be lost, and not declined.
             if let Some(node) = node.upgrade() {
-                node.part();
+                node.part(if lost { CloseCode::DeviceLost } else { CloseCode::Shutdown });
             }
-            // Nobody hears it where the life has ended already.
-            let _ = told.send(error.to_string());
+            match told {
+                // Nobody hears it where the life has ended already.
+                Some(told) if !lost => drop(told.send(error.to_string())),
+                _ => end_process(error),
+            }
         })
     }
 
     fn state(&self) -> WorkerState {
-        if self.draining.load(Ordering::SeqCst) {
+        if self.draining.load(Ordering::SeqCst) || self.shortage.is_here() {
             WorkerState::Draining
         } else if self.engine.borrow().is_some() {
             WorkerState::Ready

@@ -5,6 +5,7 @@
 //! who is asked for what is `schedule.rs`; `fetch.rs` moves the bytes; `holdings.rs` answers others.
 
 use crate::Error;
+use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, Room, ShardStore, StoreError};
 use model::{ModelFile, ModelSpec};
@@ -86,6 +87,8 @@ pub enum ShippingError {
 const ATTEMPTS: usize = 3;
 /// A source that has not sent a manifest after this long is not waited for.
 const MANIFEST_LIMIT: Duration = Duration::from_secs(60);
+/// Of the memory that is free, one part of so many is for tensors that are loaded as they come.
+const MEMORY_SHARE: u64 = 4;
 /// Before sources that do not answer are asked for a manifest again: doubling from the first to the last.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
@@ -266,7 +269,7 @@ impl Shipper {
         missing: &Missing,
         load: impl Fn(Option<Arrivals>) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        let arrivals = Arrivals::new(needs.tensors.clone(), missing.chunks.iter().map(|(id, _)| *id));
+        let arrivals = Arrivals::new(needs.tensors.clone(), &missing.chunks, memory_for_tensors());
         // Whatever becomes of the fetch, nobody waits for it behind its end.
         let ending = arrivals.ending();
         let fetching = async {
@@ -301,7 +304,7 @@ impl Shipper {
     /// Fetches what `layers` of a model need and is not here; nothing for a model that is a file.
     pub(crate) async fn bring(&self, path: &Path, layers: Option<Range<usize>>) -> Result<(), Error> {
         let Some((needs, missing)) = self.look(path, layers).await? else { return Ok(()) };
-        let nobody = Arrivals::new(HashMap::new(), None);
+        let nobody = Arrivals::new(HashMap::new(), &[], 0);
         self.fetch(&needs, &missing, &nobody).await
     }
 
@@ -374,6 +377,12 @@ fn needs(
         chunks.extend(places.into_iter().filter(|(id, _)| seen.insert(*id)));
     }
     Ok(Some((Needs { store, chunks, tensors: of_tensors }, held)))
+}
+
+/// Bytes of tensors that may stay in memory until they are loaded: what other caches, and what is made of the tensors,
+/// can do without.
+fn memory_for_tensors() -> u64 {
+    ProcMemInfo.available_bytes().map_or(0, |free| free / MEMORY_SHARE)
 }
 
 /// Runs something that waits for disks.

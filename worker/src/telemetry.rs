@@ -11,10 +11,15 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
+mod device;
+mod host;
 mod shards;
 mod shipping;
+mod traces;
 mod transfers;
 
+pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
+pub use host::HostMetrics;
 pub use shards::{ShardMetrics, StageLabel};
 pub use shipping::{ShippingMetrics, SourceLabel};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
@@ -45,6 +50,13 @@ pub enum Reason {
 pub struct LookupLabel {
     /// Why the lookup stopped: the first word of what the response says.
     pub stop: &'static str,
+}
+
+/// Label of what the arena is used for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct GroupLabel {
+    /// The kind of cache: `full`, `sliding` or `state`.
+    pub group: &'static str,
 }
 
 /// Label of what is kept besides the arena.
@@ -172,12 +184,18 @@ pub struct EngineMetrics {
     pub weight_file_bytes: Gauge,
     /// Bytes of the KV arena.
     pub kv_bytes: Gauge,
+    /// Bytes of it that each kind of cache has.
+    pub kv_group_bytes: Family<GroupLabel, Gauge>,
+    /// Of these, bytes that live sequences hold.
+    pub kv_group_used_bytes: Family<GroupLabel, Gauge>,
     /// Tiers below the arena.
     pub tiers: TierMetrics,
     /// Pulls from and by other workers.
     pub transfers: TransferMetrics,
     /// Stages of a replica.
     pub shards: ShardMetrics,
+    /// What computes.
+    pub device: DeviceMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -218,6 +236,16 @@ impl EngineMetrics {
         gauge("kvasir_weight_bytes", "Bytes of weights in memory", &self.weight_bytes);
         gauge("kvasir_weight_file_bytes", "Bytes of the same tensors in the file", &self.weight_file_bytes);
         gauge("kvasir_kv_bytes", "Bytes of the KV arena", &self.kv_bytes);
+        registry.register(
+            "kvasir_kv_group_bytes",
+            "Bytes of the KV arena that a kind of cache has",
+            self.kv_group_bytes.clone(),
+        );
+        registry.register(
+            "kvasir_kv_group_used_bytes",
+            "Bytes of these that live sequences hold",
+            self.kv_group_used_bytes.clone(),
+        );
         for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
             registry.register(name, "Share of KV bytes held by live sequences", self.kv_usage.clone());
         }
@@ -257,6 +285,8 @@ impl EngineMetrics {
         self.tiers.register(registry);
         self.transfers.register(registry);
         self.shards.register(registry);
+        self.device.register(registry);
+        registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(
             "kvasir_prefix_lookups",
             "Prefix lookups of admitted requests by why they stopped",

@@ -33,6 +33,9 @@ pub trait TensorSource {
         Ok(None)
     }
 
+    /// Nobody looks at the named tensor any more for now: what it takes of memory may go.
+    fn forget(&self, _name: &str) {}
+
     /// The ggml type id and the bytes of the named tensor, which need not be read for it.
     fn measure(&self, name: &str) -> Result<(u32, u64), Error>;
 }
@@ -46,6 +49,10 @@ impl TensorSource for model::ModelFile {
 
     fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
         Ok(self.stored_tensor(name)?)
+    }
+
+    fn forget(&self, name: &str) {
+        self.forget_tensor(name);
     }
 
     fn measure(&self, name: &str) -> Result<(u32, u64), Error> {

@@ -8,16 +8,18 @@ use super::encode::Asker;
 use super::error::ApiError;
 use super::plan::Plan;
 use super::shape::{Delta, Shape, Usage};
+use super::spans;
 use crate::dispatch::{Event, Failure, Generation, Started};
 use crate::models::OfferedModel;
-use crate::ops::metrics::{Metrics, Served};
+use crate::ops::metrics::{Metrics, Served, finish_name};
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::stream::{self, BoxStream, SelectAll};
 use futures::{FutureExt, StreamExt};
-use proto::message::{FinishedV1, TokenOut};
+use proto::message::{FinishReason, FinishedV1, TokenOut};
+use proto::trace::{Span, TraceId};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -43,6 +45,8 @@ pub struct Answer {
     documents: Vec<usize>,
     include_usage: bool,
     asker: Asker,
+    /// If the request is recorded.
+    span: Option<Span>,
 }
 
 /// How far a choice is.
@@ -58,6 +62,16 @@ struct Progress {
     /// Characters of the tokens so far.
     characters: usize,
     completion: u64,
+    /// Why it has ended.
+    reason: Option<FinishReason>,
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if let Some(span) = &mut self.span {
+            span.fail("cancelled");
+        }
+    }
 }
 
 impl Answer {
@@ -80,6 +94,7 @@ impl Answer {
             last: None,
             characters: 0,
             completion: 0,
+            reason: None,
         };
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
@@ -99,7 +114,14 @@ impl Answer {
             documents: plan.documents.clone(),
             include_usage: plan.params.include_usage,
             asker,
+            span: None,
         }
+    }
+
+    /// The span of the request, if it is recorded.
+    pub fn traced(mut self, span: Option<Span>) -> Self {
+        self.span = span;
+        self
     }
 
     /// Everything at once, when it is all there.
@@ -107,7 +129,8 @@ impl Answer {
         let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
         let mut next = self.first().await?;
         while let Some((choice, event)) = next {
-            let delta = self.advance(choice, event?);
+            let event = event.map_err(|failure| self.failed(failure))?;
+            let delta = self.advance(choice, event);
             next = self.events.next().await;
             let Some(delta) = delta else { continue };
             let Some(all) = whole.get_mut(choice as usize) else { continue };
@@ -115,6 +138,7 @@ impl Answer {
             all.tokens.extend(delta.tokens);
             all.finished = delta.finished.or(all.finished.take());
         }
+        self.answered();
         let body = self.shape.whole(&whole, self.usage(), &self.model.tokenizer);
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -134,7 +158,8 @@ impl Answer {
     pub async fn streamed(mut self) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
         if let Some((choice, event)) = self.first().await? {
-            self.take(choice, event?, &mut first);
+            let event = event.map_err(|failure| self.failed(failure))?;
+            self.take(choice, event, &mut first);
         }
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -161,11 +186,12 @@ impl Answer {
             match next {
                 Some((choice, Ok(event))) => self.take(choice, event, &mut out),
                 Some((_, Err(failure))) => {
-                    let body = ApiError::from(failure).body();
+                    let body = self.failed(failure).body();
                     out.extend_from_slice(format!("event: error\ndata: {body}\n\n").as_bytes());
                     return (out.into(), false);
                 }
                 None => {
+                    self.answered();
                     if self.include_usage {
                         self.shape.usage_chunk(&mut out, self.usage());
                     }
@@ -208,6 +234,7 @@ impl Answer {
                     self.metrics.tokens_after(&self.model.id, now - last, tokens.len());
                 } else {
                     progress.first = Some(now);
+                    self.metrics.history().first_tokens(tokens.len());
                 }
                 progress.completion += tokens.len() as u64;
                 self.asker.permit.generated(tokens.len() as u64);
@@ -223,8 +250,9 @@ impl Answer {
             }
             Event::Finished(finished) => {
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
-                let served = progress.served(&finished);
-                self.metrics.served(&self.model.id, served);
+                progress.reason = Some(finished.reason);
+                let trace = self.span.as_ref().map(|span| span.context().trace);
+                self.metrics.served(&self.model.id, progress.served(&finished, trace));
                 let text = finished.tail.clone();
                 Some(Delta {
                     text,
@@ -234,6 +262,23 @@ impl Answer {
                 })
             }
         }
+    }
+
+    /// Everything has been answered.
+    fn answered(&mut self) {
+        let Some(mut span) = self.span.take() else { return };
+        let reasons = self.choices.iter().filter_map(|choice| choice.reason);
+        let reasons = reasons.map(|reason| finish_name(reason).to_owned()).collect();
+        spans::answered(&mut span, &self.shape.id, &self.shape.model, &self.usage(), reasons);
+    }
+
+    /// What is answered when a generation has ended so.
+    fn failed(&mut self, failure: Failure) -> ApiError {
+        let error = ApiError::from(failure);
+        if let Some(mut span) = self.span.take() {
+            spans::failed(&mut span, &error);
+        }
+        error
     }
 
     fn usage(&self) -> Usage {
@@ -271,7 +316,7 @@ impl Answer {
 }
 
 impl Progress {
-    fn served(&self, finished: &FinishedV1) -> Served {
+    fn served(&self, finished: &FinishedV1, trace: Option<TraceId>) -> Served {
         let now = Instant::now();
         let since = |at: Instant| at.saturating_duration_since(self.arrived);
         Served {
@@ -281,6 +326,7 @@ impl Progress {
             prompt: self.prompt,
             generated: self.completion,
             reason: finished.reason,
+            trace,
         }
     }
 }

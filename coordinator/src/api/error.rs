@@ -220,3 +220,74 @@ impl From<Failure> for ApiError {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quota::Limit;
+
+    /// One of each that does not show what the client itself has written.
+    fn every() -> Vec<ApiError> {
+        let second = Duration::from_secs(1);
+        let exceeded = Exceeded {
+            limit: Limit::Tokens,
+            of: Of::Tenant,
+            allowed: 7,
+            retry_after: Duration::from_millis(1_001),
+        };
+        vec![
+            ApiError::BodyTooLarge { limit: 8 },
+            ApiError::BodyTimeout,
+            ApiError::ContextLength { prompt: 3, need: 9, limit: 8 },
+            ApiError::NotFound,
+            ApiError::InvalidApiKey,
+            ApiError::Forbidden,
+            ApiError::KeysUnknown,
+            ApiError::RateLimited(exceeded),
+            ApiError::QueueFull { retry_after: second },
+            ApiError::NoWorker,
+            ApiError::WorkerLost,
+            ApiError::NoQuorum,
+            ApiError::DeadlineExceeded,
+            ApiError::Internal,
+            ApiError::from(Failure::Lost),
+            ApiError::from(Failure::Worker(GenerateError::Internal)),
+            ApiError::from(Failure::Worker(GenerateError::QueueFull)),
+        ]
+    }
+
+    #[test]
+    fn sec_error_bodies() {
+        let codes = [
+            "invalid_field",
+            "context_length_exceeded",
+            "model_not_found",
+            "invalid_api_key",
+            "rate_limited",
+            "queue_full",
+            "no_worker",
+            "no_quorum",
+            "worker_lost",
+            "deadline_exceeded",
+            "internal",
+        ];
+        for error in every() {
+            let body = error.body().to_string();
+            assert!(codes.contains(&error.code()), "{body}");
+            for inside in ["/", "::", ".rs", "panicked", "127.0.0.1", "secret", "spiffe"] {
+                assert!(!body.contains(inside), "{body}");
+            }
+            let (status, response) = (error.status(), error.clone().into_response());
+            let retry = response
+                .headers()
+                .get(header::RETRY_AFTER)
+                .and_then(|value| value.to_str().ok()?.parse().ok());
+            let later = matches!(status, StatusCode::TOO_MANY_REQUESTS)
+                || status == StatusCode::SERVICE_UNAVAILABLE && error != ApiError::DeadlineExceeded;
+            assert_eq!(retry.is_some_and(|seconds: u64| seconds > 0), later, "{error:?}");
+            if let ApiError::RateLimited(_) = error {
+                assert_eq!(retry, Some(2), "not a moment too early");
+            }
+        }
+    }
+}

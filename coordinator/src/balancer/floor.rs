@@ -1,21 +1,25 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
 mod load;
+mod locality;
 mod peers;
 mod pulls;
 
 pub use peers::{PeerExport, PeerImport};
 
-use super::{Action, Assignment, Policy, Refusal, Ticket, Waiter, WorkerView};
+use super::recent::{Decided, Ending, Outcome, Recent};
+use super::{Action, Assignment, Explained, Policy, Refusal, Ticket, Waiter, WorkerView};
 use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
 use crate::routing::demand::{CommonKey, Demand};
 use crate::routing::groups::Groups;
 use crate::routing::transfer::is_worth_asking;
-use crate::routing::{self, COMMON_UNITS, Candidate, Choice, Query, Reason, Routing, predicted_tokens};
+use crate::routing::{
+    self, COMMON_UNITS, Candidate, Choice, Outlook, Query, Reason, Routing, predicted_tokens,
+};
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
 use load::Load;
-use proto::block::HASH_UNIT_TOKENS;
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
 use pulls::{Stage, Supply};
@@ -39,6 +43,7 @@ pub(super) struct Floor {
     flights: HashMap<Ticket, Flight>,
     demand: Demand,
     groups: Groups,
+    recent: Recent,
     expected: HashMap<ModelId, Expected>,
     joins: u64,
     /// Generations placed.
@@ -59,6 +64,8 @@ struct Flight {
     /// The prompt at the worker that computes it for this one.
     stage: Option<Stage>,
     started: bool,
+    /// The number of the decision.
+    decision: u64,
 }
 
 /// A model that nobody may serve just now, and that will be served again.
@@ -89,6 +96,7 @@ impl Floor {
             flights: HashMap::new(),
             demand: Demand::default(),
             groups: Groups::default(),
+            recent: Recent::default(),
             expected: HashMap::new(),
             joins: 0,
             turns: 0,
@@ -107,6 +115,7 @@ impl Floor {
         match self.table.apply(change)? {
             Applied::Joined { slot, node, epoch } => {
                 self.joins += 1;
+                self.recent.joined(slot, &node);
                 let need = self.index.join(slot, epoch);
                 self.loads[slot.index()] = Some(Load::new(now, self.joins));
                 return Ok(Some(Action::Fetch { node, epoch, need }));
@@ -254,12 +263,38 @@ impl Floor {
             prefill: supply.prefill.as_ref().map(|(_, _, stage)| stage.clone()),
             pull: supply.pull.clone(),
             together: 1,
+            explained: waiter.ask.explain.then(|| Arc::new(self.explained(now, &query, &candidates))),
         };
+        let (best, lost) = self.best_holder(now, &waiter, &overlap, &candidates, (&choice, &supply));
         if let Some((key, _)) = common {
             self.demand.note(now, key, standing.map_or(choice.slot, |standing| standing.home), &choice);
         }
-        self.book(now, waiter, choice, &assignment, &supply);
+        let (number, names) = self.recent.next();
+        self.recent.decided(Decided {
+            number,
+            ask: Arc::clone(&waiter.ask),
+            attempt: assignment.attempt,
+            waited: now.saturating_duration_since(waiter.since),
+            at: now,
+            query,
+            candidates,
+            choice,
+            predicted: supply.predicted,
+            pull: supply.sends,
+            prefill: supply.prefill.as_ref().map(|(slot, ..)| *slot),
+            best,
+            lost,
+            names,
+        });
+        self.book(now, waiter, choice, &assignment, &supply, number);
         Placing::Assigned(assignment)
+    }
+
+    fn explained(&self, now: Instant, query: &Query, candidates: &[Candidate]) -> Explained {
+        let name = |candidate: &Candidate| Some(self.table.in_slot(candidate.slot)?.register.node.clone());
+        let parts = candidates.iter().zip(routing::explain(query, candidates));
+        let candidates = parts.filter_map(|(candidate, parts)| Some((name(candidate)?, parts))).collect();
+        Explained { at: now, candidates }
     }
 
     pub(super) fn started(&mut self, now: Instant, ticket: Ticket) {
@@ -268,6 +303,7 @@ impl Floor {
             return;
         }
         flight.leads.take().into_iter().for_each(|key| self.groups.end(key, flight.slot));
+        self.recent.change(flight.decision, |outcome| outcome.started = Some(now));
         flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
         if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
             load.started(now, ticket);
@@ -276,7 +312,7 @@ impl Floor {
 
     /// The generation is over; `None` if no worker had it.
     pub(super) fn end(&mut self, now: Instant, ticket: Ticket) -> Option<()> {
-        let flight = self.land(now, ticket)?;
+        let flight = self.land(now, ticket, Ending::Over)?;
         for reservation in flight.reservations() {
             match flight.started {
                 true => self.index.settle(reservation, now + self.policy.event_lag),
@@ -288,7 +324,7 @@ impl Floor {
 
     /// The attempt failed: gives back what waited, and the worker that had it.
     pub(super) fn fail(&mut self, now: Instant, ticket: Ticket) -> Option<(Waiter, NodeId, Epoch)> {
-        let flight = self.land(now, ticket)?;
+        let flight = self.land(now, ticket, Ending::Failed)?;
         flight.reservations().for_each(|reservation| self.index.release(reservation));
         Some((flight.waiter, flight.node, flight.epoch))
     }
@@ -319,7 +355,34 @@ impl Floor {
         actions
     }
 
+    /// Something is learnt of a generation that a worker has.
+    pub(super) fn learn(&mut self, ticket: Ticket, change: impl FnOnce(&mut Outcome)) {
+        if let Some(flight) = self.flights.get(&ticket) {
+            self.recent.change(flight.decision, change);
+        }
+    }
+
+    pub(super) fn recent(&self) -> &Recent {
+        &self.recent
+    }
+
+    /// By name, the leading units of the chain that a worker has announced, and those that it will hold.
+    pub(super) fn holders(&self, chain: &[BlockId]) -> Vec<(NodeId, u32, u32)> {
+        let (held, expected) = (self.index.lookup_held(chain), self.index.lookup(chain));
+        let holder = |member: &Member| {
+            let (held, expected) = (held.units(member.slot), expected.units(member.slot));
+            (expected > 0).then(|| (member.register.node.clone(), held, expected))
+        };
+        self.table.members().filter_map(holder).collect()
+    }
+
     pub(super) fn workers(&self, now: Instant) -> Vec<WorkerView> {
+        let all: Vec<Candidate> = self
+            .table
+            .members()
+            .filter_map(|m| Some(self.loads[m.slot.index()].as_ref()?.candidate(now, m.slot, 0)))
+            .collect();
+        let outlook = Outlook::new(&all);
         let view = |member: &Member| {
             let load = self.loads[member.slot.index()].as_ref()?;
             Some(WorkerView {
@@ -328,6 +391,7 @@ impl Floor {
                 silent: now.saturating_duration_since(load.heard),
                 inflight: load.inflight(),
                 pending_tokens: load.own_pending(),
+                queue_seconds: outlook.queue(&load.candidate(now, member.slot, 0)),
                 part: load.pulls.part(),
                 pulls: load.pulls.report(),
                 stream: self.index.stream(member.slot),
@@ -396,6 +460,7 @@ impl Floor {
         choice: Choice,
         assignment: &Assignment,
         supply: &Supply,
+        decision: u64,
     ) {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
         let uncached = u64::from(waiter.ask.prompt_tokens - supply.predicted);
@@ -421,13 +486,15 @@ impl Floor {
             leads,
             stage,
             started: false,
+            decision,
             waiter,
         };
         self.flights.insert(flight.waiter.ticket, flight);
     }
 
-    fn land(&mut self, now: Instant, ticket: Ticket) -> Option<Flight> {
+    fn land(&mut self, now: Instant, ticket: Ticket, how: Ending) -> Option<Flight> {
         let mut flight = self.flights.remove(&ticket)?;
+        self.recent.change(flight.decision, |outcome| outcome.ended = Some((now, how)));
         flight.leads.into_iter().for_each(|key| self.groups.end(key, flight.slot));
         flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
         if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use proto::event::{KvEvent, Medium};
 
 mod groups;
+mod recent;
 
 const MODEL: &str = "m";
 
@@ -71,6 +72,7 @@ impl Rig {
     fn ask(&self, tenant: &str, prompt_tokens: u32, chain: Arc<[BlockId]>) -> Ask {
         let model = ModelId::new(MODEL).unwrap();
         Ask {
+            request: RequestId::new("r").unwrap(),
             tenant: tenant.into(),
             model,
             prompt_tokens,
@@ -78,6 +80,7 @@ impl Rig {
             group: None,
             priority: 0,
             deadline: self.now + Duration::from_secs(60),
+            explain: false,
         }
     }
 

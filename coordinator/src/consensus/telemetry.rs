@@ -14,6 +14,31 @@ type Label = [(&'static str, String); 1];
 /// From a read on an idle loopback to what is refused for want of a majority.
 const SECONDS: [f64; 13] = [5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0];
 
+/// Where the group of coordinators stands, as known to one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupStanding {
+    /// Whether a leader is known.
+    pub quorum: bool,
+    /// The latest term known.
+    pub term: u64,
+    /// The last entry known to be agreed on.
+    pub committed: u64,
+    /// The last entry applied here.
+    pub applied: u64,
+    /// Coordinators that vote.
+    pub voters: u64,
+    /// Coordinators that follow and do not vote.
+    pub learners: u64,
+    /// How often another leader was seen.
+    pub leader_changes: u64,
+    /// Entries kept.
+    pub log_entries: u64,
+    /// Their bytes.
+    pub log_bytes: u64,
+    /// Whether there is no room on the disk for changes.
+    pub disk_full: bool,
+}
+
 /// See the module.
 #[derive(Debug, Clone)]
 pub struct RaftMetrics {
@@ -99,6 +124,23 @@ impl RaftMetrics {
         registry.register("kvasir_raft_read_index_seconds", read, self.read.clone());
         let write = "Time until the disk had taken a write";
         registry.register("kvasir_raft_write_seconds", write, self.write.clone());
+    }
+
+    /// Where the group stands, as last heard here.
+    pub fn standing(&self) -> GroupStanding {
+        let count = |gauge: &Gauge| u64::try_from(gauge.get()).unwrap_or(0);
+        GroupStanding {
+            quorum: self.quorum.get() == 1,
+            term: count(&self.term),
+            committed: count(&self.committed),
+            applied: count(&self.applied),
+            voters: count(&self.voters),
+            learners: count(&self.learners),
+            leader_changes: self.leader_changes.get(),
+            log_entries: count(&self.log_entries),
+            log_bytes: count(&self.log_bytes),
+            disk_full: self.disk_full.get() == 1,
+        }
     }
 
     /// The core stands so; `before` is where it stood when this was called last.

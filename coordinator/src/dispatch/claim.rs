@@ -15,6 +15,8 @@ pub(super) struct Claim {
     ticket: Ticket,
     verdicts: mpsc::UnboundedReceiver<Verdict>,
     submitted: Instant,
+    /// Tokens generated, once it has ended well.
+    generated: Option<u32>,
     /// Why the last attempt failed, where the worker said so.
     setback: Option<GenerateError>,
     over: bool,
@@ -25,8 +27,17 @@ pub(super) struct Claim {
 pub(super) struct Placed {
     pub(super) assignment: Assignment,
     pub(super) link: Arc<Link>,
+    /// When it was asked for.
+    pub(super) submitted: Instant,
+    /// When it had been chosen.
+    pub(super) chosen: Instant,
+}
+
+impl Placed {
     /// Time from submission until it had been chosen.
-    pub(super) queued: Duration,
+    pub(super) fn queued(&self) -> Duration {
+        self.chosen.saturating_duration_since(self.submitted)
+    }
 }
 
 impl Claim {
@@ -35,7 +46,8 @@ impl Claim {
         ticket: Ticket,
         verdicts: mpsc::UnboundedReceiver<Verdict>,
     ) -> Self {
-        Self { dispatch, ticket, verdicts, submitted: Instant::now(), setback: None, over: false }
+        let submitted = Instant::now();
+        Self { dispatch, ticket, verdicts, submitted, generated: None, setback: None, over: false }
     }
 
     pub(super) fn dispatch(&self) -> &Dispatch {
@@ -47,9 +59,9 @@ impl Claim {
         match self.verdicts.recv().await {
             Some(Verdict::Go(go)) => {
                 let (assignment, link, mut turn) = *go;
-                let queued = self.submitted.elapsed();
+                let (submitted, chosen) = (self.submitted, Instant::now());
                 turn.come().await;
-                Ok((Placed { assignment, link, queued }, turn))
+                Ok((Placed { assignment, link, submitted, chosen }, turn))
             }
             Some(Verdict::No(refusal)) => Err(match (refusal, self.setback.take()) {
                 (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),
@@ -60,9 +72,14 @@ impl Claim {
         }
     }
 
-    /// The worker has what it needs of the prompt.
-    pub(super) fn started(&self) {
-        self.dispatch.started(self.ticket);
+    /// The worker has what it needs of the prompt, of which it had `cached` tokens.
+    pub(super) fn started(&self, cached: u32) {
+        self.dispatch.started(self.ticket, cached);
+    }
+
+    /// It ends well, with so many tokens.
+    pub(super) fn generated(&mut self, tokens: usize) {
+        self.generated = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
     }
 
     /// The attempt at `placed` failed; the next call of [`worker`](Self::worker) tells who may try. `only_class`:
@@ -81,7 +98,7 @@ impl Claim {
     /// Nothing more is wanted.
     pub(super) fn end(&mut self) {
         if !std::mem::replace(&mut self.over, true) {
-            self.dispatch.ended(self.ticket);
+            self.dispatch.ended(self.ticket, self.generated);
         }
     }
 }

@@ -35,6 +35,7 @@ impl EncodeJob {
 
     pub(super) fn ask(&self) -> Ask {
         Ask {
+            request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
@@ -43,6 +44,7 @@ impl EncodeJob {
             group: None,
             priority: 0,
             deadline: self.deadline,
+            explain: false,
         }
     }
 }
@@ -85,8 +87,9 @@ impl Encoding {
             drop(turn);
             let setback = match placed.link.connection().encode(&self.request(&placed.assignment)).await {
                 Ok(Ok(texts)) => {
+                    let queued = placed.queued();
                     let Assignment { node, reason, .. } = placed.assignment;
-                    return Ok(Encoded { texts, node, reason, queued: placed.queued });
+                    return Ok(Encoded { texts, node, reason, queued });
                 }
                 Ok(Err(error)) if error.retryable() => Some(error),
                 Ok(Err(error)) => return Err(Failure::Worker(error)),

@@ -6,6 +6,7 @@
 //! on behind them, with the same seed and inside the same numeric class. Frames of an earlier attempt cannot
 //! mix in, because each attempt has its own stream and the old one is dropped first.
 
+use super::choice;
 use super::claim::{Claim, Placed};
 use crate::balancer::{Ask, Assignment, Prefilling, Refusal};
 use crate::routing::Reason;
@@ -17,6 +18,7 @@ use proto::message::{
     TokenOut,
 };
 use proto::sequence::SequenceName;
+use proto::trace::{Span, TraceContext};
 use proto::transport::GenerateStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,11 +50,14 @@ pub struct Job {
     pub priority: i32,
     /// When it is worth nothing any more.
     pub deadline: Instant,
+    /// The span that it is below of, if it is recorded.
+    pub trace: Option<TraceContext>,
 }
 
 impl Job {
     pub(super) fn ask(&self) -> Ask {
         Ask {
+            request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
@@ -60,6 +65,7 @@ impl Job {
             group: self.group,
             priority: self.priority,
             deadline: self.deadline,
+            explain: self.trace.is_some(),
         }
     }
 }
@@ -128,6 +134,7 @@ struct Attempting {
     placed: Placed,
     stream: GenerateStream,
     started: bool,
+    span: Option<Span>,
 }
 
 impl Generation {
@@ -150,6 +157,9 @@ impl Generation {
         if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
             self.over = true;
             self.attempt = None;
+            if event.is_ok() {
+                self.claim.generated(self.emitted.len());
+            }
             self.claim.end();
         }
         Some(event)
@@ -164,7 +174,10 @@ impl Generation {
             let failed = match attempt.stream.next().await {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
-                    self.claim.started();
+                    if let Some(span) = &mut attempt.span {
+                        span.set("kvasir.cached_tokens", started.cached_tokens);
+                    }
+                    self.claim.started(started.cached_tokens);
                     let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
                     let node = &attempt.placed.assignment.node;
                     self.claim.dispatch().note_served(self.job.root, name, node);
@@ -184,7 +197,7 @@ impl Generation {
                         predicted: assignment.predicted,
                         cached: started.cached_tokens,
                         hit_stop: started.hit_stop,
-                        queued: attempt.placed.queued,
+                        queued: attempt.placed.queued(),
                     }));
                 }
                 Some(Ok(GenerateFrame::Tokens(tokens))) if attempt.started => {
@@ -206,7 +219,10 @@ impl Generation {
                 }
                 None => None,
             };
-            let Some(attempt) = self.attempt.take() else { continue };
+            let Some(mut attempt) = self.attempt.take() else { continue };
+            if let Some(span) = &mut attempt.span {
+                span.fail(if failed.is_some() { "declined" } else { "lost" });
+            }
             self.give_up(&attempt.placed, failed);
         }
     }
@@ -218,23 +234,26 @@ impl Generation {
                 Err(_) if !self.emitted.is_empty() => return Err(Failure::Lost),
                 placed => placed?,
             };
+            let mut span = self.job.trace.and_then(|trace| choice::record(trace, &placed));
+            let context = span.as_ref().map(Span::context);
             let (turn, computed) = match &placed.assignment.prefill {
                 Some(stage) => {
                     // Those behind it need not wait for another worker's computing.
                     drop(turn);
-                    (None, self.prefilled(stage, self.request(&placed.assignment)).await)
+                    (None, self.prefilled(stage, self.request(&placed.assignment, context)).await)
                 }
                 None => (Some(turn), true),
             };
-            let mut request = self.request(&placed.assignment);
+            let mut request = self.request(&placed.assignment, context);
             request.pull = request.pull.filter(|_| computed);
             let connection = placed.link.connection();
             let opened = connection.open_generate(&request.at_version(connection.version())).await;
             drop(turn);
             match opened {
-                Ok(stream) => return Ok(Attempting { placed, stream, started: false }),
+                Ok(stream) => return Ok(Attempting { placed, stream, started: false, span }),
                 Err(error) => {
                     tracing::info!(request = %self.job.request_id, %error, "a worker could not be reached");
+                    span.iter_mut().for_each(|span| span.fail("unreachable"));
                     self.give_up(&placed, None);
                 }
             }
@@ -272,7 +291,7 @@ impl Generation {
         computed.is_ok()
     }
 
-    fn request(&self, assignment: &Assignment) -> GenerateRequestV3 {
+    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequestV3 {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
         GenerateRequestV3 {
             request_id: self.job.request_id.clone(),
@@ -288,6 +307,7 @@ impl Generation {
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),
             together: assignment.together,
+            trace,
         }
     }
 

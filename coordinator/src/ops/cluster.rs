@@ -24,12 +24,13 @@ pub fn view(ops: &Ops) -> Value {
                 "id": model.id.as_str(),
                 "max_model_len": served.as_ref().map(|s| s.max_model_len),
                 "task": served.map(|s| s.task.name()),
+                "verification": model.verification.map(|verification| verification.word()),
             })
         })
         .collect();
     json!({
         "coordinators": coordinators(ops),
-        "workers": workers.iter().map(|view| worker(view, &planned)).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|view| worker(ops, view, &planned)).collect::<Vec<_>>(),
         "models": models,
         "replicas": replicas(&workers, &planned),
         "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
@@ -57,8 +58,9 @@ fn coordinators(ops: &Ops) -> Vec<Value> {
     agreement.standings().into_iter().map(value).collect()
 }
 
-fn worker(view: &WorkerView, planned: &[ReplicaView]) -> Value {
+fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView]) -> Value {
     let register = &view.member.register;
+    let quarantined = ops.dispatch.lost_devices().quarantined(&register.node);
     let report = view.report.as_ref();
     let first = register.models.first();
     let silent = u64::try_from(view.silent.as_millis()).unwrap_or(u64::MAX);
@@ -70,6 +72,8 @@ fn worker(view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "reported": report.map(|r| state_name(r.state)),
         // What operators want; the state is the worker's own, and follows.
         "draining": view.member.draining,
+        // It drains because it has lost its GPU again and again, as far as is known here.
+        "quarantined": view.member.draining && quarantined,
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
         "layers": stage_of(planned, &register.node).or(first.map(|m| m.layers)),
@@ -87,6 +91,10 @@ fn worker(view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "waiting": report.map_or(0, |r| r.waiting),
         "inflight": view.inflight,
         "pending_tokens": view.pending_tokens,
+        // Seconds until it would begin with another prompt, as requests are placed by.
+        "queue_s": view.queue_seconds,
+        // Tokens generated since it began.
+        "generated_tokens": report.map_or(0, |r| r.tokens),
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
     })

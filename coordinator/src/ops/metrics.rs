@@ -1,6 +1,7 @@
 //! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
+use super::history::History;
 use crate::api::auth::Keys;
 use crate::api::error::ApiError;
 use crate::balancer::{Setback, WorkerView};
@@ -12,12 +13,14 @@ use crate::routing::Reason;
 use model::recent::RecentUse;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use proto::ids::ModelId;
 use proto::message::{FinishReason, WorkerState};
+use proto::trace::{self, TraceId};
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime};
@@ -51,19 +54,27 @@ impl MetricConstructor<Histogram> for Buckets {
     }
 }
 
+impl MetricConstructor<HistogramWithExemplars<One>> for Buckets {
+    fn new_metric(&self) -> HistogramWithExemplars<One> {
+        HistogramWithExemplars::new(self.0.iter().copied())
+    }
+}
+
 type Histograms = Family<One, Histogram, Buckets>;
+/// Times of requests, each bucket with the trace of one that fell into it, if there was one.
+type Traced = Family<One, HistogramWithExemplars<One>, Buckets>;
 
 /// Everything counted. Recording is cheap and never fails.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
-    time_to_first_token: Histograms,
+    time_to_first_token: Traced,
     inter_token: Histograms,
-    e2e: Histograms,
-    queue_time: Histograms,
-    prefill_time: Histograms,
-    decode_time: Histograms,
-    inference_time: Histograms,
+    e2e: Traced,
+    queue_time: Traced,
+    prefill_time: Traced,
+    decode_time: Traced,
+    inference_time: Traced,
     mean_token_time: Histograms,
     prompt_length: Histograms,
     generation_length: Histograms,
@@ -83,6 +94,7 @@ pub struct Metrics {
     index_exports: Counter,
     index_export_bytes: Counter,
     state: StateGauges,
+    history: History,
     /// When both clocks were read first.
     began: (SystemTime, Instant),
 }
@@ -109,6 +121,7 @@ struct StateGauges {
     memo_hits: Family<One, Counter>,
     memo_misses: Family<One, Counter>,
     memo_bytes: Family<One, Gauge>,
+    trace_spans: Family<One, Counter>,
 }
 
 /// What came of a question to another coordinator for a worker's prefixes.
@@ -137,6 +150,8 @@ pub struct Served {
     pub generated: u64,
     /// Why it ended.
     pub reason: FinishReason,
+    /// The trace of its request, if it is recorded.
+    pub trace: Option<TraceId>,
 }
 
 impl Metrics {
@@ -151,6 +166,11 @@ impl Metrics {
         registry.register("kvasir_build_info", "1 for the version that runs", build);
         let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
             let family = Histograms::new_with_constructor(buckets);
+            registry.register(name, help, family.clone());
+            family
+        };
+        let traced = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
+            let family = Traced::new_with_constructor(buckets);
             registry.register(name, help, family.clone());
             family
         };
@@ -174,33 +194,28 @@ impl Metrics {
         // The older name of the same.
         r.register("vllm:time_per_output_token_seconds", "Time between two tokens", inter_token.clone());
         Self {
-            time_to_first_token: histograms(
+            time_to_first_token: traced(
                 r,
                 "vllm:time_to_first_token_seconds",
                 "Time from arrival to the first token",
                 WAIT,
             ),
             inter_token,
-            e2e: histograms(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end", WAIT),
-            queue_time: histograms(
-                r,
-                "vllm:request_queue_time_seconds",
-                "Time until a worker was chosen",
-                WAIT,
-            ),
-            prefill_time: histograms(
+            e2e: traced(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end", WAIT),
+            queue_time: traced(r, "vllm:request_queue_time_seconds", "Time until a worker was chosen", WAIT),
+            prefill_time: traced(
                 r,
                 "vllm:request_prefill_time_seconds",
                 "Time from the choice of a worker to the first token",
                 WAIT,
             ),
-            decode_time: histograms(
+            decode_time: traced(
                 r,
                 "vllm:request_decode_time_seconds",
                 "Time from the first token to the last",
                 WAIT,
             ),
-            inference_time: histograms(
+            inference_time: traced(
                 r,
                 "vllm:request_inference_time_seconds",
                 "Time from the choice of a worker to the last token",
@@ -269,6 +284,7 @@ impl Metrics {
             ),
             index_export_bytes: counter(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
+            history: History::default(),
             began: (SystemTime::now(), Instant::now()),
             registry,
         }
@@ -277,29 +293,43 @@ impl Metrics {
     /// A request to encode texts has been served.
     pub fn encoded(&self, model: &ModelId, queued: Duration, total: Duration, tokens: u64) {
         let label = one("model_name", model.as_str().to_owned());
-        let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
-        observe(&self.e2e, total.as_secs_f64());
-        observe(&self.queue_time, queued.as_secs_f64());
-        observe(&self.inference_time, total.saturating_sub(queued).as_secs_f64());
-        observe(&self.prompt_length, tokens as f64);
+        let observe = |family: &Traced, time: Duration| {
+            family.get_or_create(&label).observe(time.as_secs_f64(), None, None);
+        };
+        observe(&self.e2e, total);
+        observe(&self.queue_time, queued);
+        observe(&self.inference_time, total.saturating_sub(queued));
+        self.prompt_length.get_or_create(&label).observe(tokens as f64);
         self.prompt_tokens.get_or_create(&label).inc_by(tokens);
         let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
         let reason = ("finished_reason", Cow::Borrowed(finish_name(FinishReason::Stop)));
         self.success.get_or_create(&[model, reason]).inc();
     }
 
+    /// The last minutes.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
     /// A generation has finished.
     pub fn served(&self, model: &ModelId, served: Served) {
+        self.history.served(&served);
         let label = one("model_name", model.as_str().to_owned());
         let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
+        let trace = served.trace.map(|trace| trace.to_string());
+        let time = |family: &Traced, seconds: f64| {
+            let (trace, now) = (trace.clone(), trace.as_ref().map(|_| SystemTime::now()));
+            let exemplar = trace.map(|trace| one("trace_id", trace));
+            family.get_or_create(&label).observe(seconds, exemplar, now);
+        };
         let (first, total) = (served.to_first.as_secs_f64(), served.total.as_secs_f64());
         let queued = served.queued.as_secs_f64();
-        observe(&self.time_to_first_token, first);
-        observe(&self.e2e, total);
-        observe(&self.queue_time, queued);
-        observe(&self.prefill_time, (first - queued).max(0.0));
-        observe(&self.decode_time, (total - first).max(0.0));
-        observe(&self.inference_time, (total - queued).max(0.0));
+        time(&self.time_to_first_token, first);
+        time(&self.e2e, total);
+        time(&self.queue_time, queued);
+        time(&self.prefill_time, (first - queued).max(0.0));
+        time(&self.decode_time, (total - first).max(0.0));
+        time(&self.inference_time, (total - queued).max(0.0));
         if served.generated > 1 {
             observe(&self.mean_token_time, (total - first).max(0.0) / (served.generated - 1) as f64);
         }
@@ -315,6 +345,7 @@ impl Metrics {
     /// Some time has passed between two batches of tokens of one generation.
     pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
         let label = one("model_name", model.as_str().to_owned());
+        self.history.tokens(gap.div_f64(tokens.max(1) as f64), tokens);
         let each = gap.as_secs_f64() / tokens.max(1) as f64;
         let family = self.inter_token.get_or_create(&label);
         (0..tokens).for_each(|_| family.observe(each));
@@ -322,6 +353,7 @@ impl Metrics {
 
     /// An HTTP request was answered; `path` is a route, not what the client wrote.
     pub fn answered(&self, path: &'static str, status: u16) {
+        self.history.answered(status);
         let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
         self.http.get_or_create(&labels).inc();
     }
@@ -348,6 +380,7 @@ impl Metrics {
     /// What the router believed of a worker's cache, and what was true. `pulls`: the worker was to pull some of it, and may
     /// have got less.
     pub fn cached(&self, predicted: u32, actual: u32, pulls: bool) {
+        self.history.cached(predicted, actual);
         self.cached_predicted.inc_by(predicted.into());
         self.cached_actual.inc_by(actual.into());
         let (direction, error) = match predicted > actual {
@@ -392,6 +425,7 @@ impl Metrics {
         self.state.update(dispatch);
         self.state.api_keys.set(i64::try_from(keys.count()).unwrap_or(i64::MAX));
         self.state.update_texts(models, chains.usage());
+        self.state.update_traces(trace::counts());
         self.state.clock_moved.set(self.clock_moved());
         let mut text = String::new();
         // A String takes all that is written.
@@ -452,6 +486,7 @@ impl StateGauges {
         let mut counters = |name: &str, help: &str, family: &Family<One, Counter>| {
             registry.register(name, help, family.clone())
         };
+        counters("kvasir_trace_spans", "Spans of requests, by what became of them", &all.trace_spans);
         counters("kvasir_tokenised_bytes", "Bytes of texts that became tokens", &all.tokenised_bytes);
         counters("kvasir_memo_hits", "Pieces of text and of prompts that were remembered", &all.memo_hits);
         counters("kvasir_memo_misses", "Pieces of text and of prompts that were not", &all.memo_misses);
@@ -461,6 +496,13 @@ impl StateGauges {
             all.tokenise_seconds.clone(),
         );
         all
+    }
+
+    fn update_traces(&self, counts: trace::SpanCounts) {
+        for (outcome, total) in counts.by_outcome() {
+            let counter = self.trace_spans.get_or_create(&one("outcome", outcome));
+            counter.inc_by(total.saturating_sub(counter.get()));
+        }
     }
 
     /// What the texts of requests cost, and what remembering them has saved.

@@ -103,7 +103,14 @@ impl Events {
         headers: &[(&str, &str)],
         body: &Value,
     ) -> Self {
-        let opened = open(to, Method::POST, path, headers, body.to_string());
+        Self::open(open(to, Method::POST, path, headers, body.to_string())).await
+    }
+
+    pub(crate) async fn get(to: SocketAddr, path: &str) -> Self {
+        Self::open(open(to, Method::GET, path, &[], Bytes::new())).await
+    }
+
+    async fn open(opened: impl Future<Output = hyper::Response<Incoming>>) -> Self {
         let response = tokio::time::timeout(LIMIT, opened).await.expect("no head in time");
         let (head, body) = response.into_parts();
         Self { status: head.status, headers: head.headers, body, buffer: String::new() }

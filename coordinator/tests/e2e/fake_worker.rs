@@ -16,7 +16,7 @@ use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
 use proto::transport::{
-    Connection, EncodeCall, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming,
+    CloseCode, Connection, EncodeCall, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming,
 };
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -49,6 +49,7 @@ pub(crate) struct FakeWorker {
     shared: Arc<Shared>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
     endpoint: Arc<Endpoint>,
+    connection: Connection,
 }
 
 struct Shared {
@@ -146,7 +147,7 @@ impl FakeWorker {
                 }
             }
         }));
-        Ok(Self { name, shared, tasks, endpoint })
+        Ok(Self { name, shared, tasks, endpoint, connection })
     }
 
     /// Holds back or lets go what has yet to compute its prompt.
@@ -210,6 +211,11 @@ impl FakeWorker {
         let mut counters = self.shared.counters.subscribe();
         let reached = tokio::time::timeout(Duration::from_secs(20), counters.wait_for(wanted)).await;
         assert!(reached.is_ok(), "{what}: {:?}", self.counters());
+    }
+
+    /// Leaves as a process does whose GPU is lost to it.
+    pub(crate) fn lose_device(&self) {
+        self.connection.close(CloseCode::DeviceLost);
     }
 
     /// Leaves as a process does that is stopped in order.

@@ -4,6 +4,7 @@
 mod agreement;
 mod api;
 mod client;
+mod dashboard;
 mod encode;
 mod fake_sequences;
 mod fake_worker;

@@ -58,6 +58,34 @@ async fn a_draining_worker_gets_nothing_new_and_finishes_what_it_has() {
     assert_eq!(invalid.error(), (400, "invalid_field".into(), "id".into()));
 }
 
+/// Also after its last life: what was agreed on is for the node.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_loses_its_gpu_three_times_is_quarantined_until_it_is_pardoned() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::bare(|config| config.data_dir = Some(dir.path().join("data"))).await;
+    let worker = async || rig.cluster().await["workers"][0].clone();
+    for epoch in 1..=3 {
+        let life = rig.join("w1", epoch).await;
+        let here = worker().await;
+        assert_eq!((&here["draining"], &here["quarantined"]), (&json!(false), &json!(false)), "{epoch}");
+        life.lose_device();
+        until("it has left", async || worker().await.is_null()).await;
+    }
+    let life = rig.join("w1", 4).await;
+    until("it drains", async || worker().await["quarantined"] == true).await;
+    until("it is told so", async || life.draining()).await;
+    assert_eq!(worker().await["draining"], true);
+    let undrained = post(rig.at.ops, "/admin/v1/workers/w1/undrain", &json!({})).await;
+    assert_eq!(undrained.status.as_u16(), 204);
+    let here = worker().await;
+    assert_eq!((&here["draining"], &here["quarantined"]), (&json!(false), &json!(false)));
+    // Once more is not too often again.
+    life.lose_device();
+    until("it has left", async || worker().await.is_null()).await;
+    let _life = rig.join("w1", 5).await;
+    assert_eq!(worker().await["draining"], false);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_cluster_is_told_as_agreed() {
     let (rig, _workers) = Rig::with_workers::<2>(|_| {}).await;

@@ -12,7 +12,7 @@ use std::ops::Range;
 mod tests;
 
 /// Keys of a split: partial results are taken from one multiple of this position to the next. As in `common.cuh`.
-const SPLIT: usize = 512;
+pub(super) const SPLIT: usize = 512;
 
 /// The window of a row that sees every key.
 const ALL: usize = i32::MAX as usize;

@@ -6,14 +6,17 @@
 //! refused when the model is loaded, by the type, the shape or the argument.
 
 use super::rowwise::RowwiseKernels;
+use super::tape::Taped;
 use super::{Arch, CudaError, Device, source};
 use crate::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
     GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource,
-    MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, VectorId,
+    MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepCounts, StepInput,
+    StepOps, VectorId,
 };
 use crate::error::Error;
 use attention::Caches;
+use graphs::Graphs;
 use memory::{Buffers, Room, Vectors, same};
 use modules::Modules;
 use product::Matrices;
@@ -21,6 +24,7 @@ use recurrent::States;
 use step::StepMemory;
 
 mod attention;
+mod graphs;
 mod memory;
 mod modules;
 mod moe;
@@ -45,10 +49,11 @@ pub struct CudaConfig {
 /// See the module.
 pub struct CudaBackend {
     info: BackendInfo,
-    device: Box<dyn Device>,
+    device: Box<Taped>,
     modules: Modules,
     rowwise: RowwiseKernels,
     moe: Option<super::moe::MoeKernels>,
+    sampling: Option<super::sampling::SamplingKernels>,
     activations: ActivationMode,
     buffers: Buffers,
     vectors: Vectors,
@@ -60,6 +65,7 @@ pub struct CudaBackend {
     scratch: Room,
     /// Row numbers that go to the device and come from it.
     indices: Room,
+    graphs: Graphs,
 }
 
 impl CudaBackend {
@@ -68,10 +74,11 @@ impl CudaBackend {
     /// # Errors
     /// What the compiler or the device says.
     pub fn new(
-        mut device: Box<dyn Device>,
+        device: Box<dyn Device>,
         config: CudaConfig,
         compile: Box<Compile>,
     ) -> Result<Self, CudaError> {
+        let mut device = Box::new(Taped::new(device));
         let mut modules = Modules::new(compile);
         let rowwise = RowwiseKernels::load(device.as_mut(), modules.of(&source::ROWWISE)?)?;
         let weight_path = match config.activations {
@@ -79,7 +86,7 @@ impl CudaBackend {
             ActivationMode::F32 => "f32",
         };
         let info = BackendInfo {
-            device: "cuda".to_owned(),
+            device: device.name().to_owned(),
             isa: config.arch.to_string(),
             weight_path: weight_path.to_owned(),
             threads: config.threads,
@@ -90,6 +97,7 @@ impl CudaBackend {
             modules,
             rowwise,
             moe: None,
+            sampling: None,
             activations: config.activations,
             buffers: Buffers::default(),
             vectors: Vectors::default(),
@@ -99,7 +107,15 @@ impl CudaBackend {
             step: StepMemory::new(Vec::new()),
             scratch: Room::default(),
             indices: Room::default(),
+            graphs: Graphs::default(),
         })
+    }
+
+    /// Launches every kernel of every step by itself.
+    #[must_use]
+    pub fn without_graphs(mut self) -> Self {
+        self.graphs.turn_off();
+        self
     }
 }
 
@@ -142,6 +158,7 @@ impl Backend for CudaBackend {
     }
 
     fn create_kv_arena(&mut self, bytes: usize, group_block_bytes: &[usize]) -> Result<(), Error> {
+        self.graphs.clear(&mut self.device);
         self.caches.create_arena(self.device.as_mut(), bytes, group_block_bytes)?;
         self.step = StepMemory::new(self.caches.groups());
         Ok(())
@@ -162,9 +179,24 @@ impl Backend for CudaBackend {
     }
 
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
+        self.graphs.give_up(&mut self.device);
         self.caches.begin_step();
         self.states.begin(step, self.caches.arena_bytes)?;
         self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)
+    }
+
+    fn begin_ops(&mut self) -> Result<StepOps, Error> {
+        let Self { graphs, device, step, buffers, .. } = self;
+        graphs.begin(device, step, buffers)
+    }
+
+    fn end_ops(&mut self) -> Result<(), Error> {
+        let Self { graphs, device, step, buffers, .. } = self;
+        Ok(graphs.end(device, step, buffers)?)
+    }
+
+    fn step_counts(&self) -> StepCounts {
+        self.graphs.counts()
     }
 
     fn embed(&mut self, op: &EmbedOp) -> Result<(), Error> {
@@ -217,6 +249,14 @@ impl Backend for CudaBackend {
 
     fn argmax(&mut self, x: BufferId, out: &mut Vec<u32>) -> Result<(), Error> {
         rows::argmax(self, x, out)
+    }
+
+    fn best_values(&self) -> usize {
+        rows::BEST
+    }
+
+    fn best(&mut self, x: BufferId, out: &mut Vec<(u32, f32)>) -> Result<(), Error> {
+        rows::best(self, x, out)
     }
 
     fn read_row(&mut self, x: BufferId, row: usize, out: &mut [f32]) -> Result<(), Error> {

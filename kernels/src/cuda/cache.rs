@@ -43,7 +43,7 @@ impl CubinCache {
     /// # Errors
     /// Those of [`Compiler::compile`].
     pub fn compile(&self, compiler: &Compiler, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
-        let path = self.folder.join(key(compiler.version(), source, arch)).with_extension(EXTENSION);
+        let path = path(&self.folder, compiler.version(), source, arch);
         if let Some(compiled) = read(&path, source, arch) {
             return Ok(compiled);
         }
@@ -52,6 +52,29 @@ impl CubinCache {
             tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept");
         }
         Ok(compiled)
+    }
+
+    /// Fills the folder with every kernel for the architectures that all are checked for, machine code alone, to be sent
+    /// along with the program.
+    ///
+    /// # Errors
+    /// Those of [`Compiler::compile`], and [`CudaError::Call`] for a folder that cannot be written.
+    pub fn prebuild(&self, compiler: &Compiler) -> Result<usize, CudaError> {
+        let unbounded = self.clone().with_max_bytes(u64::MAX);
+        for arch in Arch::CHECKED {
+            for source in super::source::all() {
+                let Compiled { source_name, arch, cubin, .. } = compiler.compile(source, arch)?;
+                let machine_code =
+                    Compiled { source_name, arch, cubin, ptx: String::new(), log: String::new() };
+                let path = path(&self.folder, compiler.version(), source, arch);
+                let written = unbounded.keep(&path, &machine_code);
+                written.map_err(|error| CudaError::Call {
+                    call: "keeping a kernel",
+                    status: error.to_string(),
+                })?;
+            }
+        }
+        Ok(Arch::CHECKED.len() * super::source::all().count())
     }
 
     /// Writes a file whole or not at all.
@@ -95,6 +118,11 @@ impl CubinCache {
     }
 }
 
+/// Where a folder has a source that one version of the compiler has compiled.
+pub(super) fn path(folder: &Path, version: (i32, i32), source: &Source, arch: Arch) -> PathBuf {
+    folder.join(key(version, source, arch)).with_extension(EXTENSION)
+}
+
 /// All that a compiled source depends on.
 fn key(version: (i32, i32), source: &Source, arch: Arch) -> String {
     let mut hasher = blake3::Hasher::new();
@@ -119,7 +147,7 @@ fn encode(compiled: &Compiled) -> Vec<u8> {
 }
 
 /// What a file holds; none if it is not there, or not as it was written.
-fn read(path: &Path, source: &Source, arch: Arch) -> Option<Compiled> {
+pub(super) fn read(path: &Path, source: &Source, arch: Arch) -> Option<Compiled> {
     if fs::metadata(path).ok()?.len() > MAX_FILE {
         return None;
     }
@@ -215,7 +243,7 @@ mod tests {
         let compiler = Compiler::find().unwrap();
         let source = &super::super::source::ROWWISE;
         let first = cache.compile(&compiler, source, Arch::SM_90).unwrap();
-        let path = cache.folder.join(key(compiler.version(), source, Arch::SM_90)).with_extension(EXTENSION);
+        let path = path(&cache.folder, compiler.version(), source, Arch::SM_90);
         let marked = Compiled { log: "from the file".into(), ..first.clone() };
         fs::write(&path, encode(&marked)).unwrap();
         assert_eq!(cache.compile(&compiler, source, Arch::SM_90).unwrap().log, marked.log);

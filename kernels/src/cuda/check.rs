@@ -12,7 +12,7 @@ mod cases;
 mod tests;
 
 /// Every op that a backend on a GPU has kernels for, as [`Backend`] calls it.
-pub const OPS: [&str; 19] = [
+pub const OPS: [&str; 20] = [
     "embed",
     "norm",
     "matmul",
@@ -31,6 +31,7 @@ pub const OPS: [&str; 19] = [
     "gather_rows",
     "finish_logits",
     "argmax",
+    "best",
     "copy_kv",
 ];
 

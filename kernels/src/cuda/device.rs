@@ -73,6 +73,11 @@ pub struct Launch<'a> {
 
 /// A device. Calls take effect in their order, as on one stream; [`Self::download`] waits for those before it.
 pub trait Device: Send {
+    /// What it is in a numeric class.
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
     /// Loads a compiled source and names its kernels, in the order of `kernels`.
     ///
     /// # Errors
@@ -151,6 +156,9 @@ pub trait Device: Send {
     fn replay(&mut self, _graph: GraphId) -> Result<(), CudaError> {
         Err(no_graphs())
     }
+
+    /// Gives back what was recorded; its number may come again.
+    fn forget(&mut self, _graph: GraphId) {}
 }
 
 fn no_graphs() -> CudaError {

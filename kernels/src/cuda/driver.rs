@@ -123,7 +123,8 @@ pub struct Gpu {
     allocations: Allocations,
     modules: Vec<sys::CUmodule>,
     kernels: Vec<Kernel>,
-    graphs: Vec<sys::CUgraphExec>,
+    /// Those forgotten have left their places.
+    graphs: Vec<Option<sys::CUgraphExec>>,
     recording: bool,
     lost: Option<CudaError>,
 }
@@ -413,19 +414,33 @@ impl Device for Gpu {
         // SAFETY: as above; what was made from it lives on without it.
         let destroyed = unsafe { result::graph::destroy(graph) };
         let ready = self.check("cuGraphInstantiate", ready)?;
-        self.graphs.push(ready);
+        let place = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
+        match self.graphs.get_mut(place) {
+            Some(free) => *free = Some(ready),
+            None => self.graphs.push(Some(ready)),
+        }
         self.check("cuGraphDestroy", destroyed)?;
-        Ok(GraphId(self.graphs.len() as u32 - 1))
+        Ok(GraphId(place as u32))
     }
 
     fn replay(&mut self, graph: GraphId) -> Result<(), CudaError> {
         self.enter_unrecorded("a graph is run")?;
-        let Some(graph) = self.graphs.get(graph.0 as usize).copied() else {
+        let Some(graph) = self.graphs.get(graph.0 as usize).copied().flatten() else {
             return Err(CudaError::Invalid { what: format!("graph {} is not known", graph.0) });
         };
         // SAFETY: made by `end_graph`, destroyed when this is dropped; what it touches is as for `launch`.
         let launched = unsafe { result::graph::launch(graph, self.stream) };
         self.check("cuGraphLaunch", launched)
+    }
+
+    fn forget(&mut self, graph: GraphId) {
+        // It may still be running. Of a lost context nothing is given back but with the context.
+        if self.synchronize().is_ok()
+            && let Some(graph) = self.graphs.get_mut(graph.0 as usize).and_then(Option::take)
+        {
+            // SAFETY: made by `end_graph`, taken out of its place, and not running.
+            let _ = unsafe { result::graph::exec_destroy(graph) };
+        }
     }
 }
 
@@ -439,7 +454,7 @@ impl Drop for Gpu {
             if !self.stream.is_null() {
                 let _ = result::stream::synchronize(self.stream);
             }
-            for graph in self.graphs.drain(..) {
+            for graph in self.graphs.drain(..).flatten() {
                 let _ = result::graph::exec_destroy(graph);
             }
             if let Some(staging) = self.staging.take() {

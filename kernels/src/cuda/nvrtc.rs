@@ -6,6 +6,7 @@ use super::source::{HEADERS, Source};
 use super::{Arch, CudaError, library};
 use cudarc::nvrtc::sys;
 use std::ffi::{CString, c_char};
+use std::path::PathBuf;
 
 /// A source, compiled for one architecture.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,20 +23,36 @@ pub struct Compiled {
     pub log: String,
 }
 
-/// NVRTC. There is one in a process.
+/// NVRTC, kernels that it has compiled elsewhere, or both. There is one in a process.
 #[derive(Debug)]
 pub struct Compiler {
     version: (i32, i32),
     found_at: String,
+    /// Why there is no library here, only what it has made.
+    absent: Option<CudaError>,
+    prebuilt: Option<PathBuf>,
 }
 
+/// Names a folder of compiled kernels that came with the program, as [`CubinCache::prebuild`](super::CubinCache::prebuild)
+/// fills it.
+const PREBUILT: &str = "KVASIR_CUBINS";
+
 impl Compiler {
-    /// Looks for the library.
+    /// Looks for the library, and for kernels in the folder that `KVASIR_CUBINS` names; these do without it.
     ///
     /// # Errors
     /// [`CudaError::Missing`] and [`CudaError::Version`].
     pub fn find() -> Result<Self, CudaError> {
-        let found_at = library::load_nvrtc()?;
+        let prebuilt = std::env::var_os(PREBUILT).map(PathBuf::from).filter(|folder| folder.is_dir());
+        let found_at = match (library::load_nvrtc(), &prebuilt) {
+            (Ok(found_at), _) => found_at,
+            (Err(absent @ CudaError::Missing { .. }), Some(folder)) => {
+                let version = (13, library::NVRTC_MINOR);
+                let found_at = format!("{} (compiled before, no NVRTC here)", folder.display());
+                return Ok(Self { version, found_at, absent: Some(absent), prebuilt });
+            }
+            (Err(error), _) => return Err(error),
+        };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the library is there; both point to integers of ours.
         check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
@@ -49,10 +66,10 @@ impl Compiler {
                 "this NVRTC is newer than 13.0, which the kernels were checked with"
             );
         }
-        Ok(Self { version: (major, minor), found_at })
+        Ok(Self { version: (major, minor), found_at, absent: None, prebuilt })
     }
 
-    /// Major and minor.
+    /// Major and minor, of what is there or of what the kernels were compiled with.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
@@ -62,11 +79,20 @@ impl Compiler {
         &self.found_at
     }
 
-    /// Compiles a source.
+    /// Compiles a source, unless it came compiled.
     ///
     /// # Errors
-    /// [`CudaError::Compile`] with the compiler's words.
+    /// [`CudaError::Compile`] with the compiler's words; [`CudaError::Missing`] where it came not compiled for this
+    /// architecture and there is no compiler.
     pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
+        if let Some(found) = self.prebuilt.as_ref().and_then(|folder| {
+            super::cache::read(&super::cache::path(folder, self.version, source, arch), source, arch)
+        }) {
+            return Ok(found);
+        }
+        if let Some(absent) = &self.absent {
+            return Err(absent.clone());
+        }
         let program = Program::new(source)?;
         let options: Vec<CString> = options(arch).into_iter().map(c_string).collect::<Result<_, _>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
@@ -164,4 +190,28 @@ fn c_string(text: String) -> Result<CString, CudaError> {
 fn text(mut bytes: Vec<u8>) -> String {
     bytes.truncate(bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len()));
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::CubinCache;
+    use super::super::source::ROWWISE;
+    use super::*;
+
+    #[test]
+    fn without_the_library_what_it_has_made_is_taken_and_nothing_else() {
+        let folder = std::env::temp_dir().join(format!("kvasir-prebuilt-{}", std::process::id()));
+        let compiler = Compiler::find().unwrap();
+        let made = CubinCache::new(&folder).compile(&compiler, &ROWWISE, Arch::SM_90).unwrap();
+        let absent = CudaError::Missing { library: "NVRTC", looked_for: vec!["everywhere".into()] };
+        let alone = Compiler {
+            found_at: String::new(),
+            absent: Some(absent.clone()),
+            prebuilt: Some(folder.clone()),
+            ..compiler
+        };
+        assert_eq!(alone.compile(&ROWWISE, Arch::SM_90), Ok(made));
+        assert_eq!(alone.compile(&ROWWISE, Arch::SM_121A), Err(absent));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 }

@@ -1,5 +1,7 @@
 //! A device that is none: the PTX that would have become its code, interpreted on the CPU.
 
+use super::device::GraphId;
+use super::tape::Entry;
 use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use ptx::{KernelRef, Limits, Machine, RunError};
 
@@ -8,12 +10,28 @@ use ptx::{KernelRef, Limits, Machine, RunError};
 pub struct SimDevice {
     machine: Machine,
     kernels: Vec<KernelRef>,
+    /// What is recorded just now.
+    recording: Option<Vec<Entry>>,
+    graphs: Vec<Option<Vec<Entry>>>,
 }
 
 impl SimDevice {
     /// An empty device with the limits of another one. The seed chooses the order of blocks and warps.
     pub fn new(limits: Limits, seed: u64) -> Self {
-        Self { machine: Machine::new(limits, seed), kernels: Vec::new() }
+        let machine = Machine::new(limits, seed);
+        Self { machine, kernels: Vec::new(), recording: None, graphs: Vec::new() }
+    }
+
+    /// As the driver has it: what a graph cannot hold.
+    fn unrecorded(&self, what: &str) -> Result<(), CudaError> {
+        match &self.recording {
+            None => Ok(()),
+            Some(_) => Err(CudaError::Invalid { what: format!("{what} while a graph is recorded") }),
+        }
+    }
+
+    fn graph(&mut self, graph: GraphId) -> Option<&mut Option<Vec<Entry>>> {
+        self.graphs.get_mut(graph.0 as usize)
     }
 
     /// What interprets: counts and coverage.
@@ -41,7 +59,13 @@ impl From<RunError> for CudaError {
 }
 
 impl Device for SimDevice {
+    /// Of its own: what a GPU approximates, the host computes here.
+    fn name(&self) -> &'static str {
+        "ptx-sim"
+    }
+
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
+        self.unrecorded("a module is loaded")?;
         let source_name = &compiled.source_name;
         let module = self
             .machine
@@ -60,30 +84,46 @@ impl Device for SimDevice {
     }
 
     fn allocate(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
+        self.unrecorded("memory is taken")?;
         Ok(DevicePtr(self.machine.allocate(bytes)?))
     }
 
     fn free(&mut self, ptr: DevicePtr) -> Result<(), CudaError> {
+        self.unrecorded("memory is given back")?;
         Ok(self.machine.free(ptr.0)?)
     }
 
     fn upload(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
+        self.unrecorded("bytes are uploaded")?;
         Ok(self.machine.write(to.0, bytes)?)
     }
 
     fn download(&mut self, from: DevicePtr, out: &mut [u8]) -> Result<(), CudaError> {
+        self.unrecorded("bytes are downloaded")?;
         Ok(self.machine.read(from.0, out)?)
     }
 
     fn copy(&mut self, from: DevicePtr, to: DevicePtr, bytes: usize) -> Result<(), CudaError> {
+        if let Some(recording) = &mut self.recording {
+            recording.push(Entry::Copy { from, to, bytes });
+            return Ok(());
+        }
         Ok(self.machine.copy(from.0, to.0, bytes)?)
     }
 
     fn fill(&mut self, to: DevicePtr, value: u8, bytes: usize) -> Result<(), CudaError> {
+        if let Some(recording) = &mut self.recording {
+            recording.push(Entry::Fill { to, value, bytes });
+            return Ok(());
+        }
         Ok(self.machine.fill(to.0, value, bytes)?)
     }
 
     fn launch(&mut self, launch: &Launch<'_>) -> Result<(), CudaError> {
+        if let Some(recording) = &mut self.recording {
+            recording.push(Entry::launch(launch));
+            return Ok(());
+        }
         let arguments: Vec<u64> = launch.arguments.iter().map(|argument| argument.0).collect();
         self.machine.launch(&ptx::Launch {
             kernel: self.kernel(launch.kernel)?,
@@ -96,6 +136,38 @@ impl Device for SimDevice {
     }
 
     fn synchronize(&mut self) -> Result<(), CudaError> {
+        self.unrecorded("the host waits")
+    }
+
+    fn begin_graph(&mut self) -> Result<(), CudaError> {
+        self.unrecorded("a graph is begun")?;
+        self.recording = Some(Vec::new());
         Ok(())
+    }
+
+    fn end_graph(&mut self) -> Result<GraphId, CudaError> {
+        let none = || CudaError::Invalid { what: "no graph is recorded".into() };
+        let recorded = self.recording.take().ok_or_else(none)?;
+        let place = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
+        match self.graphs.get_mut(place) {
+            Some(free) => *free = Some(recorded),
+            None => self.graphs.push(Some(recorded)),
+        }
+        Ok(GraphId(place as u32))
+    }
+
+    fn replay(&mut self, graph: GraphId) -> Result<(), CudaError> {
+        self.unrecorded("a graph is run")?;
+        let missing = || CudaError::Invalid { what: format!("graph {} is not known", graph.0) };
+        let entries = self.graph(graph).and_then(Option::take).ok_or_else(missing)?;
+        let ran = entries.iter().try_for_each(|entry| entry.play(self));
+        self.graphs[graph.0 as usize] = Some(entries);
+        ran
+    }
+
+    fn forget(&mut self, graph: GraphId) {
+        if let Some(place) = self.graph(graph) {
+            *place = None;
+        }
     }
 }

@@ -118,11 +118,16 @@ pub const MOE: Source = Source {
     kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
 };
 
+/// The best of rows of logits.
+pub const SAMPLING: Source =
+    Source { name: "sampling.cu", text: include_str!("sampling.cu"), kernels: &["best"] };
+
 /// Those that are compiled in one way.
 const PLAIN: &[Source] = &[
     ROWWISE,
     RECURRENT,
     MOE,
+    SAMPLING,
     matmul::F32,
     matmul::F16,
     matmul::BF16,

@@ -108,6 +108,7 @@ impl Speed {
                 }
             }
         }
+        graphs.into_iter().flatten().for_each(|graph| device.forget(graph));
         Ok(seconds.into_iter().map(median).collect())
     }
 
@@ -191,6 +192,10 @@ impl SharedDevice {
 }
 
 impl Device for SharedDevice {
+    fn name(&self) -> &'static str {
+        self.lock().name()
+    }
+
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
         self.lock().load(compiled, kernels)
     }
@@ -237,5 +242,9 @@ impl Device for SharedDevice {
 
     fn replay(&mut self, graph: GraphId) -> Result<(), CudaError> {
         self.lock().replay(graph)
+    }
+
+    fn forget(&mut self, graph: GraphId) {
+        self.lock().forget(graph);
     }
 }

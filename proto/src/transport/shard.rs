@@ -35,14 +35,13 @@ impl ShardStream {
     /// The next of what was asked for; `None` if the peer does not hold it. As [`Self::next_into`].
     pub async fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Error> {
         let mut bytes = Vec::new();
-        Ok(self.next_into(most, &mut bytes).await?.then_some(bytes))
+        let here = self.next_into(most, |part| bytes.extend_from_slice(part)).await?;
+        Ok(here.then_some(bytes))
     }
 
-    /// Puts the next of what was asked for in the place of what is in `bytes`; false if the peer does not hold it. Of
-    /// something that is announced as longer than `most` bytes not one is read; memory grows with what arrives. Fails if
-    /// nothing arrives for ten seconds.
-    pub async fn next_into(&mut self, most: usize, bytes: &mut Vec<u8>) -> Result<bool, Error> {
-        bytes.clear();
+    /// Hands the next of what was asked for to `take`, part by part as it arrives; false if the peer does not hold it. Of
+    /// something that is announced as longer than `most` bytes not one is read. Fails if nothing arrives for ten seconds.
+    pub async fn next_into(&mut self, most: usize, mut take: impl FnMut(&[u8])) -> Result<bool, Error> {
         let frame = within("an answer of a holder", STALL, self.frames.next()).await?;
         let frame = frame.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
         let length = match frame {
@@ -51,10 +50,11 @@ impl ShardStream {
             ShardFrame::Failed(refusal) => return Err(Error::ShardRefused(refusal)),
         };
         let length = usize::try_from(length).ok().filter(|length| *length <= most);
-        let length = length.ok_or(Error::Protocol("more bytes than what was asked for has"))?;
-        while bytes.len() < length {
-            let part = self.frames.read_some(length - bytes.len());
-            bytes.extend_from_slice(&within("more bytes of a holder", STALL, part).await?);
+        let mut left = length.ok_or(Error::Protocol("more bytes than what was asked for has"))?;
+        while left > 0 {
+            let part = within("more bytes of a holder", STALL, self.frames.read_some(left)).await?;
+            left = left.saturating_sub(part.len());
+            take(&part);
         }
         Ok(true)
     }

@@ -9,6 +9,7 @@ use kvasir_proto::message::*;
 use kvasir_proto::placement::RegisterV4;
 use kvasir_proto::pull::*;
 use kvasir_proto::shard::*;
+use kvasir_proto::trace::{SpanId, TraceContext, TraceId};
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use proptest::collection::vec;
 use proptest::option;
@@ -246,10 +247,12 @@ proptest! {
     #[test]
     fn a_generation_is_told_at_the_version_agreed_on(
         request in request(), source in option::of((node(), ".*", any::<u32>())), together: u32,
+        trace in option::of(any::<([u8; 16], [u8; 8])>()),
     ) {
         let pull = source.map(|(node, quic, tokens)| PullSourceV1 { node, quic, tokens });
         let alone = GenerateRequestV3 { pull, ..request.clone().into_latest() };
-        let latest = GenerateRequestV3 { together, ..alone.clone() };
+        let trace = trace.map(|(trace, span)| TraceContext { trace: TraceId(trace), span: SpanId(span) });
+        let latest = GenerateRequestV3 { together, trace, ..alone.clone() };
         for (version, heard) in [(3, &alone), (4, &latest)] {
             let told = latest.clone().at_version(version);
             survives(&told, Cap::GenerateRequest);

@@ -20,6 +20,7 @@ use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_proto::shard::*;
 use kvasir_proto::stage::blocks::*;
 use kvasir_proto::stage::*;
+use kvasir_proto::trace::{SpanId, TraceContext, TraceId};
 use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -109,7 +110,7 @@ pub(crate) fn request_v2() -> GenerateRequest {
 
 /// With packed tokens.
 pub(crate) fn request_v3() -> GenerateRequest {
-    GenerateRequest::V3(request_v2().into_latest())
+    GenerateRequest::V3(GenerateRequestV3 { trace: Some(trace()), ..request_v2().into_latest() })
 }
 
 pub(crate) fn pull_request() -> PullRequest {
@@ -203,7 +204,12 @@ pub(crate) fn stage_step_v2() -> StageStep {
         samples: vec![sample],
         returned: vec![2],
         spent: vec![stage_spent()],
+        traces: vec![trace()],
     })
+}
+
+fn trace() -> TraceContext {
+    TraceContext { trace: TraceId([9; 16]), span: SpanId([7; 8]) }
 }
 
 fn stage_plan() -> StageStepV1 {

@@ -393,3 +393,45 @@ async fn addresses_are_validated_under_load() {
     until("counting", || coordinator.stats().accepted == 1).await;
     assert_eq!(coordinator.stats().retried, 1);
 }
+
+/// R6: who is flooded with first packets of handshakes, forged or not packets at all, still lets nodes in, and remembers
+/// nothing of the flood.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_quic_flood() {
+    let ca = authority("c");
+    let coordinator = endpoint(&ca, Role::Coordinator, "c1", config());
+    let target = coordinator.address();
+    let flood = std::thread::spawn(move || {
+        let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        for n in 0..20_000u32 {
+            let mut packet = vec![n as u8; 1_200];
+            if n % 4 != 0 {
+                // A long header of version 1 with two connection ids of eight bytes: an Initial whose rest is nonsense.
+                packet[..6].copy_from_slice(&[0xc3, 0, 0, 0, 1, 8]);
+                packet[6..10].copy_from_slice(&n.to_le_bytes());
+                packet[14] = 8;
+            }
+            // What the kernel has no room for is lost, as it would be on a link.
+            let _lost = socket.send_to(&packet, target);
+        }
+    });
+    let expected = Expected::any(Role::Coordinator);
+    let mut joined = 0;
+    while !flood.is_finished() || joined == 0 {
+        let worker = endpoint(&ca, Role::Worker, "w1", config());
+        let connection = soon("joining under a flood", async {
+            loop {
+                if let Ok(connection) = worker.connect(target, &expected).await {
+                    return connection;
+                }
+            }
+        })
+        .await;
+        let accepted = soon("accepting", coordinator.accept()).await.unwrap();
+        assert_eq!(accepted.peer().node, node("w1"));
+        joined += 1;
+        drop(connection);
+    }
+    flood.join().unwrap();
+    assert_eq!(coordinator.stats().accepted, joined);
+}

@@ -4,6 +4,7 @@
 mod alone;
 mod choices;
 mod clients;
+mod dashboard;
 mod embeddings;
 mod failover;
 mod metrics;
@@ -13,6 +14,7 @@ mod overload;
 mod shards;
 mod shared_prefix;
 mod snapshots;
+mod traces;
 mod transfer;
 mod up;
 

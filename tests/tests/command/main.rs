@@ -30,6 +30,8 @@ macro_rules! tiny_models {
     )*};
 }
 
+mod bill_of_materials;
+mod download;
 mod embed;
 mod fixture_set;
 mod golden;

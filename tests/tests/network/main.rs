@@ -9,6 +9,7 @@ mod ending;
 mod flap;
 mod group;
 mod history;
+mod images;
 mod index;
 mod members;
 mod restart;

@@ -4,7 +4,7 @@ use super::queue::{Left, Queue};
 use super::{Encoder, Limits, Text};
 use crate::Error;
 use crate::engine::EngineLoad;
-use crate::engine::thread::EXIT_BROKEN;
+use crate::engine::thread::end_process;
 use crate::kv_events::EventLog;
 use crate::progress::{Progress, spawn};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
@@ -194,10 +194,7 @@ impl Serving {
                     self.count_step(rows, took);
                     self.shared.progress.step_ended(now, took, !self.queue.is_empty());
                 }
-                Err(error) => {
-                    tracing::error!(%error, "the encoder cannot go on; the worker ends");
-                    std::process::exit(EXIT_BROKEN);
-                }
+                Err(error) => end_process(&error),
             }
             self.publish();
         }

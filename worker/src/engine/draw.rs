@@ -2,6 +2,7 @@
 
 use super::{Draw, Engine, Live};
 use crate::Error;
+use crate::decoder::RowLogits;
 use crate::scheduler::{SeqId, StepPlan};
 use crate::stage::Answer;
 use crate::stage::step::WantedRows;
@@ -105,16 +106,25 @@ impl Engine {
         let logits: Vec<u32> = logits.map(|target| place(target.row)).collect();
         if !logits.is_empty() {
             let live = &mut self.live;
-            self.decoder.logits(&logits, &mut |index, row| {
+            let few = |target: &Target| live.get(&target.id).is_some_and(|live| live.sampler.draws_of_few());
+            let drawn_from = if sampled.iter().any(few) { sampled.len() } else { 0 };
+            self.decoder.logits_to_draw(&logits, drawn_from, &mut |index, row| {
                 let (target, position, draws) = match sampled.get(index) {
                     Some(target) => (target, None, true),
                     None => match whole.get(index - sampled.len()) {
                         Some((target, position, draws)) => (target, Some(*position), *draws),
-                        None => return,
+                        None => return true,
                     },
                 };
-                let Some(live) = live.get_mut(&target.id) else { return };
-                drawn.extend(live.read(target, position, draws, row));
+                let Some(live) = live.get_mut(&target.id) else { return true };
+                match row {
+                    RowLogits::Whole(row) => drawn.extend(live.read(target, position, draws, row)),
+                    RowLogits::Best(best) => match live.sampler.draw_of_best(best) {
+                        Some(token) => drawn.push(target.draw(token)),
+                        None => return false,
+                    },
+                }
+                true
             })?;
         }
         Ok(drawn)

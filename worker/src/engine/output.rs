@@ -18,6 +18,9 @@ impl Engine {
         let stop = info.hit_stop.name();
         self.metrics.lookups.get_or_create(&LookupLabel { stop }).inc();
         let cached = (info.cached_tokens as usize).min(live.prompt_len);
+        if let Some(traced) = &mut live.traced {
+            traced.started(cached, live.prompt_len - cached, stop);
+        }
         live.sink.frame(GenerateFrame::Started(StartedV1 {
             cached_tokens: cached as u32,
             computed_tokens: (live.prompt_len - cached) as u32,
@@ -56,6 +59,9 @@ impl Engine {
         };
         self.metrics.e2e.0.observe(now.saturating_duration_since(live.received).as_secs_f64());
         self.count_end(reason);
+        if let Some(traced) = &mut live.traced {
+            traced.finished(ending.reason, live.text.generated(), preemptions);
+        }
         live.sink.frame(GenerateFrame::Finished(FinishedV1 {
             reason: ending.reason,
             matched: ending.matched,
@@ -80,6 +86,7 @@ impl Engine {
             self.pulling.gone(id);
             let Some(mut live) = self.live.remove(&id) else { continue };
             self.count_end(Reason::error);
+            live.fail("deadline_exceeded");
             let after_ms = age.as_millis() as u64;
             live.sink.frame(GenerateFrame::Failed(GenerateError::DeadlineExceeded { after_ms }));
         }

@@ -2,6 +2,7 @@
 
 use super::Engine;
 use super::tiering::Tiering;
+use crate::telemetry::GroupLabel;
 use proto::event::KvEvent;
 use std::time::Duration;
 
@@ -57,8 +58,13 @@ impl Engine {
         raise(&self.metrics.pins_lost, counters.pins_lost);
         raise(&self.metrics.forks, counters.forks);
         self.publish_tiers();
+        self.metrics.device.update(self.decoder.backend().step_counts());
         if let Some(later) = &mut self.later {
             self.metrics.shards.update(&later.take_counts());
+        }
+        for (group, owned, used) in self.scheduler.cache_bytes() {
+            self.metrics.kv_group_bytes.get_or_create(&GroupLabel { group }).set(owned as i64);
+            self.metrics.kv_group_used_bytes.get_or_create(&GroupLabel { group }).set(used as i64);
         }
         let load = self.load();
         self.metrics.running.set(load.running as i64);

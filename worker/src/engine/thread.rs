@@ -18,6 +18,9 @@ use tokio::sync::{oneshot, watch};
 /// The engine thread exits with this code when a step fails: its state can no longer be trusted.
 pub const EXIT_BROKEN: i32 = 71;
 
+/// It exits with this code when the device can do nothing more for the process: the next one may do better.
+pub const EXIT_DEVICE_LOST: i32 = 72;
+
 enum Command {
     Submit(Box<EngineRequest>, oneshot::Sender<Option<SeqId>>),
     Cancel(SeqId),
@@ -35,6 +38,17 @@ struct Shared {
     registry: Registry,
     transfers: TransferMetrics,
     rss: prometheus_client::metrics::gauge::Gauge,
+}
+
+/// What the last words of a process that ends by itself are given to leave.
+const FAREWELL: Duration = Duration::from_millis(100);
+
+/// Ends the process because of an error behind which nothing here can go on. Whoever is to be told has been told: the
+/// packets are sent by other threads.
+pub(crate) fn end_process(error: &Error) -> ! {
+    tracing::error!(%error, "the engine cannot go on; the worker ends");
+    std::thread::sleep(FAREWELL);
+    std::process::exit(error.exit_code())
 }
 
 /// Hears why an engine cannot go on, before it is dropped with all that it holds.
@@ -220,10 +234,7 @@ fn serve(
             }
             Ok(StepOutcome::Idle) => {}
             Err(error) => {
-                let Some(broken) = broken else {
-                    tracing::error!(%error, "the engine cannot go on; the worker ends");
-                    std::process::exit(EXIT_BROKEN);
-                };
+                let Some(broken) = broken else { end_process(&error) };
                 shared.progress.queued(Instant::now(), false);
                 broken(&error);
                 return;

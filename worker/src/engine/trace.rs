@@ -1,41 +1,117 @@
-//! Where the time of a sampled request goes while its model is over several workers: a line for each of its steps and
-//! each stage, on a target of their own at level debug.
+//! What the trace of a recorded request says of the engine: how long it waited, was prefilled and decoded, and, where the
+//! model is over several workers, what its first steps have cost at each of them.
 
-use super::Engine;
+use super::{Engine, Live};
 use crate::scheduler::StepPlan;
 use crate::stage::Spent;
-use proto::sequence::SequenceName;
-use tracing::Level;
+use proto::message::FinishReason;
+use proto::stage::MAX_TRACES;
+use proto::trace::{Span, TraceContext, follow};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-/// Where the lines go.
-const TARGET: &str = "kvasir::stages";
-/// Of so many requests one is traced.
-const SAMPLED: u64 = 64;
+/// Steps of a request that are recorded one by one, where other stages take part.
+const STEPS: u32 = 32;
+
+/// A recorded request.
+#[derive(Debug)]
+pub(super) struct Traced {
+    /// What it is in now. Above the whole, so that it ends first.
+    phase: Span,
+    whole: Span,
+    scheduled: bool,
+    steps: u32,
+    /// As long as one of these lives there is something to record.
+    _recorded: Arc<()>,
+}
+
+impl Traced {
+    /// A request below `parent` has come; none if nothing is recorded here.
+    pub(super) fn begin(
+        parent: TraceContext,
+        now: Instant,
+        prompt_tokens: usize,
+        recorded: &Arc<()>,
+    ) -> Option<Self> {
+        let mut whole = follow(parent, "generate", now)?;
+        whole.set("gen_ai.usage.input_tokens", prompt_tokens);
+        let phase = whole.child("queue", now);
+        Some(Self { phase, whole, scheduled: false, steps: 0, _recorded: Arc::clone(recorded) })
+    }
+
+    /// It is in a step that is planned now.
+    fn planned(&mut self, now: Instant) {
+        self.steps += 1;
+        if !std::mem::replace(&mut self.scheduled, true) {
+            self.phase = self.whole.child("prefill", now);
+        }
+    }
+
+    /// Its prompt is in, of which so many tokens were there before.
+    pub(super) fn started(&mut self, cached: usize, computed: usize, lookup: &str) {
+        self.phase.set("kvasir.cached_tokens", cached);
+        self.phase.set("kvasir.computed_tokens", computed);
+        self.phase.set("kvasir.lookup", lookup.to_owned());
+        self.phase.set("kvasir.steps", self.steps);
+        self.phase = self.whole.child("decode", Instant::now());
+    }
+
+    /// It has ended well.
+    pub(super) fn finished(&mut self, reason: FinishReason, tokens: u32, preemptions: u32) {
+        let reason = match reason {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Cancelled => "abort",
+        };
+        self.whole.set("gen_ai.response.finish_reasons", vec![reason.to_owned()]);
+        self.whole.set("gen_ai.usage.output_tokens", tokens);
+        self.whole.set("kvasir.preemptions", preemptions);
+        self.whole.set("kvasir.steps", self.steps);
+    }
+}
+
+impl Live {
+    /// It ends otherwise, for this reason.
+    pub(super) fn fail(&mut self, reason: &'static str) {
+        if let Some(traced) = &mut self.traced {
+            traced.whole.fail(reason);
+        }
+    }
+}
 
 impl Engine {
-    /// Tells what a step has cost, if it has rows of a sampled request and somebody listens.
-    pub(super) fn trace(&self, plan: &StepPlan, spent: &Spent) {
-        if !tracing::enabled!(target: TARGET, Level::DEBUG) {
-            return;
+    /// A step has been planned. For each recorded request in it a span of what the other stages do, if there are some.
+    pub(super) fn trace_plan(&mut self, plan: &StepPlan) -> Vec<Span> {
+        let (mut spans, now) = (Vec::new(), Instant::now());
+        // Nearly always nothing is recorded.
+        if Arc::strong_count(&self.recorded) == 1 {
+            return spans;
         }
-        for sequence in plan.sequences.iter().filter(|sequence| sequence.id.0 % SAMPLED == 1) {
-            let key = self.live.get(&sequence.id).and_then(|live| live.key.as_ref());
-            let Some(SequenceName { request, choice }) = key.map(|key| &key.name) else { continue };
-            for (stage, at) in spent.stages.iter().enumerate() {
-                tracing::debug!(
-                    target: TARGET,
-                    %request,
-                    choice,
-                    step = plan.step,
-                    stage,
-                    rows = sequence.rows.len(),
-                    rows_of_step = plan.tokens.len(),
-                    received_bytes = at.received,
-                    stalled_us = at.stalled_us,
-                    computed_us = at.computed_us,
-                    under_way_us = spent.under_way.as_micros() as u64,
-                );
+        for sequence in &plan.sequences {
+            let live = self.live.get_mut(&sequence.id);
+            let Some(traced) = live.and_then(|live| live.traced.as_mut()) else { continue };
+            traced.planned(now);
+            if self.later.is_some() && traced.steps <= STEPS && spans.len() < MAX_TRACES {
+                let mut span = traced.phase.call("stages", now);
+                span.set("kvasir.step", plan.step);
+                span.set("kvasir.rows", sequence.rows.len());
+                span.set("kvasir.step_rows", plan.tokens.len());
+                spans.push(span);
             }
         }
+        spans
+    }
+}
+
+/// What the stages have spent on a step of these requests.
+pub(super) fn note(spans: Vec<Span>, spent: &Spent) {
+    let micros = |us: u32| Duration::from_micros(us.into());
+    let later: Duration = spent.stages.iter().skip(1).map(|stage| micros(stage.computed_us)).sum();
+    for mut span in spans {
+        // The first stage computes before the step is handed over.
+        let first = spent.stages.first().map_or(Duration::ZERO, |first| micros(first.computed_us));
+        span.set("kvasir.first_stage_seconds", first);
+        span.set("kvasir.stages_seconds", later);
+        span.set("kvasir.hop_seconds", spent.under_way.saturating_sub(later));
     }
 }

@@ -1,8 +1,10 @@
 //! The host-memory floor: allocations are refused before the kernel has to kill, or before a machine whose
 //! GPU shares the host's memory locks up.
 
+use std::fmt;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Where the free memory of the host is read from; a fake in tests.
 pub trait MemInfo {
@@ -62,6 +64,21 @@ impl MemoryFloor {
     /// Whether the host is below the floor now: take no new work, give back what can be given back.
     pub fn is_breached(self, info: &dyn MemInfo) -> io::Result<bool> {
         Ok(info.available_bytes()? < self.bytes)
+    }
+}
+
+/// What must stay free, and where it is read how much is.
+#[derive(Clone)]
+pub struct HostFloor {
+    /// Bytes that must stay free.
+    pub floor: MemoryFloor,
+    /// The host's memory.
+    pub memory: Arc<dyn MemInfo + Send + Sync>,
+}
+
+impl fmt::Debug for HostFloor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostFloor").field("floor", &self.floor).finish_non_exhaustive()
     }
 }
 

@@ -153,6 +153,13 @@ impl BlockPool {
         self.groups.iter().map(|g| u64::from(g.owned - g.free) * g.block_units * OFFSET_UNIT).sum()
     }
 
+    /// Bytes of the slabs that a group owns, and of those of its blocks that are held.
+    pub(super) fn group_bytes(&self, group: usize) -> (u64, u64) {
+        let g = &self.groups[group];
+        let bytes = |blocks: u32| u64::from(blocks) * g.block_units * OFFSET_UNIT;
+        (bytes(g.owned), bytes(g.owned - g.free))
+    }
+
     pub(super) fn total_bytes(&self) -> u64 {
         self.slabs.len() as u64 * self.slab_units * OFFSET_UNIT
     }

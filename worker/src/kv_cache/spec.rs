@@ -18,6 +18,17 @@ pub enum GroupKind {
     State,
 }
 
+impl GroupKind {
+    /// Its name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Sliding { .. } => "sliding",
+            Self::State => "state",
+        }
+    }
+}
+
 /// Layers whose KV, or recurrent state, lives and dies together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupSpec {

@@ -3,8 +3,9 @@
 use super::{EngineOptions, environment, threads};
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
+use crate::memory::GroupMemory;
 use kernels::backend::{Backend, MemoryUse};
-use kernels::cuda::{CubinCache, CudaBackend, CudaConfig, Gpu, Survey};
+use kernels::cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey};
 use std::io;
 
 /// What to compute on.
@@ -17,11 +18,17 @@ pub enum DeviceChoice {
     Cpu,
     /// A GPU, or nothing.
     Cuda,
+    /// The kernels of a GPU, a GB10's, interpreted on the CPU: for tests.
+    #[cfg(feature = "ptx-sim")]
+    PtxSim,
 }
 
 /// Variables that choose kernels of the CPU.
 const CPU_VARIABLES: [&str; 4] =
     ["KVASIR_BACKEND", "KVASIR_MATMUL_BACKEND", "KVASIR_ATTENTION_BACKEND", "KVASIR_ROWS_BACKEND"];
+
+/// `off` has a GPU launch every kernel by itself: to find out whether recordings are to blame for something.
+const GRAPHS_VARIABLE: &str = "KVASIR_CUDA_GRAPHS";
 
 impl DeviceChoice {
     /// What the choice comes to on this machine, never [`Self::Auto`], and why.
@@ -50,6 +57,8 @@ impl DeviceChoice {
         let cannot = |reason| Err(Error::Config { option: "device", reason });
         match (self, demanded) {
             (Self::Cpu, _) => Ok((Self::Cpu, "it was asked for".to_owned())),
+            #[cfg(feature = "ptx-sim")]
+            (Self::PtxSim, _) => Ok((Self::PtxSim, "it was asked for".to_owned())),
             (Self::Auto, Some(variable)) => Ok((Self::Cpu, format!("{variable} chooses its kernels"))),
             (Self::Cuda, Some(variable)) => {
                 cannot(format!("cuda is asked for, and {variable} chooses kernels of the CPU"))
@@ -68,17 +77,44 @@ pub(super) fn gpu(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
     let cannot = |reason| Error::Config { option: "device", reason };
     let (info, compiler) = Survey::take(true).usable().map_err(cannot)?;
     tracing::info!(gpu = info.name, arch = %info.arch, "computing on a GPU");
-    let arch = info.arch;
+    let gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
+    on(Box::new(gpu), info.arch, compiler, options)
+}
+
+/// The interpreter.
+#[cfg(feature = "ptx-sim")]
+pub(super) fn simulated(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
+    let compiler = Compiler::find().map_err(kernels::Error::from)?;
+    let device = kernels::cuda::SimDevice::new(ptx::Limits::GB10, 1);
+    on(Box::new(device), Arch::SM_121A, compiler, options)
+}
+
+/// A backend on a device.
+fn on(
+    device: Box<dyn Device>,
+    arch: Arch,
+    compiler: Compiler,
+    options: &EngineOptions,
+) -> Result<Box<dyn Backend>, Error> {
     let cache = options.cubins.as_ref().map(CubinCache::new);
     let config = CudaConfig { arch, activations: options.activations, threads: threads(options).get() };
-    let gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
     let compile = move |source: &_| match &cache {
         Some(cache) => cache.compile(&compiler, source, arch),
         None => compiler.compile(source, arch),
     };
-    let backend = CudaBackend::new(Box::new(gpu), config, Box::new(compile));
-    Ok(Box::new(backend.map_err(kernels::Error::from)?))
+    let backend = CudaBackend::new(device, config, Box::new(compile)).map_err(kernels::Error::from)?;
+    match environment(GRAPHS_VARIABLE).as_deref() {
+        None | Some("" | "on") => Ok(Box::new(backend)),
+        Some("off") => Ok(Box::new(backend.without_graphs())),
+        Some(other) => {
+            Err(Error::Config { option: GRAPHS_VARIABLE, reason: format!("{other:?} is neither on nor off") })
+        }
+    }
 }
+
+/// What the interpreter's GPU has: it looks at every byte, and what runs on it is small.
+#[cfg(feature = "ptx-sim")]
+const SIMULATED: u64 = 1 << 30;
 
 /// The memory that weights and caches lie in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,8 +136,11 @@ pub(super) enum Memory {
 impl Memory {
     /// That of the device which the options choose.
     pub(super) fn of(options: &EngineOptions) -> Result<Self, Error> {
-        if options.device.resolve()?.0 != DeviceChoice::Cuda {
-            return Ok(Self::Host);
+        match options.device.resolve()?.0 {
+            DeviceChoice::Cuda => {}
+            #[cfg(feature = "ptx-sim")]
+            DeviceChoice::PtxSim => return Ok(Self::Own { total: SIMULATED, free: SIMULATED }),
+            DeviceChoice::Auto | DeviceChoice::Cpu => return Ok(Self::Host),
         }
         let cannot = |reason| Error::Config { option: "device", reason };
         let (info, _) = Survey::take(true).usable().map_err(cannot)?;
@@ -127,7 +166,11 @@ impl Memory {
 
     pub(super) fn total_bytes(self) -> u64 {
         match self {
-            Self::Host | Self::Unified => crate::memory::total_bytes(),
+            Self::Host => {
+                let total = crate::memory::total_bytes();
+                GroupMemory::read().map_or(total, |group| group.limit.min(total))
+            }
+            Self::Unified => crate::memory::total_bytes(),
             Self::Own { total, .. } => total,
         }
     }
@@ -136,7 +179,12 @@ impl Memory {
 impl MemInfo for Memory {
     fn available_bytes(&self) -> io::Result<u64> {
         match self {
-            Self::Host | Self::Unified => ProcMemInfo.available_bytes(),
+            Self::Host => {
+                let free = ProcMemInfo.available_bytes()?;
+                Ok(GroupMemory::read().map_or(free, |group| group.available().min(free)))
+            }
+            // What a driver allocates is counted in no group.
+            Self::Unified => ProcMemInfo.available_bytes(),
             Self::Own { free, .. } => Ok(*free),
         }
     }

@@ -1,4 +1,5 @@
 use super::*;
+use proptest::prelude::*;
 
 fn sampler(params: Sampling) -> Sampler {
     Sampler::new(params, &Stop::default(), &[1, 2], vec![3], 5).unwrap()
@@ -131,4 +132,65 @@ fn bad_parameters_name_the_field() {
             other => panic!("{name}: {other:?}"),
         }
     }
+}
+
+/// A row, and the parameters of a draw from it.
+fn rows_and_params() -> impl Strategy<Value = (Vec<f32>, Sampling)> {
+    // Few values and far ones, so that some are equal, and some weigh alike without being equal.
+    let logit = prop_oneof![
+        8 => -20f32..20.0,
+        4 => (-8i8..8).prop_map(f32::from),
+        1 => Just(f32::NEG_INFINITY),
+        1 => (-1e-9f32..1e-9).prop_map(|x| x),
+        1 => Just(f32::NAN),
+    ];
+    let rows = prop::collection::vec(logit, 1..200);
+    let filters = (0u32..12, prop_oneof![Just(1.0f32), 0.05f32..1.0], prop_oneof![Just(0.0f32), 0.0f32..0.9]);
+    (rows, prop_oneof![0.01f32..3.0, Just(100.0)], filters, any::<u64>()).prop_map(
+        |(row, temperature, (top_k, top_p, min_p), seed)| {
+            (row, Sampling { temperature, top_k, top_p, min_p, seed, ..Sampling::default() })
+        },
+    )
+}
+
+/// As a device gives them.
+fn best_of(row: &[f32], count: usize) -> Vec<(u32, f32)> {
+    let key = |x: f32| if x.is_nan() { f32::NEG_INFINITY } else { x };
+    let mut best: Vec<(u32, f32)> = (0..).zip(row.iter().copied()).collect();
+    best.sort_by(|a, b| {
+        a.1.is_nan().cmp(&b.1.is_nan()).then(key(b.1).total_cmp(&key(a.1))).then(a.0.cmp(&b.0))
+    });
+    best.truncate(count);
+    best.reverse();
+    best
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    /// What the best decide is what the whole row decides.
+    #[test]
+    fn a_draw_from_the_best_is_the_draw_from_the_row((row, params) in rows_and_params(), count in 1usize..40) {
+        let sampler = Sampler::new(params, &Stop::default(), &[], vec![], row.len()).unwrap();
+        if let Some(token) = sampler.draw_of_best(&best_of(&row, count)) {
+            prop_assert_eq!(token, sampler.draw(&mut row.clone()).0);
+        }
+    }
+}
+
+#[test]
+fn the_best_decide_what_is_filtered_to_fewer_and_nothing_else() {
+    let row: Vec<f32> = (0..100u8).map(|i| 10.0 - f32::from(i) / 10.0).collect();
+    let decided = |params: Sampling, count| {
+        let sampler = Sampler::new(params, &Stop::default(), &[], vec![3], row.len()).unwrap();
+        sampler.draw_of_best(&best_of(&row, count)).is_some()
+    };
+    let top_k = |top_k| Sampling { top_k, ..params(1.0) };
+    assert!(decided(top_k(8), 9) && !decided(top_k(8), 8) && !decided(params(1.0), 99));
+    let likely = Sampling { min_p: 0.5, ..params(1.0) };
+    assert!(decided(likely.clone(), 8) && !decided(likely, 7));
+    assert!(decided(params(0.01), 10) && !decided(Sampling { top_p: 0.1, ..params(1.0) }, 50));
+    let penalised = Sampling { presence_penalty: 1.0, ..top_k(8) };
+    assert!(!decided(penalised, 9) && !decided(Sampling { logprobs: Some(1), ..top_k(8) }, 9));
+    assert!(!decided(Sampling { logit_bias: vec![(3, 1.0)], ..top_k(8) }, 9));
 }

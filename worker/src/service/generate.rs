@@ -4,12 +4,13 @@ use super::Node;
 use super::peers::Holder;
 use super::runner::Runner;
 use crate::Error;
-use crate::engine::EngineRequest;
 use crate::engine::thread::EngineHandle;
+use crate::engine::{EngineRequest, Sink};
 use crate::pull::Source;
 use crate::scheduler::SeqId;
 use proto::message::{GenerateError, GenerateFrame, WorkerState};
 use proto::sequence::SequenceName;
+use proto::trace::TraceContext;
 use proto::transport::{GenerateCall, GenerateReply};
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +34,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
         (Some(Runner::Generates(engine)), None) => {
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
-            let sink = move |frame: GenerateFrame| frames.send(frame).is_ok();
+            let sink = Frames { frames, span: request.trace };
             let id = engine.submit(EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
@@ -55,6 +56,22 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             Ok((engine, id, inbox)) => forward(&engine, id, inbox, reply).await,
             Err(error) => refuse(reply, error).await,
         }
+    }
+}
+
+/// Hands frames to whoever sends them.
+struct Frames {
+    frames: mpsc::UnboundedSender<GenerateFrame>,
+    span: Option<TraceContext>,
+}
+
+impl Sink for Frames {
+    fn frame(&mut self, frame: GenerateFrame) -> bool {
+        self.frames.send(frame).is_ok()
+    }
+
+    fn span(&self) -> Option<TraceContext> {
+        self.span
     }
 }
 

@@ -53,6 +53,9 @@ fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     }
     match request.uri().path() {
         "/livez" => probe(node.alive()),
+        "/readyz" if node.shortage.is_here() => {
+            text(StatusCode::SERVICE_UNAVAILABLE, "less memory is free than must be\n".to_owned())
+        }
         "/readyz" => probe(node.ready()),
         "/startupz" => probe(node.engine().is_some()),
         "/metrics" => text(StatusCode::OK, node.metrics_text()),

@@ -46,12 +46,12 @@ impl Runner {
         key: &ClusterKey,
         epoch: Epoch,
         stall_floor: Duration,
-        broken: Option<Broken>,
+        broken: Broken,
     ) -> Result<Self, Error> {
         match loaded {
             Loaded::Generator(prepared) => {
                 let engine = prepared.engine(key.clone(), epoch)?;
-                EngineHandle::start_with(engine, stall_floor, broken).map(Self::Generates)
+                EngineHandle::start_with(engine, stall_floor, Some(broken)).map(Self::Generates)
             }
             Loaded::Encoder(encoder) => EncoderHandle::start(*encoder, epoch, stall_floor).map(Self::Encodes),
             Loaded::Nothing => {

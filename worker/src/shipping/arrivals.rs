@@ -1,9 +1,11 @@
 //! What of a model is here while the rest is being fetched, for whoever loads it meanwhile.
 
-use model::shard::ChunkId;
+use kernels::backend::SharedBytes;
+use model::shard::{CHUNK_BYTES, ChunkId, TensorMemory};
 use parking_lot::{Condvar, Mutex};
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 
 /// The tensors that a model's layers need, some of which are still under way. Clones are of the same fetch.
 #[derive(Debug, Clone)]
@@ -13,8 +15,24 @@ pub struct Arrivals(Arc<Inner>);
 struct Inner {
     /// The chunks of each tensor.
     tensors: HashMap<String, Vec<ChunkId>>,
+    /// Tensors that are loaded from memory.
+    gathered: HashMap<String, Gathered>,
+    /// The one that a chunk belongs to, and its place there.
+    places: HashMap<ChunkId, (String, usize)>,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+/// A tensor that stays in memory as it comes.
+struct Gathered {
+    coming: Mutex<TensorMemory>,
+    whole: OnceLock<SharedBytes>,
+}
+
+impl fmt::Debug for Gathered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gathered").field("coming", &self.coming).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -37,12 +55,50 @@ impl PartialEq for Arrivals {
 impl Eq for Arrivals {}
 
 impl Arrivals {
+    /// Of these tensors, by their chunks, of which these (with their bytes) are to come. What comes whole is gathered in
+    /// memory if all of it is no more than `memory` bytes.
     pub(super) fn new(
         tensors: HashMap<String, Vec<ChunkId>>,
-        missing: impl IntoIterator<Item = ChunkId>,
+        missing: &[(ChunkId, usize)],
+        memory: u64,
     ) -> Self {
-        let state = State { missing: missing.into_iter().collect(), over: false };
-        Self(Arc::new(Inner { tensors, state: Mutex::new(state), changed: Condvar::new() }))
+        let coming: HashMap<ChunkId, usize> = missing.iter().copied().collect();
+        let (mut gathered, mut places) = (HashMap::new(), HashMap::new());
+        if missing.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>() <= memory {
+            let mut uses = HashMap::<ChunkId, u32>::new();
+            tensors.values().flatten().for_each(|chunk| *uses.entry(*chunk).or_default() += 1);
+            for (name, chunks) in &tensors {
+                let own = |chunk: &ChunkId| coming.get(chunk).filter(|_| uses.get(chunk) == Some(&1));
+                let Some(lengths) = chunks.iter().map(own).collect::<Option<Vec<_>>>() else { continue };
+                let coming = TensorMemory::new(lengths.into_iter().sum(), chunks.len());
+                let tensor = Gathered { coming: Mutex::new(coming), whole: OnceLock::new() };
+                gathered.insert(name.clone(), tensor);
+                let offsets = (0..).step_by(CHUNK_BYTES);
+                places.extend(chunks.iter().zip(offsets).map(|(chunk, at)| (*chunk, (name.clone(), at))));
+            }
+        }
+        let state = State { missing: coming.into_keys().collect(), over: false };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Self(Arc::new(Inner { tensors, gathered, places, state, changed }))
+    }
+
+    /// Keeps a chunk that is as its name says in memory; false where its tensor is not gathered there.
+    pub(super) fn put(&self, chunk: ChunkId, bytes: &[u8]) -> bool {
+        let Some((tensor, offset)) = self.0.places.get(&chunk) else { return false };
+        let Some(Gathered { coming, whole }) = self.0.gathered.get(tensor) else { return false };
+        match coming.lock().put(*offset, bytes) {
+            Ok(None) => true,
+            Ok(Some(tensor)) => whole.set(tensor).is_ok(),
+            Err(error) => {
+                tracing::debug!(tensor, %error, "a tensor is not gathered in memory");
+                false
+            }
+        }
+    }
+
+    /// A tensor that has been gathered in memory.
+    pub(crate) fn gathered(&self, tensor: &str) -> Option<&SharedBytes> {
+        self.0.gathered.get(tensor)?.whole.get()
     }
 
     /// Waits until all of a tensor is here, or nothing more comes.
@@ -83,7 +139,7 @@ mod tests {
         let [one, two, three] = [b"1", b"2", b"3"].map(|bytes| ChunkId::of(bytes));
         let tensors = [("a", vec![one, two]), ("b", vec![three])];
         let tensors = tensors.map(|(name, chunks)| (name.to_owned(), chunks)).into();
-        let arrivals = Arrivals::new(tensors, [two, three]);
+        let arrivals = Arrivals::new(tensors, &[(two, 1), (three, 1)], 0);
         arrivals.wait("not of this model");
         thread::scope(|scope| {
             let ending = arrivals.ending();
@@ -96,5 +152,28 @@ mod tests {
             drop(ending);
             second.join().unwrap();
         });
+    }
+
+    #[test]
+    fn what_comes_whole_is_gathered_where_there_is_memory_for_it() {
+        let (first, second) = (vec![1; CHUNK_BYTES], vec![2; 5]);
+        let [here, one, two, twice] = [&b"0"[..], &first, &second, b"3"].map(ChunkId::of);
+        let tensors = || {
+            let tensors =
+                [("whole", vec![one, two]), ("part", vec![here]), ("a", vec![twice]), ("b", vec![twice])];
+            tensors.map(|(name, chunks)| (name.to_owned(), chunks)).into()
+        };
+        let missing = [(one, CHUNK_BYTES), (two, 5), (twice, 1)];
+        let bytes = CHUNK_BYTES as u64 + 6;
+        assert!(
+            !Arrivals::new(tensors(), &missing, bytes - 1).put(two, &second),
+            "more than there is memory for"
+        );
+        let arrivals = Arrivals::new(tensors(), &missing, bytes);
+        assert!(arrivals.put(two, &second) && arrivals.gathered("whole").is_none());
+        assert!(arrivals.put(one, &first) && !arrivals.put(twice, b"3") && !arrivals.put(here, b"0"));
+        let whole = arrivals.gathered("whole").unwrap();
+        assert_eq!((**whole).as_ref(), [first, second].concat());
+        assert!(["part", "a", "b"].iter().all(|name| arrivals.gathered(name).is_none()));
     }
 }

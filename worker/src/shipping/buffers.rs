@@ -7,20 +7,26 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 /// Where buffers go when they are dropped. Clones are the same place.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Buffers(Arc<Mutex<Vec<Vec<u8>>>>);
+#[derive(Debug, Default)]
+pub(super) struct Buffers<T>(Arc<Mutex<Vec<T>>>);
 
 /// Memory of [`Buffers`], with whatever was in it last.
 #[derive(Debug)]
-pub(super) struct Buffer {
-    bytes: Vec<u8>,
-    home: Buffers,
+pub(super) struct Buffer<T: Default> {
+    memory: T,
+    home: Buffers<T>,
 }
 
-impl Buffers {
+impl<T> Clone for Buffers<T> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<T: Default> Buffers<T> {
     /// One that was used before, or an empty one.
-    pub(super) fn take(&self) -> Buffer {
-        Buffer { bytes: self.0.lock().pop().unwrap_or_default(), home: self.clone() }
+    pub(super) fn take(&self) -> Buffer<T> {
+        Buffer { memory: self.0.lock().pop().unwrap_or_default(), home: self.clone() }
     }
 
     /// Gives back the memory of what is not in use.
@@ -29,27 +35,27 @@ impl Buffers {
     }
 }
 
-impl Drop for Buffer {
+impl<T: Default> Drop for Buffer<T> {
     fn drop(&mut self) {
-        self.home.0.lock().push(mem::take(&mut self.bytes));
+        self.home.0.lock().push(mem::take(&mut self.memory));
     }
 }
 
-impl Deref for Buffer {
-    type Target = Vec<u8>;
-    fn deref(&self) -> &Vec<u8> {
-        &self.bytes
+impl<T: Default> Deref for Buffer<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.memory
     }
 }
 
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut Vec<u8> {
-        &mut self.bytes
+impl<T: Default> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.memory
     }
 }
 
-impl AsRef<[u8]> for Buffer {
+impl AsRef<[u8]> for Buffer<Vec<u8>> {
     fn as_ref(&self) -> &[u8] {
-        &self.bytes
+        &self.memory
     }
 }

@@ -4,7 +4,7 @@ use super::buffers::{Buffer, Buffers};
 use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
 use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
-use model::shard::{ChunkId, Room, ShardStore, StoreError};
+use model::shard::{ChunkBuffer, ChunkId, Room, ShardStore, StoreError};
 use proto::Error;
 use proto::shard::{ChunksV1, ShardRequest};
 use std::sync::Arc;
@@ -34,15 +34,15 @@ pub(crate) async fn fetch(
     (room, arrivals): (&Room, &Arrivals),
     metrics: &ShippingMetrics,
 ) -> Result<(), ShippingError> {
-    let buffers = Buffers::default();
+    let buffers = Buffers::<ChunkBuffer>::default();
     let mut schedule = Schedule::new(Limits::default(), chunks.iter().copied(), links.len());
     let (events, mut inbox) = mpsc::unbounded_channel();
     let mut tasks = JoinSet::new();
     let mut struck = 0;
     loop {
         while let Some(ask) = schedule.next(Instant::now()) {
-            let (store, buffers) = (store.clone(), buffers.clone());
-            let job = Job { links: Arc::clone(links), store, buffers, events: events.clone() };
+            let (store, buffers, arrivals) = (store.clone(), buffers.clone(), arrivals.clone());
+            let job = Job { links: Arc::clone(links), store, buffers, arrivals, events: events.clone() };
             let metrics = metrics.clone();
             tasks.spawn(async move { job.run(ask, &metrics).await });
         }
@@ -112,7 +112,8 @@ async fn until(moment: Option<Instant>) {
 struct Job {
     links: Arc<Links>,
     store: ShardStore,
-    buffers: Buffers,
+    buffers: Buffers<ChunkBuffer>,
+    arrivals: Arrivals,
     events: mpsc::UnboundedSender<Event>,
 }
 
@@ -135,7 +136,8 @@ impl Job {
         let mut stream = connection.open_shard(&request).await.map_err(words)?;
         for (index, id, bytes) in &ask.chunks {
             let mut found = self.buffers.take();
-            match stream.next_into(*bytes, &mut found).await.map_err(words)? {
+            found.clear().map_err(|error| error.to_string())?;
+            match stream.next_into(*bytes, |part| found.push(part)).await.map_err(words)? {
                 false => self.tell(Event::NotHeld(ask.request, *index)),
                 true => {
                     metrics.fetched(found.len() as u64);
@@ -147,16 +149,19 @@ impl Job {
         Ok(())
     }
 
-    /// Checks a chunk and writes it, beside the network.
-    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Buffer) {
-        let (store, events) = (self.store.clone(), self.events.clone());
+    /// Checks a chunk and writes it, beside the network. What is loaded from memory is not read from the disk soon.
+    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Buffer<ChunkBuffer>) {
+        let (store, events, arrivals) = (self.store.clone(), self.events.clone(), self.arrivals.clone());
         tokio::task::spawn_blocking(move || {
-            let event = match ChunkId::of(&bytes) == id {
-                false => Event::Damaged(source, index),
-                true => match store.put(id, &bytes) {
-                    Ok(()) => Event::Kept(source, index),
-                    Err(error) => Event::Failed(error),
-                },
+            let kept = match ChunkId::of(&bytes) == id {
+                false => None,
+                true if arrivals.put(id, &bytes) => Some(store.put_aside(id, &bytes)),
+                true => Some(store.put(id, &bytes)),
+            };
+            let event = match kept {
+                None => Event::Damaged(source, index),
+                Some(Ok(())) => Event::Kept(source, index),
+                Some(Err(error)) => Event::Failed(error),
             };
             let _ = events.send(event);
         });

@@ -34,7 +34,7 @@ pub(crate) struct Holdings {
     /// Opened when it is first asked for.
     file: Mutex<Option<Arc<HeldFile>>>,
     sends: Semaphore,
-    buffers: Buffers,
+    buffers: Buffers<Vec<u8>>,
     metrics: ShippingMetrics,
 }
 
@@ -179,7 +179,7 @@ impl Holdings {
         }
     }
 
-    fn chunk(&self, id: ChunkId) -> Option<Buffer> {
+    fn chunk(&self, id: ChunkId) -> Option<Buffer<Vec<u8>>> {
         let mut buffer = self.buffers.take();
         if self.file().is_some_and(|file| file.read(id, &mut buffer)) {
             return Some(buffer);

@@ -8,6 +8,7 @@ use super::patience::Patience;
 use super::step;
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
+use crate::engine::thread::end_process;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
@@ -21,6 +22,7 @@ use proto::stage::{
     StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1, StageReport, StageSampleV1,
     StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
+use proto::trace::{self, Span, TraceContext};
 use proto::transport::{
     ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Identity, Incoming,
     StageCall, StageOrderReceiver, StageReporter,
@@ -304,6 +306,7 @@ async fn take_part(
         decoder,
         slabs,
         element: join.activations,
+        layers: join.layers,
         max_rows: join.max_rows as usize,
         errands,
         is_last,
@@ -442,6 +445,7 @@ struct Stage {
     decoder: Decoder,
     slabs: Slabs,
     element: ActivationType,
+    layers: (u32, u32),
     max_rows: usize,
     /// What is to be done with its blocks besides.
     errands: mpsc::UnboundedReceiver<Errand>,
@@ -507,7 +511,15 @@ impl Stage {
         spent: StageSpentV1,
         since: Instant,
     ) -> Result<(), StageFailure> {
-        let failed = |error: Error| StageFailure::Step { reason: error.to_string() };
+        let failed = |error: Error| {
+            let reason = error.to_string();
+            if error.is_device_lost() {
+                // Behind the failure's way to the first stage: the next process may do better.
+                let _ = crate::progress::spawn("kvasir-end", move || end_process(&error));
+            }
+            StageFailure::Step { reason }
+        };
+        let _spans = self.record(&step, spent, since);
         let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
         let errands = &mut self.errands;
         let mut beside = |mut blocks: Blocks<'_>| {
@@ -530,6 +542,21 @@ impl Stage {
         drawn.spent.push(spent());
         self.pass(Outcome::Drawn(drawn, rows));
         Ok(())
+    }
+
+    /// For each recorded request in a step a span, which ends with it.
+    fn record(&self, step: &StageStepV2, spent: StageSpentV1, since: Instant) -> Vec<Span> {
+        let span = |parent: &TraceContext| {
+            let mut span = trace::follow(*parent, "stage", since)?;
+            let (first, behind) = self.layers;
+            span.set("kvasir.layers", format!("{first}..{behind}"));
+            span.set("kvasir.step", step.plan.step);
+            span.set("kvasir.step_rows", step.plan.tokens.len());
+            span.set("kvasir.stalled_seconds", Duration::from_micros(spent.stalled_us.into()));
+            span.set("kvasir.received_bytes", spent.received);
+            Some(span)
+        };
+        step.traces.iter().filter_map(span).collect()
     }
 
     fn pass(&self, outcome: Outcome) {

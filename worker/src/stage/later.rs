@@ -20,6 +20,7 @@ use proto::stage::{
     ActivationType, StageDrawnV2, StageFailure, StageOrder, StageProgressV1, StageReport, StageSampledV1,
     StageSpentV1, StageStep, StageStepV2,
 };
+use proto::trace::TraceContext;
 use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -270,18 +271,19 @@ impl LaterStages {
         StageCounts { hops, ..self.counts.clone() }
     }
 
-    /// Runs a step over the first stage's layers and hands it on. [`Self::answer`] gives what became of it.
+    /// Runs a step over the first stage's layers and hands it on, with the spans that it is below of. [`Self::answer`] gives
+    /// what became of it.
     pub(crate) fn run(
         &mut self,
         decoder: &mut Decoder,
         scheduler: &Scheduler,
         plan: &StepPlan,
-        wanted: WantedRows,
+        (wanted, traces): (WantedRows, Vec<TraceContext>),
     ) -> Result<(), Error> {
         let since = Instant::now();
         let Layout { blocks, own, state_group, activations } = &self.layout;
         let described = step::describe(scheduler, plan, blocks, *state_group)?;
-        let mut step = StageStepV2 { plan: described, ..StageStepV2::default() };
+        let mut step = StageStepV2 { plan: described, traces, ..StageStepV2::default() };
         step::forward(decoder, own, &step, None, &mut |_| {})?;
         let residual = decoder.residual(0..plan.tokens.len())?;
         let bytes = activations::encode(*activations, &residual);

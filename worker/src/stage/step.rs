@@ -216,7 +216,7 @@ mod tests {
             logits: vec![0],
         };
         let samples = vec![StageSampleV1 { row: 1, ..StageSampleV1::default() }];
-        StageStepV2 { plan, samples, returned: vec![0], spent: Vec::new() }
+        StageStepV2 { plan, samples, returned: vec![0], ..StageStepV2::default() }
     }
 
     fn run(

@@ -12,13 +12,9 @@ use kvasir_worker::load::EngineOptions;
 use kvasir_worker::snapshot::Snapshot;
 use kvasir_worker::tiers::TiersConfig;
 use proto::sequence::SequenceError;
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Dispatch, Event, Metadata, Subscriber};
 
 /// Bytes between two steps that no sequence here gets by with.
 const FEW: u64 = 5_000;
@@ -206,70 +202,5 @@ fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
             run_to_end(&mut engine);
             assert_eq!(engine.load().kv_used, 0, "{what}");
         }
-    }
-}
-
-/// Remembers the fields of all lines on one target.
-#[derive(Default)]
-struct Lines(Mutex<Vec<HashMap<&'static str, String>>>);
-
-struct Fields(HashMap<&'static str, String>);
-
-impl Visit for Fields {
-    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        self.0.insert(field.name(), format!("{value:?}"));
-    }
-}
-
-impl Subscriber for Lines {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target() == "kvasir::stages"
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        let mut fields = Fields(HashMap::new());
-        event.record(&mut fields);
-        self.0.lock().unwrap().push(fields.0);
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
-#[test]
-fn a_sampled_request_tells_what_each_stage_has_spent_on_it() {
-    let model = "tiny/llama/llama-f32";
-    let mut replica = stages(model, 3, &options(model));
-    let lines = Arc::new(Lines::default());
-    let dispatch = Dispatch::new(Arc::clone(&lines));
-    // While there is but one, `tracing` takes it for everybody's: whether it listens is then asked of the thread that comes
-    // to a line first, which may be another test's, and remembered for all.
-    let _another = Dispatch::new(Lines::default());
-    tracing::dispatcher::with_default(&dispatch, || {
-        generate(&mut replica.engine, "traced", crate::harness::prompt(3, 100));
-        generate(&mut replica.engine, "not", crate::harness::prompt(4, 100));
-    });
-    let lines = lines.0.lock().unwrap();
-    let rows: usize = lines.iter().map(|line| line["rows"].parse::<usize>().unwrap()).sum();
-    // The prompt and all tokens that were drawn but the last, at each of three stages.
-    assert_eq!(rows, 3 * (100 + 12 - 1));
-    for (line, stage) in lines.iter().zip((0..3).cycle()) {
-        assert_eq!(
-            (line["request"].as_str(), line["stage"].as_str()),
-            ("traced", stage.to_string().as_str())
-        );
-        let number = |name: &str| line[name].parse::<u64>().unwrap();
-        assert!(
-            stage == 0 || (number("received_bytes") > 0 && number("computed_us") <= number("under_way_us"))
-        );
     }
 }

@@ -1,11 +1,19 @@
-//! The engine on the CUDA backend, kernel for kernel as a GPU would run it, on an interpreter.
+//! The engine on the CUDA backend, kernel for kernel as a GPU would run it, on an interpreter. That it continues the
+//! small models of every layer kind as their references do is tested through the flag (`kvasir logits --device ptx-sim`).
 
-use crate::harness::{Ask, QUANT, TINY, open, open_on, options, path, prompt, together};
+use crate::harness::{Ask, QUANT, TINY, open, open_on, options, prompt, submit, together};
 use kernels::backend::Backend;
-use kernels::cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, SimDevice, source};
+use kernels::cuda::{
+    Arch, Compiled, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, DevicePtr, KernelId,
+    Launch, SimDevice, source,
+};
+use kvasir_worker::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
 use kvasir_worker::load::EngineOptions;
-use safetensors::SafeTensors;
+use proto::message::Sampling;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// Interpreting is slow: little room, and few rows at a time.
 fn small(model: &str) -> EngineOptions {
@@ -13,51 +21,28 @@ fn small(model: &str) -> EngineOptions {
 }
 
 fn simulated(arch: Arch, options: &EngineOptions) -> Box<dyn Backend> {
+    simulated_on(Box::new(SimDevice::new(ptx::Limits::GB10, 1)), arch, options)
+}
+
+fn simulated_on(device: Box<dyn Device>, arch: Arch, options: &EngineOptions) -> Box<dyn Backend> {
     let compiler = Compiler::find().unwrap();
     // Among what is built: compiling takes longer than all else here.
     let cache = CubinCache::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/cubins"));
     let compile = Box::new(move |source: &source::Source| cache.compile(&compiler, source, arch));
     let config = CudaConfig { arch, activations: options.activations, threads: 1 };
-    let device = SimDevice::new(ptx::Limits::GB10, 1);
-    Box::new(CudaBackend::new(Box::new(device), config, compile).unwrap())
+    Box::new(CudaBackend::new(device, config, compile).unwrap())
 }
 
-/// `p0` of a fixture: its tokens and what follows them.
-fn reference(model: &str) -> (Vec<u32>, Vec<u32>) {
-    let bytes = std::fs::read(path(model).with_file_name("ref.safetensors")).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let tokens = |name: &str| {
-        let tensor = file.tensor(name).unwrap();
-        let width = tensor.data().len() / tensor.shape()[0];
-        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u32::from(*byte));
-        tensor.data().chunks_exact(width).map(|bytes| number(&bytes[..4])).collect()
-    };
-    (tokens("p0.ids"), tokens("p0.greedy"))
-}
-
-#[test]
-fn fixtures_are_continued_as_their_references_are() {
-    // Of each layer kind one; the two architectures take turns, their kernels are compared elsewhere.
-    let models = TINY.into_iter().filter(|model| !model.ends_with("+bf16"));
-    for (model, arch) in models.zip(Arch::CHECKED.into_iter().cycle()) {
-        let options = small(model);
-        let mut engine = open_on(model, &options, simulated(arch, &options));
-        let (ids, greedy) = reference(model);
-        let ask = Ask::greedy(ids, greedy.len() as u32).tokens_only();
-        let heard = together(&mut engine, &[ask]).remove(0);
-        assert_eq!(heard.tokens, greedy, "{model} for {arch}");
-    }
-}
-
-/// On 8-bit activations, several sequences at a time, with a prefix that they share.
+/// On 8-bit activations, several sequences at a time, with a prefix that they share, one of which draws from the best
+/// logits; steps are recorded and replayed.
 #[test]
 fn quantised_models_are_continued_as_on_the_cpu() {
     for (model, arch) in QUANT.into_iter().zip(Arch::CHECKED) {
         let options = small(model);
         let shared = prompt(3, 33);
-        let asks: Vec<Ask> = [(4, 3), (5, 9)]
-            .map(|(seed, len)| Ask::greedy([shared.clone(), prompt(seed, len)].concat(), 6).tokens_only())
-            .into();
+        let mut asks = [(4, 3), (5, 9), (6, 4)]
+            .map(|(seed, len)| Ask::greedy([shared.clone(), prompt(seed, len)].concat(), 6).tokens_only());
+        asks[2].sampling = Sampling { temperature: 0.8, top_k: 8, seed: 5, ..Sampling::default() };
         let mut engine = open_on(model, &options, simulated(arch, &options));
         let mut cpu = open(model, &options);
         for _ in 0..2 {
@@ -67,5 +52,99 @@ fn quantised_models_are_continued_as_on_the_cpu() {
                 assert_eq!(found.cached(), wanted.cached(), "{model} for {arch}");
             }
         }
+        let counts = engine.decoder().backend().step_counts();
+        assert!(counts.recorded > 0 && counts.replayed > counts.recorded, "{model} for {arch}: {counts:?}");
     }
+}
+
+/// A GPU that is lost to the process after so many launches, and says so from then on.
+struct Losing {
+    device: SimDevice,
+    launches: usize,
+}
+
+impl Losing {
+    fn lost(&self) -> Result<(), CudaError> {
+        let lost = CudaError::Lost { call: "cuLaunchKernel", status: "CUDA_ERROR_ILLEGAL_ADDRESS".into() };
+        if self.launches > 0 { Ok(()) } else { Err(lost) }
+    }
+}
+
+impl Device for Losing {
+    fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
+        self.device.load(compiled, kernels)
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
+        self.lost()?;
+        self.device.allocate(bytes)
+    }
+
+    fn free(&mut self, ptr: DevicePtr) -> Result<(), CudaError> {
+        self.lost()?;
+        self.device.free(ptr)
+    }
+
+    fn upload(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
+        self.lost()?;
+        self.device.upload(to, bytes)
+    }
+
+    fn download(&mut self, from: DevicePtr, out: &mut [u8]) -> Result<(), CudaError> {
+        self.lost()?;
+        self.device.download(from, out)
+    }
+
+    fn copy(&mut self, from: DevicePtr, to: DevicePtr, bytes: usize) -> Result<(), CudaError> {
+        self.lost()?;
+        self.device.copy(from, to, bytes)
+    }
+
+    fn fill(&mut self, to: DevicePtr, value: u8, bytes: usize) -> Result<(), CudaError> {
+        self.lost()?;
+        self.device.fill(to, value, bytes)
+    }
+
+    fn launch(&mut self, launch: &Launch<'_>) -> Result<(), CudaError> {
+        if self.launches == 1 {
+            println!("\n{LOST}");
+        }
+        self.launches = self.launches.saturating_sub(1);
+        self.lost()?;
+        self.device.launch(launch)
+    }
+
+    fn synchronize(&mut self) -> Result<(), CudaError> {
+        self.lost()
+    }
+}
+
+const LOST: &str = "the GPU is lost now";
+/// Set in the process that loses its GPU.
+const LOSES: &str = "KVASIR_TEST_LOSES_ITS_GPU";
+
+/// Of the process that this test starts, which is this test once more.
+#[test]
+fn a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own() {
+    if std::env::var_os(LOSES).is_some() {
+        let options = small(TINY[0]);
+        let device = Losing { device: SimDevice::new(ptx::Limits::GB10, 1), launches: 100 };
+        let device = simulated_on(Box::new(device), Arch::SM_90, &options);
+        let mut engine = open_on(TINY[0], &options, device);
+        let _asked = submit(&mut engine, &Ask::greedy(prompt(1, 5), 1000).tokens_only());
+        let _engine = EngineHandle::start(engine, Duration::from_secs(600)).unwrap();
+        std::thread::park();
+    }
+    let name = "simulated::a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own";
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env(LOSES, "1")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line == LOST), "it has not lost it");
+    let lost = Instant::now();
+    assert_eq!(child.wait().unwrap().code(), Some(EXIT_DEVICE_LOST));
+    assert!(lost.elapsed() < Duration::from_secs(2), "{:?}", lost.elapsed());
 }

@@ -162,6 +162,7 @@ impl Cluster {
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,
             pool: None,
+            floor: None,
         };
         let (report, shipping): (Arc<Mutex<_>>, Arc<Mutex<_>>) = Default::default();
         let api = Api(Arc::clone(&report), Arc::clone(&shipping));
@@ -212,6 +213,7 @@ impl Worker {
             deadline_ms: 0,
             pull,
             together: 1,
+            trace: None,
         };
         let request = request.at_version(self.connection.version());
         self.connection.open_generate(&request).await.unwrap()

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 mod cluster;
+#[cfg(feature = "ptx-sim")]
+mod devices;
 mod holder;
 
 use cluster::{Answer, Cluster, options, soon};

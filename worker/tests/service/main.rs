@@ -2,8 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod drain;
+mod floor;
 mod versions;
 
+use kvasir_worker::kv_cache::memory::HostFloor;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::shipping::ShippingConfig;
@@ -81,6 +83,11 @@ struct Pair {
 
 /// A worker as it is, with a coordinator that speaks up to `newest`.
 async fn pair(newest: u16) -> Pair {
+    pair_above(None, newest).await
+}
+
+/// The same with memory that must stay free.
+async fn pair_above(floor: Option<HostFloor>, newest: u16) -> Pair {
     let now = SystemTime::now();
     let ca = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
     let identity = |role, name| ca.issue(role, NodeId::new(name).unwrap(), now).unwrap().identity().unwrap();
@@ -99,6 +106,7 @@ async fn pair(newest: u16) -> Pair {
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
         stall_floor: PATIENCE,
         pool: None,
+        floor,
     };
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();

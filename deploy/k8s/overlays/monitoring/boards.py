@@ -49,6 +49,7 @@ def panel(title, unit, *queries, about="", kind="timeseries", needs=None):
 
 GPU = "the metrics of NVIDIA's DCGM exporter, which reads a GPU"
 HOST = "the metrics of Prometheus' node exporter"
+UNIFIED = "shown by a host whose GPU shares its memory"
 
 BOARDS = {
     "fleet": (
@@ -142,6 +143,7 @@ BOARDS = {
             panel("Blocks evicted", "ops", (worker_rate("kvasir_kv_evictions_total"), "{{worker}}")),
             panel("Checkpoints of states", "ops", (worker_rate("kvasir_checkpoints_total"), "{{worker}} kept"),
                   (worker_rate("kvasir_checkpoints_skipped_total"), "{{worker}} skipped")),
+            panel("KV of groups, held by sequences", "bytes", (of_workers("kvasir_kv_group_used_bytes", "group"), "{{worker}} {{group}}")),
             panel("KV in tiers", "bytes", (of_workers("kvasir_tier_bytes", "tier"), "{{worker}} {{tier}}")),
             panel("Stages: share of time that they compute", "percentunit", (worker_rate("kvasir_shard_busy_seconds_total", "stage"), "{{worker}} {{stage}}")),
             panel("Stages: share of time that they wait", "percentunit", (worker_rate("kvasir_shard_stalled_seconds_total", "stage"), "{{worker}} {{stage}}")),
@@ -152,8 +154,9 @@ BOARDS = {
         [
             panel("Weights", "bytes", (of_workers("kvasir_weight_bytes"), "{{worker}}")),
             panel("KV arena", "bytes", (of_workers("kvasir_kv_bytes"), "{{worker}}")),
-            panel("Free memory of the host", "bytes", ("node_memory_MemAvailable_bytes", "{{instance}}"), needs=HOST,
-                  about="On a Spark the GPU's too: its driver tells no memory of its own. Below 12 GiB a host is in danger."),
+            panel("Memory that GPU and host share, left", "bytes", (of_workers("kvasir_host_available_bytes"), "{{worker}}"),
+                  about="Of a Spark, whose driver tells no memory of its own. Below 12 GiB no new work is taken.", needs=UNIFIED),
+            panel("Free memory of the host", "bytes", ("node_memory_MemAvailable_bytes", "{{instance}}"), needs=HOST),
             panel("GPU busy", "percent", ("DCGM_FI_DEV_GPU_UTIL", "{{Hostname}}"), needs=GPU),
             panel("Memory interface busy", "percent", ("DCGM_FI_DEV_MEM_COPY_UTIL", "{{Hostname}}"), needs=GPU, about="Nothing on a Spark."),
             panel("Power", "watt", ("DCGM_FI_DEV_POWER_USAGE", "{{Hostname}}"), needs=GPU),

@@ -244,7 +244,7 @@ pub(super) fn attention(backend: &mut CudaBackend, op: &AttentionOp) -> Result<(
         return Err(Error::SameBuffer);
     }
     let out = buffers.shape(op.out, q.rows, shape.heads * shape.v_head_dim)?;
-    let sequences = step.step().sequences();
+    let sequences = step.planned();
     let positions = sequences.iter().map(|sequence| sequence.context + sequence.rows.len()).max();
     let scratch_bytes = attention.scratch_bytes(positions.unwrap_or(0));
     let call = AttentionCall {

@@ -74,6 +74,10 @@ struct Buffer {
     fresh: bool,
 }
 
+/// What the buffers hold: rows and columns of each, and whether the 8-bit form is fresh.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Shapes(Vec<(usize, usize, bool)>);
+
 /// All activation buffers.
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Vec<Buffer>);
@@ -175,6 +179,18 @@ impl Buffers {
     pub(super) fn int8(&mut self, device: &mut dyn Device, id: BufferId) -> Result<(DevicePtr, bool), Error> {
         let fresh = self.buffer(id)?.fresh;
         Ok((self.quantised(device, id)?, !fresh))
+    }
+
+    /// What all of them hold, but for the values.
+    pub(super) fn shapes(&self) -> Shapes {
+        Shapes(self.0.iter().map(|buffer| (buffer.view.rows, buffer.view.cols, buffer.fresh)).collect())
+    }
+
+    /// Declares that they hold what they did when [`Self::shapes`] was asked.
+    pub(super) fn set_shapes(&mut self, shapes: &Shapes) {
+        for (buffer, &(rows, cols, fresh)) in self.0.iter_mut().zip(&shapes.0) {
+            (buffer.view.rows, buffer.view.cols, buffer.fresh) = (rows, cols, fresh);
+        }
     }
 
     pub(super) fn bytes(&self) -> usize {

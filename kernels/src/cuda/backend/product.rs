@@ -1,8 +1,10 @@
 //! Matrices on the device: uploading, products, rows as embeddings.
 
-use super::super::matmul::{Activations, Embedding, Experts, MatmulKernels, Matrix, Product, reads_int8};
+use super::super::Device;
+use super::super::matmul::{
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, TOGETHER, reads_int8,
+};
 use super::super::pack::TiledShape;
-use super::super::{Device, DevicePtr};
 use super::CudaBackend;
 use super::memory::{Buffers, same};
 use super::modules::Modules;
@@ -114,6 +116,8 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
     if jobs.iter().enumerate().any(shared) {
         return Err(Error::SameBuffer);
     }
+    // Matrices of one type are multiplied by one launch: the more it reads, the less its beginning and end weigh.
+    let mut launches: Vec<(&MatmulKernels, Vec<Product<'_>>)> = Vec::new();
     for job in jobs {
         let (matrix, kernels) = matrices.get(job.matrix)?;
         let outputs = matrix.shape.rows();
@@ -131,7 +135,14 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
             out: out.ptr,
             ld: outputs,
         };
-        kernels.multiply(device, &product)?;
+        let open = |products: &[Product<'_>]| products.len() < TOGETHER && products[0].goes_with(&product);
+        match launches.iter_mut().find(|(_, products)| open(products)) {
+            Some((_, products)) => products.push(product),
+            None => launches.push((kernels, vec![product])),
+        }
+    }
+    for (kernels, products) in &launches {
+        kernels.multiply(device, products)?;
     }
     Ok(())
 }
@@ -140,18 +151,118 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
 pub(super) fn embed(backend: &mut CudaBackend, op: &EmbedOp) -> Result<(), Error> {
     let CudaBackend { device, buffers, matrices, step, .. } = backend;
     let (table, kernels) = matrices.get(op.table)?;
+    step.read_table(op.index, table.shape.rows())?;
     let (rows, pointers) = (step.step().rows(), step.pointers()?);
-    let (index, largest): (DevicePtr, usize) = match op.index {
-        EmbedIndex::Token => (pointers.tokens, step.largest().token),
-        EmbedIndex::Position => (pointers.positions, step.largest().position),
-        EmbedIndex::Segment => (pointers.segments, step.largest().segment),
+    let index = match op.index {
+        EmbedIndex::Token => pointers.tokens,
+        EmbedIndex::Position => pointers.positions,
+        EmbedIndex::Segment => pointers.segments,
     };
-    // Kernels do not look.
-    if rows > 0 && largest >= table.shape.rows() {
-        return Err(Error::OutOfRange { what: "matrix row", index: largest, len: table.shape.rows() });
-    }
     let out = buffers.target(op.out, (rows, table.shape.cols()), op.accumulate)?;
     let EmbedOp { scale, accumulate, .. } = *op;
     let embedding = Embedding { table, index, rows, scale, accumulate, out: out.ptr };
     Ok(kernels.embed(device.as_mut(), &embedding)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Backend;
+    use crate::cuda::source::Source;
+    use crate::cuda::{Arch, Compiled, CudaBackend, CudaConfig, CudaError, DevicePtr, KernelId, Launch};
+    use std::process::Command;
+
+    /// A device that forgets what it is given.
+    #[derive(Default)]
+    struct Hole {
+        kernels: u32,
+    }
+
+    impl Device for Hole {
+        fn load(&mut self, _: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
+            let first = self.kernels;
+            self.kernels += kernels.len() as u32;
+            Ok((first..self.kernels).map(KernelId).collect())
+        }
+
+        fn allocate(&mut self, _: usize) -> Result<DevicePtr, CudaError> {
+            Ok(DevicePtr(256))
+        }
+
+        fn free(&mut self, _: DevicePtr) -> Result<(), CudaError> {
+            Ok(())
+        }
+
+        fn upload(&mut self, _: DevicePtr, _: &[u8]) -> Result<(), CudaError> {
+            Ok(())
+        }
+
+        fn download(&mut self, _: DevicePtr, _: &mut [u8]) -> Result<(), CudaError> {
+            Ok(())
+        }
+
+        fn copy(&mut self, _: DevicePtr, _: DevicePtr, _: usize) -> Result<(), CudaError> {
+            Ok(())
+        }
+
+        fn fill(&mut self, _: DevicePtr, _: u8, _: usize) -> Result<(), CudaError> {
+            Ok(())
+        }
+
+        fn launch(&mut self, _: &Launch<'_>) -> Result<(), CudaError> {
+            Ok(())
+        }
+
+        fn synchronize(&mut self) -> Result<(), CudaError> {
+            Ok(())
+        }
+    }
+
+    /// The most memory that this process has had, in bytes.
+    fn peak() -> usize {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
+    }
+
+    /// Set in the process that repacks.
+    const REPACKS: &str = "KVASIR_TEST_REPACKS";
+    const THREADS: usize = 2;
+
+    /// In a process of its own, where nothing else takes memory: this test once more.
+    #[test]
+    fn repacking_needs_a_few_pieces_of_the_host_however_large_the_matrix_is() {
+        if std::env::var_os(REPACKS).is_none() {
+            let name = "repacking_needs_a_few_pieces_of_the_host_however_large_the_matrix_is";
+            let mut again = Command::new(std::env::current_exe().unwrap());
+            let again = again.args(["--exact", &format!("cuda::backend::product::tests::{name}")]);
+            let output = again.env(REPACKS, "1").output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+            assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
+            return;
+        }
+        let config = CudaConfig { arch: Arch::SM_90, activations: ActivationMode::Int8, threads: THREADS };
+        let compile = |source: &Source| {
+            let source_name = source.name.to_owned();
+            Ok(Compiled {
+                source_name,
+                arch: Arch::SM_90,
+                cubin: Vec::new(),
+                ptx: String::new(),
+                log: String::new(),
+            })
+        };
+        let mut backend = CudaBackend::new(Box::new(Hole::default()), config, Box::new(compile)).unwrap();
+        let mut took = [1usize, 16].map(|times| {
+            // The file's own pages are not counted: they are zeros that nobody has written.
+            let (rows, cols) = (times * 2048, 4096);
+            let file = vec![0u8; rows * cols * 2];
+            let before = peak();
+            let ggml_type = GgmlType::F16.id();
+            backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts: 1, bytes: &file }).unwrap();
+            peak() - before
+        });
+        took.sort_unstable();
+        assert!(took[1] < 3 * THREADS * PIECE_BYTES, "{took:?} bytes");
+    }
 }

@@ -1,6 +1,8 @@
 //! Ops on one row at a time.
 
 use super::super::rowwise::{Affine, DeviceNorm, Up};
+use super::super::sampling::SamplingKernels;
+use super::super::{Device, source};
 use super::CudaBackend;
 use super::memory::{Vectors, same};
 use crate::backend::{ActivationMode, BufferId, GateOp, GatedNormOp, Norm, VectorId};
@@ -133,6 +135,33 @@ pub(super) fn argmax(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<u32>)
     rowwise.argmax(device, view.of(), view.ptr, found)?;
     device.download(found, &mut bytes)?;
     out.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)));
+    Ok(())
+}
+
+/// Values of a row that a draw rarely needs more of: half a KiB is read for a row of a MiB.
+pub(super) const BEST: usize = 64;
+
+/// See [`crate::backend::Backend::best`].
+pub(super) fn best(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<(u32, f32)>) -> Result<(), Error> {
+    let CudaBackend { device, modules, sampling, buffers, indices, .. } = backend;
+    let device = device.as_mut();
+    let kernels = match sampling {
+        Some(kernels) => *kernels,
+        None => *sampling.insert(SamplingKernels::load(device, modules.of(&source::SAMPLING)?)?),
+    };
+    let view = buffers.get(x)?;
+    out.clear();
+    let count = BEST.min(view.cols);
+    if view.rows * count == 0 {
+        return Ok(());
+    }
+    let mut bytes = vec![0; view.rows * count * 2 * size_of::<u32>()];
+    let found = indices.of(device, bytes.len())?;
+    kernels.best(device, view.of(), view.ptr, count, found)?;
+    device.download(found, &mut bytes)?;
+    let number = |bytes: [u8; 4]| u32::from_ne_bytes(bytes);
+    let pair = |[place, value]: &[[u8; 4]; 2]| (number(*place), f32::from_bits(number(*value)));
+    out.extend(bytes.as_chunks().0.as_chunks().0.iter().map(pair));
     Ok(())
 }
 

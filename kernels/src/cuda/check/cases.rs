@@ -2,8 +2,8 @@
 
 use super::Inputs;
 use crate::backend::{
-    EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, MatmulJob, MatrixId,
-    MatrixSource, MoeOp, Norm, StepInput, StepSequence,
+    Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, MatmulJob,
+    MatrixId, MatrixSource, MoeOp, Norm, StepInput, StepSequence,
 };
 use crate::error::Error;
 use crate::quant::GgmlType;
@@ -103,9 +103,36 @@ pub(super) fn rows(inputs: &mut Inputs<'_>) -> Result<(), Error> {
         let mut largest = Vec::new();
         inputs.backend.argmax(fresh, &mut largest)?;
         let values = largest.into_iter().map(|index| index as f32).collect();
-        inputs.outputs.push(super::Output { op: "argmax", what: shape, tolerance: 0.0, values });
+        inputs.outputs.push(super::Output { op: "argmax", what: shape.clone(), tolerance: 0.0, values });
+        let values = best(inputs.backend, fresh, rows, cols)?;
+        inputs.outputs.push(super::Output { op: "best", what: shape, tolerance: 0.0, values });
     }
     Ok(())
+}
+
+/// The sums of the best values of each row and of their places: what they are in no order, and what reading the whole row
+/// gives where the backend leaves that to its caller.
+fn best(backend: &mut dyn Backend, x: BufferId, rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
+    const COUNT: usize = 64;
+    let mut all = Vec::new();
+    if backend.best_values() == COUNT {
+        backend.best(x, &mut all)?;
+    } else {
+        for row in 0..rows {
+            let mut values = vec![0.0; cols];
+            backend.read_row(x, row, &mut values)?;
+            let mut row: Vec<(u32, f32)> = (0..).zip(values).collect();
+            row.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+            row.truncate(COUNT);
+            all.extend(row);
+        }
+    }
+    let mut out = Vec::new();
+    for row in all.chunks_mut(COUNT.min(cols)) {
+        row.sort_unstable_by_key(|(place, _)| *place);
+        out.extend(row.iter().flat_map(|(place, value)| [*place as f32, *value]));
+    }
+    Ok(out)
 }
 
 /// Gates and gated norms.

@@ -1,7 +1,7 @@
 use super::*;
 use crate::gguf::writer::Writer;
 use crate::metadata::Metadata;
-use crate::shard::CHUNK_BYTES;
+use crate::shard::{CHUNK_BYTES, ChunkBuffer};
 use crate::{Error, GgmlType, ModelFile};
 use std::os::unix::fs::PermissionsExt;
 use tempfile::TempDir;
@@ -189,4 +189,23 @@ fn what_a_crash_left_is_cleared_and_files_are_nobody_elses() {
 fn a_full_disk_is_told_as_one() {
     let error = write_error(Path::new("/x"), 7)(ErrorKind::StorageFull.into());
     assert!(matches!(error, StoreError::DiskFull { bytes: 7, .. }), "{error}");
+}
+
+#[test]
+fn what_is_written_past_the_page_cache_is_what_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(&dir, ROOM);
+    let mut buffer = ChunkBuffer::default();
+    buffer.clear().unwrap();
+    let bytes: Vec<u8> = (0..3 * 4096 + 5u32).map(|i| (i / 100) as u8 ^ i as u8).collect();
+    buffer.push(&bytes);
+    // With a tail, without one, nothing but a tail, and where no disk writes from.
+    for part in [&buffer[..], &buffer[..8192], &buffer[..7], &buffer[1..5000]] {
+        let chunk = ChunkId::of(part);
+        store.put_aside(chunk, part).unwrap();
+        assert_eq!(store.get(chunk).unwrap().as_deref(), Some(part), "{} bytes", part.len());
+        assert!(store.sound.knows(chunk, &fs::metadata(place(&store, chunk)).unwrap()));
+        assert_eq!(fs::metadata(place(&store, chunk)).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+    assert!(files(&store.temporary()).is_empty());
 }

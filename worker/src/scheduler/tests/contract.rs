@@ -38,6 +38,8 @@ fn a_removed_sequence_frees_its_blocks_within_the_step() {
     let plan = scheduler.plan().unwrap().unwrap();
     assert_eq!(plan.sequences.iter().map(|s| s.id.0).collect::<Vec<_>>(), [1, 2]);
     assert_eq!(scheduler.stats().kv_used_bytes, 8 * 64);
+    let [("full", owned, held)] = scheduler.cache_bytes()[..] else { panic!("one kind of cache") };
+    assert!(held == 8 * 64 && (held..=100 * 64).contains(&owned), "{held} of {owned}");
     scheduler.remove(SeqId(1)).unwrap();
     assert_eq!(scheduler.remove(SeqId(1)), None);
     // The device may still be writing: tables and blocks stay until it is done.

@@ -1,0 +1,53 @@
+//! What the trace of a request says of its beginning and of its end, in the words of OpenTelemetry's GenAI conventions.
+
+use super::error::ApiError;
+use super::plan::{Kind, Plan};
+use super::shape::Usage;
+use axum::http::HeaderMap;
+use proto::ids::RequestId;
+use proto::trace::{self, Span, TRACEPARENT_HEADER};
+use std::time::Instant;
+
+/// A request has arrived. None if it is not recorded.
+pub(super) fn receive(kind: Kind, headers: &HeaderMap) -> Option<Span> {
+    let parent = || headers.get(TRACEPARENT_HEADER)?.to_str().ok();
+    trace::receive(parent, || operation(kind).into(), Instant::now())
+}
+
+/// A request has been read by then, and planned now.
+pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &Plan, read: Instant) {
+    span.part("tokenise", read);
+    let (model, params) = (plan.model.id.as_str(), &plan.params);
+    span.rename(format!("{} {model}", operation(plan.kind)));
+    span.set("gen_ai.operation.name", operation(plan.kind));
+    span.set("gen_ai.provider.name", "kvasir");
+    span.set("gen_ai.request.model", model.to_owned());
+    span.set("gen_ai.request.choice.count", params.n);
+    span.set("gen_ai.request.temperature", f64::from(params.sampling.temperature));
+    span.set("gen_ai.request.top_p", f64::from(params.sampling.top_p));
+    let most = plan.prompts.iter().map(|(_, max_tokens)| *max_tokens).max();
+    span.set("gen_ai.request.max_tokens", most.unwrap_or_default());
+    span.set("kvasir.request_id", id.to_string());
+}
+
+/// All of a request has been answered.
+pub(super) fn answered(span: &mut Span, id: &str, model: &str, usage: &Usage, reasons: Vec<String>) {
+    span.set("gen_ai.response.id", id.to_owned());
+    span.set("gen_ai.response.model", model.to_owned());
+    span.set("gen_ai.response.finish_reasons", reasons);
+    span.set("gen_ai.usage.input_tokens", usage.prompt);
+    span.set("gen_ai.usage.output_tokens", usage.completion);
+    span.set("gen_ai.usage.cache_read.input_tokens", usage.cached);
+}
+
+/// A request is answered by an error.
+pub(super) fn failed(span: &mut Span, error: &ApiError) {
+    span.fail(error.code());
+}
+
+fn operation(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Completion => "text_completion",
+        Kind::Chat => "chat",
+    }
+}

@@ -1,0 +1,194 @@
+//! What workers' engines count, read from their metrics, and how fast that grows.
+
+use proto::ids::{Epoch, NodeId};
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// Rates are over this time.
+const WINDOW: Duration = Duration::from_secs(5);
+/// Looks that are remembered, in case that they come faster than is expected.
+const LOOKS: usize = 8;
+/// Label values that are kept: of stages, groups and tiers. A worker's text is not trusted to have few.
+const MAX_PARTS: usize = 64;
+
+/// What one worker has counted.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Engine {
+    /// Without labels, summed over any that there are.
+    plain: HashMap<&'static str, f64>,
+    /// With one label that matters: its value to the sample's.
+    parts: HashMap<&'static str, Vec<(String, f64)>>,
+}
+
+/// Samples that are wanted, summed over their labels.
+const PLAIN: [&str; 14] = [
+    "vllm:generation_tokens_total",
+    "vllm:num_preemptions_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "kvasir_prefill_tokens_computed_total",
+    "kvasir_prefill_tokens_recomputed_total",
+    "kvasir_steps_total",
+    "kvasir_kv_evictions_total",
+    "kvasir_weight_bytes",
+    "kvasir_shard_fetched_bytes_total",
+    "kvasir_shard_served_bytes_total",
+    "kvasir_shard_steps_under_way",
+    "kvasir_tier_hit_tokens_total",
+    "kvasir_block_transfer_rate_bytes",
+];
+
+/// Samples that are wanted by a label.
+const PARTS: [(&str, &str); 7] = [
+    ("kvasir_kv_group_bytes", "group"),
+    ("kvasir_kv_group_used_bytes", "group"),
+    ("kvasir_tier_bytes", "tier"),
+    ("kvasir_shard_received_bytes_total", "stage"),
+    ("kvasir_shard_busy_seconds_total", "stage"),
+    ("kvasir_shard_stalled_seconds_total", "stage"),
+    ("kvasir_block_transfer_bytes_total", "direction"),
+];
+
+impl Engine {
+    /// From the text format; what is not wanted, or is none of it, is left out.
+    pub(super) fn read(text: &str) -> Self {
+        let mut engine = Self::default();
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let Some((series, value)) = line.rsplit_once(' ') else { continue };
+            let Some(value) = value.parse::<f64>().ok().filter(|value| value.is_finite()) else { continue };
+            let (name, labels) = series.split_once('{').unwrap_or((series, ""));
+            if let Some(&name) = PLAIN.iter().find(|&&wanted| wanted == name) {
+                *engine.plain.entry(name).or_default() += value;
+            } else if let Some(&(name, label)) = PARTS.iter().find(|(wanted, _)| *wanted == name)
+                && let Some(part) = label_of(labels, label)
+            {
+                let parts = engine.parts.entry(name).or_default();
+                match parts.iter().position(|(known, _)| known == part) {
+                    Some(at) => parts[at].1 += value,
+                    None if parts.len() < MAX_PARTS => parts.push((part.to_owned(), value)),
+                    None => {}
+                }
+            }
+        }
+        engine
+    }
+
+    /// A sample, 0 if it is not there.
+    pub(super) fn get(&self, name: &str) -> f64 {
+        self.plain.get(name).copied().unwrap_or(0.0)
+    }
+
+    /// The samples of a name by their label.
+    pub(super) fn parts(&self, name: &str) -> &[(String, f64)] {
+        self.parts.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    fn part(&self, name: &str, part: &str) -> f64 {
+        self.parts(name).iter().find(|(known, _)| known == part).map_or(0.0, |(_, value)| *value)
+    }
+}
+
+fn label_of<'a>(labels: &'a str, label: &str) -> Option<&'a str> {
+    let start = labels.find(&format!("{label}=\""))? + label.len() + 2;
+    labels.get(start..)?.split('"').next()
+}
+
+/// Engines over the last seconds.
+#[derive(Debug, Default)]
+pub(super) struct Engines(HashMap<NodeId, VecDeque<Look>>);
+
+#[derive(Debug)]
+struct Look {
+    at: Instant,
+    epoch: Epoch,
+    engine: Engine,
+}
+
+impl Engines {
+    /// What they say now; who is no more asked for is forgotten. A worker in a new life has counted from 0.
+    pub(super) fn take(&mut self, now: Instant, said: Vec<(NodeId, Epoch, Engine)>) {
+        self.0.retain(|node, _| said.iter().any(|(said, ..)| said == node));
+        for (node, epoch, engine) in said {
+            let looks = self.0.entry(node).or_default();
+            let of_now =
+                |look: &Look| look.epoch == epoch && now.saturating_duration_since(look.at) <= WINDOW;
+            while looks.len() >= LOOKS || looks.front().is_some_and(|look| !of_now(look)) {
+                looks.pop_front();
+            }
+            looks.push_back(Look { at: now, epoch, engine });
+        }
+    }
+
+    /// What a worker has said last.
+    pub(super) fn last(&self, node: &NodeId) -> Option<&Engine> {
+        Some(&self.0.get(node)?.back()?.engine)
+    }
+
+    /// By how much a counter of a worker grows in a second; unknown until it was looked at twice.
+    pub(super) fn rate(&self, node: &NodeId, name: &str) -> Option<f64> {
+        self.grown(node, |engine| engine.get(name)).map(|(grown, seconds)| grown / seconds)
+    }
+
+    /// By how much a counter has grown over the last seconds.
+    pub(super) fn lately(&self, node: &NodeId, name: &str) -> f64 {
+        self.grown(node, |engine| engine.get(name)).map_or(0.0, |(grown, _)| grown)
+    }
+
+    /// The same of the parts of one.
+    pub(super) fn rate_of_part(&self, node: &NodeId, name: &str, part: &str) -> Option<f64> {
+        self.grown(node, |engine| engine.part(name, part)).map(|(grown, seconds)| grown / seconds)
+    }
+
+    fn grown(&self, node: &NodeId, of: impl Fn(&Engine) -> f64) -> Option<(f64, f64)> {
+        let looks = self.0.get(node)?;
+        let (first, last) = (looks.front()?, looks.back()?);
+        let seconds = last.at.saturating_duration_since(first.at).as_secs_f64();
+        (seconds > 0.0).then(|| ((of(&last.engine) - of(&first.engine)).max(0.0), seconds))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str) -> NodeId {
+        NodeId::new(name).unwrap()
+    }
+
+    #[test]
+    fn what_is_wanted_is_found_and_the_rest_is_left() {
+        let text = "# TYPE kvasir_steps counter\nkvasir_steps_total 40\nkvasir_unknown 7\nnonsense\n\
+                    kvasir_tier_bytes{tier=\"host\"} 5\nkvasir_tier_bytes{tier=\"disk\"} 6\n\
+                    vllm:prefix_cache_hits_total{a=\"b\"} 2\nvllm:prefix_cache_hits_total{a=\"c\"} 3\n\
+                    kvasir_weight_bytes NaN\n";
+        let engine = Engine::read(text);
+        assert_eq!((engine.get("kvasir_steps_total"), engine.get("kvasir_unknown")), (40.0, 0.0));
+        assert_eq!(
+            (engine.get("vllm:prefix_cache_hits_total"), engine.get("kvasir_weight_bytes")),
+            (5.0, 0.0)
+        );
+        assert_eq!(engine.parts("kvasir_tier_bytes"), [("host".to_owned(), 5.0), ("disk".to_owned(), 6.0)]);
+        let many: String = (0..1000).map(|i| format!("kvasir_tier_bytes{{tier=\"{i}\"}} 1\n")).collect();
+        assert_eq!(Engine::read(&many).parts("kvasir_tier_bytes").len(), MAX_PARTS);
+    }
+
+    #[test]
+    fn rates_are_of_one_life_and_of_the_last_seconds() {
+        let start = Instant::now();
+        let mut engines = Engines::default();
+        let mut look = |second: u64, epoch: u64, steps: u64| {
+            let engine = Engine::read(&format!("kvasir_steps_total {steps}\n"));
+            engines.take(start + Duration::from_secs(second), vec![(node("w"), Epoch(epoch), engine)]);
+            engines.rate(&node("w"), "kvasir_steps_total")
+        };
+        assert_eq!(look(0, 1, 100), None);
+        assert_eq!(look(2, 1, 120), Some(10.0));
+        assert_eq!(look(4, 1, 180), Some(20.0));
+        // The first look is too long ago.
+        assert_eq!(look(7, 1, 220), Some(20.0));
+        assert_eq!(look(8, 2, 3), None, "another life");
+        assert_eq!(look(9, 2, 8), Some(5.0));
+        engines.take(start + Duration::from_secs(10), Vec::new());
+        assert!(engines.last(&node("w")).is_none());
+    }
+}

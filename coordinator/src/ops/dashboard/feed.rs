@@ -1,0 +1,104 @@
+//! What pages are told: worked out once a second for all of them, and not at all while there are none.
+
+use super::snapshot::{Observer, beginning};
+use crate::api::error::ApiError;
+use crate::ops::Ops;
+use axum::body::Body;
+use axum::http::{HeaderName, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures::stream;
+use parking_lot::Mutex;
+use serde_json::Value;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::broadcast::{self, Receiver, Sender};
+use tokio::time::MissedTickBehavior;
+
+/// Between two looks.
+const EVERY: Duration = Duration::from_secs(1);
+/// Pages that are told at a time.
+const MAX_VIEWERS: usize = 64;
+/// Looks that a slow page may be behind; one that is more begins anew.
+const BEHIND: usize = 4;
+
+/// Who looks just now.
+#[derive(Debug, Default)]
+pub struct Feed(Mutex<Option<Sender<Bytes>>>);
+
+impl Feed {
+    /// The frames of all looks from now on. The first viewer has looking begin, and it ends after the last.
+    fn join(&self, ops: &Arc<Ops>) -> Result<Receiver<Bytes>, ApiError> {
+        let mut sender = self.0.lock();
+        if let Some(sender) = &*sender {
+            return match sender.receiver_count() < MAX_VIEWERS {
+                true => Ok(sender.subscribe()),
+                false => Err(ApiError::Refused { why: format!("{MAX_VIEWERS} pages are open already") }),
+            };
+        }
+        let (new, receiver) = broadcast::channel(BEHIND);
+        *sender = Some(new.clone());
+        tokio::spawn(look_on(Arc::clone(ops), new));
+        Ok(receiver)
+    }
+
+    /// Whether nobody looks any more, which then is so until somebody joins.
+    fn is_over(&self, frames: &Sender<Bytes>) -> bool {
+        let mut sender = self.0.lock();
+        let over = frames.receiver_count() == 0;
+        if over {
+            *sender = None;
+        }
+        over
+    }
+}
+
+async fn look_on(ops: Arc<Ops>, frames: Sender<Bytes>) {
+    let mut observer = Observer::new(&ops);
+    let mut ticks = tokio::time::interval(EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        if ops.feed.is_over(&frames) {
+            return;
+        }
+        let look = observer.look(&ops).await;
+        // Fails only if the last page has gone meanwhile.
+        let _ = frames.send(frame("look", &look));
+    }
+}
+
+fn frame(event: &str, data: &Value) -> Bytes {
+    format!("event: {event}\ndata: {data}\n\n").into()
+}
+
+/// What a page reads: how it all began, then a look each second, as server-sent events. A page that does not keep up is
+/// told the beginning again.
+pub(super) fn events(ops: Arc<Ops>) -> Result<Response, ApiError> {
+    // Before the beginning is told, so that nothing can happen in between.
+    let frames = ops.feed.join(&ops)?;
+    let told = stream::unfold((ops, frames, true), |(ops, mut frames, begins)| async move {
+        if begins {
+            let first = frame("begin", &beginning(&ops));
+            return Some((first, (ops, frames, false)));
+        }
+        match frames.recv().await {
+            Ok(look) => Some((look, (ops, frames, false))),
+            Err(RecvError::Lagged(_)) => {
+                let again = frame("begin", &beginning(&ops));
+                Some((again, (ops, frames, false)))
+            }
+            Err(RecvError::Closed) => None,
+        }
+    });
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream")),
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
+        // Proxies that gather responses must not gather this one.
+        (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
+    ];
+    let told = futures::StreamExt::map(told, Ok::<_, Infallible>);
+    Ok((headers, Body::from_stream(told)).into_response())
+}

@@ -1,0 +1,129 @@
+// What the coordinator tells: how it began, then a look each second. Kept as one picture that everything is drawn from.
+
+const KEEPS_MS = 300_000;
+const KEPT_REQUESTS = 100;
+
+/** The key that is sent, for as long as the tab is open. */
+export const key = {
+  get: () => sessionStorage.getItem("key") ?? "",
+  set: (value) => (value ? sessionStorage.setItem("key", value) : sessionStorage.removeItem("key")),
+};
+
+export function headers(more = {}) {
+  return key.get() ? { ...more, authorization: `Bearer ${key.get()}` } : more;
+}
+
+/** The message of an answer that is an error. */
+export async function refusal(answer) {
+  const text = await answer.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text.trim() || `the coordinator answered ${answer.status}`;
+  }
+}
+
+/** Everything that is known. */
+export const picture = { look: null, requests: new Map(), moments: [], locality: [], slotSeconds: 2, held: false };
+
+/**
+ * Follows the coordinator for ever. `drawn` is called with each look, `state` with how the connection is: `live`, `lost`
+ * or `locked` (a key is needed).
+ */
+export async function follow(drawn, state) {
+  for (let wait = 500; ; wait = Math.min(wait * 2, 8_000)) {
+    try {
+      const answer = await fetch("admin/v1/dashboard/events", { headers: headers(), cache: "no-store" });
+      if (answer.status === 401 || answer.status === 403) {
+        state("locked", await refusal(answer));
+        await changed();
+        wait = 250;
+        continue;
+      }
+      if (!answer.ok) throw new Error(await refusal(answer));
+      for await (const { event, data } of events(answer.body)) {
+        if (event === "begin") begin(data);
+        else take(data);
+        state("live");
+        wait = 250;
+        if (picture.look) drawn(picture);
+      }
+      throw new Error("the coordinator ended the connection");
+    } catch (error) {
+      state("lost", error.message);
+    }
+    await new Promise((done) => setTimeout(done, wait));
+  }
+}
+
+let keyChanged = () => {};
+const changed = () => new Promise((done) => (keyChanged = done));
+
+/** Tries again with another key. */
+export function useKey(value) {
+  key.set(value.trim());
+  keyChanged();
+}
+
+/** Server-sent events of a body. */
+export async function* events(body) {
+  let text = "";
+  for await (const chunk of pieces(body)) {
+    text += chunk;
+    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
+      const lines = text.slice(0, end).split("\n");
+      text = text.slice(end + 2);
+      const field = (name) => lines.find((line) => line.startsWith(`${name}: `))?.slice(name.length + 2);
+      const data = field("data");
+      if (data === undefined) continue;
+      yield { event: field("event") ?? "message", data: data === "[DONE]" ? null : JSON.parse(data) };
+    }
+  }
+}
+
+async function* pieces(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield value;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function begin({ requests, history, slot_s }) {
+  picture.requests = new Map();
+  picture.moments = [];
+  picture.locality = [];
+  picture.slotSeconds = slot_s;
+  takeRequests(requests);
+  takeHistory(history);
+}
+
+function take(look) {
+  takeRequests(look.requests);
+  takeHistory(look.history);
+  picture.look = look;
+}
+
+function takeRequests(requests) {
+  for (const request of requests) picture.requests.set(request.number, request);
+  const numbers = [...picture.requests.keys()].sort((a, b) => a - b);
+  for (const number of numbers.slice(0, -KEPT_REQUESTS)) picture.requests.delete(number);
+}
+
+function takeHistory({ requests, locality }) {
+  for (const point of requests) upsert(picture.moments, point);
+  for (const point of locality) upsert(picture.locality, point);
+}
+
+/** Slots are told again while they fill up, and two clocks do not agree to the millisecond. */
+function upsert(line, point) {
+  const at = line.findIndex((known) => Math.abs(known.at - point.at) < 1_000 * picture.slotSeconds / 2);
+  if (at >= 0) line[at] = point;
+  else line.push(point);
+  while (line.length > 0 && line[0].at < point.at - KEEPS_MS) line.shift();
+}

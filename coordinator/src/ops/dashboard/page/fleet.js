@@ -1,0 +1,98 @@
+// Who is hot, and why: the workers, hottest first, and what their caches hold.
+
+import { bar, byId, bytes, el, keyed, nothing, percent, say, short, time, whole } from "./dom.js";
+
+const ORDER = ["stuck", "hot", "busy", "normal", "out", "idle"];
+const WORDS = { idle: "idle", normal: "works", busy: "busy", out: "out", hot: "hot", stuck: "stuck" };
+const POOLS = { full: "Full KV", sliding: "Sliding window", state: "Recurrent state", host: "Host memory tier", disk: "Disk tier" };
+
+/** Hottest first; workers that are about as hot keep their order from look to look. */
+function byHeat(a, b) {
+  return ORDER.indexOf(a.level) - ORDER.indexOf(b.level) || Math.round(5 * b.heat) - Math.round(5 * a.heat) || a.id.localeCompare(b.id, "en", { numeric: true });
+}
+
+export function drawFleet({ look }, drain) {
+  const known = new Map(look.cluster.workers.map((worker) => [worker.id, worker]));
+  const workers = look.workers.map((worker) => ({ ...known.get(worker.id), ...worker })).sort(byHeat);
+  const body = byId("workers");
+  body.classList.toggle("none", workers.length === 0);
+  keyed(body, workers, ({ id }) => id, (worker) => makeRow(worker, drain), drawRow);
+  drawPools(workers);
+  drawShipping(look.cluster.shipping);
+}
+
+function makeRow({ id }, drain) {
+  const cell = (label, ...children) => el("td", { "data-label": label }, children);
+  const row = { level: el("span", { class: "level" }), about: el("small"), load: el("span", { class: "fill" }), queue: el("b"), does: el("small"), kv: el("div"), kvText: el("small"), rate: el("b"), prefill: el("small"), prefix: el("code"), prefixText: el("small"), why: el("span"), button: el("button", { type: "button", class: "quiet" }) };
+  row.button.addEventListener("click", () => drain(id, !row.draining));
+  row.meter = el("div", { class: "gauge", role: "img" }, row.load);
+  row.row = el("tr", { "data-worker": id },
+    el("th", { scope: "row" }, el("div", { class: "name" }, el("b", {}, id), row.level), row.about),
+    cell("Work ahead", el("div", { class: "stack" }, el("div", { class: "reading" }, row.queue, row.meter), row.does)),
+    cell("KV cache", el("div", { class: "stack" }, row.kv, row.kvText)),
+    el("td", { "data-label": "Tokens/s", class: "number" }, el("div", { class: "stack" }, row.rate, row.prefill)),
+    cell("Hottest prefix", el("div", { class: "stack" }, row.prefix, row.prefixText)),
+    el("td", { "data-label": "Why", class: "why" }, row.why),
+    el("td", { class: "actions" }, row.button));
+  row.nodes = [row.row];
+  return row;
+}
+
+function drawRow(row, worker) {
+  row.row.dataset.level = worker.level;
+  say(row.level, WORDS[worker.level]);
+  row.level.dataset.level = worker.level;
+  const role = worker.role && worker.role !== "both" ? `${worker.role}, ` : "";
+  const layers = worker.layers ? `layers ${worker.layers[0]}–${worker.layers[1]}` : "no layers";
+  say(row.about, `${role}${worker.models?.join(", ") || "no model"}, ${layers}`);
+  row.row.title = worker.numeric_class ?? "";
+  say(row.queue, time(worker.queue_s));
+  row.load.style.setProperty("--share", worker.heat);
+  row.meter.setAttribute("aria-label", `work ahead ${time(worker.queue_s)}`);
+  const kinds = [[worker.sequences - worker.waiting, "running"], [worker.waiting, "queued"], [worker.pending_tokens, "tokens to compute"]];
+  say(row.does, kinds.filter(([count]) => count > 0).map(([count, what]) => `${whole(count)} ${what}`).join(", ") || "nothing");
+  const { used, total, groups_used: groups } = worker.kv;
+  const named = Object.entries(groups).map(([name, count]) => ({ name, share: count / total }));
+  const parts = named.length > 0 ? named : [{ name: "full", share: used / total }];
+  row.kv.replaceChildren(bar(total > 0 ? parts : [], `KV cache ${percent(total > 0 ? used / total : 0)} in use`));
+  say(row.kvText, total > 0 ? `${percent(used / total)} of ${bytes(total)}` : "none");
+  say(row.rate, short(worker.generated_per_s));
+  say(row.prefill, `${short(worker.prefilled_per_s)} prefill`);
+  const hottest = worker.hottest;
+  say(row.prefix, hottest ? hottest.prefix : "–");
+  say(row.prefixText, hottest ? `${percent(hottest.share)} of its requests, ${whole(hottest.tokens)} tokens` : "no prefix in common");
+  say(row.why, worker.why);
+  row.draining = worker.draining;
+  say(row.button, worker.draining ? "Undrain" : "Drain");
+  row.button.setAttribute("aria-label", `${worker.draining ? "Undrain" : "Drain"} ${worker.id}`);
+}
+
+function drawPools(workers) {
+  const parent = byId("pools");
+  const shown = workers.filter(({ kv }) => kv.total > 0).sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
+  if (shown.length === 0) return parent.replaceChildren(nothing("No worker has a cache."));
+  const kinds = new Set(shown.flatMap(({ kv }) => [...Object.keys(kv.groups), ...Object.keys(kv.tiers).filter((tier) => kv.tiers[tier] > 0)]));
+  const legend = [...kinds].map((kind) => el("span", { class: `key ${kind}` }, POOLS[kind] ?? kind));
+  legend.push(el("span", { class: "key cached" }, "cached, free to be taken"));
+  const rows = shown.map(({ id, kv }) => {
+    const live = Object.entries(kv.groups_used).map(([name, count]) => ({ name, share: count / kv.total, count }));
+    const owned = Object.values(kv.groups).reduce((sum, count) => sum + count, 0);
+    const used = live.reduce((sum, { count }) => sum + count, 0);
+    const parts = live.length > 0 ? live : [{ name: "full", share: kv.used / kv.total, count: kv.used }];
+    const cached = Math.max(0, owned - used);
+    const text = [...parts.map(({ name, count }) => `${POOLS[name] ?? name} ${bytes(count)}`), `cached ${bytes(cached)}`, `of ${bytes(kv.total)}`].join(", ");
+    const tiers = Object.entries(kv.tiers).filter(([, count]) => count > 0).map(([name, count]) => el("small", { class: `key ${name}` }, `${POOLS[name] ?? name} ${bytes(count)}`));
+    return el("div", { class: "pool" }, el("b", {}, id), bar([...parts, { name: "cached", share: cached / kv.total }], `${id}: ${text}`), el("small", {}, text), tiers);
+  });
+  parent.replaceChildren(el("p", { class: "legend" }, legend), ...rows);
+}
+
+function drawShipping(shipping) {
+  byId("shipping-card").hidden = shipping.length === 0;
+  byId("shipping").replaceChildren(...shipping.map(({ worker, wanted_bytes: wanted, present_bytes: present, struck }) => {
+    const share = wanted > 0 ? present / wanted : 1;
+    const text = share >= 1 ? `has its model, ${bytes(wanted)}` : `${percent(share)}: ${bytes(present)} of ${bytes(wanted)}`;
+    return el("div", { class: "pool" }, el("b", {}, worker), bar([{ name: "full", share }], `${worker} ${text}`), el("small", {}, text),
+      struck.length > 0 && el("small", { class: "warn" }, `was sent wrong bytes by ${struck.join(", ")}`));
+  }));
+}

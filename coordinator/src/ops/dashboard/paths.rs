@@ -1,0 +1,208 @@
+//! The paths of the prefix tree that requests take most: what many prompts have in common, found in the chains of the
+//! last requests. Nothing of a prompt is told but its length, and a name from which nobody gets back to it.
+
+use crate::balancer::recent::Asked;
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use proto::ids::{ModelId, NodeId};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Requests count for so long.
+const COUNTS: Duration = Duration::from_secs(300);
+/// Paths that are told, at most.
+pub(super) const MAX_PATHS: usize = 20;
+/// What is taken less often than this part of the most taken path is not told.
+const LEAST_PART: usize = 20;
+/// Tenants that are named with a path.
+const MAX_TENANTS: usize = 4;
+
+/// What some requests have in common.
+#[derive(Debug, Clone)]
+pub(super) struct Path {
+    /// A chain that begins with it.
+    pub(super) chain: Arc<[BlockId]>,
+    /// How many units of that it is.
+    pub(super) units: usize,
+    /// The shorter path that it goes on from.
+    pub(super) parent: Option<usize>,
+    /// Requests that took it.
+    pub(super) requests: usize,
+    /// Their model.
+    pub(super) model: ModelId,
+    /// Whose they were.
+    pub(super) tenants: BTreeSet<Arc<str>>,
+    /// Where they went.
+    pub(super) workers: BTreeMap<NodeId, usize>,
+}
+
+impl Path {
+    /// Tokens of it.
+    pub(super) fn tokens(&self) -> usize {
+        self.units * HASH_UNIT_TOKENS
+    }
+
+    /// Its name: of the block at its end.
+    pub(super) fn name(&self) -> String {
+        let end = self.units.checked_sub(1).and_then(|at| self.chain.get(at));
+        end.map(|id| id.0.iter().take(4).map(|byte| format!("{byte:02x}")).collect()).unwrap_or_default()
+    }
+
+    /// Its first units.
+    pub(super) fn chain(&self) -> &[BlockId] {
+        self.chain.get(..self.units).unwrap_or_default()
+    }
+}
+
+/// What the last requests were, and the paths that at least two of them took; a path comes behind its parent.
+#[derive(Debug, Default)]
+pub(super) struct Paths {
+    /// The most taken ones, most first.
+    pub(super) all: Vec<Path>,
+    /// Requests that were looked at, by worker.
+    pub(super) requests: BTreeMap<NodeId, usize>,
+    /// Requests and prompt tokens that were looked at, by tenant.
+    pub(super) tenants: BTreeMap<Arc<str>, (usize, u64)>,
+}
+
+impl Paths {
+    /// In what was asked for lately.
+    pub(super) fn find(now: Instant, asked: &[Asked]) -> Self {
+        let mut found = Self::default();
+        let counts = |asked: &&Asked| now.saturating_duration_since(asked.at) <= COUNTS;
+        let asked: Vec<&Asked> = asked.iter().filter(counts).collect();
+        for one in &asked {
+            if let Some(node) = one.names.of(one.slot) {
+                *found.requests.entry(node.clone()).or_default() += 1;
+            }
+            let tenant = found.tenants.entry(Arc::clone(&one.ask.tenant)).or_default();
+            *tenant = (tenant.0 + 1, tenant.1 + u64::from(one.ask.prompt_tokens));
+        }
+        // Groups of requests that have their first units in common; of these the path goes on from.
+        let mut open: Vec<(Vec<&Asked>, usize, Option<usize>)> = vec![(asked, 0, None)];
+        let mut all: Vec<Path> = Vec::new();
+        while let Some((group, from, parent)) = open.pop() {
+            let mut branches: HashMap<BlockId, Vec<&Asked>> = HashMap::new();
+            for one in group {
+                if let Some(next) = one.ask.chain.get(from) {
+                    branches.entry(*next).or_default().push(one);
+                }
+            }
+            for branch in branches.into_values().filter(|branch| branch.len() > 1) {
+                let Some(first) = branch.first() else { continue };
+                let units = branch.iter().map(|one| common(&first.ask.chain, &one.ask.chain, from)).min();
+                let units = units.unwrap_or(from + 1).max(from + 1);
+                all.push(path(&branch, units, parent));
+                open.push((branch, units, Some(all.len() - 1)));
+            }
+        }
+        found.all = most(all);
+        found
+    }
+}
+
+fn path(branch: &[&Asked], units: usize, parent: Option<usize>) -> Path {
+    let ask = &branch[0].ask;
+    let mut workers = BTreeMap::new();
+    for node in branch.iter().filter_map(|one| one.names.of(one.slot)) {
+        *workers.entry(node.clone()).or_default() += 1;
+    }
+    let mut tenants: BTreeSet<Arc<str>> = branch.iter().map(|one| Arc::clone(&one.ask.tenant)).collect();
+    while tenants.len() > MAX_TENANTS {
+        tenants.pop_last();
+    }
+    let (chain, model) = (Arc::clone(&ask.chain), ask.model.clone());
+    Path { chain, units, parent, requests: branch.len(), model, tenants, workers }
+}
+
+/// The paths that were taken most; of as many requests the shorter one first, so that no path is without its parent.
+fn most(all: Vec<Path>) -> Vec<Path> {
+    let mut order: Vec<usize> = (0..all.len()).collect();
+    order.sort_by_key(|&at| (std::cmp::Reverse(all[at].requests), all[at].units, at));
+    order.truncate(MAX_PATHS);
+    let most = order.first().map_or(0, |&at| all[at].requests);
+    order.retain(|&at| all[at].requests * LEAST_PART >= most);
+    let place: HashMap<usize, usize> = order.iter().enumerate().map(|(new, &old)| (old, new)).collect();
+    let moved = |old: &usize| {
+        let path = all[*old].clone();
+        Path { parent: path.parent.and_then(|parent| place.get(&parent).copied()), ..path }
+    };
+    order.iter().map(moved).collect()
+}
+
+/// How many leading units two chains have in common, the first `from` and one more at least. A unit's name commits to all
+/// before it, so a few comparisons tell.
+fn common(one: &[BlockId], other: &[BlockId], from: usize) -> usize {
+    let (mut low, mut high) = (from, one.len().min(other.len()));
+    while low < high {
+        let middle = low.midpoint(high);
+        if one.get(middle) == other.get(middle) { low = middle + 1 } else { high = middle }
+    }
+    low
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::balancer::Ask;
+    use crate::balancer::recent::Names;
+    use crate::slot::Slot;
+    use proto::ids::RequestId;
+
+    fn asked(now: Instant, tenant: &str, chain: impl IntoIterator<Item = u128>) -> Asked {
+        let chain: Arc<[BlockId]> = chain.into_iter().map(|n| BlockId(n.to_be_bytes())).collect();
+        let ask = Ask {
+            request: RequestId::new("r").unwrap(),
+            tenant: tenant.into(),
+            model: ModelId::new("m").unwrap(),
+            prompt_tokens: 16 * chain.len() as u32 + 3,
+            chain,
+            group: None,
+            explain: false,
+            priority: 0,
+            deadline: now,
+        };
+        Asked { ask: Arc::new(ask), at: now, slot: Slot::new(0).unwrap(), names: Arc::new(Names::default()) }
+    }
+
+    #[test]
+    fn paths_fork_where_prompts_part() {
+        let now = Instant::now();
+        // A trunk of 8 units, behind it two documents, behind one of these two questions each asked twice.
+        let document = |n: u128| (0..8).chain(100 * n..100 * n + 4);
+        let mut requests =
+            vec![asked(now, "a", 0..8), asked(now, "a", document(1)), asked(now, "b", document(1))];
+        for question in [7000, 7000, 8000, 8000] {
+            requests.push(asked(now, "c", document(2).chain([question])));
+        }
+        requests.push(asked(now, "d", 900..905));
+        let found = Paths::find(now, &requests);
+        let shape: Vec<_> =
+            found.all.iter().map(|path| (path.requests, path.tokens(), path.parent)).collect();
+        assert_eq!(shape[..2], [(7, 128, None), (4, 192, Some(0))]);
+        let mut rest = shape[2..].to_vec();
+        rest.sort();
+        assert_eq!(rest, [(2, 192, Some(0)), (2, 208, Some(1)), (2, 208, Some(1))]);
+        assert_eq!(found.all[0].tenants.len(), 3, "who asked alone shares no path");
+        assert_eq!(found.tenants.get("c"), Some(&(4, 4 * (16 * 13 + 3))));
+        assert_eq!(found.all[0].name(), "00000000");
+        assert_eq!(found.all[0].chain().len(), 8);
+    }
+
+    #[test]
+    fn what_was_long_ago_does_not_count_and_paths_are_bounded() {
+        let start = Instant::now();
+        let mut requests = vec![asked(start, "a", 0..4), asked(start, "a", 0..4)];
+        let now = start + COUNTS + Duration::from_secs(1);
+        for n in 1..60 {
+            requests.extend([asked(now, "a", 100 * n..100 * n + 3), asked(now, "a", 100 * n..100 * n + 3)]);
+        }
+        let found = Paths::find(now, &requests);
+        assert_eq!(found.all.len(), MAX_PATHS);
+        assert!(found.all.iter().all(|path| path.requests == 2 && path.units == 3));
+        assert!(Paths::find(now, &[]).all.is_empty());
+        requests.extend((0..60).map(|_| asked(now, "a", 9_000..9_001)));
+        let found = Paths::find(now, &requests);
+        assert_eq!(found.all.len(), 1, "what two have in common is nothing beside what sixty have");
+    }
+}

@@ -1,0 +1,270 @@
+//! Decisions, as they are told to people: who could have had the request, what that would have cost, and what came of it.
+
+use super::why::{count, seconds};
+use crate::balancer::recent::{Decided, Ending, Lost, Outcome};
+use crate::routing::{Candidate, Parts, Reason};
+use crate::slot::Slot;
+use serde_json::{Value, json};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// Candidates that are told of, the chosen one and the cheapest.
+const MAX_CANDIDATES: usize = 8;
+
+/// Turns moments into milliseconds since 1970.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Clock {
+    pub(super) now: Instant,
+    pub(super) unix_ms: u64,
+}
+
+impl Clock {
+    /// Both clocks, read now.
+    pub(super) fn read() -> Self {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self { now: Instant::now(), unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX) }
+    }
+
+    /// When something was.
+    pub(super) fn ms(&self, at: Instant) -> u64 {
+        self.ms_ago(self.now.saturating_duration_since(at))
+    }
+
+    /// When something so long ago was.
+    pub(super) fn ms_ago(&self, ago: std::time::Duration) -> u64 {
+        self.unix_ms.saturating_sub(u64::try_from(ago.as_millis()).unwrap_or(u64::MAX))
+    }
+}
+
+/// A decision and what came of it.
+pub(super) fn request(clock: Clock, decided: &Decided, outcome: &Outcome) -> Value {
+    let ask = &decided.ask;
+    let name = |slot: Slot| decided.names.of(slot).map(|node| node.as_str());
+    let since = decided.at.checked_sub(decided.waited).unwrap_or(decided.at);
+    let after = |at: Instant| rounded(at.saturating_duration_since(since).as_secs_f64());
+    let parts = decided.parts();
+    let compared: Vec<(&Candidate, &Parts)> = decided.candidates.iter().zip(&parts).collect();
+    let mut told = compared.clone();
+    told.sort_by(|(a, x), (b, y)| {
+        let chosen = |c: &Candidate| c.slot != decided.choice.slot;
+        chosen(a).cmp(&chosen(b)).then(x.cost.total_cmp(&y.cost))
+    });
+    told.truncate(MAX_CANDIDATES);
+    let candidates: Vec<Value> = told
+        .iter()
+        .map(|(candidate, parts)| {
+            json!({
+                "worker": name(candidate.slot),
+                "chosen": candidate.slot == decided.choice.slot,
+                "cached": parts.cached,
+                "queue_s": rounded(parts.queue),
+                "prefill_s": rounded(parts.prefill),
+                "transfer_s": rounded(parts.transfer),
+                "cost_s": rounded(parts.cost),
+                "pending_tokens": candidate.pending_tokens,
+                "running": candidate.running,
+                "pulls_from": candidate.pull.and_then(|pull| name(pull.from)),
+            })
+        })
+        .collect();
+    json!({
+        "number": decided.number,
+        "request": ask.request.as_str(),
+        "tenant": &*ask.tenant,
+        "model": ask.model.as_str(),
+        "attempt": decided.attempt.0,
+        "at": clock.ms(since),
+        "state": state(outcome),
+        "prompt_tokens": ask.prompt_tokens,
+        "reason": decided.choice.reason.as_str(),
+        "worker": name(decided.choice.slot),
+        "predicted": decided.predicted,
+        "cached": outcome.cached,
+        "waited_s": rounded(decided.waited.as_secs_f64()),
+        "started_s": outcome.started.map(after),
+        "ended_s": outcome.ended.map(|(at, _)| after(at)),
+        "generated": outcome.generated,
+        "best": decided.best.and_then(|(tokens, slot)| Some(json!({"worker": name(slot)?, "tokens": tokens}))),
+        "lost": decided.lost.map(|lost| lost.name()),
+        "pull": decided.pull.and_then(|pull| Some(json!({"from": name(pull.from)?, "seconds": rounded(pull.seconds)}))),
+        "prefill": decided.prefill.and_then(name),
+        "compared": compared.len(),
+        "candidates": candidates,
+        "why": why(decided, &compared),
+    })
+}
+
+fn state(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome { generated: Some(_), .. } => "done",
+        Outcome { ended: Some((_, Ending::Failed)), .. } => "failed",
+        Outcome { ended: Some(_), .. } => "ended",
+        Outcome { started: Some(_), .. } => "decodes",
+        _ => "prefills",
+    }
+}
+
+/// Microseconds are enough.
+pub(super) fn rounded(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e6
+}
+
+/// The decision in a sentence.
+fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
+    let name = |slot: Slot| decided.names.of(slot).map_or("?", |node| node.as_str());
+    let choice = &decided.choice;
+    let chosen = name(choice.slot);
+    let own = compared.iter().find(|(candidate, _)| candidate.slot == choice.slot).map(|(_, parts)| *parts);
+    let others = compared.iter().filter(|(candidate, _)| candidate.slot != choice.slot);
+    let next = others.min_by(|(_, a), (_, b)| a.cost.total_cmp(&b.cost));
+    let has = match decided.predicted {
+        0 => "has nothing of the prompt".to_owned(),
+        tokens => {
+            format!("has {tokens} of {} in its cache", count(decided.ask.prompt_tokens.into(), "token"))
+        }
+    };
+    let mut text = match choice.reason {
+        Reason::Only => format!("Only {chosen} could take it; it {has}."),
+        Reason::Prefix => format!("{chosen} {has}."),
+        Reason::Group => {
+            format!("{chosen} computes what this request has in common with others just now; it {has}.")
+        }
+        Reason::Replica => {
+            format!(
+                "Those that hold the prefix are asked too often: {chosen} holds it from now on; it {has}."
+            )
+        }
+        Reason::Load => format!("{chosen} has the least to do; it {has}."),
+    };
+    if let (Some(own), Some((other, parts))) = (own, next) {
+        let answers = |parts: &Parts| seconds(parts.queue + parts.prefill + parts.transfer);
+        text += &format!(
+            " First token expected after {}, at {} after {}.",
+            answers(own),
+            name(other.slot),
+            answers(parts)
+        );
+    }
+    if let Some(pull) = decided.pull {
+        text += &format!(" The rest is pulled from {}.", name(pull.from));
+    }
+    if let (Some(lost), Some((tokens, slot))) = (decided.lost, decided.best) {
+        let because = match lost {
+            Lost::Load => "has more to do",
+            Lost::Replica => "is asked too often",
+            Lost::Full => "has as many requests as it may have",
+            Lost::Drain => "drains",
+            Lost::NotReady => "is not ready",
+            Lost::Silent => "was not heard of, or does not get on",
+            Lost::Role => "only computes prompts for others",
+            Lost::Declined => "had declined it, or may not go on with it",
+        };
+        text += &format!(" {} holds {tokens} tokens of it, but {because}.", name(slot));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::balancer::Ask;
+    use crate::balancer::recent::Names;
+    use crate::routing::{Query, Routing, choose};
+    use proto::ids::{Attempt, ModelId, RequestId};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    fn decided(at: Instant, candidates: Vec<Candidate>) -> Decided {
+        let query =
+            Query { routing: Routing::Prefix, prompt_tokens: 1_530, standing: None, random: 0, turn: 0 };
+        let choice = choose(&query, &candidates).unwrap();
+        let ask = Ask {
+            request: RequestId::new("req-7").unwrap(),
+            tenant: "acme".into(),
+            model: ModelId::new("m").unwrap(),
+            prompt_tokens: 1_530,
+            chain: [].into(),
+            group: None,
+            explain: false,
+            priority: 0,
+            deadline: at,
+        };
+        Decided {
+            number: 3,
+            ask: Arc::new(ask),
+            attempt: Attempt(0),
+            waited: Duration::from_millis(250),
+            at,
+            query,
+            candidates,
+            choice,
+            predicted: choice.predicted,
+            pull: None,
+            prefill: None,
+            best: None,
+            lost: None,
+            names: Arc::new(Names::default()),
+        }
+    }
+
+    fn candidate(index: usize, units: u32, pending_tokens: u64) -> Candidate {
+        Candidate {
+            slot: Slot::new(index).unwrap(),
+            units,
+            pending_tokens,
+            running: 0,
+            prefill_rate: 1_000.0,
+            step_ms: 10.0,
+            given_tokens: 0.0,
+            pull: None,
+        }
+    }
+
+    #[test]
+    fn a_decision_is_told_with_its_costs_and_its_outcome() {
+        let at = Instant::now();
+        let decided = decided(at, vec![candidate(0, 0, 0), candidate(1, 93, 100)]);
+        let clock = Clock { now: at + Duration::from_secs(2), unix_ms: 1_000_000 };
+        let placed = request(clock, &decided, &Outcome::default());
+        assert_eq!(
+            (&placed["reason"], &placed["state"], &placed["at"]),
+            (&json!("prefix"), &json!("prefills"), &json!(997_750))
+        );
+        let chosen = &placed["candidates"][0];
+        assert_eq!(
+            (&chosen["chosen"], &chosen["cached"], &chosen["queue_s"]),
+            (&json!(true), &json!(1_488), &json!(0.1))
+        );
+        assert_eq!(chosen["prefill_s"], json!(0.042));
+        assert_eq!(placed["candidates"][1]["prefill_s"], json!(1.53));
+        let why = placed["why"].as_str().unwrap();
+        assert!(why.contains("has 1488 of 1\u{202f}530 tokens in its cache"), "{why}");
+        assert!(why.contains("expected after 0.1 s, at ? after 1.5 s"), "{why}");
+        let outcome = Outcome {
+            started: Some(at + Duration::from_millis(150)),
+            cached: Some(1_488),
+            ended: Some((at + Duration::from_secs(1), Ending::Over)),
+            generated: Some(40),
+        };
+        let done = request(clock, &decided, &outcome);
+        assert_eq!(
+            (&done["state"], &done["cached"], &done["started_s"]),
+            (&json!("done"), &json!(1_488), &json!(0.4))
+        );
+        assert_eq!(
+            (&done["ended_s"], &done["generated"], &done["number"]),
+            (&json!(1.25), &json!(40), &json!(3))
+        );
+    }
+
+    #[test]
+    fn of_many_candidates_the_chosen_and_the_cheapest_are_told() {
+        let at = Instant::now();
+        let many = (0..40).map(|index| candidate(index, 0, 100 * index as u64)).collect();
+        let told = request(Clock::read(), &decided(at, many), &Outcome::default());
+        assert_eq!(told["compared"], json!(40));
+        let candidates = told["candidates"].as_array().unwrap();
+        assert_eq!((candidates.len(), &candidates[0]["chosen"]), (MAX_CANDIDATES, &json!(true)));
+        let costs: Vec<f64> = candidates[1..].iter().map(|c| c["cost_s"].as_f64().unwrap()).collect();
+        assert!(costs.is_sorted(), "{costs:?}");
+    }
+}

@@ -1,0 +1,338 @@
+//! What the page shows, as JSON. Keys are only ever added; docs/dashboard.md tells what they mean.
+
+use super::engines::{Engine, Engines};
+use super::paths::{Path, Paths};
+use super::requests::{Clock, request, rounded};
+use super::why::{Common, Facts, verdict};
+use crate::balancer::recent::{Asked, Locality, Lost};
+use crate::balancer::{Balancer, WorkerView};
+use crate::ops::history::Moment;
+use crate::ops::{Ops, cluster};
+use crate::timeline::{SLOT, SLOTS, Sketch};
+use proto::block::HASH_UNIT_TOKENS;
+use proto::ids::NodeId;
+use proto::shard::ShippingReportV1;
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+/// How long a look waits for workers: their next words come with the next look.
+const WORKERS_LIMIT: Duration = Duration::from_millis(700);
+/// Percentiles are over the last minute.
+const WINDOW_SLOTS: usize = 30;
+/// Slots that every look tells again: the present one, and the one that may have ended since.
+const FRESH_SLOTS: usize = 2;
+/// A prefix that is shorter says little of why a worker has much to do.
+const COMMON_TOKENS: usize = 64;
+
+type Holders = Vec<(NodeId, u32, u32)>;
+
+/// Whoever looks again and again, and what was seen so far.
+#[derive(Debug, Default)]
+pub(super) struct Observer {
+    engines: Engines,
+    /// Changes of decisions.
+    seen: u64,
+}
+
+/// What a page needs to begin with: all requests and the last minutes.
+pub(super) fn beginning(ops: &Ops) -> Value {
+    let clock = Clock::read();
+    let (_, requests) = ops.dispatch.look(|balancer| decisions(balancer, 0));
+    let requests: Vec<Value> = requests.iter().map(|(d, outcome)| request(clock, d, outcome)).collect();
+    json!({"requests": requests, "history": history(ops, clock, SLOTS), "slot_s": SLOT.as_secs()})
+}
+
+type Decisions = Vec<(std::sync::Arc<crate::balancer::recent::Decided>, crate::balancer::recent::Outcome)>;
+
+fn decisions(balancer: &Balancer, after: u64) -> (u64, Decisions) {
+    (balancer.recent().changes(), balancer.recent().since(after).collect())
+}
+
+impl Observer {
+    /// Has seen what there is of requests.
+    pub(super) fn new(ops: &Ops) -> Self {
+        Self { engines: Engines::default(), seen: ops.dispatch.look(|balancer| balancer.recent().changes()) }
+    }
+
+    /// Everything as it is now; of requests and of the last minutes what is new.
+    pub(super) async fn look(&mut self, ops: &Ops) -> Value {
+        let said = ops.dispatch.worker_metrics(WORKERS_LIMIT).await;
+        let clock = Clock::read();
+        let workers = ops.dispatch.workers();
+        let engines = said.iter().filter_map(|(node, text)| {
+            let member = workers.iter().find(|view| view.member.register.node == *node)?;
+            Some((node.clone(), member.member.register.epoch, Engine::read(text)))
+        });
+        self.engines.take(clock.now, engines.collect());
+        let (asked, tenants, (seen, requests)) = ops.dispatch.look(|balancer| {
+            let asked: Vec<Asked> = balancer.recent().asked().cloned().collect();
+            (asked, balancer.tenants(), decisions(balancer, self.seen))
+        });
+        self.seen = seen;
+        let paths = Paths::find(clock.now, &asked);
+        let holders: Vec<Holders> = ops
+            .dispatch
+            .look(|balancer| paths.all.iter().map(|path| balancer.holders(path.chain())).collect());
+        let shipments = ops.dispatch.shipments().all();
+        let facts: Vec<Facts> =
+            workers.iter().map(|view| self.facts(view, &paths, &holders, &shipments)).collect();
+        let (_, queue, _) = ops.dispatch.sizes();
+        let (worker, level, text) = verdict(&facts, queue.requests);
+        let requests: Vec<Value> = requests.iter().map(|(d, outcome)| request(clock, d, outcome)).collect();
+        json!({
+            "at": clock.unix_ms,
+            "coordinator": ops.id.as_str(),
+            "verdict": {"worker": worker, "level": level.name(), "text": text},
+            "cluster": cluster::view(ops),
+            "workers": workers.iter().zip(&facts).map(|(view, of)| self.worker(view, of, &facts)).collect::<Vec<_>>(),
+            "raft": raft(ops),
+            "tenants": tenant_views(&tenants, &paths),
+            "prefixes": paths.all.iter().zip(&holders).map(|(path, held)| prefix(path, held, &asked)).collect::<Vec<_>>(),
+            "latency": latency(ops, clock),
+            "locality": locality_lately(ops, clock),
+            "history": history(ops, clock, FRESH_SLOTS),
+            "requests": requests,
+        })
+    }
+
+    fn facts(
+        &self,
+        view: &WorkerView,
+        paths: &Paths,
+        holders: &[Holders],
+        shipments: &[(NodeId, ShippingReportV1)],
+    ) -> Facts {
+        let node = &view.member.register.node;
+        let report = view.report.as_ref();
+        let requests = paths.requests.get(node).copied().unwrap_or(0);
+        let all: usize = paths.requests.values().sum();
+        let share = (all > 0).then(|| requests as f64 / all as f64);
+        let shipping =
+            shipments.iter().find(|(of, _)| of == node).map(|(_, said)| (said.present, said.wanted));
+        Facts {
+            id: node.to_string(),
+            state: view.state(),
+            draining: view.member.draining,
+            queue_s: view.queue_seconds,
+            running: report.map_or(0, |r| r.running.saturating_add(r.waiting)).max(view.inflight),
+            waiting: report.map_or(0, |r| r.waiting),
+            pending_tokens: view.pending_tokens.max(report.map_or(0, |r| r.pending_prefill_tokens)),
+            prefill_rate: report.map_or(0.0, |r| r.prefill_rate.into()),
+            kv: report.map_or(0.0, |r| r.kv_used as f64 / (r.kv_total as f64).max(1.0)),
+            preempted: self.engines.lately(node, "vllm:num_preemptions_total"),
+            silent: view.silent,
+            stalled: Duration::from_millis(report.map_or(0, |r| r.stalled_ms)),
+            share,
+            common: common(node, requests, paths, holders),
+            shipping,
+        }
+    }
+
+    fn worker(&self, view: &WorkerView, facts: &Facts, fleet: &[Facts]) -> Value {
+        let node = &view.member.register.node;
+        let rate = |name: &str| self.engines.rate(node, name).map(rounded);
+        let lately = |name: &str| self.engines.lately(node, name);
+        let queried = lately("vllm:prefix_cache_queries_total");
+        let hits = (queried > 0.0).then(|| rounded(lately("vllm:prefix_cache_hits_total") / queried));
+        let report = view.report.as_ref();
+        json!({
+            "id": node.as_str(),
+            "level": facts.level().name(),
+            "heat": rounded(facts.heat()),
+            "why": facts.why(fleet),
+            "queue_s": rounded(facts.queue_s),
+            "sequences": facts.running,
+            "pending_tokens": facts.pending_tokens,
+            "share": facts.share.map(rounded),
+            "step_ms": report.map_or(0.0, |r| r.step_ms),
+            "generated_per_s": rate("vllm:generation_tokens_total"),
+            "prefilled_per_s": rate("kvasir_prefill_tokens_computed_total"),
+            "steps_per_s": rate("kvasir_steps_total"),
+            "evictions_per_s": rate("kvasir_kv_evictions_total"),
+            "preempted": facts.preempted,
+            "hit_ratio": hits,
+            "silent_ms": u64::try_from(view.silent.as_millis()).unwrap_or(u64::MAX),
+            "stalled_ms": report.map_or(0, |r| r.stalled_ms),
+            "hottest": facts.common.as_ref().map(|common| json!({
+                "prefix": common.name,
+                "tokens": common.tokens,
+                "share": rounded(common.share),
+                "holders": common.holders,
+            })),
+            "kv": self.kv(node, report.map_or((0, 0), |r| (r.kv_used, r.kv_total))),
+            "stages": self.stages(node),
+            "steps_under_way": self.engines.last(node).map_or(0.0, |e| e.get("kvasir_shard_steps_under_way")),
+            "weight_bytes": self.engines.last(node).map_or(0.0, |e| e.get("kvasir_weight_bytes")),
+            "fetched_per_s": rate("kvasir_shard_fetched_bytes_total"),
+            "served_per_s": rate("kvasir_shard_served_bytes_total"),
+            "pulled_per_s": self.engines.rate_of_part(node, "kvasir_block_transfer_bytes_total", "received").map(rounded),
+            "sent_per_s": self.engines.rate_of_part(node, "kvasir_block_transfer_bytes_total", "sent").map(rounded),
+        })
+    }
+
+    /// Bytes of the arena by kind of cache, and of the tiers below it.
+    fn kv(&self, node: &NodeId, (used, total): (u64, u64)) -> Value {
+        let parts = |name: &str| {
+            let parts = self.engines.last(node).map_or(&[][..], |engine| engine.parts(name));
+            parts.iter().map(|(part, bytes)| (part.clone(), json!(bytes))).collect::<Map<_, _>>()
+        };
+        json!({
+            "used": used,
+            "total": total,
+            "groups": parts("kvasir_kv_group_bytes"),
+            "groups_used": parts("kvasir_kv_group_used_bytes"),
+            "tiers": parts("kvasir_tier_bytes"),
+        })
+    }
+
+    /// What the stages of a replica do, told by its first.
+    fn stages(&self, node: &NodeId) -> Vec<Value> {
+        let named =
+            self.engines.last(node).map_or(&[][..], |engine| engine.parts("kvasir_shard_busy_seconds_total"));
+        let stage = |(stage, _): &(String, f64)| {
+            let rate = |name: &str| self.engines.rate_of_part(node, name, stage).map(rounded);
+            json!({
+                "stage": stage,
+                "busy": rate("kvasir_shard_busy_seconds_total"),
+                "stalled": rate("kvasir_shard_stalled_seconds_total"),
+                "received_per_s": rate("kvasir_shard_received_bytes_total"),
+            })
+        };
+        named.iter().map(stage).collect()
+    }
+}
+
+/// What most of a worker's requests have in common, by the tokens that this spares.
+fn common(node: &NodeId, requests: usize, paths: &Paths, holders: &[Holders]) -> Option<Common> {
+    let taken = |path: &Path| path.workers.get(node).copied().unwrap_or(0);
+    let long = paths.all.iter().zip(holders).filter(|(path, _)| path.tokens() >= COMMON_TOKENS);
+    let (path, held) = long.max_by_key(|(path, _)| taken(path) * path.tokens())?;
+    let share = taken(path) as f64 / requests.max(1) as f64;
+    let whole = |(_, _, expected): &&(NodeId, u32, u32)| *expected as usize >= path.units;
+    let holders = held.iter().filter(whole).count();
+    (share > 0.0).then(|| Common { name: path.name(), tokens: path.tokens(), share, holders })
+}
+
+fn prefix(path: &Path, holders: &Holders, asked: &[Asked]) -> Value {
+    let tokens = |units: u32| units as usize * HASH_UNIT_TOKENS;
+    let holder = |(node, held, expected): &(NodeId, u32, u32)| json!({"worker": node.as_str(), "tokens": tokens(*expected), "held": tokens(*held)});
+    json!({
+        "name": path.name(),
+        "parent": path.parent,
+        "tokens": path.tokens(),
+        "requests": path.requests,
+        "share": rounded(path.requests as f64 / asked.len().max(1) as f64),
+        "model": path.model.as_str(),
+        "tenants": path.tenants.iter().map(|tenant| &**tenant).collect::<Vec<_>>(),
+        "holders": holders.iter().map(holder).collect::<Vec<_>>(),
+        "workers": path.workers.iter().map(|(node, n)| (node.to_string(), json!(n))).collect::<Map<_, _>>(),
+    })
+}
+
+fn tenant_views(waiting: &[crate::admission::TenantView], paths: &Paths) -> Vec<Value> {
+    let mut all: Vec<&str> = paths.tenants.keys().map(|tenant| &**tenant).collect();
+    all.extend(waiting.iter().map(|view| view.tenant.as_str()));
+    all.sort_unstable();
+    all.dedup();
+    let view = |tenant: &&str| {
+        let waits = waiting.iter().find(|view| view.tenant == **tenant);
+        let (requests, tokens) = paths.tenants.get(*tenant).copied().unwrap_or_default();
+        json!({
+            "tenant": tenant,
+            "waiting": waits.map_or(0, |view| view.requests),
+            "waiting_tokens": waits.map_or(0, |view| view.tokens),
+            "placed": requests,
+            "placed_tokens": tokens,
+        })
+    };
+    all.iter().map(view).collect()
+}
+
+fn raft(ops: &Ops) -> Value {
+    let Some(raft) = &ops.raft else { return Value::Null };
+    let standing = raft.standing();
+    json!({
+        "quorum": standing.quorum,
+        "term": standing.term,
+        "committed": standing.committed,
+        "applied": standing.applied,
+        "voters": standing.voters,
+        "learners": standing.learners,
+        "leader_changes": standing.leader_changes,
+        "log_entries": standing.log_entries,
+        "log_bytes": standing.log_bytes,
+        "disk_full": standing.disk_full,
+    })
+}
+
+fn percentiles(sketch: &Sketch) -> Value {
+    let at = |share: f64| sketch.quantile(share).map(rounded);
+    json!({"p50": at(0.5), "p95": at(0.95), "p99": at(0.99), "count": sketch.count()})
+}
+
+/// How requests fared over the last minute.
+fn latency(ops: &Ops, clock: Clock) -> Value {
+    let mut all = Moment::default();
+    ops.metrics.history().last(clock.now, WINDOW_SLOTS).iter().for_each(|(_, moment)| all.merge(moment));
+    let seconds = (SLOT * WINDOW_SLOTS as u32).as_secs();
+    json!({
+        "window_s": seconds,
+        "ttft": percentiles(&all.ttft),
+        "itl": percentiles(&all.itl),
+        "e2e": percentiles(&all.e2e),
+        "done": all.done,
+        "generated": all.generated,
+        "cached": all.cached,
+        "mispredicted": all.mispredicted,
+        "shed": all.shed,
+        "failed": all.failed,
+    })
+}
+
+fn locality(at: &Locality) -> Map<String, Value> {
+    let lost: Map<String, Value> =
+        Lost::ALL.iter().zip(at.lost).map(|(lost, tokens)| (lost.name().to_owned(), json!(tokens))).collect();
+    let mut told = Map::new();
+    told.insert("requests".into(), json!(at.requests));
+    told.insert("prompt".into(), json!(at.prompt));
+    told.insert("best".into(), json!(at.best));
+    told.insert("predicted".into(), json!(at.predicted));
+    told.insert("lost".into(), Value::Object(lost));
+    told
+}
+
+/// What was held of the prompts of the last minute.
+fn locality_lately(ops: &Ops, clock: Clock) -> Value {
+    let mut all = Locality::default();
+    ops.dispatch.look(|balancer| {
+        balancer.recent().locality().last(clock.now, WINDOW_SLOTS).for_each(|(_, at)| all.merge(at));
+    });
+    Value::Object(locality(&all))
+}
+
+fn history(ops: &Ops, clock: Clock, slots: usize) -> Value {
+    let moment = |(ago, moment): &(Duration, Moment)| {
+        let curve = |sketch: &Sketch| [0.5, 0.95, 0.99].map(|share| sketch.quantile(share).map(rounded));
+        json!({
+            "at": clock.ms_ago(*ago),
+            "ttft": curve(&moment.ttft),
+            "itl": curve(&moment.itl),
+            "e2e": curve(&moment.e2e),
+            "done": moment.done,
+            "prompt": moment.prompt,
+            "generated": moment.generated,
+            "shed": moment.shed,
+            "failed": moment.failed,
+        })
+    };
+    let moments: Vec<Value> = ops.metrics.history().last(clock.now, slots).iter().map(moment).collect();
+    let localities: Vec<(Duration, Locality)> = ops.dispatch.look(|balancer| {
+        balancer.recent().locality().last(clock.now, slots).map(|(ago, at)| (ago, *at)).collect()
+    });
+    let localities = localities.iter().map(|(ago, at)| {
+        let mut told = locality(at);
+        told.insert("at".into(), json!(clock.ms_ago(*ago)));
+        Value::Object(told)
+    });
+    json!({"requests": moments, "locality": localities.collect::<Vec<_>>()})
+}

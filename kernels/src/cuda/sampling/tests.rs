@@ -1,0 +1,65 @@
+use super::super::tests::sim::{Sim, numbers};
+use super::*;
+
+/// The places of the largest, by the rule.
+fn wanted(row: &[f32], count: usize) -> Vec<(u32, u32)> {
+    let rank = |x: f32| match (x.is_nan(), x.is_sign_negative()) {
+        (true, _) => 0,
+        (_, true) => !x.to_bits(),
+        (_, false) => x.to_bits() | 1 << 31,
+    };
+    let mut places: Vec<usize> = (0..row.len()).collect();
+    places.sort_by_key(|place| (std::cmp::Reverse(rank(row[*place])), *place));
+    let mut best: Vec<_> =
+        places[..count].iter().map(|place| (*place as u32, row[*place].to_bits())).collect();
+    best.sort_unstable();
+    best
+}
+
+fn assert_best(sim: &mut Sim, rows: &[Vec<f32>], count: usize) {
+    let compiled = sim.compiled(&source::SAMPLING);
+    let kernels = SamplingKernels::load(&mut sim.device, compiled).unwrap();
+    let of = Rows { rows: rows.len(), cols: rows[0].len() };
+    let (x, out) = (sim.values(&rows.concat()), sim.room(8 * count * rows.len()));
+    kernels.best(&mut sim.device, of, x, count, out).unwrap();
+    let found = sim.read_numbers(out, 2 * count * rows.len());
+    for (found, row) in found.chunks_exact(2 * count).zip(rows) {
+        let mut found: Vec<(u32, u32)> =
+            found.as_chunks::<2>().0.iter().map(|&[place, value]| (place, value)).collect();
+        found.sort_unstable();
+        assert_eq!(found, wanted(row, count), "{count} of {} for {}", row.len(), sim.arch);
+    }
+}
+
+#[test]
+fn the_largest_of_each_row_come_with_their_places() {
+    for mut sim in Sim::each() {
+        let random = |seed, cols| numbers(seed, 0, cols);
+        assert_best(&mut sim, &[random(1, 3000), random(2, 3000)], 64);
+        assert_best(&mut sim, &[random(3, 64)], 64);
+        assert_best(&mut sim, &[vec![0.25]], 1);
+        // Few values, so that many are equal, over several rounds of the block.
+        let equal = |place: usize| ((place * 7919) % 5) as f32 - 2.0;
+        assert_best(&mut sim, &[(0..2500).map(equal).collect(), vec![-1.5; 2500]], 33);
+        let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, f32::MIN_POSITIVE / 2.0, -f32::NAN];
+        let mixed: Vec<f32> = random(4, 70)
+            .into_iter()
+            .zip(0..)
+            .map(|(x, i)| if i % 3 == 0 { odd[i % 7] } else { x })
+            .collect();
+        for count in [1, 20, 50, 69, 70] {
+            assert_best(&mut sim, std::slice::from_ref(&mixed), count);
+        }
+    }
+}
+
+#[test]
+fn more_than_there_are_is_refused() {
+    let mut sim = Sim::each().next().unwrap();
+    let compiled = sim.compiled(&source::SAMPLING);
+    let kernels = SamplingKernels::load(&mut sim.device, compiled).unwrap();
+    for count in [0, 4] {
+        let of = Rows { rows: 1, cols: 3 };
+        assert!(kernels.best(&mut sim.device, of, DevicePtr(0), count, DevicePtr(0)).is_err());
+    }
+}

@@ -1,0 +1,465 @@
+//! Addresses of models: `https://` and `hf://`, and what they are on the network.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use super::without_part_number;
+
+/// Longer addresses are refused; signed ones that servers redirect to have some kilobytes.
+const MAX_ADDRESS: usize = 8 << 10;
+/// Files of a split set at most.
+const MAX_PARTS: usize = 1000;
+/// Where `hf://` leads unless `HF_ENDPOINT` says otherwise.
+const HUB: &str = "https://huggingface.co";
+
+/// Why a text is no address that a model can be fetched from.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InvalidAddress {
+    /// Not `https://`, `http://` or `hf://`.
+    #[error("it begins with none of https://, http:// and hf://")]
+    Scheme,
+    /// Too long, or with characters that are written otherwise in an address.
+    #[error("it is longer than 8 KiB or has characters that an address has not (write them as %XX)")]
+    Characters,
+    /// No host, or a wrong port.
+    #[error("it names no host, or a port that is none")]
+    Host,
+    /// A name or a password.
+    #[error("it carries a user's name; credentials do not belong into an address")]
+    Credentials,
+    /// Not a GGUF file.
+    #[error("it does not lead to a file whose name ends with .gguf")]
+    File,
+    /// Of a hub, but without owner, repository or file.
+    #[error("it must be hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO@REVISION/FILE.gguf")]
+    Hub,
+}
+
+/// An `http://` or `https://` address.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Url {
+    tls: bool,
+    host: String,
+    port: u16,
+    /// Path and query; begins with a slash.
+    target: String,
+}
+
+impl Url {
+    /// Reads one. A fragment is left out.
+    ///
+    /// # Errors
+    /// [`InvalidAddress`], but not of its file's name.
+    pub fn parse(text: &str) -> Result<Self, InvalidAddress> {
+        if text.len() > MAX_ADDRESS || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(InvalidAddress::Characters);
+        }
+        let (scheme, rest) = text.split_once("://").ok_or(InvalidAddress::Scheme)?;
+        let tls = match scheme.to_ascii_lowercase().as_str() {
+            "https" => true,
+            "http" => false,
+            _ => return Err(InvalidAddress::Scheme),
+        };
+        let rest = rest.split('#').next().unwrap_or_default();
+        let (authority, target) = match rest.find(['/', '?']) {
+            Some(at) => rest.split_at(at),
+            None => (rest, "/"),
+        };
+        if authority.contains('@') {
+            return Err(InvalidAddress::Credentials);
+        }
+        // The colon of a port stands behind the bracket of an IPv6 address.
+        let after = authority.rfind(']').map_or(0, |at| at + 1);
+        let (host, port) = match authority.get(after..).and_then(|rest| rest.find(':')) {
+            Some(colon) => (
+                authority.get(..after + colon).unwrap_or_default(),
+                authority.get(after + colon + 1..).unwrap_or_default().parse().ok().filter(|port| *port > 0),
+            ),
+            None => (authority, Some(if tls { 443 } else { 80 })),
+        };
+        let plain = |host: &str| host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+        let bracketed = |host: &str| {
+            let inside = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+            inside.is_some_and(|inside| inside.parse::<std::net::Ipv6Addr>().is_ok())
+        };
+        match port {
+            Some(port) if !host.is_empty() && (plain(host) || bracketed(host)) => {
+                let slash = if target.starts_with('/') { "" } else { "/" };
+                Ok(Self { tls, host: host.to_ascii_lowercase(), port, target: format!("{slash}{target}") })
+            }
+            _ => Err(InvalidAddress::Host),
+        }
+    }
+
+    /// Whether it is asked over TLS.
+    pub fn is_tls(&self) -> bool {
+        self.tls
+    }
+
+    /// A name or an address, an IPv6 one in brackets.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The port, also where none was given.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Path and query.
+    pub fn target(&self) -> &str {
+        &self.target
+    }
+
+    /// As a `Host` header has it.
+    pub fn authority(&self) -> String {
+        let default = if self.tls { 443 } else { 80 };
+        if self.port == default { self.host.clone() } else { format!("{}:{}", self.host, self.port) }
+    }
+
+    /// Whether it leads to this machine itself.
+    pub fn is_loopback(&self) -> bool {
+        let bare = self.host.trim_start_matches('[').trim_end_matches(']');
+        bare == "localhost" || bare.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    }
+
+    /// Whether both lead to the same server: what may be told to one may be told to the other.
+    pub fn same_server(&self, other: &Self) -> bool {
+        (self.tls, &self.host, self.port) == (other.tls, &other.host, other.port)
+    }
+
+    /// Where a redirect leads.
+    ///
+    /// # Errors
+    /// [`InvalidAddress`].
+    pub fn join(&self, location: &str) -> Result<Self, InvalidAddress> {
+        let scheme = if self.tls { "https" } else { "http" };
+        let head = location.split(['/', '?', '#']).next().unwrap_or_default();
+        if head.ends_with(':') {
+            return Self::parse(location);
+        }
+        if let Some(rest) = location.strip_prefix("//") {
+            return Self::parse(&format!("{scheme}://{rest}"));
+        }
+        let path = self.target.split('?').next().unwrap_or_default();
+        let base =
+            if location.starts_with('/') { "" } else { path.rsplit_once('/').map_or("", |(dir, _)| dir) };
+        let slash = if location.starts_with('/') { "" } else { "/" };
+        Self::parse(&format!("{scheme}://{}{base}{slash}{location}", self.authority()))
+    }
+
+    /// Without what stands behind a question mark, which may be a secret: for messages and records.
+    pub fn without_query(&self) -> String {
+        let text = self.to_string();
+        text.split('?').next().unwrap_or_default().to_owned()
+    }
+}
+
+impl fmt::Display for Url {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scheme = if self.tls { "https" } else { "http" };
+        write!(f, "{scheme}://{}{}", self.authority(), self.target)
+    }
+}
+
+/// An address of a model, as a user gives it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    place: Place,
+    /// Names of the model's files, in order of their numbers in a split set.
+    files: Vec<String>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Place {
+    Web(Url),
+    Hub {
+        owner: String,
+        repository: String,
+        revision: String,
+        /// Path in the repository up to the file's name, with the slash.
+        folder: String,
+    },
+}
+
+impl Address {
+    /// Whether a user's MODEL means an address at all.
+    pub fn looks_like(model: &str) -> bool {
+        model.contains("://")
+    }
+
+    /// Reads one. Of a split set any file stands for the set.
+    ///
+    /// # Errors
+    /// [`InvalidAddress`].
+    pub fn parse(text: &str) -> Result<Self, InvalidAddress> {
+        let (place, file) = match text.strip_prefix("hf://") {
+            Some(rest) => Self::of_hub(rest)?,
+            None => {
+                let url = Url::parse(text)?;
+                let path = url.target.split('?').next().unwrap_or_default();
+                let file = path.rsplit('/').next().unwrap_or_default().to_owned();
+                (Place::Web(url), file)
+            }
+        };
+        // It becomes the name of a file here.
+        let named =
+            file.to_ascii_lowercase().ends_with(".gguf") && !file.starts_with('.') && file.len() < 200;
+        if !named {
+            return Err(InvalidAddress::File);
+        }
+        let files = parts(&file).ok_or(InvalidAddress::File)?;
+        Ok(Self { place, files })
+    }
+
+    fn of_hub(rest: &str) -> Result<(Place, String), InvalidAddress> {
+        if rest.len() > MAX_ADDRESS || !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(InvalidAddress::Characters);
+        }
+        let mut segments = rest.split('/');
+        let owner = segments.next().unwrap_or_default();
+        let repository = segments.next().unwrap_or_default();
+        let (repository, revision) = repository.split_once('@').unwrap_or((repository, "main"));
+        let path: Vec<&str> = segments.collect();
+        let word = |word: &str| {
+            !word.is_empty()
+                && !word.starts_with('.')
+                && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+        };
+        let Some((file, folder)) = path.split_last() else { return Err(InvalidAddress::Hub) };
+        if ![owner, repository, revision].into_iter().chain(path.iter().copied()).all(word) {
+            return Err(InvalidAddress::Hub);
+        }
+        let folder = folder.iter().map(|segment| format!("{segment}/")).collect();
+        let place = Place::Hub {
+            owner: owner.into(),
+            repository: repository.into(),
+            revision: revision.into(),
+            folder,
+        };
+        Ok((place, (*file).to_owned()))
+    }
+
+    /// Names of the files that make the model.
+    pub fn files(&self) -> &[String] {
+        &self.files
+    }
+
+    /// The model's name in the API: the file's, without its ending and its number in a split set.
+    pub fn id(&self) -> &str {
+        let file = self.files.first().map_or("", String::as_str);
+        without_part_number(file.get(..file.len().saturating_sub(".gguf".len())).unwrap_or_default())
+    }
+
+    /// Where one of [`Self::files`] is.
+    pub(super) fn url(&self, hub: &Hub, file: &str) -> Url {
+        match &self.place {
+            Place::Web(url) => {
+                let (path, query) = match url.target.split_once('?') {
+                    Some((path, query)) => (path, format!("?{query}")),
+                    None => (url.target.as_str(), String::new()),
+                };
+                let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+                Url { target: format!("{folder}/{file}{query}"), ..url.clone() }
+            }
+            Place::Hub { owner, repository, revision, folder } => {
+                let base = hub.endpoint.target.trim_end_matches('/');
+                let target = format!("{base}/{owner}/{repository}/resolve/{revision}/{folder}{file}");
+                Url { target, ..hub.endpoint.clone() }
+            }
+        }
+    }
+
+    /// Whether it is one of a hub, which may want a token.
+    pub(super) fn is_of_hub(&self) -> bool {
+        matches!(self.place, Place::Hub { .. })
+    }
+}
+
+/// Without what stands behind a question mark: it tells addresses apart, and is shown.
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let file = self.files.first().map_or("", String::as_str);
+        match &self.place {
+            Place::Web(_) => f.write_str(&self.url(&Hub::default(), file).without_query()),
+            Place::Hub { owner, repository, revision, folder } => {
+                let at = if revision == "main" { String::new() } else { format!("@{revision}") };
+                write!(f, "hf://{owner}/{repository}{at}/{folder}{file}")
+            }
+        }
+    }
+}
+
+/// All names of a split set that `file` is of, else its own. None if it has too many.
+fn parts(file: &str) -> Option<Vec<String>> {
+    let stem = file.get(..file.len().checked_sub(".gguf".len())?)?;
+    let ending = file.get(stem.len()..)?;
+    let base = without_part_number(stem);
+    if base == stem {
+        return Some(vec![file.to_owned()]);
+    }
+    let count: usize = stem.rsplit_once("-of-")?.1.parse().ok()?;
+    let wanted = (1..=MAX_PARTS).contains(&count);
+    wanted.then(|| (1..=count).map(|number| format!("{base}-{number:05}-of-{count:05}{ending}")).collect())
+}
+
+/// Where `hf://` leads, and the token that is shown there and nowhere else.
+#[derive(Clone)]
+pub struct Hub {
+    pub(super) endpoint: Url,
+    pub(super) token: Option<String>,
+}
+
+impl Default for Hub {
+    fn default() -> Self {
+        let endpoint = Url { tls: true, host: String::new(), port: 443, target: "/".into() };
+        Self { endpoint: Url::parse(HUB).unwrap_or(endpoint), token: None }
+    }
+}
+
+impl Hub {
+    /// As the variables of the hub's own tools say: `HF_ENDPOINT`; `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else
+    /// `token` in `HF_HOME` (by default `~/.cache/huggingface`).
+    ///
+    /// # Errors
+    /// [`InvalidAddress`] of `HF_ENDPOINT`.
+    pub fn from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Self, InvalidAddress> {
+        let set = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+        let endpoint = Url::parse(set("HF_ENDPOINT").as_deref().unwrap_or(HUB))?;
+        let file = || {
+            let home =
+                || set("HF_HOME").or_else(|| set("HOME").map(|home| format!("{home}/.cache/huggingface")));
+            let path = set("HF_TOKEN_PATH").or_else(|| home().map(|home| format!("{home}/token")))?;
+            std::fs::read_to_string(path).ok()
+        };
+        let token = set("HF_TOKEN").or_else(file).map(|token| token.trim().to_owned());
+        let sound = |token: &String| !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_graphic());
+        Ok(Self { endpoint, token: token.filter(sound) })
+    }
+}
+
+/// Never shows the token.
+impl fmt::Debug for Hub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let token = self.token.as_ref().map(|_| "set");
+        f.debug_struct("Hub").field("endpoint", &self.endpoint).field("token", &token).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn url(text: &str) -> Url {
+        Url::parse(text).unwrap()
+    }
+
+    #[test]
+    fn addresses_are_read_and_written() {
+        for (text, host, port, target) in [
+            ("https://models.example/a/b.gguf", "models.example", 443, "/a/b.gguf"),
+            ("HTTP://LocalHost:8080/b.gguf?x=1#y", "localhost", 8080, "/b.gguf?x=1"),
+            ("https://[::1]:9/b.gguf", "[::1]", 9, "/b.gguf"),
+            ("https://a?b", "a", 443, "/?b"),
+        ] {
+            let url = url(text);
+            assert_eq!((url.host(), url.port(), url.target()), (host, port, target), "{text}");
+            assert_eq!(Url::parse(&url.to_string()), Ok(url), "{text}");
+        }
+        for (text, why) in [
+            ("ftp://a/b.gguf", InvalidAddress::Scheme),
+            ("https:///b.gguf", InvalidAddress::Host),
+            ("https://a:0/b", InvalidAddress::Host),
+            ("https://a:99999/b", InvalidAddress::Host),
+            ("https://a:/b", InvalidAddress::Host),
+            ("https://[::1/b", InvalidAddress::Host),
+            ("https://a%2fb/", InvalidAddress::Host),
+            ("https://me:secret@a/b", InvalidAddress::Credentials),
+            ("https://a/b c", InvalidAddress::Characters),
+            ("https://a/b\r\nHost: c", InvalidAddress::Characters),
+            (&format!("https://a/{}", "b".repeat(9000)), InvalidAddress::Characters),
+        ] {
+            assert_eq!(Url::parse(text), Err(why), "{text}");
+        }
+    }
+
+    #[test]
+    fn redirects_lead_where_they_say() {
+        let from = url("https://a.example:444/x/y?z=1");
+        for (location, to) in [
+            ("http://b/c", "http://b/c"),
+            ("//b/c", "https://b/c"),
+            ("/c?d", "https://a.example:444/c?d"),
+            ("c/d", "https://a.example:444/x/c/d"),
+            ("?d", "https://a.example:444/x/?d"),
+        ] {
+            assert_eq!(from.join(location).unwrap().to_string(), to, "{location}");
+        }
+        assert_eq!(from.join("file:///etc/passwd"), Err(InvalidAddress::Scheme));
+        assert_eq!(from.join("/a\nb"), Err(InvalidAddress::Characters));
+    }
+
+    #[test]
+    fn loopback_is_told_from_the_network() {
+        for here in ["http://localhost/", "http://127.1.2.3/", "http://[::1]:1/"] {
+            assert!(url(here).is_loopback(), "{here}");
+        }
+        for there in ["http://localhost.example/", "http://10.0.0.1/", "http://[::2]/", "http://0.0.0.0/"] {
+            assert!(!url(there).is_loopback(), "{there}");
+        }
+    }
+
+    #[test]
+    fn a_model_of_the_web_has_a_name_and_all_its_files() {
+        let one = Address::parse("https://a.example/m/My-Model.Q4.gguf?sig=secret").unwrap();
+        assert_eq!((one.id(), one.files()), ("My-Model.Q4", &["My-Model.Q4.gguf".to_owned()][..]));
+        assert_eq!(one.to_string(), "https://a.example/m/My-Model.Q4.gguf");
+        let split = Address::parse("https://a.example/m/b-00002-of-00003.gguf?sig=s").unwrap();
+        assert_eq!((split.id(), split.files().len()), ("b", 3));
+        let last = split.url(&Hub::default(), &split.files()[2]).to_string();
+        assert_eq!(last, "https://a.example/m/b-00003-of-00003.gguf?sig=s");
+        for wrong in
+            ["https://a.example/", "https://a/b.bin", "https://a/.gguf", "https://a/b-00001-of-99999.gguf"]
+        {
+            assert_eq!(Address::parse(wrong), Err(InvalidAddress::File), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_model_of_the_hub_is_found_at_its_endpoint() {
+        let hub = Hub { endpoint: url("http://127.0.0.1:5/hub/"), token: None };
+        for (text, shown, target) in [
+            ("hf://o/r/f.gguf", "hf://o/r/f.gguf", "/hub/o/r/resolve/main/f.gguf"),
+            ("hf://o/r@v1/d/f.gguf", "hf://o/r@v1/d/f.gguf", "/hub/o/r/resolve/v1/d/f.gguf"),
+        ] {
+            let address = Address::parse(text).unwrap();
+            assert_eq!(address.to_string(), shown);
+            assert_eq!(address.url(&hub, &address.files()[0]).target(), target);
+            assert_eq!(Address::parse(shown), Ok(address));
+        }
+        for wrong in
+            ["hf://o/r", "hf://o//f.gguf", "hf://o/r/../f.gguf", "hf://o/r@/f.gguf", "hf://o/r/a%20b.gguf"]
+        {
+            assert_eq!(Address::parse(wrong), Err(InvalidAddress::Hub), "{wrong}");
+        }
+        assert_eq!(Address::parse("hf://o/r/f.bin"), Err(InvalidAddress::File));
+    }
+
+    #[test]
+    fn the_hub_is_where_its_variables_say_and_its_token_is_not_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("token"), "of-the-file\n").unwrap();
+        let home = dir.path().display().to_string();
+        let hub = Hub::from_env(|name| match name {
+            "HF_ENDPOINT" => Some("https://mirror.example/".into()),
+            "HF_HOME" => Some(home.clone()),
+            _ => None,
+        })
+        .unwrap();
+        assert_eq!((hub.endpoint.host(), hub.token.as_deref()), ("mirror.example", Some("of-the-file")));
+        assert!(!format!("{hub:?}").contains("of-the-file"));
+        let hub = Hub::from_env(|name| (name == "HF_TOKEN").then(|| "of the variable".into())).unwrap();
+        assert_eq!((hub.endpoint.to_string(), hub.token), (format!("{HUB}/"), None), "no token has blanks");
+    }
+}

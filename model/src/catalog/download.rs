@@ -1,0 +1,451 @@
+//! One download: files from an address into a directory, gone on with where an earlier one stopped, whole or not there.
+
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::Error;
+
+use super::http::Http;
+use super::place::{io_error, lock, sync_dir};
+use super::transfer::{Known, PlainHttp, Transfer, Verdict};
+use super::{Address, CatalogError, Hub, Progress, Refusal, Step};
+
+/// What of a directory is complete, in this file.
+const RECORD: &str = "download.json";
+/// A part of a file is under its name and this.
+const PART: &str = ".part";
+/// What is known of a part is under its file's name and this.
+const KNOWN: &str = ".part.json";
+/// Bytes that may be lost when the power fails, and are fetched again when the process is killed.
+const SYNC_EVERY: u64 = 64 << 20;
+/// What a download leaves free on a disk.
+const SPARE: u64 = 64 << 20;
+const GGUF: &[u8; 4] = b"GGUF";
+/// Longer records are none of ours.
+const MAX_RECORD: u64 = 4 << 20;
+
+/// The network as downloads use it.
+pub struct Network {
+    /// Carries requests.
+    pub http: Box<dyn Http>,
+    /// Where `hf://` leads.
+    pub hub: Hub,
+    /// Whom to ask without TLS.
+    pub plain: PlainHttp,
+}
+
+/// How it is known that a model's bytes are the right ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Verification {
+    /// Their SHA-256 is the one that the catalog pins.
+    Pinned,
+    /// Their SHA-256 is the one that the user gave.
+    Given,
+    /// It is not known: they are what the address gave.
+    Unverified,
+}
+
+impl Verification {
+    /// The word that is shown for it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Pinned => "pinned",
+            Self::Given => "given",
+            Self::Unverified => "unverified",
+        }
+    }
+}
+
+/// A complete download.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Where it came from, without a query.
+    pub address: String,
+    /// Its files, in the order of a split set.
+    pub files: Vec<RecordedFile>,
+    /// How they were checked.
+    pub verification: Verification,
+}
+
+/// A file of a [`Record`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecordedFile {
+    /// Its name in the directory.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// Its SHA-256 when it came, in hexadecimal.
+    pub sha256: String,
+}
+
+/// What files must be: one SHA-256 a file, or none at all.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Expected<'a> {
+    pub(super) sha256: &'a [String],
+    /// What the record says where they are.
+    pub(super) verification: Verification,
+}
+
+impl Record {
+    /// What is recorded of a directory.
+    pub(super) fn read(dir: &Path) -> Option<Self> {
+        read_json(&dir.join(RECORD))
+    }
+
+    fn write(&self, dir: &Path) -> Result<(), Error> {
+        write_json(&dir.join(RECORD), self)
+    }
+
+    /// Whether all files of `address` are there, with the lengths that they had.
+    pub(super) fn is_complete(&self, dir: &Path, address: &Address) -> bool {
+        self.address == address.to_string()
+            && address
+                .files()
+                .iter()
+                .all(|name| self.files.iter().any(|file| file.name == *name && file.is_in(dir)))
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+}
+
+impl RecordedFile {
+    fn is_in(&self, dir: &Path) -> bool {
+        fs::metadata(dir.join(&self.name)).is_ok_and(|file| file.is_file() && file.len() == self.bytes)
+    }
+}
+
+/// Has the files of `address` in `dir`. Two processes that do so at once download once.
+pub(super) fn fetch(
+    dir: &Path,
+    address: &Address,
+    expected: Expected<'_>,
+    network: &Network,
+    progress: &mut dyn Progress,
+) -> Result<Record, Error> {
+    if !expected.sha256.is_empty() && expected.sha256.len() != address.files().len() {
+        let (given, files) = (expected.sha256.len(), address.files().len());
+        return Err(CatalogError::Checksums { address: address.to_string(), given, files }.into());
+    }
+    fs::create_dir_all(dir).map_err(io_error("create", dir))?;
+    let _lock = lock(dir, progress)?;
+    let empty =
+        || Record { address: address.to_string(), files: Vec::new(), verification: expected.verification };
+    let mut record =
+        Record::read(dir).filter(|record| record.address == address.to_string()).unwrap_or_else(empty);
+    record.files.retain(|file| file.is_in(dir));
+    let before = record.clone();
+    for (at, name) in address.files().iter().enumerate() {
+        let sha256 = expected.sha256.get(at).map(String::as_str);
+        if let Some(file) = record.files.iter().find(|file| file.name == *name) {
+            if let Some(sha256) = sha256.filter(|sha256| *sha256 != file.sha256) {
+                return Err(mismatch(dir.join(name), file, sha256));
+            }
+            continue;
+        }
+        let wanted = Wanted { dir, name, sha256, number: at + 1, of: address.files().len() };
+        let file = wanted.fetch(address, network, progress)?;
+        record.files.push(file);
+        record.write(dir)?;
+    }
+    // What is here unverified may be verified by what is known now.
+    if !expected.sha256.is_empty() {
+        record.verification = expected.verification;
+    }
+    if record != before {
+        record.write(dir)?;
+    }
+    Ok(record)
+}
+
+/// Compares what is in a directory with its record.
+pub(super) fn verify(dir: &Path, record: &Record, progress: &mut dyn Progress) -> Result<(), Error> {
+    for recorded in &record.files {
+        let path = dir.join(&recorded.name);
+        let mut file = File::open(&path).map_err(io_error("open", &path))?;
+        progress.begin(Step::Checking, Some(recorded.bytes));
+        let mut hash = Hash::default();
+        super::copy(&mut file, &mut hash, &mut |bytes| progress.at(bytes))
+            .map_err(io_error("read", &path))?;
+        let found = RecordedFile { name: recorded.name.clone(), bytes: hash.bytes, sha256: hash.hex() };
+        if found != *recorded {
+            return Err(mismatch(path, &found, &recorded.sha256));
+        }
+    }
+    Ok(())
+}
+
+fn mismatch(path: PathBuf, found: &RecordedFile, expected: &str) -> Error {
+    let (found, bytes) = (found.sha256.clone(), found.bytes);
+    CatalogError::Digest { path, found, bytes, expected: expected.to_owned() }.into()
+}
+
+/// A file that is to be fetched.
+struct Wanted<'a> {
+    dir: &'a Path,
+    name: &'a str,
+    sha256: Option<&'a str>,
+    number: usize,
+    of: usize,
+}
+
+impl Wanted<'_> {
+    fn fetch(
+        &self,
+        address: &Address,
+        network: &Network,
+        progress: &mut dyn Progress,
+    ) -> Result<RecordedFile, Error> {
+        let mut part = Part::open(self.dir, self.name, progress)?;
+        let bearer = network.hub.token.clone().filter(|_| address.is_of_hub());
+        let url = address.url(&network.hub, self.name);
+        let refused = |source: Refusal| -> Error {
+            CatalogError::Download { address: address.to_string(), file: self.name.to_owned(), source }.into()
+        };
+        let mut transfer =
+            Transfer::new(url, bearer, network.plain, None, part.known.clone()).map_err(refused)?;
+        loop {
+            let verdict = match network.http.get(&transfer.request()) {
+                Err(error) if is_final(&error) => return Err(refused(Refusal::Failed(error.to_string()))),
+                Err(error) => transfer.broken(&error.to_string(), None),
+                Ok(mut response) => match transfer.head(&response.head) {
+                    Ok(Verdict::Body { at }) => {
+                        let known = transfer.known().clone();
+                        part.cut(at, &known)?;
+                        part.check_room(known.total)?;
+                        let step =
+                            Step::Downloading { requirement: self.name, number: self.number, of: self.of };
+                        progress.begin(step, known.total);
+                        match part.append(&mut response.body, &mut transfer, progress)? {
+                            Ok(()) => transfer.ended(),
+                            Err(Stop::Network(error)) if is_final(&error) => {
+                                return Err(refused(Refusal::Failed(error.to_string())));
+                            }
+                            Err(Stop::Network(error)) => transfer.broken(&error.to_string(), None),
+                            Err(Stop::Refused(refusal)) => Err(refusal),
+                            Err(Stop::NoModel) => {
+                                part.remove()?;
+                                return Err(CatalogError::NoModel { address: address.to_string() }.into());
+                            }
+                        }
+                    }
+                    verdict => verdict,
+                },
+            };
+            match verdict.map_err(refused)? {
+                Verdict::Complete => break,
+                Verdict::Later(pause) => network.http.pause(pause),
+                Verdict::Again | Verdict::Body { .. } => {}
+            }
+        }
+        if !part.begins_as_gguf() {
+            part.remove()?;
+            return Err(CatalogError::NoModel { address: address.to_string() }.into());
+        }
+        // What the server says of itself finds bytes that a cache between has spoilt; it proves nothing.
+        let told = transfer.known().told.clone();
+        part.place(self.name, self.sha256.map(str::to_owned).or(told))
+    }
+}
+
+/// Whether asking again is of no use: certificates, and servers that do not speak HTTP.
+fn is_final(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput)
+}
+
+/// Why a body was not read to its end.
+enum Stop {
+    Network(io::Error),
+    Refused(Refusal),
+    NoModel,
+}
+
+#[derive(Default)]
+struct Hash {
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl Hash {
+    fn hex(self) -> String {
+        self.hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+impl Write for Hash {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.hash.update(bytes);
+        self.bytes += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What is here of a file: `known.have` bytes that have reached the disk, and what came since.
+struct Part {
+    dir: PathBuf,
+    path: PathBuf,
+    known_path: PathBuf,
+    file: File,
+    /// Of all bytes in the file.
+    hash: Hash,
+    known: Known,
+}
+
+impl Part {
+    fn open(dir: &Path, name: &str, progress: &mut dyn Progress) -> Result<Self, Error> {
+        let (path, known_path) = (dir.join(format!("{name}{PART}")), dir.join(format!("{name}{KNOWN}")));
+        let mut file = File::options()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(io_error("create", &path))?;
+        let length = file.metadata().map_err(io_error("read", &path))?.len();
+        let known: Known = read_json(&known_path).unwrap_or_default();
+        let known = if known.have <= length { known } else { Known::default() };
+        file.set_len(known.have).map_err(io_error("write", &path))?;
+        let mut hash = Hash::default();
+        if known.have > 0 {
+            progress.begin(Step::Checking, Some(known.have));
+            super::copy(&mut file, &mut hash, &mut |bytes| progress.at(bytes))
+                .map_err(io_error("read", &path))?;
+        }
+        Ok(Self { dir: dir.into(), path, known_path, file, hash, known })
+    }
+
+    /// Drops what stands behind `at`, which is the end or the beginning.
+    fn cut(&mut self, at: u64, known: &Known) -> Result<(), Error> {
+        if at != self.hash.bytes {
+            self.file.set_len(0).map_err(io_error("write", &self.path))?;
+            self.hash = Hash::default();
+        }
+        self.file.seek(SeekFrom::End(0)).map_err(io_error("write", &self.path))?;
+        self.keep(known)
+    }
+
+    /// Has what has been written so far on the disk, and says so.
+    fn keep(&mut self, known: &Known) -> Result<(), Error> {
+        self.file.sync_data().map_err(io_error("write", &self.path))?;
+        self.known = Known { have: self.hash.bytes, ..known.clone() };
+        write_json(&self.known_path, &self.known)
+    }
+
+    fn check_room(&self, total: Option<u64>) -> Result<(), Error> {
+        let needed = total.unwrap_or(0).saturating_sub(self.hash.bytes);
+        let disk = rustix::fs::statvfs(&self.dir).map_err(|error| Error::Io {
+            action: "measure",
+            path: self.dir.clone(),
+            source: error.into(),
+        })?;
+        let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+        if free < needed.saturating_add(SPARE) {
+            return Err(CatalogError::NoRoom { path: self.dir.clone(), needed, free }.into());
+        }
+        Ok(())
+    }
+
+    /// Adds the body. The outer error is this machine's, the inner one the server's or the network's.
+    fn append(
+        &mut self,
+        body: &mut dyn io::Read,
+        transfer: &mut Transfer,
+        progress: &mut dyn Progress,
+    ) -> Result<Result<(), Stop>, Error> {
+        let mut buffer = vec![0; 256 << 10];
+        let mut kept = self.hash.bytes;
+        let stop = loop {
+            let got = match body.read(&mut buffer) {
+                Ok(0) => break Ok(()),
+                Ok(got) => buffer.get(..got).unwrap_or_default(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => break Err(Stop::Network(error)),
+            };
+            if let Err(refusal) = transfer.received(got.len() as u64) {
+                break Err(Stop::Refused(refusal));
+            }
+            let before = self.hash.bytes;
+            self.file.write_all(got).map_err(io_error("write", &self.path))?;
+            self.hash.write_all(got).map_err(io_error("write", &self.path))?;
+            let magic = GGUF.len() as u64;
+            if before < magic && self.hash.bytes >= magic && !self.begins_as_gguf() {
+                break Err(Stop::NoModel);
+            }
+            progress.at(self.hash.bytes);
+            if self.hash.bytes - kept >= SYNC_EVERY {
+                kept = self.hash.bytes;
+                self.keep(transfer.known())?;
+            }
+        };
+        self.keep(transfer.known())?;
+        Ok(stop)
+    }
+
+    fn begins_as_gguf(&self) -> bool {
+        let mut magic = [0; GGUF.len()];
+        self.file.read_exact_at(&mut magic, 0).is_ok_and(|()| magic == *GGUF)
+    }
+
+    /// Lets it appear under its name if it is what it must be; what is not is removed.
+    fn place(self, name: &str, sha256: Option<String>) -> Result<RecordedFile, Error> {
+        let target = self.dir.join(name);
+        let (bytes, found) = (self.hash.bytes, self.hash.hex());
+        let found = RecordedFile { name: name.to_owned(), bytes, sha256: found };
+        let remove = |path: &Path| fs::remove_file(path).map_err(io_error("remove", path));
+        if let Some(expected) = sha256.filter(|expected| *expected != found.sha256) {
+            remove(&self.path)?;
+            remove(&self.known_path)?;
+            return Err(mismatch(target, &found, &expected));
+        }
+        self.file.sync_all().map_err(io_error("write", &self.path))?;
+        fs::rename(&self.path, &target).map_err(io_error("create", &target))?;
+        remove(&self.known_path)?;
+        sync_dir(&self.dir)?;
+        Ok(found)
+    }
+
+    fn remove(&self) -> Result<(), Error> {
+        for path in [&self.path, &self.known_path] {
+            fs::remove_file(path).map_err(io_error("remove", path))?;
+        }
+        Ok(())
+    }
+}
+
+/// What a file of ours says; none if it is not there or not as it was written.
+fn read_json<T: DeserializeOwned>(path: &Path) -> Option<T> {
+    if fs::metadata(path).ok()?.len() > MAX_RECORD {
+        return None;
+    }
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+/// Writes a file whole or not at all.
+fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
+    let text = serde_json::to_vec(value).map_err(|source| Error::Io {
+        action: "write",
+        path: path.into(),
+        source: source.into(),
+    })?;
+    let new = path.with_extension("new");
+    fs::write(&new, text).map_err(io_error("write", &new))?;
+    File::open(&new).and_then(|file| file.sync_all()).map_err(io_error("write", &new))?;
+    fs::rename(&new, path).map_err(io_error("create", path))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,505 @@
+//! One file's way from a server: what to ask, what an answer means, when to try again. No sockets, files or clocks.
+
+use std::time::Duration;
+
+use super::http::{Head, Request};
+use super::{InvalidAddress, Url};
+
+/// Redirects that one request may lead to.
+const MAX_REDIRECTS: u32 = 10;
+/// Failures one after the other without a byte between them.
+const MAX_FAILURES: u32 = 6;
+/// How often a file may change, or a server contradict itself, before this is given up.
+const MAX_RESTARTS: u32 = 4;
+/// The first pause; each one more is twice as long.
+const PAUSE: Duration = Duration::from_secs(1);
+/// No pause is longer, whatever a server asks for.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// No file of a model is larger.
+const MAX_BYTES: u64 = 1 << 44;
+
+/// Why a server's answer ends a download.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// 401 or 403.
+    #[error("the server refuses it ({0}); a hub's model may want a token (HF_TOKEN) and its terms accepted")]
+    Denied(u16),
+    /// 404 or 410.
+    #[error("the server has no such file ({0})")]
+    Absent(u16),
+    /// Another status.
+    #[error("the server answered {0}")]
+    Status(u16),
+    /// Redirects that do not end.
+    #[error("more than {MAX_REDIRECTS} redirects")]
+    Redirects,
+    /// A redirect without a usable address.
+    #[error("it is redirected to {location:?}: {source}")]
+    Location {
+        /// Where to, cut.
+        location: String,
+        /// What is wrong with that.
+        source: InvalidAddress,
+    },
+    /// Not over TLS, and not this machine.
+    #[error(
+        "{0} is not asked without TLS; use https://, or allow it with --allow-http (KVASIR_ALLOW_HTTP=1)"
+    )]
+    Plain(String),
+    /// Another length than the one that is pinned.
+    #[error("the file has {found} bytes there, and should have {wanted}")]
+    Length {
+        /// Bytes there.
+        found: u64,
+        /// Bytes that are pinned.
+        wanted: u64,
+    },
+    /// Longer than any model.
+    #[error("the file has {0} bytes, as no model has")]
+    Huge(u64),
+    /// It changed, or the server contradicted itself, too often.
+    #[error("the file changed on the server again and again")]
+    Unsteady,
+    /// The network failed too often without a byte between.
+    #[error("{MAX_FAILURES} attempts failed, the last one: {0}")]
+    Failed(String),
+}
+
+/// What is known of a file from earlier answers, kept with the part of it that is here.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Known {
+    /// Bytes of it that are safely here.
+    pub(super) have: u64,
+    /// Bytes of all of it.
+    pub(super) total: Option<u64>,
+    /// What tells this file from a changed one: a strong `ETag`, else `Last-Modified`.
+    pub(super) validator: Option<String>,
+    /// What the server says that its SHA-256 is.
+    pub(super) told: Option<String>,
+}
+
+/// What to do with an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// The body goes to this position, everything behind it is dropped first.
+    Body { at: u64 },
+    /// Ask again, at once.
+    Again,
+    /// Ask again, after a pause.
+    Later(Duration),
+    /// All of it is here.
+    Complete,
+}
+
+/// Whom to ask without TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PlainHttp {
+    /// This machine alone.
+    #[default]
+    Loopback,
+    /// Everybody that an `http://` address names; never one that an `https://` address is redirected to.
+    Allowed,
+}
+
+/// A file that is being fetched.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    origin: Url,
+    bearer: Option<String>,
+    plain: PlainHttp,
+    wanted: Option<u64>,
+    known: Known,
+    /// Where the next request goes.
+    url: Url,
+    redirects: u32,
+    failures: u32,
+    restarts: u32,
+}
+
+impl Transfer {
+    /// Of the file at `origin`, of which something may be here already. `wanted`: bytes that it must have.
+    pub(super) fn new(
+        origin: Url,
+        bearer: Option<String>,
+        plain: PlainHttp,
+        wanted: Option<u64>,
+        known: Known,
+    ) -> Result<Self, Refusal> {
+        let url = origin.clone();
+        check_plain(&url, plain)?;
+        Ok(Self { origin, bearer, plain, wanted, known, url, redirects: 0, failures: 0, restarts: 0 })
+    }
+
+    pub(super) fn known(&self) -> &Known {
+        &self.known
+    }
+
+    /// What is to be asked now.
+    pub(super) fn request(&self) -> Request {
+        // Without something to tell a changed file by, the rest of it may be the rest of another one.
+        let resumes = self.known.have > 0 && self.known.validator.is_some();
+        Request {
+            url: self.url.clone(),
+            from: resumes.then_some(self.known.have),
+            if_range: self.known.validator.clone().filter(|_| resumes),
+            bearer: self.bearer.clone().filter(|_| self.url.same_server(&self.origin)),
+        }
+    }
+
+    /// What the answer to [`request`](Self::request) means.
+    pub(super) fn head(&mut self, head: &Head) -> Result<Verdict, Refusal> {
+        let asked = self.request().from;
+        if let Some(told) = head.header("x-linked-etag").and_then(sha256) {
+            self.known.told = Some(told);
+        }
+        match head.status {
+            200 => {
+                self.known = Known { told: self.known.told.take(), ..Known::default() };
+                let length = head.header("content-length").and_then(|length| length.parse().ok());
+                self.learn(head, length)?;
+                Ok(Verdict::Body { at: 0 })
+            }
+            206 => match (asked, head.header("content-range").and_then(content_range)) {
+                (Some(from), Some(Range { first, total })) if first == from => {
+                    let same = validator(head).is_none_or(|found| Some(found) == self.known.validator)
+                        && (total.is_none() || self.known.total.is_none() || total == self.known.total);
+                    if !same {
+                        return self.start_over();
+                    }
+                    self.learn(head, total.or(self.known.total))?;
+                    Ok(Verdict::Body { at: from })
+                }
+                _ => self.start_over(),
+            },
+            416 => {
+                let total = head.header("content-range").and_then(|range| range.strip_prefix("bytes */"));
+                let total: Option<u64> = total.and_then(|total| total.parse().ok());
+                let complete = total == Some(self.known.have) && self.known.total == total;
+                if complete { Ok(Verdict::Complete) } else { self.start_over() }
+            }
+            301 | 302 | 303 | 307 | 308 => self.follow(head.header("location").unwrap_or_default()),
+            // What a redirect leads to may have been signed for a short time only.
+            401 | 403 if self.url != self.origin && self.known.have > 0 => self.broken("refused", None),
+            status @ (401 | 403) => Err(Refusal::Denied(status)),
+            status @ (404 | 410) => Err(Refusal::Absent(status)),
+            status @ (408 | 425 | 429 | 500 | 502 | 503 | 504) => {
+                let after = head.header("retry-after").and_then(|seconds| seconds.parse().ok());
+                self.broken(&format!("the server answered {status}"), after.map(Duration::from_secs))
+            }
+            status => Err(Refusal::Status(status)),
+        }
+    }
+
+    /// So many bytes of the body have come.
+    pub(super) fn received(&mut self, bytes: u64) -> Result<(), Refusal> {
+        self.known.have = self.known.have.saturating_add(bytes);
+        self.failures = 0;
+        let most = self.wanted.or(self.known.total).unwrap_or(MAX_BYTES);
+        if self.known.have > most {
+            return Err(self.wrong_length(self.known.have));
+        }
+        Ok(())
+    }
+
+    /// The body has ended as it should. Whether that is all of the file.
+    pub(super) fn ended(&mut self) -> Result<Verdict, Refusal> {
+        match self.known.total {
+            Some(total) if self.known.have < total => {
+                self.broken(&format!("the answer ended after {} of {total} bytes", self.known.have), None)
+            }
+            // Chunks say where they end: that is all there is.
+            _ => match self.wanted {
+                Some(wanted) if wanted != self.known.have => Err(self.wrong_length(self.known.have)),
+                _ => Ok(Verdict::Complete),
+            },
+        }
+    }
+
+    /// The connection failed, or the server wants to be left alone.
+    pub(super) fn broken(&mut self, why: &str, after: Option<Duration>) -> Result<Verdict, Refusal> {
+        self.failures += 1;
+        if self.failures >= MAX_FAILURES {
+            return Err(Refusal::Failed(why.to_owned()));
+        }
+        self.begin_again();
+        let own = PAUSE.saturating_mul(1 << (self.failures - 1).min(10));
+        Ok(Verdict::Later(after.unwrap_or(own).min(LONGEST_PAUSE)))
+    }
+
+    /// What is here is of no use: the file has changed, or the server has said two things.
+    fn start_over(&mut self) -> Result<Verdict, Refusal> {
+        self.restarts += 1;
+        if self.restarts > MAX_RESTARTS {
+            return Err(Refusal::Unsteady);
+        }
+        self.known = Known::default();
+        self.begin_again();
+        Ok(Verdict::Again)
+    }
+
+    fn begin_again(&mut self) {
+        self.url = self.origin.clone();
+        self.redirects = 0;
+    }
+
+    fn follow(&mut self, location: &str) -> Result<Verdict, Refusal> {
+        self.redirects += 1;
+        if self.redirects > MAX_REDIRECTS {
+            return Err(Refusal::Redirects);
+        }
+        let url = self.url.join(location).map_err(|source| Refusal::Location {
+            location: location.split('?').next().unwrap_or_default().chars().take(200).collect(),
+            source,
+        })?;
+        if self.url.is_tls() && !url.is_tls() {
+            return Err(Refusal::Plain(url.without_query()));
+        }
+        check_plain(&url, self.plain)?;
+        self.url = url;
+        Ok(Verdict::Again)
+    }
+
+    /// Remembers what the head of a body says of the file.
+    fn learn(&mut self, head: &Head, total: Option<u64>) -> Result<(), Refusal> {
+        if let (Some(total), Some(wanted)) = (total, self.wanted)
+            && total != wanted
+        {
+            return Err(self.wrong_length(total));
+        }
+        if let Some(total) = total.filter(|total| *total > MAX_BYTES) {
+            return Err(Refusal::Huge(total));
+        }
+        self.known.total = total;
+        self.known.validator = validator(head).or(self.known.validator.take());
+        Ok(())
+    }
+
+    fn wrong_length(&self, found: u64) -> Refusal {
+        match self.wanted.or(self.known.total) {
+            Some(wanted) => Refusal::Length { found, wanted },
+            None => Refusal::Huge(found),
+        }
+    }
+}
+
+fn check_plain(url: &Url, plain: PlainHttp) -> Result<(), Refusal> {
+    if url.is_tls() || url.is_loopback() || plain == PlainHttp::Allowed {
+        Ok(())
+    } else {
+        Err(Refusal::Plain(url.without_query()))
+    }
+}
+
+/// What `If-Range` may carry: a strong `ETag`, else a date.
+fn validator(head: &Head) -> Option<String> {
+    let strong = head.header("etag").filter(|etag| etag.starts_with('"') && etag.len() < 256);
+    let found = strong.or_else(|| head.header("last-modified").filter(|date| date.len() < 64))?;
+    found.bytes().all(|byte| (b' '..=b'~').contains(&byte)).then(|| found.to_owned())
+}
+
+struct Range {
+    first: u64,
+    total: Option<u64>,
+}
+
+/// `bytes 5-9/10`, `bytes 5-9/*`.
+fn content_range(text: &str) -> Option<Range> {
+    let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let (first, last): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
+    let total = if total == "*" { None } else { Some(total.parse().ok()?) };
+    (first <= last && total.is_none_or(|total| last < total)).then_some(Range { first, total })
+}
+
+/// A quoted SHA-256, as a hub writes it.
+fn sha256(etag: &str) -> Option<String> {
+    let hex = etag.trim_matches('"');
+    (hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit())).then(|| hex.to_ascii_lowercase())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn transfer(wanted: Option<u64>, known: Known) -> Transfer {
+        let url = Url::parse("https://a.example/m.gguf").unwrap();
+        Transfer::new(url, Some("secret".into()), PlainHttp::Loopback, wanted, known).unwrap()
+    }
+
+    fn head(status: u16, headers: &[(&str, &str)]) -> Head {
+        let headers = headers.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect();
+        Head { status, headers }
+    }
+
+    fn half() -> Known {
+        Known { have: 5, total: Some(10), validator: Some("\"v1\"".into()), told: None }
+    }
+
+    #[test]
+    fn a_whole_file_comes_in_one_answer() {
+        let mut transfer = transfer(None, Known::default());
+        assert_eq!(transfer.request().from, None);
+        let answer = head(200, &[("content-length", "10"), ("etag", "\"v1\"")]);
+        assert_eq!(transfer.head(&answer), Ok(Verdict::Body { at: 0 }));
+        transfer.received(10).unwrap();
+        assert_eq!(transfer.ended(), Ok(Verdict::Complete));
+        assert_eq!(transfer.received(1), Err(Refusal::Length { found: 11, wanted: 10 }));
+    }
+
+    #[test]
+    fn a_part_is_gone_on_with_only_if_the_file_is_the_same() {
+        let range = ("content-range", "bytes 5-9/10");
+        for (answer, verdict, have) in [
+            (head(206, &[range, ("etag", "\"v1\"")]), Verdict::Body { at: 5 }, 5),
+            (head(206, &[range]), Verdict::Body { at: 5 }, 5),
+            (head(206, &[("content-range", "bytes 5-9/*")]), Verdict::Body { at: 5 }, 5),
+            // Another file, another position, no position, another length: from the start.
+            (head(206, &[range, ("etag", "\"v2\"")]), Verdict::Again, 0),
+            (head(206, &[("content-range", "bytes 4-9/10")]), Verdict::Again, 0),
+            (head(206, &[]), Verdict::Again, 0),
+            (head(206, &[("content-range", "bytes 5-9/9")]), Verdict::Again, 0),
+            (head(206, &[("content-range", "bytes 5-10/11")]), Verdict::Again, 0),
+            // A server that knows no ranges, or has another file, sends all of it.
+            (head(200, &[("content-length", "20"), ("etag", "\"v2\"")]), Verdict::Body { at: 0 }, 0),
+            (head(416, &[("content-range", "bytes */10")]), Verdict::Again, 0),
+        ] {
+            let mut transfer = transfer(None, half());
+            let request = transfer.request();
+            assert_eq!((request.from, request.if_range.as_deref()), (Some(5), Some("\"v1\"")));
+            assert_eq!(transfer.head(&answer), Ok(verdict), "{answer:?}");
+            assert_eq!(transfer.known().have, have, "{answer:?}");
+        }
+        let whole = Known { have: 10, ..half() };
+        assert_eq!(
+            transfer(None, whole).head(&head(416, &[("content-range", "bytes */10")])),
+            Ok(Verdict::Complete)
+        );
+        let unnamed = Known { validator: None, ..half() };
+        assert_eq!(transfer(None, unnamed).request().from, None, "a change could not be noticed");
+    }
+
+    #[test]
+    fn weak_names_of_a_file_are_not_used() {
+        for (headers, found) in [
+            (&[("etag", "W/\"v\""), ("last-modified", "Sun, 22 Nov 2026")][..], Some("Sun, 22 Nov 2026")),
+            (&[("etag", "W/\"v\"")], None),
+            (&[("etag", "\"v\"")], Some("\"v\"")),
+            (&[("etag", "\"a\r\nb\"")], None),
+        ] {
+            assert_eq!(validator(&head(200, headers)).as_deref(), found);
+        }
+    }
+
+    #[test]
+    fn redirects_are_followed_so_far_and_never_out_of_tls() {
+        let mut transfer = transfer(None, half());
+        assert_eq!(transfer.head(&head(302, &[("location", "/other")])), Ok(Verdict::Again));
+        assert_eq!(transfer.request().bearer.as_deref(), Some("secret"), "the same server");
+        let linked = "\"53AA51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db\"";
+        let away = head(302, &[("location", "https://cdn.example/x?sig=1"), ("x-linked-etag", linked)]);
+        assert_eq!(transfer.head(&away), Ok(Verdict::Again));
+        assert_eq!(transfer.request().bearer, None, "another server is not told the token");
+        assert_eq!(transfer.request().from, Some(5));
+        assert_eq!(transfer.known().told.as_deref(), Some(linked.to_ascii_lowercase().trim_matches('"')));
+        // The signature may have run out: from the address that was given.
+        assert_eq!(transfer.head(&head(403, &[])), Ok(Verdict::Later(PAUSE)));
+        assert_eq!(transfer.request().url.host(), "a.example");
+        for _ in 0..MAX_REDIRECTS {
+            assert_eq!(transfer.head(&away), Ok(Verdict::Again));
+        }
+        assert_eq!(transfer.head(&away), Err(Refusal::Redirects));
+        for out in ["http://b.example/x", "http://127.0.0.1/x"] {
+            let plain = head(302, &[("location", &format!("{out}?secret"))]);
+            assert_eq!(self::transfer(None, half()).head(&plain), Err(Refusal::Plain(out.into())));
+        }
+        let none = self::transfer(None, half()).head(&head(302, &[]));
+        assert!(matches!(none, Ok(Verdict::Again)), "an empty location is the folder: {none:?}");
+        let wrong = self::transfer(None, half()).head(&head(302, &[("location", "file:///etc/passwd")]));
+        assert!(matches!(wrong, Err(Refusal::Location { .. })), "{wrong:?}");
+    }
+
+    #[test]
+    fn only_this_machine_is_asked_without_tls_unless_that_is_allowed() {
+        let url = |text| Url::parse(text).unwrap();
+        let new = |text, plain| Transfer::new(url(text), None, plain, None, Known::default()).map(drop);
+        assert!(new("http://127.0.0.1:1/m", PlainHttp::Loopback).is_ok());
+        assert!(matches!(new("http://a.example/m", PlainHttp::Loopback), Err(Refusal::Plain(_))));
+        assert!(new("http://a.example/m", PlainHttp::Allowed).is_ok());
+    }
+
+    #[test]
+    fn failures_are_borne_as_long_as_bytes_come_between_them() {
+        let mut transfer = transfer(None, half());
+        for round in 0..20 {
+            for expected in [1, 2, 4, 8] {
+                let paused = transfer.broken("cut", None);
+                assert_eq!(paused, Ok(Verdict::Later(Duration::from_secs(expected))), "{round}");
+            }
+            transfer.known.have = 4;
+            transfer.received(1).unwrap();
+        }
+        let busy = head(503, &[("retry-after", "7")]);
+        assert_eq!(transfer.head(&busy), Ok(Verdict::Later(Duration::from_secs(7))));
+        let never = head(429, &[("retry-after", "86400")]);
+        assert_eq!(transfer.head(&never), Ok(Verdict::Later(LONGEST_PAUSE)));
+        for _ in 0..3 {
+            transfer.broken("cut", None).unwrap();
+        }
+        assert_eq!(transfer.broken("cut off", None), Err(Refusal::Failed("cut off".into())));
+    }
+
+    #[test]
+    fn an_answer_that_ends_early_is_gone_on_with() {
+        let mut transfer = transfer(Some(10), Known::default());
+        transfer.head(&head(200, &[("content-length", "10"), ("etag", "\"v1\"")])).unwrap();
+        transfer.received(4).unwrap();
+        assert!(matches!(transfer.ended(), Ok(Verdict::Later(_))));
+        assert_eq!(transfer.request().from, Some(4));
+        let mut chunked = self::transfer(Some(10), Known::default());
+        chunked.head(&head(200, &[])).unwrap();
+        chunked.received(9).unwrap();
+        assert_eq!(chunked.ended(), Err(Refusal::Length { found: 9, wanted: 10 }));
+    }
+
+    #[test]
+    fn what_cannot_be_the_file_ends_it() {
+        let answer = |wanted, status, headers: &[(&str, &str)]| {
+            transfer(wanted, half()).head(&head(status, headers)).unwrap_err()
+        };
+        assert_eq!(
+            answer(Some(9), 200, &[("content-length", "10")]),
+            Refusal::Length { found: 10, wanted: 9 }
+        );
+        assert_eq!(
+            answer(None, 200, &[("content-length", "99999999999999")]),
+            Refusal::Huge(99_999_999_999_999)
+        );
+        assert_eq!(answer(None, 401, &[]), Refusal::Denied(401));
+        assert_eq!(answer(None, 404, &[]), Refusal::Absent(404));
+        assert_eq!(answer(None, 418, &[]), Refusal::Status(418));
+        let mut unsteady = transfer(None, half());
+        let changed = head(206, &[("content-range", "bytes 5-9/10"), ("etag", "\"v2\"")]);
+        for _ in 0..MAX_RESTARTS {
+            unsteady.known = half();
+            assert_eq!(unsteady.head(&changed), Ok(Verdict::Again));
+        }
+        unsteady.known = half();
+        assert_eq!(unsteady.head(&changed), Err(Refusal::Unsteady));
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(256))]
+        #[test]
+        fn no_header_makes_it_panic_or_resume_elsewhere(
+            status in 0u16..600, name in "content-range|content-length|location|etag|retry-after", value in "\\PC{0,40}",
+            have in 0u64..20,
+        ) {
+            let mut transfer = transfer(None, Known { have, ..half() });
+            let from = transfer.request().from;
+            if let Ok(Verdict::Body { at }) = transfer.head(&head(status, &[(&name, &value)])) {
+                proptest::prop_assert!(at == 0 || Some(at) == from);
+            }
+        }
+    }
+}

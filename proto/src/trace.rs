@@ -1,0 +1,443 @@
+//! Traces: what a request went through in all processes that had a part in it, as W3C and OpenTelemetry have it.
+//!
+//! A [`Span`] is recorded when it is dropped: into a queue that is bounded and never waited for, from which whoever has
+//! its other end ([`SpanQueue`]) takes it. Until somebody [`install`]s a queue, which the command does if it is told where
+//! spans go, nothing is traced, and asking costs one load. Never in a span: prompts, texts, tokens, keys, salts.
+
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant, SystemTime};
+
+#[cfg(test)]
+mod tests;
+
+/// The header that a client says in which trace its request belongs to.
+pub const TRACEPARENT_HEADER: &str = "traceparent";
+
+/// Names a trace; not zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TraceId(pub [u8; 16]);
+
+/// Names a span in its trace; not zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct SpanId(pub [u8; 8]);
+
+impl fmt::Display for TraceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// A span as those below it know it. That a request has one says that it is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TraceContext {
+    /// The trace.
+    pub trace: TraceId,
+    /// The span.
+    pub span: SpanId,
+}
+
+/// A span that somebody outside says a request to be below of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TraceParent {
+    /// The span.
+    pub context: TraceContext,
+    /// Whether whoever has it records it.
+    pub sampled: bool,
+}
+
+impl TraceParent {
+    /// What a `traceparent` header says; none if that is nothing that can be understood.
+    pub fn parse(header: &str) -> Option<Self> {
+        let (version, rest) = header.split_once('-')?;
+        let [version] = from_hex(version)?;
+        let (fields, more) = (rest.get(..52)?, rest.get(52..)?);
+        let unknown = match version {
+            0 => !more.is_empty(),
+            255 => true,
+            _ => !(more.is_empty() || more.starts_with('-')),
+        };
+        let mut fields = fields.split('-');
+        let (trace, span, flags) = (fields.next()?, fields.next()?, fields.next()?);
+        let context = TraceContext { trace: TraceId(from_hex(trace)?), span: SpanId(from_hex(span)?) };
+        let [flags] = from_hex(flags)?;
+        let nothing = context.trace.0 == [0; 16] || context.span.0 == [0; 8];
+        (!unknown && !nothing && fields.next().is_none()).then_some(Self { context, sampled: flags & 1 == 1 })
+    }
+}
+
+/// As many bytes as these lower-case digits are.
+fn from_hex<const N: usize>(digits: &str) -> Option<[u8; N]> {
+    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
+    if pairs.len() != N || !rest.is_empty() {
+        return None;
+    }
+    let digit = |digit: u8| match digit {
+        b'0'..=b'9' => Some(digit - b'0'),
+        b'a'..=b'f' => Some(digit - b'a' + 10),
+        _ => None,
+    };
+    let mut bytes = [0; N];
+    for (byte, [high, low]) in bytes.iter_mut().zip(pairs) {
+        *byte = digit(*high)? << 4 | digit(*low)?;
+    }
+    Some(bytes)
+}
+
+/// What a span is between.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpanKind {
+    /// One process and itself.
+    Internal,
+    /// A process and who asked it.
+    Server,
+    /// A process and whom it asks.
+    Client,
+}
+
+/// Value of an attribute.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// Words.
+    Text(Cow<'static, str>),
+    /// Words, in order.
+    Texts(Vec<String>),
+    /// A count.
+    Count(i64),
+    /// A measure.
+    Measure(f64),
+    /// Measures, in order.
+    Measures(Vec<f64>),
+}
+
+impl From<&'static str> for Value {
+    fn from(text: &'static str) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+impl From<String> for Value {
+    fn from(text: String) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+impl From<Vec<String>> for Value {
+    fn from(texts: Vec<String>) -> Self {
+        Self::Texts(texts)
+    }
+}
+
+impl From<u64> for Value {
+    fn from(count: u64) -> Self {
+        Self::Count(i64::try_from(count).unwrap_or(i64::MAX))
+    }
+}
+
+impl From<u32> for Value {
+    fn from(count: u32) -> Self {
+        Self::Count(count.into())
+    }
+}
+
+impl From<usize> for Value {
+    fn from(count: usize) -> Self {
+        Self::from(count as u64)
+    }
+}
+
+impl From<f64> for Value {
+    fn from(measure: f64) -> Self {
+        Self::Measure(measure)
+    }
+}
+
+impl From<Duration> for Value {
+    fn from(time: Duration) -> Self {
+        Self::Measure(time.as_secs_f64())
+    }
+}
+
+impl From<Vec<f64>> for Value {
+    fn from(measures: Vec<f64>) -> Self {
+        Self::Measures(measures)
+    }
+}
+
+/// A span that has ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SpanRecord {
+    /// Its names.
+    pub context: TraceContext,
+    /// The span that it is below of.
+    pub parent: Option<SpanId>,
+    /// Whether that is another process's.
+    pub remote: bool,
+    /// What it is between.
+    pub kind: SpanKind,
+    /// What happened.
+    pub name: Cow<'static, str>,
+    /// From when.
+    pub start: SystemTime,
+    /// Until when.
+    pub end: SystemTime,
+    /// What is known of it.
+    pub attributes: Vec<(&'static str, Value)>,
+    /// How it failed, if it did.
+    pub error: Option<Cow<'static, str>>,
+}
+
+/// What has become of spans so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SpanCounts {
+    /// Taken by whoever they are for.
+    pub exported: u64,
+    /// Not recorded, for the queue was full.
+    pub queue_full: u64,
+    /// Taken out of the queue and then lost, for nobody wanted them.
+    pub failed: u64,
+}
+
+impl SpanCounts {
+    /// The same, by the name of what became of them.
+    pub fn by_outcome(self) -> [(&'static str, u64); 3] {
+        [("exported", self.exported), ("queue_full", self.queue_full), ("failed", self.failed)]
+    }
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    exported: AtomicU64,
+    queue_full: AtomicU64,
+    failed: AtomicU64,
+}
+
+/// Where spans go.
+#[derive(Debug)]
+struct Sink {
+    queue: SyncSender<SpanRecord>,
+    /// Of the requests that nobody outside has decided about.
+    ratio: f64,
+    counters: Counters,
+}
+
+static SINK: OnceLock<Sink> = OnceLock::new();
+
+/// The other end of where this process's spans go.
+#[derive(Debug)]
+pub struct SpanQueue {
+    spans: Receiver<SpanRecord>,
+    sink: &'static Sink,
+}
+
+/// From here on requests of this process are traced: a share `ratio` of those that come without a parent, and all whose
+/// parent is recorded. Up to `capacity` spans wait for the queue's owner; more are dropped and counted. None if that has
+/// been said before.
+pub fn install(ratio: f64, capacity: usize) -> Option<SpanQueue> {
+    let (queue, spans) = sync_channel(capacity);
+    SINK.set(Sink { queue, ratio, counters: Counters::default() }).ok()?;
+    Some(SpanQueue { spans, sink: SINK.get()? })
+}
+
+/// What has become of this process's spans.
+pub fn counts() -> SpanCounts {
+    let Some(Sink { counters, .. }) = SINK.get() else { return SpanCounts::default() };
+    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    SpanCounts {
+        exported: read(&counters.exported),
+        queue_full: read(&counters.queue_full),
+        failed: read(&counters.failed),
+    }
+}
+
+impl SpanQueue {
+    /// Gathers spans for as long as `limit`, and up to `most` of them.
+    pub fn take(&self, limit: Duration, most: usize) -> Vec<SpanRecord> {
+        let until = Instant::now() + limit;
+        let mut taken: Vec<SpanRecord> = Vec::new();
+        while taken.len() < most {
+            match self.spans.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(span) => taken.push(span),
+                // The other end is never dropped.
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        taken
+    }
+
+    /// So many were taken by whoever they are for, or not.
+    pub fn told(&self, spans: usize, exported: bool) {
+        let Counters { exported: well, failed, .. } = &self.sink.counters;
+        let counter = if exported { well } else { failed };
+        counter.fetch_add(spans as u64, Ordering::Relaxed);
+    }
+}
+
+/// Something that happens to a request that is recorded. It ends when it is dropped.
+#[derive(Debug)]
+pub struct Span {
+    sink: &'static Sink,
+    /// The same moment on both clocks.
+    clocks: (Instant, SystemTime),
+    end: Option<Instant>,
+    record: SpanRecord,
+}
+
+/// A request has come from outside at this moment; `parent` is its `traceparent`. None if it is not recorded.
+pub fn receive<'a>(
+    parent: impl FnOnce() -> Option<&'a str>,
+    name: impl FnOnce() -> Cow<'static, str>,
+    arrived: Instant,
+) -> Option<Span> {
+    let sink = SINK.get()?;
+    let parent = parent().and_then(TraceParent::parse);
+    let trace = match parent {
+        Some(TraceParent { sampled: false, .. }) => return None,
+        Some(TraceParent { context, .. }) => context.trace,
+        None => sink.sample()?,
+    };
+    Some(sink.serve(trace, parent.map(|parent| parent.context.span), name(), arrived))
+}
+
+/// Another process asks for something below its span `parent`. None if nothing is recorded here.
+pub fn follow(parent: TraceContext, name: &'static str, arrived: Instant) -> Option<Span> {
+    Some(SINK.get()?.serve(parent.trace, Some(parent.span), name.into(), arrived))
+}
+
+/// As [`follow`], in the process whose span `parent` is.
+pub fn within(parent: TraceContext, kind: SpanKind, name: &'static str, start: Instant) -> Option<Span> {
+    let mut span = follow(parent, name, start)?;
+    (span.record.kind, span.record.remote) = (kind, false);
+    Some(span)
+}
+
+impl Sink {
+    /// A new trace, if there shall be one.
+    fn sample(&self) -> Option<TraceId> {
+        let (high, low) = (random(), random());
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&high.to_be_bytes());
+        id[8..].copy_from_slice(&low.to_be_bytes());
+        let recorded = (low as f64) <= self.ratio * 2f64.powi(64);
+        recorded.then_some(TraceId(id))
+    }
+
+    /// A span in which somebody else is served.
+    fn serve(
+        &'static self,
+        trace: TraceId,
+        parent: Option<SpanId>,
+        name: Cow<'static, str>,
+        arrived: Instant,
+    ) -> Span {
+        let clocks = (Instant::now(), SystemTime::now());
+        let start = clocks.1 - clocks.0.saturating_duration_since(arrived);
+        let record = SpanRecord {
+            context: TraceContext { trace, span: SpanId::random() },
+            parent,
+            remote: parent.is_some(),
+            kind: SpanKind::Server,
+            name,
+            start,
+            end: start,
+            attributes: Vec::new(),
+            error: None,
+        };
+        Span { sink: self, clocks, end: None, record }
+    }
+}
+
+impl SpanId {
+    fn random() -> Self {
+        Self(random().to_be_bytes())
+    }
+}
+
+/// Not zero; from what the operating system has given this thread.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish().max(1)
+}
+
+impl Span {
+    /// As those below it know it.
+    pub fn context(&self) -> TraceContext {
+        self.record.context
+    }
+
+    /// Notes something.
+    pub fn set(&mut self, key: &'static str, value: impl Into<Value>) {
+        self.record.attributes.push((key, value.into()));
+    }
+
+    /// It has failed.
+    pub fn fail(&mut self, error: impl Into<Cow<'static, str>>) {
+        self.record.error = Some(error.into());
+    }
+
+    /// Gives it another name.
+    pub fn rename(&mut self, name: impl Into<Cow<'static, str>>) {
+        self.record.name = name.into();
+    }
+
+    /// A part of it that began then.
+    pub fn child(&self, name: &'static str, start: Instant) -> Self {
+        self.below(SpanKind::Internal, name, start)
+    }
+
+    /// A part of it, which began then, for which another process is asked.
+    pub fn call(&self, name: &'static str, start: Instant) -> Self {
+        self.below(SpanKind::Client, name, start)
+    }
+
+    /// It has taken from then until now.
+    pub fn part(&self, name: &'static str, start: Instant) {
+        drop(self.child(name, start));
+    }
+
+    fn below(&self, kind: SpanKind, name: &'static str, start: Instant) -> Self {
+        let at = self.on_the_wall(start);
+        let record = SpanRecord {
+            context: TraceContext { span: SpanId::random(), ..self.record.context },
+            parent: Some(self.record.context.span),
+            remote: false,
+            kind,
+            name: name.into(),
+            start: at,
+            end: at,
+            attributes: Vec::new(),
+            error: None,
+        };
+        Self { sink: self.sink, clocks: self.clocks, end: None, record }
+    }
+
+    /// It has ended then.
+    pub fn end(mut self, at: Instant) {
+        self.end = Some(at);
+    }
+
+    fn on_the_wall(&self, moment: Instant) -> SystemTime {
+        let (then, wall) = self.clocks;
+        match moment.checked_duration_since(then) {
+            Some(after) => wall + after,
+            None => wall - then.saturating_duration_since(moment),
+        }
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        let end = self.on_the_wall(self.end.unwrap_or_else(Instant::now));
+        self.record.end = end.max(self.record.start);
+        let nothing =
+            SpanRecord { attributes: Vec::new(), name: Cow::Borrowed(""), error: None, ..self.record };
+        let record = std::mem::replace(&mut self.record, nothing);
+        if self.sink.queue.try_send(record).is_err() {
+            self.sink.counters.queue_full.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}

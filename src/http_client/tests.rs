@@ -1,0 +1,205 @@
+use super::*;
+use model::catalog::{Address, CatalogError, Store, Verification};
+use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::PrivateKeyDer;
+use rustls::{ServerConfig, ServerConnection};
+use std::net::TcpListener;
+use std::sync::mpsc::{Receiver, channel};
+
+/// A server in a thread: gives each connection's request to `answer` and sends what that gives, as it is.
+fn serve(answer: impl Fn(usize, &str) -> Vec<u8> + Send + 'static) -> (u16, Receiver<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (tell, told) = channel();
+    std::thread::spawn(move || {
+        for (number, stream) in listener.incoming().enumerate() {
+            let mut stream = stream.unwrap();
+            let request = head_of(&mut stream);
+            let _ = stream.write_all(&answer(number, &request));
+            // The test may have ended.
+            let _ = tell.send(request);
+        }
+    });
+    (port, told)
+}
+
+fn head_of(stream: &mut impl Read) -> String {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).is_ok_and(|got| got == 1) {
+        head.push(byte[0]);
+    }
+    String::from_utf8(head).unwrap()
+}
+
+fn client(variables: &[(&str, &str)]) -> Client {
+    let variable = |name: &str| {
+        let found = variables.iter().find(|(n, _)| *n == name);
+        found.map(|(_, value)| (*value).to_owned())
+    };
+    Client::new(variable).unwrap()
+}
+
+fn request(url: &str) -> Request {
+    Request { url: Url::parse(url).unwrap(), from: None, if_range: None, bearer: None }
+}
+
+fn text(response: Response) -> io::Result<String> {
+    let mut body = response.body;
+    let mut text = String::new();
+    body.read_to_string(&mut text).map(|_| text)
+}
+
+#[test]
+fn a_request_says_what_is_wanted_and_an_answer_is_read() {
+    let answer =
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 206 Partial\r\nETag: \"a\"\r\nContent-Length: 3\r\n\r\nabc";
+    let (port, told) = serve(move |_, _| answer.to_vec());
+    let url = format!("http://127.0.0.1:{port}/x?y");
+    let wanted = Request {
+        from: Some(7),
+        if_range: Some("\"a\"".into()),
+        bearer: Some("token".into()),
+        ..request(&url)
+    };
+    let response = client(&[("http_proxy", "nobody:1")]).get(&wanted).unwrap();
+    assert_eq!((response.head.status, response.head.header("etag")), (206, Some("\"a\"")));
+    assert_eq!(text(response).unwrap(), "abc");
+    let asked = told.recv().unwrap();
+    assert!(asked.starts_with("GET /x?y HTTP/1.1\r\n"), "{asked}");
+    for header in [
+        &format!("Host: 127.0.0.1:{port}"),
+        "Range: bytes=7-",
+        "If-Range: \"a\"",
+        "Authorization: Bearer token",
+    ] {
+        assert!(asked.contains(&format!("{header}\r\n")), "{header} in {asked}");
+    }
+}
+
+#[test]
+fn what_is_no_answer_is_an_error() {
+    for (answer, kind) in [
+        (&b"SSH-2.0-x\r\n\r\n"[..], ErrorKind::InvalidData),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n", ErrorKind::UnexpectedEof),
+        (b"", ErrorKind::UnexpectedEof),
+    ] {
+        let (port, _told) = serve(move |_, _| answer.to_vec());
+        let error = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/"))).err().unwrap();
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+    let (port, _told) = serve(|_, _| [b"HTTP/1.1 200 OK\r\n", &b"A: b\r\n".repeat(20_000)[..]].concat());
+    let error = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/"))).err().unwrap();
+    assert!(error.to_string().contains("too long"), "{error}");
+}
+
+#[test]
+fn a_server_that_falls_silent_is_left() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let impatient = Client { silence: Duration::from_millis(50), ..client(&[]) };
+    let error = impatient.get(&request(&url)).err().unwrap();
+    assert_eq!(
+        (error.kind(), error.to_string().as_str()),
+        (ErrorKind::TimedOut, "nothing came for too long")
+    );
+    drop(listener);
+}
+
+#[test]
+fn a_proxy_is_asked_for_what_lies_behind_it() {
+    let (port, told) = serve(|_, _| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi".to_vec());
+    let proxy = format!("http://me:pass@127.0.0.1:{port}");
+    let response = client(&[("http_proxy", &proxy)]).get(&request("http://behind.example/x")).unwrap();
+    assert_eq!(text(response).unwrap(), "hi");
+    let asked = told.recv().unwrap();
+    assert!(asked.starts_with("GET http://behind.example/x HTTP/1.1\r\nHost: behind.example\r\n"), "{asked}");
+    assert!(asked.contains("Proxy-Authorization: Basic bWU6cGFzcw==\r\n"), "{asked}");
+    let (port, told) = serve(|_, _| b"HTTP/1.1 407 Who are you\r\n\r\n".to_vec());
+    let proxy = format!("http://127.0.0.1:{port}");
+    let error = client(&[("https_proxy", &proxy)]).get(&request("https://behind.example/x")).err().unwrap();
+    assert!(error.to_string().ends_with("answered 407"), "{error}");
+    assert!(told.recv().unwrap().starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"));
+}
+
+#[test]
+fn tls_wants_a_certificate_that_is_trusted() {
+    let dir = tempfile::tempdir().unwrap();
+    let key = KeyPair::generate().unwrap();
+    let certificate = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap().self_signed(&key).unwrap();
+    let pem = dir.path().join("ca.pem");
+    std::fs::write(&pem, certificate.pem()).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let private = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![certificate.der().clone()], private)
+        .unwrap();
+    let config = Arc::new(config);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("https://{}/", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let session = ServerConnection::new(config.clone()).unwrap();
+            let mut stream = StreamOwned::new(session, stream.unwrap());
+            if !head_of(&mut stream).is_empty() {
+                // Cut without a farewell behind the length: all of it has come.
+                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi");
+            }
+        }
+    });
+    let error = client(&[]).get(&request(&url)).err().unwrap();
+    assert!(error.kind() == ErrorKind::InvalidData && error.to_string().contains("certificate"), "{error}");
+    let trusting = client(&[("SSL_CERT_FILE", pem.to_str().unwrap())]);
+    assert_eq!(text(trusting.get(&request(&url)).unwrap()).unwrap(), "hi");
+    std::fs::write(&pem, "none").unwrap();
+    assert!(Client::new(|name| (name == "SSL_CERT_FILE").then(|| "/no/such.pem".into())).is_err());
+}
+
+#[test]
+fn a_model_comes_through_cuts_redirects_and_chunks() {
+    let body: Vec<u8> = b"GGUF".iter().copied().chain((0..200_000u32).map(|at| (at % 251) as u8)).collect();
+    let sent = body.clone();
+    let (port, told) = serve(move |number, request| {
+        let head =
+            |status: &str, more: &str| format!("HTTP/1.1 {status}\r\nETag: \"a\"\r\n{more}\r\n").into_bytes();
+        let length = sent.len();
+        match number {
+            0 => head("302 Found", "Location: /real.gguf\r\n"),
+            1 => [head("200 OK", &format!("Content-Length: {length}\r\n")), sent[..50_000].to_vec()].concat(),
+            _ => {
+                let from = request
+                    .split("Range: bytes=")
+                    .nth(1)
+                    .and_then(|rest| rest.split('-').next()?.parse().ok());
+                let from: usize = from.unwrap_or(0);
+                let range = format!("Content-Range: bytes {from}-{}/{length}\r\n", length - 1);
+                let rest = &sent[from..];
+                let chunk = [format!("{:x}\r\n", rest.len()).as_bytes(), rest, b"\r\n0\r\n\r\n"].concat();
+                [head("206 Partial", &format!("{range}Transfer-Encoding: chunked\r\n")), chunk].concat()
+            }
+        }
+    });
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::at(dir.path());
+    struct Hasty(Client);
+    impl Http for Hasty {
+        fn get(&self, request: &Request) -> io::Result<Response> {
+            self.0.get(request)
+        }
+        fn pause(&self, _: Duration) {}
+    }
+    let network =
+        Network { http: Box::new(Hasty(client(&[]))), hub: Hub::default(), plain: PlainHttp::Loopback };
+    let address = Address::parse(&format!("http://127.0.0.1:{port}/m.gguf")).unwrap();
+    let path = store.fetch(&address, &[], &network, &mut ()).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), body);
+    assert_eq!(store.verification(&path), Some(Verification::Unverified));
+    let asked: Vec<String> = told.try_iter().collect();
+    assert!(asked.iter().any(|request| request.contains("If-Range: \"a\"\r\n")), "{asked:?}");
+    let elsewhere = Address::parse("http://models.example/m.gguf").unwrap();
+    let error = store.fetch(&elsewhere, &[], &network, &mut ()).unwrap_err();
+    assert!(matches!(error, model::Error::Catalog(CatalogError::Download { .. })), "{error}");
+}

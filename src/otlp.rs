@@ -1,0 +1,171 @@
+//! Spans to a collector, by OTLP over HTTP, on a thread of its own: requests wait neither for it nor for the collector.
+
+use crate::config::ConfigError;
+use anyhow::Context;
+use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
+use opentelemetry::{Array, InstrumentationScope, KeyValue, StringValue, Value};
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanExporter as _, SpanLinks};
+use proto::ids::NodeId;
+use proto::trace::{self, SpanQueue, SpanRecord};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Spans that wait for the collector at most; more are dropped and counted.
+const QUEUE: usize = 4096;
+/// Spans sent together at most.
+const BATCH: usize = 512;
+/// How long spans are gathered before they are sent.
+const GATHER: Duration = Duration::from_millis(500);
+/// How long the collector may take for one batch.
+const LIMIT: Duration = Duration::from_secs(2);
+/// Behind the endpoint, as the standard has it.
+const PATH: &str = "/v1/traces";
+
+/// The thread that sends. Dropped, it sends what is there, and ends.
+#[derive(Debug)]
+pub(crate) struct Exporting {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Sends spans of this process, which is a `service` of this name, to the collector at `endpoint`: a share `ratio` of the
+/// requests that come without a parent. Without an endpoint nothing is traced.
+pub(crate) fn start(
+    endpoint: Option<&str>,
+    ratio: Option<f64>,
+    service: &'static str,
+    node: &NodeId,
+) -> anyhow::Result<Option<Exporting>> {
+    let Some(endpoint) = endpoint.filter(|endpoint| !endpoint.is_empty()) else { return Ok(None) };
+    let ratio = ratio.unwrap_or(1.0);
+    if !(0.0..=1.0).contains(&ratio) {
+        return Err(ConfigError::field("trace_ratio", ratio, "0 to 1").into());
+    }
+    if !endpoint.starts_with("http://") {
+        return Err(ConfigError::field("otlp_endpoint", endpoint, "http://HOST:PORT").into());
+    }
+    let exporter = SpanExporter::builder()
+        .with_http()
+        .with_protocol(Protocol::HttpBinary)
+        .with_endpoint(format!("{}{PATH}", endpoint.trim_end_matches('/')))
+        .with_timeout(LIMIT)
+        .build();
+    let mut exporter =
+        exporter.map_err(|error| ConfigError::field("otlp_endpoint", endpoint, error.to_string()))?;
+    // OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say what they say.
+    let named = std::env::var("OTEL_SERVICE_NAME").is_ok_and(|name| !name.is_empty());
+    let resource = Resource::builder().with_attributes([
+        KeyValue::new("service.instance.id", node.to_string()),
+        KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+    ]);
+    let resource = if named { resource } else { resource.with_service_name(service) };
+    exporter.set_resource(&resource.build());
+    let Some(queue) = trace::install(ratio, QUEUE) else { return Ok(None) };
+    let stop = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&stop);
+    let send = move || {
+        let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => return tracing::error!(%error, "no traces are sent"),
+        };
+        let scope = InstrumentationScope::builder("kvasir").with_version(env!("CARGO_PKG_VERSION")).build();
+        let mut sender = Sender { queue, exporter, scope, runtime, reached: true };
+        while !told.load(Ordering::Relaxed) {
+            sender.pass_on(GATHER);
+        }
+        sender.pass_on(Duration::ZERO);
+    };
+    let thread = std::thread::Builder::new().name("traces".to_owned()).spawn(send).context("traces")?;
+    Ok(Some(Exporting { stop, thread: Some(thread) }))
+}
+
+impl Drop for Exporting {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // That it has panicked has been told by the panic.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+struct Sender {
+    queue: SpanQueue,
+    exporter: SpanExporter,
+    scope: InstrumentationScope,
+    runtime: tokio::runtime::Runtime,
+    /// Whether the collector has taken the last batch.
+    reached: bool,
+}
+
+impl Sender {
+    /// Gathers spans for so long, and sends them.
+    fn pass_on(&mut self, gather: Duration) {
+        let spans = self.queue.take(gather, BATCH);
+        if spans.is_empty() {
+            return;
+        }
+        let count = spans.len();
+        let batch = spans.into_iter().map(|span| span_data(span, &self.scope)).collect();
+        let sent = self.runtime.block_on(self.exporter.export(batch));
+        self.queue.told(count, sent.is_ok());
+        match &sent {
+            Ok(()) if !self.reached => tracing::info!("the collector takes traces again"),
+            Err(error) if self.reached => tracing::warn!(%error, "the collector does not take traces"),
+            _ => {}
+        }
+        self.reached = sent.is_ok();
+    }
+}
+
+fn span_data(span: SpanRecord, scope: &InstrumentationScope) -> SpanData {
+    let SpanRecord { context, parent, remote, kind, name, start, end, attributes, error } = span;
+    let mut attributes: Vec<KeyValue> =
+        attributes.into_iter().map(|(key, value)| KeyValue::new(key, value_of(value))).collect();
+    let status = match error {
+        None => Status::Unset,
+        Some(error) => {
+            attributes.push(KeyValue::new("error.type", StringValue::from(error)));
+            Status::error("")
+        }
+    };
+    SpanData {
+        span_context: SpanContext::new(
+            TraceId::from_bytes(context.trace.0),
+            SpanId::from_bytes(context.span.0),
+            TraceFlags::SAMPLED,
+            false,
+            TraceState::NONE,
+        ),
+        parent_span_id: parent.map_or(SpanId::INVALID, |parent| SpanId::from_bytes(parent.0)),
+        parent_span_is_remote: remote,
+        span_kind: match kind {
+            trace::SpanKind::Internal => SpanKind::Internal,
+            trace::SpanKind::Server => SpanKind::Server,
+            trace::SpanKind::Client => SpanKind::Client,
+        },
+        name,
+        start_time: start,
+        end_time: end,
+        attributes,
+        dropped_attributes_count: 0,
+        events: SpanEvents::default(),
+        links: SpanLinks::default(),
+        status,
+        instrumentation_scope: scope.clone(),
+    }
+}
+
+fn value_of(value: trace::Value) -> Value {
+    match value {
+        trace::Value::Text(text) => Value::String(text.into()),
+        trace::Value::Texts(texts) => {
+            Value::Array(Array::String(texts.into_iter().map(Into::into).collect()))
+        }
+        trace::Value::Count(count) => Value::I64(count),
+        trace::Value::Measure(measure) => Value::F64(measure),
+        trace::Value::Measures(measures) => Value::Array(Array::F64(measures)),
+    }
+}

@@ -1,0 +1,196 @@
+//! The operators' page in a browser: it shows what goes on, its buttons do what they say, and the keyboard reaches all of
+//! them. What it looked like is kept in the logs' directory.
+
+use kvasir_cluster_tests::browser::{Browser, keys};
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http, wait};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::thread;
+
+/// A system message that many requests have in common, and one that few have.
+fn document(number: usize) -> String {
+    format!("Document {number}. ")
+        + &"The quick brown fox jumps over the lazy dog near the river bank. ".repeat(12 + 8 * number)
+}
+
+/// Rounds of chats: six about one document, two about another, some about nothing.
+fn drive(cluster: &Cluster, rounds: usize) {
+    for round in 0..rounds {
+        let chats: Vec<Value> = (0..9)
+            .map(|nth| {
+                let system = match nth {
+                    0..6 => document(2),
+                    6..8 => document(1),
+                    _ => "Be brief.".to_owned(),
+                };
+                let question = format!("Question {nth} of round {round}: what is said here?");
+                let messages =
+                    json!([{"role": "system", "content": system}, {"role": "user", "content": question}]);
+                json!({"model": cluster.model(), "messages": messages, "max_tokens": 24, "ignore_eos": true})
+            })
+            .collect();
+        thread::scope(|scope| {
+            for chat in &chats {
+                scope.spawn(|| {
+                    http::post(cluster.http(), "/v1/chat/completions", chat).unwrap().ok().unwrap()
+                });
+            }
+        });
+    }
+}
+
+fn picture(name: &str) -> PathBuf {
+    binary::target().join(format!("test-logs/dashboard-{name}.png"))
+}
+
+/// Draining by mouse, and what the coordinator then says.
+fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
+    let worker = &cluster.nodes().workers[0].id;
+    let drains = |wanted: bool| {
+        wait::until("it is as wanted", binary::PATIENCE, || {
+            let status = cluster.status().ok()?;
+            let known = status["workers"].as_array()?.iter().find(|known| known["id"] == **worker)?;
+            (known["draining"] == wanted).then_some(())
+        })
+        .unwrap();
+    };
+    let button = format!("tr[data-worker='{worker}'] button");
+    browser.click(&button).unwrap();
+    browser.wait_for("it asks first", "document.querySelector('#drain-dialog').open").unwrap();
+    browser.press([keys::ESCAPE]).unwrap();
+    browser.wait_for("escape closes it", "!document.querySelector('#drain-dialog').open").unwrap();
+    drains(false);
+    browser.click(&button).unwrap();
+    browser.click("#drain-dialog button[value='drain']").unwrap();
+    drains(true);
+    let row = format!("document.querySelector(\"tr[data-worker='{worker}']\")");
+    browser.wait_for("its row says so", &format!("{row}.dataset.level === 'out'")).unwrap();
+    browser.wait_for("and why", &format!("{row}.textContent.includes('takes no new work')")).unwrap();
+    browser
+        .wait_for("it can be taken back", &format!("{row}.querySelector('button').textContent === 'Undrain'"))
+        .unwrap();
+    browser.click(&button).unwrap();
+    drains(false);
+    browser.wait_for("its row says so", &format!("{row}.dataset.level !== 'out'")).unwrap();
+}
+
+/// A chat in the playground, and the explanation of where it went.
+fn chat(browser: &Browser) {
+    browser.click("#prompt").unwrap();
+    browser.press("What is a fox?".chars().chain([keys::ENTER])).unwrap();
+    let answer = "document.querySelector('.turn.assistant')";
+    browser.wait_for("it answers", &format!("{answer}?.querySelector('p').textContent.length > 0")).unwrap();
+    browser
+        .wait_for("with figures", &format!("{answer}.textContent.includes('prompt tokens cached')"))
+        .unwrap();
+    browser.wait_for("it is done", "document.querySelector('#send').textContent === 'Send'").unwrap();
+    browser
+        .wait_for(
+            "its decision is told",
+            "document.querySelectorAll('tr.request td[data-state=done]').length > 0",
+        )
+        .unwrap();
+    browser.click(".turn.assistant button").unwrap();
+    let shown = "document.querySelectorAll('tr.detail:not([hidden])').length === 1 && document.querySelectorAll('tr.request').length === 1";
+    browser.wait_for("its decision is shown alone", shown).unwrap();
+}
+
+/// Every control that can be seen, and those of them that the Tab key comes to.
+fn assert_the_keyboard_reaches_everything(browser: &Browser) {
+    // The controls of a hundred requests are all alike: one is left.
+    let name = "const name = (e) => e.id || e.getAttribute('aria-label') || e.textContent.trim(); ";
+    let all = browser
+        .script(&format!(
+            "{name} scrollTo(0, 0); document.activeElement.blur(); \
+             return [...document.querySelectorAll('a[href], button, input, select, textarea')]\
+             .filter((e) => e.checkVisibility()).map(name)"
+        ))
+        .unwrap();
+    let all: BTreeSet<String> = serde_json::from_value(all).unwrap();
+    assert!(all.len() > 15, "{all:?}");
+    let mut reached = BTreeSet::new();
+    for _ in 0..all.len() + 4 {
+        browser.press([keys::TAB]).unwrap();
+        let at = browser.script(&format!("{name} return name(document.activeElement)")).unwrap();
+        reached.insert(at.as_str().unwrap().to_owned());
+    }
+    let missed: Vec<_> = all.difference(&reached).collect();
+    assert!(missed.is_empty(), "Tab does not come to {missed:?}");
+}
+
+#[test]
+fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
+    let cluster = Cluster::builder("dashboard", "smollm2-135m").start().unwrap();
+    let browser = Browser::start().unwrap();
+    browser.resize(1440, 1000, 1.0).unwrap();
+    browser.prefer_dark(false).unwrap();
+    drive(&cluster, 2);
+    browser.open(&format!("http://{}/", cluster.coordinator().ops)).unwrap();
+    browser.wait_for("it is live", "document.querySelector('#live').dataset.state === 'live'").unwrap();
+    browser
+        .wait_for("both workers are there", "document.querySelectorAll('#workers tr').length === 2")
+        .unwrap();
+
+    // While something goes on it says who is hot, in the first screen, and goes on to say it.
+    thread::scope(|scope| {
+        let load = scope.spawn(|| drive(&cluster, 4));
+        let hot = "['hot', 'busy', 'normal'].includes(document.querySelector('#verdict').dataset.level)";
+        browser.wait_for("it says who works", hot).unwrap();
+        let seen = browser
+            .script("return document.querySelector('#verdict').getBoundingClientRect().bottom")
+            .unwrap();
+        assert!(seen.as_f64().unwrap() < 400.0, "the verdict is in the first screen");
+        browser
+            .wait_for("tokens are counted", "document.querySelectorAll('tr.request').length >= 18")
+            .unwrap();
+        browser.screenshot(&picture("light")).unwrap();
+        load.join().unwrap();
+    });
+    for panel in ["topology", "pools", "tenants", "lost", "raft", "index"] {
+        browser
+            .wait_for(panel, &format!("document.querySelector('#{panel}').textContent.length > 10"))
+            .unwrap();
+    }
+    for chart in ["ttft", "itl", "e2e", "tokens", "requests", "locality"] {
+        let drawn = format!("document.querySelector('#chart-{chart} path').getAttribute('d').length > 20");
+        browser.wait_for(chart, &drawn).unwrap();
+    }
+    let pools = "document.querySelector('#pools').textContent.includes('Full KV')";
+    browser.wait_for("caches are told by kind", pools).unwrap();
+    let prefixes = "document.querySelectorAll('#prefixes code').length >= 2 && document.querySelectorAll('#prefixes .chip').length >= 2";
+    browser.wait_for("prefixes with holders", prefixes).unwrap();
+
+    drain_and_undrain(&cluster, &browser);
+
+    // The switch goes from what the system wants to light, then dark.
+    let ground =
+        |browser: &Browser| browser.script("return getComputedStyle(document.body).backgroundColor").unwrap();
+    let light = ground(&browser);
+    browser.click("#theme").unwrap();
+    assert_eq!(ground(&browser), light);
+    browser.click("#theme").unwrap();
+    assert_ne!(ground(&browser), light, "dark");
+
+    chat(&browser);
+    let explained =
+        browser.script("return document.querySelector('tr.detail:not([hidden])').textContent").unwrap();
+    for part in ["Candidate", "Queue", "Prefill", "Transfer", "chosen", "First token expected after"] {
+        assert!(explained.as_str().unwrap().contains(part), "{part} not in {explained}");
+    }
+    browser.script("document.querySelector('#requests').scrollIntoView({behavior: 'instant'})").unwrap();
+    browser.screenshot(&picture("dark")).unwrap();
+    assert_the_keyboard_reaches_everything(&browser);
+
+    browser.resize(390, 844, 2.0).unwrap();
+    browser.script("scrollTo({top: 0, behavior: 'instant'})").unwrap();
+    let wide = "return document.scrollingElement.scrollWidth - document.documentElement.clientWidth";
+    assert_eq!(browser.script(wide).unwrap(), 0, "a phone has to scroll sideways");
+    browser.screenshot(&picture("phone")).unwrap();
+
+    let others = "return performance.getEntriesByType('resource').map(({ name }) => name)\
+                  .filter((name) => !name.startsWith(location.origin))";
+    assert_eq!(browser.script(others).unwrap(), json!([]), "asked of others");
+    assert_eq!(browser.complaints().unwrap(), Vec::<String>::new());
+}

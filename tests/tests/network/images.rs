@@ -1,0 +1,321 @@
+//! The container images under the settings that Kubernetes' restricted pods have, run by runc. `./test images` builds the
+//! images first; without them these tests do not run.
+
+use kvasir_cluster_tests::file_server::FileServer;
+use kvasir_cluster_tests::{binary, http, wait};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::net::{SocketAddr, UdpSocket};
+use std::os::unix::fs::chown;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use tempfile::TempDir;
+
+/// The user of the images.
+const USER: u32 = 65532;
+const QEMU: &str = "/usr/bin/qemu-aarch64-static";
+/// Where an image has the node's own things.
+const HOME: &str = "/var/lib/kvasir";
+
+/// What `./test images` has built.
+fn images() -> PathBuf {
+    binary::target().join("images")
+}
+
+fn podman() -> Command {
+    let storage = images().join("podman");
+    let mut command = Command::new("podman");
+    command.args(["--runtime", "runc", "--cgroup-manager", "cgroupfs", "--events-backend", "none"]);
+    command.args(["--storage-driver", "vfs", "--root"]).arg(storage.join("root"));
+    command.arg("--runroot").arg(storage.join("run")).stdin(Stdio::null());
+    command
+}
+
+/// An image of an architecture, loaded once.
+fn image(kind: &str, arch: &str) -> String {
+    let name = format!("localhost/kvasir-{kind}:{arch}");
+    static LOADING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one = LOADING.lock().unwrap();
+    let from = format!("oci:{}:{arch}", images().join(format!("kvasir-{kind}")).display());
+    let pulled = podman().args(["pull", "--quiet", &from]).output().unwrap();
+    let id = text(&pulled);
+    assert!(pulled.status.success(), "{}: run `./test images`", String::from_utf8_lossy(&pulled.stderr));
+    assert!(podman().args(["tag", &id, &name]).status().unwrap().success());
+    name
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+/// `podman run` as a restricted pod: no capability, no new privileges, the runtime's seccomp filter, a root that cannot be
+/// written. The network is this host's, so that tests reach the ports.
+fn restricted(name: &str, mounts: &[(&Path, &str, bool)]) -> Command {
+    let mut command = podman();
+    command.args([
+        "run",
+        "--rm",
+        "--name",
+        name,
+        "--network",
+        "host",
+        "--read-only",
+        "--read-only-tmpfs=false",
+    ]);
+    command.args(["--cap-drop", "all", "--security-opt", "no-new-privileges"]);
+    // Without these runc asks for more than a machine without CAP_SYS_RESOURCE can give.
+    command.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]);
+    for (from, to, writable) in mounts {
+        let mode = if *writable { "rw" } else { "ro" };
+        command.arg("-v").arg(format!("{}:{to}:{mode}", from.display()));
+    }
+    command
+}
+
+fn fresh_name() -> String {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    format!("kvasir-test-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Runs a container to its end.
+fn run(image: &str, mounts: &[(&Path, &str, bool)], more: &[&str], arguments: &[&str]) -> Output {
+    restricted(&fresh_name(), mounts).args(more).arg(image).args(arguments).output().unwrap()
+}
+
+/// A container that goes on until this is dropped.
+struct Container {
+    name: String,
+    process: Child,
+    /// What the node has announced.
+    node: Value,
+}
+
+impl Container {
+    /// Starts a node and waits for its line with the addresses.
+    fn start(image: &str, mounts: &[(&Path, &str, bool)], more: &[&str], arguments: &[&str]) -> Self {
+        let name = fresh_name();
+        let mut command = restricted(&name, mounts);
+        command.args(more).arg(image).args(arguments).stdout(Stdio::piped());
+        let mut process = command.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let mut container = Self { name, process, node: Value::Null };
+        container.node = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+        container
+    }
+
+    fn address(&self, port: &str) -> SocketAddr {
+        self.node[port].as_str().unwrap().parse().unwrap()
+    }
+
+    /// Of its first process, as this host counts.
+    fn pid(&self) -> u32 {
+        let inspected =
+            podman().args(["inspect", "--format", "{{.State.Pid}}", &self.name]).output().unwrap();
+        text(&inspected).parse().unwrap()
+    }
+
+    fn until_ready(&self) {
+        let ops = self.address("ops");
+        let ready = || http::get(ops, "/readyz").is_ok_and(|answer| answer.status == 200).then_some(());
+        wait::until("the node is ready", binary::PATIENCE, ready).unwrap();
+    }
+
+    fn expect_an_answer(&self) {
+        let body = json!({"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 4, "temperature": 0});
+        let answer = http::post(self.address("http"), "/v1/completions", &body).unwrap().ok().unwrap();
+        assert_eq!(answer["usage"]["completion_tokens"], 4, "{answer}");
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        // Fails only if it has ended.
+        let _ = podman().args(["kill", &self.name]).output();
+        let _ = self.process.wait();
+    }
+}
+
+/// A directory that the image's user may write.
+fn volume() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    give(dir.path());
+    dir
+}
+
+/// Hands a directory and all in it to the image's user.
+fn give(path: &Path) {
+    chown(path, Some(USER), Some(USER)).unwrap();
+    if path.is_dir() {
+        for entry in std::fs::read_dir(path).unwrap() {
+            give(&entry.unwrap().path());
+        }
+    }
+}
+
+/// The tiny model under its name, in a directory of its own.
+fn model() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(crate::tiny_model(), dir.path().join("tiny.gguf")).unwrap();
+    give(dir.path());
+    dir
+}
+
+const ALONE: [&str; 9] =
+    ["worker", "--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--threads", "1", "--kv-bytes", "64MiB"];
+
+#[test]
+#[ignore = "needs images: ./test images"]
+fn k8s_image_hardening() {
+    let (image, model, home) = (image("cpu", "amd64"), model(), volume());
+    let mounts = [(model.path(), "/models", false), (home.path(), HOME, true)];
+    let arguments = [&ALONE[..], &["--model", "/models/tiny.gguf"]].concat();
+    let node = Container::start(&image, &mounts, &[], &arguments);
+    node.until_ready();
+    node.expect_an_answer();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", node.pid())).unwrap();
+    let field = |name: &str| {
+        let line = status.lines().find(|line| line.starts_with(&format!("{name}:"))).unwrap();
+        line.split_whitespace().nth(1).unwrap().to_owned()
+    };
+    assert_eq!((field("Uid"), field("Gid")), (USER.to_string(), USER.to_string()));
+    for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+        assert_eq!(u64::from_str_radix(&field(set), 16), Ok(0), "{set}");
+    }
+    assert_eq!((field("NoNewPrivs").as_str(), field("Seccomp").as_str()), ("1", "2"));
+    let refused = run(&image, &mounts, &[], &["ca", "init", "--dir", "/ca", "--cluster", "c"]);
+    let stderr = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && stderr.contains("Read-only file system"), "{stderr}");
+    assert!(
+        run(&image, &mounts, &[], &["ca", "init", "--dir", "/var/lib/kvasir/ca", "--cluster", "c"])
+            .status
+            .success()
+    );
+    let shell = run(&image, &mounts, &["--entrypoint", "/bin/sh"], &["-c", "true"]);
+    assert!(!shell.status.success(), "there is a shell in the image");
+    let bill = Path::new("usr/local/share/kvasir/sbom.cdx.json");
+    let root = PathBuf::from(format!("/proc/{}/root", node.pid()));
+    assert!(root.join(bill).metadata().unwrap().len() > 10_000);
+}
+
+#[test]
+#[ignore = "needs images: ./test images"]
+fn the_arm64_image_starts_and_computes_under_qemu() {
+    let (image, model, home) = (image("cpu", "arm64"), model(), volume());
+    let mounts =
+        [(model.path(), "/models", false), (home.path(), HOME, true), (Path::new(QEMU), "/qemu", false)];
+    let more = ["--entrypoint", "/qemu"];
+    let version = run(&image, &mounts, &more, &["/usr/local/bin/kvasir", "--version"]);
+    assert!(text(&version).starts_with("kvasir "), "{}", String::from_utf8_lossy(&version.stderr));
+    // In one process: the emulator does not know all that QUIC asks of a socket.
+    let arguments = ["run", "/models/tiny.gguf", "-p", "hello there", "-n", "4", "--temperature", "0"];
+    let computed = run(&image, &mounts, &more, &[&["/usr/local/bin/kvasir"][..], &arguments].concat());
+    let stderr = String::from_utf8_lossy(&computed.stderr);
+    assert!(computed.status.success() && stderr.contains("4 tokens generated"), "{stderr}");
+}
+
+#[test]
+#[ignore = "needs images: ./test images"]
+fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
+    let image = image("cuda", "amd64");
+    let driver = tempfile::tempdir().unwrap();
+    let library = driver.path().join("libcuda.so.1");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
+    let built =
+        Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source).status().unwrap();
+    assert!(built.success());
+    let home = volume();
+    let volume = (home.path(), HOME, true);
+    let without = run(&image, &[volume], &[], &["gpu-check", "--json"]);
+    let report: Value = serde_json::from_str(&text(&without)).unwrap();
+    assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
+    // Where NVIDIA's runtime mounts it; no variable and no cache of the loader tells.
+    let mounted = "/usr/lib/x86_64-linux-gnu/libcuda.so.1";
+    let with = run(&image, &[volume, (&library, mounted, false)], &[], &["gpu-check", "--json"]);
+    let report: Value = serde_json::from_str(&text(&with))
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&with.stderr)));
+    assert_eq!((&report["driver"], &report["missing"]), (&"13.0".into(), &json!([])), "{report}");
+    let device = &report["devices"][0];
+    assert_eq!((&device["name"], &device["arch"]), (&"A stub of a GB10".into(), &"sm_121a".into()));
+    assert_eq!(report["nvrtc"]["version"], "13.0", "{report}");
+    let found = report["nvrtc"]["found_at"].as_str().unwrap();
+    assert!(found.starts_with("/usr/local/share/kvasir/cubin") && found.contains("no NVRTC"), "{found}");
+    // It is a stub: taking it into use fails, in words.
+    assert_eq!(with.status.code(), Some(1));
+    assert!(device["failed"].as_str().is_some_and(|why| !why.is_empty()), "{report}");
+}
+
+#[test]
+#[ignore = "needs images: ./test images"]
+fn a_pod_with_an_empty_volume_becomes_ready_by_a_fetch() {
+    let (image, served, home) = (image("cpu", "amd64"), model(), volume());
+    let server = FileServer::start(served.path()).unwrap();
+    // By a name, as in a cluster: the static binary has to resolve it.
+    let address = server.url().replace("127.0.0.1", "models.test") + "/tiny.gguf";
+    let mounts = [(home.path(), HOME, true)];
+    let more = ["--add-host", "models.test:127.0.0.1", "--env", "KVASIR_ALLOW_HTTP=1"];
+    let fetched = run(&image, &mounts, &more, &["models", "pull", &address]);
+    assert!(fetched.status.success(), "{}", String::from_utf8_lossy(&fetched.stderr));
+    assert!(text(&fetched).starts_with("/var/lib/kvasir/downloads/"), "{}", text(&fetched));
+    let asked = server.requests().len();
+    let node = Container::start(&image, &mounts, &[], &[&ALONE[..], &["--model", &address]].concat());
+    node.until_ready();
+    node.expect_an_answer();
+    assert_eq!(server.requests().len(), asked, "what the fetch has left is served");
+}
+
+#[test]
+#[ignore = "needs images: ./test images"]
+fn a_pod_with_an_empty_volume_becomes_ready_from_a_peer_alone() {
+    let (image, model) = (image("cpu", "amd64"), model());
+    let identities = tempfile::tempdir().unwrap();
+    let path = |name: &str| identities.path().join(name).to_str().unwrap().to_owned();
+    binary::stdout(&["ca", "init", "--dir", &path("ca"), "--cluster", "pods"]).unwrap();
+    for (role, node) in [("coordinator", "c0"), ("worker", "w0"), ("worker", "w1")] {
+        let issue =
+            ["ca", "issue", "--dir", &path("ca"), "--role", role, "--node", node, "--out", &path(node)];
+        binary::stdout(&issue).unwrap();
+    }
+    give(identities.path());
+    // Free a moment ago; nothing else here takes ports.
+    let quic = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let homes = [volume(), volume(), volume()];
+    let start = |home: &TempDir, with_model: bool, arguments: &[&str]| {
+        let mut mounts = vec![(home.path(), HOME, true), (identities.path(), "/identities", false)];
+        if with_model {
+            mounts.push((model.path(), "/models", false));
+        }
+        Container::start(&image, &mounts, &[], &[arguments, &["--ops", "127.0.0.1:0"]].concat())
+    };
+    let places = ["--identity", "/identities/c0", "--quic", &quic, "--http", "127.0.0.1:0"];
+    let coordinator =
+        start(&homes[0], true, &[&["coordinator", "--models", "/models/tiny.gguf"][..], &places].concat());
+    let worker = |identity: &'static str| {
+        let joined =
+            ["--identity", identity, "--coordinators", &quic, "--quic", "127.0.0.1:0", "--threads", "1"];
+        [&["worker", "--kv-bytes", "64MiB"][..], &joined]
+            .concat()
+            .into_iter()
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let strings = |arguments: &[String], more: &[&str]| -> Vec<String> {
+        arguments.iter().cloned().chain(more.iter().map(|more| (*more).to_owned())).collect()
+    };
+    let holder = strings(&worker("/identities/w0"), &["--model", "/models/tiny.gguf"]);
+    let holder = start(&homes[1], true, &holder.iter().map(String::as_str).collect::<Vec<_>>());
+    holder.until_ready();
+    let peer = holder.node["quic"].as_str().unwrap();
+    let receiver = strings(&worker("/identities/w1"), &["--model", "tiny", "--from", peer]);
+    let receiver = start(&homes[2], false, &receiver.iter().map(String::as_str).collect::<Vec<_>>());
+    receiver.until_ready();
+    // Only the one that has come without a file is left to answer.
+    drop(holder);
+    let answered = || {
+        let body = json!({"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 4, "temperature": 0});
+        let answer = http::post(coordinator.address("http"), "/v1/completions", &body).ok()?;
+        (answer.header("x-kvasir-worker") == Some("w1") && answer.status == 200).then_some(())
+    };
+    wait::until("w1 answers", binary::PATIENCE, answered).unwrap();
+}

@@ -1,0 +1,77 @@
+//! Metrics of what computes.
+
+use kernels::backend::{BackendInfo, StepCounts};
+use kernels::cuda::check::OPS;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+/// Label of ops.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct OpLabel {
+    /// The op.
+    pub op: &'static str,
+    /// What computes it: `cpu`, `cuda`.
+    pub device: String,
+    /// Instruction set or compute capability.
+    pub isa: String,
+}
+
+/// Label of steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct LaunchedLabel {
+    /// How.
+    pub launched: Launched,
+}
+
+/// How the kernels of a step's layers were launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
+pub enum Launched {
+    /// One by one.
+    singly,
+    /// Recorded, then run.
+    recorded,
+    /// As recorded.
+    replayed,
+}
+
+/// Metrics of a device.
+#[derive(Debug, Default)]
+pub struct DeviceMetrics {
+    /// 1 for each op, by what computes it.
+    pub ops: Family<OpLabel, Gauge>,
+    /// Steps, on a device that records any.
+    pub steps: Family<LaunchedLabel, Counter>,
+    /// Steps that are kept as recorded.
+    pub graphs: Gauge,
+}
+
+impl DeviceMetrics {
+    /// A backend computes all ops or refuses the model.
+    pub(crate) fn covers(&self, info: &BackendInfo) {
+        for op in OPS {
+            let label = OpLabel { op, device: info.device.clone(), isa: info.isa.clone() };
+            self.ops.get_or_create(&label).set(1);
+        }
+    }
+
+    pub(crate) fn update(&self, counts: StepCounts) {
+        let StepCounts { called, recorded, replayed, kept } = counts;
+        self.graphs.set(kept as i64);
+        for (launched, to) in
+            [(Launched::singly, called), (Launched::recorded, recorded), (Launched::replayed, replayed)]
+        {
+            let counter = self.steps.get_or_create(&LaunchedLabel { launched });
+            counter.inc_by(to.saturating_sub(counter.get()));
+        }
+    }
+
+    pub(super) fn register(&self, registry: &mut Registry) {
+        registry.register("kvasir_device_ops", "Ops by what computes them", self.ops.clone());
+        registry.register("kvasir_device_steps", "Steps by how a GPU launched them", self.steps.clone());
+        registry.register("kvasir_device_graphs", "Recorded steps that a GPU keeps", self.graphs.clone());
+    }
+}

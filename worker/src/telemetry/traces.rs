@@ -1,0 +1,23 @@
+//! What has become of the spans of recorded requests.
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use std::fmt;
+
+/// Counts of this process's spans, read when they are asked for.
+#[derive(Debug)]
+pub(super) struct SpanCounts;
+
+impl Collector for SpanCounts {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Spans of requests, by what became of them";
+        let mut family =
+            encoder.encode_descriptor("kvasir_worker_trace_spans", help, None, MetricType::Counter)?;
+        for (outcome, spans) in proto::trace::counts().by_outcome() {
+            ConstCounter::new(spans).encode(family.encode_family(&[("outcome", outcome)])?)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,42 @@
+//! Workers on GPUs, interpreted, beside one on the CPU: what lies in a device's memory is pulled within a numeric class;
+//! between classes it is computed.
+
+use crate::cluster::{Cluster, options};
+use crate::{KINDS, assert_same};
+use kernels::backend::KvType;
+use kvasir_worker::load::{DeviceChoice, EngineOptions};
+use std::path::Path;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefixes_go_from_device_to_device_and_not_to_another_class() {
+    // Keys and values, and states.
+    let model = KINDS[2];
+    let cubins = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/cubins");
+    let simulated = EngineOptions {
+        device: DeviceChoice::PtxSim,
+        cubins: Some(cubins),
+        kv_bytes: Some(2 << 20),
+        max_rows: Some(64),
+        max_sequences: Some(4),
+        ..options(KvType::F32)
+    };
+    let prompt: Vec<u32> = (0..40).map(|i| 5 + (i * i * 31 + i * 7) % 350).collect();
+    let cluster = Cluster::new();
+    let holds = cluster.worker("holds", model, simulated.clone()).await;
+    let want = holds.ask(&prompt, None).await;
+    assert_eq!((want.cached, want.tokens.len()), (0, 12));
+    let pulls = cluster.worker("pulls", model, simulated).await;
+    let answer = pulls.ask(&prompt, Some(holds.source(32))).await;
+    assert_same(model, &answer, &want);
+    assert_eq!((answer.cached, &*answer.lookup), (32, "prompt_end transfer=32"));
+    let on_cpu = cluster.worker("cpu", model, options(KvType::F32)).await;
+    let answer = on_cpu.ask(&prompt, Some(holds.source(32))).await;
+    assert_eq!((answer.cached, &answer.tokens), (0, &want.tokens), "{}", answer.lookup);
+    assert_eq!(on_cpu.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await, 0.0);
+    let op = "kvasir_device_ops{op=\"delta_net\",device=\"ptx-sim\",isa=\"sm_121a\"}";
+    assert_eq!((pulls.metric(op).await, on_cpu.metric(op).await), (1.0, 0.0));
+    for worker in [holds, pulls, on_cpu] {
+        worker.settles().await;
+        worker.service.stop().await;
+    }
+}

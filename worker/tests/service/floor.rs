@@ -1,0 +1,65 @@
+//! A worker on a host whose memory runs short.
+
+use crate::{PATIENCE, pair_above, request};
+use kvasir_worker::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};
+use proto::message::{GenerateError, GenerateFrame, WorkerState, WorkerStatus};
+use proto::service::deadline;
+use proto::transport::VersionRange;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+struct Host(AtomicU64);
+
+impl MemInfo for Host {
+    fn available_bytes(&self) -> io::Result<u64> {
+        Ok(self.0.load(Ordering::Relaxed))
+    }
+}
+
+async fn readyz(ops: std::net::SocketAddr) -> String {
+    let mut stream = tokio::net::TcpStream::connect(ops).await.unwrap();
+    stream.write_all(b"GET /readyz HTTP/1.1\r\nhost: w\r\nconnection: close\r\n\r\n").await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_memory_is_short_no_new_work_is_taken() {
+    let host = Arc::new(Host(AtomicU64::new(2000)));
+    let floor = HostFloor { floor: MemoryFloor { bytes: 800 }, memory: host.clone() };
+    let pair = pair_above(Some(floor), VersionRange::CURRENT.max).await;
+    let api = pair.connection.worker_api().await.unwrap();
+    let becomes = async |wanted: WorkerState| {
+        let start = Instant::now();
+        loop {
+            let WorkerStatus::V1(status) = api.status(deadline(PATIENCE)).await.unwrap();
+            if status.load.state == wanted {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "{:?}, not {wanted:?}", status.load.state);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    becomes(WorkerState::Ready).await;
+    host.0.store(700, Ordering::Relaxed);
+    becomes(WorkerState::Draining).await;
+    let answer = readyz(pair.worker.ops_address()).await;
+    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("less memory is free"), "{answer}");
+    let mut stream = pair.connection.open_generate(&request(3)).await.unwrap();
+    let refused = stream.next().await.unwrap().unwrap();
+    assert!(matches!(refused, GenerateFrame::Failed(GenerateError::Draining)), "{refused:?}");
+    let metrics = api.metrics_text(deadline(PATIENCE)).await.unwrap();
+    assert!(
+        metrics.contains("kvasir_host_memory_short 1\n") && metrics.contains("available_bytes 700\n"),
+        "{metrics}"
+    );
+    host.0.store(2000, Ordering::Relaxed);
+    becomes(WorkerState::Ready).await;
+    let answer = readyz(pair.worker.ops_address()).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    pair.worker.stop().await;
+}
