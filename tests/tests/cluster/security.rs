@@ -1,8 +1,8 @@
-//! Keys of a group of coordinators, what a tenant learns from times, and what is never written down.
+//! Keys of a group of coordinators, certificates that are replaced under load, and what is never written down.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
-use kvasir_cluster_tests::{binary, http, wait};
+use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -119,6 +119,79 @@ fn sec_keys_of_a_group() {
     let refused = wait::until("the others count it", binary::PATIENCE, told).unwrap();
     assert!(refused.header("retry-after").is_some_and(|after| after.parse::<u32>().unwrap() > 0));
     assert_eq!(refused.json().unwrap()["error"]["code"], "rate_limited");
+}
+
+#[test]
+fn certificates_are_replaced_under_load() {
+    let cluster =
+        Cluster::builder("security-rotate", &tiny_model()).flag("--coordinators", "3").start().unwrap();
+    let data = cluster.data_dir().to_owned();
+    let fronts: Vec<_> = cluster.nodes().coordinators.iter().map(|node| node.http).collect();
+    let named =
+        |role: &'static str, ids: Vec<String>| ids.into_iter().map(move |id| (role, id)).collect::<Vec<_>>();
+    let mut nodes =
+        named("coordinator", cluster.nodes().coordinators.iter().map(|node| node.id.clone()).collect());
+    nodes.extend(named("worker", cluster.nodes().workers.iter().map(|node| node.id.clone()).collect()));
+    let ca = data.join("ca");
+    let ca_dir = ca.to_str().unwrap();
+    let directory = |id: &str| data.join("nodes").join(id).join("identity");
+    // All nodes have read what they were given.
+    let renewed = |times: usize| {
+        let count = |id: &str| {
+            let log = std::fs::read_to_string(data.join("logs").join(format!("{id}.log"))).unwrap();
+            log.matches("certificates were renewed").count()
+        };
+        wait::until("all nodes have read it", binary::PATIENCE, || {
+            nodes.iter().all(|(_, id)| count(id) >= times).then_some(())
+        })
+        .unwrap();
+    };
+    let trust = || {
+        for (_, id) in &nodes {
+            std::fs::copy(ca.join("ca.crt"), directory(id).join("ca.crt")).unwrap();
+        }
+    };
+    let ((), served) = under_load(
+        &fronts,
+        || "any".into(),
+        |served| {
+            binary::stdout(&["ca", "rotate", "--dir", ca_dir]).unwrap();
+            trust();
+            renewed(1);
+            for (role, id) in &nodes {
+                let out = directory(id);
+                let to = out.to_str().unwrap();
+                let issue =
+                    ["ca", "issue", "--dir", ca_dir, "--role", role, "--node", id, "--out", to, "--replace"];
+                binary::stdout(&issue).unwrap();
+            }
+            renewed(2);
+            binary::stdout(&["ca", "rotate", "--dir", ca_dir, "--finish"]).unwrap();
+            trust();
+            renewed(3);
+            // What is dialed from now on stands by the new root alone.
+            let killed = cluster.nodes().workers[1].pid;
+            let id = &cluster.nodes().workers[1].id;
+            signal::kill_now(killed);
+            let back = || {
+                let status = http::get(cluster.coordinator().ops, "/admin/v1/cluster").ok()?.ok().ok()?;
+                let workers = status["workers"].as_array()?.clone();
+                let up = cluster.up_file().ok()?;
+                let new = up.workers.iter().any(|worker| worker.id == *id && worker.pid != killed);
+                let ready = workers.iter().filter(|worker| worker["state"] == "ready").count();
+                (new && ready == 2).then_some(())
+            };
+            wait::until("the worker joins by its new certificate", binary::PATIENCE, back).unwrap();
+            let at = served.load(Ordering::Relaxed);
+            wait::until("requests go on", binary::PATIENCE, || {
+                (served.load(Ordering::Relaxed) > at + 6).then_some(())
+            })
+            .unwrap();
+        },
+    );
+    assert!(served > 20, "{served}");
+    let refused = binary::run(&["ca", "rotate", "--dir", ca_dir, "--finish"]).unwrap();
+    assert_eq!(refused.status.code(), Some(1));
 }
 
 /// The time from the request to the first token.
