@@ -35,6 +35,7 @@ use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
 use proto::ids::NodeId;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -211,11 +212,23 @@ async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request,
 }
 
 fn from_elsewhere(headers: &HeaderMap) -> bool {
-    let Some(origin) = headers.get(header::ORIGIN) else { return false };
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+    if !host.is_empty() && !is_no_name(host) {
+        return true;
+    }
+    let Some(origin) = headers.get(header::ORIGIN) else { return false };
     let same =
         origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, at)| at == host);
     !same
+}
+
+/// Whether a host is an address, or this machine whatever a name server says: another name may have been pointed here by
+/// the site that a browser comes from.
+fn is_no_name(host: &str) -> bool {
+    let port = |(_, port): &(&str, &str)| port.bytes().all(|byte| byte.is_ascii_digit());
+    let name = host.rsplit_once(':').filter(port).map_or(host, |(name, _)| name);
+    let address = name.trim_start_matches('[').trim_end_matches(']');
+    name.eq_ignore_ascii_case("localhost") || address.parse::<IpAddr>().is_ok()
 }
 
 async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
@@ -308,3 +321,6 @@ fn count<T>(ops: &Ops, what: &'static str, made: &Result<T, ApiError>) {
 fn worker_name(id: String) -> Result<NodeId, ApiError> {
     NodeId::new(id).map_err(|error| ApiError::field("id", error.rule))
 }
+
+#[cfg(test)]
+mod tests;

@@ -201,6 +201,11 @@ impl Cluster {
         &self.first.model
     }
 
+    /// What `kvasir up` has logged, and its nodes', once the cluster has ended.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
     /// Time from the start of `kvasir up` to its line on stdout.
     pub fn ready_after(&self) -> Duration {
         self.ready_after

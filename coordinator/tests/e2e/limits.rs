@@ -133,6 +133,8 @@ async fn sec_limits() {
             completion(json!({"max_tokens": 0})).to_string(), invalid("max_tokens")),
         (COMPLETIONS, completion(json!({"min_tokens": 1})).to_string(),
             completion(json!({"min_tokens": 2})).to_string(), invalid("min_tokens")),
+        (COMPLETIONS, completion(json!({"cache_salt": "x".repeat(256)})).to_string(),
+            completion(json!({"cache_salt": "x".repeat(257)})).to_string(), invalid("cache_salt")),
         (CHAT, chat(1, json!({"tools": vec![tool.clone(); 128]})).to_string(),
             chat(1, json!({"tools": vec![tool; 129]})).to_string(), invalid("tools")),
         (CHAT, chat(1, json!({"logprobs": true, "top_logprobs": 20})).to_string(),
@@ -212,8 +214,51 @@ async fn raw(rig: &Rig, request: &[u8]) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
+/// Whatever is asked for a shape of the answer is refused before anything is made of it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sec_http_heads() {
+async fn sec_grammar_bomb() {
+    let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
+    let many: Vec<String> = (0..100_000).map(|n| n.to_string()).collect();
+    for (what, schema) in [
+        ("repeats", json!({"type": "string", "pattern": "(a{1000}){1000}"})),
+        ("a loop", json!({"$ref": "#"})),
+        ("stars", json!({"type": "string", "pattern": "foo**"})),
+        ("an enum", json!({"enum": many})),
+    ] {
+        let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+        let asked = std::time::Instant::now();
+        let told = post(rig.at.http, CHAT, &chat(1, json!({"response_format": format}))).await.error();
+        assert_eq!(told, (400, "invalid_field".into(), "response_format".into()), "{what}");
+        assert!(asked.elapsed() < std::time::Duration::from_secs(2), "{what}: {:?}", asked.elapsed());
+    }
+    assert_eq!(workers[0].counters().received, 0);
+}
+
+/// No image is decoded, and no address is fetched.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_image_refused() {
+    let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
+    let trap = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    trap.set_nonblocking(true).unwrap();
+    let address = format!("http://{}/x.png", trap.local_addr().unwrap());
+    let png = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAA6mAAAOpgCAYAAAA=";
+    for part in [
+        json!({"type": "image_url", "image_url": {"url": address}}),
+        json!({"type": "image_url", "image_url": {"url": png}}),
+        json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}),
+        json!({"type": "input_image", "image_url": address}),
+        json!({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
+        json!({"type": "file", "file": {"file_data": png}}),
+    ] {
+        let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
+        let told = post(rig.at.http, CHAT, &json!({"messages": [message], "max_tokens": 1})).await.error();
+        assert_eq!(told, (400, "invalid_field".into(), "messages[0].content[1].type".into()), "{message}");
+    }
+    assert!(trap.accept().is_err(), "an address was asked for");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_http_abuse() {
     let rig = Rig::bare(|_| {}).await;
     let head = |bytes: usize| {
         let start = "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: ";
@@ -231,6 +276,21 @@ async fn sec_http_heads() {
     }
     let both = format!("{post}content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n");
     assert!(!raw(&rig, both.as_bytes()).await.starts_with("HTTP/1.1 200"));
+    // A body byte by byte is a body.
+    let body = completion(json!({})).to_string();
+    let bytes: String = body.chars().map(|byte| format!("1\r\n{byte}\r\n")).collect();
+    let head =
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n";
+    let served = raw(&rig, format!("{head}{bytes}0\r\n\r\n").as_bytes()).await;
+    assert!(served.starts_with("HTTP/1.1 503"), "nobody serves it, but it was read: {served}");
+    // Requests that are sent ahead are answered in their order, each by its own.
+    let get =
+        |path: &str, then: &str| format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: {then}\r\n\r\n");
+    let ahead = [get("/v1/models", "keep-alive"), get("/nowhere", "keep-alive"), get("/v1/models", "close")];
+    let answers = raw(&rig, ahead.concat().as_bytes()).await;
+    let statuses: Vec<&str> =
+        answers.split("HTTP/1.1 ").skip(1).filter_map(|answer| answer.get(..3)).collect();
+    assert_eq!(statuses, ["200", "404", "200"], "{answers}");
     // A head that never ends is cut off.
     assert_eq!(raw(&rig, b"GET /v1/models HTTP/1.1\r\nhost: ").await, "");
 }

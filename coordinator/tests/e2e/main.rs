@@ -12,6 +12,7 @@ mod faults;
 mod keys;
 mod limits;
 mod operations;
+mod promises;
 mod sequences;
 
 use client::get;

@@ -11,6 +11,7 @@ mod metrics;
 mod openai_client;
 mod operate;
 mod overload;
+mod security;
 mod shards;
 mod shared_prefix;
 mod snapshots;

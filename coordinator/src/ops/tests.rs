@@ -1,0 +1,131 @@
+use super::*;
+use crate::api::auth::tests::entry;
+use crate::balancer::Policy;
+use axum::body::Body;
+use http_body_util::BodyExt;
+use std::net::SocketAddr;
+use std::path::Path as FilePath;
+use tower::ServiceExt;
+
+/// What anybody may ask; the dashboard's files too, which hold nothing of the cluster.
+const OPEN: [&str; 4] = ["/livez", "/startupz", "/readyz", "/metrics"];
+
+fn port() -> Router {
+    let metrics = Arc::new(Metrics::new(None));
+    let cluster_key = ClusterKey([1; 32]);
+    let entries = [entry("user", "a", false), entry("admin", "b", true)];
+    let node = NodeId::new("c1").unwrap();
+    let ops = Arc::new(Ops {
+        id: node.clone(),
+        dispatch: Dispatch::new(Policy::default(), Arc::clone(&metrics)),
+        agreement: None,
+        replicas: None,
+        models: Arc::new(Models::open(&[]).unwrap()),
+        keys: Keys::new(&entries, cluster_key.clone(), None).unwrap(),
+        chains: Arc::new(ChainMemo::new(cluster_key.clone(), 1 << 10)),
+        cluster_key,
+        metrics,
+        raft: None,
+        feed: dashboard::Feed::default(),
+        audit: Arc::new(Audit::open(None, node).unwrap()),
+        gate: ReadyGate::new(false),
+    });
+    // The API has a gate and a test of its own.
+    router(ops, &Router::new())
+}
+
+/// Every path that the sources of this port give a route to: a new one is found without being told of.
+fn routes() -> Vec<String> {
+    let directory = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("src/ops");
+    let parts = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
+    let files = parts
+        .chain([directory.with_extension("rs")])
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    let mut found = Vec::new();
+    for file in files.filter(|path| !path.ends_with("tests.rs")) {
+        let text = std::fs::read_to_string(&file).unwrap();
+        for call in text.split(".route(").skip(1) {
+            if call.starts_with("path, file(") {
+                continue;
+            }
+            let path = call.trim_start().strip_prefix('"').and_then(|path| path.split('"').next());
+            found.push(
+                path.unwrap_or_else(|| panic!("{}: a route that cannot be read", file.display())).to_owned(),
+            );
+        }
+    }
+    found
+}
+
+/// Status, and whether the method is one of the route's.
+async fn ask(router: &Router, from: &str, method: &Method, path: &str, key: Option<&str>) -> (u16, bool) {
+    let peer: SocketAddr = from.parse().unwrap();
+    let mut request = axum::http::Request::builder().method(method).uri(path);
+    if let Some(key) = key {
+        request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+    }
+    let mut request = request.body(Body::empty()).unwrap();
+    request.extensions_mut().insert(Peer(peer));
+    let response = router.clone().oneshot(request).await.unwrap();
+    let status = response.status().as_u16();
+    // Some answers go on for ever.
+    if status != 404 {
+        return (status, true);
+    }
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    let nothing = ApiError::NotFound.body().to_string();
+    (status, body != nothing.as_bytes())
+}
+
+#[tokio::test]
+async fn sec_ops_routes() {
+    let router = port();
+    let routes = routes();
+    assert!(
+        routes.len() >= 15 && OPEN.iter().all(|open| routes.iter().any(|route| route == open)),
+        "{routes:?}"
+    );
+    let (near, far) = ("127.0.0.1:9", "10.0.0.7:9");
+    for route in routes {
+        let path = route.replace("{id}", "x").replace("{digest}", "x").replace("{tenant}", "x");
+        assert!(!path.contains('{'), "{route}: what stands for its parameter?");
+        let (open, mut methods) = (OPEN.contains(&path.as_str()), 0);
+        for method in [Method::GET, Method::POST, Method::PUT, Method::DELETE] {
+            for (key, refusal) in [(None, 401), (Some("nobody"), 401), (Some("user"), 403)] {
+                let (status, served) = ask(&router, far, &method, &path, key).await;
+                assert!(!served || open || status == refusal, "{method} {path} with {key:?}: {status}");
+                methods += usize::from(served);
+            }
+            // With the right key, and from this machine, nobody is refused.
+            for (from, key) in [(far, Some("admin")), (near, None)] {
+                let (status, _) = ask(&router, from, &method, &path, key).await;
+                assert!(![401, 403].contains(&status), "{method} {path} from {from}: {status}");
+            }
+        }
+        assert!(methods > 0, "{route} has no method that is tried here");
+    }
+}
+
+/// A site that has its own name point to this machine, so that the browser takes our answers for its own, is refused.
+#[test]
+fn sec_no_name_is_this_machine() {
+    let headers = |host: &str, origin: Option<&str>| -> HeaderMap {
+        let origin = origin.map(|origin| (header::ORIGIN, origin.parse().unwrap()));
+        HeaderMap::from_iter([(header::HOST, host.parse().unwrap())].into_iter().chain(origin))
+    };
+    for host in [
+        "evil.example:9090",
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:80",
+        "[evil]:1",
+    ] {
+        assert!(from_elsewhere(&headers(host, None)), "{host}");
+        assert!(from_elsewhere(&headers(host, Some(&format!("http://{host}")))), "{host}");
+    }
+    for host in ["127.0.0.1:9090", "localhost", "LocalHost:9090", "[::1]:9090", "10.0.0.1"] {
+        assert!(!from_elsewhere(&headers(host, None)), "{host}");
+        assert!(!from_elsewhere(&headers(host, Some(&format!("http://{host}")))), "{host}");
+        assert!(from_elsewhere(&headers(host, Some("http://evil.example"))), "{host}");
+    }
+}

@@ -1,0 +1,335 @@
+//! Keys of a group of coordinators, certificates that are replaced under load, and what is never written down.
+
+use crate::tiny_model;
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http, signal, wait};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+fn create(ops: SocketAddr, wanted: Value) -> (String, String) {
+    let made = || http::post(ops, "/admin/v1/keys", &wanted).ok().filter(|answer| answer.status == 201);
+    let made = wait::until("a key is made", binary::PATIENCE, made).unwrap().json().unwrap();
+    let text = |name: &str| made[name].as_str().unwrap().to_owned();
+    (text("id"), text("key"))
+}
+
+fn complete(server: SocketAddr, key: &str, body: &Value) -> http::Answer {
+    http::post_with(server, "/v1/completions", &[("authorization", &format!("Bearer {key}"))], body).unwrap()
+}
+
+/// Starts requests at all coordinators until `until` has ended; how many were served. One that fails fails the test.
+fn under_load<T>(
+    fronts: &[SocketAddr],
+    key: impl Fn() -> String + Sync,
+    until: impl FnOnce(&AtomicU32) -> T,
+) -> (T, u32) {
+    let (ended, served) = (AtomicBool::new(false), AtomicU32::new(0));
+    let result = std::thread::scope(|scope| {
+        for (at, front) in fronts.iter().enumerate() {
+            let (ended, served, key) = (&ended, &served, &key);
+            scope.spawn(move || {
+                for n in 0.. {
+                    if ended.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    let body = json!({"prompt": [at, n % 90, 5, 6], "max_tokens": 12, "stream": n % 2 == 0});
+                    let answer = complete(*front, &key(), &body);
+                    let (status, text) = (answer.status, answer.text().unwrap());
+                    assert_eq!(status, 200, "{text}");
+                    assert!(n % 2 == 1 || text.ends_with("data: [DONE]\n\n"), "{text}");
+                    served.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        // Whatever comes of it, those threads must end.
+        let result = catch_unwind(AssertUnwindSafe(|| until(&served)));
+        ended.store(true, Ordering::Relaxed);
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    });
+    (result, served.into_inner())
+}
+
+#[test]
+fn sec_keys_of_a_group() {
+    let cluster =
+        Cluster::builder("security-group", &tiny_model()).flag("--coordinators", "3").start().unwrap();
+    let nodes = &cluster.nodes().coordinators;
+    let ops: Vec<_> = nodes.iter().map(|node| node.ops).collect();
+    let fronts: Vec<_> = nodes.iter().map(|node| node.http).collect();
+    let (_, first) = create(ops[0], json!({"tenant": "a"}));
+    let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
+    let opens = |key: &str, at: usize| complete(fronts[at], key, &body).status == 200;
+    let everywhere = |key: &str, status: u16| {
+        fronts.iter().all(|front| complete(*front, key, &body).status == status).then_some(())
+    };
+    wait::until("all know the key", binary::PATIENCE, || everywhere(&first, 200)).unwrap();
+    assert_eq!(complete(fronts[1], "another", &body).status, 401);
+
+    // Keys are replaced one by the other under load: nobody is refused.
+    let current = std::sync::Mutex::new(first.clone());
+    let key = || current.lock().unwrap().clone();
+    let (last, served) = under_load(&fronts, key, |served| {
+        let mut old = None::<String>;
+        for round in 0..3 {
+            let at = served.load(Ordering::Relaxed);
+            let (id, new) = create(ops[round], json!({"tenant": "a"}));
+            wait::until("all know the new key", binary::PATIENCE, || {
+                (0..3).all(|at| opens(&new, at)).then_some(())
+            })
+            .unwrap();
+            *current.lock().unwrap() = new;
+            // Whoever has read the old one has used it by then.
+            wait::until("requests go on", binary::PATIENCE, || {
+                (served.load(Ordering::Relaxed) > at + 12).then_some(())
+            })
+            .unwrap();
+            if let Some(old) = old.replace(id) {
+                let path = format!("/admin/v1/keys/{old}");
+                assert_eq!(http::send(ops[2 - round], "DELETE", &path, &[], b"").unwrap().status, 204);
+            }
+        }
+        old.unwrap()
+    });
+    assert!(served > 30, "{served}");
+    // Revoked at one, it opens nowhere within five seconds.
+    let key = key();
+    let asked = Instant::now();
+    let revoked = http::send(ops[1], "DELETE", &format!("/admin/v1/keys/{last}"), &[], b"").unwrap();
+    assert_eq!(revoked.status, 204);
+    wait::until("nobody takes it", binary::PATIENCE, || everywhere(&key, 401)).unwrap();
+    assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
+
+    // A limit is the cluster's: what one coordinator has served, the others count.
+    let (_, few) = create(ops[2], json!({"tenant": "b", "rpm": 4}));
+    wait::until("all know the key", binary::PATIENCE, || {
+        let known = |ops: &SocketAddr| http::metric(*ops, "kvasir_api_keys").ok() == Some(2.0);
+        ops.iter().all(known).then_some(())
+    })
+    .unwrap();
+    (0..4).for_each(|_| assert!(opens(&few, 0)));
+    let told = || {
+        let answer = complete(fronts[1], &few, &body);
+        (answer.status == 429).then_some(answer)
+    };
+    // Each that is let in there before it is told counts too.
+    let refused = wait::until("the others count it", binary::PATIENCE, told).unwrap();
+    assert!(refused.header("retry-after").is_some_and(|after| after.parse::<u32>().unwrap() > 0));
+    assert_eq!(refused.json().unwrap()["error"]["code"], "rate_limited");
+}
+
+#[test]
+fn certificates_are_replaced_under_load() {
+    let cluster =
+        Cluster::builder("security-rotate", &tiny_model()).flag("--coordinators", "3").start().unwrap();
+    let data = cluster.data_dir().to_owned();
+    let fronts: Vec<_> = cluster.nodes().coordinators.iter().map(|node| node.http).collect();
+    let named =
+        |role: &'static str, ids: Vec<String>| ids.into_iter().map(move |id| (role, id)).collect::<Vec<_>>();
+    let mut nodes =
+        named("coordinator", cluster.nodes().coordinators.iter().map(|node| node.id.clone()).collect());
+    nodes.extend(named("worker", cluster.nodes().workers.iter().map(|node| node.id.clone()).collect()));
+    let ca = data.join("ca");
+    let ca_dir = ca.to_str().unwrap();
+    let directory = |id: &str| data.join("nodes").join(id).join("identity");
+    // All nodes have read what they were given.
+    let renewed = |times: usize| {
+        let count = |id: &str| {
+            let log = std::fs::read_to_string(data.join("logs").join(format!("{id}.log"))).unwrap();
+            log.matches("certificates were renewed").count()
+        };
+        wait::until("all nodes have read it", binary::PATIENCE, || {
+            nodes.iter().all(|(_, id)| count(id) >= times).then_some(())
+        })
+        .unwrap();
+    };
+    let trust = || {
+        for (_, id) in &nodes {
+            std::fs::copy(ca.join("ca.crt"), directory(id).join("ca.crt")).unwrap();
+        }
+    };
+    let ((), served) = under_load(
+        &fronts,
+        || "any".into(),
+        |served| {
+            binary::stdout(&["ca", "rotate", "--dir", ca_dir]).unwrap();
+            trust();
+            renewed(1);
+            for (role, id) in &nodes {
+                let out = directory(id);
+                let to = out.to_str().unwrap();
+                let issue =
+                    ["ca", "issue", "--dir", ca_dir, "--role", role, "--node", id, "--out", to, "--replace"];
+                binary::stdout(&issue).unwrap();
+            }
+            renewed(2);
+            binary::stdout(&["ca", "rotate", "--dir", ca_dir, "--finish"]).unwrap();
+            trust();
+            renewed(3);
+            // What is dialed from now on stands by the new root alone.
+            let killed = cluster.nodes().workers[1].pid;
+            let id = &cluster.nodes().workers[1].id;
+            signal::kill_now(killed);
+            let back = || {
+                let status = http::get(cluster.coordinator().ops, "/admin/v1/cluster").ok()?.ok().ok()?;
+                let workers = status["workers"].as_array()?.clone();
+                let up = cluster.up_file().ok()?;
+                let new = up.workers.iter().any(|worker| worker.id == *id && worker.pid != killed);
+                let ready = workers.iter().filter(|worker| worker["state"] == "ready").count();
+                (new && ready == 2).then_some(())
+            };
+            wait::until("the worker joins by its new certificate", binary::PATIENCE, back).unwrap();
+            let at = served.load(Ordering::Relaxed);
+            wait::until("requests go on", binary::PATIENCE, || {
+                (served.load(Ordering::Relaxed) > at + 6).then_some(())
+            })
+            .unwrap();
+        },
+    );
+    assert!(served > 20, "{served}");
+    let refused = binary::run(&["ca", "rotate", "--dir", ca_dir, "--finish"]).unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+}
+
+/// The time from the request to the first token.
+fn first_token(server: SocketAddr, key: &str, prompt: &[u32]) -> Duration {
+    let body = json!({"prompt": prompt, "max_tokens": 1, "stream": true});
+    let asked = Instant::now();
+    let answer = complete(server, key, &body);
+    assert_eq!(answer.status, 200);
+    let mut events = answer.events().unwrap();
+    events.next_event().unwrap();
+    let took = asked.elapsed();
+    events.all().unwrap();
+    took
+}
+
+/// Another tenant's cached prompt takes as long as one that nobody has asked for: who guesses by the time is right half of
+/// the time.
+#[test]
+fn sec_ttft_side_channel() {
+    const PROBES: u32 = 200;
+    let cluster = Cluster::builder("security-timing", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let (front, ops) = (cluster.http(), cluster.coordinator().ops);
+    let [a, b] = ["a", "b"].map(|tenant| create(ops, json!({"tenant": tenant})).1);
+    let prompt =
+        |seed: u32| (0..400).map(|at| (seed * 7 + at * 13 + at * at * seed) % 400).collect::<Vec<u32>>();
+    let (mut known, mut cold, mut own) = (Vec::new(), Vec::new(), Vec::new());
+    for probe in 0..PROBES {
+        let [theirs, nobodys] = [2 * probe, 2 * probe + 1].map(prompt);
+        first_token(front, &a, &theirs);
+        // Neither is always the first.
+        match probe % 2 {
+            0 => {
+                known.push(first_token(front, &b, &theirs));
+                cold.push(first_token(front, &b, &nobodys));
+            }
+            _ => {
+                cold.push(first_token(front, &b, &nobodys));
+                known.push(first_token(front, &b, &theirs));
+            }
+        }
+        own.push(first_token(front, &a, &theirs));
+    }
+    // How often the one is faster than the other: half, if nothing tells them apart.
+    let faster = |these: &[Duration], those: &[Duration]| {
+        let pairs = these.iter().flat_map(|this| those.iter().map(move |that| this < that));
+        pairs.filter(|faster| *faster).count() as f64 / (these.len() * those.len()) as f64
+    };
+    let (leak, hit) = (faster(&known, &cold), faster(&own, &cold));
+    eprintln!(
+        "another tenant's prompt is faster than a new one in {leak:.2}, one's own in {hit:.2} of all pairs"
+    );
+    // By chance it is this far from a half in one of 3,000 runs.
+    assert!(leak < 0.6, "{leak}");
+    assert!(hit > 0.6, "{hit}: a hit of one's own would be seen, so that the other would be, too");
+}
+
+/// All that was written into a directory, by file.
+fn written(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    entries
+        .flat_map(|path| match path.is_dir() {
+            true => written(&path),
+            false => vec![(path.clone(), std::fs::read(&path).unwrap_or_default())],
+        })
+        .collect()
+}
+
+#[test]
+fn sec_log_canary() {
+    const CANARIES: [&str; 6] =
+        ["canary-prompt", "canary-key", "canary-header", "canary-file", "canary-salt", "canary-stop"];
+    let dir = tempfile::tempdir().unwrap();
+    let cluster = Cluster::builder("security-canary", &tiny_model())
+        .env("KVASIR_LOG", "trace")
+        .data_dir(dir.path())
+        .start()
+        .unwrap();
+    let (front, ops) = (cluster.http(), cluster.coordinator().ops);
+    let (id, key) = create(ops, json!({"tenant": "a"}));
+    let bearer = format!("Bearer {key}");
+    let headers = [
+        ("authorization", bearer.as_str()),
+        ("x-canary", "canary-header"),
+        ("cookie", "canary-header"),
+        ("x-kvasir-group", "group"),
+    ];
+    let document = json!({"id": "canary-file.pdf", "text": "canary-prompt in a document"});
+    let bodies = [
+        (
+            "/v1/completions",
+            json!({"prompt": "canary-prompt", "max_tokens": 3, "cache_salt": "canary-salt", "stop": "canary-stop"}),
+        ),
+        ("/v1/completions", json!({"prompt": "canary-prompt", "max_tokens": 3, "stream": true})),
+        ("/v1/completions", json!({"prompt": "canary-prompt", "model": "../canary-file.gguf"})),
+        ("/v1/completions", json!({"prompt": "canary-prompt", "suffix": "canary-prompt"})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": "canary-prompt"}], "documents": [document]}),
+        ),
+        ("/v1/embeddings", json!({"input": "canary-prompt"})),
+        ("/tokenize", json!({"prompt": "canary-prompt"})),
+    ];
+    for (path, body) in &bodies {
+        http::post_with(front, path, &headers, body).unwrap().text().unwrap();
+    }
+    http::send(front, "POST", "/v1/completions", &headers, b"{\"prompt\": \"canary-prompt")
+        .unwrap()
+        .text()
+        .unwrap();
+    let wrong = [("authorization", "Bearer canary-key"), ("x-request-id", "canary header")];
+    assert_eq!(http::post_with(front, "/v1/completions", &wrong, &json!({})).unwrap().status, 401);
+    http::send(ops, "DELETE", "/admin/v1/keys/canary-key", &[], b"").unwrap().text().unwrap();
+    let pinned = json!({"prompt": "canary-prompt and more of it"});
+    http::post_with(ops, "/admin/v1/prefixes", &headers, &pinned).unwrap().text().unwrap();
+    let listed = http::get(ops, "/admin/v1/keys").unwrap().text().unwrap();
+    assert!(listed.contains(&id) && !listed.contains(&key));
+
+    let mut places =
+        vec![("metrics".into(), http::get(ops, "/metrics").unwrap().text().unwrap().into_bytes())];
+    for worker in &cluster.nodes().workers {
+        places.push((
+            PathBuf::from(&worker.id),
+            http::get(worker.ops, "/metrics").unwrap().text().unwrap().into_bytes(),
+        ));
+    }
+    let log = cluster.log().to_owned();
+    drop(cluster);
+    places.push((log.clone(), std::fs::read(&log).unwrap()));
+    places.extend(written(dir.path()));
+    let traced = places.iter().any(|(_, text)| text.windows(7).any(|window| window == b" TRACE "));
+    assert!(traced, "nothing was logged at the level that this is about");
+    let secrets = CANARIES.iter().copied().chain([key.as_str(), &key["kvasir-".len()..]]);
+    for secret in secrets {
+        for (place, text) in &places {
+            let at = text.windows(secret.len()).position(|window| window == secret.as_bytes());
+            let around = at
+                .map(|at| String::from_utf8_lossy(&text[at.saturating_sub(200)..(at + 100).min(text.len())]));
+            assert_eq!(around, None, "{secret} in {}", place.display());
+        }
+    }
+}
