@@ -4,6 +4,7 @@
 
 use super::bodies::{Bodies, Kind};
 use anyhow::{Context, anyhow};
+use coordinator::api::auth::{Caller, Keys};
 use coordinator::api::documents::Popularity;
 use coordinator::api::fields::Fields;
 use coordinator::api::plan::{self, Plan, Sources};
@@ -14,7 +15,7 @@ use coordinator::models::{ModelEntry, Models, OfferedModel};
 use coordinator::table::TableChange;
 use proto::block::{BlockId, ClusterKey};
 use proto::event::{KvEvent, KvEventBatch, Medium};
-use proto::ids::{Epoch, ModelId, NodeId};
+use proto::ids::{Epoch, ModelId, NodeId, RequestId};
 use proto::message::{LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -81,6 +82,7 @@ struct Bench {
     root: BlockId,
     chains: ChainMemo,
     served: ServedModelV2,
+    caller: Caller,
     popularity: Popularity,
     balancer: Balancer,
     /// By worker: what it has said to hold, and its last event.
@@ -129,6 +131,8 @@ impl Bench {
             root: BlockId([1; 16]),
             chains: ChainMemo::new(ClusterKey([7; 32]), CHAIN_BYTES),
             served,
+            // Without keys anybody may ask.
+            caller: Keys::new(&[], ClusterKey([7; 32]), None)?.authenticate(&Default::default())?,
             popularity: Popularity::default(),
             balancer,
             held,
@@ -154,6 +158,7 @@ impl Bench {
 
         let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain(self.root, prompt).into());
         let ask = Ask {
+            request: RequestId::new("bench")?,
             tenant: "tenant".into(),
             model: self.served.id.clone(),
             prompt_tokens: u32::try_from(prompt.len())?,
@@ -171,9 +176,14 @@ impl Bench {
 
     fn plan(&self, body: &[u8]) -> anyhow::Result<Plan> {
         let served = |_: &ModelId| Some(self.served.clone());
-        let sources =
-            Sources { models: &self.models, served: &served, seed: 1, popularity: &self.popularity };
-        Ok(plan::generation(plan::Kind::Chat, body, "tenant", &sources)?)
+        let sources = Sources {
+            caller: &self.caller,
+            models: &self.models,
+            served: &served,
+            seed: 1,
+            popularity: &self.popularity,
+        };
+        Ok(plan::generation(plan::Kind::Chat, body, &sources)?)
     }
 
     /// Time goes on, and workers tell that they live.

@@ -8,7 +8,7 @@ use coordinator::balancer::{Action, Ask, Balancer, Policy, Ticket};
 use coordinator::routing::{Reason, Routing};
 use coordinator::table::TableChange;
 use proto::event::{KvEvent, KvEventBatch};
-use proto::ids::{Epoch, NodeId};
+use proto::ids::{Epoch, NodeId, RequestId};
 use proto::message::{LoadReportV1, PullCostV1, PullReportV1, RegisterV2, ServedModelV2, WorkPart};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -146,6 +146,7 @@ impl Router for Kvasir {
     fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>> {
         let now = self.start + now;
         let ask = Ask {
+            request: RequestId::new(request.to_string())?,
             tenant: TENANT.into(),
             model: self.model.id.clone(),
             prompt_tokens: prompt.tokens.len() as u32,

@@ -1,7 +1,7 @@
 //! Requests as the coordinator plans them: bodies in, tokens and names of their units out.
 
 use anyhow::{Context, Result, anyhow};
-use coordinator::api::auth::salt;
+use coordinator::api::auth::{Keys, salt};
 use coordinator::api::documents::Popularity;
 use coordinator::api::plan::{self, Kind, Sources};
 use coordinator::models::{ModelEntry, Models};
@@ -82,12 +82,19 @@ impl Traffic {
         });
         let popularity = Popularity::default();
         let served = |_: &ModelId| Some(model.clone());
-        let sources = Sources { models: &models, served: &served, seed: 1, popularity: &popularity };
+        // Without keys anybody may ask.
+        let caller = Keys::new(&[], ClusterKey([3; 32]), None)?.authenticate(&Default::default())?;
+        let sources =
+            Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
         let prompt = |body: &Value| -> Result<Prompt> {
-            let planned = plan::generation(Kind::Chat, body.to_string().as_bytes(), TENANT, &sources);
+            let planned = plan::generation(Kind::Chat, body.to_string().as_bytes(), &sources);
             let planned = planned.map_err(|error| anyhow!("{error}"))?;
             let (tokens, _) = planned.prompts.into_iter().next().context("a prompt")?;
-            Ok(Prompt { text: text(body).into(), chain: key.chain(root, &tokens).into(), tokens })
+            Ok(Prompt {
+                text: text(body).into(),
+                chain: key.chain(root, &tokens).into(),
+                tokens: tokens[..].into(),
+            })
         };
         let file = std::fs::File::open(path).with_context(|| format!("{}", path.display()))?;
         let mut questions = Vec::new();

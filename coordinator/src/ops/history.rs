@@ -114,6 +114,7 @@ mod tests {
             prompt: 12,
             generated: 9,
             reason: FinishReason::Stop,
+            trace: None,
         });
         history.first_tokens(1);
         history.tokens(ms(10), 8);

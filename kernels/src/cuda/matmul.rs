@@ -6,7 +6,7 @@
 
 use super::pack::{BLOCK, TiledShape, UNIT_COLS};
 use super::source::Source;
-use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use crate::error::Error;
 use crate::quant::{GgmlType, Scheme};
 
@@ -19,6 +19,9 @@ const MAX_SEGMENTS: usize = 8;
 
 /// Bytes of the 8-bit form of 32 activations: quants, scale, scaled sum, sums.
 const QUANTISED_BLOCK: usize = 48;
+
+/// Most products of one launch.
+pub(super) const TOGETHER: usize = 3;
 
 /// Threads of a block that reads rows of a table.
 const EMBED_THREADS: usize = 64;
@@ -61,7 +64,7 @@ pub struct Matrix {
 }
 
 /// Rows of activations.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activations {
     /// `[rows][cols]`
     F32(DevicePtr),
@@ -129,6 +132,34 @@ pub struct Embedding<'a> {
     pub out: DevicePtr,
 }
 
+impl Product<'_> {
+    /// What kernels take of a product that is not there.
+    const NONE: [Argument; 7] = [Argument(0); 7];
+
+    /// Whether both can be done by one launch: all that they share is the same, and neither has experts.
+    pub(super) fn goes_with(&self, other: &Self) -> bool {
+        let plain = |product: &Self| matches!(product.experts, Experts::One);
+        let shared = |product: &Self| {
+            let shape = &product.matrix.shape;
+            (product.x, product.tokens, product.share, shape.ty(), shape.cols())
+        };
+        plain(self) && plain(other) && shared(self) == shared(other)
+    }
+
+    /// As kernels take what belongs to one of several products.
+    fn arguments(&self) -> Result<[Argument; 7], CudaError> {
+        Ok([
+            self.matrix.start.into(),
+            small(self.matrix.shape.rows())?.into(),
+            self.scale.into(),
+            self.bias.unwrap_or_default().into(),
+            u32::from(self.accumulate).into(),
+            self.out.into(),
+            small(self.ld)?.into(),
+        ])
+    }
+}
+
 impl MatmulKernels {
     /// What has to be compiled for a type.
     ///
@@ -162,58 +193,65 @@ impl MatmulKernels {
         }
     }
 
-    /// Multiplies.
+    /// Multiplies, in one launch: up to three products of the same rows with matrices of one type, without experts if there
+    /// are several. What a product gives does not depend on the others.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a matrix of another type, activations of 8 bits with plain floats, sizes beyond 32
-    /// bits; what the device says.
-    pub fn multiply(&self, device: &mut dyn Device, product: &Product<'_>) -> Result<(), CudaError> {
-        let Product { matrix, tokens, .. } = *product;
-        self.check(matrix)?;
+    /// [`CudaError::Invalid`] for products that no launch has in common, a matrix of another type, activations of 8 bits
+    /// with plain floats, sizes beyond 32 bits; what the device says.
+    pub fn multiply(&self, device: &mut dyn Device, products: &[Product<'_>]) -> Result<(), CudaError> {
+        let [first, others @ ..] = products else { return Ok(()) };
+        if products.len() > TOGETHER || !others.iter().all(|other| first.goes_with(other)) {
+            return Err(CudaError::Invalid { what: "products that no launch has in common".into() });
+        }
+        for product in products {
+            self.check(product.matrix)?;
+        }
+        let Product { matrix, tokens, .. } = *first;
         if tokens == 0 {
             return Ok(());
         }
-        let (x, widths) = match product.x {
+        let (x, widths) = match first.x {
             Activations::F32(x) => (x, &self.exact),
             Activations::Int8(x) => (x, &self.int8),
         };
         let (none, shape) = (DevicePtr::default(), &matrix.shape);
-        let (experts, starts, list, most, depth) = match product.experts {
+        let (experts, starts, list, most, depth) = match first.experts {
             Experts::One => (none, none, none, tokens, 1),
             Experts::Each(experts) => (experts, none, none, 1, 1),
             Experts::Listed { starts, list, most } => (none, starts, list, most, shape.experts()),
         };
         // As narrow as holds all tokens, else the widest. Who has experts one by one has blocks of one.
         let width = widths.iter().find(|width| width.tokens >= most).or(widths.last());
-        let one_by_one = matches!(product.experts, Experts::Each(_));
+        let one_by_one = matches!(first.experts, Experts::Each(_));
         let width = width.filter(|width| !one_by_one || width.tokens == 1).ok_or_else(|| {
             CudaError::Invalid { what: format!("{} has no such product of these activations", self.ty) }
         })?;
         let columns = if one_by_one { tokens } else { most }.div_ceil(width.tokens);
         let (segment, segments) = segments(shape.cols());
+        let mut arguments: Vec<Argument> = Vec::with_capacity(30);
+        for place in 0..TOGETHER {
+            arguments.extend(products.get(place).map_or(Ok(Product::NONE), Product::arguments)?);
+        }
+        let shared: [Argument; 9] = [
+            small(shape.tile_bytes())?.into(),
+            experts.into(),
+            starts.into(),
+            list.into(),
+            x.into(),
+            small(first.share.max(1))?.into(),
+            small(tokens)?.into(),
+            small(shape.cols())?.into(),
+            small(segment)?.into(),
+        ];
+        arguments.extend(shared);
+        let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
         device.launch(&Launch {
             kernel: width.kernel,
-            grid: [small(columns)?, small(shape.tiles())?, small(depth)?],
+            grid: [small(columns)?, small(tiles)?, small(depth)?],
             block: [small(segments * 32)?, 1, 1],
             shared_bytes: 0,
-            arguments: &[
-                matrix.start.into(),
-                small(shape.tile_bytes())?.into(),
-                experts.into(),
-                starts.into(),
-                list.into(),
-                x.into(),
-                small(product.share.max(1))?.into(),
-                small(tokens)?.into(),
-                small(shape.rows())?.into(),
-                small(shape.cols())?.into(),
-                small(segment)?.into(),
-                product.scale.into(),
-                product.bias.unwrap_or_default().into(),
-                u32::from(product.accumulate).into(),
-                product.out.into(),
-                small(product.ld)?.into(),
-            ],
+            arguments: &arguments,
         })
     }
 

@@ -21,13 +21,17 @@ struct Sequences {
 };
 
 // x[row][c] = silu(bias[c] + sum over taps of weight[c][tap] * the input `taps - 1 - tap` positions before), in place.
-// Grid: channels / 128, sequences. One thread a channel.
-extern "C" __global__ void __launch_bounds__(128)
+// Grid: channels / 32, sequences. A lane a channel; of every 64 rows a warp takes eight, and reads the three before them
+// before anybody writes.
+extern "C" __global__ void __launch_bounds__(256)
     conv(float *x, const float *weight, const float *bias, u8 *arena, const u32 *first_rows, const u32 *rows,
          const u32 *reads, const u32 *writes, const u32 *export_starts, const u32 *export_rows,
          const u32 *export_slots, u64 layer_offset, u32 channels, u32 taps) {
-    const u32 c = blockIdx.x * 128 + threadIdx.x, sequence = blockIdx.y;
-    if (c >= channels) return;
+    // The last three inputs of the 64 rows before, oldest first.
+    __shared__ float edge[3][32];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 c = min(blockIdx.x * 32 + lane, channels - 1), sequence = blockIdx.y;
+    const bool live = blockIdx.x * 32 + lane < channels;
     const u32 count = rows[sequence], read = reads[sequence], write = writes[sequence];
     u32 next = export_starts[sequence];
     const u32 exports = export_starts[sequence + 1];
@@ -40,38 +44,47 @@ extern "C" __global__ void __launch_bounds__(128)
     for (u32 i = 0; i < 4; i++) {
         if (i < skip) continue;
         w[i] = weight[c * taps + i - skip];
-        if (read != NONE) past[i] = ((const float *)(arena + (u64)read * 64))[(i - skip) * channels + c];
+        if (warp == 0 && read != NONE) past[i] = ((const float *)(arena + (u64)read * 64))[(i - skip) * channels + c];
     }
     const float start = bias ? bias[c] : 0.0f;
-    for (u32 base = 0; base < count; base += 8) {
-        // Many loads in flight before the first is needed.
+    auto leave = [&](u32 slot) {
+        float *to = (float *)(arena + (u64)slot * 64);
+#pragma unroll
+        for (u32 tap = 0; tap < 4; tap++)
+            if (live && tap >= skip) to[(tap - skip) * channels + c] = past[tap];
+    };
+    if (count == 0 && warp == 0 && write != NONE) leave(write);
+    for (u32 base = 0; base < count; base += 64) {
+        const u32 first = base + 8 * warp;
         float in[8];
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) in[i] = base + i < count ? x[(u64)(base + i) * channels] : 0.0f;
+        for (u32 i = 0; i < 8; i++) in[i] = first + i < count ? x[(u64)(first + i) * channels] : 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < 3; i++) {
+            if (warp > 0) past[1 + i] = first - 3 + i < count ? x[(u64)(first - 3 + i) * channels] : 0.0f;
+            else if (base > 0) past[1 + i] = edge[i][lane];
+        }
+        __syncthreads();
+        if (warp == 7) {
+#pragma unroll
+            for (u32 i = 0; i < 3; i++) edge[i][lane] = in[5 + i];
+        }
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
-            const u32 row = base + i;
+            const u32 row = first + i;
             if (row >= count) break;
             past[0] = past[1]; past[1] = past[2]; past[2] = past[3]; past[3] = in[i];
             float sum = start;
 #pragma unroll
             for (u32 tap = 0; tap < 4; tap++)
                 if (tap >= skip) sum = fmaf(w[tap], past[tap], sum);
-            x[(u64)row * channels] = silu_f32(sum);
-            while (next < exports && export_rows[next] == row) {
-                float *to = (float *)(arena + (u64)export_slots[next] * 64);
-#pragma unroll
-                for (u32 tap = 0; tap < 4; tap++)
-                    if (tap >= skip) to[(tap - skip) * channels + c] = past[tap];
-                next++;
-            }
+            if (live) x[(u64)row * channels] = silu_f32(sum);
+            while (next < exports && export_rows[next] < row) next++;
+            for (; next < exports && export_rows[next] == row; next++) leave(export_slots[next]);
+            if (row == count - 1 && write != NONE) leave(write);
         }
+        __syncthreads();
     }
-    if (write == NONE) return;
-    float *to = (float *)(arena + (u64)write * 64);
-#pragma unroll
-    for (u32 tap = 0; tap < 4; tap++)
-        if (tap >= skip) to[(tap - skip) * channels + c] = past[tap];
 }
 
 // Elements lane * PER .. + PER of a row of a matrix.

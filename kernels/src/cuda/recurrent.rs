@@ -283,8 +283,8 @@ impl RecurrentKernels {
         arguments.push((taps as u32).into());
         device.launch(&Launch {
             kernel: self.conv,
-            grid: [channels.div_ceil(128) as u32, state.sequences as u32, 1],
-            block: [128, 1, 1],
+            grid: [channels.div_ceil(32) as u32, state.sequences as u32, 1],
+            block: [256, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,
         })

@@ -108,6 +108,7 @@ impl Speed {
                 }
             }
         }
+        graphs.into_iter().flatten().for_each(|graph| device.forget(graph));
         Ok(seconds.into_iter().map(median).collect())
     }
 

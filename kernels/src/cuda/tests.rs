@@ -29,7 +29,7 @@ fn each_compiled<T: Send>(work: impl Fn(&'static source::Source, Arch) -> T + Sy
     let next = || jobs.lock().unwrap().next();
     let all = || std::iter::from_fn(next).map(|(source, arch)| work(source, arch)).collect::<Vec<_>>();
     std::thread::scope(|scope| {
-        let running: Vec<_> = (0..threads).map(|_| scope.spawn(&all)).collect();
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(all)).collect();
         running.into_iter().flat_map(|running| running.join().unwrap()).collect()
     })
 }

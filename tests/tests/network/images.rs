@@ -208,10 +208,11 @@ fn the_arm64_image_starts_and_computes_under_qemu() {
     let more = ["--entrypoint", "/qemu"];
     let version = run(&image, &mounts, &more, &["/usr/local/bin/kvasir", "--version"]);
     assert!(text(&version).starts_with("kvasir "), "{}", String::from_utf8_lossy(&version.stderr));
-    let arguments = [&["/usr/local/bin/kvasir"][..], &ALONE, &["--model", "/models/tiny.gguf"]].concat();
-    let node = Container::start(&image, &mounts, &more, &arguments);
-    node.until_ready();
-    node.expect_an_answer();
+    // In one process: the emulator does not know all that QUIC asks of a socket.
+    let arguments = ["run", "/models/tiny.gguf", "-p", "hello there", "-n", "4", "--temperature", "0"];
+    let computed = run(&image, &mounts, &more, &[&["/usr/local/bin/kvasir"][..], &arguments].concat());
+    let stderr = String::from_utf8_lossy(&computed.stderr);
+    assert!(computed.status.success() && stderr.contains("4 tokens generated"), "{stderr}");
 }
 
 #[test]

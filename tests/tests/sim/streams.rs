@@ -16,7 +16,7 @@ use kvasir_cluster_tests::random::Random;
 use life::{Call, Life, Said, chain, token};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
-use proto::ids::{Attempt, Epoch, ModelId, NodeId};
+use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use proto::message::LoadReportV1;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -228,6 +228,7 @@ impl World {
     fn ask(&self, group: u64, number: u64) -> Ask {
         let units = chain(group, number);
         Ask {
+            request: RequestId::new(format!("{group}-{number}")).expect("digits and a dash"),
             tenant: "t".into(),
             model: model(),
             prompt_tokens: (units.len() * HASH_UNIT_TOKENS) as u32,

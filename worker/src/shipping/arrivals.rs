@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn what_comes_whole_is_gathered_where_there_is_memory_for_it() {
         let (first, second) = (vec![1; CHUNK_BYTES], vec![2; 5]);
-        let [here, one, two, twice] = [&b"0"[..], &first, &second, b"3"].map(|bytes| ChunkId::of(bytes));
+        let [here, one, two, twice] = [&b"0"[..], &first, &second, b"3"].map(ChunkId::of);
         let tensors = || {
             let tensors =
                 [("whole", vec![one, two]), ("part", vec![here]), ("a", vec![twice]), ("b", vec![twice])];

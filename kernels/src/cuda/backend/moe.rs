@@ -98,7 +98,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
         let ld = matrix.shape.rows();
         let (scale, bias, accumulate) = (1.0, None, false);
         let product = Product { matrix, x, tokens: pairs, share, experts, scale, bias, accumulate, out, ld };
-        kernels.multiply(device, &product)
+        kernels.multiply(device, &[product])
     };
     let affine = |scale, bias, width| expert_scale(vectors, shape.experts, scale, bias, width);
 

@@ -1,7 +1,9 @@
 //! Matrices on the device: uploading, products, rows as embeddings.
 
 use super::super::Device;
-use super::super::matmul::{Activations, Embedding, Experts, MatmulKernels, Matrix, Product, reads_int8};
+use super::super::matmul::{
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, TOGETHER, reads_int8,
+};
 use super::super::pack::TiledShape;
 use super::CudaBackend;
 use super::memory::{Buffers, same};
@@ -114,6 +116,8 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
     if jobs.iter().enumerate().any(shared) {
         return Err(Error::SameBuffer);
     }
+    // Matrices of one type are multiplied by one launch: the more it reads, the less its beginning and end weigh.
+    let mut launches: Vec<(&MatmulKernels, Vec<Product<'_>>)> = Vec::new();
     for job in jobs {
         let (matrix, kernels) = matrices.get(job.matrix)?;
         let outputs = matrix.shape.rows();
@@ -131,7 +135,14 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
             out: out.ptr,
             ld: outputs,
         };
-        kernels.multiply(device, &product)?;
+        let open = |products: &[Product<'_>]| products.len() < TOGETHER && products[0].goes_with(&product);
+        match launches.iter_mut().find(|(_, products)| open(products)) {
+            Some((_, products)) => products.push(product),
+            None => launches.push((kernels, vec![product])),
+        }
+    }
+    for (kernels, products) in &launches {
+        kernels.multiply(device, products)?;
     }
     Ok(())
 }

@@ -5,14 +5,28 @@
 // in ascending order of columns; in the end the segments' sums are added in their order. Segments depend on the
 // matrix's columns alone, so a token's output has the same bits whatever tokens come with it.
 //
-// blockIdx.x: the tokens NT * x .. NT * (x + 1), of those that the block's expert has; blockIdx.y: the tile; blockIdx.z:
-// the expert, where tokens are listed by expert. blockDim.x: 32 for each segment.
+// blockIdx.x: the tokens NT * x .. NT * (x + 1), of those that the block's expert has; blockIdx.y: the tile, of up to three
+// matrices one behind the other; blockIdx.z: the expert, where tokens are listed by expert. blockDim.x: 32 for each segment.
 
 constexpr int MAX_SEGMENTS = 8;
 
-struct Product {
-    // Where the matrix, or the first of the experts, begins.
+// A matrix, and out = [out +] (scale * product + bias[row]), out [tokens][ld].
+struct Matrix {
+    // Where it, or the first of the experts, begins.
     const u8 *weights;
+    u32 rows;
+    float scale;
+    const float *bias;
+    u32 accumulate;
+    float *out;
+    u32 ld;
+
+    __device__ __forceinline__ u32 tiles() const { return (rows + 31) / 32; }
+};
+
+struct Product {
+    // Those that are not there have no rows. Of several, all have the same columns and no experts.
+    Matrix first, second, third;
     u32 tile_bytes;
     // [tokens]: the expert of each token, for NT = 1. Null: all have the first, or they are listed.
     const u32 *experts;
@@ -21,16 +35,25 @@ struct Product {
     // Rows of activations, in the form that the kernel reads; token i has row i / share.
     const u8 *x;
     u32 share, tokens;
-    // Rows and columns of a matrix.
-    u32 rows, cols;
+    // Columns of a matrix.
+    u32 cols;
     // Units of a warp.
     u32 segment;
-    // out = [out +] (scale * product + bias[row]), out [tokens][ld].
-    float scale;
-    const float *bias;
-    u32 accumulate;
-    float *out;
-    u32 ld;
+
+    // The block's matrix, and which of its tiles. Found again where it is needed: nothing of it has to be kept.
+    __device__ __forceinline__ Matrix matrix(u32 &tile) const {
+        tile = blockIdx.y;
+        Matrix m = first;
+        if (tile >= first.tiles()) {
+            tile -= first.tiles(), m = second;
+            if (tile >= second.tiles()) tile -= second.tiles(), m = third;
+        }
+        // Of a pointer that is one of several the compiler does not know that it is to global memory.
+        __builtin_assume(__isGlobal(m.weights));
+        __builtin_assume(!m.bias || __isGlobal(m.bias));
+        __builtin_assume(__isGlobal(m.out));
+        return m;
+    }
 
     __device__ __forceinline__ u32 lane() const { return threadIdx.x % 32; }
     __device__ __forceinline__ u32 warp() const { return threadIdx.x / 32; }
@@ -55,7 +78,9 @@ struct Product {
     // Where the block's tile begins.
     __device__ __forceinline__ const u8 *tile() const {
         u64 expert = starts ? blockIdx.z : experts ? experts[blockIdx.x] : 0;
-        return weights + (expert * gridDim.y + blockIdx.y) * tile_bytes;
+        u32 tile;
+        Matrix m = matrix(tile);
+        return m.weights + (expert * m.tiles() + tile) * tile_bytes;
     }
 };
 
@@ -66,16 +91,18 @@ template <int NT> using Segments = float[MAX_SEGMENTS][NT][32];
 template <int NT> __device__ __forceinline__ void add_segments(const Product &p, const Segments<NT> &segments) {
     __syncthreads();
     u32 lane = p.lane(), count = blockDim.x / 32;
-    u32 row = blockIdx.y * 32 + lane;
+    u32 tile;
+    Matrix m = p.matrix(tile);
+    u32 row = tile * 32 + lane;
     for (u32 t = p.warp(); t < NT; t += count) {
         // Not from the first on, which may be a zero below zero or above it.
         float sum = 0.0f;
         for (u32 s = 0; s < count; s++) sum = __fadd_rn(sum, segments[s][t][lane]);
-        if (row >= p.rows || blockIdx.x * NT + t >= p.count()) continue;
-        float value = __fmul_rn(sum, p.scale);
-        if (p.bias) value = __fadd_rn(value, p.bias[row]);
-        float *out = p.out + (u64)p.token(t, NT) * p.ld + row;
-        *out = p.accumulate ? __fadd_rn(*out, value) : value;
+        if (row >= m.rows || blockIdx.x * NT + t >= p.count()) continue;
+        float value = __fmul_rn(sum, m.scale);
+        if (m.bias) value = __fadd_rn(value, m.bias[row]);
+        float *out = m.out + (u64)p.token(t, NT) * m.ld + row;
+        *out = m.accumulate ? __fadd_rn(*out, value) : value;
     }
 }
 
@@ -88,12 +115,15 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
 }
 
 // Kernels take the fields of a product one by one.
+#define MATRIX_PARAMETERS(n)                                                                                           \
+    const u8 *weights_##n, u32 rows_##n, float scale_##n, const float *bias_##n, u32 accumulate_##n, float *out_##n, u32 ld_##n
+#define MATRIX_ARGUMENTS(n) {weights_##n, rows_##n, scale_##n, bias_##n, accumulate_##n, out_##n, ld_##n}
 #define PRODUCT_PARAMETERS                                                                                             \
-    const u8 *weights, u32 tile_bytes, const u32 *experts, const u32 *starts, const u32 *list, const u8 *x, u32 share, \
-        u32 tokens, u32 rows, u32 cols, u32 segment, float scale, const float *bias, u32 accumulate, float *out, u32 ld
+    MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2), u32 tile_bytes, const u32 *experts,              \
+        const u32 *starts, const u32 *list, const u8 *x, u32 share, u32 tokens, u32 cols, u32 segment
 #define PRODUCT_ARGUMENTS                                                                                              \
-    {weights, tile_bytes, experts,    starts, list, x,  share, tokens, rows, cols, segment, scale, bias,               \
-     accumulate, out,     ld}
+    {MATRIX_ARGUMENTS(0), MATRIX_ARGUMENTS(1), MATRIX_ARGUMENTS(2), tile_bytes, experts, starts, list, x, share,       \
+     tokens, cols, segment}
 // An expert may have fewer tokens than the grid has room for.
 #define PRODUCT_KERNEL(name, nt, per_sm, body)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {           \

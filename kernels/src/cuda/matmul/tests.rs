@@ -83,7 +83,7 @@ impl Case {
         let matrix = self.matrix;
         let mut product = Product { matrix: &matrix, ..self.product(x, tokens, out) };
         change(&mut product);
-        self.kernels.multiply(&mut self.sim.device, &product).unwrap();
+        self.kernels.multiply(&mut self.sim.device, &[product]).unwrap();
         self.sim.read_values(out, count)
     }
 
@@ -182,6 +182,40 @@ fn a_value_that_is_no_number_stays_in_its_row() {
 }
 
 #[test]
+fn matrices_multiplied_together_have_the_bits_of_each_alone() {
+    for (arch, ty, tokens) in [(Arch::SM_90, GgmlType::Q4_K, 1), (Arch::SM_121A, GgmlType::F16, 3)] {
+        let mut case = Case::new(arch, ty, 70, 256, 1, 17);
+        let a = Random(18).values(tokens * 256);
+        let x = case.activations(&a, reads_int8(ty));
+        // Of the same tiles, so that rows of one are rows of the others: whole tiles, and a tile in part.
+        let start = case.matrix.start;
+        let matrices =
+            [70, 32, 40].map(|rows| Matrix { shape: TiledShape::new(ty, rows, 256, 1).unwrap(), start });
+        let all = case.run(|_| (), x, tokens);
+        let outs = matrices.map(|matrix| case.sim.room(4 * tokens * matrix.shape.rows()));
+        let base = Product { matrix: &matrices[0], ..case.product(x, tokens, outs[0]) };
+        let products: [Product<'_>; 3] = std::array::from_fn(|i| {
+            let (matrix, ld) = (&matrices[i], matrices[i].shape.rows());
+            Product { matrix, out: outs[i], ld, scale: [1.0, 2.0, 1.0][i], ..base }
+        });
+        case.kernels.multiply(&mut case.sim.device, &products).unwrap();
+        for product in &products {
+            let rows = product.ld;
+            let found = case.sim.read_values(product.out, tokens * rows);
+            let of = |token: usize| all[70 * token..][..rows].iter().map(|x| x * product.scale);
+            let expected: Vec<f32> = (0..tokens).flat_map(of).collect();
+            assert_same(&found, &expected, &format!("{ty}, {rows} rows"));
+        }
+        let other = Product { tokens: tokens + 1, ..products[1] };
+        let mut refused = |products: &[Product<'_>]| {
+            case.kernels.multiply(&mut case.sim.device, products).unwrap_err().to_string()
+        };
+        assert!(refused(&[products[0], other]).contains("no launch"));
+        assert!(refused(&[products[0]; 4]).contains("no launch"));
+    }
+}
+
+#[test]
 fn the_epilogue_scales_adds_bias_and_accumulates() {
     for ty in [GgmlType::Q8_0, GgmlType::F32] {
         let mut case = Case::new(Arch::SM_90, ty, 40, 64, 1, 13);
@@ -194,7 +228,7 @@ fn the_epilogue_scales_adds_bias_and_accumulates() {
         let matrix = case.matrix;
         let base = Product { matrix: &matrix, ..case.product(x, 3, out) };
         let product = Product { scale: 0.5, bias: Some(on_device), accumulate: true, ld: 50, ..base };
-        case.kernels.multiply(&mut case.sim.device, &product).unwrap();
+        case.kernels.multiply(&mut case.sim.device, &[product]).unwrap();
         let found = case.sim.read_values(out, 3 * 50);
         for (i, (x, before)) in found.iter().zip(&before).enumerate() {
             let (token, row) = (i / 50, i % 50);
@@ -290,13 +324,13 @@ fn what_does_not_fit_is_refused() {
         let matrix = case.matrix;
         let mut product = Product { matrix: &matrix, ..case.product(Activations::F32(x), 1, x) };
         change(&mut product);
-        case.kernels.multiply(&mut case.sim.device, &product).unwrap_err()
+        case.kernels.multiply(&mut case.sim.device, &[product]).unwrap_err()
     };
     assert!(matches!(refused(&|product| product.x = Activations::Int8(x)), CudaError::Invalid { .. }));
     assert!(matches!(refused(&|product| product.ld = 1 << 33), CudaError::Invalid { .. }));
     let other = Matrix { shape: TiledShape::new(GgmlType::F32, 4, 32, 1).unwrap(), start: x };
     let product = Product { matrix: &other, ..case.product(Activations::F32(x), 1, x) };
-    let found = case.kernels.multiply(&mut case.sim.device, &product).unwrap_err();
+    let found = case.kernels.multiply(&mut case.sim.device, &[product]).unwrap_err();
     assert!(found.to_string().contains("kernels of F16 on a matrix of F32"), "{found}");
     let compiled = case.sim.compiled(&source::ROWWISE);
     let found = MatmulKernels::load(&mut case.sim.device, compiled, GgmlType::F32).unwrap_err();

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// Bytes of each slot before the layer's own part.
 const LAYER_OFFSET: usize = 128;
-const SLOTS: usize = 6;
+const SLOTS: usize = 7;
 
 /// A layer whose convolution feeds its recurrence.
 struct Layer {
@@ -127,7 +127,7 @@ impl<'a> Placed<'a> {
             })
             .collect();
         let states: Vec<_> = parts.iter().map(|(_, state)| state.clone()).collect();
-        let limits = StepLimits { rows: 64, sequences: 4, exports: 8, table_entries: 0 };
+        let limits = StepLimits { rows: 150, sequences: 4, exports: 8, table_entries: 0 };
         let mut step = Step::new(StepLayout::new(limits, &[]));
         let tokens = vec![0; rows];
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &states };
@@ -269,17 +269,22 @@ fn it_does_not_matter_where_a_chunk_ends() {
         for layer in layers.map(layers_of) {
             let mut placed = Placed::new(&mut sim, &layer);
             let slot = |index| layer.slot(index);
-            let exports = [(0, 1), (4, 2), (4, 3)];
+            // The convolution takes 64 rows at a time.
+            let exports = [(0, 1), (4, 2), (4, 3), (76, 6)];
             let exports = exports.map(|(row, index)| StateExport { row, slot: slot(index) }).to_vec();
             let whole = StepState { exports, ..state(None, slot(0)) };
-            let whole = placed.run(&[(0, 0..40, whole)]);
-            let left = [0, 1, 2, 3].map(|index| placed.bytes(index));
+            let whole = placed.run(&[(0, 0..150, whole)]);
+            let left = [0, 1, 2, 3, 6].map(|index| placed.bytes(index));
             assert_eq!(left[2], left[3]);
             // Other sequences before it, other slots, other chunks.
             let mut out = Vec::new();
-            for (rows, read, write, exported) in
-                [(0..1, None, 4, 1), (1..5, Some(4), 5, 2), (5..6, Some(5), 5, 9), (6..40, Some(5), 4, 0)]
-            {
+            for (rows, read, write, exported) in [
+                (0..1, None, 4, 1),
+                (1..5, Some(4), 5, 2),
+                (5..6, Some(5), 5, 9),
+                (6..77, Some(5), 4, 4),
+                (77..150, Some(4), 5, 0),
+            ] {
                 let own = state(read.map(slot), slot(write));
                 let given = placed.run(&[(1, 7..9, state(None, slot(0))), (0, rows, own)]);
                 out.extend_from_slice(&given.out[2 * layer.layout.out_len()..]);

@@ -257,7 +257,11 @@ impl DecodeModel<'_> {
             self.ops(head)
         })?;
         let replayed = match graph {
-            Some(graph) => speed.seconds(|| Ok(device.replay(graph)?))?,
+            Some(graph) => {
+                let seconds = speed.seconds(|| Ok(device.replay(graph)?))?;
+                device.forget(graph);
+                seconds
+            }
             None => eager,
         };
         let kv_bytes = batch * each * self.stride;

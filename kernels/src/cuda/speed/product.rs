@@ -71,7 +71,7 @@ impl Speed {
                     out,
                     ld: rows,
                 };
-                kernels.multiply(device, &product)?;
+                kernels.multiply(device, &[product])?;
             }
             Ok(())
         };
