@@ -1,6 +1,7 @@
 """Tests of deploy/k8s: `python tests/manifests OUT BINARY MODELS` renders every directory into OUT, checks what must hold of
 it, and runs the installation for development as processes of BINARY, which find SmolLM2 in the directory MODELS."""
 
+import copy
 import functools
 import pathlib
 import sys
@@ -17,7 +18,7 @@ def main(out, binary, models):
     manifests = rendered.all_of_them()
     rendered.write(manifests, out)
     tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS + security.TESTS}
-    tests["the_installation_for_development_serves"] = functools.partial(processes.run, manifests["dev"], binary, models)
+    tests["the_installation_for_development_serves"] = functools.partial(processes.run, copy.deepcopy(manifests["dev"]), binary, models)
     failed = 0
     for name, test in tests.items():
         started = time.monotonic()

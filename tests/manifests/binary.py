@@ -26,6 +26,12 @@ def routes(role):
     return set(re.findall(r'\.route\("(/\w+)"', outside))
 
 
+def downloads():
+    """Names of the catalog that come from an address; others come from where the image does not get."""
+    entries = _text("model/src/catalog/entries/list.rs").split("Entry {")[1:]
+    return {re.search(r'name: "([^"]+)"', entry)[1] for entry in entries if "Origin::Address" in entry}
+
+
 def seconds(period):
     """A time as settings are written: 300s, 5m."""
     number, unit = re.fullmatch(r"(\d+)(ms|s|m|h|d)", period).groups()

@@ -310,6 +310,14 @@ def caches_fit_into_the_memory_limit(rendered):
                 assert left >= 1 << 30, f"{name}: {title(manifest)}: {left} bytes are left for weights and all else"
 
 
+def the_models_named_can_be_fetched(rendered):
+    for manifests in rendered.values():
+        for manifest in manifests:
+            if manifest["kind"] == "ConfigMap" and "model" in manifest["data"]:
+                model = manifest["data"]["model"]
+                assert model in binary.downloads(), f"{title(manifest)}: {model} is nothing that the image can fetch"
+
+
 def workers_are_no_more_than_identities(rendered):
     for name in INSTALLATIONS:
         manifests = installed(rendered, name)
@@ -379,6 +387,7 @@ TESTS = [
     grace_covers_prestop_and_drain,
     a_majority_survives_what_budgets_allow,
     caches_fit_into_the_memory_limit,
+    the_models_named_can_be_fetched,
     workers_are_no_more_than_identities,
     certificates_name_the_nodes_that_use_them,
     monitors_find_ports,
