@@ -135,9 +135,11 @@ mod tests {
         assert!(mapped.bytes() == bytes);
         assert_eq!(resident(file.path()), 4096);
         mapped.forget(1 << 20, 2 << 20);
-        assert_eq!(resident(file.path()), 2048);
+        // Less where pages are so large that their other parts went with them.
+        let rest = resident(file.path());
+        assert!(rest <= 2048, "{rest} KiB");
         mapped.forget(3 << 20, (1 << 20) + 1);
-        assert_eq!(resident(file.path()), 2048);
+        assert_eq!(resident(file.path()), rest);
         assert!(mapped.bytes() == bytes);
     }
 }
