@@ -130,12 +130,17 @@ impl Dispatch {
         desk.balancer.introduce(&node, epoch, part, pulls, quic.clone());
         let pool = capacity.map(|capacity| (capacity, quic));
         let link = Arc::new(Link::new(session, epoch, connection, pool));
-        if let Some(old) = desk.links.insert(node, link)
+        if let Some(old) = desk.links.insert(node.clone(), link)
             && old.session() != session
         {
             old.close(CloseCode::Fenced);
         }
         self.perform(&mut desk, actions);
+        // It drained in its life before, which the new one does not know.
+        if desk.balancer.table().member(&node).is_some_and(|member| member.draining) {
+            let dispatch = Arc::clone(self);
+            tokio::spawn(async move { dispatch.tell_drain(&node).await });
+        }
         Ok(())
     }
 
