@@ -57,7 +57,7 @@ struct List {
     kvasir models pull hf://ggml-org/gpt-oss-20b-GGUF/gpt-oss-20b-MXFP4.gguf\n  \
     kvasir models pull https://models.example/m.gguf --sha256 3b1e...")]
 struct Pull {
-    /// Name in the catalog, https://HOST/FILE.gguf or hf://OWNER/REPO[@REVISION]/FILE.gguf.
+    /// Name in the catalog, https://HOST/FILE.gguf or hf://OWNER/REPO/FILE.gguf (REPO@REVISION for one of its revisions)
     #[arg(value_parser = pulled)]
     model: Source,
     /// SHA-256 that the file of an address must have, in hexadecimal; once for each file of a split set, in their order.

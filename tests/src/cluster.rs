@@ -73,7 +73,8 @@ pub struct Cluster {
     _own_dir: Option<TempDir>,
     log: PathBuf,
     ready_after: Duration,
-    _turn: MutexGuard<'static, ()>,
+    /// None beside another cluster, which has it.
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Cluster {
@@ -109,9 +110,18 @@ impl Builder {
         self
     }
 
-    /// Starts the cluster and waits until it is ready.
+    /// Starts the cluster and waits until it is ready, which it does when no other test has one.
     pub fn start(self) -> anyhow::Result<Cluster> {
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        self.start_in(Some(turn))
+    }
+
+    /// The same for a second cluster of a test that has started `other`.
+    pub fn start_beside(self, _other: &Cluster) -> anyhow::Result<Cluster> {
+        self.start_in(None)
+    }
+
+    fn start_in(self, turn: Option<MutexGuard<'static, ()>>) -> anyhow::Result<Cluster> {
         let own = if self.data_dir.is_none() { Some(tempfile::tempdir()?) } else { None };
         let own_path = own.as_ref().map(|dir| dir.path().to_owned());
         let dir = self.data_dir.or(own_path).context("no data directory")?;
