@@ -131,10 +131,10 @@ fn ask(cluster: &Cluster, trace: [u8; 16], flags: &str) {
     let parent = format!("00-{hex}-00000000000000aa-{flags}");
     let body = json!({
         "model": cluster.model(), "max_tokens": 5, "ignore_eos": true, "temperature": 0,
-        "messages": [{"role": "user", "content": SECRET}],
+        "prompt": SECRET,
     });
     let headers = [("traceparent", parent.as_str()), ("x-request-id", "traced")];
-    http::post_with(cluster.http(), "/v1/chat/completions", &headers, &body).unwrap().ok().unwrap();
+    http::post_with(cluster.http(), "/v1/completions", &headers, &body).unwrap().ok().unwrap();
 }
 
 /// The root, and that every other span is below another of the trace and not outside of it in time.
@@ -166,7 +166,7 @@ fn parent_of<'a>(trace: &'a [Told], told: &Told) -> &'a Told {
 #[test]
 fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     let collector = Collector::start();
-    let whole = |trace: &[Told]| trace.iter().any(|told| told.span.name.starts_with("chat"));
+    let whole = |trace: &[Told]| trace.iter().any(|told| told.span.name.starts_with("text_completion"));
     let cluster = Cluster::builder("traces", &tiny_model())
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url())
         .env("OTEL_TRACES_SAMPLER_ARG", "0")
@@ -182,9 +182,9 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     let trace = collector.trace(&[2; 16], enough);
 
     let root = expect_tree(&trace);
-    assert_eq!(root.span.name, format!("chat {}", cluster.model()));
+    assert_eq!(root.span.name, format!("text_completion {}", cluster.model()));
     let of_root = |key| text(&root.span.attributes, key);
-    assert_eq!(of_root("gen_ai.operation.name").as_deref(), Some("chat"));
+    assert_eq!(of_root("gen_ai.operation.name").as_deref(), Some("text_completion"));
     assert_eq!(of_root("gen_ai.request.model").as_deref(), Some(cluster.model()));
     assert_eq!(of_root("kvasir.request_id").as_deref(), Some("traced"));
     assert_eq!(count(root, "gen_ai.usage.output_tokens"), 5);
