@@ -75,6 +75,9 @@ fn a_leader_without_room_leads_no_more_and_answers_all_the_same() {
     let fleet = Fleet::builder("disk-full", &crate::tiny_model(), 3, 2).start(51).unwrap();
     let model = fleet.model().unwrap();
     let full = Node::Coordinator(0);
+    // What it keeps until there is a group is not taken to the small disk.
+    let member = || (fleet.metric(0, "kvasir_raft_quorum").ok()? == 1.0).then_some(());
+    wait::until("c0 is of the group", RECOVERY, member).unwrap();
     fleet.kill(full).unwrap();
     let data = fleet.data_dir(full).join("data");
     let disk = SmallDisk::under(&data);
