@@ -75,7 +75,7 @@ class _Installation:
         work.mkdir()
         spec = pod_template(job)["spec"]
         for container in spec["initContainers"] + spec["containers"]:
-            args = [arg.replace("/work", str(work)) for arg in container["args"]]
+            args = [arg.replace("/made", str(work)) for arg in container["args"]]
             if args[:3] == ["create", "secret", "generic"]:
                 files = secret_files(args)
                 self.secrets[args[3]] = {key: pathlib.Path(file).read_bytes() for key, file in files.items()}

@@ -291,15 +291,17 @@ fn the_catalog_is_sound() {
     assert!(listed.iter().all(|l| !l.present));
 }
 
+/// Answers everything with these bytes.
+struct One(&'static [u8]);
+impl Http for One {
+    fn get(&self, _: &Request) -> io::Result<Response> {
+        let headers = vec![("content-length".to_owned(), self.0.len().to_string())];
+        Ok(Response { head: Head { status: 200, headers }, body: Box::new(self.0) })
+    }
+}
+
 #[test]
 fn an_entry_of_an_address_is_pulled_once_and_others_say_why_not() {
-    struct One(&'static [u8]);
-    impl Http for One {
-        fn get(&self, _: &Request) -> io::Result<Response> {
-            let headers = vec![("content-length".to_owned(), self.0.len().to_string())];
-            Ok(Response { head: Head { status: 200, headers }, body: Box::new(self.0) })
-        }
-    }
     let dir = tempfile::tempdir().unwrap();
     let store = Store::at(dir.path());
     let network = Network { http: Box::new(One(b"GGUF and more")), ..nobody() };
@@ -322,13 +324,6 @@ fn an_entry_of_an_address_is_pulled_once_and_others_say_why_not() {
 
 #[test]
 fn downloads_are_listed_with_how_they_were_checked() {
-    struct One(&'static [u8]);
-    impl Http for One {
-        fn get(&self, _: &Request) -> io::Result<Response> {
-            let headers = vec![("content-length".to_owned(), self.0.len().to_string())];
-            Ok(Response { head: Head { status: 200, headers }, body: Box::new(self.0) })
-        }
-    }
     let dir = tempfile::tempdir().unwrap();
     let store = Store::at(dir.path());
     assert!(store.downloads().is_empty());
