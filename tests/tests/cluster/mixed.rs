@@ -27,11 +27,13 @@ impl Gpu {
         let path = |name: &str| cluster.data_dir().join(name).to_str().unwrap().to_owned();
         let identity = path(GPU);
         if !std::path::Path::new(&identity).exists() {
-            let issue = ["ca", "issue", "--dir", &path("ca"), "--role", "worker", "--node", GPU, "--out", &identity];
+            let issue =
+                ["ca", "issue", "--dir", &path("ca"), "--role", "worker", "--node", GPU, "--out", &identity];
             binary::stdout(&issue).unwrap();
         }
         let (quic, any, model) = (cluster.coordinator().quic.to_string(), "127.0.0.1:0", tiny_model());
-        let mut arguments = vec!["worker", "--identity", &identity, "--coordinators", &quic, "--model", &model];
+        let mut arguments =
+            vec!["worker", "--identity", &identity, "--coordinators", &quic, "--model", &model];
         arguments.extend(["--quic", any, "--ops", any, "--device", "ptx-sim", "--threads", "1"]);
         arguments.extend(["--kv-bytes", "4MiB", "--chunk", "64", "--max-seqs", "4"]);
         arguments.extend(EXACT.iter().flat_map(|(flag, value)| [*flag, *value]));

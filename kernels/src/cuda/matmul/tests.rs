@@ -311,7 +311,7 @@ fn prompts_read_less() {
     let mut case = Case::new(Arch::SM_90, GgmlType::Q4_K, 64, 1024, 1, 24);
     let a = Random(25).values(TOKENS * 1024);
     let x = case.activations(&a, true);
-    let mut read = |case: &mut Case| {
+    let read = |case: &mut Case| {
         let before = case.sim.device.machine().counts().global_read;
         let found = case.run(|_| (), x, TOKENS);
         (found, (case.sim.device.machine().counts().global_read - before) as usize)

@@ -43,7 +43,8 @@ impl KvGroup {
                     common.extend(sequence.rows.clone().skip(1).map(|_| SAME));
                 }
             } else {
-                let rows = (first..first + alike.len()).filter(|sequence| !sequences[*sequence].rows.is_empty());
+                let rows =
+                    (first..first + alike.len()).filter(|sequence| !sequences[*sequence].rows.is_empty());
                 let mut members: Vec<usize> = rows.collect();
                 let start = common.len();
                 common.resize(start + members.len(), 0);

@@ -1,7 +1,7 @@
 use super::*;
 use crate::attention::Visible;
-use crate::cuda::attention::SAME;
 use crate::backend::StateExport;
+use crate::cuda::attention::SAME;
 use std::num::NonZeroU32;
 use std::ops::Range;
 
@@ -144,9 +144,11 @@ fn sequences_that_begin_alike_stand_side_by_side() {
             (first..first + *shared as u32).chain(next - own as u32..next).map(|block| 2 * block).collect()
         })
         .collect();
-    let single: Vec<_> = (0..).zip(parts).map(|(row, (context, ..))| sequence(row..row + 1, context)).collect();
+    let single: Vec<_> =
+        (0..).zip(parts).map(|(row, (context, ..))| sequence(row..row + 1, context)).collect();
     let window = Visible::Window(NonZeroU32::new(2000).unwrap());
-    let groups = [Visible::Causal, window].map(|visible| KvGroup { block_tokens: TOKENS, bytes: 128, visible });
+    let groups =
+        [Visible::Causal, window].map(|visible| KvGroup { block_tokens: TOKENS, bytes: 128, visible });
     let limits = StepLimits { rows: 12, sequences: 9, exports: 0, table_entries: 500 };
     let mut step = Step::new(StepLayout::new(limits, &groups));
     let mut fill = |sequences: &[StepSequence], tables: &[&[u32]]| {

@@ -55,7 +55,8 @@ fn a_sequence_saved_from_device_memory_goes_on_on_another_device() {
         }
 
         // To the CPU the same bytes would mean something else.
-        let refused = Snapshot::from_bytes(&file, &open(model, &harness::options(model)).origin()).unwrap_err();
+        let refused =
+            Snapshot::from_bytes(&file, &open(model, &harness::options(model)).origin()).unwrap_err();
         let other = matches!(refused, SnapshotError::Other { what: "numeric class", .. });
         assert!(other && refused.to_string().contains("ptx-sim"), "{refused}");
     }
