@@ -1,9 +1,10 @@
 // What all products share: which part of the work a warp does, and how its sums become outputs.
 //
-// A block of threads makes 32 outputs (a tile of the matrix's rows; of two, where the kernel says so) of each of NT tokens. Its warps split the columns:
+// A block of threads makes 32 outputs (a tile of the matrix's rows) of each of NT tokens. Its warps split the columns:
 // warp w takes the units w * segment .. (w + 1) * segment, a *segment*, and lane r of each warp takes row r. A lane adds
 // in ascending order of columns; in the end the segments' sums are added in their order. Segments depend on the
-// matrix's columns alone, so a token's output has the same bits whatever tokens come with it.
+// matrix's columns alone, so a token's output has the same bits whatever tokens come with it. (The kernel for prompts makes
+// two tiles at a time, and a warp takes one segment after the other: each output in the same order.)
 //
 // blockIdx.x: the tokens NT * x .. NT * (x + 1), of those that the block's expert has; blockIdx.y: the tile, of up to three
 // matrices one behind the other; blockIdx.z: the expert, where tokens are listed by expert. blockDim.x: 32 for each segment.

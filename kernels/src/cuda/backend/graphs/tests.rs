@@ -313,6 +313,28 @@ fn rows_go_together_in_a_recording_as_they_do_without() {
     assert_eq!(ran, [Called, Recorded, Replayed, Replayed, Replayed, Replayed]);
 }
 
+/// Two sequences where there was room for one: the step takes no more bytes, since arrays are rounded up, and yet the second
+/// group's lie elsewhere.
+#[test]
+fn a_recording_of_another_layout_is_forgotten() {
+    let (mut recorded, mut launched) = (Model::new(sim(), true), Model::new(sim(), false));
+    let ops = run(
+        &mut recorded,
+        &mut launched,
+        &[
+            // With room in the tables for the two below.
+            &[(0, 1101, 1)],
+            &[(0, 1102, 1)],
+            &[(0, 1103, 1)],
+            &[(0, 5, 1), (1, 5, 1)],
+            &[(0, 1104, 1)],
+            &[(0, 1105, 1)],
+        ],
+    );
+    use StepOps::{Called, Recorded, Replayed};
+    assert_eq!(ops, [Called, Recorded, Replayed, Called, Recorded, Replayed]);
+}
+
 #[test]
 fn what_an_op_would_have_refused_is_refused_of_a_recording() {
     let mut model = Model::new(sim(), true);
