@@ -133,6 +133,7 @@ fn attention(speed: &Speed, rows: &mut Rows) -> Result<()> {
                     "contiguous_us": found.contiguous * 1e6,
                     "paged_us": found.paged * 1e6,
                     "ratio": found.paged / found.contiguous,
+                    "shared_us": found.shared.map(|seconds| seconds * 1e6),
                     "gbs": rate / 1e9,
                     "of_copy": rate / copies,
                 }))

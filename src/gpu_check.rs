@@ -199,7 +199,7 @@ fn measure(info: &GpuInfo, compiler: Compiler, cases_only: bool) -> Result<Measu
         let cpu = cpu.map_err(|_| kernels::Error::Unsupported { what: "what the environment asks for" })?;
         Ok(Box::new(CpuBackend::new(cpu, Pool::new(PoolConfig::new(NonZeroUsize::MIN))?)?))
     };
-    let checked = compare(&mut device, &mut oracle);
+    let checked = compare(&mut device, &mut oracle, info.multiprocessors as usize);
     let correct = checked.passed();
     let Checked { cases, refused } = checked;
     Ok(Measured { ceilings, correct, refused, cases: cases.into_iter().map(CaseReport::from).collect() })

@@ -263,9 +263,10 @@ def render(report):
         lines += table(["matrix"] + [f"{n} token{'s' if n > 1 else ''}" for n in width], cells)
     if measured(report, "attention"):
         lines += ["## Attention of one row a sequence: us of a layer", ""]
-        lines += table(["cache", "heads", "block", "batch", "context", "in order", "in none", "ratio", "of copies"],
+        lines += table(["cache", "heads", "block", "batch", "context", "in order", "in none", "ratio", "of copies", "in common"],
                        [[row["kv_type"], f"{row['heads']}/{row['kv_heads']}", row["block_tokens"], row["batch"], row["context"],
-                         f"{row['contiguous_us']:.1f}", f"{row['paged_us']:.1f}", f"{row['ratio']:.3f}", percent(row["of_copy"])]
+                         f"{row['contiguous_us']:.1f}", f"{row['paged_us']:.1f}", f"{row['ratio']:.3f}", percent(row["of_copy"]),
+                         f"{row['shared_us']:.1f}" if row["shared_us"] else ""]
                         for row in measured(report, "attention")])
     if measured(report, "decode"):
         lines += ["## Llama 3.1 8B, Q4_K_M, random weights: a step", ""]

@@ -27,6 +27,18 @@ pub fn kvasir() -> anyhow::Result<PathBuf> {
     newest.map(|(_, path)| path).context("no kvasir binary: run `cargo build --release`, or set KVASIR_BIN")
 }
 
+/// A binary whose workers can interpret a GPU's kernels, with the feature `ptx-sim`: `KVASIR_SIM_BIN`, else the debug build.
+pub fn simulating() -> anyhow::Result<PathBuf> {
+    if let Some(named) = std::env::var_os("KVASIR_SIM_BIN") {
+        return Ok(PathBuf::from(named));
+    }
+    let built = target().join("debug/kvasir");
+    if !built.is_file() {
+        bail!("no {}: run `cargo build --features ptx-sim`, or set KVASIR_SIM_BIN", built.display());
+    }
+    Ok(built)
+}
+
 /// `kvasir` with `arguments`, nothing on its stdin.
 pub fn command(arguments: &[&str]) -> anyhow::Result<Command> {
     Ok(command_of(&kvasir()?, arguments))

@@ -2,7 +2,7 @@
 
 use super::kv::{KvBlock, type_number};
 use super::source::{self, Source};
-use super::step::StepPointers;
+use super::step::{StepPointers, has_several};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use crate::backend::{KvShape, KvType, StepSequence};
 use crate::error::Error;
@@ -13,6 +13,9 @@ mod tests;
 
 /// Keys of a split: partial results are taken from one multiple of this position to the next. As in `common.cuh`.
 pub(super) const SPLIT: usize = 512;
+
+/// Splits that a row has in common with another of its sequence. As in `common.cuh`.
+pub(super) const SAME: u32 = u32::MAX;
 
 /// The window of a row that sees every key.
 const ALL: usize = i32::MAX as usize;
@@ -65,12 +68,14 @@ pub struct AttentionCall<'a> {
     pub scale: f32,
 }
 
-/// Rows of one launch.
+/// Rows of one launch, by their places in the step's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rows {
     rows: Range<usize>,
-    /// Rows of a block.
+    /// Rows that a block of threads looks after.
     tile: usize,
+    /// Rows that it can take together: with one to look after, those whose caches begin alike, of other blocks of threads.
+    join: usize,
     /// Most splits of a row.
     splits: usize,
     /// Most splits of a block's rows together.
@@ -137,19 +142,27 @@ impl AttentionKernels {
     /// partial results than there is scratch for. What a row gives does not depend on it.
     fn plan(&self, sequences: &[StepSequence], scratch_bytes: usize) -> Result<Vec<Rows>, CudaError> {
         let mut launches = Vec::new();
-        let several = |sequence: &StepSequence| sequence.rows.len() > 1;
-        for alike in sequences.chunk_by(|a, b| several(a) == several(b)) {
-            let tile = if several(&alike[0]) { (self.most / self.together).max(1) } else { 1 };
+        for alike in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
+            let several = has_several(&alike[0]);
+            let join = (self.most / self.together).max(1);
+            let (tile, join) = match self.attend.len() {
+                _ if several => (join, join),
+                1 => (1, join),
+                // Kernels by lanes do the work of every vector that they have room for, whether or not it is there.
+                _ => (1, 1),
+            };
             let rows = alike.iter().flat_map(|sequence| {
                 let end = sequence.context + sequence.rows.len();
                 sequence.rows.clone().map(move |row| {
                     let own = sequence.context + (row - sequence.rows.start) + 1;
-                    (row, if self.shape.causal { own } else { end })
+                    (row, self.splits(0..if self.shape.causal { own } else { end }).len())
                 })
             });
+            // Single rows have an order of the step's own: any of them may stand anywhere.
+            let most = if several { 0 } else { rows.clone().map(|(_, splits)| splits).max().unwrap_or(0) };
+            let rows = rows.map(|(row, splits)| (row, splits.max(most)));
             let mut open: Option<Rows> = None;
-            for (row, end) in rows {
-                let splits = self.splits(0..end).len();
+            for (row, splits) in rows {
                 let fits = |open: &Rows| {
                     let most = open.splits.max(splits);
                     let rows = open.rows.len() + 1;
@@ -162,7 +175,7 @@ impl AttentionKernels {
                         open.splits = open.splits.max(splits);
                     }
                     _ => {
-                        let next = Rows { rows: row..row + 1, tile, splits, grid_splits: 0 };
+                        let next = Rows { rows: row..row + 1, tile, join, splits, grid_splits: 0 };
                         if splits > 1 && self.row_scratch(splits) > scratch_bytes {
                             let what =
                                 format!("{scratch_bytes} bytes of scratch for {splits} splits of a row");
@@ -208,11 +221,14 @@ impl AttentionKernels {
             call.step.positions.into(),
             call.step.row_sequences.into(),
             call.step.sequence_ends.into(),
+            call.step.order(call.group).into(),
+            call.step.common(call.group).into(),
             call.sinks.unwrap_or_default().into(),
             Argument::from(call.layer_offset as u64),
             number(launch.rows.start),
             number(rows),
             number(launch.tile.min(rows)),
+            number(launch.join),
             number(heads),
             number(kv_heads),
             number(self.together),

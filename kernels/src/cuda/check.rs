@@ -77,8 +77,9 @@ impl Checked {
     }
 }
 
-/// Compares a device with an oracle in all cases. Together they go through every kernel that there is.
-pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>) -> Checked {
+/// Compares a device of so many multiprocessors with an oracle in all cases. Together they go through every kernel that
+/// there is.
+pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>, multiprocessors: usize) -> Checked {
     let mut checked = Checked::default();
     let mut group = |name: &str, mode, run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>| {
         checked.group(name, mode, device, oracle, run);
@@ -86,7 +87,7 @@ pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>) -> Checked {
     let int8 = ActivationMode::Int8;
     for ty in GgmlType::ALL {
         if super::matmul::MatmulKernels::source(ty).is_ok() {
-            group(&format!("products of {ty}"), int8, &|inputs| cases::products(inputs, ty));
+            group(&format!("products of {ty}"), int8, &|inputs| cases::products(inputs, ty, multiprocessors));
         }
         if super::matmul::reads_int8(ty) {
             let run = |inputs: &mut Inputs<'_>| cases::exact_products(inputs, ty);
@@ -108,6 +109,7 @@ pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>) -> Checked {
     for layer in caches::long_layers() {
         group("long attention", int8, &|inputs| caches::long_attention(inputs, layer));
     }
+    group("attention over blocks in common", int8, &caches::shared_beginning);
     for inner in [64, 128, 256] {
         group("delta net", int8, &|inputs| caches::delta_net(inputs, inner));
         group("Mamba-2", int8, &|inputs| caches::mamba2(inputs, inner));

@@ -78,6 +78,11 @@ pub trait Device: Send {
         "cuda"
     }
 
+    /// Blocks of threads that can run at the same time without sharing anything, at least: one that does not say has one.
+    fn multiprocessors(&self) -> usize {
+        1
+    }
+
     /// Loads a compiled source and names its kernels, in the order of `kernels`.
     ///
     /// # Errors

@@ -255,6 +255,10 @@ impl Gpu {
 }
 
 impl Device for Gpu {
+    fn multiprocessors(&self) -> usize {
+        self.info.multiprocessors as usize
+    }
+
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
         self.enter_unrecorded("a module is loaded")?;
         if !compiled.cubin.starts_with(b"\x7fELF") {

@@ -23,6 +23,11 @@ const QUANTISED_BLOCK: usize = 48;
 /// Most products of one launch.
 pub(super) const TOGETHER: usize = 3;
 
+/// Tokens and tiles of a block of the kernel for prompts, and its threads.
+const STAGED_TOKENS: usize = 128;
+const STAGED_TILES: usize = 2;
+const STAGED_THREADS: u32 = 256;
+
 /// Threads of a block that reads rows of a table.
 const EMBED_THREADS: usize = 64;
 
@@ -49,6 +54,10 @@ pub struct MatmulKernels {
     ty: GgmlType,
     /// On activations of 8 bits, narrowest first; none for plain floats.
     int8: Vec<Width>,
+    /// The same for prompts: a block of it makes eight times as much of what it reads.
+    staged: Option<KernelId>,
+    /// Of the device.
+    multiprocessors: usize,
     /// On activations of f32, narrowest first.
     exact: Vec<Width>,
     embed: KernelId,
@@ -177,17 +186,19 @@ impl MatmulKernels {
         let missing =
             || CudaError::NoKernel { name: ty.name().into(), source_name: compiled.source_name.clone() };
         let source = sources::of(ty).ok_or_else(missing)?;
-        let kernels = device.load(compiled, source.kernels)?;
+        let (kernels, multiprocessors) = (device.load(compiled, source.kernels)?, device.multiprocessors());
         let widths = |tokens: &[usize], kernels: &[KernelId]| -> Vec<Width> {
             tokens.iter().zip(kernels).map(|(&tokens, &kernel)| Width { tokens, kernel }).collect()
         };
         match *kernels {
             [embed, one, four] => {
-                Ok(Self { ty, int8: Vec::new(), exact: widths(&[1, 4], &[one, four]), embed })
+                let exact = widths(&[1, 4], &[one, four]);
+                Ok(Self { ty, int8: Vec::new(), staged: None, multiprocessors, exact, embed })
             }
-            [embed, one, four, eight, many, exact] => {
+            [embed, one, four, eight, many, staged, exact] => {
                 let int8 = widths(&[1, 4, 8, 32], &[one, four, eight, many]);
-                Ok(Self { ty, int8, exact: widths(&[2], &[exact]), embed })
+                let staged = Some(staged);
+                Ok(Self { ty, int8, staged, multiprocessors, exact: widths(&[2], &[exact]), embed })
             }
             _ => Err(missing()),
         }
@@ -246,13 +257,29 @@ impl MatmulKernels {
         ];
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
+        // An expert has a few of the tokens, and nobody here knows how many.
+        let int8 = matches!((first.x, first.experts), (Activations::Int8(_), Experts::One));
+        let staged = self.staged.filter(|_| int8);
+        let (kernel, grid, threads) = match staged {
+            Some(staged) if self.is_for_staged(most, tiles) => {
+                (staged, [most.div_ceil(STAGED_TOKENS), tiles.div_ceil(STAGED_TILES), depth], STAGED_THREADS)
+            }
+            _ => (width.kernel, [columns, tiles, depth], small(segments * 32)?),
+        };
         device.launch(&Launch {
-            kernel: width.kernel,
-            grid: [small(columns)?, small(tiles)?, small(depth)?],
-            block: [small(segments * 32)?, 1, 1],
+            kernel,
+            grid: [small(grid[0])?, small(grid[1])?, small(grid[2])?],
+            block: [threads, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,
         })
+    }
+
+    /// Whether so many tokens are multiplied by the kernel for prompts: where more than half of those of a block are there,
+    /// and there are blocks for all of the device.
+    fn is_for_staged(&self, tokens: usize, tiles: usize) -> bool {
+        let blocks = tokens.div_ceil(STAGED_TOKENS) * tiles.div_ceil(STAGED_TILES);
+        tokens > STAGED_TOKENS / 2 && blocks >= self.multiprocessors
     }
 
     /// Reads rows of a table.

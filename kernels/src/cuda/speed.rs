@@ -196,6 +196,10 @@ impl Device for SharedDevice {
         self.lock().name()
     }
 
+    fn multiprocessors(&self) -> usize {
+        self.lock().multiprocessors()
+    }
+
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
         self.lock().load(compiled, kernels)
     }

@@ -5,16 +5,19 @@
 //! uploads no more than it has.
 
 mod check;
+mod order;
 
 #[cfg(test)]
 mod tests;
 
 pub use check::KvGroup;
+pub(super) use order::has_several;
 
 use super::DevicePtr;
 use crate::attention::{NO_BLOCK, Placement};
 use crate::backend::{StepInput, StepSequence, StepState};
 use crate::error::Error;
+use std::ops::Range;
 
 /// Stands for a state of zeros where a slot is read, for nothing where one is written.
 pub(super) const NO_SLOT: u32 = u32::MAX;
@@ -64,6 +67,10 @@ enum Field {
     ExportRows,
     /// `[exports]`
     ExportSlots,
+    /// `[groups][rows]`
+    Order,
+    /// `[groups][rows]`
+    Common,
     /// `[groups][sequences]`: into the tables.
     TableStarts,
     /// `[table entries]`
@@ -71,7 +78,7 @@ enum Field {
 }
 
 impl Field {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::Tokens,
         Self::Positions,
         Self::RowSequences,
@@ -85,6 +92,8 @@ impl Field {
         Self::ExportStarts,
         Self::ExportRows,
         Self::ExportSlots,
+        Self::Order,
+        Self::Common,
         Self::TableStarts,
         Self::Tables,
     ];
@@ -100,6 +109,7 @@ impl Field {
             }
             Self::ExportStarts => (limits.sequences + 1, "sequences of a step"),
             Self::ExportRows | Self::ExportSlots => (limits.exports, "state exports of a step"),
+            Self::Order | Self::Common => (groups * limits.rows, "rows of a step"),
             Self::TableStarts => (groups * limits.sequences, "block tables of a step"),
             Self::Tables => (limits.table_entries, "block table entries of a step"),
         }
@@ -154,7 +164,10 @@ impl StepLayout {
                 export_rows: at(Field::ExportRows),
                 export_slots: at(Field::ExportSlots),
             },
+            order: at(Field::Order),
+            common: at(Field::Common),
             table_starts: at(Field::TableStarts),
+            rows: self.limits.rows,
             sequences: self.limits.sequences,
         }
     }
@@ -179,11 +192,26 @@ pub struct StepPointers {
     pub tables: DevicePtr,
     /// What happens to the states of the sequences.
     pub states: StatePointers,
+    order: DevicePtr,
+    common: DevicePtr,
     table_starts: DevicePtr,
+    rows: usize,
     sequences: usize,
 }
 
 impl StepPointers {
+    /// `[rows]`: the rows in the order in which attention takes them, those side by side whose caches begin with the same
+    /// blocks of a group.
+    pub fn order(&self, group: usize) -> DevicePtr {
+        self.order.offset(group * self.rows * size_of::<u32>())
+    }
+
+    /// `[rows]`: how many leading splits of attention a row has in common with the one before it in that order; all bits
+    /// for a row of the same sequence.
+    pub fn common(&self, group: usize) -> DevicePtr {
+        self.common.offset(group * self.rows * size_of::<u32>())
+    }
+
     /// `[sequences]`: where the table of each sequence starts in a group.
     pub fn table_starts(&self, group: usize) -> DevicePtr {
         self.table_starts.offset(group * self.sequences * size_of::<u32>())
@@ -264,19 +292,32 @@ impl Step {
     pub fn fill(&mut self, input: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
         self.take_rows(input)?;
         self.put_states(input.sequences, input.states)?;
-        let mut starts = Vec::with_capacity(self.layout.groups.len() * self.layout.limits.sequences);
+        let limits = self.layout.limits;
+        let mut starts = Vec::with_capacity(self.layout.groups.len() * limits.sequences);
         let mut tables = Vec::new();
+        let mut order = Vec::with_capacity(self.layout.groups.len() * limits.rows);
+        let mut common = Vec::with_capacity(self.layout.groups.len() * limits.rows);
         for (index, group) in self.layout.groups.iter().enumerate() {
             let missing = Error::OutOfRange { what: "KV group", index, len: input.tables.len() };
             let placements = input.tables.get(index).ok_or(missing)?;
             group.check(input.sequences, placements, arena_bytes)?;
-            starts.resize(index * self.layout.limits.sequences, 0);
+            starts.resize(index * limits.sequences, 0);
             for (sequence, placement) in input.sequences.iter().zip(placements) {
                 starts.push(tables.len() as u32);
                 let blocks = (sequence.context + sequence.rows.len()).div_ceil(group.block_tokens);
                 append(&mut tables, *placement, blocks);
             }
+            order.resize(index * limits.rows, 0);
+            common.resize(index * limits.rows, 0);
+            let own = &starts[index * limits.sequences..];
+            let blocks = |sequence: usize, range: Range<usize>| {
+                let start = own[sequence] as usize;
+                &tables[start + range.start..start + range.end]
+            };
+            group.put_order(input.sequences, blocks, &mut order, &mut common);
         }
+        self.put(Field::Order, order)?;
+        self.put(Field::Common, common)?;
         self.put(Field::TableStarts, starts)?;
         self.used = self.layout.offsets[Field::Tables as usize] + tables.len() * size_of::<u32>();
         self.put(Field::Tables, tables)

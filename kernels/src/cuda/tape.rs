@@ -107,6 +107,10 @@ impl Device for Taped {
         self.device.name()
     }
 
+    fn multiprocessors(&self) -> usize {
+        self.device.multiprocessors()
+    }
+
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
         self.device.load(compiled, kernels)
     }

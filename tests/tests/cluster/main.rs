@@ -8,6 +8,7 @@ mod dashboard;
 mod embeddings;
 mod failover;
 mod metrics;
+mod mixed;
 mod openai_client;
 mod operate;
 mod overload;

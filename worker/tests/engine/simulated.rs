@@ -15,6 +15,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+mod saved;
+
 /// Interpreting is slow: little room, and few rows at a time.
 fn small(model: &str) -> EngineOptions {
     EngineOptions { max_rows: Some(64), max_sequences: Some(4), kv_bytes: Some(2 << 20), ..options(model) }

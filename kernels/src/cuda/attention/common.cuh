@@ -3,11 +3,18 @@
 // Exactness: keys are taken in tiles and partial results in splits, both at absolute positions. So what a row gives
 // depends on its position and its keys alone, not on the batch, on how the prompt was cut or on what it was computed with:
 // a key that a row does not see weighs exactly nothing in it.
+//
+// Rows that look at the same blocks of a split may go through it together, which reads its keys and values once for all of
+// them: rows of one sequence, and rows of several whose caches begin alike. The host puts such rows side by side.
 #include "math.cuh"
 
 #define SPLIT 512
 #define WARPS 4
 #define LOWEST -1e30f
+// The window of rows that see every key.
+#define ALL 0x7fffffffu
+// Splits that a row has in common with another of its sequence.
+#define SAME 0xffffffffu
 
 // What one launch is given; shapes in elements unless said.
 struct Call {
@@ -21,16 +28,19 @@ struct Call {
     const u32 *positions;      // [rows]
     const u32 *row_sequences;  // [rows]
     const u32 *sequence_ends;  // [sequences], positions after the step
+    const u32 *order;          // [rows]: those that may go together side by side
+    const u32 *common;         // [rows]: leading splits whose blocks are those of the row before it in that order, or SAME
     const float *sinks;        // [heads] or null
     u64 layer_offset;          // bytes
-    u32 first_row, rows;       // of the launch
-    u32 tile;                  // rows of a block
+    u32 first_row, rows;       // of the launch, places in the order
+    u32 tile;                  // rows that a block looks after
+    u32 join;                  // rows that it can take together
     u32 heads, kv_heads;
     u32 together;              // query heads of a block
     u32 head_dim, v_head_dim;
     u32 block_shift;           // a KV block has 1 << block_shift tokens
     u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a block
-    u32 window;                // a row sees the last so many keys; 2^31 - 1 for all
+    u32 window;                // a row sees the last so many keys; ALL for all
     u32 causal;
     u32 row_splits;            // most splits of a row
     float scale;               // of scores, times log2 e
@@ -38,6 +48,14 @@ struct Call {
 
 // First of a row's visible positions that ends before `end`.
 __device__ __forceinline__ u32 start_of(u32 end, u32 window) { return end > window ? end - window : 0; }
+
+// The row at a place of the launch.
+__device__ __forceinline__ u32 row_at(const Call &call, u32 place) { return call.order[call.first_row + place]; }
+
+// Where a row's visible positions end.
+__device__ __forceinline__ u32 end_of(const Call &call, u32 row) {
+    return call.causal ? call.positions[row] + 1 : call.sequence_ends[call.row_sequences[row]];
+}
 
 // One element of a row: the sum of weighted values over that of the weights, the sink among them.
 __device__ __forceinline__ float finish(const float *sinks, u32 head, float highest, float weights, float x) {
@@ -54,37 +72,117 @@ __device__ __forceinline__ float finish(const float *sinks, u32 head, float high
 #define PARAMETERS                                                                                                     \
     const float *q, float *out, float *parts, float *sums, const u8 *arena, const u32 *tables,                         \
         const u32 *table_starts, const u32 *positions, const u32 *row_sequences, const u32 *sequence_ends,             \
-        const float *sinks, u64 layer_offset, u32 first_row, u32 rows, u32 tile, u32 heads, u32 kv_heads,              \
-        u32 together, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_stripe, u32 v_stripe, u32 window, u32 causal,   \
-        u32 row_splits, float scale
+        const u32 *order, const u32 *common, const float *sinks, u64 layer_offset, u32 first_row, u32 rows, u32 tile,  \
+        u32 join, u32 heads, u32 kv_heads, u32 together, u32 head_dim, u32 v_head_dim, u32 block_shift, u32 k_stripe,  \
+        u32 v_stripe, u32 window, u32 causal, u32 row_splits, float scale
 #define CALL                                                                                                           \
     Call {                                                                                                             \
-        q, out, parts, sums, arena, tables, table_starts, positions, row_sequences, sequence_ends, sinks,              \
-            layer_offset, first_row, rows, tile, heads, kv_heads, together, head_dim, v_head_dim, block_shift, k_stripe, \
-            v_stripe, window, causal, row_splits, scale                                                                  \
+        q, out, parts, sums, arena, tables, table_starts, positions, row_sequences, sequence_ends, order, common,      \
+            sinks, layer_offset, first_row, rows, tile, join, heads, kv_heads, together, head_dim, v_head_dim,         \
+            block_shift, k_stripe, v_stripe, window, causal, row_splits, scale                                         \
     }
 
-// attend_rows: rows `row..row + count` of one sequence, for `heads` query heads from `head` on.
+// What a block of threads goes through at a time: some rows, for some query heads of one key/value head, over the keys
+// from..to of one split. Vector v is query head `head + v % together` of the row at place `place + v / together`.
+struct Part {
+    u32 place, count;          // rows, by their places in the launch
+    u32 kv_head, head, heads;
+    u32 split, from, to;
+    u32 first_block;           // of the split
+    const u32 *table;          // the split's blocks, as far as from..to goes over them
+};
+
+// A part's query vector.
+struct Vector {
+    const float *q;            // null for one that there is not
+    u32 last;                  // the last position that it sees; before the first one where there is none
+};
+
+__device__ __forceinline__ Vector vector_of(const Call &call, const Part &part, u32 v) {
+    const u32 r = v / call.together, h = v % call.together;
+    if (r >= part.count || h >= part.heads) return {nullptr, SAME};
+    const u32 row = row_at(call, part.place + r);
+    return {call.q + ((u64)row * call.heads + part.head + h) * call.head_dim, end_of(call, row) - 1};
+}
+
+// Where what a part's vector gives goes: to `out` if no other split has keys for it, else to its place among the parts.
+struct Goal {
+    bool wanted, alone;
+    u32 head;
+    float *out, *sums;
+};
+
+__device__ __forceinline__ Goal goal_of(const Call &call, const Part &part, u32 v) {
+    const u32 r = v / call.together, h = v % call.together;
+    Goal goal = {};
+    if (r >= part.count || h >= part.heads) return goal;
+    const u32 row = row_at(call, part.place + r), end = end_of(call, row);
+    const u32 first = start_of(end, call.window) / SPLIT, last = (end - 1) / SPLIT;
+    goal.wanted = part.split >= first && part.split <= last;
+    goal.alone = first == last;
+    goal.head = part.head + h;
+    const u64 own = ((u64)(part.place + r) * call.heads + goal.head) * call.row_splits + part.split - first;
+    goal.out = goal.alone ? call.out + ((u64)row * call.heads + goal.head) * call.v_head_dim
+                          : call.parts + own * call.v_head_dim;
+    goal.sums = call.sums + 2 * own;
+    return goal;
+}
+
+// Leaves element d of a vector, whose weights have this sum.
+__device__ __forceinline__ void leave(const Call &call, const Goal &goal, u32 d, float highest, float weights, float x) {
+    goal.out[d] = goal.alone ? finish(call.sinks, goal.head, highest, weights, x) : x;
+}
+
+// go_through: whatever a part asks for; its table is there behind the next barrier.
 // Grid: splits, key/value heads times parts of their query heads, tiles of rows. 128 threads.
-template <class Rows> __device__ __forceinline__ void attend(const Call &call, Rows attend_rows) {
+template <class GoThrough> __device__ __forceinline__ void attend(const Call &call, GoThrough go_through) {
+    __shared__ u32 table[SPLIT / 16];
     const u32 group = call.heads / call.kv_heads;
     const u32 group_parts = (group + call.together - 1) / call.together;
-    const u32 kv_head = blockIdx.y / group_parts, within = blockIdx.y % group_parts * call.together;
-    const u32 heads = min(call.together, group - within);
-    u32 row = call.first_row + blockIdx.z * call.tile;
-    const u32 last = min(row + call.tile, call.first_row + call.rows);
-    while (row < last) {
-        u32 count = 1;
-        while (row + count < last && call.row_sequences[row + count] == call.row_sequences[row]) count++;
-        attend_rows(row, count, kv_head, kv_head * group + within, heads);
-        row += count;
+    const u32 within = blockIdx.y % group_parts * call.together;
+    Part part;
+    part.kv_head = blockIdx.y / group_parts;
+    part.head = part.kv_head * group + within;
+    part.heads = min(call.together, group - within);
+    part.table = table;
+    // Of several sequences only whole splits are the same, and with a window none.
+    const u32 needed = call.window == ALL ? blockIdx.x : SAME - 1;
+    u32 place = blockIdx.z * call.tile;
+    const u32 last = min(place + call.tile, call.rows);
+    while (place < last) {
+        const u32 other = place + threadIdx.x % 32;
+        const bool joins =
+            other < call.rows && other % call.join != 0 && call.common[call.first_row + other] > needed;
+        const u32 begins = __ballot_sync(0xffffffff, !joins);
+        part.place = place;
+        part.count = __ffs(begins >> 1);
+        place += part.count;
+        // It goes with those before it, by another block of threads.
+        if (!(begins & 1)) continue;
+
+        const u32 row = row_at(call, part.place);
+        const u32 start = start_of(end_of(call, row), call.window);
+        const u32 end = end_of(call, row_at(call, part.place + part.count - 1));
+        part.split = start / SPLIT + blockIdx.x;
+        part.from = max(start, part.split * SPLIT);
+        part.to = min(end, (part.split + 1) * SPLIT);
+        if (part.from >= part.to) continue;
+        const u32 shift = call.block_shift, blocks = call.table_starts[call.row_sequences[row]];
+        part.first_block = part.split * SPLIT >> shift;
+        for (u32 i = threadIdx.x; i < SPLIT >> shift; i += 32 * WARPS) {
+            const u32 block = part.first_block + i;
+            if (block >= part.from >> shift && block <= (part.to - 1) >> shift) table[i] = call.tables[blocks + block];
+        }
+        go_through(part);
+        // The next rows use the same shared memory.
+        __syncthreads();
     }
 }
 
 // Joins the splits of rows that have several, in their order. Grid: heads, rows of the launch. 128 threads.
 extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
-    const u32 head = blockIdx.x, row = first_row + blockIdx.y;
-    const u32 end = causal ? positions[row] + 1 : sequence_ends[row_sequences[row]];
+    const Call call = CALL;
+    const u32 head = blockIdx.x, row = row_at(call, blockIdx.y), end = end_of(call, row);
     const u32 splits = (end - 1) / SPLIT - start_of(end, window) / SPLIT + 1;
     if (splits == 1) return;
     const u64 slot = ((u64)blockIdx.y * heads + head) * row_splits;

@@ -120,46 +120,26 @@ __device__ __forceinline__ float scaled(const Eight &x, float sum) {
 #endif
 }
 
-// Rows row..row+count of one sequence, for some query heads of one key/value head, over one split. Slot s of GROUP is
-// query head `head + s % together` of row `row + s / together`.
-template <u32 GROUP>
-__device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count, u32 kv_head, u32 head, u32 heads) {
-    __shared__ u32 table[SPLIT / 16];
+// Some rows for some query heads of one key/value head, over one split.
+template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     __shared__ float shared_parts[WARPS * SUBS][GROUP][WIDTH];
     __shared__ float shared_sums[WARPS * SUBS][GROUP][2];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 sub = lane / LANES, place = lane % LANES;
-    const u32 sequence = call.row_sequences[row];
-    const u32 whole = call.causal ? 0 : call.sequence_ends[sequence];
-    const u32 first_end = call.causal ? call.positions[row] + 1 : whole;
-    const u32 last_end = call.causal ? first_end + count - 1 : whole;
-    const u32 start = start_of(first_end, call.window);
-    const u32 split = start / SPLIT + blockIdx.x;
-    const u32 from = max(start, split * SPLIT), to = min(last_end, (split + 1) * SPLIT);
-    if (from >= to) return;
+    const u32 split = part.split, from = part.from, to = part.to, shift = call.block_shift;
 
-    const u32 shift = call.block_shift;
-    const u32 first_block = split * SPLIT >> shift;
-    for (u32 i = threadIdx.x; i < SPLIT >> shift; i += 32 * WARPS) {
-        const u32 block = first_block + i;
-        if (block >= from >> shift && block <= (to - 1) >> shift)
-            table[i] = call.tables[call.table_starts[sequence] + block];
-    }
-
-    u32 lasts[GROUP];  // the last position that each sees
+    u32 lasts[GROUP];
     float q[GROUP][8 * CHUNKS], acc[GROUP][8 * CHUNKS], highest[GROUP], weights[GROUP];
 #pragma unroll
     for (u32 s = 0; s < GROUP; s++) {
-        const u32 r = s / call.together, h = s % call.together;
-        const bool live = r < count && h < heads;
-        lasts[s] = (live ? (call.causal ? first_end + r : whole) : 0) - 1;
+        const Vector vector = vector_of(call, part, s);
+        lasts[s] = vector.last;
         highest[s] = LOWEST;
         weights[s] = 0;
-        const float *from_q = call.q + ((u64)(row + r) * call.heads + head + h) * call.head_dim;
 #pragma unroll
         for (u32 i = 0; i < 8 * CHUNKS; i++) {
             const u32 d = (i / 8 * LANES + place) * 8 + i % 8;
-            q[s][i] = live && d < call.head_dim ? __fmul_rn(from_q[d], call.scale) : 0.0f;
+            q[s][i] = vector.q && d < call.head_dim ? __fmul_rn(vector.q[d], call.scale) : 0.0f;
             acc[s][i] = 0;
         }
     }
@@ -167,15 +147,15 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
 
     const u8 *layer = call.arena + call.layer_offset;
     const u32 tokens = 1u << shift;
-    const Lane keys = lane_of(layer + (u64)kv_head * call.k_stripe, tokens, call.head_dim);
+    const Lane keys = lane_of(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim);
     layer += (u64)call.kv_heads * call.k_stripe;
-    const Lane vals = lane_of(layer + (u64)kv_head * call.v_stripe, tokens, call.v_head_dim);
+    const Lane vals = lane_of(layer + (u64)part.kv_head * call.v_stripe, tokens, call.v_head_dim);
     for (u32 base = split * SPLIT + (from - split * SPLIT) / TILE * TILE; base < to; base += TILE) {
         // Values are asked for together with the keys where there are registers for both.
         constexpr bool TIGHT = GROUP >= 8 || CHUNKS > 1;
         Eight k[KEYS][CHUNKS], v[KEYS][CHUNKS];
-        fetch<TIGHT>(k, keys, table, base, from, to, first_block, shift);
-        if (GROUP < 8) fetch<TIGHT>(v, vals, table, base, from, to, first_block, shift);
+        fetch<TIGHT>(k, keys, part.table, base, from, to, part.first_block, shift);
+        if (GROUP < 8) fetch<TIGHT>(v, vals, part.table, base, from, to, part.first_block, shift);
         float score[GROUP][KEYS];
 #pragma unroll
         for (u32 u = 0; u < KEYS; u++) {
@@ -215,7 +195,7 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
                 weights[s] = __fadd_rn(weights[s], score[s][u]);
             }
         }
-        if (GROUP >= 8) fetch<TIGHT>(v, vals, table, base, from, to, first_block, shift);
+        if (GROUP >= 8) fetch<TIGHT>(v, vals, part.table, base, from, to, part.first_block, shift);
 #pragma unroll
         for (u32 u = 0; u < KEYS; u++) {
 #pragma unroll
@@ -245,11 +225,8 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
     }
     __syncthreads();
     for (u32 s = 0; s < GROUP; s++) {
-        const u32 r = s / call.together, h = s % call.together;
-        if (r >= count || h >= heads) continue;
-        const u32 end = call.causal ? first_end + r : whole;
-        const u32 first_split = start_of(end, call.window) / SPLIT, last_split = (end - 1) / SPLIT;
-        if (split < first_split || split > last_split) continue;
+        const Goal goal = goal_of(call, part, s);
+        if (!goal.wanted) continue;
         float top = shared_sums[0][s][0];
         for (u32 w = 1; w < WARPS * SUBS; w++) top = fmaxf(top, shared_sums[w][s][0]);
         float factors[WARPS * SUBS], sum = 0;
@@ -258,32 +235,20 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
             factors[w] = exp2_fast(__fsub_rn(shared_sums[w][s][0], top));
             sum = fmaf(shared_sums[w][s][1], factors[w], sum);
         }
-        const u64 slot = ((u64)(row + r - call.first_row) * call.heads + head + h) * call.row_splits;
-        const u64 part = slot + split - first_split;
-        const bool alone = first_split == last_split;
         for (u32 d = threadIdx.x; d < call.v_head_dim; d += 32 * WARPS) {
             float x = 0;
 #pragma unroll
             for (u32 w = 0; w < WARPS * SUBS; w++) x = fmaf(shared_parts[w][s][d], factors[w], x);
-            if (alone)
-                call.out[((u64)(row + r) * call.heads + head + h) * call.v_head_dim + d] =
-                    finish(call.sinks, head + h, top, sum, x);
-            else
-                call.parts[part * call.v_head_dim + d] = x;
+            leave(call, goal, d, top, sum, x);
         }
-        if (!alone && threadIdx.x == 0) {
-            call.sums[2 * part] = top;
-            call.sums[2 * part + 1] = sum;
+        if (!goal.alone && threadIdx.x == 0) {
+            goal.sums[0] = top;
+            goal.sums[1] = sum;
         }
     }
-    // The next rows of the block use the same shared memory.
-    __syncthreads();
 }
 
-#define ATTEND(group)                                                                                                  \
-    attend(call, [&](u32 row, u32 count, u32 kv_head, u32 head, u32 heads) {                                           \
-        attend_rows<group>(call, row, count, kv_head, head, heads);                                                    \
-    })
+#define ATTEND(group) attend(call, [&](const Part &part) { go_through<group>(call, part); })
 extern "C" __global__ void __launch_bounds__(128, 4) attend_1(PARAMETERS) { const Call call = CALL; ATTEND(1); }
 extern "C" __global__ void __launch_bounds__(128) attend_2(PARAMETERS) { const Call call = CALL; ATTEND(2); }
 extern "C" __global__ void __launch_bounds__(128) attend_4(PARAMETERS) { const Call call = CALL; ATTEND(4); }

@@ -1,8 +1,8 @@
 // Paged attention on tensor cores, for caches of binary16. common.cuh comes before, and WIDTH (the widest head served: 64,
 // 128, 256) is defined by whoever compiles this.
 //
-// A block of threads has 16 query vectors, the rows of the products: query heads of one key/value head and, in prompts, of
-// several rows. Rows of a product do not meet, so a vector's result is the same alone, where the other fifteen are zeroes,
+// A block of threads has 16 query vectors, the rows of the products: query heads of one key/value head, of as many rows as
+// go together. Rows of a product do not meet, so a vector's result is the same alone, where the other fifteen are zeroes,
 // and among others. Warp w takes the keys 128 w.. of a split, a chunk after the other, and what the warps have is added in their
 // order. A query vector and the weights of its keys are each split into two numbers of binary16, which together have 22
 // bits: keys and values are as the cache has them, so that little but the order of the sums differs from f32.
@@ -35,40 +35,17 @@ __device__ __forceinline__ u32 halves(float x, float y, u32 &rest) {
 // As near as binary16 comes; NaN stays NaN.
 __device__ __forceinline__ float in_range(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 
-// Rows row..row+count of one sequence over one split. Vector v is query head `head + v % together` of row
-// `row + v / together`. Lane 4g + t holds of the products the vectors g and g + 8; of keys those g of eight, of which it
-// has the elements 8t.. of every 32; of values the keys 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16, and of them the
-// elements 8g.. of every 64. Which element a column of a product stands for is free, hence loads of 16 bytes.
-__device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count, u32 kv_head, u32 head, u32 heads) {
-    __shared__ u32 table[SPLIT / 16];
+// Some rows for some query heads of one key/value head, over one split. Lane 4g + t holds of the products the vectors g and
+// g + 8; of keys those g of eight, of which it has the elements 8t.. of every 32; of values the keys 2t, 2t + 1, 2t + 8 and
+// 2t + 9 of every 16, and of them the elements 8g.. of every 64. Which element a column of a product stands for is free,
+// hence loads of 16 bytes.
+__device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     __shared__ uint4 queries[WIDTH / 16][2][32];
     __shared__ float shared_parts[WARPS][ROWS][PART];
     __shared__ float shared_sums[WARPS][ROWS][2];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u32 sequence = call.row_sequences[row];
-    const u32 whole = call.causal ? 0 : call.sequence_ends[sequence];
-    const u32 first_end = call.causal ? call.positions[row] + 1 : whole;
-    const u32 last_end = call.causal ? first_end + count - 1 : whole;
-    const u32 start = start_of(first_end, call.window);
-    const u32 split = start / SPLIT + blockIdx.x;
-    const u32 from = max(start, split * SPLIT), to = min(last_end, (split + 1) * SPLIT);
-    if (from >= to) return;
-
-    const u32 shift = call.block_shift, first_block = split * SPLIT >> shift;
-    for (u32 i = threadIdx.x; i < SPLIT >> shift; i += 32 * WARPS) {
-        const u32 block = first_block + i;
-        if (block >= from >> shift && block <= (to - 1) >> shift)
-            table[i] = call.tables[call.table_starts[sequence] + block];
-    }
-    u32 lasts[2];  // the last position that each vector sees
-    const float *from_q[2];
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-        const u32 v = g + 8 * i, r = v / call.together, h = v % call.together;
-        const bool live = r < count && h < heads;
-        lasts[i] = (live ? (call.causal ? first_end + r : whole) : 0) - 1;
-        from_q[i] = live ? call.q + ((u64)(row + r) * call.heads + head + h) * call.head_dim : nullptr;
-    }
+    const u32 split = part.split, from = part.from, to = part.to, shift = call.block_shift;
+    const Vector vectors[2] = {vector_of(call, part, g), vector_of(call, part, g + 8)};
     for (u32 step = warp; step < WIDTH / 32; step += WARPS) {
         u32 near[2][4], rest[2][4];
 #pragma unroll
@@ -76,8 +53,9 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
 #pragma unroll
             for (u32 e = 0; e < 4; e++) {
                 const u32 d = 32 * step + 8 * t + 2 * e;
-                const float x = from_q[i] && d < call.head_dim ? __fmul_rn(from_q[i][d], call.scale) : 0.0f;
-                const float y = from_q[i] && d + 1 < call.head_dim ? __fmul_rn(from_q[i][d + 1], call.scale) : 0.0f;
+                const float *of = vectors[i].q;
+                const float x = of && d < call.head_dim ? __fmul_rn(of[d], call.scale) : 0.0f;
+                const float y = of && d + 1 < call.head_dim ? __fmul_rn(of[d + 1], call.scale) : 0.0f;
                 near[i][e] = halves(in_range(x), in_range(y), rest[i][e]);
             }
         }
@@ -89,14 +67,15 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
     }
     __syncthreads();
 
-    const u8 *keys = call.arena + call.layer_offset + (u64)kv_head * call.k_stripe;
-    const u8 *values = call.arena + call.layer_offset + (u64)call.kv_heads * call.k_stripe + (u64)kv_head * call.v_stripe;
+    const u8 *layer = call.arena + call.layer_offset;
+    const u8 *keys = layer + (u64)part.kv_head * call.k_stripe;
+    const u8 *values = layer + (u64)call.kv_heads * call.k_stripe + (u64)part.kv_head * call.v_stripe;
     const u32 k_width = (call.head_dim + 7) / 8 * 8, v_width = (call.v_head_dim + 7) / 8 * 8;
     const u32 mask = (1u << shift) - 1;
     // Where a key's elements begin. Beyond the keys from..to the nearest of these is taken: it weighs nothing.
     auto place = [&](const u8 *of, u32 key, u32 width) {
         key = min(max(key, from), to - 1);
-        return of + (u64)table[(key >> shift) - first_block] * 64 + (key & mask) * width * 2;
+        return of + (u64)part.table[(key >> shift) - part.first_block] * 64 + (key & mask) * width * 2;
     };
     float o[WIDTH / 8][4] = {}, highest[2] = {LOWEST, LOWEST}, weights[2] = {0, 0};
 #pragma unroll 1
@@ -132,7 +111,7 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
                 for (u32 e = 0; e < 2; e++) {
                     // A key beyond the last wraps around.
                     float &x = s[n][2 * i + e];
-                    x = lasts[i] - (base + 8 * n + 2 * t + e) < call.window ? x : -__int_as_float(0x7f800000);
+                    x = vectors[i].last - (base + 8 * n + 2 * t + e) < call.window ? x : -__int_as_float(0x7f800000);
                     top = fmaxf(top, x);
                 }
             }
@@ -200,6 +179,8 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
     }
 #pragma unroll
     for (u32 half = 0; half < WIDTH / PART; half++) {
+        // What the elements before these left has been read.
+        if (half > 0) __syncthreads();
 #pragma unroll
         for (u32 k = 0; k < 4; k++) {
             float4 *to_part = (float4 *)&shared_parts[warp][g + k / 2 * 8][8 * (2 * t + k % 2)];
@@ -208,11 +189,8 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
         }
         __syncthreads();
         for (u32 v = warp; v < ROWS; v += WARPS) {
-            const u32 r = v / call.together, h = v % call.together;
-            if (r >= count || h >= heads) continue;
-            const u32 last = call.causal ? first_end + r : whole;
-            const u32 first_split = start_of(last, call.window) / SPLIT, last_split = (last - 1) / SPLIT;
-            if (split < first_split || split > last_split) continue;
+            const Goal goal = goal_of(call, part, v);
+            if (!goal.wanted) continue;
             float top = shared_sums[0][v][0];
             for (u32 w = 1; w < WARPS; w++) top = fmaxf(top, shared_sums[w][v][0]);
             float factors[WARPS], sum = 0;
@@ -221,32 +199,21 @@ __device__ __forceinline__ void attend_rows(const Call &call, u32 row, u32 count
                 factors[w] = exp2_fast(__fsub_rn(shared_sums[w][v][0], top));
                 sum = fmaf(shared_sums[w][v][1], factors[w], sum);
             }
-            const u64 slot = ((u64)(row + r - call.first_row) * call.heads + head + h) * call.row_splits;
-            const u64 part = slot + split - first_split;
-            const bool alone = first_split == last_split;
             for (u32 d = PART * half + lane; d < min(PART * (half + 1), call.v_head_dim); d += 32) {
                 float x = 0;
 #pragma unroll
                 for (u32 w = 0; w < WARPS; w++) x = fmaf(shared_parts[w][v][d - PART * half], factors[w], x);
-                if (alone)
-                    call.out[((u64)(row + r) * call.heads + head + h) * call.v_head_dim + d] =
-                        finish(call.sinks, head + h, top, sum, x);
-                else
-                    call.parts[part * call.v_head_dim + d] = x;
+                leave(call, goal, d, top, sum, x);
             }
-            if (!alone && half == 0 && lane == 0) {
-                call.sums[2 * part] = top;
-                call.sums[2 * part + 1] = sum;
+            if (!goal.alone && half == 0 && lane == 0) {
+                goal.sums[0] = top;
+                goal.sums[1] = sum;
             }
         }
-        // The next elements, and the next rows of the block, use the same shared memory.
-        __syncthreads();
     }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2) attend_16(PARAMETERS) {
     const Call call = CALL;
-    attend(call, [&](u32 row, u32 count, u32 kv_head, u32 head, u32 heads) {
-        attend_rows(call, row, count, kv_head, head, heads);
-    });
+    attend(call, [&](const Part &part) { go_through(call, part); });
 }

@@ -34,6 +34,11 @@ struct Case {
 
 impl Case {
     fn new(shape: KvShape, lengths: &[usize]) -> Self {
+        Self::alike(shape, lengths, &vec![0; lengths.len()])
+    }
+
+    /// Each sequence has so many of the first one's keys and values, in blocks of its own.
+    fn alike(shape: KvShape, lengths: &[usize], first: &[usize]) -> Self {
         let block = KvBlock::new(&shape).unwrap();
         let stride = LAYER_OFFSET + block.bytes();
         let blocks: Vec<usize> = lengths.iter().map(|len| len.div_ceil(shape.block_tokens)).collect();
@@ -49,6 +54,7 @@ impl Case {
             };
             next += blocks;
             for position in 0..*len {
+                let sequence = if position < first[sequence] { 0 } else { sequence };
                 let at = places[position / shape.block_tokens] * stride + LAYER_OFFSET;
                 let k = numbers(key_seed(sequence), position << 12, shape.kv_heads * shape.head_dim);
                 let v = numbers(value_seed(sequence), position << 12, shape.kv_heads * shape.v_head_dim);
@@ -219,6 +225,44 @@ fn rows_do_not_depend_on_what_is_computed_with_them() {
         assert_eq!(bits(&cut[..width]), bits(&together[7 * width..8 * width]));
         assert_eq!(bits(&cut[width..5 * width]), bits(&together[..4 * width]));
         assert_eq!(bits(&cut[5 * width..]), bits(&together[9 * width..]));
+    }
+}
+
+/// Sequences whose caches begin with the same blocks read these once: as many as a tile has room for at a time. What their
+/// rows give is, bit for bit, what they give with copies of those blocks.
+#[test]
+fn what_several_sequences_begin_with_is_read_once() {
+    const LONG: usize = 2 * SPLIT;
+    let shape = KvShape { heads: 4, kv_heads: 1, block_tokens: 64, ..SHAPE };
+    let lengths = [LONG + 70, LONG + 3, SPLIT + 9, 30, LONG + 3, LONG + 70, LONG + 1, SPLIT];
+    // The last one ends with the split, so that it sees nothing whole that is not its own.
+    let first = [0, LONG, SPLIT, 0, LONG, LONG + 64, LONG, SPLIT - 64];
+    for mut sim in Sim::each() {
+        let mut case = Case::alike(shape, &lengths, &first);
+        let parts: Vec<_> = lengths.iter().enumerate().map(|(i, len)| (i, len - 1..*len)).collect();
+        let read = |case: &Case, sim: &mut Sim, scratch| {
+            let before = sim.device.machine().counts().global_read;
+            let found = bits(&case.run(sim, &parts, scratch));
+            (found, (sim.device.machine().counts().global_read - before) as usize)
+        };
+        let (own, all) = read(&case, &mut sim, 1 << 20);
+        for (sequence, positions) in first.iter().enumerate() {
+            let blocks = positions / shape.block_tokens;
+            let (beginning, tables) = case.tables.split_at_mut(1);
+            if sequence > 0 {
+                tables[sequence - 1][..blocks].copy_from_slice(&beginning[0][..blocks]);
+            }
+        }
+        let (shared, less) = read(&case, &mut sim, 1 << 20);
+        assert_eq!(shared, own);
+        // Five sequences have two splits in common, four of which go together; the sixth of the first split is left over
+        // with the fifth.
+        let split = SPLIT / shape.block_tokens * case.block.bytes();
+        assert!(all - less >= 7 * split && all - less < 8 * split, "{all} and {less}, {split} each");
+        case.check(&mut sim, &parts);
+        // Cut into launches in the middle of those that go together.
+        let (cut, _) = read(&case, &mut sim, 3 * 4 * 3 * 66 * 4);
+        assert_eq!(cut, own);
     }
 }
 

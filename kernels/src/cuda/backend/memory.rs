@@ -20,14 +20,23 @@ impl Room {
     /// [`CudaError::OutOfMemory`].
     pub(super) fn of(&mut self, device: &mut dyn Device, bytes: usize) -> Result<DevicePtr, CudaError> {
         if bytes > self.bytes {
-            if self.bytes > 0 {
-                device.free(self.ptr)?;
-                self.bytes = 0;
-            }
+            self.give_back(device)?;
             self.ptr = device.allocate(bytes)?;
             self.bytes = bytes;
         }
         Ok(self.ptr)
+    }
+
+    /// Has nothing any more.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub(super) fn give_back(&mut self, device: &mut dyn Device) -> Result<(), CudaError> {
+        if self.bytes > 0 {
+            device.free(self.ptr)?;
+            self.bytes = 0;
+        }
+        Ok(())
     }
 
     pub(super) fn bytes(&self) -> usize {

@@ -105,7 +105,7 @@ impl StepMemory {
         arena_bytes: usize,
     ) -> Result<(), Error> {
         self.pointers = None;
-        self.make_room(input);
+        self.make_room(device, input)?;
         self.step.fill(input, arena_bytes)?;
         let layout = self.step.layout();
         let base = self.room.of(device, layout.bytes())?;
@@ -161,8 +161,9 @@ impl StepMemory {
         self.largest
     }
 
-    /// Steps larger than any before get a layout with room for twice as much.
-    fn make_room(&mut self, input: &StepInput<'_>) {
+    /// Steps larger than any before get a layout with room for twice as much, in other memory: even where it takes no more
+    /// bytes, its arrays lie elsewhere, and what was recorded names where they were.
+    fn make_room(&mut self, device: &mut dyn Device, input: &StepInput<'_>) -> Result<(), CudaError> {
         let blocks = |group: &KvGroup| -> usize {
             let ends = input.sequences.iter().map(|sequence| sequence.context + sequence.rows.len());
             ends.map(|end| end.div_ceil(group.block_tokens)).sum()
@@ -176,7 +177,7 @@ impl StepMemory {
         let StepLimits { rows, sequences, exports, table_entries } = self.limits;
         let known = [rows, sequences, exports, table_entries];
         if wanted.iter().zip(known).all(|(wanted, known)| *wanted <= known) {
-            return;
+            return Ok(());
         }
         let grown =
             std::array::from_fn(
@@ -185,6 +186,7 @@ impl StepMemory {
         let [rows, sequences, exports, table_entries] = grown;
         self.limits = StepLimits { rows, sequences, exports, table_entries };
         self.step = Step::new(StepLayout::new(self.limits, &self.groups));
+        self.room.give_back(device)
     }
 
     /// The step that was taken in last.

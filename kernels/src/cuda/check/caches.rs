@@ -198,6 +198,76 @@ fn alone(
     Ok(())
 }
 
+/// Single rows of sequences that begin alike: over blocks that they have in common, and over copies of these.
+pub(super) fn shared_beginning(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    const CONTEXTS: [usize; 6] = [1099, 1040, 600, 1030, 1099, 1060];
+    let layer = KvLayer { heads: 4, kv_heads: 1, ..PLAIN };
+    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
+    let block_tokens = 64;
+    let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window, causal };
+    let block = inputs.backend.kv_block_bytes(shape)?;
+    let id = inputs.backend.create_kv_layer(0, shape, 0)?;
+    let blocks = (CONTEXTS[0] + 1).div_ceil(block_tokens);
+    inputs.backend.create_kv_arena(CONTEXTS.len() * blocks * block, &[block])?;
+    let of = |sequence: usize, at: usize| ((sequence * blocks + at) * block / 64) as u32;
+    let table = |sequence: usize, from: usize| -> Vec<u32> {
+        (0..blocks).map(|at| of(if at < from { 0 } else { sequence }, at)).collect()
+    };
+
+    let first = table(0, 0);
+    let tables = vec![vec![BlockTable::Paged(&first)]];
+    let rows = CONTEXTS[0] + 1;
+    let sequences = [StepSequence { rows: 0..rows, context: 0, segment_start: None }];
+    let tokens = vec![0; rows];
+    inputs.backend.begin_step(&StepInput {
+        tokens: &tokens,
+        sequences: &sequences,
+        tables: &tables,
+        states: &[],
+    })?;
+    let q = inputs.rows(rows, heads * head_dim)?;
+    let (k, v) = (inputs.rows(rows, kv_heads * head_dim)?, inputs.rows(rows, kv_heads * v_head_dim)?);
+    let kv = Some(KvWrite { k, v, k_norm: None, v_norm: None });
+    inputs.backend.qkv(&QkvOp { q, q_norm: None, kv, rope: None, layer: id })?;
+    let copy = |sequence, at| KvCopy { group: 0, from: of(0, at), to: of(sequence, at) };
+    let copies: Vec<_> =
+        (1..CONTEXTS.len()).flat_map(|sequence| (0..blocks).map(move |at| copy(sequence, at))).collect();
+    inputs.backend.copy_kv(&copies)?;
+
+    let rows = CONTEXTS.len();
+    let sequences: Vec<_> = CONTEXTS
+        .iter()
+        .enumerate()
+        .map(|(row, context)| StepSequence { rows: row..row + 1, context: *context, segment_start: None })
+        .collect();
+    let q = inputs.rows(rows, heads * head_dim)?;
+    let width = heads * v_head_dim;
+    let mut found = Vec::new();
+    for shared in [true, false] {
+        let blocks = |context: usize| if shared { context / block_tokens } else { 0 };
+        let owned: Vec<_> =
+            CONTEXTS.iter().enumerate().map(|(row, context)| table(row, blocks(*context))).collect();
+        let tables: Vec<Vec<BlockTable<'_>>> =
+            vec![owned.iter().map(|table| BlockTable::Paged(table)).collect()];
+        let tokens = vec![0; rows];
+        let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
+        inputs.backend.begin_step(&step)?;
+        let out = inputs.backend.create_buffer(rows, width)?;
+        inputs.backend.attention(&AttentionOp { q, out, scale: SCALE, sinks: None, layer: id })?;
+        let what = format!("{layer:?}, sequences that begin alike, blocks in common: {shared}");
+        inputs.keep("attention", what, ATTENTION, (out, rows, width))?;
+        let mut values = vec![0.0; rows * width];
+        for (row, values) in values.chunks_exact_mut(width).enumerate() {
+            inputs.backend.read_row(out, row, values)?;
+        }
+        found.push(values);
+    }
+    let differing = found[0].iter().zip(&found[1]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let what = "values over blocks in common that differ from those over copies".to_owned();
+    inputs.outputs.push(Output { op: "attention", what, tolerance: 0.0, values: vec![differing as f32] });
+    Ok(())
+}
+
 /// What a step does with the states of two sequences.
 struct States {
     layer: StateLayerId,

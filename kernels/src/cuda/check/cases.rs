@@ -32,9 +32,11 @@ impl Inputs<'_> {
     }
 }
 
-/// Products of one type: few rows and more, ragged sizes, all that an epilogue does; and rows of it as embeddings.
-pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
-    for shape in [(1, 40, 512), (3, 33, 256), (6, 32, 256), (9, 64, 768)] {
+/// Products of one type: few rows and more, a prompt with enough outputs for all of the device, ragged sizes, all that an
+/// epilogue does; and rows of it as embeddings.
+pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType, multiprocessors: usize) -> Result<(), Error> {
+    let prompt = (70, 64 * multiprocessors - 7, 256);
+    for shape in [(1, 40, 512), (3, 33, 256), (6, 32, 256), (9, 64, 768), prompt] {
         product(inputs, ty, shape)?;
     }
     inputs.step(&[3, 2], &[7, 0, 39, 12, 7], Some(2))?;

@@ -21,7 +21,7 @@ pub(crate) fn cpu(activations: ActivationMode) -> Result<Box<dyn Backend>, Error
 
 #[test]
 fn every_op_is_compared_and_the_cpu_agrees_with_itself() {
-    let checked = compare(&mut cpu, &mut cpu);
+    let checked = compare(&mut cpu, &mut cpu, 1);
     assert_eq!(checked.refused, Vec::<String>::new());
     assert!(checked.passed() && checked.cases.iter().all(|case| case.error == 0.0));
     for op in OPS {
@@ -89,7 +89,7 @@ fn assert_as_the_cpu(arch: Arch) {
         let compile = Box::new(move |source: &Source| Ok(compiled(source, arch).clone()));
         Ok(Box::new(CudaBackend::new(Box::new(device), config, compile)?))
     };
-    let checked = compare(&mut device, &mut cpu);
+    let checked = compare(&mut device, &mut cpu, 1);
     let failed: Vec<_> = checked.cases.iter().filter(|case| !case.passed()).collect();
     assert!(checked.passed(), "{arch}: {:#?}\n{failed:#?}", checked.refused);
     let launched = launched.lock().unwrap();
@@ -113,7 +113,7 @@ fn every_kernel_for_sm_121a_does_what_the_cpu_does() {
 #[test]
 fn a_backend_that_cannot_be_made_is_refused() {
     let mut none = |_| Err(Error::Unsupported { what: "anything" });
-    let checked = compare(&mut none, &mut cpu);
+    let checked = compare(&mut none, &mut cpu, 1);
     assert!(!checked.passed() && checked.cases.is_empty() && checked.refused.len() > 10);
     assert!(checked.refused[0].contains("the device: this backend does not serve anything"));
 }

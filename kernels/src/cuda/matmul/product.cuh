@@ -3,7 +3,8 @@
 // A block of threads makes 32 outputs (a tile of the matrix's rows) of each of NT tokens. Its warps split the columns:
 // warp w takes the units w * segment .. (w + 1) * segment, a *segment*, and lane r of each warp takes row r. A lane adds
 // in ascending order of columns; in the end the segments' sums are added in their order. Segments depend on the
-// matrix's columns alone, so a token's output has the same bits whatever tokens come with it.
+// matrix's columns alone, so a token's output has the same bits whatever tokens come with it. (The kernel for prompts makes
+// two tiles at a time, and a warp takes one segment after the other: each output in the same order.)
 //
 // blockIdx.x: the tokens NT * x .. NT * (x + 1), of those that the block's expert has; blockIdx.y: the tile, of up to three
 // matrices one behind the other; blockIdx.z: the expert, where tokens are listed by expert. blockDim.x: 32 for each segment.
@@ -40,9 +41,10 @@ struct Product {
     // Units of a warp.
     u32 segment;
 
-    // The block's matrix, and which of its tiles. Found again where it is needed: nothing of it has to be kept.
-    __device__ __forceinline__ Matrix matrix(u32 &tile) const {
-        tile = blockIdx.y;
+    // The matrix of one of all tiles, and which of its own tiles. Found again where it is needed: nothing of it has to be
+    // kept.
+    __device__ __forceinline__ Matrix matrix(u32 of_all, u32 &tile) const {
+        tile = of_all;
         Matrix m = first;
         if (tile >= first.tiles()) {
             tile -= first.tiles(), m = second;
@@ -75,12 +77,24 @@ struct Product {
         return token(min(t, count() - 1 - blockIdx.x * nt), nt) / share;
     }
 
-    // Where the block's tile begins.
-    __device__ __forceinline__ const u8 *tile() const {
+    __device__ __forceinline__ u32 tiles() const { return first.tiles() + second.tiles() + third.tiles(); }
+
+    // Where a tile begins.
+    __device__ __forceinline__ const u8 *tile(u32 of_all) const {
         u64 expert = starts ? blockIdx.z : experts ? experts[blockIdx.x] : 0;
         u32 tile;
-        Matrix m = matrix(tile);
+        Matrix m = matrix(of_all, tile);
         return m.weights + (expert * m.tiles() + tile) * tile_bytes;
+    }
+    __device__ __forceinline__ const u8 *tile() const { return tile(blockIdx.y); }
+
+    // Stores the block's output of its token number `t` for row `row` of a matrix.
+    __device__ __forceinline__ void store(const Matrix &m, u32 row, u32 t, int nt, float sum) const {
+        if (row >= m.rows || blockIdx.x * nt + t >= count()) return;
+        float value = __fmul_rn(sum, m.scale);
+        if (m.bias) value = __fadd_rn(value, m.bias[row]);
+        float *out = m.out + (u64)token(t, nt) * m.ld + row;
+        *out = m.accumulate ? __fadd_rn(*out, value) : value;
     }
 };
 
@@ -92,17 +106,13 @@ template <int NT> __device__ __forceinline__ void add_segments(const Product &p,
     __syncthreads();
     u32 lane = p.lane(), count = blockDim.x / 32;
     u32 tile;
-    Matrix m = p.matrix(tile);
+    Matrix m = p.matrix(blockIdx.y, tile);
     u32 row = tile * 32 + lane;
     for (u32 t = p.warp(); t < NT; t += count) {
         // Not from the first on, which may be a zero below zero or above it.
         float sum = 0.0f;
         for (u32 s = 0; s < count; s++) sum = __fadd_rn(sum, segments[s][t][lane]);
-        if (row >= m.rows || blockIdx.x * NT + t >= p.count()) continue;
-        float value = __fmul_rn(sum, m.scale);
-        if (m.bias) value = __fadd_rn(value, m.bias[row]);
-        float *out = m.out + (u64)p.token(t, NT) * m.ld + row;
-        *out = m.accumulate ? __fadd_rn(*out, value) : value;
+        p.store(m, row, t, NT, sum);
     }
 }
 

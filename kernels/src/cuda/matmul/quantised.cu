@@ -104,6 +104,55 @@ __device__ __forceinline__ void add_product(int (&c)[4], u32 a0, u32 a1, u32 b0)
         : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// What a lane has of a block of 32 rows: of the rows g, g + 8, g + 16 and g + 24 the groups q and q + 4, and the scales.
+struct Fragments {
+    u32 low[4], high[4];
+    Scales scales[4];
+
+    __device__ __forceinline__ void load(const u8 *unit, int j, u32 g, u32 q) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            Unit<Direct> row(unit, g + 8 * i, UNIT_BLOCKS);
+            row.fragment(j, q, low[i], high[i]);
+            scales[i] = row.scales(j);
+        }
+    }
+};
+
+// Sums of 32 rows and NT tokens: [rows 0.. or 16..][tokens][row g token 2q, token 2q + 1, row g + 8 the same].
+template <int NT> using Sums = float[2][NT / 8][4];
+
+// Adds a block. activations(t): where token t has its 32; a lane asks for those of tokens 8n + g, 8n + 2q and 8n + 2q + 1.
+template <int NT, class At>
+__device__ __forceinline__ void add_block(const Fragments &f, u32 g, u32 q, At activations, Sums<NT> &sums) {
+#pragma unroll
+    for (int n = 0; n < NT / 8; n++) {
+        const u32 *words = (const u32 *)activations(n, 0);
+        u32 b0 = words[q], b1 = words[4 + q];
+        Common a[2];
+        load16(activations(n, 1) + 32, a[0].words);
+        load16(activations(n, 2) + 32, a[1].words);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            int c[4], upper[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                c[k] = a[k % 2].correction(0);
+                upper[k] = HALVES ? a[k % 2].correction(1) : 0;
+            }
+            if constexpr (HALVES) {
+                add_product(c, f.low[2 * m], f.low[2 * m + 1], b0);
+                add_product(upper, f.high[2 * m], f.high[2 * m + 1], b1);
+            } else {
+                add_product(c, f.low[2 * m], f.low[2 * m + 1], f.high[2 * m], f.high[2 * m + 1], b0, b1);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                sums[m][n][k] = fold(f.scales[2 * m + k / 2], c[k], upper[k], a[k % 2], sums[m][n][k]);
+        }
+    }
+}
+
 // Activations of 8 bits, on tensor cores: each warp makes its segment of all outputs. Lane 4g + q holds of the weights
 // the groups q and q + 4 of the rows g, g + 8, g + 16 and g + 24; of the activations the same groups of token g of
 // eight; and of the outputs those of its rows and of the tokens 2q and 2q + 1 of eight.
@@ -112,54 +161,23 @@ template <int NT> __device__ __forceinline__ void multiply_fragments(const Produ
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
     u32 g = p.lane() / 4, q = p.lane() % 4, pieces = units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16);
     const u8 *tile = p.tile();
-    // Where rows of activations begin, in pieces of 16 bytes: those of the words, and those of the outputs.
-    u32 words_of[NT / 8], common_of[NT / 8][2];
+    // Where rows of activations begin, in pieces of 16 bytes: of tokens g, 2q and 2q + 1 of eight.
+    u32 rows[NT / 8][3];
 #pragma unroll
     for (int n = 0; n < NT / 8; n++) {
-        words_of[n] = p.source(8 * n + g, NT) * pieces;
-        common_of[n][0] = p.source(8 * n + 2 * q, NT) * pieces;
-        common_of[n][1] = p.source(8 * n + 2 * q + 1, NT) * pieces;
+        rows[n][0] = p.source(8 * n + g, NT) * pieces;
+        rows[n][1] = p.source(8 * n + 2 * q, NT) * pieces;
+        rows[n][2] = p.source(8 * n + 2 * q + 1, NT) * pieces;
     }
-    // [rows 0.. or 16..][tokens][row g token 2q, token 2q + 1, row g + 8 the same]
-    float sums[2][NT / 8][4] = {};
+    Sums<NT> sums = {};
     for (u32 u = first; u < end; u++) {
 #pragma unroll 1
         for (int j = 0; j < UNIT_BLOCKS && u * UNIT_BLOCKS + j < blocks; j++) {
-            u32 low[4], high[4];
-            Scales s[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                Unit<Direct> unit(tile + (u64)u * UNIT_BYTES, g + 8 * i, blocks);
-                unit.fragment(j, q, low[i], high[i]);
-                s[i] = unit.scales(j);
-            }
+            Fragments f;
+            f.load(tile + (u64)u * UNIT_BYTES, j, g, q);
             const u8 *x = p.x + (u * UNIT_BLOCKS + j) * ACTIVATION_BYTES;
-#pragma unroll
-            for (int n = 0; n < NT / 8; n++) {
-                const u32 *words = (const u32 *)(x + (u64)words_of[n] * 16);
-                u32 b0 = words[q], b1 = words[4 + q];
-                Common a[2];
-                load16(x + 32 + (u64)common_of[n][0] * 16, a[0].words);
-                load16(x + 32 + (u64)common_of[n][1] * 16, a[1].words);
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    int c[4], upper[4];
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        c[k] = a[k % 2].correction(0);
-                        upper[k] = HALVES ? a[k % 2].correction(1) : 0;
-                    }
-                    if constexpr (HALVES) {
-                        add_product(c, low[2 * m], low[2 * m + 1], b0);
-                        add_product(upper, high[2 * m], high[2 * m + 1], b1);
-                    } else {
-                        add_product(c, low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1], b0, b1);
-                    }
-#pragma unroll
-                    for (int k = 0; k < 4; k++)
-                        sums[m][n][k] = fold(s[2 * m + k / 2], c[k], upper[k], a[k % 2], sums[m][n][k]);
-                }
-            }
+            auto at = [&](int n, int which) { return x + (u64)rows[n][which] * 16; };
+            add_block<NT>(f, g, q, at, sums);
         }
     }
     __shared__ Segments<NT> segments;
@@ -171,6 +189,91 @@ template <int NT> __device__ __forceinline__ void multiply_fragments(const Produ
             for (int k = 0; k < 4; k++)
                 segments[p.warp()][8 * n + 2 * q + k % 2][16 * m + 8 * (k / 2) + g] = sums[m][n][k];
     add_segments<NT>(p, segments);
+}
+
+// The same outputs for prompts, 64 rows of 128 tokens at a time: activations go through shared memory, where they are asked
+// for two steps ahead, and serve two tiles. Each warp makes 32 by 32 outputs, all segments one after the other.
+constexpr int STAGED_TOKENS = 128;
+// Blocks of a step; steps that are there or on their way; bytes of a token, by which eight of them lie in banks of their own.
+constexpr int STEP_BLOCKS = 2, STEPS = 3, STEP_BYTES = STEP_BLOCKS * ACTIVATION_BYTES, STAGED_BYTES = STEP_BYTES + 16;
+
+__device__ __forceinline__ void multiply_staged(const Product &p) {
+    constexpr int PIECES = STAGED_TOKENS * STEP_BYTES / 16 / (32 * MAX_SEGMENTS);
+    __shared__ __align__(16) u8 staged[STEPS][STAGED_TOKENS * STAGED_BYTES];
+    u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
+    u32 steps = (blocks + STEP_BLOCKS - 1) / STEP_BLOCKS;
+    u32 g = p.lane() / 4, q = p.lane() % 4;
+    // What a thread brings of each step, in pieces of 16 bytes. Rows of activations are whole units.
+    const u8 *from[PIECES];
+    u32 to[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        u32 piece = threadIdx.x + i * 32 * MAX_SEGMENTS, t = piece / (STEP_BYTES / 16), part = piece % (STEP_BYTES / 16);
+        from[i] = p.x + (u64)p.source(t, STAGED_TOKENS) * (units * UNIT_BLOCKS * ACTIVATION_BYTES) + part * 16;
+        to[i] = (u32)__cvta_generic_to_shared(&staged[0][t * STAGED_BYTES + part * 16]);
+    }
+    auto bring = [&](u32 step) {
+        if (step < steps) {
+#pragma unroll
+            for (int i = 0; i < PIECES; i++)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                                 to[i] + step % STEPS * (STAGED_TOKENS * STAGED_BYTES)),
+                             "l"(from[i] + (u64)step * STEP_BYTES)
+                             : "memory");
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    // The warp's tile, of two, and tokens, of four times 32. One that has none still brings what others need.
+    u32 of_all = 2 * blockIdx.y + p.warp() / 4, first = p.warp() % 4 * 32;
+    bool works = of_all < p.tiles() && blockIdx.x * STAGED_TOKENS + first < p.count();
+    const u8 *tile = p.tile(works ? of_all : 2 * blockIdx.y);
+    Sums<32> sums = {}, total = {};
+    auto end_segment = [&] {
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) total[m][n][k] = __fadd_rn(total[m][n][k], sums[m][n][k]), sums[m][n][k] = 0;
+    };
+    bring(0);
+    bring(1);
+    Fragments f;
+    f.load(tile, 0, g, q);
+#pragma unroll 1
+    for (u32 step = 0; step < steps; step++) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncthreads();
+        // Everyone has done with what was there before.
+        bring(step + 2);
+        if (!works) continue;
+        const u8 *x = &staged[step % STEPS][first * STAGED_BYTES];
+#pragma unroll
+        for (u32 i = 0; i < STEP_BLOCKS; i++) {
+            u32 block = step * STEP_BLOCKS + i, next = min(block + 1, blocks - 1);
+            if (block >= blocks) break;
+            Fragments now = f;
+            f.load(tile + (u64)(next / UNIT_BLOCKS) * UNIT_BYTES, next % UNIT_BLOCKS, g, q);
+            auto at = [&](int n, int which) {
+                u32 t = 8 * n + (which == 0 ? g : 2 * q + which - 1);
+                return x + t * STAGED_BYTES + i * ACTIVATION_BYTES;
+            };
+            add_block<32>(now, g, q, at, sums);
+            if ((block + 1) % (p.segment * UNIT_BLOCKS) == 0) end_segment();
+        }
+    }
+    if (!works) return;
+    if (blocks % (p.segment * UNIT_BLOCKS) != 0) end_segment();
+    u32 own;
+    Matrix matrix = p.matrix(of_all, own);
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                p.store(matrix, 32 * own + 16 * m + 8 * (k / 2) + g, first + 8 * n + 2 * q + k % 2, STAGED_TOKENS,
+                        total[m][n][k]);
 }
 
 // Activations of f32, weights as the format defines them; x is [..][cols].
@@ -212,6 +315,7 @@ PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
 PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
 PRODUCT_KERNEL(mul_8, 8, 1, (multiply<8, Direct>))
 PRODUCT_KERNEL(mul_32, 32, 1, multiply_fragments<32>)
+PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1, multiply_staged)
 PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.

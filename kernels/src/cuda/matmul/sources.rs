@@ -29,6 +29,7 @@ macro_rules! quantised {
                     concat!($name, "_mul_4"),
                     concat!($name, "_mul_8"),
                     concat!($name, "_mul_32"),
+                    concat!($name, "_mul_128"),
                     concat!($name, "_exact_2"),
                 ],
             };

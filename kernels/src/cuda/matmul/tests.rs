@@ -120,11 +120,11 @@ fn int8_products_have_the_bits_of_the_definition_whatever_the_batch() {
     for arch in Arch::CHECKED {
         for ty in served().filter(|&ty| reads_int8(ty)) {
             let mut case = Case::new(arch, ty, 37, columns(ty), 1, 5);
-            let a = Random(6).values(35 * case.cols());
+            let a = Random(6).values(134 * case.cols());
             let cols = case.cols();
             let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
-            // One, few and many at a time, and more than a block of threads takes.
-            for tokens in [1, 3, 7, 35] {
+            // One, few and many at a time, more than a block of threads takes, a prompt.
+            for tokens in [1, 3, 7, 35, 134] {
                 let out = case.multiply(&a[..tokens * cols], true);
                 assert_same(&out, &expected[..tokens * 37], &format!("{ty} {arch}, {tokens} tokens"));
             }
@@ -140,6 +140,9 @@ fn long_rows_are_added_up_in_segments() {
         let a = Random(8).values(2 * cols);
         let found = case.multiply(&a, reads_int8(ty));
         if reads_int8(ty) {
+            // The same many times, by the kernel for prompts.
+            let prompt = case.multiply(&a.repeat(40), true);
+            assert_same(&prompt, &found.repeat(40), &format!("{ty}, a prompt"));
             let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
             assert_same(&found, &expected, &format!("{ty}"));
         }
@@ -183,7 +186,11 @@ fn a_value_that_is_no_number_stays_in_its_row() {
 
 #[test]
 fn matrices_multiplied_together_have_the_bits_of_each_alone() {
-    for (arch, ty, tokens) in [(Arch::SM_90, GgmlType::Q4_K, 1), (Arch::SM_121A, GgmlType::F16, 3)] {
+    for (arch, ty, tokens) in [
+        (Arch::SM_90, GgmlType::Q4_K, 1),
+        (Arch::SM_121A, GgmlType::F16, 3),
+        (Arch::SM_121A, GgmlType::Q6_K, 66),
+    ] {
         let mut case = Case::new(arch, ty, 70, 256, 1, 17);
         let a = Random(18).values(tokens * 256);
         let x = case.activations(&a, reads_int8(ty));
@@ -295,6 +302,29 @@ fn rows_of_tables_are_the_dequantised_ones() {
             }
         }
     }
+}
+
+/// A prompt's activations are read once for two tiles, by one lane each.
+#[test]
+fn prompts_read_less() {
+    const TOKENS: usize = 128;
+    let mut case = Case::new(Arch::SM_90, GgmlType::Q4_K, 64, 1024, 1, 24);
+    let a = Random(25).values(TOKENS * 1024);
+    let x = case.activations(&a, true);
+    let read = |case: &mut Case| {
+        let before = case.sim.device.machine().counts().global_read;
+        let found = case.run(|_| (), x, TOKENS);
+        (found, (case.sim.device.machine().counts().global_read - before) as usize)
+    };
+    let (staged, of_staged) = read(&mut case);
+    case.kernels.multiprocessors = 2;
+    let (plain, of_plain) = read(&mut case);
+    assert_same(&staged, &plain, "with few blocks of threads, and with many");
+    // Lanes of the other kernel read what tokens have in common each for themselves, by eight.
+    let activations = TOKENS * quantised_row_bytes(1024);
+    assert!(of_plain > 2 * of_staged, "{of_staged} and {of_plain}");
+    assert!(of_staged >= activations + 4 * case.matrix.shape.packed_bytes(), "{of_staged}");
+    assert!(of_staged <= activations + 20 * case.matrix.shape.packed_bytes(), "{of_staged}");
 }
 
 /// At batch 1 a GPU that reads as fast as an H200 has no more than 7.8 lane-instructions for each byte of weights.

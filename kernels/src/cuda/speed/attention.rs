@@ -1,9 +1,9 @@
-//! Attention of single rows over caches whose blocks lie in order, and in none.
+//! Attention of single rows over caches whose blocks lie in order, in none, and that several sequences have in common.
 
-use super::{Speed, random_values};
+use super::{Speed, Work, random_values};
 use crate::attention::{OFFSET_UNIT, Placement, Visible};
 use crate::backend::{KvShape, KvType, StepInput, StepSequence};
-use crate::cuda::attention::{AttentionCall, AttentionKernels};
+use crate::cuda::attention::{AttentionCall, AttentionKernels, SPLIT};
 use crate::cuda::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::cuda::{Device, DevicePtr};
 use crate::error::Error;
@@ -39,6 +39,9 @@ pub struct AttentionSpeed {
     pub contiguous: f64,
     /// With blocks in no order.
     pub paged: f64,
+    /// The same, all sequences having those of the first one up to their last split; none where there is no such split or
+    /// no other sequence.
+    pub shared: Option<f64>,
 }
 
 impl Speed {
@@ -69,7 +72,15 @@ impl Speed {
         let group = KvGroup { block_tokens, bytes: stride, visible: Visible::Causal };
         let tokens = vec![0; batch];
         let mut steps = Vec::new();
-        for places in [in_order, in_none] {
+        let mut orders = vec![in_order, in_none];
+        let common = context.saturating_sub(1) / SPLIT * SPLIT / block_tokens;
+        if batch > 1 && common > 0 {
+            let mut shared = orders[1].clone();
+            let (first, others) = shared.split_at_mut(blocks);
+            others.chunks_mut(blocks).for_each(|other| other[..common].copy_from_slice(&first[..common]));
+            orders.push(shared);
+        }
+        for places in orders {
             let offsets: Vec<u32> =
                 places.iter().map(|place| (place * stride / OFFSET_UNIT) as u32).collect();
             let tables = [offsets.chunks(blocks).map(Placement::Paged).collect()];
@@ -101,10 +112,14 @@ impl Speed {
             }
             Ok(())
         };
-        let seconds =
-            self.time(&mut [&mut |device| run(device, &steps[0]), &mut |device| run(device, &steps[1])])?;
+        let run = &run;
+        let mut runs: Vec<_> =
+            steps.iter().map(|step| move |device: &mut dyn Device| run(device, step)).collect();
+        let mut works: Vec<Work<'_>> = runs.iter_mut().map(|run| run as Work<'_>).collect();
+        let seconds = self.time(&mut works)?;
         let each = |seconds: f64| seconds / layers as f64;
-        Ok(AttentionSpeed { bytes, contiguous: each(seconds[0]), paged: each(seconds[1]) })
+        let shared = seconds.get(2).copied().map(each);
+        Ok(AttentionSpeed { bytes, contiguous: each(seconds[0]), paged: each(seconds[1]), shared })
     }
 }
 

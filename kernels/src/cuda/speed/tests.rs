@@ -27,7 +27,7 @@ fn copies_and_products_are_measured() {
 }
 
 #[test]
-fn attention_is_measured_over_blocks_in_order_and_in_none() {
+fn attention_is_measured_over_blocks_in_order_in_none_and_in_common() {
     let case = AttentionCase {
         kv_type: KvType::F16,
         heads: 2,
@@ -39,7 +39,10 @@ fn attention_is_measured_over_blocks_in_order_and_in_none() {
     };
     let found = speed(Arch::SM_90).attention(&case).unwrap();
     assert_eq!(found.bytes, 2 * 80 * 2 * 32 * 2);
-    assert!(found.contiguous > 0.0 && found.paged > 0.0);
+    assert!(found.contiguous > 0.0 && found.paged > 0.0 && found.shared.is_none());
+    let found = speed(Arch::SM_90).attention(&AttentionCase { context: 513, ..case }).unwrap();
+    assert!(found.shared.unwrap() > 0.0);
+    assert_eq!(found.bytes, 2 * 528 * 2 * 32 * 2);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 use super::*;
 use crate::attention::Visible;
 use crate::backend::StateExport;
+use crate::cuda::attention::SAME;
 use std::num::NonZeroU32;
 use std::ops::Range;
 
@@ -88,6 +89,10 @@ fn every_array_lies_where_the_kernels_look_for_it() {
     assert_eq!(array(states.export_starts, 4), [0, 1, 1, 1]);
     assert_eq!(array(states.export_rows, 1), [1]);
     assert_eq!(array(states.export_slots, 1), [32]);
+    for group in 0..2 {
+        assert_eq!(array(at.order(group), 5), [0, 1, 2, 3, 4]);
+        assert_eq!(array(at.common(group), 5), [0, SAME, 0, SAME, 0]);
+    }
     let table = |group: usize, sequence: usize, blocks: usize| {
         let start = array(at.table_starts(group), 3)[sequence] as usize;
         array(at.tables.offset(4 * start), blocks)
@@ -112,6 +117,67 @@ fn contiguous_sequences_get_a_table_of_their_blocks() {
     step.fill(&input, ARENA).unwrap();
     let at = step.layout().at(DevicePtr(0));
     assert_eq!(array(&step, at.tables, 3), [10, 13, 16]);
+}
+
+/// Single rows are put beside those whose caches begin with the same blocks, as far as they see all of a split.
+#[test]
+fn sequences_that_begin_alike_stand_side_by_side() {
+    const TOKENS: usize = 64;
+    // The positions of each before the step, and its blocks: so many of the one sequence, then its own.
+    let parts = [
+        (1100, 16, "a"),
+        (1049, 16, "a"),
+        (1600, 10, "b"),
+        (520, 8, "a"),
+        // Its row is the last of its first split, in a block of its own.
+        (511, 7, "a"),
+        (600, 9, "b"),
+        (3, 0, "b"),
+    ];
+    let mut next = 500;
+    let tables: Vec<Vec<u32>> = parts
+        .iter()
+        .map(|(context, shared, of)| {
+            let first = if *of == "a" { 200 } else { 100 };
+            let own = context / TOKENS + 1 - shared;
+            next += own as u32;
+            (first..first + *shared as u32).chain(next - own as u32..next).map(|block| 2 * block).collect()
+        })
+        .collect();
+    let single: Vec<_> =
+        (0..).zip(parts).map(|(row, (context, ..))| sequence(row..row + 1, context)).collect();
+    let window = Visible::Window(NonZeroU32::new(2000).unwrap());
+    let groups =
+        [Visible::Causal, window].map(|visible| KvGroup { block_tokens: TOKENS, bytes: 128, visible });
+    let limits = StepLimits { rows: 12, sequences: 9, exports: 0, table_entries: 500 };
+    let mut step = Step::new(StepLayout::new(limits, &groups));
+    let mut fill = |sequences: &[StepSequence], tables: &[&[u32]]| {
+        let rows = sequences.last().unwrap().rows.end;
+        let placed: Vec<_> = tables.iter().map(|table| Placement::Paged(table)).collect();
+        let (tokens, tables) = (vec![0; rows], [placed.clone(), placed]);
+        let input = StepInput { tokens: &tokens, sequences, tables: &tables, states: &[] };
+        step.fill(&input, 1 << 20).unwrap();
+        let at = step.layout().at(DevicePtr(0));
+        [0, 1].map(|group| (array(&step, at.order(group), rows), array(&step, at.common(group), rows)))
+    };
+    let paged: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+    let [causal, windowed] = fill(&single, &paged);
+    assert_eq!(causal, (vec![6, 5, 2, 3, 0, 1, 4], vec![0, 0, 1, 0, 1, 2, 0]));
+    assert_eq!(windowed, ((0..7).collect(), vec![0; 7]));
+
+    // Behind a prompt, and one that ends a run of single rows; a sequence may have no rows at all.
+    let lengths = [(3, 0), (1, 1), (1, 0), (0, 3), (1, 3), (2, 5), (1, 1)];
+    let own: Vec<u32> = (3000..3010).collect();
+    let mut rows = 0;
+    let sequences = lengths.map(|(count, of)| {
+        rows += count;
+        sequence(rows - count..rows, if of == 5 || (of == 0 && count == 3) { 0 } else { parts[of].0 })
+    });
+    let last: Vec<u32> = paged[1].iter().take(16).copied().chain(4000..4002).collect();
+    let tables = [&own[..1], paged[1], paged[0], paged[3], paged[3], &own[2..3], &last];
+    let [causal, _] = fill(&sequences, &tables);
+    let wanted = (vec![0, 1, 2, 5, 3, 4, 6, 7, 8], vec![0, SAME, SAME, 0, 1, 2, 0, SAME, 0]);
+    assert_eq!((&causal.0, &causal.1), (&wanted.0, &wanted.1));
 }
 
 #[test]

@@ -1,0 +1,104 @@
+//! What lies in a device's memory goes out of it and comes back: snapshots, and tiers. Not a bit tells.
+
+use super::{simulated, small};
+use crate::harness::{self, Ask, Heard, one_by_one, open, open_on, path, prompt};
+use crate::snapshots::{generate, key, save};
+use crate::tiers::{assert_same, disk, finish};
+use kernels::cuda::Arch;
+use kvasir_worker::Error;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::snapshot::{Snapshot, SnapshotError};
+
+/// Keys and values, also of windows, and states.
+const MODELS: [(&str, Arch); 3] = [
+    ("tiny/llama/llama-f32", Arch::SM_90),
+    ("tiny/gemma3/gemma3-f32", Arch::SM_121A),
+    ("tiny/qwen35/qwen35-f32", Arch::SM_121A),
+];
+const PROMPT: usize = 40;
+const GENERATE: u32 = 12;
+/// What of such a prompt and its answer is whole units before the last token.
+const HELD: usize = 48;
+
+/// With nothing shared, on a device of its own.
+fn undisturbed(model: &str, arch: Arch, ask: &Ask) -> Heard {
+    let options = EngineOptions { prefix_cache: false, ..small(model) };
+    one_by_one(&mut open_on(model, &options, simulated(arch, &options)), std::slice::from_ref(ask)).remove(0)
+}
+
+fn on_device(model: &str, arch: Arch, options: &EngineOptions) -> Engine {
+    open_on(model, options, simulated(arch, options))
+}
+
+#[test]
+fn a_sequence_saved_from_device_memory_goes_on_on_another_device() {
+    for (model, arch) in MODELS {
+        let options = small(model);
+        let mut first = on_device(model, arch, &options);
+        let tokens = generate(&mut first, "r", prompt(3, PROMPT));
+        assert_eq!((tokens.len() - 1) / 16 * 16, HELD);
+        let file = save(&mut first, "r").unwrap().to_bytes().unwrap();
+        let next = Ask::greedy(tokens, GENERATE);
+        let want = undisturbed(model, arch, &next);
+
+        let mut second = on_device(model, arch, &options);
+        let snapshot = Snapshot::from_bytes(&file, &second.origin()).unwrap();
+        let restored = second.restore(key("again"), &snapshot).unwrap();
+        assert_eq!((restored.cached as usize, second.metrics().steps.get()), (HELD, 0), "{model}");
+        // What was restored is what was saved, byte for byte.
+        assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{model}");
+        for engine in [&mut second, &mut first] {
+            let heard = finish(engine, std::slice::from_ref(&next)).remove(0);
+            assert_eq!(heard.cached(), HELD, "{model}");
+            assert_same(model, &heard, &want);
+        }
+
+        // To the CPU the same bytes would mean something else.
+        let refused =
+            Snapshot::from_bytes(&file, &open(model, &harness::options(model)).origin()).unwrap_err();
+        let other = matches!(refused, SnapshotError::Other { what: "numeric class", .. });
+        assert!(other && refused.to_string().contains("ptx-sim"), "{refused}");
+    }
+}
+
+/// The least memory for keys, values and states that serves so many tokens.
+fn cramped(model: &str, arch: Arch, tokens: usize) -> EngineOptions {
+    let engine = on_device(model, arch, &small(model));
+    let all: u64 = engine.decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
+    let options = |blocks: u64| EngineOptions { kv_bytes: Some(blocks * all), ..small(model) };
+    let fits = |blocks: &u64| {
+        let options = options(*blocks);
+        match load::open_on(&path(model), &options, simulated(arch, &options), &mut |_, _| {}) {
+            Ok(loaded) => loaded.max_model_len >= tokens,
+            Err(Error::KvMemory { .. }) => false,
+            Err(error) => panic!("{model}: {error}"),
+        }
+    };
+    options((4..100).find(fits).unwrap())
+}
+
+#[test]
+fn what_device_memory_had_no_room_for_comes_back_from_the_host_and_from_files() {
+    for (model, arch) in MODELS {
+        let folder = tempfile::tempdir().unwrap();
+        let tiers = disk(folder.path(), 64 << 20);
+        let options = EngineOptions { tiers, ..cramped(model, arch, 2 * PROMPT) };
+        let ask = Ask::greedy(prompt(1, PROMPT + 10), GENERATE);
+        let want = undisturbed(model, arch, &ask);
+        let mut engine = on_device(model, arch, &options);
+        assert_same(model, &finish(&mut engine, std::slice::from_ref(&ask))[0], &want);
+        for seed in 100..104 {
+            finish(&mut engine, &[Ask::greedy(prompt(seed, 60), 2).tokens_only()]);
+        }
+        let again = finish(&mut engine, std::slice::from_ref(&ask)).remove(0);
+        assert_eq!((again.cached(), engine.metrics().tiers.hit_tokens.get()), (HELD, HELD as u64), "{model}");
+        assert_same(model, &again, &want);
+        drop(engine);
+
+        let mut next = on_device(model, arch, &options);
+        let again = finish(&mut next, std::slice::from_ref(&ask)).remove(0);
+        assert_eq!((again.cached(), next.metrics().tiers.hit_tokens.get()), (HELD, HELD as u64), "{model}");
+        assert_same(model, &again, &want);
+    }
+}
