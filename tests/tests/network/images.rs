@@ -1,6 +1,8 @@
 //! The container images under the settings that Kubernetes' restricted pods have, run by runc. `./test images` builds the
 //! images first; without them these tests do not run.
 
+mod names;
+
 use kvasir_cluster_tests::file_server::FileServer;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
@@ -162,6 +164,39 @@ fn model() -> TempDir {
     dir
 }
 
+/// Where NVIDIA's runtime mounts the driver in an image of Debian's layout.
+const DRIVER: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.1";
+
+/// A directory with a `libcuda.so.1` that says what there is.
+fn stub_driver() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(dir.path().join("libcuda.so.1")).arg(source);
+    assert!(compiler.status().unwrap().success());
+    dir
+}
+
+/// An image's files, to look at.
+struct Mounted {
+    image: String,
+    path: PathBuf,
+}
+
+impl Mounted {
+    fn of(image: &str) -> Self {
+        let mounted = podman().args(["image", "mount", image]).output().unwrap();
+        assert!(mounted.status.success(), "{}", String::from_utf8_lossy(&mounted.stderr));
+        Self { image: image.to_owned(), path: text(&mounted).into() }
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = podman().args(["image", "unmount", &self.image]).output();
+    }
+}
+
 const ALONE: [&str; 9] =
     ["worker", "--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--threads", "1", "--kv-bytes", "64MiB"];
 
@@ -194,9 +229,33 @@ fn k8s_image_hardening() {
     );
     let shell = run(&image, &mounts, &["--entrypoint", "/bin/sh"], &["-c", "true"]);
     assert!(!shell.status.success(), "there is a shell in the image");
-    let bill = Path::new("usr/local/share/kvasir/sbom.cdx.json");
-    let root = PathBuf::from(format!("/proc/{}/root", node.pid()));
-    assert!(root.join(bill).metadata().unwrap().len() > 10_000);
+    let bill =
+        std::fs::read(format!("/proc/{}/root/usr/local/share/kvasir/sbom.cdx.json", node.pid())).unwrap();
+    let bill: Value = serde_json::from_slice(&bill).unwrap();
+    let components = bill["components"].as_array().unwrap();
+    for linked in ["rustls", "libc6-dev"] {
+        assert!(
+            components.iter().any(|component| component["name"] == linked),
+            "{linked} is not in the bill"
+        );
+    }
+}
+
+/// A static program opens no libraries, not even those that NVIDIA's runtime mounts: it says so and goes on.
+#[test]
+#[ignore = "needs images: ./test images"]
+fn the_cpu_image_computes_on_the_cpu_also_where_a_driver_is_mounted() {
+    let (image, model, home, driver) = (image("cpu", "amd64"), model(), volume(), stub_driver());
+    let driver = driver.path().join("libcuda.so.1");
+    let mounts =
+        [(home.path(), HOME, true), (driver.as_path(), DRIVER, false), (model.path(), "/models", false)];
+    let found = run(&image, &mounts, &[], &["gpu-check", "--json"]);
+    let report: Value = serde_json::from_str(&text(&found)).unwrap();
+    assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
+    let arguments = [&ALONE[..], &["--model", "/models/tiny.gguf", "--device", "auto"]].concat();
+    let node = Container::start(&image, &mounts, &[], &arguments);
+    node.until_ready();
+    node.expect_an_answer();
 }
 
 #[test]
@@ -218,48 +277,83 @@ fn the_arm64_image_starts_and_computes_under_qemu() {
 #[test]
 #[ignore = "needs images: ./test images"]
 fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
-    let image = image("cuda", "amd64");
-    let driver = tempfile::tempdir().unwrap();
-    let library = driver.path().join("libcuda.so.1");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
-    let built =
-        Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source).status().unwrap();
-    assert!(built.success());
-    let home = volume();
+    let (image, driver, home) = (image("cuda", "amd64"), stub_driver(), volume());
     let volume = (home.path(), HOME, true);
     let without = run(&image, &[volume], &[], &["gpu-check", "--json"]);
     let report: Value = serde_json::from_str(&text(&without)).unwrap();
     assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
-    // Where NVIDIA's runtime mounts it; no variable and no cache of the loader tells.
-    let mounted = "/usr/lib/x86_64-linux-gnu/libcuda.so.1";
-    let with = run(&image, &[volume, (&library, mounted, false)], &[], &["gpu-check", "--json"]);
-    let report: Value = serde_json::from_str(&text(&with))
-        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&with.stderr)));
+    // NVIDIA's runtime looks for this file, to mount the driver where this image's loader finds it.
+    let root = Mounted::of(&image);
+    assert!(root.path.join("etc/debian_version").is_file());
+    assert!(root.path.join(DRIVER.trim_start_matches('/')).parent().unwrap().join("libc.so.6").is_file());
+    // No variable and no cache of the loader tells where the driver is.
+    let library = driver.path().join("libcuda.so.1");
+    let with = run(&image, &[volume, (&library, DRIVER, false)], &[], &["gpu-check", "--json"]);
+    let report = report_of(&with);
     assert_eq!((&report["driver"], &report["missing"]), (&"13.0".into(), &json!([])), "{report}");
     let device = &report["devices"][0];
-    assert_eq!((&device["name"], &device["arch"]), (&"A stub of a GB10".into(), &"sm_121a".into()));
+    assert_eq!((&device["name"], &device["arch"]), (&"A stub of a GPU".into(), &"sm_121a".into()));
     assert_eq!(report["nvrtc"]["version"], "13.0", "{report}");
     let found = report["nvrtc"]["found_at"].as_str().unwrap();
     assert!(found.starts_with("/usr/local/share/kvasir/cubin") && found.contains("no NVRTC"), "{found}");
     // It is a stub: taking it into use fails, in words.
     assert_eq!(with.status.code(), Some(1));
-    assert!(device["failed"].as_str().is_some_and(|why| !why.is_empty()), "{report}");
+    assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
+}
+
+/// Each architecture's driver is given machine code of the image, from the place where it is looked for: nothing here could
+/// compile it.
+#[test]
+#[ignore = "needs images: ./test images"]
+fn the_cuda_image_has_every_kernel_for_both_architectures() {
+    let (image, driver, home) = (image("cuda", "amd64"), stub_driver(), volume());
+    let library = driver.path().join("libcuda.so.1");
+    let mounts = [(home.path(), HOME, true), (library.as_path(), DRIVER, false)];
+    for (number, arch) in [("90", "sm_90"), ("121", "sm_121a")] {
+        let named = format!("STUB_ARCH={number}");
+        let found = run(&image, &mounts, &["--env", &named], &["gpu-check", "--json", "--cases-only"]);
+        let report = report_of(&found);
+        assert_eq!(report["devices"][0]["arch"], arch, "{report}");
+        let prebuilt = report["nvrtc"]["prebuilt"].as_object().unwrap();
+        assert_eq!(prebuilt.keys().collect::<Vec<_>>(), ["sm_121a", "sm_90"]);
+        let kernels = &prebuilt[arch];
+        assert!(kernels["of"].as_u64().unwrap() > 10 && kernels["found"] == kernels["of"], "{kernels}");
+        let stderr = String::from_utf8_lossy(&found.stderr);
+        assert!(stderr.contains(&format!("the stub has loaded a module for sm_{number}")), "{stderr}");
+        // All that is refused is for want of memory, behind the kernels.
+        let refused = report["devices"][0]["refused"].as_array().unwrap();
+        let why = |refused: &Value| refused.as_str().is_some_and(|why| why.contains("device memory"));
+        assert!(!refused.is_empty() && refused.iter().all(why), "{report}");
+    }
+    // One of another architecture is told that it would need the compiler.
+    let other = run(&image, &mounts, &["--env", "STUB_ARCH=80"], &["gpu-check", "--json", "--cases-only"]);
+    let report = report_of(&other).to_string();
+    assert!(report.contains("no NVRTC here") && report.contains("libnvrtc.so.13"), "{report}");
+}
+
+/// What `gpu-check --json` has printed.
+fn report_of(output: &Output) -> Value {
+    serde_json::from_str(&text(output))
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)))
 }
 
 #[test]
 #[ignore = "needs images: ./test images"]
 fn a_pod_with_an_empty_volume_becomes_ready_by_a_fetch() {
-    let (image, served, home) = (image("cpu", "amd64"), model(), volume());
+    let (image, served, home, etc) = (image("cpu", "amd64"), model(), volume(), volume());
     let server = FileServer::start(served.path()).unwrap();
-    // By a name, as in a cluster: the static binary has to resolve it.
-    let address = server.url().replace("127.0.0.1", "models.test") + "/tiny.gguf";
-    let mounts = [(home.path(), HOME, true)];
-    let more = ["--add-host", "models.test:127.0.0.1", "--env", "KVASIR_ALLOW_HTTP=1"];
+    // By a Service's name, as in a cluster: the static binary has to resolve it, without opening a library.
+    let resolver = etc.path().join("resolv.conf");
+    names::serve("files", &resolver);
+    let address = server.url().replace("127.0.0.1", "files") + "/tiny.gguf";
+    let mounts = [(home.path(), HOME, true), (resolver.as_path(), "/etc/resolv.conf", false)];
+    let more = ["--env", "KVASIR_ALLOW_HTTP=1"];
     let fetched = run(&image, &mounts, &more, &["models", "pull", &address]);
     assert!(fetched.status.success(), "{}", String::from_utf8_lossy(&fetched.stderr));
     assert!(text(&fetched).starts_with("/var/lib/kvasir/downloads/"), "{}", text(&fetched));
     let asked = server.requests().len();
-    let node = Container::start(&image, &mounts, &[], &[&ALONE[..], &["--model", &address]].concat());
+    let arguments = [&ALONE[..], &["--model", &address]].concat();
+    let node = Container::start(&image, &mounts[..1], &[], &arguments);
     node.until_ready();
     node.expect_an_answer();
     assert_eq!(server.requests().len(), asked, "what the fetch has left is served");
