@@ -340,23 +340,36 @@ fn report_of(output: &Output) -> Value {
 #[test]
 #[ignore = "needs images: ./test images"]
 fn a_pod_with_an_empty_volume_becomes_ready_by_a_fetch() {
-    let (image, served, home, etc) = (image("cpu", "amd64"), model(), volume(), volume());
+    let (image, served, etc) = (image("cpu", "amd64"), model(), volume());
     let server = FileServer::start(served.path()).unwrap();
     // By a Service's name, as in a cluster: the static binary has to resolve it, without opening a library.
     let resolver = etc.path().join("resolv.conf");
     names::serve("files", &resolver);
     let address = server.url().replace("127.0.0.1", "files") + "/tiny.gguf";
-    let mounts = [(home.path(), HOME, true), (resolver.as_path(), "/etc/resolv.conf", false)];
+    // As the manifests have it: the Job writes to the volume, and the pods that serve read.
+    let (job, worker, models, downloads) = (volume(), volume(), volume(), volume());
+    let mounts = |home: &TempDir, writable| {
+        [
+            (home.path().to_owned(), HOME, true),
+            (models.path().to_owned(), "/var/lib/kvasir/models", writable),
+            (downloads.path().to_owned(), "/var/lib/kvasir/downloads", writable),
+            (resolver.clone(), "/etc/resolv.conf", false),
+        ]
+    };
     let more = ["--env", "KVASIR_ALLOW_HTTP=1"];
-    let fetched = run(&image, &mounts, &more, &["models", "pull", &address]);
+    let fetched = run(&image, &borrowed(&mounts(&job, true)), &more, &["models", "pull", &address]);
     assert!(fetched.status.success(), "{}", String::from_utf8_lossy(&fetched.stderr));
     assert!(text(&fetched).starts_with("/var/lib/kvasir/downloads/"), "{}", text(&fetched));
     let asked = server.requests().len();
     let arguments = [&ALONE[..], &["--model", &address]].concat();
-    let node = Container::start(&image, &mounts[..1], &[], &arguments);
+    let node = Container::start(&image, &borrowed(&mounts(&worker, false)), &[], &arguments);
     node.until_ready();
     node.expect_an_answer();
     assert_eq!(server.requests().len(), asked, "what the fetch has left is served");
+}
+
+fn borrowed<'a>(mounts: &'a [(PathBuf, &'a str, bool)]) -> Vec<(&'a Path, &'a str, bool)> {
+    mounts.iter().map(|(from, to, writable)| (from.as_path(), *to, *writable)).collect()
 }
 
 #[test]
