@@ -228,9 +228,10 @@ impl From<Case> for CaseReport {
 
 fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaError> {
     use kernels::cuda::rowwise::{Rows, RowwiseKernels};
+    // Before anything is measured: a device that takes no kernels is of no use.
+    let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let copy_bytes_per_second = copy_bandwidth(gpu)?;
     let one = gpu.allocate(size_of::<f32>())?;
-    let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let small = |gpu: &mut Gpu| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
     let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
     gpu.begin_graph()?;

@@ -164,17 +164,22 @@ fn model() -> TempDir {
     dir
 }
 
-/// Where NVIDIA's runtime mounts the driver in an image of Debian's layout.
-const DRIVER: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.1";
-
-/// A directory with a `libcuda.so.1` that says what there is.
-fn stub_driver() -> TempDir {
+/// A directory with a `libcuda.so.1` for an architecture that says what there is.
+fn stub_driver(arch: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
-    let mut compiler = Command::new("cc");
+    let mut compiler = Command::new(if arch == "arm64" { "aarch64-linux-gnu-gcc" } else { "cc" });
     compiler.args(["-shared", "-fPIC", "-o"]).arg(dir.path().join("libcuda.so.1")).arg(source);
     assert!(compiler.status().unwrap().success());
     dir
+}
+
+/// Where NVIDIA's runtime mounts the driver in an image of Debian's layout.
+fn place_of_driver(arch: &str) -> &'static str {
+    match arch {
+        "arm64" => "/usr/lib/aarch64-linux-gnu/libcuda.so.1",
+        _ => "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    }
 }
 
 /// An image's files, to look at.
@@ -245,12 +250,14 @@ fn k8s_image_hardening() {
 #[test]
 #[ignore = "needs images: ./test images"]
 fn the_cpu_image_computes_on_the_cpu_also_where_a_driver_is_mounted() {
-    let (image, model, home, driver) = (image("cpu", "amd64"), model(), volume(), stub_driver());
-    let driver = driver.path().join("libcuda.so.1");
-    let mounts =
-        [(home.path(), HOME, true), (driver.as_path(), DRIVER, false), (model.path(), "/models", false)];
-    let found = run(&image, &mounts, &[], &["gpu-check", "--json"]);
-    let report: Value = serde_json::from_str(&text(&found)).unwrap();
+    let (image, model, home, driver) = (image("cpu", "amd64"), model(), volume(), stub_driver("amd64"));
+    let library = driver.path().join("libcuda.so.1");
+    let mounts = [
+        (home.path(), HOME, true),
+        (library.as_path(), place_of_driver("amd64"), false),
+        (model.path(), "/models", false),
+    ];
+    let report = report_of(&run(&image, &mounts, &[], &["gpu-check", "--json"]));
     assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
     let arguments = [&ALONE[..], &["--model", "/models/tiny.gguf", "--device", "auto"]].concat();
     let node = Container::start(&image, &mounts, &[], &arguments);
@@ -274,22 +281,37 @@ fn the_arm64_image_starts_and_computes_under_qemu() {
     assert!(computed.status.success() && stderr.contains("4 tokens generated"), "{stderr}");
 }
 
+/// `kvasir gpu-check --json` in the `cuda` image of an architecture, before a driver for a GPU or none; what it reports and
+/// what was said on stderr. The report ends with a failure: a stub cannot be computed on.
+fn gpu_check(arch: &str, driver: Option<(&TempDir, &str)>) -> (Value, String) {
+    let (image, home) = (image("cuda", arch), volume());
+    let library = driver.map(|(driver, _)| driver.path().join("libcuda.so.1"));
+    let mut mounts = vec![(home.path(), HOME, true)];
+    mounts.extend(library.iter().map(|library| (library.as_path(), place_of_driver(arch), false)));
+    let gpu = driver.map(|(_, gpu)| format!("STUB_ARCH={gpu}"));
+    let mut more = Vec::new();
+    more.extend(gpu.iter().flat_map(|gpu| ["--env", gpu.as_str()]));
+    let mut arguments = vec!["gpu-check", "--json"];
+    if arch == "arm64" {
+        mounts.push((Path::new(QEMU), "/qemu", false));
+        more.extend(["--entrypoint", "/qemu"]);
+        arguments.insert(0, "/usr/local/bin/kvasir");
+    }
+    let output = run(&image, &mounts, &more, &arguments);
+    assert_eq!(output.status.code(), Some(1));
+    (report_of(&output), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
 #[test]
 #[ignore = "needs images: ./test images"]
 fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
-    let (image, driver, home) = (image("cuda", "amd64"), stub_driver(), volume());
-    let volume = (home.path(), HOME, true);
-    let without = run(&image, &[volume], &[], &["gpu-check", "--json"]);
-    let report: Value = serde_json::from_str(&text(&without)).unwrap();
+    let (report, _) = gpu_check("amd64", None);
     assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
     // NVIDIA's runtime looks for this file, to mount the driver where this image's loader finds it.
-    let root = Mounted::of(&image);
+    let root = Mounted::of(&image("cuda", "amd64"));
     assert!(root.path.join("etc/debian_version").is_file());
-    assert!(root.path.join(DRIVER.trim_start_matches('/')).parent().unwrap().join("libc.so.6").is_file());
     // No variable and no cache of the loader tells where the driver is.
-    let library = driver.path().join("libcuda.so.1");
-    let with = run(&image, &[volume, (&library, DRIVER, false)], &[], &["gpu-check", "--json"]);
-    let report = report_of(&with);
+    let (report, _) = gpu_check("amd64", Some((&stub_driver("amd64"), "121")));
     assert_eq!((&report["driver"], &report["missing"]), (&"13.0".into(), &json!([])), "{report}");
     let device = &report["devices"][0];
     assert_eq!((&device["name"], &device["arch"]), (&"A stub of a GPU".into(), &"sm_121a".into()));
@@ -297,38 +319,33 @@ fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
     let found = report["nvrtc"]["found_at"].as_str().unwrap();
     assert!(found.starts_with("/usr/local/share/kvasir/cubin") && found.contains("no NVRTC"), "{found}");
     // It is a stub: taking it into use fails, in words.
-    assert_eq!(with.status.code(), Some(1));
     assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
 }
 
-/// Each architecture's driver is given machine code of the image, from the place where it is looked for: nothing here could
-/// compile it.
+/// Drivers of both architectures are given machine code of the image, from the place where it is looked for; nothing there
+/// could compile it. A Spark is the one of arm64 with sm_121a.
 #[test]
 #[ignore = "needs images: ./test images"]
-fn the_cuda_image_has_every_kernel_for_both_architectures() {
-    let (image, driver, home) = (image("cuda", "amd64"), stub_driver(), volume());
-    let library = driver.path().join("libcuda.so.1");
-    let mounts = [(home.path(), HOME, true), (library.as_path(), DRIVER, false)];
-    for (number, arch) in [("90", "sm_90"), ("121", "sm_121a")] {
-        let named = format!("STUB_ARCH={number}");
-        let found = run(&image, &mounts, &["--env", &named], &["gpu-check", "--json", "--cases-only"]);
-        let report = report_of(&found);
-        assert_eq!(report["devices"][0]["arch"], arch, "{report}");
-        let prebuilt = report["nvrtc"]["prebuilt"].as_object().unwrap();
-        assert_eq!(prebuilt.keys().collect::<Vec<_>>(), ["sm_121a", "sm_90"]);
-        let kernels = &prebuilt[arch];
-        assert!(kernels["of"].as_u64().unwrap() > 10 && kernels["found"] == kernels["of"], "{kernels}");
-        let stderr = String::from_utf8_lossy(&found.stderr);
-        assert!(stderr.contains(&format!("the stub has loaded a module for sm_{number}")), "{stderr}");
-        // All that is refused is for want of memory, behind the kernels.
-        let refused = report["devices"][0]["refused"].as_array().unwrap();
-        let why = |refused: &Value| refused.as_str().is_some_and(|why| why.contains("device memory"));
-        assert!(!refused.is_empty() && refused.iter().all(why), "{report}");
+fn the_cuda_images_have_every_kernel_for_both_architectures() {
+    for image_arch in ["amd64", "arm64"] {
+        let driver = stub_driver(image_arch);
+        for (number, arch) in [("90", "sm_90"), ("121", "sm_121a")] {
+            let (report, stderr) = gpu_check(image_arch, Some((&driver, number)));
+            let device = &report["devices"][0];
+            assert_eq!(device["arch"], arch, "{report}");
+            let prebuilt = report["nvrtc"]["prebuilt"].as_object().unwrap();
+            assert_eq!(prebuilt.keys().collect::<Vec<_>>(), ["sm_121a", "sm_90"]);
+            let kernels = &prebuilt[arch];
+            assert!(kernels["of"].as_u64().unwrap() > 10 && kernels["found"] == kernels["of"], "{kernels}");
+            assert!(stderr.contains(&format!("the stub has loaded a module for sm_{number}")), "{stderr}");
+            // What fails is behind the kernels.
+            assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
+        }
     }
     // One of another architecture is told that it would need the compiler.
-    let other = run(&image, &mounts, &["--env", "STUB_ARCH=80"], &["gpu-check", "--json", "--cases-only"]);
-    let report = report_of(&other).to_string();
-    assert!(report.contains("no NVRTC here") && report.contains("libnvrtc.so.13"), "{report}");
+    let (report, _) = gpu_check("amd64", Some((&stub_driver("amd64"), "80")));
+    let failed = report["devices"][0]["failed"].as_str().unwrap();
+    assert!(failed.contains("no NVRTC here"), "{failed}");
 }
 
 /// What `gpu-check --json` has printed.
