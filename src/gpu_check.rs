@@ -59,6 +59,16 @@ struct Report {
 struct Nvrtc {
     version: String,
     found_at: String,
+    /// Kernels that came compiled, by architecture; nothing where KVASIR_CUBINS names no folder.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    prebuilt: BTreeMap<String, Prebuilt>,
+}
+
+/// Files of kernels in the folder that KVASIR_CUBINS names, in the places where they are looked for.
+#[derive(Debug, Serialize)]
+struct Prebuilt {
+    found: usize,
+    of: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -121,7 +131,10 @@ impl GpuCheck {
         let version = |version: &i32| format!("{}.{}", version / 1000, version % 1000 / 10);
         let nvrtc = survey.nvrtc.as_ref().ok().map(|compiler| {
             let (major, minor) = compiler.version();
-            Nvrtc { version: format!("{major}.{minor}"), found_at: compiler.found_at().to_owned() }
+            let (version, of) = (format!("{major}.{minor}"), source::all().count());
+            let prebuilt = compiler.prebuilt().into_iter();
+            let prebuilt = prebuilt.map(|(arch, found)| (arch.to_string(), Prebuilt { found, of })).collect();
+            Nvrtc { version, found_at: compiler.found_at().to_owned(), prebuilt }
         });
         let driver = survey.driver.as_ref().ok().map(version);
         let gpus = survey.gpus.unwrap_or_default();
@@ -215,9 +228,10 @@ impl From<Case> for CaseReport {
 
 fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaError> {
     use kernels::cuda::rowwise::{Rows, RowwiseKernels};
+    // Before anything is measured: a device that takes no kernels is of no use.
+    let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let copy_bytes_per_second = copy_bandwidth(gpu)?;
     let one = gpu.allocate(size_of::<f32>())?;
-    let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let small = |gpu: &mut Gpu| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
     let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
     gpu.begin_graph()?;
@@ -255,7 +269,12 @@ impl Report {
         let or_none = |text: &Option<String>| text.clone().unwrap_or_else(|| "none".to_owned());
         println!("driver    {}", or_none(&self.driver));
         match &self.nvrtc {
-            Some(Nvrtc { version, found_at }) => println!("NVRTC     {version}, {found_at}"),
+            Some(Nvrtc { version, found_at, prebuilt }) => {
+                println!("NVRTC     {version}, {found_at}");
+                for (arch, Prebuilt { found, of }) in prebuilt {
+                    println!("compiled  {arch}: {found} of {of}");
+                }
+            }
             None => println!("NVRTC     none"),
         }
         for missing in &self.missing {

@@ -2,7 +2,8 @@
 """Writes a CycloneDX 1.5 bill of materials of Cargo.lock: every crate, and whether it is in the binary.
 
 `scope` is `required` for what the `kvasir` command is linked from, `excluded` for what only tests, benchmarks and build
-scripts use. Without --target both architectures count. Reads the lock and `cargo metadata`; asks no network."""
+scripts use. Without --target both architectures count. --debian adds what else is in an image: glibc, linked or copied.
+Reads the lock and `cargo metadata`; asks no network."""
 
 import argparse
 import json
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import urllib.parse
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +43,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", help="a Rust target; by default all that the lock has")
     parser.add_argument("--lock", type=Path, default=ROOT / "Cargo.lock")
+    parser.add_argument("--debian", action="append", default=[], metavar="PACKAGE=VERSION")
+    parser.add_argument("--arch", default="all", help="Debian's name of the architecture of these packages")
     arguments = parser.parse_args()
     tree = metadata(arguments.target)
     required = linked(tree)
@@ -67,6 +71,10 @@ def main():
         if licences.get(key):
             component["licenses"] = [{"expression": licences[key].replace("/", " OR ")}]
         components.append(component)
+    for package in arguments.debian:
+        name, version = package.split("=", 1)
+        purl = f"pkg:deb/debian/{name}@{urllib.parse.quote(version)}?arch={arguments.arch}"
+        components.append({"type": "library", "bom-ref": purl, "name": name, "version": version, "scope": "required", "purl": purl})
     root = next(p for p in tree["packages"] if p["id"] == tree["resolve"]["root"])
     bom = {
         "bomFormat": "CycloneDX",

@@ -79,6 +79,18 @@ impl Compiler {
         &self.found_at
     }
 
+    /// For each architecture that the kernels are checked for, how many of all sources came compiled by the version that
+    /// is used here, whole and in the place where [`Self::compile`] looks; empty where no folder was named.
+    pub fn prebuilt(&self) -> Vec<(Arch, usize)> {
+        let Some(folder) = &self.prebuilt else { return Vec::new() };
+        let there = |source: &Source, arch| {
+            let path = super::cache::path(folder, self.version, source, arch);
+            super::cache::read(&path, source, arch).is_some()
+        };
+        let count = |arch| super::source::all().filter(|source| there(source, arch)).count();
+        Arch::CHECKED.map(|arch| (arch, count(arch))).into()
+    }
+
     /// Compiles a source, unless it came compiled.
     ///
     /// # Errors
@@ -210,6 +222,7 @@ mod tests {
             prebuilt: Some(folder.clone()),
             ..compiler
         };
+        assert_eq!(alone.prebuilt(), [(Arch::SM_90, 1), (Arch::SM_121A, 0)]);
         assert_eq!(alone.compile(&ROWWISE, Arch::SM_90), Ok(made));
         assert_eq!(alone.compile(&ROWWISE, Arch::SM_121A), Err(absent));
         std::fs::remove_dir_all(folder).unwrap();

@@ -1,6 +1,8 @@
 //! The container images under the settings that Kubernetes' restricted pods have, run by runc. `./test images` builds the
 //! images first; without them these tests do not run.
 
+mod names;
+
 use kvasir_cluster_tests::file_server::FileServer;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
@@ -162,6 +164,44 @@ fn model() -> TempDir {
     dir
 }
 
+/// A directory with a `libcuda.so.1` for an architecture that says what there is.
+fn stub_driver(arch: &str) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
+    let mut compiler = Command::new(if arch == "arm64" { "aarch64-linux-gnu-gcc" } else { "cc" });
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(dir.path().join("libcuda.so.1")).arg(source);
+    assert!(compiler.status().unwrap().success());
+    dir
+}
+
+/// Where NVIDIA's runtime mounts the driver in an image of Debian's layout.
+fn place_of_driver(arch: &str) -> &'static str {
+    match arch {
+        "arm64" => "/usr/lib/aarch64-linux-gnu/libcuda.so.1",
+        _ => "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    }
+}
+
+/// An image's files, to look at.
+struct Mounted {
+    image: String,
+    path: PathBuf,
+}
+
+impl Mounted {
+    fn of(image: &str) -> Self {
+        let mounted = podman().args(["image", "mount", image]).output().unwrap();
+        assert!(mounted.status.success(), "{}", String::from_utf8_lossy(&mounted.stderr));
+        Self { image: image.to_owned(), path: text(&mounted).into() }
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = podman().args(["image", "unmount", &self.image]).output();
+    }
+}
+
 const ALONE: [&str; 9] =
     ["worker", "--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--threads", "1", "--kv-bytes", "64MiB"];
 
@@ -194,9 +234,35 @@ fn k8s_image_hardening() {
     );
     let shell = run(&image, &mounts, &["--entrypoint", "/bin/sh"], &["-c", "true"]);
     assert!(!shell.status.success(), "there is a shell in the image");
-    let bill = Path::new("usr/local/share/kvasir/sbom.cdx.json");
-    let root = PathBuf::from(format!("/proc/{}/root", node.pid()));
-    assert!(root.join(bill).metadata().unwrap().len() > 10_000);
+    let bill =
+        std::fs::read(format!("/proc/{}/root/usr/local/share/kvasir/sbom.cdx.json", node.pid())).unwrap();
+    let bill: Value = serde_json::from_slice(&bill).unwrap();
+    let components = bill["components"].as_array().unwrap();
+    for linked in ["rustls", "libc6-dev"] {
+        assert!(
+            components.iter().any(|component| component["name"] == linked),
+            "{linked} is not in the bill"
+        );
+    }
+}
+
+/// A static program opens no libraries, not even those that NVIDIA's runtime mounts: it says so and goes on.
+#[test]
+#[ignore = "needs images: ./test images"]
+fn the_cpu_image_computes_on_the_cpu_also_where_a_driver_is_mounted() {
+    let (image, model, home, driver) = (image("cpu", "amd64"), model(), volume(), stub_driver("amd64"));
+    let library = driver.path().join("libcuda.so.1");
+    let mounts = [
+        (home.path(), HOME, true),
+        (library.as_path(), place_of_driver("amd64"), false),
+        (model.path(), "/models", false),
+    ];
+    let report = report_of(&run(&image, &mounts, &[], &["gpu-check", "--json"]));
+    assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
+    let arguments = [&ALONE[..], &["--model", "/models/tiny.gguf", "--device", "auto"]].concat();
+    let node = Container::start(&image, &mounts, &[], &arguments);
+    node.until_ready();
+    node.expect_an_answer();
 }
 
 #[test]
@@ -215,54 +281,112 @@ fn the_arm64_image_starts_and_computes_under_qemu() {
     assert!(computed.status.success() && stderr.contains("4 tokens generated"), "{stderr}");
 }
 
+/// `kvasir gpu-check --json` in the `cuda` image of an architecture, before a driver for a GPU or none; what it reports and
+/// what was said on stderr. The report ends with a failure: a stub cannot be computed on.
+fn gpu_check(arch: &str, driver: Option<(&TempDir, &str)>) -> (Value, String) {
+    let (image, home) = (image("cuda", arch), volume());
+    let library = driver.map(|(driver, _)| driver.path().join("libcuda.so.1"));
+    let mut mounts = vec![(home.path(), HOME, true)];
+    mounts.extend(library.iter().map(|library| (library.as_path(), place_of_driver(arch), false)));
+    let gpu = driver.map(|(_, gpu)| format!("STUB_ARCH={gpu}"));
+    let mut more = Vec::new();
+    more.extend(gpu.iter().flat_map(|gpu| ["--env", gpu.as_str()]));
+    let mut arguments = vec!["gpu-check", "--json"];
+    if arch == "arm64" {
+        mounts.push((Path::new(QEMU), "/qemu", false));
+        more.extend(["--entrypoint", "/qemu"]);
+        arguments.insert(0, "/usr/local/bin/kvasir");
+    }
+    let output = run(&image, &mounts, &more, &arguments);
+    assert_eq!(output.status.code(), Some(1));
+    (report_of(&output), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
 #[test]
 #[ignore = "needs images: ./test images"]
 fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
-    let image = image("cuda", "amd64");
-    let driver = tempfile::tempdir().unwrap();
-    let library = driver.path().join("libcuda.so.1");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
-    let built =
-        Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source).status().unwrap();
-    assert!(built.success());
-    let home = volume();
-    let volume = (home.path(), HOME, true);
-    let without = run(&image, &[volume], &[], &["gpu-check", "--json"]);
-    let report: Value = serde_json::from_str(&text(&without)).unwrap();
+    let (report, _) = gpu_check("amd64", None);
     assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
-    // Where NVIDIA's runtime mounts it; no variable and no cache of the loader tells.
-    let mounted = "/usr/lib/x86_64-linux-gnu/libcuda.so.1";
-    let with = run(&image, &[volume, (&library, mounted, false)], &[], &["gpu-check", "--json"]);
-    let report: Value = serde_json::from_str(&text(&with))
-        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&with.stderr)));
+    // NVIDIA's runtime looks for this file, to mount the driver where this image's loader finds it.
+    let root = Mounted::of(&image("cuda", "amd64"));
+    assert!(root.path.join("etc/debian_version").is_file());
+    // No variable and no cache of the loader tells where the driver is.
+    let (report, _) = gpu_check("amd64", Some((&stub_driver("amd64"), "121")));
     assert_eq!((&report["driver"], &report["missing"]), (&"13.0".into(), &json!([])), "{report}");
     let device = &report["devices"][0];
-    assert_eq!((&device["name"], &device["arch"]), (&"A stub of a GB10".into(), &"sm_121a".into()));
+    assert_eq!((&device["name"], &device["arch"]), (&"A stub of a GPU".into(), &"sm_121a".into()));
     assert_eq!(report["nvrtc"]["version"], "13.0", "{report}");
     let found = report["nvrtc"]["found_at"].as_str().unwrap();
     assert!(found.starts_with("/usr/local/share/kvasir/cubin") && found.contains("no NVRTC"), "{found}");
     // It is a stub: taking it into use fails, in words.
-    assert_eq!(with.status.code(), Some(1));
-    assert!(device["failed"].as_str().is_some_and(|why| !why.is_empty()), "{report}");
+    assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
+}
+
+/// Drivers of both architectures are given machine code of the image, from the place where it is looked for; nothing there
+/// could compile it. A Spark is the one of arm64 with sm_121a.
+#[test]
+#[ignore = "needs images: ./test images"]
+fn the_cuda_images_have_every_kernel_for_both_architectures() {
+    for image_arch in ["amd64", "arm64"] {
+        let driver = stub_driver(image_arch);
+        for (number, arch) in [("90", "sm_90"), ("121", "sm_121a")] {
+            let (report, stderr) = gpu_check(image_arch, Some((&driver, number)));
+            let device = &report["devices"][0];
+            assert_eq!(device["arch"], arch, "{report}");
+            let prebuilt = report["nvrtc"]["prebuilt"].as_object().unwrap();
+            assert_eq!(prebuilt.keys().collect::<Vec<_>>(), ["sm_121a", "sm_90"]);
+            let kernels = &prebuilt[arch];
+            assert!(kernels["of"].as_u64().unwrap() > 10 && kernels["found"] == kernels["of"], "{kernels}");
+            assert!(stderr.contains(&format!("the stub has loaded a module for sm_{number}")), "{stderr}");
+            // What fails is behind the kernels.
+            assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
+        }
+    }
+    // One of another architecture is told that it would need the compiler.
+    let (report, _) = gpu_check("amd64", Some((&stub_driver("amd64"), "80")));
+    let failed = report["devices"][0]["failed"].as_str().unwrap();
+    assert!(failed.contains("no NVRTC here"), "{failed}");
+}
+
+/// What `gpu-check --json` has printed.
+fn report_of(output: &Output) -> Value {
+    serde_json::from_str(&text(output))
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)))
 }
 
 #[test]
 #[ignore = "needs images: ./test images"]
 fn a_pod_with_an_empty_volume_becomes_ready_by_a_fetch() {
-    let (image, served, home) = (image("cpu", "amd64"), model(), volume());
+    let (image, served, etc) = (image("cpu", "amd64"), model(), volume());
     let server = FileServer::start(served.path()).unwrap();
-    // By a name, as in a cluster: the static binary has to resolve it.
-    let address = server.url().replace("127.0.0.1", "models.test") + "/tiny.gguf";
-    let mounts = [(home.path(), HOME, true)];
-    let more = ["--add-host", "models.test:127.0.0.1", "--env", "KVASIR_ALLOW_HTTP=1"];
-    let fetched = run(&image, &mounts, &more, &["models", "pull", &address]);
+    // By a Service's name, as in a cluster: the static binary has to resolve it, without opening a library.
+    let resolver = etc.path().join("resolv.conf");
+    names::serve("files", &resolver);
+    let address = server.url().replace("127.0.0.1", "files") + "/tiny.gguf";
+    // As the manifests have it: the Job writes to the volume, and the pods that serve read.
+    let (job, worker, models, downloads) = (volume(), volume(), volume(), volume());
+    let mounts = |home: &TempDir, writable| {
+        [
+            (home.path().to_owned(), HOME, true),
+            (models.path().to_owned(), "/var/lib/kvasir/models", writable),
+            (downloads.path().to_owned(), "/var/lib/kvasir/downloads", writable),
+            (resolver.clone(), "/etc/resolv.conf", false),
+        ]
+    };
+    let more = ["--env", "KVASIR_ALLOW_HTTP=1"];
+    let fetched = run(&image, &borrowed(&mounts(&job, true)), &more, &["models", "pull", &address]);
     assert!(fetched.status.success(), "{}", String::from_utf8_lossy(&fetched.stderr));
     assert!(text(&fetched).starts_with("/var/lib/kvasir/downloads/"), "{}", text(&fetched));
     let asked = server.requests().len();
-    let node = Container::start(&image, &mounts, &[], &[&ALONE[..], &["--model", &address]].concat());
+    let arguments = [&ALONE[..], &["--model", &address]].concat();
+    let node = Container::start(&image, &borrowed(&mounts(&worker, false)), &[], &arguments);
     node.until_ready();
     node.expect_an_answer();
     assert_eq!(server.requests().len(), asked, "what the fetch has left is served");
+}
+
+fn borrowed<'a>(mounts: &'a [(PathBuf, &'a str, bool)]) -> Vec<(&'a Path, &'a str, bool)> {
+    mounts.iter().map(|(from, to, writable)| (from.as_path(), *to, *writable)).collect()
 }
 
 #[test]
