@@ -310,12 +310,14 @@ async fn answer(
 }
 
 async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
-    let answer = |shape: embeddings::Shape, _: &RequestId, model, gathered: &Gathered| shape.answer(model, gathered);
+    let answer =
+        |shape: embeddings::Shape, _: &RequestId, model, gathered: &Gathered| shape.answer(model, gathered);
     encode(&front, spans::EMBEDDINGS, request, embeddings::plan, answer).await
 }
 
 async fn rerank(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
-    let answer = |shape: rerank::Shape, id: &RequestId, model, gathered: &Gathered| shape.answer(id, model, gathered);
+    let answer =
+        |shape: rerank::Shape, id: &RequestId, model, gathered: &Gathered| shape.answer(id, model, gathered);
     encode(&front, spans::RERANK, request, rerank::plan, answer).await
 }
 

@@ -8,9 +8,9 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS, Scope};
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame,
-    GenerateRequestV3, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1,
-    TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
+    EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3,
+    LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenLogprobs,
+    TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::sequence::{SequenceName, SequenceOperation};

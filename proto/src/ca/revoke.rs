@@ -78,7 +78,8 @@ impl Authority {
         now: SystemTime,
     ) -> Result<IssuedNode, Error> {
         let issued = self.issue(role, node.clone(), now)?;
-        let line = format!("{} {} {node}\n", Serial::of_pem(issued.certificate_pem.as_bytes())?, role.as_str());
+        let line =
+            format!("{} {} {node}\n", Serial::of_pem(issued.certificate_pem.as_bytes())?, role.as_str());
         let path = directory.join(ISSUED);
         // Before anybody has it. One write, so that two who issue at once do not mix their lines.
         let written = OpenOptions::new().append(true).create(true).mode(0o644).open(&path);
@@ -149,8 +150,7 @@ impl Authority {
         let Some(text) = revocations(directory)? else { return Ok(BTreeMap::new()) };
         let der = CertificateRevocationListDer::from_pem_slice(text.as_bytes());
         let der = der.map_err(|_| bad("not readable"))?;
-        let (_, list) =
-            CertificateRevocationList::from_der(&der).map_err(|_| bad("not an X.509 list"))?;
+        let (_, list) = CertificateRevocationList::from_der(&der).map_err(|_| bad("not an X.509 list"))?;
         let entries = list.iter_revoked_certificates();
         Ok(entries.map(|e| (Serial(e.serial().to_bytes_be()), e.revocation_date.timestamp())).collect())
     }

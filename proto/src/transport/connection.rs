@@ -143,8 +143,7 @@ impl Connection {
     ) -> Self {
         let (demultiplexer, incoming) = incoming::demultiplex(quic.clone(), local.clone(), peer.clone());
         let incoming = Mutex::new(incoming);
-        let revocations =
-            revocation::watch(quic.clone(), local.clone(), peer.clone(), agreement.version);
+        let revocations = revocation::watch(quic.clone(), local.clone(), peer.clone(), agreement.version);
         let prefixes = SentPrefixes::default();
         Self(Arc::new(Inner {
             quic,

@@ -242,15 +242,15 @@ impl Identity {
 
     /// [`revoke`](Self::revoke) of one list as DER.
     pub(super) fn learn_revoked(&self, list: &[u8]) -> Result<bool, CertificateError> {
-        let material = self.material();
-        let changed = self.revoked.learn(list, &material.roots)?;
-        if changed {
-            tracing::info!(certificates = self.revoked.count(), "certificates are revoked");
-            if self.revoked.check(&material.chain).is_err() {
-                tracing::error!(node = %self.name, "this node's own certificate is revoked: others will not talk to it");
-            }
+        self.revoked.learn(list, &self.material().roots)
+    }
+
+    /// Says in the log how many certificates are revoked by now.
+    pub(super) fn tell_revoked(&self) {
+        tracing::warn!(certificates = self.revoked.count(), "certificates are revoked");
+        if self.revoked.check(&self.material().chain).is_err() {
+            tracing::error!(node = %self.name, "this node's own certificate is revoked: others will not talk to it");
         }
-        Ok(changed)
     }
 
     /// Takes the certificate, key, roots and lists of revoked certificates of `other`, which must be of the same node
@@ -270,7 +270,7 @@ impl Identity {
         drop(material);
         let revoked = self.revoked.renew(&other.revoked, &roots.roots)?;
         if revoked {
-            tracing::info!(certificates = self.revoked.count(), "certificates are revoked");
+            self.tell_revoked();
         }
         Ok(changed || revoked)
     }

@@ -160,7 +160,9 @@ async fn identify(
             return GenerateCall::read(send, receive).await.map(|call| Some(Incoming::Generate(call)));
         }
         (Ok(StreamKind::GenerateAfter), Some(send)) => {
-            return GenerateCall::read_after(send, receive, kept).await.map(|call| Some(Incoming::Generate(call)));
+            return GenerateCall::read_after(send, receive, kept)
+                .await
+                .map(|call| Some(Incoming::Generate(call)));
         }
         (Ok(StreamKind::Encode), Some(send)) => {
             return EncodeCall::read(send, receive).await.map(|call| Some(Incoming::Encode(call)));
@@ -180,7 +182,9 @@ async fn identify(
         (Ok(StreamKind::PeerIndex), Some(send)) => {
             return PeerIndexCall::read(send, receive).await.map(|call| Some(Incoming::PeerIndex(call)));
         }
-        (Ok(StreamKind::Stage), Some(send)) => return Ok(Some(Incoming::Stage(StageCall::new(send, receive)))),
+        (Ok(StreamKind::Stage), Some(send)) => {
+            return Ok(Some(Incoming::Stage(StageCall::new(send, receive))));
+        }
         (Ok(StreamKind::StageLease), Some(send)) => {
             return LeaseCall::read(send, receive).await.map(|call| Some(Incoming::StageLease(call)));
         }

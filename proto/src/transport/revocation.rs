@@ -5,9 +5,9 @@
 //! node was given is known to all within moments. What was revoked once stays revoked, so lists are not replaced by later
 //! ones but added up; one that says nothing that another does not is dropped.
 
+use super::CloseCode;
 use super::endpoint::{Counters, Local};
 use super::identity::{CertificateError, Identity, PeerIdentity};
-use super::CloseCode;
 use super::streams::{FrameReader, FrameWriter, StreamCode, StreamKind, within, write_error};
 use crate::Error;
 use crate::codec::{Cap, CodecError};
@@ -27,6 +27,10 @@ pub const MAX_REVOCATION_LIST: usize = 1 << 19;
 const MAX_LISTS: usize = 16;
 /// The first protocol version whose nodes take lists.
 const SINCE_VERSION: u16 = 4;
+/// All is told again after this: who did not yet trust the root that has signed a list may do so by now.
+const AGAIN: Duration = Duration::from_secs(5);
+/// Why a list that may be true is not taken.
+const NOT_OURS: &str = "signed by none of the cluster's roots";
 /// A peer that does not take a list for so long is not told more.
 const TELLING_LIMIT: Duration = Duration::from_secs(10);
 
@@ -61,8 +65,7 @@ impl List {
         if der.len() > MAX_REVOCATION_LIST {
             return Err(bad("longer than 512 KiB"));
         }
-        let (rest, list) =
-            CertificateRevocationList::from_der(der).map_err(|_| bad("not an X.509 list"))?;
+        let (rest, list) = CertificateRevocationList::from_der(der).map_err(|_| bad("not an X.509 list"))?;
         if !rest.is_empty() {
             return Err(bad("not an X.509 list alone"));
         }
@@ -70,7 +73,7 @@ impl List {
             X509Certificate::from_der(root)
                 .is_ok_and(|(_, root)| list.verify_signature(root.public_key()).is_ok())
         };
-        let root = roots.iter().find(signed).ok_or_else(|| bad("signed by none of the cluster's roots"))?;
+        let root = roots.iter().find(signed).ok_or_else(|| bad(NOT_OURS))?;
         let serials = list.iter_revoked_certificates().map(|entry| entry.serial().to_bytes_be());
         Ok(Self {
             root: root.clone(),
@@ -188,7 +191,11 @@ impl Revoked {
     /// Certificates on all lists.
     pub(super) fn count(&self) -> usize {
         let lists = Arc::clone(&self.0.borrow());
-        lists.iter().flat_map(|list| list.serials.iter().map(|serial| (&list.issuer, serial))).collect::<BTreeSet<_>>().len()
+        lists
+            .iter()
+            .flat_map(|list| list.serials.iter().map(|serial| (&list.issuer, serial)))
+            .collect::<BTreeSet<_>>()
+            .len()
     }
 }
 
@@ -256,13 +263,15 @@ async fn tell(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error
             .await?;
         }
         told = lists;
-        if known.changed().await.is_err() {
-            return Ok(());
+        match tokio::time::timeout(AGAIN, known.changed()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) => return Ok(()),
+            Err(_) => told = Lists::default(),
         }
     }
 }
 
-/// Takes what a peer tells, until it has no more to tell or tells what is not true.
+/// Takes what a peer tells, until it has no more to tell or tells what cannot be true.
 pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdentity) {
     let mut frames = FrameReader::<Revocations>::new(stream, Cap::Stream);
     loop {
@@ -273,7 +282,12 @@ pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdenti
         };
         match heard {
             Ok(false) => {}
-            Ok(true) => tracing::info!(%peer, "a peer has told of revoked certificates"),
+            Ok(true) => local.identity().tell_revoked(),
+            // By a root that is to be ours, or by somebody else's; looked at no faster than this.
+            Err(CertificateError::RevocationList { reason: NOT_OURS }) => {
+                tracing::debug!(%peer, "a list of revoked certificates is {NOT_OURS}");
+                tokio::time::sleep(TELLING_LIMIT / 10).await;
+            }
             Err(error) => {
                 tracing::warn!(%peer, %error, "a peer tells of revoked certificates what is not to be believed");
                 return frames.stop(StreamCode::Malformed);

@@ -182,12 +182,14 @@ async fn sec_revoked() {
     let all = EndpointConfig { accepts: vec![Role::Worker, Role::Coordinator], ..config() };
     let bind = |identity: &Identity| Endpoint::bind(any_port(), identity, all.clone()).unwrap();
     let given = issue(Role::Coordinator, "c1");
-    let (c1, c2, w1) = (bind(&given), bind(&issue(Role::Coordinator, "c2")), bind(&issue(Role::Worker, "w1")));
+    let (c1, c2, w1) =
+        (bind(&given), bind(&issue(Role::Coordinator, "c2")), bind(&issue(Role::Worker, "w1")));
     let stolen = bind(&issue(Role::Worker, "w2"));
     // c1 - c2 - w1, and the one to be revoked with each of them.
     let (to_c1, to_c2) = (Expected::any(Role::Coordinator), Expected::any(Role::Coordinator));
     let to_w1 = Expected::any(Role::Worker);
-    let stays = [c1.connect(c2.address(), &to_c2).await.unwrap(), w1.connect(c2.address(), &to_c2).await.unwrap()];
+    let stays =
+        [c1.connect(c2.address(), &to_c2).await.unwrap(), w1.connect(c2.address(), &to_c2).await.unwrap()];
     let kept = [c2.accept().await.unwrap(), c2.accept().await.unwrap()];
     let open = [
         stolen.connect(c1.address(), &to_c1).await.unwrap(),
@@ -253,6 +255,27 @@ async fn sec_revoked() {
     // It knows of that one from the beginning, and does not dial it.
     let refused = newest.connect(stolen.address(), &Expected::any(Role::Worker)).await.unwrap_err();
     assert!(refused.to_string().contains("Revoked"), "{refused}");
+    // Who does not trust the new root yet learns of it once it does.
+    let old = |name: &str, role| {
+        ca.issue(role, node(name), SystemTime::now()).unwrap().save(&dir.path().join(name)).unwrap();
+    };
+    old("c5", Role::Coordinator);
+    old("w5", Role::Worker);
+    let trusting = |name: &str| {
+        std::fs::copy(dir.path().join("ca.crt"), dir.path().join(name).join("ca.crt")).unwrap();
+        load_identity(&dir.path().join(name)).unwrap()
+    };
+    let slow = load_identity(&dir.path().join("w5")).unwrap();
+    std::fs::write(dir.path().join("c5/ca.crl"), list()).unwrap();
+    let (knows, learns) = (bind(&trusting("c5")), bind(&slow));
+    let _joined = learns.connect(knows.address(), &to_c1).await.unwrap();
+    let knows_it = async || {
+        let dialed = learns.connect(stolen.address(), &Expected::any(Role::Worker)).await;
+        dialed.is_err_and(|error| error.to_string().contains("Revoked"))
+    };
+    assert!(!knows_it().await);
+    assert!(slow.renew(&trusting("w5")).unwrap());
+    soon("being told again", async { while !knows_it().await {} }).await;
     // A list that is there and cannot be read is not passed over.
     std::fs::write(dir.path().join("c4/ca.crl"), "nonsense").unwrap();
     load_identity(&dir.path().join("c4")).unwrap_err();

@@ -229,7 +229,8 @@ fn sec_revoked_node() {
                 status.lines().any(|line| line.contains(worker)).then_some(())
             };
             wait::until("it has something to do", binary::PATIENCE, || on(&revoked.id)).unwrap();
-            let told = binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id]);
+            let told =
+                binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id]);
             assert!(told.unwrap().starts_with("revoked "));
             let asked = Instant::now();
             let given = data.join("nodes").join(&nodes.coordinators[2].id).join("identity/ca.crl");
@@ -257,6 +258,11 @@ fn sec_revoked_node() {
         },
     );
     assert!(served > 12, "{served}");
+    // Each coordinator has written it down when it heard of it.
+    let told = |(path, text): &(PathBuf, Vec<u8>)| {
+        path.ends_with("audit.jsonl") && String::from_utf8_lossy(text).contains(r#""what":"revoke""#)
+    };
+    assert_eq!(written(&data).iter().filter(|file| told(file)).count(), 3);
     let unknown = ["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", "worker-9"];
     assert_eq!(binary::run(&unknown).unwrap().status.code(), Some(1));
     assert_eq!(binary::run(&["ca", "revoke", "--dir", ca_dir]).unwrap().status.code(), Some(2));
@@ -433,10 +439,14 @@ fn nothing_is_written_down(name: &str, model: &str) {
     places.extend(written(dir.path()));
     let has = |text: &[u8], what: &[u8]| text.windows(what.len()).any(|window| window == what);
     let traced = |kind: &str| {
-        let of = |place: &Path| place.file_name().is_some_and(|name| name.to_string_lossy().starts_with(kind));
+        let of =
+            |place: &Path| place.file_name().is_some_and(|name| name.to_string_lossy().starts_with(kind));
         places.iter().any(|(place, text)| of(place) && has(text, b" TRACE "))
     };
-    assert!(traced("coordinator-0") && traced("worker-0"), "nothing was logged at the level that this is about");
+    assert!(
+        traced("coordinator-0") && traced("worker-0"),
+        "nothing was logged at the level that this is about"
+    );
     assert!(places.iter().any(|(place, text)| place.ends_with("audit.jsonl") && has(text, id.as_bytes())));
     let secrets = CANARIES.iter().copied().chain([key.as_str(), &key["kvasir-".len()..]]);
     for secret in secrets {

@@ -181,7 +181,9 @@ fn texts_that_are_encoded_are_traced_as_well() {
     // 32 texts a call.
     let enough = |trace: &[Told]| {
         let has = |name: &str| named(trace, name).len();
-        has("encode") == 2 && has("compute") == 2 && trace.iter().any(|t| t.span.name.starts_with("embeddings"))
+        has("encode") == 2
+            && has("compute") == 2
+            && trace.iter().any(|t| t.span.name.starts_with("embeddings"))
     };
     let trace = collector.trace(&[3; 16], enough);
     let root = expect_tree(&trace);
@@ -233,7 +235,8 @@ fn a_collector_that_hangs_harms_no_request() {
         .start()
         .unwrap();
     let (ops, worker) = (cluster.coordinator().ops, cluster.nodes().workers[0].ops);
-    let plain = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "seed": 1});
+    let plain =
+        json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "seed": 1});
     let text_of = |answer: http::Answer| answer.ok().unwrap()["choices"][0]["text"].clone();
     let expected = text_of(http::post(cluster.http(), "/v1/completions", &plain).unwrap());
     // 384 spans a request at the coordinator, of which 256 a second are given up.
@@ -241,7 +244,8 @@ fn a_collector_that_hangs_harms_no_request() {
     let many = json!({"model": cluster.model(), "prompt": many, "max_tokens": 1});
     wait::until("the queue is full", binary::PATIENCE, || {
         let answer = http::post(cluster.http(), "/v1/completions", &many).unwrap();
-        assert_eq!(answer.status, 200, "{}", answer.text().unwrap());
+        let status = answer.status;
+        assert_eq!(status, 200, "{}", answer.text().unwrap());
         (spans(ops, "kvasir_trace_spans", "queue_full") > 0.0).then_some(())
     })
     .unwrap();

@@ -443,7 +443,8 @@ impl BlockPool {
                 let Block { refs, hashed, .. } = g.blocks[*block as usize];
                 refs == 0 && !hashed
             });
-            places.extend(blocks.map(|block| (self.offset(owner.into(), block), g.block_units * OFFSET_UNIT)));
+            places
+                .extend(blocks.map(|block| (self.offset(owner.into(), block), g.block_units * OFFSET_UNIT)));
         }
         places
     }

@@ -233,11 +233,7 @@ fn prefix(path: &Path, holders: &Holders, asked: &[Asked]) -> Value {
 }
 
 /// Those that have asked lately, and those that use their limits: a tenant that is at its limit is not placed any more.
-fn tenant_views(
-    waiting: &[TenantView],
-    paths: &Paths,
-    limited: &BTreeMap<TenantId, Usage>,
-) -> Vec<Value> {
+fn tenant_views(waiting: &[TenantView], paths: &Paths, limited: &BTreeMap<TenantId, Usage>) -> Vec<Value> {
     let mut all: Vec<&str> = paths.tenants.keys().map(|tenant| &**tenant).collect();
     all.extend(waiting.iter().map(|view| view.tenant.as_str()));
     let used = |usage: &Usage| usage.requests.0 > 0 || usage.tokens.0 > 0 || usage.inflight.0 > 0;
@@ -260,7 +256,8 @@ fn tenant_views(
 }
 
 fn limits(usage: &Usage) -> Value {
-    let limit = |(used, allowed): (u64, u64)| (allowed > 0).then(|| json!({"used": used, "allowed": allowed}));
+    let limit =
+        |(used, allowed): (u64, u64)| (allowed > 0).then(|| json!({"used": used, "allowed": allowed}));
     json!({
         "requests_per_minute": limit(usage.requests),
         "tokens_per_minute": limit(usage.tokens),

@@ -76,7 +76,7 @@ function drawLimits(limits) {
   if (known.length === 0) return null;
   return el("div", { class: "limit" }, known.map(([name, { used, allowed }]) => {
     const share = used / allowed;
-    const text = `${short(used)} of ${short(allowed)} ${LIMITS[name] ?? name}`;
+    const text = `${whole(used)} of ${whole(allowed)} ${LIMITS[name] ?? name}`;
     return el("div", { class: share >= 1 ? "reached" : "" }, el("small", {}, text), bar([{ name: share >= 1 ? "bad" : share >= 0.8 ? "warn" : "full", share }], text));
   }));
 }
