@@ -51,8 +51,8 @@ def quantile(q, metric, *labels):
 
 
 def traced(expression):
-    """Whether an expression is of buckets that carry traces."""
-    return any(f"{metric}_bucket" in expression for metric in TRACED)
+    """Whether an expression is a latency whose buckets carry traces."""
+    return expression.startswith("histogram_quantile") and any(f"{metric}_bucket" in expression for metric in TRACED)
 
 
 def quantiles(metric):
