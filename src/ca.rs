@@ -95,7 +95,7 @@ struct Rotate {
     What is revoked stays so; `kvasir ca issue --replace` gives the node a certificate that holds. A coordinator is taken \
     out of its group by `kvasir coordinators remove`."
 )]
-#[group(required = true, multiple = true, args = ["node", "certificate", "serial"])]
+#[command(group(clap::ArgGroup::new("what").required(true).multiple(true).args(["node", "certificate", "serial"])))]
 struct Revoke {
     /// Where `kvasir ca init` put the authority.
     #[arg(long, value_name = "DIR")]
