@@ -269,7 +269,8 @@ impl Meter {
     pub fn usage(&self, now: Instant) -> Usage {
         let mut state = self.state.lock();
         state.fill(now);
-        let used = |bucket: &Bucket, allowed: f64| (allowed - bucket.level).max(0.0).round() as u64;
+        // Up: all are used as soon as there is no room for a whole one.
+        let used = |bucket: &Bucket, allowed: f64| (allowed - bucket.level).max(0.0).ceil() as u64;
         let QuotaV1 { requests_per_minute, tokens_per_minute, concurrency } = state.quota;
         Usage {
             requests: (used(&state.requests, requests_per_minute.into()), requests_per_minute.into()),
