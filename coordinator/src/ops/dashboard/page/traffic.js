@@ -90,8 +90,8 @@ function drawTenants({ tenants, cluster }) {
   const sorted = tenants.toSorted((a, b) => b.waiting_tokens - a.waiting_tokens || b.placed_tokens - a.placed_tokens).slice(0, 12);
   const rows = sorted.flatMap(({ tenant, waiting, placed, placed_tokens: tokens, limits }) => {
     const used = drawLimits(limits);
-    const row = el("tr", { "data-tenant": tenant }, el("th", { scope: "row", rowspan: used ? 2 : null }, tenant), el("td", { class: "number" }, whole(waiting)), el("td", { class: "number" }, whole(placed)), el("td", {}, bar([{ name: "full", share: tokens / all }], `${percent(tokens / all)} of prompt tokens`)));
-    return used ? [row, el("tr", { class: "limits" }, el("td", { colspan: 3 }, used))] : [row];
+    const row = el("tr", { "data-tenant": tenant }, el("th", { scope: "row" }, tenant), el("td", { class: "number" }, whole(waiting)), el("td", { class: "number" }, whole(placed)), el("td", {}, bar([{ name: "full", share: tokens / all }], `${percent(tokens / all)} of prompt tokens`)));
+    return used ? [row, el("tr", { class: "limits" }, el("td", { colspan: 4 }, used))] : [row];
   });
   const head = el("tr", {}, el("th", { scope: "col" }, "Tenant"), el("th", { scope: "col", class: "number" }, "Waiting"), el("th", { scope: "col", class: "number" }, "Placed"), el("th", { scope: "col" }, "Share"));
   parent.replaceChildren(line, el("table", { class: "small" }, el("thead", {}, head), el("tbody", {}, rows)));
