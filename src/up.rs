@@ -189,7 +189,9 @@ impl Plan {
         let named = format!("{}={path}", model.id);
         let identity = |role: Role, name: &str| -> anyhow::Result<PathBuf> {
             let path = dir.node(name).join("identity");
-            authority.issue(role, NodeId::new(name)?, SystemTime::now())?.save(&path)?;
+            authority
+                .issue_recorded(&dir.authority(), role, NodeId::new(name)?, SystemTime::now())?
+                .save(&path)?;
             Ok(path)
         };
         // Nodes find each other on this machine only, whatever the API listens on.

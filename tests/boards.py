@@ -1,7 +1,9 @@
 """Asks a real Prometheus before a running cluster for every expression of the boards and the alerts: one that finds nothing
 names a metric or a label that does not exist. `python tests/boards.py BINARY MODEL.gguf`"""
 
+import http.server
 import json
+import os
 import pathlib
 import re
 import signal
@@ -71,19 +73,43 @@ class Prometheus:
         file = directory / "prometheus.yml"
         file.write_text(yaml.safe_dump(config))
         log = open(directory / "prometheus.log", "wb")
-        flags = [f"--config.file={file}", f"--storage.tsdb.path={directory}/tsdb", f"--web.listen-address=127.0.0.1:{self.port}"]
+        flags = ["--enable-feature=exemplar-storage", f"--config.file={file}", f"--storage.tsdb.path={directory}/tsdb", f"--web.listen-address=127.0.0.1:{self.port}"]
         self.process = subprocess.Popen(["prometheus", *flags], stdout=log, stderr=log)
 
-    def series(self, expression):
-        """How many series an expression has now."""
-        query = urllib.parse.urlencode({"query": expression})
+    def query(self, path, expression, **more):
+        """What is found by an expression; none while it does not answer."""
+        query = urllib.parse.urlencode({"query": expression, **more})
         try:
-            answer, _ = ask(f"http://127.0.0.1:{self.port}/api/v1/query?{query}")
+            answer, _ = ask(f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}")
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
         except OSError:
-            return 0
-        return len(answer["data"]["result"])
+            return None
+        return answer["data"]
+
+    def series(self, expression):
+        """How many series an expression has now."""
+        found = self.query("query", expression)
+        return len(found["result"]) if found else 0
+
+    def traces(self, expression):
+        """The traces that an expression's buckets lead to."""
+        now = time.time()
+        found = self.query("query_exemplars", expression, start=now - 600, end=now + 1) or []
+        return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes spans, so that requests are traced, and forgets them."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
 
 
 class Load:
@@ -169,6 +195,22 @@ def files_are_written():
     assert written == {f"kvasir-{name}.json" for name in boards.BOARDS}, written
 
 
+def latencies_lead_to_traces():
+    """Which targets ask for exemplars, of the boards as they are written; and where these lead."""
+    asked = {}
+    for path in sorted((boards.HERE / "boards").iterdir()):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                assert target["exemplar"] == boards.traced(target["expr"]), f"{path.name}: {panel['title']}"
+                if target["exemplar"]:
+                    asked.setdefault(panel["title"], target["expr"].replace(boards.RATE, "1m"))
+    assert {"Time to the first token", "Time to the end", "Time in the queue"} <= asked.keys(), asked.keys()
+    source, *others = yaml.safe_load((boards.HERE / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    (destination,) = source["jsonData"]["exemplarTraceIdDestinations"]
+    assert destination["name"] == "trace_id" and destination["datasourceUid"] in [other["uid"] for other in others]
+    return asked
+
+
 def alerts_have_runbooks():
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
     rules = [rule for group in boards.alerts()["groups"] for rule in group["rules"]]
@@ -178,14 +220,17 @@ def alerts_have_runbooks():
     subprocess.run(["promtool", "check", "rules", str(boards.ALERTS)], check=True, stdout=subprocess.DEVNULL)
 
 
-def every_expression_finds_something(binary, model):
+def every_expression_finds_something(binary, model, latencies):
+    collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="kvasir-boards-") as directory:
         directory = pathlib.Path(directory)
         data = directory / "data"
         command = [binary, "up", model, "--json", "--coordinators", "3", "--workers", "4", "--shards", "2", "--threads", "1"]
         command += ["--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--data-dir", str(data), "--kv-host-bytes", "16MiB"]
         with open(directory / "up.log", "wb") as log:
-            up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
+            up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **traced})
         try:
             nodes = json.loads(up.stdout.readline())
             prometheus = Prometheus(nodes, directory)
@@ -204,6 +249,8 @@ def every_expression_finds_something(binary, model):
                     told = "\n".join(f"  {name}: {expression}" for name, expression in sorted(missing))
                     raise AssertionError(f"nothing is found by\n{told}") from error
                 assert not prometheus.series("count(kvasir_no_such_metric)"), "anything is found"
+                for title, expression in latencies.items():
+                    until(f"traces on the panel {title}", lambda: prometheus.traces(expression))
             finally:
                 load.stop()
                 prometheus.process.terminate()
@@ -219,11 +266,13 @@ def every_expression_finds_something(binary, model):
 def main(binary, model):
     files_are_written()
     alerts_have_runbooks()
+    latencies = latencies_lead_to_traces()
     started = time.monotonic()
-    every_expression_finds_something(binary, model)
+    every_expression_finds_something(binary, model, latencies)
     asked = sum(1 for _ in expressions())
     print(f"{asked} expressions of boards and alerts ({time.monotonic() - started:.1f} s)")
-    print("3 passed, 0 failed")
+    print(f"traces on {len(latencies)} panels")
+    print("4 passed, 0 failed")
 
 
 if __name__ == "__main__":

@@ -39,14 +39,12 @@ use axum::routing::{MethodRouter, get, post};
 use axum::{Extension, Json, Router};
 use bytes::Bytes;
 use documents::Popularity;
-use embeddings::Embeddings;
-use encode::{Asker, Gathered, gather};
+use encode::{Asker, Gathered, Wanted, gather};
 use error::ApiError;
 use plan::{Kind, Plan, Sources};
 use proto::block::{ClusterKey, Scope};
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::trace::{Span, TraceContext};
-use rerank::Rerank;
 use serde::Serialize;
 use serde_json::json;
 use shape::Shape;
@@ -251,7 +249,7 @@ async fn generate(
     kind: Kind,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let mut trace = spans::receive(kind, request.headers());
+    let mut trace = spans::receive(spans::operation(kind), request.headers());
     let answered = answer(front, kind, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
         spans::failed(span, error);
@@ -312,22 +310,49 @@ async fn answer(
 }
 
 async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
-    front.dispatch.check_room()?;
-    let (asker, body) = admit(&front, request).await?;
-    let Embeddings { model, texts, shape } =
-        front.plan(&asker, body.len(), move |s| embeddings::plan(&body, s)).await?;
-    let gathered = gather(&front, asker, &model, texts).await?;
-    front.write(gathered, move |gathered| shape.answer(model, gathered)).await
+    let answer =
+        |shape: embeddings::Shape, _: &RequestId, model, gathered: &Gathered| shape.answer(model, gathered);
+    encode(&front, spans::EMBEDDINGS, request, embeddings::plan, answer).await
 }
 
 async fn rerank(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
-    front.dispatch.check_room()?;
-    let (asker, body) = admit(&front, request).await?;
-    let id = asker.id.clone();
-    let Rerank { model, texts, shape } =
-        front.plan(&asker, body.len(), move |s| rerank::plan(&body, s)).await?;
-    let gathered = gather(&front, asker, &model, texts).await?;
-    front.write(gathered, move |gathered| shape.answer(&id, model, gathered)).await
+    let answer =
+        |shape: rerank::Shape, id: &RequestId, model, gathered: &Gathered| shape.answer(id, model, gathered);
+    encode(&front, spans::RERANK, request, rerank::plan, answer).await
+}
+
+/// Has the texts encoded that `plan` reads off a request's body; `answer` makes the answer of what came of them.
+async fn encode<S: Send + 'static, A: Serialize>(
+    front: &Arc<Front>,
+    operation: &'static str,
+    request: Request,
+    plan: fn(&[u8], &Sources<'_>) -> Result<Wanted<S>, ApiError>,
+    answer: impl FnOnce(S, &RequestId, ModelId, &Gathered) -> A + Send + 'static,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(operation, request.headers());
+    let answered = async {
+        front.dispatch.check_room()?;
+        let (asker, body) = admit(front, request).await?;
+        if let Some(span) = &trace {
+            span.part("receive", asker.arrived);
+        }
+        let (id, read) = (asker.id.clone(), Instant::now());
+        let planned = front.plan(&asker, body.len(), move |sources| plan(&body, sources)).await?;
+        let Wanted { model, texts, shape } = planned;
+        if let Some(span) = &mut trace {
+            spans::encodes(span, operation, (&id, &model), texts.len(), read);
+        }
+        let gathered = gather(front, asker, &model, texts, trace.as_ref().map(Span::context)).await?;
+        if let Some(span) = &mut trace {
+            span.set("gen_ai.usage.input_tokens", gathered.tokens);
+        }
+        front.write(gathered, move |gathered| answer(shape, &id, model, gathered)).await
+    }
+    .await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
 }
 
 /// Lets a request in that costs something, and reads its body.

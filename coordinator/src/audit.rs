@@ -30,7 +30,8 @@ pub struct AuditError {
 /// An action.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Record<'a> {
-    /// Who wanted it: `key ID of TENANT`, `local` for whoever is on this machine, `worker NAME`, `leader`.
+    /// Who wanted it: `key ID of TENANT`, `local` for whoever is on this machine, `worker NAME`, `leader`, `authority` of what its
+    /// signature says.
     pub who: &'a str,
     /// From where.
     pub from: Option<IpAddr>,

@@ -84,6 +84,17 @@ pub struct Exceeded {
     pub retry_after: Duration,
 }
 
+/// How far limits are used: what of each, and what it allows; 0 allows all, of which nothing is counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Requests that have not come back yet of what a minute allows.
+    pub requests: (u64, u64),
+    /// Tokens, likewise; in debt more than is allowed.
+    pub tokens: (u64, u64),
+    /// Requests under way.
+    pub inflight: (u64, u64),
+}
+
 /// What is counted by the same name at all coordinators: the SHA-256 of a key, or a digest of a tenant's name.
 pub type Subject = [u8; 32];
 
@@ -153,6 +164,12 @@ impl State {
         self.tokens.fill(now, self.quota.tokens_per_minute as f64);
     }
 
+    /// Requests at other coordinators just now.
+    fn beside(&self, now: Instant) -> u32 {
+        let here = |other: &&Elsewhere| now.saturating_duration_since(other.at) < SILENT_AFTER;
+        self.others.values().filter(here).fold(0, |sum, other| sum.saturating_add(other.inflight))
+    }
+
     fn spend(&mut self, requests: u64, tokens: u64) {
         self.requests.take(requests as f64, self.quota.requests_per_minute.into());
         self.tokens.take(tokens as f64, self.quota.tokens_per_minute as f64);
@@ -206,10 +223,7 @@ impl Meter {
             let wait = state.requests.until(1.0, requests_per_minute.into());
             return exceeded(Limit::Requests, requests_per_minute.into(), wait);
         }
-        let here = |other: &&Elsewhere| now.saturating_duration_since(other.at) < SILENT_AFTER;
-        let others = state.others.values().filter(here);
-        let others = others.fold(0u32, |sum, other| sum.saturating_add(other.inflight));
-        if concurrency > 0 && state.inflight.saturating_add(others) >= concurrency {
+        if concurrency > 0 && state.inflight.saturating_add(state.beside(now)) >= concurrency {
             return exceeded(Limit::Concurrency, concurrency.into(), RETRY_BESIDE);
         }
         state.inflight += 1;
@@ -249,6 +263,20 @@ impl Meter {
     fn end(&self) {
         let mut state = self.state.lock();
         state.inflight = state.inflight.saturating_sub(1);
+    }
+
+    /// How far its limits are used, at all coordinators that were heard of.
+    pub fn usage(&self, now: Instant) -> Usage {
+        let mut state = self.state.lock();
+        state.fill(now);
+        // Up: all are used as soon as there is no room for a whole one.
+        let used = |bucket: &Bucket, allowed: f64| (allowed - bucket.level).max(0.0).ceil() as u64;
+        let QuotaV1 { requests_per_minute, tokens_per_minute, concurrency } = state.quota;
+        Usage {
+            requests: (used(&state.requests, requests_per_minute.into()), requests_per_minute.into()),
+            tokens: (used(&state.tokens, tokens_per_minute as f64), tokens_per_minute),
+            inflight: (state.inflight.saturating_add(state.beside(now)).into(), concurrency.into()),
+        }
     }
 
     /// What was spent here, for the others; none if they know for long.

@@ -4,7 +4,7 @@ mod http;
 
 use crate::agreement::{Agreement, GroupError};
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
-use crate::audit::{Audit, AuditError};
+use crate::audit::{Audit, AuditError, Record};
 use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
 use crate::consensus::telemetry::RaftMetrics;
@@ -177,6 +177,7 @@ impl Coordinator {
             )),
             tokio::spawn(tick(Arc::clone(&dispatch))),
         ];
+        tasks.push(tokio::spawn(note_revocations(identity.clone(), Arc::clone(&ops.audit))));
         tasks.extend(replicas.map(|replicas| tokio::spawn(replicas.run())));
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
         let drain = Duration::from_secs(config.drain_s);
@@ -224,6 +225,16 @@ impl Drop for Coordinator {
         for task in &self.tasks {
             task.abort();
         }
+    }
+}
+
+/// Writes down whenever the cluster's authority has taken certificates back, as far as this node has heard.
+async fn note_revocations(identity: Identity, audit: Arc<Audit>) {
+    let mut known = 0;
+    loop {
+        known = identity.more_revoked_than(known).await;
+        let on = format!("{known} certificates in all");
+        audit.note(&Record { who: "authority", from: None, what: "revoke", on: &on, result: "taken" });
     }
 }
 

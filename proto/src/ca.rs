@@ -1,10 +1,13 @@
-//! The cluster's own certificate authority: `kvasir ca init`, `kvasir ca issue` and `kvasir ca rotate`, and where
+//! The cluster's own certificate authority: `kvasir ca init`, `issue`, `rotate` and `revoke`, and where
 //! nodes find their identity.
 //!
 //! A CA directory holds `ca.crt` and `ca.key`; an identity directory holds `node.crt` (leaf first),
 //! `node.key` and `ca.crt`. Both `ca.crt` hold one root, or two while a root is being replaced, the new one
-//! first. Keys are readable by their owner only. Nothing is overwritten unless that is what was asked for, and a
+//! first. Either may hold `ca.crl`, the list of certificates that are revoked; the authority's also `issued`, what it has
+//! issued. Keys are readable by their owner only. Nothing is overwritten unless that is what was asked for, and a
 //! file appears complete or not at all.
+
+mod revoke;
 
 use crate::Error;
 use crate::ids::{ClusterName, NodeId, Role};
@@ -13,6 +16,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SanType,
 };
+pub use revoke::Serial;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use std::fs::{self, File, OpenOptions};
@@ -202,13 +206,17 @@ impl IssuedNode {
 }
 
 /// Reads the identity that [`IssuedNode::save`] (or a certificate manager with the same file names) has
-/// written to `directory`.
+/// written to `directory`, and the list of revoked certificates if there is one.
 pub fn load_identity(directory: &Path) -> Result<Identity, Error> {
-    load_identity_files(
+    let identity = load_identity_files(
         &directory.join(NODE_CERTIFICATE),
         &directory.join(NODE_KEY),
         &directory.join(CA_CERTIFICATE),
-    )
+    )?;
+    if let Some(lists) = revoke::revocations(directory)? {
+        identity.revoke(lists.as_bytes())?;
+    }
+    Ok(identity)
 }
 
 /// Reads an identity from three PEM files: certificate chain, key, roots.
@@ -221,13 +229,17 @@ fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
     // rcgen's epoch arithmetic, because SystemTime does not convert without another feature.
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
-    let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let since = since_epoch(now);
     params.not_before = epoch + since.saturating_sub(CLOCK_SKEW);
     params.not_after = epoch + since + life;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::OrganizationName, "Kvasir");
     params.distinguished_name.push(DnType::CommonName, name);
     params
+}
+
+fn since_epoch(now: SystemTime) -> Duration {
+    now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
 /// The cluster that a root certificate is named for, if it is one and the key is its own.

@@ -13,7 +13,8 @@ mod tokens;
 mod transfer;
 
 pub use encode::{
-    EncodeReply, EncodeRequest, EncodeRequestV1, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH,
+    EncodeReply, EncodeRequest, EncodeRequestV1, EncodeRequestV2, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS,
+    MAX_ENCODED_WIDTH,
 };
 pub use prefix::{NumberedPrefixV1, PrefixNote, PrefixNoteV1};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds};

@@ -9,6 +9,7 @@
 //! - Who the peer is comes from its certificate. A name in a body is only compared with it
 //!   ([`Connection::require_node`]).
 //! - A stream of a kind that the opener's role may not open is refused with [`StreamCode::Forbidden`].
+//! - A certificate that its authority has revoked opens nothing, and ends what it has opened.
 //! - No 0-RTT and no session resumption: every connection checks certificates anew.
 //!
 //! A coordinator and a worker, in one process:
@@ -107,6 +108,7 @@ mod peer_index;
 mod prefixes;
 mod pull;
 mod reset;
+mod revocation;
 mod rpc;
 mod sequence;
 mod shard;
@@ -128,6 +130,7 @@ pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
 pub use lease::{LeaseCall, LeaseHeld, StageLease};
 pub use peer_index::{PeerIndexCall, PeerIndexStream};
 pub use pull::{PullCall, PullReply, PullStream};
+pub use revocation::{MAX_REVOCATION_LIST, Revocations, RevocationsV1};
 pub use rpc::{CoordinatorRpc, WorkerRpc};
 pub use sequence::{SequenceBody, SequenceBytes, SequenceCall, SequenceExchange, SequenceReplier};
 pub use shard::{ShardCall, ShardReply, ShardStream};

@@ -185,6 +185,12 @@ impl Decoder {
         Ok(self.backend.write_arena(offset, bytes)?)
     }
 
+    /// Writes bytes anywhere into the arena, to byte offset / 64 `offset`.
+    #[cfg(debug_assertions)]
+    pub(crate) fn write_bytes(&mut self, offset: u32, bytes: &[u8]) -> Result<(), Error> {
+        Ok(self.backend.write_arena(offset, bytes)?)
+    }
+
     /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the
     /// model's first layer.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {

@@ -82,6 +82,12 @@ pub(crate) struct KvCache {
 }
 
 impl KvCache {
+    /// Where nothing lies that anybody may read again: byte offset / 64 into the arena, and bytes.
+    #[cfg(debug_assertions)]
+    pub(crate) fn unused(&self) -> Vec<(u32, u64)> {
+        self.pool.unused()
+    }
+
     pub(crate) fn new(spec: CacheSpec, placement: Placement) -> Result<Self, SpecError> {
         spec.validate()?;
         let pool = BlockPool::new(&spec, placement);

@@ -137,6 +137,12 @@ struct Flight {
 }
 
 impl Scheduler {
+    /// See [`KvCache::unused`].
+    #[cfg(debug_assertions)]
+    pub(crate) fn unused(&self) -> Vec<(u32, u64)> {
+        self.cache.unused()
+    }
+
     /// A scheduler over an empty cache. `key` names prefix units as the coordinators do.
     pub fn new(config: SchedulerConfig, spec: CacheSpec, key: ClusterKey) -> Result<Self, SpecError> {
         let config = SchedulerConfig {

@@ -7,7 +7,7 @@ mod ring;
 
 use super::error::ApiError;
 use crate::consensus::table::{Access, KeyScopeV1};
-use crate::quota::{MAX_TOLD, Meter, Permit, Spending};
+use crate::quota::{MAX_TOLD, Meter, Permit, Spending, Usage};
 use crate::random::random_u64;
 use axum::http::{HeaderMap, header};
 use parking_lot::RwLock;
@@ -16,6 +16,7 @@ use proto::ids::{ModelId, NodeId, TenantId};
 use ring::{Ring, Secret};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -252,6 +253,13 @@ impl Keys {
     /// The keys of the configuration: SHA-256, tenant, whether they administer.
     pub fn configured(&self) -> impl Iterator<Item = (&[u8; 32], &TenantId, bool)> {
         self.fixed.iter().map(|key| (&key.sha256, &key.tenant, key.admin))
+    }
+
+    /// How far each tenant that has limits uses them, by name.
+    pub fn tenant_usage(&self) -> BTreeMap<TenantId, Usage> {
+        let (ring, now) = (self.ring(), Instant::now());
+        let of = |tenant: &TenantId| Some(ring.meters.get(&ring::subject_of(tenant.as_str()))?.usage(now));
+        ring.access.tenants().keys().filter_map(|tenant| Some((tenant.clone(), of(tenant)?))).collect()
     }
 
     /// What was spent here of limits, for other coordinators.

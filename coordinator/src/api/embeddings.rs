@@ -1,7 +1,7 @@
 //! `/v1/embeddings`: texts to vectors of length one.
 
 use super::base64;
-use super::encode::{Gathered, check_length};
+use super::encode::{Gathered, Wanted, check_length};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::MAX_TEXTS;
@@ -14,17 +14,6 @@ use serde::{Deserialize, Serialize};
 
 const INPUT: &str = "input";
 const FIELDS: [&str; 5] = ["model", INPUT, "encoding_format", "dimensions", "add_special_tokens"];
-
-/// What a request wants.
-#[derive(Debug)]
-pub struct Embeddings {
-    /// Of which model.
-    pub model: ModelId,
-    /// The texts.
-    pub texts: Vec<EncodeTextV1>,
-    /// How the answer is written.
-    pub shape: Shape,
-}
 
 /// How vectors are cut and written.
 #[derive(Debug, Clone, Copy)]
@@ -46,7 +35,7 @@ enum Format {
 }
 
 /// Reads and checks a request.
-pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Embeddings, ApiError> {
+pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
     let served = served.ok_or(ApiError::NoWorker)?;
@@ -72,7 +61,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Embeddings, ApiError> 
         format: fields.get("encoding_format")?.unwrap_or_default(),
         dimensions: fields.ranged("dimensions", 1..=width)?.unwrap_or(width) as usize,
     };
-    Ok(Embeddings { model: model.id.clone(), texts, shape })
+    Ok(Wanted { model: model.id.clone(), texts, shape })
 }
 
 /// An answer as OpenAI's clients expect it. Not a `serde_json::Value`, which would write each f32 as the f64 next

@@ -10,6 +10,7 @@ use axum::http::{HeaderMap, HeaderValue};
 use futures::future::try_join_all;
 use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeTextV1, MAX_ENCODE_TEXTS};
+use proto::trace::TraceContext;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -32,6 +33,17 @@ pub struct Asker {
     pub permit: Permit,
 }
 
+/// Texts that a request wants encoded.
+#[derive(Debug)]
+pub struct Wanted<S> {
+    /// Of which model.
+    pub model: ModelId,
+    /// The texts.
+    pub texts: Vec<EncodeTextV1>,
+    /// How the answer is written.
+    pub shape: S,
+}
+
 /// What became of the texts of a request.
 #[derive(Debug)]
 pub struct Gathered {
@@ -43,12 +55,13 @@ pub struct Gathered {
     pub headers: HeaderMap,
 }
 
-/// Has `texts` encoded by workers of `model`.
+/// Has `texts` encoded by workers of `model`; below `trace`, if the request is recorded.
 pub async fn gather(
     front: &Front,
     asker: Asker,
     model: &ModelId,
     texts: Vec<EncodeTextV1>,
+    trace: Option<TraceContext>,
 ) -> Result<Gathered, ApiError> {
     let jobs: Vec<EncodeJob> = (0u32..)
         .zip(parts(texts))
@@ -59,6 +72,7 @@ pub async fn gather(
             model: model.clone(),
             texts,
             deadline: asker.arrived + front.request_timeout,
+            trace,
         })
         .collect();
     let tokens = jobs.iter().map(EncodeJob::tokens).sum();
@@ -72,7 +86,8 @@ pub async fn gather(
         () = asker.caller.revoked() => return Err(ApiError::InvalidApiKey),
     };
     let queued = parts.iter().map(|part| part.queued).max().unwrap_or_default();
-    front.metrics.encoded(model, queued, asker.arrived.elapsed(), tokens);
+    let times = (queued, asker.arrived.elapsed());
+    front.metrics.encoded(model, times, tokens, trace.map(|trace| trace.trace));
     let headers = parts.first().map(route).unwrap_or_default();
     let texts: Vec<Vec<f32>> = parts.into_iter().flat_map(|part| part.texts).collect();
     if texts.iter().flatten().any(|value| !value.is_finite()) {

@@ -180,6 +180,10 @@ impl IntoResponse for ApiError {
         if let Some(seconds) = retry {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
+        if response.status() == StatusCode::UNAUTHORIZED {
+            // RFC 9110, section 15.5.2: whoever is refused is told by what it would be let in.
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         response
     }
 }
@@ -285,6 +289,8 @@ mod tests {
             let later = matches!(status, StatusCode::TOO_MANY_REQUESTS)
                 || status == StatusCode::SERVICE_UNAVAILABLE && error != ApiError::DeadlineExceeded;
             assert_eq!(retry.is_some_and(|seconds: u64| seconds > 0), later, "{error:?}");
+            let asks = response.headers().get(header::WWW_AUTHENTICATE).map(HeaderValue::as_bytes);
+            assert_eq!(asks, (status == StatusCode::UNAUTHORIZED).then_some(&b"Bearer"[..]), "{error:?}");
             if let ApiError::RateLimited(_) = error {
                 assert_eq!(retry, Some(2), "not a moment too early");
             }

@@ -1,7 +1,7 @@
 //! `/v1/rerank`: documents in the order in which they answer a query. The shape is vLLM's and Jina's, which is
 //! Cohere's with `usage` (docs/decisions/0007-embeddings-and-rerank.md).
 
-use super::encode::{Gathered, check_length};
+use super::encode::{Gathered, Wanted, check_length};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::MAX_TEXTS;
@@ -12,17 +12,6 @@ use proto::message::{EncodeTextV1, ModelTask};
 use serde::{Deserialize, Serialize};
 
 const FIELDS: [&str; 6] = ["model", "query", "documents", "top_n", "return_documents", "use_activation"];
-
-/// What a request wants.
-#[derive(Debug)]
-pub struct Rerank {
-    /// Of which model.
-    pub model: ModelId,
-    /// Query and document of each pair.
-    pub texts: Vec<EncodeTextV1>,
-    /// How the answer is written.
-    pub shape: Shape,
-}
 
 /// How scores are turned, sorted and written.
 #[derive(Debug)]
@@ -43,7 +32,7 @@ enum Given {
 }
 
 /// Reads and checks a request.
-pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Rerank, ApiError> {
+pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
     let served = served.ok_or(ApiError::NoWorker)?;
@@ -79,7 +68,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Rerank, ApiError> {
     let sigmoid = fields.get("use_activation")?.unwrap_or(true);
     let wants = fields.get("return_documents")?.unwrap_or(true);
     let shape = Shape { top_n, sigmoid, documents: wants.then_some(documents) };
-    Ok(Rerank { model: model.id.clone(), texts, shape })
+    Ok(Wanted { model: model.id.clone(), texts, shape })
 }
 
 /// The answer.

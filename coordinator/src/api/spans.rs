@@ -4,29 +4,50 @@ use super::error::ApiError;
 use super::plan::{Kind, Plan};
 use super::shape::Usage;
 use axum::http::HeaderMap;
-use proto::ids::RequestId;
+use proto::ids::{ModelId, RequestId};
 use proto::trace::{self, Span, TRACEPARENT_HEADER};
 use std::time::Instant;
 
-/// A request has arrived. None if it is not recorded.
-pub(super) fn receive(kind: Kind, headers: &HeaderMap) -> Option<Span> {
+/// Texts to vectors.
+pub(super) const EMBEDDINGS: &str = "embeddings";
+/// Documents by how they answer a query. The conventions have no word for it.
+pub(super) const RERANK: &str = "rerank";
+
+/// A request for an operation has arrived. None if it is not recorded.
+pub(super) fn receive(operation: &'static str, headers: &HeaderMap) -> Option<Span> {
     let parent = || headers.get(TRACEPARENT_HEADER)?.to_str().ok();
-    trace::receive(parent, || operation(kind).into(), Instant::now())
+    trace::receive(parent, || operation.into(), Instant::now())
 }
 
 /// A request has been read by then, and planned now.
 pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &Plan, read: Instant) {
-    span.part("tokenise", read);
-    let (model, params) = (plan.model.id.as_str(), &plan.params);
-    span.rename(format!("{} {model}", operation(plan.kind)));
-    span.set("gen_ai.operation.name", operation(plan.kind));
-    span.set("gen_ai.provider.name", "kvasir");
-    span.set("gen_ai.request.model", model.to_owned());
+    let params = &plan.params;
+    named(span, operation(plan.kind), id, &plan.model.id, read);
     span.set("gen_ai.request.choice.count", params.n);
     span.set("gen_ai.request.temperature", f64::from(params.sampling.temperature));
     span.set("gen_ai.request.top_p", f64::from(params.sampling.top_p));
     let most = plan.prompts.iter().map(|(_, max_tokens)| *max_tokens).max();
     span.set("gen_ai.request.max_tokens", most.unwrap_or_default());
+}
+
+/// Texts that are to be encoded have been read by then.
+pub(super) fn encodes(
+    span: &mut Span,
+    operation: &'static str,
+    (id, model): (&RequestId, &ModelId),
+    texts: usize,
+    read: Instant,
+) {
+    named(span, operation, id, model, read);
+    span.set("kvasir.texts", texts);
+}
+
+fn named(span: &mut Span, operation: &'static str, id: &RequestId, model: &ModelId, read: Instant) {
+    span.part("tokenise", read);
+    span.rename(format!("{operation} {model}"));
+    span.set("gen_ai.operation.name", operation);
+    span.set("gen_ai.provider.name", "kvasir");
+    span.set("gen_ai.request.model", model.to_string());
     span.set("kvasir.request_id", id.to_string());
 }
 
@@ -45,7 +66,7 @@ pub(super) fn failed(span: &mut Span, error: &ApiError) {
     span.fail(error.code());
 }
 
-fn operation(kind: Kind) -> &'static str {
+pub(super) fn operation(kind: Kind) -> &'static str {
     match kind {
         Kind::Completion => "text_completion",
         Kind::Chat => "chat",

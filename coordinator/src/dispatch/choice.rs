@@ -1,10 +1,10 @@
-//! What the trace of a generation says of how its worker was chosen.
+//! What the trace of a generation or of a call to encode texts says of how its worker was chosen.
 
 use super::claim::Placed;
 use crate::balancer::{Assignment, Explained};
 use proto::trace::{Span, SpanKind, TraceContext, within};
 
-/// Records below `trace` how long a generation has waited, and what was chosen among; gives the span of the attempt that
+/// Records below `trace` how long it has waited, and what was chosen among; gives the span of the attempt that
 /// follows, or none if nothing is recorded.
 pub(super) fn record(trace: TraceContext, placed: &Placed) -> Option<Span> {
     let Placed { assignment, submitted, chosen, .. } = placed;

@@ -1,12 +1,13 @@
 //! One call to encode texts, over as many workers as it takes: nothing is emitted before it is all there, so a
 //! call that fails starts over elsewhere.
 
-use super::Failure;
 use super::claim::Claim;
+use super::{Failure, choice};
 use crate::balancer::{Ask, Assignment};
 use crate::routing::Reason;
 use proto::ids::{ModelId, NodeId, RequestId};
-use proto::message::{EncodeRequest, EncodeRequestV1, EncodeTextV1};
+use proto::message::{EncodeRequestV1, EncodeRequestV2, EncodeTextV1};
+use proto::trace::{Span, TraceContext};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,8 @@ pub struct EncodeJob {
     pub texts: Vec<EncodeTextV1>,
     /// When it is worth nothing any more.
     pub deadline: Instant,
+    /// Where the request is recorded, if it is.
+    pub trace: Option<TraceContext>,
 }
 
 impl EncodeJob {
@@ -44,7 +47,7 @@ impl EncodeJob {
             group: None,
             priority: 0,
             deadline: self.deadline,
-            explain: false,
+            explain: self.trace.is_some(),
         }
     }
 }
@@ -85,16 +88,26 @@ impl Encoding {
             let (placed, turn) = self.claim.worker().await?;
             // Order matters to prefix caches only.
             drop(turn);
-            let setback = match placed.link.connection().encode(&self.request(&placed.assignment)).await {
+            let mut span = self.job.trace.and_then(|trace| choice::record(trace, &placed));
+            let request = self.request(&placed.assignment, span.as_ref().map(Span::context));
+            let connection = placed.link.connection();
+            let setback = match connection.encode(&request.at_version(connection.version())).await {
                 Ok(Ok(texts)) => {
                     let queued = placed.queued();
                     let Assignment { node, reason, .. } = placed.assignment;
                     return Ok(Encoded { texts, node, reason, queued });
                 }
-                Ok(Err(error)) if error.retryable() => Some(error),
-                Ok(Err(error)) => return Err(Failure::Worker(error)),
+                Ok(Err(error)) if error.retryable() => {
+                    span.iter_mut().for_each(|span| span.fail("declined"));
+                    Some(error)
+                }
+                Ok(Err(error)) => {
+                    span.iter_mut().for_each(|span| span.fail("declined"));
+                    return Err(Failure::Worker(error));
+                }
                 Err(error) => {
                     tracing::info!(request = %self.job.request_id, %error, "an encode call was cut off");
+                    span.iter_mut().for_each(|span| span.fail("lost"));
                     None
                 }
             };
@@ -102,15 +115,16 @@ impl Encoding {
         }
     }
 
-    fn request(&self, assignment: &Assignment) -> EncodeRequest {
+    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> EncodeRequestV2 {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        EncodeRequest::V1(EncodeRequestV1 {
+        let call = EncodeRequestV1 {
             request_id: self.job.request_id.clone(),
             part: self.job.part,
             attempt: assignment.attempt,
             model: self.job.model.clone(),
             texts: self.job.texts.clone(),
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
-        })
+        };
+        EncodeRequestV2 { call, trace }
     }
 }

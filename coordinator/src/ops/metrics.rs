@@ -291,10 +291,18 @@ impl Metrics {
     }
 
     /// A request to encode texts has been served.
-    pub fn encoded(&self, model: &ModelId, queued: Duration, total: Duration, tokens: u64) {
+    /// Times: in the queue, and from arrival to the end.
+    pub fn encoded(
+        &self,
+        model: &ModelId,
+        (queued, total): (Duration, Duration),
+        tokens: u64,
+        trace: Option<TraceId>,
+    ) {
         let label = one("model_name", model.as_str().to_owned());
         let observe = |family: &Traced, time: Duration| {
-            family.get_or_create(&label).observe(time.as_secs_f64(), None, None);
+            let (exemplar, now) = exemplar(trace);
+            family.get_or_create(&label).observe(time.as_secs_f64(), exemplar, now);
         };
         observe(&self.e2e, total);
         observe(&self.queue_time, queued);
@@ -316,10 +324,8 @@ impl Metrics {
         self.history.served(&served);
         let label = one("model_name", model.as_str().to_owned());
         let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
-        let trace = served.trace.map(|trace| trace.to_string());
         let time = |family: &Traced, seconds: f64| {
-            let (trace, now) = (trace.clone(), trace.as_ref().map(|_| SystemTime::now()));
-            let exemplar = trace.map(|trace| one("trace_id", trace));
+            let (exemplar, now) = exemplar(served.trace);
             family.get_or_create(&label).observe(seconds, exemplar, now);
         };
         let (first, total) = (served.to_first.as_secs_f64(), served.total.as_secs_f64());
@@ -579,6 +585,11 @@ pub fn finish_name(reason: FinishReason) -> &'static str {
         FinishReason::Length => "length",
         FinishReason::Cancelled => "abort",
     }
+}
+
+/// Names the trace of what is observed now.
+fn exemplar(trace: Option<TraceId>) -> (Option<One>, Option<SystemTime>) {
+    (trace.map(|trace| one("trace_id", trace.to_string())), trace.map(|_| SystemTime::now()))
 }
 
 fn one(name: &'static str, value: impl Into<Cow<'static, str>>) -> One {

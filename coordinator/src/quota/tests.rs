@@ -110,3 +110,21 @@ fn limits_change_under_way() {
     enter(&meter, now).unwrap();
     assert_eq!(enter(&meter, now).unwrap_err().0, Limit::Requests);
 }
+
+#[test]
+fn what_is_used_of_limits_is_that_of_all_coordinators() {
+    let now = Instant::now();
+    let meter = meter(quota(60, 0, 4), now);
+    let permits = [enter(&meter, now).unwrap(), enter(&meter, now).unwrap()];
+    permits[0].generated(500);
+    let spent = |requests, inflight| SpentV1 { subject: [1; 32], requests, tokens: 0, inflight };
+    let peer = NodeId::new("c2").unwrap();
+    meter.hear(&peer, 7, &spent(10, 1), now);
+    let usage = meter.usage(now);
+    assert_eq!(usage, Usage { requests: (12, 60), tokens: (0, 0), inflight: (3, 4) });
+    // A request comes back each second; whoever is silent runs nothing.
+    drop(permits);
+    let usage = meter.usage(now + seconds(5));
+    assert_eq!(usage, Usage { requests: (7, 60), tokens: (0, 0), inflight: (0, 4) });
+    assert_eq!(meter.usage(now + seconds(60)).requests, (0, 60));
+}

@@ -120,6 +120,42 @@ async fn each_look_tells_of_workers_and_explains_requests() {
     assert_eq!(begin["requests"].as_array().unwrap().len(), 2);
 }
 
+/// How far tenants use their limits, also those that are refused because of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_look_tells_of_tenants_and_their_limits() {
+    let dir = tempfile::tempdir().unwrap();
+    let (rig, _workers) = Rig::with_workers::<1>(|config| {
+        config.data_dir = Some(dir.path().to_owned());
+    })
+    .await;
+    let limits = json!({"rpm": 3, "tpm": 200}).to_string();
+    let made =
+        send(rig.at.ops, Method::POST, "/admin/v1/keys", &[], json!({"tenant": "a"}).to_string()).await;
+    assert_eq!(made.status.as_u16(), 201);
+    let key = format!("Bearer {}", made.json()["key"].as_str().unwrap());
+    let set = send(rig.at.ops, Method::PUT, "/admin/v1/tenants/a", &[], limits).await;
+    assert_eq!(set.status.as_u16(), 204);
+    let mut events = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
+    let first = look(&mut events, "a first look", |_| true).await;
+    assert_eq!(first["tenants"], json!([]), "who asks for nothing is not shown");
+    let body = json!({"prompt": (0..40).collect::<Vec<u32>>(), "max_tokens": 3}).to_string();
+    let ask = async || {
+        let headers = [("authorization", key.as_str())];
+        send(rig.at.http, Method::POST, "/v1/completions", &headers, body.clone()).await.status.as_u16()
+    };
+    assert_eq!((ask().await, ask().await, ask().await, ask().await), (200, 200, 200, 429));
+    let is_told = |look: &Value| look["tenants"][0]["placed"] == 3;
+    let look = look(&mut events, "its requests are told of", is_told).await;
+    let told = &look["tenants"][0]["limits"];
+    assert_eq!(look["tenants"][0]["tenant"], "a");
+    assert_eq!(told["requests_per_minute"]["allowed"], 3);
+    // Three were spent; one comes back in twenty seconds.
+    assert!(told["requests_per_minute"]["used"].as_u64().unwrap() >= 2, "{told}");
+    let tokens = told["tokens_per_minute"]["used"].as_u64().unwrap();
+    assert!((1..=129).contains(&tokens), "{told}");
+    assert_eq!((&told["tokens_per_minute"]["allowed"], &told["concurrency"]), (&json!(200), &Value::Null));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_playground_is_as_open_as_the_api_and_pages_of_others_get_nothing() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;

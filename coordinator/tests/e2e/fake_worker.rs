@@ -8,9 +8,9 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS, Scope};
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    EncodeRequest, EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame,
-    GenerateRequestV3, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1,
-    TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
+    EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3,
+    LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenLogprobs,
+    TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
 use proto::sequence::{SequenceName, SequenceOperation};
@@ -327,8 +327,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 streams.spawn(generate(Arc::clone(&shared), call, cached));
             }
             Incoming::Encode(call) => {
-                let EncodeRequest::V1(request) = &call.request;
-                shared.state.lock().encodes.push(request.clone());
+                shared.state.lock().encodes.push(call.request.call().clone());
                 shared.count(|c| c.received += 1);
                 streams.spawn(encode(Arc::clone(&shared), call));
             }
@@ -420,7 +419,7 @@ pub(crate) fn values(text: &EncodeTextV1, task: ModelTask) -> Vec<f32> {
 }
 
 async fn encode(shared: Arc<Shared>, call: EncodeCall) {
-    let EncodeRequest::V1(request) = call.request;
+    let request = call.request.into_latest().call;
     let cancelled = call.reply.cancelled();
     let run = async {
         let _ = shared.open.subscribe().wait_for(|open| *open).await;

@@ -3,6 +3,7 @@
 use super::GenerateError;
 use crate::codec::bounded;
 use crate::ids::{Attempt, ModelId, RequestId};
+use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
 
 /// Texts of one encode call at most.
@@ -15,6 +16,44 @@ pub const MAX_ENCODED_WIDTH: u32 = 1 << 14;
 pub enum EncodeRequest {
     /// First version.
     V1(EncodeRequestV1),
+    /// Also says in which trace it is; since protocol version 4.
+    V2(EncodeRequestV2),
+}
+
+impl EncodeRequest {
+    /// What is to be encoded.
+    pub fn call(&self) -> &EncodeRequestV1 {
+        match self {
+            Self::V1(call) | Self::V2(EncodeRequestV2 { call, .. }) => call,
+        }
+    }
+
+    /// As the newest version has it.
+    pub fn into_latest(self) -> EncodeRequestV2 {
+        match self {
+            Self::V1(call) => EncodeRequestV2 { call, trace: None },
+            Self::V2(request) => request,
+        }
+    }
+}
+
+/// See [`EncodeRequest`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EncodeRequestV2 {
+    /// What is to be encoded.
+    pub call: EncodeRequestV1,
+    /// The span that it is below of; none if it is not recorded.
+    pub trace: Option<TraceContext>,
+}
+
+impl EncodeRequestV2 {
+    /// As a peer understands it with whom protocol version `version` was agreed on.
+    pub fn at_version(self, version: u16) -> EncodeRequest {
+        match version {
+            4.. => EncodeRequest::V2(self),
+            _ => EncodeRequest::V1(self.call),
+        }
+    }
 }
 
 /// See [`EncodeRequest`].

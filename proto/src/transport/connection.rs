@@ -13,6 +13,7 @@ use super::lease::StageLease;
 use super::peer_index::PeerIndexStream;
 use super::prefixes::SentPrefixes;
 use super::pull::PullStream;
+use super::revocation;
 use super::rpc;
 use super::sequence::SequenceExchange;
 use super::shard::ShardStream;
@@ -54,6 +55,8 @@ pub enum CloseCode {
     Fenced,
     /// The node's GPU can do nothing more for this life of it, which ends; another one may begin.
     DeviceLost,
+    /// The peer's certificate was revoked.
+    Revoked,
 }
 
 impl CloseCode {
@@ -65,6 +68,7 @@ impl CloseCode {
             Self::Protocol => 3,
             Self::Fenced => 4,
             Self::DeviceLost => 5,
+            Self::Revoked => 6,
         })
     }
 
@@ -76,6 +80,7 @@ impl CloseCode {
             Self::Protocol => "protocol violation",
             Self::Fenced => "fenced",
             Self::DeviceLost => "device lost",
+            Self::Revoked => "certificate revoked",
         }
     }
 }
@@ -116,6 +121,7 @@ struct Inner {
     agreement: Agreement,
     incoming: Mutex<mpsc::Receiver<Incoming>>,
     demultiplexer: JoinHandle<()>,
+    revocations: JoinHandle<()>,
     prefixes: SentPrefixes,
     _slot: Option<Slot>,
 }
@@ -123,6 +129,7 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.demultiplexer.abort();
+        self.revocations.abort();
     }
 }
 
@@ -136,8 +143,19 @@ impl Connection {
     ) -> Self {
         let (demultiplexer, incoming) = incoming::demultiplex(quic.clone(), local.clone(), peer.clone());
         let incoming = Mutex::new(incoming);
+        let revocations = revocation::watch(quic.clone(), local.clone(), peer.clone(), agreement.version);
         let prefixes = SentPrefixes::default();
-        Self(Arc::new(Inner { quic, local, peer, agreement, incoming, demultiplexer, prefixes, _slot: slot }))
+        Self(Arc::new(Inner {
+            quic,
+            local,
+            peer,
+            agreement,
+            incoming,
+            demultiplexer,
+            revocations,
+            prefixes,
+            _slot: slot,
+        }))
     }
 
     /// Who the peer is, by its certificate.

@@ -15,7 +15,7 @@ pub(super) async fn call(
     receive: RecvStream,
     request: &EncodeRequest,
 ) -> Result<Result<Vec<Vec<f32>>, GenerateError>, Error> {
-    let EncodeRequest::V1(asked) = request;
+    let asked = request.call();
     let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
     writer.write(request).await?;
     writer.finish();

@@ -120,6 +120,8 @@ pub struct EndpointStats {
     pub retried: u64,
     /// Names in bodies that were not the certificate's ([`Connection::require_node`] and hellos).
     pub spoofed: u64,
+    /// Connections closed because the peer's certificate was revoked meanwhile.
+    pub revoked: u64,
     /// Streams refused: unknown kind, or a kind that the opener's role may not open.
     pub streams_refused: u64,
 }
@@ -131,6 +133,7 @@ pub(super) struct Counters {
     over_limit: AtomicU64,
     retried: AtomicU64,
     pub(super) spoofed: AtomicU64,
+    pub(super) revoked: AtomicU64,
     pub(super) streams_refused: AtomicU64,
 }
 
@@ -163,6 +166,10 @@ pub(super) struct Local {
 impl Local {
     pub(super) fn name(&self) -> &PeerIdentity {
         self.identity.name()
+    }
+
+    pub(super) fn identity(&self) -> &Identity {
+        &self.identity
     }
 
     fn hello(&self) -> Hello {
@@ -248,6 +255,7 @@ impl Endpoint {
             over_limit: get(&counters.over_limit),
             retried: get(&counters.retried),
             spoofed: get(&counters.spoofed),
+            revoked: get(&counters.revoked),
             streams_refused: get(&counters.streams_refused),
         }
     }

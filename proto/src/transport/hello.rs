@@ -18,8 +18,8 @@ pub struct VersionRange {
 impl VersionRange {
     /// What this build speaks. 2: workers register what their models are asked for, and encode texts. 3: they say
     /// what part of a request they are for and what a pull costs, and pull prefixes from each other. 4: they take
-    /// generations whose tokens are packed, say what they give to replicas, lease stages from each other, and send
-    /// chunks of models to each other.
+    /// generations whose tokens are packed, say what they give to replicas, lease stages from each other, send
+    /// chunks of models to each other, are told in which trace texts are encoded, and tell of revoked certificates.
     pub const CURRENT: Self = Self { min: 1, max: 4 };
 
     /// The newest version in both ranges.

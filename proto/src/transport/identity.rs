@@ -1,11 +1,12 @@
 //! Who a node is: `spiffe://<cluster>/<role>/<node id>`, carried as the only URI among the names of its
 //! certificate.
 
+use super::revocation::Revoked;
 use super::tls;
 use crate::Error;
 use crate::ids::{ClusterName, NodeId, Role};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use std::sync::{Arc, PoisonError, RwLock};
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
@@ -157,6 +158,18 @@ pub enum CertificateError {
     /// An authority that is still taking another's place cannot be replaced yet.
     #[error("another root is still being replaced")]
     Rotating,
+    /// It holds no longer.
+    #[error("revoked (serial {serial})")]
+    Revoked {
+        /// Its serial number in hexadecimal.
+        serial: String,
+    },
+    /// A list of revoked certificates cannot be taken.
+    #[error("a list of revoked certificates: {reason}")]
+    RevocationList {
+        /// Why.
+        reason: &'static str,
+    },
     /// A certificate that an identity is to be renewed with is another node's.
     #[error("it is {found}'s, not {wanted}'s")]
     OtherName {
@@ -184,6 +197,7 @@ pub enum CertificateError {
 pub struct Identity {
     name: PeerIdentity,
     material: Arc<RwLock<Arc<Material>>>,
+    pub(super) revoked: Revoked,
 }
 
 /// What an identity consists of just now.
@@ -204,7 +218,8 @@ impl Identity {
         let key = PrivateKeyDer::from_pem_slice(key).map_err(|_| CertificateError::NoKey)?;
         let leaf = chain.first().ok_or(CertificateError::ChainLength { found: 0 })?;
         let name = PeerIdentity::from_certificate(leaf)?;
-        Ok(Self { name, material: Arc::new(RwLock::new(Arc::new(Material { chain, key, roots }))) })
+        let material = Arc::new(RwLock::new(Arc::new(Material { chain, key, roots })));
+        Ok(Self { name, material, revoked: Revoked::default() })
     }
 
     /// Who we are.
@@ -212,8 +227,34 @@ impl Identity {
         &self.name
     }
 
-    /// Takes the certificate, key and roots of `other`, which must be of the same node and fit together. `false` if
-    /// they are what it has already.
+    /// Holds the certificates for revoked that are on these lists, PEM texts (`X509 CRL`) that a root of the cluster has
+    /// signed; `false` if that is nothing new. Whoever is connected to an endpoint of this identity is told, and loses
+    /// its connection if it is about itself.
+    pub fn revoke(&self, lists: &[u8]) -> Result<bool, CertificateError> {
+        let bad = CertificateError::RevocationList { reason: "not readable" };
+        let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(lists).collect();
+        let lists = lists.map_err(|_| bad.clone())?;
+        if lists.is_empty() {
+            return Err(bad);
+        }
+        lists.iter().try_fold(false, |changed, list| Ok(self.learn_revoked(list)? || changed))
+    }
+
+    /// [`revoke`](Self::revoke) of one list as DER.
+    pub(super) fn learn_revoked(&self, list: &[u8]) -> Result<bool, CertificateError> {
+        self.revoked.learn(list, &self.material().roots)
+    }
+
+    /// Says in the log how many certificates are revoked by now.
+    pub(super) fn tell_revoked(&self) {
+        tracing::warn!(certificates = self.revoked.count(), "certificates are revoked");
+        if self.revoked.check(&self.material().chain).is_err() {
+            tracing::error!(node = %self.name, "this node's own certificate is revoked: others will not talk to it");
+        }
+    }
+
+    /// Takes the certificate, key, roots and lists of revoked certificates of `other`, which must be of the same node
+    /// and fit together. `false` if they are what it has already. What was revoked once stays so.
     pub fn renew(&self, other: &Self) -> Result<bool, Error> {
         if other.name != self.name {
             let (found, wanted) = (other.name.to_string(), self.name.to_string());
@@ -224,8 +265,19 @@ impl Identity {
         // Nobody panics while holding this lock.
         let mut material = self.material.write().unwrap_or_else(PoisonError::into_inner);
         let changed = *material != new;
+        let roots = Arc::clone(&new);
         *material = new;
-        Ok(changed)
+        drop(material);
+        let revoked = self.revoked.renew(&other.revoked, &roots.roots)?;
+        if revoked {
+            self.tell_revoked();
+        }
+        Ok(changed || revoked)
+    }
+
+    /// Waits until more certificates are known to be revoked than so many; how many are.
+    pub async fn more_revoked_than(&self, known: usize) -> usize {
+        self.revoked.more_than(known).await
     }
 
     /// What it consists of just now.

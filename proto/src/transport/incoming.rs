@@ -12,6 +12,7 @@ use super::lease::LeaseCall;
 use super::peer_index::PeerIndexCall;
 use super::prefixes::KeptPrefixes;
 use super::pull::PullCall;
+use super::revocation;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
 use super::sequence::SequenceCall;
 use super::shard::ShardCall;
@@ -20,6 +21,7 @@ use super::streams::{StreamCode, StreamKind, read_error, within};
 use crate::Error;
 use quinn::{RecvStream, SendStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
@@ -87,6 +89,7 @@ async fn accept_all(
 ) {
     let mut openings = JoinSet::new();
     let kept = Arc::new(KeptPrefixes::default());
+    let hears = Arc::new(AtomicBool::new(false));
     // Resolves when the stream before has been handed on or given up.
     let mut before = None;
     loop {
@@ -101,7 +104,8 @@ async fn accept_all(
             },
             Some(_) = openings.join_next() => continue,
         };
-        let (local, peer, kept, ready) = (local.clone(), peer.clone(), kept.clone(), ready.clone());
+        let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
+        let (kept, hears) = (kept.clone(), hears.clone());
         let (turn, handed_on) = match send.is_some() {
             true => {
                 let (done, next) = oneshot::channel::<()>();
@@ -110,7 +114,7 @@ async fn accept_all(
             false => (None, None),
         };
         openings.spawn(async move {
-            let identified = identify(&local, &peer, &kept, send, receive);
+            let identified = identify(&local, &peer, (&kept, &hears), send, receive);
             let opened = within("opening of a stream", OPENING_LIMIT, identified).await;
             if let Some(turn) = turn {
                 // An error means that the task before has ended.
@@ -118,7 +122,8 @@ async fn accept_all(
             }
             match opened {
                 // Fails only when nobody will ever accept again.
-                Ok(incoming) => drop(ready.send(incoming).await),
+                Ok(Some(incoming)) => drop(ready.send(incoming).await),
+                Ok(None) => {}
                 Err(error) => tracing::debug!(%peer, %error, "stream not accepted"),
             }
             drop(handed_on);
@@ -126,13 +131,15 @@ async fn accept_all(
     }
 }
 
+/// What has been opened; none if that is nothing to be handed on. `hears`: the peer's stream of revoked certificates is
+/// open already.
 async fn identify(
-    local: &Local,
+    local: &Arc<Local>,
     peer: &PeerIdentity,
-    kept: &KeptPrefixes,
+    (kept, hears): (&KeptPrefixes, &AtomicBool),
     send: Option<SendStream>,
     mut receive: RecvStream,
-) -> Result<Incoming, Error> {
+) -> Result<Option<Incoming>, Error> {
     let mut byte = [0];
     if receive.read(&mut byte).await.map_err(read_error)? != Some(1) {
         return Err(Error::StreamCut { what: "stream kind" });
@@ -144,50 +151,59 @@ async fn identify(
     };
     let (code, send) = match (kind, send) {
         (Ok(StreamKind::CoordinatorRpc), Some(send)) => {
-            return Ok(Incoming::CoordinatorRpc(CoordinatorRpc::new(send, receive)));
+            return Ok(Some(Incoming::CoordinatorRpc(CoordinatorRpc::new(send, receive))));
         }
         (Ok(StreamKind::WorkerRpc), Some(send)) => {
-            return Ok(Incoming::WorkerRpc(WorkerRpc::new(send, receive)));
+            return Ok(Some(Incoming::WorkerRpc(WorkerRpc::new(send, receive))));
         }
         (Ok(StreamKind::Generate), Some(send)) => {
-            return GenerateCall::read(send, receive).await.map(Incoming::Generate);
+            return GenerateCall::read(send, receive).await.map(|call| Some(Incoming::Generate(call)));
         }
         (Ok(StreamKind::GenerateAfter), Some(send)) => {
-            return GenerateCall::read_after(send, receive, kept).await.map(Incoming::Generate);
+            return GenerateCall::read_after(send, receive, kept)
+                .await
+                .map(|call| Some(Incoming::Generate(call)));
         }
         (Ok(StreamKind::Encode), Some(send)) => {
-            return EncodeCall::read(send, receive).await.map(Incoming::Encode);
+            return EncodeCall::read(send, receive).await.map(|call| Some(Incoming::Encode(call)));
         }
         (Ok(StreamKind::Sequence), Some(send)) => {
-            return SequenceCall::read(send, receive).await.map(Incoming::Sequence);
+            return SequenceCall::read(send, receive).await.map(|call| Some(Incoming::Sequence(call)));
         }
         (Ok(StreamKind::Pull), Some(send)) => {
-            return PullCall::read(send, receive).await.map(Incoming::Pull);
+            return PullCall::read(send, receive).await.map(|call| Some(Incoming::Pull(call)));
         }
         (Ok(StreamKind::Shard), Some(send)) => {
-            return ShardCall::read(send, receive).await.map(Incoming::Shard);
+            return ShardCall::read(send, receive).await.map(|call| Some(Incoming::Shard(call)));
         }
         (Ok(StreamKind::KvSnapshot), Some(send)) => {
-            return Ok(Incoming::KvSnapshot(KvSnapshotReply::new(send)));
+            return Ok(Some(Incoming::KvSnapshot(KvSnapshotReply::new(send))));
         }
         (Ok(StreamKind::PeerIndex), Some(send)) => {
-            return PeerIndexCall::read(send, receive).await.map(Incoming::PeerIndex);
+            return PeerIndexCall::read(send, receive).await.map(|call| Some(Incoming::PeerIndex(call)));
         }
-        (Ok(StreamKind::Stage), Some(send)) => return Ok(Incoming::Stage(StageCall::new(send, receive))),
+        (Ok(StreamKind::Stage), Some(send)) => {
+            return Ok(Some(Incoming::Stage(StageCall::new(send, receive))));
+        }
         (Ok(StreamKind::StageLease), Some(send)) => {
-            return LeaseCall::read(send, receive).await.map(Incoming::StageLease);
+            return LeaseCall::read(send, receive).await.map(|call| Some(Incoming::StageLease(call)));
         }
         (Ok(StreamKind::StageBlocks), Some(send)) => {
-            return StageBlocksCall::read(send, receive).await.map(Incoming::StageBlocks);
+            return StageBlocksCall::read(send, receive).await.map(|call| Some(Incoming::StageBlocks(call)));
         }
         (Ok(StreamKind::Activations), None) => {
-            return ActivationReceiver::read(receive).await.map(Incoming::Activations);
+            return ActivationReceiver::read(receive).await.map(|call| Some(Incoming::Activations(call)));
         }
         (Ok(StreamKind::KvEvents), None) => {
-            return Ok(Incoming::KvEvents(KvEventReceiver::new(receive)));
+            return Ok(Some(Incoming::KvEvents(KvEventReceiver::new(receive))));
         }
-        (Ok(StreamKind::Group), None) => return Ok(Incoming::Group(GroupStream::new(receive))),
-        (Ok(StreamKind::Bulk), None) => return Ok(Incoming::Bulk(BulkReceiver::new(receive))),
+        (Ok(StreamKind::Group), None) => return Ok(Some(Incoming::Group(GroupStream::new(receive)))),
+        (Ok(StreamKind::Bulk), None) => return Ok(Some(Incoming::Bulk(BulkReceiver::new(receive)))),
+        (Ok(StreamKind::Revocations), None) if !hears.swap(true, Ordering::Relaxed) => {
+            // Ends with the connection at the latest.
+            tokio::spawn(revocation::hear(receive, local.clone(), peer.clone()));
+            return Ok(None);
+        }
         // A kind that is allowed, on a stream of the wrong direction.
         (Ok(_), send) => (StreamCode::Malformed, send),
         (Err(code), send) => (code, send),

@@ -55,6 +55,8 @@ pub enum StreamKind {
     StageBlocks = 15,
     /// One generation whose prompt may begin as an earlier one, coordinator to worker. Bidirectional.
     GenerateAfter = 16,
+    /// Certificates that hold no longer, between any two nodes; one at most in each direction of a connection. One direction.
+    Revocations = 17,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -79,6 +81,7 @@ impl StreamKind {
             Self::StageLease,
             Self::StageBlocks,
             Self::GenerateAfter,
+            Self::Revocations,
             Self::Hello,
         ]
         .into_iter()
@@ -102,7 +105,7 @@ impl StreamKind {
             | Self::StageLease
             | Self::StageBlocks => (opener, acceptor) == (Role::Worker, Role::Worker),
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
-            Self::Bulk => true,
+            Self::Bulk | Self::Revocations => true,
             Self::Hello => false,
         }
     }

@@ -70,7 +70,7 @@ pub(super) fn client(identity: &Identity, expected: &Expected) -> Result<Arc<Qui
     let verifier = NodeAnswers {
         roots: roots(identity)?,
         provider: provider.clone(),
-        cluster: identity.name().cluster.clone(),
+        identity: identity.clone(),
         expected: expected.clone(),
     };
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
@@ -101,6 +101,18 @@ impl std::fmt::Debug for Reason {
 
 fn refuse(error: CertificateError) -> rustls::Error {
     rustls::CertificateError::Other(rustls::OtherError(Arc::new(Reason(error)))).into()
+}
+
+fn holds(
+    identity: &Identity,
+    leaf: &CertificateDer<'_>,
+    more: &[CertificateDer<'_>],
+) -> Result<(), rustls::Error> {
+    identity.revoked.check(std::iter::once(leaf).chain(more)).map_err(|error| match error {
+        // Told to the peer by the alert that is for it.
+        CertificateError::Revoked { .. } => rustls::CertificateError::Revoked.into(),
+        other => refuse(other),
+    })
 }
 
 fn of_cluster(leaf: &CertificateDer<'_>, ours: &ClusterName) -> Result<PeerIdentity, CertificateError> {
@@ -167,6 +179,7 @@ impl ClientCertVerifier for NodeDials {
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
         let verified = self.chain()?.verify_client_cert(leaf, intermediates, now)?;
+        holds(&self.identity, leaf, intermediates)?;
         let name = of_cluster(leaf, &self.identity.name().cluster).map_err(refuse)?;
         if !self.accepts.contains(&name.role) {
             return Err(refuse(CertificateError::WrongRole { found: name.role }));
@@ -202,7 +215,7 @@ impl ClientCertVerifier for NodeDials {
 struct NodeAnswers {
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
-    cluster: ClusterName,
+    identity: Identity,
     expected: Expected,
 }
 
@@ -223,7 +236,8 @@ impl ServerCertVerifier for NodeAnswers {
             now,
             self.provider.signature_verification_algorithms.all,
         )?;
-        let name = of_cluster(leaf, &self.cluster).map_err(refuse)?;
+        holds(&self.identity, leaf, intermediates)?;
+        let name = of_cluster(leaf, &self.identity.name().cluster).map_err(refuse)?;
         if name.role != self.expected.role {
             return Err(refuse(CertificateError::WrongRole { found: name.role }));
         }

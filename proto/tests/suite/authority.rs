@@ -1,11 +1,13 @@
 //! `kvasir ca init|issue|rotate`: what is written, what is refused, and that it all loads again, also while nodes run.
 
-use crate::cluster::{any_port, authority, config, node, pair_of, soon};
+use crate::cluster::{any_port, authority, config, node, pair_of, soon, until};
 use crate::samples;
 use kvasir_proto::Error;
-use kvasir_proto::ca::{Authority, load_identity, load_identity_files};
+use kvasir_proto::ca::{Authority, Serial, load_identity, load_identity_files};
 use kvasir_proto::ids::Role;
-use kvasir_proto::transport::{CertificateError, Endpoint, Expected, Identity, Incoming};
+use kvasir_proto::transport::{
+    CertificateError, CloseCode, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming,
+};
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -162,6 +164,121 @@ async fn sec_rotate() {
     let refused = joins(&late).await.unwrap_err();
     assert!(refused.contains("refuses our certificate"), "{refused}");
     goes_on("after").await;
+}
+
+/// R1: who has a certificate that was taken back loses what it has open and gets nothing new, with nodes that were given
+/// the list and with those that these have told.
+#[tokio::test]
+async fn sec_revoked() {
+    let dir = tempfile::tempdir().unwrap();
+    let ca = authority("c");
+    ca.save(dir.path()).unwrap();
+    let issue = |role, name| {
+        let issued = ca.issue_recorded(dir.path(), role, node(name), SystemTime::now()).unwrap();
+        issued.identity().unwrap()
+    };
+    let list = || std::fs::read(dir.path().join("ca.crl")).unwrap();
+    let revoke = |serials: &[Serial]| ca.revoke(dir.path(), serials, SystemTime::now()).unwrap();
+    let all = EndpointConfig { accepts: vec![Role::Worker, Role::Coordinator], ..config() };
+    let bind = |identity: &Identity| Endpoint::bind(any_port(), identity, all.clone()).unwrap();
+    let given = issue(Role::Coordinator, "c1");
+    let (c1, c2, w1) =
+        (bind(&given), bind(&issue(Role::Coordinator, "c2")), bind(&issue(Role::Worker, "w1")));
+    let stolen = bind(&issue(Role::Worker, "w2"));
+    // c1 - c2 - w1, and the one to be revoked with each of them.
+    let (to_c1, to_c2) = (Expected::any(Role::Coordinator), Expected::any(Role::Coordinator));
+    let to_w1 = Expected::any(Role::Worker);
+    let stays =
+        [c1.connect(c2.address(), &to_c2).await.unwrap(), w1.connect(c2.address(), &to_c2).await.unwrap()];
+    let kept = [c2.accept().await.unwrap(), c2.accept().await.unwrap()];
+    let open = [
+        stolen.connect(c1.address(), &to_c1).await.unwrap(),
+        stolen.connect(c2.address(), &to_c2).await.unwrap(),
+        stolen.connect(w1.address(), &to_w1).await.unwrap(),
+    ];
+    let held = [c1.accept().await.unwrap(), c2.accept().await.unwrap(), w1.accept().await.unwrap()];
+
+    // What another authority says, and what is no list, is not believed and changes nothing.
+    let other = tempfile::tempdir().unwrap();
+    authority("c").save(other.path()).unwrap();
+    let serials = Authority::issued(dir.path(), Role::Worker, &node("w2")).unwrap();
+    Authority::load(other.path()).unwrap().revoke(other.path(), &serials, SystemTime::now()).unwrap();
+    let error = given.revoke(&std::fs::read(other.path().join("ca.crl")).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("signed by none"), "{error}");
+    given.revoke(b"nonsense").unwrap_err();
+    assert!(open.iter().chain(&stays).all(|connection| !connection.is_closed()));
+
+    assert_eq!((serials.len(), revoke(&serials)), (1, 1));
+    let first = list();
+    assert!(given.revoke(&first).unwrap());
+    assert!(!given.revoke(&first).unwrap(), "it knows that already");
+    for connection in &open {
+        soon("closing", connection.closed()).await;
+        assert!(connection.was_closed_for(CloseCode::Revoked));
+    }
+    for (node, to) in [(&c1, &to_c1), (&c2, &to_c2), (&w1, &to_w1)] {
+        until("counting", || node.stats().revoked == 1).await;
+        let refused = stolen.connect(node.address(), to).await.unwrap_err();
+        assert!(matches!(refused, Error::Refused { .. }), "{refused:?}");
+        // Nor do they dial it.
+        let refused = node.connect(stolen.address(), &Expected::any(Role::Worker)).await.unwrap_err();
+        assert!(refused.to_string().contains("Revoked"), "{refused}");
+    }
+    assert!(held.iter().all(Connection::is_closed));
+    assert!(stays.iter().chain(&kept).all(|connection| !connection.is_closed()));
+
+    // A new certificate of the same name holds, whoever connects later is told of the old one, and lists add up.
+    bind(&issue(Role::Worker, "w2")).connect(w1.address(), &to_w1).await.unwrap();
+    std::fs::remove_file(dir.path().join("ca.crl")).unwrap();
+    let later = issue(Role::Worker, "w3");
+    assert_eq!(revoke(&Authority::issued(dir.path(), Role::Worker, &node("w3")).unwrap()), 1);
+    assert!(given.revoke(&list()).unwrap());
+    let late = bind(&issue(Role::Coordinator, "c3"));
+    let _joined = late.connect(c2.address(), &to_c2).await.unwrap();
+    for revoked in [&stolen, &bind(&later)] {
+        soon("being told", async {
+            while revoked.connect(late.address(), &to_c1).await.is_ok() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+    }
+
+    // The authority that takes this one's place says the same of this one's certificates.
+    let new = ca.successor(SystemTime::now()).unwrap();
+    new.replace(dir.path()).unwrap();
+    assert_eq!(new.revoke(dir.path(), &serials, SystemTime::now()).unwrap(), 2);
+    let issued = new.issue(Role::Coordinator, node("c4"), SystemTime::now()).unwrap();
+    issued.save(&dir.path().join("c4")).unwrap();
+    std::fs::write(dir.path().join("c4/ca.crl"), list()).unwrap();
+    let newest = bind(&load_identity(&dir.path().join("c4")).unwrap());
+    // It knows of that one from the beginning, and does not dial it.
+    let refused = newest.connect(stolen.address(), &Expected::any(Role::Worker)).await.unwrap_err();
+    assert!(refused.to_string().contains("Revoked"), "{refused}");
+    // Who does not trust the new root yet learns of it once it does.
+    let old = |name: &str, role| {
+        ca.issue(role, node(name), SystemTime::now()).unwrap().save(&dir.path().join(name)).unwrap();
+    };
+    old("c5", Role::Coordinator);
+    old("w5", Role::Worker);
+    let trusting = |name: &str| {
+        std::fs::copy(dir.path().join("ca.crt"), dir.path().join(name).join("ca.crt")).unwrap();
+        load_identity(&dir.path().join(name)).unwrap()
+    };
+    let slow = load_identity(&dir.path().join("w5")).unwrap();
+    std::fs::write(dir.path().join("c5/ca.crl"), list()).unwrap();
+    let (knows, learns) = (bind(&trusting("c5")), bind(&slow));
+    let _joined = learns.connect(knows.address(), &to_c1).await.unwrap();
+    let knows_it = async || {
+        let dialed = learns.connect(stolen.address(), &Expected::any(Role::Worker)).await;
+        dialed.is_err_and(|error| error.to_string().contains("Revoked"))
+    };
+    assert!(!knows_it().await);
+    assert!(slow.renew(&trusting("w5")).unwrap());
+    soon("being told again", async { while !knows_it().await {} }).await;
+    // A list that is there and cannot be read is not passed over.
+    std::fs::write(dir.path().join("c4/ca.crl"), "nonsense").unwrap();
+    load_identity(&dir.path().join("c4")).unwrap_err();
 }
 
 /// A file at a time is replaced: what does not fit together, or is another node's, changes nothing.

@@ -296,6 +296,9 @@ proptest! {
     #[test]
     fn encoding(request in encode_request(), reply in encode_reply()) {
         survives(&request, Cap::GenerateRequest);
+        let latest = request.clone().into_latest();
+        assert_eq!(latest.clone().at_version(3), request, "who knows no traces is told of none");
+        survives(&latest.at_version(4), Cap::GenerateRequest);
         survives(&reply, Cap::Stream);
     }
 

@@ -21,7 +21,9 @@ use kvasir_proto::shard::*;
 use kvasir_proto::stage::blocks::*;
 use kvasir_proto::stage::*;
 use kvasir_proto::trace::{SpanId, TraceContext, TraceId};
-use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
+use kvasir_proto::transport::{
+    Hello, HelloV1, Revocations, RevocationsV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Debug;
@@ -307,6 +309,11 @@ fn load_v2() -> LoadReport {
     LoadReport::V2(LoadReportV2 { load: load(WorkerState::Ready), pulls })
 }
 
+pub(crate) fn encode_request_v2() -> EncodeRequest {
+    let trace = Some(TraceContext { trace: TraceId([2; 16]), span: SpanId([3; 8]) });
+    EncodeRequestV2 { trace, ..encode_request().into_latest() }.at_version(4)
+}
+
 pub(crate) fn encode_request() -> EncodeRequest {
     EncodeRequest::V1(EncodeRequestV1 {
         request_id: RequestId::new("req-1").unwrap(),
@@ -489,12 +496,13 @@ pub(crate) fn all() -> Vec<Samples> {
     let node = NodeId::new("w1").unwrap();
     vec![
         samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
+        samples("Revocations", Stream, [Revocations::V1(RevocationsV1 { list: vec![0x30, 0] })]),
         samples("GenerateRequest", Request, [request(), request_v2(), request_v3()]),
         samples("PrefixNote", Request, [prefix_note()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
-        samples("EncodeRequest", Request, [encode_request()]),
+        samples("EncodeRequest", Request, [encode_request(), encode_request_v2()]),
         samples(
             "EncodeReply",
             Stream,

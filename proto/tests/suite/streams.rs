@@ -185,7 +185,7 @@ async fn dropping_an_encode_call_cancels_it_at_the_worker() {
 #[tokio::test]
 async fn more_texts_than_a_call_may_have_are_not_sent() {
     let nodes = pair().await;
-    let EncodeRequest::V1(mut request) = samples::encode_request();
+    let mut request = samples::encode_request().into_latest().call;
     let text = request.texts.remove(0);
     request.texts = vec![text; kvasir_proto::message::MAX_ENCODE_TEXTS + 1];
     let refused = nodes.to_worker.encode(&EncodeRequest::V1(request)).await;

@@ -120,6 +120,30 @@ fn assert_the_keyboard_reaches_everything(browser: &Browser) {
     assert!(missed.is_empty(), "Tab does not come to {missed:?}");
 }
 
+/// A tenant that asks for more than it may is seen with its limits.
+fn limits(cluster: &Cluster, browser: &Browser) {
+    let ops = cluster.coordinator().ops;
+    let made = http::post(ops, "/admin/v1/keys", &json!({"tenant": "team-a"})).unwrap().json().unwrap();
+    let bearer = format!("Bearer {}", made["key"].as_str().unwrap());
+    let limits = json!({"rpm": 6, "tpm": 60_000, "concurrency": 4}).to_string();
+    let set = http::send(ops, "PUT", "/admin/v1/tenants/team-a", &[], limits.as_bytes()).unwrap();
+    assert_eq!(set.status, 204);
+    let body = json!({"model": cluster.model(), "prompt": "A fox", "max_tokens": 8});
+    let headers = [("authorization", bearer.as_str())];
+    wait::until("it is refused", binary::PATIENCE, || {
+        let answer = http::post_with(cluster.http(), "/v1/completions", &headers, &body).unwrap();
+        (answer.status == 429).then_some(())
+    })
+    .unwrap();
+    let row = "document.querySelector(\"#tenants tr[data-tenant='team-a'] + .limits\")";
+    let told = format!(
+        "/of 6 requests.min/.test({row}?.textContent) && /of 60.000 tokens.min/.test({row}.textContent)"
+    );
+    browser.wait_for("its limits are told", &told).unwrap();
+    browser.script("document.querySelector('#latency').scrollIntoView({behavior: 'instant'})").unwrap();
+    browser.screenshot(&picture("tenants")).unwrap();
+}
+
 #[test]
 fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     let cluster = Cluster::builder("dashboard", "smollm2-135m").start().unwrap();
@@ -182,6 +206,8 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     browser.script("document.querySelector('#requests').scrollIntoView({behavior: 'instant'})").unwrap();
     browser.screenshot(&picture("dark")).unwrap();
     assert_the_keyboard_reaches_everything(&browser);
+
+    limits(&cluster, &browser);
 
     browser.resize(390, 844, 2.0).unwrap();
     browser.script("scrollTo({top: 0, behavior: 'instant'})").unwrap();

@@ -4,6 +4,7 @@
 mod alone;
 mod choices;
 mod clients;
+mod collector;
 mod dashboard;
 mod embeddings;
 mod failover;

@@ -1,10 +1,14 @@
 //! Keys of a group of coordinators, certificates that are replaced under load, and what is never written down.
 
+use crate::collector::Collector;
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
-use std::net::SocketAddr;
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -195,6 +199,75 @@ fn certificates_are_replaced_under_load() {
     assert_eq!(refused.status.code(), Some(1));
 }
 
+/// A worker whose certificate is taken back is out within seconds, at all coordinators although only one was given the
+/// list, and no request is lost by it; with a new certificate it comes back.
+#[test]
+fn sec_revoked_node() {
+    let cluster =
+        Cluster::builder("security-revoke", &tiny_model()).flag("--coordinators", "3").start().unwrap();
+    let (data, nodes) = (cluster.data_dir().to_owned(), cluster.nodes());
+    let fronts: Vec<_> = nodes.coordinators.iter().map(|node| node.http).collect();
+    let revoked = &nodes.workers[1];
+    let ca = data.join("ca");
+    let ca_dir = ca.to_str().unwrap();
+    // How many workers each coordinator may send requests to.
+    let ready = |count: usize| {
+        let at = |ops: SocketAddr| {
+            let status = http::get(ops, "/admin/v1/cluster").ok()?.ok().ok()?;
+            let workers = status["workers"].as_array()?.clone();
+            Some(workers.iter().filter(|worker| worker["state"] == "ready").count() == count)
+        };
+        nodes.coordinators.iter().all(|node| at(node.ops) == Some(true)).then_some(())
+    };
+    wait::until("all know both", binary::PATIENCE, || ready(2)).unwrap();
+    let ((), served) = under_load(
+        &fronts,
+        || "any".into(),
+        |served| {
+            let on = |worker: &str| {
+                let status = http::get(cluster.coordinator().ops, "/metrics").ok()?.text().ok()?;
+                status.lines().any(|line| line.contains(worker)).then_some(())
+            };
+            wait::until("it has something to do", binary::PATIENCE, || on(&revoked.id)).unwrap();
+            let told =
+                binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id]);
+            assert!(told.unwrap().starts_with("revoked "));
+            let asked = Instant::now();
+            let given = data.join("nodes").join(&nodes.coordinators[2].id).join("identity/ca.crl");
+            std::fs::copy(ca.join("ca.crl"), given).unwrap();
+            wait::until("nobody has it", binary::PATIENCE, || ready(1)).unwrap();
+            // Two to look, one to tell.
+            assert!(asked.elapsed() < Duration::from_secs(3 * 3), "{:?}", asked.elapsed());
+            // It dials again and again.
+            let log = data.join("logs").join(format!("{}.log", revoked.id));
+            wait::until("it is refused", binary::PATIENCE, || {
+                let log = std::fs::read_to_string(&log).unwrap();
+                log.contains("refuses our certificate").then_some(())
+            })
+            .unwrap();
+            ready(1).unwrap();
+            let out = data.join("nodes").join(&revoked.id).join("identity");
+            let issue = ["ca", "issue", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id];
+            binary::stdout(&[&issue[..], &["--out", out.to_str().unwrap(), "--replace"]].concat()).unwrap();
+            wait::until("it is back with another one", binary::PATIENCE, || ready(2)).unwrap();
+            let at = served.load(Ordering::Relaxed);
+            wait::until("requests go on", binary::PATIENCE, || {
+                (served.load(Ordering::Relaxed) > at + 6).then_some(())
+            })
+            .unwrap();
+        },
+    );
+    assert!(served > 12, "{served}");
+    // Each coordinator has written it down when it heard of it.
+    let told = |(path, text): &(PathBuf, Vec<u8>)| {
+        path.ends_with("audit.jsonl") && String::from_utf8_lossy(text).contains(r#""what":"revoke""#)
+    };
+    assert_eq!(written(&data).iter().filter(|file| told(file)).count(), 3);
+    let unknown = ["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", "worker-9"];
+    assert_eq!(binary::run(&unknown).unwrap().status.code(), Some(1));
+    assert_eq!(binary::run(&["ca", "revoke", "--dir", ca_dir]).unwrap().status.code(), Some(2));
+}
+
 /// The time from the request to the first token.
 fn first_token(server: SocketAddr, key: &str, prompt: &[u32]) -> Duration {
     let body = json!({"prompt": prompt, "max_tokens": 1, "stream": true});
@@ -260,13 +333,38 @@ fn written(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
         .collect()
 }
 
+/// What a page of the dashboard is told at first, up to so many looks.
+fn looks(ops: SocketAddr, count: usize) -> Vec<u8> {
+    let mut stream = TcpStream::connect(ops).unwrap();
+    stream.set_read_timeout(Some(binary::PATIENCE)).unwrap();
+    let request = format!("GET /admin/v1/dashboard/events HTTP/1.1\r\nHost: {ops}\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let (mut told, mut part) = (Vec::new(), [0; 1 << 16]);
+    while String::from_utf8_lossy(&told).matches("event: look").count() < count {
+        let read = stream.read(&mut part).unwrap();
+        assert!(read > 0, "the stream has ended");
+        told.extend_from_slice(&part[..read]);
+    }
+    told
+}
+
+/// Whatever a client writes is in nothing that operators keep: not in any log at its finest, nor in any file of the data
+/// directory (the audit log is one), in the metrics of any node, in traces, or in what the dashboard is told.
 #[test]
 fn sec_log_canary() {
+    let bert = Manifest::read().unwrap().tiny("bert").unwrap().path();
+    nothing_is_written_down("generates", &tiny_model());
+    nothing_is_written_down("encodes", bert.to_str().unwrap());
+}
+
+fn nothing_is_written_down(name: &str, model: &str) {
     const CANARIES: [&str; 6] =
         ["canary-prompt", "canary-key", "canary-header", "canary-file", "canary-salt", "canary-stop"];
     let dir = tempfile::tempdir().unwrap();
-    let cluster = Cluster::builder("security-canary", &tiny_model())
+    let collector = Collector::start();
+    let cluster = Cluster::builder(&format!("security-canary-{name}"), model)
         .env("KVASIR_LOG", "trace")
+        .env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url())
         .data_dir(dir.path())
         .start()
         .unwrap();
@@ -288,16 +386,23 @@ fn sec_log_canary() {
         ("/v1/completions", json!({"prompt": "canary-prompt", "max_tokens": 3, "stream": true})),
         ("/v1/completions", json!({"prompt": "canary-prompt", "model": "../canary-file.gguf"})),
         ("/v1/completions", json!({"prompt": "canary-prompt", "suffix": "canary-prompt"})),
+        ("/v1/completions", json!({"prompt": "canary-prompt", "temperature": "canary-prompt"})),
         (
             "/v1/chat/completions",
             json!({"messages": [{"role": "user", "content": "canary-prompt"}], "documents": [document]}),
         ),
-        ("/v1/embeddings", json!({"input": "canary-prompt"})),
+        ("/v1/embeddings", json!({"input": ["canary-prompt", "and more of canary-prompt"]})),
+        ("/v1/rerank", json!({"query": "canary-prompt", "documents": ["canary-prompt", "canary-file.pdf"]})),
         ("/tokenize", json!({"prompt": "canary-prompt"})),
+        ("/canary-file", json!({"prompt": "canary-prompt"})),
     ];
+    let mut served = 0;
     for (path, body) in &bodies {
-        http::post_with(front, path, &headers, body).unwrap().text().unwrap();
+        let answer = http::post_with(front, path, &headers, body).unwrap();
+        served += u32::from(answer.status == 200);
+        answer.text().unwrap();
     }
+    assert!(served >= 2, "{served} requests were served: nothing could be written down of them");
     http::send(front, "POST", "/v1/completions", &headers, b"{\"prompt\": \"canary-prompt")
         .unwrap()
         .text()
@@ -310,20 +415,39 @@ fn sec_log_canary() {
     let listed = http::get(ops, "/admin/v1/keys").unwrap().text().unwrap();
     assert!(listed.contains(&id) && !listed.contains(&key));
 
-    let mut places =
-        vec![("metrics".into(), http::get(ops, "/metrics").unwrap().text().unwrap().into_bytes())];
+    let text = |ops: SocketAddr, path: &str| http::get(ops, path).unwrap().text().unwrap().into_bytes();
+    let mut places = vec![
+        ("metrics".into(), text(ops, "/metrics")),
+        ("status".into(), text(ops, "/admin/v1/cluster")),
+        ("prefixes".into(), text(ops, "/admin/v1/prefixes")),
+    ];
     for worker in &cluster.nodes().workers {
-        places.push((
-            PathBuf::from(&worker.id),
-            http::get(worker.ops, "/metrics").unwrap().text().unwrap().into_bytes(),
-        ));
+        places.push((PathBuf::from(&worker.id), text(worker.ops, "/metrics")));
     }
+    // The last decisions, then looks.
+    places.push(("dashboard".into(), looks(ops, 2)));
+    wait::until("spans of both kinds of node are exported", binary::PATIENCE, || {
+        let nodes: BTreeSet<String> = collector.told().into_iter().map(|told| told.node).collect();
+        let of = |kind: &str| nodes.iter().any(|node| node.starts_with(kind));
+        (of("coordinator") && of("worker")).then_some(())
+    })
+    .unwrap();
     let log = cluster.log().to_owned();
     drop(cluster);
+    places.push(("traces".into(), collector.raw()));
     places.push((log.clone(), std::fs::read(&log).unwrap()));
     places.extend(written(dir.path()));
-    let traced = places.iter().any(|(_, text)| text.windows(7).any(|window| window == b" TRACE "));
-    assert!(traced, "nothing was logged at the level that this is about");
+    let has = |text: &[u8], what: &[u8]| text.windows(what.len()).any(|window| window == what);
+    let traced = |kind: &str| {
+        let of =
+            |place: &Path| place.file_name().is_some_and(|name| name.to_string_lossy().starts_with(kind));
+        places.iter().any(|(place, text)| of(place) && has(text, b" TRACE "))
+    };
+    assert!(
+        traced("coordinator-0") && traced("worker-0"),
+        "nothing was logged at the level that this is about"
+    );
+    assert!(places.iter().any(|(place, text)| place.ends_with("audit.jsonl") && has(text, id.as_bytes())));
     let secrets = CANARIES.iter().copied().chain([key.as_str(), &key["kvasir-".len()..]]);
     for secret in secrets {
         for (place, text) in &places {

@@ -1,113 +1,18 @@
-//! One trace for a request, over all processes that had a part in it, as a collector gets it.
+//! One trace for a request, over all processes that had a part in it, as a collector gets it; and what becomes of requests
+//! while there is none.
 
+use crate::collector::{Collector, Told, text, value};
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, wait};
-use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
-use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value as Attribute};
-use opentelemetry_proto::tonic::trace::v1::Span;
-use prost::Message;
-use serde_json::json;
+use opentelemetry_proto::tonic::common::v1::any_value::Value as Attribute;
+use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::net::SocketAddr;
 
 /// Never to be seen in a trace.
 const SECRET: &str = "Halibut";
-
-/// A span and the node that has recorded it.
-#[derive(Debug, Clone)]
-struct Told {
-    node: String,
-    span: Span,
-}
-
-/// Takes what is exported, for as long as the test runs.
-struct Collector {
-    address: SocketAddr,
-    told: Arc<Mutex<Vec<Told>>>,
-    /// Whether a prompt was in what came.
-    leaked: Arc<AtomicBool>,
-}
-
-impl Collector {
-    fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (address, told) = (listener.local_addr().unwrap(), Arc::<Mutex<Vec<Told>>>::default());
-        let into = Arc::clone(&told);
-        let leaked = Arc::<AtomicBool>::default();
-        let leaks = Arc::clone(&leaked);
-        std::thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let (into, leaks) = (Arc::clone(&into), Arc::clone(&leaks));
-                std::thread::spawn(move || serve(stream, &into, &leaks));
-            }
-        });
-        Self { address, told, leaked }
-    }
-
-    fn url(&self) -> String {
-        format!("http://{}", self.address)
-    }
-
-    /// The spans of a trace, once the one that has no other above it has come and `enough` says so.
-    fn trace(&self, trace: &[u8], enough: impl Fn(&[Told]) -> bool) -> Vec<Told> {
-        wait::until("the trace has been exported", binary::PATIENCE, || {
-            let all = self.told.lock().unwrap();
-            let of_trace: Vec<Told> =
-                all.iter().filter(|told| told.span.trace_id == trace).cloned().collect();
-            enough(&of_trace).then_some(of_trace)
-        })
-        .unwrap()
-    }
-}
-
-/// Reads exports until the connection ends.
-fn serve(stream: TcpStream, into: &Mutex<Vec<Told>>, leaks: &AtomicBool) {
-    let mut reader = BufReader::new(stream);
-    loop {
-        let (mut length, mut line) = (0, String::new());
-        loop {
-            line.clear();
-            if reader.read_line(&mut line).unwrap_or(0) == 0 {
-                return;
-            }
-            let header = line.trim_end().to_ascii_lowercase();
-            if let Some(value) = header.strip_prefix("content-length: ") {
-                length = value.parse().unwrap();
-            }
-            if header.is_empty() {
-                break;
-            }
-        }
-        let mut body = vec![0; length];
-        reader.read_exact(&mut body).unwrap();
-        leaks.fetch_or(String::from_utf8_lossy(&body).contains(SECRET), Ordering::Relaxed);
-        let export = ExportTraceServiceRequest::decode(body.as_slice()).unwrap();
-        for of_node in export.resource_spans {
-            let node = text(&of_node.resource.unwrap().attributes, "service.instance.id").unwrap();
-            let spans = of_node.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            into.lock().unwrap().extend(spans.map(|span| Told { node: node.clone(), span }));
-        }
-        let answer = "HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n";
-        if reader.get_mut().write_all(answer.as_bytes()).is_err() {
-            return;
-        }
-    }
-}
-
-fn value<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Attribute> {
-    attributes.iter().find(|attribute| attribute.key == key)?.value.as_ref()?.value.as_ref()
-}
-
-fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
-    match value(attributes, key)? {
-        Attribute::StringValue(text) => Some(text.clone()),
-        other => panic!("{key} is {other:?}"),
-    }
-}
 
 fn count(told: &Told, key: &str) -> i64 {
     match value(&told.span.attributes, key) {
@@ -127,14 +32,28 @@ fn only<'a>(trace: &'a [Told], name: &str) -> &'a Told {
 
 /// Asks for a few tokens as part of the trace `trace`.
 fn ask(cluster: &Cluster, trace: [u8; 16], flags: &str) {
-    let hex: String = trace.iter().map(|byte| format!("{byte:02x}")).collect();
-    let parent = format!("00-{hex}-00000000000000aa-{flags}");
     let body = json!({
         "model": cluster.model(), "max_tokens": 5, "ignore_eos": true, "temperature": 0,
         "prompt": SECRET,
     });
+    assert_eq!(post(cluster, "/v1/completions", trace, flags, &body), 200);
+}
+
+fn post(cluster: &Cluster, path: &str, trace: [u8; 16], flags: &str, body: &Value) -> u16 {
+    let hex: String = trace.iter().map(|byte| format!("{byte:02x}")).collect();
+    let parent = format!("00-{hex}-00000000000000aa-{flags}");
     let headers = [("traceparent", parent.as_str()), ("x-request-id", "traced")];
-    http::post_with(cluster.http(), "/v1/completions", &headers, &body).unwrap().ok().unwrap();
+    let answer = http::post_with(cluster.http(), path, &headers, body).unwrap();
+    let status = answer.status;
+    answer.text().unwrap();
+    status
+}
+
+/// Spans of a node of which this has become.
+fn spans(ops: SocketAddr, metric: &str, outcome: &str) -> f64 {
+    let line = format!("{metric}_total{{outcome=\"{outcome}\"}} ");
+    let text = http::get(ops, "/metrics").unwrap().text().unwrap();
+    text.lines().find_map(|at| at.strip_prefix(&line)?.parse().ok()).unwrap_or(0.0)
 }
 
 /// The root, and that every other span is below another of the trace and not outside of it in time.
@@ -224,7 +143,7 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     assert_eq!(nodes.len(), 3, "{nodes:?}");
 
     // What the client does not record is not recorded here either, nor what no client has begun.
-    assert!(!collector.told.lock().unwrap().iter().any(|told| told.span.trace_id != [2; 16]));
+    assert!(!collector.told().iter().any(|told| told.span.trace_id != [2; 16]));
     let ops = cluster.coordinator().ops;
     let (hex, sent) = ("02".repeat(16), "kvasir_trace_spans_total{outcome=\"exported\"} ");
     let metrics =
@@ -239,5 +158,129 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
             && line.contains(&format!("# {{trace_id=\"{hex}\"}}"))
     };
     assert!(metrics.lines().any(exemplar), "{metrics}");
-    assert!(!collector.leaked.load(Ordering::Relaxed), "a prompt is in a trace");
+    assert!(!String::from_utf8_lossy(&collector.raw()).contains(SECRET), "a prompt is in a trace");
+}
+
+/// Embeddings and rerankings too are one trace, from the client's request to the encoder's step.
+#[test]
+fn texts_that_are_encoded_are_traced_as_well() {
+    let collector = Collector::start();
+    let bert = Manifest::read().unwrap().tiny("bert").unwrap().path();
+    let cluster = Cluster::builder("traces-encode", bert.to_str().unwrap())
+        .env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url())
+        .env("OTEL_TRACES_SAMPLER_ARG", "0")
+        .start()
+        .unwrap();
+    let inputs: Vec<Vec<u32>> = (0..40).map(|n| vec![5 + n, 9, 11]).collect();
+    let embeddings = json!({"model": cluster.model(), "input": inputs});
+    assert_eq!(post(&cluster, "/v1/embeddings", [3; 16], "01", &embeddings), 200);
+    // Of another task: refused, and that is told.
+    let documents = json!({"model": cluster.model(), "query": SECRET, "documents": [SECRET, "b"]});
+    assert_eq!(post(&cluster, "/v1/rerank", [4; 16], "01", &documents), 400);
+
+    // 32 texts a call.
+    let enough = |trace: &[Told]| {
+        let has = |name: &str| named(trace, name).len();
+        has("encode") == 2
+            && has("compute") == 2
+            && trace.iter().any(|t| t.span.name.starts_with("embeddings"))
+    };
+    let trace = collector.trace(&[3; 16], enough);
+    let root = expect_tree(&trace);
+    assert_eq!(root.span.name, format!("embeddings {}", cluster.model()));
+    let of_root = |key| text(&root.span.attributes, key);
+    assert_eq!(of_root("gen_ai.operation.name").as_deref(), Some("embeddings"));
+    assert_eq!(of_root("gen_ai.request.model").as_deref(), Some(cluster.model()));
+    assert_eq!(of_root("kvasir.request_id").as_deref(), Some("traced"));
+    assert_eq!((count(root, "kvasir.texts"), count(root, "gen_ai.usage.input_tokens")), (40, 120));
+    for part in ["receive", "tokenise", "queue", "route", "dispatch"] {
+        let told: Vec<_> =
+            trace.iter().filter(|told| told.span.name == part && told.node == root.node).collect();
+        let times = if matches!(part, "receive" | "tokenise") { 1 } else { 2 };
+        assert_eq!(told.len(), times, "{part}");
+        assert!(told.iter().all(|told| parent_of(&trace, told).span.span_id == root.span.span_id), "{part}");
+    }
+    let encodes = named(&trace, "encode");
+    assert_eq!(encodes.iter().map(|told| count(told, "kvasir.texts")).sum::<i64>(), 40);
+    for encode in encodes {
+        let dispatch = parent_of(&trace, encode);
+        assert_eq!(dispatch.span.name, "dispatch");
+        assert_eq!(text(&dispatch.span.attributes, "kvasir.worker").as_ref(), Some(&encode.node));
+        for part in ["queue", "compute"] {
+            let below = |told: &&&Told| told.span.parent_span_id == encode.span.span_id;
+            assert_eq!(named(&trace, part).iter().filter(below).count(), 1, "{part}");
+        }
+    }
+    let refused = collector.trace(&[4; 16], |trace| trace.iter().any(|told| told.span.name == "rerank"));
+    let root = expect_tree(&refused);
+    assert_eq!(text(&root.span.attributes, "error.type").as_deref(), Some("invalid_field"));
+    let hex = "03".repeat(16);
+    let metrics = http::get(cluster.coordinator().ops, "/metrics").unwrap().text().unwrap();
+    let exemplar = |line: &str| {
+        line.starts_with("vllm:e2e_request_latency_seconds_bucket")
+            && line.contains(&format!("# {{trace_id=\"{hex}\"}}"))
+    };
+    assert!(metrics.lines().any(exemplar), "{metrics}");
+    assert!(!String::from_utf8_lossy(&collector.raw()).contains(SECRET), "a text is in a trace");
+}
+
+/// A collector that takes connections and says nothing costs no request anything: what the queue has no room for is dropped
+/// and counted, and once it answers, spans come again.
+#[test]
+fn a_collector_that_hangs_harms_no_request() {
+    let collector = Collector::that_hangs();
+    let cluster = Cluster::builder("traces-hang", &tiny_model())
+        .env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url())
+        .env("OTEL_TRACES_SAMPLER_ARG", "1")
+        .start()
+        .unwrap();
+    let (ops, worker) = (cluster.coordinator().ops, cluster.nodes().workers[0].ops);
+    let plain =
+        json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "seed": 1});
+    let text_of = |answer: http::Answer| answer.ok().unwrap()["choices"][0]["text"].clone();
+    let expected = text_of(http::post(cluster.http(), "/v1/completions", &plain).unwrap());
+    // 384 spans a request at the coordinator, of which 256 a second are given up.
+    let many: Vec<[u32; 3]> = (0..128).map(|n| [5 + n, 6, 7]).collect();
+    let many = json!({"model": cluster.model(), "prompt": many, "max_tokens": 1});
+    wait::until("the queue is full", binary::PATIENCE, || {
+        let answer = http::post(cluster.http(), "/v1/completions", &many).unwrap();
+        let status = answer.status;
+        assert_eq!(status, 200, "{}", answer.text().unwrap());
+        (spans(ops, "kvasir_trace_spans", "queue_full") > 0.0).then_some(())
+    })
+    .unwrap();
+    wait::until("what was sent is given up", binary::PATIENCE, || {
+        let failed = spans(ops, "kvasir_trace_spans", "failed") >= 512.0;
+        (failed && spans(worker, "kvasir_worker_trace_spans", "failed") > 0.0).then_some(())
+    })
+    .unwrap();
+    assert_eq!(spans(ops, "kvasir_trace_spans", "exported"), 0.0);
+    assert_eq!(text_of(http::post(cluster.http(), "/v1/completions", &plain).unwrap()), expected);
+    collector.answer();
+    wait::until("spans are taken again", binary::PATIENCE, || {
+        http::post(cluster.http(), "/v1/completions", &plain).unwrap().ok().unwrap();
+        let taken = |ops, metric| spans(ops, metric, "exported") > 0.0;
+        (taken(ops, "kvasir_trace_spans") && taken(worker, "kvasir_worker_trace_spans")).then_some(())
+    })
+    .unwrap();
+    assert!(!collector.told().is_empty());
+}
+
+/// Nor does one that is not there.
+#[test]
+fn a_collector_that_is_gone_harms_no_request() {
+    let nobody = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap()
+    };
+    let cluster = Cluster::builder("traces-gone", &tiny_model())
+        .env("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("http://{nobody}"))
+        .start()
+        .unwrap();
+    let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
+    wait::until("spans are given up", binary::PATIENCE, || {
+        http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+        (spans(cluster.coordinator().ops, "kvasir_trace_spans", "failed") > 0.0).then_some(())
+    })
+    .unwrap();
 }

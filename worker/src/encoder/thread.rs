@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use proto::ids::Epoch;
 use proto::message::GenerateError;
+use proto::trace::Span;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -25,7 +26,12 @@ const QUEUE_TOKENS: u64 = 1 << 20;
 pub type Answer = Result<Vec<Vec<f32>>, GenerateError>;
 
 enum Command {
-    Encode { texts: Vec<Text>, deadline: Option<Instant>, reply: oneshot::Sender<Answer> },
+    Encode {
+        texts: Vec<Text>,
+        deadline: Option<Instant>,
+        trace: Option<Span>,
+        reply: oneshot::Sender<Answer>,
+    },
     Stop,
 }
 
@@ -82,11 +88,12 @@ impl EncoderHandle {
         Ok(Self { commands, shared, steps })
     }
 
-    /// Hands texts in. Dropping the receiver cancels them.
+    /// Hands texts in. Dropping the receiver cancels them. `trace` ends with them, if they are recorded.
     pub fn encode(
         &self,
         texts: Vec<Text>,
         deadline: Option<Instant>,
+        mut trace: Option<Span>,
     ) -> Result<oneshot::Receiver<Answer>, GenerateError> {
         if texts.is_empty() {
             let (field, reason) = ("input".to_owned(), "it is empty".to_owned());
@@ -94,13 +101,17 @@ impl EncoderHandle {
         }
         texts.iter().try_for_each(|text| self.shared.limits.check(text))?;
         let tokens = tokens(&texts);
+        if let Some(span) = &mut trace {
+            span.set("kvasir.texts", texts.len());
+            span.set("gen_ai.usage.input_tokens", tokens);
+        }
         let before = self.shared.queued.fetch_add(tokens, Ordering::Relaxed);
         if before > 0 && before + tokens > QUEUE_TOKENS {
             self.shared.queued.fetch_sub(tokens, Ordering::Relaxed);
             return Err(GenerateError::QueueFull);
         }
         let (reply, answer) = oneshot::channel();
-        let command = Command::Encode { texts, deadline, reply };
+        let command = Command::Encode { texts, deadline, trace, reply };
         self.commands.send(command).map_err(|_| GenerateError::Internal)?;
         Ok(answer)
     }
@@ -155,6 +166,7 @@ fn tokens(texts: &[Text]) -> u64 {
 struct Reply {
     answer: oneshot::Sender<Answer>,
     tokens: u64,
+    trace: Option<Span>,
 }
 
 /// The thread's own state.
@@ -202,10 +214,10 @@ impl Serving {
 
     /// False ends the thread.
     fn obey(&mut self, command: Command) -> bool {
-        let Command::Encode { texts, deadline, reply } = command else { return false };
+        let Command::Encode { texts, deadline, trace, reply } = command else { return false };
         let tokens = tokens(&texts);
         self.shared.metrics.prompt_tokens.inc_by(tokens);
-        self.queue.push(Instant::now(), texts, deadline, Reply { answer: reply, tokens });
+        self.queue.push(Instant::now(), texts, deadline, Reply { answer: reply, tokens, trace });
         true
     }
 
@@ -223,7 +235,8 @@ impl Serving {
         for _ in 0..forgotten {
             self.count_end(Reason::abort);
         }
-        for late in self.queue.expire(now) {
+        for mut late in self.queue.expire(now) {
+            late.reply.trace.iter_mut().for_each(|span| span.fail("deadline_exceeded"));
             let after_ms = now.saturating_duration_since(late.received).as_millis() as u64;
             self.answer(late, Reason::error, |_| Err(GenerateError::DeadlineExceeded { after_ms }));
         }
@@ -242,6 +255,10 @@ impl Serving {
             if let Some(started) = done.started {
                 let queued = started.saturating_duration_since(done.received);
                 self.shared.metrics.queue.0.observe(queued.as_secs_f64());
+                if let Some(span) = &done.reply.trace {
+                    span.child("queue", done.received).end(started);
+                    span.part("compute", started);
+                }
             }
             self.shared.metrics.e2e.0.observe(done.received.elapsed().as_secs_f64());
             self.answer(done, Reason::stop, Ok);

@@ -428,6 +428,27 @@ impl BlockPool {
         (g.tail == prev && count.free == g.free && count.owned == g.owned).then_some(count)
     }
 
+    /// Where nothing lies that anybody may read again: byte offsets, in units of [`OFFSET_UNIT`], and bytes.
+    #[cfg(debug_assertions)]
+    pub(super) fn unused(&self) -> Vec<(u32, u64)> {
+        let mut places = Vec::new();
+        for (at, slab) in (0u64..).zip(&self.slabs) {
+            let Some(owner) = slab.owner else {
+                places.push(((at * self.slab_units) as u32, self.slab_units * OFFSET_UNIT));
+                continue;
+            };
+            let g = &self.groups[usize::from(owner)];
+            let first = at as u32 * g.per_slab;
+            let blocks = (first..first + g.per_slab).filter(|block| {
+                let Block { refs, hashed, .. } = g.blocks[*block as usize];
+                refs == 0 && !hashed
+            });
+            places
+                .extend(blocks.map(|block| (self.offset(owner.into(), block), g.block_units * OFFSET_UNIT)));
+        }
+        places
+    }
+
     /// Whether the pool believes that the prefix tree knows content of this block.
     pub(super) fn is_hashed(&self, group: usize, block: u32) -> bool {
         self.groups[group].blocks[block as usize].hashed

@@ -4,7 +4,8 @@ use super::Node;
 use super::runner::Runner;
 use crate::encoder::Text;
 use crate::encoder::thread::Answer;
-use proto::message::{EncodeRequest, EncodeRequestV1, EncodeTextV1, GenerateError, WorkerState};
+use proto::message::{EncodeRequestV1, EncodeRequestV2, EncodeTextV1, GenerateError, WorkerState};
+use proto::trace::follow;
 use proto::transport::EncodeCall;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -12,8 +13,7 @@ use tokio::sync::oneshot;
 /// Hands the call to the encoder at once; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> + Send + use<> {
     let EncodeCall { request, reply } = call;
-    let EncodeRequest::V1(request) = request;
-    let submitted = submit(node, request);
+    let submitted = submit(node, request.into_latest());
     async move {
         let answer = match submitted {
             Ok(answer) => tokio::select! {
@@ -34,11 +34,11 @@ pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> +
     }
 }
 
-fn submit(node: &Node, request: EncodeRequestV1) -> Result<oneshot::Receiver<Answer>, GenerateError> {
+fn submit(node: &Node, request: EncodeRequestV2) -> Result<oneshot::Receiver<Answer>, GenerateError> {
     if node.state() == WorkerState::Draining {
         return Err(GenerateError::Draining);
     }
-    let EncodeRequestV1 { model, texts, deadline_ms, .. } = request;
+    let EncodeRequestV2 { call: EncodeRequestV1 { model, texts, deadline_ms, .. }, trace } = request;
     let Some(Runner::Encodes(encoder)) = node.engine().filter(|_| node.serves(&model)) else {
         return Err(GenerateError::ModelNotFound(model));
     };
@@ -47,5 +47,6 @@ fn submit(node: &Node, request: EncodeRequestV1) -> Result<oneshot::Receiver<Ans
         second: segment_start.map(|start| start as usize),
     };
     let deadline = (deadline_ms > 0).then(|| Instant::now().checked_add(Duration::from_millis(deadline_ms)));
-    encoder.encode(texts.into_iter().map(text).collect(), deadline.flatten())
+    let trace = trace.and_then(|parent| follow(parent, "encode", Instant::now()));
+    encoder.encode(texts.into_iter().map(text).collect(), deadline.flatten(), trace)
 }

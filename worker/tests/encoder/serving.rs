@@ -49,7 +49,7 @@ fn requests_at_once_get_what_they_would_get_alone() {
         .collect();
     let handle = start("bert", &EngineOptions { chunk: Some(256), ..options() });
     let answers: Vec<_> =
-        requests.iter().map(|lengths| handle.encode(texts(lengths), None).unwrap()).collect();
+        requests.iter().map(|lengths| handle.encode(texts(lengths), None, None).unwrap()).collect();
     for (answer, want) in answers.into_iter().zip(want) {
         assert_eq!(answer.blocking_recv().unwrap().unwrap(), want);
     }
@@ -67,7 +67,7 @@ fn requests_at_once_get_what_they_would_get_alone() {
 fn what_cannot_be_encoded_is_refused_and_the_rest_goes_on() {
     let handle = start("bert", &options());
     let longest = 256;
-    let refused = |texts: Vec<Text>| handle.encode(texts, None).map(drop).unwrap_err();
+    let refused = |texts: Vec<Text>| handle.encode(texts, None, None).map(drop).unwrap_err();
     let too_long = GenerateError::ContextLength { need: longest as u64 + 1, limit: longest as u64 };
     assert_eq!(refused(texts(&[3, longest + 1])), too_long);
     for wrong in
@@ -75,7 +75,7 @@ fn what_cannot_be_encoded_is_refused_and_the_rest_goes_on() {
     {
         assert!(matches!(refused(wrong), GenerateError::InvalidField { .. }));
     }
-    let answer = handle.encode(texts(&[longest]), None).unwrap();
+    let answer = handle.encode(texts(&[longest]), None, None).unwrap();
     assert_eq!(answer.blocking_recv().unwrap().unwrap()[0].len(), 64);
 }
 
@@ -83,9 +83,9 @@ fn what_cannot_be_encoded_is_refused_and_the_rest_goes_on() {
 fn late_requests_are_told_and_those_who_left_are_forgotten() {
     let handle = start("bert", &options());
     // In front of the others, so that they are still waiting when they leave.
-    let first = handle.encode(texts(&[200; 64]), None).unwrap();
-    let late = handle.encode(texts(&[5]), Some(Instant::now())).unwrap();
-    drop(handle.encode(texts(&[200; 64]), None).unwrap());
+    let first = handle.encode(texts(&[200; 64]), None, None).unwrap();
+    let late = handle.encode(texts(&[5]), Some(Instant::now()), None).unwrap();
+    drop(handle.encode(texts(&[200; 64]), None, None).unwrap());
     assert!(matches!(late.blocking_recv().unwrap(), Err(GenerateError::DeadlineExceeded { .. })));
     assert_eq!(first.blocking_recv().unwrap().unwrap().len(), 64);
     until("the books are empty", || !handle.busy());
@@ -100,7 +100,7 @@ fn a_full_queue_refuses_but_an_empty_one_takes_anything() {
     let handle = start("bert", &options());
     let mut waiting = Vec::new();
     let refused = loop {
-        match handle.encode(texts(&[250; 256]), None) {
+        match handle.encode(texts(&[250; 256]), None, None) {
             Ok(answer) => waiting.push(answer),
             Err(error) => break error,
         }
@@ -110,7 +110,7 @@ fn a_full_queue_refuses_but_an_empty_one_takes_anything() {
     assert!(waiting.len() >= 15, "{} requests of 64,000 tokens", waiting.len());
     waiting.clear();
     until("all are forgotten", || !handle.busy());
-    handle.encode(texts(&[5]), None).unwrap().blocking_recv().unwrap().unwrap();
+    handle.encode(texts(&[5]), None, None).unwrap().blocking_recv().unwrap().unwrap();
 }
 
 #[test]

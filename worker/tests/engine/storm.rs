@@ -1,5 +1,6 @@
 //! Random storms through the real engine: whatever is admitted, cancelled, preempted, evicted, forked, saved and
-//! restored around a request, its tokens are those of an undisturbed run.
+//! restored around a request, its tokens are those of an undisturbed run, although what nobody holds is overwritten with NaN
+//! again and again.
 
 use crate::harness::{
     Ask, Asked, Heard, QUANT, ROOT, TINY, cramped, one_by_one, open, options, prompt, submit,
@@ -71,6 +72,7 @@ struct Seen {
     forks: u64,
     saves: u64,
     restores: u64,
+    poisoned: u64,
 }
 
 /// One storm.
@@ -181,6 +183,10 @@ impl Storm<'_> {
                 6..=9 if open && !self.saved.is_empty() => self.restore(seen),
                 _ => {}
             }
+            // Whatever a request reads that is not its own spoils all that comes of it.
+            if self.dice.below(4) == 0 {
+                seen.poisoned += self.engine.poison_unused().unwrap();
+            }
             let outcome = self.engine.step(Instant::now()).unwrap();
             assert!(
                 outcome != StepOutcome::Idle || !self.engine.has_work(),
@@ -253,8 +259,9 @@ fn a_storm_changes_no_token() {
             storm.judge(&mut seen);
         }
     }
-    let Seen { preempted, cached, cancelled, forks, saves, restores } = seen;
+    let Seen { preempted, cached, cancelled, forks, saves, restores, poisoned } = seen;
     assert!(preempted > 100 && cached > 10_000 && cancelled > 50, "{seen:?}");
+    assert!(poisoned > 1 << 30, "{seen:?}");
     assert!(forks > 50 && saves > 50 && restores > 50, "{seen:?}");
     println!("{seen:?}");
 }

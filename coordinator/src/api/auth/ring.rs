@@ -94,6 +94,11 @@ impl Ring {
     }
 }
 
+/// By what a tenant is counted, everywhere.
+pub(super) fn subject_of(tenant: &str) -> Subject {
+    *blake3::hash(tenant.as_bytes()).as_bytes()
+}
+
 struct Making<'a> {
     cluster: &'a ClusterKey,
     access: &'a Access,
@@ -106,7 +111,7 @@ impl Making<'_> {
     fn tenant(&mut self, name: &str, id: Option<&TenantId>) -> Arc<Tenant> {
         let agreed = id.and_then(|id| self.access.salt(id).cloned());
         let quota = id.and_then(|id| self.access.tenants().get(id)).map(|tenant| &tenant.quota);
-        let meter = self.meter(*blake3::hash(name.as_bytes()).as_bytes(), Of::Tenant, quota);
+        let meter = self.meter(subject_of(name), Of::Tenant, quota);
         let salt = agreed.unwrap_or_else(|| salt(self.cluster, name));
         Arc::new(Tenant { name: name.into(), salt, meter })
     }

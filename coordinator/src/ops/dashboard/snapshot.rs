@@ -4,15 +4,18 @@ use super::engines::{Engine, Engines};
 use super::paths::{Path, Paths};
 use super::requests::{Clock, request, rounded};
 use super::why::{Common, Facts, verdict};
+use crate::admission::TenantView;
 use crate::balancer::recent::{Asked, Locality, Lost};
 use crate::balancer::{Balancer, WorkerView};
 use crate::ops::history::Moment;
 use crate::ops::{Ops, cluster};
+use crate::quota::Usage;
 use crate::timeline::{SLOT, SLOTS, Sketch};
 use proto::block::HASH_UNIT_TOKENS;
-use proto::ids::NodeId;
+use proto::ids::{NodeId, TenantId};
 use proto::shard::ShippingReportV1;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// How long a look waits for workers: their next words come with the next look.
@@ -86,7 +89,7 @@ impl Observer {
             "cluster": cluster::view(ops),
             "workers": workers.iter().zip(&facts).map(|(view, of)| self.worker(view, of, &facts)).collect::<Vec<_>>(),
             "raft": raft(ops),
-            "tenants": tenant_views(&tenants, &paths),
+            "tenants": tenant_views(&tenants, &paths, &ops.keys.tenant_usage()),
             "prefixes": paths.all.iter().zip(&holders).map(|(path, held)| prefix(path, held, &asked)).collect::<Vec<_>>(),
             "latency": latency(ops, clock),
             "locality": locality_lately(ops, clock),
@@ -229,9 +232,12 @@ fn prefix(path: &Path, holders: &Holders, asked: &[Asked]) -> Value {
     })
 }
 
-fn tenant_views(waiting: &[crate::admission::TenantView], paths: &Paths) -> Vec<Value> {
+/// Those that have asked lately, and those that use their limits: a tenant that is at its limit is not placed any more.
+fn tenant_views(waiting: &[TenantView], paths: &Paths, limited: &BTreeMap<TenantId, Usage>) -> Vec<Value> {
     let mut all: Vec<&str> = paths.tenants.keys().map(|tenant| &**tenant).collect();
     all.extend(waiting.iter().map(|view| view.tenant.as_str()));
+    let used = |usage: &Usage| usage.requests.0 > 0 || usage.tokens.0 > 0 || usage.inflight.0 > 0;
+    all.extend(limited.iter().filter(|(_, usage)| used(usage)).map(|(tenant, _)| tenant.as_str()));
     all.sort_unstable();
     all.dedup();
     let view = |tenant: &&str| {
@@ -243,9 +249,20 @@ fn tenant_views(waiting: &[crate::admission::TenantView], paths: &Paths) -> Vec<
             "waiting_tokens": waits.map_or(0, |view| view.tokens),
             "placed": requests,
             "placed_tokens": tokens,
+            "limits": TenantId::new(*tenant).ok().and_then(|tenant| limited.get(&tenant)).map(limits),
         })
     };
     all.iter().map(view).collect()
+}
+
+fn limits(usage: &Usage) -> Value {
+    let limit =
+        |(used, allowed): (u64, u64)| (allowed > 0).then(|| json!({"used": used, "allowed": allowed}));
+    json!({
+        "requests_per_minute": limit(usage.requests),
+        "tokens_per_minute": limit(usage.tokens),
+        "concurrency": limit(usage.inflight),
+    })
 }
 
 fn raft(ops: &Ops) -> Value {

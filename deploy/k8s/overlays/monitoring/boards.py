@@ -18,6 +18,18 @@ SECOND = 'le="1.0"'
 BAD = 'status=~"4..|5.."'
 
 
+# Histograms of coordinators whose buckets carry the trace of the last request that fell into them. A panel of one shows
+# these as points; the data source says where a point's trace is (provisioning/datasources).
+TRACED = {
+    "vllm:time_to_first_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+}
+
+
 def rate(metric, labels=""):
     return f"rate({metric}{{{labels}}}[{RATE}])" if labels else f"rate({metric}[{RATE}])"
 
@@ -36,6 +48,11 @@ def worker_rate(metric, *labels):
 def quantile(q, metric, *labels):
     by = ", ".join(["le", *labels])
     return f"histogram_quantile({q}, sum by ({by}) ({rate(metric + '_bucket')}))"
+
+
+def traced(expression):
+    """Whether an expression is a latency whose buckets carry traces."""
+    return expression.startswith("histogram_quantile") and any(f"{metric}_bucket" in expression for metric in TRACED)
 
 
 def quantiles(metric):
@@ -87,6 +104,8 @@ BOARDS = {
             panel("Waiting", "none", ("sum(kvasir_queue_requests)", "requests"), ("sum(kvasir_inflight_requests)", "at workers")),
             panel("Prompt tokens waiting", "none", ("sum(kvasir_queue_tokens)", "tokens")),
             panel("Time in the queue", "s", *quantiles("vllm:request_queue_time_seconds")),
+            panel("Computing prompts", "s", *quantiles("vllm:request_prefill_time_seconds")),
+            panel("Generating", "s", *quantiles("vllm:request_decode_time_seconds")),
             panel("Prompt lengths", "none", *quantiles("vllm:request_prompt_tokens")),
         ],
     ),
@@ -192,7 +211,7 @@ def grafana(name):
     drawn = []
     for at, spec in enumerate(panels):
         targets = [
-            {"refId": chr(65 + n), "expr": expr, "legendFormat": legend, "datasource": source}
+            {"refId": chr(65 + n), "expr": expr, "legendFormat": legend, "datasource": source, "exemplar": traced(expr)}
             for n, (expr, legend) in enumerate(spec["queries"])
         ]
         drawn.append(

@@ -68,6 +68,19 @@ function drawLost({ prompt, best, predicted, lost, requests }) {
     ...reasons.map(([reason, tokens]) => row(LOST[reason] ?? reason, tokens, reason === "absent" ? "absent" : "warn")));
 }
 
+const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", concurrency: "at a time" };
+
+/** How far a tenant uses what it may ask for, at all coordinators; none: it has no limits. */
+function drawLimits(limits) {
+  const known = Object.entries(limits ?? {}).filter(([, limit]) => limit);
+  if (known.length === 0) return null;
+  return el("div", { class: "limit" }, known.map(([name, { used, allowed }]) => {
+    const share = used / allowed;
+    const text = `${whole(used)} of ${whole(allowed)} ${LIMITS[name] ?? name}`;
+    return el("div", { class: share >= 1 ? "reached" : "" }, el("small", {}, text), bar([{ name: share >= 1 ? "bad" : share >= 0.8 ? "warn" : "full", share }], text));
+  }));
+}
+
 function drawTenants({ tenants, cluster }) {
   const parent = byId("tenants");
   const { requests, tokens, inflight } = cluster.queue;
@@ -75,7 +88,11 @@ function drawTenants({ tenants, cluster }) {
   if (tenants.length === 0) return parent.replaceChildren(line, nothing("Nobody has asked for anything lately."));
   const all = Math.max(1, tenants.reduce((sum, { placed_tokens: placed }) => sum + placed, 0));
   const sorted = tenants.toSorted((a, b) => b.waiting_tokens - a.waiting_tokens || b.placed_tokens - a.placed_tokens).slice(0, 12);
-  const rows = sorted.map(({ tenant, waiting, placed, placed_tokens: tokens }) => el("tr", {}, el("th", { scope: "row" }, tenant), el("td", { class: "number" }, whole(waiting)), el("td", { class: "number" }, whole(placed)), el("td", {}, bar([{ name: "full", share: tokens / all }], `${percent(tokens / all)} of prompt tokens`))));
+  const rows = sorted.flatMap(({ tenant, waiting, placed, placed_tokens: tokens, limits }) => {
+    const used = drawLimits(limits);
+    const row = el("tr", { "data-tenant": tenant }, el("th", { scope: "row" }, tenant), el("td", { class: "number" }, whole(waiting)), el("td", { class: "number" }, whole(placed)), el("td", {}, bar([{ name: "full", share: tokens / all }], `${percent(tokens / all)} of prompt tokens`)));
+    return used ? [row, el("tr", { class: "limits" }, el("td", { colspan: 4 }, used))] : [row];
+  });
   const head = el("tr", {}, el("th", { scope: "col" }, "Tenant"), el("th", { scope: "col", class: "number" }, "Waiting"), el("th", { scope: "col", class: "number" }, "Placed"), el("th", { scope: "col" }, "Share"));
   parent.replaceChildren(line, el("table", { class: "small" }, el("thead", {}, head), el("tbody", {}, rows)));
 }

@@ -1,0 +1,142 @@
+//! A collector of traces, as OpenTelemetry's: takes OTLP over HTTP for as long as a test runs.
+
+use kvasir_cluster_tests::{binary, wait};
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value as Attribute};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use prost::Message;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex};
+
+/// A span and the node that has recorded it.
+#[derive(Debug, Clone)]
+pub(crate) struct Told {
+    pub(crate) node: String,
+    pub(crate) span: Span,
+}
+
+/// See the module.
+pub(crate) struct Collector {
+    address: SocketAddr,
+    heard: Arc<Heard>,
+}
+
+#[derive(Default)]
+struct Heard {
+    told: Mutex<Vec<Told>>,
+    /// Every body, one behind the other.
+    raw: Mutex<Vec<u8>>,
+    /// Whether answers are held back.
+    hangs: Mutex<bool>,
+    answers: Condvar,
+}
+
+impl Collector {
+    /// One that takes whatever comes.
+    pub(crate) fn start() -> Self {
+        Self::listen(false)
+    }
+
+    /// One that takes connections and requests, and does not answer them until it is told to.
+    pub(crate) fn that_hangs() -> Self {
+        Self::listen(true)
+    }
+
+    fn listen(hangs: bool) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let heard = Arc::new(Heard { hangs: Mutex::new(hangs), ..Heard::default() });
+        let into = Arc::clone(&heard);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let into = Arc::clone(&into);
+                std::thread::spawn(move || into.serve(stream));
+            }
+        });
+        Self { address, heard }
+    }
+
+    /// From now on it answers.
+    pub(crate) fn answer(&self) {
+        *self.heard.hangs.lock().unwrap() = false;
+        self.heard.answers.notify_all();
+    }
+
+    /// For `OTEL_EXPORTER_OTLP_ENDPOINT`.
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// All spans so far.
+    pub(crate) fn told(&self) -> Vec<Told> {
+        self.heard.told.lock().unwrap().clone()
+    }
+
+    /// All bytes so far.
+    pub(crate) fn raw(&self) -> Vec<u8> {
+        self.heard.raw.lock().unwrap().clone()
+    }
+
+    /// The spans of a trace, once `enough` says that these are all.
+    pub(crate) fn trace(&self, trace: &[u8], enough: impl Fn(&[Told]) -> bool) -> Vec<Told> {
+        wait::until("the trace has been exported", binary::PATIENCE, || {
+            let all = self.heard.told.lock().unwrap();
+            let of_trace: Vec<Told> =
+                all.iter().filter(|told| told.span.trace_id == trace).cloned().collect();
+            enough(&of_trace).then_some(of_trace)
+        })
+        .unwrap()
+    }
+}
+
+impl Heard {
+    /// Reads exports until the connection ends.
+    fn serve(&self, stream: TcpStream) {
+        let mut reader = BufReader::new(stream);
+        loop {
+            let (mut length, mut line) = (0, String::new());
+            loop {
+                line.clear();
+                if reader.read_line(&mut line).unwrap_or(0) == 0 {
+                    return;
+                }
+                let header = line.trim_end().to_ascii_lowercase();
+                if let Some(value) = header.strip_prefix("content-length: ") {
+                    length = value.parse().unwrap();
+                }
+                if header.is_empty() {
+                    break;
+                }
+            }
+            let mut body = vec![0; length];
+            reader.read_exact(&mut body).unwrap();
+            drop(self.answers.wait_while(self.hangs.lock().unwrap(), |hangs| *hangs).unwrap());
+            let export = ExportTraceServiceRequest::decode(body.as_slice()).unwrap();
+            self.raw.lock().unwrap().extend(body);
+            for of_node in export.resource_spans {
+                let node = text(&of_node.resource.unwrap().attributes, "service.instance.id").unwrap();
+                let spans = of_node.scope_spans.into_iter().flat_map(|scope| scope.spans);
+                self.told.lock().unwrap().extend(spans.map(|span| Told { node: node.clone(), span }));
+            }
+            let answer =
+                "HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n";
+            if reader.get_mut().write_all(answer.as_bytes()).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// An attribute's value.
+pub(crate) fn value<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Attribute> {
+    attributes.iter().find(|attribute| attribute.key == key)?.value.as_ref()?.value.as_ref()
+}
+
+/// An attribute that is a text.
+pub(crate) fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
+    match value(attributes, key)? {
+        Attribute::StringValue(text) => Some(text.clone()),
+        other => panic!("{key} is {other:?}"),
+    }
+}
