@@ -129,7 +129,7 @@ impl Bench {
             again: open()?,
             models,
             root: BlockId([1; 16]),
-            chains: ChainMemo::new(ClusterKey([7; 32]), CHAIN_BYTES),
+            chains: ChainMemo::new(&ClusterKey([7; 32]), CHAIN_BYTES),
             served,
             // Without keys anybody may ask.
             caller: Keys::new(&[], ClusterKey([7; 32]), None)?.authenticate(&Default::default())?,

@@ -124,7 +124,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         epoch,
         node: identity.name().node.clone(),
         tokens: args.tokens,
-        chains: ChainMemo::new(terms.cluster_key, CHAIN_BYTES),
+        chains: ChainMemo::new(&terms.cluster_key, CHAIN_BYTES),
         held: Mutex::default(),
         events,
         steps: AtomicU64::new(0),

@@ -30,27 +30,29 @@ use crate::random::random_u64;
 use crate::routing::demand::CommonKey;
 use answer::Answer;
 use auth::{Caller, Keys};
+use axum::Json;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, header};
-use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodRouter, get, post};
-use axum::{Extension, Json, Router};
 use bytes::Bytes;
 use documents::Popularity;
 use encode::{Asker, Gathered, Wanted, gather};
 use error::ApiError;
+use futures::future::BoxFuture;
 use plan::{Kind, Plan, Sources};
-use proto::block::{ClusterKey, Scope};
+use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::trace::{Span, TraceContext};
 use serde::Serialize;
 use serde_json::json;
 use shape::Shape;
+use std::convert::Infallible;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Semaphore;
+use tower::Service;
 
 /// The client's name for its request, or ours.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -70,9 +72,7 @@ pub struct Front {
     pub models: Arc<Models>,
     /// Who may ask.
     pub keys: Arc<Keys>,
-    /// Keys block ids.
-    pub cluster_key: ClusterKey,
-    /// Names prompts under that key.
+    /// Names prompts.
     pub chains: Arc<ChainMemo>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
@@ -86,7 +86,7 @@ pub struct Front {
     pub started: u64,
 }
 
-/// What is served here. The router is made of this list and of nothing else.
+/// What is served here, and nothing else is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Endpoint {
     /// Whether requests can be answered, for routers in front of this port; probes ask the ops port.
@@ -143,51 +143,72 @@ impl Endpoint {
         }
     }
 
-    fn route(self) -> MethodRouter<Arc<Front>> {
+    fn takes(self, method: &Method) -> bool {
+        // Who asks for the head of an answer gets it by its own method, without the rest.
+        self.method() == *method || (self.method() == Method::GET && *method == Method::HEAD)
+    }
+
+    async fn serve(self, front: Arc<Front>, request: Request) -> Response {
         match self {
-            Self::Health => get(health),
-            Self::Models => get(models),
-            Self::Completions => {
-                post(async |front, request| generate(front, Kind::Completion, request).await)
-            }
-            Self::Chat => post(async |front, request| generate(front, Kind::Chat, request).await),
-            Self::Embeddings => post(embeddings),
-            Self::Rerank => post(rerank),
-            Self::Tokenize => post(tokenize),
-            Self::Detokenize => post(detokenize),
+            Self::Health => health(&front).into_response(),
+            Self::Models => models(&front, &request).into_response(),
+            Self::Completions => generate(front, Kind::Completion, request).await.into_response(),
+            Self::Chat => generate(front, Kind::Chat, request).await.into_response(),
+            Self::Embeddings => embeddings(front, request).await.into_response(),
+            Self::Rerank => rerank(front, request).await.into_response(),
+            Self::Tokenize => tokenize(front, request).await.into_response(),
+            Self::Detokenize => detokenize(front, request).await.into_response(),
         }
     }
 }
 
-/// The whole port.
-pub fn router(front: Arc<Front>) -> Router {
-    Endpoint::ALL
-        .into_iter()
-        .fold(Router::new(), |router, endpoint| router.route(endpoint.path(), endpoint.route()))
-        .fallback(async || ApiError::NotFound)
-        .method_not_allowed_fallback(async || ApiError::NotFound)
-        .layer(from_fn_with_state(Arc::clone(&front), gate))
-        .with_state(front)
+/// The whole port. Its paths are few and none has parts that vary, so nothing but [`Endpoint::ALL`] is looked through.
+#[derive(Debug, Clone)]
+pub struct Port(Arc<Front>);
+
+impl Port {
+    /// Answers with what is there.
+    pub fn new(front: Arc<Front>) -> Self {
+        Self(front)
+    }
+}
+
+impl Service<Request> for Port {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request) -> Self::Future {
+        let front = Arc::clone(&self.0);
+        Box::pin(async move { Ok(gate(front, request).await) })
+    }
 }
 
 /// Around everything, also around what does not exist: nothing is answered without a key, and every answer
 /// carries the request's id.
-async fn gate(State(front): State<Arc<Front>>, mut request: Request, next: Next) -> Response {
+async fn gate(front: Arc<Front>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let path = request.uri().path();
-    let path = Endpoint::ALL.into_iter().map(Endpoint::path).find(|p| *p == path).unwrap_or("other");
+    let endpoint = Endpoint::ALL.into_iter().find(|endpoint| endpoint.path() == path);
     let mut response = match front.keys.authenticate(request.headers()) {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             request.extensions_mut().insert(id.clone());
-            next.run(request).await
+            match endpoint.filter(|endpoint| endpoint.takes(request.method())) {
+                Some(endpoint) => endpoint.serve(Arc::clone(&front), request).await,
+                None => ApiError::NotFound.into_response(),
+            }
         }
         Err(error) => error.into_response(),
     };
     if let Ok(value) = HeaderValue::from_str(id.as_str()) {
         response.headers_mut().insert(REQUEST_ID_HEADER, value);
     }
-    front.metrics.answered(path, response.status().as_u16());
+    front.metrics.answered(endpoint.map_or("other", Endpoint::path), response.status().as_u16());
     response
 }
 
@@ -209,12 +230,14 @@ fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
     Ok(Some(group))
 }
 
-async fn health(State(front): State<Arc<Front>>) -> Result<(), ApiError> {
+fn health(front: &Front) -> Result<(), ApiError> {
     let serves = front.models.iter().any(|model| front.dispatch.serves(&model.id));
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
-async fn models(State(front): State<Arc<Front>>, Extension(caller): Extension<Caller>) -> Response {
+fn models(front: &Front, request: &Request) -> Result<Response, ApiError> {
+    // Put there by the gate.
+    let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
     let model = |model: &Arc<crate::models::OfferedModel>| {
         let served = front.dispatch.model(&model.id);
         json!({
@@ -227,10 +250,10 @@ async fn models(State(front): State<Arc<Front>>, Extension(caller): Extension<Ca
         })
     };
     let data: Vec<_> = front.models.iter().filter(|model| caller.may_use(&model.id)).map(model).collect();
-    Json(json!({"object": "list", "data": data})).into_response()
+    Ok(Json(json!({"object": "list", "data": data})).into_response())
 }
 
-async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let tokenized = front.plan(&asker, body.len(), move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
@@ -238,17 +261,13 @@ async fn tokenize(State(front): State<Arc<Front>>, request: Request) -> Result<R
     Ok(Json(body).into_response())
 }
 
-async fn detokenize(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+async fn detokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let text = front.plan(&asker, body.len(), move |sources| plan::detokenize(&body, sources)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
-async fn generate(
-    State(front): State<Arc<Front>>,
-    kind: Kind,
-    request: Request,
-) -> Result<Response, ApiError> {
+async fn generate(front: Arc<Front>, kind: Kind, request: Request) -> Result<Response, ApiError> {
     let mut trace = spans::receive(spans::operation(kind), request.headers());
     let answered = answer(front, kind, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
@@ -309,13 +328,13 @@ async fn answer(
     if plan.params.stream { answer.streamed().await } else { answer.whole().await }
 }
 
-async fn embeddings(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+async fn embeddings(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let answer =
         |shape: embeddings::Shape, _: &RequestId, model, gathered: &Gathered| shape.answer(model, gathered);
     encode(&front, spans::EMBEDDINGS, request, embeddings::plan, answer).await
 }
 
-async fn rerank(State(front): State<Arc<Front>>, request: Request) -> Result<Response, ApiError> {
+async fn rerank(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let answer =
         |shape: rerank::Shape, id: &RequestId, model, gathered: &Gathered| shape.answer(id, model, gathered);
     encode(&front, spans::RERANK, request, rerank::plan, answer).await
@@ -383,7 +402,7 @@ impl Front {
         group: Option<CommonKey>,
         deadline: Instant,
     ) -> Vec<Job> {
-        let root = self.cluster_key.root(Scope {
+        let root = self.chains.root(Scope {
             salt: &caller.salt(plan.params.cache_salt.as_deref()),
             model_digest: &plan.served.model_digest,
             tokenizer_digest: &plan.served.tokenizer_digest,

@@ -5,18 +5,31 @@
 //! another.
 
 use model::recent::{Recent, RecentUse};
-use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
+use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS, Scope, TenantSalt, UnitKey};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Units of an entry.
 const UNITS: usize = 16;
 const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
 
+/// What roots take at most: some thousands of tenants' and models'.
+const ROOT_BYTES: usize = 1 << 20;
+
 /// Makes the ids of prompts' units under one key, and remembers them.
 #[derive(Debug)]
 pub struct ChainMemo {
-    key: ClusterKey,
+    cluster: ClusterKey,
+    key: UnitKey,
     runs: Recent<Box<Run>>,
+    roots: Recent<Root>,
+}
+
+/// A scope and its root.
+#[derive(Debug)]
+struct Root {
+    salt: TenantSalt,
+    fields: [Box<[u8]>; 3],
+    id: BlockId,
 }
 
 /// Units one after the other.
@@ -31,11 +44,30 @@ struct Run {
 
 impl ChainMemo {
     /// One of at most about `bytes`.
-    pub fn new(key: ClusterKey, bytes: usize) -> Self {
-        Self { key, runs: Recent::new(bytes) }
+    pub fn new(key: &ClusterKey, bytes: usize) -> Self {
+        let (cluster, key) = (key.clone(), key.units());
+        Self { cluster, key, runs: Recent::new(bytes), roots: Recent::new(ROOT_BYTES) }
     }
 
-    /// What [`ClusterKey::chain`] gives.
+    /// What [`ClusterKey::root`] gives.
+    pub fn root(&self, scope: Scope<'_>) -> BlockId {
+        let Scope { salt, model_digest, tokenizer_digest, adapter } = scope;
+        let fields = [model_digest, tokenizer_digest, adapter];
+        let mut hasher = self.roots.hasher();
+        hasher.bytes(&salt.0);
+        fields.iter().for_each(|field| hasher.bytes(field));
+        let hash = hasher.finish();
+        let same = |root: &Root| root.salt == *salt && root.fields.iter().zip(fields).all(|(a, b)| **a == *b);
+        let known = self.roots.get(hash, |root| same(root).then_some(root.id));
+        known.unwrap_or_else(|| {
+            let id = self.cluster.root(scope);
+            let bytes = size_of::<Root>() + fields.iter().map(|field| field.len()).sum::<usize>();
+            self.roots.put(hash, Root { salt: salt.clone(), fields: fields.map(Box::from), id }, bytes);
+            id
+        })
+    }
+
+    /// What [`UnitKey::chain`] gives.
     pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
         let mut chain = Vec::with_capacity(tokens.len() / HASH_UNIT_TOKENS);
         let (runs, rest) = tokens.as_chunks::<TOKENS>();
@@ -128,7 +160,7 @@ mod tests {
             prompts in prop::collection::vec((0..4usize, 0..3usize, 0..700usize, any::<u32>()), 1..8),
         ) {
             let key = ClusterKey([5; 32]);
-            let memo = ChainMemo::new(key.clone(), 1 << 20);
+            let memo = ChainMemo::new(&key, 1 << 20);
             for (text, root, len, last) in prompts.iter().chain(&prompts) {
                 // Four texts, of which prompts are prefixes, but for their last token.
                 let mut tokens: Vec<u32> = (0..*len as u32).map(|at| at * 31 + *text as u32).collect();
@@ -140,8 +172,26 @@ mod tests {
     }
 
     #[test]
+    fn roots_are_those_of_their_scopes() {
+        let (key, other) = (ClusterKey([5; 32]), TenantSalt([2; 32]));
+        let memo = ChainMemo::new(&key, 1 << 20);
+        let salt = TenantSalt([1; 32]);
+        let scope = Scope { salt: &salt, model_digest: b"ab", tokenizer_digest: b"c", adapter: b"" };
+        let scopes = [
+            scope,
+            Scope { salt: &other, ..scope },
+            // The same bytes, cut elsewhere.
+            Scope { model_digest: b"a", tokenizer_digest: b"bc", ..scope },
+            Scope { tokenizer_digest: b"", adapter: b"c", ..scope },
+        ];
+        for scope in scopes.iter().chain(&scopes) {
+            assert_eq!(memo.root(*scope), key.root(*scope), "{scope:?}");
+        }
+    }
+
+    #[test]
     fn tenants_find_their_own_only() {
-        let memo = ChainMemo::new(ClusterKey([5; 32]), 1 << 20);
+        let memo = ChainMemo::new(&ClusterKey([5; 32]), 1 << 20);
         let tokens = [7; 2 * TOKENS];
         let hits = |root| {
             let before = memo.usage().hits;

@@ -35,10 +35,12 @@ use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
 use proto::ids::NodeId;
+use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+use tower::Service;
 
 /// How long a scrape waits for workers.
 const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
@@ -109,8 +111,15 @@ impl ReadyGate {
 /// The endpoints of the API that the dashboard's playground asks.
 const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
 
-/// The whole port. `api` is the API's router, which the playground asks.
-pub fn router(ops: Arc<Ops>, api: &Router) -> Router {
+/// The whole port. `api` is the API's, which the playground asks.
+pub fn router<S>(ops: Arc<Ops>, api: &S) -> Router
+where
+    S: Service<Request, Response = Response, Error = Infallible, Future: Send>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+{
     let admin = Router::new()
         .route("/admin/v1/cluster", get(cluster))
         .route("/admin/v1/ready", post(release))

@@ -133,12 +133,11 @@ impl Coordinator {
             audit: Arc::clone(&audit),
         });
 
-        let chains = Arc::new(ChainMemo::new(cluster_key.clone(), CHAIN_BYTES));
+        let chains = Arc::new(ChainMemo::new(&cluster_key, CHAIN_BYTES));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: Arc::clone(&keys),
-            cluster_key: cluster_key.clone(),
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
@@ -162,7 +161,7 @@ impl Coordinator {
             gate: ReadyGate::new(config.hold_ready),
         });
         let api = Limits { connections: config.max_connections };
-        let served = api::router(front);
+        let served = api::Port::new(front);
         let http = Listener::open(config.http, served.clone(), api).await?;
         let few = Limits { connections: OPS_CONNECTIONS };
         let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops), &served), few).await?;

@@ -210,7 +210,7 @@ impl ChatTemplate {
     /// request's fault as far as one can tell.
     pub fn render(
         &self,
-        messages: &[Message],
+        messages: &[Message<'_>],
         tools: Option<&[Json]>,
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
@@ -220,7 +220,7 @@ impl ChatTemplate {
 
     fn render_inner(
         &self,
-        messages: &[Message],
+        messages: &[Message<'_>],
         tools: Option<&[Json]>,
         add_generation_prompt: bool,
         extra: &Map<String, Json>,

@@ -1,8 +1,9 @@
 //! Block identity (DESIGN idea 6): the one name that a prefix has in memory, on the wire and on disk.
 //!
-//! `root = H(cluster key; tag, tenant salt, model digest, tokenizer digest, adapter)` and
-//! `unit = H(cluster key; tag, parent, 16 token ids as u32 LE)`, H being BLAKE3 in keyed mode cut to 128
-//! bits; every variable field is length-prefixed. Coordinator and worker run this same code, so a
+//! `root = H(cluster key; tag, tenant salt, model digest, tokenizer digest, adapter)`, every variable field
+//! length-prefixed, and `unit = H(unit key; parent, 16 token ids)` with `unit key = H(cluster key; tag)`, H being
+//! BLAKE3 in keyed mode; ids are cut to 128 bits. Token ids are 24 bits each, little-endian, so that a unit is one
+//! block of the hash; where one has more, all of them are 32 bits. Coordinator and worker run this same code, so a
 //! predicted hit and an engine event are the same key.
 
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub const HASH_UNIT_TOKENS: usize = 16;
 
 const ROOT_TAG: &[u8] = b"kvasir/root/1";
-const UNIT_TAG: &[u8] = b"kvasir/unit/1";
+const UNIT_TAG: &[u8] = b"kvasir/unit/2";
 
 /// The secret that keys every hash of one cluster, so that ids cannot be forged from outside.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,17 +74,59 @@ impl ClusterKey {
         truncate(hasher.finalize())
     }
 
+    /// What names units under this key. To be kept by who names many.
+    pub fn units(&self) -> UnitKey {
+        UnitKey(*blake3::keyed_hash(&self.0, UNIT_TAG).as_bytes())
+    }
+
+    /// [`UnitKey::unit`].
+    pub fn unit(&self, parent: BlockId, tokens: &[u32; HASH_UNIT_TOKENS]) -> BlockId {
+        self.units().unit(parent, tokens)
+    }
+
+    /// [`UnitKey::chain`].
+    pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
+        self.units().chain(root, tokens)
+    }
+}
+
+/// The key of units alone: nothing else is hashed with it, so a unit needs no tag.
+#[derive(Clone)]
+pub struct UnitKey([u8; 32]);
+
+impl std::fmt::Debug for UnitKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("UnitKey(..)")
+    }
+}
+
+impl UnitKey {
     /// The id of the prefix that `parent` and one more unit of tokens make.
     pub fn unit(&self, parent: BlockId, tokens: &[u32; HASH_UNIT_TOKENS]) -> BlockId {
-        let mut bytes = [0u8; UNIT_TAG.len() + 16 + 4 * HASH_UNIT_TOKENS];
-        let (tag, rest) = bytes.split_at_mut(UNIT_TAG.len());
-        tag.copy_from_slice(UNIT_TAG);
-        let (id, ids) = rest.split_at_mut(16);
-        id.copy_from_slice(&parent.0);
-        for (slot, token) in ids.chunks_exact_mut(4).zip(tokens) {
-            slot.copy_from_slice(&token.to_le_bytes());
+        const ID: usize = size_of::<BlockId>();
+        // The bits of all of them together are as many as those of the largest.
+        if tokens.iter().fold(0, |all, id| all | id) < 1 << 24 {
+            let mut bytes = [0u8; ID + 3 * HASH_UNIT_TOKENS];
+            let (id, ids) = bytes.split_at_mut(ID);
+            id.copy_from_slice(&parent.0);
+            let (places, _) = ids.as_chunks_mut::<12>();
+            let (quads, _) = tokens.as_chunks::<4>();
+            for (place, &[a, b, c, d]) in places.iter_mut().zip(quads) {
+                let packed = u128::from(a) | u128::from(b) << 24 | u128::from(c) << 48 | u128::from(d) << 72;
+                place.copy_from_slice(&packed.to_le_bytes()[..12]);
+            }
+            truncate(blake3::keyed_hash(&self.0, &bytes))
+        } else {
+            // Longer than the other form, so no two units are hashed alike.
+            let mut bytes = [0u8; ID + 4 * HASH_UNIT_TOKENS];
+            let (id, ids) = bytes.split_at_mut(ID);
+            id.copy_from_slice(&parent.0);
+            let (places, _) = ids.as_chunks_mut::<4>();
+            for (place, token) in places.iter_mut().zip(tokens) {
+                *place = token.to_le_bytes();
+            }
+            truncate(blake3::keyed_hash(&self.0, &bytes))
         }
-        truncate(blake3::keyed_hash(&self.0, &bytes))
     }
 
     /// The ids of all full units of `tokens`, in order; a partial last unit has none.

@@ -40,13 +40,48 @@ pub struct Answer {
     shape: Shape,
     model: Arc<OfferedModel>,
     metrics: Arc<Metrics>,
-    events: SelectAll<BoxStream<'static, (u32, Result<Event, Failure>)>>,
+    events: Events,
     choices: Vec<Progress>,
     documents: Vec<usize>,
     include_usage: bool,
     asker: Asker,
     /// If the request is recorded.
     span: Option<Span>,
+}
+
+/// What happens to the generations of a request, as it comes.
+enum Events {
+    /// Most requests are one generation, whose events need not be told from others'.
+    One(BoxStream<'static, Happened>),
+    Several(SelectAll<BoxStream<'static, Happened>>),
+}
+
+/// Which choice, and what.
+type Happened = (u32, Result<Event, Failure>);
+
+impl Events {
+    fn of(generations: Vec<Generation>) -> Self {
+        let events = |generation: Generation| {
+            stream::unfold(generation, |mut generation| async {
+                let event = generation.next().await?;
+                Some(((generation.choice(), event), generation))
+            })
+            .fuse()
+            .boxed()
+        };
+        match <[Generation; 1]>::try_from(generations) {
+            Ok([one]) => Self::One(events(one)),
+            Err(several) => Self::Several(stream::select_all(several.into_iter().map(events))),
+        }
+    }
+
+    /// The next; `None` after the last of all. Dropping the future loses nothing: what was begun goes on with the next.
+    async fn next(&mut self) -> Option<Happened> {
+        match self {
+            Self::One(events) => events.next().await,
+            Self::Several(events) => events.next().await,
+        }
+    }
 }
 
 /// How far a choice is.
@@ -98,18 +133,11 @@ impl Answer {
         };
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
-        let events = generations.into_iter().map(|generation| {
-            stream::unfold(generation, |mut generation| async {
-                let event = generation.next().await?;
-                Some(((generation.choice(), event), generation))
-            })
-            .boxed()
-        });
         Self {
             shape,
             model: Arc::clone(&plan.model),
             metrics,
-            events: stream::select_all(events),
+            events: Events::of(generations),
             choices,
             documents: plan.documents.clone(),
             include_usage: plan.params.include_usage,
@@ -146,7 +174,7 @@ impl Answer {
     }
 
     /// What comes first. Who waits for it with a key that is revoked waits no longer; what has begun goes on.
-    async fn first(&mut self) -> Result<Option<(u32, Result<Event, Failure>)>, ApiError> {
+    async fn first(&mut self) -> Result<Option<Happened>, ApiError> {
         tokio::select! {
             biased;
             first = self.events.next() => Ok(first),

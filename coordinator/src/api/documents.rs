@@ -62,7 +62,7 @@ pub fn documents(fields: &Fields<'_>) -> Result<Vec<Document>, ApiError> {
 
 /// Puts documents, given by rank, into a chat in the order `order` of their places: behind what the system says first,
 /// else before what the user says first.
-pub fn insert(messages: &mut [Message], documents: &[Document], order: &[usize]) -> Result<(), ApiError> {
+pub fn insert(messages: &mut [Message<'_>], documents: &[Document], order: &[usize]) -> Result<(), ApiError> {
     let mut text = String::from("Documents:\n");
     for Document { id, text: document } in order.iter().filter_map(|at| documents.get(*at)) {
         text += &format!("<document id=\"{id}\">\n{document}\n</document>\n");

@@ -8,7 +8,7 @@ use super::raw;
 use model::chat_template::{Content, Message};
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use std::sync::Arc;
+use std::borrow::Cow;
 
 /// A prompt of a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,8 +63,9 @@ struct Part {
     text: Option<String>,
 }
 
-/// Reads `messages` as the chat template gets them: `content` is always a text.
-pub fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, ApiError> {
+/// Reads `messages` as the chat template gets them: `content` is always a text, in the body itself if it stands there as
+/// it is.
+pub fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
     const NAME: &str = "messages";
     let messages = fields.objects(NAME, MAX_MESSAGES, &MESSAGE)?;
     let messages = messages.ok_or_else(|| fields.wrong(NAME, "is missing"))?;
@@ -74,7 +75,7 @@ pub fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, ApiError> {
     messages.iter().map(one).collect()
 }
 
-fn one(message: &Fields<'_>) -> Result<Message, ApiError> {
+fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
     let role: String = message.get("role")?.ok_or_else(|| message.wrong("role", "is missing"))?;
     if !matches!(role.as_str(), "system" | "developer" | "user" | "assistant" | "tool" | "function") {
         let role: String = role.chars().take(32).collect();
@@ -95,11 +96,11 @@ fn one(message: &Fields<'_>) -> Result<Message, ApiError> {
     Ok(Message { role, content, name: message.get("name")?, tool_calls, rest })
 }
 
-fn content(message: &Fields<'_>, raw: &str) -> Result<Arc<str>, ApiError> {
+fn content<'a>(message: &Fields<'a>, raw: &'a str) -> Result<Cow<'a, str>, ApiError> {
     const NAME: &str = "content";
     let wrong = |error: serde_json::Error| message.wrong(NAME, plain(&error));
     if raw.starts_with('"') {
-        return raw::string(raw).map(Arc::from).map_err(wrong);
+        return raw::string(raw).map_err(wrong);
     }
     let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
     let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
@@ -124,9 +125,10 @@ mod tests {
         prompts(&Fields::parse(body.as_bytes(), KNOWN).unwrap())
     }
 
-    fn chat(value: &Value) -> Result<Vec<Message>, ApiError> {
+    fn chat(value: &Value) -> Result<Value, ApiError> {
         let body = json!({ "messages": value }).to_string();
-        messages(&Fields::parse(body.as_bytes(), KNOWN).unwrap())
+        let read = messages(&Fields::parse(body.as_bytes(), KNOWN).unwrap());
+        read.map(|messages| serde_json::to_value(messages).unwrap())
     }
 
     fn named<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {
@@ -168,7 +170,7 @@ mod tests {
             json!({"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}),
             json!({"role": "tool", "content": "42", "tool_call_id": "1"}),
         ];
-        assert_eq!(serde_json::to_value(chat(&given).unwrap()).unwrap(), Value::from(expected.to_vec()));
+        assert_eq!(chat(&given), Ok(Value::from(expected.to_vec())));
     }
 
     #[test]

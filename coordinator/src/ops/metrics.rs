@@ -1,6 +1,8 @@
 //! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
+mod by_model;
+
 use super::history::History;
 use crate::api::auth::Keys;
 use crate::api::error::ApiError;
@@ -10,6 +12,7 @@ use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::routing::Reason;
+use by_model::ByModel;
 use model::recent::RecentUse;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -68,19 +71,7 @@ type Traced = Family<One, HistogramWithExemplars<One>, Buckets>;
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
-    time_to_first_token: Traced,
-    inter_token: Histograms,
-    e2e: Traced,
-    queue_time: Traced,
-    prefill_time: Traced,
-    decode_time: Traced,
-    inference_time: Traced,
-    mean_token_time: Histograms,
-    prompt_length: Histograms,
-    generation_length: Histograms,
-    prompt_tokens: Family<One, Counter>,
-    generation_tokens: Family<One, Counter>,
-    success: Family<Two, Counter>,
+    by_model: ByModel,
     http: Family<Two, Counter>,
     routes: Family<One, Counter>,
     retries: Family<One, Counter>,
@@ -169,11 +160,6 @@ impl Metrics {
             registry.register(name, help, family.clone());
             family
         };
-        let traced = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
-            let family = Traced::new_with_constructor(buckets);
-            registry.register(name, help, family.clone());
-            family
-        };
         let counters = |registry: &mut Registry, name: &str, help: &str| {
             let family = Family::<One, Counter>::default();
             registry.register(name, help, family.clone());
@@ -190,57 +176,8 @@ impl Metrics {
             counter
         };
         let r = &mut registry;
-        let inter_token = histograms(r, "vllm:inter_token_latency_seconds", "Time between two tokens", TOKEN);
-        // The older name of the same.
-        r.register("vllm:time_per_output_token_seconds", "Time between two tokens", inter_token.clone());
         Self {
-            time_to_first_token: traced(
-                r,
-                "vllm:time_to_first_token_seconds",
-                "Time from arrival to the first token",
-                WAIT,
-            ),
-            inter_token,
-            e2e: traced(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end", WAIT),
-            queue_time: traced(r, "vllm:request_queue_time_seconds", "Time until a worker was chosen", WAIT),
-            prefill_time: traced(
-                r,
-                "vllm:request_prefill_time_seconds",
-                "Time from the choice of a worker to the first token",
-                WAIT,
-            ),
-            decode_time: traced(
-                r,
-                "vllm:request_decode_time_seconds",
-                "Time from the first token to the last",
-                WAIT,
-            ),
-            inference_time: traced(
-                r,
-                "vllm:request_inference_time_seconds",
-                "Time from the choice of a worker to the last token",
-                WAIT,
-            ),
-            mean_token_time: histograms(
-                r,
-                "vllm:request_time_per_output_token_seconds",
-                "A request's mean time between tokens",
-                TOKEN,
-            ),
-            prompt_length: histograms(r, "vllm:request_prompt_tokens", "Prompt tokens of a request", LENGTH),
-            generation_length: histograms(
-                r,
-                "vllm:request_generation_tokens",
-                "Tokens generated for a request",
-                LENGTH,
-            ),
-            prompt_tokens: counters(r, "vllm:prompt_tokens", "Prompt tokens of finished requests"),
-            generation_tokens: counters(
-                r,
-                "vllm:generation_tokens",
-                "Tokens generated for finished requests",
-            ),
-            success: pairs(r, "vllm:request_success", "Finished requests"),
+            by_model: ByModel::register(r),
             http: pairs(r, "kvasir_http_requests", "HTTP requests answered"),
             routes: counters(r, "kvasir_route_decisions", "Workers chosen, by reason"),
             retries: counters(r, "kvasir_retries", "Attempts that failed and were made again"),
@@ -290,28 +227,15 @@ impl Metrics {
         }
     }
 
-    /// A request to encode texts has been served.
-    /// Times: in the queue, and from arrival to the end.
+    /// A request to encode texts has been served. Times: in the queue, and from arrival to the end.
     pub fn encoded(
         &self,
         model: &ModelId,
-        (queued, total): (Duration, Duration),
+        times: (Duration, Duration),
         tokens: u64,
         trace: Option<TraceId>,
     ) {
-        let label = one("model_name", model.as_str().to_owned());
-        let observe = |family: &Traced, time: Duration| {
-            let (exemplar, now) = exemplar(trace);
-            family.get_or_create(&label).observe(time.as_secs_f64(), exemplar, now);
-        };
-        observe(&self.e2e, total);
-        observe(&self.queue_time, queued);
-        observe(&self.inference_time, total.saturating_sub(queued));
-        self.prompt_length.get_or_create(&label).observe(tokens as f64);
-        self.prompt_tokens.get_or_create(&label).inc_by(tokens);
-        let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
-        let reason = ("finished_reason", Cow::Borrowed(finish_name(FinishReason::Stop)));
-        self.success.get_or_create(&[model, reason]).inc();
+        self.by_model.encoded(model, times, tokens, trace);
     }
 
     /// The last minutes.
@@ -322,39 +246,14 @@ impl Metrics {
     /// A generation has finished.
     pub fn served(&self, model: &ModelId, served: Served) {
         self.history.served(&served);
-        let label = one("model_name", model.as_str().to_owned());
-        let observe = |family: &Histograms, value: f64| family.get_or_create(&label).observe(value);
-        let time = |family: &Traced, seconds: f64| {
-            let (exemplar, now) = exemplar(served.trace);
-            family.get_or_create(&label).observe(seconds, exemplar, now);
-        };
-        let (first, total) = (served.to_first.as_secs_f64(), served.total.as_secs_f64());
-        let queued = served.queued.as_secs_f64();
-        time(&self.time_to_first_token, first);
-        time(&self.e2e, total);
-        time(&self.queue_time, queued);
-        time(&self.prefill_time, (first - queued).max(0.0));
-        time(&self.decode_time, (total - first).max(0.0));
-        time(&self.inference_time, (total - queued).max(0.0));
-        if served.generated > 1 {
-            observe(&self.mean_token_time, (total - first).max(0.0) / (served.generated - 1) as f64);
-        }
-        observe(&self.prompt_length, served.prompt as f64);
-        observe(&self.generation_length, served.generated as f64);
-        self.prompt_tokens.get_or_create(&label).inc_by(served.prompt);
-        self.generation_tokens.get_or_create(&label).inc_by(served.generated);
-        let reason = finish_name(served.reason);
-        let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
-        self.success.get_or_create(&[model, ("finished_reason", Cow::Borrowed(reason))]).inc();
+        self.by_model.served(model, &served);
     }
 
     /// Some time has passed between two batches of tokens of one generation.
     pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
-        let label = one("model_name", model.as_str().to_owned());
-        self.history.tokens(gap.div_f64(tokens.max(1) as f64), tokens);
-        let each = gap.as_secs_f64() / tokens.max(1) as f64;
-        let family = self.inter_token.get_or_create(&label);
-        (0..tokens).for_each(|_| family.observe(each));
+        let each = gap.div_f64(tokens.max(1) as f64);
+        self.history.tokens(each, tokens);
+        self.by_model.tokens(model, each.as_secs_f64(), tokens);
     }
 
     /// An HTTP request was answered; `path` is a route, not what the client wrote.

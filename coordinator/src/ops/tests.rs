@@ -22,7 +22,7 @@ fn port() -> Router {
         replicas: None,
         models: Arc::new(Models::open(&[]).unwrap()),
         keys: Keys::new(&entries, cluster_key.clone(), None).unwrap(),
-        chains: Arc::new(ChainMemo::new(cluster_key.clone(), 1 << 10)),
+        chains: Arc::new(ChainMemo::new(&cluster_key, 1 << 10)),
         cluster_key,
         metrics,
         raft: None,

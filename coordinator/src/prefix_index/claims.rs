@@ -18,6 +18,8 @@ use std::time::Instant;
 const AWAITED: usize = 256;
 /// Of these, so many that are not fulfilled yet are passed over when the worker speaks.
 const PASSED_OVER: usize = 3;
+/// Reservations for which there is room before they are put in order, at first.
+const FRESH: usize = 16;
 /// What the queue of them takes at most.
 const AWAITED_BYTES: usize = AWAITED * size_of::<ReservationId>();
 
@@ -31,6 +33,8 @@ struct Reservation {
     chain: Arc<[BlockId]>,
     /// Set once the request has ended: the reservation only bridges the lag of the event stream.
     until: Option<Instant>,
+    /// It stands in the order of chains.
+    ordered: bool,
 }
 
 #[derive(Debug, Default)]
@@ -39,12 +43,19 @@ pub(super) struct Claims {
     live: HashMap<ReservationId, Reservation>,
     by_slot: HashMap<Slot, OfSlot>,
     chain_bytes: usize,
+    fresh_bytes: usize,
 }
 
 /// The live reservations at one worker.
+///
+/// Nearly all of them are fulfilled by what the worker says, and then nobody asks what other chains share with theirs. So
+/// they are put in order when that is asked the first time after they came.
 #[derive(Debug, Default)]
 struct OfSlot {
-    expected: BTreeSet<Expected>,
+    live: usize,
+    ordered: BTreeSet<Expected>,
+    /// Those that are in no order yet; also some that are over.
+    fresh: Vec<ReservationId>,
     /// Those whose requests have ended, in that order, which is mostly that of the events too; also some that are over.
     settled: VecDeque<ReservationId>,
 }
@@ -96,9 +107,18 @@ impl Claims {
         {
             tree.insert_chain(&chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
-            let of_slot = self.by_slot.entry(slot).or_default();
-            of_slot.expected.insert(Expected { chain: Arc::clone(&chain), id });
-            self.live.insert(id, Reservation { slot, chain, until: None });
+            let Self { live, by_slot, fresh_bytes, .. } = self;
+            live.insert(id, Reservation { slot, chain, until: None, ordered: false });
+            let of_slot = by_slot.entry(slot).or_default();
+            of_slot.live += 1;
+            *fresh_bytes -= of_slot.fresh_bytes();
+            if of_slot.fresh.len() == of_slot.fresh.capacity() {
+                // No larger than it has to be, and not looked through at every turn.
+                of_slot.fresh.retain(|id| live.get(id).is_some_and(|reservation| !reservation.ordered));
+                of_slot.fresh.reserve_exact(of_slot.fresh.len() + FRESH);
+            }
+            of_slot.fresh.push(id);
+            *fresh_bytes += of_slot.fresh_bytes();
         }
         id
     }
@@ -107,35 +127,58 @@ impl Claims {
     /// it, and of what it keeps there it has said so. Reserved units before it will not be announced any more.
     pub(super) fn passed(&self, slot: Slot, unit: BlockId, units: usize, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
-        let passes = |r: &&Expected| units > 0 && r.chain.get(units - 1) == Some(&unit);
-        if let Some(reservation) =
-            self.by_slot.get(&slot).and_then(|of_slot| of_slot.expected.iter().find(passes))
+        let passes = |chain: &&Arc<[BlockId]>| units > 0 && chain.get(units - 1) == Some(&unit);
+        if let Some(chain) =
+            self.by_slot.get(&slot).and_then(|of_slot| of_slot.chains(&self.live).find(passes))
         {
-            tree.remove_path(&reservation.chain, 0, units, expected);
+            tree.remove_path(chain, 0, units, expected);
         }
     }
 
     pub(super) fn release(&mut self, id: ReservationId, lanes: &Lanes, tree: &mut Tree) {
-        let Some(Reservation { slot, chain, .. }) = self.live.remove(&id) else { return };
+        let Some(Reservation { slot, chain, ordered, .. }) = self.live.remove(&id) else { return };
         self.chain_bytes -= size_of_val(&chain[..]);
         let gone = Expected { chain, id };
-        // What others expect as well stays: the longest start that the chain shares with another.
-        let mut shared = 0;
-        if let Some(OfSlot { expected: others, .. }) = self.by_slot.get_mut(&slot) {
-            others.remove(&gone);
-            let before = others.range(..&gone).next_back();
-            let behind = others.range((Bound::Excluded(&gone), Bound::Unbounded)).next();
-            let share = |other: &Expected| common(&other.chain, &gone.chain);
-            shared = before.into_iter().chain(behind).map(share).max().unwrap_or(0);
-            if others.is_empty() {
-                self.by_slot.remove(&slot);
+        if let Some(of_slot) = self.by_slot.get_mut(&slot) {
+            of_slot.live -= 1;
+            if ordered {
+                of_slot.ordered.remove(&gone);
             }
         }
-        let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
+        let expected = lanes.of(slot).and_then(|pair| pair.expected);
         // Mostly the worker has said all by now.
-        if tree.meets_path(&gone.chain, expected) {
+        if let Some(expected) = expected.filter(|lane| tree.meets_path(&gone.chain, *lane)) {
+            // What others expect as well stays.
+            let shared = self.longest_shared(slot, &gone);
             tree.remove_path(&gone.chain, shared, gone.chain.len(), expected);
         }
+        if self.by_slot.get(&slot).is_some_and(|of_slot| of_slot.live == 0) {
+            self.forget(slot);
+        }
+    }
+
+    /// Units of the longest start that the chain, which is none of them, shares with another that is live at this worker.
+    fn longest_shared(&mut self, slot: Slot, gone: &Expected) -> usize {
+        let Self { live, by_slot, fresh_bytes, .. } = self;
+        let Some(of_slot) = by_slot.get_mut(&slot) else { return 0 };
+        *fresh_bytes -= of_slot.fresh_bytes();
+        for id in std::mem::take(&mut of_slot.fresh) {
+            let Some(reservation) = live.get_mut(&id).filter(|reservation| !reservation.ordered) else {
+                continue;
+            };
+            reservation.ordered = true;
+            of_slot.ordered.insert(Expected { chain: Arc::clone(&reservation.chain), id });
+        }
+        let before = of_slot.ordered.range(..gone).next_back();
+        let behind = of_slot.ordered.range((Bound::Excluded(gone), Bound::Unbounded)).next();
+        let share = |other: &Expected| common(&other.chain, &gone.chain);
+        before.into_iter().chain(behind).map(share).max().unwrap_or(0)
+    }
+
+    fn forget(&mut self, slot: Slot) -> OfSlot {
+        let of_slot = self.by_slot.remove(&slot).unwrap_or_default();
+        self.fresh_bytes -= of_slot.fresh_bytes();
+        of_slot
     }
 
     pub(super) fn settle(&mut self, id: ReservationId, until: Instant, lanes: &Lanes, tree: &mut Tree) {
@@ -179,7 +222,8 @@ impl Claims {
     }
 
     pub(super) fn clear(&mut self, slot: Slot) {
-        for Expected { id, .. } in self.by_slot.remove(&slot).unwrap_or_default().expected {
+        let OfSlot { ordered, fresh, .. } = self.forget(slot);
+        for id in ordered.into_iter().map(|expected| expected.id).chain(fresh) {
             if let Some(reservation) = self.live.remove(&id) {
                 self.chain_bytes -= size_of_val(&reservation.chain[..]);
             }
@@ -197,6 +241,7 @@ impl Claims {
             + set_bytes(self.live.len())
             + self.by_slot.len() * (set_bytes(1) + AWAITED_BYTES)
             + self.chain_bytes
+            + self.fresh_bytes
     }
 
     fn growth(&self, units: usize) -> usize {
@@ -206,6 +251,22 @@ impl Claims {
             + units * size_of::<BlockId>()
             + 2 * set_bytes(1)
             + AWAITED_BYTES
+            + 2 * self.fresh_bytes
+            + FRESH * size_of::<ReservationId>()
+    }
+}
+
+impl OfSlot {
+    fn fresh_bytes(&self) -> usize {
+        self.fresh.capacity() * size_of::<ReservationId>()
+    }
+
+    fn chains<'a>(
+        &'a self,
+        live: &'a HashMap<ReservationId, Reservation>,
+    ) -> impl Iterator<Item = &'a Arc<[BlockId]>> {
+        let fresh = self.fresh.iter().filter_map(|id| live.get(id)).map(|reservation| &reservation.chain);
+        self.ordered.iter().map(|expected| &expected.chain).chain(fresh)
     }
 }
 

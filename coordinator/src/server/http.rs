@@ -2,14 +2,15 @@
 
 use super::StartError;
 use crate::api::limits::{HEAD_TIMEOUT, MAX_BODY, MAX_HEAD, WRITE_STALL};
-use axum::Router;
 use axum::extract::Request;
+use axum::response::Response;
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
@@ -21,7 +22,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
-use tower::ServiceExt;
+use tower::{Service, ServiceExt};
 
 /// Waits after `accept` has failed, as it does when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -38,6 +39,17 @@ const LINGER_OPEN: Duration = Duration::from_secs(2);
 /// The address at the other end of a connection; an extension of every request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
+
+/// What answers requests.
+pub(super) trait Port:
+    Service<Request, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static
+{
+}
+
+impl<S> Port for S where
+    S: Service<Request, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static
+{
+}
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
@@ -56,14 +68,14 @@ pub(super) struct Listener {
 impl Listener {
     pub(super) async fn open(
         address: SocketAddr,
-        router: Router,
+        port: impl Port,
         limits: Limits,
     ) -> Result<Self, StartError> {
         let bind = |source| StartError::Bind { address, source };
         let listener = TcpListener::bind(address).await.map_err(bind)?;
         let address = listener.local_addr().map_err(bind)?;
         let (stopping, stop) = watch::channel(None);
-        let task = tokio::spawn(serve(listener, router, limits, stop));
+        let task = tokio::spawn(serve(listener, port, limits, stop));
         Ok(Self { address, stopping, task })
     }
 
@@ -87,7 +99,7 @@ impl Drop for Listener {
 
 async fn serve(
     listener: TcpListener,
-    router: Router,
+    port: impl Port,
     limits: Limits,
     mut stop: watch::Receiver<Option<Instant>>,
 ) {
@@ -109,7 +121,7 @@ async fn serve(
         latest = Instant::now();
         match accepted {
             Ok((stream, peer)) => {
-                let connection = connection(stream, peer, router.clone(), close.clone());
+                let connection = connection(stream, peer, port.clone(), close.clone());
                 connections.spawn(async move {
                     let _permit = permit;
                     connection.await;
@@ -141,14 +153,14 @@ async fn told(close: &mut watch::Receiver<bool>) {
     let _ = close.wait_for(|close| *close).await;
 }
 
-async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, mut close: watch::Receiver<bool>) {
+async fn connection(stream: TcpStream, peer: SocketAddr, port: impl Port, mut close: watch::Receiver<bool>) {
     // Tokens are small and each is waited for.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
     }
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
-        router.clone().oneshot(request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request)
+        port.clone().oneshot(request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request)
     });
     let io = TokioIo::new(Unstalled::new(stream, WRITE_STALL));
     let connection = http1::Builder::new()

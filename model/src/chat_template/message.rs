@@ -1,5 +1,6 @@
 //! Chat messages as requests bring them and templates see them.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use minijinja::Value;
@@ -7,14 +8,14 @@ use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
-/// One message of a chat.
+/// One message of a chat; its text may stand where the request was read.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Message {
+pub struct Message<'a> {
     /// Who speaks: `system`, `user`, `assistant`, `tool`, or what else the template knows.
     pub role: String,
     /// What is said; none (`null`) where an assistant only calls tools.
     #[serde(default)]
-    pub content: Option<Content>,
+    pub content: Option<Content<'a>>,
     /// Who in particular.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
@@ -26,9 +27,9 @@ pub struct Message {
     pub rest: Map<String, Json>,
 }
 
-impl Message {
+impl<'a> Message<'a> {
     /// A message with nothing but text.
-    pub fn new(role: impl Into<String>, content: impl Into<Arc<str>>) -> Self {
+    pub fn new(role: impl Into<String>, content: impl Into<Cow<'a, str>>) -> Self {
         Self {
             role: role.into(),
             content: Some(Content(content.into())),
@@ -42,16 +43,16 @@ impl Message {
 /// Text, sent as a string or as a list of parts of type `text`, which are joined by newlines. Parts of other
 /// types are refused by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Content(pub Arc<str>);
+pub struct Content<'a>(pub Cow<'a, str>);
 
-impl Serialize for Content {
-    /// A template gets the text itself and no copy of it.
+impl Serialize for Content<'_> {
+    /// A template gets one copy of the text, and hands that on.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Value::from(Arc::clone(&self.0)).serialize(serializer)
+        Value::from(Arc::<str>::from(&*self.0)).serialize(serializer)
     }
 }
 
-impl<'de> Deserialize<'de> for Content {
+impl<'de> Deserialize<'de> for Content<'_> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let parts = match Json::deserialize(deserializer)? {
             Json::String(text) => return Ok(Self(text.into())),

@@ -29,7 +29,7 @@ pub(super) struct Shape(Vec<u8>);
 
 impl Shape {
     /// None of chats that have more to them than roles and texts.
-    pub(super) fn of(messages: &[Message], add_generation_prompt: bool) -> Option<Self> {
+    pub(super) fn of(messages: &[Message<'_>], add_generation_prompt: bool) -> Option<Self> {
         if messages.len() > MESSAGES {
             return None;
         }
@@ -82,7 +82,7 @@ pub(super) struct Outline {
 
 impl Outline {
     /// The prompt of a chat of its shape.
-    pub(super) fn fill(&self, messages: &[Message]) -> String {
+    pub(super) fn fill(&self, messages: &[Message<'_>]) -> String {
         let text = |message: usize| {
             let content = messages.get(message).and_then(|message| message.content.as_ref());
             content.map_or("", |Content(text)| text)
@@ -124,9 +124,9 @@ struct SketchedMessage {
 }
 
 impl Sketch {
-    pub(super) fn of(messages: &[Message]) -> Self {
+    pub(super) fn of(messages: &[Message<'_>]) -> Self {
         let pen = Arc::new(Pen::default());
-        let sketched = |(at, message): (usize, &Message)| {
+        let sketched = |(at, message): (usize, &Message<'_>)| {
             let empty = message.content.as_ref().is_none_or(|Content(text)| text.is_empty());
             let passage = || Passage { parts: vec![Part::Text(at)], pen: Arc::clone(&pen) };
             let content = if empty { Value::from("") } else { Value::from_object(passage()) };

@@ -6,7 +6,7 @@ fn compile(source: &str) -> ChatTemplate {
     ChatTemplate::new(source, "<bos>", "<eos>").unwrap()
 }
 
-fn chat() -> Vec<Message> {
+fn chat() -> Vec<Message<'static>> {
     vec![Message::new("user", " Hi \n"), Message::new("assistant", "Hello"), Message::new("user", "Bye")]
 }
 

@@ -21,9 +21,11 @@ fn golden_vectors() {
         let salt = TenantSalt([salt; 32]);
         let root = key.root(Scope { salt: &salt, model_digest, tokenizer_digest, adapter });
         lines.push(format!("root {root}"));
-        // 40 tokens: two units and a rest that has no id.
-        let tokens: Vec<u32> = (0..40u32).map(|i| i * i * 1_000_003).collect();
-        lines.extend(key.chain(root, &tokens).iter().map(|id| format!("unit {id}")));
+        // 40 tokens: two units and a rest that has no id. All below 2^24, as those of vocabularies are, and not.
+        for factor in [10_007u32, 1_000_003] {
+            let tokens: Vec<u32> = (0..40u32).map(|i| i * i * factor).collect();
+            lines.extend(key.chain(root, &tokens).iter().map(|id| format!("unit {id}")));
+        }
     }
     let golden: Vec<&str> = GOLDEN.lines().filter(|line| !line.starts_with('#')).collect();
     assert_eq!(lines, golden, "\n{}", lines.join("\n"));
@@ -56,7 +58,9 @@ fn tuple() -> impl Strategy<Value = Tuple> {
         salt,
         fields,
     });
-    let unit = (0u8..2, 0u8..3, prop::array::uniform16(0u32..2))
+    // Also of tokens whose first bits are alike, and that are packed one way and the other.
+    let token = prop_oneof![8 => 0u32..2, 1 => Just(1 << 23), 1 => Just(1 << 24), 1 => Just(1 << 24 | 1)];
+    let unit = (0u8..2, 0u8..3, prop::array::uniform16(token))
         .prop_map(|(key, parent, tokens)| Tuple::Unit { key, parent: BlockId([parent; 16]), tokens });
     prop_oneof![root, unit]
 }

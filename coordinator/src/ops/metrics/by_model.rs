@@ -1,0 +1,246 @@
+//! What is counted of each model's requests. Where a number stands is looked up once for each model, not once for each
+//! number of each request.
+
+use super::{Histograms, LENGTH, One, Served, TOKEN, Traced, Two, WAIT, exemplar, finish_name, one};
+use parking_lot::RwLock;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::exemplar::HistogramWithExemplars;
+use prometheus_client::metrics::family::{Family, MetricConstructor};
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use proto::ids::ModelId;
+use proto::message::FinishReason;
+use proto::trace::TraceId;
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct ByModel {
+    time_to_first_token: Traced,
+    inter_token: Histograms,
+    e2e: Traced,
+    queue_time: Traced,
+    prefill_time: Traced,
+    decode_time: Traced,
+    inference_time: Traced,
+    mean_token_time: Histograms,
+    prompt_length: Histograms,
+    generation_length: Histograms,
+    prompt_tokens: Family<One, Counter>,
+    generation_tokens: Family<One, Counter>,
+    success: Family<Two, Counter>,
+    models: RwLock<HashMap<ModelId, Arc<OfModel>>>,
+}
+
+/// Those of one model that have been counted so far: what never was is not told of.
+#[derive(Debug)]
+struct OfModel {
+    label: One,
+    time_to_first_token: Place<HistogramWithExemplars<One>>,
+    inter_token: Place<Histogram>,
+    e2e: Place<HistogramWithExemplars<One>>,
+    queue_time: Place<HistogramWithExemplars<One>>,
+    prefill_time: Place<HistogramWithExemplars<One>>,
+    decode_time: Place<HistogramWithExemplars<One>>,
+    inference_time: Place<HistogramWithExemplars<One>>,
+    mean_token_time: Place<Histogram>,
+    prompt_length: Place<Histogram>,
+    generation_length: Place<Histogram>,
+    prompt_tokens: Place<Counter>,
+    generation_tokens: Place<Counter>,
+    stopped: Place<Counter>,
+    cut: Place<Counter>,
+    cancelled: Place<Counter>,
+}
+
+/// Where a number stands, once it is known.
+#[derive(Debug)]
+struct Place<M>(OnceLock<M>);
+
+impl<M: Clone> Place<M> {
+    const fn new() -> Self {
+        Self(OnceLock::new())
+    }
+
+    fn of<C: MetricConstructor<M>>(&self, family: &Family<One, M, C>, label: &One) -> &M {
+        self.0.get_or_init(|| family.get_or_create_owned(label))
+    }
+}
+
+impl OfModel {
+    fn new(model: &ModelId) -> Self {
+        Self {
+            label: one("model_name", model.as_str().to_owned()),
+            time_to_first_token: Place::new(),
+            inter_token: Place::new(),
+            e2e: Place::new(),
+            queue_time: Place::new(),
+            prefill_time: Place::new(),
+            decode_time: Place::new(),
+            inference_time: Place::new(),
+            mean_token_time: Place::new(),
+            prompt_length: Place::new(),
+            generation_length: Place::new(),
+            prompt_tokens: Place::new(),
+            generation_tokens: Place::new(),
+            stopped: Place::new(),
+            cut: Place::new(),
+            cancelled: Place::new(),
+        }
+    }
+}
+
+impl ByModel {
+    /// All at zero, in this registry.
+    pub(super) fn register(r: &mut Registry) -> Self {
+        let histograms = |registry: &mut Registry, name: &str, help: &str, buckets| {
+            let family = Histograms::new_with_constructor(buckets);
+            registry.register(name, help, family.clone());
+            family
+        };
+        let traced = |registry: &mut Registry, name: &str, help: &str| {
+            let family = Traced::new_with_constructor(WAIT);
+            registry.register(name, help, family.clone());
+            family
+        };
+        let counters = |registry: &mut Registry, name: &str, help: &str| {
+            let family = Family::<One, Counter>::default();
+            registry.register(name, help, family.clone());
+            family
+        };
+        let inter_token = histograms(r, "vllm:inter_token_latency_seconds", "Time between two tokens", TOKEN);
+        // The older name of the same.
+        r.register("vllm:time_per_output_token_seconds", "Time between two tokens", inter_token.clone());
+        Self {
+            time_to_first_token: traced(
+                r,
+                "vllm:time_to_first_token_seconds",
+                "Time from arrival to the first token",
+            ),
+            inter_token,
+            e2e: traced(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end"),
+            queue_time: traced(r, "vllm:request_queue_time_seconds", "Time until a worker was chosen"),
+            prefill_time: traced(
+                r,
+                "vllm:request_prefill_time_seconds",
+                "Time from the choice of a worker to the first token",
+            ),
+            decode_time: traced(
+                r,
+                "vllm:request_decode_time_seconds",
+                "Time from the first token to the last",
+            ),
+            inference_time: traced(
+                r,
+                "vllm:request_inference_time_seconds",
+                "Time from the choice of a worker to the last token",
+            ),
+            mean_token_time: histograms(
+                r,
+                "vllm:request_time_per_output_token_seconds",
+                "A request's mean time between tokens",
+                TOKEN,
+            ),
+            prompt_length: histograms(r, "vllm:request_prompt_tokens", "Prompt tokens of a request", LENGTH),
+            generation_length: histograms(
+                r,
+                "vllm:request_generation_tokens",
+                "Tokens generated for a request",
+                LENGTH,
+            ),
+            prompt_tokens: counters(r, "vllm:prompt_tokens", "Prompt tokens of finished requests"),
+            generation_tokens: counters(
+                r,
+                "vllm:generation_tokens",
+                "Tokens generated for finished requests",
+            ),
+            success: {
+                let family = Family::<Two, Counter>::default();
+                r.register("vllm:request_success", "Finished requests", family.clone());
+                family
+            },
+            models: RwLock::default(),
+        }
+    }
+
+    fn of(&self, model: &ModelId) -> Arc<OfModel> {
+        if let Some(of) = self.models.read().get(model) {
+            return Arc::clone(of);
+        }
+        let mut models = self.models.write();
+        Arc::clone(models.entry(model.clone()).or_insert_with(|| Arc::new(OfModel::new(model))))
+    }
+
+    /// A request to encode texts has been served.
+    pub(super) fn encoded(
+        &self,
+        model: &ModelId,
+        (queued, total): (Duration, Duration),
+        tokens: u64,
+        trace: Option<TraceId>,
+    ) {
+        let of = self.of(model);
+        let label = &of.label;
+        let observe = |place: &HistogramWithExemplars<One>, time: Duration| {
+            let (exemplar, now) = exemplar(trace);
+            place.observe(time.as_secs_f64(), exemplar, now);
+        };
+        observe(of.e2e.of(&self.e2e, label), total);
+        observe(of.queue_time.of(&self.queue_time, label), queued);
+        observe(of.inference_time.of(&self.inference_time, label), total.saturating_sub(queued));
+        of.prompt_length.of(&self.prompt_length, label).observe(tokens as f64);
+        of.prompt_tokens.of(&self.prompt_tokens, label).inc_by(tokens);
+        self.succeeded(model, &of, FinishReason::Stop);
+    }
+
+    /// A generation has finished.
+    pub(super) fn served(&self, model: &ModelId, served: &Served) {
+        let of = self.of(model);
+        let label = &of.label;
+        let time = |place: &HistogramWithExemplars<One>, seconds: f64| {
+            let (exemplar, now) = exemplar(served.trace);
+            place.observe(seconds, exemplar, now);
+        };
+        let (first, total) = (served.to_first.as_secs_f64(), served.total.as_secs_f64());
+        let queued = served.queued.as_secs_f64();
+        time(of.time_to_first_token.of(&self.time_to_first_token, label), first);
+        time(of.e2e.of(&self.e2e, label), total);
+        time(of.queue_time.of(&self.queue_time, label), queued);
+        time(of.prefill_time.of(&self.prefill_time, label), (first - queued).max(0.0));
+        time(of.decode_time.of(&self.decode_time, label), (total - first).max(0.0));
+        time(of.inference_time.of(&self.inference_time, label), (total - queued).max(0.0));
+        if served.generated > 1 {
+            let mean = (total - first).max(0.0) / (served.generated - 1) as f64;
+            of.mean_token_time.of(&self.mean_token_time, label).observe(mean);
+        }
+        of.prompt_length.of(&self.prompt_length, label).observe(served.prompt as f64);
+        of.generation_length.of(&self.generation_length, label).observe(served.generated as f64);
+        of.prompt_tokens.of(&self.prompt_tokens, label).inc_by(served.prompt);
+        of.generation_tokens.of(&self.generation_tokens, label).inc_by(served.generated);
+        self.succeeded(model, &of, served.reason);
+    }
+
+    /// So many tokens have come, each so many seconds after the one before.
+    pub(super) fn tokens(&self, model: &ModelId, each: f64, tokens: usize) {
+        let of = self.of(model);
+        let place = of.inter_token.of(&self.inter_token, &of.label);
+        (0..tokens).for_each(|_| place.observe(each));
+    }
+
+    fn succeeded(&self, model: &ModelId, of: &OfModel, reason: FinishReason) {
+        let place = match reason {
+            FinishReason::Stop => &of.stopped,
+            FinishReason::Length => &of.cut,
+            FinishReason::Cancelled => &of.cancelled,
+        };
+        let counter = place.0.get_or_init(|| {
+            let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
+            let reason = ("finished_reason", Cow::Borrowed(finish_name(reason)));
+            self.success.get_or_create_owned(&[model, reason])
+        });
+        counter.inc();
+    }
+}
