@@ -7,6 +7,7 @@ mod clients;
 mod dashboard;
 mod embeddings;
 mod failover;
+mod grammars;
 mod metrics;
 mod openai_client;
 mod operate;
