@@ -109,7 +109,8 @@ async fn sec_limits() {
     let tokens = |n: u32| json!((0..n).map(|i| i % 256).collect::<Vec<_>>());
     let invalid = |param: &str| (400, "invalid_field".to_owned(), param.to_owned());
     let tool = |n: usize| json!({"type": "function", "function": {"name": format!("f{n}")}});
-    let tools = |n: usize| json!({"tools": (0..n).map(tool).collect::<Vec<_>>()});
+    // Left out of the prompt, which would be too long for this model.
+    let tools = |n: usize| json!({"tools": (0..n).map(tool).collect::<Vec<_>>(), "tool_choice": "none"});
     let schema = |schema: Value| {
         let schema = json!({"name": "x", "schema": schema});
         chat(1, json!({"response_format": {"type": "json_schema", "json_schema": schema}})).to_string()

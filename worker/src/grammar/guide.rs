@@ -6,7 +6,7 @@
 use super::pool::Pool;
 use crate::sampling::TokenMask;
 use crate::telemetry::GrammarMetrics;
-use llguidance::Matcher;
+use llguidance::{CancellationHandle, Matcher};
 use model::Tokenizer;
 use parking_lot::Mutex;
 use std::fmt::Display;
@@ -40,6 +40,14 @@ pub struct Guide {
     wake: Waker,
     trigger: Option<Trigger>,
     shared: Arc<Mutex<Shared>>,
+    /// Ends the work of the threads when nobody waits for it any more.
+    cancellation: Option<CancellationHandle>,
+}
+
+impl Drop for Guide {
+    fn drop(&mut self) {
+        self.cancellation.iter().for_each(CancellationHandle::cancel);
+    }
 }
 
 /// What has to be said before the grammar counts.
@@ -63,9 +71,11 @@ impl Guide {
         (pool, metrics, wake): (Arc<Pool>, GrammarMetrics, Waker),
         emitted: &[u32],
     ) -> Self {
+        let matcher = matcher.into_cancellable();
+        let cancellation = matcher.cancellation_handle();
         let trigger = trigger.map(|text| Trigger { text: text.into_bytes(), tail: Vec::new() });
         let shared = Arc::new(Mutex::new(Shared { look: Look::Free, matcher: Some(matcher) }));
-        let mut guide = Self { field, tokenizer, pool, metrics, wake, trigger, shared };
+        let mut guide = Self { field, tokenizer, pool, metrics, wake, trigger, shared, cancellation };
         let waits = guide.trigger.is_some();
         let mut said = Vec::new();
         let mut free = Ok(());

@@ -314,3 +314,32 @@ fn a_hard_grammar_is_its_own_requests_trouble() {
     }
     assert_eq!(engine.load().kv_used, 0);
 }
+
+/// Where another stage makes the logits, and where a GPU does: rows are looked at whole.
+#[test]
+fn an_answer_is_the_same_over_stages_and_on_a_gpu() {
+    let asks: Vec<Ask> = [(1, 0.0), (2, 1.0), (3, 1.0)].map(|(seed, temperature)| ask(seed, temperature)).into();
+    for model in [KINDS[0], KINDS[3]] {
+        let mut engine = open(model, &options(model));
+        let known = grammars(&engine);
+        let wanted: Vec<Heard> = asks.iter().map(|ask| alone(&mut engine, &known, ask, &schema())).collect();
+        let workers = Workers::start(model, 1, &options(model));
+        let mut engine = workers.engine(model, &options(model)).unwrap();
+        let known = grammars(&engine);
+        let asked: Vec<Asked> =
+            asks.iter().map(|ask| submit_guided(&mut engine, ask, guide(&known, &schema(), &[]))).collect();
+        run(&mut engine);
+        for (asked, wanted) in asked.iter().zip(&wanted) {
+            assert_eq!(asked.heard().tokens, wanted.tokens, "{model} over two stages");
+        }
+    }
+    let (model, options) = (QUANT[0], small(QUANT[0]));
+    let few = of(GrammarSyntax::Regex, "[0-9]{2}");
+    let asks = [(4, 0.0), (5, 1.0)].map(|(seed, temperature)| Ask { prompt: prompt(seed, 6), ..ask(seed, temperature) });
+    let heard = |mut engine: Engine| {
+        let known = grammars(&engine);
+        asks.each_ref().map(|ask| alone(&mut engine, &known, ask, &few).tokens)
+    };
+    let device = open_on(model, &options, simulated(Arch::CHECKED[0], &options));
+    assert_eq!(heard(device), heard(open(model, &options)), "{model} on the interpreter");
+}
