@@ -6,6 +6,7 @@ use crate::harness::{
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::grammar::{COMPILE_TIME, Grammars, Guide};
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::telemetry::{Refused, RefusedLabel};
 use proto::message::{FinishReason, GenerateError, GrammarSyntax, GrammarV1, Sampling, Stop};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -285,8 +286,9 @@ fn sec_grammar_bomb() {
         assert_eq!(block_on(grammars.guide(ROOT, grammar, &[])).is_ok(), made.is_ok(), "{what}");
         assert!(since.elapsed() < COMPILE_TIME, "{what} again: {:?}", since.elapsed());
     }
-    let refused = engine.metrics().grammars.compiled.get();
-    assert!(refused > 0);
+    let metrics = &engine.metrics().grammars;
+    let refused = metrics.refusals.get_or_create(&RefusedLabel { reason: Refused::invalid }).get();
+    assert!(metrics.compiled.get() > 0 && refused > 0);
 }
 
 /// A grammar that is hard to follow ends its own request at most; the others go on as ever.
