@@ -247,26 +247,30 @@ impl Listener {
             // Whether it was between two calls is not known yet.
             return false;
         }
-        let skipped: String = self.held.drain(..self.held.len() - rest).collect();
-        if self.held.starts_with('{') {
+        // What is passed over is taken out when it is clear between what it stands.
+        let passed = self.held.len() - rest;
+        let next = &self.held[passed..];
+        if next.starts_with('{') {
+            self.held.drain(..passed);
             *call = Some(Call { reader: CallReader::default(), told: false });
             return true;
         }
         if *within == CALL {
-            if self.held.starts_with(CALLED) {
-                self.held.drain(..CALLED.len());
+            if next.starts_with(CALLED) {
+                self.held.drain(..passed + CALLED.len());
                 self.state = State::Text;
                 (self.blank, self.between) = (true, true);
                 return true;
             }
-            if CALLED.starts_with(self.held.as_str()) && !last {
+            if CALLED.starts_with(next) && !last {
                 return false;
             }
         }
         if rest == 0 {
             return false;
         }
-        let text = if *any { String::new() } else { format!("{within}{skipped}") };
+        let passed: String = self.held.drain(..passed).collect();
+        let text = if *any { String::new() } else { format!("{within}{passed}") };
         said.push(Said::Text(text));
         self.blank = false;
         self.state = State::Text;

@@ -203,7 +203,11 @@ fn a_mask_comes_before_every_filter_and_before_how_long_an_answer_is_to_be() {
     let greedy = sampler(params(0.0));
     assert_eq!(greedy.draw_allowed(&mut [1.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0, 3);
     let narrow = sampler(Sampling { top_k: 1, seed: 4, ..params(1.0) });
-    assert_eq!(narrow.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0, 0, "the best of those allowed");
+    assert_eq!(
+        narrow.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0,
+        0,
+        "the best of those allowed"
+    );
     // Only the token that ends it may come, though it was to be longer.
     let stop = Stop { min_tokens: 9, ..Stop::default() };
     let long = Sampler::new(params(1.0), &stop, &[], vec![3], 5).unwrap();

@@ -320,7 +320,8 @@ fn a_hard_grammar_is_its_own_requests_trouble() {
 /// Where another stage makes the logits, and where a GPU does: rows are looked at whole.
 #[test]
 fn an_answer_is_the_same_over_stages_and_on_a_gpu() {
-    let asks: Vec<Ask> = [(1, 0.0), (2, 1.0), (3, 1.0)].map(|(seed, temperature)| ask(seed, temperature)).into();
+    let asks: Vec<Ask> =
+        [(1, 0.0), (2, 1.0), (3, 1.0)].map(|(seed, temperature)| ask(seed, temperature)).into();
     for model in [KINDS[0], KINDS[3]] {
         let mut engine = open(model, &options(model));
         let known = grammars(&engine);
@@ -337,7 +338,8 @@ fn an_answer_is_the_same_over_stages_and_on_a_gpu() {
     }
     let (model, options) = (QUANT[0], small(QUANT[0]));
     let few = of(GrammarSyntax::Regex, "[0-9]{2}");
-    let asks = [(4, 0.0), (5, 1.0)].map(|(seed, temperature)| Ask { prompt: prompt(seed, 6), ..ask(seed, temperature) });
+    let asks = [(4, 0.0), (5, 1.0)]
+        .map(|(seed, temperature)| Ask { prompt: prompt(seed, 6), ..ask(seed, temperature) });
     let heard = |mut engine: Engine| {
         let known = grammars(&engine);
         asks.each_ref().map(|ask| alone(&mut engine, &known, ask, &few).tokens)
