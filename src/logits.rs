@@ -214,6 +214,7 @@ impl Logits {
             deadline: None,
             pull: None,
             together: 1,
+            guide: None,
             sink: Box::new(Collector {
                 vocab,
                 states: self.states,

@@ -114,6 +114,7 @@ impl Perplexity {
                 deadline: None,
                 pull: None,
                 together: 1,
+                guide: None,
                 sink: Box::new(Scorer { chunk, into: into.clone() }),
             });
             local.run_to_end()?;

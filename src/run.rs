@@ -93,6 +93,7 @@ impl Run {
             deadline: None,
             pull: None,
             together: 1,
+            guide: None,
             sink: Box::new(printer(outcome.clone())),
         });
         local.run_to_end()?;

@@ -93,6 +93,7 @@ impl Relay {
             pull: None,
             together: 1,
             trace: None,
+            grammar: None,
         };
         // Two bytes each on the wire, as those of most vocabularies.
         let prompts = (0..=MOST_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();

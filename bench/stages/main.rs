@@ -163,6 +163,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>)
         deadline: None,
         pull: None,
         together: 1,
+        guide: None,
         sink: Box::new(sink),
     }
 }

@@ -12,6 +12,7 @@ pub mod embeddings;
 pub mod encode;
 pub mod error;
 pub mod fields;
+pub mod grammar;
 pub mod limits;
 pub mod params;
 pub mod plan;
@@ -20,6 +21,7 @@ mod raw;
 pub mod rerank;
 pub mod shape;
 mod spans;
+pub mod tools;
 
 use crate::chain_memo::ChainMemo;
 use crate::dispatch::{Dispatch, Job};
@@ -426,6 +428,7 @@ impl Front {
                     chain: Arc::clone(&chain),
                     sampling,
                     stop,
+                    grammar: plan.grammar.clone(),
                     group,
                     priority: plan.params.priority,
                     deadline,

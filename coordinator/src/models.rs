@@ -3,6 +3,7 @@
 use model::catalog::{self, Verification};
 use model::chat_template::ChatTemplate;
 use model::costs::ModelCosts;
+use model::dialect::Dialect;
 use model::sampling::SamplingDefaults;
 use model::{ModelFile, ModelSpec, Tokenizer};
 use proto::ids::ModelId;
@@ -51,6 +52,8 @@ pub struct OfferedModel {
     pub tokenizer: Tokenizer,
     /// Makes a prompt of a chat; none if the file has no template.
     pub template: Option<ChatTemplate>,
+    /// How it calls tools and thinks aloud.
+    pub dialect: Arc<Dialect>,
     /// How it is drawn from where a request does not say.
     pub sampling: SamplingDefaults,
     /// What its layers cost; none of a model that generates nothing.
@@ -121,11 +124,13 @@ impl Models {
             let spec = ModelSpec::from_file(&gguf).ok();
             let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
             let costs = generates.map(|spec| ModelCosts::of_file(spec, &gguf));
+            let dialect = Arc::new(Dialect::of(template.as_ref(), &tokenizer));
             let id = id.clone();
             models.push(Arc::new(OfferedModel {
                 id,
                 tokenizer,
                 template,
+                dialect,
                 sampling,
                 costs,
                 context: spec.map_or(0, |spec| spec.context_length),

@@ -71,6 +71,7 @@ pub struct ChatTemplate {
     outlines: Outlines,
     bos_token: String,
     eos_token: String,
+    source: Box<str>,
 }
 
 /// What of a rendering went over its limit.
@@ -199,7 +200,13 @@ impl ChatTemplate {
             outlines: Outlines::default(),
             bos_token: bos_token.into(),
             eos_token: eos_token.into(),
+            source: source.into(),
         })
+    }
+
+    /// Whether `text` stands in the template.
+    pub fn mentions(&self, text: &str) -> bool {
+        self.source.contains(text)
     }
 
     /// The prompt for `messages`. `tools`, as in the request, and every variable of `extra` are visible to the

@@ -9,6 +9,7 @@ pub mod catalog;
 pub mod chat_template;
 pub mod checkpoint;
 pub mod costs;
+pub mod dialect;
 pub mod error;
 pub mod file;
 pub mod ggml_type;

@@ -8,6 +8,7 @@ use crate::placement::RegisterV4;
 use serde::{Deserialize, Serialize};
 
 mod encode;
+mod grammar;
 mod prefix;
 mod tokens;
 mod transfer;
@@ -16,6 +17,7 @@ pub use encode::{
     EncodeReply, EncodeRequest, EncodeRequestV1, EncodeRequestV2, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS,
     MAX_ENCODED_WIDTH,
 };
+pub use grammar::{GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
 pub use prefix::{NumberedPrefixV1, PrefixNote, PrefixNoteV1};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds};
 pub use transfer::{

@@ -5,6 +5,7 @@
 
 use crate::Error;
 use crate::decoder::{Decoder, LayerState};
+use crate::grammar::Guide;
 use crate::kv_events::EventLog;
 use crate::pieces::Namer;
 use crate::pull::Source;
@@ -18,6 +19,7 @@ use crate::tiers::Tiers;
 use caches::Caches;
 use draw::Targets;
 use forward::run;
+use guided::Guided;
 use model::tokenizer::Tokenizer;
 use offering::Lending;
 use parking_lot::Mutex;
@@ -40,6 +42,7 @@ use trace::Traced;
 mod caches;
 mod draw;
 mod forward;
+mod guided;
 pub mod offering;
 mod output;
 mod pulling;
@@ -76,6 +79,8 @@ pub struct EngineRequest {
     /// How many requests for this prompt come at once, this one included: the first token of each is drawn from one
     /// computation, which waits a moment for those that are late.
     pub together: u32,
+    /// What may be said, if not anything. It knows of `emitted`.
+    pub guide: Option<Guide>,
     /// Who hears of it.
     pub sink: Box<dyn Sink>,
 }
@@ -134,6 +139,8 @@ struct Live {
     key: Option<SequenceKey>,
     root: BlockId,
     sampler: Sampler,
+    /// What may be said, if not anything.
+    guide: Option<Guided>,
     text: OutputText,
     sink: Box<dyn Sink>,
     prompt_len: usize,
@@ -262,6 +269,11 @@ impl Engine {
         &self.metrics
     }
 
+    /// What makes text of tokens.
+    pub fn tokenizer(&self) -> Arc<Tokenizer> {
+        Arc::clone(&self.tokenizer)
+    }
+
     /// The decoder; of a model that is cut, the first stage's.
     pub fn decoder(&self) -> &Decoder {
         &self.decoder
@@ -281,6 +293,7 @@ impl Engine {
             deadline,
             pull,
             together,
+            guide,
             mut sink,
         } = request;
         // A completion ends where the context does.
@@ -315,6 +328,7 @@ impl Engine {
             key: name.map(|name| SequenceKey { root, name }),
             root,
             sampler,
+            guide: guide.map(Guided::new),
             text,
             sink,
             prompt_len,
@@ -472,6 +486,7 @@ impl Engine {
     /// something to compute, and accounted for as they are answered.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
+        self.settle(now);
         self.copy_out();
         let saves = self.copy_saved();
         self.unpark(now);
@@ -576,6 +591,7 @@ impl Engine {
         for Draw { id, token, logprobs, .. } in sampled {
             self.emit(ended, id, token, logprobs);
         }
+        self.settle(ended);
         self.publish();
         Ok(())
     }

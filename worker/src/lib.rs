@@ -10,6 +10,7 @@ pub mod defaults;
 pub mod encoder;
 pub mod engine;
 pub mod error;
+pub mod grammar;
 pub mod kv_cache;
 pub mod kv_events;
 pub mod load;

@@ -1,16 +1,19 @@
 //! Drawing the next token from a row of logits.
 //!
-//! Order, as in vLLM: logit bias, penalties, minimum length, then greedy or temperature, min-p, top-k, top-p
-//! and one draw. Draw i of a request depends on (seed, i) and the logits only, so that any token can be drawn
+//! Order, as in vLLM: logit bias, penalties, minimum length, what a grammar allows, then greedy or temperature, min-p,
+//! top-k, top-p and one draw. Draw i of a request depends on (seed, i) and the logits only, so that any token can be drawn
 //! again elsewhere. Log-probabilities are those of the raw logits.
 
 use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
 use proto::stage::StageSampleV1;
 use std::collections::{HashMap, HashSet};
 
+mod mask;
 pub mod stop;
 #[cfg(test)]
 mod tests;
+
+pub use mask::TokenMask;
 
 /// Most entries of a logit bias.
 pub const MAX_LOGIT_BIAS: usize = 1024;
@@ -95,8 +98,13 @@ impl Sampler {
 
     /// Draws from `logits`, which is changed. Call [`Self::accept`] with the result.
     pub fn draw(&self, logits: &mut [f32]) -> (u32, Option<TokenLogprobs>) {
+        self.draw_allowed(logits, None)
+    }
+
+    /// As [`Self::draw`], of the tokens in `mask` alone.
+    pub fn draw_allowed(&self, logits: &mut [f32], mask: Option<&TokenMask>) -> (u32, Option<TokenLogprobs>) {
         let raw = self.params.logprobs.map(|top| RawLogprobs::new(logits, usize::from(top)));
-        self.adjust(logits);
+        self.adjust(logits, mask);
         let token = match self.params.temperature == 0.0 {
             true => argmax(logits),
             false => self.pick(logits),
@@ -104,7 +112,7 @@ impl Sampler {
         (token, raw.map(|raw| raw.of(token)))
     }
 
-    fn adjust(&self, logits: &mut [f32]) {
+    fn adjust(&self, logits: &mut [f32], mask: Option<&TokenMask>) {
         let p = &self.params;
         for &(token, bias) in &p.logit_bias {
             if let Some(logit) = logits.get_mut(token as usize) {
@@ -130,12 +138,17 @@ impl Sampler {
                 }
             }
         }
+        let mut bars = Vec::new();
         if self.drawn < self.min_tokens {
             for &token in &self.ending {
                 if let Some(logit) = logits.get_mut(token as usize) {
+                    bars.push((token, *logit));
                     *logit = f32::NEG_INFINITY;
                 }
             }
+        }
+        if let Some(mask) = mask {
+            mask.apply(logits, &bars);
         }
     }
 

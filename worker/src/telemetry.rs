@@ -12,6 +12,7 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
 mod device;
+mod grammar;
 mod host;
 mod shards;
 mod shipping;
@@ -19,6 +20,7 @@ mod traces;
 mod transfers;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
+pub use grammar::{GrammarMetrics, MaskHistogram, Refused, RefusedLabel};
 pub use host::HostMetrics;
 pub use shards::{ShardMetrics, StageLabel};
 pub use shipping::{ShippingMetrics, SourceLabel};
@@ -194,6 +196,8 @@ pub struct EngineMetrics {
     pub transfers: TransferMetrics,
     /// Stages of a replica.
     pub shards: ShardMetrics,
+    /// Grammars that answers are of.
+    pub grammars: GrammarMetrics,
     /// What computes.
     pub device: DeviceMetrics,
 }
@@ -285,6 +289,7 @@ impl EngineMetrics {
         self.tiers.register(registry);
         self.transfers.register(registry);
         self.shards.register(registry);
+        self.grammars.register(registry);
         self.device.register(registry);
         registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(

@@ -7,17 +7,19 @@
 use super::encode::Asker;
 use super::error::ApiError;
 use super::plan::Plan;
-use super::shape::{Delta, Shape, Usage};
+use super::shape::{CallPart, Delta, Shape, Usage};
 use super::spans;
 use crate::dispatch::{Event, Failure, Generation, Started};
 use crate::models::OfferedModel;
 use crate::ops::metrics::{Metrics, Served, finish_name};
+use crate::random::random_u64;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::stream::{self, BoxStream, SelectAll};
 use futures::{FutureExt, StreamExt};
+use model::dialect::{Calls, Dialect, Listener, Said};
 use proto::message::{FinishReason, FinishedV1, TokenOut};
 use proto::trace::{Span, TraceId};
 use std::sync::Arc;
@@ -99,6 +101,10 @@ struct Progress {
     completion: u64,
     /// Why it has ended.
     reason: Option<FinishReason>,
+    /// Takes it apart, if it may be more than text.
+    listener: Option<Listener>,
+    /// Calls of tools that have begun.
+    calls: usize,
 }
 
 impl Drop for Answer {
@@ -130,6 +136,8 @@ impl Answer {
             characters: 0,
             completion: 0,
             reason: None,
+            listener: plan.speech.as_ref().map(|speech| speech.listener(&plan.model)),
+            calls: 0,
         };
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
@@ -163,6 +171,9 @@ impl Answer {
             let Some(delta) = delta else { continue };
             let Some(all) = whole.get_mut(choice as usize) else { continue };
             all.text.push_str(&delta.text);
+            all.thought.push_str(&delta.thought);
+            all.called |= delta.called;
+            gather(&mut all.calls, delta.calls);
             all.tokens.extend(delta.tokens);
             all.finished = delta.finished.or(all.finished.take());
         }
@@ -242,7 +253,8 @@ impl Answer {
             self.shape.opening(out, choice, self.include_usage);
         }
         let Some(delta) = delta else { return };
-        let silent = delta.text.is_empty() && delta.finished.is_none();
+        let said = !(delta.text.is_empty() && delta.thought.is_empty() && delta.calls.is_empty());
+        let silent = !said && delta.finished.is_none();
         if !silent || self.shape.token_ids || self.shape.logprobs {
             self.shape.chunk(out, choice, &delta, self.include_usage, &self.model.tokenizer);
         }
@@ -267,27 +279,22 @@ impl Answer {
                 progress.completion += tokens.len() as u64;
                 self.asker.permit.generated(tokens.len() as u64);
                 let offset = progress.characters;
-                let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
+                let delta = progress.hear(&self.model.dialect, &tokens);
                 let bytes = |t: &TokenOut| {
                     String::from_utf8_lossy(self.model.tokenizer.token_bytes(t.id)).chars().count()
                 };
                 if self.shape.logprobs {
                     progress.characters += tokens.iter().map(bytes).sum::<usize>();
                 }
-                Some(Delta { text, tokens, offset, finished: None })
+                Some(Delta { tokens, offset, ..delta })
             }
             Event::Finished(finished) => {
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
                 progress.reason = Some(finished.reason);
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
-                let text = finished.tail.clone();
-                Some(Delta {
-                    text,
-                    finished: Some(finished),
-                    offset: progress.characters,
-                    ..Delta::default()
-                })
+                let delta = progress.hear_last(&self.model.dialect, &finished.tail);
+                Some(Delta { finished: Some(finished), offset: progress.characters, ..delta })
             }
         }
     }
@@ -343,7 +350,63 @@ impl Answer {
     }
 }
 
+/// Puts parts of calls together.
+fn gather(calls: &mut Vec<CallPart>, parts: Vec<CallPart>) {
+    for part in parts {
+        match calls.iter_mut().find(|call| call.index == part.index) {
+            Some(call) => call.arguments.push_str(&part.arguments),
+            None => calls.push(part),
+        }
+    }
+}
+
 impl Progress {
+    /// What these tokens say.
+    fn hear(&mut self, dialect: &Dialect, tokens: &[TokenOut]) -> Delta {
+        let Some(listener) = &mut self.listener else {
+            let text = tokens.iter().map(|t| t.text.as_str()).collect();
+            return Delta { text, ..Delta::default() };
+        };
+        let mut said = Vec::new();
+        for token in tokens {
+            said.extend(dialect.mark(token.id).into_iter().flat_map(|mark| listener.push(mark)));
+            said.extend(listener.push(&token.text));
+        }
+        self.delta(dialect.calls(), said)
+    }
+
+    /// What the end says.
+    fn hear_last(&mut self, dialect: &Dialect, tail: &str) -> Delta {
+        let Some(listener) = &mut self.listener else {
+            return Delta { text: tail.to_owned(), ..Delta::default() };
+        };
+        let mut said = listener.push(tail);
+        said.extend(listener.finish());
+        self.delta(dialect.calls(), said)
+    }
+
+    fn delta(&mut self, style: Calls, said: Vec<Said>) -> Delta {
+        let mut delta = Delta::default();
+        for part in said {
+            match part {
+                Said::Text(text) => delta.text.push_str(&text),
+                Said::Thought(text) => delta.thought.push_str(&text),
+                Said::Call(name) => {
+                    let begins = Some((call_id(style), name));
+                    delta.calls.push(CallPart { index: self.calls, begins, arguments: String::new() });
+                    self.calls += 1;
+                }
+                Said::Arguments(text) => {
+                    let part =
+                        CallPart { index: self.calls.saturating_sub(1), begins: None, arguments: text };
+                    gather(&mut delta.calls, vec![part]);
+                }
+            }
+        }
+        delta.called = self.calls > 0;
+        delta
+    }
+
     fn served(&self, finished: &FinishedV1, trace: Option<TraceId>) -> Served {
         let now = Instant::now();
         let since = |at: Instant| at.saturating_duration_since(self.arrived);
@@ -356,5 +419,13 @@ impl Progress {
             reason: finished.reason,
             trace,
         }
+    }
+}
+
+/// A new name for a call. Mistral's templates take those of nine letters and digits alone.
+fn call_id(style: Calls) -> String {
+    match style {
+        Calls::Mistral => format!("{:09x}", random_u64() >> 28),
+        _ => format!("call_{:016x}", random_u64()),
     }
 }

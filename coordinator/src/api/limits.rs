@@ -25,6 +25,12 @@ pub const WRITE_STALL: Duration = Duration::from_secs(30);
 pub const MAX_MESSAGES: usize = 4096;
 /// Tools of a chat.
 pub const MAX_TOOLS: usize = 128;
+/// Bytes of a tool's name.
+pub const MAX_TOOL_NAME: usize = 64;
+/// Bytes of a JSON schema, of a regular expression and of a grammar; those of all tools together have twice as many.
+pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
+/// Levels of nesting of a JSON schema.
+pub const MAX_SCHEMA_DEPTH: usize = 32;
 /// Choices for each prompt.
 pub const MAX_N: u32 = 8;
 /// Prompts in one request, times choices.

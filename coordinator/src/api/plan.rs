@@ -5,14 +5,16 @@ use super::auth::Caller;
 use super::documents::{self, Document, Popularity};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::limits::{MAX_CHOICES, MAX_LOGPROBS, MAX_TOOLS};
-use super::params::{self, Bounded, Params, check_tokens};
+use super::grammar;
+use super::limits::{MAX_CHOICES, MAX_LOGPROBS};
+use super::params::{self, Params, check_tokens};
 use super::prompt::{Prompt, messages, prompts};
+use super::tools::{self, Tools};
 use crate::models::{Models, OfferedModel};
 use model::chat_template::TemplateError;
+use model::dialect::Listener;
 use proto::ids::ModelId;
-use proto::message::{ModelTask, ServedModelV2, TokenIds};
-use serde::Deserialize;
+use proto::message::{GrammarV1, ModelTask, ServedModelV2, TokenIds};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,8 +41,28 @@ pub struct Plan {
     pub prompts: Vec<(TokenIds, u32)>,
     /// The places of the request's documents, in the order in which the prompt has them.
     pub documents: Vec<usize>,
+    /// Which answers are allowed; none is all.
+    pub grammar: Option<GrammarV1>,
+    /// What an answer is taken apart for, if it may be more than text.
+    pub speech: Option<Speech>,
     /// Everything else.
     pub params: Params,
+}
+
+/// What an answer may consist of besides text.
+#[derive(Debug)]
+pub struct Speech {
+    /// Names of the tools that may be called.
+    tools: Vec<String>,
+    /// Whether the model is in its thoughts where the prompt ends.
+    thinking: bool,
+}
+
+impl Speech {
+    /// What takes one answer apart.
+    pub fn listener(&self, model: &OfferedModel) -> Listener {
+        Listener::new(Arc::clone(&model.dialect), self.tools.clone(), self.thinking)
+    }
 }
 
 /// Tokens of a text, as `/tokenize` tells them.
@@ -75,9 +97,9 @@ pub struct Sources<'a> {
     pub popularity: &'a Popularity,
 }
 
-const COMPLETION: [&str; 28] =
-    with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format"]);
-const CHAT: [&str; 32] = with([
+const COMPLETION: [&str; 29] =
+    with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format", "grammar"]);
+const CHAT: [&str; 34] = with([
     "messages",
     "documents",
     "max_tokens",
@@ -86,13 +108,15 @@ const CHAT: [&str; 32] = with([
     "top_logprobs",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
     "response_format",
+    "grammar",
     "chat_template",
     "chat_template_kwargs",
 ]);
 const TOKENIZE: [&str; 5] = ["model", "prompt", "messages", "documents", "add_special_tokens"];
-const PREFIX: [&str; 6] =
-    ["prompt", "messages", "tools", "chat_template_kwargs", "add_special_tokens", "ttl_s"];
+const PREFIX: [&str; 7] =
+    ["prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_special_tokens", "ttl_s"];
 /// How long a prefix is pinned where it is not said.
 const DEFAULT_TTL_S: u64 = 3600;
 /// A year.
@@ -133,19 +157,28 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
         Kind::Chat => documents::documents(&fields)?,
     };
     let order = sources.popularity.count(sources.caller.tenant(), &documents);
-    let (most, prompts) = match kind {
+    let wanted = grammar::wanted(&fields)?;
+    let (most, prompts, grammar, speech) = match kind {
         Kind::Completion => {
             let most = Some(fields.get("max_tokens")?.unwrap_or(COMPLETION_TOKENS));
             let said = fields.raw("max_tokens").is_some();
             let prompts = completion_prompts(&fields, &model, params.add_special_tokens.unwrap_or(true))?;
-            (Most { tokens: most, said }, prompts)
+            (Most { tokens: most, said }, prompts, grammar::of_completion(wanted)?, None)
         }
         Kind::Chat => {
             let new: Option<u32> = fields.get("max_completion_tokens")?;
             let tokens = if new.is_some() { new } else { fields.get("max_tokens")? };
             let bos = params.add_special_tokens.unwrap_or(true);
-            let prompt = chat_prompt(&fields, &model, (&documents, &order), bos, true)?;
-            (Most { tokens, said: tokens.is_some() }, vec![prompt])
+            let tools = tools::tools(&fields)?;
+            let text = chat_text(&fields, &model, &tools, (&documents, &order), true)?;
+            let prompt = model.tokens(&text, bos);
+            let grammar = grammar::of_chat(wanted, &tools, &model.dialect, &text)?;
+            let parts = model.dialect.thinks() || !tools.tools.is_empty();
+            let speech = parts.then(|| Speech {
+                thinking: model.dialect.is_thinking(&text),
+                tools: tools.tools.into_iter().map(|tool| tool.name).collect(),
+            });
+            (Most { tokens, said: tokens.is_some() }, vec![prompt], grammar, speech)
         }
     };
     if prompts.len() * params.n as usize > MAX_CHOICES {
@@ -160,7 +193,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
         let reason = format!("{} is above the {shortest} tokens to generate", params.stop.min_tokens);
         return Err(ApiError::field("min_tokens", reason));
     }
-    Ok(Plan { kind, model, served, prompts, documents: order, params })
+    Ok(Plan { kind, model, served, prompts, documents: order, grammar, speech, params })
 }
 
 /// Reads and serves `/tokenize`.
@@ -301,12 +334,28 @@ fn chat_prompt(
     bos: bool,
     answer: bool,
 ) -> Result<Vec<u32>, ApiError> {
+    let tools = tools::tools(fields)?;
+    Ok(model.tokens(&chat_text(fields, model, &tools, (documents, order), answer)?, bos))
+}
+
+/// The same as text.
+fn chat_text(
+    fields: &Fields<'_>,
+    model: &OfferedModel,
+    tools: &Tools,
+    (documents, order): (&[Document], &[usize]),
+    answer: bool,
+) -> Result<String, ApiError> {
     let mut messages = messages(fields)?;
     if !documents.is_empty() {
         documents::insert(&mut messages, documents, order)?;
     }
-    let tools: Option<Bounded<Value, { MAX_TOOLS }>> = fields.get("tools")?;
-    let tools = tools.map(|list| list.0).filter(|list| !list.is_empty());
+    tools::with_arguments(&mut messages)?;
+    let native = model.dialect.is_native();
+    if !native {
+        tools::tell(&mut messages, tools)?;
+    }
+    let given = Some(tools.given.as_slice()).filter(|given| native && !given.is_empty());
     let extra: Map<String, Value> = fields.get("chat_template_kwargs")?.unwrap_or_default();
     if let Some(name) = extra.keys().find(|name| !TEMPLATE_ARGUMENTS.contains(&name.as_str())) {
         let name: String = name.chars().take(64).collect();
@@ -314,11 +363,10 @@ fn chat_prompt(
     }
     let template = model.template.as_ref();
     let template = template.ok_or_else(|| ApiError::field("messages", "the model has no chat template"))?;
-    let text = template.render(&messages, tools.as_deref(), answer, &extra).map_err(|error| match error {
+    template.render(&messages, given, answer, &extra).map_err(|error| match error {
         model::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field("messages", message),
         error => ApiError::field("messages", error.to_string()),
-    })?;
-    Ok(model.tokens(&text, bos))
+    })
 }
 
 fn logprobs(kind: Kind, fields: &Fields<'_>) -> Result<Option<u8>, ApiError> {
@@ -338,15 +386,6 @@ fn logprobs(kind: Kind, fields: &Fields<'_>) -> Result<Option<u8>, ApiError> {
 
 /// What would change the answer and is not served is refused, never left out.
 fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
-    #[derive(Deserialize)]
-    struct Format {
-        r#type: String,
-    }
-    if let Some(format) = fields.get::<Format>("response_format")?
-        && format.r#type != "text"
-    {
-        return Err(ApiError::field("response_format", "only text is served"));
-    }
     match kind {
         Kind::Completion => {
             if fields.get("echo")?.unwrap_or(false) {
@@ -363,10 +402,6 @@ fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
         Kind::Chat => {
             if fields.raw("chat_template").is_some() {
                 return Err(ApiError::field("chat_template", "only the model's own template is used"));
-            }
-            let choice: Option<Value> = fields.get("tool_choice")?;
-            if choice.is_some_and(|choice| !matches!(choice.as_str(), Some("auto" | "none"))) {
-                return Err(ApiError::field("tool_choice", "a call of a tool cannot be enforced"));
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::plan::Kind;
 use crate::ops::metrics::finish_name;
 use model::Tokenizer;
-use proto::message::{FinishedV1, TokenLogprobs, TokenOut};
+use proto::message::{FinishReason, FinishedV1, TokenLogprobs, TokenOut};
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
@@ -29,12 +29,29 @@ pub struct Shape {
 pub struct Delta {
     /// Text.
     pub text: String,
+    /// What the model thinks.
+    pub thought: String,
+    /// Parts of calls of tools.
+    pub calls: Vec<CallPart>,
+    /// Whether the choice has called a tool so far.
+    pub called: bool,
     /// The tokens that it came with.
     pub tokens: Vec<TokenOut>,
     /// Characters of the choice before these tokens.
     pub offset: usize,
     /// The end.
     pub finished: Option<FinishedV1>,
+}
+
+/// Something new of a call of a tool.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct CallPart {
+    /// Which call of the choice.
+    pub index: usize,
+    /// Its id and the tool's name, where it begins.
+    pub begins: Option<(String, String)>,
+    /// What comes next of its arguments.
+    pub arguments: String,
 }
 
 /// Tokens counted, as clients are told.
@@ -118,8 +135,55 @@ enum Said<'a> {
 struct Speech<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
+    /// Not there, none, or this.
     #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
+    content: Option<Option<&'a str>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallJson<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct CallJson<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    r#type: Option<&'static str>,
+    function: FunctionJson<'a>,
+}
+
+#[derive(Debug, Serialize)]
+struct FunctionJson<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: &'a str,
+}
+
+impl<'a> Speech<'a> {
+    /// What `delta` has; of a stream each call says which one it is.
+    fn of(delta: &'a Delta, stream: bool) -> Self {
+        let call = |part: &'a CallPart| {
+            let begins = part.begins.as_ref();
+            CallJson {
+                index: stream.then_some(part.index),
+                id: begins.map(|(id, _)| id.as_str()),
+                r#type: begins.map(|_| "function"),
+                function: FunctionJson {
+                    name: begins.map(|(_, name)| name.as_str()),
+                    arguments: &part.arguments,
+                },
+            }
+        };
+        Self {
+            role: None,
+            content: None,
+            reasoning_content: Some(delta.thought.as_str()).filter(|thought| !thought.is_empty()),
+            tool_calls: delta.calls.iter().map(call).collect(),
+        }
+    }
 }
 
 fn ids<S: Serializer>(tokens: &Option<&[TokenOut]>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -133,8 +197,10 @@ impl Shape {
         let said = match self.kind {
             Kind::Completion => Said::Text(&delta.text),
             Kind::Chat => {
-                let last = delta.finished.is_some() && delta.text.is_empty();
-                Said::Delta(Speech { role: None, content: (!last).then_some(&delta.text) })
+                let other = delta.finished.is_some() || !delta.thought.is_empty() || !delta.calls.is_empty();
+                let silent = other && delta.text.is_empty();
+                let content = (!silent).then_some(Some(delta.text.as_str()));
+                Said::Delta(Speech { content, ..Speech::of(delta, true) })
             }
         };
         self.event(out, &[self.choice(index, delta, said, tokenizer)], usage.then_some(None));
@@ -143,7 +209,8 @@ impl Shape {
     /// Appends the first chunk of a choice, which in a chat says who speaks; in other answers there is none.
     pub fn opening(&self, out: &mut Vec<u8>, index: u32, usage: bool) {
         if self.kind == Kind::Chat {
-            let said = Said::Delta(Speech { role: Some("assistant"), content: Some("") });
+            let speech = Speech { role: Some("assistant"), content: Some(Some("")), ..Speech::default() };
+            let said = Said::Delta(speech);
             let choice = Choice {
                 index,
                 logprobs: None,
@@ -166,7 +233,11 @@ impl Shape {
         let choices = (0u32..).zip(choices).map(|(index, delta)| {
             let said = match self.kind {
                 Kind::Completion => Said::Text(&delta.text),
-                Kind::Chat => Said::Message(Speech { role: Some("assistant"), content: Some(&delta.text) }),
+                Kind::Chat => {
+                    let silent = delta.text.is_empty() && !delta.calls.is_empty();
+                    let content = Some((!silent).then_some(delta.text.as_str()));
+                    Said::Message(Speech { role: Some("assistant"), content, ..Speech::of(delta, false) })
+                }
             };
             self.choice(index, delta, said, tokenizer)
         });
@@ -215,7 +286,10 @@ impl Shape {
         Choice {
             index,
             logprobs,
-            finish_reason: finished.map(|finished| finish_name(finished.reason)),
+            finish_reason: finished.map(|finished| match finished.reason {
+                FinishReason::Stop if delta.called => "tool_calls",
+                reason => finish_name(reason),
+            }),
             stop_reason: finished.and_then(|finished| finished.matched.as_deref()),
             token_ids: self.token_ids.then_some(&delta.tokens),
             said,

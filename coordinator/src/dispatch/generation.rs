@@ -14,8 +14,8 @@ use crate::routing::demand::CommonKey;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3, Sampling, Stop, TokenIds,
-    TokenOut,
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3, GrammarV1, Sampling, Stop,
+    TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -44,6 +44,8 @@ pub struct Job {
     pub sampling: Sampling,
     /// When to end.
     pub stop: Stop,
+    /// Which answers are allowed; none is all.
+    pub grammar: Option<GrammarV1>,
     /// The group of requests that it says to be of.
     pub group: Option<CommonKey>,
     /// How urgent it is among its tenant's; lower goes first.
@@ -247,7 +249,13 @@ impl Generation {
             let mut request = self.request(&placed.assignment, context);
             request.pull = request.pull.filter(|_| computed);
             let connection = placed.link.connection();
-            let opened = connection.open_generate(&request.at_version(connection.version())).await;
+            let version = connection.version();
+            if !request.is_for_version(version) {
+                tracing::info!(request = %self.job.request_id, version, "a worker knows no grammars");
+                self.give_up(&placed, Some(GenerateError::Draining));
+                continue;
+            }
+            let opened = connection.open_generate(&request.at_version(version)).await;
             drop(turn);
             match opened {
                 Ok(stream) => return Ok(Attempting { placed, stream, started: false, span }),
@@ -270,6 +278,7 @@ impl Generation {
             stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
             pull: None,
             together: 1,
+            grammar: None,
             ..request
         };
         let request = request.at_version(link.connection().version());
@@ -308,6 +317,7 @@ impl Generation {
             pull: assignment.pull.clone(),
             together: assignment.together,
             trace,
+            grammar: self.job.grammar.clone(),
         }
     }
 

@@ -2,8 +2,8 @@
 //! may pull its prefix from; from version 4 on its tokens are packed.
 
 use super::{
-    GenerateRequest, GenerateRequestV1, LoadReport, LoadReportV1, MAX_MODELS, Register, RegisterV1,
-    RegisterV2, Sampling, Stop, TokenIds,
+    GenerateRequest, GenerateRequestV1, GrammarV1, LoadReport, LoadReportV1, MAX_MODELS, Register,
+    RegisterV1, RegisterV2, Sampling, Stop, TokenIds,
 };
 use crate::block::BlockId;
 use crate::codec::bounded;
@@ -154,6 +154,8 @@ pub struct GenerateRequestV3 {
     pub together: u32,
     /// The span that it is below of, if it is recorded.
     pub trace: Option<TraceContext>,
+    /// Which answers are allowed; none is all.
+    pub grammar: Option<GrammarV1>,
 }
 
 impl From<GenerateRequestV1> for GenerateRequestV3 {
@@ -187,6 +189,7 @@ impl From<GenerateRequestV1> for GenerateRequestV3 {
             pull: None,
             together: 1,
             trace: None,
+            grammar: None,
         }
     }
 }
@@ -208,6 +211,7 @@ impl From<GenerateRequestV3> for GenerateRequestV2 {
             pull,
             together: _,
             trace: _,
+            grammar: _,
         } = request;
         let request = GenerateRequestV1 {
             request_id,
@@ -238,7 +242,14 @@ impl GenerateRequest {
 }
 
 impl GenerateRequestV3 {
-    /// As a peer understands it with whom protocol version `version` was agreed on: one that cannot pull computes.
+    /// Whether a peer with whom protocol version `version` was agreed on can do all that is asked for: one that knows no
+    /// grammars would answer what is not allowed.
+    pub fn is_for_version(&self, version: u16) -> bool {
+        version >= 4 || self.grammar.is_none()
+    }
+
+    /// As a peer understands it with whom protocol version `version` was agreed on: one that cannot pull computes. See
+    /// [`Self::is_for_version`].
     pub fn at_version(self, version: u16) -> GenerateRequest {
         match version {
             4.. => GenerateRequest::V3(self),

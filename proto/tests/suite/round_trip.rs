@@ -253,6 +253,7 @@ proptest! {
         let alone = GenerateRequestV3 { pull, ..request.clone().into_latest() };
         let trace = trace.map(|(trace, span)| TraceContext { trace: TraceId(trace), span: SpanId(span) });
         let latest = GenerateRequestV3 { together, trace, ..alone.clone() };
+        prop_assert!(latest.is_for_version(3));
         for (version, heard) in [(3, &alone), (4, &latest)] {
             let told = latest.clone().at_version(version);
             survives(&told, Cap::GenerateRequest);

@@ -112,7 +112,14 @@ pub(crate) fn request_v2() -> GenerateRequest {
 
 /// With packed tokens.
 pub(crate) fn request_v3() -> GenerateRequest {
-    GenerateRequest::V3(GenerateRequestV3 { trace: Some(trace()), ..request_v2().into_latest() })
+    let grammar = GrammarV1 {
+        field: "response_format".into(),
+        syntax: GrammarSyntax::Lark,
+        text: "start: \"a\"".into(),
+        trigger: Some("<tool_call>".into()),
+    };
+    let request = request_v2().into_latest();
+    GenerateRequest::V3(GenerateRequestV3 { trace: Some(trace()), grammar: Some(grammar), ..request })
 }
 
 pub(crate) fn pull_request() -> PullRequest {

@@ -8,6 +8,7 @@ mod collector;
 mod dashboard;
 mod embeddings;
 mod failover;
+mod grammars;
 mod metrics;
 mod mixed;
 mod openai_client;

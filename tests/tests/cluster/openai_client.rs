@@ -10,6 +10,11 @@ pub(crate) fn python() -> PathBuf {
     interpreter("test-venv")
 }
 
+/// The one of the environment with the libraries that are built on the client.
+pub(crate) fn clients() -> PathBuf {
+    interpreter("clients-venv")
+}
+
 fn interpreter(environment: &str) -> PathBuf {
     let python = binary::target().join(environment).join("bin/python");
     assert!(python.exists(), "{} is missing: run `./test setup`", python.display());
@@ -17,7 +22,7 @@ fn interpreter(environment: &str) -> PathBuf {
 }
 
 /// Runs a script beside this file, which must succeed.
-fn run(python: &Path, script: &str, arguments: &[String]) {
+pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cluster").join(script);
     let output = Command::new(python).arg(script).args(arguments).output().unwrap();
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -26,7 +31,7 @@ fn run(python: &Path, script: &str, arguments: &[String]) {
 }
 
 /// The base URL and the model of a cluster.
-fn endpoint(cluster: &Cluster) -> [String; 2] {
+pub(crate) fn endpoint(cluster: &Cluster) -> [String; 2] {
     [format!("http://{}/v1", cluster.http()), cluster.model().to_owned()]
 }
 
@@ -41,5 +46,5 @@ fn langchain_llama_index_and_litellm_chat_stream_and_embed_unmodified() {
     let chat = Cluster::builder("client-libraries", "smollm2-135m").start().unwrap();
     let embed = Cluster::builder("client-libraries-embed", "minilm-l6").start_beside(&chat).unwrap();
     let arguments = [endpoint(&chat), endpoint(&embed)].concat();
-    run(&interpreter("clients-venv"), "client_libraries.py", &arguments);
+    run(&clients(), "client_libraries.py", &arguments);
 }

@@ -1,5 +1,6 @@
 //! From a step's rows to tokens: which rows are wanted, before it runs, and what is drawn from them, after.
 
+use super::guided::Guided;
 use super::{Draw, Engine, Live};
 use crate::Error;
 use crate::decoder::RowLogits;
@@ -43,10 +44,16 @@ impl Live {
         if let Some(position) = position.filter(|_| self.all_logits) {
             self.sink.logits(position, row);
         }
-        draws.then(|| {
-            let (token, logprobs) = self.sampler.draw(&mut row.to_vec());
-            Draw { logprobs, ..target.draw(token) }
-        })
+        if !draws {
+            return None;
+        }
+        let mask = match &mut self.guide {
+            // Whoever draws from another's row has none of its own to be kept.
+            Some(guided) => guided.allows(row, target.of == target.id)?,
+            None => None,
+        };
+        let (token, logprobs) = self.sampler.draw_allowed(&mut row.to_vec(), mask.as_deref());
+        Some(Draw { logprobs, ..target.draw(token) })
     }
 }
 
@@ -72,6 +79,10 @@ impl Engine {
                     .extend(rows.map(|row| (target(row), position(row), sequence.samples && row == last)));
             } else if sequence.samples {
                 match live.sampler.is_plain_argmax() {
+                    // Any token may be the one that is allowed: the whole row is looked at.
+                    _ if live.guide.as_ref().is_some_and(Guided::constrains) => {
+                        targets.whole.push((target(last), position(last), true));
+                    }
                     true => targets.plain.push(target(last)),
                     false if live.sampler.tokens_known() > MAX_SAMPLE_TOKENS => {
                         targets.whole.push((target(last), position(last), true));

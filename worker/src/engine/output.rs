@@ -40,6 +40,9 @@ impl Engine {
         self.metrics.generation_tokens.inc();
         live.sampler.accept(token);
         let (text, ending) = live.text.push(token);
+        if let (None, Some(guided)) = (&ending, &mut live.guide) {
+            guided.accept(token);
+        }
         let heard = live.sink.frame(GenerateFrame::Tokens(vec![TokenOut { id: token, text, logprobs }]));
         match ending {
             Some(ending) => self.finish(now, id, ending),
@@ -48,7 +51,7 @@ impl Engine {
         }
     }
 
-    fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
+    pub(super) fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
         self.remember_live(id);
         let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
         let Some(mut live) = self.live.remove(&id) else { return };

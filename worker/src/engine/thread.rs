@@ -3,6 +3,7 @@
 use super::offering::{Lender, Loan};
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
 use crate::Error;
+use crate::grammar::Grammars;
 use crate::kv_events::EventLog;
 use crate::progress::{Progress, spawn};
 use crate::scheduler::SeqId;
@@ -27,6 +28,8 @@ enum Command {
     Call(Box<dyn FnOnce(&mut Engine) + Send>),
     /// Somebody has asked to read; perhaps that was done between two layers.
     Lend,
+    /// Somebody has worked out what a request may say next.
+    Look,
     Stop,
 }
 
@@ -59,6 +62,8 @@ pub(crate) type Broken = Box<dyn FnOnce(&Error) + Send>;
 pub struct EngineHandle {
     commands: Sender<Command>,
     loans: Sender<Loan>,
+    /// Not among what the engine's thread has too: it ends when nobody can send it commands any more.
+    grammars: Arc<Grammars>,
     shared: Arc<Shared>,
     /// Number of the newest KV event.
     newest: watch::Receiver<u64>,
@@ -89,8 +94,13 @@ impl EngineHandle {
         let origin = engine.origin();
         let shared = Arc::new(Shared { progress, events, origin, registry, transfers, rss });
         let for_engine = Arc::clone(&shared);
+        let wake = commands.clone();
+        // An engine that has stopped looks at nothing any more.
+        let wake = Arc::new(move || drop(wake.send(Command::Look)));
+        let grammars = Grammars::new(engine.tokenizer(), engine.metrics().grammars.clone(), wake)?;
+        let grammars = Arc::new(grammars);
         spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender, broken))?;
-        Ok(Self { commands, loans, shared, newest })
+        Ok(Self { commands, loans, grammars, shared, newest })
     }
 
     /// Hands a request in at once, behind those handed in before. The answer is its id, or none if it was
@@ -105,6 +115,11 @@ impl EngineHandle {
             sent.map_err(|_| Error::EngineStopped)?;
             answer.await.map_err(|_| Error::EngineStopped)
         }
+    }
+
+    /// Compiles what answers must be.
+    pub fn grammars(&self) -> &Grammars {
+        &self.grammars
     }
 
     /// Forgets a request.
@@ -257,6 +272,8 @@ fn obey(engine: &mut Engine, command: Command) -> bool {
         Command::Cancel(id) => engine.cancel(id),
         Command::Call(call) => call(engine),
         Command::Lend => engine.lend(),
+        // The next step does.
+        Command::Look => {}
         Command::Stop => return false,
     }
     true

@@ -85,7 +85,7 @@ fn penalties_and_bias_change_the_logits() {
     s.accept(4);
     s.accept(4);
     let mut row = [0.5, 2.0, -1.0, -1.0, 4.0];
-    s.adjust(&mut row);
+    s.adjust(&mut row, None);
     // bias on 0; prompt 1 and 2 and drawn 4 repeat; 4 was drawn twice.
     assert_eq!(row, [2.0, 1.0, -2.0, -1.0, 4.0 / 2.0 - 0.5 - 0.5]);
 }
@@ -193,4 +193,25 @@ fn the_best_decide_what_is_filtered_to_fewer_and_nothing_else() {
     let penalised = Sampling { presence_penalty: 1.0, ..top_k(8) };
     assert!(!decided(penalised, 9) && !decided(Sampling { logprobs: Some(1), ..top_k(8) }, 9));
     assert!(!decided(Sampling { logit_bias: vec![(3, 1.0)], ..top_k(8) }, 9));
+}
+
+#[test]
+fn a_mask_comes_before_every_filter_and_before_how_long_an_answer_is_to_be() {
+    // Tokens 0 and 3.
+    let mask = TokenMask::new(vec![0b1001]);
+    assert!(mask.allows(0) && !mask.allows(1) && mask.allows(3) && !mask.allows(64) && !mask.is_empty());
+    let greedy = sampler(params(0.0));
+    assert_eq!(greedy.draw_allowed(&mut [1.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0, 3);
+    let narrow = sampler(Sampling { top_k: 1, seed: 4, ..params(1.0) });
+    assert_eq!(
+        narrow.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0,
+        0,
+        "the best of those allowed"
+    );
+    // Only the token that ends it may come, though it was to be longer.
+    let stop = Stop { min_tokens: 9, ..Stop::default() };
+    let long = Sampler::new(params(1.0), &stop, &[], vec![3], 5).unwrap();
+    let end = TokenMask::new(vec![0b1000]);
+    assert_eq!(long.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&end)).0, 3);
+    assert_eq!(long.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0, 0, "another one may come");
 }

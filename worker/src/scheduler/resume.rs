@@ -93,6 +93,18 @@ impl Scheduler {
         Ok(())
     }
 
+    /// A token drawn from the last row of a sequence after the step of that row has completed, in which none was drawn.
+    /// `false`: it is too late, the row is computed again, or the sequence has gone.
+    pub fn draw_late(&mut self, id: SeqId, token: u32) -> bool {
+        let key = self.config.prefix_cache.then_some(&self.key);
+        let slot = self.by_id.get(&id).copied();
+        let sequence = slot.and_then(|slot| self.sequences.get_mut(slot as usize)?.as_mut());
+        let Some(sequence) = sequence.filter(|sequence| sequence.in_flight.is_none()) else { return false };
+        sequence.push(token, key);
+        self.counters.generated_tokens += 1;
+        true
+    }
+
     /// The deepest point within `tokens` at which a sequence could go on without computing anything before it,
     /// and the blocks that make it up. Only completed steps count; the blocks stay what they are until the next
     /// step is planned. `None`: there is none.

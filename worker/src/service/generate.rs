@@ -8,10 +8,11 @@ use crate::engine::thread::EngineHandle;
 use crate::engine::{EngineRequest, Sink};
 use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, GrammarV1, WorkerState};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
 use proto::transport::{GenerateCall, GenerateReply};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -35,7 +36,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
             let sink = Frames { frames, span: request.trace };
-            let id = engine.submit(EngineRequest {
+            let ask = EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
                 prompt: request.prompt.to_vec(),
@@ -45,18 +46,44 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
                 deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
                 pull,
                 together: request.together,
+                guide: None,
                 sink: Box::new(sink),
-            });
-            Ok((engine, id, inbox))
+            };
+            let submitted = match request.grammar {
+                None => Submitted::At(Box::pin(engine.submit(ask))),
+                Some(grammar) => Submitted::Behind(grammar, Box::new(ask)),
+            };
+            Ok((engine, submitted, inbox))
         }
         (_, refusal) => Err(refusal.unwrap_or(GenerateError::ModelNotFound(request.model))),
     };
     async move {
         match submitted {
-            Ok((engine, id, inbox)) => forward(&engine, id, inbox, reply).await,
+            Ok((engine, Submitted::At(id), inbox)) => forward(&engine, id, inbox, reply).await,
+            Ok((engine, Submitted::Behind(grammar, ask), inbox)) => {
+                let guide = tokio::select! {
+                    guide = engine.grammars().guide(ask.root, grammar, &ask.emitted) => guide,
+                    () = reply.cancelled() => return,
+                };
+                match guide {
+                    Ok(guide) => {
+                        let id = engine.submit(EngineRequest { guide: Some(guide), ..*ask });
+                        forward(&engine, id, inbox, reply).await;
+                    }
+                    Err(error) => refuse(reply, error).await,
+                }
+            }
             Err(error) => refuse(reply, error).await,
         }
     }
+}
+
+/// How a call has been handed to the engine.
+enum Submitted {
+    /// At once.
+    At(Pin<Box<dyn Future<Output = Result<Option<SeqId>, Error>> + Send>>),
+    /// It is handed over when its grammar is compiled: one that is refused computes nothing.
+    Behind(GrammarV1, Box<EngineRequest>),
 }
 
 /// Hands frames to whoever sends them.

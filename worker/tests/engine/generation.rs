@@ -126,6 +126,7 @@ fn a_request_that_nobody_listens_to_is_cancelled() {
         deadline: None,
         pull: None,
         together: 1,
+        guide: None,
         sink: Box::new(move |frame: GenerateFrame| {
             tokens += usize::from(matches!(frame, GenerateFrame::Tokens(_)));
             tokens < 3

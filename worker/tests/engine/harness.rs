@@ -4,6 +4,7 @@ use kernels::backend::{ActivationMode, Backend, KvType};
 use kvasir_worker::Error;
 use kvasir_worker::decoder::StateType;
 use kvasir_worker::engine::{Engine, EngineRequest, Sink, StepOutcome};
+use kvasir_worker::grammar::Guide;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::pull::Source;
 use kvasir_worker::scheduler::SeqId;
@@ -229,20 +230,25 @@ pub(crate) fn submit_at(
     now: Instant,
     deadline: Option<std::time::Duration>,
 ) -> Asked {
-    submit_with(engine, ask, now, deadline, None)
+    submit_with(engine, ask, (now, deadline), None, None)
 }
 
 /// Hands a request in whose prefix another worker is expected to hold.
 pub(crate) fn submit_pulling(engine: &mut Engine, ask: &Ask, source: Box<dyn Source>) -> Asked {
-    submit_with(engine, ask, Instant::now(), None, Some(source))
+    submit_with(engine, ask, (Instant::now(), None), Some(source), None)
+}
+
+/// Hands a request in whose answer is of a grammar.
+pub(crate) fn submit_guided(engine: &mut Engine, ask: &Ask, guide: Guide) -> Asked {
+    submit_with(engine, ask, (Instant::now(), None), None, Some(guide))
 }
 
 fn submit_with(
     engine: &mut Engine,
     ask: &Ask,
-    now: Instant,
-    deadline: Option<std::time::Duration>,
+    (now, deadline): (Instant, Option<std::time::Duration>),
     pull: Option<Box<dyn Source>>,
+    guide: Option<Guide>,
 ) -> Asked {
     let heard = Arc::new(Mutex::new(Heard::default()));
     let request = EngineRequest {
@@ -255,6 +261,7 @@ fn submit_with(
         deadline,
         pull,
         together: ask.together,
+        guide,
         sink: Box::new(Ear { wants_logits: ask.logits, heard: heard.clone() }),
     };
     Asked { id: engine.submit(now, request), heard }

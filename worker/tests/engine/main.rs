@@ -6,6 +6,7 @@ mod capacity;
 mod deferred;
 mod exactness;
 mod generation;
+mod guided;
 mod harness;
 mod instruction_sets;
 mod opaque;

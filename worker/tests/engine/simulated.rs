@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 mod saved;
 
 /// Interpreting is slow: little room, and few rows at a time.
-fn small(model: &str) -> EngineOptions {
+pub(crate) fn small(model: &str) -> EngineOptions {
     EngineOptions { max_rows: Some(64), max_sequences: Some(4), kv_bytes: Some(2 << 20), ..options(model) }
 }
 
-fn simulated(arch: Arch, options: &EngineOptions) -> Box<dyn Backend> {
+pub(crate) fn simulated(arch: Arch, options: &EngineOptions) -> Box<dyn Backend> {
     simulated_on(Box::new(SimDevice::new(ptx::Limits::GB10, 1)), arch, options)
 }
 

@@ -214,6 +214,7 @@ impl Worker {
             pull,
             together: 1,
             trace: None,
+            grammar: None,
         };
         let request = request.at_version(self.connection.version());
         self.connection.open_generate(&request).await.unwrap()

@@ -98,6 +98,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
         deadline: None,
         pull: None,
         together: 1,
+        guide: None,
         sink: Box::new(|_: GenerateFrame| true),
     };
     engine.submit(Instant::now(), request).unwrap();

@@ -117,3 +117,29 @@ fn who_took_a_turn_goes_before_those_that_came_since() {
     let order: Vec<u64> = plan.sequences.iter().map(|sequence| sequence.id.0).collect();
     assert_eq!(order, [2, 1]);
 }
+
+/// Whoever does not know yet what it may draw sits steps out, and others go on.
+#[test]
+fn a_token_may_be_drawn_after_its_step() {
+    let mut scheduler = bare(chunked(0), full(16, 400));
+    for id in [1, 2] {
+        scheduler.submit(request(id, tokens(100 * id as u32..100 * id as u32 + 20), 9)).unwrap();
+    }
+    let ids = |plan: &crate::scheduler::StepPlan| plan.sequences.iter().map(|s| s.id.0).collect::<Vec<_>>();
+    let plan = scheduler.plan().unwrap().unwrap();
+    assert_eq!(ids(&plan), [1, 2]);
+    assert!(!scheduler.draw_late(SeqId(1), 7), "its row is being computed");
+    scheduler.complete(plan.step, &[(SeqId(2), 3)]).unwrap();
+    for _ in 0..3 {
+        let plan = scheduler.plan().unwrap().unwrap();
+        assert_eq!(ids(&plan), [2]);
+        scheduler.complete(plan.step, &[(SeqId(2), 3)]).unwrap();
+    }
+    assert!(scheduler.draw_late(SeqId(1), 7));
+    let plan = scheduler.plan().unwrap().unwrap();
+    assert_eq!((ids(&plan), plan.tokens[0]), (vec![1, 2], 7));
+    assert_eq!(plan.positions[0], 20);
+    assert!(!scheduler.draw_late(SeqId(9), 7), "it has gone");
+    finish(&mut scheduler, &plan);
+    scheduler.check().unwrap();
+}

@@ -1,0 +1,87 @@
+use super::*;
+
+const KNOWN: &[&str] = &["tools", "tool_choice", "parallel_tool_calls"];
+
+fn read(body: &Value) -> Result<Tools, ApiError> {
+    tools(&Fields::parse(body.to_string().as_bytes(), KNOWN).unwrap())
+}
+
+fn function(name: &str) -> Value {
+    json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
+}
+
+#[test]
+fn a_choice_says_which_may_and_whether_one_must_be_called() {
+    let both = json!([function("a"), function("b")]);
+    let choose = |choice: Value| read(&json!({"tools": both, "tool_choice": choice})).unwrap();
+    let names = |tools: &Tools| tools.tools.iter().map(|tool| tool.name.clone()).collect::<Vec<_>>();
+    for choice in [Value::Null, json!("auto")] {
+        let tools = choose(choice);
+        assert_eq!(
+            (names(&tools).len(), tools.given.len(), tools.required, tools.parallel),
+            (2, 2, false, true)
+        );
+    }
+    assert!(choose(json!("required")).required);
+    let none = choose(json!("none"));
+    assert!(none.tools.is_empty() && none.given.is_empty());
+    let named = choose(json!({"type": "function", "function": {"name": "b"}}));
+    assert_eq!((names(&named), named.required, named.parallel), (vec!["b".to_owned()], true, false));
+    assert_eq!(named.given.len(), 2, "the prompt has both");
+    assert!(!read(&json!({"tools": both, "parallel_tool_calls": false})).unwrap().parallel);
+    assert!(read(&json!({})).unwrap().tools.is_empty());
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    for (body, field) in [
+        (json!({"tools": 7}), "tools"),
+        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"tools": [{"type": "function"}]}), "tools[0].function"),
+        (json!({"tools": [{"type": "function", "function": {}}]}), "tools[0].function.name"),
+        (json!({"tools": [function("a"), function("a")]}), "tools[1].function.name"),
+        (json!({"tools": [function("")]}), "tools[0].function.name"),
+        (json!({"tools": [function("a\"b")]}), "tools[0].function.name"),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": 7}}]}),
+            "tools[0].function.parameters",
+        ),
+        (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"tools": [function("a")], "tool_choice": "any"}), "tool_choice"),
+        (json!({"tools": [function("a")], "tool_choice": {"type": "allowed_tools"}}), "tool_choice.type"),
+        (
+            json!({"tools": [function("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}),
+            "tool_choice.function.name",
+        ),
+    ] {
+        match read(&body) {
+            Err(ApiError::InvalidField { field: named, .. }) => assert_eq!(named, field, "{body}"),
+            other => panic!("{body}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn earlier_calls_are_objects_or_told_in_words() {
+    let call = json!([{"id": "1", "type": "function", "function": {"name": "a", "arguments": "{\"x\": 1}"}}]);
+    let mut assistant = Message::new("assistant", "");
+    (assistant.content, assistant.tool_calls) = (None, Some(call));
+    let mut answer = Message::new("tool", "42");
+    answer.rest.insert("tool_call_id".into(), json!("1"));
+    let mut messages = vec![Message::new("user", "What?"), assistant, answer];
+    with_arguments(&mut messages).unwrap();
+    assert_eq!(messages[1].tool_calls.as_ref().unwrap()[0]["function"]["arguments"], json!({"x": 1}));
+    let given = Tools { given: vec![function("a")], ..Tools::default() };
+    tell(&mut messages, &given).unwrap();
+    let text = |at: usize| messages[at].content.as_ref().unwrap().0.to_string();
+    assert_eq!(messages[0].role, "system");
+    assert!(text(0).contains(&function("a").to_string()));
+    assert_eq!(text(2), "<tool_call>\n{\"name\":\"a\",\"arguments\":{\"x\":1}}\n</tool_call>");
+    assert_eq!(
+        (messages[3].role.as_str(), text(3)),
+        ("user", "<tool_response>\n42\n</tool_response>".into())
+    );
+    let mut bad = messages[2].clone();
+    bad.tool_calls = Some(json!([{"function": {"name": "a", "arguments": "{"}}]));
+    assert!(with_arguments(&mut [bad]).is_err());
+}

@@ -1,0 +1,236 @@
+use super::*;
+use crate::ModelFile;
+use crate::test_files::fixture;
+use serde_json::json;
+use std::sync::Arc;
+
+fn tokenizer(name: &str) -> Tokenizer {
+    let file = ModelFile::open(fixture(&format!("tiny/{name}/{name}-f32.gguf"))).unwrap();
+    Tokenizer::from_metadata(file.metadata()).unwrap()
+}
+
+fn of(template: &str) -> Dialect {
+    Dialect::of(Some(&ChatTemplate::new(template, "", "").unwrap()), &tokenizer("qwen3"))
+}
+
+fn tools() -> Vec<Tool> {
+    let tool =
+        |name: &str| Tool { name: name.into(), description: None, parameters: json!({"type": "object"}) };
+    vec![tool("weather"), tool("time")]
+}
+
+/// Templates as those of the families are, as far as it matters here, and what is made of them.
+#[test]
+fn the_template_tells_the_dialect() {
+    for (template, calls, native, thinks) in [
+        ("{% if tools %}<tool_call></tool_call>{% endif %}", Calls::Hermes, true, false),
+        ("{% if tools %}<tool_call></tool_call>{% endif %}<think>", Calls::Hermes, true, true),
+        ("{% if tools %}parameters Environment: ipython{% endif %}", Calls::Llama, true, false),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", Calls::Mistral, true, false),
+        ("{% if tools %}<|tool_call|>{% endif %}", Calls::Granite, true, false),
+        ("{% if tools %}<|start|>{% endif %}<|channel|>final<|message|>", Calls::Harmony, true, true),
+        // Calls that are no JSON.
+        ("{% if tools %}<tool_call><function={% endif %}", Calls::Hermes, false, false),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", Calls::Hermes, false, false),
+    ] {
+        let dialect = of(template);
+        assert_eq!(
+            (dialect.calls(), dialect.is_native(), dialect.thinks()),
+            (calls, native, thinks),
+            "{template}"
+        );
+    }
+    assert_eq!(Dialect::of(None, &tokenizer("llama")).calls(), Calls::Hermes);
+}
+
+/// What a listener makes of an answer that comes in pieces of `size` characters.
+fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<Said> {
+    let names = tools().into_iter().map(|tool| tool.name).collect();
+    let mut listener = Listener::new(Arc::clone(dialect), names, thinking);
+    let letters: Vec<char> = answer.chars().collect();
+    let mut all: Vec<Said> = Vec::new();
+    let pieces = letters.chunks(size).map(|piece| piece.iter().collect::<String>());
+    for said in pieces.flat_map(|piece| listener.push(&piece)).collect::<Vec<_>>() {
+        add(&mut all, said);
+    }
+    for said in listener.finish() {
+        add(&mut all, said);
+    }
+    all
+}
+
+fn add(all: &mut Vec<Said>, said: Said) {
+    match (all.last_mut(), said) {
+        (Some(Said::Text(before)), Said::Text(text))
+        | (Some(Said::Thought(before)), Said::Thought(text))
+        | (Some(Said::Arguments(before)), Said::Arguments(text)) => before.push_str(&text),
+        (_, said) => all.push(said),
+    }
+}
+
+#[test]
+fn answers_are_taken_apart_however_they_come() {
+    let text = |text: &str| Said::Text(text.into());
+    let thought = |text: &str| Said::Thought(text.into());
+    let call = |name: &str| Said::Call(name.into());
+    let arguments = |text: &str| Said::Arguments(text.into());
+    let hermes = of("{% if tools %}<tool_call>{% endif %}<think>");
+    let llama = of("{% if tools %}parameters ipython{% endif %}");
+    let mistral = of("{% if tools %}[TOOL_CALLS]{% endif %}");
+    let harmony = of("{% if tools %}{% endif %}<|channel|><|message|>");
+    let table: Vec<(&Dialect, bool, &str, Vec<Said>)> = vec![
+        (&hermes, false, "Hello <b>you</b>", vec![text("Hello <b>you</b>")]),
+        (&hermes, false, " two\n\nlines ", vec![text(" two\n\nlines ")]),
+        (&hermes, false, "<think>\nHm.\n</think>\n\nYes.", vec![thought("\nHm.\n"), text("Yes.")]),
+        (&hermes, true, "Hm.</think>Yes.", vec![thought("Hm."), text("Yes.")]),
+        (&hermes, true, "Hm, for too long", vec![thought("Hm, for too long")]),
+        (&hermes, false, "I say <think> and </think>.", vec![text("I say <think> and </think>.")]),
+        (
+            &hermes,
+            false,
+            "Let me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"at\": \"Ol}\\\"e\", \"d\": [1, {}]}}\n</tool_call>\n\
+             <tool_call>\n{\"name\": \"time\", \"arguments\": {}}\n</tool_call>",
+            vec![
+                text("Let me see.\n"),
+                call("weather"),
+                arguments("{\"at\": \"Ol}\\\"e\", \"d\": [1, {}]}"),
+                call("time"),
+                arguments("{}"),
+            ],
+        ),
+        (
+            &hermes,
+            false,
+            "<think>x</think><tool_call>{\"arguments\": {\"a\": 1}, \"name\": \"time\"}</tool_call>",
+            vec![thought("x"), call("time"), arguments("{\"a\": 1}")],
+        ),
+        // Arguments within a text, and none at all.
+        (
+            &hermes,
+            false,
+            "<tool_call>{\"name\": \"time\", \"arguments\": \"{\\\"a\\\": 1}\"}</tool_call><tool_call>{\"name\": \"time\"}</tool_call>",
+            vec![call("time"), arguments("{\"a\": 1}"), call("time"), arguments("{}")],
+        ),
+        // No tool of the request, and no call.
+        (
+            &hermes,
+            false,
+            "<tool_call>{\"name\": \"rm\", \"arguments\": {}}</tool_call>",
+            vec![text("<tool_call>{\"name\": \"rm\", \"arguments\": {}}</tool_call>")],
+        ),
+        (&hermes, false, "<tool_call>nothing", vec![text("<tool_call>nothing")]),
+        (&hermes, false, "<tool_call>{\"name\": ", vec![text("<tool_call>{\"name\": ")]),
+        // Cut off by its length.
+        (
+            &hermes,
+            false,
+            "<tool_call>{\"name\": \"time\", \"arguments\": {\"a\": \"b",
+            vec![call("time"), arguments("{\"a\": \"b")],
+        ),
+        (
+            &llama,
+            false,
+            "{\"name\": \"time\", \"parameters\": {\"zone\": \"UTC\"}}",
+            vec![call("time"), arguments("{\"zone\": \"UTC\"}")],
+        ),
+        (
+            &llama,
+            false,
+            "<|python_tag|>{\"name\": \"time\", \"parameters\": {}}; {\"name\": \"weather\", \"parameters\": {}}",
+            vec![call("time"), arguments("{}"), call("weather"), arguments("{}")],
+        ),
+        (&llama, false, "{\"name\": \"Ann\", \"age\": 3}", vec![text("{\"name\": \"Ann\", \"age\": 3}")]),
+        (
+            &mistral,
+            false,
+            "[TOOL_CALLS][{\"name\": \"time\", \"arguments\": {}}, {\"name\": \"weather\", \"arguments\": {\"a\": 2}}]",
+            vec![call("time"), arguments("{}"), call("weather"), arguments("{\"a\": 2}")],
+        ),
+        (
+            &harmony,
+            false,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            vec![thought("Hm."), text("Yes.")],
+        ),
+        (
+            &harmony,
+            false,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.time \
+             <|constrain|>json<|message|>{\"zone\": \"UTC\"}",
+            vec![thought("Hm."), call("time"), arguments("{\"zone\": \"UTC\"}")],
+        ),
+        (&harmony, false, "Plain.", vec![text("Plain.")]),
+    ];
+    for (dialect, thinking, answer, expected) in table {
+        let dialect = Arc::new(dialect.clone());
+        for size in [1, 2, 3, 7, 1000] {
+            assert_eq!(heard(&dialect, thinking, answer, size), expected, "{answer} by {size}");
+        }
+    }
+}
+
+proptest::proptest! {
+    /// Nothing is lost of an answer that has no call in it, and no answer is too much for it.
+    #[test]
+    fn whatever_is_said_is_heard(
+        parts in proptest::collection::vec(proptest::sample::select(vec![
+            "<think>", "</think>", "<tool_call>", "</tool_call>", "{\"name\": \"time\"", ", \"arguments\": {", "}", "\"",
+            "\\", "[", "]", " ", "é", "x", "<|channel|>", "<|message|>", "<|end|>", "to=functions.time",
+        ]), 0..24),
+        size in 1usize..9,
+    ) {
+        let answer = parts.concat();
+        for template in ["{% if tools %}<tool_call>{% endif %}<think>", "{% if tools %}<|channel|><|message|>{% endif %}",
+            "{% if tools %}parameters ipython{% endif %}"] {
+            let dialect = Arc::new(of_cached(template));
+            let whole = heard(&dialect, false, &answer, 1000);
+            proptest::prop_assert_eq!(&heard(&dialect, false, &answer, size), &whole);
+            let plain = Arc::new(Dialect { thinks: false, calls: Calls::Llama, native: true, marks: Vec::new() });
+            let mut listener = Listener::new(plain, Vec::new(), false);
+            let mut said = listener.push(&answer);
+            said.extend(listener.finish());
+            let text: String = said.into_iter().map(|said| match said { Said::Text(text) => text, _ => String::new() }).collect();
+            proptest::prop_assert_eq!(&text, &answer);
+        }
+    }
+}
+
+fn of_cached(template: &str) -> Dialect {
+    static TOKENIZER: std::sync::OnceLock<Tokenizer> = std::sync::OnceLock::new();
+    let tokenizer = TOKENIZER.get_or_init(|| tokenizer("qwen3"));
+    Dialect::of(Some(&ChatTemplate::new(template, "", "").unwrap()), tokenizer)
+}
+
+#[test]
+fn grammars_of_calls_are_as_the_dialect_writes_them() {
+    let hermes = of("{% if tools %}<tool_call>{% endif %}");
+    let lark = hermes.calls_grammar(&tools(), true, false, "");
+    assert!(lark.starts_with("start: calls\n"), "{lark}");
+    assert!(
+        lark.contains("call_0: \"{\\\"name\\\": \\\"weather\\\", \\\"arguments\\\": \" args_0 \"}\""),
+        "{lark}"
+    );
+    assert!(lark.contains("call: call_0 | call_1"), "{lark}");
+    assert!(lark.contains("calls: \"<tool_call>\" \"\\n\" call \"\\n\" \"</tool_call>\" ("), "{lark}");
+    let one = hermes.calls_grammar(&tools(), false, true, "");
+    assert!(one.contains("calls: \"\\n\" call \"\\n\" \"</tool_call>\"\n"), "{one}");
+    // Thoughts come first, and are begun by the prompt or not.
+    let thinks = of("{% if tools %}<tool_call>{% endif %}<think>");
+    assert!(
+        thinks.calls_grammar(&tools(), false, false, "<think>\n").starts_with("start: thought gap? calls")
+    );
+    assert!(
+        thinks
+            .calls_grammar(&tools(), false, false, "")
+            .starts_with("start: (\"<think>\" thought gap?)? calls")
+    );
+}
+
+#[test]
+fn a_schema_says_how_it_is_written() {
+    let made = schema(&json!({"type": "object", "x-guidance": {"lenient": true}}), false);
+    assert_eq!(made["x-guidance"]["lenient"], json!(false));
+    assert_eq!(made["x-guidance"]["whitespace_flexible"], json!(false));
+    assert_eq!(made["type"], json!("object"));
+    assert!(schema(&json!(true), true).is_object());
+}

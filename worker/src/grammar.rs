@@ -1,0 +1,244 @@
+//! Answers that must be of a grammar: JSON of a schema, calls of tools, whatever a regular expression or a Lark grammar
+//! says. See [decision 57](../../docs/decisions/0057-grammars-are-compiled-by-workers.md).
+//!
+//! A grammar is compiled before its request is queued, on a thread of its own and within a budget, and kept for the next
+//! request that brings it. What may follow a token is worked out by a small pool of threads ([`Guide`]) while the step
+//! goes on; the engine's thread only looks at the result.
+
+use crate::Error;
+use crate::progress::spawn;
+use crate::telemetry::{GrammarMetrics, Refused};
+use guide::plain;
+pub use guide::{Guide, Look, Waker};
+use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
+use llguidance::{Matcher, ParserFactory};
+use model::Tokenizer;
+use parking_lot::Mutex;
+use pool::Pool;
+use proto::block::BlockId;
+use proto::message::{GenerateError, GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{OnceCell, Semaphore, oneshot};
+use tokio::time::timeout;
+
+mod guide;
+mod pool;
+mod vocabulary;
+
+/// How long a grammar may take to compile.
+pub const COMPILE_TIME: Duration = Duration::from_millis(500);
+/// How long a row may wait for what may be drawn, before its request is ended.
+pub const MASK_TIME: Duration = Duration::from_secs(2);
+/// Compilations at once; one that takes longer than it may counts until it has ended.
+const COMPILING: usize = 2;
+/// How long a request waits for one of these.
+const TURN_TIME: Duration = Duration::from_secs(5);
+/// Compiled grammars that are kept, and refused ones that are remembered.
+const KEPT: usize = 64;
+/// Levels of nesting of a JSON schema.
+pub const MAX_SCHEMA_DEPTH: usize = 32;
+
+type Key = [u8; 32];
+/// What became of a grammar: how it begins, or why it is refused.
+type Outcome = Result<Arc<Compiled>, Refusal>;
+
+/// Behind a lock only because others are cloned from it.
+struct Compiled(Mutex<Matcher>);
+
+#[derive(Debug, Clone)]
+struct Refusal {
+    why: Refused,
+    reason: String,
+}
+
+/// All grammars of one model. See the module.
+pub struct Grammars {
+    tokenizer: Arc<Tokenizer>,
+    pool: Arc<Pool>,
+    metrics: GrammarMetrics,
+    wake: Waker,
+    /// Made when the first grammar comes.
+    factory: OnceCell<Result<Arc<ParserFactory>, String>>,
+    turns: Arc<Semaphore>,
+    known: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    grammars: HashMap<Key, (u64, Arc<OnceCell<Outcome>>)>,
+    uses: u64,
+}
+
+impl Grammars {
+    /// `wake` is called when there is something new to look at.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if no thread can be started.
+    pub fn new(tokenizer: Arc<Tokenizer>, metrics: GrammarMetrics, wake: Waker) -> Result<Self, Error> {
+        let threads = std::thread::available_parallelism().map_or(1, |cpus| (cpus.get() / 4).clamp(1, 4));
+        Ok(Self {
+            tokenizer,
+            pool: Arc::new(Pool::start(threads)?),
+            metrics,
+            wake,
+            factory: OnceCell::new(),
+            turns: Arc::new(Semaphore::new(COMPILING)),
+            known: Mutex::default(),
+        })
+    }
+
+    /// Compiles `grammar` of a request below `root`, unless it is known, for a generation that has said `emitted`
+    /// already.
+    ///
+    /// # Errors
+    /// [`GenerateError::InvalidField`] names the request's field; [`GenerateError::QueueFull`] if too many are being
+    /// compiled.
+    pub async fn guide(
+        &self,
+        root: BlockId,
+        grammar: GrammarV1,
+        emitted: &[u32],
+    ) -> Result<Guide, GenerateError> {
+        check(&grammar)?;
+        let cell = self.known.lock().cell(key(root, &grammar));
+        // Whoever comes meanwhile waits for the first; if that one goes away, for the next.
+        let outcome = cell.get_or_try_init(|| self.compile(&grammar)).await?.clone();
+        let GrammarV1 { field, trigger, .. } = grammar;
+        match outcome {
+            Ok(compiled) => {
+                // States of the regular expressions are not shared: requests do not wait for each other.
+                let matcher = compiled.0.lock().deep_clone();
+                let services = (Arc::clone(&self.pool), self.metrics.clone(), Arc::clone(&self.wake));
+                Ok(Guide::new(matcher, (field, trigger), Arc::clone(&self.tokenizer), services, emitted))
+            }
+            Err(Refusal { why, reason }) => {
+                self.metrics.refused(why);
+                Err(GenerateError::InvalidField { field, reason })
+            }
+        }
+    }
+
+    /// What becomes of a grammar that is not known yet.
+    async fn compile(&self, grammar: &GrammarV1) -> Result<Outcome, GenerateError> {
+        let made = self.factory.get_or_try_init(|| async {
+            let tokenizer = Arc::clone(&self.tokenizer);
+            beside(move || vocabulary::factory(&tokenizer).map(Arc::new)).await.ok_or(GenerateError::Internal)
+        });
+        let factory = made.await?.as_ref().map_err(|error| {
+            tracing::error!(error, "no grammars: the vocabulary cannot be used");
+            GenerateError::Internal
+        })?;
+        let turn = timeout(TURN_TIME, Arc::clone(&self.turns).acquire_owned()).await;
+        let Ok(Ok(turn)) = turn else { return Err(GenerateError::QueueFull) };
+        let (factory, syntax, text) = (Arc::clone(factory), grammar.syntax, grammar.text.clone());
+        let compiled = beside(move || {
+            // A thread cannot be stopped: its turn is over when it has ended, whoever still waits for it.
+            let _turn = turn;
+            build(&factory, syntax, &text)
+        });
+        Ok(match timeout(COMPILE_TIME, compiled).await {
+            Ok(Some(Ok(matcher))) => {
+                self.metrics.compiled.inc();
+                Ok(Arc::new(Compiled(Mutex::new(matcher))))
+            }
+            Ok(Some(Err(reason))) => Err(Refusal { why: Refused::invalid, reason }),
+            Ok(None) => return Err(GenerateError::Internal),
+            Err(_) => {
+                let reason = format!("compiling it takes more than {} ms", COMPILE_TIME.as_millis());
+                Err(Refusal { why: Refused::time, reason })
+            }
+        })
+    }
+}
+
+impl Known {
+    /// Where the grammar of this key is, or will be; the one that was not asked for for the longest time makes room.
+    fn cell(&mut self, key: Key) -> Arc<OnceCell<Outcome>> {
+        self.uses += 1;
+        if !self.grammars.contains_key(&key) && self.grammars.len() >= KEPT {
+            let oldest = self.grammars.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key);
+            oldest.map(|key| self.grammars.remove(&key));
+        }
+        let uses = self.uses;
+        let (used, cell) = self.grammars.entry(key).or_default();
+        *used = uses;
+        Arc::clone(cell)
+    }
+}
+
+/// Runs something long on a thread of its own; none if it does not come to an end.
+async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (reply, answer) = oneshot::channel();
+    // Whoever has gone away wants no answer.
+    spawn("kvasir-compile", move || drop(reply.send(work()))).ok()?;
+    answer.await.ok()
+}
+
+fn build(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) -> Result<Matcher, String> {
+    let grammar = match syntax {
+        GrammarSyntax::JsonSchema => {
+            let schema = serde_json::from_str(text).map_err(|error| plain(&error))?;
+            GrammarWithLexer::from_json_schema(schema)
+        }
+        GrammarSyntax::Regex => GrammarWithLexer::from_regex(text),
+        GrammarSyntax::Lark => GrammarWithLexer::from_lark(text.to_owned()),
+    };
+    let parser = factory.create_parser(TopLevelGrammar::from_grammar(grammar));
+    let mut matcher = Matcher::new(parser);
+    if let Some(error) = matcher.get_error() {
+        return Err(plain(&error));
+    }
+    // What allows nothing at all is found out before anything is answered.
+    match matcher.compute_mask_or_eos() {
+        Ok(mask) if !mask.is_zero() => Ok(matcher),
+        Ok(_) => Err("it allows no answer".to_owned()),
+        Err(error) => Err(plain(&error)),
+    }
+}
+
+/// A tenant's grammars are its own: how long compiling took tells nobody else what it has asked.
+fn key(root: BlockId, grammar: &GrammarV1) -> Key {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&root.0).update(&[grammar.syntax as u8]).update(grammar.text.as_bytes());
+    *hasher.finalize().as_bytes()
+}
+
+/// What costs nothing to be checked, also of what an honest coordinator would not send.
+fn check(grammar: &GrammarV1) -> Result<(), GenerateError> {
+    let refuse = |reason: String| {
+        let field: String = grammar.field.chars().take(128).collect();
+        Err(GenerateError::InvalidField { field, reason })
+    };
+    let GrammarV1 { syntax, text, trigger, .. } = grammar;
+    if text.len() > MAX_GRAMMAR_BYTES {
+        return refuse(format!("has {} bytes, at most {MAX_GRAMMAR_BYTES}", text.len()));
+    }
+    if let Some(trigger) = trigger.as_ref().filter(|t| t.is_empty() || t.len() > MAX_TRIGGER_BYTES) {
+        return refuse(format!("waits for {} bytes, 1 to {MAX_TRIGGER_BYTES}", trigger.len()));
+    }
+    if *syntax == GrammarSyntax::JsonSchema && depth(text) > MAX_SCHEMA_DEPTH {
+        return refuse(format!("is nested deeper than {MAX_SCHEMA_DEPTH}"));
+    }
+    Ok(())
+}
+
+/// Levels of nesting of a JSON text.
+fn depth(text: &str) -> usize {
+    let (mut depth, mut deepest, mut quoted, mut escaped) = (0usize, 0, false, false);
+    for byte in text.bytes() {
+        match (quoted, byte) {
+            (true, _) if escaped => escaped = false,
+            (true, b'\\') => escaped = true,
+            (_, b'"') => quoted = !quoted,
+            (false, b'{' | b'[') => {
+                depth += 1;
+                deepest = deepest.max(depth);
+            }
+            (false, b'}' | b']') => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    deepest
+}

@@ -1,0 +1,240 @@
+//! What one generation may say next.
+//!
+//! The engine's thread tells a guide which tokens were drawn and looks at what it may draw; everything between the two is
+//! computed by other threads.
+
+use super::pool::Pool;
+use crate::sampling::TokenMask;
+use crate::telemetry::GrammarMetrics;
+use llguidance::{CancellationHandle, Matcher};
+use model::Tokenizer;
+use parking_lot::Mutex;
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What may be drawn.
+#[derive(Debug, Clone)]
+pub enum Look {
+    /// Anything.
+    Free,
+    /// These tokens.
+    Mask(Arc<TokenMask>),
+    /// It is not known yet.
+    Waits,
+    /// Nothing: what has been said is complete.
+    Over,
+    /// Nothing: working it out has failed.
+    Failed(String),
+}
+
+/// Woken when there is something new to look at.
+pub type Waker = Arc<dyn Fn() + Send + Sync>;
+
+/// A generation's place in its grammar.
+pub struct Guide {
+    field: String,
+    tokenizer: Arc<Tokenizer>,
+    pool: Arc<Pool>,
+    metrics: GrammarMetrics,
+    wake: Waker,
+    trigger: Option<Trigger>,
+    shared: Arc<Mutex<Shared>>,
+    /// Ends the work of the threads when nobody waits for it any more.
+    cancellation: Option<CancellationHandle>,
+}
+
+impl Drop for Guide {
+    fn drop(&mut self) {
+        self.cancellation.iter().for_each(CancellationHandle::cancel);
+    }
+}
+
+/// What has to be said before the grammar counts.
+struct Trigger {
+    text: Vec<u8>,
+    /// The end of what has been said, shorter than that.
+    tail: Vec<u8>,
+}
+
+struct Shared {
+    look: Look,
+    /// Not here while another thread works with it.
+    matcher: Option<Matcher>,
+}
+
+impl Guide {
+    pub(super) fn new(
+        matcher: Matcher,
+        (field, trigger): (String, Option<String>),
+        tokenizer: Arc<Tokenizer>,
+        (pool, metrics, wake): (Arc<Pool>, GrammarMetrics, Waker),
+        emitted: &[u32],
+    ) -> Self {
+        let matcher = matcher.into_cancellable();
+        let cancellation = matcher.cancellation_handle();
+        let trigger = trigger.map(|text| Trigger { text: text.into_bytes(), tail: Vec::new() });
+        let shared = Arc::new(Mutex::new(Shared { look: Look::Free, matcher: Some(matcher) }));
+        let mut guide = Self { field, tokenizer, pool, metrics, wake, trigger, shared, cancellation };
+        let waits = guide.trigger.is_some();
+        let mut said = Vec::new();
+        let mut free = Ok(());
+        for &token in emitted {
+            match guide.note(token) {
+                Noted::Nothing => {}
+                Noted::Began(rest) => free = Err(rest),
+                Noted::Token => said.push(token),
+            }
+        }
+        match free {
+            // The tokens behind a trigger are taken in behind the rest of the one that it ended in.
+            Err(rest) => guide.work(Take::Both(rest, said)),
+            Ok(()) if !waits => guide.work(Take::Tokens(said)),
+            Ok(()) => {}
+        }
+        guide
+    }
+
+    /// What the request calls its grammar.
+    pub fn field(&self) -> &str {
+        &self.field
+    }
+
+    /// Whether what is drawn next depends on it, as far as is known.
+    pub fn constrains(&self) -> bool {
+        self.trigger.is_none()
+    }
+
+    /// Takes note of a token that was drawn, and has what may follow worked out.
+    pub fn accept(&mut self, token: u32) {
+        match self.note(token) {
+            Noted::Nothing => {}
+            Noted::Began(rest) => self.work(Take::Both(rest, Vec::new())),
+            Noted::Token => self.work(Take::Tokens(vec![token])),
+        }
+    }
+
+    /// What may be drawn next.
+    pub fn look(&self) -> Look {
+        self.shared.lock().look.clone()
+    }
+
+    fn note(&mut self, token: u32) -> Noted {
+        let Some(trigger) = &mut self.trigger else { return Noted::Token };
+        trigger.tail.extend_from_slice(self.tokenizer.token_bytes(token));
+        let found = trigger.tail.windows(trigger.text.len()).position(|window| window == trigger.text);
+        match found {
+            Some(at) => {
+                let rest = trigger.tail.split_off(at + trigger.text.len());
+                self.trigger = None;
+                Noted::Began(rest)
+            }
+            None => {
+                let kept = trigger.text.len().saturating_sub(1).min(trigger.tail.len());
+                trigger.tail.drain(..trigger.tail.len() - kept);
+                Noted::Nothing
+            }
+        }
+    }
+
+    /// Has another thread take this in and work out what may follow.
+    fn work(&mut self, take: Take) {
+        let matcher = {
+            let mut shared = self.shared.lock();
+            match shared.matcher.take() {
+                Some(matcher) => {
+                    shared.look = Look::Waits;
+                    matcher
+                }
+                // It has failed, or it is over; what was drawn all the same changes nothing.
+                None => return,
+            }
+        };
+        let (shared, wake, metrics) =
+            (Arc::clone(&self.shared), Arc::clone(&self.wake), self.metrics.clone());
+        let job = move || {
+            let since = Instant::now();
+            let mut matcher = matcher;
+            let look = next(&mut matcher, &take);
+            metrics.mask_seconds.0.observe(since.elapsed().as_secs_f64());
+            let goes_on = matches!(look, Look::Mask(_));
+            {
+                let mut shared = shared.lock();
+                shared.matcher = goes_on.then_some(matcher);
+                shared.look = look;
+            }
+            wake();
+        };
+        if !self.pool.run(Box::new(job)) {
+            self.shared.lock().look = Look::Failed("the threads that work it out have ended".to_owned());
+        }
+    }
+}
+
+/// What a token means.
+enum Noted {
+    /// The grammar does not count yet.
+    Nothing,
+    /// It counts from here on, and this much has been said already.
+    Began(Vec<u8>),
+    /// It is said within the grammar.
+    Token,
+}
+
+/// What is to be taken in.
+enum Take {
+    Tokens(Vec<u32>),
+    /// Bytes that are the end of a token, and then tokens.
+    Both(Vec<u8>, Vec<u32>),
+}
+
+fn next(matcher: &mut Matcher, take: &Take) -> Look {
+    let tokens = match take {
+        Take::Tokens(tokens) => tokens,
+        Take::Both(bytes, tokens) => {
+            let spelled = match matcher.tok_env() {
+                Ok(env) => env.tok_trie().greedy_tokenize(bytes),
+                Err(error) => return Look::Failed(plain(&error)),
+            };
+            // The token that ended the trigger went on with something else: it was no call of anything.
+            match matcher.validate_tokens(&spelled) {
+                Ok(valid) if valid == spelled.len() => {}
+                _ => return Look::Free,
+            }
+            if let Err(error) = matcher.consume_tokens(&spelled) {
+                return Look::Failed(plain(&error));
+            }
+            tokens
+        }
+    };
+    if let Err(error) = matcher.consume_tokens(tokens) {
+        return Look::Failed(plain(&error));
+    }
+    if matcher.is_stopped() {
+        return match matcher.get_error() {
+            Some(error) => Look::Failed(first_line(&error)),
+            None => Look::Over,
+        };
+    }
+    match matcher.compute_mask() {
+        Ok(mask) => {
+            let mask = TokenMask::new(mask.as_slice().to_vec());
+            match mask.is_empty() {
+                true => Look::Failed("nothing may follow".to_owned()),
+                false => Look::Mask(Arc::new(mask)),
+            }
+        }
+        Err(error) => Look::Failed(plain(&error)),
+    }
+}
+
+/// What the library says, without its state.
+pub(super) fn plain(error: &impl Display) -> String {
+    first_line(&error.to_string())
+}
+
+fn first_line(text: &str) -> String {
+    const MOST: usize = 300;
+    let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or("it cannot be used");
+    line.chars().take(MOST).collect()
+}
