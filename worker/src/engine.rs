@@ -270,6 +270,11 @@ impl Engine {
         Self { speculation: Some(speculation), ..self }
     }
 
+    /// As many guesses for each sequence as there are up to `most`, whatever they cost.
+    pub fn with_draft_len(self, most: u32) -> Self {
+        Self { speculation: self.speculation.map(|speculation| speculation.always(most)), ..self }
+    }
+
     /// As [`Self::with_speculation`], with guesses that its decoder's assistant computes, or else this model.
     pub(crate) fn with_drafter(self, model: Option<DraftModel>) -> Self {
         Self { draft_model: model, ..self.with_speculation(Speculation::computed()) }

@@ -2,13 +2,14 @@
 
 use crate::exactness::{assert_same, models};
 use crate::harness::{
-    Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, together,
+    Ask, Heard, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
 };
 use crate::stages::{Workers, most_shards};
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
-use kvasir_worker::load::EngineOptions;
-use kvasir_worker::speculation::Speculation;
+use kvasir_worker::Error;
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::speculation::{Guesses, Speculation};
 use proto::message::{FinishReason, Sampling, Stop};
 
 const LLAMA: &str = "tiny/llama/llama-f32";
@@ -262,4 +263,89 @@ fn drawn_tokens_keep_their_distribution() {
         // 4.5 standard deviations of the distribution of chi squared.
         assert!(chi < freedom + 4.5 * (2.0 * freedom).sqrt() + 5.0, "token {at}: {chi} of {freedom}");
     }
+}
+
+const Q4: &str = "quant/qwen3-q/qwen3-q-q4_k_m";
+
+/// A model, and who drafts for it.
+fn drafters() -> [(&'static str, Guesses); 3] {
+    let assistant = Guesses::Assistant(path("tiny/gemma4-assistant/gemma4-assistant-f32"));
+    [
+        ("tiny/gemma4/gemma4-f32", assistant),
+        (LLAMA, Guesses::Model(path(LLAMA))),
+        (Q4, Guesses::Model(path("quant/qwen3-q/qwen3-q-q8_0"))),
+    ]
+}
+
+#[test]
+fn drafters_change_no_bit() {
+    for (model, guesses) in drafters() {
+        let asks = asks();
+        let want = plain(model, &asks);
+        let (mut drafted, mut accepted) = (0, 0);
+        let mut run = |what: &str, at_once: bool, options: EngineOptions| {
+            let mut engine = open(model, &EngineOptions { guesses: guesses.clone(), ..options }).with_draft_len(4);
+            for _ in 0..2 {
+                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+                assert_same(&format!("{model}, {guesses:?}: {what}"), &want, &got);
+                engine.check().unwrap();
+                let (all, right) = counts(&got);
+                (drafted, accepted) = (drafted + all, accepted + right);
+            }
+            assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
+        };
+        run("alone", false, options(model));
+        run("eight at once", true, options(model));
+        run("chunks of 7", true, EngineOptions { chunk: Some(7), ..options(model) });
+        run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..options(model) });
+        run("preempted", true, cramped(model, &options(model), 140));
+        assert!(accepted > 0, "{model}");
+        // A model guesses right for itself.
+        let same = matches!(&guesses, Guesses::Model(drafter) if *drafter == path(model));
+        assert_eq!(drafted == accepted, same, "{model}: {accepted} of {drafted}");
+    }
+}
+
+/// Through the engine the assistant's guesses are as good as the oracle's.
+#[test]
+fn the_assistants_acceptance_is_the_references() {
+    let text = std::fs::read_to_string(path("tiny/gemma4-assistant/ref").with_extension("json")).unwrap();
+    let told: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (model, guesses) = drafters().into_iter().next().unwrap();
+    for (ids, rounds) in told["prompts"].as_array().unwrap().iter().zip(told["rounds"].as_array().unwrap()) {
+        let prompt: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
+        let rounds = rounds.as_array().unwrap();
+        let accepted: u64 = rounds.iter().map(|round| round["accepted"].as_u64().unwrap()).sum();
+        // The token behind the prompt, and what all rounds have brought.
+        let tokens = 1 + rounds.len() as u32 + accepted as u32;
+        let options = EngineOptions { guesses: guesses.clone(), ..options(model) };
+        // Room for four guesses in the last round too.
+        let ask = Ask::greedy(prompt, tokens + 4).tokens_only();
+        let mut engine = open(model, &options).with_draft_len(4);
+        let asked = submit(&mut engine, &ask);
+        while (asked.heard().tokens.len() as u32) < tokens {
+            engine.step(std::time::Instant::now()).unwrap();
+        }
+        assert_eq!(asked.heard().tokens.len() as u32, tokens, "a round ends there");
+        let metrics = engine.metrics();
+        let counted = (metrics.drafts.get(), metrics.drafted.get(), metrics.accepted.get());
+        assert_eq!(counted, (rounds.len() as u64, 4 * rounds.len() as u64, accepted));
+    }
+}
+
+#[test]
+fn drafters_that_cannot_serve_are_refused() {
+    let refused = |model: &str, guesses: Guesses| {
+        let options = EngineOptions { guesses, ..options(model) };
+        let loaded = load::open(&path(model), &options, &mut |_, _| {});
+        match loaded.map(drop) {
+            Err(Error::Config { option: "spec", reason }) => reason,
+            other => panic!("{model}: {other:?}"),
+        }
+    };
+    let other = refused(LLAMA, Guesses::Model(path("tiny/gemma3/gemma3-f32")));
+    assert!(other.contains("vocabulary"), "{other}");
+    let hybrid = "tiny/qwen35/qwen35-f32";
+    let recurrent = refused(hybrid, Guesses::Model(path(hybrid)));
+    assert!(recurrent.contains("recurrent"), "{recurrent}");
 }
