@@ -44,7 +44,7 @@ fn table_of(table: Option<&Table>, stride: u32) -> BlockTable<'_> {
 
 /// All of a sequence's tables.
 pub(super) fn tables_of<'a>(tables: &'a [Table], strides: &[u32]) -> Vec<BlockTable<'a>> {
-    (0..).zip(strides).map(|(group, stride)| table_of(tables.get(group), *stride)).collect()
+    (0usize..).zip(strides).map(|(group, stride)| table_of(tables.get(group), *stride)).collect()
 }
 
 fn step_state(state: &SequenceState) -> StepState {

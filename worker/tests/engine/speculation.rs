@@ -120,7 +120,7 @@ fn draws_with_a_seed_are_the_same_with_guesses() {
 #[test]
 fn endings_are_found_among_guesses() {
     for model in [LLAMA, "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
-        for ask in asks().into_iter().map(Ask::tokens_only) {
+        for ask in asks().into_iter().step_by(3).map(Ask::tokens_only) {
             let whole = plain(model, std::slice::from_ref(&ask)).remove(0);
             let text: Vec<char> = whole.text.chars().collect();
             let half: String = text[text.len() / 2..].iter().take(2).collect();
