@@ -3,6 +3,7 @@
 use crate::config::UsageError;
 use crate::cpus;
 use crate::local::{self, EngineArgs, LocalEngine};
+use crate::spec::SpecArg;
 use crate::models::resolve_or_pull;
 use crate::replica;
 use anyhow::{Context, Result, bail};
@@ -62,6 +63,11 @@ pub(crate) struct Logits {
     /// With --shards: element type of activations between processes; bf16 is half the bytes, and another result
     #[arg(long, value_enum, default_value = "f32")]
     wire: WireArg,
+    /// Who guesses the tokens of --greedy, so that several are computed at once: off, ngram,
+    /// draft-mtp:MODEL, draft:MODEL; nothing depends on it.
+    /// Also writes `p{i}.drafted` and `p{i}.accepted` i32 `[1]`
+    #[arg(long, value_name = "SPEC", default_value = "off")]
+    spec: SpecArg,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -90,6 +96,8 @@ struct Collected {
     rows: Vec<f32>,
     cached: i32,
     preemptions: i32,
+    drafted: i32,
+    accepted: i32,
     greedy: Vec<i32>,
     states: Vec<LayerState>,
     failed: Option<String>,
@@ -111,6 +119,8 @@ impl Sink for Collector {
             GenerateFrame::Tokens(tokens) => into.greedy.extend(tokens.iter().map(|token| token.id as i32)),
             GenerateFrame::Finished(finished) => {
                 into.preemptions = finished.preemptions as i32;
+                into.drafted = finished.drafted_tokens as i32;
+                into.accepted = finished.accepted_tokens as i32;
                 into.finished = true;
             }
             GenerateFrame::Failed(error) => into.failed = Some(error.to_string()),
@@ -156,6 +166,7 @@ impl Logits {
         }
         let mut options = self.engine.options()?;
         options.chunk = Some(self.chunk);
+        options.guesses = self.spec.guesses()?;
         if self.contiguous {
             options.placement = Placement::Contiguous;
         }
@@ -237,7 +248,11 @@ impl Logits {
             }
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
             tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
-            for (name, count) in [("cached", collected.cached), ("preemptions", collected.preemptions)] {
+            let mut counts = vec![("cached", collected.cached), ("preemptions", collected.preemptions)];
+            if self.spec != SpecArg::Off {
+                counts.extend([("drafted", collected.drafted), ("accepted", collected.accepted)]);
+            }
+            for (name, count) in counts {
                 tensors.push((format!("p{i}.{name}"), Dtype::I32, vec![1], count.to_le_bytes().to_vec()));
             }
             for state in &collected.states {

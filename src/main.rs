@@ -37,6 +37,7 @@ mod role;
 mod run;
 mod shipped;
 mod snapshot;
+mod spec;
 mod stage;
 mod status;
 mod tenants;

@@ -1,6 +1,7 @@
 //! `kvasir run`: a completion from one process. stdout carries the completion and nothing else.
 
 use crate::local::{self, EngineArgs};
+use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use model::chat_template::{ChatTemplate, Message};
 use proto::message::{FinishedV1, GenerateFrame, Sampling, Stop};
@@ -8,6 +9,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 use worker::engine::EngineRequest;
+use worker::load::EngineOptions;
 
 /// Streams a completion from one process, no cluster
 #[derive(Debug, clap::Args)]
@@ -54,6 +56,11 @@ pub(crate) struct Run {
     /// Add nothing to the prompt and parse no special tokens in it
     #[arg(long)]
     raw: bool,
+    /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
+    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
+    /// vocabulary); no token depends on it
+    #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
+    spec: SpecArg,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -68,7 +75,8 @@ struct Outcome {
 impl Run {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
-        let mut local = local::open(&self.model, self.engine.options()?)?;
+        let options = EngineOptions { guesses: self.spec.guesses()?, ..self.engine.options()? };
+        let mut local = local::open(&self.model, options)?;
         let prompt = self.prompt_ids(&local)?;
         let prompt_len = prompt.len();
         let outcome = Arc::new(Mutex::new(Outcome::default()));
@@ -108,13 +116,17 @@ impl Run {
         let decode = end.duration_since(first).as_secs_f64();
         let later = finished.completion_tokens.saturating_sub(1);
         eprintln!(
-            "prompt {prompt_len} tokens in {prefill:.3} s ({:.0} t/s), {} tokens generated{}",
+            "prompt {prompt_len} tokens in {prefill:.3} s ({:.0} t/s), {} tokens generated{}{}",
             prompt_len as f64 / prefill.max(1e-9),
             finished.completion_tokens,
             if later > 0 {
                 format!(" ({:.1} t/s after the first)", f64::from(later) / decode.max(1e-9))
             } else {
                 String::new()
+            },
+            match (&self.spec, finished.drafted_tokens) {
+                (SpecArg::Off, _) => String::new(),
+                (_, drafted) => format!(", {} of {drafted} guesses right", finished.accepted_tokens),
             },
         );
         Ok(())

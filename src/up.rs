@@ -10,6 +10,7 @@ use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::spec::SpecArg;
 use crate::role::RoleArg;
 use crate::worker::WorkerSettings;
 use crate::{home, models};
@@ -107,6 +108,11 @@ struct UpSettings {
     /// What quantised matrices are multiplied with [default: int8]
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     activations: Option<ActivationsArg>,
+    /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
+    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
+    /// vocabulary); no token depends on it [default: off]
+    #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
+    spec: Option<SpecArg>,
     /// By what a worker is chosen; all but `prefix` are there to compare with [default: prefix]
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     routing: Option<RoutingArg>,
@@ -241,6 +247,7 @@ impl Plan {
                 state_type: self.settings.state_type,
                 state_tau: self.settings.state_tau,
                 activations: self.settings.activations,
+                spec: self.settings.spec.clone(),
                 snapshot_dir: Some(dir.snapshots(&name)),
                 pool: self.shards.map(|_| true),
                 bandwidth: self.shards.map(|_| ALIKE),

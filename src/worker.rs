@@ -6,6 +6,7 @@ use crate::front::Front;
 use crate::home;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::spec::SpecArg;
 use crate::otlp;
 use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
 use crate::role::RoleArg;
@@ -137,6 +138,11 @@ pub(crate) struct WorkerSettings {
     /// What quantised matrices are multiplied with [default: int8].
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
+    /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
+    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
+    /// vocabulary); no token depends on it [default: off].
+    #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
+    pub(crate) spec: Option<SpecArg>,
     /// Sequences computed at a time [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_MAX_SEQS")]
     pub(crate) max_seqs: Option<usize>,
@@ -219,7 +225,11 @@ impl WorkerSettings {
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?,
             ops: settings.ops.unwrap_or(local(0)),
-            engine: EngineOptions { packed, ..settings.options()? },
+            engine: EngineOptions {
+                packed,
+                guesses: settings.spec.clone().unwrap_or_default().guesses()?,
+                ..settings.options()?
+            },
             part: settings.role.unwrap_or(RoleArg::Both).into(),
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
@@ -335,6 +345,7 @@ impl WorkerSettings {
                 Some(StateTypeArg::F32) | None => None,
             },
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
+            spec: or!(spec, SpecArg::Off, "it pays where answers quote their prompts"),
             max_seqs: match &defaults {
                 Some(defaults) if pooled != Some(true) => {
                     or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason)

@@ -234,6 +234,8 @@ async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: Gene
         tail: String::new(),
         completion_tokens: shared.tokens,
         preemptions: 0,
+        drafted_tokens: 0,
+        accepted_tokens: 0,
     };
     let frames =
         [GenerateFrame::Started(started), GenerateFrame::Tokens(tokens), GenerateFrame::Finished(finished)];

@@ -7,6 +7,7 @@
 use std::collections::HashSet;
 
 use crate::file::ModelHeader;
+use crate::spec::AssistantSpec;
 use crate::{Error, ModelFile, ModelSpec};
 
 use source::Source;
@@ -84,13 +85,43 @@ impl ModelSpec {
         };
         let source = Source::new(header, arch.name);
         let spec = (arch.translate)(&source)?;
-        let used: HashSet<&str> = spec.tensors().into_iter().collect();
-        // Scales of activations are for engines that quantise activations to four bits.
-        let ignored = |name: &str| name.ends_with(".input_scale") || (arch.ignores)(&source, name);
-        match header.tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
-            Some(info) => Err(Error::UnusedTensor { tensor: info.name().to_owned(), arch: spec.arch }),
-            None => Ok(spec),
+        all_used(&source, spec.tensors(), arch.ignores)?;
+        Ok(spec)
+    }
+}
+
+/// Name of the one architecture that drafts for another and generates nothing by itself.
+const ASSISTANT: &str = "gemma4-assistant";
+
+impl AssistantSpec {
+    /// What the drafter in `file` computes; an error as of [`ModelSpec::from_file`].
+    pub fn from_file(file: &ModelFile) -> Result<Self, Error> {
+        let header = file.header();
+        let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
+        if found != ASSISTANT {
+            return Err(Error::UnknownArch { found: found.to_owned(), known: vec![ASSISTANT] });
         }
+        let source = Source::new(header, ASSISTANT);
+        let spec = gemma4::translate_assistant(&source)?;
+        all_used(&source, spec.tensors(), gemma4::names_candidates)?;
+        Ok(spec)
+    }
+}
+
+/// Refuses a file with a tensor that is not among those `used`.
+fn all_used(
+    source: &Source<'_>,
+    used: Vec<&str>,
+    ignores: fn(&Source<'_>, &str) -> bool,
+) -> Result<(), Error> {
+    let used: HashSet<&str> = used.into_iter().collect();
+    // Scales of activations are for engines that quantise activations to four bits.
+    let ignored = |name: &str| name.ends_with(".input_scale") || ignores(source, name);
+    match source.header().tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
+        Some(info) => {
+            Err(Error::UnusedTensor { tensor: info.name().to_owned(), arch: source.arch().to_owned() })
+        }
+        None => Ok(()),
     }
 }
 

@@ -3,11 +3,13 @@
 //! A GGUF's metadata is translated into a [`ModelSpec`] by one file per architecture (`arch/`). Tensors are
 //! named, not loaded: weights come through a tensor source.
 
+mod assistant;
 mod cuts;
 mod feed_forward;
 mod mixer;
 mod tensors;
 
+pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{
     AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, Mamba2Spec, MixerSpec, OwnKvSpec,

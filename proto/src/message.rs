@@ -265,6 +265,10 @@ pub struct FinishedV1 {
     pub completion_tokens: u32,
     /// Times the sequence was preempted.
     pub preemptions: u32,
+    /// Tokens guessed and looked at, by this attempt.
+    pub drafted_tokens: u32,
+    /// Those of them that were right, and so are part of the output.
+    pub accepted_tokens: u32,
 }
 
 /// A worker's life state.

@@ -11,10 +11,12 @@ use kernels::backend::{
     Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, Norm,
     StepInput, StepOps,
 };
+use assistant::Assistant;
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;
 use std::ops::Range;
 
+mod assistant;
 mod feed_forward;
 mod layout;
 mod mixer;
@@ -22,6 +24,7 @@ mod pooled;
 mod state_type;
 mod states;
 
+pub(crate) use assistant::DraftFrom;
 pub(crate) use layout::Widths;
 pub use layout::{CacheGroup, CacheKind};
 pub use state_type::StateType;
@@ -56,6 +59,10 @@ pub struct Decoder {
     /// Heads of recurrent layers whose state is kept in fewer bits than it is computed in.
     narrow_heads: usize,
     buffers: Buffers,
+    /// Group of each layer's keys and values, and where they lie in its blocks.
+    places: Vec<Option<(usize, usize)>>,
+    /// What guesses by this model's caches.
+    assistant: Option<Assistant>,
 }
 
 /// A row of logits, as far as it was read.
@@ -109,10 +116,11 @@ impl Decoder {
     ) -> Result<Self, Error> {
         let weights =
             Loader::new(source, packs, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
-        let (groups, caches, narrow_heads) =
+        let layout::Placed { groups, caches, places, narrow_heads } =
             layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
         let buffers = layout::create_buffers(&spec, &config, backend.as_mut())?;
-        Ok(Self { spec, config, backend, weights, groups, caches, narrow_heads, buffers })
+        let assistant = None;
+        Ok(Self { spec, config, backend, weights, groups, caches, narrow_heads, buffers, places, assistant })
     }
 
     /// The model.
@@ -124,6 +132,12 @@ impl Decoder {
     /// of recurrent states, if the model has any.
     pub fn groups(&self) -> &[CacheGroup] {
         &self.groups
+    }
+
+    /// Distance of blocks that lie one behind the other, for each group of keys and values.
+    pub(crate) fn block_strides(&self) -> Vec<u32> {
+        let paged = self.groups.iter().filter(|group| group.kind != CacheKind::State);
+        paged.map(|group| (group.block_bytes / 64) as u32).collect()
     }
 
     /// How recurrent states are kept, as part of a numeric class; none where it is as in any class, because all heads

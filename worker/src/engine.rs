@@ -13,13 +13,16 @@ use crate::sampling::Sampler;
 use crate::sampling::stop::OutputText;
 use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepLimits, StepPlan};
 use crate::snapshot::Origin;
+use crate::speculation::Speculation;
 use crate::stage::LaterStages;
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
 use caches::Caches;
+pub(crate) use draft_model::DraftModel;
 use draw::Targets;
 use forward::run;
 use guided::Guided;
+use guessing::NewestRows;
 use model::tokenizer::Tokenizer;
 use offering::Lending;
 use parking_lot::Mutex;
@@ -40,9 +43,11 @@ pub(crate) use tiering::TieringCounts;
 use trace::Traced;
 
 mod caches;
+mod draft_model;
 mod draw;
 mod forward;
 mod guided;
+mod guessing;
 pub mod offering;
 mod output;
 mod pulling;
@@ -161,6 +166,8 @@ struct Draw {
     of: SeqId,
     /// Who has drawn it: the sequence itself, or one that goes on from there as its fork.
     id: SeqId,
+    /// The row.
+    row: u32,
     token: u32,
     logprobs: Option<TokenLogprobs>,
 }
@@ -201,6 +208,9 @@ pub struct Engine {
     tokens: u64,
     steps: u64,
     rates: Rates,
+    speculation: Option<Speculation>,
+    newest_rows: NewestRows,
+    draft_model: Option<DraftModel>,
     /// Held by every request that is recorded.
     recorded: Arc<()>,
 }
@@ -245,6 +255,9 @@ impl Engine {
             tokens: 0,
             steps: 0,
             rates: Rates::default(),
+            speculation: None,
+            newest_rows: NewestRows::new(),
+            draft_model: None,
             recorded: Arc::new(()),
         })
     }
@@ -257,6 +270,21 @@ impl Engine {
     /// Copies so many bytes out between two steps, to tiers as to snapshots, and one block more.
     pub fn with_copy_bytes(self, copy_bytes: u64) -> Self {
         Self { copy_bytes, ..self }
+    }
+
+    /// Guesses what sequences draw, and computes several tokens of one in a step where that pays.
+    pub fn with_speculation(self, speculation: Speculation) -> Self {
+        Self { speculation: Some(speculation), ..self }
+    }
+
+    /// As many guesses for each sequence as there are up to `most`, whatever they cost.
+    pub fn with_draft_len(self, most: u32) -> Self {
+        Self { speculation: self.speculation.map(|speculation| speculation.always(most)), ..self }
+    }
+
+    /// As [`Self::with_speculation`], with guesses that its decoder's assistant computes, or else this model.
+    pub(crate) fn with_drafter(self, model: Option<DraftModel>) -> Self {
+        Self { draft_model: model, ..self.with_speculation(Speculation::computed()) }
     }
 
     /// Its decoder has only the first layers: these stages have the others.
@@ -524,6 +552,7 @@ impl Engine {
             Some(later) if later.has_room() => later.limits(self.scheduler.demand()),
             Some(_) => return Ok(None),
         };
+        self.guess()?;
         self.scheduler.plan_within(limits).map_err(|broken| Error::Invariant(broken.to_string()))
     }
 
@@ -569,7 +598,10 @@ impl Engine {
     fn complete(&mut self, step: &UnderWay, mut sampled: Vec<Draw>) -> Result<(), Error> {
         let UnderWay { plan, since, .. } = step;
         let rows = plan.tokens.len();
-        let prefill_rows: usize = plan.sequences.iter().map(|s| s.rows.len()).filter(|len| *len > 1).sum();
+        let lengths = plan.sequences.iter().map(|s| s.rows.len() - s.guesses as usize);
+        let prefill_rows: usize = lengths.filter(|len| *len > 1).sum();
+        self.end_with_the_text(&mut sampled);
+        self.accept(plan, &sampled)?;
         let own = sampled.iter().filter(|draw| draw.of == draw.id);
         let drawn: Vec<(SeqId, u32)> = own.map(|draw| (draw.id, draw.token)).collect();
         self.scheduler.complete(plan.step, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
@@ -577,7 +609,11 @@ impl Engine {
         // Several steps may be under way: each counts from the end of the one before it.
         let began = self.completed.map_or(*since, |completed| completed.max(*since));
         self.completed = Some(ended);
-        self.rates.step_ended(ended.saturating_duration_since(began), rows, prefill_rows);
+        let took = ended.saturating_duration_since(began);
+        self.rates.step_ended(took, rows, prefill_rows);
+        if let Some(speculation) = self.speculation.as_mut().filter(|_| prefill_rows == 0) {
+            speculation.step_took(rows, took);
+        }
         self.steps += 1;
         self.metrics.steps.inc();
         self.metrics.iteration_tokens.0.observe(rows as f64);
@@ -588,8 +624,13 @@ impl Engine {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk && !sequence.samples) {
             self.warmed(ended, sequence.id);
         }
-        for Draw { id, token, logprobs, .. } in sampled {
-            self.emit(ended, id, token, logprobs);
+        let mut sampled = sampled.into_iter().peekable();
+        while let Some(Draw { id, token, logprobs, .. }) = sampled.next() {
+            let mut tokens = vec![(token, logprobs)];
+            while let Some(Draw { token, logprobs, .. }) = sampled.next_if(|draw| draw.id == id) {
+                tokens.push((token, logprobs));
+            }
+            self.emit(ended, id, tokens);
         }
         self.settle(ended);
         self.publish();

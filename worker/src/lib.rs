@@ -23,6 +23,7 @@ pub mod scheduler;
 pub mod service;
 pub mod shipping;
 pub mod snapshot;
+pub mod speculation;
 pub mod stage;
 pub mod telemetry;
 pub mod tiers;

@@ -10,6 +10,7 @@ use crate::kv_events::EventLog;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::shipping::Arrivals;
 use crate::snapshot::Origin;
+use crate::speculation::{Guesses, Speculation};
 use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
 use crate::weights::{Packs, TensorSource, TensorView};
@@ -33,11 +34,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 mod device;
+mod drafter;
 mod encoder;
 mod staged;
 mod stages;
 
 pub use device::DeviceChoice;
+use drafter::Guesser;
 use device::Memory;
 pub use encoder::encoder;
 use staged::Staged;
@@ -96,6 +99,8 @@ pub struct EngineOptions {
     pub digests: Option<DigestCache>,
     /// What to compute on.
     pub device: DeviceChoice,
+    /// Who guesses what is drawn next.
+    pub guesses: Guesses,
     /// Where compiled kernels of GPUs are kept; none compiles them at every start.
     pub cubins: Option<PathBuf>,
 }
@@ -124,6 +129,7 @@ impl Default for EngineOptions {
             arrivals: None,
             digests: None,
             device: DeviceChoice::Cpu,
+            guesses: Guesses::Off,
             cubins: None,
         }
     }
@@ -143,6 +149,7 @@ pub struct Prepared {
     kv_type: KvType,
     tiers: TiersConfig,
     pull_patience: Option<Duration>,
+    guesser: Guesser,
 }
 
 /// A model with its engine.
@@ -301,6 +308,7 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
+    let guesser = drafter::guesser(options, &mut decoder, (tokenizer.as_ref(), max_sequences), (floor, arena_bytes))?;
     let memory = memory.less(decoder.backend().memory());
     floor.admit(&memory, "the KV cache", arena_bytes).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
@@ -348,6 +356,7 @@ fn prepare_on(
         kv_type: options.kv_type,
         tiers: options.tiers.clone(),
         pull_patience: options.pull_patience,
+        guesser,
     })
 }
 
@@ -408,6 +417,11 @@ impl Prepared {
         let engine = match self.later {
             Some((later, _)) => engine.with_later_stages(later),
             None => engine,
+        };
+        let engine = match self.guesser {
+            Guesser::Nobody => engine,
+            Guesser::Ngrams => engine.with_speculation(Speculation::ngram()),
+            Guesser::Drafter(model) => engine.with_drafter(model.map(|model| *model)),
         };
         let engine = match self.pull_patience {
             Some(patience) => engine.with_pull_patience(patience),

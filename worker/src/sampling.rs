@@ -90,6 +90,14 @@ impl Sampler {
         })
     }
 
+    /// What will draw when these tokens have been drawn, too: the row of a guess is drawn from as it would be if the
+    /// guesses before it had been drawn one by one.
+    pub(crate) fn ahead(&self, tokens: &[u32]) -> Self {
+        let mut ahead = self.clone();
+        tokens.iter().for_each(|&token| ahead.accept(token));
+        ahead
+    }
+
     /// Takes note of a token that was drawn here, on a device, or by an earlier attempt.
     pub fn accept(&mut self, token: u32) {
         *self.counts.entry(token).or_insert(0) += 1;

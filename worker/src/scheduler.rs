@@ -20,7 +20,7 @@ mod sequence;
 mod tests;
 
 pub use request::{
-    Counters, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
+    Counters, Decoding, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
     SequenceState, Stats, StepLimits, StepPlan, Turn,
 };
 pub use resume::ForkRefused;
@@ -267,11 +267,13 @@ impl Scheduler {
         Some(info)
     }
 
-    /// The step has been computed, and these tokens were drawn. Sequences that were removed meanwhile are
+    /// The step has been computed, and these tokens were drawn: one of each sequence that samples, and behind it one
+    /// for each of its guesses that counts, in their order. Sequences that were removed meanwhile are
     /// passed over; a sequence that samples and is not named draws nothing and waits to be removed. After
     /// `NotSampled` the step is complete, but tokens from the offending one on are lost.
     pub fn complete(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> Result<(), StepError> {
         let flight = self.take_oldest(step)?;
+        let guessed = self.confirm(step, drawn);
         self.cache.complete(step);
         for (group, block) in flight.held {
             self.cache.end_hold(group, block);
@@ -292,11 +294,15 @@ impl Scheduler {
             }
         }
         let key = self.config.prefix_cache.then_some(&self.key);
-        for &(id, token) in drawn {
+        for run in drawn.chunk_by(|(before, _), (behind, _)| before == behind) {
+            let Some(&(id, token)) = run.first().filter(|(id, _)| !guessed.contains(id)) else { continue };
             let slot = sampling.remove(&id).ok_or(StepError::NotSampled { step, id })?;
             let Some(sequence) = slot.and_then(|slot| self.sequences[slot as usize].as_mut()) else {
                 continue;
             };
+            if run.len() > 1 {
+                return Err(StepError::NotSampled { step, id });
+            }
             sequence.push(token, key);
             self.counters.generated_tokens += 1;
         }
@@ -444,6 +450,7 @@ impl Scheduler {
         sequence.state = State::Waiting;
         sequence.awaited = None;
         sequence.in_flight = None;
+        sequence.guesses.clear();
         self.waiting.insert(sequence.rank, slot);
     }
 

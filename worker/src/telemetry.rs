@@ -164,6 +164,12 @@ pub struct EngineMetrics {
     pub pins_lost: Counter,
     /// Sequences that went on from where another stood.
     pub forks: Counter,
+    /// Times guesses of a sequence were looked at.
+    pub drafts: Counter,
+    /// Guesses looked at.
+    pub drafted: Counter,
+    /// Guesses that were right.
+    pub accepted: Counter,
     /// Steps.
     pub steps: Counter,
     /// Finished requests by reason.
@@ -285,6 +291,9 @@ impl EngineMetrics {
             &self.pins_lost,
         );
         counter("kvasir_forks", "Sequences that went on from where another stood", &self.forks);
+        counter("vllm:spec_decode_num_drafts", "Times guesses of a sequence were looked at", &self.drafts);
+        counter("vllm:spec_decode_num_draft_tokens", "Guesses looked at", &self.drafted);
+        counter("vllm:spec_decode_num_accepted_tokens", "Guesses that were right", &self.accepted);
         counter("kvasir_steps", "Steps executed", &self.steps);
         self.tiers.register(registry);
         self.transfers.register(registry);

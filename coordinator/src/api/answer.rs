@@ -99,6 +99,8 @@ struct Progress {
     /// Characters of the tokens so far.
     characters: usize,
     completion: u64,
+    /// Tokens guessed and looked at, and those that were right, where it was not retried.
+    guesses: (u64, u64),
     /// Why it has ended.
     reason: Option<FinishReason>,
     /// Takes it apart, if it may be more than text.
@@ -135,6 +137,7 @@ impl Answer {
             last: None,
             characters: 0,
             completion: 0,
+            guesses: (0, 0),
             reason: None,
             listener: plan.speech.as_ref().map(|speech| speech.listener(&plan.model)),
             calls: 0,
@@ -290,6 +293,7 @@ impl Answer {
             }
             Event::Finished(finished) => {
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
+                progress.guesses = (finished.drafted_tokens.into(), finished.accepted_tokens.into());
                 progress.reason = Some(finished.reason);
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
@@ -320,6 +324,8 @@ impl Answer {
         let mut usage = Usage::default();
         for choice in &self.choices {
             usage.completion += choice.completion;
+            usage.drafted += choice.guesses.0;
+            usage.accepted += choice.guesses.1;
             usage.lookups.extend(choice.started.as_ref().map(|started| started.hit_stop.clone()));
             if choice.counts {
                 usage.prompt += choice.prompt;

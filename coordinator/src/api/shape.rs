@@ -65,6 +65,10 @@ pub struct Usage {
     pub lookups: Vec<String>,
     /// Generated.
     pub completion: u64,
+    /// Tokens that a worker guessed and looked at.
+    pub drafted: u64,
+    /// Of these, right and so generated.
+    pub accepted: u64,
 }
 
 /// [`Usage`] as JSON.
@@ -74,6 +78,15 @@ struct UsageJson {
     completion_tokens: u64,
     total_tokens: u64,
     prompt_tokens_details: PromptDetails,
+    /// Where something was guessed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    completion_tokens_details: Option<CompletionDetails>,
+}
+
+#[derive(Debug, Serialize)]
+struct CompletionDetails {
+    accepted_prediction_tokens: u64,
+    rejected_prediction_tokens: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -92,6 +105,10 @@ impl From<Usage> for UsageJson {
                 cached_tokens: usage.cached,
                 kvasir_lookups: usage.lookups,
             },
+            completion_tokens_details: (usage.drafted > 0).then_some(CompletionDetails {
+                accepted_prediction_tokens: usage.accepted,
+                rejected_prediction_tokens: usage.drafted.saturating_sub(usage.accepted),
+            }),
         }
     }
 }

@@ -392,6 +392,8 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
                 tail: String::new(),
                 completion_tokens: request.stop.max_tokens,
                 preemptions: 0,
+                drafted_tokens: 0,
+                accepted_tokens: 0,
             }))
             .await
     };

@@ -7,13 +7,38 @@ use super::source::Source;
 use super::windows::windows;
 use crate::Error;
 use crate::spec::{
-    Activation, AttentionSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, LinearSpec, LogitsSpec, MixerSpec,
+    Activation, AssistantSpec, AttentionSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, LinearSpec, LogitsSpec, MixerSpec,
     ModelSpec, MoeSpec, NormKind, NormSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, RopeFactors,
     RopeSpec, RopeStyle,
 };
 
+/// A drafter that reads the keys and values of the model that it drafts for: all of its layers are shared ones.
+pub(super) fn translate_assistant(source: &Source<'_>) -> Result<AssistantSpec, Error> {
+    let gemma = Gemma4::read(source, true)?;
+    let decoder = &gemma.decoder;
+    let (hidden, layers) = (decoder.shape.hidden, decoder.shape.layers);
+    let backbone = source.require_count("embedding_length_out", 1..=limits::WIDTH)?;
+    let mut specs: Vec<LayerSpec> = Vec::with_capacity(layers);
+    for (layer, dense) in decoder.dense(Activation::GeluTanh)?.into_iter().enumerate() {
+        // Whose they are is known with the target.
+        let mixer = MixerSpec::Attention(gemma.attention_over(layer, KvSpec::Shared { layer })?);
+        specs.push(gemma.layer(layer, mixer, vec![FfnPart::plain(dense)])?);
+    }
+    Ok(AssistantSpec {
+        trunk: decoder.model(specs, decoder.logits()?),
+        before: source.linear("nextn.pre_projection", 2 * backbone, hidden)?,
+        behind: source.linear("nextn.post_projection", hidden, backbone)?,
+        backbone,
+    })
+}
+
+/// Tensors of an assistant that name candidates by clusters of the vocabulary: drafting looks at all of it.
+pub(super) fn names_candidates(_: &Source<'_>, tensor: &str) -> bool {
+    tensor.starts_with("masked_embd_")
+}
+
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
-    let gemma = Gemma4::read(source)?;
+    let gemma = Gemma4::read(source, false)?;
     let decoder = &gemma.decoder;
     let (hidden, layers) = (decoder.shape.hidden, decoder.shape.layers);
     let dense = decoder.dense(Activation::GeluTanh)?;
@@ -29,13 +54,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
             None => vec![FfnPart::plain(dense)],
             Some(moe) => gemma.parts(layer, dense, moe)?,
         };
-        specs.push(LayerSpec {
-            mixer_post_norm: decoder.layer_norm(layer, "post_attention_norm")?,
-            ffn_post_norm: decoder.layer_norm(layer, "post_ffw_norm")?,
-            per_layer: gemma.per_layer(layer)?,
-            output_scale: Some(source.floats(&decoder.stem(layer, "layer_output_scale.weight"), &[1])?),
-            ..decoder.pre_norm_layer(layer, mixer, "ffn_norm", parts)?
-        });
+        specs.push(gemma.layer(layer, mixer, parts)?);
     }
     let softcap = source.positive_unless_zero("final_logit_softcapping")?;
     let mut model = decoder.model(specs, LogitsSpec { softcap, ..decoder.logits()? });
@@ -62,7 +81,7 @@ struct Heads {
 }
 
 impl<'a> Gemma4<'a> {
-    fn read(source: &'a Source<'a>) -> Result<Self, Error> {
+    fn read(source: &'a Source<'a>, assists: bool) -> Result<Self, Error> {
         let decoder = Decoder::read(source)?;
         let layers = decoder.shape.layers;
         source.require_count("attention.sliding_window", 1..=limits::CONTEXT)?;
@@ -82,7 +101,10 @@ impl<'a> Gemma4<'a> {
             false => None,
         };
         let rope = RopeSpec { factors: factors.map(RopeFactors::Tensor), ..plain.clone() };
-        let shared = source.count("attention.shared_kv_layers", 0..=layers - 1)?.unwrap_or(0);
+        let shared = match assists {
+            true => source.require_count("attention.shared_kv_layers", layers..=layers)?,
+            false => source.count("attention.shared_kv_layers", 0..=layers - 1)?.unwrap_or(0),
+        };
         let per_layer = source.count("embedding_length_per_layer_input", 0..=limits::HEAD_DIM)?;
         Ok(Self {
             windows,
@@ -94,16 +116,37 @@ impl<'a> Gemma4<'a> {
         })
     }
 
-    fn attention(&self, layer: usize, before: &[LayerSpec]) -> Result<AttentionSpec, Error> {
+    fn layer(&self, layer: usize, mixer: MixerSpec, ffn: Vec<FfnPart>) -> Result<LayerSpec, Error> {
         let decoder = &self.decoder;
-        let window = self.windows[layer];
-        let Heads { dims, rope } = if window.is_some() { &self.sliding } else { &self.full };
-        let q = decoder.linear(layer, "attn_q", decoder.shape.hidden, decoder.heads(layer).0 * dims.k)?;
+        let output_scale = decoder.source.floats(&decoder.stem(layer, "layer_output_scale.weight"), &[1])?;
+        Ok(LayerSpec {
+            mixer_post_norm: decoder.layer_norm(layer, "post_attention_norm")?,
+            ffn_post_norm: decoder.layer_norm(layer, "post_ffw_norm")?,
+            per_layer: self.per_layer(layer)?,
+            output_scale: Some(output_scale),
+            ..decoder.pre_norm_layer(layer, mixer, "ffn_norm", ffn)?
+        })
+    }
+
+    fn heads(&self, layer: usize) -> &Heads {
+        if self.windows[layer].is_some() { &self.sliding } else { &self.full }
+    }
+
+    fn attention(&self, layer: usize, before: &[LayerSpec]) -> Result<AttentionSpec, Error> {
+        let dims = self.heads(layer).dims;
         let kv = if layer < self.own_kv {
-            KvSpec::Own(self.own_kv(layer, *dims, window.is_none())?)
+            KvSpec::Own(self.own_kv(layer, dims, self.windows[layer].is_none())?)
         } else {
-            KvSpec::Shared { layer: self.producer(layer, *dims, before)? }
+            KvSpec::Shared { layer: self.producer(layer, dims, before)? }
         };
+        self.attention_over(layer, kv)
+    }
+
+    /// Attention over these keys and values.
+    fn attention_over(&self, layer: usize, kv: KvSpec) -> Result<AttentionSpec, Error> {
+        let (decoder, window) = (&self.decoder, self.windows[layer]);
+        let Heads { dims, rope } = self.heads(layer);
+        let q = decoder.linear(layer, "attn_q", decoder.shape.hidden, decoder.heads(layer).0 * dims.k)?;
         // q and k are of unit size by their norms.
         let options = AttentionOptions { window, rope: Some(rope.clone()), scale: Some(1.0), qk_norm: true };
         decoder.attention_of(layer, *dims, q, kv, options)

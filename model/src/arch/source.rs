@@ -24,6 +24,10 @@ impl<'a> Source<'a> {
         self.arch
     }
 
+    pub(super) const fn header(&self) -> &'a ModelHeader {
+        self.header
+    }
+
     pub(super) fn metadata(&self) -> &'a Metadata {
         self.header.metadata()
     }

@@ -110,11 +110,18 @@ fn frame() -> impl Strategy<Value = GenerateFrame> {
             GenerateFrame::Started(StartedV1 { cached_tokens, computed_tokens, hit_stop })
         }),
         vec(token(), 0..8).prop_map(GenerateFrame::Tokens),
-        (reason, option::of(".*"), ".*", any::<u32>(), any::<u32>()).prop_map(
-            |(reason, matched, tail, completion_tokens, preemptions)| {
-                GenerateFrame::Finished(FinishedV1 { reason, matched, tail, completion_tokens, preemptions })
-            }
-        ),
+        (reason, option::of(".*"), ".*", any::<[u32; 4]>()).prop_map(|(reason, matched, tail, counts)| {
+            let [completion_tokens, preemptions, drafted_tokens, accepted_tokens] = counts;
+            GenerateFrame::Finished(FinishedV1 {
+                reason,
+                matched,
+                tail,
+                completion_tokens,
+                preemptions,
+                drafted_tokens,
+                accepted_tokens,
+            })
+        }),
         error().prop_map(GenerateFrame::Failed),
     ]
 }

@@ -388,6 +388,8 @@ fn finished(reason: FinishReason) -> GenerateFrame {
         tail: "x".into(),
         completion_tokens: 3,
         preemptions: 1,
+        drafted_tokens: 8,
+        accepted_tokens: 2,
     })
 }
 

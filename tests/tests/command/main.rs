@@ -39,6 +39,7 @@ mod numerics;
 mod perplexity;
 mod plan;
 mod shards;
+mod spec;
 mod state_type;
 mod tokenize;
 mod usage;

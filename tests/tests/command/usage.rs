@@ -40,6 +40,7 @@ fn exit_codes() {
         (&["up", "--state-tau", "8"], BAD_CONFIG),
         (&["run", "m.gguf", "-p", "a", "--state-type", "auto-bf16", "--state-tau", "0"], BAD_CONFIG),
         (&["run", "m.gguf", "-p", "a", "--state-type", "bf16"], BAD_USAGE),
+        (&["run", "m.gguf", "-p", "a", "--spec", "draft"], BAD_USAGE),
     ] {
         let (found, stderr) = end(arguments);
         assert_eq!(found, code, "kvasir {}:\n{stderr}", arguments.join(" "));

@@ -38,14 +38,26 @@ pub(super) enum LayerCache {
     State(StateLayerId),
 }
 
+/// Where the caches of a layer range are.
+#[derive(Debug)]
+pub(super) struct Placed {
+    pub(super) groups: Vec<CacheGroup>,
+    /// Of each layer.
+    pub(super) caches: Vec<LayerCache>,
+    /// Group of each layer's keys and values, and where in its blocks they begin, in bytes.
+    pub(super) places: Vec<Option<(usize, usize)>>,
+    /// Heads that keep a narrow state.
+    pub(super) narrow_heads: usize,
+}
+
 /// Groups layers by what they can forget, and places each layer inside its group's block. Full attention comes
-/// first: its hit bounds every other group's; states come last. Also the number of heads that keep a narrow state.
+/// first: its hit bounds every other group's; states come last.
 pub(super) fn place_caches(
     spec: &ModelSpec,
     weights: &Weights,
     config: &DecoderConfig,
     backend: &mut dyn Backend,
-) -> Result<(Vec<CacheGroup>, Vec<LayerCache>, usize), Error> {
+) -> Result<Placed, Error> {
     // Of the whole model, not of this range alone: all stages of a replica name groups alike.
     let attention = (0..spec.layers.len()).filter_map(|index| spec.attention(index));
     let mut windows: Vec<Option<usize>> = attention.map(|attention| attention.window).collect();
@@ -57,7 +69,6 @@ pub(super) fn place_caches(
     let mut state = CacheGroup { kind: CacheKind::State, block_bytes: 0, layers: 0 };
     let mut caches = Vec::with_capacity(config.layers.len());
     let mut narrow_heads = 0;
-    // Group and offset of each layer's keys and values.
     let mut places = vec![None; config.layers.len()];
     let layers = spec.layers[config.layers.clone()].iter().zip(&weights.layers);
     for (index, (layer, own)) in layers.enumerate() {
@@ -109,10 +120,10 @@ pub(super) fn place_caches(
         state.layers += 1;
     }
     groups.extend(spec.is_recurrent().then_some(state));
-    Ok((groups, caches, narrow_heads))
+    Ok(Placed { groups, caches, places, narrow_heads })
 }
 
-fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvShape {
+pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvShape {
     KvShape {
         heads: attention.heads,
         kv_heads: attention.kv_heads,

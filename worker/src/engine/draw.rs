@@ -4,9 +4,11 @@ use super::guided::Guided;
 use super::{Draw, Engine, Live};
 use crate::Error;
 use crate::decoder::RowLogits;
+use crate::sampling::Sampler;
 use crate::scheduler::{SeqId, StepPlan};
 use crate::stage::Answer;
 use crate::stage::step::WantedRows;
+use std::borrow::Cow;
 use std::time::Instant;
 
 /// Tokens in the description of a draw up to which it is sent to another stage; logits are sent back above.
@@ -23,18 +25,35 @@ pub(super) struct Targets {
     whole: Vec<(Target, usize, bool)>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Target {
     row: u32,
     /// The sequence of the row.
     of: SeqId,
     /// Who draws.
     id: SeqId,
+    /// The guesses up to this row: it counts only if they are what was drawn from the rows before it.
+    guesses: Vec<u32>,
 }
 
 impl Target {
     fn draw(&self, token: u32) -> Draw {
-        Draw { of: self.of, id: self.id, token, logprobs: None }
+        Draw { of: self.of, id: self.id, row: self.row, token, logprobs: None }
+    }
+
+    /// Whether the row counts, by what was `drawn` so far: rows of one sequence come one behind the other.
+    fn counts(&self, drawn: &[Draw]) -> bool {
+        self.guesses.last().is_none_or(|guess| {
+            let before = drawn.last().filter(|draw| draw.id == self.id && draw.row + 1 == self.row);
+            before.is_some_and(|draw| draw.token == *guess)
+        })
+    }
+}
+
+/// Draws, in the order of their rows, of those rows that count.
+fn keep(drawn: &mut Vec<Draw>, target: &Target, draw: impl FnOnce() -> Option<Draw>) {
+    if target.counts(drawn) {
+        drawn.extend(draw());
     }
 }
 
@@ -52,8 +71,16 @@ impl Live {
             Some(guided) => guided.allows(row, target.of == target.id)?,
             None => None,
         };
-        let (token, logprobs) = self.sampler.draw_allowed(&mut row.to_vec(), mask.as_deref());
+        let (token, logprobs) = self.sampler_of(target).draw_allowed(&mut row.to_vec(), mask.as_deref());
         Some(Draw { logprobs, ..target.draw(token) })
+    }
+
+    /// What draws from a row: this is the one place that says what the state behind guesses is.
+    fn sampler_of(&self, target: &Target) -> Cow<'_, Sampler> {
+        match target.guesses.as_slice() {
+            [] => Cow::Borrowed(&self.sampler),
+            guesses => Cow::Owned(self.sampler.ahead(guesses)),
+        }
     }
 }
 
@@ -69,25 +96,30 @@ impl Engine {
         });
         for (sequence, id) in with_siblings {
             let Some(live) = self.live.get(&id) else { continue };
-            let last = sequence.rows.end - 1;
-            let target = |row| Target { row, of: sequence.id, id };
+            // The rows that are drawn from: those of guesses, and the one before them.
+            let first = sequence.rows.end - 1 - sequence.guesses;
+            let target = |row: u32| {
+                let guesses = (first + 1..=row).map(|row| plan.tokens[row as usize]).collect();
+                Target { row, of: sequence.id, id, guesses }
+            };
             let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
             if live.all_logits {
                 let rows = sequence.rows.clone();
                 targets
                     .whole
-                    .extend(rows.map(|row| (target(row), position(row), sequence.samples && row == last)));
+                    .extend(rows.map(|row| (target(row), position(row), sequence.samples && row >= first)));
             } else if sequence.samples {
+                let rows = first..sequence.rows.end;
                 match live.sampler.is_plain_argmax() {
-                    // Any token may be the one that is allowed: the whole row is looked at.
+                    // Any token may be the one that is allowed: the whole row is looked at. Nothing is guessed there.
                     _ if live.guide.as_ref().is_some_and(Guided::constrains) => {
-                        targets.whole.push((target(last), position(last), true));
+                        targets.whole.extend(rows.map(|row| (target(row), position(row), true)));
                     }
-                    true => targets.plain.push(target(last)),
+                    true => targets.plain.extend(rows.map(target)),
                     false if live.sampler.tokens_known() > MAX_SAMPLE_TOKENS => {
-                        targets.whole.push((target(last), position(last), true));
+                        targets.whole.extend(rows.map(|row| (target(row), position(row), true)));
                     }
-                    false => targets.sampled.push(target(last)),
+                    false => targets.sampled.extend(rows.map(target)),
                 }
             }
         }
@@ -96,7 +128,8 @@ impl Engine {
 
     /// The same for whoever computes the rows.
     pub(super) fn wanted(&self, targets: &Targets) -> WantedRows {
-        let sample = |target: &Target| Some(self.live.get(&target.id)?.sampler.sample(target.row));
+        let sample =
+            |target: &Target| Some(self.live.get(&target.id)?.sampler_of(target).sample(target.row));
         WantedRows {
             argmax: targets.plain.iter().map(|target| target.row).collect(),
             samples: targets.sampled.iter().filter_map(sample).collect(),
@@ -112,7 +145,10 @@ impl Engine {
         if !rows.is_empty() {
             self.decoder.argmax(&rows, &mut best)?;
         }
-        let mut drawn: Vec<Draw> = plain.iter().zip(best).map(|(target, token)| target.draw(token)).collect();
+        let mut drawn = Vec::with_capacity(plain.len() + sampled.len());
+        for (target, token) in plain.iter().zip(best) {
+            keep(&mut drawn, target, || Some(target.draw(token)));
+        }
         let logits = sampled.iter().chain(whole.iter().map(|(target, ..)| target));
         let logits: Vec<u32> = logits.map(|target| place(target.row)).collect();
         if !logits.is_empty() {
@@ -127,10 +163,12 @@ impl Engine {
                         None => return true,
                     },
                 };
-                let Some(live) = live.get_mut(&target.id) else { return true };
+                let Some(live) = live.get_mut(&target.id).filter(|_| target.counts(&drawn)) else {
+                    return true;
+                };
                 match row {
                     RowLogits::Whole(row) => drawn.extend(live.read(target, position, draws, row)),
-                    RowLogits::Best(best) => match live.sampler.draw_of_best(best) {
+                    RowLogits::Best(best) => match live.sampler_of(target).draw_of_best(best) {
                         Some(token) => drawn.push(target.draw(token)),
                         None => return false,
                     },
@@ -152,14 +190,16 @@ impl Engine {
             }
             return Ok(drawn);
         }
-        let plain = targets.plain.iter().zip(answer.tokens).map(|(target, token)| target.draw(token));
-        let sampled = targets.sampled.iter().zip(answer.samples);
-        let sampled =
-            sampled.map(|(target, sample)| Draw { logprobs: sample.logprobs, ..target.draw(sample.token) });
-        let mut drawn: Vec<Draw> = plain.chain(sampled).collect();
+        let mut drawn = Vec::with_capacity(targets.plain.len() + targets.sampled.len());
+        for (target, token) in targets.plain.iter().zip(answer.tokens) {
+            keep(&mut drawn, target, || Some(target.draw(token)));
+        }
+        for (target, sample) in targets.sampled.iter().zip(answer.samples) {
+            keep(&mut drawn, target, || Some(Draw { logprobs: sample.logprobs, ..target.draw(sample.token) }));
+        }
         for ((target, position, draws), row) in targets.whole.iter().zip(answer.logits) {
             let Some(live) = self.live.get_mut(&target.id) else { continue };
-            drawn.extend(live.read(target, Some(*position), *draws, &row));
+            keep(&mut drawn, target, || live.read(target, Some(*position), *draws, &row));
         }
         Ok(drawn)
     }

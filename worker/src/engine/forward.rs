@@ -1,7 +1,8 @@
 //! From a step's plan to the decoder's input.
 
 use crate::Error;
-use crate::decoder::{Blocks, CacheKind, Decoder};
+use crate::decoder::{Blocks, Decoder};
+use crate::kv_cache::BlockTable as Table;
 use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 
@@ -18,14 +19,9 @@ pub(super) fn run(
         segment_start: None,
     };
     let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
-    let paged = decoder.groups().iter().filter(|group| group.kind != CacheKind::State);
-    let strides: Vec<u32> = paged.map(|group| (group.block_bytes / 64) as u32).collect();
+    let strides = decoder.block_strides();
     let table = |sequence: &PlannedSequence, group: usize| {
-        let table = scheduler.tables(sequence.slot).get(group);
-        table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
-            Some(first) => BlockTable::Contiguous { first, stride: strides[group] },
-            None => BlockTable::Paged(table.offsets()),
-        })
+        table_of(scheduler.tables(sequence.slot).get(group), strides[group])
     };
     let tables: Vec<Vec<BlockTable<'_>>> = (0..strides.len())
         .map(|group| plan.sequences.iter().map(|sequence| table(sequence, group)).collect())
@@ -38,8 +34,21 @@ pub(super) fn run(
     decoder.forward_beside(&copies, &input, beside)
 }
 
+/// A sequence's table as a step names it.
+fn table_of(table: Option<&Table>, stride: u32) -> BlockTable<'_> {
+    table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
+        Some(first) => BlockTable::Contiguous { first, stride },
+        None => BlockTable::Paged(table.offsets()),
+    })
+}
+
+/// All of a sequence's tables.
+pub(super) fn tables_of<'a>(tables: &'a [Table], strides: &[u32]) -> Vec<BlockTable<'a>> {
+    (0usize..).zip(strides).map(|(group, stride)| table_of(tables.get(group), *stride)).collect()
+}
+
 fn step_state(state: &SequenceState) -> StepState {
     let export = |&(row, slot): &(u32, u32)| StateExport { row: row as usize, slot };
     let exports = state.exports.iter().map(export).collect();
-    StepState { read: state.read, write: state.write, exports, deferred: false }
+    StepState { read: state.read, write: state.write, exports, deferred: state.deferred }
 }

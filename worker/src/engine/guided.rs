@@ -113,7 +113,7 @@ impl Engine {
         // Else its row is being computed once more, and is drawn from then.
         if self.scheduler.draw_late(id, token) {
             self.start(id);
-            self.emit(now, id, token, logprobs);
+            self.emit(now, id, vec![(token, logprobs)]);
         }
     }
 

@@ -30,20 +30,32 @@ impl Engine {
         }));
     }
 
-    pub(super) fn emit(&mut self, now: Instant, id: SeqId, token: u32, logprobs: Option<TokenLogprobs>) {
+    /// A step has drawn these tokens for a request; several, if guesses of it were right.
+    pub(super) fn emit(&mut self, now: Instant, id: SeqId, tokens: Vec<(u32, Option<TokenLogprobs>)>) {
         let Some(live) = self.live.get_mut(&id) else { return };
-        match live.last_token.replace(now) {
-            None => self.metrics.ttft.0.observe(now.saturating_duration_since(live.received).as_secs_f64()),
-            Some(before) => self.metrics.itl.0.observe(now.saturating_duration_since(before).as_secs_f64()),
+        let before = live.last_token.replace(now);
+        let mut between = now.saturating_duration_since(before.unwrap_or(live.received)).as_secs_f64();
+        if before.is_some() {
+            // They came together, and each has cost its part of the time.
+            between /= tokens.len().max(1) as f64;
         }
-        self.tokens += 1;
-        self.metrics.generation_tokens.inc();
-        live.sampler.accept(token);
-        let (text, ending) = live.text.push(token);
-        if let (None, Some(guided)) = (&ending, &mut live.guide) {
-            guided.accept(token);
+        let (mut out, mut ending) = (Vec::with_capacity(tokens.len()), None);
+        for (token, logprobs) in tokens {
+            match before {
+                None => self.metrics.ttft.0.observe(between),
+                Some(_) => self.metrics.itl.0.observe(between),
+            }
+            self.tokens += 1;
+            self.metrics.generation_tokens.inc();
+            live.sampler.accept(token);
+            let (text, ends) = live.text.push(token);
+            if let (None, Some(guided)) = (&ends, &mut live.guide) {
+                guided.accept(token);
+            }
+            out.push(TokenOut { id: token, text, logprobs });
+            ending = ends;
         }
-        let heard = live.sink.frame(GenerateFrame::Tokens(vec![TokenOut { id: token, text, logprobs }]));
+        let heard = live.sink.frame(GenerateFrame::Tokens(out));
         match ending {
             Some(ending) => self.finish(now, id, ending),
             None if !heard => self.cancel(id),
@@ -53,7 +65,8 @@ impl Engine {
 
     pub(super) fn finish(&mut self, now: Instant, id: SeqId, ending: Ending) {
         self.remember_live(id);
-        let preemptions = self.scheduler.remove(id).map_or(0, |info| info.preemptions);
+        let info = self.scheduler.remove(id);
+        let preemptions = info.map_or(0, |info| info.preemptions);
         let Some(mut live) = self.live.remove(&id) else { return };
         let reason = match ending.reason {
             FinishReason::Stop => Reason::stop,
@@ -71,6 +84,8 @@ impl Engine {
             tail: ending.tail,
             completion_tokens: live.text.generated(),
             preemptions,
+            drafted_tokens: info.map_or(0, |info| info.drafted_tokens),
+            accepted_tokens: info.map_or(0, |info| info.accepted_tokens),
         }));
     }
 

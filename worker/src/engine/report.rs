@@ -57,6 +57,9 @@ impl Engine {
         raise(&self.metrics.checkpoints_skipped, counters.checkpoints_skipped);
         raise(&self.metrics.pins_lost, counters.pins_lost);
         raise(&self.metrics.forks, counters.forks);
+        raise(&self.metrics.drafts, counters.drafts);
+        raise(&self.metrics.drafted, counters.drafted_tokens);
+        raise(&self.metrics.accepted, counters.accepted_tokens);
         self.publish_tiers();
         self.metrics.device.update(self.decoder.backend().step_counts());
         if let Some(later) = &mut self.later {

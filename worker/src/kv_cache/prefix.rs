@@ -278,7 +278,9 @@ impl PrefixTree {
     pub(super) fn place(&mut self, node: u32, group: usize, block: u32, index: u32, step: u64) {
         let slot = block * self.units_in[group] + index;
         if self.link(node, group, slot, step) {
-            self.pending.push_back(Pending { step, group, slot, node });
+            // By step: what counts of guesses is known when later steps have been planned already.
+            let at = self.pending.partition_point(|pending| pending.step <= step);
+            self.pending.insert(at, Pending { step, group, slot, node });
         }
     }
 

@@ -24,6 +24,7 @@ pub struct Ending {
 }
 
 /// Turns tokens into text and finds the end.
+#[derive(Clone)]
 pub struct OutputText {
     detokenizer: Detokenizer,
     stop: Stop,
@@ -99,6 +100,16 @@ impl OutputText {
             true => (text, Some(self.end(FinishReason::Length, None))),
             false => (text, None),
         }
+    }
+
+    /// How many of these tokens count: all, or those up to the one that ends the generation.
+    pub(crate) fn counts_of(&self, tokens: &[u32]) -> usize {
+        if let [] | [_] = tokens {
+            return tokens.len();
+        }
+        let mut ahead = self.clone();
+        let end = tokens.iter().position(|&token| ahead.push(token).1.is_some());
+        end.map_or(tokens.len(), |at| at + 1)
     }
 
     /// Ends the generation for another reason.

@@ -1,6 +1,7 @@
 //! Building one step: who computes how many rows, who follows whom, who must give way.
 
 mod follow;
+mod guesses;
 mod states;
 
 use super::sequence::{Sequence, State};
@@ -39,6 +40,8 @@ struct Entry {
     slot: u32,
     from: u32,
     rows: u32,
+    /// Rows behind these that are guesses.
+    guesses: u32,
 }
 
 /// The state after a row is written to a slot of its own.
@@ -109,6 +112,7 @@ impl Scheduler {
             draft.patient = false;
         }
         self.following = draft.following;
+        self.attach_guesses(&mut draft);
         Ok((!draft.entries.is_empty()).then(|| self.build(draft)))
     }
 
@@ -218,7 +222,7 @@ impl Scheduler {
         sequence.progressed_in = draft.step;
         sequence.following = joins_at == Some(room);
         draft.budget = draft.budget.saturating_sub(room);
-        draft.entries.push(Entry { slot, from, rows: room });
+        draft.entries.push(Entry { slot, from, rows: room, guesses: 0 });
         Turn::Over
     }
 
@@ -343,7 +347,7 @@ impl Scheduler {
     }
 
     fn build(&mut self, draft: Draft) -> StepPlan {
-        let rows: u32 = draft.entries.iter().map(|entry| entry.rows).sum();
+        let rows: u32 = draft.entries.iter().map(|entry| entry.rows + entry.guesses).sum();
         let mut plan = StepPlan {
             step: draft.step,
             copies: draft.copies.iter().map(|&(copy, _)| copy).collect(),
@@ -358,7 +362,7 @@ impl Scheduler {
             held: draft.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),
         };
         flight.held.extend(draft.exports.iter().map(|export| export.held));
-        for Entry { slot, from, rows } in draft.entries {
+        for Entry { slot, from, rows, guesses } in draft.entries {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
             let to = from + rows;
             let (new, again) = sequence.count_computed(from, to);
@@ -371,11 +375,13 @@ impl Scheduler {
                     read: state.read,
                     write: state.write,
                     exports: exports_of(&draft.exports, slot, from),
+                    deferred: guesses > 0,
                 }
             });
             let first_row = plan.tokens.len() as u32;
             plan.tokens.extend_from_slice(&sequence.tokens[from as usize..to as usize]);
-            plan.positions.extend(from..to);
+            plan.tokens.extend_from_slice(&sequence.guesses);
+            plan.positions.extend(from..to + guesses);
             let last_chunk = to == sequence.len();
             let samples = last_chunk && sequence.max_new_tokens > 0;
             let first_logit = plan.logit_rows.len() as u32;
@@ -387,10 +393,12 @@ impl Scheduler {
             if samples && !wanted.contains(&(to - 1)) {
                 plan.logit_rows.push(first_row + rows - 1);
             }
+            plan.logit_rows.extend(first_row + rows..first_row + rows + guesses);
             plan.sequences.push(PlannedSequence {
                 id: sequence.id,
-                rows: first_row..first_row + rows,
+                rows: first_row..first_row + rows + guesses,
                 context_before: from,
+                guesses,
                 logits: first_logit..plan.logit_rows.len() as u32,
                 last_chunk,
                 state,

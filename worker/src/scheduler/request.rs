@@ -120,14 +120,18 @@ pub struct PlannedSequence {
     pub rows: Range<u32>,
     /// Tokens before its first row.
     pub context_before: u32,
+    /// The last so many of its rows are guesses ([`Scheduler::guess`](super::Scheduler::guess)), each of which counts
+    /// only if it is what is drawn from the row before.
+    pub guesses: u32,
     /// Its entries in [`StepPlan::logit_rows`].
     pub logits: Range<u32>,
     /// With this step all tokens known are computed.
     pub last_chunk: bool,
     /// What the step does with its recurrent state; `None` without recurrent layers.
     pub state: Option<SequenceState>,
-    /// The next token is drawn from the logits of its last row, which are the last ones of `logits`: so
-    /// it is with every last chunk, unless nothing at all is to be drawn.
+    /// The next token is drawn from the logits of its last row that is no guess, and one more from each guess that
+    /// counts; these rows are the last ones of `logits`. So it is with every last chunk, unless nothing at all is to be
+    /// drawn.
     pub samples: bool,
     /// Names its tables in [`super::Scheduler::tables`]; valid until the step has completed.
     pub slot: SeqSlot,
@@ -144,11 +148,13 @@ pub struct SequenceState {
     pub write: u32,
     /// Further (row, slot) that get the state after a row, ascending; rows counted from the sequence's first.
     pub exports: Vec<(u32, u32)>,
+    /// There are guesses among its rows: the state is written when it is known how many count.
+    pub deferred: bool,
 }
 
 /// Where the scheduler keeps a sequence. Reused after the sequence has gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct SeqSlot(pub(super) u32);
+pub struct SeqSlot(pub(crate) u32);
 
 /// How a sequence's prompt was served so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,6 +167,10 @@ pub struct SequenceInfo {
     pub recomputed_tokens: u32,
     /// Times preempted.
     pub preemptions: u32,
+    /// Guesses that were in steps.
+    pub drafted_tokens: u32,
+    /// Guesses that counted.
+    pub accepted_tokens: u32,
     /// Why the last lookup before its first computed row stopped.
     pub hit_stop: HitStop,
 }
@@ -176,6 +186,12 @@ pub struct Counters {
     pub recomputed_tokens: u64,
     /// Tokens drawn.
     pub generated_tokens: u64,
+    /// Times guesses of a sequence were in a step.
+    pub drafts: u64,
+    /// Guesses in steps.
+    pub drafted_tokens: u64,
+    /// Guesses that counted.
+    pub accepted_tokens: u64,
     /// Prompt tokens of admitted sequences, with prefix caching on.
     pub prefix_query_tokens: u64,
     /// Prompt tokens that were not computed; the sum of all `cached_tokens`.
@@ -198,6 +214,19 @@ pub struct Counters {
     pub forks: u64,
     /// Pins given up because a sequence could not have run otherwise.
     pub pins_lost: u64,
+}
+
+/// A sequence that takes part in the next step with the token that it has drawn last, if there is room.
+#[derive(Debug, Clone, Copy)]
+pub struct Decoding<'a> {
+    /// The sequence.
+    pub id: SeqId,
+    /// Names its tables in [`super::Scheduler::tables`]: all tokens but the last are in them.
+    pub slot: SeqSlot,
+    /// Prompt and drawn tokens.
+    pub tokens: &'a [u32],
+    /// Guesses that could be looked at in that step.
+    pub most_guesses: u32,
 }
 
 /// The present state, for reports.

@@ -33,6 +33,8 @@ pub(super) struct Sequence {
     pub(super) seen: bool,
     /// The last step that computes rows of it, and has not completed. Those of one prompt may be in several steps.
     pub(super) in_flight: Option<u64>,
+    /// What is guessed to be drawn next: for the next step, or looked at by the one that is in flight.
+    pub(super) guesses: Vec<u32>,
     /// The last step in which it named units that others may have taken over at once.
     pub(super) committed_in: u64,
     /// The last step that moved it on.
@@ -71,6 +73,7 @@ impl Sequence {
             awaited: None,
             seen: false,
             in_flight: None,
+            guesses: Vec::new(),
             committed_in: 0,
             progressed_in: 0,
             reached: 0,
@@ -79,6 +82,8 @@ impl Sequence {
                 computed_tokens: 0,
                 recomputed_tokens: 0,
                 preemptions: 0,
+                drafted_tokens: 0,
+                accepted_tokens: 0,
                 hit_stop: HitStop::Disabled,
             },
         }

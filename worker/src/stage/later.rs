@@ -15,7 +15,7 @@ use super::step::{self, WantedRows};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
 use crate::kv_cache::Slabs;
-use crate::scheduler::{Demand, Scheduler, StepLimits, StepPlan};
+use crate::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan};
 use proto::stage::{
     ActivationType, StageDrawnV2, StageFailure, StageOrder, StageProgressV1, StageReport, StageSampledV1,
     StageSpentV1, StageStep, StageStepV2,
@@ -89,6 +89,8 @@ struct UnderWay {
     step: u64,
     rows: usize,
     decodes: bool,
+    /// It has a row of each of its sequences and no guesses.
+    plain: bool,
     /// Tokens, samples and rows of logits that must come.
     wanted: [usize; 3],
     /// Rows of the residual stream that must.
@@ -287,7 +289,8 @@ impl LaterStages {
         step::forward(decoder, own, &step, None, &mut |_| {})?;
         let residual = decoder.residual(0..plan.tokens.len())?;
         let bytes = activations::encode(*activations, &residual);
-        let decodes = plan.sequences.iter().all(|sequence| sequence.samples && sequence.rows.len() == 1);
+        let one = |sequence: &PlannedSequence| sequence.rows.len() == 1 + sequence.guesses as usize;
+        let decodes = plan.sequences.iter().all(|sequence| sequence.samples && one(sequence));
         // A step that has the stages to itself takes the shortest way.
         let shared = decodes && decoder.has_head() && !self.under_way.is_empty();
         if shared && self.head_share.takes_next() {
@@ -301,6 +304,7 @@ impl LaterStages {
             step: plan.step,
             rows: plan.tokens.len(),
             decodes,
+            plain: plan.tokens.len() == plan.sequences.len(),
             wanted: [step.plan.argmax.len(), step.samples.len(), step.plan.logits.len()],
             returned: step.returned.clone(),
             widths: (decoder.spec().vocab, decoder.spec().hidden),
@@ -375,7 +379,9 @@ impl LaterStages {
                 self.head_share.layers_took(*first, *last);
                 *first += self.head_share.head();
             }
-            self.pace.decoded(u32::try_from(under_way.rows).unwrap_or(u32::MAX), times.into_iter());
+            if under_way.plain {
+                self.pace.decoded(u32::try_from(under_way.rows).unwrap_or(u32::MAX), times.into_iter());
+            }
         }
         if under_way.alone {
             let computed: f64 = spent.iter().map(|spent| f64::from(spent.computed_us) / 1e6).sum();

@@ -303,7 +303,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    fn linear(&mut self, linear: &LinearSpec) -> Result<Linear, Error> {
+    pub(crate) fn linear(&mut self, linear: &LinearSpec) -> Result<Linear, Error> {
         let scale = linear.scale.as_deref().map(|name| self.scalar(name)).transpose()?;
         Ok(Linear {
             matrix: self.matrix(&linear.weight, linear.rows, linear.cols, 1, linear.slice)?,

@@ -18,6 +18,7 @@ mod resume;
 mod siblings;
 mod simulated;
 mod snapshots;
+mod speculation;
 mod stages;
 mod storm;
 mod tiers;

@@ -49,6 +49,21 @@ impl KvCache {
         self.take(sequence, &needs)
     }
 
+    /// Makes room for `more` tokens behind the last row of the step that is being planned, which still sees all that
+    /// its windows reach. `false`: there are not enough blocks free, and none was taken.
+    pub(crate) fn extend_by(&mut self, sequence: &mut SequenceCache, more: u32) -> bool {
+        if self.extents.is_some() {
+            return true;
+        }
+        let blocks = (sequence.len + more).div_ceil(self.spec.block_tokens) as usize;
+        let lacks = |table: &BlockTable| blocks.saturating_sub(table.blocks.len()) as u32;
+        let mut needs: Vec<u32> = sequence.tables.iter().map(lacks).collect();
+        if let Some(group) = self.state_group() {
+            needs[group] = 0;
+        }
+        self.take(sequence, &needs)
+    }
+
     /// Takes `needs[group]` blocks, or none at all.
     fn take(&mut self, sequence: &mut SequenceCache, needs: &[u32]) -> bool {
         if !self.pool.fits(needs) {

@@ -36,17 +36,33 @@ impl Scheduler {
         kind: CheckpointKind,
         draft: &mut Draft,
     ) {
-        if !self.cache.has_state_at(&sequence.cache, unit) && !self.can_spare_slot(sequence, kind) {
-            self.counters.checkpoints_skipped += 1;
+        if let Some(Kept::Copied { offset, held }) = self.keep(sequence, unit, kind, draft.step) {
+            draft.exports.push(Export { slot, unit, offset, held });
+        }
+    }
+
+    /// Keeps the state behind guesses of `step` that counted, from `from` to the sequence's present end, if that is a
+    /// boundary: none is passed.
+    pub(super) fn keep_last_state(&mut self, sequence: &mut Sequence, from: u32, step: u64) {
+        let to = sequence.cache.len();
+        if !to.is_multiple_of(UNIT) || to == from || !self.cache.has_states() || !sequence.cache.shares() {
             return;
         }
-        let policy = self.config.checkpoints;
-        match self.cache.keep_state(&mut sequence.cache, unit, kind, draft.step, policy) {
-            Some(Kept::Copied { offset, held }) => draft.exports.push(Export { slot, unit, offset, held }),
-            Some(Kept::Left) => {}
-            None => return,
+        let unit = to / UNIT;
+        let wished = sequence.wishes.iter().find(|(wished, _)| *wished == unit).map(|(_, kind)| *kind);
+        let kind = wished.unwrap_or_else(|| self.config.checkpoints.of_output(unit));
+        let kept = self.keep(sequence, unit, kind, step);
+        debug_assert!(!matches!(kept, Some(Kept::Copied { .. })), "it stands at its last row");
+    }
+
+    fn keep(&mut self, sequence: &mut Sequence, unit: u32, kind: CheckpointKind, step: u64) -> Option<Kept> {
+        if !self.cache.has_state_at(&sequence.cache, unit) && !self.can_spare_slot(sequence, kind) {
+            self.counters.checkpoints_skipped += 1;
+            return None;
         }
+        let kept = self.cache.keep_state(&mut sequence.cache, unit, kind, step, self.config.checkpoints)?;
         self.counters.checkpoints += 1;
+        Some(kept)
     }
 
     /// Whether a slot can be had without taking it from what live sequences are promised. Where prompts part
@@ -100,7 +116,7 @@ impl Scheduler {
     /// behind it.
     fn keep_in_this_step(&mut self, sequence: &Sequence, unit: u32, draft: &mut Draft) -> bool {
         let id = sequence.units.get(unit as usize - 1);
-        let computes = |&Entry { slot, from, rows }: &Entry| {
+        let computes = |&Entry { slot, from, rows, .. }: &Entry| {
             (from + 1..=from + rows).contains(&(unit * UNIT))
                 && self.get(slot).is_some_and(|s| s.cache.shares() && s.units.get(unit as usize - 1) == id)
         };

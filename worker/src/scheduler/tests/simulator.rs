@@ -60,6 +60,8 @@ pub(super) struct Sim {
     pub(super) limits: StepLimits,
     /// States kept in the middle of a step's rows.
     pub(super) exports: u64,
+    /// Guesses what is drawn, if anybody does: rightly three times in four.
+    pub(super) guesses: Option<Rng>,
 }
 
 /// A resume point as a snapshot would hold it: per block its group, and the digests in it.
@@ -86,7 +88,34 @@ impl Sim {
             pins: Vec::new(),
             limits: StepLimits::NONE,
             exports: 0,
+            guesses: None,
         }
+    }
+
+    /// Hands in guesses for whoever decodes.
+    fn guess(&mut self) {
+        let Some(rng) = &mut self.guesses else { return };
+        let mut guessed = Vec::new();
+        for decoding in self.scheduler.decoding() {
+            let mut history = self.live[&decoding.id].truth.last().copied().unwrap();
+            let count = rng.below(u64::from(decoding.most_guesses).min(7) + 1);
+            let mut guess = |_| {
+                let token = if rng.chance(75) { draw(history) } else { rng.below(3) as u32 };
+                history = extend(history, token);
+                token
+            };
+            guessed.push((decoding.id, (0..count).map(&mut guess).collect()));
+        }
+        guessed.into_iter().for_each(|(id, guesses)| self.scheduler.guess(id, guesses));
+    }
+
+    /// The histories behind a sequence's tokens and behind its guesses in a step.
+    fn supposed(&self, plan: &StepPlan, planned: &PlannedSequence) -> Vec<u64> {
+        let mut truth = self.live[&planned.id].truth.clone();
+        for row in planned.rows.end - planned.guesses..planned.rows.end {
+            truth.push(extend(truth[truth.len() - 1], plan.tokens[row as usize]));
+        }
+        truth
     }
 
     pub(super) fn submit(
@@ -184,6 +213,7 @@ impl Sim {
 
     /// Plans a step and computes it: a device executes steps in order, so its memory changes here.
     pub(super) fn plan(&mut self) -> Option<Pending> {
+        self.guess();
         let plan = self.scheduler.plan_within(self.limits).unwrap()?;
         let tables: Vec<Vec<BlockTable>> =
             plan.sequences.iter().map(|s| self.scheduler.tables(s.slot).to_vec()).collect();
@@ -208,12 +238,14 @@ impl Sim {
             let Some(client) = self.live.get(&planned.id) else { panic!("{:?} is not live", planned.id) };
             assert_eq!(planned.rows.start, rows_seen);
             rows_seen = planned.rows.end;
-            let truth = &client.truth;
             let (first, rows) = (planned.context_before as usize, planned.rows.len());
+            let known = client.truth.len();
+            let truth = self.supposed(plan, planned);
             assert_eq!(planned.last_chunk, first + rows == truth.len());
             assert_eq!(planned.samples, planned.last_chunk && client.max_new > 0);
+            assert!(planned.guesses == 0 || rows == 1 + planned.guesses as usize && first >= client.prompt.len());
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
-                assert_eq!(plan.tokens[row], client.token(position));
+                assert!(position >= known || plan.tokens[row] == client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
                 for (group, table) in tables.iter().enumerate() {
                     if self.is_state(group) {
@@ -234,7 +266,7 @@ impl Sim {
         assert_eq!(blocks.len(), writers.len(), "two sequences write into one block");
         // All rows are written before any is read.
         for (planned, tables) in plan.sequences.iter().zip(tables) {
-            let truth = &self.live[&planned.id].truth;
+            let truth = self.supposed(plan, planned);
             let last = (planned.context_before as usize) + planned.rows.len() - 1;
             for (group, table) in tables.iter().enumerate() {
                 let first = match self.spec.groups[group].kind {
@@ -265,11 +297,17 @@ impl Sim {
     fn compute_states(&mut self, plan: &StepPlan) {
         let group = self.spec.groups.iter().position(|group| group.kind == GroupKind::State);
         let (mut readers, mut writes) = (HashMap::new(), HashMap::new());
+        let mut deferred = HashSet::new();
         for planned in &plan.sequences {
             assert_eq!(planned.state.is_some(), group.is_some());
             let (Some(group), Some(state)) = (group, &planned.state) else { continue };
-            let truth = &self.live[&planned.id].truth;
+            let truth = self.supposed(plan, planned);
             let first = planned.context_before as usize;
+            assert_eq!(state.deferred, planned.guesses > 0);
+            if state.deferred {
+                assert!(state.exports.is_empty());
+                deferred.insert(state.write);
+            }
             assert_eq!(state.read.is_some(), first > 0, "{:?} starts with the wrong state", planned.id);
             if let Some(read) = state.read {
                 let seen = self.memory.read(group, read).and_then(|state| state[0]);
@@ -288,8 +326,24 @@ impl Sim {
         for (&slot, &(id, state)) in &writes {
             let readers = readers.get(&slot);
             assert!(readers.is_none_or(|readers| readers[..] == [id]), "{id:?} writes what {readers:?} read");
-            self.memory.block(&self.spec, group.unwrap(), slot)[0] = Some(state);
+            if !deferred.contains(&slot) {
+                self.memory.block(&self.spec, group.unwrap(), slot)[0] = Some(state);
+            }
         }
+    }
+
+    /// Computes the states of those rows of a step that count, from the state before them.
+    fn accept(&mut self, planned: &PlannedSequence, rows: usize) {
+        let group = self.spec.groups.iter().position(|group| group.kind == GroupKind::State);
+        let (Some(group), Some(state)) = (group, planned.state.as_ref().filter(|state| state.deferred)) else {
+            return;
+        };
+        let truth = &self.live[&planned.id].truth;
+        let first = planned.context_before as usize;
+        let read = self.memory.read(group, state.read.unwrap()).and_then(|state| state[0]);
+        assert_eq!(read, Some(truth[first - 1]), "the state before guesses is still there");
+        let counted = truth[first + rows - 1];
+        self.memory.block(&self.spec, group, state.write)[0] = Some(counted);
     }
 
     /// Ends a step: draws tokens from the fake KV of the last rows and removes what has all its tokens.
@@ -298,24 +352,33 @@ impl Sim {
         let mut drawn = Vec::new();
         for (planned, tables) in pending.plan.sequences.iter().zip(&pending.tables) {
             let Some(client) = self.live.get_mut(&planned.id).filter(|_| planned.samples) else { continue };
-            let last = planned.context_before as usize + planned.rows.len() - 1;
-            let seen = (0..tables.len())
-                .map(|group| match &planned.state {
-                    Some(state) if self.spec.groups[group].kind == GroupKind::State => {
-                        (group, state.write, 0)
-                    }
-                    _ => (group, tables[group].offsets()[last / block], last % block),
-                })
-                .map(|(group, offset, at)| {
-                    self.memory.read(group, offset).and_then(|block| block[at]).unwrap()
-                });
-            let seen: HashSet<u64> = seen.collect();
-            assert_eq!(seen.len(), 1, "groups have seen different pasts");
-            let seen = seen.into_iter().next().unwrap();
-            let token = draw(seen);
-            client.output.push(token);
-            client.truth.push(extend(client.truth[last], token));
-            drawn.push((planned.id, token));
+            let end = planned.context_before as usize + planned.rows.len();
+            let mut counted = 0;
+            for last in end - 1 - planned.guesses as usize..end {
+                let seen = (0..tables.len())
+                    .filter_map(|group| match &planned.state {
+                        Some(state) if self.spec.groups[group].kind == GroupKind::State => {
+                            (!state.deferred).then_some((group, state.write, 0))
+                        }
+                        _ => Some((group, tables[group].offsets()[last / block], last % block)),
+                    })
+                    .map(|(group, offset, at)| {
+                        self.memory.read(group, offset).and_then(|block| block[at]).unwrap()
+                    });
+                let seen: HashSet<u64> = seen.collect();
+                assert_eq!(seen.len(), 1, "groups have seen different pasts");
+                let token = draw(seen.into_iter().next().unwrap());
+                client.output.push(token);
+                client.truth.push(extend(client.truth[last], token));
+                drawn.push((planned.id, token));
+                counted += 1;
+                let row = planned.rows.start as usize + last + 1 - planned.context_before as usize;
+                let right = last + 1 < end && pending.plan.tokens[row] == token;
+                if !right || client.output.len() as u32 == client.max_new {
+                    break;
+                }
+            }
+            self.accept(planned, counted);
         }
         self.scheduler.complete(pending.plan.step, &drawn).unwrap();
         self.follow_events();

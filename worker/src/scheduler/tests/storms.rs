@@ -95,10 +95,14 @@ struct Seen {
     checkpoints_skipped: u64,
     exports: u64,
     states_gone: u64,
+    accepted: u64,
+    rejected: u64,
 }
 
 fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     let mut sim = Sim::new(random_config(&mut rng), spec(&mut rng));
+    // Chance of its own, so that storms without guesses stay what they were.
+    sim.guesses = (rng.0 % 2 == 1).then(|| Rng(rng.0 ^ 0x6E5));
     let longest = 8 + rng.below(250);
     let longest_output = rng.pick(&[2, 40, 200]);
     let prompts = Prompts::new(&mut rng, longest);
@@ -207,6 +211,8 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     seen.takeovers += counters.takeovers;
     seen.copies += sim.copies;
     seen.exports += sim.exports;
+    seen.accepted += counters.accepted_tokens;
+    seen.rejected += counters.drafted_tokens - counters.accepted_tokens;
     seen.checkpoints += counters.checkpoints;
     seen.checkpoints_skipped += counters.checkpoints_skipped;
     seen.pins_lost += counters.pins_lost;
@@ -253,6 +259,8 @@ fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
         seen.forks,
         seen.pins,
         seen.restores,
+        seen.accepted,
+        seen.rejected,
     ];
     assert!(seen.lone_restarts >= 5 && seen.takeovers >= 50, "{seen:?}");
     assert!(often.iter().all(|&n| n >= 300), "{seen:?}");
@@ -276,6 +284,8 @@ fn storm_with_recurrent_states_is_exact_and_leaks_nothing() {
         seen.checkpoints_skipped,
         seen.exports,
         seen.states_gone,
+        seen.accepted,
+        seen.rejected,
     ];
     let rare = [seen.lone_restarts, seen.pins_lost, seen.takeovers];
     assert!(rare.iter().all(|&n| n >= 2) && often.iter().all(|&n| n >= 500), "{seen:?}");

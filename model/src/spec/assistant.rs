@@ -1,0 +1,42 @@
+//! A drafter that lives off the model it drafts for.
+
+use super::{AttentionSpec, KvSpec, LinearSpec, ModelSpec};
+
+/// A small decoder that guesses what another model, its target, draws next (Gemma 4's assistant): it has no keys and
+/// values, no embedding and no past of its own. For each guess
+/// `x = before concat(embedding(token), h)`, then `o = norm(trunk x)`, `logits = W o` and `h' = behind o`: the embedding
+/// is the target's, scaled as there, and h the target's last residual behind its final norm, or h' of the guess before.
+/// All layers look at the target's keys and values of the positions before the token, whose position all guesses of a
+/// round have.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AssistantSpec {
+    /// Layers and output. Its attention names no layer that has the keys and values: see [`Self::producer`]. Its embedding
+    /// is the output matrix and is read as nothing else.
+    pub trunk: ModelSpec,
+    /// From `2 * backbone` values to the trunk's width.
+    pub before: LinearSpec,
+    /// From the trunk's width to `backbone` values.
+    pub behind: LinearSpec,
+    /// Width of the target's residual stream.
+    pub backbone: usize,
+}
+
+impl AssistantSpec {
+    /// Names of its tensors, each once.
+    pub fn tensors(&self) -> Vec<&str> {
+        let mut names = self.trunk.tensors();
+        names.extend([self.before.weight.as_str(), self.behind.weight.as_str()]);
+        names
+    }
+
+    /// The layer of `target` whose keys and values a layer of the trunk looks at: the last one that has its own, of the
+    /// same kind and shape.
+    pub fn producer(&self, target: &ModelSpec, layer: usize) -> Option<usize> {
+        let shape = |a: &AttentionSpec| (a.window, a.kv_heads, a.head_dim, a.v_head_dim);
+        let wanted = shape(self.trunk.attention(layer)?);
+        let has = |at: &usize| {
+            target.attention(*at).is_some_and(|a| matches!(a.kv, KvSpec::Own(_)) && shape(a) == wanted)
+        };
+        (0..target.layers.len()).rev().find(has)
+    }
+}

@@ -1,0 +1,91 @@
+//! `--spec`: what guesses the tokens that are drawn next, the same flag wherever a model generates.
+
+use crate::models::resolve_or_pull;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::fmt;
+use std::str::FromStr;
+use worker::speculation::Guesses;
+
+/// Who guesses.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) enum SpecArg {
+    /// Nobody.
+    #[default]
+    Off,
+    /// What followed the last tokens before.
+    Ngram,
+    /// A drafter made for the model, which reads the model's caches.
+    DraftMtp(String),
+    /// A smaller model of the same vocabulary.
+    Draft(String),
+}
+
+/// Why a text is none.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is not one of off, ngram, draft-mtp:MODEL, draft:MODEL")]
+pub(crate) struct InvalidSpec(String);
+
+impl SpecArg {
+    /// As the engine is told.
+    pub(crate) fn guesses(&self) -> anyhow::Result<Guesses> {
+        Ok(match self {
+            Self::Off => Guesses::Off,
+            Self::Ngram => Guesses::Ngram,
+            Self::DraftMtp(model) => Guesses::Assistant(resolve_or_pull(model)?.path),
+            Self::Draft(model) => Guesses::Model(resolve_or_pull(model)?.path),
+        })
+    }
+}
+
+impl FromStr for SpecArg {
+    type Err = InvalidSpec;
+
+    fn from_str(text: &str) -> Result<Self, InvalidSpec> {
+        match text.split_once(':') {
+            None if text == "off" => Ok(Self::Off),
+            None if text == "ngram" => Ok(Self::Ngram),
+            Some(("draft-mtp", model)) if !model.is_empty() => Ok(Self::DraftMtp(model.to_owned())),
+            Some(("draft", model)) if !model.is_empty() => Ok(Self::Draft(model.to_owned())),
+            _ => Err(InvalidSpec(text.chars().take(256).collect())),
+        }
+    }
+}
+
+impl fmt::Display for SpecArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => write!(f, "off"),
+            Self::Ngram => write!(f, "ngram"),
+            Self::DraftMtp(model) => write!(f, "draft-mtp:{model}"),
+            Self::Draft(model) => write!(f, "draft:{model}"),
+        }
+    }
+}
+
+impl Serialize for SpecArg {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for SpecArg {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        for text in ["off", "ngram", "draft:smollm2-135m", "draft:https://a.b/c.gguf", "draft-mtp:a.gguf"] {
+            assert_eq!(text.parse::<SpecArg>().unwrap().to_string(), text);
+        }
+        for text in ["", "on", "ngram:3", "draft", "draft:", "draft-mtp", "draft-mtp:"] {
+            let refused = text.parse::<SpecArg>().unwrap_err().to_string();
+            assert!(refused.contains("off, ngram"), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! `--spec`: whoever guesses, every token and every logit is the one that comes without guesses.
+
+use kvasir_cluster_tests::fixtures::{self, Manifest};
+use kvasir_cluster_tests::logits::{self, PromptLogits};
+use serde_json::Value;
+use std::path::Path;
+
+const EXACT: [&str; 4] = ["--activations", "f32", "--kv-type", "f32"];
+
+fn assert_same(what: &str, want: &[PromptLogits], got: &[PromptLogits]) {
+    for (index, (got, want)) in got.iter().zip(want).enumerate() {
+        got.expect_same_bits(want).unwrap_or_else(|error| panic!("{what}, p{index}: {error}"));
+    }
+}
+
+/// Guessing by `specs` in every way that a prompt can be computed, against a run without.
+fn assert_guesses_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&str], specs: &[&str]) {
+    // What stands there twice is guessed to come again.
+    let prompts: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
+    let prompts: Vec<Vec<u32>> = prompts.iter().cycle().take(8).cloned().collect();
+    let run = |flags: &[&str]| {
+        logits::run(model, &prompts, &[class, &["--greedy", "48"], flags].concat()).unwrap()
+    };
+    let want = run(&[]);
+    for spec in specs {
+        let ways: [&[&str]; 4] = [
+            &[],
+            &["--together", "--chunk", "7"],
+            &["--together", "--no-prefix-cache"],
+            &["--together", "--shards", "2"],
+        ];
+        for way in ways {
+            // A drafter that reads the model's caches needs all of them.
+            if way.contains(&"--shards") && spec.starts_with("draft-mtp") {
+                continue;
+            }
+            let got = run(&[&["--spec", spec], way].concat());
+            assert_same(&format!("{}, {spec}, {way:?}", model.display()), &want, &got);
+        }
+    }
+}
+
+fn tiny_model_with_guesses(arch: &str) {
+    let manifest = Manifest::read().unwrap();
+    let item = manifest.tiny(arch).unwrap();
+    let own = format!("draft:{}", item.path().display());
+    let assistant = format!("draft-mtp:{}", manifest.tiny("gemma4-assistant").unwrap().path().display());
+    let mut specs = vec!["ngram"];
+    // What recurrent layers have read cannot be taken back, so such a model does not draft.
+    if !fixtures::HYBRID.contains(&arch) {
+        specs.push(&own);
+    }
+    if arch == "gemma4" {
+        specs.push(&assistant);
+    }
+    assert_guesses_change_no_bit(&item.path(), &item.reference().unwrap().ids(), &EXACT, &specs);
+}
+
+tiny_models!(tiny_model_with_guesses);
+
+/// As users run it, on text that repeats itself; with room for three or four of eight sequences.
+fn real_model_with_guesses(name: &str, reference: &str) {
+    let model = binary::catalog_model(name).unwrap();
+    let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();
+    let text: Vec<u32> = serde_json::from_value(reference["perplexity"]["ids"].clone()).unwrap();
+    let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|part| part[..24].to_vec()).collect();
+    assert_guesses_change_no_bit(&model, &prompts, &[], &["ngram"]);
+    let twice: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
+    let run = |flags: &[&str]| logits::run(&model, &twice, &[flags, &["--greedy", "56"]].concat()).unwrap();
+    let want = run(&[]);
+    let cramped = ["--together", "--no-prefix-cache", "--kv-bytes", "6000000", "--spec", "ngram"];
+    let got = run(&cramped);
+    assert!(got.iter().any(|prompt| prompt.preemptions > 0), "{name}: nobody was preempted");
+    assert_same(&format!("{name}, preempted"), &want, &got);
+}
+
+#[test]
+fn smollm2() {
+    real_model_with_guesses("smollm2-135m", "smollm2-135m-instruct.json");
+}
+
+#[test]
+fn gemma3_270m() {
+    real_model_with_guesses("gemma3-270m", "gemma-3-270m.json");
+}

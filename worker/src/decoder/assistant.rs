@@ -1,0 +1,298 @@
+//! A drafter that looks at its target's keys and values: see [`AssistantSpec`].
+//!
+//! It lives in the target's decoder, since it reads the target's embedding, its residual stream behind the final norm,
+//! and its caches, which it never writes. All guesses of a round have the position of the token that they follow, and
+//! look at the positions before it.
+
+use super::layout::{self, Buffers};
+use super::{Decoder, DecoderConfig, feed_forward, job, normed};
+use crate::Error;
+use crate::weights::{Head, Linear, Loader, MixerWeights, Packs, TensorSource, Weights};
+use kernels::backend::{
+    AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, KvLayerId, QkvOp, StepInput,
+    StepSequence,
+};
+use model::spec::AssistantSpec;
+
+/// See the module.
+pub(super) struct Assistant {
+    weights: Weights,
+    before: Linear,
+    behind: Linear,
+    /// For each of its layers, the target's keys and values as it sees them.
+    caches: Vec<KvLayerId>,
+    buffers: Buffers,
+    /// What goes in: embedding and hidden state, one behind the other.
+    joined: BufferId,
+    /// The hidden state that the next guess takes in.
+    next: BufferId,
+    backbone: usize,
+}
+
+/// What guesses of one sequence begin with.
+#[derive(Debug, Clone)]
+pub(crate) struct DraftFrom<'a> {
+    /// The newest token, whose keys and values are not computed yet.
+    pub(crate) token: u32,
+    /// Tokens before it; at least 1.
+    pub(crate) context: usize,
+    /// The target's hidden state of the last of them: [`Decoder::hidden`].
+    pub(crate) hidden: Vec<f32>,
+    /// The target's block table for each group of keys and values, as in [`StepInput::tables`].
+    pub(crate) tables: Vec<BlockTable<'a>>,
+}
+
+/// Guesses of one sequence.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Drafted {
+    /// The most likely tokens, each behind those before it.
+    pub(crate) tokens: Vec<u32>,
+    /// What the next guess would have taken in.
+    pub(crate) hidden: Vec<f32>,
+}
+
+impl Decoder {
+    /// Loads a drafter for this model, which must be here as a whole; before the arena is allocated. It drafts for
+    /// `rows` sequences at a time.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a drafter of another model.
+    pub(crate) fn load_assistant(
+        &mut self,
+        spec: &AssistantSpec,
+        source: &dyn TensorSource,
+        rows: usize,
+    ) -> Result<(), Error> {
+        let refuse = |reason: String| Err(Error::Config { option: "spec", reason });
+        let (trunk, target) = (&spec.trunk, &self.spec);
+        if (spec.backbone, trunk.vocab) != (target.hidden, target.vocab) {
+            let (backbone, vocab) = (spec.backbone, trunk.vocab);
+            return refuse(format!(
+                "a drafter for a width of {backbone} and {vocab} tokens, where the model has {} and {}",
+                target.hidden, target.vocab
+            ));
+        }
+        if self.config.layers != (0..target.layers.len()) {
+            return refuse("a drafter reads the caches of all layers, of which some are elsewhere".to_owned());
+        }
+        let rows = rows.clamp(1, self.config.max_rows.min(self.config.logit_rows));
+        let config = DecoderConfig {
+            layers: 0..trunk.layers.len(),
+            max_rows: rows,
+            logit_rows: rows,
+            ..self.config.clone()
+        };
+        let mut caches = Vec::with_capacity(trunk.layers.len());
+        for layer in 0..trunk.layers.len() {
+            let place = spec.producer(target, layer).and_then(|at| self.places.get(at).copied().flatten());
+            let (Some(attention), Some((group, offset))) = (trunk.attention(layer), place) else {
+                return refuse(format!("layer {layer} of the drafter finds no layer of its kind and shape"));
+            };
+            let mut shape = layout::kv_shape(attention, &config);
+            // Seen from the position before its own, a window reaches one position further.
+            shape.window = match shape.window {
+                Some(0 | 1) => return refuse(format!("layer {layer} of the drafter sees no position")),
+                window => window.map(|window| window - 1),
+            };
+            caches.push(self.backend.create_kv_layer(group, shape, offset)?);
+        }
+        let mut loader = Loader::new(source, Packs::Off, self.backend.as_mut());
+        let (before, behind) = (loader.linear(&spec.before)?, loader.linear(&spec.behind)?);
+        let weights = loader.load(trunk, config.layers.clone(), &mut |_, _| {})?;
+        let backend = self.backend.as_mut();
+        self.assistant = Some(Assistant {
+            weights,
+            before,
+            behind,
+            caches,
+            buffers: layout::create_buffers(trunk, &config, backend)?,
+            joined: backend.create_buffer(rows, 2 * spec.backbone)?,
+            next: backend.create_buffer(rows, spec.backbone)?,
+            backbone: spec.backbone,
+        });
+        Ok(())
+    }
+
+    /// The residual stream of these rows of the last step, as it leaves the final norm.
+    pub(crate) fn hidden(&mut self, rows: &[u32]) -> Result<Vec<Vec<f32>>, Error> {
+        let Some(Head::Logits { norm, .. }) = &self.weights.head else { return Err(Error::NoOutputHead) };
+        let mut hidden = Vec::with_capacity(rows.len());
+        for rows in rows.chunks(self.config.logit_rows) {
+            let b = &self.buffers;
+            self.backend.gather_rows(b.x, rows, b.picked)?;
+            self.backend.norm(b.picked, norm, b.picked_normed)?;
+            for row in 0..rows.len() {
+                let mut values = vec![0f32; self.spec.hidden];
+                self.backend.read_row(b.picked_normed, row, &mut values)?;
+                hidden.push(values);
+            }
+        }
+        Ok(hidden)
+    }
+
+    /// Has the drafter guess `count` tokens of each sequence. Nothing is left of the last step's residual stream.
+    pub(crate) fn draft(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
+        let mut drafted = Vec::with_capacity(from.len());
+        let most = self.config.max_rows.min(self.config.logit_rows);
+        for from in from.chunks(most.max(1)) {
+            drafted.extend(self.draft_together(from, count)?);
+        }
+        Ok(drafted)
+    }
+
+    fn draft_together(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
+        let (Some(assistant), Some(embedding)) = (&self.assistant, &self.weights.embedding) else {
+            return Err(Error::Invariant("nothing drafts here".to_owned()));
+        };
+        let (backend, target) = (self.backend.as_mut(), &self.buffers);
+        let own = Rows::own(from, self.config.block_tokens);
+        let seen = Rows::seen(from);
+        let start = |from: &DraftFrom<'_>| Drafted { tokens: Vec::new(), hidden: from.hidden.clone() };
+        let mut drafted: Vec<Drafted> = from.iter().map(start).collect();
+        for _ in 0..count {
+            let newest = |(from, drafted): (&DraftFrom<'_>, &Drafted)| {
+                drafted.tokens.last().copied().unwrap_or(from.token)
+            };
+            let tokens: Vec<u32> = from.iter().zip(&drafted).map(newest).collect();
+            own.begin(backend, &tokens)?;
+            backend.embed(&EmbedOp {
+                table: embedding.tokens,
+                index: EmbedIndex::Token,
+                scale: self.spec.embedding.scale,
+                accumulate: false,
+                out: target.x,
+            })?;
+            let mut joined = vec![0f32; 2 * assistant.backbone * from.len()];
+            for (row, (both, drafted)) in joined.chunks_mut(2 * assistant.backbone).zip(&drafted).enumerate() {
+                let (token, hidden) = both.split_at_mut(assistant.backbone);
+                backend.read_row(target.x, row, token)?;
+                hidden.copy_from_slice(&drafted.hidden);
+            }
+            backend.write_rows(assistant.joined, &joined)?;
+            assistant.guess(backend, (&own, &seen), &tokens)?;
+            let mut best = Vec::with_capacity(from.len());
+            backend.argmax(assistant.buffers.logits, &mut best)?;
+            for (row, (drafted, token)) in drafted.iter_mut().zip(best).enumerate() {
+                drafted.tokens.push(token);
+                backend.read_row(assistant.next, row, &mut drafted.hidden)?;
+            }
+        }
+        Ok(drafted)
+    }
+
+    /// The logits of a row of the last guesses, for tests.
+    #[cfg(test)]
+    pub(crate) fn draft_logits(&mut self, row: usize) -> Result<Vec<f32>, Error> {
+        let mut logits = vec![0f32; self.spec.vocab];
+        if let Some(assistant) = &self.assistant {
+            self.backend.read_row(assistant.buffers.logits, row, &mut logits)?;
+        }
+        Ok(logits)
+    }
+}
+
+impl Assistant {
+    /// From what stands in `joined` to logits and the next hidden state.
+    fn guess(
+        &self,
+        backend: &mut dyn Backend,
+        (own, seen): (&Rows<'_>, &Rows<'_>),
+        tokens: &[u32],
+    ) -> Result<(), Error> {
+        let b = &self.buffers;
+        backend.matmul(self.joined, &[job(&self.before, b.x, false)])?;
+        for (layer, &cache) in self.weights.layers.iter().zip(&self.caches) {
+            let MixerWeights::Attention(weights) = &layer.mixer else {
+                return Err(Error::Invariant("a drafter's layer without attention".to_owned()));
+            };
+            let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
+            backend.matmul(input, &[job(&weights.q, b.q, false)])?;
+            let (q, q_norm, rope) = (b.q, weights.q_norm, weights.rope);
+            backend.qkv(&QkvOp { q, q_norm, kv: None, rope, layer: cache })?;
+            // Turned to the token's position, it looks at those before it.
+            seen.begin(backend, tokens)?;
+            let (scale, sinks) = (weights.scale, weights.sinks);
+            backend.attention(&AttentionOp { q, out: b.mixed, scale, sinks, layer: cache })?;
+            own.begin(backend, tokens)?;
+            backend.matmul(b.mixed, &[job(&weights.o, b.branch, false)])?;
+            backend.add(b.x, b.branch, layer.mixer_post_norm.as_ref(), 1.0)?;
+            feed_forward::run(backend, b, layer, 1.0)?;
+            if let Some(factor) = layer.output_scale {
+                backend.scale(b.x, factor)?;
+            }
+        }
+        let Some(Head::Logits { norm, linear }) = &self.weights.head else { return Err(Error::NoOutputHead) };
+        backend.norm(b.x, norm, b.normed)?;
+        let jobs = [job(linear, b.logits, false), job(&self.behind, self.next, false)];
+        Ok(backend.matmul(b.normed, &jobs)?)
+    }
+}
+
+/// One row of each sequence.
+struct Rows<'a> {
+    sequences: Vec<StepSequence>,
+    /// By group and sequence.
+    tables: Vec<Vec<Table<'a>>>,
+}
+
+enum Table<'a> {
+    As(BlockTable<'a>),
+    Longer(Vec<u32>),
+}
+
+impl<'a> Rows<'a> {
+    /// At the positions of the newest tokens. Nothing looks at a cache there, and there may be no block yet.
+    fn own(from: &[DraftFrom<'a>], block_tokens: usize) -> Self {
+        let table = |from: &DraftFrom<'a>, group: usize| match from.tables[group] {
+            BlockTable::Paged(offsets) => {
+                let mut longer = offsets.to_vec();
+                let last = offsets.last().copied().unwrap_or_default();
+                longer.resize(longer.len().max(from.context / block_tokens + 1), last);
+                Table::Longer(longer)
+            }
+            contiguous => Table::As(contiguous),
+        };
+        Self::new(from, |from| from.context, table)
+    }
+
+    /// At the positions before them.
+    fn seen(from: &[DraftFrom<'a>]) -> Self {
+        Self::new(from, |from| from.context.saturating_sub(1), |from, group| Table::As(from.tables[group]))
+    }
+
+    fn new(
+        from: &[DraftFrom<'a>],
+        context: impl Fn(&DraftFrom<'a>) -> usize,
+        table: impl Fn(&DraftFrom<'a>, usize) -> Table<'a>,
+    ) -> Self {
+        let sequence = |(row, from): (usize, &DraftFrom<'a>)| StepSequence {
+            rows: row..row + 1,
+            context: context(from),
+            segment_start: None,
+        };
+        let groups = from.first().map_or(0, |from| from.tables.len());
+        Self {
+            sequences: from.iter().enumerate().map(sequence).collect(),
+            tables: (0..groups).map(|group| from.iter().map(|from| table(from, group)).collect()).collect(),
+        }
+    }
+
+    fn begin(&self, backend: &mut dyn Backend, tokens: &[u32]) -> Result<(), Error> {
+        let mut tables: Vec<Vec<BlockTable<'_>>> = Vec::with_capacity(self.tables.len());
+        for group in &self.tables {
+            let mut places = Vec::with_capacity(group.len());
+            for table in group {
+                places.push(match table {
+                    Table::As(table) => *table,
+                    Table::Longer(offsets) => BlockTable::Paged(offsets),
+                });
+            }
+            tables.push(places);
+        }
+        let input = StepInput { tokens, sequences: &self.sequences, tables: &tables, states: &[] };
+        Ok(backend.begin_step(&input)?)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! The assistant of the oracle set: every round of guesses is the one that the reference has.
+
+use super::*;
+use crate::load::{self, EngineOptions};
+use kernels::backend::{ActivationMode, KvType};
+use model::ModelFile;
+use safetensors::SafeTensors;
+use std::path::{Path, PathBuf};
+
+const GUESSES: usize = 4;
+
+fn file(name: &str) -> PathBuf {
+    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
+    let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
+    root.join("tiny").join(name)
+}
+
+/// A target with its assistant, and one sequence.
+struct Pair {
+    decoder: Decoder,
+    blocks: Vec<Vec<u32>>,
+}
+
+impl Pair {
+    fn new(positions: usize) -> Self {
+        let options = EngineOptions {
+            threads: Some(1),
+            kv_type: KvType::F32,
+            activations: ActivationMode::F32,
+            ..EngineOptions::default()
+        };
+        let mut decoder = load::decoder(&file("gemma4/gemma4-f32.gguf"), &options, &mut |_, _| {}).unwrap();
+        let assistant = ModelFile::open(&file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
+        let spec = AssistantSpec::from_file(&assistant).unwrap();
+        decoder.load_assistant(&spec, &assistant, 4).unwrap();
+        let (mut end, mut blocks) = (0, Vec::new());
+        let count = positions.div_ceil(options.block_tokens) as u32;
+        for stride in decoder.block_strides() {
+            blocks.push((0..count).map(|block| end + block * stride).collect());
+            end += count * stride;
+        }
+        decoder.allocate_kv(end as usize * 64).unwrap();
+        Self { decoder, blocks }
+    }
+
+    /// The blocks of the first `positions`.
+    fn tables(blocks: &[Vec<u32>], positions: usize) -> Vec<BlockTable<'_>> {
+        blocks.iter().map(|blocks| BlockTable::Paged(&blocks[..positions.div_ceil(16)])).collect()
+    }
+
+    /// Computes tokens behind `context`; the most likely one behind each.
+    fn step(&mut self, tokens: &[u32], context: usize) -> Vec<u32> {
+        let sequence = StepSequence { rows: 0..tokens.len(), context, segment_start: None };
+        let tables = Self::tables(&self.blocks, context + tokens.len());
+        let tables: Vec<_> = tables.into_iter().map(|table| vec![table]).collect();
+        let input = StepInput { tokens, sequences: &[sequence], tables: &tables, states: &[] };
+        self.decoder.forward(&[], &input).unwrap();
+        let rows: Vec<u32> = (0..tokens.len() as u32).collect();
+        let mut best = Vec::new();
+        self.decoder.argmax(&rows, &mut best).unwrap();
+        best
+    }
+}
+
+fn doubles(file: &SafeTensors<'_>, name: &str) -> Vec<f64> {
+    let data = file.tensor(name).unwrap().data().to_vec();
+    data.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
+}
+
+/// The largest difference.
+fn apart(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn every_round_is_the_references() {
+    let bytes = std::fs::read(file("gemma4-assistant/ref.safetensors")).unwrap();
+    let reference = SafeTensors::deserialize(&bytes).unwrap();
+    let text = std::fs::read_to_string(file("gemma4-assistant/ref.json")).unwrap();
+    let told: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (mut rounds, mut accepted) = (0, 0);
+    for (prompt, told) in told["rounds"].as_array().unwrap().iter().enumerate() {
+        let ids = reference.tensor(&format!("p{prompt}.ids")).unwrap().data().to_vec();
+        let ids: Vec<u32> = ids.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+        let mut pair = Pair::new(256);
+        let mut newest = pair.step(&ids, 0).pop().unwrap();
+        let (mut context, mut row) = (ids.len(), ids.len() as u32 - 1);
+        let mut output = vec![newest];
+        for (round, told) in told.as_array().unwrap().iter().enumerate() {
+            let what = format!("p{prompt}.r{round}");
+            let number = |key: &str| told[key].as_u64().unwrap() as usize;
+            assert_eq!((context, newest as usize), (number("pos"), number("last_token")), "{what}");
+            let hidden = pair.decoder.hidden(&[row]).unwrap().remove(0);
+            let tables = Pair::tables(&pair.blocks, context);
+            let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables };
+            let known = reference.tensor(&format!("{what}.h_in")).is_ok();
+            if known {
+                assert!(apart(&hidden, &doubles(&reference, &format!("{what}.h_in"))) < 1e-3, "{what}");
+                let logits = doubles(&reference, &format!("{what}.draft_logits"));
+                let out = doubles(&reference, &format!("{what}.h_out"));
+                for count in 1..=GUESSES {
+                    let drafted = pair.decoder.draft(&[from.clone()], count).unwrap().remove(0);
+                    let width = drafted.hidden.len();
+                    let want = &out[(count - 1) * width..count * width];
+                    assert!(apart(&drafted.hidden, want) < 1e-3, "{what}, guess {count}");
+                    let got = pair.decoder.draft_logits(0).unwrap();
+                    let want = &logits[(count - 1) * got.len()..count * got.len()];
+                    assert!(apart(&got, want) < 3e-3, "{what}, guess {count}");
+                }
+            }
+            // Beside another sequence the guesses are the same.
+            let drafted = pair.decoder.draft(&[from.clone(), from], GUESSES).unwrap();
+            assert_eq!(drafted[0], drafted[1], "{what}");
+            let guesses = drafted[0].tokens.clone();
+            let want: Vec<u32> = serde_json::from_value(told["drafts"].clone()).unwrap();
+            assert_eq!(guesses, want, "{what}");
+            let drawn = pair.step(&[&[newest][..], &guesses].concat(), context);
+            let right = guesses.iter().zip(&drawn).take_while(|(guess, drawn)| guess == drawn).count();
+            assert_eq!((right, drawn[right] as usize), (number("accepted"), number("bonus")), "{what}");
+            output.extend(&drawn[..=right]);
+            (newest, context, row) = (drawn[right], context + right + 1, right as u32);
+            (rounds, accepted) = (rounds + 1, accepted + right);
+        }
+        let greedy = reference.tensor(&format!("p{prompt}.greedy")).unwrap().data().to_vec();
+        let greedy: Vec<u32> = greedy.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+        let same = output.len().min(greedy.len());
+        assert_eq!(output[..same], greedy[..same], "p{prompt}");
+    }
+    let count = |key: &str| told[key].as_u64().unwrap() as usize;
+    assert_eq!((rounds, accepted), (count("n_rounds"), count("n_accepted")));
+}
+
+#[test]
+fn a_drafter_of_another_model_is_refused() {
+    let options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
+    let assistant = ModelFile::open(&file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
+    let spec = AssistantSpec::from_file(&assistant).unwrap();
+    for other in ["llama/llama-f32.gguf", "gemma3/gemma3-f32.gguf"] {
+        let mut decoder = load::decoder(&file(other), &options, &mut |_, _| {}).unwrap();
+        let refused = decoder.load_assistant(&spec, &assistant, 4);
+        assert!(matches!(refused, Err(Error::Config { option: "spec", .. })), "{other}: {refused:?}");
+    }
+    assert!(AssistantSpec::from_file(&ModelFile::open(&file("gemma4/gemma4-f32.gguf")).unwrap()).is_err());
+}

@@ -1,0 +1,169 @@
+//! A smaller model of the same vocabulary that guesses for a larger one.
+//!
+//! It computes the same tokens in a decoder and an arena of its own, a few steps behind. Positions of guesses that were
+//! wrong are written over. It is never waited for: what it has not read yet it does not guess for.
+
+use crate::Error;
+use crate::decoder::{CacheKind, Decoder};
+use crate::scheduler::SeqId;
+use kernels::backend::{BlockTable, StepInput, StepSequence};
+use std::collections::HashMap;
+
+/// Tokens that it reads before one step at most, all sequences together.
+const MOST_READ: usize = 512;
+
+/// See the module.
+pub(crate) struct DraftModel {
+    decoder: Decoder,
+    block_tokens: usize,
+    longest: usize,
+    max_rows: usize,
+    /// Numbers of blocks that nobody has.
+    free: Vec<u32>,
+    /// First block and distance of blocks of each group, in units of 64 bytes.
+    groups: Vec<(u32, u32)>,
+    sequences: HashMap<SeqId, Read>,
+}
+
+/// What it has computed of a sequence.
+#[derive(Debug, Default)]
+struct Read {
+    tokens: Vec<u32>,
+    blocks: Vec<u32>,
+}
+
+/// A sequence's rows in a step.
+struct Part {
+    at: usize,
+    id: SeqId,
+    tokens: Vec<u32>,
+    context: usize,
+}
+
+impl DraftModel {
+    /// Over a loaded decoder without an arena, which gets one of at most `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a model with recurrent layers: what these have read cannot be taken back.
+    pub(crate) fn new(
+        mut decoder: Decoder,
+        (block_tokens, max_rows): (usize, usize),
+        bytes: u64,
+    ) -> Result<Self, Error> {
+        if decoder.groups().iter().any(|group| group.kind == CacheKind::State) {
+            let reason = "a model with recurrent layers does not draft".to_owned();
+            return Err(Error::Config { option: "spec", reason });
+        }
+        let each: usize = decoder.groups().iter().map(|group| group.block_bytes).sum();
+        let count = (bytes / each.max(1) as u64).min(u64::from(u32::MAX)) as usize;
+        let (mut end, mut groups) = (0, Vec::new());
+        for group in decoder.groups() {
+            let place = |bytes: usize| u32::try_from(bytes / 64);
+            match (place(end), place(end + count * group.block_bytes), place(group.block_bytes)) {
+                (Ok(first), Ok(_), Ok(stride)) => groups.push((first, stride)),
+                _ => return Err(Error::Invariant(format!("{bytes} bytes for a drafter"))),
+            }
+            end += count * group.block_bytes;
+        }
+        decoder.allocate_kv(end)?;
+        let longest = decoder.spec().context_length;
+        let free = (0..count as u32).rev().collect();
+        Ok(Self { decoder, block_tokens, longest, max_rows, free, groups, sequences: HashMap::new() })
+    }
+
+    /// Forgets the sequences that `lives` does not know.
+    pub(crate) fn retain(&mut self, lives: impl Fn(SeqId) -> bool) {
+        let Self { sequences, free, .. } = self;
+        sequences.retain(|id, read| {
+            let lives = lives(*id);
+            if !lives {
+                free.append(&mut read.blocks);
+            }
+            lives
+        });
+    }
+
+    /// What it takes for the next `count` tokens of each sequence; nothing of those that it has not read yet.
+    pub(crate) fn draft(&mut self, of: &[(SeqId, &[u32])], count: usize) -> Result<Vec<Vec<u32>>, Error> {
+        let mut drafted = vec![Vec::new(); of.len()];
+        let (mut parts, mut ready) = (Vec::new(), Vec::new());
+        let mut left = MOST_READ.min(self.max_rows);
+        for (at, (id, tokens)) in of.iter().enumerate() {
+            if !self.make_room(*id, tokens, count) {
+                continue;
+            }
+            let known = self.sequences.get(id).map_or(0, |read| same(&read.tokens, tokens));
+            let rows = (tokens.len() - known).min(left);
+            if rows == 0 {
+                continue;
+            }
+            left -= rows;
+            if known + rows == tokens.len() {
+                ready.push(at);
+            }
+            parts.push(Part { at, id: *id, tokens: tokens[known..known + rows].to_vec(), context: known });
+        }
+        for _ in 0..count {
+            if parts.is_empty() {
+                break;
+            }
+            let best = self.step(&parts)?;
+            let mut next = Vec::with_capacity(ready.len());
+            for (part, token) in parts.into_iter().zip(best) {
+                if ready.contains(&part.at) {
+                    drafted[part.at].push(token);
+                    let context = part.context + part.tokens.len();
+                    next.push(Part { tokens: vec![token], context, ..part });
+                }
+            }
+            parts = next;
+        }
+        Ok(drafted)
+    }
+
+    /// Room for a sequence's tokens and guesses behind them, if there is.
+    fn make_room(&mut self, id: SeqId, tokens: &[u32], guesses: usize) -> bool {
+        let len = tokens.len() + guesses;
+        let blocks = len.div_ceil(self.block_tokens);
+        let read = self.sequences.entry(id).or_default();
+        let wanted = blocks.saturating_sub(read.blocks.len());
+        if len > self.longest || wanted > self.free.len() {
+            return false;
+        }
+        read.blocks.extend(self.free.drain(self.free.len() - wanted..));
+        true
+    }
+
+    /// Computes these rows; the most likely token behind each part.
+    fn step(&mut self, parts: &[Part]) -> Result<Vec<u32>, Error> {
+        let (mut tokens, mut sequences, mut last) = (Vec::new(), Vec::new(), Vec::new());
+        let mut offsets: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(parts.len()); self.groups.len()];
+        for part in parts {
+            let rows = tokens.len()..tokens.len() + part.tokens.len();
+            tokens.extend_from_slice(&part.tokens);
+            last.push(tokens.len() as u32 - 1);
+            sequences.push(StepSequence { rows, context: part.context, segment_start: None });
+            let read = self.sequences.entry(part.id).or_default();
+            read.tokens.truncate(part.context);
+            read.tokens.extend_from_slice(&part.tokens);
+            for ((first, stride), group) in self.groups.iter().zip(&mut offsets) {
+                group.push(read.blocks.iter().map(|block| first + block * stride).collect());
+            }
+        }
+        let tables: Vec<Vec<BlockTable<'_>>> = offsets
+            .iter()
+            .map(|group| group.iter().map(|offsets| BlockTable::Paged(offsets)).collect())
+            .collect();
+        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
+        self.decoder.forward(&[], &input)?;
+        let mut best = Vec::with_capacity(parts.len());
+        self.decoder.argmax(&last, &mut best)?;
+        Ok(best)
+    }
+}
+
+/// How many tokens both begin with; one less than there are, so that there is always something to compute.
+fn same(read: &[u32], tokens: &[u32]) -> usize {
+    let same = read.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+    same.min(tokens.len().saturating_sub(1))
+}

@@ -1,0 +1,115 @@
+//! Guesses of what is drawn next: who makes them, and what becomes of them.
+
+use super::forward::tables_of;
+use super::{Draw, Engine, Live};
+use crate::Error;
+use crate::decoder::DraftFrom;
+use crate::scheduler::{Decoding, PlannedSequence, SeqId, StepPlan};
+use std::collections::HashMap;
+use std::time::Instant;
+
+/// The row of the last step from which each sequence's newest token was drawn.
+pub(super) type NewestRows = HashMap<SeqId, u32>;
+
+/// What may follow a guess is known only once the guess has been taken in: an answer of a grammar has none.
+fn unguided<'a>(live: &HashMap<SeqId, Live>, decoding: Decoding<'a>) -> Decoding<'a> {
+    let guided = live.get(&decoding.id).is_some_and(|live| live.guide.is_some());
+    Decoding { most_guesses: if guided { 0 } else { decoding.most_guesses }, ..decoding }
+}
+
+impl Engine {
+    /// Has the next step look at what sequences will probably draw, where that pays.
+    pub(super) fn guess(&mut self) -> Result<(), Error> {
+        let Some(speculation) = &mut self.speculation else { return Ok(()) };
+        if self.later.is_some() && self.decoder.spec().is_recurrent() {
+            // The states of other stages cannot be taken back.
+            return Ok(());
+        }
+        speculation.retain(|id| self.live.contains_key(&id));
+        if let Some(model) = &mut self.draft_model {
+            model.retain(|id| self.live.contains_key(&id));
+        }
+        if speculation.is_computed() {
+            return self.draft();
+        }
+        let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.live, decoding));
+        for (id, guesses) in speculation.guess(decoding) {
+            self.scheduler.guess(id, guesses);
+        }
+        Ok(())
+    }
+
+    /// Has another model guess.
+    fn draft(&mut self) -> Result<(), Error> {
+        let newest = std::mem::take(&mut self.newest_rows);
+        let rows = self.scheduler.decoding().count() as u32;
+        let drafts = |decoding: &Decoding<'_>| {
+            decoding.most_guesses > 0 && (self.draft_model.is_some() || newest.contains_key(&decoding.id))
+        };
+        let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.live, decoding));
+        let decoding: Vec<Decoding<'_>> = decoding.filter(drafts).collect();
+        let sequences: Vec<(SeqId, u32)> = decoding.iter().map(|d| (d.id, d.most_guesses)).collect();
+        let Some(speculation) = &mut self.speculation else { return Ok(()) };
+        let rounds = speculation.rounds(rows, &sequences);
+        if rounds == 0 {
+            return Ok(());
+        }
+        let since = Instant::now();
+        let drafted: Vec<Vec<u32>> = match &mut self.draft_model {
+            Some(model) => {
+                let tokens: Vec<(SeqId, &[u32])> = decoding.iter().map(|d| (d.id, d.tokens)).collect();
+                model.draft(&tokens, rounds)?
+            }
+            None => {
+                let rows: Vec<u32> = sequences.iter().filter_map(|(id, _)| newest.get(id).copied()).collect();
+                let hidden = self.decoder.hidden(&rows)?;
+                let strides = self.decoder.block_strides();
+                let from = |(decoding, hidden): (&Decoding<'_>, Vec<f32>)| DraftFrom {
+                    token: decoding.tokens.last().copied().unwrap_or_default(),
+                    context: decoding.tokens.len() - 1,
+                    hidden,
+                    tables: tables_of(self.scheduler.tables(decoding.slot), &strides),
+                };
+                let from: Vec<DraftFrom<'_>> = decoding.iter().zip(hidden).map(from).collect();
+                let drafted = self.decoder.draft(&from, rounds)?;
+                drafted.into_iter().map(|drafted| drafted.tokens).collect()
+            }
+        };
+        speculation.rounds_took(rounds, since.elapsed());
+        for ((id, most), mut guesses) in sequences.into_iter().zip(drafted) {
+            guesses.truncate(most as usize);
+            self.scheduler.guess(id, guesses);
+        }
+        Ok(())
+    }
+
+    /// What was drawn behind the end of a generation has never been.
+    pub(super) fn end_with_the_text(&self, drawn: &mut Vec<Draw>) {
+        let mut counts = Vec::with_capacity(drawn.len());
+        for run in drawn.chunk_by(|before, behind| before.id == behind.id) {
+            let tokens: Vec<u32> = run.iter().map(|draw| draw.token).collect();
+            let live = run.first().and_then(|draw| self.live.get(&draw.id));
+            let count = live.map_or(tokens.len(), |live| live.text.counts_of(&tokens));
+            counts.extend((0..run.len()).map(|at| at < count));
+        }
+        let mut counts = counts.into_iter();
+        drawn.retain(|_| counts.next().unwrap_or(true));
+    }
+
+    /// Has the states of sequences with guesses follow the rows that count, and remembers how good guesses were.
+    pub(super) fn accept(&mut self, plan: &StepPlan, drawn: &[Draw]) -> Result<(), Error> {
+        let Some(speculation) = &mut self.speculation else { return Ok(()) };
+        self.newest_rows.clear();
+        self.newest_rows.extend(drawn.iter().map(|draw| (draw.id, draw.row)));
+        let counted = |sequence: &PlannedSequence| drawn.iter().filter(|draw| draw.id == sequence.id).count();
+        let mut rows = Vec::new();
+        for sequence in plan.sequences.iter().filter(|sequence| sequence.guesses > 0) {
+            let counted = counted(sequence);
+            speculation.looked_at(sequence.id, sequence.guesses as usize, counted.saturating_sub(1));
+            if sequence.state.is_some() {
+                rows.push(counted);
+            }
+        }
+        if rows.is_empty() { Ok(()) } else { self.decoder.accept(&rows) }
+    }
+}

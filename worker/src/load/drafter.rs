@@ -1,0 +1,82 @@
+//! Loading what guesses for a model.
+
+use super::{EngineOptions, Memory, ModelFile, ModelSpec, backend, environment, generates, load_decoder};
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::engine::DraftModel;
+use crate::kv_cache::memory::MemoryFloor;
+use crate::speculation::Guesses;
+use model::spec::AssistantSpec;
+use model::tokenizer::Tokenizer;
+use std::path::Path;
+
+/// Who guesses, ready to do so.
+pub(super) enum Guesser {
+    Nobody,
+    Ngrams,
+    /// The decoder's assistant, or a model.
+    Drafter(Option<Box<DraftModel>>),
+}
+
+/// Rows of a drafter's largest step.
+const ROWS: usize = 512;
+
+/// Loads who guesses for the model in `decoder`, which has its tokenizer and decodes so many sequences at once; before its
+/// arena of `arena_bytes` is allocated.
+pub(super) fn guesser(
+    options: &EngineOptions,
+    decoder: &mut Decoder,
+    (tokenizer, sequences): (&Tokenizer, usize),
+    (floor, arena_bytes): (MemoryFloor, u64),
+) -> Result<Guesser, Error> {
+    let admit = |what: &'static str, bytes: u64| {
+        let memory = Memory::of(options)?.less(decoder.backend().memory());
+        let admitted = floor.admit(&memory, what, bytes);
+        admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
+    };
+    match &options.guesses {
+        Guesses::Off => Ok(Guesser::Nobody),
+        Guesses::Ngram => Ok(Guesser::Ngrams),
+        Guesses::Assistant(path) => {
+            let file = ModelFile::open(path)?;
+            let spec = AssistantSpec::from_file(&file)?;
+            admit("the drafter", file.total_tensor_bytes())?;
+            decoder.load_assistant(&spec, &file, sequences)?;
+            Ok(Guesser::Drafter(None))
+        }
+        Guesses::Model(path) => {
+            let file = ModelFile::open(path)?;
+            let spec = ModelSpec::from_file(&file)?;
+            generates(&spec)?;
+            check_vocabulary(path, &spec, &Tokenizer::from_metadata(file.metadata())?, (&*decoder, tokenizer))?;
+            // Its caches are a small part of what the model's own may take.
+            let cache_bytes = arena_bytes / 4;
+            admit("the drafter", file.total_tensor_bytes() + cache_bytes)?;
+            let options = EngineOptions { arrivals: None, ..options.clone() };
+            let rows = ROWS.max(sequences);
+            let layers = 0..spec.layers.len();
+            let backend = backend(&options, &environment)?;
+            let drafter = load_decoder(&file, spec, &options, backend, (layers, rows), &mut |_, _| {})?;
+            let model = DraftModel::new(drafter, (options.block_tokens, rows), cache_bytes)?;
+            Ok(Guesser::Drafter(Some(Box::new(model))))
+        }
+    }
+}
+
+/// Refuses a drafter whose tokens are others.
+fn check_vocabulary(
+    path: &Path,
+    spec: &ModelSpec,
+    own: &Tokenizer,
+    (decoder, tokenizer): (&Decoder, &Tokenizer),
+) -> Result<(), Error> {
+    let (vocab, wanted) = (spec.vocab, decoder.spec().vocab);
+    if vocab == wanted && own.digest() == tokenizer.digest() {
+        return Ok(());
+    }
+    let reason = format!(
+        "{} has another vocabulary ({vocab} tokens) than the model it is to guess for ({wanted})",
+        path.display()
+    );
+    Err(Error::Config { option: "spec", reason })
+}

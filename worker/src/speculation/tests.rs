@@ -1,0 +1,155 @@
+use super::*;
+use crate::scheduler::SeqSlot;
+
+fn times(row: f64) -> Pays {
+    let mut pays = Pays::default();
+    for rows in 1..=64u32 {
+        pays.took(rows, 1.0 + row * f64::from(rows - 1));
+    }
+    pays
+}
+
+#[test]
+fn the_place_that_is_followed_says_what_comes() {
+    let mut ngrams = Ngrams::default();
+    let text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4];
+    let mut heard = Vec::new();
+    ngrams.catch_up(&text, |matched, right| heard.push((matched, right)));
+    assert!(heard.is_empty(), "what was there before is not counted");
+    assert_eq!((ngrams.next(&text, 4), ngrams.matched()), (vec![5, 6, 7, 8], 3));
+    let text = [&text[..], &[5, 6, 9]].concat();
+    ngrams.catch_up(&text, |matched, right| heard.push((matched, right)));
+    assert_eq!(heard, [(3, true), (4, true), (5, false)]);
+    assert!(ngrams.next(&text, 4).is_empty(), "nothing like it came before");
+}
+
+#[test]
+fn what_repeats_is_guessed_to_repeat() {
+    let mut ngrams = Ngrams::default();
+    let text = [7, 1, 2, 1, 2, 1];
+    ngrams.catch_up(&text, |_, _| {});
+    assert_eq!(ngrams.next(&text, 5), [2, 1, 2, 1, 2]);
+    assert!(ngrams.next(&text, 0).is_empty());
+    let mut short = Ngrams::default();
+    short.catch_up(&[1, 1], |_, _| {});
+    assert!(short.next(&[1, 1], 5).is_empty());
+}
+
+#[test]
+fn chances_follow_what_was_heard_and_fade() {
+    let mut chances = Chances::default();
+    let first = |chances: &Chances| chances.of(3, 1)[0];
+    assert!((first(&chances) - 0.3).abs() < 1e-9);
+    (0..8).for_each(|_| chances.heard(3, false));
+    assert!(first(&chances) < 0.1);
+    assert!((chances.of(30, 1)[0] - 0.9).abs() < 1e-9, "another class");
+    (0..40).for_each(|_| chances.heard(3, true));
+    assert!(first(&chances) > 0.8);
+    let all = chances.of(3, 12);
+    assert!(all.windows(2).all(|pair| pair[1] < pair[0]), "{all:?}");
+}
+
+#[test]
+fn guesses_that_do_not_pay_are_not_looked_at() {
+    let sure = vec![vec![0.95, 0.9, 0.86, 0.81]];
+    let doubtful = vec![vec![0.1, 0.02]];
+    assert_eq!(times(0.05).choose(1, &sure), [4]);
+    assert_eq!(times(0.05).choose(1, &doubtful), [1]);
+    assert_eq!(times(0.3).choose(1, &doubtful), [0]);
+    assert_eq!(times(1.0).choose(1, &sure), [0], "a row costs as much as a step");
+    // Nothing was measured yet.
+    assert_eq!(Pays::default().choose(1, &sure), [0]);
+    assert_eq!(times(0.05).choose(0, &[]), [0usize; 0]);
+}
+
+#[test]
+fn load_ends_it() {
+    // A row costs 6 % of a step of one row: alone it pays, among 64 nearly as much as it brings.
+    let one = |rows| times(0.06).choose(rows, &vec![vec![0.6, 0.36, 0.2]; rows as usize]);
+    assert_eq!(one(1), [3]);
+    let of_many: usize = times(0.2).choose(48, &vec![vec![0.6, 0.36, 0.2]; 48]).iter().sum();
+    assert_eq!(of_many, 0);
+}
+
+#[test]
+fn times_are_interpolated_forgotten_and_must_gain_something() {
+    let mut pays = Pays::default();
+    pays.took(1, 1.0);
+    pays.took(5, 2.0);
+    assert!((pays.seconds(3) - 1.5).abs() < 1e-9);
+    assert!((pays.seconds(9) - 2.0 * 2.2 / 1.6).abs() < 1e-9);
+    (0..2 * TRUSTED_STEPS).for_each(|_| pays.took(1, 1.0));
+    assert!((pays.seconds(5) - 1.6).abs() < 1e-9, "what was measured long ago is taken for unknown");
+}
+
+const TRUSTED_STEPS: u64 = 512;
+
+/// A text that answers each repetition with something else: after a few guesses none is looked at any more, and what
+/// they have cost is less than a hundredth of the whole.
+#[test]
+fn adversarial_text_costs_next_to_nothing() {
+    let (mut speculation, row) = (Speculation::ngram(), 0.15);
+    let mut tokens: Vec<u32> = (0..200).collect();
+    let (mut seconds, mut guessed) = (0.0, 0);
+    for drawn in 0..400u32 {
+        let decoding = Decoding { id: SeqId(1), slot: SeqSlot(0), tokens: &tokens, most_guesses: 64 };
+        let guesses: usize = speculation.guess(std::iter::once(decoding)).iter().map(|(_, g)| g.len()).sum();
+        let took = 1.0 + row * guesses as f64;
+        speculation.step_took(1 + guesses, Duration::from_secs_f64(took));
+        (seconds, guessed) = (seconds + took, guessed + guesses);
+        // Three tokens that came before, and one that never did.
+        tokens.push(if drawn % 4 == 3 { 1000 + drawn } else { drawn % 4 + 10 });
+    }
+    assert!(guessed > 0, "it was tried");
+    assert!(seconds < 400.0 * 1.01, "{seconds}");
+}
+
+/// A text that repeats itself is guessed at length, and with few steps.
+#[test]
+fn a_quotation_is_guessed_in_long_runs() {
+    let (mut speculation, document): (_, Vec<u32>) = (Speculation::ngram(), (0..300).collect());
+    let mut tokens = [&document[..], &[900, 901], &document[20..24]].concat();
+    let mut steps = 0;
+    while tokens.len() < document.len() + 200 {
+        let decoding = Decoding { id: SeqId(1), slot: SeqSlot(0), tokens: &tokens, most_guesses: 64 };
+        let guesses = speculation.guess(std::iter::once(decoding)).pop().map_or(0, |(_, g)| g.len());
+        speculation.step_took(1 + guesses, Duration::from_secs_f64(1.0 + 0.15 * guesses as f64));
+        let next = tokens[tokens.len() - 1] + 1;
+        tokens.extend(next..=next + guesses as u32);
+        steps += 1;
+    }
+    assert!(steps < 40, "{steps} steps for 194 tokens");
+}
+
+/// Guesses that are computed by a drafter whose chance is this, over so many steps: tokens by seconds, where a plain step
+/// takes one.
+fn drafted(chance: u64, round: f64, row: f64, steps: u64) -> f64 {
+    let mut speculation = Speculation::computed();
+    let (mut tokens, mut seconds, mut dice) = (0usize, 0.0, 7u64);
+    for _ in 0..steps {
+        let count = speculation.rounds(1, &[(SeqId(1), 20)]);
+        if count > 0 {
+            speculation.rounds_took(count, Duration::from_secs_f64(round * count as f64));
+        }
+        let mut hit = || {
+            dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (dice >> 33) % 100 < chance
+        };
+        let right = (0..count).take_while(|_| hit()).count();
+        speculation.looked_at(SeqId(1), count, right);
+        let took = 1.0 + row * count as f64;
+        speculation.step_took(1 + count, Duration::from_secs_f64(took));
+        tokens += 1 + right;
+        seconds += took + round * count as f64;
+    }
+    tokens as f64 / seconds
+}
+
+#[test]
+fn a_drafter_is_used_where_it_pays_and_tried_seldom_where_it_does_not() {
+    assert!(drafted(90, 0.1, 0.05, 2000) > 2.0);
+    assert!(drafted(60, 0.1, 0.05, 2000) > 1.2);
+    for (chance, round, row) in [(5, 0.1, 0.05), (90, 3.0, 0.05), (40, 0.5, 0.5)] {
+        assert!(drafted(chance, round, row, 2000) > 0.98, "{chance} %, {round} a round, {row} a row");
+    }
+}

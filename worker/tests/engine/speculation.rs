@@ -1,0 +1,351 @@
+//! Guesses change no bit: tokens, logits, texts and endings are those of computing one token at a time.
+
+use crate::exactness::{assert_same, models};
+use crate::harness::{
+    Ask, Heard, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
+};
+use crate::stages::{Workers, most_shards};
+use kvasir_worker::engine::Engine;
+use kvasir_worker::kv_cache::Placement;
+use kvasir_worker::Error;
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::speculation::{Guesses, Speculation};
+use proto::message::{FinishReason, Sampling, Stop};
+
+const LLAMA: &str = "tiny/llama/llama-f32";
+const GENERATE: u32 = 40;
+
+/// Prompts that repeat themselves, so that there is always something to guess, right or wrong.
+fn asks() -> Vec<Ask> {
+    let repeated = |seed: u64, len: usize, times: usize| prompt(seed, len).repeat(times);
+    let prompts = [
+        repeated(1, 7, 2),
+        repeated(2, 20, 3),
+        [repeated(3, 30, 2), prompt(4, 3)].concat(),
+        repeated(5, 45, 2),
+        vec![9; 21],
+        repeated(6, 16, 4),
+        [prompt(7, 40), repeated(7, 11, 2)].concat(),
+        repeated(8, 3, 9),
+    ];
+    prompts.into_iter().map(|prompt| Ask::greedy(prompt, GENERATE)).collect()
+}
+
+/// As it is without guesses.
+fn plain(model: &str, asks: &[Ask]) -> Vec<Heard> {
+    one_by_one(&mut open(model, &EngineOptions { prefix_cache: false, ..options(model) }), asks)
+}
+
+fn guessing(model: &str, options: &EngineOptions, most: u32) -> Engine {
+    open(model, options).with_speculation(Speculation::ngram().always(most))
+}
+
+/// Guesses looked at and right.
+fn counts(heard: &[Heard]) -> (u32, u32) {
+    let finished = heard.iter().filter_map(|heard| heard.finished.as_ref());
+    finished.fold((0, 0), |(all, right), finished| {
+        (all + finished.drafted_tokens, right + finished.accepted_tokens)
+    })
+}
+
+#[test]
+fn guesses_change_no_bit() {
+    for model in models() {
+        let asks = asks();
+        let want = plain(model, &asks);
+        let (mut drafted, mut accepted) = (0, 0);
+        let mut run = |what: &str, at_once: bool, most: u32, options: EngineOptions| {
+            let mut engine = guessing(model, &options, most);
+            let mut rounds = Vec::new();
+            // The second time from the prefix cache, if there is one.
+            for _ in 0..2 {
+                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+                assert_same(&format!("{model}: {what}"), &want, &got);
+                engine.check().unwrap();
+                rounds.extend(got);
+            }
+            let (all, right) = counts(&rounds);
+            (drafted, accepted) = (drafted + all, accepted + right);
+            let metrics = engine.metrics();
+            assert_eq!((metrics.drafted.get(), metrics.accepted.get()), (all.into(), right.into()), "{what}");
+            assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
+            rounds.iter().map(Heard::preemptions).sum::<u32>()
+        };
+        run("alone", false, 5, options(model));
+        run("eight at once", true, 5, options(model));
+        run("one guess", true, 1, options(model));
+        run("as many as can be", true, 64, options(model));
+        run("chunks of 7", true, 5, EngineOptions { chunk: Some(7), ..options(model) });
+        run("no room for guesses", true, 5, EngineOptions { max_rows: Some(9), ..options(model) });
+        run("no prefix cache", true, 5, EngineOptions { prefix_cache: false, ..options(model) });
+        let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
+        run("contiguous", true, 5, contiguous);
+        let preempted = run("preempted", true, 5, cramped(model, &options(model), 140));
+        assert!(preempted > 0, "{model}");
+        assert!(accepted > 0 && drafted > accepted, "{model}: {accepted} of {drafted}");
+    }
+}
+
+#[test]
+fn draws_with_a_seed_are_the_same_with_guesses() {
+    let sampling = |seed| Sampling {
+        temperature: 0.3,
+        top_p: 0.95,
+        repetition_penalty: 1.05,
+        presence_penalty: 0.1,
+        frequency_penalty: 0.02,
+        logit_bias: vec![(17, 2.0), (18, -100.0)],
+        seed,
+        logprobs: Some(2),
+        ..Sampling::default()
+    };
+    let few = |seed| Sampling { temperature: 0.2, top_k: 8, seed, ..Sampling::default() };
+    for model in models() {
+        let all = asks();
+        let seeded = |(seed, ask): (u64, Ask)| Ask {
+            sampling: if seed % 2 == 0 { few(seed) } else { sampling(seed) },
+            ..ask.tokens_only()
+        };
+        let asks: Vec<Ask> = (1..).zip(all).map(seeded).collect();
+        let want = plain(model, &asks);
+        let got = together(&mut guessing(model, &options(model), 6), &asks);
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!((&want.tokens, &want.logprobs), (&got.tokens, &got.logprobs), "{model}");
+        }
+        assert!(counts(&got).0 > 0, "{model}");
+    }
+}
+
+/// Whatever ends a generation ends it at the same token, and what was guessed behind it has never been.
+#[test]
+fn endings_are_found_among_guesses() {
+    for model in [LLAMA, "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
+        for ask in asks().into_iter().step_by(3).map(Ask::tokens_only) {
+            let whole = plain(model, std::slice::from_ref(&ask)).remove(0);
+            let text: Vec<char> = whole.text.chars().collect();
+            let half: String = text[text.len() / 2..].iter().take(2).collect();
+            let mut stops: Vec<Stop> = (1..GENERATE)
+                .step_by(5)
+                .map(|max_tokens| Stop { max_tokens, ignore_eos: true, ..Stop::default() })
+                .collect();
+            let token_ids = vec![whole.tokens[whole.tokens.len() / 2]];
+            let stop = Stop { max_tokens: GENERATE, ignore_eos: true, ..Stop::default() };
+            stops.push(Stop { token_ids: token_ids.clone(), ..stop.clone() });
+            stops.push(Stop { token_ids, min_tokens: GENERATE / 2 + 3, ..stop.clone() });
+            stops.push(Stop { strings: vec![half], ..stop });
+            for stop in stops {
+                let ask = Ask { stop, ..ask.clone() };
+                let want = plain(model, std::slice::from_ref(&ask)).remove(0);
+                let mut engine = guessing(model, &options(model), 7);
+                let got = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
+                let end = |heard: &Heard| {
+                    let finished = heard.finished.clone().unwrap();
+                    (finished.reason, finished.matched, finished.completion_tokens)
+                };
+                assert_eq!((&got.tokens, &got.text, end(&got)), (&want.tokens, &want.text, end(&want)));
+                engine.check().unwrap();
+                // What stays behind is what is left without guesses.
+                let mut without = open(model, &options(model));
+                one_by_one(&mut without, std::slice::from_ref(&ask));
+                let longer = Ask::greedy([&ask.prompt[..], &want.tokens, &[1, 2, 3]].concat(), 1);
+                let cached = |engine: &mut Engine| one_by_one(engine, std::slice::from_ref(&longer))[0].cached();
+                assert_eq!(cached(&mut engine), cached(&mut without), "{model}");
+            }
+        }
+    }
+}
+
+#[test]
+fn choices_and_attempts_go_on_with_guesses() {
+    for model in [LLAMA, "tiny/gemma4/gemma4-f32", "tiny/granitehybrid/granitehybrid-f32"] {
+        let ask = asks().remove(1).tokens_only();
+        let choice = |seed| Ask {
+            sampling: Sampling { temperature: 0.7, seed, ..Sampling::default() },
+            together: 3,
+            ..ask.clone()
+        };
+        let choices: Vec<Ask> = (1..4).map(choice).collect();
+        let want = plain(model, &choices.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
+        let got = together(&mut guessing(model, &options(model), 5), &choices);
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!(want.tokens, got.tokens, "{model}");
+        }
+        for (choice, want) in choices.iter().zip(&want) {
+            let resumed = Ask { emitted: want.tokens[..17].to_vec(), together: 1, ..choice.clone() };
+            let rest = one_by_one(&mut guessing(model, &options(model), 5), &[resumed]).remove(0);
+            assert_eq!(rest.tokens, want.tokens[17..], "{model}");
+            assert_eq!(rest.finished.unwrap().reason, FinishReason::Length);
+        }
+    }
+}
+
+#[test]
+fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
+    for model in models() {
+        let mut engine = guessing(model, &options(model), 5);
+        let asked: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
+        for asked in asked.iter().step_by(2) {
+            for _ in 0..3 {
+                engine.step(std::time::Instant::now()).unwrap();
+            }
+            engine.cancel(asked.id.unwrap());
+            engine.check().unwrap();
+        }
+        run_to_end(&mut engine);
+        assert_eq!(engine.load().kv_used, 0, "{model}");
+    }
+}
+
+#[test]
+fn two_stages_look_at_guesses_too() {
+    for model in models().filter(|model| most_shards(model) >= 2) {
+        let asks = asks();
+        let want = plain(model, &asks);
+        let workers = Workers::start(model, 1, &options(model));
+        let mut engine =
+            workers.next_engine(model, &options(model)).with_speculation(Speculation::ngram().always(5));
+        let got = together(&mut engine, &asks);
+        assert_same(&format!("{model} over two"), &want, &got);
+        let tokens: Vec<Ask> = asks.into_iter().map(Ask::tokens_only).collect();
+        let got = together(&mut engine, &tokens);
+        let same = want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens);
+        assert!(same, "{model} over two, tokens only");
+        // Recurrent states of another stage cannot be taken back.
+        let recurrent = engine.decoder().spec().is_recurrent();
+        assert_eq!(counts(&got).1 > 0, !recurrent, "{model}");
+    }
+}
+
+/// Left to itself it guesses where that was seen to pay, and the tokens are the same.
+#[test]
+fn what_pays_is_decided_without_a_change_to_any_token() {
+    for model in models() {
+        let asks = asks();
+        let want = plain(model, &asks);
+        let mut engine = open(model, &options(model)).with_speculation(Speculation::ngram());
+        assert_same(model, &want, &together(&mut engine, &asks));
+    }
+}
+
+/// Tokens drawn from rows of guesses have the model's distribution: over many seeds the second token, which was
+/// guessed, and the third, drawn behind a guess that was right or behind one that was wrong, are as likely as they are
+/// when one token is drawn at a time.
+#[test]
+fn drawn_tokens_keep_their_distribution() {
+    const SEEDS: u64 = 3000;
+    // The guess is that the prompt goes on as it began.
+    let text = prompt(3, 12).repeat(2);
+    let ask = |seed| Ask {
+        sampling: Sampling { temperature: 0.15, seed, ..Sampling::default() },
+        ..Ask::greedy(text.clone(), 4).tokens_only()
+    };
+    let draws = |engine: &mut Engine, seeds: std::ops::Range<u64>| {
+        let asks: Vec<Ask> = seeds.map(ask).collect();
+        let heard: Vec<Heard> = asks.chunks(200).flat_map(|asks| together(engine, asks)).collect();
+        let all = counts(&heard);
+        (heard.into_iter().map(|heard| heard.tokens).collect::<Vec<_>>(), all)
+    };
+    let (guessed, (drafted, accepted)) = draws(&mut guessing(LLAMA, &options(LLAMA), 3), 0..SEEDS);
+    let (plain, _) = draws(&mut open(LLAMA, &options(LLAMA)), SEEDS..2 * SEEDS);
+    assert!(accepted > 100 && drafted - accepted > 100, "{accepted} of {drafted}");
+    for at in 0..4 {
+        let mut cells: std::collections::BTreeMap<u32, [f64; 2]> = Default::default();
+        for (which, draws) in [&guessed, &plain].into_iter().enumerate() {
+            draws.iter().for_each(|tokens| cells.entry(tokens[at]).or_default()[which] += 1.0);
+        }
+        // Rare tokens count together.
+        let (rare, mut often): (Vec<_>, Vec<_>) = cells.into_values().partition(|[a, b]| a + b < 20.0);
+        often.push(rare.into_iter().fold([0.0; 2], |sum, cell| [sum[0] + cell[0], sum[1] + cell[1]]));
+        often.retain(|[a, b]| a + b > 0.0);
+        // Of two samples of one size.
+        let chi: f64 = often.iter().map(|[a, b]| (a - b) * (a - b) / (a + b)).sum();
+        let freedom = (often.len() - 1) as f64;
+        // 4.5 standard deviations of the distribution of chi squared.
+        assert!(chi < freedom + 4.5 * (2.0 * freedom).sqrt() + 5.0, "token {at}: {chi} of {freedom}");
+    }
+}
+
+const Q4: &str = "quant/qwen3-q/qwen3-q-q4_k_m";
+
+/// A model, and who drafts for it.
+fn drafters() -> [(&'static str, Guesses); 3] {
+    let assistant = Guesses::Assistant(path("tiny/gemma4-assistant/gemma4-assistant-f32"));
+    [
+        ("tiny/gemma4/gemma4-f32", assistant),
+        (LLAMA, Guesses::Model(path(LLAMA))),
+        (Q4, Guesses::Model(path("quant/qwen3-q/qwen3-q-q8_0"))),
+    ]
+}
+
+#[test]
+fn drafters_change_no_bit() {
+    for (model, guesses) in drafters() {
+        let asks = asks();
+        let want = plain(model, &asks);
+        let (mut drafted, mut accepted) = (0, 0);
+        let mut run = |what: &str, at_once: bool, options: EngineOptions| {
+            let mut engine = open(model, &EngineOptions { guesses: guesses.clone(), ..options }).with_draft_len(4);
+            for _ in 0..2 {
+                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+                assert_same(&format!("{model}, {guesses:?}: {what}"), &want, &got);
+                engine.check().unwrap();
+                let (all, right) = counts(&got);
+                (drafted, accepted) = (drafted + all, accepted + right);
+            }
+            assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
+        };
+        run("alone", false, options(model));
+        run("eight at once", true, options(model));
+        run("chunks of 7", true, EngineOptions { chunk: Some(7), ..options(model) });
+        run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..options(model) });
+        run("preempted", true, cramped(model, &options(model), 140));
+        assert!(accepted > 0, "{model}");
+        // A model guesses right for itself.
+        let same = matches!(&guesses, Guesses::Model(drafter) if *drafter == path(model));
+        assert_eq!(drafted == accepted, same, "{model}: {accepted} of {drafted}");
+    }
+}
+
+/// Through the engine the assistant's guesses are as good as the oracle's.
+#[test]
+fn the_assistants_acceptance_is_the_references() {
+    let text = std::fs::read_to_string(path("tiny/gemma4-assistant/ref").with_extension("json")).unwrap();
+    let told: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (model, guesses) = drafters().into_iter().next().unwrap();
+    for (ids, rounds) in told["prompts"].as_array().unwrap().iter().zip(told["rounds"].as_array().unwrap()) {
+        let prompt: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
+        let rounds = rounds.as_array().unwrap();
+        let accepted: u64 = rounds.iter().map(|round| round["accepted"].as_u64().unwrap()).sum();
+        // The token behind the prompt, and what all rounds have brought.
+        let tokens = 1 + rounds.len() as u32 + accepted as u32;
+        let options = EngineOptions { guesses: guesses.clone(), ..options(model) };
+        // Room for four guesses in the last round too.
+        let ask = Ask::greedy(prompt, tokens + 4).tokens_only();
+        let mut engine = open(model, &options).with_draft_len(4);
+        let asked = submit(&mut engine, &ask);
+        while (asked.heard().tokens.len() as u32) < tokens {
+            engine.step(std::time::Instant::now()).unwrap();
+        }
+        assert_eq!(asked.heard().tokens.len() as u32, tokens, "a round ends there");
+        let metrics = engine.metrics();
+        let counted = (metrics.drafts.get(), metrics.drafted.get(), metrics.accepted.get());
+        assert_eq!(counted, (rounds.len() as u64, 4 * rounds.len() as u64, accepted));
+    }
+}
+
+#[test]
+fn drafters_that_cannot_serve_are_refused() {
+    let refused = |model: &str, guesses: Guesses| {
+        let options = EngineOptions { guesses, ..options(model) };
+        let loaded = load::open(&path(model), &options, &mut |_, _| {});
+        match loaded.map(drop) {
+            Err(Error::Config { option: "spec", reason }) => reason,
+            other => panic!("{model}: {other:?}"),
+        }
+    };
+    let other = refused(LLAMA, Guesses::Model(path("tiny/gemma3/gemma3-f32")));
+    assert!(other.contains("vocabulary"), "{other}");
+    let hybrid = "tiny/qwen35/qwen35-f32";
+    let recurrent = refused(hybrid, Guesses::Model(path(hybrid)));
+    assert!(recurrent.contains("recurrent"), "{recurrent}");
+}
