@@ -161,8 +161,9 @@ impl StepMemory {
         self.largest
     }
 
-    /// Steps larger than any before get a layout with room for twice as much, in other memory: even where it takes no more
-    /// bytes, its arrays lie elsewhere, and what was recorded names where they were.
+    /// Steps larger than any before get a layout with room for twice as much. With more rows or sequences it lies in other
+    /// memory: even where it takes no more bytes, the arrays of its groups lie elsewhere, and what was recorded names where
+    /// they were.
     fn make_room(&mut self, device: &mut dyn Device, input: &StepInput<'_>) -> Result<(), CudaError> {
         let blocks = |group: &KvGroup| -> usize {
             let ends = input.sequences.iter().map(|sequence| sequence.context + sequence.rows.len());
@@ -183,10 +184,11 @@ impl StepMemory {
             std::array::from_fn(
                 |i| if wanted[i] > known[i] { wanted[i].next_power_of_two() } else { known[i] },
             );
+        let moved = grown[..2] != known[..2];
         let [rows, sequences, exports, table_entries] = grown;
         self.limits = StepLimits { rows, sequences, exports, table_entries };
         self.step = Step::new(StepLayout::new(self.limits, &self.groups));
-        self.room.give_back(device)
+        if moved { self.room.give_back(device) } else { Ok(()) }
     }
 
     /// The step that was taken in last.
