@@ -199,7 +199,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::Generate(call) => {
-                tokio::spawn(generate(Arc::clone(&shared), call));
+                tokio::spawn(generate(Arc::clone(&shared), *call));
             }
             Incoming::WorkerRpc(rpc) => {
                 tokio::spawn(rpc.serve(Api(Arc::clone(&shared))));

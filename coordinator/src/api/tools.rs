@@ -157,7 +157,7 @@ pub fn tell(messages: &mut Vec<Message>, tools: &Tools) -> Result<(), ApiError> 
             };
             let calls: Vec<String> = calls.iter().map(call).collect();
             let text = [said, calls.join("\n")].join("\n");
-            message.content = Some(Content(text.trim_start().into()));
+            message.content = Some(Content(text.trim_start().to_owned().into()));
         }
         if message.role == "tool" {
             let said = message.content.take().map_or_else(|| "".into(), |Content(text)| text);

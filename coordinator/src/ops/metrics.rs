@@ -228,13 +228,7 @@ impl Metrics {
     }
 
     /// A request to encode texts has been served. Times: in the queue, and from arrival to the end.
-    pub fn encoded(
-        &self,
-        model: &ModelId,
-        times: (Duration, Duration),
-        tokens: u64,
-        trace: Option<TraceId>,
-    ) {
+    pub fn encoded(&self, model: &ModelId, times: (Duration, Duration), tokens: u64, trace: Option<TraceId>) {
         self.by_model.encoded(model, times, tokens, trace);
     }
 

@@ -324,7 +324,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 shared.sequences.lock().generated((request.root, name), &request.prompt, most);
                 let cached = shared.look_up(request);
                 shared.count(|c| c.received += 1);
-                streams.spawn(generate(Arc::clone(&shared), call, cached));
+                streams.spawn(generate(Arc::clone(&shared), *call, cached));
             }
             Incoming::Encode(call) => {
                 shared.state.lock().encodes.push(call.request.call().clone());

@@ -39,7 +39,7 @@ pub enum Incoming {
     /// A coordinator wants to call our [`WorkerApi`](crate::service::WorkerApi).
     WorkerRpc(WorkerRpc),
     /// A coordinator wants tokens.
-    Generate(GenerateCall),
+    Generate(Box<GenerateCall>),
     /// A coordinator wants texts encoded.
     Encode(EncodeCall),
     /// A coordinator wants something done with a sequence.
@@ -157,12 +157,14 @@ async fn identify(
             return Ok(Some(Incoming::WorkerRpc(WorkerRpc::new(send, receive))));
         }
         (Ok(StreamKind::Generate), Some(send)) => {
-            return GenerateCall::read(send, receive).await.map(|call| Some(Incoming::Generate(call)));
+            return GenerateCall::read(send, receive)
+                .await
+                .map(|call| Some(Incoming::Generate(Box::new(call))));
         }
         (Ok(StreamKind::GenerateAfter), Some(send)) => {
             return GenerateCall::read_after(send, receive, kept)
                 .await
-                .map(|call| Some(Incoming::Generate(call)));
+                .map(|call| Some(Incoming::Generate(Box::new(call))));
         }
         (Ok(StreamKind::Encode), Some(send)) => {
             return EncodeCall::read(send, receive).await.map(|call| Some(Incoming::Encode(call)));

@@ -22,7 +22,7 @@ use tarpc::context::Context;
 
 async fn next_call(worker_end: &Connection) -> GenerateCall {
     match soon("a generation", worker_end.accept()).await.unwrap() {
-        Incoming::Generate(call) => call,
+        Incoming::Generate(call) => *call,
         other => panic!("{other:?}"),
     }
 }

@@ -29,7 +29,7 @@ enum Command {
     Encode {
         texts: Vec<Text>,
         deadline: Option<Instant>,
-        trace: Option<Span>,
+        trace: Option<Box<Span>>,
         reply: oneshot::Sender<Answer>,
     },
     Stop,
@@ -111,7 +111,7 @@ impl EncoderHandle {
             return Err(GenerateError::QueueFull);
         }
         let (reply, answer) = oneshot::channel();
-        let command = Command::Encode { texts, deadline, trace, reply };
+        let command = Command::Encode { texts, deadline, trace: trace.map(Box::new), reply };
         self.commands.send(command).map_err(|_| GenerateError::Internal)?;
         Ok(answer)
     }
@@ -166,7 +166,7 @@ fn tokens(texts: &[Text]) -> u64 {
 struct Reply {
     answer: oneshot::Sender<Answer>,
     tokens: u64,
-    trace: Option<Span>,
+    trace: Option<Box<Span>>,
 }
 
 /// The thread's own state.

@@ -188,7 +188,7 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
-                tokio::spawn(to_the_end(node.call_begins(), generate::serve(node, call)));
+                tokio::spawn(to_the_end(node.call_begins(), generate::serve(node, *call)));
             }
             Ok(Incoming::Encode(call)) => {
                 tokio::spawn(to_the_end(node.call_begins(), encode::serve(node, call)));
