@@ -180,7 +180,7 @@ impl StepMemory {
         if wanted.iter().zip(known).all(|(wanted, known)| *wanted <= known) {
             return Ok(());
         }
-        let grown =
+        let grown: [usize; 4] =
             std::array::from_fn(
                 |i| if wanted[i] > known[i] { wanted[i].next_power_of_two() } else { known[i] },
             );
