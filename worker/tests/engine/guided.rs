@@ -1,8 +1,12 @@
 //! Answers that are of a grammar: always of it, the same whatever happens around them, and nobody waits for them.
 
 use crate::harness::{
-    Ask, Asked, Heard, ROOT, cramped, one_by_one, open, options, prompt, submit, submit_guided,
+    Ask, Asked, Heard, QUANT, ROOT, cramped, one_by_one, open, open_on, options, prompt, submit,
+    submit_guided,
 };
+use crate::simulated::{simulated, small};
+use crate::stages::Workers;
+use kernels::cuda::Arch;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::grammar::{COMPILE_TIME, Grammars, Guide};
 use kvasir_worker::load::EngineOptions;
