@@ -127,8 +127,16 @@ def change_things(nodes, data_dir):
     """What operators do, and a worker that dies while a request is under way."""
     ops = f"http://{nodes['coordinators'][0]['ops']}/admin/v1/workers"
     worker = nodes["workers"][-1]["id"]
+
+    def agreed(change):
+        try:
+            return ask(f"{ops}/{worker}/{change}", {}, "POST")
+        except urllib.error.HTTPError as error:
+            # Not agreed on in time, where a disk is slow: to be asked again.
+            assert error.code == 503, error.read().decode()
+
     for change in ("drain", "undrain"):
-        ask(f"{ops}/{worker}/{change}", {}, "POST")
+        until(f"{change} that is agreed on", lambda change=change: agreed(change))
     api = f"http://{nodes['coordinators'][0]['http']}/v1/completions"
     body = {"model": nodes["model"], "prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(api, json.dumps(body).encode(), {"content-type": "application/json"})
