@@ -3,9 +3,9 @@
 use crate::config::UsageError;
 use crate::cpus;
 use crate::local::{self, EngineArgs, LocalEngine};
-use crate::spec::SpecArg;
 use crate::models::resolve_or_pull;
 use crate::replica;
+use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use proto::message::{GenerateFrame, Sampling, Stop};
 use proto::stage::ActivationType;

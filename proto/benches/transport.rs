@@ -45,7 +45,15 @@ fn tokens() -> GenerateFrame {
 fn finished() -> GenerateFrame {
     let (matched, tail) = (None, String::new());
     let reason = FinishReason::Stop;
-    GenerateFrame::Finished(FinishedV1 { reason, matched, tail, completion_tokens: 1, preemptions: 0, drafted_tokens: 0, accepted_tokens: 0 })
+    GenerateFrame::Finished(FinishedV1 {
+        reason,
+        matched,
+        tail,
+        completion_tokens: 1,
+        preemptions: 0,
+        drafted_tokens: 0,
+        accepted_tokens: 0,
+    })
 }
 
 fn request(max_tokens: u32) -> GenerateRequest {

@@ -5,13 +5,13 @@
 
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
+use assistant::Assistant;
 #[cfg(doc)]
 use kernels::backend::StepState;
 use kernels::backend::{
     Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, Norm,
     StepInput, StepOps,
 };
-use assistant::Assistant;
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;
 use std::ops::Range;

@@ -40,8 +40,8 @@ mod staged;
 mod stages;
 
 pub use device::DeviceChoice;
-use drafter::Guesser;
 use device::Memory;
+use drafter::Guesser;
 pub use encoder::encoder;
 use staged::Staged;
 pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
@@ -308,7 +308,8 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    let guesser = drafter::guesser(options, &mut decoder, (tokenizer.as_ref(), max_sequences), (floor, arena_bytes))?;
+    let guesser =
+        drafter::guesser(options, &mut decoder, (tokenizer.as_ref(), max_sequences), (floor, arena_bytes))?;
     let memory = memory.less(decoder.backend().memory());
     floor.admit(&memory, "the KV cache", arena_bytes).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();

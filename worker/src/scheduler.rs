@@ -20,8 +20,8 @@ mod sequence;
 mod tests;
 
 pub use request::{
-    Counters, Decoding, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo, SequenceRequest,
-    SequenceState, Stats, StepLimits, StepPlan, Turn,
+    Counters, Decoding, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo,
+    SequenceRequest, SequenceState, Stats, StepLimits, StepPlan, Turn,
 };
 pub use resume::ForkRefused;
 

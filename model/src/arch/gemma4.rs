@@ -7,9 +7,9 @@ use super::source::Source;
 use super::windows::windows;
 use crate::Error;
 use crate::spec::{
-    Activation, AssistantSpec, AttentionSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, LinearSpec, LogitsSpec, MixerSpec,
-    ModelSpec, MoeSpec, NormKind, NormSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, RopeFactors,
-    RopeSpec, RopeStyle,
+    Activation, AssistantSpec, AttentionSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, LinearSpec, LogitsSpec,
+    MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec,
+    RopeFactors, RopeSpec, RopeStyle,
 };
 
 /// A drafter that reads the keys and values of the model that it drafts for: all of its layers are shared ones.

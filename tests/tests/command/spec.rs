@@ -18,9 +18,8 @@ fn assert_guesses_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&st
     // What stands there twice is guessed to come again.
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
     let prompts: Vec<Vec<u32>> = prompts.iter().cycle().take(8).cloned().collect();
-    let run = |flags: &[&str]| {
-        logits::run(model, &prompts, &[class, &["--greedy", "48"], flags].concat()).unwrap()
-    };
+    let run =
+        |flags: &[&str]| logits::run(model, &prompts, &[class, &["--greedy", "48"], flags].concat()).unwrap();
     let want = run(&[]);
     for spec in specs {
         let ways: [&[&str]; 4] = [

@@ -73,7 +73,9 @@ impl Decoder {
             ));
         }
         if self.config.layers != (0..target.layers.len()) {
-            return refuse("a drafter reads the caches of all layers, of which some are elsewhere".to_owned());
+            return refuse(
+                "a drafter reads the caches of all layers, of which some are elsewhere".to_owned(),
+            );
         }
         let rows = rows.clamp(1, self.config.max_rows.min(self.config.logit_rows));
         let config = DecoderConfig {
@@ -163,7 +165,8 @@ impl Decoder {
                 out: target.x,
             })?;
             let mut joined = vec![0f32; 2 * assistant.backbone * from.len()];
-            for (row, (both, drafted)) in joined.chunks_mut(2 * assistant.backbone).zip(&drafted).enumerate() {
+            for (row, (both, drafted)) in joined.chunks_mut(2 * assistant.backbone).zip(&drafted).enumerate()
+            {
                 let (token, hidden) = both.split_at_mut(assistant.backbone);
                 backend.read_row(target.x, row, token)?;
                 hidden.copy_from_slice(&drafted.hidden);

@@ -117,8 +117,7 @@ impl Engine {
 
     /// The same for whoever computes the rows.
     pub(super) fn wanted(&self, targets: &Targets) -> WantedRows {
-        let sample =
-            |target: &Target| Some(self.live.get(&target.id)?.sampler_of(target).sample(target.row));
+        let sample = |target: &Target| Some(self.live.get(&target.id)?.sampler_of(target).sample(target.row));
         WantedRows {
             argmax: targets.plain.iter().map(|target| target.row).collect(),
             samples: targets.sampled.iter().filter_map(sample).collect(),
@@ -184,7 +183,9 @@ impl Engine {
             keep(&mut drawn, target, || Some(target.draw(token)));
         }
         for (target, sample) in targets.sampled.iter().zip(answer.samples) {
-            keep(&mut drawn, target, || Some(Draw { logprobs: sample.logprobs, ..target.draw(sample.token) }));
+            keep(&mut drawn, target, || {
+                Some(Draw { logprobs: sample.logprobs, ..target.draw(sample.token) })
+            });
         }
         for ((target, position, draws), row) in targets.whole.iter().zip(answer.logits) {
             let Some(live) = self.live.get_mut(&target.id) else { continue };

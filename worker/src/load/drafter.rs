@@ -48,7 +48,12 @@ pub(super) fn guesser(
             let file = ModelFile::open(path)?;
             let spec = ModelSpec::from_file(&file)?;
             generates(&spec)?;
-            check_vocabulary(path, &spec, &Tokenizer::from_metadata(file.metadata())?, (&*decoder, tokenizer))?;
+            check_vocabulary(
+                path,
+                &spec,
+                &Tokenizer::from_metadata(file.metadata())?,
+                (&*decoder, tokenizer),
+            )?;
             // Its caches are a small part of what the model's own may take.
             let cache_bytes = arena_bytes / 4;
             admit("the drafter", file.total_tensor_bytes() + cache_bytes)?;

@@ -94,9 +94,8 @@ impl Pays {
         let more = self.times.range(rows..).next().map(time);
         let rows = f64::from(rows);
         // As if a step of r rows took a time proportional to 1 + ROW (r - 1).
-        let guess = |(known, seconds): (f64, f64)| {
-            seconds * (1.0 + ROW * (rows - 1.0)) / (1.0 + ROW * (known - 1.0))
-        };
+        let guess =
+            |(known, seconds): (f64, f64)| seconds * (1.0 + ROW * (rows - 1.0)) / (1.0 + ROW * (known - 1.0));
         match (fewer, more) {
             (Some((a, below)), Some((b, _))) if a == b => below,
             (Some((a, below)), Some((b, above))) => below + (above - below) * (rows - a) / (b - a),

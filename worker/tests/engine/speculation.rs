@@ -5,9 +5,9 @@ use crate::harness::{
     Ask, Heard, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
 };
 use crate::stages::{Workers, most_shards};
+use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
-use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::speculation::{Guesses, Speculation};
 use proto::message::{FinishReason, Sampling, Stop};
@@ -148,7 +148,8 @@ fn endings_are_found_among_guesses() {
                 let mut without = open(model, &options(model));
                 one_by_one(&mut without, std::slice::from_ref(&ask));
                 let longer = Ask::greedy([&ask.prompt[..], &want.tokens, &[1, 2, 3]].concat(), 1);
-                let cached = |engine: &mut Engine| one_by_one(engine, std::slice::from_ref(&longer))[0].cached();
+                let cached =
+                    |engine: &mut Engine| one_by_one(engine, std::slice::from_ref(&longer))[0].cached();
                 assert_eq!(cached(&mut engine), cached(&mut without), "{model}");
             }
         }
@@ -165,7 +166,8 @@ fn choices_and_attempts_go_on_with_guesses() {
             ..ask.clone()
         };
         let choices: Vec<Ask> = (1..4).map(choice).collect();
-        let want = plain(model, &choices.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
+        let want =
+            plain(model, &choices.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
         let got = together(&mut guessing(model, &options(model), 5), &choices);
         for (want, got) in want.iter().zip(&got) {
             assert_eq!(want.tokens, got.tokens, "{model}");
@@ -284,7 +286,8 @@ fn drafters_change_no_bit() {
         let want = plain(model, &asks);
         let (mut drafted, mut accepted) = (0, 0);
         let mut run = |what: &str, at_once: bool, options: EngineOptions| {
-            let mut engine = open(model, &EngineOptions { guesses: guesses.clone(), ..options }).with_draft_len(4);
+            let mut engine =
+                open(model, &EngineOptions { guesses: guesses.clone(), ..options }).with_draft_len(4);
             for _ in 0..2 {
                 let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
                 assert_same(&format!("{model}, {guesses:?}: {what}"), &want, &got);

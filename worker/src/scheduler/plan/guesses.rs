@@ -5,8 +5,8 @@
 //! computed one by one. With recurrent layers guesses end where a hash unit does, so that no boundary is passed at which
 //! a state would have been kept.
 
-use crate::scheduler::Decoding;
 use super::{Draft, Scheduler, SeqSlot, Sequence, State};
+use crate::scheduler::Decoding;
 use crate::scheduler::SeqId;
 use kernels::backend::MAX_DEFERRED_ROWS;
 use proto::block::HASH_UNIT_TOKENS;

@@ -243,7 +243,9 @@ impl Sim {
             let truth = self.supposed(plan, planned);
             assert_eq!(planned.last_chunk, first + rows == truth.len());
             assert_eq!(planned.samples, planned.last_chunk && client.max_new > 0);
-            assert!(planned.guesses == 0 || rows == 1 + planned.guesses as usize && first >= client.prompt.len());
+            assert!(
+                planned.guesses == 0 || rows == 1 + planned.guesses as usize && first >= client.prompt.len()
+            );
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
                 assert!(position >= known || plan.tokens[row] == client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
@@ -335,7 +337,8 @@ impl Sim {
     /// Computes the states of those rows of a step that count, from the state before them.
     fn accept(&mut self, planned: &PlannedSequence, rows: usize) {
         let group = self.spec.groups.iter().position(|group| group.kind == GroupKind::State);
-        let (Some(group), Some(state)) = (group, planned.state.as_ref().filter(|state| state.deferred)) else {
+        let (Some(group), Some(state)) = (group, planned.state.as_ref().filter(|state| state.deferred))
+        else {
             return;
         };
         let truth = &self.live[&planned.id].truth;
