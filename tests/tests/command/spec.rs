@@ -1,5 +1,6 @@
 //! `--spec`: whoever guesses, every token and every logit is the one that comes without guesses.
 
+use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{self, Manifest};
 use kvasir_cluster_tests::logits::{self, PromptLogits};
 use serde_json::Value;
