@@ -30,7 +30,7 @@ impl Pair {
             ..EngineOptions::default()
         };
         let mut decoder = load::decoder(&file("gemma4/gemma4-f32.gguf"), &options, &mut |_, _| {}).unwrap();
-        let assistant = ModelFile::open(&file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
+        let assistant = ModelFile::open(file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
         let spec = AssistantSpec::from_file(&assistant).unwrap();
         decoder.load_assistant(&spec, &assistant, 4).unwrap();
         let (mut end, mut blocks) = (0, Vec::new());
@@ -100,7 +100,7 @@ fn every_round_is_the_references() {
                 let logits = doubles(&reference, &format!("{what}.draft_logits"));
                 let out = doubles(&reference, &format!("{what}.h_out"));
                 for count in 1..=GUESSES {
-                    let drafted = pair.decoder.draft(&[from.clone()], count).unwrap().remove(0);
+                    let drafted = pair.decoder.draft(std::slice::from_ref(&from), count).unwrap().remove(0);
                     let width = drafted.hidden.len();
                     let want = &out[(count - 1) * width..count * width];
                     assert!(apart(&drafted.hidden, want) < 1e-3, "{what}, guess {count}");
@@ -134,12 +134,12 @@ fn every_round_is_the_references() {
 #[test]
 fn a_drafter_of_another_model_is_refused() {
     let options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
-    let assistant = ModelFile::open(&file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
+    let assistant = ModelFile::open(file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
     let spec = AssistantSpec::from_file(&assistant).unwrap();
     for other in ["llama/llama-f32.gguf", "gemma3/gemma3-f32.gguf"] {
         let mut decoder = load::decoder(&file(other), &options, &mut |_, _| {}).unwrap();
         let refused = decoder.load_assistant(&spec, &assistant, 4);
         assert!(matches!(refused, Err(Error::Config { option: "spec", .. })), "{other}: {refused:?}");
     }
-    assert!(AssistantSpec::from_file(&ModelFile::open(&file("gemma4/gemma4-f32.gguf")).unwrap()).is_err());
+    assert!(AssistantSpec::from_file(&ModelFile::open(file("gemma4/gemma4-f32.gguf")).unwrap()).is_err());
 }
