@@ -31,7 +31,10 @@ fn asks() -> Vec<Ask> {
     // Among three tokens some guesses are right, whatever the model.
     let three = prompt(8, 60).iter().map(|token| 10 + token % 3).collect();
     let logit_bias = vec![(10, 100.0), (11, 100.0), (12, 100.0)];
-    asks.push(Ask { sampling: Sampling { logit_bias, ..Sampling::default() }, ..Ask::greedy(three, GENERATE) });
+    asks.push(Ask {
+        sampling: Sampling { logit_bias, ..Sampling::default() },
+        ..Ask::greedy(three, GENERATE)
+    });
     asks
 }
 
@@ -307,7 +310,8 @@ fn drafters_change_no_bit() {
                 let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
                 assert_same(&format!("{model}, {guesses:?}: {what}"), &want, &got);
                 engine.check().unwrap();
-                let (all, right) = counts(&got);
+                // The last one's draws are biased, which no drafter knows.
+                let (all, right) = counts(&got[..got.len() - 1]);
                 (drafted, accepted) = (drafted + all, accepted + right);
             }
             assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
