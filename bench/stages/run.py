@@ -113,16 +113,26 @@ def bandwidth(args):
     return json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)["bandwidth_gbs"]
 
 
+def random_weights(args):
+    path = ROOT / "target/models/qwen3-0.6b-q4_k_m.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([args.make_model, "--shape", "qwen3-0.6b", "--quant", "q4-k-m", "--out", str(path)], check=True)
+    return str(path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", default=str(ROOT / "target/models/qwen3-0.6b-q4_k_m.gguf"))
+    parser.add_argument("--model", help="a file; random weights of Qwen3-0.6B's shape, made when they are not there")
     parser.add_argument("--kvasir", default=str(ROOT / "target/release/kvasir"))
     parser.add_argument("--stages", default=str(ROOT / "target/release/stages"))
     parser.add_argument("--llama", type=pathlib.Path, default=ROOT / "target/peers/llama.cpp/bin", help="its programs")
+    parser.add_argument("--make-model", default=str(ROOT / "target/release/make-model"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default="stream,streams,prefill", help="some of them, by commas")
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     args = parser.parse_args()
+    args.model = args.model or random_weights(args)
     tokens, prompt = (32, 1024) if args.quick else (96, 2048)
     rows = args.rows.split(",")
     alone = Engine(args, 0)
