@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What guesses are worth: decode speed of `kvasir run` with and without --spec, in turns, and whether both say the same.
 
-  python3 bench/spec/run.py --kvasir target/release/kvasir [--spec ngram] [--threads 1] [--repeat 3] [--json FILE]
+  python3 bench/spec/run.py --kvasir target/release/kvasir [--spec ngram] [--threads 1] [--repeat 3] [--tasks quote] [--json FILE]
 
 Tasks: `quote` goes on with a document that stands in the prompt (greedy), as an answer does that quotes its sources;
 `adversarial` is drawn at temperature 1 behind a prompt whose runs of tokens come again and again and each time go on
@@ -78,13 +78,15 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
     print(f"| model | task | plain t/s | {args.spec} t/s | ratio (worst prompt) | right of guessed | per 100 tokens |")
     print("|---|---|---|---|---|---|---|")
     for model in args.models:
-        for task, prompt in TASKS.items():
+        for task in args.tasks:
+            prompt = TASKS[task]
             ratios, speeds, counts, tokens = [], [], [0, 0], 0
             for index in range(4):
                 seen = {"off": [], args.spec: []}
