@@ -61,6 +61,9 @@ struct Issue {
     /// Put them in the place of those that are there.
     #[arg(long)]
     replace: bool,
+    /// Do not write it down beside the authority, which may be where nothing can be written: revoked by its serial number.
+    #[arg(long)]
+    unrecorded: bool,
 }
 
 /// Replaces the authority's key and root certificate, in two steps between which both roots hold.
@@ -161,13 +164,18 @@ impl Ca {
             Action::Issue(issue) => {
                 let authority = Authority::load(&issue.dir)
                     .with_context(|| format!("authority in {}", issue.dir.display()))?;
-                let node = authority.issue_recorded(&issue.dir, issue.role, issue.node, SystemTime::now())?;
+                let (role, now) = (issue.role, SystemTime::now());
+                let node = match issue.unrecorded {
+                    true => authority.issue(role, issue.node, now)?,
+                    false => authority.issue_recorded(&issue.dir, role, issue.node, now)?,
+                };
                 if issue.replace {
                     node.replace(&issue.out)?
                 } else {
                     node.save(&issue.out)?
                 }
-                writeln!(out, "{} in {}", node.identity()?.name(), issue.out.display())?;
+                let (name, serial) = (node.identity()?.name().to_string(), node.serial()?);
+                writeln!(out, "{name} in {}, serial number {serial}", issue.out.display())?;
             }
             Action::Revoke(revoke) => revoke.run(&mut out)?,
             Action::Rotate(Rotate { dir, finish }) => {

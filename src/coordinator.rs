@@ -109,6 +109,9 @@ pub(crate) struct CoordinatorSettings {
     /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub(crate) otlp_endpoint: Option<String>,
+    /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE].
+    #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
+    pub(crate) otlp_certificate: Option<PathBuf>,
     /// Share of the requests without a `traceparent` that are traced [default: 1].
     #[arg(long, value_name = "SHARE", env = "OTEL_TRACES_SAMPLER_ARG")]
     pub(crate) trace_ratio: Option<f64>,
@@ -167,6 +170,7 @@ impl CoordinatorSettings {
             keys: self.keys,
             shards: self.shards,
             otlp_endpoint: self.otlp_endpoint,
+            otlp_certificate: self.otlp_certificate,
             trace_ratio: self.trace_ratio,
             http: or!(http, default.http, "this machine only, unless told otherwise"),
             ops: or!(ops, default.ops, "this machine only, unless told otherwise"),
@@ -258,7 +262,9 @@ impl Coordinator {
             cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
         let node = &identity.name().node;
         let endpoint = settings.otlp_endpoint.as_deref();
-        let _exporting = otlp::start(endpoint, settings.trace_ratio, "kvasir-coordinator", node)?;
+        let certificates = settings.otlp_certificate.as_deref();
+        let _exporting =
+            otlp::start(endpoint, certificates, settings.trace_ratio, "kvasir-coordinator", node)?;
         allocator::keep_free_memory(KEEP_FREE_MEMORY);
         let runtime = runtime()?;
         runtime.block_on(async {

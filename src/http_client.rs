@@ -3,12 +3,12 @@
 //! What is asked, what is asked again and where redirects lead is decided by `model::catalog`.
 
 use crate::config::ConfigError;
+use crate::tls;
 use body::{Body, Framing};
 use model::catalog::{Head, Http, Hub, Network, PlainHttp, Request, Response, Url};
 use proxy::{Proxies, Proxy};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, StreamOwned};
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -21,8 +21,6 @@ mod tests;
 
 /// Whether `http://` may lead to other machines.
 const ALLOW_HTTP: &str = "KVASIR_ALLOW_HTTP";
-/// Further certificates to trust servers by, PEM: the variable that other tools know.
-const CERTIFICATES: &str = "SSL_CERT_FILE";
 /// Until a connection stands.
 const CONNECT: Duration = Duration::from_secs(15);
 /// Without a single byte.
@@ -57,23 +55,14 @@ impl<T: Read + Write> Duplex for T {}
 impl Client {
     /// With the variables that other tools know: proxies, and `SSL_CERT_FILE` beside the roots that are built in.
     fn new(variable: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
-        let mut roots = RootCertStore::from_iter(webpki_roots::TLS_SERVER_ROOTS.iter().cloned());
-        if let Some(path) = variable(CERTIFICATES).filter(|path| !path.is_empty()) {
-            let wrong = |why: String| ConfigError::Environment(format!("{CERTIFICATES}={path}: {why}"));
-            for certificate in
-                CertificateDer::pem_file_iter(&path).map_err(|error| wrong(error.to_string()))?
-            {
-                let certificate = certificate.map_err(|error| wrong(error.to_string()))?;
-                roots.add(certificate).map_err(|error| wrong(error.to_string()))?;
-            }
+        let mut roots = tls::built_in();
+        let file = tls::CERTIFICATES;
+        if let Some(path) = variable(file).filter(|path| !path.is_empty()) {
+            tls::add(&mut roots, path.as_ref())
+                .map_err(|why| ConfigError::Environment(format!("{file}={path}: {why}")))?;
         }
         let proxies = Proxies::new(variable).map_err(ConfigError::Environment)?;
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let tls = ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| ConfigError::Environment(error.to_string()))?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
+        let tls = tls::client(roots).map_err(|error| ConfigError::Environment(error.to_string()))?;
         Ok(Self { tls: Arc::new(tls), proxies, silence: SILENCE })
     }
 

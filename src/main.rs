@@ -41,6 +41,7 @@ mod spec;
 mod stage;
 mod status;
 mod tenants;
+mod tls;
 mod tokenize;
 mod top;
 mod up;

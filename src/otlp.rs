@@ -1,14 +1,18 @@
 //! Spans to a collector, by OTLP over HTTP, on a thread of its own: requests wait neither for it nor for the collector.
 
+mod client;
+
 use crate::config::ConfigError;
 use anyhow::Context;
+use client::{Client, Failure};
 use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
 use opentelemetry::{Array, InstrumentationScope, KeyValue, StringValue, Value};
-use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig};
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanExporter as _, SpanLinks};
 use proto::ids::NodeId;
 use proto::trace::{self, SpanQueue, SpanRecord};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -32,10 +36,11 @@ pub(crate) struct Exporting {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Sends spans of this process, which is a `service` of this name, to the collector at `endpoint`: a share `ratio` of the
-/// requests that come without a parent. Without an endpoint nothing is traced.
+/// Sends spans of this process, which is a `service` of this name, to the collector at `endpoint`, believed by a file of
+/// `certificates`: a share `ratio` of the requests that come without a parent. Without an endpoint nothing is traced.
 pub(crate) fn start(
     endpoint: Option<&str>,
+    certificates: Option<&Path>,
     ratio: Option<f64>,
     service: &'static str,
     node: &NodeId,
@@ -45,11 +50,14 @@ pub(crate) fn start(
     if !(0.0..=1.0).contains(&ratio) {
         return Err(ConfigError::field("trace_ratio", ratio, "0 to 1").into());
     }
-    if !endpoint.starts_with("http://") {
-        return Err(ConfigError::field("otlp_endpoint", endpoint, "http://HOST:PORT").into());
+    if !["http://", "https://"].iter().any(|scheme| endpoint.starts_with(scheme)) {
+        return Err(ConfigError::field("otlp_endpoint", endpoint, "http://HOST:PORT or https://HOST:PORT").into());
     }
+    let client = Client::new(client::roots(endpoint, certificates)?, LIMIT)?;
+    let failure = client.failure();
     let exporter = SpanExporter::builder()
         .with_http()
+        .with_http_client(client)
         .with_protocol(Protocol::HttpBinary)
         .with_endpoint(format!("{}{PATH}", endpoint.trim_end_matches('/')))
         .with_timeout(LIMIT)
@@ -73,7 +81,7 @@ pub(crate) fn start(
             Err(error) => return tracing::error!(%error, "no traces are sent"),
         };
         let scope = InstrumentationScope::builder("kvasir").with_version(env!("CARGO_PKG_VERSION")).build();
-        let mut sender = Sender { queue, exporter, scope, runtime, reached: true };
+        let mut sender = Sender { queue, exporter, failure, scope, runtime, reached: true };
         while !told.load(Ordering::Relaxed) {
             sender.pass_on(GATHER);
         }
@@ -94,6 +102,7 @@ impl Drop for Exporting {
 struct Sender {
     queue: SpanQueue,
     exporter: SpanExporter,
+    failure: Failure,
     scope: InstrumentationScope,
     runtime: tokio::runtime::Runtime,
     /// Whether the collector has taken the last batch.
@@ -111,9 +120,12 @@ impl Sender {
         let batch = spans.into_iter().map(|span| span_data(span, &self.scope)).collect();
         let sent = self.runtime.block_on(self.exporter.export(batch));
         self.queue.told(count, sent.is_ok());
-        match &sent {
-            Ok(()) if !self.reached => tracing::info!("the collector takes traces again"),
-            Err(error) if self.reached => tracing::warn!(%error, "the collector does not take traces"),
+        match (&sent, self.failure.take()) {
+            (Ok(()), _) if !self.reached => tracing::info!("the collector takes traces again"),
+            (Err(_), Some(error)) if self.reached => {
+                tracing::warn!(%error, "the collector does not take traces");
+            }
+            (Err(error), None) if self.reached => tracing::warn!(%error, "the collector does not take traces"),
             _ => {}
         }
         self.reached = sent.is_ok();

@@ -35,6 +35,9 @@ pub(crate) struct Stage {
     /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     otlp_endpoint: Option<String>,
+    /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE]
+    #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
+    otlp_certificate: Option<PathBuf>,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -61,7 +64,8 @@ impl Stage {
             shipping,
         };
         let node = &identity.name().node;
-        let _exporting = otlp::start(self.otlp_endpoint.as_deref(), None, "kvasir-worker", node)?;
+        let (endpoint, certificates) = (self.otlp_endpoint.as_deref(), self.otlp_certificate.as_deref());
+        let _exporting = otlp::start(endpoint, certificates, None, "kvasir-worker", node)?;
         // Arithmetic has threads of its own; these only move bytes.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async {

@@ -161,6 +161,9 @@ pub(crate) struct WorkerSettings {
     /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub(crate) otlp_endpoint: Option<String>,
+    /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE].
+    #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
+    pub(crate) otlp_certificate: Option<PathBuf>,
 }
 
 /// Settings within their limits, every one of them filled in.
@@ -302,6 +305,7 @@ impl WorkerSettings {
             coordinators: self.coordinators.clone(),
             http: self.http,
             otlp_endpoint: self.otlp_endpoint.clone(),
+            otlp_certificate: self.otlp_certificate.clone(),
             model: self.model.clone(),
             from: self.from.clone(),
             weight_cache: or!(
@@ -471,7 +475,8 @@ impl Worker {
                 }
             };
             let (endpoint, node) = (settings.otlp_endpoint.as_deref(), &identity.name().node);
-            let _exporting = otlp::start(endpoint, None, "kvasir-worker", node)?;
+            let certificates = settings.otlp_certificate.as_deref();
+            let _exporting = otlp::start(endpoint, certificates, None, "kvasir-worker", node)?;
             let started = async {
                 let service = WorkerService::start(config, &identity).await?;
                 if let Some(front) = &front {

@@ -184,6 +184,11 @@ impl IssuedNode {
         Ok(Identity::from_pem(chain, key, roots)?)
     }
 
+    /// What its certificate can be revoked by.
+    pub fn serial(&self) -> Result<Serial, Error> {
+        Ok(Serial::of_pem(self.certificate_pem.as_bytes())?)
+    }
+
     /// Writes an identity directory, which is made if need be; refuses to overwrite one.
     pub fn save(&self, directory: &Path) -> Result<(), Error> {
         write_all(directory, &self.files())

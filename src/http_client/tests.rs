@@ -155,7 +155,9 @@ fn tls_wants_a_certificate_that_is_trusted() {
     let trusting = client(&[("SSL_CERT_FILE", pem.to_str().unwrap())]);
     assert_eq!(text(trusting.get(&request(&url)).unwrap()).unwrap(), "hi");
     std::fs::write(&pem, "none").unwrap();
-    assert!(Client::new(|name| (name == "SSL_CERT_FILE").then(|| "/no/such.pem".into())).is_err());
+    for wrong in ["/no/such.pem", pem.to_str().unwrap()] {
+        assert!(Client::new(|name| (name == "SSL_CERT_FILE").then(|| wrong.to_owned())).is_err(), "{wrong}");
+    }
 }
 
 #[test]

@@ -18,7 +18,9 @@ def main(out, binary, models):
     manifests = rendered.all_of_them()
     rendered.write(manifests, out)
     tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS + security.TESTS}
-    tests["the_installation_for_development_serves"] = functools.partial(processes.run, copy.deepcopy(manifests["dev"]), binary, models)
+    tests["the_installation_for_development_serves"] = functools.partial(
+        processes.run, copy.deepcopy(manifests["dev"]), manifests["own-ca/issue"], binary, models
+    )
     failed = 0
     for name, test in tests.items():
         started = time.monotonic()

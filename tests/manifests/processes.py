@@ -16,26 +16,27 @@ import urllib.error
 import urllib.request
 
 from rendered import pod_template
-from rules import config_of, environment, secret_files
+from rules import REVOKED, config_of, environment, projected, secret_files
 
 PATIENCE = 60
 KEY = "kvasir-dev"
 MODEL = "smollm2-135m"
 
 
-def run(manifests, binary, models):
-    """Raises where something does not work."""
+def run(manifests, issue, binary, models):
+    """Raises where something does not work. `issue` has the Job that issues one identity more."""
     root = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-dev-"))
     try:
         with contextlib.ExitStack() as ends:
-            _Installation(manifests, binary, models, root, ends).check()
+            _Installation(manifests, issue, binary, models, root, ends).check()
     finally:
         shutil.rmtree(root)
 
 
 class _Installation:
-    def __init__(self, manifests, binary, models, root, ends):
+    def __init__(self, manifests, issue, binary, models, root, ends):
         self.manifests, self.binary, self.root, self.ends = manifests, binary, root, ends
+        (self.issue,) = [m for m in issue if m["kind"] == "Job"]
         # The overlay's model is half a gigabyte from a hub; a smaller one that is here stands in for it.
         for manifest in manifests:
             if manifest["kind"] == "ConfigMap":
@@ -50,6 +51,9 @@ class _Installation:
             for m in manifests
             if m["kind"] == "Secret"
         }
+        self.config_maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
+        # Directories that the kubelet fills, and of what.
+        self.mounted = []
         self.ports = {}
 
     def check(self):
@@ -64,18 +68,58 @@ class _Installation:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
         assert _status(api, body) == 401, "a request without a key was let in"
         assert _status(api, body, KEY) == 200, "a request with the key of the overlay was not answered"
+        self.take_back(pods[0][0], "kvasir-worker-1")
+        assert _status(api, body, KEY) == 200, "a request was not answered after a certificate was taken back"
         for process, _ in pods:
             process.send_signal(signal.SIGTERM)
         for process, _ in pods:
             assert process.wait(PATIENCE) == 0, f"{process.args[:2]} ended with {process.returncode}"
 
-    def make_secrets(self, job):
+    def take_back(self, coordinator, node):
+        """Revokes a worker's certificate as the guide does, from Secrets; issues another one by the Job."""
+        self.until_ready(coordinator, 2)
+        authority = self.root / "revoking"
+        self.write_authority(authority)
+        (self.root / "node.crt").write_bytes(self.secrets[f"{node}-identity"]["tls.crt"])
+        revoke = ["ca", "revoke", "--dir", authority, "--certificate", self.root / "node.crt"]
+        subprocess.run([self.binary, *revoke], check=True, stdout=subprocess.DEVNULL)
+        self.config_maps[REVOKED] = {"ca.crl": (authority / "ca.crl").read_text()}
+        self.fill()
+        self.until_ready(coordinator, 1)
+        # The Secret of an authority is mounted, and no job can write into it.
+        mounted = self.root / "mounted-authority"
+        self.write_authority(mounted)
+        before = {file.name: file.read_bytes() for file in mounted.iterdir()}
+        del self.secrets[f"{node}-identity"]
+        self.make_secrets(self.issue, {"/etc/kvasir/ca": mounted, "kvasir-worker-4": node})
+        assert {file.name: file.read_bytes() for file in mounted.iterdir()} == before, "the job wrote to its Secret"
+        self.fill()
+        self.until_ready(coordinator, 2)
+
+    def write_authority(self, directory):
+        directory.mkdir()
+        for key, value in self.secrets["kvasir-ca"].items():
+            (directory / key).write_bytes(value)
+
+    def until_ready(self, coordinator, count):
+        """The coordinator sends requests to so many workers."""
+        url = f"http://127.0.0.1:{self.ports['kvasir-coordinator-0', 'ops']}/admin/v1/cluster"
+
+        def ready():
+            with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+                return [w["state"] for w in json.load(answer)["workers"]].count("ready") == count
+
+        _until(f"{count} workers at {url}", coordinator, ready)
+
+    def make_secrets(self, job, places=None):
         """Runs the job's steps; of kubectl's only what it would write is kept."""
-        work = self.root / "ca"
+        work = self.root / job["metadata"]["name"]
         work.mkdir()
         spec = pod_template(job)["spec"]
         for container in spec["initContainers"] + spec["containers"]:
-            args = [arg.replace("/made", str(work)) for arg in container["args"]]
+            args = container["args"]
+            for there, here in {"/made": work, **(places or {})}.items():
+                args = [arg.replace(there, str(here)) for arg in args]
             if args[:3] == ["create", "secret", "generic"]:
                 files = secret_files(args)
                 self.secrets[args[3]] = {key: pathlib.Path(file).read_bytes() for key, file in files.items()}
@@ -122,21 +166,34 @@ class _Installation:
                 place = self.volume / mount["subPath"]
             else:
                 place.mkdir(parents=True)
-                sources = [s["secret"] for s in volume.get("projected", {}).get("sources", [])]
-                sources += [{**s, "name": s["secretName"]} for s in [volume.get("secret")] if s]
-                for source in sources:
-                    secret = self.secrets.get(source["name"])
-                    assert secret or source.get("optional"), f"{name}: there is no Secret {source['name']}"
-                    items = source.get("items") or [{"key": key, "path": key} for key in secret or {}]
-                    for item in items if secret else []:
-                        file = place / item["path"]
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        file.write_bytes(secret[item["key"]])
+                self.mounted.append((place, volume))
+                self.fill_one(place, volume)
             above = [path for path in places if mount["mountPath"].startswith(path + "/")]
             if above:
                 (places[above[0]] / mount["mountPath"].removeprefix(above[0] + "/")).symlink_to(place)
             places[mount["mountPath"]] = place
         return places
+
+    def fill(self):
+        """What Secrets and ConfigMaps have become appears in the pods' directories."""
+        for place, volume in self.mounted:
+            self.fill_one(place, volume)
+
+    def fill_one(self, place, volume):
+        sources = [(self.secrets, s["secret"]) for s in projected(volume) if "secret" in s]
+        sources += [(self.config_maps, s["configMap"]) for s in projected(volume) if "configMap" in s]
+        sources += [(self.secrets, {**s, "name": s["secretName"]}) for s in [volume.get("secret")] if s]
+        for known, source in sources:
+            data = known.get(source["name"])
+            assert data or source.get("optional"), f"{place}: there is no {source['name']}"
+            items = source.get("items") or [{"key": key, "path": key} for key in data or {}]
+            for item in items if data else []:
+                value = data[item["key"]]
+                file = place / item["path"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                new = file.with_name(file.name + ".new")
+                new.write_bytes(value if isinstance(value, bytes) else value.encode())
+                new.rename(file)
 
     def here(self, value, places, variable, name):
         if value.startswith("/"):

@@ -25,6 +25,8 @@ INSTALLATIONS = {
 }
 # Made by the operator, as the guide says.
 BY_HAND = {("Secret", "kvasir", "kvasir-api-keys"), ("Secret", "kvasir", "kvasir-cluster-key")}
+# What the authority has taken back, made by the operator once there is something.
+REVOKED = "kvasir-revoked"
 
 
 def installed(rendered, installation):
@@ -220,8 +222,13 @@ def what_is_referred_to_exists(rendered):
             for volume in spec.get("volumes", []):
                 if "persistentVolumeClaim" in volume:
                     assert ("PersistentVolumeClaim", space, volume["persistentVolumeClaim"]["claimName"]) in there, title(manifest)
-                sources = [s["secret"] for s in volume.get("projected", {}).get("sources", [])]
+                sources = [s["secret"] for s in projected(volume) if "secret" in s]
                 sources += [{"name": s["secretName"], **s} for s in [volume.get("secret")] if s]
+                for source in [s["configMap"] for s in projected(volume) if "configMap" in s]:
+                    data = configs.get(source["name"])
+                    assert data is not None or source.get("optional"), f"{name}: {title(manifest)}: nobody makes {source['name']}"
+                    wanted = {item["key"] for item in source.get("items", [])} if data is not None else set()
+                    assert wanted <= set(data or {}), f"{title(manifest)}: {source['name']} lacks {wanted - set(data)}"
                 for source in sources:
                     made = secrets.get((space, source["name"]))
                     if made is None:
@@ -230,6 +237,11 @@ def what_is_referred_to_exists(rendered):
                         continue
                     wanted = {item["key"] for item in source.get("items", [])}
                     assert wanted <= made, f"{title(manifest)}: {source['name']} lacks {wanted - made}"
+
+
+def projected(volume):
+    """What is put together in a volume."""
+    return volume.get("projected", {}).get("sources", [])
 
 
 def made_secrets(manifests):
@@ -328,13 +340,33 @@ def workers_are_no_more_than_identities(rendered):
             scaled = [m["spec"]["maxReplicaCount"] for m in manifests if m["kind"] == "ScaledObject" and m["spec"]["scaleTargetRef"]["name"] == own]
             most = max([manifest["spec"]["replicas"], *scaled])
             (volume,) = [v for v in pod["spec"]["volumes"] if v["name"] == "identity"]
-            paths = [item["path"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]]
+            paths = [item["path"] for source in projected(volume) if "secret" in source for item in source["secret"]["items"]]
             for ordinal in range(most):
                 files = {f"{own}-{ordinal}/{file}" for file in ("node.crt", "node.key", "ca.crt")}
                 assert files <= set(paths), f"{name}: no identity for {own}-{ordinal}"
         for scaled in [m for m in manifests if m["kind"] == "ScaledObject"]:
             target = scaled["spec"]["scaleTargetRef"]
             assert target["name"] in [m["metadata"]["name"] for m in manifests if m["kind"] == target["kind"]], name
+
+
+def what_is_revoked_reaches_every_node(rendered):
+    """Whoever has an identity gets the list of what holds no longer into the same directory, from one ConfigMap that need not
+    be there; and whatever makes an authority lets it sign that list."""
+    nodes = 0
+    for manifests in rendered.values():
+        for manifest, pod in workloads(manifests):
+            for volume in [v for v in pod["spec"].get("volumes", []) if v["name"] == "identity"]:
+                sources = projected(volume)
+                identities = {item["path"].rsplit("/", 1)[0] for s in sources if "secret" in s for item in s["secret"]["items"]}
+                lists = [s["configMap"] for s in sources if "configMap" in s]
+                assert [(l["name"], l.get("optional")) for l in lists] == [(REVOKED, True)], title(manifest)
+                wanted = [{"key": "ca.crl", "path": f"{identity}/ca.crl"} for identity in sorted(identities)]
+                assert lists[0]["items"] == wanted, f"{title(manifest)}: {lists[0]['items']}"
+                nodes += len(wanted)
+        for manifest in manifests:
+            if manifest["kind"] == "Certificate" and manifest["spec"].get("isCA"):
+                assert {"cert sign", "crl sign"} <= set(manifest["spec"]["usages"]), title(manifest)
+    assert nodes >= 20, nodes
 
 
 def certificates_name_the_nodes_that_use_them(rendered):
@@ -389,6 +421,7 @@ TESTS = [
     caches_fit_into_the_memory_limit,
     the_models_named_can_be_fetched,
     workers_are_no_more_than_identities,
+    what_is_revoked_reaches_every_node,
     certificates_name_the_nodes_that_use_them,
     monitors_find_ports,
     images_are_named_in_one_place,

@@ -2,6 +2,7 @@
 //! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`super::relabel`]).
 
 mod by_model;
+mod families;
 
 use super::history::History;
 use crate::api::auth::Keys;
@@ -13,13 +14,12 @@ use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::routing::Reason;
 use by_model::ByModel;
+use families::{Histograms, One, STAGE, Two, one, registered};
 use model::recent::RecentUse;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::exemplar::HistogramWithExemplars;
-use prometheus_client::metrics::family::{Family, MetricConstructor};
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use proto::ids::ModelId;
 use proto::message::{FinishReason, WorkerState};
@@ -27,45 +27,6 @@ use proto::trace::{self, TraceId};
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime};
-
-type One = [(&'static str, Cow<'static, str>); 1];
-type Two = [(&'static str, Cow<'static, str>); 2];
-
-/// Bounds for waiting times: a cache hit on a small model to a long document on a busy cluster.
-const WAIT: Buckets = Buckets(&[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-    80.0, 160.0, 640.0,
-]);
-/// Bounds for the time of one token.
-const TOKEN: Buckets = Buckets(&[
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-]);
-/// Bounds for the length of prompts and outputs.
-const LENGTH: Buckets = Buckets(&[
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 1e6,
-]);
-/// Bounds for what the coordinator itself does before a worker has the request.
-const STAGE: Buckets =
-    Buckets(&[1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0]);
-
-#[derive(Debug, Clone, Copy)]
-struct Buckets(&'static [f64]);
-
-impl MetricConstructor<Histogram> for Buckets {
-    fn new_metric(&self) -> Histogram {
-        Histogram::new(self.0.iter().copied())
-    }
-}
-
-impl MetricConstructor<HistogramWithExemplars<One>> for Buckets {
-    fn new_metric(&self) -> HistogramWithExemplars<One> {
-        HistogramWithExemplars::new(self.0.iter().copied())
-    }
-}
-
-type Histograms = Family<One, Histogram, Buckets>;
-/// Times of requests, each bucket with the trace of one that fell into it, if there was one.
-type Traced = Family<One, HistogramWithExemplars<One>, Buckets>;
 
 /// Everything counted. Recording is cheap and never fails.
 #[derive(Debug)]
@@ -91,7 +52,7 @@ pub struct Metrics {
 }
 
 /// What is read off others at each scrape.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct StateGauges {
     index_blocks: Gauge,
     index_bytes: Gauge,
@@ -155,71 +116,50 @@ impl Metrics {
         let build = Family::<[(&str, &str); 1], Gauge>::default();
         build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
         registry.register("kvasir_build_info", "1 for the version that runs", build);
-        let histograms = |registry: &mut Registry, name: &str, help: &str, buckets: Buckets| {
-            let family = Histograms::new_with_constructor(buckets);
-            registry.register(name, help, family.clone());
-            family
-        };
-        let counters = |registry: &mut Registry, name: &str, help: &str| {
-            let family = Family::<One, Counter>::default();
-            registry.register(name, help, family.clone());
-            family
-        };
-        let pairs = |registry: &mut Registry, name: &str, help: &str| {
-            let family = Family::<Two, Counter>::default();
-            registry.register(name, help, family.clone());
-            family
-        };
-        let counter = |registry: &mut Registry, name: &str, help: &str| {
-            let counter = Counter::default();
-            registry.register(name, help, counter.clone());
-            counter
-        };
         let r = &mut registry;
         Self {
             by_model: ByModel::register(r),
-            http: pairs(r, "kvasir_http_requests", "HTTP requests answered"),
-            routes: counters(r, "kvasir_route_decisions", "Workers chosen, by reason"),
-            retries: counters(r, "kvasir_retries", "Attempts that failed and were made again"),
-            stage: histograms(
+            http: registered(r, "kvasir_http_requests", "HTTP requests answered"),
+            routes: registered(r, "kvasir_route_decisions", "Workers chosen, by reason"),
+            retries: registered(r, "kvasir_retries", "Attempts that failed and were made again"),
+            stage: STAGE.histograms(
                 r,
                 "kvasir_stage_seconds",
                 "Time of a request's stages in the coordinator",
-                STAGE,
             ),
-            cached_predicted: counter(
+            cached_predicted: registered(
                 r,
                 "kvasir_cached_tokens_predicted",
                 "Prompt tokens that the router expected to be cached",
             ),
-            cached_actual: counter(
+            cached_actual: registered(
                 r,
                 "kvasir_cached_tokens_actual",
                 "Prompt tokens that the chosen workers had cached",
             ),
-            prediction_error: counters(
+            prediction_error: registered(
                 r,
                 "kvasir_cached_tokens_mispredicted",
                 "Tokens by which predictions of cached tokens were over or under; 0 when all is well, but for those that \
                  were to be pulled and were not",
             ),
-            limited: counters(
+            limited: registered(
                 r,
                 "kvasir_rate_limited",
                 "Requests refused because a limit of their key or its tenant was reached",
             ),
-            changes: pairs(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
-            index_imports: counters(
+            changes: registered(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
+            index_imports: registered(
                 r,
                 "kvasir_index_imports",
                 "Questions to other coordinators for a worker's prefixes, by what came of them",
             ),
-            index_exports: counter(
+            index_exports: registered(
                 r,
                 "kvasir_index_exports",
                 "Workers whose prefixes another coordinator was told",
             ),
-            index_export_bytes: counter(r, "kvasir_index_export_bytes", "Bytes that these took"),
+            index_export_bytes: registered(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
             history: History::default(),
             began: (SystemTime::now(), Instant::now()),
@@ -349,52 +289,57 @@ impl Metrics {
 }
 
 impl StateGauges {
-    fn register(registry: &mut Registry) -> Self {
-        let all = Self::default();
-        let mut gauge = |name: &str, help: &str, gauge: &Gauge| registry.register(name, help, gauge.clone());
-        gauge("kvasir_index_blocks", "Distinct hash units in the prefix index", &all.index_blocks);
-        gauge("kvasir_index_bytes", "Memory of the prefix index", &all.index_bytes);
-        gauge("kvasir_index_max_bytes", "Memory that it may take", &all.index_max_bytes);
-        gauge("kvasir_index_refused_blocks", "Units not recorded for lack of budget", &all.index_refused);
-        gauge(
-            "kvasir_reservations",
-            "Requests whose prefixes are credited ahead of events",
-            &all.reservations,
-        );
-        gauge("kvasir_queue_requests", "Generations that wait for a worker", &all.queue_requests);
-        gauge("kvasir_queue_tokens", "Prompt tokens that wait for a worker", &all.queue_tokens);
-        gauge("kvasir_inflight_requests", "Generations that workers have", &all.inflight);
-        gauge("kvasir_api_keys", "API keys that are known", &all.api_keys);
-        registry.register(
-            "kvasir_clock_moved_seconds",
-            "By how much the wall clock was set forward since the start, or back if negative",
-            all.clock_moved.clone(),
-        );
-        let mut family = |name: &str, help: &str, family: &Family<One, Gauge>| {
-            registry.register(name, help, family.clone())
-        };
-        family("kvasir_workers", "Workers, by state", &all.workers);
-        family("kvasir_event_stream_gaps", "Gaps seen in a worker's event stream", &all.stream_gaps);
-        family("kvasir_event_stream_behind", "1 while events of a worker are missing", &all.stream_behind);
-        family(
-            "kvasir_worker_silent_milliseconds",
-            "Time since a worker's last report",
-            &all.worker_silent_ms,
-        );
-        family("kvasir_memo_bytes", "Memory of what is remembered of texts", &all.memo_bytes);
-        let mut counters = |name: &str, help: &str, family: &Family<One, Counter>| {
-            registry.register(name, help, family.clone())
-        };
-        counters("kvasir_trace_spans", "Spans of requests, by what became of them", &all.trace_spans);
-        counters("kvasir_tokenised_bytes", "Bytes of texts that became tokens", &all.tokenised_bytes);
-        counters("kvasir_memo_hits", "Pieces of text and of prompts that were remembered", &all.memo_hits);
-        counters("kvasir_memo_misses", "Pieces of text and of prompts that were not", &all.memo_misses);
-        registry.register(
-            "kvasir_tokenise_seconds",
-            "Time spent on making tokens of texts",
-            all.tokenise_seconds.clone(),
-        );
-        all
+    fn register(r: &mut Registry) -> Self {
+        Self {
+            index_blocks: registered(r, "kvasir_index_blocks", "Distinct hash units in the prefix index"),
+            index_bytes: registered(r, "kvasir_index_bytes", "Memory of the prefix index"),
+            index_max_bytes: registered(r, "kvasir_index_max_bytes", "Memory that it may take"),
+            index_refused: registered(
+                r,
+                "kvasir_index_refused_blocks",
+                "Units not recorded for lack of budget",
+            ),
+            reservations: registered(
+                r,
+                "kvasir_reservations",
+                "Requests whose prefixes are credited ahead of events",
+            ),
+            queue_requests: registered(r, "kvasir_queue_requests", "Generations that wait for a worker"),
+            queue_tokens: registered(r, "kvasir_queue_tokens", "Prompt tokens that wait for a worker"),
+            inflight: registered(r, "kvasir_inflight_requests", "Generations that workers have"),
+            api_keys: registered(r, "kvasir_api_keys", "API keys that are known"),
+            clock_moved: registered(
+                r,
+                "kvasir_clock_moved_seconds",
+                "By how much the wall clock was set forward since the start, or back if negative",
+            ),
+            workers: registered(r, "kvasir_workers", "Workers, by state"),
+            stream_gaps: registered(r, "kvasir_event_stream_gaps", "Gaps seen in a worker's event stream"),
+            stream_behind: registered(
+                r,
+                "kvasir_event_stream_behind",
+                "1 while events of a worker are missing",
+            ),
+            worker_silent_ms: registered(
+                r,
+                "kvasir_worker_silent_milliseconds",
+                "Time since a worker's last report",
+            ),
+            memo_bytes: registered(r, "kvasir_memo_bytes", "Memory of what is remembered of texts"),
+            trace_spans: registered(r, "kvasir_trace_spans", "Spans of requests, by what became of them"),
+            tokenised_bytes: registered(r, "kvasir_tokenised_bytes", "Bytes of texts that became tokens"),
+            memo_hits: registered(
+                r,
+                "kvasir_memo_hits",
+                "Pieces of text and of prompts that were remembered",
+            ),
+            memo_misses: registered(r, "kvasir_memo_misses", "Pieces of text and of prompts that were not"),
+            tokenise_seconds: registered(
+                r,
+                "kvasir_tokenise_seconds",
+                "Time spent on making tokens of texts",
+            ),
+        }
     }
 
     fn update_traces(&self, counts: trace::SpanCounts) {
@@ -478,13 +423,4 @@ pub fn finish_name(reason: FinishReason) -> &'static str {
         FinishReason::Length => "length",
         FinishReason::Cancelled => "abort",
     }
-}
-
-/// Names the trace of what is observed now.
-fn exemplar(trace: Option<TraceId>) -> (Option<One>, Option<SystemTime>) {
-    (trace.map(|trace| one("trace_id", trace.to_string())), trace.map(|_| SystemTime::now()))
-}
-
-fn one(name: &'static str, value: impl Into<Cow<'static, str>>) -> One {
-    [(name, value.into())]
 }

@@ -79,7 +79,7 @@ impl Authority {
     ) -> Result<IssuedNode, Error> {
         let issued = self.issue(role, node.clone(), now)?;
         let line =
-            format!("{} {} {node}\n", Serial::of_pem(issued.certificate_pem.as_bytes())?, role.as_str());
+            format!("{} {} {node}\n", issued.serial()?, role.as_str());
         let path = directory.join(ISSUED);
         // Before anybody has it. One write, so that two who issue at once do not mix their lines.
         let written = OpenOptions::new().append(true).create(true).mode(0o644).open(&path);

@@ -1,12 +1,15 @@
-//! A collector of traces, as OpenTelemetry's: takes OTLP over HTTP for as long as a test runs.
+//! A collector of traces, as OpenTelemetry's: takes OTLP over HTTP or HTTPS for as long as a test runs.
 
 use kvasir_cluster_tests::{binary, wait};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value as Attribute};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use prost::Message;
+use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::PrivateKeyDer;
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex};
 
 /// A span and the node that has recorded it.
@@ -18,6 +21,7 @@ pub(crate) struct Told {
 
 /// See the module.
 pub(crate) struct Collector {
+    scheme: &'static str,
     address: SocketAddr,
     heard: Arc<Heard>,
 }
@@ -35,26 +39,46 @@ struct Heard {
 impl Collector {
     /// One that takes whatever comes.
     pub(crate) fn start() -> Self {
-        Self::listen(false)
+        Self::listen(false, None)
+    }
+
+    /// The same at `https://`, and its certificate, which is its own authority, as PEM.
+    pub(crate) fn with_certificate() -> (Self, String) {
+        let key = KeyPair::generate().unwrap();
+        let certificate =
+            CertificateParams::new(["127.0.0.1".to_owned()]).unwrap().self_signed(&key).unwrap();
+        let private = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        let config =
+            ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+                .with_protocol_versions(&[&rustls::version::TLS13])
+                .unwrap()
+                .with_no_client_auth()
+                .with_single_cert(vec![certificate.der().clone()], private)
+                .unwrap();
+        (Self::listen(false, Some(Arc::new(config))), certificate.pem())
     }
 
     /// One that takes connections and requests, and does not answer them until it is told to.
     pub(crate) fn that_hangs() -> Self {
-        Self::listen(true)
+        Self::listen(true, None)
     }
 
-    fn listen(hangs: bool) -> Self {
+    fn listen(hangs: bool, tls: Option<Arc<ServerConfig>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let heard = Arc::new(Heard { hangs: Mutex::new(hangs), ..Heard::default() });
         let into = Arc::clone(&heard);
+        let scheme = if tls.is_some() { "https" } else { "http" };
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let into = Arc::clone(&into);
-                std::thread::spawn(move || into.serve(stream));
+                let (into, tls) = (Arc::clone(&into), tls.clone());
+                std::thread::spawn(move || match tls {
+                    Some(tls) => into.serve(StreamOwned::new(ServerConnection::new(tls).unwrap(), stream)),
+                    None => into.serve(stream),
+                });
             }
         });
-        Self { address, heard }
+        Self { scheme, address, heard }
     }
 
     /// From now on it answers.
@@ -65,7 +89,7 @@ impl Collector {
 
     /// For `OTEL_EXPORTER_OTLP_ENDPOINT`.
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("{}://{}", self.scheme, self.address)
     }
 
     /// All spans so far.
@@ -92,7 +116,7 @@ impl Collector {
 
 impl Heard {
     /// Reads exports until the connection ends.
-    fn serve(&self, stream: TcpStream) {
+    fn serve(&self, stream: impl Read + Write) {
         let mut reader = BufReader::new(stream);
         loop {
             let (mut length, mut line) = (0, String::new());

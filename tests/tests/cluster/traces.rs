@@ -284,3 +284,52 @@ fn a_collector_that_is_gone_harms_no_request() {
     })
     .unwrap();
 }
+
+/// One at https:// is told where its certificate is trusted. Where it is not, nothing is sent, the log says so once, and
+/// requests go on.
+#[test]
+fn a_collector_is_who_its_certificate_says() {
+    let (collector, certificate) = Collector::with_certificate();
+    let dir = tempfile::tempdir().unwrap();
+    let pem = dir.path().join("collector.pem");
+    std::fs::write(&pem, certificate).unwrap();
+    let start = |name: &str, variables: &[(&str, &str)]| {
+        let builder = Cluster::builder(name, &tiny_model()).env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url());
+        let builder = variables.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
+        builder.start().unwrap()
+    };
+    // Spans of both kinds of node of which this has become, as requests go on.
+    let both = |cluster: &Cluster, outcome: &str, count: f64| {
+        let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
+        wait::until("spans of both kinds of node", binary::PATIENCE, || {
+            http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+            let (ops, worker) = (cluster.coordinator().ops, cluster.nodes().workers[0].ops);
+            let coordinators = spans(ops, "kvasir_trace_spans", outcome);
+            let workers = spans(worker, "kvasir_worker_trace_spans", outcome);
+            (coordinators >= count && workers >= count).then_some(())
+        })
+        .unwrap();
+    };
+    let log = |cluster: &Cluster, id: &str| {
+        std::fs::read_to_string(cluster.data_dir().join("logs").join(format!("{id}.log"))).unwrap()
+    };
+    {
+        let cluster = start("traces-stranger", &[]);
+        both(&cluster, "failed", 1.0);
+        let failed = spans(cluster.coordinator().ops, "kvasir_trace_spans", "failed");
+        both(&cluster, "failed", failed + 1.0);
+        for id in [&cluster.coordinator().id, &cluster.nodes().workers[0].id] {
+            let log = log(&cluster, id);
+            let told: Vec<&str> =
+                log.lines().filter(|line| line.contains("the collector does not take traces")).collect();
+            let [told] = told[..] else { panic!("{id}: {told:?}") };
+            assert!(told.contains("TLS: invalid peer certificate: UnknownIssuer"), "{told}");
+        }
+        assert!(collector.told().is_empty(), "it was told all the same");
+    }
+    let cluster = start("traces-trusted", &[("OTEL_EXPORTER_OTLP_CERTIFICATE", pem.to_str().unwrap())]);
+    both(&cluster, "exported", 1.0);
+    let nodes: BTreeSet<String> = collector.told().into_iter().map(|told| told.node).collect();
+    assert!(nodes.contains(&cluster.coordinator().id) && nodes.len() >= 2, "{nodes:?}");
+    assert!(!log(&cluster, &cluster.coordinator().id).contains("does not take traces"));
+}

@@ -1,7 +1,10 @@
 //! What is counted of each model's requests. Where a number stands is looked up once for each model, not once for each
 //! number of each request.
 
-use super::{Histograms, LENGTH, One, Served, TOKEN, Traced, Two, WAIT, exemplar, finish_name, one};
+use super::families::{
+    Histograms, LENGTH, One, TOKEN, Traced, Two, WAIT, exemplar, one, registered,
+};
+use super::{Served, finish_name};
 use parking_lot::RwLock;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::exemplar::HistogramWithExemplars;
@@ -96,72 +99,51 @@ impl OfModel {
 impl ByModel {
     /// All at zero, in this registry.
     pub(super) fn register(r: &mut Registry) -> Self {
-        let histograms = |registry: &mut Registry, name: &str, help: &str, buckets| {
-            let family = Histograms::new_with_constructor(buckets);
-            registry.register(name, help, family.clone());
-            family
-        };
-        let traced = |registry: &mut Registry, name: &str, help: &str| {
-            let family = Traced::new_with_constructor(WAIT);
-            registry.register(name, help, family.clone());
-            family
-        };
-        let counters = |registry: &mut Registry, name: &str, help: &str| {
-            let family = Family::<One, Counter>::default();
-            registry.register(name, help, family.clone());
-            family
-        };
-        let inter_token = histograms(r, "vllm:inter_token_latency_seconds", "Time between two tokens", TOKEN);
+        let inter_token = TOKEN.histograms(r, "vllm:inter_token_latency_seconds", "Time between two tokens");
         // The older name of the same.
         r.register("vllm:time_per_output_token_seconds", "Time between two tokens", inter_token.clone());
         Self {
-            time_to_first_token: traced(
+            time_to_first_token: WAIT.histograms(
                 r,
                 "vllm:time_to_first_token_seconds",
                 "Time from arrival to the first token",
             ),
             inter_token,
-            e2e: traced(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end"),
-            queue_time: traced(r, "vllm:request_queue_time_seconds", "Time until a worker was chosen"),
-            prefill_time: traced(
+            e2e: WAIT.histograms(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end"),
+            queue_time: WAIT.histograms(r, "vllm:request_queue_time_seconds", "Time until a worker was chosen"),
+            prefill_time: WAIT.histograms(
                 r,
                 "vllm:request_prefill_time_seconds",
                 "Time from the choice of a worker to the first token",
             ),
-            decode_time: traced(
+            decode_time: WAIT.histograms(
                 r,
                 "vllm:request_decode_time_seconds",
                 "Time from the first token to the last",
             ),
-            inference_time: traced(
+            inference_time: WAIT.histograms(
                 r,
                 "vllm:request_inference_time_seconds",
                 "Time from the choice of a worker to the last token",
             ),
-            mean_token_time: histograms(
+            mean_token_time: TOKEN.histograms(
                 r,
                 "vllm:request_time_per_output_token_seconds",
                 "A request's mean time between tokens",
-                TOKEN,
             ),
-            prompt_length: histograms(r, "vllm:request_prompt_tokens", "Prompt tokens of a request", LENGTH),
-            generation_length: histograms(
+            prompt_length: LENGTH.histograms(r, "vllm:request_prompt_tokens", "Prompt tokens of a request"),
+            generation_length: LENGTH.histograms(
                 r,
                 "vllm:request_generation_tokens",
                 "Tokens generated for a request",
-                LENGTH,
             ),
-            prompt_tokens: counters(r, "vllm:prompt_tokens", "Prompt tokens of finished requests"),
-            generation_tokens: counters(
+            prompt_tokens: registered(r, "vllm:prompt_tokens", "Prompt tokens of finished requests"),
+            generation_tokens: registered(
                 r,
                 "vllm:generation_tokens",
                 "Tokens generated for finished requests",
             ),
-            success: {
-                let family = Family::<Two, Counter>::default();
-                r.register("vllm:request_success", "Finished requests", family.clone());
-                family
-            },
+            success: registered(r, "vllm:request_success", "Finished requests"),
             models: RwLock::default(),
         }
     }

@@ -1,0 +1,33 @@
+//! Whom servers of HTTPS are believed: by certificates that browsers trust, which are built in, or by a file's.
+
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, RootCertStore};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Further certificates to trust servers by, PEM: the variable that other tools know.
+pub(crate) const CERTIFICATES: &str = "SSL_CERT_FILE";
+
+/// Those that browsers trust.
+pub(crate) fn built_in() -> RootCertStore {
+    RootCertStore::from_iter(webpki_roots::TLS_SERVER_ROOTS.iter().cloned())
+}
+
+/// Adds those of a PEM file, which must hold one at least. What is wrong, without the file's name.
+pub(crate) fn add(roots: &mut RootCertStore, path: &Path) -> Result<(), String> {
+    let before = roots.len();
+    for certificate in CertificateDer::pem_file_iter(path).map_err(|error| error.to_string())? {
+        let certificate = certificate.map_err(|error| error.to_string())?;
+        roots.add(certificate).map_err(|error| error.to_string())?;
+    }
+    if roots.len() == before { Err("no certificate is in it".to_owned()) } else { Ok(()) }
+}
+
+/// The dialing side of TLS 1.3, without a certificate of its own.
+pub(crate) fn client(roots: RootCertStore) -> Result<ClientConfig, rustls::Error> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config =
+        ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&rustls::version::TLS13])?;
+    Ok(config.with_root_certificates(roots).with_no_client_auth())
+}
