@@ -51,7 +51,9 @@ pub(crate) fn start(
         return Err(ConfigError::field("trace_ratio", ratio, "0 to 1").into());
     }
     if !["http://", "https://"].iter().any(|scheme| endpoint.starts_with(scheme)) {
-        return Err(ConfigError::field("otlp_endpoint", endpoint, "http://HOST:PORT or https://HOST:PORT").into());
+        return Err(
+            ConfigError::field("otlp_endpoint", endpoint, "http://HOST:PORT or https://HOST:PORT").into()
+        );
     }
     let client = Client::new(client::roots(endpoint, certificates)?, LIMIT)?;
     let failure = client.failure();
@@ -125,7 +127,9 @@ impl Sender {
             (Err(_), Some(error)) if self.reached => {
                 tracing::warn!(%error, "the collector does not take traces");
             }
-            (Err(error), None) if self.reached => tracing::warn!(%error, "the collector does not take traces"),
+            (Err(error), None) if self.reached => {
+                tracing::warn!(%error, "the collector does not take traces")
+            }
             _ => {}
         }
         self.reached = sent.is_ok();

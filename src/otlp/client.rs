@@ -164,7 +164,11 @@ mod tests {
         let pem = dir.path().join("ca.pem");
         std::fs::write(&pem, "none").unwrap();
         let refused = |endpoint: &str| roots(endpoint, Some(&pem)).unwrap_err().to_string();
-        assert!(refused("https://a:4318").contains("no certificate is in it"), "{}", refused("https://a:4318"));
+        assert!(
+            refused("https://a:4318").contains("no certificate is in it"),
+            "{}",
+            refused("https://a:4318")
+        );
         assert!(refused("http://a:4318").contains("has no certificate"), "{}", refused("http://a:4318"));
         assert!(!roots("https://a:4318", None).unwrap().is_empty());
     }

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 
+import kinds
 import processes
 import rendered
 import rules
@@ -17,7 +18,7 @@ import security
 def main(out, binary, models):
     manifests = rendered.all_of_them()
     rendered.write(manifests, out)
-    tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS + security.TESTS}
+    tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS + kinds.TESTS + security.TESTS}
     tests["the_installation_for_development_serves"] = functools.partial(
         processes.run, copy.deepcopy(manifests["dev"]), manifests["own-ca/issue"], binary, models
     )

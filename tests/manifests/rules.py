@@ -14,7 +14,7 @@ from rendered import ROOT, containers, pod_template, title
 VERSIONS = ("1.33", "1.37")
 if os.environ.get("KVASIR_KUBERNETES") == "newest":
     VERSIONS = (".".join(kubernetes_validate.latest_version().split(".")[:2]),)
-# Kinds of the cluster's extensions; their schemas are not Kubernetes'.
+# Kinds of the cluster's extensions: see kinds.py.
 CUSTOM = ("cert-manager.io", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh", "monitoring.coreos.com")
 # Installed together, each in a namespace of its own and with all that can be laid over it.
 INSTALLATIONS = {
@@ -70,27 +70,6 @@ def schemas_of_two_versions_hold(rendered):
             kubernetes_validate.validate(manifest, version, strict=True)
         except kubernetes_validate.ValidationError as error:
             raise AssertionError(f"{version}: {title(manifest)}: {error}") from error
-
-
-def extensions_have_the_fields_that_they_need(rendered):
-    """Their own schemas are not to be had with the others: what each must say, by hand."""
-    needed = {
-        "Certificate": {"secretName", "issuerRef"},
-        "Issuer": set(),
-        "HTTPRoute": {"parentRefs", "rules"},
-        "InferencePool": {"selector", "targetPorts", "endpointPickerRef"},
-        "ScaledObject": {"scaleTargetRef", "triggers"},
-        "ServiceMonitor": {"selector", "endpoints"},
-        "PodMonitor": {"selector", "podMetricsEndpoints"},
-        "PrometheusRule": {"groups"},
-    }
-    seen = set()
-    for manifest in itertools.chain(*rendered.values()):
-        if manifest["apiVersion"].split("/")[0] in CUSTOM:
-            seen.add(manifest["kind"])
-            missing = needed[manifest["kind"]] - set(manifest["spec"])
-            assert not missing, f"{title(manifest)} lacks {missing}"
-    assert seen == set(needed), seen ^ set(needed)
 
 
 def selectors_find_their_pods(rendered):
@@ -410,7 +389,6 @@ def images_are_named_in_one_place(rendered):
 TESTS = [
     every_directory_renders_alone,
     schemas_of_two_versions_hold,
-    extensions_have_the_fields_that_they_need,
     selectors_find_their_pods,
     ports_lead_to_ports,
     probes_ask_what_the_binary_answers,

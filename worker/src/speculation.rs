@@ -129,6 +129,17 @@ impl Speculation {
         }
         if self.always.is_none() {
             let worth = self.pays.choose(rows, &chances);
+            if std::env::var_os("SPECTRACE").is_some() && !chances.is_empty() {
+                eprintln!(
+                    "C {:?} {:?} t1={:.6} t2={:.6} t3={:.6} t4={:.6}",
+                    worth,
+                    chances[0],
+                    self.pays.seconds(1),
+                    self.pays.seconds(2),
+                    self.pays.seconds(3),
+                    self.pays.seconds(4)
+                );
+            }
             guesses.iter_mut().zip(worth).for_each(|((_, guesses), worth)| guesses.truncate(worth));
         }
         guesses
@@ -136,6 +147,9 @@ impl Speculation {
 
     /// A step without rows of prompts has taken so long.
     pub(crate) fn step_took(&mut self, rows: usize, took: Duration) {
+        if std::env::var_os("SPECTRACE").is_some() {
+            eprintln!("T {rows} {}", took.as_micros());
+        }
         self.pays.took(u32::try_from(rows).unwrap_or(u32::MAX), took.as_secs_f64());
     }
 }

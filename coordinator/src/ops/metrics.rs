@@ -148,7 +148,11 @@ impl Metrics {
                 "kvasir_rate_limited",
                 "Requests refused because a limit of their key or its tenant was reached",
             ),
-            changes: registered(r, "kvasir_admin_changes", "What operators wanted changed, by what came of it"),
+            changes: registered(
+                r,
+                "kvasir_admin_changes",
+                "What operators wanted changed, by what came of it",
+            ),
             index_imports: registered(
                 r,
                 "kvasir_index_imports",

@@ -78,8 +78,7 @@ impl Authority {
         now: SystemTime,
     ) -> Result<IssuedNode, Error> {
         let issued = self.issue(role, node.clone(), now)?;
-        let line =
-            format!("{} {} {node}\n", issued.serial()?, role.as_str());
+        let line = format!("{} {} {node}\n", issued.serial()?, role.as_str());
         let path = directory.join(ISSUED);
         // Before anybody has it. One write, so that two who issue at once do not mix their lines.
         let written = OpenOptions::new().append(true).create(true).mode(0o644).open(&path);

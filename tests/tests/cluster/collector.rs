@@ -48,13 +48,12 @@ impl Collector {
         let certificate =
             CertificateParams::new(["127.0.0.1".to_owned()]).unwrap().self_signed(&key).unwrap();
         let private = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
-        let config =
-            ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-                .with_protocol_versions(&[&rustls::version::TLS13])
-                .unwrap()
-                .with_no_client_auth()
-                .with_single_cert(vec![certificate.der().clone()], private)
-                .unwrap();
+        let config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.der().clone()], private)
+            .unwrap();
         (Self::listen(false, Some(Arc::new(config))), certificate.pem())
     }
 

@@ -268,6 +268,54 @@ fn sec_revoked_node() {
     assert_eq!(binary::run(&["ca", "revoke", "--dir", ca_dir]).unwrap().status.code(), Some(2));
 }
 
+/// A coordinator whose certificate is taken back is heard by nobody, and its clients are not served by it; its seat counts for the
+/// majority until it is removed, which the others can do without it.
+#[test]
+fn sec_revoked_coordinator() {
+    let cluster = Cluster::builder("security-seat", &tiny_model()).flag("--coordinators", "3").start().unwrap();
+    let (data, nodes) = (cluster.data_dir().to_owned(), cluster.nodes());
+    let ca = data.join("ca");
+    let (ca_dir, revoked) = (ca.to_str().unwrap(), &nodes.coordinators[2]);
+    let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
+    let status = |front: SocketAddr| complete(front, "any", &body).status;
+    wait::until("it serves", binary::PATIENCE, || (status(revoked.http) == 200).then_some(())).unwrap();
+    binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "coordinator", "--node", &revoked.id]).unwrap();
+    let given = data.join("nodes").join(&nodes.coordinators[0].id).join("identity/ca.crl");
+    std::fs::copy(ca.join("ca.crl"), given).unwrap();
+    let votes = |wanted: usize| {
+        let group = binary::stdout(&[
+            "coordinators",
+            "list",
+            "--ops",
+            &nodes.coordinators[0].ops.to_string(),
+            "--json",
+        ])
+        .ok()?;
+        let group: Value = serde_json::from_str(&group).ok()?;
+        let votes = group["coordinators"].as_array()?.iter().filter(|member| member["votes"] == true).count();
+        (votes == wanted && group["needed"] == wanted / 2 + 1).then_some(())
+    };
+    // No worker believes it either.
+    wait::until("it has no worker left", binary::PATIENCE, || {
+        (status(revoked.http) == 503).then_some(())
+    })
+    .unwrap();
+    votes(3).unwrap();
+    // The other two agree, and serve.
+    let (_, key) = create(nodes.coordinators[1].ops, json!({"tenant": "a"}));
+    wait::until("both know the key", binary::PATIENCE, || {
+        let opens = |at: usize| complete(nodes.coordinators[at].http, &key, &body).status == 200;
+        (opens(0) && opens(1)).then_some(())
+    })
+    .unwrap();
+    let removed = || {
+        let ops = nodes.coordinators[0].ops.to_string();
+        binary::stdout(&["coordinators", "remove", &revoked.id, "--ops", &ops]).ok()
+    };
+    wait::until("it is removed", binary::PATIENCE, removed).unwrap();
+    wait::until("its seat is gone", binary::PATIENCE, || votes(2)).unwrap();
+}
+
 /// The time from the request to the first token.
 fn first_token(server: SocketAddr, key: &str, prompt: &[u32]) -> Duration {
     let body = json!({"prompt": prompt, "max_tokens": 1, "stream": true});
@@ -358,8 +406,16 @@ fn sec_log_canary() {
 }
 
 fn nothing_is_written_down(name: &str, model: &str) {
-    const CANARIES: [&str; 6] =
-        ["canary-prompt", "canary-key", "canary-header", "canary-file", "canary-salt", "canary-stop"];
+    const CANARIES: [&str; 8] = [
+        "canary-prompt",
+        "canary-key",
+        "canary-header",
+        "canary-file",
+        "canary-salt",
+        "canary-stop",
+        "canary-schema",
+        "canary-tool",
+    ];
     let dir = tempfile::tempdir().unwrap();
     let collector = Collector::start();
     let cluster = Cluster::builder(&format!("security-canary-{name}"), model)
@@ -378,6 +434,9 @@ fn nothing_is_written_down(name: &str, model: &str) {
         ("x-kvasir-group", "group"),
     ];
     let document = json!({"id": "canary-file.pdf", "text": "canary-prompt in a document"});
+    let said = |content: &str| json!([{"role": "user", "content": content}]);
+    let schema = json!({"type": "object", "properties": {"canary-schema": {"const": "canary-schema"}}, "required": ["canary-schema"]});
+    let tool = json!({"type": "function", "function": {"name": "canary-tool", "parameters": schema}});
     let bodies = [
         (
             "/v1/completions",
@@ -390,6 +449,25 @@ fn nothing_is_written_down(name: &str, model: &str) {
         (
             "/v1/chat/completions",
             json!({"messages": [{"role": "user", "content": "canary-prompt"}], "documents": [document]}),
+        ),
+        (
+            "/v1/completions",
+            json!({"prompt": "canary-prompt", "max_tokens": 8, "grammar": {"syntax": "regex", "definition": "canary-schema"}}),
+        ),
+        ("/v1/completions", json!({"prompt": "canary-prompt", "grammar": {"syntax": "lark", "definition": "canary-schema"}})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": said("canary-prompt"), "max_tokens": 8, "response_format":
+                {"type": "json_schema", "json_schema": {"name": "canary-schema", "schema": schema}}}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": said("canary-prompt"), "max_tokens": 8, "tools": [tool], "tool_choice": "required"}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "canary-prompt"},
+                {"type": "image_url", "image_url": {"url": "https://example/canary-file.png"}}]}]}),
         ),
         ("/v1/embeddings", json!({"input": ["canary-prompt", "and more of canary-prompt"]})),
         ("/v1/rerank", json!({"query": "canary-prompt", "documents": ["canary-prompt", "canary-file.pdf"]})),

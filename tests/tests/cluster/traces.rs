@@ -294,7 +294,8 @@ fn a_collector_is_who_its_certificate_says() {
     let pem = dir.path().join("collector.pem");
     std::fs::write(&pem, certificate).unwrap();
     let start = |name: &str, variables: &[(&str, &str)]| {
-        let builder = Cluster::builder(name, &tiny_model()).env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url());
+        let builder =
+            Cluster::builder(name, &tiny_model()).env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url());
         let builder = variables.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
         builder.start().unwrap()
     };

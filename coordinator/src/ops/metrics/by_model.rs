@@ -1,9 +1,7 @@
 //! What is counted of each model's requests. Where a number stands is looked up once for each model, not once for each
 //! number of each request.
 
-use super::families::{
-    Histograms, LENGTH, One, TOKEN, Traced, Two, WAIT, exemplar, one, registered,
-};
+use super::families::{Histograms, LENGTH, One, TOKEN, Traced, Two, WAIT, exemplar, one, registered};
 use super::{Served, finish_name};
 use parking_lot::RwLock;
 use prometheus_client::metrics::counter::Counter;
@@ -110,7 +108,11 @@ impl ByModel {
             ),
             inter_token,
             e2e: WAIT.histograms(r, "vllm:e2e_request_latency_seconds", "Time from arrival to the end"),
-            queue_time: WAIT.histograms(r, "vllm:request_queue_time_seconds", "Time until a worker was chosen"),
+            queue_time: WAIT.histograms(
+                r,
+                "vllm:request_queue_time_seconds",
+                "Time until a worker was chosen",
+            ),
             prefill_time: WAIT.histograms(
                 r,
                 "vllm:request_prefill_time_seconds",
