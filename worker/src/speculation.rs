@@ -119,27 +119,16 @@ impl Speculation {
         for Decoding { id, tokens, most_guesses, .. } in decoding {
             rows += 1;
             let Followed { ngrams, chances: of_sequence } = self.sequences.entry(id).or_default();
-            ngrams.catch_up(tokens, |matched, right| of_sequence.heard(matched, right));
+            ngrams.catch_up(tokens, |grounds, right| of_sequence.heard(grounds, right));
             let most = most_guesses.min(self.always.unwrap_or(MOST_GUESSES));
-            let next = ngrams.next(tokens, most as usize);
+            let (next, grounds) = ngrams.next(tokens, most as usize);
             if !next.is_empty() {
-                chances.push(of_sequence.of(ngrams.matched(), next.len()));
+                chances.push(of_sequence.of(&grounds));
                 guesses.push((id, next));
             }
         }
         if self.always.is_none() {
             let worth = self.pays.choose(rows, &chances);
-            if std::env::var_os("SPECTRACE").is_some() && !chances.is_empty() {
-                eprintln!(
-                    "C {:?} {:?} t1={:.6} t2={:.6} t3={:.6} t4={:.6}",
-                    worth,
-                    chances[0],
-                    self.pays.seconds(1),
-                    self.pays.seconds(2),
-                    self.pays.seconds(3),
-                    self.pays.seconds(4)
-                );
-            }
             guesses.iter_mut().zip(worth).for_each(|((_, guesses), worth)| guesses.truncate(worth));
         }
         guesses
@@ -147,9 +136,6 @@ impl Speculation {
 
     /// A step without rows of prompts has taken so long.
     pub(crate) fn step_took(&mut self, rows: usize, took: Duration) {
-        if std::env::var_os("SPECTRACE").is_some() {
-            eprintln!("T {rows} {}", took.as_micros());
-        }
         self.pays.took(u32::try_from(rows).unwrap_or(u32::MAX), took.as_secs_f64());
     }
 }

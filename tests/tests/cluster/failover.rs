@@ -67,3 +67,62 @@ fn after_a_kill_every_request_is_answered_and_the_worker_comes_back() {
         complete(server, model, seed).unwrap();
     }
 }
+
+/// A document twice, and a third time as far as its first words: what follows is guessed, and mostly right.
+fn quoting() -> String {
+    let document = "The Harlan bridge was opened in 1931 after four years of work. It carries two lanes of road and a narrow \
+                    path for people on foot across the river Ane, and is 412 metres long. Its towers are built of granite \
+                    from the quarries at Morvik, while the deck hangs from cables that were spun on the spot by a crew of \
+                    ninety. In the spring of 1958 ice damaged the eastern pier, and for eleven months a ferry took its place.";
+    format!("{document}\n\n{document}\n\nThe Harlan bridge was opened in 1931 after")
+}
+
+fn tokens_of(event: &Value) -> Vec<Value> {
+    event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default()
+}
+
+/// A stream of guessed tokens goes on at another worker, bit by bit as it would without guesses: greedy, and drawn by a seed.
+#[test]
+fn a_stream_with_guesses_goes_on_where_its_worker_dies() {
+    const TOKENS: usize = 320;
+    let asks = [json!({"temperature": 0}), json!({"temperature": 0.6, "seed": 5})];
+    let body = |model: &str, ask: &Value, stream: bool| {
+        let mut body = json!({"model": model, "prompt": quoting(), "max_tokens": TOKENS, "ignore_eos": true,
+            "return_token_ids": true, "stream": stream});
+        body.as_object_mut().unwrap().extend(ask.as_object().unwrap().clone());
+        body
+    };
+    let plain = Cluster::builder("failover-plain", "smollm2-135m").flag("--workers", "1").start().unwrap();
+    let expected = asks.each_ref().map(|ask| {
+        let answer = http::post(plain.http(), "/v1/completions", &body(plain.model(), ask, false)).unwrap();
+        tokens_of(&answer.ok().unwrap())
+    });
+    drop(plain);
+
+    let cluster =
+        Cluster::builder("failover-guesses", "smollm2-135m").flag("--spec", "ngram").start().unwrap();
+    for (ask, expected) in asks.iter().zip(&expected) {
+        let both = || {
+            let status = cluster.status().ok()?;
+            let ready =
+                status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
+            (ready == 2).then_some(cluster.up_file().ok()?)
+        };
+        let up = wait::until("both workers are ready", binary::PATIENCE, both).unwrap();
+        let stream = http::post(cluster.http(), "/v1/completions", &body(cluster.model(), ask, true)).unwrap();
+        let by = stream.header("x-kvasir-worker").unwrap().to_owned();
+        let by = up.workers.iter().find(|worker| worker.id == by).unwrap();
+        let mut events = stream.events().unwrap();
+        let mut tokens = Vec::new();
+        while tokens.len() < TOKENS / 8 {
+            tokens.extend(tokens_of(&events.next_event().unwrap().expect("it goes on")));
+        }
+        let right = http::metric(by.ops, "vllm:spec_decode_num_accepted_tokens_total").unwrap();
+        assert!(right > 0.0, "no guess was right");
+        signal::kill_now(by.pid);
+        tokens.extend(events.all().unwrap().iter().flat_map(tokens_of));
+        assert_eq!(&tokens, expected, "{ask}");
+    }
+    let moved = http::metric(cluster.coordinator().ops, "kvasir_retries_total").unwrap();
+    assert!(moved >= 2.0, "{moved} streams have moved");
+}

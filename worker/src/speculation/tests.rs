@@ -1,3 +1,4 @@
+use super::ngrams::{Grounds, Record};
 use super::*;
 use crate::scheduler::SeqSlot;
 
@@ -14,13 +15,15 @@ fn the_place_that_is_followed_says_what_comes() {
     let mut ngrams = Ngrams::default();
     let text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4];
     let mut heard = Vec::new();
-    ngrams.catch_up(&text, |matched, right| heard.push((matched, right)));
+    ngrams.catch_up(&text, |grounds, right| heard.push((grounds.matched, right)));
     assert!(heard.is_empty(), "what was there before is not counted");
-    assert_eq!((ngrams.next(&text, 4), ngrams.matched()), (vec![5, 6, 7, 8], 3));
+    let (next, grounds) = ngrams.next(&text, 4);
+    let matched: Vec<usize> = grounds.iter().map(|grounds| grounds.matched).collect();
+    assert_eq!((next, matched), (vec![5, 6, 7, 8], vec![3, 4, 5, 6]));
     let text = [&text[..], &[5, 6, 9]].concat();
-    ngrams.catch_up(&text, |matched, right| heard.push((matched, right)));
+    ngrams.catch_up(&text, |grounds, right| heard.push((grounds.matched, right)));
     assert_eq!(heard, [(3, true), (4, true), (5, false)]);
-    assert!(ngrams.next(&text, 4).is_empty(), "nothing like it came before");
+    assert!(ngrams.next(&text, 4).0.is_empty(), "nothing like it came before");
 }
 
 #[test]
@@ -28,24 +31,47 @@ fn what_repeats_is_guessed_to_repeat() {
     let mut ngrams = Ngrams::default();
     let text = [7, 1, 2, 1, 2, 1];
     ngrams.catch_up(&text, |_, _| {});
-    assert_eq!(ngrams.next(&text, 5), [2, 1, 2, 1, 2]);
-    assert!(ngrams.next(&text, 0).is_empty());
+    assert_eq!(ngrams.next(&text, 5).0, [2, 1, 2, 1, 2]);
+    assert!(ngrams.next(&text, 0).0.is_empty());
     let mut short = Ngrams::default();
     short.catch_up(&[1, 1], |_, _| {});
-    assert!(short.next(&[1, 1], 5).is_empty());
+    assert!(short.next(&[1, 1], 5).0.is_empty());
+}
+
+/// A phrase that goes on otherwise each time is told from its own words, which are always the same: also in the prompt,
+/// and for guesses that lie ahead.
+#[test]
+fn runs_are_known_by_how_they_went_on() {
+    let mut ngrams = Ngrams::default();
+    let line = |number: u32| [1, 2, 3, 4, 5, 6, 100 + number];
+    let text: Vec<u32> = [&(0..5).flat_map(line).collect::<Vec<_>>()[..], &[1, 2, 3]].concat();
+    ngrams.catch_up(&text, |_, _| {});
+    let (next, grounds) = ngrams.next(&text, 5);
+    assert_eq!(next, [4, 5, 6, 104, 1]);
+    let right = |grounds: &Grounds| (grounds.record.right, grounds.record.all);
+    let told: Vec<_> = grounds.iter().map(right).collect();
+    // Behind a number that came once nothing is known.
+    assert_eq!(told, [(4, 4), (4, 4), (4, 4), (0, 4), (0, 0)], "{grounds:?}");
+    let of = Chances::default().of(&grounds);
+    assert!(of[0] > 0.8 && of[2] > 0.6 && of[3] < 0.15, "{of:?}");
 }
 
 #[test]
 fn chances_follow_what_was_heard_and_fade() {
     let mut chances = Chances::default();
-    let first = |chances: &Chances| chances.of(3, 1)[0];
+    let unknown = |matched| Grounds { matched, record: Record::default() };
+    let first = |chances: &Chances| chances.of(&[unknown(3)])[0];
     assert!((first(&chances) - 0.3).abs() < 1e-9);
-    (0..8).for_each(|_| chances.heard(3, false));
+    (0..8).for_each(|_| chances.heard(unknown(3), false));
     assert!(first(&chances) < 0.1);
-    assert!((chances.of(30, 1)[0] - 0.9).abs() < 1e-9, "another class");
-    (0..40).for_each(|_| chances.heard(3, true));
+    assert!((chances.of(&[unknown(30)])[0] - 0.9).abs() < 1e-9, "another class");
+    (0..40).for_each(|_| chances.heard(unknown(3), true));
     assert!(first(&chances) > 0.8);
-    let all = chances.of(3, 12);
+    // Runs of which something is known say nothing of others.
+    let known = Grounds { record: Record { right: 0, all: 1 }, ..unknown(3) };
+    (0..40).for_each(|_| chances.heard(known, false));
+    assert!(first(&chances) > 0.8 && chances.of(&[known])[0] < 0.5);
+    let all = chances.of(&(3..15).map(unknown).collect::<Vec<_>>());
     assert!(all.windows(2).all(|pair| pair[1] < pair[0]), "{all:?}");
 }
 
