@@ -109,7 +109,8 @@ fn a_stream_with_guesses_goes_on_where_its_worker_dies() {
             (ready == 2).then_some(cluster.up_file().ok()?)
         };
         let up = wait::until("both workers are ready", binary::PATIENCE, both).unwrap();
-        let stream = http::post(cluster.http(), "/v1/completions", &body(cluster.model(), ask, true)).unwrap();
+        let stream =
+            http::post(cluster.http(), "/v1/completions", &body(cluster.model(), ask, true)).unwrap();
         let by = stream.header("x-kvasir-worker").unwrap().to_owned();
         let by = up.workers.iter().find(|worker| worker.id == by).unwrap();
         let mut events = stream.events().unwrap();

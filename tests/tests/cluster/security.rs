@@ -272,14 +272,16 @@ fn sec_revoked_node() {
 /// majority until it is removed, which the others can do without it.
 #[test]
 fn sec_revoked_coordinator() {
-    let cluster = Cluster::builder("security-seat", &tiny_model()).flag("--coordinators", "3").start().unwrap();
+    let cluster =
+        Cluster::builder("security-seat", &tiny_model()).flag("--coordinators", "3").start().unwrap();
     let (data, nodes) = (cluster.data_dir().to_owned(), cluster.nodes());
     let ca = data.join("ca");
     let (ca_dir, revoked) = (ca.to_str().unwrap(), &nodes.coordinators[2]);
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
     let status = |front: SocketAddr| complete(front, "any", &body).status;
     wait::until("it serves", binary::PATIENCE, || (status(revoked.http) == 200).then_some(())).unwrap();
-    binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "coordinator", "--node", &revoked.id]).unwrap();
+    binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "coordinator", "--node", &revoked.id])
+        .unwrap();
     let given = data.join("nodes").join(&nodes.coordinators[0].id).join("identity/ca.crl");
     std::fs::copy(ca.join("ca.crl"), given).unwrap();
     let votes = |wanted: usize| {
@@ -296,10 +298,8 @@ fn sec_revoked_coordinator() {
         (votes == wanted && group["needed"] == wanted / 2 + 1).then_some(())
     };
     // No worker believes it either.
-    wait::until("it has no worker left", binary::PATIENCE, || {
-        (status(revoked.http) == 503).then_some(())
-    })
-    .unwrap();
+    wait::until("it has no worker left", binary::PATIENCE, || (status(revoked.http) == 503).then_some(()))
+        .unwrap();
     votes(3).unwrap();
     // The other two agree, and serve.
     let (_, key) = create(nodes.coordinators[1].ops, json!({"tenant": "a"}));
@@ -454,7 +454,10 @@ fn nothing_is_written_down(name: &str, model: &str) {
             "/v1/completions",
             json!({"prompt": "canary-prompt", "max_tokens": 8, "grammar": {"syntax": "regex", "definition": "canary-schema"}}),
         ),
-        ("/v1/completions", json!({"prompt": "canary-prompt", "grammar": {"syntax": "lark", "definition": "canary-schema"}})),
+        (
+            "/v1/completions",
+            json!({"prompt": "canary-prompt", "grammar": {"syntax": "lark", "definition": "canary-schema"}}),
+        ),
         (
             "/v1/chat/completions",
             json!({"messages": said("canary-prompt"), "max_tokens": 8, "response_format":

@@ -9,6 +9,7 @@ use kernels::cuda::{
 };
 use kvasir_worker::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::speculation::Speculation;
 use proto::message::Sampling;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -56,6 +57,26 @@ fn quantised_models_are_continued_as_on_the_cpu() {
         }
         let counts = engine.decoder().backend().step_counts();
         assert!(counts.recorded > 0 && counts.replayed > counts.recorded, "{model} for {arch}: {counts:?}");
+    }
+}
+
+/// Guesses are rows like any other there, too, and recurrent layers follow those that count: tokens are those without guesses.
+#[test]
+fn guesses_change_no_token() {
+    for (model, arch) in [QUANT[0], "tiny/qwen35/qwen35-f32"].into_iter().zip(Arch::CHECKED) {
+        let options = small(model);
+        let repeated = |seed, len| Ask::greedy(prompt(seed, len).repeat(3), 10).tokens_only();
+        let mut asks = [repeated(3, 7), repeated(5, 11), repeated(6, 4)];
+        asks[2].sampling = Sampling { temperature: 0.2, top_k: 8, seed: 5, ..Sampling::default() };
+        let want = together(&mut open_on(model, &options, simulated(arch, &options)), &asks);
+        let mut engine = open_on(model, &options, simulated(arch, &options))
+            .with_speculation(Speculation::ngram().always(4));
+        let got = together(&mut engine, &asks);
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!(want.tokens, got.tokens, "{model} for {arch}");
+        }
+        assert!(engine.metrics().drafted.get() > 0, "{model} for {arch}: nothing was guessed");
+        engine.check().unwrap();
     }
 }
 
