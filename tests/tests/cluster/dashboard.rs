@@ -106,7 +106,9 @@ fn who_is_hot(cluster: &Cluster, browser: &Browser) {
                  && (window.verdictOfTheTest = {verdict}.textContent).length > 0"
             );
             browser.wait_for("it is named", &named).unwrap();
-            browser.script("return window.verdictOfTheTest").unwrap()
+            let text = browser.script("return window.verdictOfTheTest").unwrap();
+            browser.screenshot(&picture("hot")).unwrap();
+            text
         }));
         told.store(true, Ordering::Relaxed);
         let text = seen.unwrap_or_else(|panic| resume_unwind(panic));
@@ -262,6 +264,8 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
                   .filter((name) => !name.startsWith(location.origin))";
     assert_eq!(browser.script(others).unwrap(), json!([]), "asked of others");
     browser.resize(1440, 1000, 1.0).unwrap();
+    browser.click("#theme").unwrap();
+    assert_eq!(ground(&browser), light, "as the system has it");
     who_is_hot(&cluster, &browser);
     assert_eq!(browser.complaints().unwrap(), Vec::<String>::new());
 }
