@@ -43,14 +43,13 @@ impl Blocks {
             let (kind, text) = match part {
                 Part::Text(text) => (Some(Kind::Text), text),
                 Part::Thought(text) => (Some(Kind::Thought), text),
-                Part::Call(part) => {
-                    (part.begins.map(|(id, name)| Kind::Call { id, name }), part.arguments)
-                }
+                Part::Call(part) => (part.begins.map(|(id, name)| Kind::Call { id, name }), part.arguments),
             };
             // Arguments are those of the call that is told just now.
             let goes_on = self.open
                 && self.all.last().is_some_and(|last| match &kind {
                     None => matches!(last.kind, Kind::Call { .. }),
+                    Some(Kind::Call { .. }) => false,
                     Some(kind) => last.kind == *kind,
                 });
             if let (Some(kind), false) = (kind, goes_on) {

@@ -122,7 +122,9 @@ fn thinking(fields: &Fields<'_>, arguments: &mut Map<String, Value>) -> Result<(
     }
     match display.as_deref() {
         None | Some("summarized") => Ok(()),
-        Some(_) => Err(ApiError::field("thinking.display", "what is thought is told as it is, or not at all")),
+        Some(_) => {
+            Err(ApiError::field("thinking.display", "what is thought is told as it is, or not at all"))
+        }
     }
 }
 

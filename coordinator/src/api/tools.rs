@@ -208,9 +208,8 @@ pub fn with_arguments(messages: &mut [Message]) -> Result<(), ApiError> {
             let function = call.get_mut("function").and_then(Value::as_object_mut);
             let Some(function) = function else { continue };
             let Some(Value::String(arguments)) = function.get("arguments") else { continue };
-            let arguments = self::arguments(arguments).ok_or_else(|| {
-                ApiError::field(format!("{field}[{nth}].function.arguments"), "is no JSON")
-            })?;
+            let arguments = self::arguments(arguments)
+                .ok_or_else(|| ApiError::field(format!("{field}[{nth}].function.arguments"), "is no JSON"))?;
             function.insert("arguments".into(), arguments);
         }
     }

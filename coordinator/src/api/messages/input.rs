@@ -50,7 +50,9 @@ pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiE
         add(&mut chat, message)?;
     }
     if chat.last().is_some_and(|message| message.role == "assistant") {
-        return Err(last.wrong("role", "no answer is begun for the model: the last message must not be its own"));
+        return Err(
+            last.wrong("role", "no answer is begun for the model: the last message must not be its own")
+        );
     }
     Ok(chat)
 }

@@ -117,7 +117,10 @@ fn what_is_wrong_or_not_served_is_named() {
         (with("messages", json!([{"role": "user"}])), "messages[0].content"),
         (with("messages", json!([{"role": "user", "content": 7}])), "messages[0].content"),
         (
-            with("messages", json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "I "}])),
+            with(
+                "messages",
+                json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "I "}]),
+            ),
             "messages.role",
         ),
         (block("user", json!({"type": "image", "source": {}})), "{}.type"),
@@ -225,7 +228,10 @@ fn a_stream_has_its_events_in_order_and_says_what_the_whole_answer_says() {
             "thinking_tokens": 3, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1},
     });
     assert_eq!((&whole["usage"], &events[14].1["usage"]), (&told, &told));
-    assert_eq!((&whole["stop_reason"], &events[14].1["delta"]["stop_reason"]), (&json!("tool_use"), &json!("tool_use")));
+    assert_eq!(
+        (&whole["stop_reason"], &events[14].1["delta"]["stop_reason"]),
+        (&json!("tool_use"), &json!("tool_use"))
+    );
 }
 
 #[test]
@@ -237,7 +243,10 @@ fn it_is_told_why_an_answer_ends() {
         let mut all = Delta::default();
         deltas.into_iter().for_each(|delta| all.add(delta));
         let whole: Value = serde_json::from_slice(&writer().whole(vec![all], usage(), &tokenizer)).unwrap();
-        (whole["stop_reason"].as_str().unwrap().to_owned(), whole["stop_sequence"].as_str().map(str::to_owned))
+        (
+            whole["stop_reason"].as_str().unwrap().to_owned(),
+            whole["stop_sequence"].as_str().map(str::to_owned),
+        )
     };
     assert_eq!(ends(FinishReason::Stop, None, false), ("end_turn".into(), None));
     assert_eq!(ends(FinishReason::Stop, Some("END"), false), ("stop_sequence".into(), Some("END".into())));
@@ -249,5 +258,8 @@ fn it_is_told_why_an_answer_ends() {
     let mut out = Vec::new();
     stream.fails(&mut out, &ApiError::WorkerLost);
     let [(name, error)] = <[_; 1]>::try_from(events(&out)).unwrap();
-    assert_eq!((name.as_str(), &error["error"]["type"], &error["error"]["code"]), ("error", &json!("api_error"), &json!("worker_lost")));
+    assert_eq!(
+        (name.as_str(), &error["error"]["type"], &error["error"]["code"]),
+        ("error", &json!("api_error"), &json!("worker_lost"))
+    );
 }

@@ -26,7 +26,8 @@ pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiE
     }
     let raw = fields.raw(INPUT).ok_or_else(|| ApiError::field(INPUT, "is missing"))?;
     if raw.starts_with('"') {
-        let said = raw::string(raw).map_err(|error| ApiError::field(INPUT, crate::api::fields::plain(&error)))?;
+        let said =
+            raw::string(raw).map_err(|error| ApiError::field(INPUT, crate::api::fields::plain(&error)))?;
         chat.messages.push(Message::new("user", said));
         return Ok(chat.messages);
     }
@@ -101,8 +102,7 @@ impl<'a> Chat<'a> {
         let id = missing(item, "call_id", item.get("call_id")?)?;
         let name = missing(item, "name", item.get("name")?)?;
         let arguments: String = missing(item, "arguments", item.get("arguments")?)?;
-        let arguments =
-            tools::arguments(&arguments).ok_or_else(|| item.wrong("arguments", "is no JSON"))?;
+        let arguments = tools::arguments(&arguments).ok_or_else(|| item.wrong("arguments", "is no JSON"))?;
         self.calls.push(tools::call(id, name, arguments));
         Ok(())
     }

@@ -33,7 +33,8 @@ fn meant(chat: Chat<'_>) -> Value {
 #[test]
 fn a_response_is_the_same_chat() {
     let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
-    let tool = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
+    let tool =
+        json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
     let function = json!({"name": "f", "description": "d", "parameters": schema});
     let tool_there = json!({"type": "function", "function": function});
     let call = json!({"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
@@ -160,7 +161,10 @@ fn what_is_wrong_or_not_served_is_named() {
         (with("background", json!(true)), "background"),
         (with("store", json!("yes")), "store"),
         (with("truncation", json!("some")), "truncation"),
-        (with("include", json!(["reasoning.encrypted_content", "message.output_text.logprobs"])), "include[1]"),
+        (
+            with("include", json!(["reasoning.encrypted_content", "message.output_text.logprobs"])),
+            "include[1]",
+        ),
         (with("top_logprobs", json!(3)), "top_logprobs"),
         (with("chat_template", json!("x")), "chat_template"),
         (with("metadata", json!({"a": 1})), "metadata"),

@@ -22,12 +22,7 @@ pub(in crate::api) struct ResponseWriter {
 }
 
 impl ResponseWriter {
-    pub(in crate::api) fn new(
-        id: String,
-        created: u64,
-        model: String,
-        repeats: Map<String, Value>,
-    ) -> Self {
+    pub(in crate::api) fn new(id: String, created: u64, model: String, repeats: Map<String, Value>) -> Self {
         Self { id, created, model, repeats, blocks: Blocks::default(), finished: None, events: 0 }
     }
 
