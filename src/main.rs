@@ -43,6 +43,7 @@ mod status;
 mod tenants;
 mod tokenize;
 mod top;
+mod try_grammar;
 mod up;
 mod worker;
 
@@ -100,6 +101,8 @@ enum Command {
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
+    #[command(hide = true)]
+    TryGrammar(try_grammar::TryGrammar),
 }
 
 impl Command {
@@ -130,6 +133,7 @@ impl Command {
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
+            Self::TryGrammar(command) => command.run(),
         }
     }
 }
