@@ -5,6 +5,7 @@ use super::fake_worker::{FakeWorker, letters};
 use super::limits::key;
 use super::{Rig, until};
 use hyper::Method;
+use kvasir_coordinator::api::Endpoint;
 use proto::message::GenerateError;
 use serde_json::{Value, json};
 
@@ -341,6 +342,15 @@ async fn tokens_of_a_message_are_counted_as_they_are_sent() {
     body["max_tokens"] = json!(1);
     ok(&post(rig.at.http, MESSAGES, &body).await);
     assert_eq!(counted, json!({"input_tokens": workers[0].requests()[0].prompt.len()}));
+}
+
+#[test]
+fn every_path_is_described() {
+    let page = include_str!("../../../docs/api.md");
+    for endpoint in Endpoint::ALL {
+        let path = format!("`{} {}`", endpoint.method(), endpoint.path());
+        assert!(page.contains(&path), "docs/api.md says nothing of {path}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
