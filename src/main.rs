@@ -44,6 +44,7 @@ mod tenants;
 mod tls;
 mod tokenize;
 mod top;
+mod try_grammar;
 mod up;
 mod worker;
 
@@ -101,6 +102,8 @@ enum Command {
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
+    #[command(hide = true)]
+    TryGrammar(try_grammar::TryGrammar),
 }
 
 impl Command {
@@ -131,6 +134,7 @@ impl Command {
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
+            Self::TryGrammar(command) => command.run(),
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
 use crate::role::RoleArg;
 use crate::shipped;
 use crate::spec::SpecArg;
+use crate::try_grammar;
 use coordinator::models::ModelEntry;
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
@@ -431,6 +432,7 @@ impl Worker {
         if self.node.answer(&plan.settings, &plan.explained)? {
             return Ok(());
         }
+        try_grammar::in_use()?;
         let Plan { settings, mut config, drain, .. } = plan;
         match (settings.http, config.coordinators.is_empty()) {
             (None, true) => {

@@ -1,4 +1,4 @@
-//! The API port: OpenAI's HTTP, for those who have a key.
+//! The API port: OpenAI's HTTP, and Anthropic's messages, for those who have a key.
 //!
 //! A request passes, in this order: the connection's limits ([`crate::server`]), the gate of this module
 //! (request id, key; default deny, around the whole router), [`limits::read`], [`plan`], the dispatch, and
@@ -7,6 +7,8 @@
 pub mod answer;
 pub mod auth;
 mod base64;
+mod blocks;
+mod chat;
 pub mod documents;
 pub mod embeddings;
 pub mod encode;
@@ -14,11 +16,13 @@ pub mod error;
 pub mod fields;
 pub mod grammar;
 pub mod limits;
+mod messages;
 pub mod params;
 pub mod plan;
 pub mod prompt;
 mod raw;
 pub mod rerank;
+mod responses;
 pub mod shape;
 mod spans;
 pub mod tools;
@@ -42,13 +46,15 @@ use documents::Popularity;
 use encode::{Asker, Gathered, Wanted, gather};
 use error::ApiError;
 use futures::future::BoxFuture;
+use messages::MessageWriter;
 use plan::{Kind, Plan, Sources};
 use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::trace::{Span, TraceContext};
+use responses::ResponseWriter;
 use serde::Serialize;
 use serde_json::json;
-use shape::Shape;
+use shape::{Shape, Writer};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -60,6 +66,8 @@ use tower::Service;
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 /// The client's name for requests that have a prefix in common and come together.
 pub const GROUP_HEADER: HeaderName = HeaderName::from_static("x-kvasir-group");
+/// Under which Anthropic's clients look for the request's name.
+const THEIR_ID_HEADER: HeaderName = HeaderName::from_static("request-id");
 
 /// Longest body that is planned where it was read. Handing it to another thread and back takes longer than most of
 /// what is to be done, and even a body of new text holds this thread up for milliseconds only.
@@ -99,6 +107,12 @@ pub enum Endpoint {
     Completions,
     /// Completions of chats.
     Chat,
+    /// The same in the words of OpenAI's responses.
+    Responses,
+    /// The same in Anthropic's words.
+    Messages,
+    /// How many tokens a prompt in Anthropic's words has.
+    CountTokens,
     /// Texts to vectors.
     Embeddings,
     /// Documents by how they answer a query.
@@ -111,11 +125,14 @@ pub enum Endpoint {
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 11] = [
         Self::Health,
         Self::Models,
         Self::Completions,
         Self::Chat,
+        Self::Responses,
+        Self::Messages,
+        Self::CountTokens,
         Self::Embeddings,
         Self::Rerank,
         Self::Tokenize,
@@ -129,6 +146,9 @@ impl Endpoint {
             Self::Models => "/v1/models",
             Self::Completions => "/v1/completions",
             Self::Chat => "/v1/chat/completions",
+            Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
+            Self::CountTokens => "/v1/messages/count_tokens",
             Self::Embeddings => "/v1/embeddings",
             Self::Rerank => "/v1/rerank",
             Self::Tokenize => "/tokenize",
@@ -140,7 +160,8 @@ impl Endpoint {
     pub fn method(self) -> Method {
         match self {
             Self::Health | Self::Models => Method::GET,
-            Self::Completions | Self::Chat => Method::POST,
+            Self::Completions | Self::Chat | Self::Responses => Method::POST,
+            Self::Messages | Self::CountTokens => Method::POST,
             Self::Embeddings | Self::Rerank | Self::Tokenize | Self::Detokenize => Method::POST,
         }
     }
@@ -150,16 +171,24 @@ impl Endpoint {
         self.method() == *method || (self.method() == Method::GET && *method == Method::HEAD)
     }
 
-    async fn serve(self, front: Arc<Front>, request: Request) -> Response {
+    /// Whether it is Anthropic's, whose errors have another form.
+    fn is_anthropic(self) -> bool {
+        matches!(self, Self::Messages | Self::CountTokens)
+    }
+
+    async fn serve(self, front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
         match self {
-            Self::Health => health(&front).into_response(),
-            Self::Models => models(&front, &request).into_response(),
-            Self::Completions => generate(front, Kind::Completion, request).await.into_response(),
-            Self::Chat => generate(front, Kind::Chat, request).await.into_response(),
-            Self::Embeddings => embeddings(front, request).await.into_response(),
-            Self::Rerank => rerank(front, request).await.into_response(),
-            Self::Tokenize => tokenize(front, request).await.into_response(),
-            Self::Detokenize => detokenize(front, request).await.into_response(),
+            Self::Health => health(&front).map(IntoResponse::into_response),
+            Self::Models => models(&front, &request),
+            Self::Completions => generate(front, Kind::Completion, request).await,
+            Self::Chat => generate(front, Kind::Chat, request).await,
+            Self::Responses => generate(front, Kind::Responses, request).await,
+            Self::Messages => generate(front, Kind::Messages, request).await,
+            Self::CountTokens => count_tokens(front, request).await,
+            Self::Embeddings => embeddings(front, request).await,
+            Self::Rerank => rerank(front, request).await,
+            Self::Tokenize => tokenize(front, request).await,
+            Self::Detokenize => detokenize(front, request).await,
         }
     }
 }
@@ -196,18 +225,26 @@ async fn gate(front: Arc<Front>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let path = request.uri().path();
     let endpoint = Endpoint::ALL.into_iter().find(|endpoint| endpoint.path() == path);
-    let mut response = match front.keys.authenticate(request.headers()) {
+    let answered = match front.keys.authenticate(request.headers()) {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             request.extensions_mut().insert(id.clone());
             match endpoint.filter(|endpoint| endpoint.takes(request.method())) {
                 Some(endpoint) => endpoint.serve(Arc::clone(&front), request).await,
-                None => ApiError::NotFound.into_response(),
+                None => Err(ApiError::NotFound),
             }
         }
-        Err(error) => error.into_response(),
+        Err(error) => Err(error),
     };
+    let anthropic = endpoint.is_some_and(Endpoint::is_anthropic);
+    let mut response = answered.unwrap_or_else(|error| match anthropic {
+        true => messages::refused(&error, &id),
+        false => error.into_response(),
+    });
     if let Ok(value) = HeaderValue::from_str(id.as_str()) {
+        if anthropic {
+            response.headers_mut().insert(THEIR_ID_HEADER, value.clone());
+        }
         response.headers_mut().insert(REQUEST_ID_HEADER, value);
     }
     front.metrics.answered(endpoint.map_or("other", Endpoint::path), response.status().as_u16());
@@ -263,6 +300,12 @@ async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiEr
     Ok(Json(body).into_response())
 }
 
+async fn count_tokens(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
+    let (asker, body) = admit(&front, request).await?;
+    let tokens = front.plan(&asker, body.len(), move |sources| plan::count_tokens(&body, sources)).await?;
+    Ok(Json(json!({"input_tokens": tokens})).into_response())
+}
+
 async fn detokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let text = front.plan(&asker, body.len(), move |sources| plan::detokenize(&body, sources)).await?;
@@ -313,21 +356,35 @@ async fn answer(
     let routed = Instant::now();
     let generations = front.dispatch.generate(jobs)?;
     front.metrics.stage("route", routed.elapsed());
-    let prefix = match kind {
-        Kind::Completion => "cmpl",
-        Kind::Chat => "chatcmpl",
-    };
-    let shape = Shape {
-        kind,
-        id: format!("{prefix}-{id}"),
-        created: unix_seconds(),
-        model: plan.model.id.to_string(),
-        token_ids: plan.params.return_token_ids,
-        logprobs: plan.params.sampling.logprobs.is_some(),
-    };
-    let answer = Answer::new(&plan, shape, Arc::clone(&front.metrics), generations, asker);
+    let writer = writer(&plan, &id);
+    let answer = Answer::new(&plan, writer, Arc::clone(&front.metrics), generations, asker);
     let answer = answer.traced(trace.take());
     if plan.params.stream { answer.streamed().await } else { answer.whole().await }
+}
+
+/// What writes the answer to a request of this name.
+fn writer(plan: &Plan, id: &RequestId) -> Box<dyn Writer> {
+    let (created, model) = (unix_seconds(), plan.model.id.to_string());
+    let shape = |prefix, chat| Shape {
+        chat,
+        id: format!("{prefix}-{id}"),
+        created,
+        model: model.clone(),
+        token_ids: plan.params.return_token_ids,
+        logprobs: plan.params.sampling.logprobs.is_some(),
+        include_usage: plan.params.include_usage,
+    };
+    match plan.kind {
+        Kind::Completion => Box::new(shape("cmpl", false)),
+        Kind::Chat => Box::new(shape("chatcmpl", true)),
+        Kind::Responses => {
+            let repeats = plan.repeats.clone();
+            Box::new(ResponseWriter::new(format!("resp_{id}"), created, model, repeats))
+        }
+        Kind::Messages => {
+            Box::new(MessageWriter::new(format!("msg_{id}"), model, plan.params.stop.strings.clone()))
+        }
+    }
 }
 
 async fn embeddings(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {

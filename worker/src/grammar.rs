@@ -1,8 +1,8 @@
 //! Answers that must be of a grammar: JSON of a schema, calls of tools, whatever a regular expression or a Lark grammar
 //! says. See [decision 57](../../docs/decisions/0057-grammars-are-compiled-by-workers.md).
 //!
-//! A grammar is compiled before its request is queued, on a thread of its own and within a budget, and kept for the next
-//! request that brings it. What may follow a token is worked out by a small pool of threads ([`Guide`]) while the step
+//! A grammar is compiled before its request is queued, on a thread of its own and within a budget, which another process
+//! has kept first ([`trial`]), and kept for the next request that brings it. What may follow a token is worked out by a small pool of threads ([`Guide`]) while the step
 //! goes on; the engine's thread only looks at the result.
 
 use crate::Error;
@@ -22,9 +22,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{OnceCell, Semaphore, oneshot};
 use tokio::time::timeout;
+use trial::Tried;
+use vocabulary::Names;
 
 mod guide;
 mod pool;
+pub mod trial;
 mod vocabulary;
 
 /// How long a grammar may take to compile.
@@ -53,6 +56,12 @@ struct Refusal {
     reason: String,
 }
 
+/// What grammars of a model are compiled with.
+struct Made {
+    factory: ParserFactory,
+    names: Names,
+}
+
 /// All grammars of one model. See the module.
 pub struct Grammars {
     tokenizer: Arc<Tokenizer>,
@@ -60,7 +69,7 @@ pub struct Grammars {
     metrics: GrammarMetrics,
     wake: Waker,
     /// Made when the first grammar comes.
-    factory: OnceCell<Result<Arc<ParserFactory>, String>>,
+    factory: OnceCell<Result<Arc<Made>, String>>,
     turns: Arc<Semaphore>,
     known: Mutex<Known>,
 }
@@ -124,19 +133,41 @@ impl Grammars {
     async fn compile(&self, grammar: &GrammarV1) -> Result<Outcome, GenerateError> {
         let made = self.factory.get_or_try_init(|| async {
             let tokenizer = Arc::clone(&self.tokenizer);
-            beside(move || vocabulary::factory(&tokenizer).map(Arc::new)).await.ok_or(GenerateError::Internal)
+            let make = move || {
+                let factory = vocabulary::factory(&tokenizer)?;
+                Ok(Arc::new(Made { factory, names: vocabulary::names(&tokenizer) }))
+            };
+            beside(make).await.ok_or(GenerateError::Internal)
         });
-        let factory = made.await?.as_ref().map_err(|error| {
+        let made = made.await?.as_ref().map_err(|error| {
             tracing::error!(error, "no grammars: the vocabulary cannot be used");
             GenerateError::Internal
         })?;
         let turn = timeout(TURN_TIME, Arc::clone(&self.turns).acquire_owned()).await;
         let Ok(Ok(turn)) = turn else { return Err(GenerateError::QueueFull) };
-        let (factory, syntax, text) = (Arc::clone(factory), grammar.syntax, grammar.text.clone());
+        let too_much = || {
+            let reason = format!("compiling it takes more than {} ms", COMPILE_TIME.as_millis());
+            Refusal { why: Refused::time, reason }
+        };
+        let (syntax, text) = (grammar.syntax, grammar.text.clone());
+        let tried = {
+            let (made, text) = (Arc::clone(made), text.clone());
+            beside(move || trial::attempted(syntax, &text, &made.names)).await
+        };
+        match tried {
+            Some(Tried::Ended) => {}
+            Some(Tried::TooMuch) => return Ok(Err(too_much())),
+            Some(Tried::Failed(error)) => {
+                tracing::error!(error, "a grammar cannot be tried");
+                return Err(GenerateError::Internal);
+            }
+            None => return Err(GenerateError::Internal),
+        }
+        let made = Arc::clone(made);
         let compiled = beside(move || {
             // A thread cannot be stopped: its turn is over when it has ended, whoever still waits for it.
             let _turn = turn;
-            build(&factory, syntax, &text)
+            build(&made.factory, syntax, &text)
         });
         Ok(match timeout(COMPILE_TIME, compiled).await {
             Ok(Some(Ok(matcher))) => {
@@ -145,10 +176,7 @@ impl Grammars {
             }
             Ok(Some(Err(reason))) => Err(Refusal { why: Refused::invalid, reason }),
             Ok(None) => return Err(GenerateError::Internal),
-            Err(_) => {
-                let reason = format!("compiling it takes more than {} ms", COMPILE_TIME.as_millis());
-                Err(Refusal { why: Refused::time, reason })
-            }
+            Err(_) => Err(too_much()),
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Generations become an answer: one JSON object, or server-sent events.
+//! Generations become an answer: one JSON object, or server-sent events, as the API's [`Writer`] writes them.
 //!
 //! The body of a stream is pulled: nothing is read from the workers before the connection to the client has
 //! room for it, so a slow reader holds back its own request and no memory; if it takes nothing for long the
@@ -7,7 +7,7 @@
 use super::encode::Asker;
 use super::error::ApiError;
 use super::plan::Plan;
-use super::shape::{CallPart, Delta, Shape, Usage};
+use super::shape::{CallPart, Delta, Part, Usage, Writer};
 use super::spans;
 use crate::dispatch::{Event, Failure, Generation, Started};
 use crate::models::OfferedModel;
@@ -39,13 +39,14 @@ const CHUNK_ROOM: usize = 1 << 10;
 
 /// An answer in the making.
 pub struct Answer {
-    shape: Shape,
+    writer: Box<dyn Writer>,
     model: Arc<OfferedModel>,
     metrics: Arc<Metrics>,
     events: Events,
     choices: Vec<Progress>,
     documents: Vec<usize>,
-    include_usage: bool,
+    /// Where each token begins is told.
+    offsets: bool,
     asker: Asker,
     /// If the request is recorded.
     span: Option<Span>,
@@ -99,6 +100,8 @@ struct Progress {
     /// Characters of the tokens so far.
     characters: usize,
     completion: u64,
+    /// Of these, what is thought.
+    reasoning: u64,
     /// Tokens guessed and looked at, and those that were right, where it was not retried.
     guesses: (u64, u64),
     /// Why it has ended.
@@ -121,7 +124,7 @@ impl Answer {
     /// Of these generations, which belong to `plan`: for each prompt its choices.
     pub fn new(
         plan: &Plan,
-        shape: Shape,
+        writer: Box<dyn Writer>,
         metrics: Arc<Metrics>,
         generations: Vec<Generation>,
         asker: Asker,
@@ -137,6 +140,7 @@ impl Answer {
             last: None,
             characters: 0,
             completion: 0,
+            reasoning: 0,
             guesses: (0, 0),
             reason: None,
             listener: plan.speech.as_ref().map(|speech| speech.listener(&plan.model)),
@@ -145,13 +149,13 @@ impl Answer {
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
         Self {
-            shape,
+            writer,
             model: Arc::clone(&plan.model),
             metrics,
             events: Events::of(generations),
             choices,
             documents: plan.documents.clone(),
-            include_usage: plan.params.include_usage,
+            offsets: plan.params.sampling.logprobs.is_some(),
             asker,
             span: None,
         }
@@ -172,16 +176,13 @@ impl Answer {
             let delta = self.advance(choice, event);
             next = self.events.next().await;
             let Some(delta) = delta else { continue };
-            let Some(all) = whole.get_mut(choice as usize) else { continue };
-            all.text.push_str(&delta.text);
-            all.thought.push_str(&delta.thought);
-            all.called |= delta.called;
-            gather(&mut all.calls, delta.calls);
-            all.tokens.extend(delta.tokens);
-            all.finished = delta.finished.or(all.finished.take());
+            if let Some(all) = whole.get_mut(choice as usize) {
+                all.add(delta);
+            }
         }
         self.answered();
-        let body = self.shape.whole(&whole, self.usage(), &self.model.tokenizer);
+        let usage = self.usage();
+        let body = self.writer.whole(whole, usage, &self.model.tokenizer);
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok((headers, body).into_response())
@@ -228,16 +229,14 @@ impl Answer {
             match next {
                 Some((choice, Ok(event))) => self.take(choice, event, &mut out),
                 Some((_, Err(failure))) => {
-                    let body = self.failed(failure).body();
-                    out.extend_from_slice(format!("event: error\ndata: {body}\n\n").as_bytes());
+                    let error = self.failed(failure);
+                    self.writer.fails(&mut out, &error);
                     return (out.into(), false);
                 }
                 None => {
                     self.answered();
-                    if self.include_usage {
-                        self.shape.usage_chunk(&mut out, self.usage());
-                    }
-                    out.extend_from_slice(b"data: [DONE]\n\n");
+                    let usage = self.usage();
+                    self.writer.ends(&mut out, usage);
                     return (out.into(), false);
                 }
             }
@@ -253,13 +252,11 @@ impl Answer {
             && self.choices.get(choice as usize).is_some_and(|c| c.started.is_none());
         let delta = self.advance(choice, event);
         if opening {
-            self.shape.opening(out, choice, self.include_usage);
+            let usage = self.usage();
+            self.writer.opens(out, choice, usage);
         }
-        let Some(delta) = delta else { return };
-        let said = !(delta.text.is_empty() && delta.thought.is_empty() && delta.calls.is_empty());
-        let silent = !said && delta.finished.is_none();
-        if !silent || self.shape.token_ids || self.shape.logprobs {
-            self.shape.chunk(out, choice, &delta, self.include_usage, &self.model.tokenizer);
+        if let Some(delta) = delta {
+            self.writer.says(out, choice, delta, &self.model.tokenizer);
         }
     }
 
@@ -286,7 +283,7 @@ impl Answer {
                 let bytes = |t: &TokenOut| {
                     String::from_utf8_lossy(self.model.tokenizer.token_bytes(t.id)).chars().count()
                 };
-                if self.shape.logprobs {
+                if self.offsets {
                     progress.characters += tokens.iter().map(bytes).sum::<usize>();
                 }
                 Some(Delta { tokens, offset, ..delta })
@@ -308,7 +305,7 @@ impl Answer {
         let Some(mut span) = self.span.take() else { return };
         let reasons = self.choices.iter().filter_map(|choice| choice.reason);
         let reasons = reasons.map(|reason| finish_name(reason).to_owned()).collect();
-        spans::answered(&mut span, &self.shape.id, &self.shape.model, &self.usage(), reasons);
+        spans::answered(&mut span, self.writer.id(), self.model.id.as_str(), &self.usage(), reasons);
     }
 
     /// What is answered when a generation has ended so.
@@ -324,6 +321,7 @@ impl Answer {
         let mut usage = Usage::default();
         for choice in &self.choices {
             usage.completion += choice.completion;
+            usage.reasoning += choice.reasoning;
             usage.drafted += choice.guesses.0;
             usage.accepted += choice.guesses.1;
             usage.lookups.extend(choice.started.as_ref().map(|started| started.hit_stop.clone()));
@@ -356,27 +354,20 @@ impl Answer {
     }
 }
 
-/// Puts parts of calls together.
-fn gather(calls: &mut Vec<CallPart>, parts: Vec<CallPart>) {
-    for part in parts {
-        match calls.iter_mut().find(|call| call.index == part.index) {
-            Some(call) => call.arguments.push_str(&part.arguments),
-            None => calls.push(part),
-        }
-    }
-}
-
 impl Progress {
     /// What these tokens say.
     fn hear(&mut self, dialect: &Dialect, tokens: &[TokenOut]) -> Delta {
         let Some(listener) = &mut self.listener else {
-            let text = tokens.iter().map(|t| t.text.as_str()).collect();
-            return Delta { text, ..Delta::default() };
+            let mut delta = Delta::default();
+            delta.say(Part::Text(tokens.iter().map(|t| t.text.as_str()).collect()));
+            return delta;
         };
         let mut said = Vec::new();
         for token in tokens {
+            let thinking = listener.is_thinking();
             said.extend(dialect.mark(token.id).into_iter().flat_map(|mark| listener.push(mark)));
             said.extend(listener.push(&token.text));
+            self.reasoning += u64::from(thinking || listener.is_thinking());
         }
         self.delta(dialect.calls(), said)
     }
@@ -384,7 +375,9 @@ impl Progress {
     /// What the end says.
     fn hear_last(&mut self, dialect: &Dialect, tail: &str) -> Delta {
         let Some(listener) = &mut self.listener else {
-            return Delta { text: tail.to_owned(), ..Delta::default() };
+            let mut delta = Delta::default();
+            delta.say(Part::Text(tail.to_owned()));
+            return delta;
         };
         let mut said = listener.push(tail);
         said.extend(listener.finish());
@@ -394,20 +387,22 @@ impl Progress {
     fn delta(&mut self, style: Calls, said: Vec<Said>) -> Delta {
         let mut delta = Delta::default();
         for part in said {
-            match part {
-                Said::Text(text) => delta.text.push_str(&text),
-                Said::Thought(text) => delta.thought.push_str(&text),
+            let call = match part {
+                Said::Text(text) => {
+                    delta.say(Part::Text(text));
+                    continue;
+                }
+                Said::Thought(text) => {
+                    delta.say(Part::Thought(text));
+                    continue;
+                }
                 Said::Call(name) => {
-                    let begins = Some((call_id(style), name));
-                    delta.calls.push(CallPart { index: self.calls, begins, arguments: String::new() });
                     self.calls += 1;
+                    CallPart { begins: Some((call_id(style), name)), ..CallPart::default() }
                 }
-                Said::Arguments(text) => {
-                    let part =
-                        CallPart { index: self.calls.saturating_sub(1), begins: None, arguments: text };
-                    gather(&mut delta.calls, vec![part]);
-                }
-            }
+                Said::Arguments(arguments) => CallPart { arguments, ..CallPart::default() },
+            };
+            delta.say(Part::Call(CallPart { index: self.calls.saturating_sub(1), ..call }));
         }
         delta.called = self.calls > 0;
         delta

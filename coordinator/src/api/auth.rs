@@ -9,7 +9,7 @@ use super::error::ApiError;
 use crate::consensus::table::{Access, KeyScopeV1};
 use crate::quota::{MAX_TOLD, Meter, Permit, Spending, Usage};
 use crate::random::random_u64;
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderName, header};
 use parking_lot::RwLock;
 use proto::block::{ClusterKey, TenantSalt};
 use proto::ids::{ModelId, NodeId, TenantId};
@@ -25,6 +25,9 @@ use tokio::sync::watch;
 
 /// The tenant of everybody while no keys are configured.
 pub const DEFAULT_TENANT: &str = "default";
+
+/// Where Anthropic's clients show their key.
+pub const KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
 
 /// Digits of a key's name.
 const KEY_ID_DIGITS: usize = 16;
@@ -216,17 +219,19 @@ impl Keys {
         self.settled.store(true, Ordering::Release);
     }
 
-    /// Who has the key in `Authorization: Bearer`. How long it takes tells nothing about keys that are there.
+    /// Who has the key in `Authorization: Bearer`, or else in [`KEY_HEADER`]. How long it takes tells nothing about keys
+    /// that are there.
     pub fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         let ring = self.ring();
         if ring.open {
             return Ok(Caller(Arc::clone(&ring.local)));
         }
-        let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let given = given
+        let text = |name: HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+        let bearer = text(header::AUTHORIZATION)
             .and_then(|value| value.split_once(' '))
             .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
-        let (_, key) = given.ok_or(ApiError::InvalidApiKey)?;
+        let key = bearer.map(|(_, key)| key).or_else(|| text(KEY_HEADER));
+        let key = key.ok_or(ApiError::InvalidApiKey)?;
         let sha256 = Sha256::digest(key.trim().as_bytes()).into();
         match ring.grants.get(&Secret(sha256)) {
             Some(grant) if grant.expires_unix_s == 0 || unix_seconds() < grant.expires_unix_s => {

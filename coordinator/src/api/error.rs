@@ -156,20 +156,24 @@ impl ApiError {
             400..=499 => "invalid_request_error",
             _ => "server_error",
         };
-        let param = match self {
+        let (param, code) = (self.param(), self.code());
+        json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": code}})
+    }
+
+    /// What of the request is wrong.
+    pub fn param(&self) -> Option<&str> {
+        match self {
             Self::InvalidField { field, .. } => Some(field.as_str()),
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
             Self::ModelNotFound(_) => Some("model"),
             Self::Unknown { .. } => Some("id"),
             _ => None,
-        };
-        json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": self.code()}})
+        }
     }
-}
 
-impl IntoResponse for ApiError {
-    fn into_response(self) -> Response {
-        let mut response = (self.status(), Json(self.body())).into_response();
+    /// The answer with this status and body; whether and when to come again is in its head.
+    pub fn respond(&self, status: StatusCode, body: Value) -> Response {
+        let mut response = (status, Json(body)).into_response();
         let retry = match self {
             Self::QueueFull { retry_after } => Some(retry_after.as_secs().max(1)),
             // Not a moment before there is room.
@@ -185,6 +189,12 @@ impl IntoResponse for ApiError {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        self.respond(self.status(), self.body())
     }
 }
 

@@ -14,7 +14,7 @@ use std::ops::RangeInclusive;
 pub const MAX_DEPTH: usize = 64;
 
 /// Fields that may be nearly all of a body. Whoever knows one reads all of it, and finds then what is wrong in it.
-const READ_LATER: [&str; 3] = ["messages", "prompt", "content"];
+const READ_LATER: [&str; 4] = ["messages", "prompt", "input", "content"];
 
 /// The known fields of a body, or of an object in a list of it.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 /// What a request wants its answer to be.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub enum Wanted {
     /// JSON of this schema.
     Json {
@@ -52,25 +52,44 @@ pub fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
     let format: Option<Format<'_>> = fields.get("response_format")?;
     let json = match format.as_ref().map(|format| format.r#type.as_str()) {
         None | Some("text") => None,
-        Some("json_object") => {
-            let schema = dialect::schema(&json!({"type": "object"}), false);
-            Some(Wanted::Json { field: "response_format", schema })
-        }
+        Some("json_object") => Some(any_object("response_format")),
         Some("json_schema") => {
             let given = format.as_ref().and_then(|format| format.json_schema.as_ref());
             let given = given.ok_or_else(|| ApiError::field("response_format.json_schema", "is missing"))?;
-            let raw = given.schema.ok_or_else(|| ApiError::field(SCHEMA, "is missing"))?;
-            let schema = schema(SCHEMA, raw.get())?;
-            let lenient = given.strict != Some(true);
-            Some(Wanted::Json { field: SCHEMA, schema: dialect::schema(&schema, lenient) })
+            Some(of_schema_in(SCHEMA, given.schema, given.strict)?)
         }
         Some(_) => {
             return Err(ApiError::field("response_format.type", "must be text, json_object or json_schema"));
         }
     };
+    or_grammar(fields, json, "response_format")
+}
+
+/// Any JSON object, as the request's `field` asks for.
+pub(super) fn any_object(field: &'static str) -> Wanted {
+    Wanted::Json { field, schema: dialect::schema(&json!({"type": "object"}), false) }
+}
+
+/// JSON of the schema that the request has in `field`.
+pub(super) fn of_schema_in(
+    field: &'static str,
+    raw: Option<&RawValue>,
+    strict: Option<bool>,
+) -> Result<Wanted, ApiError> {
+    let raw = raw.ok_or_else(|| ApiError::field(field, "is missing"))?;
+    let schema = schema(field, raw.get())?;
+    Ok(Wanted::Json { field, schema: dialect::schema(&schema, strict != Some(true)) })
+}
+
+/// What `grammar` says, if there is one and not also what the request asks for in `other`.
+pub(super) fn or_grammar(
+    fields: &Fields<'_>,
+    json: Option<Wanted>,
+    other: &str,
+) -> Result<Option<Wanted>, ApiError> {
     let Some(Grammar { syntax, definition }) = fields.get("grammar")? else { return Ok(json) };
     if json.is_some() {
-        return Err(ApiError::field("grammar", "give either a grammar or a response_format"));
+        return Err(ApiError::field("grammar", format!("give either a grammar or a {other}")));
     }
     let syntax = match syntax.as_str() {
         "lark" => GrammarSyntax::Lark,

@@ -66,12 +66,13 @@ struct StreamOptions {
 
 impl Params {
     /// Reads and checks them. `vocab`: tokens of the model; `seed` and `defaults` are taken where the request
-    /// does not say.
+    /// does not say; `stop`: what the API calls stop strings.
     pub fn read(
         fields: &Fields<'_>,
         vocab: usize,
         seed: u64,
         defaults: &SamplingDefaults,
+        stop: &'static str,
     ) -> Result<Self, ApiError> {
         let stream = fields.get("stream")?.unwrap_or(false);
         let options: Option<StreamOptions> = fields.get("stream_options")?;
@@ -102,7 +103,7 @@ impl Params {
         let stop = Stop {
             max_tokens: 0,
             min_tokens,
-            strings: stop_strings(fields)?,
+            strings: stop_strings(fields, stop)?,
             token_ids: stop_tokens(fields, vocab)?,
             ignore_eos: fields.get("ignore_eos")?.unwrap_or(false),
         };
@@ -135,16 +136,16 @@ fn above_zero(fields: &Fields<'_>, name: &'static str, most: f32) -> Result<Opti
     }
 }
 
-fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
-    let strings = match fields.raw("stop") {
+fn stop_strings(fields: &Fields<'_>, name: &'static str) -> Result<Vec<String>, ApiError> {
+    let strings = match fields.raw(name) {
         None => Vec::new(),
-        Some(raw) if raw.starts_with('"') => fields.get("stop")?.into_iter().collect(),
-        Some(_) => fields.get::<Bounded<String, { MAX_STOP }>>("stop")?.map_or_else(Vec::new, |list| list.0),
+        Some(raw) if raw.starts_with('"') => fields.get(name)?.into_iter().collect(),
+        Some(_) => fields.get::<Bounded<String, { MAX_STOP }>>(name)?.map_or_else(Vec::new, |list| list.0),
     };
     for (at, text) in strings.iter().enumerate() {
         if text.is_empty() || text.len() > MAX_STOP_BYTES {
             let reason = format!("must have 1 to {MAX_STOP_BYTES} bytes");
-            return Err(ApiError::field(format!("stop[{at}]"), reason));
+            return Err(ApiError::field(format!("{name}[{at}]"), reason));
         }
     }
     Ok(strings)
@@ -242,7 +243,8 @@ mod tests {
 
     fn read(body: &Value) -> Result<Params, ApiError> {
         let body = body.to_string();
-        Params::read(&Fields::parse(body.as_bytes(), &NAMES).unwrap(), 1000, 77, &SamplingDefaults::PLAIN)
+        let fields = Fields::parse(body.as_bytes(), &NAMES).unwrap();
+        Params::read(&fields, 1000, 77, &SamplingDefaults::PLAIN, "stop")
     }
 
     #[test]

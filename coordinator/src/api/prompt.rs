@@ -85,7 +85,7 @@ fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
     let content = match message.raw("content") {
         None if tool_calls.is_some() => None,
         None => return Err(message.wrong("content", "is missing")),
-        Some(raw) => Some(Content(content(message, raw)?)),
+        Some(raw) => Some(Content(text(message, "content", raw, &["text"])?)),
     };
     let mut rest = Map::new();
     for name in ["reasoning_content", "tool_call_id"] {
@@ -96,20 +96,25 @@ fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
     Ok(Message { role, content, name: message.get("name")?, tool_calls, rest })
 }
 
-fn content<'a>(message: &Fields<'a>, raw: &'a str) -> Result<Cow<'a, str>, ApiError> {
-    const NAME: &str = "content";
-    let wrong = |error: serde_json::Error| message.wrong(NAME, plain(&error));
+/// The text that a field holds, which is `raw`: as one, or in parts of these kinds, which are joined by newlines.
+pub(super) fn text<'a>(
+    of: &Fields<'a>,
+    name: &'static str,
+    raw: &'a str,
+    kinds: &[&str],
+) -> Result<Cow<'a, str>, ApiError> {
+    let wrong = |error: serde_json::Error| of.wrong(name, plain(&error));
     if raw.starts_with('"') {
         return raw::string(raw).map_err(wrong);
     }
     let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
     let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
-        ("text", Some(text)) => Ok(text),
-        ("text", None) => Err((at, "text", "is missing")),
-        _ => Err((at, "type", "only text is understood")),
+        (kind, Some(text)) if kinds.contains(&kind) => Ok(text),
+        (kind, None) if kinds.contains(&kind) => Err((at, "text", "is missing".to_owned())),
+        _ => Err((at, "type", format!("only {} is understood", kinds.join(" or ")))),
     };
     let texts: Result<Vec<String>, _> = parts.0.into_iter().enumerate().map(text).collect();
-    let texts = texts.map_err(|(at, name, reason)| message.wrong_part(NAME, (at, name), reason))?;
+    let texts = texts.map_err(|(at, part, reason)| of.wrong_part(name, (at, part), reason))?;
     Ok(texts.join("\n").into())
 }
 

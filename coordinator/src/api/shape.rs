@@ -1,17 +1,35 @@
-//! JSON as OpenAI's clients expect it, with vLLM's additions.
+//! What an answer is made of, and how completions and chats write it: JSON as OpenAI's clients expect it, with vLLM's
+//! additions. Other APIs have a [`Writer`] of their own.
 
-use super::plan::Kind;
+use super::error::ApiError;
 use crate::ops::metrics::finish_name;
 use model::Tokenizer;
 use proto::message::{FinishReason, FinishedV1, TokenLogprobs, TokenOut};
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
+use std::borrow::Cow;
+
+/// How an API writes an answer: as a stream of events, in the order of these methods, or whole.
+pub trait Writer: Send {
+    /// The answer's id.
+    fn id(&self) -> &str;
+    /// Appends that a choice begins. `usage`: of the prompt, as far as it is known.
+    fn opens(&mut self, out: &mut Vec<u8>, choice: u32, usage: Usage);
+    /// Appends something new of a choice.
+    fn says(&mut self, out: &mut Vec<u8>, choice: u32, delta: Delta, tokenizer: &Tokenizer);
+    /// Appends that all has been said.
+    fn ends(&mut self, out: &mut Vec<u8>, usage: Usage);
+    /// Appends why there will be no more.
+    fn fails(&mut self, out: &mut Vec<u8>, error: &ApiError);
+    /// The whole answer, of which each choice has said this.
+    fn whole(&mut self, choices: Vec<Delta>, usage: Usage, tokenizer: &Tokenizer) -> Vec<u8>;
+}
 
 /// What all objects of one answer have in common.
 #[derive(Debug)]
 pub struct Shape {
-    /// Which API.
-    pub kind: Kind,
+    /// Whether it is a chat's.
+    pub chat: bool,
     /// The answer's id.
     pub id: String,
     /// Seconds since 1970.
@@ -22,17 +40,15 @@ pub struct Shape {
     pub token_ids: bool,
     /// Whether choices carry log-probabilities.
     pub logprobs: bool,
+    /// Whether a stream ends with a chunk that tells the usage.
+    pub include_usage: bool,
 }
 
 /// Something new of a choice.
 #[derive(Debug, Default)]
 pub struct Delta {
-    /// Text.
-    pub text: String,
-    /// What the model thinks.
-    pub thought: String,
-    /// Parts of calls of tools.
-    pub calls: Vec<CallPart>,
+    /// What is said, in its order.
+    pub said: Vec<Part>,
     /// Whether the choice has called a tool so far.
     pub called: bool,
     /// The tokens that it came with.
@@ -41,6 +57,72 @@ pub struct Delta {
     pub offset: usize,
     /// The end.
     pub finished: Option<FinishedV1>,
+}
+
+/// A part of what is said.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Part {
+    /// Text.
+    Text(String),
+    /// What the model thinks.
+    Thought(String),
+    /// Of a call of a tool.
+    Call(CallPart),
+}
+
+impl Delta {
+    /// Adds what comes next.
+    pub fn add(&mut self, next: Self) {
+        for part in next.said {
+            self.say(part);
+        }
+        self.called |= next.called;
+        self.tokens.extend(next.tokens);
+        self.finished = next.finished.or(self.finished.take());
+    }
+
+    /// Adds a part, to the last one if it goes on there.
+    pub fn say(&mut self, part: Part) {
+        match (self.said.last_mut(), part) {
+            (_, Part::Text(text) | Part::Thought(text)) if text.is_empty() => {}
+            (Some(Part::Text(text)), Part::Text(more)) | (Some(Part::Thought(text)), Part::Thought(more)) => {
+                text.push_str(&more);
+            }
+            (Some(Part::Call(call)), Part::Call(more))
+                if call.index == more.index && more.begins.is_none() =>
+            {
+                call.arguments.push_str(&more.arguments);
+            }
+            (_, part) => self.said.push(part),
+        }
+    }
+
+    fn text(&self) -> Cow<'_, str> {
+        joined(self.said.iter().filter_map(|part| match part {
+            Part::Text(text) => Some(text.as_str()),
+            _ => None,
+        }))
+    }
+
+    fn thought(&self) -> Cow<'_, str> {
+        joined(self.said.iter().filter_map(|part| match part {
+            Part::Thought(text) => Some(text.as_str()),
+            _ => None,
+        }))
+    }
+
+    fn calls(&self) -> impl Iterator<Item = &CallPart> {
+        self.said.iter().filter_map(|part| match part {
+            Part::Call(part) => Some(part),
+            _ => None,
+        })
+    }
+}
+
+/// Hardly ever are there two.
+fn joined<'a>(mut texts: impl Iterator<Item = &'a str>) -> Cow<'a, str> {
+    let first = Cow::Borrowed(texts.next().unwrap_or_default());
+    texts.fold(first, |all, text| all + text)
 }
 
 /// Something new of a call of a tool.
@@ -65,10 +147,19 @@ pub struct Usage {
     pub lookups: Vec<String>,
     /// Generated.
     pub completion: u64,
+    /// Of these, what the model has thought, with the marks around it.
+    pub reasoning: u64,
     /// Tokens that a worker guessed and looked at.
     pub drafted: u64,
     /// Of these, right and so generated.
     pub accepted: u64,
+}
+
+impl Usage {
+    /// Tokens that a worker guessed wrong.
+    pub fn rejected(&self) -> u64 {
+        self.drafted.saturating_sub(self.accepted)
+    }
 }
 
 /// [`Usage`] as JSON.
@@ -78,15 +169,19 @@ struct UsageJson {
     completion_tokens: u64,
     total_tokens: u64,
     prompt_tokens_details: PromptDetails,
-    /// Where something was guessed.
+    /// Where something was thought or guessed.
     #[serde(skip_serializing_if = "Option::is_none")]
     completion_tokens_details: Option<CompletionDetails>,
 }
 
 #[derive(Debug, Serialize)]
 struct CompletionDetails {
-    accepted_prediction_tokens: u64,
-    rejected_prediction_tokens: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_tokens: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    accepted_prediction_tokens: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rejected_prediction_tokens: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -97,6 +192,12 @@ struct PromptDetails {
 
 impl From<Usage> for UsageJson {
     fn from(usage: Usage) -> Self {
+        let guessed = usage.drafted > 0;
+        let details = CompletionDetails {
+            reasoning_tokens: (usage.reasoning > 0).then_some(usage.reasoning),
+            accepted_prediction_tokens: guessed.then_some(usage.accepted),
+            rejected_prediction_tokens: guessed.then_some(usage.rejected()),
+        };
         Self {
             prompt_tokens: usage.prompt,
             completion_tokens: usage.completion,
@@ -105,10 +206,7 @@ impl From<Usage> for UsageJson {
                 cached_tokens: usage.cached,
                 kvasir_lookups: usage.lookups,
             },
-            completion_tokens_details: (usage.drafted > 0).then_some(CompletionDetails {
-                accepted_prediction_tokens: usage.accepted,
-                rejected_prediction_tokens: usage.drafted.saturating_sub(usage.accepted),
-            }),
+            completion_tokens_details: (guessed || usage.reasoning > 0).then_some(details),
         }
     }
 }
@@ -143,7 +241,7 @@ struct Choice<'a> {
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Said<'a> {
-    Text(&'a str),
+    Text(Cow<'a, str>),
     Delta(Speech<'a>),
     Message(Speech<'a>),
 }
@@ -154,9 +252,9 @@ struct Speech<'a> {
     role: Option<&'static str>,
     /// Not there, none, or this.
     #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<Option<&'a str>>,
+    content: Option<Option<Cow<'a, str>>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    reasoning_content: Option<&'a str>,
+    reasoning_content: Option<Cow<'a, str>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tool_calls: Vec<CallJson<'a>>,
 }
@@ -197,8 +295,8 @@ impl<'a> Speech<'a> {
         Self {
             role: None,
             content: None,
-            reasoning_content: Some(delta.thought.as_str()).filter(|thought| !thought.is_empty()),
-            tool_calls: delta.calls.iter().map(call).collect(),
+            reasoning_content: Some(delta.thought()).filter(|thought| !thought.is_empty()),
+            tool_calls: delta.calls().map(call).collect(),
         }
     }
 }
@@ -207,27 +305,16 @@ fn ids<S: Serializer>(tokens: &Option<&[TokenOut]>, serializer: S) -> Result<S::
     serializer.collect_seq(tokens.iter().copied().flatten().map(|token| token.id))
 }
 
-impl Shape {
-    /// Appends a chunk of a stream with something new of one choice, as an event. `usage`: the stream will end with a
-    /// usage chunk.
-    pub fn chunk(&self, out: &mut Vec<u8>, index: u32, delta: &Delta, usage: bool, tokenizer: &Tokenizer) {
-        let said = match self.kind {
-            Kind::Completion => Said::Text(&delta.text),
-            Kind::Chat => {
-                let other = delta.finished.is_some() || !delta.thought.is_empty() || !delta.calls.is_empty();
-                let silent = other && delta.text.is_empty();
-                let content = (!silent).then_some(Some(delta.text.as_str()));
-                Said::Delta(Speech { content, ..Speech::of(delta, true) })
-            }
-        };
-        self.event(out, &[self.choice(index, delta, said, tokenizer)], usage.then_some(None));
+impl Writer for Shape {
+    fn id(&self) -> &str {
+        &self.id
     }
 
-    /// Appends the first chunk of a choice, which in a chat says who speaks; in other answers there is none.
-    pub fn opening(&self, out: &mut Vec<u8>, index: u32, usage: bool) {
-        if self.kind == Kind::Chat {
-            let speech = Speech { role: Some("assistant"), content: Some(Some("")), ..Speech::default() };
-            let said = Said::Delta(speech);
+    /// In a chat it is said who speaks; of other answers nothing is.
+    fn opens(&mut self, out: &mut Vec<u8>, index: u32, _: Usage) {
+        if self.chat {
+            let content = Some(Some("".into()));
+            let said = Said::Delta(Speech { role: Some("assistant"), content, ..Speech::default() });
             let choice = Choice {
                 index,
                 logprobs: None,
@@ -236,43 +323,62 @@ impl Shape {
                 token_ids: None,
                 said,
             };
-            self.event(out, &[choice], usage.then_some(None));
+            self.event(out, &[choice], self.include_usage.then_some(None));
         }
     }
 
-    /// Appends the chunk that tells the usage.
-    pub fn usage_chunk(&self, out: &mut Vec<u8>, usage: Usage) {
-        self.event(out, &[], Some(Some(usage.into())));
+    fn says(&mut self, out: &mut Vec<u8>, index: u32, delta: Delta, tokenizer: &Tokenizer) {
+        let (text, other) = (delta.text(), delta.said.iter().any(|part| !matches!(part, Part::Text(_))));
+        let silent = text.is_empty() && !other && delta.finished.is_none();
+        if silent && !self.token_ids && !self.logprobs {
+            return;
+        }
+        let said = match self.chat {
+            false => Said::Text(text),
+            true => {
+                let silent = (other || delta.finished.is_some()) && text.is_empty();
+                Said::Delta(Speech { content: (!silent).then_some(Some(text)), ..Speech::of(&delta, true) })
+            }
+        };
+        let choice = self.choice(index, &delta, said, tokenizer);
+        self.event(out, &[choice], self.include_usage.then_some(None));
     }
 
-    /// A whole answer.
-    pub fn whole(&self, choices: &[Delta], usage: Usage, tokenizer: &Tokenizer) -> Vec<u8> {
-        let choices = (0u32..).zip(choices).map(|(index, delta)| {
-            let said = match self.kind {
-                Kind::Completion => Said::Text(&delta.text),
-                Kind::Chat => {
-                    let silent = delta.text.is_empty() && !delta.calls.is_empty();
-                    let content = Some((!silent).then_some(delta.text.as_str()));
+    fn ends(&mut self, out: &mut Vec<u8>, usage: Usage) {
+        if self.include_usage {
+            self.event(out, &[], Some(Some(usage.into())));
+        }
+        out.extend_from_slice(b"data: [DONE]\n\n");
+    }
+
+    fn fails(&mut self, out: &mut Vec<u8>, error: &ApiError) {
+        out.extend_from_slice(format!("event: error\ndata: {}\n\n", error.body()).as_bytes());
+    }
+
+    fn whole(&mut self, choices: Vec<Delta>, usage: Usage, tokenizer: &Tokenizer) -> Vec<u8> {
+        let choices = (0u32..).zip(&choices).map(|(index, delta)| {
+            let text = delta.text();
+            let said = match self.chat {
+                false => Said::Text(text),
+                true => {
+                    let silent = text.is_empty() && delta.calls().next().is_some();
+                    let content = Some((!silent).then_some(text));
                     Said::Message(Speech { role: Some("assistant"), content, ..Speech::of(delta, false) })
                 }
             };
             self.choice(index, delta, said, tokenizer)
         });
         let choices: Vec<Choice<'_>> = choices.collect();
-        let object = match self.kind {
-            Kind::Completion => "text_completion",
-            Kind::Chat => "chat.completion",
-        };
+        let object = if self.chat { "chat.completion" } else { "text_completion" };
         let mut out = Vec::new();
         self.write(&mut out, object, &choices, Some(Some(usage.into())));
         out
     }
+}
 
+impl Shape {
     fn event(&self, out: &mut Vec<u8>, choices: &[Choice<'_>], usage: Option<Option<UsageJson>>) {
-        let object = match self.kind {
-            Kind::Completion => "text_completion",
-            Kind::Chat => "chat.completion.chunk",
-        };
+        let object = if self.chat { "chat.completion.chunk" } else { "text_completion" };
         out.extend_from_slice(b"data: ");
         self.write(out, object, choices, usage);
         out.extend_from_slice(b"\n\n");
@@ -294,10 +400,10 @@ impl Shape {
     }
 
     fn choice<'a>(&self, index: u32, delta: &'a Delta, said: Said<'a>, tokenizer: &Tokenizer) -> Choice<'a> {
-        let logprobs = match (self.logprobs, self.kind) {
+        let logprobs = match (self.logprobs, self.chat) {
             (false, _) => None,
-            (true, Kind::Completion) => Some(completion_logprobs(delta, tokenizer)),
-            (true, Kind::Chat) => Some(chat_logprobs(delta, tokenizer)),
+            (true, false) => Some(completion_logprobs(delta, tokenizer)),
+            (true, true) => Some(chat_logprobs(delta, tokenizer)),
         };
         let finished = delta.finished.as_ref();
         Choice {

@@ -69,6 +69,6 @@ pub(super) fn failed(span: &mut Span, error: &ApiError) {
 pub(super) fn operation(kind: Kind) -> &'static str {
     match kind {
         Kind::Completion => "text_completion",
-        Kind::Chat => "chat",
+        Kind::Chat | Kind::Responses | Kind::Messages => "chat",
     }
 }

@@ -1,7 +1,7 @@
 //! Tools that a chat may call: `tools`, `tool_choice`, `parallel_tool_calls`, and earlier calls among the messages.
 
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, plain};
 use super::limits::{MAX_SCHEMA_BYTES, MAX_TOOL_NAME, MAX_TOOLS};
 use super::params::Bounded;
 use model::chat_template::{Content, Message};
@@ -11,7 +11,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
 /// What a request says of tools.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Tools {
     /// Those that may be called.
     pub tools: Vec<Tool>,
@@ -21,6 +21,24 @@ pub struct Tools {
     pub required: bool,
     /// Whether several may be called at once.
     pub parallel: bool,
+}
+
+/// A tool as an API writes it.
+pub(super) struct Written<'a> {
+    /// Its name.
+    pub(super) name: Option<String>,
+    /// What it is for.
+    pub(super) description: Option<String>,
+    /// The schema of its arguments.
+    pub(super) parameters: Option<&'a RawValue>,
+    /// The same for the chat template, where it is written as templates have it.
+    pub(super) given: Option<Value>,
+}
+
+/// What an API calls the parts of a tool.
+pub(super) struct Parts {
+    pub(super) name: &'static str,
+    pub(super) parameters: &'static str,
 }
 
 #[derive(Deserialize)]
@@ -50,75 +68,133 @@ struct Named {
     name: String,
 }
 
-/// Reads them.
+/// Reads them as chat completions have them.
 pub fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
-    let given: Option<Bounded<&RawValue, { MAX_TOOLS }>> = fields.get("tools")?;
-    let given = given.map_or_else(Vec::new, |list| list.0);
-    let mut read = Tools { parallel: fields.get("parallel_tool_calls")?.unwrap_or(true), ..Tools::default() };
-    for (at, raw) in given.iter().enumerate() {
-        let wrong = |part: &str, reason: String| ApiError::field(format!("tools[{at}]{part}"), reason);
-        let parsed: Given<'_> =
-            serde_json::from_str(raw.get()).map_err(|e| wrong("", super::fields::plain(&e)))?;
+    const PARTS: Parts = Parts { name: ".function.name", parameters: ".function.parameters" };
+    let mut read = listed(fields, &PARTS, |raw| {
+        let parsed: Given<'_> = parsed("", raw)?;
         if parsed.r#type.as_deref() != Some("function") {
-            return Err(wrong(".type", "only function is served".to_owned()));
+            return Err((".type", "only function is served".to_owned()));
         }
-        let function = parsed.function.ok_or_else(|| wrong(".function", "is missing".to_owned()))?;
-        let function: Function<'_> =
-            serde_json::from_str(function.get()).map_err(|e| wrong(".function", super::fields::plain(&e)))?;
-        let name = function.name.ok_or_else(|| wrong(".function.name", "is missing".to_owned()))?;
-        let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-        if name.is_empty() || name.len() > MAX_TOOL_NAME || !name.chars().all(word) {
-            let reason =
-                format!("must be 1 to {MAX_TOOL_NAME} letters, digits, dots, dashes and underscores");
-            return Err(wrong(".function.name", reason));
-        }
-        if read.tools.iter().any(|tool| tool.name == name) {
-            return Err(wrong(".function.name", format!("{name:?} is the name of another tool too")));
-        }
-        let parameters = match function.parameters {
-            Some(raw) => super::grammar::schema(&format!("tools[{at}].function.parameters"), raw.get())?,
-            None => json!({"type": "object", "properties": {}}),
-        };
-        read.tools.push(Tool { name, description: function.description, parameters });
-        read.given.push(serde_json::from_str(raw.get()).map_err(|_| ApiError::Internal)?);
-    }
-    let schemas: usize = given.iter().map(|raw| raw.get().len()).sum();
-    if schemas > 2 * MAX_SCHEMA_BYTES {
-        let reason = format!("have {schemas} bytes together, at most {}", 2 * MAX_SCHEMA_BYTES);
-        return Err(ApiError::field("tools", reason));
-    }
-    choose(fields, &mut read)?;
-    Ok(read)
-}
-
-fn choose(fields: &Fields<'_>, read: &mut Tools) -> Result<(), ApiError> {
-    const NAME: &str = "tool_choice";
-    match fields.get::<Choice>(NAME)? {
+        let function = parsed.function.ok_or_else(|| (".function", "is missing".to_owned()))?;
+        let Function { name, description, parameters } = self::parsed(".function", function)?;
+        let given = Some(serde_json::from_str(raw.get()).map_err(|e| ("", plain(&e)))?);
+        Ok(Written { name, description, parameters, given })
+    })?;
+    read.parallel = fields.get("parallel_tool_calls")?.unwrap_or(true);
+    match fields.get::<Choice>(CHOICE)? {
         None => {}
-        Some(Choice::Word(word)) => match word.as_str() {
-            "auto" => {}
-            "none" => *read = Tools::default(),
-            "required" => read.required = true,
-            _ => return Err(ApiError::field(NAME, "must be none, auto, required or a function")),
-        },
+        Some(Choice::Word(word)) => choose(&mut read, &word)?,
         Some(Choice::Named { r#type, function: Some(Named { name }) }) if r#type == "function" => {
-            let Some(at) = read.tools.iter().position(|tool| tool.name == name) else {
-                let name: String = name.chars().take(MAX_TOOL_NAME).collect();
-                return Err(ApiError::field("tool_choice.function.name", format!("{name:?} is no tool")));
-            };
-            // The prompt keeps them all: which one is to be called changes no prefix.
-            read.tools = vec![read.tools.swap_remove(at)];
-            read.required = true;
-            read.parallel = false;
+            only(&mut read, "tool_choice.function.name", &name)?;
         }
         Some(Choice::Named { .. }) => {
             return Err(ApiError::field("tool_choice.type", "only function is served"));
         }
     }
-    if read.required && read.tools.is_empty() {
-        return Err(ApiError::field(NAME, "there are no tools"));
+    check_choice(read)
+}
+
+const CHOICE: &str = "tool_choice";
+
+/// Reads a JSON text that is `part` of a tool.
+pub(super) fn parsed<'a, T: Deserialize<'a>>(
+    part: &'static str,
+    raw: &'a RawValue,
+) -> Result<T, (&'static str, String)> {
+    serde_json::from_str(raw.get()).map_err(|error| (part, plain(&error)))
+}
+
+/// Reads the list `tools`; `one` takes one of them apart, or tells which part is wrong, and why.
+pub(super) fn listed<'a>(
+    fields: &Fields<'a>,
+    parts: &Parts,
+    one: impl Fn(&'a RawValue) -> Result<Written<'a>, (&'static str, String)>,
+) -> Result<Tools, ApiError> {
+    let list: Option<Bounded<&RawValue, { MAX_TOOLS }>> = fields.get("tools")?;
+    let list = list.map_or_else(Vec::new, |list| list.0);
+    let mut read = Tools { parallel: true, ..Tools::default() };
+    for (at, raw) in list.iter().enumerate() {
+        let wrong = |part: &str, reason: String| ApiError::field(format!("tools[{at}]{part}"), reason);
+        let Written { name, description, parameters, given } =
+            one(raw).map_err(|(part, reason)| wrong(part, reason))?;
+        let name = name.ok_or_else(|| wrong(parts.name, "is missing".to_owned()))?;
+        let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        if name.is_empty() || name.len() > MAX_TOOL_NAME || !name.chars().all(word) {
+            let reason =
+                format!("must be 1 to {MAX_TOOL_NAME} letters, digits, dots, dashes and underscores");
+            return Err(wrong(parts.name, reason));
+        }
+        if read.tools.iter().any(|tool| tool.name == name) {
+            return Err(wrong(parts.name, format!("{name:?} is the name of another tool too")));
+        }
+        let parameters = match parameters {
+            Some(raw) => super::grammar::schema(&format!("tools[{at}]{}", parts.parameters), raw.get())?,
+            None => json!({"type": "object", "properties": {}}),
+        };
+        read.given.push(given.unwrap_or_else(|| as_function(&name, description.as_deref(), &parameters)));
+        read.tools.push(Tool { name, description, parameters });
+    }
+    let schemas: usize = list.iter().map(|raw| raw.get().len()).sum();
+    if schemas > 2 * MAX_SCHEMA_BYTES {
+        let reason = format!("have {schemas} bytes together, at most {}", 2 * MAX_SCHEMA_BYTES);
+        return Err(ApiError::field("tools", reason));
+    }
+    Ok(read)
+}
+
+/// A tool as chat templates have it.
+fn as_function(name: &str, description: Option<&str>, parameters: &Value) -> Value {
+    let mut function = Map::new();
+    function.insert("name".into(), name.into());
+    function.extend(description.map(|text| ("description".into(), text.into())));
+    function.insert("parameters".into(), parameters.clone());
+    json!({"type": "function", "function": function})
+}
+
+/// An earlier call as chat templates have it.
+pub(super) fn call(id: String, name: String, arguments: Value) -> Value {
+    json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+}
+
+/// The arguments of an earlier call, which are written as a text.
+pub(super) fn arguments(text: &str) -> Option<Value> {
+    match text.trim() {
+        "" => Some(Value::Object(Map::new())),
+        text => serde_json::from_str(text).ok(),
+    }
+}
+
+/// Takes a choice that is a word.
+pub(super) fn choose(read: &mut Tools, word: &str) -> Result<(), ApiError> {
+    match word {
+        "auto" => {}
+        "none" => *read = Tools::default(),
+        "required" => read.required = true,
+        _ => return Err(ApiError::field(CHOICE, "must be none, auto, required or a function")),
     }
     Ok(())
+}
+
+/// Only the tool of this name, which the request has in `field`, may and must be called.
+pub(super) fn only(read: &mut Tools, field: &str, name: &str) -> Result<(), ApiError> {
+    let Some(at) = read.tools.iter().position(|tool| tool.name == name) else {
+        let name: String = name.chars().take(MAX_TOOL_NAME).collect();
+        return Err(ApiError::field(field, format!("{name:?} is no tool")));
+    };
+    // The prompt keeps them all: which one is to be called changes no prefix.
+    read.tools = vec![read.tools.swap_remove(at)];
+    read.required = true;
+    read.parallel = false;
+    Ok(())
+}
+
+/// Refuses a call that must be and cannot.
+pub(super) fn check_choice(read: Tools) -> Result<Tools, ApiError> {
+    match read.required && read.tools.is_empty() {
+        true => Err(ApiError::field(CHOICE, "there are no tools")),
+        false => Ok(read),
+    }
 }
 
 /// Makes what a chat template gets of earlier calls what templates expect: arguments as an object, which clients send as
@@ -132,12 +208,8 @@ pub fn with_arguments(messages: &mut [Message]) -> Result<(), ApiError> {
             let function = call.get_mut("function").and_then(Value::as_object_mut);
             let Some(function) = function else { continue };
             let Some(Value::String(arguments)) = function.get("arguments") else { continue };
-            let arguments: Value = match arguments.trim() {
-                "" => Value::Object(Map::new()),
-                text => serde_json::from_str(text).map_err(|_| {
-                    ApiError::field(format!("{field}[{nth}].function.arguments"), "is no JSON")
-                })?,
-            };
+            let arguments = self::arguments(arguments)
+                .ok_or_else(|| ApiError::field(format!("{field}[{nth}].function.arguments"), "is no JSON"))?;
             function.insert("arguments".into(), arguments);
         }
     }

@@ -71,6 +71,8 @@ struct State {
     held: HashSet<BlockId>,
     log: Vec<KvEvent>,
     fail: Option<GenerateError>,
+    /// Tokens guessed, and guessed right, of every request.
+    guessed: (u32, u32),
     requests: Vec<GenerateRequestV3>,
     encodes: Vec<EncodeRequestV1>,
     draining: bool,
@@ -168,6 +170,11 @@ impl FakeWorker {
     /// Every request from now on fails in this way, or none.
     pub(crate) fn fail(&self, error: Option<GenerateError>) {
         self.shared.state.lock().fail = error;
+    }
+
+    /// It has guessed so many tokens of every request from now on, and so many of them right.
+    pub(crate) fn guess(&self, drafted: u32, accepted: u32) {
+        self.shared.state.lock().guessed = (drafted, accepted);
     }
 
     /// What it was asked for, in order of arrival.
@@ -385,6 +392,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
             call.reply.send(&GenerateFrame::Tokens(vec![token])).await?;
         }
         shared.thaw().await;
+        let (drafted_tokens, accepted_tokens) = shared.state.lock().guessed;
         call.reply
             .send(&GenerateFrame::Finished(FinishedV1 {
                 reason: FinishReason::Length,
@@ -392,8 +400,8 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
                 tail: String::new(),
                 completion_tokens: request.stop.max_tokens,
                 preemptions: 0,
-                drafted_tokens: 0,
-                accepted_tokens: 0,
+                drafted_tokens,
+                accepted_tokens,
             }))
             .await
     };

@@ -27,12 +27,21 @@ async fn sec_routes() {
     let elsewhere = [("/", Method::GET), ("/v1/models/tiny", Method::GET), ("/metrics", Method::GET)];
     let routes = Endpoint::ALL.into_iter().map(|e| (e.path(), e.method())).chain(elsewhere);
     for (path, method) in routes {
-        for wrong in [&[][..], &[("authorization", "Bearer key-c")], &[("authorization", "Basic key-a")]] {
+        for wrong in [
+            &[][..],
+            &[("authorization", "Bearer key-c")],
+            &[("authorization", "Basic key-a")],
+            &[("x-api-key", "key-c")],
+            // Who shows two is asked for the first.
+            &[("authorization", "Bearer key-c"), ("x-api-key", "key-a")],
+        ] {
             let reply = send(rig.at.http, method.clone(), path, wrong, "{}").await;
             assert_eq!(reply.error(), (401, "invalid_api_key".into(), String::new()), "{path} {wrong:?}");
         }
-        let reply = send(rig.at.http, method, path, &[("authorization", "Bearer key-a")], "{}").await;
-        assert_ne!(reply.status.as_u16(), 401, "{path}");
+        for right in [("authorization", "Bearer key-a"), ("x-api-key", "key-a")] {
+            let reply = send(rig.at.http, method.clone(), path, &[right], "{}").await;
+            assert_ne!(reply.status.as_u16(), 401, "{path}");
+        }
     }
 }
 
@@ -284,6 +293,28 @@ async fn sec_image_refused() {
         let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
         let told = post(rig.at.http, CHAT, &json!({"messages": [message], "max_tokens": 1})).await.error();
         assert_eq!(told, (400, "invalid_field".into(), "messages[0].content[1].type".into()), "{message}");
+    }
+    for part in [
+        json!({"type": "input_image", "image_url": address}),
+        json!({"type": "input_file", "file_url": address}),
+        json!({"type": "input_image", "file_id": "f"}),
+    ] {
+        let message = json!({"role": "user", "content": [{"type": "input_text", "text": "see"}, part]});
+        let told = post(rig.at.http, "/v1/responses", &json!({"input": [message]})).await.error();
+        assert_eq!(told, (400, "invalid_field".into(), "input[0].content[1].type".into()), "{message}");
+    }
+    for source in [json!({"type": "url", "url": address}), json!({"type": "base64", "data": "AAAA"})] {
+        for kind in ["image", "document"] {
+            let part = json!({"type": kind, "source": source});
+            let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
+            let body = json!({"messages": [message], "max_tokens": 1});
+            let told = post(rig.at.http, "/v1/messages", &body).await.error();
+            assert_eq!(
+                told,
+                (400, "invalid_field".into(), "messages[0].content[1].type".into()),
+                "{message}"
+            );
+        }
     }
     assert!(trap.accept().is_err(), "an address was asked for");
 }

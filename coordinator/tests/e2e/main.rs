@@ -5,6 +5,7 @@ mod agreement;
 mod api;
 mod client;
 mod dashboard;
+mod dialects;
 mod encode;
 mod fake_sequences;
 mod fake_worker;

@@ -78,6 +78,11 @@ impl Listener {
         join(said)
     }
 
+    /// Whether what comes next is thought, as far as is known.
+    pub fn is_thinking(&self) -> bool {
+        matches!(self.state, State::Thought | State::Message(Channel::Thoughts))
+    }
+
     /// The answer has ended.
     pub fn finish(&mut self) -> Vec<Said> {
         let mut said = Vec::new();

@@ -69,6 +69,36 @@ fn add(all: &mut Vec<Said>, said: Said) {
 }
 
 #[test]
+fn it_is_told_where_thoughts_are() {
+    let hermes = of("{% if tools %}<tool_call></tool_call>{% endif %}<think>");
+    let harmony = of("{% if tools %}<|start|>{% endif %}<|channel|>final<|message|>");
+    for (dialect, thinking, pieces) in [
+        (&hermes, false, &[("<think>", true), ("hm", true), ("</think>", false), ("so", false)][..]),
+        (&hermes, true, &[("hm", true), ("</think>", false), ("<think>", false)]),
+        (
+            &harmony,
+            false,
+            &[
+                ("<|channel|>", false),
+                ("analysis", false),
+                ("<|message|>", true),
+                ("hm", true),
+                ("<|end|>", false),
+                ("<|start|>assistant<|channel|>final<|message|>", false),
+                ("so", false),
+            ],
+        ),
+    ] {
+        let mut listener = Listener::new(Arc::new(dialect.clone()), Vec::new(), thinking);
+        assert_eq!(listener.is_thinking(), thinking);
+        for (piece, thinks) in pieces {
+            listener.push(piece);
+            assert_eq!(listener.is_thinking(), *thinks, "{piece} of {pieces:?}");
+        }
+    }
+}
+
+#[test]
 fn answers_are_taken_apart_however_they_come() {
     let text = |text: &str| Said::Text(text.into());
     let thought = |text: &str| Said::Thought(text.into());

@@ -1,12 +1,12 @@
 //! Answers that must be of a schema or a grammar, and calls of tools, through whole clusters and official clients.
 
 use crate::openai_client::{clients, endpoint, run};
-use crate::tiny_model;
+use crate::{resident, tiny_model};
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::http::{self, Answer};
 use kvasir_cluster_tests::signal;
 use serde_json::{Value, json};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// What the workers' histogram of this name says: the bound that this share of its values is below.
@@ -58,71 +58,121 @@ fn completion(model: &str, seed: usize, tokens: u64) -> Value {
     json!({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 1, "seed": seed, "stream": true})
 }
 
+/// What hardly can be compiled, or not at all, or allows nothing: the field that it stands in, what stands there, and what
+/// of it is refused. Each is another one, so that none is known already.
+fn evil(n: usize) -> (&'static str, Value, &'static str) {
+    let schema = match n % 6 {
+        0 => json!({"type": "string", "pattern": format!("((.*a{n}){{300}}){{300}}")}),
+        1 => json!({"type": "string", "pattern": format!("(a{{1000}}){{{}}}", 1000 + n)}),
+        2 => json!({"type": "string", "minLength": n + 1, "maxLength": n}),
+        3 => json!({"type": "array", "items": {"$ref": "#"}, "minItems": n, "maxItems": 5000 + n}),
+        // All patterns at once: compiling it takes time and memory without an end.
+        4 => {
+            let pattern = |at: usize| json!({"type": "string", "pattern": format!("(a|b)*{at}x{n}")});
+            json!({"allOf": (0..50).map(pattern).collect::<Vec<_>>()})
+        }
+        _ => {
+            let all: Vec<String> = (1..40).map(|at| format!("/(.*[a-z]{{{at}}}{n}.*)/")).collect();
+            let definition = format!("start: A\nA: {}", all.join(" & "));
+            return ("grammar", json!({"syntax": "lark", "definition": definition}), "grammar.definition");
+        }
+    };
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": schema}});
+    ("response_format", format, "response_format.json_schema.schema")
+}
+
+/// The text of a stream, and the longest time between two of its events.
+fn paced(answer: Answer) -> anyhow::Result<(String, Duration)> {
+    let (mut events, mut text) = (answer.events()?, String::new());
+    let (mut last, mut longest) = (None, Duration::ZERO);
+    while let Some(event) = events.next_event()? {
+        let now = Instant::now();
+        longest = longest.max(last.map_or(Duration::ZERO, |last| now - last));
+        last = Some(now);
+        text += event["choices"][0]["text"].as_str().unwrap_or_default();
+    }
+    Ok((text, longest))
+}
+
 #[test]
 fn an_evil_schema_holds_nobody_up() {
+    const ATTACKERS: usize = 3;
+    /// What a grammar may take, as the worker has it.
+    const BUDGET: Duration = Duration::from_millis(500);
+    /// More than a process may take up within that, and less than all of them together.
+    const GROWTH: u64 = 512 << 20;
     let cluster = Cluster::builder("evil-schema", &tiny_model()).start().unwrap();
-    let others = |count: usize| {
+    let workers: Vec<u32> = cluster.nodes().workers.iter().map(|node| node.pid).collect();
+    let in_memory = || workers.iter().map(|pid| resident(*pid)).sum::<u64>();
+    // Four streams that say what they like, and two that say what a grammar wants.
+    let others = || {
         let since = Instant::now();
-        let texts: Vec<String> = std::thread::scope(|scope| {
-            let ask = |seed| {
+        let (texts, pauses): (Vec<String>, Vec<Duration>) = std::thread::scope(|scope| {
+            let ask = |seed: usize| {
                 let mut body = completion(cluster.model(), seed, 400);
-                body["ignore_eos"] = json!(true);
-                text(http::post(cluster.http(), "/v1/completions", &body).unwrap()).unwrap()
+                match seed {
+                    0..4 => body["ignore_eos"] = json!(true),
+                    _ => body["grammar"] = json!({"syntax": "regex", "definition": "[a-z ]{500,600}"}),
+                }
+                paced(http::post(cluster.http(), "/v1/completions", &body).unwrap()).unwrap()
             };
-            let streams: Vec<_> = (0..count).map(|seed| scope.spawn(move || ask(seed))).collect();
-            streams.into_iter().map(|stream| stream.join().unwrap()).collect()
+            let streams: Vec<_> = (0..6).map(|seed| scope.spawn(move || ask(seed))).collect();
+            streams.into_iter().map(|stream| stream.join().unwrap()).unzip()
         });
-        (texts, since.elapsed())
+        (texts, since.elapsed(), pauses.into_iter().max().unwrap())
     };
-    others(4);
-    let (expected, alone) = others(4);
-    let evil: Vec<Value> = (0..1000)
-        .map(|n| match n % 4 {
-            // Each another one: none is known to be refused already.
-            0 => json!({"type": "string", "pattern": format!("((.*a{n}){{300}}){{300}}")}),
-            1 => json!({"type": "string", "pattern": format!("(a{{1000}}){{{}}}", 1000 + n)}),
-            // What allows nothing is found out by compiling it.
-            2 => json!({"type": "string", "minLength": n + 1, "maxLength": n}),
-            _ => json!({"type": "array", "items": {"$ref": "#"}, "minItems": n, "maxItems": 5000 + n}),
-        })
-        .collect();
-    let stop = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let attacker = scope.spawn(|| {
-            let mut longest = Duration::ZERO;
-            let mut refused = 0;
-            for schema in evil {
-                if stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                let mut body = completion(cluster.model(), 1, 4);
-                body["response_format"] =
-                    json!({"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": schema}});
-                let since = Instant::now();
-                let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap();
-                let status = answer.status;
-                let told = answer.text().unwrap();
-                longest = longest.max(since.elapsed());
-                assert!(matches!(status, 200 | 400), "{told}");
-                if status == 400 {
-                    refused += 1;
-                    assert!(told.contains("response_format.json_schema.schema"), "{told}");
-                }
+    others();
+    let (expected, alone, pause_alone) = others();
+    let before = in_memory();
+    let (stop, next) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let attack = || {
+        let (mut longest, mut refused, mut late) = (Duration::ZERO, 0, 0);
+        while !stop.load(Ordering::Relaxed) {
+            let (name, value, field) = evil(next.fetch_add(1, Ordering::Relaxed));
+            let mut body = completion(cluster.model(), 1, 4);
+            body[name] = value;
+            let since = Instant::now();
+            let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap();
+            let status = answer.status;
+            let told = answer.text().unwrap();
+            longest = longest.max(since.elapsed());
+            // Whoever finds two of these being compiled waits, and may be sent away.
+            assert!(matches!(status, 200 | 400 | 429), "{told}");
+            if status == 400 {
+                refused += 1;
+                late += usize::from(told.contains("takes more than 500 ms"));
+                assert!(told.contains(field), "{told}");
             }
-            (refused, longest)
-        });
+        }
+        (longest, refused, late)
+    };
+    std::thread::scope(|scope| {
+        let attackers: Vec<_> = (0..ATTACKERS).map(|_| scope.spawn(attack)).collect();
         for _ in 0..3 {
-            let (texts, took) = others(4);
+            let (texts, took, pause) = others();
             assert_eq!(texts, expected);
-            println!("four streams: {alone:?} alone, {took:?} beside schemas that are hard to compile");
+            println!("six streams: {alone:?} alone, at most {pause_alone:?} between two events;");
+            println!("{took:?} and {pause:?} beside grammars that are hard to compile");
             assert!(took < 3 * alone + Duration::from_secs(2), "{took:?}, and alone {alone:?}");
+            assert!(pause < 3 * (BUDGET + pause_alone), "{pause:?}, and alone {pause_alone:?}");
         }
         stop.store(true, Ordering::Relaxed);
-        let (refused, longest) = attacker.join().unwrap();
-        println!("{refused} schemas were refused, after {longest:?} at most");
-        assert!(refused > 0);
+        let ends: Vec<_> = attackers.into_iter().map(|attacker| attacker.join().unwrap()).collect();
+        let longest = ends.iter().map(|end| end.0).max().unwrap();
+        let of = |part: fn(&(Duration, usize, usize)) -> usize| ends.iter().map(part).sum::<usize>();
+        let (refused, late) = (of(|end| end.1), of(|end| end.2));
+        println!("{refused} grammars were refused, {late} for their time, after {longest:?} at most");
+        assert!(refused > late && late > 0);
         assert!(longest < Duration::from_secs(20), "{longest:?}");
     });
+    // Nothing of them goes on: there is room for others, and for what they say.
+    let mut body = completion(cluster.model(), 7, 40);
+    body["grammar"] = json!({"syntax": "regex", "definition": "[0-9]{4}"});
+    let answer = text(http::post(cluster.http(), "/v1/completions", &body).unwrap()).unwrap();
+    assert!(answer.len() == 4 && answer.bytes().all(|byte| byte.is_ascii_digit()), "{answer:?}");
+    let grown = in_memory().saturating_sub(before);
+    assert!(grown < GROWTH, "the workers have grown by {} MiB", grown >> 20);
 }
 
 /// A worker that dies in the middle of an answer that must be of a grammar: another goes on where it was.

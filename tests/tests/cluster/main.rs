@@ -6,6 +6,7 @@ mod choices;
 mod clients;
 mod collector;
 mod dashboard;
+mod dialects;
 mod embeddings;
 mod failover;
 mod grammars;

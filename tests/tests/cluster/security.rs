@@ -472,6 +472,11 @@ fn nothing_is_written_down(name: &str, model: &str) {
             json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "canary-prompt"},
                 {"type": "image_url", "image_url": {"url": "https://example/canary-file.png"}}]}]}),
         ),
+        ("/v1/responses", json!({"input": "canary-prompt", "max_output_tokens": 3, "user": "canary-prompt"})),
+        ("/v1/responses", json!({"input": "x", "metadata": {"a": "canary-prompt"}, "tools": [{"type": "canary-prompt"}]})),
+        ("/v1/messages", json!({"messages": [{"role": "user", "content": "canary-prompt"}], "max_tokens": 3, "system": "canary-prompt", "stop_sequences": ["canary-stop"]})),
+        ("/v1/messages", json!({"messages": [{"role": "user", "content": [{"type": "canary-prompt"}]}], "max_tokens": 3})),
+        ("/v1/messages/count_tokens", json!({"messages": [{"role": "user", "content": "canary-prompt"}]})),
         ("/v1/embeddings", json!({"input": ["canary-prompt", "and more of canary-prompt"]})),
         ("/v1/rerank", json!({"query": "canary-prompt", "documents": ["canary-prompt", "canary-file.pdf"]})),
         ("/tokenize", json!({"prompt": "canary-prompt"})),
@@ -490,6 +495,8 @@ fn nothing_is_written_down(name: &str, model: &str) {
         .unwrap();
     let wrong = [("authorization", "Bearer canary-key"), ("x-request-id", "canary header")];
     assert_eq!(http::post_with(front, "/v1/completions", &wrong, &json!({})).unwrap().status, 401);
+    let wrong = [("x-api-key", "canary-key"), ("anthropic-version", "canary-header")];
+    assert_eq!(http::post_with(front, "/v1/messages", &wrong, &json!({})).unwrap().status, 401);
     http::send(ops, "DELETE", "/admin/v1/keys/canary-key", &[], b"").unwrap().text().unwrap();
     let pinned = json!({"prompt": "canary-prompt and more of it"});
     http::post_with(ops, "/admin/v1/prefixes", &headers, &pinned).unwrap().text().unwrap();

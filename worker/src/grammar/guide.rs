@@ -3,7 +3,7 @@
 //! The engine's thread tells a guide which tokens were drawn and looks at what it may draw; everything between the two is
 //! computed by other threads.
 
-use super::pool::Pool;
+use super::pool::{Paid, Pool, Share};
 use crate::sampling::TokenMask;
 use crate::telemetry::GrammarMetrics;
 use llguidance::{CancellationHandle, Matcher};
@@ -36,6 +36,7 @@ pub struct Guide {
     field: String,
     tokenizer: Arc<Tokenizer>,
     pool: Arc<Pool>,
+    share: Share,
     metrics: GrammarMetrics,
     wake: Waker,
     trigger: Option<Trigger>,
@@ -75,7 +76,8 @@ impl Guide {
         let cancellation = matcher.cancellation_handle();
         let trigger = trigger.map(|text| Trigger { text: text.into_bytes(), tail: Vec::new() });
         let shared = Arc::new(Mutex::new(Shared { look: Look::Free, matcher: Some(matcher) }));
-        let mut guide = Self { field, tokenizer, pool, metrics, wake, trigger, shared, cancellation };
+        let share = Share::default();
+        let mut guide = Self { field, tokenizer, pool, share, metrics, wake, trigger, shared, cancellation };
         let waits = guide.trigger.is_some();
         let mut said = Vec::new();
         let mut free = Ok(());
@@ -152,12 +154,14 @@ impl Guide {
         };
         let (shared, wake, metrics) =
             (Arc::clone(&self.shared), Arc::clone(&self.wake), self.metrics.clone());
-        let job = move || {
+        let job = move |paid: Paid| {
             let since = Instant::now();
             let mut matcher = matcher;
             let look = next(&mut matcher, &take);
             metrics.mask_seconds.0.observe(since.elapsed().as_secs_f64());
             let goes_on = matches!(look, Look::Mask(_));
+            // Before the request can bring its next one.
+            drop(paid);
             {
                 let mut shared = shared.lock();
                 shared.matcher = goes_on.then_some(matcher);
@@ -165,9 +169,7 @@ impl Guide {
             }
             wake();
         };
-        if !self.pool.run(Box::new(job)) {
-            self.shared.lock().look = Look::Failed("the threads that work it out have ended".to_owned());
-        }
+        self.pool.run(&self.share, Box::new(job));
     }
 }
 

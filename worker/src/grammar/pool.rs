@@ -1,43 +1,199 @@
-//! Threads that work out what may be drawn.
+//! Threads that work out what may be drawn, shared out by request: who has had much of them waits for those who have had
+//! little. So a grammar that is hard to follow takes time from others like it, and hardly any from the rest.
+//!
+//! That is start-time fair queueing (Goyal, Vin and Cheng, 1996): what a request has had stands on a clock of its own,
+//! which never is behind that of the pool, and the job goes next whose request's clock is the least. Short jobs, as nearly
+//! all are, hardly count: they go between those of others that are alike to the microsecond.
 
 use crate::Error;
 use crate::progress::spawn;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-pub(super) type Job = Box<dyn FnOnce() + Send>;
+/// It drops what it is given when its work is done, before it tells anybody.
+pub(super) type Job = Box<dyn FnOnce(Paid) + Send>;
+
+/// A shorter job counts by the square of what it takes of this, in nanoseconds.
+const SHORT: u64 = 1_000_000;
+
+/// A request's share of the threads: its clock, in nanoseconds of work.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Share(Arc<AtomicU64>);
 
 /// See the module. They end when it is dropped and all jobs are done.
-pub(super) struct Pool {
-    jobs: Mutex<Sender<Job>>,
+pub(super) struct Pool(Arc<Inside>);
+
+struct Inside {
+    queue: Mutex<(Queue<Job>, Open)>,
+    changed: Condvar,
+}
+
+#[derive(PartialEq, Eq)]
+enum Open {
+    Yes,
+    No,
 }
 
 impl Pool {
     pub(super) fn start(threads: usize) -> Result<Self, Error> {
-        let (jobs, inbox) = channel();
-        let inbox = Arc::new(Mutex::new(inbox));
+        let pool = Self(Arc::new(Inside {
+            queue: Mutex::new((Queue::default(), Open::Yes)),
+            changed: Condvar::new(),
+        }));
         for _ in 0..threads.max(1) {
-            let inbox = Arc::clone(&inbox);
-            spawn("kvasir-grammar", move || serve(&inbox))?;
+            let inside = Arc::clone(&pool.0);
+            spawn("kvasir-grammar", move || serve(&inside))?;
         }
-        Ok(Self { jobs: Mutex::new(jobs) })
+        Ok(pool)
     }
 
-    /// `false`: there is nobody to run it.
-    pub(super) fn run(&self, job: Job) -> bool {
-        self.jobs.lock().send(job).is_ok()
+    /// Has a job of a request run.
+    pub(super) fn run(&self, share: &Share, job: Job) {
+        self.0.queue.lock().0.push(share, job);
+        self.0.changed.notify_one();
     }
 }
 
-fn serve(inbox: &Mutex<Receiver<Job>>) {
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.0.queue.lock().1 = Open::No;
+        self.0.changed.notify_all();
+    }
+}
+
+fn serve(inside: &Inside) {
     loop {
-        let job = inbox.lock().recv();
-        match job {
-            // What a job has broken is the job's own; whoever waits for it has a deadline.
-            Ok(job) => drop(catch_unwind(AssertUnwindSafe(job))),
-            Err(_) => return,
+        let (start, share, job) = {
+            let mut queue = inside.queue.lock();
+            loop {
+                match queue.0.pop() {
+                    Some(next) => break next,
+                    None if queue.1 == Open::No => return,
+                    None => inside.changed.wait(&mut queue),
+                }
+            }
+        };
+        let paid = Paid { start, share, since: Instant::now() };
+        // What a job has broken is the job's own; whoever waits for it has a deadline.
+        drop(catch_unwind(AssertUnwindSafe(|| job(paid))));
+    }
+}
+
+/// A job under way: dropped, its request's clock is put on by what it took.
+pub(super) struct Paid {
+    start: u64,
+    share: Share,
+    since: Instant,
+}
+
+impl Drop for Paid {
+    fn drop(&mut self) {
+        let took = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.share.spend(self.start, took);
+    }
+}
+
+impl Share {
+    /// A job that began at `start` of the request's clock took so long.
+    fn spend(&self, start: u64, took: u64) {
+        let counts = if took < SHORT { took * took / SHORT } else { took };
+        self.0.store(start.saturating_add(counts), Ordering::Release);
+    }
+}
+
+/// What waits. Of equals the first to come goes first.
+struct Queue<T> {
+    waiting: BTreeMap<(u64, u64), (Share, T)>,
+    /// The clock of the job that went last.
+    now: u64,
+    /// Jobs so far.
+    came: u64,
+}
+
+impl<T> Default for Queue<T> {
+    fn default() -> Self {
+        Self { waiting: BTreeMap::new(), now: 0, came: 0 }
+    }
+}
+
+impl<T> Queue<T> {
+    fn push(&mut self, share: &Share, job: T) {
+        // Who has had nothing for a while has saved up nothing.
+        let start = share.0.load(Ordering::Acquire).max(self.now);
+        self.came += 1;
+        self.waiting.insert((start, self.came), (share.clone(), job));
+    }
+
+    /// The next job, with where its request's clock stands.
+    fn pop(&mut self) -> Option<(u64, Share, T)> {
+        let ((start, _), (share, job)) = self.waiting.pop_first()?;
+        self.now = self.now.max(start);
+        Some((start, share, job))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn who_needs_little_waits_for_one_job_of_those_who_need_much_and_none_is_left_out() {
+        const DEAR: u64 = 17_000_000;
+        const CHEAP: u64 = 50_000;
+        let shares: Vec<Share> = (0..33).map(|_| Share::default()).collect();
+        let mut queue = Queue::default();
+        for (who, share) in shares.iter().enumerate() {
+            queue.push(share, who);
+        }
+        let mut turns = vec![0; shares.len()];
+        let (mut behind, mut waited, mut comes) = (0u32, Vec::new(), false);
+        for step in 0..20_000u64 {
+            let (start, share, who) = queue.pop().unwrap();
+            turns[who] += 1;
+            let took = if who == 0 { CHEAP } else { DEAR + step * 1_037_389 % 3_400_000 };
+            share.spend(start, took);
+            if std::mem::take(&mut comes) {
+                queue.push(&shares[0], 0);
+            }
+            if who == 0 {
+                // Its next one comes while another job is under way.
+                waited.push(std::mem::take(&mut behind));
+                comes = true;
+            } else {
+                behind += 1;
+                queue.push(&share, who);
+            }
+        }
+        // At first all are new; then it goes next, or nearly, whenever it is there.
+        assert!(waited[2..].iter().all(|waited| *waited <= 3), "{:?}", waited[2..].iter().max());
+        let dear = &turns[1..];
+        let (least, most) = (dear.iter().min().unwrap(), dear.iter().max().unwrap());
+        assert!(turns[0] > 9_000 && *least > 280 && most - least <= 8, "{turns:?}");
+    }
+
+    #[test]
+    fn jobs_run_also_behind_one_that_panics_and_threads_end_with_the_pool() {
+        let pool = Pool::start(1).unwrap();
+        let inside = Arc::downgrade(&pool.0);
+        let (told, heard) = channel();
+        let share = Share::default();
+        pool.run(&share, Box::new(|_| panic!("a job of a test breaks")));
+        for n in 0..3 {
+            let told = told.clone();
+            pool.run(&Share::default(), Box::new(move |_| told.send(n).unwrap()));
+        }
+        assert_eq!([0, 1, 2].map(|_| heard.recv().unwrap()), [0, 1, 2]);
+        assert!(share.0.load(Ordering::Acquire) > 0, "it has paid for what it broke");
+        drop(pool);
+        let ended = Instant::now();
+        while inside.strong_count() > 0 {
+            assert!(ended.elapsed().as_secs() < 20, "its threads go on");
+            std::thread::yield_now();
         }
     }
 }

@@ -6,6 +6,7 @@ use llguidance::toktrie::{
     ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie,
 };
 use model::tokenizer::{Kind, Tokenizer};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Steps of building a grammar's regular expressions; about 50,000 a millisecond.
@@ -18,17 +19,56 @@ const STEP_ITEMS: usize = 50_000;
 const ROW_ITEMS: usize = 2_000;
 /// States of a grammar's regular expressions, at 1 to 2 KiB.
 const LEXER_STATES: usize = 50_000;
+/// Tokens of a vocabulary; the largest there are have a quarter of a million.
+const MAX_TOKENS: usize = 1 << 22;
 /// Symbols in a grammar's productions.
 const GRAMMAR_SYMBOLS: usize = 200_000;
+
+/// Of a vocabulary, what a grammar may name.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Names {
+    /// How many tokens there are.
+    pub(super) tokens: u32,
+    /// Tokens that steer the model, by their names.
+    pub(super) named: Vec<(u32, String)>,
+    /// Those that end an answer.
+    pub(super) ends: Vec<u32>,
+}
+
+/// What a grammar over a tokenizer's vocabulary may name.
+pub(super) fn names(tokenizer: &Tokenizer) -> Names {
+    let tokens = tokenizer.vocab_size() as u32;
+    let name = |id| Some((id, tokenizer.token_text(id)?.to_owned()));
+    let named = (0..tokens).filter(|id| steers(tokenizer, *id)).filter_map(name).collect();
+    Names { tokens, named, ends: tokenizer.eos_ids().collect() }
+}
 
 /// Compiles grammars over a vocabulary, within the limits above. Takes a second for the largest vocabularies.
 pub(super) fn factory(tokenizer: &Tokenizer) -> Result<ParserFactory, String> {
     let words: Vec<Vec<u8>> = (0..tokenizer.vocab_size() as u32).map(|id| word(tokenizer, id)).collect();
-    let ends: Vec<u32> = tokenizer.eos_ids().collect();
+    limited(&words, &tokenizer.eos_ids().collect::<Vec<_>>())
+}
+
+/// Compiles grammars as [`factory`] of the vocabulary that these names are of, but over single bytes.
+pub(super) fn stand_in(names: &Names) -> Result<ParserFactory, String> {
+    let mut words = vec![Vec::new(); (names.tokens as usize).min(MAX_TOKENS)];
+    for (id, name) in &names.named {
+        if let Some(word) = words.get_mut(*id as usize) {
+            *word = [&[TokTrie::SPECIAL_TOKEN_MARKER], name.as_bytes()].concat();
+        }
+    }
+    let free = words.iter_mut().filter(|word| word.is_empty());
+    for (word, byte) in free.zip(0..TokTrie::SPECIAL_TOKEN_MARKER) {
+        *word = vec![byte];
+    }
+    limited(&words, &names.ends)
+}
+
+fn limited(words: &[Vec<u8>], ends: &[u32]) -> Result<ParserFactory, String> {
     let info = TokRxInfo::new(words.len() as u32, ends.first().copied().unwrap_or(INVALID_TOKEN));
-    let mut trie = TokTrie::from(&info, &words);
+    let mut trie = TokTrie::from(&info, words);
     if !ends.is_empty() {
-        trie = trie.with_eos_tokens(&ends);
+        trie = trie.with_eos_tokens(ends);
     }
     // It never forces tokens upon us: those that the model would not write cost quality.
     let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
@@ -47,16 +87,19 @@ pub(super) fn factory(tokenizer: &Tokenizer) -> Result<ParserFactory, String> {
     Ok(factory)
 }
 
+/// Whether a token is no text, but steers the model.
+fn steers(tokenizer: &Tokenizer, id: u32) -> bool {
+    tokenizer.is_eog(id) || matches!(tokenizer.kind(id), Some(Kind::Control | Kind::Unknown))
+}
+
 /// What a token writes; of one that steers the model its name behind a mark that no text has.
 fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
-    let named = || {
+    if steers(tokenizer, id) {
         let text = tokenizer.token_text(id).unwrap_or_default();
-        [&[TokTrie::SPECIAL_TOKEN_MARKER], text.as_bytes()].concat()
-    };
+        return [&[TokTrie::SPECIAL_TOKEN_MARKER], text.as_bytes()].concat();
+    }
     match tokenizer.kind(id) {
-        _ if tokenizer.is_eog(id) => named(),
-        Some(Kind::Control | Kind::Unknown) => named(),
         Some(Kind::Normal | Kind::UserDefined | Kind::Byte) => tokenizer.token_bytes(id).to_vec(),
-        Some(Kind::Unused) | None => Vec::new(),
+        Some(Kind::Control | Kind::Unknown | Kind::Unused) | None => Vec::new(),
     }
 }

@@ -1,0 +1,128 @@
+//! An answer as a row of blocks, one behind the other: what the model thinks, what it says, what it calls. The APIs that
+//! stream their answers so tell where a block begins, what comes to it, and where it ends.
+
+use super::shape::Part;
+
+/// A block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Block {
+    pub(super) kind: Kind,
+    /// What it says so far; of a call, its arguments.
+    pub(super) text: String,
+}
+
+/// What a block is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Kind {
+    Thought,
+    Text,
+    Call { id: String, name: String },
+}
+
+/// What happens to a block, which has this place.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Step<'a> {
+    Begins(usize, &'a Block),
+    /// This comes to it.
+    Grows(usize, &'a Block, &'a str),
+    Ends(usize, &'a Block),
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Blocks {
+    all: Vec<Block>,
+    /// The last may still grow.
+    open: bool,
+}
+
+impl Blocks {
+    /// Takes in what is said next, and tells `step` what becomes of it.
+    pub(super) fn hear(&mut self, said: Vec<Part>, mut step: impl FnMut(Step<'_>)) {
+        for part in said {
+            let (kind, text) = match part {
+                Part::Text(text) => (Some(Kind::Text), text),
+                Part::Thought(text) => (Some(Kind::Thought), text),
+                Part::Call(part) => (part.begins.map(|(id, name)| Kind::Call { id, name }), part.arguments),
+            };
+            // Arguments are those of the call that is told just now.
+            let goes_on = self.open
+                && self.all.last().is_some_and(|last| match &kind {
+                    None => matches!(last.kind, Kind::Call { .. }),
+                    Some(Kind::Call { .. }) => false,
+                    Some(kind) => last.kind == *kind,
+                });
+            if let (Some(kind), false) = (kind, goes_on) {
+                self.end(&mut step);
+                self.all.push(Block { kind, text: String::new() });
+                self.open = true;
+                self.last(|at, block| step(Step::Begins(at, block)));
+            }
+            if text.is_empty() {
+                continue;
+            }
+            if let Some(last) = self.all.last_mut().filter(|_| self.open) {
+                last.text.push_str(&text);
+            }
+            self.last(|at, block| step(Step::Grows(at, block, &text)));
+        }
+    }
+
+    /// Nothing comes to the last block any more.
+    pub(super) fn end(&mut self, mut step: impl FnMut(Step<'_>)) {
+        if std::mem::take(&mut self.open) {
+            self.last(|at, block| step(Step::Ends(at, block)));
+        }
+    }
+
+    /// All so far.
+    pub(super) fn all(&self) -> &[Block] {
+        &self.all
+    }
+
+    fn last(&self, tell: impl FnOnce(usize, &Block)) {
+        if let [.., last] = self.all.as_slice() {
+            tell(self.all.len() - 1, last);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::shape::CallPart;
+    use super::*;
+
+    fn call(index: usize, begins: Option<&str>, arguments: &str) -> Part {
+        let begins = begins.map(|name| (format!("id-{name}"), name.to_owned()));
+        Part::Call(CallPart { index, begins, arguments: arguments.to_owned() })
+    }
+
+    #[test]
+    fn parts_of_a_kind_are_one_block_and_a_call_is_always_another() {
+        let text = |text: &str| Part::Text(text.to_owned());
+        let said = [
+            vec![Part::Thought("h".into())],
+            vec![Part::Thought("m".into()), text("a")],
+            vec![text("b"), call(0, Some("f"), "")],
+            vec![call(0, None, "{}"), call(1, Some("f"), "{"), call(1, None, "}"), text("c")],
+        ];
+        let mut blocks = Blocks::default();
+        let mut told = Vec::new();
+        let mut note = |step: Step<'_>| {
+            told.push(match step {
+                Step::Begins(at, _) => format!("+{at}"),
+                Step::Grows(at, _, text) => format!("{at}:{text}"),
+                Step::Ends(at, block) => format!("-{at}={}", block.text),
+            });
+        };
+        for parts in said {
+            blocks.hear(parts, &mut note);
+        }
+        blocks.end(&mut note);
+        blocks.end(&mut note);
+        let expected = "+0 0:h 0:m -0=hm +1 1:a 1:b -1=ab +2 2:{} -2={} +3 3:{ 3:} -3={} +4 4:c -4=c";
+        assert_eq!(told.join(" "), expected);
+        let kinds: Vec<bool> = blocks.all().iter().map(|b| matches!(b.kind, Kind::Call { .. })).collect();
+        assert_eq!(kinds, [false, false, true, true, false]);
+    }
+}

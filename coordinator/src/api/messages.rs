@@ -1,0 +1,183 @@
+//! Anthropic's `/v1/messages`: a chat in other words, and its errors in other words too.
+
+mod input;
+mod writer;
+
+use super::chat::{self, Chat};
+use super::error::ApiError;
+use super::fields::Fields;
+use super::grammar::{self, Wanted};
+use super::plan::{Most, with};
+use super::tools::{self, Parts, Tools, Written};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+
+pub(super) use writer::{MessageWriter, refused};
+
+/// Its fields.
+pub(super) const FIELDS: [&str; 37] = with([
+    "messages",
+    "system",
+    "documents",
+    "max_tokens",
+    STOP,
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "grammar",
+    "metadata",
+    "chat_template",
+    "chat_template_kwargs",
+    "prefill",
+    "container",
+    "mcp_servers",
+]);
+
+/// Texts that end an answer.
+pub(super) const STOP: &str = "stop_sequences";
+const LIMIT: &str = "max_tokens";
+const CHOICE: &str = "tool_choice";
+const THINKING: &str = "thinking";
+const SCHEMA: &str = "output_config.format.schema";
+
+#[derive(Deserialize)]
+struct Tool<'a> {
+    r#type: Option<String>,
+    name: Option<String>,
+    description: Option<String>,
+    #[serde(borrow)]
+    input_schema: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    r#type: String,
+    name: Option<String>,
+    disable_parallel_tool_use: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct Thinking {
+    r#type: String,
+    budget_tokens: Option<u32>,
+    display: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct OutputConfig<'a> {
+    effort: Option<String>,
+    #[serde(borrow)]
+    format: Option<Format<'a>>,
+}
+
+#[derive(Deserialize)]
+struct Format<'a> {
+    r#type: String,
+    #[serde(borrow)]
+    schema: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    #[serde(rename = "user_id")]
+    _user_id: Option<String>,
+}
+
+/// Reads a request; `answer`: for an answer, which has to say how long it may be.
+pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, ApiError> {
+    let tokens: Option<u32> = fields.get(LIMIT)?;
+    if answer && tokens.is_none() {
+        return Err(ApiError::field(LIMIT, "is missing"));
+    }
+    // Whose request it is is nothing to the model.
+    fields.get::<Metadata>("metadata")?;
+    let config: Option<OutputConfig<'_>> = fields.get("output_config")?;
+    let (effort, format) = config.map_or((None, None), |config| (config.effort, config.format));
+    let mut template_arguments = chat::template_arguments(fields)?;
+    if let Some(effort) = effort {
+        chat::effort(&mut template_arguments, "output_config.effort", &effort)?;
+    }
+    thinking(fields, &mut template_arguments)?;
+    Ok(Chat {
+        field: "messages",
+        messages: input::messages(fields)?,
+        tools: tools(fields)?,
+        wanted: wanted(fields, format)?,
+        most: Most { field: LIMIT, tokens, said: true },
+        template_arguments,
+    })
+}
+
+/// Whether the model shall think; where it is not said, that is as its template has it.
+fn thinking(fields: &Fields<'_>, arguments: &mut Map<String, Value>) -> Result<(), ApiError> {
+    let Some(Thinking { r#type, budget_tokens, display }) = fields.get(THINKING)? else { return Ok(()) };
+    match (r#type.as_str(), budget_tokens) {
+        ("enabled", Some(1..)) => chat::think(arguments, true),
+        ("enabled", _) => return Err(ApiError::field("thinking.budget_tokens", "must be at least 1")),
+        ("disabled", _) => chat::think(arguments, false),
+        ("adaptive", _) => {}
+        _ => return Err(ApiError::field("thinking.type", "must be enabled, disabled or adaptive")),
+    }
+    match display.as_deref() {
+        None | Some("summarized") => Ok(()),
+        Some(_) => {
+            Err(ApiError::field("thinking.display", "what is thought is told as it is, or not at all"))
+        }
+    }
+}
+
+fn wanted(fields: &Fields<'_>, format: Option<Format<'_>>) -> Result<Option<Wanted>, ApiError> {
+    let json = match format {
+        None => None,
+        Some(Format { r#type, schema }) if r#type == "json_schema" => {
+            Some(grammar::of_schema_in(SCHEMA, schema, Some(true))?)
+        }
+        Some(_) => return Err(ApiError::field("output_config.format.type", "must be json_schema")),
+    };
+    grammar::or_grammar(fields, json, "output_config.format")
+}
+
+fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
+    const PARTS: Parts = Parts { name: ".name", parameters: ".input_schema" };
+    let mut read = tools::listed(fields, &PARTS, |raw| {
+        let Tool { r#type, name, description, input_schema } = tools::parsed("", raw)?;
+        match r#type.as_deref() {
+            None | Some("custom") => Ok(Written { name, description, parameters: input_schema, given: None }),
+            Some(other) => {
+                let other: String = other.chars().take(64).collect();
+                Err((".type", format!("{other:?} is not served, only custom")))
+            }
+        }
+    })?;
+    let Some(choice) = fields.get::<Choice>(CHOICE)? else { return Ok(read) };
+    read.parallel = choice.disable_parallel_tool_use != Some(true);
+    match (choice.r#type.as_str(), choice.name) {
+        ("auto", _) => {}
+        ("any", _) => read.required = true,
+        ("none", _) => read = Tools::default(),
+        ("tool", Some(name)) => tools::only(&mut read, "tool_choice.name", &name)?,
+        ("tool", None) => return Err(ApiError::field("tool_choice.name", "is missing")),
+        _ => return Err(ApiError::field("tool_choice.type", "must be auto, any, tool or none")),
+    }
+    tools::check_choice(read)
+}
+
+/// What would change the answer and is not served is refused, never left out.
+pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
+    for (name, reason) in [
+        ("prefill", "no answer is begun for the model"),
+        ("container", "nothing is run here"),
+        ("mcp_servers", "nothing is asked for by this server"),
+        ("chat_template", "only the model's own template is used"),
+    ] {
+        if fields.raw(name).is_some_and(|raw| raw != "[]") {
+            return Err(ApiError::field(name, format!("is not served: {reason}")));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,160 @@
+//! `messages` and `system` as the messages of a chat.
+
+use crate::api::error::ApiError;
+use crate::api::fields::{Fields, plain};
+use crate::api::limits::MAX_MESSAGES;
+use crate::api::params::Bounded;
+use crate::api::prompt::text;
+use crate::api::tools;
+use model::chat_template::{Content, Message};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+
+const MESSAGES: &str = "messages";
+const CONTENT: &str = "content";
+const MESSAGE: [&str; 2] = ["role", CONTENT];
+
+/// A block of a message. What says how to cache it is left out: all is cached.
+#[derive(Deserialize)]
+struct Block<'a> {
+    r#type: String,
+    text: Option<String>,
+    thinking: Option<String>,
+    id: Option<String>,
+    name: Option<String>,
+    #[serde(borrow)]
+    input: Option<&'a RawValue>,
+    tool_use_id: Option<String>,
+    #[serde(borrow)]
+    content: Option<&'a RawValue>,
+    is_error: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct Part {
+    r#type: String,
+    text: Option<String>,
+}
+
+/// Reads both.
+pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+    let mut chat = Vec::new();
+    if let Some(raw) = fields.raw("system") {
+        chat.push(Message::new("system", text(fields, "system", raw, &["text"])?));
+    }
+    let given = fields.objects(MESSAGES, MAX_MESSAGES, &MESSAGE)?;
+    let given = given.ok_or_else(|| ApiError::field(MESSAGES, "is missing"))?;
+    let Some(last) = given.last() else { return Err(ApiError::field(MESSAGES, "is empty")) };
+    for message in &given {
+        add(&mut chat, message)?;
+    }
+    if chat.last().is_some_and(|message| message.role == "assistant") {
+        return Err(
+            last.wrong("role", "no answer is begun for the model: the last message must not be its own")
+        );
+    }
+    Ok(chat)
+}
+
+fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiError> {
+    let role: String = message.get("role")?.ok_or_else(|| message.wrong("role", "is missing"))?;
+    let raw = message.raw(CONTENT).ok_or_else(|| message.wrong(CONTENT, "is missing"))?;
+    if !matches!(role.as_str(), "user" | "assistant" | "system") {
+        let role: String = role.chars().take(32).collect();
+        return Err(message.wrong("role", format!("{role:?} is not a role")));
+    }
+    if raw.starts_with('"') || role == "system" {
+        join(chat, Message::new(role, text(message, CONTENT, raw, &["text"])?));
+        return Ok(());
+    }
+    let blocks: Bounded<Block<'a>, { MAX_MESSAGES }> =
+        serde_json::from_str(raw).map_err(|error| message.wrong(CONTENT, plain(&error)))?;
+    let assistant = role == "assistant";
+    let (mut said, mut thought, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    for (at, block) in blocks.0.into_iter().enumerate() {
+        let wrong = |part: &str, reason: String| message.wrong_part(CONTENT, (at, part), reason);
+        let missing = |part: &str| wrong(part, "is missing".to_owned());
+        match (block.r#type.as_str(), assistant) {
+            ("text", _) => said.push(block.text.ok_or_else(|| missing("text"))?),
+            ("thinking", true) => thought.push(block.thinking.ok_or_else(|| missing("thinking"))?),
+            // There is nothing in it that could be read here.
+            ("redacted_thinking", true) => {}
+            ("tool_use", true) => {
+                let input = block.input.ok_or_else(|| missing("input"))?;
+                let input: Value =
+                    serde_json::from_str(input.get()).map_err(|error| wrong("input", plain(&error)))?;
+                let id = block.id.ok_or_else(|| missing("id"))?;
+                calls.push(tools::call(id, block.name.ok_or_else(|| missing("name"))?, input));
+            }
+            ("tool_result", false) => {
+                // What was said before it stays before it.
+                speak(chat, &mut said);
+                let id = block.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
+                let result = block.content.map_or(Ok(String::new()), |raw| result(raw.get()));
+                let mut result = result.map_err(|(part, reason)| wrong(&part, reason))?;
+                if block.is_error == Some(true) {
+                    // Templates have no other word for it.
+                    result.insert_str(0, "Error: ");
+                }
+                let mut message = Message::new("tool", result);
+                message.rest.insert("tool_call_id".into(), id.into());
+                chat.push(message);
+            }
+            (other, _) => {
+                let other: String = other.chars().take(64).collect();
+                let known = if assistant { "text, thinking and tool_use" } else { "text and tool_result" };
+                return Err(wrong("type", format!("{other:?} is not understood here, only {known}")));
+            }
+        }
+    }
+    if !assistant {
+        speak(chat, &mut said);
+        return Ok(());
+    }
+    let mut rest = Map::new();
+    if !thought.is_empty() {
+        rest.insert("reasoning_content".into(), thought.join("\n").into());
+    }
+    let silent = said.is_empty() && !calls.is_empty();
+    let content = (!silent).then(|| Content(said.join("\n").into()));
+    let tool_calls = (!calls.is_empty()).then_some(Value::Array(calls));
+    join(chat, Message { role, content, name: None, tool_calls, rest });
+    Ok(())
+}
+
+/// What a user has said so far is a message.
+fn speak(chat: &mut Vec<Message<'_>>, said: &mut Vec<String>) {
+    if !said.is_empty() {
+        join(chat, Message::new("user", std::mem::take(said).join("\n")));
+    }
+}
+
+/// Adds a message; one of the same speaker as the last is one with it.
+fn join<'a>(chat: &mut Vec<Message<'a>>, message: Message<'a>) {
+    let plain = |message: &Message<'_>| message.tool_calls.is_none() && message.rest.is_empty();
+    let same = |last: &&mut Message<'a>| {
+        last.role == message.role && message.role != "system" && plain(last) && plain(&message)
+    };
+    let Some(last) = chat.last_mut().filter(same) else { return chat.push(message) };
+    let said = |message: &Message<'_>| {
+        message.content.as_ref().map_or_else(String::new, |Content(text)| text.to_string())
+    };
+    last.content = Some(Content([said(last), said(&message)].join("\n").into()));
+}
+
+/// What came of a call: a text, or parts of text.
+fn result(raw: &str) -> Result<String, (String, String)> {
+    let wrong = |error: serde_json::Error| (CONTENT.to_owned(), plain(&error));
+    if !raw.starts_with('[') {
+        return serde_json::from_str(raw).map_err(wrong);
+    }
+    let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
+    let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
+        ("text", Some(text)) => Ok(text),
+        ("text", None) => Err((format!("{CONTENT}[{at}].text"), "is missing".to_owned())),
+        _ => Err((format!("{CONTENT}[{at}].type"), "only text is understood".to_owned())),
+    };
+    let texts: Result<Vec<String>, _> = parts.0.into_iter().enumerate().map(text).collect();
+    Ok(texts?.join("\n"))
+}

@@ -1,0 +1,240 @@
+//! OpenAI's `/v1/responses`: a chat in other words. Nothing is stored, so that every request brings all that went before;
+//! what would need a store, or tools that run here, is refused by name.
+
+mod input;
+mod writer;
+
+use super::chat::{self, Chat};
+use super::error::ApiError;
+use super::fields::Fields;
+use super::grammar::{self, Wanted};
+use super::params::{Bounded, Params};
+use super::plan::{Most, with};
+use super::tools::{self, Parts, Tools, Written};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+
+pub(super) use writer::ResponseWriter;
+
+/// Its fields.
+pub(super) const FIELDS: [&str; 45] = with([
+    "input",
+    "instructions",
+    "documents",
+    "max_output_tokens",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "text",
+    "grammar",
+    "reasoning",
+    "chat_template",
+    "chat_template_kwargs",
+    "metadata",
+    "store",
+    "previous_response_id",
+    "conversation",
+    "background",
+    "prompt",
+    "include",
+    "truncation",
+    "top_logprobs",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+]);
+
+const LIMIT: &str = "max_output_tokens";
+const SCHEMA: &str = "text.format.schema";
+/// Entries of `metadata`, characters of a name and of a value there, as OpenAI has them.
+const METADATA: (usize, usize, usize) = (16, 64, 512);
+/// Entries of `include`.
+const MAX_INCLUDE: usize = 32;
+/// What is repeated as it was given.
+const NAMES_REPEATED: [&str; 3] = ["user", "safety_identifier", "prompt_cache_key"];
+
+#[derive(Deserialize)]
+struct Text<'a> {
+    #[serde(borrow)]
+    format: Option<Format<'a>>,
+}
+
+#[derive(Deserialize)]
+struct Format<'a> {
+    r#type: String,
+    #[serde(borrow)]
+    schema: Option<&'a RawValue>,
+    strict: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct Reasoning {
+    effort: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Function<'a> {
+    r#type: Option<String>,
+    name: Option<String>,
+    description: Option<String>,
+    #[serde(borrow)]
+    parameters: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Choice {
+    Word(String),
+    Named { r#type: String, name: Option<String> },
+}
+
+/// Reads a request.
+pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
+    let tokens: Option<u32> = fields.get(LIMIT)?;
+    let mut template_arguments = chat::template_arguments(fields)?;
+    if let Some(Reasoning { effort: Some(effort) }) = fields.get("reasoning")? {
+        chat::effort(&mut template_arguments, "reasoning.effort", &effort)?;
+    }
+    Ok(Chat {
+        field: "input",
+        messages: input::messages(fields)?,
+        tools: tools(fields)?,
+        wanted: wanted(fields)?,
+        most: Most { field: LIMIT, tokens, said: tokens.is_some() },
+        template_arguments,
+    })
+}
+
+fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
+    let format = fields.get::<Text<'_>>("text")?.and_then(|text| text.format);
+    let json = match format.as_ref().map(|format| format.r#type.as_str()) {
+        None | Some("text") => None,
+        Some("json_object") => Some(grammar::any_object("text.format")),
+        Some("json_schema") => {
+            let (schema, strict) = format.map_or((None, None), |format| (format.schema, format.strict));
+            Some(grammar::of_schema_in(SCHEMA, schema, strict)?)
+        }
+        Some(_) => {
+            return Err(ApiError::field("text.format.type", "must be text, json_object or json_schema"));
+        }
+    };
+    grammar::or_grammar(fields, json, "text.format")
+}
+
+fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
+    const PARTS: Parts = Parts { name: ".name", parameters: ".parameters" };
+    let mut read = tools::listed(fields, &PARTS, |raw| {
+        let Function { r#type, name, description, parameters } = tools::parsed("", raw)?;
+        match r#type.as_deref() {
+            Some("function") => Ok(Written { name, description, parameters, given: None }),
+            Some(other) => Err((".type", not_served(other))),
+            None => Err((".type", "is missing".to_owned())),
+        }
+    })?;
+    read.parallel = fields.get("parallel_tool_calls")?.unwrap_or(true);
+    match fields.get::<Choice>("tool_choice")? {
+        None => {}
+        Some(Choice::Word(word)) => tools::choose(&mut read, &word)?,
+        Some(Choice::Named { r#type, name: Some(name) }) if r#type == "function" => {
+            tools::only(&mut read, "tool_choice.name", &name)?;
+        }
+        Some(Choice::Named { r#type, .. }) if r#type == "function" => {
+            return Err(ApiError::field("tool_choice.name", "is missing"));
+        }
+        Some(Choice::Named { r#type, .. }) => {
+            return Err(ApiError::field("tool_choice.type", not_served(&r#type)));
+        }
+    }
+    tools::check_choice(read)
+}
+
+fn not_served(kind: &str) -> String {
+    let kind: String = kind.chars().take(64).collect();
+    format!("{kind:?} is not served, only function")
+}
+
+/// What would change the answer and is not served is refused, never left out.
+pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
+    for name in ["previous_response_id", "conversation", "prompt"] {
+        if fields.raw(name).is_some() {
+            return Err(ApiError::field(name, "nothing is stored here: send all that went before in input"));
+        }
+    }
+    if fields.get("background")?.unwrap_or(false) {
+        return Err(ApiError::field("background", "nothing is stored here: stream the answer"));
+    }
+    // Whatever is asked for, nothing is stored, and nothing cut off; the answer says so.
+    fields.get::<bool>("store")?;
+    if fields.get::<String>("truncation")?.is_some_and(|how| how != "auto" && how != "disabled") {
+        return Err(ApiError::field("truncation", "must be auto or disabled"));
+    }
+    let include: Option<Bounded<String, MAX_INCLUDE>> = fields.get("include")?;
+    let include = include.map_or_else(Vec::new, |list| list.0);
+    if let Some(at) = include.iter().position(|what| what == "message.output_text.logprobs") {
+        let reason = "is not served: ask chat completions for log-probabilities";
+        return Err(ApiError::field(format!("include[{at}]"), reason));
+    }
+    if fields.get("top_logprobs")?.is_some_and(|most: u32| most > 0) {
+        let reason = "is not served: ask chat completions for log-probabilities";
+        return Err(ApiError::field("top_logprobs", reason));
+    }
+    if fields.raw("chat_template").is_some() {
+        return Err(ApiError::field("chat_template", "only the model's own template is used"));
+    }
+    Ok(())
+}
+
+/// What an answer repeats of the request, and what it says of what was done otherwise.
+pub(super) fn repeats(fields: &Fields<'_>, params: &Params) -> Result<Map<String, Value>, ApiError> {
+    let given = |name: &'static str| fields.get::<Value>(name);
+    let number = |value: f32| value.to_string().parse().map_or(Value::Null, |value: f64| value.into());
+    let mut repeats = Map::new();
+    let mut put = |name: &str, value: Value| repeats.insert(name.into(), value);
+    put("background", false.into());
+    put("instructions", given("instructions")?.unwrap_or_default());
+    put("max_output_tokens", given(LIMIT)?.unwrap_or_default());
+    put("metadata", metadata(fields)?.into());
+    put("parallel_tool_calls", given("parallel_tool_calls")?.unwrap_or(true.into()));
+    put("previous_response_id", Value::Null);
+    let effort = fields.get::<Reasoning>("reasoning")?.and_then(|reasoning| reasoning.effort);
+    put("reasoning", json!({"effort": effort, "summary": null}));
+    put("service_tier", "default".into());
+    put("store", false.into());
+    put("temperature", number(params.sampling.temperature));
+    let format = given("text")?.and_then(|mut text| text.get_mut("format").map(Value::take));
+    put("text", json!({"format": format.filter(Value::is_object).unwrap_or(json!({"type": "text"}))}));
+    put("tool_choice", given("tool_choice")?.unwrap_or("auto".into()));
+    put("tools", given("tools")?.unwrap_or_else(|| json!([])));
+    put("top_logprobs", 0.into());
+    put("top_p", number(params.sampling.top_p));
+    put("truncation", "disabled".into());
+    for name in NAMES_REPEATED {
+        if let Some(value) = fields.get::<String>(name)? {
+            put(name, value.into());
+        }
+    }
+    Ok(repeats)
+}
+
+fn metadata(fields: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
+    const NAME: &str = "metadata";
+    let (most, longest_name, longest_value) = METADATA;
+    let given: HashMap<String, String> = fields.get(NAME)?.unwrap_or_default();
+    if given.len() > most {
+        return Err(ApiError::field(NAME, format!("has {} entries, at most {most}", given.len())));
+    }
+    let long = |(name, value): (&String, &String)| {
+        name.chars().count() > longest_name || value.chars().count() > longest_value
+    };
+    if given.iter().any(long) {
+        let reason = format!("has a name above {longest_name} or a value above {longest_value} characters");
+        return Err(ApiError::field(NAME, reason));
+    }
+    // In the request's order.
+    Ok(fields.get(NAME)?.unwrap_or_default())
+}
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -1,0 +1,145 @@
+//! `input` and `instructions` as the messages of a chat.
+
+use crate::api::error::ApiError;
+use crate::api::fields::Fields;
+use crate::api::limits::MAX_MESSAGES;
+use crate::api::prompt::text;
+use crate::api::raw;
+use crate::api::tools;
+use model::chat_template::{Content, Message};
+use serde_json::{Map, Value};
+
+const INPUT: &str = "input";
+const ITEM: [&str; 8] = ["type", "role", "content", "call_id", "name", "arguments", "output", "summary"];
+/// Parts of what is said, whoever says it.
+const SPOKEN: [&str; 2] = ["input_text", "output_text"];
+
+/// Reads both.
+pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+    let mut chat = Chat::default();
+    if let Some(instructions) = fields.raw("instructions") {
+        if !instructions.starts_with('"') {
+            return Err(ApiError::field("instructions", "must be a text"));
+        }
+        let said = text(fields, "instructions", instructions, &[])?;
+        chat.messages.push(Message::new("system", said));
+    }
+    let raw = fields.raw(INPUT).ok_or_else(|| ApiError::field(INPUT, "is missing"))?;
+    if raw.starts_with('"') {
+        let said =
+            raw::string(raw).map_err(|error| ApiError::field(INPUT, crate::api::fields::plain(&error)))?;
+        chat.messages.push(Message::new("user", said));
+        return Ok(chat.messages);
+    }
+    let items = fields.objects(INPUT, MAX_MESSAGES, &ITEM)?.unwrap_or_default();
+    if items.is_empty() {
+        return Err(ApiError::field(INPUT, "is empty"));
+    }
+    for item in &items {
+        chat.add(item)?;
+    }
+    chat.end_turn();
+    Ok(chat.messages)
+}
+
+/// A chat in the making. What an assistant thinks, says and calls are items of their own here, and one message there.
+#[derive(Default)]
+struct Chat<'a> {
+    messages: Vec<Message<'a>>,
+    thought: Vec<String>,
+    said: Option<Content<'a>>,
+    calls: Vec<Value>,
+}
+
+impl<'a> Chat<'a> {
+    /// Takes in an item.
+    fn add(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
+        let kind: Option<String> = item.get("type")?;
+        match kind.as_deref() {
+            // The short form of a message has none.
+            None if item.raw("role").is_some() => self.message(item),
+            None => Err(item.wrong("type", "is missing")),
+            Some("message") => self.message(item),
+            Some("function_call") => self.call(item),
+            Some("function_call_output") => {
+                let id: String = missing(item, "call_id", item.get("call_id")?)?;
+                let raw = missing(item, "output", item.raw("output"))?;
+                let mut message = Message::new("tool", text(item, "output", raw, &SPOKEN)?);
+                message.rest.insert("tool_call_id".into(), id.into());
+                self.other(message);
+                Ok(())
+            }
+            Some("reasoning") => self.reasoning(item),
+            Some(other) => {
+                let other: String = other.chars().take(64).collect();
+                let known = "message, function_call, function_call_output and reasoning";
+                Err(item.wrong("type", format!("{other:?} is not understood, only {known}")))
+            }
+        }
+    }
+
+    fn message(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
+        let role: String = missing(item, "role", item.get("role")?)?;
+        let raw = missing(item, "content", item.raw("content"))?;
+        let said = text(item, "content", raw, &SPOKEN)?;
+        match role.as_str() {
+            "assistant" => {
+                if self.said.is_some() || !self.calls.is_empty() {
+                    self.end_turn();
+                }
+                self.said = Some(Content(said));
+            }
+            "user" | "system" | "developer" => self.other(Message::new(role, said)),
+            _ => {
+                let role: String = role.chars().take(32).collect();
+                return Err(item.wrong("role", format!("{role:?} is not a role")));
+            }
+        }
+        Ok(())
+    }
+
+    fn call(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
+        let id = missing(item, "call_id", item.get("call_id")?)?;
+        let name = missing(item, "name", item.get("name")?)?;
+        let arguments: String = missing(item, "arguments", item.get("arguments")?)?;
+        let arguments = tools::arguments(&arguments).ok_or_else(|| item.wrong("arguments", "is no JSON"))?;
+        self.calls.push(tools::call(id, name, arguments));
+        Ok(())
+    }
+
+    /// What a model has thought, where it is told in its own words; a summary or a cipher is none.
+    fn reasoning(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
+        if self.said.is_some() || !self.calls.is_empty() {
+            self.end_turn();
+        }
+        if let Some(raw) = item.raw("content") {
+            self.thought.push(text(item, "content", raw, &["reasoning_text"])?.into_owned());
+        }
+        Ok(())
+    }
+
+    /// Whatever an assistant does not say.
+    fn other(&mut self, message: Message<'a>) {
+        self.end_turn();
+        self.messages.push(message);
+    }
+
+    /// What the assistant was at is a message. Thoughts alone are none.
+    fn end_turn(&mut self) {
+        let thought = std::mem::take(&mut self.thought).join("\n");
+        let (content, calls) = (self.said.take(), std::mem::take(&mut self.calls));
+        if content.is_none() && calls.is_empty() {
+            return;
+        }
+        let mut rest = Map::new();
+        if !thought.is_empty() {
+            rest.insert("reasoning_content".into(), thought.into());
+        }
+        let tool_calls = (!calls.is_empty()).then_some(Value::Array(calls));
+        self.messages.push(Message { role: "assistant".into(), content, name: None, tool_calls, rest });
+    }
+}
+
+fn missing<T>(item: &Fields<'_>, name: &'static str, value: Option<T>) -> Result<T, ApiError> {
+    value.ok_or_else(|| item.wrong(name, "is missing"))
+}

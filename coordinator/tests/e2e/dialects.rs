@@ -1,0 +1,374 @@
+//! OpenAI's responses and Anthropic's messages: the same requests in other words.
+
+use super::client::{Events, Reply, get, post, send};
+use super::fake_worker::{FakeWorker, letters};
+use super::limits::key;
+use super::{Rig, until};
+use hyper::Method;
+use kvasir_coordinator::api::Endpoint;
+use proto::message::GenerateError;
+use serde_json::{Value, json};
+
+const CHAT: &str = "/v1/chat/completions";
+const RESPONSES: &str = "/v1/responses";
+const MESSAGES: &str = "/v1/messages";
+const COUNT: &str = "/v1/messages/count_tokens";
+
+fn ok(reply: &Reply) -> Value {
+    assert_eq!(reply.status.as_u16(), 200, "{}", reply.text());
+    reply.json()
+}
+
+/// The same question in the words of chats, responses and messages.
+fn questions(text: &str, tokens: u32) -> [(&'static str, Value); 3] {
+    let user = json!([{"role": "user", "content": text}]);
+    [
+        (CHAT, json!({"model": "tiny", "messages": user, "max_tokens": tokens, "seed": 5})),
+        (RESPONSES, json!({"model": "tiny", "input": text, "max_output_tokens": tokens, "seed": 5})),
+        (MESSAGES, json!({"model": "tiny", "messages": user, "max_tokens": tokens, "seed": 5})),
+    ]
+}
+
+/// What is said in a whole answer.
+fn text(path: &str, answer: &Value) -> String {
+    let text = match path {
+        CHAT => &answer["choices"][0]["message"]["content"],
+        RESPONSES => &answer["output"][0]["content"][0]["text"],
+        _ => &answer["content"][0]["text"],
+    };
+    text.as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
+}
+
+/// What an event says.
+fn said(event: &Value) -> &str {
+    let said = match event["type"].as_str() {
+        Some("response.output_text.delta") => &event["delta"],
+        Some("content_block_delta") => &event["delta"]["text"],
+        Some(_) => &Value::Null,
+        None => &event["choices"][0]["delta"]["content"],
+    };
+    said.as_str().unwrap_or_default()
+}
+
+fn streamed(body: &Value) -> Value {
+    let mut body = body.clone();
+    body["stream"] = json!(true);
+    body
+}
+
+/// Events until so much has been said.
+async fn until_said(events: &mut Events, letters: usize) -> String {
+    let mut all = String::new();
+    while all.len() < letters {
+        let (_, data) = events.next().await.unwrap();
+        all += said(&serde_json::from_str(&data).unwrap());
+    }
+    all
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_words_for_one_request_have_one_answer() {
+    let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
+    let mut texts = Vec::new();
+    for (path, body) in questions("what is this?", 6) {
+        let reply = post(rig.at.http, path, &body).await;
+        let answer = ok(&reply);
+        let id = reply.header("x-request-id");
+        let prefix = [("chatcmpl-", CHAT), ("resp_", RESPONSES), ("msg_", MESSAGES)];
+        let prefix = prefix.into_iter().find(|(_, p)| *p == path).unwrap().0;
+        assert_eq!(answer["id"], format!("{prefix}{id}"));
+        assert_eq!(reply.header("x-kvasir-worker"), "w1");
+        assert!(reply.header("x-kvasir-route").starts_with("reason="));
+        assert_eq!(reply.header("request-id"), if path == MESSAGES { id } else { "" });
+        texts.push(text(path, &answer));
+        let mut events = Events::post(rig.at.http, path, &streamed(&body)).await;
+        assert_eq!(events.headers["content-type"], "text/event-stream");
+        assert_eq!(events.headers["x-kvasir-worker"], "w1");
+        let (all, done) = events.rest().await;
+        assert_eq!(done, path == CHAT, "only chats end with a word of their own");
+        texts.push(all.iter().map(said).collect());
+    }
+    let requests = workers[0].requests();
+    assert!(requests.iter().all(|r| r.prompt == requests[0].prompt && r.sampling == requests[0].sampling));
+    assert_eq!(texts, vec![letters(&requests[0].prompt, 6); 6]);
+    assert_eq!(rig.metric("kvasir_http_requests_total{path=\"/v1/responses\",status=\"200\"}").await, 2.0);
+    assert_eq!(rig.metric("kvasir_http_requests_total{path=\"/v1/messages\",status=\"200\"}").await, 2.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_response_streams_all_its_events_and_stores_nothing() {
+    let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
+    let [_, (_, mut body), _] = questions("hm", 2);
+    body["store"] = json!(true);
+    body["metadata"] = json!({"a": "b"});
+    let mut events = Events::post(rig.at.http, RESPONSES, &streamed(&body)).await;
+    let mut names = Vec::new();
+    let mut last = Value::Null;
+    while let Some((name, data)) = events.next().await {
+        last = serde_json::from_str(&data).unwrap();
+        assert_eq!(last["sequence_number"], names.len());
+        assert_eq!(name.as_deref(), last["type"].as_str());
+        names.push(name.unwrap());
+    }
+    let expected = [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ];
+    assert_eq!(names, expected);
+    let response = &last["response"];
+    assert_eq!((&response["store"], &response["metadata"]), (&json!(false), &json!({"a": "b"})));
+    assert_eq!(response["incomplete_details"], json!({"reason": "max_output_tokens"}));
+    let id = response["id"].as_str().unwrap();
+    assert_eq!(get(rig.at.http, &format!("{RESPONSES}/{id}")).await.status.as_u16(), 404);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn usage_tells_what_was_cached_and_what_was_guessed() {
+    let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
+    let question = "a question of many letters, so that there is something to be cached".repeat(2);
+    let prompt = {
+        let [(path, body), ..] = questions(&question, 2);
+        ok(&post(rig.at.http, path, &body).await)["usage"]["prompt_tokens"].as_u64().unwrap()
+    };
+    let cached = (prompt - 1) / 16 * 16;
+    assert!(cached > 100);
+    for (drafted, accepted) in [(0, 0), (7, 5)] {
+        worker.guess(drafted, accepted);
+        for (path, body) in questions(&question, 2) {
+            let whole = ok(&post(rig.at.http, path, &body).await)["usage"].clone();
+            let mut body = streamed(&body);
+            if path == CHAT {
+                body["stream_options"] = json!({"include_usage": true});
+            }
+            let (events, _) = Events::post(rig.at.http, path, &body).await.rest().await;
+            let usage = |event: &Value| match path {
+                RESPONSES => event["response"]["usage"].clone(),
+                _ => event["usage"].clone(),
+            };
+            let streamed = events.iter().rev().map(usage).find(|usage| !usage.is_null()).unwrap();
+            assert_eq!(whole, streamed, "{path}");
+            let (input, hit, details) = match path {
+                CHAT => (
+                    whole["prompt_tokens"].as_u64().unwrap(),
+                    &whole["prompt_tokens_details"]["cached_tokens"],
+                    &whole["completion_tokens_details"],
+                ),
+                RESPONSES => (
+                    whole["input_tokens"].as_u64().unwrap(),
+                    &whole["input_tokens_details"]["cached_tokens"],
+                    &whole["output_tokens_details"],
+                ),
+                _ => {
+                    // What was read from the cache stands beside the input, and is none of it.
+                    let start = &events[0]["message"]["usage"];
+                    assert_eq!(start["cache_read_input_tokens"], cached);
+                    assert_eq!(start["input_tokens"], prompt - cached);
+                    (
+                        whole["input_tokens"].as_u64().unwrap() + cached,
+                        &whole["cache_read_input_tokens"],
+                        &whole["output_tokens_details"],
+                    )
+                }
+            };
+            assert_eq!((input, hit), (prompt, &json!(cached)), "{path}");
+            let told = (&details["accepted_prediction_tokens"], &details["rejected_prediction_tokens"]);
+            let expected = match drafted {
+                0 => (Value::Null, Value::Null),
+                _ => (accepted.into(), (drafted - accepted).into()),
+            };
+            assert_eq!(told, (&expected.0, &expected.1), "{path}");
+        }
+    }
+}
+
+/// The worker that has a request, and the other.
+async fn busy_first(workers: [FakeWorker; 2]) -> [FakeWorker; 2] {
+    until("a worker has the request", async || workers.iter().any(|w| w.counters().received > 0)).await;
+    let [a, b] = workers;
+    if a.counters().received > 0 { [a, b] } else { [b, a] }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_goes_on_at_another_worker_and_ends_in_an_error_where_there_is_none() {
+    for at in [1, 2] {
+        let (rig, workers) = Rig::with_workers::<2>(|_| {}).await;
+        workers.iter().for_each(|w| w.allow_tokens(3));
+        let (path, body) = questions("seam", 9)[at].clone();
+        let mut events = Events::post(rig.at.http, path, &streamed(&body)).await;
+        let [first, second] = busy_first(workers).await;
+        let mut text = until_said(&mut events, 3).await;
+        first.freeze();
+        assert!(rig.coordinator().notice_dead(&first.name));
+        second.allow_tokens(6);
+        text += &until_said(&mut events, 3).await;
+        assert_eq!(text, letters(&second.requests()[0].prompt, 6));
+        second.leave().await;
+        let mut left = Vec::new();
+        while let Some((name, data)) = events.next().await {
+            left.push((name.unwrap(), serde_json::from_str::<Value>(&data).unwrap()));
+        }
+        let names: Vec<&str> = left.iter().map(|(name, _)| name.as_str()).collect();
+        if path == RESPONSES {
+            assert_eq!(names, ["error", "response.failed"]);
+            assert_eq!(left[0].1["code"], "worker_lost");
+            assert_eq!(left[1].1["response"]["error"]["code"], "worker_lost");
+            assert_eq!(left[1].1["response"]["output"][0]["content"][0]["text"], text);
+        } else {
+            assert_eq!(names, ["error"]);
+            assert_eq!(
+                (&left[0].1["type"], &left[0].1["error"]["type"]),
+                (&json!("error"), &json!("api_error"))
+            );
+            assert_eq!(left[0].1["error"]["code"], "worker_lost");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_leaves_a_stream_in_other_words_is_cancelled() {
+    let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
+    worker.allow_tokens(1);
+    for (nth, at) in [(1, 1), (2, 2)] {
+        let (path, body) = questions("leaves", 9)[at].clone();
+        let mut events = Events::post(rig.at.http, path, &streamed(&body)).await;
+        until_said(&mut events, 1).await;
+        drop(events);
+        worker.until("it is cancelled", |c| c.cancelled == nth).await;
+    }
+}
+
+/// Status, kind and code of an error in Anthropic's form.
+fn theirs(reply: &Reply) -> (u16, String, String) {
+    let body = reply.json();
+    assert_eq!(body["type"], "error", "{body}");
+    assert_eq!(body["request_id"], reply.header("request-id"));
+    assert_eq!(body["error"]["details"]["error_code"], body["error"]["code"]);
+    assert!(!body["error"]["message"].as_str().unwrap().is_empty());
+    let text = |name: &str| body["error"][name].as_str().unwrap_or_default().to_owned();
+    (reply.status.as_u16(), text("type"), text("code"))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn errors_have_anthropics_form_at_anthropics_paths() {
+    let keys = vec![key("key-a", "a", false)];
+    let (rig, [worker]) = Rig::with_workers::<1>(|c| {
+        c.keys = keys;
+        c.request_timeout_s = 1;
+    })
+    .await;
+    let [.., (_, good)] = questions("q", 2);
+    let ask = async |path: &str, key: &str, body: &Value| {
+        let headers = [("x-api-key", key), ("anthropic-version", "2023-06-01")];
+        send(rig.at.http, Method::POST, path, &headers, body.to_string()).await
+    };
+    let told = |status: u16, kind: &str, code: &str| (status, kind.to_owned(), code.to_owned());
+    assert_eq!(ask(MESSAGES, "key-a", &good).await.status.as_u16(), 200);
+    for path in [MESSAGES, COUNT] {
+        let refused = ask(path, "key-b", &good).await;
+        assert_eq!(theirs(&refused), told(401, "authentication_error", "invalid_api_key"));
+        assert_eq!(refused.header("www-authenticate"), "Bearer");
+        let mut unknown = good.clone();
+        unknown["model"] = json!("none");
+        let refused = ask(path, "key-a", &unknown).await;
+        assert_eq!(theirs(&refused), told(404, "not_found_error", "model_not_found"));
+        let refused = ask(path, "key-a", &json!({"max_tokens": 1})).await;
+        assert_eq!(theirs(&refused), told(400, "invalid_request_error", "invalid_field"));
+        assert_eq!(refused.json()["error"]["param"], "messages");
+        let wrong = send(rig.at.http, Method::GET, path, &[("x-api-key", "key-a")], "").await;
+        assert_eq!(theirs(&wrong), told(404, "not_found_error", "invalid_field"));
+    }
+    let mut long = good.clone();
+    long["max_tokens"] = json!(100_000);
+    let refused = ask(MESSAGES, "key-a", &long).await;
+    assert_eq!(theirs(&refused), told(400, "invalid_request_error", "context_length_exceeded"));
+    let huge = "x".repeat((8 << 20) + 1);
+    let headers = [("x-api-key", "key-a")];
+    let refused = send(rig.at.http, Method::POST, MESSAGES, &headers, huge).await;
+    assert_eq!(theirs(&refused), told(413, "request_too_large", "invalid_field"));
+    worker.fail(Some(GenerateError::QueueFull));
+    let refused = ask(MESSAGES, "key-a", &good).await;
+    assert_eq!(theirs(&refused), told(529, "overloaded_error", "queue_full"));
+    assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
+    worker.fail(None);
+    worker.hold(true);
+    let refused = ask(MESSAGES, "key-a", &good).await;
+    assert_eq!(theirs(&refused), told(504, "timeout_error", "deadline_exceeded"));
+    worker.leave().await;
+    until("nobody is there", async || rig.cluster().await["workers"] == json!([])).await;
+    let refused = ask(MESSAGES, "key-a", &good).await;
+    assert_eq!(theirs(&refused), told(503, "api_error", "no_worker"));
+    assert_eq!(refused.header("retry-after"), "1");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn limits_of_a_tenant_hold_whatever_is_spoken() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let (rig, _workers) = Rig::with_workers::<1>(|c| c.data_dir = Some(data)).await;
+    let made = post(rig.at.ops, "/admin/v1/keys", &json!({"tenant": "a", "rpm": 2})).await;
+    let key = made.json()["key"].as_str().unwrap().to_owned();
+    let [_, (_, response), (_, message)] = questions("q", 1);
+    let ask = async |path: &str, body: &Value| {
+        send(rig.at.http, Method::POST, path, &[("x-api-key", &key)], body.to_string()).await
+    };
+    ok(&ask(RESPONSES, &response).await);
+    ok(&ask(MESSAGES, &message).await);
+    let refused = ask(RESPONSES, &response).await;
+    assert_eq!(refused.error(), (429, "rate_limited".into(), String::new()));
+    for path in [MESSAGES, COUNT] {
+        let refused = ask(path, &message).await;
+        assert_eq!(theirs(&refused), (429, "rate_limit_error".into(), "rate_limited".into()));
+        assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_of_a_message_are_counted_as_they_are_sent() {
+    let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
+    let mut body = json!({
+        "system": "be brief", "messages": [{"role": "user", "content": "q"}],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    });
+    let counted = ok(&post(rig.at.http, COUNT, &body).await);
+    assert_eq!(workers[0].counters().received, 0);
+    body["max_tokens"] = json!(1);
+    ok(&post(rig.at.http, MESSAGES, &body).await);
+    assert_eq!(counted, json!({"input_tokens": workers[0].requests()[0].prompt.len()}));
+}
+
+#[test]
+fn every_path_is_described() {
+    let page = include_str!("../../../docs/api.md");
+    for endpoint in Endpoint::ALL {
+        let path = format!("`{} {}`", endpoint.method(), endpoint.path());
+        assert!(page.contains(&path), "docs/api.md says nothing of {path}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_other_words_do_not_have_is_refused_by_name() {
+    let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
+    for at in [1, 2] {
+        let (path, good) = questions("q", 2)[at].clone();
+        for (field, value) in [("n", json!(2)), ("return_token_ids", json!(true)), ("temperature", json!(-1))]
+        {
+            let mut body = good.clone();
+            body[field] = value;
+            let told = post(rig.at.http, path, &body).await.error();
+            assert_eq!(told, (400, "invalid_field".into(), field.into()), "{path}");
+        }
+    }
+    let [_, (_, mut response), (_, mut message)] = questions("q", 2);
+    response["max_output_tokens"] = json!(0);
+    assert_eq!(post(rig.at.http, RESPONSES, &response).await.error().2, "max_output_tokens");
+    message["stop_sequences"] = json!(["ok", ""]);
+    assert_eq!(post(rig.at.http, MESSAGES, &message).await.error().2, "stop_sequences[1]");
+}
