@@ -21,6 +21,7 @@ use proto::message::{
     LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
     WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
+use proto::operation::{OfferedOperationV1, Operation};
 use proto::placement::{CapacityV1, ModelFileV1, RegisterV4};
 use proto::shard::{MAX_STRUCK, ShippingReportV1};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig, Expected, Identity};
@@ -556,7 +557,15 @@ impl Node {
             models: offer.model.iter().cloned().collect(),
         };
         let worker = RegisterV3 { worker, part: self.part, pulls: offer.pull_cost.iter().cloned().collect() };
-        RegisterV4 { worker, capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()) }
+        let operations = offer.model.iter().filter_map(|model| {
+            let operation = Operation::of_task(model.task)?;
+            Some(OfferedOperationV1 { operation, model: model.id.clone(), backend: "kernels".to_owned() })
+        });
+        RegisterV4 {
+            worker,
+            capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()),
+            operations: operations.collect(),
+        }
     }
 
     fn report(&self) -> LoadReportV1 {
