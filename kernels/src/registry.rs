@@ -200,7 +200,8 @@ impl<O: Operation> Registry<O> {
             }
         }
         let Some(builtin) = self.builtin.as_deref() else {
-            return best.ok_or_else(|| SelectError::Nobody { operation: O::NAME, tried: self.tried(request) });
+            return best
+                .ok_or_else(|| SelectError::Nobody { operation: O::NAME, tried: self.tried(request) });
         };
         match (best, builtin.can_serve(request)) {
             (Some(best), Ok(())) if best.rank() < builtin.rank() => Ok(builtin),
@@ -217,7 +218,9 @@ impl<O: Operation> Registry<O> {
     fn tried(&self, request: &O::Request) -> Vec<String> {
         let why = |provider: &dyn Provider<O>| match provider.available() {
             Err(reason) => Some(format!("{}: {reason}", provider.name())),
-            Ok(()) => provider.can_serve(request).err().map(|refusal| format!("{}: {refusal}", provider.name())),
+            Ok(()) => {
+                provider.can_serve(request).err().map(|refusal| format!("{}: {refusal}", provider.name()))
+            }
         };
         self.all().filter_map(why).collect()
     }

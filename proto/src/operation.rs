@@ -225,7 +225,7 @@ pub enum OperationInput {
     Segment,
     /// Forget all that was heard; positions begin at 0 again.
     Reset,
-    /// A last segment, then the session ends.
+    /// A last segment, for which what is left of a window is filled up with silence; then the session ends.
     Finish,
     /// The session ends at once.
     Close,

@@ -30,9 +30,11 @@ impl OperationSession {
         head.write(request).await?;
         let mut answers = OperationStream { frames: FrameReader::new(receive, Cap::Stream) };
         match answers.next().await? {
-            OperationOutput::Opened(opened) => {
-                Ok(Ok(Self { opened, sender: OperationSender { frames: head.retyped(Cap::Stream) }, answers }))
-            }
+            OperationOutput::Opened(opened) => Ok(Ok(Self {
+                opened,
+                sender: OperationSender { frames: head.retyped(Cap::Stream) },
+                answers,
+            })),
             OperationOutput::Failed(error) => Ok(Err(error)),
             _ => Err(Error::Protocol("a session answers before it is open")),
         }

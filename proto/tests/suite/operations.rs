@@ -27,7 +27,8 @@ async fn opened(pair: &Pair) -> (OperationSession, OperationCall) {
         call.reply.send(&OperationOutput::Opened(samples::opened_operation())).await.unwrap();
         call
     };
-    let (session, call) = soon("opening", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
+    let (session, call) =
+        soon("opening", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
     let session = session.unwrap().unwrap();
     assert_eq!(session.opened, samples::opened_operation());
     (session, call)
@@ -70,8 +71,10 @@ async fn a_session_that_is_refused_says_why() {
     let pair = pair().await;
     let request = samples::operation_request();
     let refusal = OperationError::TooManySessions { limit: 3 };
-    let worker = async { call(&pair).await.reply.end(&OperationOutput::Failed(refusal.clone())).await.unwrap() };
-    let (session, ()) = soon("the refusal", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
+    let worker =
+        async { call(&pair).await.reply.end(&OperationOutput::Failed(refusal.clone())).await.unwrap() };
+    let (session, ()) =
+        soon("the refusal", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
     assert_eq!(session.unwrap().unwrap_err(), refusal);
 }
 
