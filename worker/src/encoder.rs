@@ -217,7 +217,15 @@ impl Encoder {
             ModelTask::Embed { .. } | ModelTask::Generate => row_width,
         };
         let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?);
-        Ok(Self { forward, tokenizer, limits, pooling, row_width, served, backend: crate::operations::onnx::NAME })
+        Ok(Self {
+            forward,
+            tokenizer,
+            limits,
+            pooling,
+            row_width,
+            served,
+            backend: crate::operations::onnx::NAME,
+        })
     }
 
     /// Which backend it is.

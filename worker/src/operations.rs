@@ -111,7 +111,10 @@ impl Operations {
             for operation in operations {
                 let (backend, model) = load_hearing(operation, bundle, &environment)?;
                 let offered = OfferedOperationV1 { operation, model: bundle.id.clone(), backend };
-                if loaded.iter().any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id)) {
+                if loaded
+                    .iter()
+                    .any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id))
+                {
                     return Err(fault(format!("two bundles are called {} and have {operation}", bundle.id)));
                 }
                 let thread = ModelThread::start(operation, metrics.clone())?;
@@ -153,7 +156,8 @@ impl Operations {
         if of_it.peek().is_none() {
             return Err(OperationError::NotServed { operation });
         }
-        let asked = |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
+        let asked =
+            |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
         let missing = |model: ModelId| OperationError::ModelNotFound { operation, model };
         let Loaded { offered, thread, model } = match (of_it.find(asked), &request.model) {
             (Some(loaded), _) => loaded,

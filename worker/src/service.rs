@@ -314,7 +314,8 @@ impl WorkerService {
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let (bundles, limits) = (config.bundles, config.sessions);
         let operations = move || Operations::load(&bundles, limits, crate::load::environment);
-        let operations = tokio::task::spawn_blocking(operations).await.map_err(|_| Error::EngineStopped)??;
+        let operations =
+            tokio::task::spawn_blocking(operations).await.map_err(|_| Error::EngineStopped)??;
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
@@ -583,7 +584,11 @@ impl Node {
         let worker = RegisterV3 { worker, part: self.part, pulls: offer.pull_cost.iter().cloned().collect() };
         let operations = offer.model.iter().filter_map(|model| {
             let operation = Operation::of_task(model.task)?;
-            Some(OfferedOperationV1 { operation, model: model.id.clone(), backend: offer.backend?.to_owned() })
+            Some(OfferedOperationV1 {
+                operation,
+                model: model.id.clone(),
+                backend: offer.backend?.to_owned(),
+            })
         });
         RegisterV4 {
             worker,

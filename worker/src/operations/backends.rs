@@ -174,25 +174,17 @@ fn turn_detection() -> Registry<TurnDetection> {
 /// For the two operations of texts: this engine's arithmetic, and the bundle's ONNX file.
 fn of_texts<O>(operation: Operation, can_serve: fn(&TextModel) -> Result<(), Refusal>) -> Registry<O>
 where
-    O: Served<Request = TextModel, Service = LoadEncoder>,
+    O: Served<Request = TextModel, Service = LoadEncoder> + 'static,
 {
-    let mut registry = Registry::new(Box::new(Backend {
-        name: KERNELS,
-        rank: KERNELS_RANK,
-        can_serve: |_| Ok(()),
-        service: Box::new(|model: &TextModel, progress: &mut Progress<'_>| {
-            crate::load::kernel_encoder(&model.path, &model.options, progress)
-        }),
-    }));
-    registry.register(Box::new(Backend {
-        name: onnx::NAME,
-        rank: onnx::RANK,
-        can_serve,
-        service: Box::new(move |model: &TextModel, _: &mut Progress<'_>| {
-            let file = the_file(&model.folder(operation), "").map_err(no_fault)?;
-            crate::load::onnx_encoder(&model.path, &file, operation, &model.options)
-        }),
-    }));
+    let kernels: Box<LoadEncoder> =
+        Box::new(|model, progress| crate::load::kernel_encoder(&model.path, &model.options, progress));
+    let onnx: Box<LoadEncoder> = Box::new(move |model, _| {
+        let file = the_file(&model.folder(operation), "").map_err(no_fault)?;
+        crate::load::onnx_encoder(&model.path, &file, operation, &model.options)
+    });
+    let builtin = Backend { name: KERNELS, rank: KERNELS_RANK, can_serve: |_| Ok(()), service: kernels };
+    let mut registry = Registry::new(Box::new(builtin));
+    registry.register(Box::new(Backend { name: onnx::NAME, rank: onnx::RANK, can_serve, service: onnx }));
     registry
 }
 

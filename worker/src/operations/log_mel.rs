@@ -94,7 +94,8 @@ impl LogMel {
                 *power = re * re + im * im;
             }
             for (band, (first, weights)) in self.bands.iter().enumerate() {
-                let sum: f64 = weights.iter().zip(&power[*first..]).map(|(weight, power)| weight * power).sum();
+                let sum: f64 =
+                    weights.iter().zip(&power[*first..]).map(|(weight, power)| weight * power).sum();
                 let log = sum.max(FLOOR).log10();
                 loudest = loudest.max(log);
                 logs[band * FRAMES + at] = log;

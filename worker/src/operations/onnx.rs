@@ -3,8 +3,8 @@
 
 use crate::Error;
 use kernels::registry::Refusal;
-use rustix::thread::{CpuSet, sched_setaffinity};
 use rten::{Model, NodeId, RunOptions, ThreadPool, Value, ValueOrView};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -99,7 +99,8 @@ pub(super) fn the_file(dir: &Path, begins: &str) -> Result<PathBuf, Refusal> {
     };
     let files = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let mut files = files.filter(fits);
-    let refuse = |what: &str| Refusal::Artefact { reason: format!("{what} {begins}*.onnx in {}", dir.display()) };
+    let refuse =
+        |what: &str| Refusal::Artefact { reason: format!("{what} {begins}*.onnx in {}", dir.display()) };
     match (files.next(), files.next()) {
         (Some(path), None) => Ok(path),
         (None, _) => Err(refuse("there is no")),

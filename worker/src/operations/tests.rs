@@ -63,8 +63,11 @@ fn windows_context_and_state_are_carried_however_the_sound_is_cut() {
     // Of each window the greatest of: the window, the 64 samples before it, half the probability before.
     let expected = [0.0, 0.25, 0.25, 0.125, 1.0, 1.0, 0.5];
     let whole = heard(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, sound.len());
-    let told: Vec<_> =
-        expected.iter().enumerate().map(|(at, p)| WindowV1 { start: at as u64 * 512, probability: *p }).collect();
+    let told: Vec<_> = expected
+        .iter()
+        .enumerate()
+        .map(|(at, p)| WindowV1 { start: at as u64 * 512, probability: *p })
+        .collect();
     assert_eq!(probabilities(&whole), told);
     let end = OperationOutput::SpeechEnded { at: sound.len() as u64 };
     assert_eq!(events(&whole), [OperationOutput::SpeechStarted { at: 4 * 512 - 480 }, end]);
@@ -126,7 +129,10 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
     let last: Vec<f32> = (0..128_000).map(|n| next() * (n as f32 / 9000.0).sin()).collect();
     let judged = |session: &mut dyn Session, sound: &[&[f32]]| {
         let mut out = Vec::new();
-        sound.iter().flat_map(|sound| sound.chunks(7777)).for_each(|piece| session.hear(piece, &mut out).unwrap());
+        sound
+            .iter()
+            .flat_map(|sound| sound.chunks(7777))
+            .for_each(|piece| session.hear(piece, &mut out).unwrap());
         session.segment(false, &mut out).unwrap();
         match out.as_slice() {
             [OperationOutput::Turn(turn)] => *turn,
@@ -164,7 +170,10 @@ fn what_a_model_does_not_take_or_would_not_act_upon_is_refused_by_name() {
         }
     };
     let (field, reason) = refused(Operation::Vad, 44_100, OperationOptions::Default);
-    assert!(field == "sample_rate" && reason.contains("44100") && reason.contains("8000 or 16000"), "{reason}");
+    assert!(
+        field == "sample_rate" && reason.contains("44100") && reason.contains("8000 or 16000"),
+        "{reason}"
+    );
     assert_eq!(refused(Operation::TurnDetection, 8_000, OperationOptions::Default).0, "sample_rate");
     let turn = || OperationOptions::Turn(TurnOptionsV1::default());
     assert_eq!(refused(Operation::Vad, 16_000, turn()).0, "options");
@@ -177,7 +186,8 @@ fn what_a_model_does_not_take_or_would_not_act_upon_is_refused_by_name() {
 async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     let limits = SessionLimits { sessions: 2, ..SessionLimits::default() };
     let operations = Operations::load(&[fixture()], limits, |_| None).unwrap();
-    let offered: Vec<_> = operations.offered().map(|offer| (offer.operation, offer.backend.as_str())).collect();
+    let offered: Vec<_> =
+        operations.offered().map(|offer| (offer.operation, offer.backend.as_str())).collect();
     assert_eq!(offered, [(Operation::Vad, "onnx"), (Operation::TurnDetection, "onnx")]);
     let open = |request| operations.open(&request);
     let mut first = open(request(Operation::Vad)).unwrap();
@@ -190,7 +200,10 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     assert_eq!(open(request(Operation::Asr)).err(), Some(asr));
     let other = ModelId::new("other").unwrap();
     let missing = OperationError::ModelNotFound { operation: Operation::Vad, model: other.clone() };
-    assert_eq!(open(OperationRequestV1 { model: Some(other), ..request(Operation::Vad) }).err(), Some(missing));
+    assert_eq!(
+        open(OperationRequestV1 { model: Some(other), ..request(Operation::Vad) }).err(),
+        Some(missing)
+    );
     let told = first.handle.hear(loud(&[1.0])).await.unwrap();
     assert_eq!(told, [OperationOutput::SpeechStarted { at: 0 }]);
     first.ends(SessionEnd::finished);
@@ -224,7 +237,9 @@ fn bundles_that_cannot_be_offered_fail_at_the_start() {
     assert!(twice.contains("two bundles are called tiny and have vad"), "{twice}");
     let dir = tempfile::tempdir().unwrap();
     let mine = Bundle { id: ModelId::new("mine").unwrap(), dir: dir.path().to_owned() };
-    assert!(load(std::slice::from_ref(&mine)).unwrap().contains("no folder of an operation (embed, rerank, vad"));
+    assert!(
+        load(std::slice::from_ref(&mine)).unwrap().contains("no folder of an operation (embed, rerank, vad")
+    );
     std::fs::create_dir(dir.path().join("tts")).unwrap();
     assert_eq!(load(&[mine]).unwrap(), "nobody serves tts");
     let demanded = |name: &str| (name == "KVASIR_VAD_BACKEND").then(|| "tflite".to_owned());

@@ -58,16 +58,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
     let failed = |error, end| End::With(OperationOutput::Failed(error), end);
     let cancelled = reply.cancelled();
     tokio::pin!(cancelled);
-    let mut tell = async |outputs: Vec<OperationOutput>| {
-        for output in &outputs {
-            match timeout(limits.unread, reply.send(output)).await {
-                Ok(Ok(())) => {}
-                Ok(Err(_)) | Err(_) => return Err(End::Cut),
-            }
-        }
-        Ok(())
-    };
-    if let Err(end) = tell(vec![OperationOutput::Opened(session.opened.clone())]).await {
+    if let Err(end) = tell(reply, limits.unread, &[OperationOutput::Opened(session.opened.clone())]).await {
         return end;
     }
     // Since it was opened, and since it was opened or reset.
@@ -110,11 +101,13 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
                 at = 0;
                 session.handle.reset().await.map(|()| vec![OperationOutput::Restarted])
             }
-            OperationInput::Close => return End::With(OperationOutput::Finished { samples }, SessionEnd::finished),
+            OperationInput::Close => {
+                return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
+            }
         };
         match outputs {
             Ok(outputs) => {
-                if let Err(end) = tell(outputs).await {
+                if let Err(end) = tell(reply, limits.unread, &outputs).await {
                     return end;
                 }
             }
@@ -127,6 +120,17 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
             return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
         }
     }
+}
+
+/// Sends answers; the end of the session where they are not taken in time.
+async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[OperationOutput]) -> Result<(), End> {
+    for output in outputs {
+        match timeout(limit, reply.send(output)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) | Err(_) => return Err(End::Cut),
+        }
+    }
+    Ok(())
 }
 
 async fn segment(

@@ -5,7 +5,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::Registry;
 use proto::operation::{Operation, OperationError};
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -64,7 +64,9 @@ pub struct ComputeBuckets;
 
 impl MetricConstructor<Histogram> for ComputeBuckets {
     fn new_metric(&self) -> Histogram {
-        Histogram::new([1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0])
+        Histogram::new([
+            1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
+        ])
     }
 }
 
@@ -105,7 +107,9 @@ impl OperationMetrics {
             OperationError::InvalidField { .. } => "invalid_field",
             OperationError::TooManySessions { .. } => "too_many_sessions",
             OperationError::Draining => "draining",
-            OperationError::Idle { .. } | OperationError::TooLong { .. } | OperationError::Internal => "internal",
+            OperationError::Idle { .. } | OperationError::TooLong { .. } | OperationError::Internal => {
+                "internal"
+            }
         };
         self.refused.get_or_create(&SessionRefusedLabel { operation: operation.name(), reason }).inc();
     }
@@ -125,8 +129,8 @@ impl OperationMetrics {
         let refused = "Sessions of an operation that were not opened, by why";
         registry.register("kvasir_operation_refused", refused, self.refused.clone());
         let audio = "Sound that sessions of an operation have heard";
-        registry.register_with_unit("kvasir_operation_audio", audio, Unit::Seconds, self.audio.clone());
+        registry.register("kvasir_operation_audio_seconds", audio, self.audio.clone());
         let compute = "Computing a piece of what was heard, or what it is";
-        registry.register_with_unit("kvasir_operation_compute", compute, Unit::Seconds, self.compute.clone());
+        registry.register("kvasir_operation_compute_seconds", compute, self.compute.clone());
     }
 }

@@ -41,7 +41,10 @@ async fn open(pair: &Pair, operation: Operation) -> Result<OperationSession, Ope
     timeout(PATIENCE, opened).await.unwrap().unwrap()
 }
 
-async fn answers(session: &mut OperationSession, until: fn(&OperationOutput) -> bool) -> Vec<OperationOutput> {
+async fn answers(
+    session: &mut OperationSession,
+    until: fn(&OperationOutput) -> bool,
+) -> Vec<OperationOutput> {
     let mut all = Vec::new();
     while !all.last().is_some_and(until) {
         all.push(timeout(PATIENCE, session.answers.next()).await.unwrap().unwrap());
@@ -53,9 +56,13 @@ async fn answers(session: &mut OperationSession, until: fn(&OperationOutput) -> 
 async fn a_session_hears_segments_resets_and_finishes() {
     let pair = worker(SessionLimits::default()).await;
     let mut vad = open(&pair, Operation::Vad).await.unwrap();
-    assert_eq!((vad.opened.backend.as_str(), vad.opened.window, vad.opened.sample_rate), ("onnx", 512, 16_000));
+    assert_eq!(
+        (vad.opened.backend.as_str(), vad.opened.window, vad.opened.sample_rate),
+        ("onnx", 512, 16_000)
+    );
     let full = OperationInput::Samples(Pcm::I16(vec![i16::MIN; 512]));
-    for input in [full.clone(), OperationInput::Segment, OperationInput::Reset, full, OperationInput::Finish] {
+    for input in [full.clone(), OperationInput::Segment, OperationInput::Reset, full, OperationInput::Finish]
+    {
         vad.sender.send(&input).await.unwrap();
     }
     let told = answers(&mut vad, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
@@ -80,7 +87,10 @@ async fn a_session_hears_segments_resets_and_finishes() {
     turn.sender.send(&OperationInput::Finish).await.unwrap();
     let told = answers(&mut turn, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
     assert!(matches!(told[0], OperationOutput::Turn(turn) if turn.at == 1000), "{told:?}");
-    assert_eq!(told[1..], [OperationOutput::Segmented { at: 1000 }, OperationOutput::Finished { samples: 1000 }]);
+    assert_eq!(
+        told[1..],
+        [OperationOutput::Segmented { at: 1000 }, OperationOutput::Finished { samples: 1000 }]
+    );
     pair.worker.stop().await;
 }
 

@@ -96,7 +96,8 @@ fn the_table_of_every_operation() {
                 match (exists, answer) {
                     (true, answer) => assert_eq!(answer.as_deref(), Ok(name), "{operation} by {variable}"),
                     (false, Err(error)) => {
-                        let what = format!("{variable} demands backend {name:?} for {operation}, which is unknown");
+                        let what =
+                            format!("{variable} demands backend {name:?} for {operation}, which is unknown");
                         assert!(error.starts_with(&what), "{error}");
                     }
                     (false, Ok(chosen)) => panic!("{operation}: {chosen} instead of {name}"),
