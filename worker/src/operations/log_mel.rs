@@ -149,7 +149,7 @@ mod tests {
         let sound: Vec<f32> = (0..SAMPLES).map(|n| ((n * n % 977) as f32 / 977.0 - 0.5) * 0.25).collect();
         let louder: Vec<f32> = sound.iter().map(|sample| sample * 4.0 + 0.25).collect();
         for (a, b) in mel.features(&sound).iter().zip(mel.features(&louder)) {
-            assert!((a - b).abs() < 1e-4, "{a} {b}");
+            assert!((a - b).abs() < 1e-3, "{a} {b}");
         }
     }
 

@@ -143,7 +143,7 @@ mod tests {
         // Speech that comes back forgets it.
         let mut two = speech(SpeechOptionsV1::default());
         assert_eq!(events(&mut two, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
-        assert_eq!(events(&mut two, &[0.1]), [('e', 6 * 512 + 480 - 512)]);
+        assert_eq!(events(&mut two, &[0.1, 0.1]), [('e', 6 * 512 + 480 - 512)]);
     }
 
     #[test]
