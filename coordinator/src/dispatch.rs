@@ -121,7 +121,8 @@ impl Dispatch {
         connection: Connection,
         register: RegisterV4,
     ) -> Result<(), TableError> {
-        let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity } = register;
+        let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity, operations: _ } =
+            register;
         let (node, epoch) = (register.node.clone(), register.epoch);
         let quic = reachable(&register.quic, connection.remote_address());
         let mut desk = self.desk.lock();

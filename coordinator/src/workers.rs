@@ -94,7 +94,7 @@ impl Session {
                 // Kinds that a worker may not open at a coordinator are refused by the transport; tensors
                 // are not for us, and dropping the stream says so.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
-                Ok(Incoming::Generate(_) | Incoming::Encode(_)) => {}
+                Ok(Incoming::Generate(_) | Incoming::Encode(_) | Incoming::Operation(_)) => {}
                 Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
                 Ok(Incoming::Group(_) | Incoming::PeerIndex(_)) => {}
                 Ok(

@@ -46,6 +46,12 @@ pub enum Refusal {
         /// The largest served.
         limit: usize,
     },
+    /// The files that it reads are not there, or not what it reads.
+    #[error("{reason}")]
+    Artefact {
+        /// Which, and why.
+        reason: String,
+    },
     /// An instruction set that the processor lacks.
     #[error("this processor has no {isa}")]
     Isa {
@@ -93,6 +99,14 @@ pub enum SelectError {
         /// Why it cannot be honoured.
         fault: DemandFault,
     },
+    /// Nothing is built in, and no provider can serve.
+    #[error("nobody serves {operation}{}", tried.iter().map(|why| format!("; {why}")).collect::<String>())]
+    Nobody {
+        /// The operation.
+        operation: &'static str,
+        /// Each provider's name, and why it does not.
+        tried: Vec<String>,
+    },
     /// The built-in provider refuses, and no other can serve.
     #[error("nothing serves this request for {operation}: {refusal}")]
     NoProvider {
@@ -107,7 +121,7 @@ pub enum SelectError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DemandFault {
     /// No provider has this name.
-    #[error("is unknown; there are {}", known.join(", "))]
+    #[error("is unknown; there are {}", if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
     Unknown {
         /// The names that exist.
         known: Vec<String>,
@@ -123,9 +137,9 @@ pub enum DemandFault {
     Refused(Refusal),
 }
 
-/// The providers of one operation; the first is built in.
+/// The providers of one operation; one may be built in.
 pub struct Registry<O: Operation> {
-    builtin: Box<dyn Provider<O>>,
+    builtin: Option<Box<dyn Provider<O>>>,
     others: Vec<Box<dyn Provider<O>>>,
 }
 
@@ -138,7 +152,12 @@ impl<O: Operation> std::fmt::Debug for Registry<O> {
 impl<O: Operation> Registry<O> {
     /// A registry that falls back to `builtin`.
     pub fn new(builtin: Box<dyn Provider<O>>) -> Self {
-        Self { builtin, others: Vec::new() }
+        Self { builtin: Some(builtin), others: Vec::new() }
+    }
+
+    /// A registry without anything to fall back to.
+    pub fn empty() -> Self {
+        Self { builtin: None, others: Vec::new() }
     }
 
     /// Adds a provider. Among equal ranks the one added first is preferred.
@@ -156,7 +175,7 @@ impl<O: Operation> Registry<O> {
     ///
     /// # Errors
     /// [`SelectError::Demand`] where the environment's choice cannot be honoured, [`SelectError::NoProvider`]
-    /// where even the built-in provider refuses.
+    /// where even the built-in provider refuses, [`SelectError::Nobody`] where none is built in and all refuse.
     pub fn select(
         &self,
         request: &O::Request,
@@ -180,7 +199,10 @@ impl<O: Operation> Registry<O> {
                 best = Some(provider);
             }
         }
-        let builtin = self.builtin.as_ref();
+        let Some(builtin) = self.builtin.as_deref() else {
+            return best
+                .ok_or_else(|| SelectError::Nobody { operation: O::NAME, tried: self.tried(request) });
+        };
         match (best, builtin.can_serve(request)) {
             (Some(best), Ok(())) if best.rank() < builtin.rank() => Ok(builtin),
             (Some(best), _) => Ok(best),
@@ -190,7 +212,17 @@ impl<O: Operation> Registry<O> {
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Provider<O>> {
-        std::iter::once(self.builtin.as_ref()).chain(self.others.iter().map(Box::as_ref))
+        self.builtin.iter().chain(&self.others).map(Box::as_ref)
+    }
+
+    fn tried(&self, request: &O::Request) -> Vec<String> {
+        let why = |provider: &dyn Provider<O>| match provider.available() {
+            Err(reason) => Some(format!("{}: {reason}", provider.name())),
+            Ok(()) => {
+                provider.can_serve(request).err().map(|refusal| format!("{}: {refusal}", provider.name()))
+            }
+        };
+        self.all().filter_map(why).collect()
     }
 
     fn demanded(&self, wanted: &str, request: &O::Request) -> Result<&dyn Provider<O>, DemandFault> {

@@ -12,6 +12,7 @@ mod error;
 pub mod event;
 pub mod ids;
 pub mod message;
+pub mod operation;
 pub mod placement;
 pub mod pull;
 pub mod sequence;

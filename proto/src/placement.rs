@@ -8,6 +8,7 @@
 use crate::codec::bounded;
 use crate::ids::{Epoch, ModelId};
 use crate::message::{MAX_MODELS, RegisterV3};
+use crate::operation::{MAX_OPERATIONS, OfferedOperationV1};
 use crate::stage::{ReplicaId, StageAddressV1};
 use serde::{Deserialize, Serialize};
 
@@ -49,12 +50,18 @@ pub struct RegisterV4 {
     pub worker: RegisterV3,
     /// What it gives to replicas; none of a worker that serves its own model only.
     pub capacity: Option<CapacityV1>,
+    /// The operations that it offers; at most [`MAX_OPERATIONS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_OPERATIONS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_OPERATIONS>"
+    )]
+    pub operations: Vec<OfferedOperationV1>,
 }
 
 impl From<RegisterV3> for RegisterV4 {
-    /// The third version knew no pool.
+    /// The third version knew no pool and no operations but those of the models that it names.
     fn from(worker: RegisterV3) -> Self {
-        Self { worker, capacity: None }
+        Self { worker, capacity: None, operations: Vec::new() }
     }
 }
 

@@ -104,6 +104,7 @@ mod identity;
 mod incoming;
 mod kv;
 mod lease;
+mod operation;
 mod peer_index;
 mod prefixes;
 mod pull;
@@ -128,6 +129,9 @@ pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
 pub use incoming::Incoming;
 pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
 pub use lease::{LeaseCall, LeaseHeld, StageLease};
+pub use operation::{
+    OperationCall, OperationInputs, OperationReplier, OperationSender, OperationSession, OperationStream,
+};
 pub use peer_index::{PeerIndexCall, PeerIndexStream};
 pub use pull::{PullCall, PullReply, PullStream};
 pub use revocation::{MAX_REVOCATION_LIST, Revocations, RevocationsV1};

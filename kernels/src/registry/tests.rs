@@ -150,3 +150,28 @@ fn nothing_registered_means_built_in_and_equal_ranks_keep_their_order() {
     assert_eq!(chosen(&registry), "first");
     assert_eq!(registry.names(), ["cpu", "slow", "first", "second"]);
 }
+
+#[test]
+fn where_nothing_is_built_in_nobody_may_serve_and_that_is_said_by_name() {
+    let empty = Registry::<Resize>::empty();
+    let picture = |width| Picture { width, gamma: None };
+    let error = empty.select(&picture(50), |_| None).err().map(|error| error.to_string());
+    assert_eq!(error.as_deref(), Some("nobody serves resize"));
+    let demand = |name: &str| (name == "KVASIR_BACKEND").then(|| "npu".to_owned());
+    let error = empty.select(&picture(50), demand).err().map(|error| error.to_string());
+    assert_eq!(
+        error.as_deref(),
+        Some("KVASIR_BACKEND demands backend \"npu\" for resize, which is unknown; there are none")
+    );
+
+    let mut registry = Registry::<Resize>::empty();
+    registry.register(Box::new(Fake { widest: 100, ..Fake::new("gpu", 30) }));
+    registry.register(Box::new(Fake { missing: Some("no driver"), ..Fake::new("tpu", 100) }));
+    let chosen = registry.select(&picture(50), |_| None).map(|provider| provider.service().to_owned());
+    assert_eq!(chosen.as_deref(), Ok("gpu"));
+    let error = registry.select(&picture(101), |_| None).err().map(|error| error.to_string());
+    assert_eq!(
+        error.as_deref(),
+        Some("nobody serves resize; gpu: width of 101 is above 100; tpu: no driver")
+    );
+}

@@ -10,6 +10,7 @@ use super::identity::PeerIdentity;
 use super::incoming::{self, Incoming};
 use super::kv::{self, KvEventSender};
 use super::lease::StageLease;
+use super::operation::OperationSession;
 use super::peer_index::PeerIndexStream;
 use super::prefixes::SentPrefixes;
 use super::pull::PullStream;
@@ -23,6 +24,7 @@ use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest, GenerateRequestV3, NumberedPrefixV1};
+use crate::operation::{OperationError, OperationRequest};
 use crate::placement::StageClaim;
 use crate::pull::PullRequest;
 use crate::sequence::SequenceRequest;
@@ -270,6 +272,16 @@ impl Connection {
     pub async fn open_sequence(&self, request: &SequenceRequest) -> Result<SequenceExchange, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Sequence).await?;
         SequenceExchange::start(send, receive, request).await
+    }
+
+    /// Opens a session of an operation at the worker at the other end, which must have agreed on protocol version 4 at
+    /// least. `Ok(Err(_))` is what the worker says. Dropping the session ends it there.
+    pub async fn open_operation(
+        &self,
+        request: &OperationRequest,
+    ) -> Result<Result<OperationSession, OperationError>, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::Operation).await?;
+        OperationSession::open(send, receive, request).await
     }
 
     /// Asks the worker at the other end, one of our own kind, for the resume point of a prefix.

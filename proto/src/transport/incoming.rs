@@ -9,6 +9,7 @@ use super::group::GroupStream;
 use super::identity::PeerIdentity;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
 use super::lease::LeaseCall;
+use super::operation::OperationCall;
 use super::peer_index::PeerIndexCall;
 use super::prefixes::KeptPrefixes;
 use super::pull::PullCall;
@@ -44,6 +45,8 @@ pub enum Incoming {
     Encode(EncodeCall),
     /// A coordinator wants something done with a sequence.
     Sequence(SequenceCall),
+    /// A coordinator opens a session of an operation.
+    Operation(Box<OperationCall>),
     /// A worker wants the resume point of a prefix from us, a worker.
     Pull(PullCall),
     /// A worker tells its KV events.
@@ -171,6 +174,11 @@ async fn identify(
         }
         (Ok(StreamKind::Sequence), Some(send)) => {
             return SequenceCall::read(send, receive).await.map(|call| Some(Incoming::Sequence(call)));
+        }
+        (Ok(StreamKind::Operation), Some(send)) => {
+            return OperationCall::read(send, receive)
+                .await
+                .map(|call| Some(Incoming::Operation(Box::new(call))));
         }
         (Ok(StreamKind::Pull), Some(send)) => {
             return PullCall::read(send, receive).await.map(|call| Some(Incoming::Pull(call)));

@@ -57,6 +57,8 @@ pub enum StreamKind {
     GenerateAfter = 16,
     /// Certificates that hold no longer, between any two nodes; one at most in each direction of a connection. One direction.
     Revocations = 17,
+    /// A session of an operation, coordinator to worker. Bidirectional.
+    Operation = 18,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -82,6 +84,7 @@ impl StreamKind {
             Self::StageBlocks,
             Self::GenerateAfter,
             Self::Revocations,
+            Self::Operation,
             Self::Hello,
         ]
         .into_iter()
@@ -97,7 +100,8 @@ impl StreamKind {
             | Self::GenerateAfter
             | Self::KvSnapshot
             | Self::Encode
-            | Self::Sequence => (opener, acceptor) == (Role::Coordinator, Role::Worker),
+            | Self::Sequence
+            | Self::Operation => (opener, acceptor) == (Role::Coordinator, Role::Worker),
             Self::Pull
             | Self::Stage
             | Self::Activations

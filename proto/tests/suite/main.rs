@@ -6,6 +6,7 @@ mod bare;
 mod block_ids;
 mod cluster;
 mod golden;
+mod operations;
 mod pulls;
 mod round_trip;
 mod samples;

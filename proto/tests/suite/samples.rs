@@ -8,6 +8,7 @@ use kvasir_proto::event::{
 };
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
+use kvasir_proto::operation::*;
 use kvasir_proto::placement::{
     CapacityV1, ClaimRefusal, LeadReportV1, LeadState, LeadV1, LeaseAnswer, LeaseBeat, ModelFileV1,
     PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1, PlacedStageV1, RegisterV4, StageClaim,
@@ -279,7 +280,66 @@ pub(crate) fn register_v4(node: &str) -> Register {
     let files = vec![ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [1; 32] }];
     let capacity =
         CapacityV1 { memory: 70_000 << 20, bandwidth: 40_000_000_000, compute: 100_000_000_000, files };
-    Register::V4(RegisterV4 { capacity: Some(capacity), ..latest })
+    let operations = vec![offered_operation()];
+    Register::V4(RegisterV4 { capacity: Some(capacity), operations, ..latest })
+}
+
+fn offered_operation() -> OfferedOperationV1 {
+    OfferedOperationV1 {
+        operation: Operation::Vad,
+        model: ModelId::new("silero-vad").unwrap(),
+        backend: "onnx".into(),
+    }
+}
+
+pub(crate) fn operation_request() -> OperationRequest {
+    OperationRequest::V1(OperationRequestV1 {
+        request_id: RequestId::new("req-1").unwrap(),
+        operation: Operation::TurnDetection,
+        model: Some(ModelId::new("smart-turn").unwrap()),
+        sample_rate: 16_000,
+        options: OperationOptions::Turn(TurnOptionsV1 { threshold: Some(0.5) }),
+        trace: Some(trace()),
+    })
+}
+
+pub(crate) fn opened_operation() -> OpenedOperationV1 {
+    OpenedOperationV1 {
+        backend: "onnx".into(),
+        model: ModelId::new("silero-vad").unwrap(),
+        sample_rate: 16_000,
+        window: 512,
+        idle_timeout_ms: 30_000,
+    }
+}
+
+fn operation_outputs() -> Vec<OperationOutput> {
+    vec![
+        OperationOutput::Opened(opened_operation()),
+        OperationOutput::Windows(vec![WindowV1 { start: 70_144, probability: 0.5 }]),
+        OperationOutput::SpeechStarted { at: 70_144 },
+        OperationOutput::SpeechEnded { at: 71_168 },
+        OperationOutput::Turn(TurnV1 { at: 70_144, complete: true, probability: 0.75 }),
+        OperationOutput::Text(SpokenTextV1 { text: "so".into(), start: 300, end: 70_144 }),
+        OperationOutput::Segmented { at: 70_144 },
+        OperationOutput::Restarted,
+        OperationOutput::Finished { samples: 70_144 },
+        OperationOutput::Failed(OperationError::Draining),
+    ]
+}
+
+fn operation_errors() -> Vec<OperationError> {
+    let (operation, model) = (Operation::Asr, ModelId::new("m").unwrap());
+    vec![
+        OperationError::NotServed { operation },
+        OperationError::ModelNotFound { operation, model },
+        OperationError::InvalidField { field: "sample_rate".into(), reason: "44100, not 16000".into() },
+        OperationError::TooManySessions { limit: 300 },
+        OperationError::Draining,
+        OperationError::Idle { after_ms: 30_000 },
+        OperationError::TooLong { limit: 70_000 },
+        OperationError::Internal,
+    ]
 }
 
 fn place_order() -> PlaceOrder {
@@ -638,6 +698,36 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("SequenceReply", Control, sequence_replies()),
         samples("SequenceError", Control, sequence_errors()),
         samples("SaveMedium", Control, [SaveMedium::Memory, SaveMedium::Disk]),
+        samples("Operation", Stream, Operation::ALL),
+        samples("OperationRequest", Stream, [operation_request()]),
+        samples(
+            "OperationOptions",
+            Stream,
+            [
+                OperationOptions::Default,
+                OperationOptions::Speech(SpeechOptionsV1 {
+                    threshold: Some(0.5),
+                    min_silence_ms: Some(300),
+                    windows: true,
+                    ..SpeechOptionsV1::default()
+                }),
+                OperationOptions::Turn(TurnOptionsV1::default()),
+            ],
+        ),
+        samples("Pcm", Stream, [Pcm::F32(vec![0.5, -1.0]), Pcm::I16(vec![-1, 300])]),
+        samples(
+            "OperationInput",
+            Stream,
+            [
+                OperationInput::Samples(Pcm::I16(vec![-32_768, 7])),
+                OperationInput::Segment,
+                OperationInput::Reset,
+                OperationInput::Finish,
+                OperationInput::Close,
+            ],
+        ),
+        samples("OperationOutput", Stream, operation_outputs()),
+        samples("OperationError", Stream, operation_errors()),
         samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),
         samples("TensorType", Stream, elements),
         samples(

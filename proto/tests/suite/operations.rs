@@ -1,0 +1,130 @@
+//! Sessions of operations: frames both ways at once, refusals that are typed, and nothing that grows because one end is
+//! slow.
+
+use crate::cluster::{Pair, pair, soon};
+use crate::samples;
+use kvasir_proto::Error;
+use kvasir_proto::operation::{
+    MAX_FRAME_SAMPLES, OperationError, OperationInput, OperationOutput, Pcm, WindowV1,
+};
+use kvasir_proto::transport::{Incoming, OperationCall, OperationSession, StreamCode};
+use std::time::Duration;
+
+async fn call(pair: &Pair) -> OperationCall {
+    match soon("a session's request", pair.to_coordinator.accept()).await.unwrap() {
+        Incoming::Operation(call) => {
+            assert_eq!(call.request, samples::operation_request());
+            *call
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn opened(pair: &Pair) -> (OperationSession, OperationCall) {
+    let request = samples::operation_request();
+    let worker = async {
+        let mut call = call(pair).await;
+        call.reply.send(&OperationOutput::Opened(samples::opened_operation())).await.unwrap();
+        call
+    };
+    let (session, call) =
+        soon("opening", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
+    let session = session.unwrap().unwrap();
+    assert_eq!(session.opened, samples::opened_operation());
+    (session, call)
+}
+
+#[tokio::test]
+async fn what_is_heard_and_what_is_made_of_it_come_in_order() {
+    let pair = pair().await;
+    let (mut session, mut call) = opened(&pair).await;
+    let heard = [
+        OperationInput::Samples(Pcm::I16(vec![-32_768, 0, 32_767])),
+        OperationInput::Samples(Pcm::F32(vec![0.25; MAX_FRAME_SAMPLES])),
+        OperationInput::Segment,
+        OperationInput::Reset,
+        OperationInput::Finish,
+    ];
+    let client = async {
+        for input in &heard {
+            session.sender.send(input).await.unwrap();
+        }
+        let windows = vec![WindowV1 { start: 0, probability: 0.5 }];
+        assert_eq!(session.answers.next().await.unwrap(), OperationOutput::Windows(windows));
+        assert_eq!(session.answers.next().await.unwrap(), OperationOutput::Finished { samples: 3 });
+        let end = session.answers.next().await.unwrap_err();
+        assert!(matches!(end, Error::StreamCut { .. }), "{end:?}");
+    };
+    let worker = async {
+        for input in &heard {
+            assert_eq!(call.inputs.next().await.unwrap().as_ref(), Some(input));
+        }
+        let windows = vec![WindowV1 { start: 0, probability: 0.5 }];
+        call.reply.send(&OperationOutput::Windows(windows)).await.unwrap();
+        call.reply.end(&OperationOutput::Finished { samples: 3 }).await.unwrap();
+    };
+    soon("the session", async { tokio::join!(client, worker) }).await;
+}
+
+#[tokio::test]
+async fn a_session_that_is_refused_says_why() {
+    let pair = pair().await;
+    let request = samples::operation_request();
+    let refusal = OperationError::TooManySessions { limit: 3 };
+    let worker =
+        async { call(&pair).await.reply.end(&OperationOutput::Failed(refusal.clone())).await.unwrap() };
+    let (session, ()) =
+        soon("the refusal", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
+    assert_eq!(session.unwrap().unwrap_err(), refusal);
+}
+
+#[tokio::test]
+async fn whoever_leaves_ends_the_session() {
+    let pair = pair().await;
+    let (session, call) = opened(&pair).await;
+    let cancelled = call.reply.cancelled();
+    drop(session);
+    soon("the cancellation", cancelled).await;
+
+    let (session, mut call) = opened(&pair).await;
+    let OperationSession { sender, mut answers, .. } = session;
+    drop(sender);
+    soon("the end of what is heard", async { while let Ok(Some(_)) = call.inputs.next().await {} }).await;
+    call.reply.end(&OperationOutput::Finished { samples: 0 }).await.unwrap();
+    assert_eq!(soon("the end", answers.next()).await.unwrap(), OperationOutput::Finished { samples: 0 });
+}
+
+#[tokio::test]
+async fn a_worker_that_has_ended_is_not_sent_to() {
+    let pair = pair().await;
+    let (mut session, call) = opened(&pair).await;
+    call.reply.end(&OperationOutput::Failed(OperationError::Idle { after_ms: 7 })).await.unwrap();
+    call.inputs.stop();
+    let error = soon("the end of sending", async {
+        loop {
+            if let Err(error) = session.sender.send(&OperationInput::Segment).await {
+                break error;
+            }
+        }
+    })
+    .await;
+    assert!(matches!(error, Error::StreamEnded(StreamCode::Cancelled)), "{error:?}");
+    let answer = soon("why", session.answers.next()).await.unwrap();
+    assert_eq!(answer, OperationOutput::Failed(OperationError::Idle { after_ms: 7 }));
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_hear_holds_the_client_back() {
+    let pair = pair().await;
+    let (mut session, mut call) = opened(&pair).await;
+    let frame = OperationInput::Samples(Pcm::F32(vec![0.5; MAX_FRAME_SAMPLES]));
+    let mut sent = 0;
+    while tokio::time::timeout(Duration::from_millis(200), session.sender.send(&frame)).await.is_ok() {
+        sent += 1;
+        assert!(sent < 1000, "{sent} frames were taken that nobody has read");
+    }
+    // One frame was cut in its midst; all before it arrive.
+    for _ in 0..sent {
+        assert_eq!(soon("a frame", call.inputs.next()).await.unwrap().as_ref(), Some(&frame));
+    }
+}
