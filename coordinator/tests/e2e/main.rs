@@ -6,14 +6,17 @@ mod api;
 mod client;
 mod dashboard;
 mod encode;
+mod fake_hearing;
 mod fake_sequences;
 mod fake_worker;
 mod faults;
+mod hearing;
 mod keys;
 mod limits;
 mod operations;
 mod promises;
 mod sequences;
+mod websocket;
 
 use client::get;
 use fake_worker::{FakeWorker, Setup};
@@ -107,6 +110,7 @@ impl Rig {
             keeps_events: true,
             task: ModelTask::Generate,
             protocol: VersionRange::CURRENT.max,
+            operations: Vec::new(),
         }
     }
 
