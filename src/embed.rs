@@ -19,6 +19,7 @@ use worker::load::{self, EngineOptions};
 #[command(after_help = "Examples:\n  \
     kvasir embed minilm-l6 --text 'Hello, world!' 'Good morning' --json\n  \
     kvasir embed minilm-l6 --tokens texts.json --out vectors.safetensors\n  \
+    KVASIR_EMBED_BACKEND=onnx kvasir embed ./bundle/model.safetensors --text 'Hello' --json\n  \
     kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' 'A river.' --json")]
 pub(crate) struct Embed {
     /// Catalog name, path to a .gguf or to a checkpoint's .safetensors
@@ -36,7 +37,7 @@ pub(crate) struct Embed {
     /// at length one (`cls_l2` or `last_l2` where the model takes the first or last); `p{i}.scores` of pairs
     #[arg(long, value_name = "F.safetensors", required_unless_present = "json")]
     out: Option<PathBuf>,
-    /// Print one JSON object: {"texts":[{"tokens":N,"embedding":[..]}]}, of pairs "scores" instead of "embedding"
+    /// Print one JSON object: {"backend":"kernels","texts":[{"tokens":N,"embedding":[..]}]}, of pairs "scores" instead of "embedding"
     #[arg(long)]
     json: bool,
     /// All rows of a pair are of token type 0, as engines compute it that know no types
@@ -67,6 +68,7 @@ struct Encoded {
 /// What `--json` prints. Not a `serde_json::Value`, which would write each f32 as the f64 next to it.
 #[derive(Serialize)]
 struct Report {
+    backend: &'static str,
     texts: Vec<Printed>,
 }
 
@@ -127,7 +129,7 @@ impl Embed {
         }
         if self.json {
             let texts = encoded.iter().map(|encoded| Printed::new(encoded, pooling)).collect();
-            writeln!(std::io::stdout().lock(), "{}", serde_json::to_string(&Report { texts })?)?;
+            writeln!(std::io::stdout().lock(), "{}", serde_json::to_string(&Report { backend: encoder.backend(), texts })?)?;
         }
         Ok(())
     }

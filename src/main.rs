@@ -25,6 +25,7 @@ mod logits;
 mod models;
 mod node;
 mod numerics;
+mod operation;
 mod ops_client;
 mod otlp;
 mod pardon;
@@ -83,6 +84,7 @@ enum Command {
     Logits(logits::Logits),
     Perplexity(perplexity::Perplexity),
     Embed(embed::Embed),
+    Operation(operation::OperationCommand),
     Bench(bench::Bench),
     Plan(plan::Plan),
     GpuCheck(gpu_check::GpuCheck),
@@ -113,6 +115,7 @@ impl Command {
             Self::Logits(command) => command.run(),
             Self::Perplexity(command) => command.run(),
             Self::Embed(command) => command.run(),
+            Self::Operation(command) => command.run(),
             Self::Bench(command) => command.run(),
             Self::Plan(command) => command.run(),
             Self::GpuCheck(command) => command.run(),

@@ -1,11 +1,12 @@
 //! `kvasir models`: the catalog, the cache, what is in a file. And how MODEL becomes a file.
 
-use crate::config::UsageError;
+use crate::config::{ConfigError, UsageError};
 use crate::home;
 use crate::http_client::network;
 use crate::progress::Bar;
 use crate::shipped;
 use crate::status::columns;
+use ::worker::operations::Bundle;
 use anyhow::Context;
 use model::ModelFile;
 use model::catalog::{self, Address, Downloaded, Entry, Given, Listed, Speed, Store};
@@ -284,6 +285,11 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     let resolved = store.resolve(model)?;
     let path = match resolved.given {
         Given::Path => resolved.path,
+        Given::Name(entry) if entry.operation().is_some() => {
+            let operation = entry.operation().unwrap_or_default();
+            let rule = format!("it is for {operation}: `kvasir worker --operation {model}` offers that");
+            return Err(ConfigError::field("model", model, rule).into());
+        }
         Given::Name(entry) => {
             if !store.is_present(entry) {
                 eprintln!("pulling {model} ({})", size(entry.bytes));
@@ -300,6 +306,33 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     // Children of `up` do not run where the user typed a relative path.
     let path = path.canonicalize().with_context(|| path.display().to_string())?;
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
+}
+
+/// The bundle behind a name of the catalog, which is pulled on first use, or a directory, by its name or as `ID=DIR`.
+pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
+    let (id, place) = match bundle.split_once('=') {
+        Some((id, place)) if !Path::new(bundle).exists() => (Some(id), place),
+        _ => (None, bundle),
+    };
+    let refuse = |rule: &str| ConfigError::field("operation", bundle, rule);
+    let dir = match catalog::find(place) {
+        Some(entry) if entry.operation().is_some() => {
+            let store = Store::from_env()?;
+            if !store.is_present(entry) {
+                eprintln!("pulling {place} ({})", size(entry.bytes));
+            }
+            let file = store.pull(entry, &network(false)?, &mut Bar::new())?;
+            // FOLDER/FILE of it.
+            file.ancestors().nth(2).unwrap_or(&file).to_path_buf()
+        }
+        _ if Path::new(place).is_dir() => PathBuf::from(place),
+        Some(_) => return Err(refuse("it is a model of its own: name it as the model").into()),
+        None => return Err(refuse("a name of the catalog for operations, or a directory").into()),
+    };
+    let dir = dir.canonicalize().with_context(|| dir.display().to_string())?;
+    let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+    let id = ModelId::new(id.map(str::to_owned).or(own).unwrap_or_default());
+    Ok(Bundle { id: id.map_err(|error| refuse(&error.to_string()))?, dir })
 }
 
 /// As [`resolve_or_pull`], but `ID=MODEL` gives the model another name in the API.
@@ -339,6 +372,22 @@ mod tests {
         }
         assert_eq!(json["downloads"][0]["verification"], "unverified");
         assert_eq!(json["models"][0]["present"], false);
+    }
+
+    #[test]
+    fn a_bundle_is_a_directory_or_a_name_for_operations() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().canonicalize().unwrap().join("mine");
+        std::fs::create_dir(&place).unwrap();
+        let named = |id: &str| Bundle { id: ModelId::new(id).unwrap(), dir: place.clone() };
+        assert_eq!(resolve_bundle(place.to_str().unwrap()).unwrap(), named("mine"));
+        assert_eq!(resolve_bundle(&format!("other={}", place.display())).unwrap(), named("other"));
+        for wrong in ["smollm2-135m", "no-such-bundle"] {
+            let error = resolve_bundle(wrong).unwrap_err();
+            assert!(error.is::<ConfigError>() && error.to_string().contains(wrong), "{error}");
+        }
+        let error = resolve_or_pull("silero-vad").unwrap_err();
+        assert!(error.is::<ConfigError>() && error.to_string().contains("--operation"), "{error}");
     }
 
     #[test]

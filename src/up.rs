@@ -16,6 +16,7 @@ use crate::worker::WorkerSettings;
 use crate::{home, models};
 use ::coordinator::api::auth::KeyEntry;
 use ::coordinator::consensus::table::MAX_VOTERS;
+use ::worker::operations::Bundle;
 use anyhow::Context;
 use data_dir::DataDir;
 use nodes::Nodes;
@@ -65,6 +66,10 @@ struct UpSettings {
     /// Coordinator processes, at most 5; they are one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
+    /// What all workers offer operations from beside the model: silero-vad, smart-turn, or a directory with a folder for
+    /// each operation, or ID=DIR; several times, or separated by commas
+    #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
+    operation: Option<Vec<String>>,
     /// Worker processes [default: 2, or as many as --shards]
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
     workers: Option<usize>,
@@ -228,6 +233,15 @@ impl Plan {
             coordinators.push((name, settings));
         }
         let mut workers = Vec::new();
+        // Children do not run where the user typed a relative path.
+        let bundle = |bundle: &String| {
+            let Bundle { id, dir } = models::resolve_bundle(bundle)?;
+            Ok(format!("{id}={}", dir.to_str().context("a bundle's path that is not UTF-8")?))
+        };
+        let operation = self.settings.operation.as_ref();
+        let operation = operation
+            .map(|bundles| bundles.iter().map(bundle).collect::<anyhow::Result<Vec<_>>>())
+            .transpose()?;
         for index in 0..self.workers {
             let name = format!("worker-{index}");
             let settings = WorkerSettings {
@@ -235,6 +249,7 @@ impl Plan {
                 quic: Some(any_port.into()),
                 ops: Some(any_port),
                 model: Some(named.clone()),
+                operation: operation.clone(),
                 role: self.role(index),
                 workers_here: Some(self.workers),
                 threads: Some(self.shares.threads),

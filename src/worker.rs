@@ -4,6 +4,7 @@ use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::front::Front;
 use crate::home;
+use crate::models::resolve_bundle;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
@@ -19,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
+use worker::operations::SessionLimits;
 use worker::service::{OwnModel, PoolOffer, WorkerConfig, WorkerService};
 use worker::shipping::ShippingConfig;
 use worker::snapshot::store::StoreConfig;
@@ -34,6 +36,7 @@ const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
     after_help = "Examples:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
     kvasir worker --http 127.0.0.1:8080 --model smollm2-135m\n  \
     kvasir worker --identity ./w1 --coordinators 10.0.0.1:7000 --model smollm2-135m --from 10.0.0.2:7001\n  \
+    kvasir worker --identity ./w2 --coordinators 10.0.0.1:7000 --operation silero-vad --operation smart-turn\n  \
     kvasir worker --config worker.toml --explain\n\n\
     It prints one line of JSON with its addresses when it listens; logs go to stderr."
 )]
@@ -62,6 +65,10 @@ pub(crate) struct WorkerSettings {
     /// then this worker gets its part of whatever model is placed on it from those that have it.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
+    /// Offer operations beside the model, or without one: a name of the catalog that is for operations (silero-vad,
+    /// smart-turn), or a directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
+    #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
+    pub(crate) operation: Option<Vec<String>>,
     /// Workers that have the model, for one that has no file of it: MODEL is then the name under which they serve it, or
     /// its digest, as blake3:HEX or ID=blake3:HEX.
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_FROM", value_delimiter = ',')]
@@ -212,8 +219,13 @@ impl WorkerSettings {
             None if self.pool == Some(true) => {
                 (None, ShippingConfig { store: Some(shipped::store(self.shard_bytes)?), from: from.to_vec() })
             }
-            None => return Err(ConfigError::missing("model", "name a model to serve").into()),
+            None if self.operation.is_some() => (None, ShippingConfig::default()),
+            None => {
+                return Err(ConfigError::missing("model", "name a model to serve, or operations").into());
+            }
         };
+        let bundles = self.operation.iter().flatten().map(|bundle| resolve_bundle(bundle));
+        let bundles = bundles.collect::<anyhow::Result<Vec<_>>>()?;
         let (settings, explained) = self.complete(model.as_ref().map(|model| model.path.as_path()))?;
         let packed = match settings.weight_cache {
             Some(true) => Some(shipped::store(settings.shard_bytes)?),
@@ -221,6 +233,8 @@ impl WorkerSettings {
         };
         let config = WorkerConfig {
             model,
+            bundles,
+            sessions: SessionLimits::default(),
             shipping,
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?,
@@ -303,11 +317,12 @@ impl WorkerSettings {
             http: self.http,
             otlp_endpoint: self.otlp_endpoint.clone(),
             model: self.model.clone(),
+            operation: self.operation.clone(),
             from: self.from.clone(),
             weight_cache: or!(
                 weight_cache,
                 self.from.is_some()
-                    || self.model.is_none()
+                    || self.model.is_none() && pooled == Some(true)
                     || self.workers_here.is_some_and(|workers| workers > 1),
                 "one copy where others would have one of their own"
             ),

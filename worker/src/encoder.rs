@@ -6,16 +6,22 @@
 
 use crate::Error;
 use crate::decoder::{CacheKind, Decoder};
-use kernels::backend::{BlockTable, KvType, StepInput, StepSequence};
+use crate::operations::KERNELS;
+use kernels::backend::{BlockTable, KvType, MemoryUse, StepInput, StepSequence};
 use model::Tokenizer;
 use model::spec::{ModelSpec, OutputSpec, Pooling};
 use proto::ids::ModelId;
 use proto::message::{GenerateError, ModelTask, ServedModelV2};
+use proto::operation::Operation;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
+mod onnx;
 mod queue;
 pub mod thread;
+
+use onnx::OnnxTexts;
 
 /// The arena is addressed in units of so many bytes.
 const OFFSET_UNIT: usize = 64;
@@ -45,14 +51,30 @@ pub struct Limits {
 
 /// A loaded encoder. See the module.
 pub struct Encoder {
-    decoder: Decoder,
+    forward: Forward,
     tokenizer: Arc<Tokenizer>,
-    layout: Layout,
     limits: Limits,
+    pooling: Option<Pooling>,
+    row_width: usize,
+    /// Under the name of its file.
+    served: ServedModelV2,
+    backend: &'static str,
+}
+
+/// Who computes.
+enum Forward {
+    /// This engine's decoder.
+    Kernels(Box<KernelTexts>),
+    /// Another runtime.
+    Onnx(OnnxTexts),
+}
+
+/// Texts through the decoder.
+struct KernelTexts {
+    decoder: Decoder,
+    layout: Layout,
     /// Whether the model has a second segment type.
     two_types: bool,
-    model_digest: [u8; 32],
-    kv_type: KvType,
 }
 
 /// Where the texts of a step lie in the arena.
@@ -68,8 +90,32 @@ pub(crate) struct Layout {
 
 /// What was computed together; the texts' rows are still on the device.
 pub struct EncodedStep<'a> {
-    decoder: &'a mut Decoder,
+    forward: &'a mut Forward,
+    /// Of each text, among those of the step.
     rows: Vec<Range<usize>>,
+}
+
+/// One vector of the vectors of a text's rows; summed in f64, in the order of the rows.
+pub(crate) fn pool(rows: &[Vec<f32>], pooling: Pooling) -> Vec<f32> {
+    let picked = match pooling {
+        Pooling::Mean => rows,
+        Pooling::First => &rows[..rows.len().min(1)],
+        Pooling::Last => &rows[rows.len().saturating_sub(1)..],
+    };
+    let mut sums = vec![0f64; rows.first().map_or(0, Vec::len)];
+    for row in picked {
+        sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
+    }
+    let count = picked.len().max(1) as f64;
+    sums.into_iter().map(|sum| (sum / count) as f32).collect()
+}
+
+/// Which rows a vector is made of; none where scores come out.
+fn pooling(spec: &ModelSpec) -> Option<Pooling> {
+    match &spec.output {
+        OutputSpec::Pooled(pooled) if pooled.classifier.is_none() => Some(pooled.pooling),
+        _ => None,
+    }
 }
 
 /// What the model of `spec` is asked for.
@@ -136,13 +182,55 @@ impl Encoder {
         tokenizer: Arc<Tokenizer>,
         layout: Layout,
         text_tokens: usize,
-        (model_digest, kv_type): ([u8; 32], KvType),
+        (id, model_digest, kv_type): (ModelId, [u8; 32], KvType),
     ) -> Self {
         let spec = decoder.spec();
-        let Layout { step_tokens, step_texts, .. } = layout;
+        let Layout { step_tokens, step_texts, block_tokens, .. } = layout;
         let limits = Limits { vocab: spec.vocab, text_tokens, step_tokens, step_texts };
         let two_types = spec.embedding.token_types.as_ref().is_some_and(|types| types.rows > 1);
-        Self { decoder, tokenizer, layout, limits, two_types, model_digest, kv_type }
+        let digests = (model_digest, tokenizer.digest());
+        let served = crate::load::describe(id, &decoder, digests, (text_tokens, block_tokens), kv_type);
+        Self {
+            tokenizer,
+            limits,
+            pooling: pooling(spec),
+            row_width: spec.hidden,
+            served,
+            backend: KERNELS,
+            forward: Forward::Kernels(Box::new(KernelTexts { decoder, layout, two_types })),
+        }
+    }
+
+    /// Over the ONNX file of a bundle whose model is of this spec. `served` is what it is told as, but for the name.
+    pub(crate) fn of_onnx(
+        file: &Path,
+        operation: Operation,
+        spec: &ModelSpec,
+        tokenizer: Arc<Tokenizer>,
+        limits: Limits,
+        served: ServedModelV2,
+        threads: (usize, Option<&[usize]>),
+    ) -> Result<Self, Error> {
+        let (pooling, row_width) = (pooling(spec), spec.hidden);
+        let width = match task(spec) {
+            ModelTask::Rerank { scores } => scores as usize,
+            ModelTask::Embed { .. } | ModelTask::Generate => row_width,
+        };
+        let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?);
+        Ok(Self {
+            forward,
+            tokenizer,
+            limits,
+            pooling,
+            row_width,
+            served,
+            backend: crate::operations::onnx::NAME,
+        })
+    }
+
+    /// Which backend it is.
+    pub fn backend(&self) -> &'static str {
+        self.backend
     }
 
     /// What texts may be, and how much a step may hold.
@@ -152,20 +240,17 @@ impl Encoder {
 
     /// What it is asked for.
     pub fn task(&self) -> ModelTask {
-        task(self.decoder.spec())
+        self.served.task
     }
 
     /// Which rows a vector is made of; none where scores come out.
     pub fn pooling(&self) -> Option<Pooling> {
-        match &self.decoder.spec().output {
-            OutputSpec::Pooled(pooled) if pooled.classifier.is_none() => Some(pooled.pooling),
-            _ => None,
-        }
+        self.pooling
     }
 
     /// Values of the vector of each row.
     pub fn row_width(&self) -> usize {
-        self.decoder.spec().hidden
+        self.row_width
     }
 
     /// The model's tokenizer.
@@ -173,34 +258,63 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// The decoder.
-    pub fn decoder(&self) -> &Decoder {
-        &self.decoder
+    /// Memory of the device in use; of another runtime nothing is known.
+    pub(crate) fn memory(&self) -> MemoryUse {
+        match &self.forward {
+            Forward::Kernels(kernels) => kernels.decoder.backend().memory(),
+            Forward::Onnx(_) => MemoryUse::default(),
+        }
+    }
+
+    /// Bytes of the weights in their file.
+    pub(crate) fn source_bytes(&self) -> usize {
+        match &self.forward {
+            Forward::Kernels(kernels) => kernels.decoder.source_bytes(),
+            Forward::Onnx(texts) => texts.file_bytes(),
+        }
+    }
+
+    /// To be called by the one thread that will run steps.
+    pub(crate) fn bind_thread(&self) {
+        if let Forward::Kernels(kernels) = &self.forward {
+            kernels.decoder.backend().bind_thread();
+        }
     }
 
     /// What this worker tells coordinators of the model.
     pub fn served(&self, id: ModelId) -> ServedModelV2 {
-        let digests = (self.model_digest, self.tokenizer.digest());
-        let lengths = (self.limits.text_tokens, self.layout.block_tokens);
-        crate::load::describe(id, &self.decoder, digests, lengths, self.kv_type)
+        ServedModelV2 { id, ..self.served.clone() }
     }
 
     /// Computes texts that fit one step ([`Limits::fit`]), each within the limits ([`Limits::check`]).
     pub fn run(&mut self, texts: &[&Text]) -> Result<EncodedStep<'_>, Error> {
-        let tokens: Vec<u32> = texts.iter().flat_map(|text| text.tokens.iter().copied()).collect();
-        let mut sequences = Vec::with_capacity(texts.len());
+        let mut rows = Vec::with_capacity(texts.len());
         let mut start = 0;
         for text in texts {
-            let rows = start..start + text.tokens.len();
-            start = rows.end;
-            let segment_start = text.second.filter(|_| self.two_types);
-            sequences.push(StepSequence { rows, context: 0, segment_start });
+            rows.push(start..start + text.tokens.len());
+            start += text.tokens.len();
         }
+        match &mut self.forward {
+            Forward::Kernels(kernels) => kernels.run(texts, &rows)?,
+            Forward::Onnx(onnx) => onnx.run(texts)?,
+        }
+        Ok(EncodedStep { forward: &mut self.forward, rows })
+    }
+}
+
+impl KernelTexts {
+    /// Computes texts, whose rows in the step these are.
+    fn run(&mut self, texts: &[&Text], rows: &[Range<usize>]) -> Result<(), Error> {
+        let tokens: Vec<u32> = texts.iter().flat_map(|text| text.tokens.iter().copied()).collect();
+        let sequence = |(text, rows): (&&Text, &Range<usize>)| {
+            let segment_start = text.second.filter(|_| self.two_types);
+            StepSequence { rows: rows.clone(), context: 0, segment_start }
+        };
+        let sequences: Vec<_> = texts.iter().zip(rows).map(sequence).collect();
         let tables = self.layout.tables(texts.iter().map(|text| text.tokens.len()));
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
         self.decoder.forward(&[], &input)?;
-        let rows = sequences.into_iter().map(|sequence| sequence.rows).collect();
-        Ok(EncodedStep { decoder: &mut self.decoder, rows })
+        Ok(())
     }
 }
 
@@ -210,7 +324,10 @@ impl EncodedStep<'_> {
     /// # Panics
     /// If there is no such text.
     pub fn pooled(&mut self, index: usize) -> Result<Vec<f32>, Error> {
-        self.decoder.pooled(self.rows[index].clone())
+        match self.forward {
+            Forward::Kernels(kernels) => kernels.decoder.pooled(self.rows[index].clone()),
+            Forward::Onnx(texts) => Ok(texts.pooled(index)),
+        }
     }
 
     /// The vectors of the rows of text `index`, as they leave the last layer.
@@ -218,7 +335,10 @@ impl EncodedStep<'_> {
     /// # Panics
     /// If there is no such text.
     pub fn rows(&mut self, index: usize) -> Result<Vec<Vec<f32>>, Error> {
-        self.decoder.row_vectors(self.rows[index].clone())
+        match self.forward {
+            Forward::Kernels(kernels) => kernels.decoder.row_vectors(self.rows[index].clone()),
+            Forward::Onnx(texts) => texts.rows(index),
+        }
     }
 }
 

@@ -44,6 +44,14 @@ pub enum Error {
     /// Less memory would be left than must stay free.
     #[error(transparent)]
     Memory(#[from] MemoryRefused),
+    /// A file beside the model is not what it is for.
+    #[error("{path}: {reason}")]
+    Artefact {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// An option has a value that cannot be served.
     #[error("{option}: {reason}")]
     Config {

@@ -15,6 +15,7 @@ pub mod kv_cache;
 pub mod kv_events;
 pub mod load;
 pub mod memory;
+pub mod operations;
 pub mod pieces;
 mod progress;
 pub mod pull;

@@ -43,6 +43,7 @@ pub use device::DeviceChoice;
 use device::Memory;
 use drafter::Guesser;
 pub use encoder::encoder;
+pub(crate) use encoder::{kernel_encoder, onnx_encoder};
 use staged::Staged;
 pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
 pub use stages::{check_shards, open_replica};
@@ -211,7 +212,8 @@ pub fn backend(
 }
 
 /// The process's own variables. One that is not UTF-8 is not left out: as a choice it must fail.
-fn environment(name: &str) -> Option<String> {
+/// A variable of the environment.
+pub(crate) fn environment(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 

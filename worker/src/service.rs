@@ -8,6 +8,7 @@ use crate::encoder::Encoder;
 use crate::engine::thread::{Broken, end_process};
 use crate::kv_cache::memory::HostFloor;
 use crate::load::{EngineOptions, Prepared};
+use crate::operations::{Bundle, Operations, SessionLimits};
 use crate::shipping::{Holdings, Shipper, ShippingConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::stage::{Holds, StageConfig};
@@ -21,7 +22,7 @@ use proto::message::{
     LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
     WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
-use proto::operation::{OfferedOperationV1, Operation};
+use proto::operation::{MAX_OPERATIONS, OfferedOperationV1, Operation};
 use proto::placement::{CapacityV1, ModelFileV1, RegisterV4};
 use proto::shard::{MAX_STRUCK, ShippingReportV1};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig, Expected, Identity};
@@ -37,6 +38,7 @@ mod encode;
 mod floor;
 mod generate;
 mod link;
+mod operation;
 mod ops;
 mod peers;
 mod pool;
@@ -51,8 +53,13 @@ use runner::Runner;
 /// What a worker node is told.
 #[derive(Debug, Clone)]
 pub struct WorkerConfig {
-    /// What it serves; none only of a worker of the pool, which gets what is placed on it from others.
+    /// What it serves; none only of a worker of the pool, which gets what is placed on it from others, and of one that
+    /// offers operations only.
     pub model: Option<OwnModel>,
+    /// What it offers operations from.
+    pub bundles: Vec<Bundle>,
+    /// What their sessions may take.
+    pub sessions: SessionLimits,
     /// Where chunks of it come from that are not in the store.
     pub shipping: ShippingConfig,
     /// Coordinators, `host:port`; resolved anew for every attempt.
@@ -127,6 +134,7 @@ struct Node {
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
     holdings: Arc<Holdings>,
+    operations: Arc<Operations>,
     /// Of what does not belong to the engine.
     registry: Arc<Registry>,
     stall_floor: Duration,
@@ -135,6 +143,8 @@ struct Node {
 /// What this worker can be asked for; nothing, of one of the pool that leads no replica.
 struct Offer {
     model: Option<ServedModelV2>,
+    /// Of the model, if it is for texts.
+    backend: Option<&'static str>,
     pull_cost: Option<PullCostV1>,
 }
 
@@ -209,6 +219,7 @@ struct Ground {
     peers: Arc<Peers>,
     shipping: ShippingMetrics,
     holdings: Arc<Holdings>,
+    operations: Arc<Operations>,
     registry: Arc<Registry>,
     stall_floor: Duration,
 }
@@ -244,6 +255,7 @@ impl Ground {
             snapshots: Arc::clone(&self.snapshots),
             peers: Arc::clone(&self.peers),
             holdings: Arc::clone(&self.holdings),
+            operations: Arc::clone(&self.operations),
             registry: Arc::clone(&self.registry),
             stall_floor: self.stall_floor,
         });
@@ -268,8 +280,12 @@ impl Life {
     fn loaded(&self, loaded: Loaded, name: Option<&ModelId>) {
         let model = name.and_then(|name| loaded.served(name.clone()));
         let pull_cost = name.and_then(|name| loaded.pull_cost(name.clone()));
+        let backend = match &loaded {
+            Loaded::Encoder(encoder) => Some(encoder.backend()),
+            Loaded::Generator(_) | Loaded::Nothing => None,
+        };
         *self.node.prepared.lock() = Some(loaded);
-        self.node.offer.send_replace(Some(Arc::new(Offer { model, pull_cost })));
+        self.node.offer.send_replace(Some(Arc::new(Offer { model, backend, pull_cost })));
     }
 
     /// Ends it: coordinators hear of it at once, and what runs here goes elsewhere.
@@ -296,9 +312,16 @@ impl WorkerService {
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
         let quic = if config.pool.is_some() { crate::stage::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
+        let (bundles, limits) = (config.bundles, config.sessions);
+        let operations = move || Operations::load(&bundles, limits, crate::load::environment);
+        let operations =
+            tokio::task::spawn_blocking(operations).await.map_err(|_| Error::EngineStopped)??;
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
+        if !operations.is_empty() {
+            operations.metrics().register(&mut registry);
+        }
         let host = HostMetrics::default();
         if config.floor.is_some() {
             host.register(&mut registry);
@@ -352,6 +375,7 @@ impl WorkerService {
             peers: Arc::new(Peers::new(Arc::clone(&endpoint))),
             shipping,
             holdings,
+            operations: Arc::new(operations),
             registry: Arc::new(registry),
             stall_floor: config.stall_floor,
         };
@@ -375,8 +399,9 @@ impl WorkerService {
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
                 shipper.load(&path, None, load).await.map(|loaded| (loaded, Some(id)))
             }
+            (None, None) if !ground.operations.is_empty() => Ok((Loaded::Nothing, None)),
             (None, None) => {
-                let reason = "a worker that is not of the pool serves one".to_owned();
+                let reason = "a worker that is not of the pool serves one, or operations".to_owned();
                 Err(Error::Config { option: "model", reason })
             }
         };
@@ -559,12 +584,16 @@ impl Node {
         let worker = RegisterV3 { worker, part: self.part, pulls: offer.pull_cost.iter().cloned().collect() };
         let operations = offer.model.iter().filter_map(|model| {
             let operation = Operation::of_task(model.task)?;
-            Some(OfferedOperationV1 { operation, model: model.id.clone(), backend: "kernels".to_owned() })
+            Some(OfferedOperationV1 {
+                operation,
+                model: model.id.clone(),
+                backend: offer.backend?.to_owned(),
+            })
         });
         RegisterV4 {
             worker,
             capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()),
-            operations: operations.collect(),
+            operations: operations.chain(self.operations.offered().cloned()).take(MAX_OPERATIONS).collect(),
         }
     }
 

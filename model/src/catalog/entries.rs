@@ -7,6 +7,9 @@ use super::{About, Address};
 
 pub use list::CATALOG;
 
+/// What stands for the architecture of a model that is in the ONNX format.
+pub(super) const ONNX: &str = "onnx";
+
 mod list;
 
 /// A model that can be pulled by name.
@@ -86,10 +89,18 @@ impl Entry {
         }
     }
 
+    /// The operation that it is for, if it is no model of the engine's own: its file is then in a folder of this name, and
+    /// the bundle is what that folder is in.
+    pub fn operation(&self) -> Option<&'static str> {
+        let folder = self.file.split_once('/').map(|(folder, _)| folder);
+        folder.filter(|_| self.about.arch == ONNX)
+    }
+
     /// Why it cannot be pulled, if it cannot.
     pub fn not_served(&self) -> Option<&'static str> {
         match self.origin {
             Origin::Elsewhere { why } => Some(why),
+            _ if self.operation().is_some() => None,
             _ => (!arch::known().any(|arch| arch == self.about.arch))
                 .then_some("its architecture is not served"),
         }

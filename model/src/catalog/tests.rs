@@ -269,7 +269,9 @@ fn the_catalog_is_sound() {
         let format = |formats: &[&str]| formats.iter().any(|format| entry.file.ends_with(format));
         match &entry.origin {
             Origin::Packages { parts, .. } => {
-                assert!(format(&[".gguf", ".safetensors"]) && !parts.is_empty(), "{name}");
+                let formats: &[&str] =
+                    if entry.operation().is_some() { &[".onnx"] } else { &[".gguf", ".safetensors"] };
+                assert!(format(formats) && !parts.is_empty(), "{name}");
                 assert!(
                     parts.iter().all(|part| part.requirement.contains("==")),
                     "{name}: versions are pinned"
@@ -286,6 +288,9 @@ fn the_catalog_is_sound() {
         served += usize::from(entry.not_served().is_none());
     }
     assert!(served >= 15, "{served}");
+    let of = |name| find(name).and_then(Entry::operation);
+    assert_eq!((of("silero-vad"), of("smart-turn")), (Some("vad"), Some("turn_detection")));
+    assert_eq!((of("minilm-l6"), of("smollm2-135m")), (None, None));
     let listed = Store::at("/no/such/directory").list();
     assert_eq!(listed.len(), CATALOG.len());
     assert!(listed.iter().all(|l| !l.present));

@@ -36,6 +36,7 @@ mod embed;
 mod fixture_set;
 mod golden;
 mod numerics;
+mod operations;
 mod perplexity;
 mod plan;
 mod shards;

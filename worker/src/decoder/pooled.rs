@@ -2,6 +2,7 @@
 
 use super::{Decoder, job};
 use crate::Error;
+use crate::encoder::pool;
 use crate::weights::Head;
 use model::spec::{OutputSpec, Pooling};
 use std::ops::Range;
@@ -22,19 +23,14 @@ impl Decoder {
     pub fn pooled(&mut self, rows: Range<usize>) -> Result<Vec<f32>, Error> {
         let OutputSpec::Pooled(spec) = &self.spec.output else { return Err(Error::NoOutputHead) };
         let pooling = spec.pooling;
+        // Only those that count are read.
         let picked = match pooling {
             Pooling::Mean => rows,
             Pooling::First => rows.start..(rows.start + 1).min(rows.end),
             Pooling::Last => rows.end.saturating_sub(1).max(rows.start)..rows.end,
         };
         let vectors = self.row_vectors(picked)?;
-        let mut sums = vec![0f64; self.spec.hidden];
-        for vector in &vectors {
-            sums.iter_mut().zip(vector).for_each(|(sum, value)| *sum += f64::from(*value));
-        }
-        let count = vectors.len().max(1) as f64;
-        let vector: Vec<f32> = sums.into_iter().map(|sum| (sum / count) as f32).collect();
-        self.classify(vector)
+        self.classify(pool(&vectors, pooling))
     }
 
     fn classify(&mut self, vector: Vec<f32>) -> Result<Vec<f32>, Error> {

@@ -62,10 +62,10 @@ impl EncoderHandle {
     pub fn start(encoder: Encoder, epoch: Epoch, stall_floor: Duration) -> Result<Self, Error> {
         let (commands, inbox) = channel();
         let metrics = EngineMetrics::default();
-        let memory = encoder.decoder.backend().memory();
+        let memory = encoder.memory();
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
-        metrics.weight_file_bytes.set(encoder.decoder.source_bytes() as i64);
+        metrics.weight_file_bytes.set(encoder.source_bytes() as i64);
         let mut registry = Registry::default();
         metrics.register(&mut registry);
         let (ticks, steps) = watch::channel(0);
@@ -180,7 +180,7 @@ struct Serving {
 
 impl Serving {
     fn run(mut self, inbox: &Receiver<Command>) {
-        self.encoder.decoder.backend().bind_thread();
+        self.encoder.bind_thread();
         loop {
             // Idle: wait for a command. Busy: take what is there and go on.
             if self.queue.is_empty() {

@@ -4,38 +4,118 @@ use super::{
     EngineOptions, MAX_CONTEXT, Memory, Plan, Progress, backend, digest, environment, load_decoder, plan_for,
 };
 use crate::Error;
-use crate::encoder::{Encoder, Layout, task};
+use crate::defaults::Defaults;
+use crate::encoder::{Encoder, Layout, Limits, task};
 use crate::kv_cache::memory::{MemoryFloor, MemoryRefused};
+use crate::operations::{TextModel, load_encoder};
+use kernels::isa::Isa;
 use model::ModelFile;
 use model::spec::ModelSpec;
 use model::tokenizer::Tokenizer;
-use proto::message::{MAX_ENCODED_WIDTH, ModelTask};
+use proto::ids::ModelId;
+use proto::message::{MAX_ENCODED_WIDTH, ModelTask, ServedModelV2};
+use proto::operation::Operation;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Loads a model that encodes texts. Of the options `chunk` and `max_sequences` are the most tokens and texts of a
+/// What it is called until whoever serves it gives it a name.
+fn nameless() -> Result<ModelId, Error> {
+    Ok(ModelId::new("model").map_err(proto::Error::from)?)
+}
+
+/// Loads a model that encodes texts, by the backend that the environment and the files beside the model choose
+/// ([`crate::operations`]). Of the options `chunk` and `max_sequences` are the most tokens and texts of a
 /// step, and `kv_bytes` is the most that keys and values may take; prefixes and placement do not apply.
 pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Encoder, Error> {
-    let gguf = ModelFile::open(path)?;
-    let spec = ModelSpec::from_file(&gguf)?;
-    let width = match task(&spec) {
-        ModelTask::Embed { width } | ModelTask::Rerank { scores: width } => width,
+    let operation = match super::task(path)? {
+        ModelTask::Embed { .. } => Operation::Embed,
+        ModelTask::Rerank { .. } => Operation::Rerank,
         ModelTask::Generate => {
             let instead = "`kvasir run` and `kvasir up` let it";
             return Err(Error::WrongTask { does: "generates text, it has no vectors to give", instead });
         }
     };
-    if !(1..=MAX_ENCODED_WIDTH).contains(&width) {
-        let reason = format!("it gives {width} values for a text; 1 to {MAX_ENCODED_WIDTH} are served");
-        return Err(Error::Config { option: "model", reason });
+    let model = TextModel { path: path.to_owned(), options: options.clone() };
+    load_encoder(operation, &model, environment, progress)
+}
+
+/// What all backends read of a model.
+struct Read {
+    file: ModelFile,
+    spec: ModelSpec,
+    tokenizer: Arc<Tokenizer>,
+    defaults: Defaults,
+    limits: Limits,
+}
+
+impl Read {
+    fn new(path: &Path, options: &EngineOptions) -> Result<Self, Error> {
+        let file = ModelFile::open(path)?;
+        let spec = ModelSpec::from_file(&file)?;
+        if let ModelTask::Embed { width } | ModelTask::Rerank { scores: width } = task(&spec)
+            && !(1..=MAX_ENCODED_WIDTH).contains(&width)
+        {
+            let reason = format!("it gives {width} values for a text; 1 to {MAX_ENCODED_WIDTH} are served");
+            return Err(Error::Config { option: "model", reason });
+        }
+        let tokenizer = Arc::new(Tokenizer::from_metadata(file.metadata())?);
+        let Plan { defaults, .. } = plan_for(&file, &spec, options)?;
+        let positions = spec.embedding.positions.as_ref().map_or(usize::MAX, |table| table.rows);
+        let longest = spec.context_length.min(positions).min(MAX_CONTEXT);
+        let text_tokens = options.max_model_len.unwrap_or(longest).min(longest);
+        let step_tokens = options.chunk.unwrap_or(defaults.chunk.value as usize).max(text_tokens);
+        let step_texts = options.max_sequences.unwrap_or(defaults.max_seqs.value).max(1);
+        let limits = Limits { vocab: spec.vocab, text_tokens, step_tokens, step_texts };
+        Ok(Self { file, spec, tokenizer, defaults, limits })
     }
-    let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
-    let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
-    let positions = spec.embedding.positions.as_ref().map_or(usize::MAX, |table| table.rows);
-    let longest = spec.context_length.min(positions).min(MAX_CONTEXT);
-    let text_tokens = options.max_model_len.unwrap_or(longest).min(longest);
-    let step_tokens = options.chunk.unwrap_or(defaults.chunk.value as usize).max(text_tokens);
-    let step_texts = options.max_sequences.unwrap_or(defaults.max_seqs.value).max(1);
+}
+
+/// By the ONNX file that the bundle has for the operation. Of `path` are the tokenizer, the limits and what the values
+/// mean.
+pub(crate) fn onnx_encoder(
+    path: &Path,
+    file: &Path,
+    operation: Operation,
+    options: &EngineOptions,
+) -> Result<Encoder, Error> {
+    let Read { file: gguf, spec, tokenizer, defaults, limits } = Read::new(path, options)?;
+    let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
+    let bytes = std::fs::metadata(file).map_or(0, |file| file.len());
+    let refused = |refused: MemoryRefused| Error::KvMemory { reason: refused.to_string() };
+    floor.admit(&Memory::of(options)?, "weights", bytes).map_err(refused)?;
+    let (model_digest, runs) = (digest(&gguf, options)?, file_digest(file)?);
+    let hex = |digest: &[u8; 32]| digest[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let served = ServedModelV2 {
+        id: nameless()?,
+        model_digest,
+        tokenizer_digest: tokenizer.digest(),
+        max_model_len: limits.text_tokens as u32,
+        layers: (0, spec.layers.len() as u32),
+        numeric_class: format!("{}/cpu/{}/onnx-{}", hex(&model_digest), Isa::detect().name(), hex(&runs)),
+        block_tokens: options.block_tokens as u32,
+        task: task(&spec),
+    };
+    let threads =
+        options.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into));
+    let threads = (threads, options.cpus.as_deref());
+    Encoder::of_onnx(file, operation, &spec, tokenizer, limits, served, threads)
+}
+
+fn file_digest(path: &Path) -> Result<[u8; 32], Error> {
+    let mut hasher = blake3::Hasher::new();
+    let read = std::fs::File::open(path).and_then(|file| hasher.update_reader(file).map(drop));
+    read.map_err(|source| Error::Io { what: format!("cannot read {}", path.display()), source })?;
+    Ok(hasher.finalize().into())
+}
+
+/// By this engine's own arithmetic.
+pub(crate) fn kernel_encoder(
+    path: &Path,
+    options: &EngineOptions,
+    progress: &mut Progress<'_>,
+) -> Result<Encoder, Error> {
+    let Read { file: gguf, spec, tokenizer, defaults, limits } = Read::new(path, options)?;
+    let Limits { text_tokens, step_tokens, step_texts, .. } = limits;
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused = |refused: MemoryRefused| Error::KvMemory { reason: refused.to_string() };
     let memory = Memory::of(options)?;
@@ -53,5 +133,5 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let memory = memory.less(decoder.backend().memory());
     floor.admit(&memory, "keys and values of a step", bytes).map_err(refused)?;
     decoder.allocate_kv(layout.bytes())?;
-    Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, (model_digest, options.kv_type)))
+    Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, (nameless()?, model_digest, options.kv_type)))
 }

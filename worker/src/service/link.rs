@@ -1,7 +1,7 @@
 //! One connection to one coordinator: register, report, tell KV events, serve what it opens.
 
 use super::runner::Runner;
-use super::{Node, Offer, UnderWay, encode, generate, sequences};
+use super::{Node, Offer, UnderWay, encode, generate, operation, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::message::{Registered, RegisteredV1, WorkerStatus};
@@ -192,6 +192,9 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
             }
             Ok(Incoming::Encode(call)) => {
                 tokio::spawn(to_the_end(node.call_begins(), encode::serve(node, call)));
+            }
+            Ok(Incoming::Operation(call)) => {
+                tokio::spawn(to_the_end(node.call_begins(), operation::serve(node, *call)));
             }
             Ok(Incoming::Sequence(call)) => {
                 tokio::spawn(sequences::serve(Arc::clone(node), call));

@@ -3,6 +3,7 @@
 use kernels::backend::{ActivationMode, KvType};
 use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::operations::SessionLimits;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
@@ -153,6 +154,8 @@ impl Cluster {
         let node = NodeId::new(name).unwrap();
         let config = WorkerConfig {
             model: Some(OwnModel { id: ModelId::new("m").unwrap(), path: model_path }),
+            bundles: Vec::new(),
+            sessions: SessionLimits::default(),
             shipping,
             coordinators: vec![self.coordinator.address().to_string()],
             listen: any_port(),

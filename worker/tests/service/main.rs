@@ -3,10 +3,12 @@
 
 mod drain;
 mod floor;
+mod operations;
 mod versions;
 
 use kvasir_worker::kv_cache::memory::HostFloor;
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::operations::SessionLimits;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
@@ -88,6 +90,11 @@ async fn pair(newest: u16) -> Pair {
 
 /// The same with memory that must stay free.
 async fn pair_above(floor: Option<HostFloor>, newest: u16) -> Pair {
+    pair_of(floor, newest, |_| ()).await
+}
+
+/// The same with another configuration.
+async fn pair_of(floor: Option<HostFloor>, newest: u16, change: impl FnOnce(&mut WorkerConfig)) -> Pair {
     let now = SystemTime::now();
     let ca = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
     let identity = |role, name| ca.issue(role, NodeId::new(name).unwrap(), now).unwrap().identity().unwrap();
@@ -95,8 +102,10 @@ async fn pair_above(floor: Option<HostFloor>, newest: u16) -> Pair {
     config.versions = VersionRange { min: 1, max: newest };
     let endpoint = Endpoint::bind(any_port(), &identity(Role::Coordinator, "c0"), config).unwrap();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny/llama/llama-f32.gguf");
-    let config = WorkerConfig {
+    let mut config = WorkerConfig {
         model: Some(OwnModel { id: model_id(), path: model.into() }),
+        bundles: Vec::new(),
+        sessions: SessionLimits::default(),
         shipping: ShippingConfig::default(),
         coordinators: vec![endpoint.address().to_string()],
         listen: any_port(),
@@ -108,6 +117,7 @@ async fn pair_above(floor: Option<HostFloor>, newest: u16) -> Pair {
         pool: None,
         floor,
     };
+    change(&mut config);
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();
     assert_eq!(connection.version(), newest.min(VersionRange::CURRENT.max));

@@ -6,7 +6,7 @@
 use crate::catalog::{About, Speed};
 use crate::sampling::SamplingDefaults;
 
-use super::{Beside, Entry, Origin, Part};
+use super::{Beside, Entry, ONNX, Origin, Part};
 
 const ANY_MACHINE: &str = "any machine, its CPU alone too";
 const SMALL_MACHINE: &str = "one DGX Spark with much room for sequences, or a CPU node";
@@ -388,6 +388,38 @@ pub static CATALOG: &[Entry] = &[
         },
         origin: Origin::Elsewhere {
             why: "published as a safetensors checkpoint, and Kvasir reads GGUF: convert it (NVFP4 stays NVFP4) and give the path, or take qwen3.6-35b-a3b",
+        },
+    },
+    Entry {
+        name: "silero-vad",
+        file: "vad/silero_vad.onnx",
+        bytes: 2_327_524,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: ONNX, memory: 64 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
+        origin: Origin::Packages {
+            sha256: "1a153a22f4509e292a94e67d6f9b85e8deb25b4988682b7e174c65279d8788e3",
+            parts: &[Part {
+                requirement: "silero-vad==6.2.3",
+                member: "silero_vad/data/silero_vad.onnx",
+                wheel_bytes: 11_317_527,
+                beside: &[],
+            }],
+        },
+    },
+    Entry {
+        name: "smart-turn",
+        file: "turn_detection/smart-turn-v3.2-cpu.onnx",
+        bytes: 8_679_182,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: ONNX, memory: 128 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
+        origin: Origin::Packages {
+            sha256: "2bb026316b14a660486a75b1733cd3fbab8c2fd0314dc9af7be49f8cca967e4f",
+            parts: &[Part {
+                requirement: "pipecat-ai==1.14.0",
+                member: "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx",
+                wheel_bytes: 12_109_725,
+                beside: &[],
+            }],
         },
     },
     Entry {

@@ -1,0 +1,205 @@
+//! `kvasir operation`: one operation on a sound file, in this process; as a session of a worker would answer it.
+
+use crate::config::UsageError;
+use crate::models::resolve_bundle;
+use anyhow::{Context, Result};
+use hound::{SampleFormat, WavReader};
+use proto::operation::{
+    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptionsV1, TurnOptionsV1, WindowV1,
+};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use worker::operations::load_hearing;
+
+/// Samples of a file at most: an hour at 16 kHz.
+const MAX_SAMPLES: usize = 3600 * 16_000;
+
+/// Does one operation with a sound file, without a cluster
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    kvasir operation vad --audio call.wav --json\n  \
+    kvasir operation turn_detection --audio said.wav --bundle ./my-bundle")]
+pub(crate) struct OperationCommand {
+    /// Which: vad (who speaks when), turn_detection (is who has spoken done), asr, tts, embed, rerank
+    #[arg(value_name = "OPERATION", value_parser = operation)]
+    operation: Operation,
+    /// WAV file of one channel, at a rate that the model takes
+    #[arg(long, value_name = "F.wav")]
+    audio: PathBuf,
+    /// Catalog name, or directory with a folder called as the operation [default: silero-vad for vad, smart-turn for
+    /// turn_detection]
+    #[arg(long, value_name = "BUNDLE")]
+    bundle: Option<String>,
+    /// Above this probability somebody speaks, or a turn is complete [default: what the model's authors recommend]
+    #[arg(long, value_name = "P")]
+    threshold: Option<f32>,
+    /// Tell each window's probability, too
+    #[arg(long)]
+    windows: bool,
+    /// Samples that are heard at a time
+    #[arg(long, value_name = "N", default_value_t = 1600, value_parser = clap::value_parser!(u32).range(1..=MAX_FRAME_SAMPLES as i64))]
+    chunk: u32,
+    /// Print one JSON object: {"operation","backend","model","sample_rate","samples","events":[{"type",..}]}
+    #[arg(long)]
+    json: bool,
+}
+
+fn operation(name: &str) -> Result<Operation, String> {
+    let known = || Operation::ALL.iter().map(|operation| operation.name()).collect::<Vec<_>>().join(", ");
+    Operation::from_name(name).ok_or_else(|| format!("there are {}", known()))
+}
+
+impl OperationCommand {
+    /// Runs the command.
+    pub(crate) fn run(self) -> Result<()> {
+        let operation = self.operation;
+        if self.windows && operation != Operation::Vad {
+            let (flag, other, reason) = ("--windows", operation.name(), "it has no windows to tell of");
+            return Err(UsageError { flag, other, reason }.into());
+        }
+        let bundle = match (&self.bundle, operation) {
+            (Some(bundle), _) => bundle,
+            (None, Operation::Vad) => "silero-vad",
+            (None, Operation::TurnDetection) => "smart-turn",
+            // Nothing of the catalog is for it: whether anybody serves it, the registry says.
+            (None, _) => ".",
+        };
+        let bundle = resolve_bundle(bundle)?;
+        let (backend, model) = load_hearing(operation, &bundle, |name| std::env::var(name).ok())?;
+        let (rate, sound) = read(&self.audio).with_context(|| self.audio.display().to_string())?;
+        let options = match operation {
+            Operation::Vad => OperationOptions::Speech(SpeechOptionsV1 {
+                threshold: self.threshold,
+                windows: self.windows,
+                ..SpeechOptionsV1::default()
+            }),
+            Operation::TurnDetection => OperationOptions::Turn(TurnOptionsV1 { threshold: self.threshold }),
+            _ => OperationOptions::Default,
+        };
+        let mut session = model.open(rate, &options)?;
+        let mut outputs = Vec::new();
+        for piece in sound.chunks(self.chunk as usize) {
+            session.hear(piece, &mut outputs)?;
+        }
+        session.segment(true, &mut outputs)?;
+        let events: Vec<Value> = outputs.iter().flat_map(events).collect();
+        let mut out = std::io::stdout().lock();
+        if self.json {
+            let answer = json!({
+                "operation": operation.name(),
+                "backend": backend,
+                "model": bundle.id.as_str(),
+                "sample_rate": rate,
+                "samples": sound.len(),
+                "events": events,
+            });
+            writeln!(out, "{answer}")?;
+        } else {
+            for output in &outputs {
+                write_text(&mut out, output, rate)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A sound file's rate and samples, full scale 1.
+fn read(path: &Path) -> Result<(u32, Vec<f32>)> {
+    let mut reader = WavReader::open(path)?;
+    let spec = reader.spec();
+    anyhow::ensure!(spec.channels == 1, "it has {} channels, one is heard", spec.channels);
+    let len = reader.len() as usize;
+    anyhow::ensure!(len <= MAX_SAMPLES, "it has {len} samples, the limit is {MAX_SAMPLES}");
+    let sound = match spec.sample_format {
+        SampleFormat::Float => reader.samples::<f32>().collect::<Result<Vec<_>, _>>()?,
+        SampleFormat::Int => {
+            let scale = 2f32.powi(i32::from(spec.bits_per_sample) - 1);
+            let samples = reader.samples::<i32>().map(|sample| sample.map(|sample| sample as f32 / scale));
+            samples.collect::<Result<Vec<_>, _>>()?
+        }
+    };
+    match sound.iter().position(|sample| !sample.is_finite()) {
+        None => Ok((spec.sample_rate, sound)),
+        Some(at) => anyhow::bail!("sample {at} is not a number"),
+    }
+}
+
+fn events(output: &OperationOutput) -> Vec<Value> {
+    match output {
+        OperationOutput::Windows(windows) => {
+            let event = |WindowV1 { start, probability }: &WindowV1| json!({"type": "window", "start": start, "probability": probability});
+            windows.iter().map(event).collect()
+        }
+        OperationOutput::SpeechStarted { at } => vec![json!({"type": "speech_started", "at": at})],
+        OperationOutput::SpeechEnded { at } => vec![json!({"type": "speech_ended", "at": at})],
+        OperationOutput::Turn(turn) => vec![json!({
+            "type": "turn",
+            "at": turn.at,
+            "complete": turn.complete,
+            "probability": turn.probability,
+        })],
+        OperationOutput::Text(text) => {
+            vec![json!({"type": "text", "text": text.text, "start": text.start, "end": text.end})]
+        }
+        OperationOutput::Opened(_)
+        | OperationOutput::Segmented { .. }
+        | OperationOutput::Restarted
+        | OperationOutput::Finished { .. }
+        | OperationOutput::Failed(_) => Vec::new(),
+    }
+}
+
+fn write_text(out: &mut impl Write, output: &OperationOutput, rate: u32) -> std::io::Result<()> {
+    let seconds = |at: u64| at as f64 / f64::from(rate);
+    match output {
+        OperationOutput::Windows(windows) => {
+            for WindowV1 { start, probability } in windows {
+                writeln!(out, "{:9.3} s  {probability:.3}", seconds(*start))?;
+            }
+        }
+        OperationOutput::SpeechStarted { at } => writeln!(out, "{:9.3} s  speech", seconds(*at))?,
+        OperationOutput::SpeechEnded { at } => writeln!(out, "{:9.3} s  silence", seconds(*at))?,
+        OperationOutput::Turn(turn) => {
+            let word = if turn.complete { "complete" } else { "incomplete" };
+            writeln!(out, "{:9.3} s  turn {word} ({:.3})", seconds(turn.at), turn.probability)?;
+        }
+        OperationOutput::Text(text) => writeln!(out, "{:9.3} s  {}", seconds(text.start), text.text)?,
+        _ => {}
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hound::{WavSpec, WavWriter};
+
+    #[test]
+    fn files_of_whole_and_of_real_numbers_are_read_and_others_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let spec = |channels, bits_per_sample, sample_format| WavSpec {
+            channels,
+            sample_rate: 16_000,
+            bits_per_sample,
+            sample_format,
+        };
+        let path = |name: &str| dir.path().join(name);
+        let mut whole = WavWriter::create(path("i16.wav"), spec(1, 16, SampleFormat::Int)).unwrap();
+        [i16::MIN, 0, 16_384].iter().for_each(|sample| whole.write_sample(*sample).unwrap());
+        whole.finalize().unwrap();
+        assert_eq!(read(&path("i16.wav")).unwrap(), (16_000, vec![-1.0, 0.0, 0.5]));
+        let mut real = WavWriter::create(path("f32.wav"), spec(1, 32, SampleFormat::Float)).unwrap();
+        [0.25f32, -0.5].iter().for_each(|sample| real.write_sample(*sample).unwrap());
+        real.finalize().unwrap();
+        assert_eq!(read(&path("f32.wav")).unwrap(), (16_000, vec![0.25, -0.5]));
+        let mut wrong = WavWriter::create(path("nan.wav"), spec(1, 32, SampleFormat::Float)).unwrap();
+        wrong.write_sample(f32::NAN).unwrap();
+        wrong.finalize().unwrap();
+        assert!(read(&path("nan.wav")).unwrap_err().to_string().contains("sample 0"));
+        let mut two = WavWriter::create(path("two.wav"), spec(2, 16, SampleFormat::Int)).unwrap();
+        [1i16, 2].iter().for_each(|sample| two.write_sample(*sample).unwrap());
+        two.finalize().unwrap();
+        assert!(read(&path("two.wav")).unwrap_err().to_string().contains("2 channels"));
+    }
+}

@@ -1,0 +1,110 @@
+//! Texts through a model in the ONNX format: `input_ids`, `attention_mask` and, if it tells segments apart,
+//! `token_type_ids` in, the vectors of all tokens (`last_hidden_state`) or scores (`logits`) out. Each text is computed
+//! by itself, so no text's numbers depend on its neighbours.
+
+use super::{Text, pool};
+use crate::Error;
+use crate::operations::onnx::Onnx;
+use model::spec::Pooling;
+use proto::operation::Operation;
+use rten::{NodeId, ValueOrView};
+use rten_tensor::Tensor;
+use std::path::Path;
+
+/// A loaded model.
+pub(super) struct OnnxTexts {
+    onnx: Onnx,
+    ids: NodeId,
+    mask: NodeId,
+    types: Option<NodeId>,
+    output: NodeId,
+    /// How rows become a vector; none where scores come out.
+    pooling: Option<Pooling>,
+    /// Values of a row, or scores of a text.
+    width: usize,
+    /// What was computed last, text by text: rows, or scores as one row.
+    computed: Vec<Vec<Vec<f32>>>,
+}
+
+impl OnnxTexts {
+    /// Reads the model that does `operation` with `width` values for each token or pair.
+    pub(super) fn load(
+        path: &Path,
+        operation: Operation,
+        (pooling, width): (Option<Pooling>, usize),
+        (threads, cpus): (usize, Option<&[usize]>),
+    ) -> Result<Self, Error> {
+        let onnx = Onnx::load(path, threads, cpus)?;
+        let output = match operation {
+            Operation::Rerank => "logits",
+            _ => "last_hidden_state",
+        };
+        Ok(Self {
+            ids: onnx.node("input_ids")?,
+            mask: onnx.node("attention_mask")?,
+            types: onnx.find("token_type_ids"),
+            output: onnx.node(output)?,
+            onnx,
+            pooling,
+            width,
+            computed: Vec::new(),
+        })
+    }
+
+    /// Bytes of its file.
+    pub(super) fn file_bytes(&self) -> usize {
+        usize::try_from(self.onnx.file_bytes()).unwrap_or(usize::MAX)
+    }
+
+    /// Computes texts; [`Self::pooled`] and [`Self::rows`] then tell what they became.
+    pub(super) fn run(&mut self, texts: &[&Text]) -> Result<(), Error> {
+        self.computed.clear();
+        for text in texts {
+            let rows = self.text(text)?;
+            self.computed.push(rows);
+        }
+        Ok(())
+    }
+
+    fn text(&self, text: &Text) -> Result<Vec<Vec<f32>>, Error> {
+        let len = text.tokens.len();
+        let row = |values: Vec<i32>| Tensor::from_data(&[1, len], values).into();
+        // The vocabulary is far smaller; a text was checked against it.
+        let ids = text.tokens.iter().map(|id| id.cast_signed()).collect();
+        let mut inputs: Vec<(NodeId, ValueOrView<'_>)> =
+            vec![(self.ids, row(ids)), (self.mask, row(vec![1; len]))];
+        if let Some(types) = self.types {
+            let second = text.second.unwrap_or(len);
+            inputs.push((types, row((0..len).map(|at| i32::from(at >= second)).collect())));
+        }
+        let [value] = self.onnx.run(inputs, [self.output])?;
+        let (rows, values) = match self.pooling {
+            Some(_) => {
+                value.into_shape_vec::<f32, 3>().map(|([one, rows, width], v)| ([one, rows, width], v))
+            }
+            None => value.into_shape_vec::<f32, 2>().map(|([one, width], v)| ([one, 1, width], v)),
+        }
+        .map_err(|error| self.onnx.fault(error.to_string()))?;
+        let expected = [1, if self.pooling.is_some() { len } else { 1 }, self.width];
+        if rows != expected {
+            return Err(self.onnx.fault(format!("it gives {rows:?} for a text, {expected:?} were expected")));
+        }
+        Ok(values.chunks_exact(self.width).map(<[f32]>::to_vec).collect())
+    }
+
+    /// The vector or the scores of text `index`.
+    pub(super) fn pooled(&self, index: usize) -> Vec<f32> {
+        match self.pooling {
+            Some(pooling) => pool(&self.computed[index], pooling),
+            None => self.computed[index].concat(),
+        }
+    }
+
+    /// The vectors of the rows of text `index`.
+    pub(super) fn rows(&self, index: usize) -> Result<Vec<Vec<f32>>, Error> {
+        match self.pooling {
+            Some(_) => Ok(self.computed[index].clone()),
+            None => Err(self.onnx.fault("it gives scores, and no vectors of tokens")),
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Whole operations: what a worker does beside, or instead of, generating text.
+//!
+//! Texts (embed, rerank) are the [`encoder`](crate::encoder)'s; what hears is served in sessions here, each of which
+//! holds all of its state. [`backends`] decides who serves an operation, when a model is loaded: once, so that all
+//! sessions of a model are the same. The arithmetic of each model runs on a thread of its own, one piece of sound at a
+//! time, in the order in which pieces came: no async thread and no step of the engine ever waits for it, and a model
+//! that is slow delays its own sessions only. Sessions are bounded in number, in what they hear, and in silence.
+
+pub mod backends;
+mod log_mel;
+pub mod onnx;
+mod session;
+mod silero;
+mod smart_turn;
+mod speech;
+mod thread;
+
+#[cfg(test)]
+mod tests;
+
+pub use backends::{Bundle, KERNELS, TextModel, load_encoder, load_hearing};
+pub use session::{Hears, Session};
+pub use thread::SessionHandle;
+
+use crate::Error;
+use crate::telemetry::{OperationLabel, OperationMetrics, SessionEnd};
+use proto::ids::ModelId;
+use proto::operation::{
+    MAX_OPERATIONS, OfferedOperationV1, OpenedOperationV1, Operation, OperationError, OperationRequestV1,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use thread::ModelThread;
+
+/// What sessions may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionLimits {
+    /// Sessions open at a time, of all operations together.
+    pub sessions: u32,
+    /// A session that hears nothing for so long ends.
+    pub idle: Duration,
+    /// A session whose client takes no answer for so long ends.
+    pub unread: Duration,
+    /// Samples of one session.
+    pub samples: u64,
+}
+
+impl Default for SessionLimits {
+    /// A day of sound at 16 kHz; the rest is far beyond what a client that lives would need.
+    fn default() -> Self {
+        Self {
+            sessions: 256,
+            idle: Duration::from_secs(60),
+            unread: Duration::from_secs(10),
+            samples: 24 * 3600 * 16_000,
+        }
+    }
+}
+
+/// A model that is loaded for an operation.
+struct Loaded {
+    offered: OfferedOperationV1,
+    thread: ModelThread,
+    model: Arc<dyn Hears>,
+}
+
+/// All that a worker has loaded for sessions.
+pub struct Operations {
+    loaded: Vec<Loaded>,
+    limits: SessionLimits,
+    open: Arc<AtomicU32>,
+    metrics: OperationMetrics,
+}
+
+/// A session that is open. It counts as such until this is dropped.
+pub struct OpenSession {
+    /// What the client is told.
+    pub opened: OpenedOperationV1,
+    /// To talk to it.
+    pub handle: SessionHandle,
+    /// What it may take.
+    pub limits: SessionLimits,
+    operation: Operation,
+    metrics: OperationMetrics,
+    open: Arc<AtomicU32>,
+    end: SessionEnd,
+}
+
+impl Operations {
+    /// Loads everything that these bundles have folders of operations for, by the backends that `environment` chooses.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] where nobody serves an operation that a bundle has a folder for; [`Error::Config`] where a
+    /// bundle has no such folder, or two serve the same under one name; the models'.
+    pub fn load(
+        bundles: &[Bundle],
+        limits: SessionLimits,
+        environment: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, Error> {
+        let fault = |reason: String| Error::Config { option: "operation", reason };
+        let mut loaded: Vec<Loaded> = Vec::new();
+        let metrics = OperationMetrics::default();
+        for bundle in bundles {
+            let operations = bundle.operations();
+            if operations.is_empty() {
+                let known: Vec<_> = Operation::ALL.iter().map(|operation| operation.name()).collect();
+                let dir = bundle.dir.display();
+                return Err(fault(format!("{dir} has no folder of an operation ({})", known.join(", "))));
+            }
+            for operation in operations {
+                let (backend, model) = load_hearing(operation, bundle, &environment)?;
+                let offered = OfferedOperationV1 { operation, model: bundle.id.clone(), backend };
+                if loaded
+                    .iter()
+                    .any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id))
+                {
+                    return Err(fault(format!("two bundles are called {} and have {operation}", bundle.id)));
+                }
+                let thread = ModelThread::start(operation, metrics.clone())?;
+                loaded.push(Loaded { offered, thread, model });
+            }
+        }
+        if loaded.len() > MAX_OPERATIONS {
+            return Err(fault(format!("{} are offered, the limit is {MAX_OPERATIONS}", loaded.len())));
+        }
+        Ok(Self { loaded, limits, open: Arc::default(), metrics })
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.loaded.is_empty()
+    }
+
+    /// What coordinators are told.
+    pub fn offered(&self) -> impl Iterator<Item = &OfferedOperationV1> {
+        self.loaded.iter().map(|loaded| &loaded.offered)
+    }
+
+    /// What is counted.
+    pub fn metrics(&self) -> &OperationMetrics {
+        &self.metrics
+    }
+
+    /// Opens a session: here, and nowhere later, is decided by which model.
+    ///
+    /// # Errors
+    /// Why it is refused; counted.
+    pub fn open(&self, request: &OperationRequestV1) -> Result<OpenSession, OperationError> {
+        self.try_open(request).inspect_err(|error| self.metrics.refused(request.operation, error))
+    }
+
+    fn try_open(&self, request: &OperationRequestV1) -> Result<OpenSession, OperationError> {
+        let operation = request.operation;
+        let mut of_it = self.loaded.iter().filter(|loaded| loaded.offered.operation == operation).peekable();
+        if of_it.peek().is_none() {
+            return Err(OperationError::NotServed { operation });
+        }
+        let asked =
+            |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
+        let missing = |model: ModelId| OperationError::ModelNotFound { operation, model };
+        let Loaded { offered, thread, model } = match (of_it.find(asked), &request.model) {
+            (Some(loaded), _) => loaded,
+            (None, Some(model)) => return Err(missing(model.clone())),
+            (None, None) => return Err(OperationError::NotServed { operation }),
+        };
+        let session = model.open(request.sample_rate, &request.options)?;
+        let limit = self.limits.sessions;
+        let more = |open: u32| (open < limit).then_some(open + 1);
+        if self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_err() {
+            return Err(OperationError::TooManySessions { limit });
+        }
+        self.metrics.sessions.get_or_create(&OperationLabel::new(operation)).inc();
+        Ok(OpenSession {
+            opened: OpenedOperationV1 {
+                backend: offered.backend.clone(),
+                model: offered.model.clone(),
+                sample_rate: request.sample_rate,
+                window: session.window(),
+                idle_timeout_ms: self.limits.idle.as_millis() as u64,
+            },
+            handle: thread.session(session, request.sample_rate),
+            limits: self.limits,
+            operation,
+            metrics: self.metrics.clone(),
+            open: Arc::clone(&self.open),
+            end: SessionEnd::cut,
+        })
+    }
+}
+
+impl OpenSession {
+    /// Why it ends; one that is dropped without was cut off.
+    pub fn ends(&mut self, end: SessionEnd) {
+        self.end = end;
+    }
+}
+
+impl Drop for OpenSession {
+    fn drop(&mut self) {
+        self.open.fetch_sub(1, Ordering::Relaxed);
+        self.metrics.sessions.get_or_create(&OperationLabel::new(self.operation)).dec();
+        self.metrics.ended(self.operation, self.end);
+    }
+}

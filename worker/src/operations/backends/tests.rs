@@ -1,0 +1,182 @@
+//! The table of every operation: who is chosen for which bundle, under which environment.
+
+use super::*;
+use proto::ids::ModelId;
+use std::fs;
+
+/// A bundle with these files, which nobody opens to choose.
+fn bundle(files: &[&str]) -> (tempfile::TempDir, Bundle) {
+    let dir = tempfile::tempdir().unwrap();
+    for file in files {
+        let path = dir.path().join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "not opened").unwrap();
+    }
+    let bundle = Bundle { id: ModelId::new("b").unwrap(), dir: dir.path().to_owned() };
+    (dir, bundle)
+}
+
+fn text_model(bundle: &Bundle, options: EngineOptions) -> TextModel {
+    TextModel { path: bundle.dir.join("model.gguf"), options }
+}
+
+/// The options of an encoder where nothing is asked for.
+fn plain() -> EngineOptions {
+    EngineOptions { kv_type: KvType::F32, ..EngineOptions::default() }
+}
+
+/// Who is chosen for an operation, or why nobody is.
+fn chosen(operation: Operation, bundle: &Bundle, environment: &[(&str, &str)]) -> Result<String, String> {
+    chosen_with(operation, bundle, plain(), environment)
+}
+
+fn chosen_with(
+    operation: Operation,
+    bundle: &Bundle,
+    options: EngineOptions,
+    environment: &[(&str, &str)],
+) -> Result<String, String> {
+    fn of<O: Served>(
+        registry: &Registry<O>,
+        request: &O::Request,
+        environment: impl Fn(&str) -> Option<String>,
+    ) -> Result<String, String> {
+        let provider = registry.select(request, environment).map_err(|error| error.to_string())?;
+        Ok(provider.name().to_owned())
+    }
+    let look_up = |name: &str| {
+        environment.iter().find(|(variable, _)| *variable == name).map(|(_, value)| (*value).to_owned())
+    };
+    let texts = text_model(bundle, options);
+    match operation {
+        Operation::Embed => of(&embed(), &texts, kernels_too(look_up)),
+        Operation::Rerank => of(&rerank(), &texts, kernels_too(look_up)),
+        Operation::Vad => of(&vad(), bundle, look_up),
+        Operation::TurnDetection => of(&turn_detection(), bundle, look_up),
+        Operation::Asr => of(&Registry::<Asr>::empty(), bundle, look_up),
+        Operation::Tts => of(&Registry::<Tts>::empty(), bundle, look_up),
+    }
+}
+
+/// Every operation, with the file by which the ONNX backend can serve it, and who does without and with that file.
+const TABLE: [(Operation, Option<&str>, Option<&str>, Option<&str>); 6] = [
+    (Operation::Embed, Some("embed/model.onnx"), Some(KERNELS), Some(KERNELS)),
+    (Operation::Rerank, Some("rerank/model.onnx"), Some(KERNELS), Some(KERNELS)),
+    (Operation::Vad, Some("vad/silero_vad.onnx"), None, Some(onnx::NAME)),
+    (Operation::TurnDetection, Some("turn_detection/smart-turn-v3.2-cpu.onnx"), None, Some(onnx::NAME)),
+    (Operation::Asr, None, None, None),
+    (Operation::Tts, None, None, None),
+];
+
+#[test]
+fn the_table_of_every_operation() {
+    assert_eq!(TABLE.map(|row| row.0), Operation::ALL);
+    for (operation, file, without, with) in TABLE {
+        let own = format!("KVASIR_{}_BACKEND", operation.name().to_ascii_uppercase());
+        let (_empty, empty) = bundle(&[]);
+        let (_full, full) = bundle(file.as_slice());
+        let said = |choice: Option<&str>, bundle: &Bundle| match (choice, chosen(operation, bundle, &[])) {
+            (Some(name), chosen) => assert_eq!(chosen.as_deref(), Ok(name), "{operation}"),
+            (None, Err(error)) => {
+                assert!(error.starts_with(&format!("nobody serves {operation}")), "by its name: {error}");
+            }
+            (None, Ok(name)) => panic!("{operation} is served by {name}"),
+        };
+        said(without, &empty);
+        said(with, &full);
+        // A demand is honoured where it can be, by either variable, and fails where not.
+        for variable in [own.as_str(), "KVASIR_BACKEND"] {
+            for name in [KERNELS, onnx::NAME, "npu"] {
+                let answer = chosen(operation, &full, &[(variable, name)]);
+                let exists = match name {
+                    KERNELS => without == Some(KERNELS),
+                    onnx::NAME => file.is_some(),
+                    _ => false,
+                };
+                match (exists, answer) {
+                    (true, answer) => assert_eq!(answer.as_deref(), Ok(name), "{operation} by {variable}"),
+                    (false, Err(error)) => {
+                        let what =
+                            format!("{variable} demands backend {name:?} for {operation}, which is unknown");
+                        assert!(error.starts_with(&what), "{error}");
+                    }
+                    (false, Ok(chosen)) => panic!("{operation}: {chosen} instead of {name}"),
+                }
+            }
+            if file.is_some() {
+                let error = chosen(operation, &empty, &[(variable, onnx::NAME)]).unwrap_err();
+                assert!(error.contains("cannot serve this request: there is no"), "{error}");
+            }
+            let unset = chosen(operation, &full, &[(variable, "")]);
+            assert_eq!(unset.ok().as_deref(), with, "{operation}: an empty value is none");
+        }
+        // Its own variable is before the general one, another operation's is nothing to it.
+        if file.is_some() {
+            let both = [("KVASIR_BACKEND", "npu"), (own.as_str(), onnx::NAME)];
+            assert_eq!(chosen(operation, &full, &both).as_deref(), Ok(onnx::NAME), "{operation}");
+        }
+        let other = if operation == Operation::Vad { "KVASIR_EMBED_BACKEND" } else { "KVASIR_VAD_BACKEND" };
+        assert_eq!(chosen(operation, &full, &[(other, "npu")]).ok().as_deref(), with, "{operation}");
+    }
+}
+
+#[test]
+fn kernels_that_are_demanded_of_all_are_ours() {
+    let (_dir, bundle) = bundle(&["embed/model.onnx", "vad/silero_vad.onnx"]);
+    let scalar = [("KVASIR_BACKEND", "cpu-scalar")];
+    assert_eq!(chosen(Operation::Embed, &bundle, &scalar).as_deref(), Ok(KERNELS));
+    let error = chosen(Operation::Vad, &bundle, &scalar).unwrap_err();
+    assert!(error.contains("cpu-scalar") && error.contains("vad"), "nobody else has kernels: {error}");
+    let own = [("KVASIR_EMBED_BACKEND", "cpu-scalar")];
+    assert!(chosen(Operation::Embed, &bundle, &own).is_err(), "an operation's own variable names backends");
+}
+
+#[test]
+fn what_another_runtime_would_not_act_upon_is_refused_by_name() {
+    let (_dir, bundle) = bundle(&["embed/model.onnx"]);
+    let demand = [("KVASIR_EMBED_BACKEND", onnx::NAME)];
+    let with = |options| chosen_with(Operation::Embed, &bundle, options, &demand);
+    assert_eq!(with(plain()).as_deref(), Ok(onnx::NAME));
+    let placed = EngineOptions { cpus: Some(vec![0]), threads: Some(1), ..plain() };
+    assert_eq!(with(placed).as_deref(), Ok(onnx::NAME), "threads are placed as asked");
+    for (options, argument) in [
+        (EngineOptions { device: DeviceChoice::Cuda, ..plain() }, "device"),
+        (EngineOptions { kv_type: KvType::F16, ..plain() }, "kv-type"),
+        (EngineOptions { kv_bytes: Some(1 << 30), ..plain() }, "kv-bytes"),
+    ] {
+        let error = with(options).unwrap_err();
+        assert!(error.ends_with(&format!("argument {argument} is not supported")), "{error}");
+    }
+}
+
+#[test]
+fn a_folder_with_two_files_or_another_s_is_refused() {
+    let vad = |files: &[&str]| {
+        let (_dir, bundle) = bundle(files);
+        chosen(Operation::Vad, &bundle, &[]).unwrap_err()
+    };
+    assert!(vad(&["vad/silero_vad.onnx", "vad/silero_vad_half.onnx"]).contains("more than one"));
+    assert!(vad(&["vad/other.onnx"]).contains("there is no silero_vad*.onnx"));
+    assert!(vad(&["turn_detection/silero_vad.onnx"]).contains("there is no silero_vad*.onnx"));
+}
+
+#[test]
+fn operations_are_read_off_folders_and_what_nobody_serves_is_named() {
+    let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
+    assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
+    for operation in [Operation::Asr, Operation::Tts] {
+        let error = load_hearing(operation, &full, |_| None).err().unwrap().to_string();
+        assert_eq!(error, format!("nobody serves {operation}"));
+    }
+    let error = load_hearing(Operation::Embed, &full, |_| None).err().unwrap().to_string();
+    assert!(error.contains("embed is for texts"), "{error}");
+}
+
+#[test]
+fn a_file_that_is_no_model_is_refused_with_its_path() {
+    let (_dir, bundle) = bundle(&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"]);
+    for operation in [Operation::Vad, Operation::TurnDetection] {
+        let error = load_hearing(operation, &bundle, |_| None).err().unwrap();
+        assert!(matches!(&error, Error::Artefact { path, .. } if path.starts_with(&bundle.dir)), "{error}");
+    }
+}

@@ -1,0 +1,163 @@
+//! What Whisper's encoder is fed: the logarithm of the power in 80 bands of the mel scale, for every 10 ms of eight
+//! seconds. The method is that of the features that smart-turn was trained with: the sound is brought to mean 0 and
+//! variance 1 first, windows of 25 ms (Hann) stand in its midst by reflection at both ends, bands are Slaney's, and what
+//! is more than 80 dB below the loudest counts as that.
+
+use realfft::num_complex::Complex;
+use realfft::{RealFftPlanner, RealToComplex};
+use std::f64::consts::PI;
+use std::sync::Arc;
+
+/// Samples per second.
+pub const RATE: u32 = 16_000;
+/// Samples that are looked at: eight seconds.
+pub const SAMPLES: usize = 8 * RATE as usize;
+/// Bands.
+pub const BANDS: usize = 80;
+/// Frames: one for each hop.
+pub const FRAMES: usize = SAMPLES / HOP;
+
+const WINDOW: usize = 400;
+const HOP: usize = 160;
+const BINS: usize = WINDOW / 2 + 1;
+/// Power below this counts as this.
+const FLOOR: f64 = 1e-10;
+/// Decades below the loudest band that are told apart.
+const DECADES: f64 = 8.0;
+const VARIANCE_FLOOR: f64 = 1e-7;
+
+/// What does not depend on the sound.
+pub struct LogMel {
+    fft: Arc<dyn RealToComplex<f64>>,
+    window: Vec<f64>,
+    /// Of each band the first bin that it weighs, and the weights from there on.
+    bands: Vec<(usize, Vec<f64>)>,
+}
+
+impl Default for LogMel {
+    fn default() -> Self {
+        let window = (0..WINDOW).map(|n| 0.5 - 0.5 * (2.0 * PI * n as f64 / WINDOW as f64).cos()).collect();
+        Self { fft: RealFftPlanner::new().plan_fft_forward(WINDOW), window, bands: bands() }
+    }
+}
+
+/// Slaney's scale: linear up to 1 kHz, logarithmic above.
+fn to_mel(hertz: f64) -> f64 {
+    if hertz < 1000.0 { 3.0 * hertz / 200.0 } else { 15.0 + (hertz / 1000.0).ln() * 27.0 / 6.4f64.ln() }
+}
+
+fn to_hertz(mel: f64) -> f64 {
+    if mel < 15.0 { 200.0 * mel / 3.0 } else { 1000.0 * ((mel - 15.0) * 6.4f64.ln() / 27.0).exp() }
+}
+
+/// Triangles whose corners stand evenly on the mel scale, each of the same area.
+fn bands() -> Vec<(usize, Vec<f64>)> {
+    let highest = f64::from(RATE) / 2.0;
+    let corner = |n: usize| to_hertz(to_mel(highest) * n as f64 / (BANDS + 1) as f64);
+    let band = |n: usize| {
+        let [low, top, high] = [corner(n), corner(n + 1), corner(n + 2)];
+        let weight = |bin: usize| {
+            let hertz = highest * bin as f64 / (BINS - 1) as f64;
+            let (up, down) = ((hertz - low) / (top - low), (high - hertz) / (high - top));
+            up.min(down).max(0.0) * 2.0 / (high - low)
+        };
+        let weights: Vec<f64> = (0..BINS).map(weight).collect();
+        let first = weights.iter().position(|weight| *weight > 0.0).unwrap_or(0);
+        let end = weights.iter().rposition(|weight| *weight > 0.0).map_or(first, |last| last + 1);
+        (first, weights[first..end].to_vec())
+    };
+    (0..BANDS).map(band).collect()
+}
+
+impl LogMel {
+    /// The features of exactly [`SAMPLES`] samples: `[BANDS, FRAMES]`, the first dimension outermost.
+    ///
+    /// # Panics
+    /// If there are more or fewer samples.
+    pub fn features(&self, samples: &[f32]) -> Vec<f32> {
+        assert_eq!(samples.len(), SAMPLES, "eight seconds");
+        let padded = reflected(&normalised(samples));
+        let mut frame = self.fft.make_input_vec();
+        let mut spectrum = self.fft.make_output_vec();
+        let mut scratch = self.fft.make_scratch_vec();
+        let mut power = [0.0; BINS];
+        let mut logs = vec![0.0; BANDS * FRAMES];
+        let mut loudest = f64::MIN;
+        // One frame more fits, and is left out.
+        for (at, sound) in padded.windows(WINDOW).step_by(HOP).take(FRAMES).enumerate() {
+            for ((value, sample), weight) in frame.iter_mut().zip(sound).zip(&self.window) {
+                *value = sample * weight;
+            }
+            let lengths = "the buffers are the plan's own";
+            self.fft.process_with_scratch(&mut frame, &mut spectrum, &mut scratch).expect(lengths);
+            for (power, Complex { re, im }) in power.iter_mut().zip(&spectrum) {
+                *power = re * re + im * im;
+            }
+            for (band, (first, weights)) in self.bands.iter().enumerate() {
+                let sum: f64 =
+                    weights.iter().zip(&power[*first..]).map(|(weight, power)| weight * power).sum();
+                let log = sum.max(FLOOR).log10();
+                loudest = loudest.max(log);
+                logs[band * FRAMES + at] = log;
+            }
+        }
+        logs.into_iter().map(|log| ((log.max(loudest - DECADES) + 4.0) / 4.0) as f32).collect()
+    }
+}
+
+/// With mean 0 and variance 1.
+fn normalised(samples: &[f32]) -> Vec<f64> {
+    let count = samples.len() as f64;
+    let mean = (samples.iter().map(|sample| f64::from(*sample)).sum::<f64>() / count) as f32;
+    let squares = samples.iter().map(|sample| f64::from(*sample - mean).powi(2)).sum::<f64>();
+    let scale = ((squares / count) as f32 + VARIANCE_FLOOR as f32).sqrt();
+    samples.iter().map(|sample| f64::from((*sample - mean) / scale)).collect()
+}
+
+/// With half a window before and behind, mirrored at the first and the last sample.
+fn reflected(samples: &[f64]) -> Vec<f64> {
+    let half = WINDOW / 2;
+    let before = samples[1..=half].iter().rev();
+    let behind = samples[samples.len() - 1 - half..samples.len() - 1].iter().rev();
+    before.chain(samples).chain(behind).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tone_is_loudest_in_its_band_at_all_times() {
+        let tone: Vec<f32> =
+            (0..SAMPLES).map(|n| (2.0 * PI * 1000.0 * n as f64 / f64::from(RATE)).sin() as f32).collect();
+        let features = LogMel::default().features(&tone);
+        let of = |band: usize, frame: usize| features[band * FRAMES + frame];
+        // 1 kHz is mel 15 of 45.2 up to 8 kHz: the corner of this number is the top of the band before.
+        let expected = (15.0 / to_mel(8000.0) * (BANDS + 1) as f64).round() as usize - 1;
+        for frame in [0, 1, FRAMES / 2, FRAMES - 1] {
+            let best = (0..BANDS).max_by(|a, b| of(*a, frame).total_cmp(&of(*b, frame))).unwrap();
+            assert_eq!(best, expected, "frame {frame}");
+        }
+    }
+
+    #[test]
+    fn silence_and_loudness_change_nothing_that_should_not_change() {
+        let mel = LogMel::default();
+        let silence = mel.features(&vec![0.0; SAMPLES]);
+        assert!(silence.iter().all(|value| *value == silence[0]), "all at the floor");
+        assert_eq!(silence[0], ((FLOOR.log10() + 4.0) / 4.0) as f32);
+        let sound: Vec<f32> = (0..SAMPLES).map(|n| ((n * n % 977) as f32 / 977.0 - 0.5) * 0.25).collect();
+        let louder: Vec<f32> = sound.iter().map(|sample| sample * 4.0 + 0.25).collect();
+        for (a, b) in mel.features(&sound).iter().zip(mel.features(&louder)) {
+            assert!((a - b).abs() < 1e-4, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn bands_cover_all_bins_but_the_ends() {
+        let bands = bands();
+        let covered = |bin: usize| bands.iter().any(|(first, w)| (*first..first + w.len()).contains(&bin));
+        assert!((1..BINS - 1).all(covered));
+        assert!(bands.iter().all(|(_, weights)| !weights.is_empty()));
+    }
+}

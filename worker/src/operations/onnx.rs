@@ -1,0 +1,109 @@
+//! Models in the ONNX format, run by rten: pure Rust, the CPU only. Where such a model serves an operation, the backend is
+//! called `onnx`.
+
+use crate::Error;
+use kernels::registry::Refusal;
+use rten::{Model, NodeId, RunOptions, ThreadPool, Value, ValueOrView};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What the environment and people call the backend.
+pub const NAME: &str = "onnx";
+/// Below what is written for this engine, above nothing.
+pub const RANK: i32 = 10;
+
+/// A loaded model. Runs may overlap; each takes the threads that it was loaded with.
+pub struct Onnx {
+    path: PathBuf,
+    bytes: u64,
+    model: Model,
+    threads: Arc<ThreadPool>,
+}
+
+impl Onnx {
+    /// Reads a model whose runs use so many threads, on these CPUs if any are named.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] where it is none, or has an operator that is not known; the system's for the threads.
+    pub fn load(path: &Path, threads: usize, cpus: Option<&[usize]>) -> Result<Self, Error> {
+        let fault = |reason: String| Error::Artefact { path: path.to_owned(), reason };
+        let model = Model::load_file(path).map_err(|error| fault(error.to_string()))?;
+        let bytes = std::fs::metadata(path).map_or(0, |file| file.len());
+        let threads = Arc::new(started_on(threads, cpus)?);
+        Ok(Self { path: path.to_owned(), bytes, model, threads })
+    }
+
+    /// Bytes of its file.
+    pub fn file_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// An input or output.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] where the model has none of this name.
+    pub fn node(&self, name: &str) -> Result<NodeId, Error> {
+        self.find(name).ok_or_else(|| self.fault(format!("it has no {name:?}")))
+    }
+
+    /// An input or output, if the model has one of this name.
+    pub fn find(&self, name: &str) -> Option<NodeId> {
+        let mut ends = self.model.input_ids().iter().chain(self.model.output_ids());
+        self.model.find_node(name).filter(|node| ends.any(|end| end == node))
+    }
+
+    /// What these outputs become of these inputs.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] where the model does not take them.
+    pub fn run<const N: usize>(
+        &self,
+        inputs: Vec<(NodeId, ValueOrView<'_>)>,
+        outputs: [NodeId; N],
+    ) -> Result<[Value; N], Error> {
+        let options = RunOptions::default().with_thread_pool(Some(Arc::clone(&self.threads)));
+        let values = self.model.run_n(inputs, outputs, Some(options));
+        values.map_err(|error| self.fault(error.to_string()))
+    }
+
+    /// The model does not do what it is expected to.
+    pub fn fault(&self, reason: impl Into<String>) -> Error {
+        Error::Artefact { path: self.path.clone(), reason: reason.into() }
+    }
+}
+
+/// Threads inherit the CPUs of the one that starts them.
+fn started_on(threads: usize, cpus: Option<&[usize]>) -> Result<ThreadPool, Error> {
+    let Some(cpus) = cpus else { return Ok(ThreadPool::with_num_threads(threads)) };
+    let mut set = CpuSet::new();
+    for cpu in cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU) {
+        set.set(*cpu);
+    }
+    let start = move || -> std::io::Result<ThreadPool> {
+        sched_setaffinity(None, &set)?;
+        Ok(ThreadPool::with_num_threads(threads))
+    };
+    let started = std::thread::spawn(start).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    started.map_err(|source| Error::Io { what: format!("cannot run on CPUs {cpus:?}"), source })
+}
+
+/// The one file of `dir` whose name begins so and ends in `.onnx`.
+///
+/// # Errors
+/// [`Refusal::Artefact`] where there is none, or more than one.
+pub(super) fn the_file(dir: &Path, begins: &str) -> Result<PathBuf, Refusal> {
+    let fits = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with(begins) && name.ends_with(".onnx")) && path.is_file()
+    };
+    let files = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut files = files.filter(fits);
+    let refuse =
+        |what: &str| Refusal::Artefact { reason: format!("{what} {begins}*.onnx in {}", dir.display()) };
+    match (files.next(), files.next()) {
+        (Some(path), None) => Ok(path),
+        (None, _) => Err(refuse("there is no")),
+        (Some(_), Some(_)) => Err(refuse("there is more than one")),
+    }
+}

@@ -1,0 +1,167 @@
+//! Voice activity by Silero's network: windows of 32 ms, each with the last 4 ms before it, and a state that is carried
+//! from one to the next.
+
+use super::onnx::Onnx;
+use super::session::{Hears, Session, at_rate};
+use super::speech::{Speech, SpeechRule, invalid};
+use crate::Error;
+use proto::operation::{
+    MAX_FRAME_WINDOWS, Operation, OperationError, OperationOptions, OperationOutput, SpeechOptionsV1,
+    WindowV1,
+};
+use rten::NodeId;
+use rten_tensor::Tensor;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Values of the state: two layers' worth of 128.
+const STATE: [usize; 3] = [2, 1, 128];
+
+/// The network, loaded.
+pub struct Silero(Arc<Network>);
+
+struct Network {
+    onnx: Onnx,
+    sound: NodeId,
+    state: NodeId,
+    rate: NodeId,
+    probability: NodeId,
+    next_state: NodeId,
+}
+
+impl Silero {
+    /// Loads it; its arithmetic is too little for more than one thread.
+    pub fn load(path: &Path) -> Result<Self, Error> {
+        let onnx = Onnx::load(path, 1, None)?;
+        let node = |name| onnx.node(name);
+        let (sound, state, rate) = (node("input")?, node("state")?, node("sr")?);
+        let (probability, next_state) = (node("output")?, node("stateN")?);
+        Ok(Self(Arc::new(Network { onnx, sound, state, rate, probability, next_state })))
+    }
+}
+
+impl Hears for Silero {
+    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
+        let (window, context) = match at_rate(rate, &[8_000, 16_000])? {
+            16_000 => (512, 64),
+            _ => (256, 32),
+        };
+        let options = match options {
+            OperationOptions::Default => SpeechOptionsV1::default(),
+            OperationOptions::Speech(options) => options.clone(),
+            OperationOptions::Turn(_) => {
+                return Err(invalid("options", format!("{} has none of turns", Operation::Vad)));
+            }
+        };
+        Ok(Box::new(Heard {
+            network: Arc::clone(&self.0),
+            rate,
+            window,
+            // What stands before the first window is silence.
+            sound: vec![0.0; context],
+            context,
+            state: vec![0.0; STATE.iter().product()],
+            heard: 0,
+            tell_windows: options.windows,
+            speech: Speech::new(SpeechRule::new(&options, rate)?),
+        }))
+    }
+}
+
+/// One session.
+struct Heard {
+    network: Arc<Network>,
+    rate: u32,
+    window: usize,
+    context: usize,
+    /// The context, and behind it what is not yet a whole window.
+    sound: Vec<f32>,
+    state: Vec<f32>,
+    /// Samples of whole windows.
+    heard: u64,
+    tell_windows: bool,
+    speech: Speech,
+}
+
+impl Heard {
+    /// Computes the window that begins so far behind the first sample held.
+    fn window(&mut self, start: usize) -> Result<f32, Error> {
+        let Network { onnx, sound, state, rate, probability, next_state } = &*self.network;
+        let heard = self.sound[start..start + self.context + self.window].to_vec();
+        let inputs = vec![
+            (*sound, Tensor::from_data(&[1, heard.len()], heard).into()),
+            (*state, Tensor::from_data(&STATE, std::mem::take(&mut self.state)).into()),
+            (*rate, Tensor::from(self.rate.cast_signed()).into()),
+        ];
+        let [probability, next] = onnx.run(inputs, [*probability, *next_state])?;
+        let other = |_| onnx.fault("its outputs have other shapes");
+        let (_, probability) = probability.into_shape_vec::<f32, 2>().map_err(other)?;
+        let (shape, next) = next.into_shape_vec::<f32, 3>().map_err(other)?;
+        match (&*probability, shape == STATE) {
+            ([probability], true) => {
+                self.state = next;
+                Ok(*probability)
+            }
+            _ => Err(onnx.fault("its outputs have other shapes")),
+        }
+    }
+
+    /// Computes the whole windows among what is held.
+    fn windows(&mut self, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        let mut told = Vec::new();
+        let mut done = 0;
+        while self.sound.len() - done >= self.context + self.window {
+            let probability = self.window(done)?;
+            if self.tell_windows {
+                told.push(WindowV1 { start: self.heard, probability });
+            }
+            done += self.window;
+            self.heard += self.window as u64;
+            let event = self.speech.window(self.window as u64, probability);
+            // In the order of time: windows up to the event, then the event.
+            if event.is_some() || told.len() == MAX_FRAME_WINDOWS {
+                tell(&mut told, out);
+            }
+            out.extend(event);
+        }
+        tell(&mut told, out);
+        self.sound.drain(..done);
+        Ok(())
+    }
+}
+
+fn tell(told: &mut Vec<WindowV1>, out: &mut Vec<OperationOutput>) {
+    if !told.is_empty() {
+        out.push(OperationOutput::Windows(std::mem::take(told)));
+    }
+}
+
+impl Session for Heard {
+    fn window(&self) -> u32 {
+        self.window as u32
+    }
+
+    fn hear(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        self.sound.extend_from_slice(samples);
+        self.windows(out)
+    }
+
+    fn segment(&mut self, last: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        let rest = self.sound.len() - self.context;
+        let end = self.heard + rest as u64;
+        if last && rest > 0 {
+            self.sound.resize(self.context + self.window, 0.0);
+            self.windows(out)?;
+        }
+        out.extend(self.speech.cut(end));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.sound.clear();
+        self.sound.resize(self.context, 0.0);
+        self.state = vec![0.0; STATE.iter().product()];
+        self.heard = 0;
+        self.speech.reset();
+    }
+}

@@ -1,0 +1,106 @@
+//! Whether who has spoken is done, by smart-turn's network: the encoder of Whisper over the last eight seconds.
+
+use super::log_mel::{BANDS, FRAMES, LogMel, RATE, SAMPLES};
+use super::onnx::Onnx;
+use super::session::{Hears, Session, at_rate};
+use super::speech::invalid;
+use crate::Error;
+use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TurnV1};
+use rten::NodeId;
+use rten_tensor::Tensor;
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Above this a turn is complete, its authors say.
+const THRESHOLD: f32 = 0.5;
+
+/// The network, loaded.
+pub struct SmartTurn(Arc<Network>);
+
+struct Network {
+    onnx: Onnx,
+    features: NodeId,
+    probability: NodeId,
+    mel: LogMel,
+}
+
+impl SmartTurn {
+    /// Loads it. It is run by one thread: what is computed beside it is more urgent.
+    pub fn load(path: &Path) -> Result<Self, Error> {
+        let onnx = Onnx::load(path, 1, None)?;
+        let (features, probability) = (onnx.node("input_features")?, onnx.node("logits")?);
+        Ok(Self(Arc::new(Network { onnx, features, probability, mel: LogMel::default() })))
+    }
+}
+
+impl Hears for SmartTurn {
+    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
+        at_rate(rate, &[RATE])?;
+        let threshold = match options {
+            OperationOptions::Default => None,
+            OperationOptions::Turn(options) => options.threshold,
+            OperationOptions::Speech(_) => {
+                return Err(invalid("options", format!("{} has none of speech", Operation::TurnDetection)));
+            }
+        };
+        let threshold = threshold.unwrap_or(THRESHOLD);
+        if !(0.0..=1.0).contains(&threshold) {
+            return Err(invalid("threshold", format!("{threshold}, it must be 0 to 1")));
+        }
+        let network = Arc::clone(&self.0);
+        Ok(Box::new(Turn { network, threshold, last: VecDeque::with_capacity(SAMPLES), heard: 0 }))
+    }
+}
+
+/// One session.
+struct Turn {
+    network: Arc<Network>,
+    threshold: f32,
+    /// The last eight seconds at most.
+    last: VecDeque<f32>,
+    heard: u64,
+}
+
+impl Network {
+    /// That who has spoken is done, from exactly eight seconds.
+    fn probability(&self, samples: &[f32]) -> Result<f32, Error> {
+        let features = Tensor::from_data(&[1, BANDS, FRAMES], self.mel.features(samples));
+        let [value] = self.onnx.run(vec![(self.features, features.into())], [self.probability])?;
+        // The output is called logits, and is behind the sigmoid.
+        match value.into_shape_vec::<f32, 2>() {
+            Ok(([1, 1], values)) => Ok(values[0]),
+            Ok(_) | Err(_) => Err(self.onnx.fault("its output has another shape")),
+        }
+    }
+}
+
+impl Session for Turn {
+    fn window(&self) -> u32 {
+        SAMPLES as u32
+    }
+
+    fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        self.heard += samples.len() as u64;
+        let kept = &samples[samples.len().saturating_sub(SAMPLES)..];
+        let over = (self.last.len() + kept.len()).saturating_sub(SAMPLES);
+        self.last.drain(..over);
+        self.last.extend(kept);
+        Ok(())
+    }
+
+    /// What is shorter than eight seconds stands at their end.
+    fn segment(&mut self, _: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        let mut samples = vec![0.0; SAMPLES - self.last.len()];
+        samples.extend(&self.last);
+        let probability = self.network.probability(&samples)?;
+        let complete = probability > self.threshold;
+        out.push(OperationOutput::Turn(TurnV1 { at: self.heard, complete, probability }));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.last.clear();
+        self.heard = 0;
+    }
+}

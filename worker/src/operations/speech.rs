@@ -1,0 +1,183 @@
+//! Where speech begins and ends, by the probabilities of windows: the rule of Silero's own iterator over a stream, in
+//! samples. Sans-IO.
+
+use proto::operation::{OperationError, OperationOutput, SpeechOptionsV1};
+
+/// What Silero's authors recommend.
+const THRESHOLD: f32 = 0.5;
+/// Between what begins speech and what ends it.
+const HYSTERESIS: f32 = 0.15;
+const MIN_SILENCE_MS: u32 = 100;
+const PAD_MS: u32 = 30;
+/// No option is longer.
+const MAX_MS: u32 = 60_000;
+
+/// The options of a session, each with a value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SpeechRule {
+    threshold: f32,
+    end_threshold: f32,
+    min_silence: u64,
+    pad: u64,
+}
+
+impl SpeechRule {
+    /// For samples at `rate`.
+    ///
+    /// # Errors
+    /// [`OperationError::InvalidField`] for a value outside its limits.
+    pub fn new(options: &SpeechOptionsV1, rate: u32) -> Result<Self, OperationError> {
+        let probability = |field: &str, value: f32| match (0.0..=1.0).contains(&value) {
+            true => Ok(value),
+            false => Err(invalid(field, format!("{value}, it must be 0 to 1"))),
+        };
+        let samples = |field: &str, ms: u32| match ms <= MAX_MS {
+            true => Ok(u64::from(rate) * u64::from(ms) / 1000),
+            false => Err(invalid(field, format!("{ms}, the limit is {MAX_MS}"))),
+        };
+        let threshold = probability("threshold", options.threshold.unwrap_or(THRESHOLD))?;
+        let end = options.end_threshold.unwrap_or((threshold - HYSTERESIS).max(0.0));
+        let end_threshold = probability("end_threshold", end)?;
+        if end_threshold > threshold {
+            let reason = format!("{end_threshold}, it must not be above threshold ({threshold})");
+            return Err(invalid("end_threshold", reason));
+        }
+        Ok(Self {
+            threshold,
+            end_threshold,
+            min_silence: samples("min_silence_ms", options.min_silence_ms.unwrap_or(MIN_SILENCE_MS))?,
+            pad: samples("pad_ms", options.pad_ms.unwrap_or(PAD_MS))?,
+        })
+    }
+}
+
+/// A field that is refused.
+pub(super) fn invalid(field: &str, reason: String) -> OperationError {
+    OperationError::InvalidField { field: field.to_owned(), reason }
+}
+
+/// Whether somebody speaks.
+#[derive(Debug, Clone)]
+pub struct Speech {
+    rule: SpeechRule,
+    /// Samples of all windows so far.
+    heard: u64,
+    speaks: bool,
+    /// Behind the first window of the silence that may be the end.
+    quiet_since: Option<u64>,
+}
+
+impl Speech {
+    /// Nobody speaks yet.
+    pub fn new(rule: SpeechRule) -> Self {
+        Self { rule, heard: 0, speaks: false, quiet_since: None }
+    }
+
+    /// The next window, of so many samples, is speech with this probability: what follows of it.
+    pub fn window(&mut self, samples: u64, probability: f32) -> Option<OperationOutput> {
+        let start = self.heard;
+        self.heard += samples;
+        let SpeechRule { threshold, end_threshold, min_silence, pad } = self.rule;
+        if probability >= threshold {
+            self.quiet_since = None;
+            if !self.speaks {
+                self.speaks = true;
+                return Some(OperationOutput::SpeechStarted { at: start.saturating_sub(pad) });
+            }
+            return None;
+        }
+        if !self.speaks || probability >= end_threshold {
+            return None;
+        }
+        let quiet_since = *self.quiet_since.get_or_insert(self.heard);
+        if self.heard - quiet_since < min_silence {
+            return None;
+        }
+        self.speaks = false;
+        self.quiet_since = None;
+        // The window that began the silence belongs to it.
+        Some(OperationOutput::SpeechEnded { at: (quiet_since + pad).saturating_sub(samples) })
+    }
+
+    /// Speech that goes on ends at `at`.
+    pub fn cut(&mut self, at: u64) -> Option<OperationOutput> {
+        self.quiet_since = None;
+        std::mem::take(&mut self.speaks).then_some(OperationOutput::SpeechEnded { at })
+    }
+
+    /// As new.
+    pub fn reset(&mut self) {
+        *self = Self::new(self.rule);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn speech(options: SpeechOptionsV1) -> Speech {
+        Speech::new(SpeechRule::new(&options, 16_000).unwrap())
+    }
+
+    fn events(speech: &mut Speech, probabilities: &[f32]) -> Vec<(char, u64)> {
+        let told = probabilities.iter().filter_map(|p| speech.window(512, *p));
+        told.map(|event| match event {
+            OperationOutput::SpeechStarted { at } => ('s', at),
+            OperationOutput::SpeechEnded { at } => ('e', at),
+            other => panic!("{other:?}"),
+        })
+        .collect()
+    }
+
+    /// The positions are those that Silero's VADIterator gives for these probabilities.
+    #[test]
+    fn begins_at_the_threshold_and_ends_after_enough_silence_below_the_lower_one() {
+        let mut one = speech(SpeechOptionsV1::default());
+        // Silence of 100 ms is 1,600 samples: the fourth window behind the first quiet one completes it.
+        let told = events(&mut one, &[0.1, 0.49, 0.5, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2]);
+        assert_eq!(told, [('s', 1024 - 480), ('e', 5 * 512 + 480 - 512)]);
+        // Between the thresholds silence neither goes on nor starts, and does not end either.
+        let told = events(&mut one, &[0.6, 0.3, 0.4, 0.4, 0.4, 0.4, 0.34]);
+        let start = 9 * 512;
+        assert_eq!(told, [('s', start - 480), ('e', start + 2 * 512 + 480 - 512)]);
+        // Speech that comes back forgets it.
+        let mut two = speech(SpeechOptionsV1::default());
+        assert_eq!(events(&mut two, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
+        assert_eq!(events(&mut two, &[0.1]), [('e', 6 * 512 + 480 - 512)]);
+    }
+
+    #[test]
+    fn what_is_said_when_it_is_cut_ends_there_once() {
+        let mut speech = speech(SpeechOptionsV1::default());
+        assert_eq!(speech.cut(0), None);
+        assert_eq!(events(&mut speech, &[0.9]), [('s', 0)]);
+        assert_eq!(speech.cut(600), Some(OperationOutput::SpeechEnded { at: 600 }));
+        assert_eq!(speech.cut(600), None);
+        assert_eq!(events(&mut speech, &[0.9]), [('s', 512 - 480)]);
+        speech.reset();
+        assert_eq!(events(&mut speech, &[0.9]), [('s', 0)]);
+    }
+
+    #[test]
+    fn options_are_acted_upon_or_refused_by_name() {
+        let options = SpeechOptionsV1 {
+            threshold: Some(0.8),
+            end_threshold: Some(0.8),
+            min_silence_ms: Some(0),
+            pad_ms: Some(0),
+            windows: false,
+        };
+        let told = events(&mut speech(options), &[0.79, 0.8, 0.79]);
+        assert_eq!(told, [('s', 512), ('e', 1024)]);
+        let wrong = |options: SpeechOptionsV1| match SpeechRule::new(&options, 16_000).unwrap_err() {
+            OperationError::InvalidField { field, .. } => field,
+            other => panic!("{other:?}"),
+        };
+        let none = SpeechOptionsV1::default();
+        assert_eq!(wrong(SpeechOptionsV1 { threshold: Some(1.1), ..none.clone() }), "threshold");
+        assert_eq!(wrong(SpeechOptionsV1 { threshold: Some(f32::NAN), ..none.clone() }), "threshold");
+        assert_eq!(wrong(SpeechOptionsV1 { end_threshold: Some(0.6), ..none.clone() }), "end_threshold");
+        assert_eq!(wrong(SpeechOptionsV1 { min_silence_ms: Some(60_001), ..none.clone() }), "min_silence_ms");
+        assert_eq!(wrong(SpeechOptionsV1 { pad_ms: Some(u32::MAX), ..none }), "pad_ms");
+    }
+}

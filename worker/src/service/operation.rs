@@ -1,0 +1,156 @@
+//! One session of an operation over QUIC: sound in, what is made of it out. A frame is computed and answered before the
+//! next is read, so a client that sends faster, or reads slower, waits; QUIC's windows are all that it fills.
+
+use super::Node;
+use crate::operations::{OpenSession, SessionHandle};
+use crate::telemetry::SessionEnd;
+use proto::message::WorkerState;
+use proto::operation::{OperationError, OperationInput, OperationOutput, OperationRequest, Pcm};
+use proto::transport::{OperationCall, OperationInputs, OperationReplier};
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// How a session has ended.
+enum End {
+    /// With this frame.
+    With(OperationOutput, SessionEnd),
+    /// The client has left, or takes no answers.
+    Cut,
+}
+
+/// Serves the call to its end.
+pub(super) fn serve(node: &Node, call: OperationCall) -> impl Future<Output = ()> + Send + use<> {
+    let OperationCall { request, mut inputs, mut reply } = call;
+    let OperationRequest::V1(request) = request;
+    let opened = match node.state() {
+        WorkerState::Draining => {
+            node.operations.metrics().refused(request.operation, &OperationError::Draining);
+            Err(OperationError::Draining)
+        }
+        WorkerState::Ready | WorkerState::Starting => node.operations.open(&request),
+    };
+    async move {
+        let end = match opened {
+            Ok(mut session) => {
+                let (end, counted) = match run(&mut session, &mut inputs, &mut reply).await {
+                    End::With(frame, counted) => (Some(frame), counted),
+                    End::Cut => (None, SessionEnd::cut),
+                };
+                session.ends(counted);
+                end.map(|frame| (frame, session.limits.unread))
+            }
+            Err(error) => Some((OperationOutput::Failed(error), UNREAD)),
+        };
+        let Some((frame, limit)) = end else { return };
+        inputs.stop();
+        // Whoever does not take it has left.
+        if let Ok(Err(error)) = timeout(limit, reply.end(&frame)).await {
+            tracing::debug!(%error, "the end of a session was not taken");
+        }
+    }
+}
+
+/// Of what was never open.
+const UNREAD: Duration = Duration::from_secs(10);
+
+async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mut OperationReplier) -> End {
+    let limits = session.limits;
+    let failed = |error, end| End::With(OperationOutput::Failed(error), end);
+    let cancelled = reply.cancelled();
+    tokio::pin!(cancelled);
+    if let Err(end) = tell(reply, limits.unread, &[OperationOutput::Opened(session.opened.clone())]).await {
+        return end;
+    }
+    // Since it was opened, and since it was opened or reset.
+    let (mut samples, mut at) = (0, 0);
+    loop {
+        let input = tokio::select! {
+            input = timeout(limits.idle, inputs.next()) => input,
+            () = &mut cancelled => return End::Cut,
+        };
+        let input = match input {
+            Ok(Ok(Some(input))) => input,
+            // The client says no more: as if it had said so.
+            Ok(Ok(None)) => OperationInput::Close,
+            Ok(Err(proto::Error::Codec(error))) => {
+                let (field, reason) = ("frame".to_owned(), error.to_string());
+                return failed(OperationError::InvalidField { field, reason }, SessionEnd::refused);
+            }
+            Ok(Err(_)) => return End::Cut,
+            Err(_) => {
+                let after_ms = u64::try_from(limits.idle.as_millis()).unwrap_or(u64::MAX);
+                return failed(OperationError::Idle { after_ms }, SessionEnd::idle);
+            }
+        };
+        let finishes = input == OperationInput::Finish;
+        let outputs = match input {
+            OperationInput::Samples(pcm) => {
+                let more = pcm.len() as u64;
+                if samples + more > limits.samples {
+                    return failed(OperationError::TooLong { limit: limits.samples }, SessionEnd::refused);
+                }
+                (samples, at) = (samples + more, at + more);
+                match finite(pcm) {
+                    Ok(sound) => session.handle.hear(sound).await,
+                    Err(error) => return failed(error, SessionEnd::refused),
+                }
+            }
+            OperationInput::Segment => segment(&mut session.handle, false, at).await,
+            OperationInput::Finish => segment(&mut session.handle, true, at).await,
+            OperationInput::Reset => {
+                at = 0;
+                session.handle.reset().await.map(|()| vec![OperationOutput::Restarted])
+            }
+            OperationInput::Close => {
+                return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
+            }
+        };
+        match outputs {
+            Ok(outputs) => {
+                if let Err(end) = tell(reply, limits.unread, &outputs).await {
+                    return end;
+                }
+            }
+            Err(error) => {
+                tracing::error!(%error, operation = session.opened.model.as_str(), "a session has failed");
+                return failed(OperationError::Internal, SessionEnd::error);
+            }
+        }
+        if finishes {
+            return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
+        }
+    }
+}
+
+/// Sends answers; the end of the session where they are not taken in time.
+async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[OperationOutput]) -> Result<(), End> {
+    for output in outputs {
+        match timeout(limit, reply.send(output)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) | Err(_) => return Err(End::Cut),
+        }
+    }
+    Ok(())
+}
+
+async fn segment(
+    session: &mut SessionHandle,
+    last: bool,
+    at: u64,
+) -> Result<Vec<OperationOutput>, crate::Error> {
+    let mut outputs = session.segment(last).await?;
+    outputs.push(OperationOutput::Segmented { at });
+    Ok(outputs)
+}
+
+/// What is sound, with full scale 1.
+fn finite(pcm: Pcm) -> Result<Vec<f32>, OperationError> {
+    let sound = pcm.into_f32();
+    match sound.iter().position(|sample| !sample.is_finite()) {
+        None => Ok(sound),
+        Some(at) => Err(OperationError::InvalidField {
+            field: "samples".to_owned(),
+            reason: format!("sample {at} of a frame is not a number"),
+        }),
+    }
+}

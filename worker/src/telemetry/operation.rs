@@ -1,0 +1,136 @@
+//! Sessions of operations: how many there are, how they end, and what they cost.
+
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::{Family, MetricConstructor};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use proto::operation::{Operation, OperationError};
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+/// Label of an operation.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct OperationLabel {
+    /// Its name.
+    pub operation: &'static str,
+}
+
+impl OperationLabel {
+    /// Of `operation`.
+    pub fn new(operation: Operation) -> Self {
+        Self { operation: operation.name() }
+    }
+}
+
+/// Label of how sessions end.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct SessionEndLabel {
+    /// Its name.
+    pub operation: &'static str,
+    /// How.
+    pub end: SessionEnd,
+}
+
+/// How a session ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
+pub enum SessionEnd {
+    /// As its client wanted.
+    finished,
+    /// The client left, or took no answers.
+    cut,
+    /// Nothing was heard for too long.
+    idle,
+    /// A frame or a limit that is refused.
+    refused,
+    /// The model failed.
+    error,
+}
+
+/// Label of sessions that are not opened.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct SessionRefusedLabel {
+    /// Its name.
+    pub operation: &'static str,
+    /// Why.
+    pub reason: &'static str,
+}
+
+/// Seconds, 100 us to 5 s.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ComputeBuckets;
+
+impl MetricConstructor<Histogram> for ComputeBuckets {
+    fn new_metric(&self) -> Histogram {
+        Histogram::new([
+            1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
+        ])
+    }
+}
+
+/// Metrics of operations. Clones count together.
+#[derive(Debug, Clone)]
+pub struct OperationMetrics {
+    /// Sessions that are open.
+    pub sessions: Family<OperationLabel, Gauge>,
+    ended: Family<SessionEndLabel, Counter>,
+    refused: Family<SessionRefusedLabel, Counter>,
+    audio: Family<OperationLabel, Counter<f64, AtomicU64>>,
+    compute: Family<OperationLabel, Histogram, ComputeBuckets>,
+}
+
+impl Default for OperationMetrics {
+    fn default() -> Self {
+        Self {
+            sessions: Family::default(),
+            ended: Family::default(),
+            refused: Family::default(),
+            audio: Family::default(),
+            compute: Family::new_with_constructor(ComputeBuckets),
+        }
+    }
+}
+
+impl OperationMetrics {
+    /// One has ended.
+    pub(crate) fn ended(&self, operation: Operation, end: SessionEnd) {
+        self.ended.get_or_create(&SessionEndLabel { operation: operation.name(), end }).inc();
+    }
+
+    /// One is not opened.
+    pub(crate) fn refused(&self, operation: Operation, error: &OperationError) {
+        let reason = match error {
+            OperationError::NotServed { .. } => "not_served",
+            OperationError::ModelNotFound { .. } => "model_not_found",
+            OperationError::InvalidField { .. } => "invalid_field",
+            OperationError::TooManySessions { .. } => "too_many_sessions",
+            OperationError::Draining => "draining",
+            OperationError::Idle { .. } | OperationError::TooLong { .. } | OperationError::Internal => {
+                "internal"
+            }
+        };
+        self.refused.get_or_create(&SessionRefusedLabel { operation: operation.name(), reason }).inc();
+    }
+
+    /// A piece was computed.
+    pub(crate) fn computed(&self, operation: Operation, took: Duration, seconds_of_sound: f64) {
+        let label = OperationLabel::new(operation);
+        self.audio.get_or_create(&label).inc_by(seconds_of_sound);
+        self.compute.get_or_create(&label).observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn register(&self, registry: &mut Registry) {
+        let sessions = "Sessions of an operation that are open";
+        registry.register("kvasir_operation_sessions", sessions, self.sessions.clone());
+        let ended = "Sessions of an operation that have ended, by how";
+        registry.register("kvasir_operation_sessions_ended", ended, self.ended.clone());
+        let refused = "Sessions of an operation that were not opened, by why";
+        registry.register("kvasir_operation_refused", refused, self.refused.clone());
+        let audio = "Sound that sessions of an operation have heard";
+        registry.register("kvasir_operation_audio_seconds", audio, self.audio.clone());
+        let compute = "Computing a piece of what was heard, or what it is";
+        registry.register("kvasir_operation_compute_seconds", compute, self.compute.clone());
+    }
+}

@@ -1,0 +1,155 @@
+//! Sessions of operations over QUIC, of a worker that does nothing else.
+
+use super::{PATIENCE, Pair, pair_of};
+use kvasir_worker::operations::{Bundle, SessionLimits};
+use proto::ids::{ModelId, RequestId};
+use proto::operation::{
+    Operation, OperationError, OperationInput, OperationOptions, OperationOutput, OperationRequest,
+    OperationRequestV1, Pcm, SpeechOptionsV1,
+};
+use proto::transport::OperationSession;
+use std::time::Duration;
+use tokio::time::timeout;
+
+async fn worker(limits: SessionLimits) -> Pair {
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/operations").into();
+    let bundles = vec![Bundle { id: ModelId::new("tiny").unwrap(), dir }];
+    pair_of(None, 4, |config| {
+        config.model = None;
+        config.bundles = bundles;
+        config.sessions = limits;
+    })
+    .await
+}
+
+async fn open(pair: &Pair, operation: Operation) -> Result<OperationSession, OperationError> {
+    let options = match operation {
+        Operation::Vad => {
+            OperationOptions::Speech(SpeechOptionsV1 { windows: true, ..SpeechOptionsV1::default() })
+        }
+        _ => OperationOptions::Default,
+    };
+    let request = OperationRequestV1 {
+        request_id: RequestId::new("r").unwrap(),
+        operation,
+        model: None,
+        sample_rate: 16_000,
+        options,
+        trace: None,
+    };
+    let opened = pair.connection.open_operation(&OperationRequest::V1(request));
+    timeout(PATIENCE, opened).await.unwrap().unwrap()
+}
+
+async fn answers(
+    session: &mut OperationSession,
+    until: fn(&OperationOutput) -> bool,
+) -> Vec<OperationOutput> {
+    let mut all = Vec::new();
+    while !all.last().is_some_and(until) {
+        all.push(timeout(PATIENCE, session.answers.next()).await.unwrap().unwrap());
+    }
+    all
+}
+
+#[tokio::test]
+async fn a_session_hears_segments_resets_and_finishes() {
+    let pair = worker(SessionLimits::default()).await;
+    let mut vad = open(&pair, Operation::Vad).await.unwrap();
+    assert_eq!(
+        (vad.opened.backend.as_str(), vad.opened.window, vad.opened.sample_rate),
+        ("onnx", 512, 16_000)
+    );
+    let full = OperationInput::Samples(Pcm::I16(vec![i16::MIN; 512]));
+    for input in [full.clone(), OperationInput::Segment, OperationInput::Reset, full, OperationInput::Finish]
+    {
+        vad.sender.send(&input).await.unwrap();
+    }
+    let told = answers(&mut vad, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
+    let probability = 1.0;
+    let heard = [
+        OperationOutput::Windows(vec![proto::operation::WindowV1 { start: 0, probability }]),
+        OperationOutput::SpeechStarted { at: 0 },
+        OperationOutput::SpeechEnded { at: 512 },
+        OperationOutput::Segmented { at: 512 },
+    ];
+    let expected: Vec<_> = heard
+        .iter()
+        .cloned()
+        .chain([OperationOutput::Restarted])
+        .chain(heard.iter().cloned())
+        .chain([OperationOutput::Finished { samples: 1024 }])
+        .collect();
+    assert_eq!(told, expected);
+
+    let mut turn = open(&pair, Operation::TurnDetection).await.unwrap();
+    turn.sender.send(&OperationInput::Samples(Pcm::F32(vec![0.5; 1000]))).await.unwrap();
+    turn.sender.send(&OperationInput::Finish).await.unwrap();
+    let told = answers(&mut turn, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
+    assert!(matches!(told[0], OperationOutput::Turn(turn) if turn.at == 1000), "{told:?}");
+    assert_eq!(
+        told[1..],
+        [OperationOutput::Segmented { at: 1000 }, OperationOutput::Finished { samples: 1000 }]
+    );
+    pair.worker.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_not_served_says_so_and_limits_hold() {
+    let idle = Duration::from_millis(300);
+    let pair = worker(SessionLimits { sessions: 1, idle, samples: 1000, ..SessionLimits::default() }).await;
+    let nobody = open(&pair, Operation::Asr).await.err();
+    assert_eq!(nobody, Some(OperationError::NotServed { operation: Operation::Asr }));
+    let mut first = open(&pair, Operation::Vad).await.unwrap();
+    assert_eq!(open(&pair, Operation::Vad).await.err(), Some(OperationError::TooManySessions { limit: 1 }));
+    // Nothing is sent: the worker ends it, and has room again.
+    let end = answers(&mut first, |_| true).await;
+    assert_eq!(end, [OperationOutput::Failed(OperationError::Idle { after_ms: 300 })]);
+    let mut second = open(&pair, Operation::Vad).await.unwrap();
+    second.sender.send(&OperationInput::Samples(Pcm::F32(vec![0.0; 1001]))).await.unwrap();
+    let end = answers(&mut second, |answer| matches!(answer, OperationOutput::Failed(_))).await;
+    assert_eq!(end, [OperationOutput::Failed(OperationError::TooLong { limit: 1000 })]);
+    let mut third = open(&pair, Operation::Vad).await.unwrap();
+    third.sender.send(&OperationInput::Samples(Pcm::F32(vec![f32::NAN]))).await.unwrap();
+    let end = answers(&mut third, |_| true).await;
+    assert!(
+        matches!(&end[..], [OperationOutput::Failed(OperationError::InvalidField { field, .. })] if field == "samples"),
+        "{end:?}"
+    );
+    // A client that leaves gives its place back.
+    let fourth = open(&pair, Operation::Vad).await.unwrap();
+    drop(fourth);
+    let again = async {
+        loop {
+            match open(&pair, Operation::Vad).await {
+                Ok(session) => break session,
+                Err(error) => assert_eq!(error, OperationError::TooManySessions { limit: 1 }),
+            }
+        }
+    };
+    drop(timeout(PATIENCE, again).await.unwrap());
+    pair.worker.stop().await;
+}
+
+/// What goes on is heard to its end; nothing new begins.
+#[tokio::test]
+async fn a_worker_that_drains_finishes_its_sessions() {
+    let pair = worker(SessionLimits::default()).await;
+    let mut session = open(&pair, Operation::Vad).await.unwrap();
+    let api = pair.connection.worker_api().await.unwrap();
+    api.drain(proto::service::deadline(PATIENCE)).await.unwrap();
+    assert_eq!(open(&pair, Operation::Vad).await.err(), Some(OperationError::Draining));
+    let drained = tokio::spawn(async move {
+        pair.worker.drain().await;
+        pair
+    });
+    session.sender.send(&OperationInput::Samples(Pcm::F32(vec![1.0; 512]))).await.unwrap();
+    let told = answers(&mut session, |answer| matches!(answer, OperationOutput::SpeechStarted { .. })).await;
+    assert_eq!(told.len(), 2);
+    assert!(!drained.is_finished());
+    session.sender.send(&OperationInput::Close).await.unwrap();
+    let end = answers(&mut session, |_| true).await;
+    assert_eq!(end, [OperationOutput::Finished { samples: 512 }], "closed, not judged");
+    let pair = timeout(PATIENCE, drained).await.unwrap().unwrap();
+    pair.worker.stop().await;
+}
