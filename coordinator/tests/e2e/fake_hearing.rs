@@ -22,7 +22,7 @@ pub(crate) struct Hearing {
     stands: watch::Sender<bool>,
     /// Each frame of sound is answered by as many windows as one frame has.
     pub(crate) loud: Mutex<bool>,
-    /// Windows of such answers that were sent.
+    /// Such answers that were sent.
     pub(crate) said: watch::Sender<u64>,
 }
 
@@ -130,7 +130,7 @@ async fn hear(
                     let window = |start| WindowV1 { start, probability: 0.125 };
                     let windows: Vec<WindowV1> = (0..MAX_FRAME_WINDOWS as u64).map(window).collect();
                     reply.send(&OperationOutput::Windows(windows)).await?;
-                    hearing.said.send_modify(|said| *said += MAX_FRAME_WINDOWS as u64);
+                    hearing.said.send_modify(|said| *said += 1);
                     continue;
                 }
                 heard.extend(pcm.into_f32());

@@ -128,6 +128,16 @@ impl WebSocket {
         let _ = self.socket.get_mut().write_all(bytes).await;
     }
 
+    /// The next event as it is.
+    pub(crate) async fn next_text(&mut self) -> String {
+        loop {
+            let message = tokio::time::timeout(LIMIT, self.socket.next()).await.expect("an event in time");
+            if let Message::Text(text) = message.unwrap().unwrap() {
+                return text.to_string();
+            }
+        }
+    }
+
     /// The next event; at the end none.
     pub(crate) async fn next(&mut self) -> Option<Value> {
         loop {
