@@ -129,7 +129,11 @@ impl Embed {
         }
         if self.json {
             let texts = encoded.iter().map(|encoded| Printed::new(encoded, pooling)).collect();
-            writeln!(std::io::stdout().lock(), "{}", serde_json::to_string(&Report { backend: encoder.backend(), texts })?)?;
+            writeln!(
+                std::io::stdout().lock(),
+                "{}",
+                serde_json::to_string(&Report { backend: encoder.backend(), texts })?
+            )?;
         }
         Ok(())
     }

@@ -87,8 +87,12 @@ fn voice_activity_is_what_the_published_network_answers() {
     for case in &reference.vad {
         // An odd number of samples at a time.
         let answer = answer("vad", &case.file, &["--windows", "--chunk", "777"]);
-        assert_eq!((answer["backend"].as_str(), answer["sample_rate"].as_u64()), (Some("onnx"), Some(case.rate.into())));
-        let found: Vec<f64> = of_type(&answer, "window").map(|event| event["probability"].as_f64().unwrap()).collect();
+        assert_eq!(
+            (answer["backend"].as_str(), answer["sample_rate"].as_u64()),
+            (Some("onnx"), Some(case.rate.into()))
+        );
+        let found: Vec<f64> =
+            of_type(&answer, "window").map(|event| event["probability"].as_f64().unwrap()).collect();
         assert_eq!(found.len(), case.windows.len(), "{}", case.file);
         for (at, (ours, theirs)) in found.iter().zip(&case.windows).enumerate() {
             let difference = (ours - theirs).abs();
@@ -98,7 +102,8 @@ fn voice_activity_is_what_the_published_network_answers() {
         near += case.windows.iter().filter(|p| (*p - 0.5).abs() < 0.1).count();
         all += found.len();
         // Who is so near a threshold that the difference decides may say either.
-        let open = |p: &f64| [0.5, 0.35].iter().any(|threshold| (p - threshold).abs() <= MAX_DIFFERENCE / 10.0);
+        let open =
+            |p: &f64| [0.5, 0.35].iter().any(|threshold| (p - threshold).abs() <= MAX_DIFFERENCE / 10.0);
         if !case.windows.iter().any(open) {
             let events: Vec<(String, u64)> = answer["events"]
                 .as_array()
@@ -110,7 +115,10 @@ fn voice_activity_is_what_the_published_network_answers() {
             assert_eq!(events, case.events, "{}", case.file);
         }
     }
-    println!("{} files, {all} windows, {near} within 0.1 of the threshold, worst {worst:e}", reference.vad.len());
+    println!(
+        "{} files, {all} windows, {near} within 0.1 of the threshold, worst {worst:e}",
+        reference.vad.len()
+    );
     assert!(near > 100, "{near} of {all} windows are near the threshold: too few to mean anything");
 }
 
@@ -138,10 +146,18 @@ fn turn_detection_is_what_the_network_answers_as_far_as_that_is_defined() {
         let own = case.published_most - case.published_least;
         let away = (ours - case.published).abs();
         println!("{}: {ours} published {}, which moves by {own}", case.file, case.published);
-        assert!(away <= 3.0 * own + 0.05, "{}: {ours} instead of {}, which moves by {own}", case.file, case.published);
+        assert!(
+            away <= 3.0 * own + 0.05,
+            "{}: {ours} instead of {}, which moves by {own}",
+            case.file,
+            case.published
+        );
         same += usize::from(away <= MAX_DIFFERENCE);
     }
-    println!("worst of the smooth ones {worst:e}; {same} of {} published ones the same", reference.turn.len());
+    println!(
+        "worst of the smooth ones {worst:e}; {same} of {} published ones the same",
+        reference.turn.len()
+    );
     assert!(same >= 2, "{same}");
 }
 
@@ -152,7 +168,8 @@ fn minilm_gives_the_same_vectors_through_both_backends() {
     let model = dir.join("minilm/model.safetensors");
     let ids = dir.join("ids.json");
     let embedded = |backend: Option<&str>| -> (String, Vec<Vec<f64>>) {
-        let mut command = binary::command(&["embed", word(&model), "--tokens", word(&ids), "--json"]).unwrap();
+        let mut command =
+            binary::command(&["embed", word(&model), "--tokens", word(&ids), "--json"]).unwrap();
         if let Some(backend) = backend {
             command.env("KVASIR_EMBED_BACKEND", backend);
         }
@@ -190,7 +207,10 @@ fn what_cannot_be_done_is_refused_and_says_why() {
         let mut command = binary::command(arguments).unwrap();
         let output = command.envs(variables.iter().copied()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(code) && stderr.contains(said), "{arguments:?}: {code}: {stderr}");
+        assert!(
+            output.status.code() == Some(code) && stderr.contains(said),
+            "{arguments:?}: {code}: {stderr}"
+        );
     };
     for operation in ["asr", "tts"] {
         refused(&["operation", operation, "--audio", speech], &[], 64, &format!("nobody serves {operation}"));
@@ -198,12 +218,22 @@ fn what_cannot_be_done_is_refused_and_says_why() {
     refused(&["operation", "embed", "--audio", speech], &[], 64, "embed is for texts");
     refused(&["operation", "smell", "--audio", speech], &[], 2, "turn_detection");
     refused(&["operation", "turn_detection", "--audio", speech, "--windows"], &[], 2, "--windows");
-    refused(&["operation", "vad", "--audio", speech, "--bundle", word(&missing)], &[], 64, "nobody serves vad; onnx: there is no");
+    refused(
+        &["operation", "vad", "--audio", speech, "--bundle", word(&missing)],
+        &[],
+        64,
+        "nobody serves vad; onnx: there is no",
+    );
     refused(&["operation", "vad", "--audio", speech, "--bundle", "smollm2-135m"], &[], 64, "smollm2-135m");
     refused(&["operation", "vad", "--audio", "/no/such.wav"], &[], 1, "/no/such.wav");
     refused(&["operation", "vad", "--audio", speech, "--threshold", "2"], &[], 1, "threshold");
     let demand = [("KVASIR_VAD_BACKEND", "kernels")];
-    refused(&["operation", "vad", "--audio", speech], &demand, 64, "KVASIR_VAD_BACKEND demands backend \"kernels\"");
+    refused(
+        &["operation", "vad", "--audio", speech],
+        &demand,
+        64,
+        "KVASIR_VAD_BACKEND demands backend \"kernels\"",
+    );
     let model = nothing.join("tiny/bert/bert-f32.gguf");
     let demand = [("KVASIR_EMBED_BACKEND", "onnx")];
     refused(&["embed", word(&model), "--text", "hi", "--json"], &demand, 64, "there is no *.onnx");

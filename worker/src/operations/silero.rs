@@ -18,7 +18,7 @@ use std::sync::Arc;
 const STATE: [usize; 3] = [2, 1, 128];
 
 /// The network, loaded.
-pub struct Silero(Arc<Network>);
+pub(super) struct Silero(Arc<Network>);
 
 struct Network {
     onnx: Onnx,
@@ -31,7 +31,7 @@ struct Network {
 
 impl Silero {
     /// Loads it; its arithmetic is too little for more than one thread.
-    pub fn load(path: &Path) -> Result<Self, Error> {
+    pub(super) fn load(path: &Path) -> Result<Self, Error> {
         let onnx = Onnx::load(path, 1, None)?;
         let node = |name| onnx.node(name);
         let (sound, state, rate) = (node("input")?, node("state")?, node("sr")?);

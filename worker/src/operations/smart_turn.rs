@@ -16,7 +16,7 @@ use std::sync::Arc;
 const THRESHOLD: f32 = 0.5;
 
 /// The network, loaded.
-pub struct SmartTurn(Arc<Network>);
+pub(super) struct SmartTurn(Arc<Network>);
 
 struct Network {
     onnx: Onnx,
@@ -27,7 +27,7 @@ struct Network {
 
 impl SmartTurn {
     /// Loads it. It is run by one thread: what is computed beside it is more urgent.
-    pub fn load(path: &Path) -> Result<Self, Error> {
+    pub(super) fn load(path: &Path) -> Result<Self, Error> {
         let onnx = Onnx::load(path, 1, None)?;
         let (features, probability) = (onnx.node("input_features")?, onnx.node("logits")?);
         Ok(Self(Arc::new(Network { onnx, features, probability, mel: LogMel::default() })))

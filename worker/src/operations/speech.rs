@@ -14,7 +14,7 @@ const MAX_MS: u32 = 60_000;
 
 /// The options of a session, each with a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SpeechRule {
+pub(super) struct SpeechRule {
     threshold: f32,
     end_threshold: f32,
     min_silence: u64,
@@ -26,7 +26,7 @@ impl SpeechRule {
     ///
     /// # Errors
     /// [`OperationError::InvalidField`] for a value outside its limits.
-    pub fn new(options: &SpeechOptionsV1, rate: u32) -> Result<Self, OperationError> {
+    pub(super) fn new(options: &SpeechOptionsV1, rate: u32) -> Result<Self, OperationError> {
         let probability = |field: &str, value: f32| match (0.0..=1.0).contains(&value) {
             true => Ok(value),
             false => Err(invalid(field, format!("{value}, it must be 0 to 1"))),
@@ -58,7 +58,7 @@ pub(super) fn invalid(field: &str, reason: String) -> OperationError {
 
 /// Whether somebody speaks.
 #[derive(Debug, Clone)]
-pub struct Speech {
+pub(super) struct Speech {
     rule: SpeechRule,
     /// Samples of all windows so far.
     heard: u64,
@@ -69,12 +69,12 @@ pub struct Speech {
 
 impl Speech {
     /// Nobody speaks yet.
-    pub fn new(rule: SpeechRule) -> Self {
+    pub(super) fn new(rule: SpeechRule) -> Self {
         Self { rule, heard: 0, speaks: false, quiet_since: None }
     }
 
     /// The next window, of so many samples, is speech with this probability: what follows of it.
-    pub fn window(&mut self, samples: u64, probability: f32) -> Option<OperationOutput> {
+    pub(super) fn window(&mut self, samples: u64, probability: f32) -> Option<OperationOutput> {
         let start = self.heard;
         self.heard += samples;
         let SpeechRule { threshold, end_threshold, min_silence, pad } = self.rule;
@@ -100,13 +100,13 @@ impl Speech {
     }
 
     /// Speech that goes on ends at `at`.
-    pub fn cut(&mut self, at: u64) -> Option<OperationOutput> {
+    pub(super) fn cut(&mut self, at: u64) -> Option<OperationOutput> {
         self.quiet_since = None;
         std::mem::take(&mut self.speaks).then_some(OperationOutput::SpeechEnded { at })
     }
 
     /// As new.
-    pub fn reset(&mut self) {
+    pub(super) fn reset(&mut self) {
         *self = Self::new(self.rule);
     }
 }
@@ -143,7 +143,7 @@ mod tests {
         // Speech that comes back forgets it.
         let mut two = speech(SpeechOptionsV1::default());
         assert_eq!(events(&mut two, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
-        assert_eq!(events(&mut two, &[0.1]), [('e', 6 * 512 + 480 - 512)]);
+        assert_eq!(events(&mut two, &[0.1, 0.1]), [('e', 6 * 512 + 480 - 512)]);
     }
 
     #[test]

@@ -112,7 +112,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
                 }
             }
             Err(error) => {
-                tracing::error!(%error, operation = session.opened.model.as_str(), "a session has failed");
+                tracing::error!(%error, model = %session.opened.model, "a session has failed");
                 return failed(OperationError::Internal, SessionEnd::error);
             }
         }

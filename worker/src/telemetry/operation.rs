@@ -26,11 +26,11 @@ impl OperationLabel {
 
 /// Label of how sessions end.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct SessionEndLabel {
+struct SessionEndLabel {
     /// Its name.
-    pub operation: &'static str,
+    operation: &'static str,
     /// How.
-    pub end: SessionEnd,
+    end: SessionEnd,
 }
 
 /// How a session ends.
@@ -51,16 +51,16 @@ pub enum SessionEnd {
 
 /// Label of sessions that are not opened.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct SessionRefusedLabel {
+struct SessionRefusedLabel {
     /// Its name.
-    pub operation: &'static str,
+    operation: &'static str,
     /// Why.
-    pub reason: &'static str,
+    reason: &'static str,
 }
 
 /// Seconds, 100 us to 5 s.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct ComputeBuckets;
+struct ComputeBuckets;
 
 impl MetricConstructor<Histogram> for ComputeBuckets {
     fn new_metric(&self) -> Histogram {

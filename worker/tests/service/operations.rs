@@ -97,14 +97,21 @@ async fn a_session_hears_segments_resets_and_finishes() {
 #[tokio::test]
 async fn what_is_not_served_says_so_and_limits_hold() {
     let idle = Duration::from_millis(300);
-    let pair = worker(SessionLimits { sessions: 1, idle, samples: 1000, ..SessionLimits::default() }).await;
+    let impatient = worker(SessionLimits { sessions: 1, idle, ..SessionLimits::default() }).await;
+    let mut silent = open(&impatient, Operation::Vad).await.unwrap();
+    // Nothing is sent: the worker ends it, and has room again.
+    let end = answers(&mut silent, |_| true).await;
+    assert_eq!(end, [OperationOutput::Failed(OperationError::Idle { after_ms: 300 })]);
+    drop(open(&impatient, Operation::Vad).await.unwrap());
+    impatient.worker.stop().await;
+
+    let pair = worker(SessionLimits { sessions: 1, samples: 1000, ..SessionLimits::default() }).await;
     let nobody = open(&pair, Operation::Asr).await.err();
     assert_eq!(nobody, Some(OperationError::NotServed { operation: Operation::Asr }));
     let mut first = open(&pair, Operation::Vad).await.unwrap();
     assert_eq!(open(&pair, Operation::Vad).await.err(), Some(OperationError::TooManySessions { limit: 1 }));
-    // Nothing is sent: the worker ends it, and has room again.
-    let end = answers(&mut first, |_| true).await;
-    assert_eq!(end, [OperationOutput::Failed(OperationError::Idle { after_ms: 300 })]);
+    first.sender.send(&OperationInput::Close).await.unwrap();
+    assert_eq!(answers(&mut first, |_| true).await, [OperationOutput::Finished { samples: 0 }]);
     let mut second = open(&pair, Operation::Vad).await.unwrap();
     second.sender.send(&OperationInput::Samples(Pcm::F32(vec![0.0; 1001]))).await.unwrap();
     let end = answers(&mut second, |answer| matches!(answer, OperationOutput::Failed(_))).await;
