@@ -106,6 +106,16 @@ pub(crate) struct CoordinatorSettings {
     /// HTTP connections at a time on the API port.
     #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
     pub(crate) max_connections: Option<usize>,
+    /// Sessions of operations, such as voice activity over a WebSocket, that one tenant may have at this coordinator at a
+    /// time.
+    #[arg(long, value_name = "N", env = "KVASIR_SESSIONS_PER_TENANT")]
+    pub(crate) sessions_per_tenant: Option<u32>,
+    /// A session in which the client says nothing for so long ends.
+    #[arg(long, value_name = "TIME", env = "KVASIR_SESSION_IDLE")]
+    pub(crate) session_idle: Option<Period>,
+    /// Time that a session may last.
+    #[arg(long, value_name = "TIME", env = "KVASIR_SESSION_MAX")]
+    pub(crate) session_max: Option<Period>,
     /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub(crate) otlp_endpoint: Option<String>,
@@ -196,6 +206,17 @@ impl CoordinatorSettings {
             index_bytes: or!(index_bytes, ByteSize(default.index_bytes), "a bound, not a reservation"),
             routing: or!(routing, RoutingArg::Prefix, "it computes the least"),
             max_connections: or!(max_connections, default.max_connections, "a bound on open files"),
+            sessions_per_tenant: or!(
+                sessions_per_tenant,
+                default.sessions_per_tenant,
+                "one tenant leaves room for others"
+            ),
+            session_idle: or!(
+                session_idle,
+                seconds(default.session_idle_s),
+                "sound does not pause for as long"
+            ),
+            session_max: or!(session_max, seconds(default.session_max_s), "longer than most calls"),
         };
         Ok((complete, explained))
     }
@@ -231,6 +252,9 @@ impl CoordinatorSettings {
             routing: self.routing.map_or(default.routing, Into::into),
             shards: self.shards,
             max_connections: self.max_connections.unwrap_or(default.max_connections),
+            sessions_per_tenant: self.sessions_per_tenant.unwrap_or(default.sessions_per_tenant),
+            session_idle_s: ms(self.session_idle, default.session_idle_s * 1000).div_ceil(1000),
+            session_max_s: ms(self.session_max, default.session_max_s * 1000).div_ceil(1000),
             drain_s: ms(self.drain_timeout, default.drain_s * 1000).div_ceil(1000),
         };
         config.check().map_err(ConfigError::Coordinator)?;

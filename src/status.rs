@@ -74,6 +74,9 @@ pub(crate) struct Worker {
     quarantined: bool,
     #[serde(default)]
     models: Vec<String>,
+    /// What it can be asked for besides generations.
+    #[serde(default)]
+    pub(crate) operations: Vec<Offer>,
     pub(crate) kv_used: u64,
     pub(crate) kv_total: u64,
     #[serde(default)]
@@ -92,6 +95,18 @@ pub(crate) struct Worker {
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
+}
+
+/// An operation that a worker offers with one model.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Offer {
+    pub(crate) operation: String,
+    pub(crate) model: String,
+    #[serde(default)]
+    backend: Option<String>,
+    /// Those that it has from the coordinator that is asked.
+    #[serde(default)]
+    pub(crate) sessions: u64,
 }
 
 /// A model of the API.
@@ -221,6 +236,15 @@ fn table(cluster: &Cluster) -> String {
         ]);
     }
     let mut text = columns(&rows);
+    for Worker { id, operations, .. } in cluster.workers.iter().filter(|worker| !worker.operations.is_empty())
+    {
+        let offer = |Offer { operation, model, backend, sessions }: &Offer| {
+            let by = backend.as_ref().map(|backend| format!(" by {backend}")).unwrap_or_default();
+            let open = if *sessions > 0 { format!(", {sessions} open") } else { String::new() };
+            format!("{operation} ({model}{by}{open})")
+        };
+        text += &format!("{id} offers {}\n", operations.iter().map(offer).collect::<Vec<_>>().join(", "));
+    }
     for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.quarantined) {
         text += &format!("{id} has lost its GPU again and again, and drains until `kvasir undrain {id}`\n");
     }
@@ -282,7 +306,9 @@ mod tests {
         let cluster: Cluster = serde_json::from_str(
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
-                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"new":1}],
+                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"new":1,
+                            "operations":[{"operation":"embed","model":"m","backend":null},
+                            {"operation":"vad","model":"v","backend":"onnx","sessions":2}]}],
                 "models":[{"id":"m","verification":"unverified"},{"id":"n"}],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
                 "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
@@ -302,6 +328,7 @@ mod tests {
             "w1 gets its model from other workers: 2 of 9 MiB",
             "by w2",
             "m is unverified",
+            "w0 offers embed (m), vad (v by onnx, 2 open)",
             "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");

@@ -3,7 +3,7 @@
 use crate::access::Access;
 use crate::config::Period;
 use crate::status::{Cluster, Worker, columns};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -176,9 +176,10 @@ fn screen(before: &Sample, now: &Sample) -> String {
         ]
     }));
     let queue = &cluster.queue;
+    let operations = operations(cluster);
     format!(
         "requests: {} waiting ({} tokens), {} with workers, {}/s finished; \
-         tokens/s: {} prompt, {} generated; first token after {}\n\n{}\n{}",
+         tokens/s: {} prompt, {} generated; first token after {}\n\n{}{operations}\n{}",
         queue.requests,
         queue.tokens,
         queue.inflight,
@@ -191,6 +192,24 @@ fn screen(before: &Sample, now: &Sample) -> String {
     )
 }
 
+/// Who can be asked for operations, and how many sessions are open; nothing where nobody can.
+fn operations(cluster: &Cluster) -> String {
+    let mut all: BTreeMap<(&str, &str), (u64, u64)> = BTreeMap::new();
+    for offer in cluster.workers.iter().flat_map(|worker| &worker.operations) {
+        let (workers, sessions) = all.entry((&offer.operation, &offer.model)).or_default();
+        *workers += 1;
+        *sessions += offer.sessions;
+    }
+    if all.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["OPERATION", "MODEL", "WORKERS", "SESSIONS"].map(str::to_owned).to_vec()];
+    rows.extend(all.iter().map(|((operation, model), (workers, sessions))| {
+        vec![(*operation).to_owned(), (*model).to_owned(), workers.to_string(), sessions.to_string()]
+    }));
+    format!("\n{}", columns(&rows))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -200,7 +219,8 @@ mod tests {
             "coordinators": [{"id": "c0", "role": "leader", "term": 3, "applied": 40}],
             "workers": [{"id": "w0", "epoch": 1, "state": "ready", "kv_used": 25, "kv_total": 100, "running": 2,
                          "waiting": 1, "last_progress_ms": 7, "queue_s": 0.25, "generated_tokens": 40},
-                        {"id": "w1", "epoch": 1, "state": "ready", "kv_used": 0, "kv_total": 100, "queue_s": 1.5}],
+                        {"id": "w1", "epoch": 1, "state": "ready", "kv_used": 0, "kv_total": 100, "queue_s": 1.5,
+                         "operations": [{"operation": "vad", "model": "v", "sessions": 2}]}],
             "queue": {"requests": 5, "tokens": 900, "inflight": 3},
         });
         Sample { at, cluster: serde_json::from_value(cluster).unwrap(), series: Series::read(metrics) }
@@ -233,6 +253,8 @@ mod tests {
         );
         assert!(screen.find("w1 ") < screen.find("w0 "), "who has most to do comes first\n{screen}");
         assert!(screen.starts_with("requests: 5 waiting (900 tokens), 3 with workers"), "{screen}");
+        let offered = screen.lines().find(|line| line.starts_with("vad")).unwrap();
+        assert_eq!(offered.split_whitespace().collect::<Vec<_>>(), ["vad", "v", "1", "2"]);
         assert!(
             screen.contains("100.0 prompt")
                 && screen.contains("first token after 200 ms")

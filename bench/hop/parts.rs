@@ -161,6 +161,7 @@ impl Bench {
             request: RequestId::new("bench")?,
             tenant: "tenant".into(),
             model: self.served.id.clone(),
+            operation: None,
             prompt_tokens: u32::try_from(prompt.len())?,
             chain: Arc::clone(&chain),
             group: None,

@@ -5,6 +5,7 @@
 //! [`answer`].
 
 pub mod answer;
+mod audio;
 pub mod auth;
 mod base64;
 mod blocks;
@@ -17,10 +18,13 @@ pub mod fields;
 pub mod grammar;
 pub mod limits;
 mod messages;
+pub mod operations;
+pub mod origin;
 pub mod params;
 pub mod plan;
 pub mod prompt;
 mod raw;
+pub mod realtime;
 pub mod rerank;
 mod responses;
 pub mod shape;
@@ -47,9 +51,11 @@ use encode::{Asker, Gathered, Wanted, gather};
 use error::ApiError;
 use futures::future::BoxFuture;
 use messages::MessageWriter;
+use origin::from_another_site;
 use plan::{Kind, Plan, Sources};
 use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
+use proto::operation::Operation;
 use proto::trace::{Span, TraceContext};
 use responses::ResponseWriter;
 use serde::Serialize;
@@ -92,6 +98,8 @@ pub struct Front {
     pub planners: Arc<Semaphore>,
     /// How long a request may take in all.
     pub request_timeout: Duration,
+    /// How many sessions of operations there may be, and how long.
+    pub realtime: realtime::Rules,
     /// Seconds since 1970 at start.
     pub started: u64,
 }
@@ -121,11 +129,15 @@ pub enum Endpoint {
     Tokenize,
     /// Tokens to text.
     Detokenize,
+    /// An operation on a recording.
+    Audio(Operation),
+    /// A session of an operation, over a WebSocket.
+    Realtime(Operation),
 }
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 15] = [
         Self::Health,
         Self::Models,
         Self::Completions,
@@ -137,6 +149,10 @@ impl Endpoint {
         Self::Rerank,
         Self::Tokenize,
         Self::Detokenize,
+        Self::Audio(Operation::Vad),
+        Self::Audio(Operation::TurnDetection),
+        Self::Realtime(Operation::Vad),
+        Self::Realtime(Operation::TurnDetection),
     ];
 
     /// Its path.
@@ -153,14 +169,18 @@ impl Endpoint {
             Self::Rerank => "/v1/rerank",
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
+            Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
+            Self::Audio(_) => "/v1/audio/vad",
+            Self::Realtime(Operation::TurnDetection) => "/v1/realtime/turn_detection",
+            Self::Realtime(_) => "/v1/realtime/vad",
         }
     }
 
     /// Its method.
     pub fn method(self) -> Method {
         match self {
-            Self::Health | Self::Models => Method::GET,
-            Self::Completions | Self::Chat | Self::Responses => Method::POST,
+            Self::Health | Self::Models | Self::Realtime(_) => Method::GET,
+            Self::Completions | Self::Chat | Self::Responses | Self::Audio(_) => Method::POST,
             Self::Messages | Self::CountTokens => Method::POST,
             Self::Embeddings | Self::Rerank | Self::Tokenize | Self::Detokenize => Method::POST,
         }
@@ -189,6 +209,8 @@ impl Endpoint {
             Self::Rerank => rerank(front, request).await,
             Self::Tokenize => tokenize(front, request).await,
             Self::Detokenize => detokenize(front, request).await,
+            Self::Audio(operation) => audio::call(front, operation, request).await,
+            Self::Realtime(operation) => realtime::open(front, operation, request).await,
         }
     }
 }
@@ -225,7 +247,7 @@ async fn gate(front: Arc<Front>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let path = request.uri().path();
     let endpoint = Endpoint::ALL.into_iter().find(|endpoint| endpoint.path() == path);
-    let answered = match front.keys.authenticate(request.headers()) {
+    let answered = match authenticate(&front, request.headers()) {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             request.extensions_mut().insert(id.clone());
@@ -249,6 +271,14 @@ async fn gate(front: Arc<Front>, mut request: Request) -> Response {
     }
     front.metrics.answered(endpoint.map_or("other", Endpoint::path), response.status().as_u16());
     response
+}
+
+/// Who asks. Where everybody on this machine may, no page of another site may in a browser that runs there.
+fn authenticate(front: &Front, headers: &HeaderMap) -> Result<Caller, ApiError> {
+    if front.keys.is_open() && from_another_site(headers) {
+        return Err(ApiError::Forbidden);
+    }
+    front.keys.authenticate(headers)
 }
 
 /// The client's, if it is one, else a new one.
@@ -288,7 +318,20 @@ fn models(front: &Front, request: &Request) -> Result<Response, ApiError> {
             "task": served.map(|s| s.task.name()),
         })
     };
-    let data: Vec<_> = front.models.iter().filter(|model| caller.may_use(&model.id)).map(model).collect();
+    let mut data: Vec<_> = front.models.iter().filter(|model| caller.may_use(&model.id)).map(model).collect();
+    let heard = |(operation, model): (Operation, ModelId)| {
+        json!({
+            "id": model.as_str(),
+            "object": "model",
+            "created": front.started,
+            "owned_by": "kvasir",
+            "max_model_len": null,
+            "task": operation.name(),
+        })
+    };
+    let offered = front.dispatch.offered().into_iter();
+    let offered = offered.filter(|(operation, model)| operation.is_session() && caller.may_use(model));
+    data.extend(offered.map(heard));
     Ok(Json(json!({"object": "list", "data": data})).into_response())
 }
 
@@ -416,11 +459,12 @@ async fn encode<S: Send + 'static, A: Serialize>(
         }
         let (id, read) = (asker.id.clone(), Instant::now());
         let planned = front.plan(&asker, body.len(), move |sources| plan(&body, sources)).await?;
-        let Wanted { model, texts, shape } = planned;
+        let Wanted { operation: wanted, model, texts, shape } = planned;
         if let Some(span) = &mut trace {
             spans::encodes(span, operation, (&id, &model), texts.len(), read);
         }
-        let gathered = gather(front, asker, &model, texts, trace.as_ref().map(Span::context)).await?;
+        let gathered =
+            gather(front, asker, (wanted, &model), texts, trace.as_ref().map(Span::context)).await?;
         if let Some(span) = &mut trace {
             span.set("gen_ai.usage.input_tokens", gathered.tokens);
         }

@@ -6,6 +6,7 @@
 //! or [`Action::Refuse`] at any point before it is assigned.
 
 mod floor;
+mod operations;
 pub mod recent;
 #[cfg(test)]
 mod tests;
@@ -18,11 +19,13 @@ use crate::routing::{Parts, Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 use floor::{Floor, Placing};
 pub use floor::{PeerExport, PeerImport};
+pub use operations::{OfferView, OperationAsk, Seat, Seated, Unseated};
 use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use proto::message::{LoadReportV1, PullCostV1, PullReportV1, ServedModelV2, WorkPart, WorkerState};
+use proto::operation::Operation;
 use proto::pull::PullSourceV1;
 use recent::Recent;
 use std::collections::HashMap;
@@ -82,6 +85,8 @@ pub struct Ask {
     pub tenant: Arc<str>,
     /// The model.
     pub model: ModelId,
+    /// What is asked of it, if that is more than tokens: only workers that offer it are.
+    pub operation: Option<Operation>,
     /// Length of the prompt.
     pub prompt_tokens: u32,
     /// Ids of the prompt's full units.
@@ -218,6 +223,8 @@ pub struct WorkerView {
     pub part: WorkPart,
     /// What it has pulled and sent, by its last report.
     pub pulls: PullReportV1,
+    /// The operations that it offers.
+    pub operations: Vec<OfferView>,
     /// Its event stream.
     pub stream: Option<StreamView>,
 }

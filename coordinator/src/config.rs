@@ -56,6 +56,12 @@ pub struct Config {
     pub shards: Option<usize>,
     /// HTTP connections at a time, on the API port.
     pub max_connections: usize,
+    /// Sessions of operations that one tenant may have here at a time.
+    pub sessions_per_tenant: u32,
+    /// A session in which nothing is said for so many seconds ends.
+    pub session_idle_s: u64,
+    /// Seconds that a session may last.
+    pub session_max_s: u64,
     /// Seconds that requests under way are given when the coordinator is told to stop.
     pub drain_s: u64,
 }
@@ -85,6 +91,9 @@ impl Default for Config {
             routing: policy.routing,
             shards: None,
             max_connections: 4096,
+            sessions_per_tenant: 64,
+            session_idle_s: 30,
+            session_max_s: 3600,
             drain_s: 30,
         }
     }
@@ -134,6 +143,8 @@ impl Config {
             ("worker_inflight", self.worker_inflight.into()),
             ("report_every_ms", self.report_every_ms),
             ("max_connections", self.max_connections as u64),
+            ("session_idle_s", self.session_idle_s),
+            ("session_max_s", self.session_max_s),
         ];
         if let Some(&(field, value)) = positive.iter().find(|(_, value)| *value == 0) {
             return wrong(field, value, "must be above 0");

@@ -1,5 +1,6 @@
 //! Where decisions become traffic: the balancer behind a lock, the connections to the workers, and the life
-//! of each generation ([`Generation`]) and of each call to encode texts ([`Encoding`]) on them.
+//! of each generation ([`Generation`]), of each call to encode texts ([`Encoding`]) and of each session of an operation
+//! ([`Hearing`]) on them.
 
 mod choice;
 mod claim;
@@ -7,6 +8,7 @@ mod encoding;
 mod generation;
 mod link;
 mod lost_devices;
+mod operation;
 mod peers;
 mod pool;
 mod sequences;
@@ -16,6 +18,7 @@ pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
 pub use lost_devices::LostDevices;
+pub use operation::{Hearing, OperationJob, Unopened};
 pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
@@ -121,7 +124,7 @@ impl Dispatch {
         connection: Connection,
         register: RegisterV4,
     ) -> Result<(), TableError> {
-        let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity, operations: _ } =
+        let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity, operations } =
             register;
         let (node, epoch) = (register.node.clone(), register.epoch);
         let quic = reachable(&register.quic, connection.remote_address());
@@ -129,6 +132,7 @@ impl Dispatch {
         let join = TableChange::Join(register);
         let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
         desk.balancer.introduce(&node, epoch, part, pulls, quic.clone());
+        desk.balancer.offer(&node, epoch, operations);
         let pool = capacity.map(|capacity| (capacity, quic));
         let link = Arc::new(Link::new(session, epoch, connection, pool));
         if let Some(old) = desk.links.insert(node.clone(), link)

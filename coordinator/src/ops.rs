@@ -15,6 +15,7 @@ use crate::agreement::{Agreement, ChangeError};
 use crate::api::Endpoint;
 use crate::api::auth::{Caller, Keys};
 use crate::api::error::ApiError;
+use crate::api::origin::from_elsewhere;
 use crate::audit::{Audit, Record};
 use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
@@ -25,7 +26,7 @@ use crate::replicas::Replicas;
 use crate::server::Peer;
 use crate::table::TableError;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -36,7 +37,6 @@ use model::shard::ChunkId;
 use proto::block::ClusterKey;
 use proto::ids::NodeId;
 use std::convert::Infallible;
-use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -218,26 +218,6 @@ async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request,
         Err(error) if ops.keys.is_open() => error.into_response(),
         _ => next.run(request).await,
     }
-}
-
-fn from_elsewhere(headers: &HeaderMap) -> bool {
-    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
-    if !host.is_empty() && !is_no_name(host) {
-        return true;
-    }
-    let Some(origin) = headers.get(header::ORIGIN) else { return false };
-    let same =
-        origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, at)| at == host);
-    !same
-}
-
-/// Whether a host is an address, or this machine whatever a name server says: another name may have been pointed here by
-/// the site that a browser comes from.
-fn is_no_name(host: &str) -> bool {
-    let port = |(_, port): &(&str, &str)| port.bytes().all(|byte| byte.is_ascii_digit());
-    let name = host.rsplit_once(':').filter(port).map_or(host, |(name, _)| name);
-    let address = name.trim_start_matches('[').trim_end_matches(']');
-    name.eq_ignore_ascii_case("localhost") || address.parse::<IpAddr>().is_ok()
 }
 
 async fn readyz(State(ops): State<Arc<Ops>>) -> Response {

@@ -36,11 +36,13 @@ pub enum Limit {
     Tokens,
     /// Requests at a time.
     Concurrency,
+    /// Sessions of operations at a time, at one coordinator.
+    Sessions,
 }
 
 impl Limit {
     /// Every limit.
-    pub const ALL: [Self; 3] = [Self::Requests, Self::Tokens, Self::Concurrency];
+    pub const ALL: [Self; 4] = [Self::Requests, Self::Tokens, Self::Concurrency, Self::Sessions];
 
     /// As a word.
     pub fn name(self) -> &'static str {
@@ -48,6 +50,7 @@ impl Limit {
             Self::Requests => "requests",
             Self::Tokens => "tokens",
             Self::Concurrency => "concurrency",
+            Self::Sessions => "sessions",
         }
     }
 }
@@ -58,6 +61,7 @@ impl std::fmt::Display for Limit {
             Self::Requests => "requests per minute",
             Self::Tokens => "tokens per minute",
             Self::Concurrency => "requests at a time",
+            Self::Sessions => "sessions at a time",
         })
     }
 }

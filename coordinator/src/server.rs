@@ -3,6 +3,8 @@
 mod http;
 
 use crate::agreement::{Agreement, GroupError};
+use crate::api::operations::Sessions;
+use crate::api::realtime::Rules;
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
 use crate::audit::{Audit, AuditError, Record};
 use crate::chain_memo::ChainMemo;
@@ -26,7 +28,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-pub use http::Peer;
+pub use http::{Peer, Place};
 
 /// How often deadlines, leases and reservations are looked at.
 const TICK: Duration = Duration::from_millis(50);
@@ -143,6 +145,11 @@ impl Coordinator {
             popularity: Popularity::default(),
             planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
             request_timeout: Duration::from_secs(config.request_timeout_s),
+            realtime: Rules {
+                sessions: Sessions::new(config.sessions_per_tenant),
+                idle: Duration::from_secs(config.session_idle_s),
+                longest: Duration::from_secs(config.session_max_s),
+            },
             started: started.as_secs(),
         });
         let ops = Arc::new(Ops {

@@ -149,6 +149,7 @@ impl Router for Kvasir {
             request: RequestId::new(request.to_string())?,
             tenant: TENANT.into(),
             model: self.model.id.clone(),
+            operation: None,
             prompt_tokens: prompt.tokens.len() as u32,
             chain: Arc::clone(&prompt.chain),
             group: None,

@@ -10,6 +10,7 @@ use super::plan::{Sources, asked, wrong_task};
 use super::prompt::{Prompt, texts_or_tokens};
 use proto::ids::ModelId;
 use proto::message::{EncodeTextV1, ModelTask};
+use proto::operation::Operation;
 use serde::{Deserialize, Serialize};
 
 const INPUT: &str = "input";
@@ -38,7 +39,7 @@ enum Format {
 pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
-    let served = served.ok_or(ApiError::NoWorker)?;
+    let served = served.ok_or(ApiError::NotOffered { operation: Operation::Embed })?;
     let ModelTask::Embed { width } = served.task else { return Err(wrong_task(&served)) };
     let special = fields.get("add_special_tokens")?.unwrap_or(true);
     let tokenizer = &model.tokenizer;
@@ -61,7 +62,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
         format: fields.get("encoding_format")?.unwrap_or_default(),
         dimensions: fields.ranged("dimensions", 1..=width)?.unwrap_or(width) as usize,
     };
-    Ok(Wanted { model: model.id.clone(), texts, shape })
+    Ok(Wanted { operation: Operation::Embed, model: model.id.clone(), texts, shape })
 }
 
 /// An answer as OpenAI's clients expect it. Not a `serde_json::Value`, which would write each f32 as the f64 next

@@ -10,6 +10,7 @@ use axum::http::{HeaderMap, HeaderValue};
 use futures::future::try_join_all;
 use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeTextV1, MAX_ENCODE_TEXTS};
+use proto::operation::Operation;
 use proto::trace::TraceContext;
 use std::sync::Arc;
 use std::time::Instant;
@@ -36,6 +37,8 @@ pub struct Asker {
 /// Texts that a request wants encoded.
 #[derive(Debug)]
 pub struct Wanted<S> {
+    /// What for: embed or rerank.
+    pub operation: Operation,
     /// Of which model.
     pub model: ModelId,
     /// The texts.
@@ -59,7 +62,7 @@ pub struct Gathered {
 pub async fn gather(
     front: &Front,
     asker: Asker,
-    model: &ModelId,
+    (operation, model): (Operation, &ModelId),
     texts: Vec<EncodeTextV1>,
     trace: Option<TraceContext>,
 ) -> Result<Gathered, ApiError> {
@@ -68,6 +71,7 @@ pub async fn gather(
         .map(|(part, texts)| EncodeJob {
             request_id: asker.id.clone(),
             part,
+            operation,
             tenant: Arc::clone(asker.caller.tenant()),
             model: model.clone(),
             texts,
@@ -77,12 +81,16 @@ pub async fn gather(
         .collect();
     let tokens = jobs.iter().map(EncodeJob::tokens).sum();
     front.pay(&asker.permit, tokens)?;
+    let named = |error: ApiError| match error {
+        ApiError::NoWorker => ApiError::NotOffered { operation },
+        error => error,
+    };
     let encodings = front.dispatch.encode(jobs)?;
     // The first failure cancels the other parts.
     let all = try_join_all(encodings.into_iter().map(Encoding::run));
     let parts = tokio::select! {
         biased;
-        parts = all => parts?,
+        parts = all => parts.map_err(|failure| named(failure.into()))?,
         () = asker.caller.revoked() => return Err(ApiError::InvalidApiKey),
     };
     let queued = parts.iter().map(|part| part.queued).max().unwrap_or_default();

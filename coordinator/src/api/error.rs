@@ -4,6 +4,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use proto::message::GenerateError;
+use proto::operation::Operation;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -86,6 +87,31 @@ pub enum ApiError {
     /// Nobody serves the model just now.
     #[error("no worker serves this model at the moment")]
     NoWorker,
+    /// No worker offers the operation.
+    #[error(
+        "no worker offers the operation {operation} at the moment; one does that is started with a model for it, or \
+         with --operation and a bundle of models that has a folder {operation}"
+    )]
+    NotOffered {
+        /// Which.
+        operation: Operation,
+    },
+    /// The operation is offered, not with this model.
+    #[error("the operation {operation} is not offered with the model {model:?}; it is with {}", .offered.join(", "))]
+    NotOfferedWith {
+        /// Which.
+        operation: Operation,
+        /// What was asked for.
+        model: String,
+        /// What there is.
+        offered: Vec<String>,
+    },
+    /// Whoever offers the operation drains, or is not ready.
+    #[error("the workers that offer the operation {operation} take no new work at the moment")]
+    OperationAway {
+        /// Which.
+        operation: Operation,
+    },
     /// The worker went away and nobody could go on in its place.
     #[error("the worker that served this request was lost")]
     WorkerLost,
@@ -114,7 +140,9 @@ impl ApiError {
             Self::InvalidField { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
-            Self::ModelNotFound(_) | Self::NotFound | Self::Unknown { .. } => StatusCode::NOT_FOUND,
+            Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => StatusCode::NOT_FOUND,
+            Self::NotFound | Self::Unknown { .. } => StatusCode::NOT_FOUND,
+            Self::NotOffered { .. } | Self::OperationAway { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Self::Refused { .. } => StatusCode::CONFLICT,
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
@@ -137,11 +165,11 @@ impl ApiError {
             | Self::Refused { .. } => "invalid_field",
             Self::BodyTimeout | Self::DeadlineExceeded => "deadline_exceeded",
             Self::ContextLength { .. } => "context_length_exceeded",
-            Self::ModelNotFound(_) => "model_not_found",
+            Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => "model_not_found",
             Self::InvalidApiKey | Self::Forbidden => "invalid_api_key",
             Self::RateLimited(_) => "rate_limited",
             Self::QueueFull { .. } => "queue_full",
-            Self::NoWorker => "no_worker",
+            Self::NoWorker | Self::NotOffered { .. } | Self::OperationAway { .. } => "no_worker",
             Self::WorkerLost => "worker_lost",
             Self::NoQuorum | Self::KeysUnknown => "no_quorum",
             Self::Internal => "internal",
@@ -165,7 +193,7 @@ impl ApiError {
         match self {
             Self::InvalidField { field, .. } => Some(field.as_str()),
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
-            Self::ModelNotFound(_) => Some("model"),
+            Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => Some("model"),
             Self::Unknown { .. } => Some("id"),
             _ => None,
         }
@@ -179,6 +207,7 @@ impl ApiError {
             // Not a moment before there is room.
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
+            Self::NotOffered { .. } | Self::OperationAway { .. } => Some(1),
             _ => None,
         };
         if let Some(seconds) = retry {
@@ -260,6 +289,13 @@ mod tests {
             ApiError::RateLimited(exceeded),
             ApiError::QueueFull { retry_after: second },
             ApiError::NoWorker,
+            ApiError::NotOffered { operation: Operation::Vad },
+            ApiError::NotOfferedWith {
+                operation: Operation::TurnDetection,
+                model: "mine".into(),
+                offered: vec!["one".into(), "other".into()],
+            },
+            ApiError::OperationAway { operation: Operation::Asr },
             ApiError::WorkerLost,
             ApiError::NoQuorum,
             ApiError::DeadlineExceeded,

@@ -50,6 +50,14 @@ pub const MAX_LOGIT_BIAS: usize = message::MAX_LOGIT_BIAS;
 /// Alternatives with log-probabilities.
 pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
+/// Bytes of a text message on a WebSocket; one of sound has at most
+/// [`MAX_FRAME_SAMPLES`](proto::operation::MAX_FRAME_SAMPLES).
+pub const MAX_CONTROL_BYTES: usize = 4096;
+/// Messages that are taken of a WebSocket in a second: a message each 20 ms is 50.
+pub const MESSAGES_PER_SECOND: f64 = 250.0;
+/// Messages that may come at once.
+pub const MESSAGE_BURST: f64 = 500.0;
+
 /// Room that is made for a body before it has arrived, at most.
 const ROOM_AHEAD: u64 = 64 << 10;
 

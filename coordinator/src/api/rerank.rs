@@ -9,6 +9,7 @@ use super::params::Bounded;
 use super::plan::{Sources, asked, wrong_task};
 use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeTextV1, ModelTask};
+use proto::operation::Operation;
 use serde::{Deserialize, Serialize};
 
 const FIELDS: [&str; 6] = ["model", "query", "documents", "top_n", "return_documents", "use_activation"];
@@ -35,7 +36,7 @@ enum Given {
 pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
-    let served = served.ok_or(ApiError::NoWorker)?;
+    let served = served.ok_or(ApiError::NotOffered { operation: Operation::Rerank })?;
     let ModelTask::Rerank { scores } = served.task else { return Err(wrong_task(&served)) };
     if scores != 1 {
         let reason = format!("{} gives {scores} scores a pair; one is needed to sort by", served.id);
@@ -68,7 +69,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
     let sigmoid = fields.get("use_activation")?.unwrap_or(true);
     let wants = fields.get("return_documents")?.unwrap_or(true);
     let shape = Shape { top_n, sigmoid, documents: wants.then_some(documents) };
-    Ok(Wanted { model: model.id.clone(), texts, shape })
+    Ok(Wanted { operation: Operation::Rerank, model: model.id.clone(), texts, shape })
 }
 
 /// The answer.

@@ -4,7 +4,8 @@ use super::error::ApiError;
 use super::plan::{Kind, Plan};
 use super::shape::Usage;
 use axum::http::HeaderMap;
-use proto::ids::{ModelId, RequestId};
+use proto::ids::{ModelId, NodeId, RequestId};
+use proto::operation::Operation;
 use proto::trace::{self, Span, TRACEPARENT_HEADER};
 use std::time::Instant;
 
@@ -42,8 +43,34 @@ pub(super) fn encodes(
     span.set("kvasir.texts", texts);
 }
 
+/// A session or a call of an operation is open at a worker.
+pub(super) fn hears(
+    span: &mut Span,
+    operation: Operation,
+    (id, model): (&RequestId, &ModelId),
+    worker: &NodeId,
+    backend: &str,
+) {
+    names(span, operation.name(), id, model);
+    span.set("kvasir.worker", worker.to_string());
+    span.set("kvasir.backend", backend.to_owned());
+}
+
+/// It has ended, after so many samples.
+pub(super) fn heard(span: &mut Span, samples: u64, reason: &'static str, error: Option<&'static str>) {
+    span.set("kvasir.samples", samples);
+    span.set("kvasir.end", reason);
+    if let Some(code) = error {
+        span.fail(code);
+    }
+}
+
 fn named(span: &mut Span, operation: &'static str, id: &RequestId, model: &ModelId, read: Instant) {
     span.part("tokenise", read);
+    names(span, operation, id, model);
+}
+
+fn names(span: &mut Span, operation: &'static str, id: &RequestId, model: &ModelId) {
     span.rename(format!("{operation} {model}"));
     span.set("gen_ai.operation.name", operation);
     span.set("gen_ai.provider.name", "kvasir");

@@ -2,6 +2,7 @@
 
 mod load;
 mod locality;
+mod operations;
 mod peers;
 mod pulls;
 
@@ -196,8 +197,12 @@ impl Floor {
     /// Chooses a worker for `waiter` and books it there. `yields`: it may have to wait for another that does better with
     /// the room that there is.
     pub(super) fn place(&mut self, now: Instant, waiter: Waiter, yields: bool, random: u64) -> Placing {
+        let ask = &waiter.ask;
+        let asked = |member, load| {
+            ask.operation.is_none_or(|operation| operations::offers(member, load, operation, &ask.model))
+        };
         let wanted: Vec<(&Member, &Load)> =
-            self.serving(&waiter.ask.model).filter(|(m, _)| waiter.accepts(m)).collect();
+            self.serving(&ask.model).filter(|(m, load)| waiter.accepts(m) && asked(m, load)).collect();
         if wanted.is_empty() && self.expects(now, &waiter.ask.model) {
             return Placing::Later(waiter);
         }
@@ -394,6 +399,7 @@ impl Floor {
                 queue_seconds: outlook.queue(&load.candidate(now, member.slot, 0)),
                 part: load.pulls.part(),
                 pulls: load.pulls.report(),
+                operations: Self::offer_views(member, load),
                 stream: self.index.stream(member.slot),
             })
         };
@@ -421,9 +427,14 @@ impl Floor {
     fn serving(&self, model: &ModelId) -> impl Iterator<Item = (&Member, &Load)> {
         self.table
             .members()
-            .filter(|m| !m.draining && m.model(model).is_some())
+            .filter(|m| m.model(model).is_some())
             .filter_map(|m| Some((m, self.loads[m.slot.index()].as_ref()?)))
-            .filter(|(_, load)| load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready))
+            .filter(|(member, load)| Self::takes_work(member, load))
+    }
+
+    /// Neither an operator nor the worker itself wants it to take none.
+    fn takes_work(member: &Member, load: &Load) -> bool {
+        !member.draining && load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready)
     }
 
     /// Whether it is heard of and gets on.

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use proto::event::{KvEvent, Medium};
 
 mod groups;
+mod operations;
 mod recent;
 
 const MODEL: &str = "m";
@@ -75,6 +76,7 @@ impl Rig {
             request: RequestId::new("r").unwrap(),
             tenant: tenant.into(),
             model,
+            operation: None,
             prompt_tokens,
             chain,
             group: None,

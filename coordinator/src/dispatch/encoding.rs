@@ -7,6 +7,7 @@ use crate::balancer::{Ask, Assignment};
 use crate::routing::Reason;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{EncodeRequestV1, EncodeRequestV2, EncodeTextV1};
+use proto::operation::Operation;
 use proto::trace::{Span, TraceContext};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ pub struct EncodeJob {
     pub part: u32,
     /// Whose it is.
     pub tenant: Arc<str>,
+    /// What the texts are for: embed or rerank.
+    pub operation: Operation,
     /// The model.
     pub model: ModelId,
     /// The texts; at least one, at most [`proto::message::MAX_ENCODE_TEXTS`].
@@ -41,6 +44,7 @@ impl EncodeJob {
             request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
+            operation: Some(self.operation),
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
             // Encoders keep no prefixes.
             chain: [].into(),

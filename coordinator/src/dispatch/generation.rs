@@ -62,6 +62,7 @@ impl Job {
             request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
+            operation: None,
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
             chain: Arc::clone(&self.chain),
             group: self.group,

@@ -3,7 +3,7 @@
 use super::Ops;
 use super::metrics::state_name;
 use crate::agreement::Standing;
-use crate::balancer::WorkerView;
+use crate::balancer::{OfferView, WorkerView};
 use crate::consensus::table::ModelCondemnedV1;
 use crate::replicas::ReplicaView;
 use proto::ids::NodeId;
@@ -97,7 +97,14 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "generated_tokens": report.map_or(0, |r| r.tokens),
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
+        // What it can be asked for besides generations, and its sessions from here.
+        "operations": view.operations.iter().map(offer).collect::<Vec<_>>(),
     })
+}
+
+fn offer(OfferView { operation, model, backend, sessions }: &OfferView) -> Value {
+    let backend = Some(backend.as_str()).filter(|backend| !backend.is_empty());
+    json!({"operation": operation.name(), "model": model.as_str(), "backend": backend, "sessions": sessions})
 }
 
 /// A worker that gets its model from others, or has got it.

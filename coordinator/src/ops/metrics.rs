@@ -3,6 +3,7 @@
 
 mod by_model;
 mod families;
+mod operations;
 
 use super::history::History;
 use crate::api::auth::Keys;
@@ -16,6 +17,7 @@ use crate::routing::Reason;
 use by_model::ByModel;
 use families::{Histograms, One, STAGE, Two, one, registered};
 use model::recent::RecentUse;
+use operations::Operations;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -33,6 +35,7 @@ use std::time::{Duration, Instant, SystemTime};
 pub struct Metrics {
     registry: Registry,
     by_model: ByModel,
+    operations: Operations,
     http: Family<Two, Counter>,
     routes: Family<One, Counter>,
     retries: Family<One, Counter>,
@@ -119,6 +122,7 @@ impl Metrics {
         let r = &mut registry;
         Self {
             by_model: ByModel::register(r),
+            operations: Operations::register(r),
             http: registered(r, "kvasir_http_requests", "HTTP requests answered"),
             routes: registered(r, "kvasir_route_decisions", "Workers chosen, by reason"),
             retries: registered(r, "kvasir_retries", "Attempts that failed and were made again"),
@@ -174,6 +178,11 @@ impl Metrics {
     /// A request to encode texts has been served. Times: in the queue, and from arrival to the end.
     pub fn encoded(&self, model: &ModelId, times: (Duration, Duration), tokens: u64, trace: Option<TraceId>) {
         self.by_model.encoded(model, times, tokens, trace);
+    }
+
+    /// Of sessions and calls of operations.
+    pub fn operations(&self) -> &Operations {
+        &self.operations
     }
 
     /// The last minutes.
@@ -265,7 +274,7 @@ impl Metrics {
 
     /// Everything in the OpenMetrics text format, without its end mark.
     pub fn text(&self, dispatch: &Dispatch, models: &Models, chains: &ChainMemo, keys: &Keys) -> String {
-        self.state.update(dispatch);
+        self.operations.update(&self.state.update(dispatch));
         self.state.api_keys.set(i64::try_from(keys.count()).unwrap_or(i64::MAX));
         self.state.update_texts(models, chains.usage());
         self.state.update_traces(trace::counts());
@@ -379,7 +388,7 @@ impl StateGauges {
         }
     }
 
-    fn update(&self, dispatch: &Dispatch) {
+    fn update(&self, dispatch: &Dispatch) -> Vec<WorkerView> {
         let (index, queue, inflight) = dispatch.sizes();
         let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
         self.index_blocks.set(int(index.blocks));
@@ -399,7 +408,7 @@ impl StateGauges {
         for family in [&self.stream_gaps, &self.stream_behind, &self.worker_silent_ms] {
             family.clear();
         }
-        for WorkerView { member, stream, silent, .. } in workers {
+        for WorkerView { member, stream, silent, .. } in &workers {
             let label = one("worker", member.register.node.as_str().to_owned());
             if let Some(stream) = stream {
                 self.stream_gaps.get_or_create(&label).set(int(stream.gaps));
@@ -408,6 +417,7 @@ impl StateGauges {
             let silent = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
             self.worker_silent_ms.get_or_create(&label).set(int(silent));
         }
+        workers
     }
 }
 

@@ -13,13 +13,13 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
 use tower::{Service, ServiceExt};
@@ -39,6 +39,21 @@ const LINGER_OPEN: Duration = Duration::from_secs(2);
 /// The address at the other end of a connection; an extension of every request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
+
+/// A connection's place among those of its listener; an extension of every request. What a connection becomes that is
+/// upgraded keeps it: while it is there, the connection counts, and the listener waits for it when it stops.
+#[derive(Debug, Clone)]
+pub struct Place {
+    close: watch::Receiver<bool>,
+    _taken: mpsc::Sender<Infallible>,
+}
+
+impl Place {
+    /// Waits until connections shall be closed.
+    pub async fn closing(&self) {
+        told(&mut self.close.clone()).await;
+    }
+}
 
 /// What answers requests.
 pub(super) trait Port:
@@ -158,8 +173,11 @@ async fn connection(stream: TcpStream, peer: SocketAddr, port: impl Port, mut cl
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
     }
+    let (taken, mut left) = mpsc::channel(1);
+    let place = Place { close: close.clone(), _taken: taken };
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
+        request.extensions_mut().insert(place.clone());
         port.clone().oneshot(request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request)
     });
     let io = TokioIo::new(Unstalled::new(stream, WRITE_STALL));
@@ -167,18 +185,23 @@ async fn connection(stream: TcpStream, peer: SocketAddr, port: impl Port, mut cl
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_header_size(MAX_HEAD)
-        .serve_connection(io, service);
-    let mut connection = pin!(connection);
+        .serve_connection(io, service)
+        .with_upgrades();
+    // In a box, so that it is gone, and its place with it, before what it may have become is waited for.
+    let mut connection = Box::pin(connection);
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,
         () = told(&mut close) => {
             connection.as_mut().graceful_shutdown();
-            connection.await
+            connection.as_mut().await
         }
     };
+    drop(connection);
     if let Err(error) = ended {
         tracing::debug!(%peer, %error, "a connection has ended early");
     }
+    // Nothing is ever sent: it ends when nobody has the place any more.
+    let _ = left.recv().await;
 }
 
 /// A request's body that is read to its end, within limits, also if nobody wants it any more: a client that

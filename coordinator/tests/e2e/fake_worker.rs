@@ -1,6 +1,7 @@
 //! A worker without an engine: it speaks the protocol, keeps a prefix cache of ids, and generates letters
 //! that follow from the prompt.
 
+use super::fake_hearing::{self, Hearing};
 use super::fake_sequences::{self, Sequences};
 use kvasir_coordinator::api::auth::{DEFAULT_TENANT, salt};
 use parking_lot::Mutex;
@@ -9,10 +10,11 @@ use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3,
-    LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered, ServedModelV2, StartedV1, TokenLogprobs,
-    TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
+    LoadReport, LoadReportV1, ModelTask, RegisterV2, RegisterV3, Registered, ServedModelV2, StartedV1,
+    TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
 };
-use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
+use proto::operation::OfferedOperationV1;
+use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1, RegisterV4};
 use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
 use proto::transport::{
@@ -41,6 +43,8 @@ pub(crate) struct Setup {
     pub(crate) task: ModelTask,
     /// The newest protocol that it speaks.
     pub(crate) protocol: u16,
+    /// What it offers besides its model.
+    pub(crate) operations: Vec<OfferedOperationV1>,
 }
 
 /// A worker under the test's control. Dropping it closes its connection.
@@ -55,6 +59,7 @@ pub(crate) struct FakeWorker {
 struct Shared {
     setup: Setup,
     sequences: Mutex<Sequences>,
+    hearing: Hearing,
     state: Mutex<State>,
     /// Requests compute their prompts while this is true.
     open: watch::Sender<bool>,
@@ -113,6 +118,7 @@ impl FakeWorker {
         let shared = Arc::new(Shared {
             setup,
             sequences: Mutex::default(),
+            hearing: Hearing::default(),
             state: Mutex::new(state),
             open: watch::Sender::new(true),
             tokens: watch::Sender::new(u32::MAX),
@@ -123,7 +129,10 @@ impl FakeWorker {
         let mut tasks = vec![tokio::spawn(serve(Arc::clone(&shared), connection.clone()))];
         let api = connection.coordinator_api().await.unwrap();
         let limit = Duration::from_secs(5);
-        let register = shared.register(&name).at_version(connection.version()).unwrap();
+        let register = RegisterV3::from(shared.register(&name));
+        let mut register = RegisterV4::from(register);
+        register.operations.clone_from(&shared.setup.operations);
+        let register = register.at_version(connection.version()).unwrap();
         let Registered::V1(terms) = api.register(deadline(limit), register).await.unwrap()?;
         assert!(terms.report_every_ms > 0);
         let mut kv = connection.open_kv_events().await.unwrap();
@@ -190,6 +199,11 @@ impl FakeWorker {
     /// What it was asked to do with sequences, in order.
     pub(crate) fn operations(&self) -> Vec<SequenceOperation> {
         self.shared.sequences.lock().asked.clone()
+    }
+
+    /// What it does with sessions of operations.
+    pub(crate) fn hearing(&self) -> &Hearing {
+        &self.shared.hearing
     }
 
     /// It has a sequence of this name, of the default tenant.
@@ -342,6 +356,10 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 let shared = Arc::clone(&shared);
                 streams.spawn(async move { fake_sequences::serve(&shared.sequences, call).await });
             }
+            Incoming::Operation(call) => {
+                let shared = Arc::clone(&shared);
+                streams.spawn(async move { fake_hearing::serve(&shared.hearing, *call).await });
+            }
             Incoming::WorkerRpc(rpc) => {
                 streams.spawn(rpc.serve(Api(Arc::clone(&shared))));
             }
@@ -471,10 +489,12 @@ impl WorkerApi for Api {
 
     async fn drain(self, _: Context) {
         self.0.state.lock().draining = true;
+        self.0.hearing.drain(true);
     }
 
     async fn undrain(self, _: Context) {
         self.0.state.lock().draining = false;
+        self.0.hearing.drain(false);
     }
 
     async fn status(self, _: Context) -> WorkerStatus {

@@ -7,14 +7,17 @@ mod client;
 mod dashboard;
 mod dialects;
 mod encode;
+mod fake_hearing;
 mod fake_sequences;
 mod fake_worker;
 mod faults;
+mod hearing;
 mod keys;
 mod limits;
 mod operations;
 mod promises;
 mod sequences;
+mod websocket;
 
 use client::get;
 use fake_worker::{FakeWorker, Setup};
@@ -108,6 +111,7 @@ impl Rig {
             keeps_events: true,
             task: ModelTask::Generate,
             protocol: VersionRange::CURRENT.max,
+            operations: Vec::new(),
         }
     }
 

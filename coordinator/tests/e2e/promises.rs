@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const IDS: [&str; 32] = [
-    "R1", "R2", "R3", "R4", "R5", "R6", "A1", "A2", "A3", "A4", "A5", "A6", "A7", "T1", "T2", "T3", "T4",
-    "T5", "G1", "G2", "G3", "G4", "P1", "P2", "P3", "L1", "L2", "L3", "N1", "N2", "S1", "S2",
+const IDS: [&str; 34] = [
+    "R1", "R2", "R3", "R4", "R5", "R6", "A1", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "A9", "T1", "T2",
+    "T3", "T4", "T5", "G1", "G2", "G3", "G4", "P1", "P2", "P3", "L1", "L2", "L3", "N1", "N2", "S1", "S2",
 ];
 
 fn root() -> &'static Path {

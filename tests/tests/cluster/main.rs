@@ -14,6 +14,7 @@ mod metrics;
 mod mixed;
 mod openai_client;
 mod operate;
+mod operations;
 mod overload;
 mod security;
 mod shards;

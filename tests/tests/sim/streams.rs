@@ -231,6 +231,7 @@ impl World {
             request: RequestId::new(format!("{group}-{number}")).expect("digits and a dash"),
             tenant: "t".into(),
             model: model(),
+            operation: None,
             prompt_tokens: (units.len() * HASH_UNIT_TOKENS) as u32,
             chain: units,
             group: None,

@@ -1,5 +1,6 @@
 //! How busy a worker is: what it reports, and what this coordinator has sent there since.
 
+use super::operations::Offers;
 use super::pulls::{PullTerms, Sends};
 use crate::balancer::Ticket;
 use crate::routing::Candidate;
@@ -35,6 +36,7 @@ pub(super) struct Load {
     foreign: Foreign,
     pub(super) pulls: PullTerms,
     pub(super) sends: Sends,
+    pub(super) offers: Offers,
     /// Tokens per second, averaged; 0 if unknown.
     prefill_rate: f64,
     given: Given,
@@ -76,6 +78,7 @@ impl Load {
             foreign: Foreign::default(),
             pulls: PullTerms::default(),
             sends: Sends::default(),
+            offers: Offers::default(),
             prefill_rate: 0.0,
             given: Given { tokens: 0.0, at: now },
         }

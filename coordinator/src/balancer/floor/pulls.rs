@@ -94,7 +94,7 @@ impl Floor {
         }
     }
 
-    fn load_of(&mut self, node: &NodeId, epoch: Epoch) -> Option<&mut Load> {
+    pub(super) fn load_of(&mut self, node: &NodeId, epoch: Epoch) -> Option<&mut Load> {
         let member = self.table.member(node).filter(|m| m.register.epoch == epoch)?;
         self.loads[member.slot.index()].as_mut()
     }

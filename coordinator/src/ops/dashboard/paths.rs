@@ -155,6 +155,7 @@ mod tests {
             request: RequestId::new("r").unwrap(),
             tenant: tenant.into(),
             model: ModelId::new("m").unwrap(),
+            operation: None,
             prompt_tokens: 16 * chain.len() as u32 + 3,
             chain,
             group: None,

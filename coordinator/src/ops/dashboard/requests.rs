@@ -181,6 +181,7 @@ mod tests {
             request: RequestId::new("req-7").unwrap(),
             tenant: "acme".into(),
             model: ModelId::new("m").unwrap(),
+            operation: None,
             prompt_tokens: 1_530,
             chain: [].into(),
             group: None,

@@ -44,7 +44,8 @@ function drawRow(row, worker) {
   row.level.dataset.level = worker.level;
   const role = worker.role && worker.role !== "both" ? `${worker.role}, ` : "";
   const layers = worker.layers ? `layers ${worker.layers[0]}–${worker.layers[1]}` : "no layers";
-  say(row.about, `${role}${worker.models?.join(", ") || "no model"}, ${layers}`);
+  const offers = (worker.operations ?? []).map(({ operation, model, sessions }) => `${operation} (${model}${sessions > 0 ? `, ${whole(sessions)} open` : ""})`);
+  say(row.about, [`${role}${worker.models?.join(", ") || "no model"}, ${layers}`, ...offers].join("; "));
   row.row.title = worker.numeric_class ?? "";
   say(row.queue, time(worker.queue_s));
   row.load.style.setProperty("--share", worker.heat);

@@ -1,0 +1,300 @@
+//! Calls of operations on a whole recording: `POST /v1/audio/vad` and `/v1/audio/turn_detection`, whose body is a WAV file.
+//! A call is a session at a worker of which nothing is told before it is over; so one that fails starts over elsewhere.
+
+mod wav;
+
+use super::answer::WORKER_HEADER;
+use super::encode::Asker;
+use super::error::ApiError;
+use super::operations::{self, Query, refused, seconds};
+use super::{Front, PLANNED_INLINE, admit, spans};
+use crate::dispatch::{Hearing, OperationJob, Unopened};
+use axum::Json;
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use proto::ids::ModelId;
+use proto::operation::{
+    OpenedOperationV1, Operation, OperationError, OperationInput, OperationOutput, Pcm, TurnV1,
+};
+use proto::trace::Span;
+use proto::transport::{OperationSender, OperationStream};
+use serde::Serialize;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Instant;
+use wav::Recording;
+
+/// Attempts at a call, each at whoever is there then.
+const ATTEMPTS: usize = 3;
+/// Samples that a worker is sent at once.
+const PIECE: usize = 16_000;
+
+/// What a call has made of a recording.
+#[derive(Debug, Default)]
+struct Made {
+    speech: Vec<Speech>,
+    /// Of speech, window by window.
+    probabilities: Vec<f32>,
+    turn: Option<TurnV1>,
+}
+
+/// Where somebody speaks: `[start, end)`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct Speech {
+    /// In samples.
+    start: u64,
+    end: u64,
+    start_s: f64,
+    end_s: f64,
+}
+
+/// Why a call came to nothing.
+#[derive(Debug)]
+enum Failure {
+    Said(OperationError),
+    /// The worker is lost.
+    Lost,
+}
+
+/// What is answered.
+#[derive(Debug, Serialize)]
+struct Answer {
+    object: &'static str,
+    model: ModelId,
+    sample_rate: u32,
+    samples: u64,
+    duration_s: f64,
+    #[serde(flatten)]
+    made: Told,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Told {
+    Speech {
+        /// Samples of a window.
+        window: u32,
+        speech: Vec<Speech>,
+        /// If asked for.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        probabilities: Vec<f32>,
+    },
+    Turn {
+        complete: bool,
+        probability: f32,
+    },
+}
+
+/// Answers a call.
+pub(super) async fn call(
+    front: Arc<Front>,
+    operation: Operation,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(operation.name(), request.headers());
+    let answered = answer(&front, operation, request, &mut trace).await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+async fn answer(
+    front: &Arc<Front>,
+    operation: Operation,
+    request: Request,
+    trace: &mut Option<Span>,
+) -> Result<Response, ApiError> {
+    let query = Query::read(request.uri())?;
+    refuse_forms(request.headers())?;
+    let (model, options) = (query.model()?, query.options(operation)?);
+    let (asker, body) = admit(front, request).await?;
+    if let Some(span) = &trace {
+        span.part("receive", asker.arrived);
+    }
+    let recording = match body.len() {
+        0..=PLANNED_INLINE => wav::read(&body)?,
+        _ => front.aside(move || wav::read(&body)).await?,
+    };
+    let Recording { sample_rate, pcm } = recording;
+    let samples = pcm.len() as u64;
+    let trace_context = trace.as_ref().map(Span::context);
+    let (request_id, pieces) = (asker.id.clone(), Arc::new(pieces(pcm)));
+    let job = OperationJob { request_id, operation, model, sample_rate, options, trace: trace_context };
+    let done = tokio::select! {
+        biased;
+        done = run(front, &job, &asker, &pieces) => done?,
+        () = asker.caller.revoked() => return Err(ApiError::InvalidApiKey),
+        () = tokio::time::sleep_until((asker.arrived + front.request_timeout).into()) => {
+            return Err(ApiError::DeadlineExceeded);
+        }
+    };
+    let (worker, opened, made) = done;
+    if let Some(span) = trace {
+        spans::hears(span, operation, (&asker.id, &opened.model), &worker, &opened.backend);
+        spans::heard(span, samples, "finished", None);
+    }
+    let told = match operation {
+        Operation::TurnDetection => {
+            let turn = made.turn.ok_or(ApiError::Internal)?;
+            Told::Turn { complete: turn.complete, probability: turn.probability }
+        }
+        _ => Told::Speech { window: opened.window, speech: made.speech, probabilities: made.probabilities },
+    };
+    let duration_s = seconds(samples, sample_rate);
+    let answer = Answer {
+        object: operation.name(),
+        model: opened.model,
+        sample_rate,
+        samples,
+        duration_s,
+        made: told,
+    };
+    let mut headers = HeaderMap::new();
+    // Names are of header characters only, by their types.
+    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
+    Ok((headers, Json(answer)).into_response())
+}
+
+/// The file itself is the body. A form around it, as some interfaces have one, is refused by what it is.
+fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let form = ["multipart/", "application/x-www-form-urlencoded", "application/json"];
+    match form.into_iter().find(|form| kind.to_ascii_lowercase().starts_with(form)) {
+        // What curl says of `--data-binary` where it is told nothing else.
+        Some("application/x-www-form-urlencoded") | None => Ok(()),
+        Some(_) => Err(ApiError::field("content-type", "the body is a WAV file itself, of type audio/wav")),
+    }
+}
+
+/// Has it done by one worker after the other.
+async fn run(
+    front: &Arc<Front>,
+    job: &OperationJob,
+    asker: &Asker,
+    pieces: &[Pcm],
+) -> Result<(proto::ids::NodeId, OpenedOperationV1, Made), ApiError> {
+    let refused = |why| refused(job.operation, job.model.as_ref(), why);
+    let mut failure = Unopened::Lost;
+    for _ in 0..ATTEMPTS {
+        let asked = Instant::now();
+        let opens = |model: &ModelId| asker.caller.may_use(model);
+        let opening = front.dispatch.open_operation(job, &opens).await;
+        let Hearing { node, opened, sender, answers, seat } = opening.map_err(refused)?;
+        front.metrics.operations().opened(job.operation, asked.elapsed());
+        let counting = front.metrics.operations().session(job.operation);
+        let heard = || seconds(pieces.iter().map(|piece| piece.len() as u64).sum(), job.sample_rate);
+        match exchange(sender, answers, pieces, job.sample_rate).await {
+            Ok(made) => {
+                counting.ended("finished", heard());
+                return Ok((node, opened, made));
+            }
+            Err(Failure::Said(error)) if error.retryable() => {
+                counting.ended("declined", 0.0);
+                failure = Unopened::Said(error);
+            }
+            Err(Failure::Said(error)) => {
+                counting.ended("invalid", 0.0);
+                return Err(operations::failed(job.operation, error));
+            }
+            Err(Failure::Lost) => {
+                tracing::info!(request = %job.request_id, %node, "a call was cut off");
+                counting.ended("worker_lost", 0.0);
+                let _in_order = seat.cut();
+                failure = Unopened::Lost;
+            }
+        }
+    }
+    Err(refused(failure))
+}
+
+/// Sends all of a recording while what is made of it comes back.
+async fn exchange(
+    mut sender: OperationSender,
+    mut answers: OperationStream,
+    pieces: &[Pcm],
+    sample_rate: u32,
+) -> Result<Made, Failure> {
+    let feed = async {
+        for piece in pieces {
+            sender.send(&OperationInput::Samples(piece.clone())).await?;
+        }
+        sender.send(&OperationInput::Finish).await
+    };
+    let feed = async {
+        // Why it fails is among the answers.
+        let _ = feed.await;
+        std::future::pending::<Infallible>().await
+    };
+    let gather = async {
+        let mut made = Made::default();
+        let mut speaks = None;
+        loop {
+            match answers.next().await.map_err(|_| Failure::Lost)? {
+                OperationOutput::Windows(windows) => {
+                    made.probabilities.extend(windows.iter().map(|window| window.probability));
+                }
+                OperationOutput::SpeechStarted { at } => speaks = Some(at),
+                OperationOutput::SpeechEnded { at: end } => {
+                    let start = speaks.take().ok_or(Failure::Said(OperationError::Internal))?;
+                    let (start_s, end_s) = (seconds(start, sample_rate), seconds(end, sample_rate));
+                    made.speech.push(Speech { start, end, start_s, end_s });
+                }
+                OperationOutput::Turn(turn) => made.turn = Some(turn),
+                // Of the last segment.
+                OperationOutput::Segmented { .. } => {}
+                OperationOutput::Finished { .. } => return Ok(made),
+                OperationOutput::Failed(error) => return Err(Failure::Said(error)),
+                OperationOutput::Text(_) | OperationOutput::Restarted | OperationOutput::Opened(_) => {
+                    return Err(Failure::Said(OperationError::Internal));
+                }
+            }
+        }
+    };
+    tokio::select! {
+        made = gather => made,
+        never = feed => match never {},
+    }
+}
+
+/// Cuts a recording into what is sent at once.
+fn pieces(pcm: Pcm) -> Vec<Pcm> {
+    match pcm {
+        Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
+        Pcm::I16(samples) => samples.chunks(PIECE).map(|piece| Pcm::I16(piece.to_vec())).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_is_cut_in_order() {
+        let samples: Vec<i16> = (0..40_000).map(|n| n as i16).collect();
+        let cut = pieces(Pcm::I16(samples.clone()));
+        assert_eq!(cut.iter().map(Pcm::len).collect::<Vec<_>>(), [16_000, 16_000, 8_000]);
+        let whole: Vec<i16> = cut
+            .into_iter()
+            .flat_map(|piece| if let Pcm::I16(samples) = piece { samples } else { vec![] })
+            .collect();
+        assert_eq!(whole, samples);
+        assert!(pieces(Pcm::F32(vec![])).is_empty());
+    }
+
+    #[test]
+    fn a_form_is_refused_by_its_type() {
+        let told =
+            |kind: &str| refuse_forms(&HeaderMap::from_iter([(header::CONTENT_TYPE, kind.parse().unwrap())]));
+        for kind in
+            ["audio/wav", "audio/x-wav", "application/octet-stream", "application/x-www-form-urlencoded"]
+        {
+            assert_eq!(told(kind), Ok(()), "{kind}");
+        }
+        for kind in ["multipart/form-data; boundary=x", "Application/JSON"] {
+            assert!(told(kind).is_err(), "{kind}");
+        }
+        assert_eq!(refuse_forms(&HeaderMap::new()), Ok(()));
+    }
+}

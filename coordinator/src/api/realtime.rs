@@ -1,0 +1,189 @@
+//! Sessions of operations over a WebSocket: `GET /v1/realtime/vad` and `/v1/realtime/turn_detection`
+//! ([decision 65](../../../docs/decisions/0065-sessions-are-websockets.md)).
+//!
+//! The session is opened at a worker before the WebSocket is: whoever cannot be served is told by an HTTP status. Then
+//! one task carries sound one way and what is made of it the other, each as fast as its reader: what a slow one costs is
+//! a message here, and QUIC's and the kernel's windows.
+
+mod event;
+mod session;
+
+use super::auth::Caller;
+use super::error::ApiError;
+use super::operations::{Encoding, Query, Sessions, Slot, refused};
+use super::{Front, base64, spans};
+use crate::api::answer::WORKER_HEADER;
+use crate::dispatch::{Hearing, OperationJob};
+use crate::quota::Permit;
+use crate::server::Place;
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::response::Response;
+use proto::ids::{ModelId, RequestId};
+use proto::operation::Operation;
+use proto::trace::Span;
+use session::Session;
+use sha1::{Digest, Sha1};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The one version of the protocol that there is.
+const VERSION: &str = "13";
+/// What a handshake's key is answered with is a digest of it and this.
+const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
+/// Characters of a handshake's key: 16 bytes in base64.
+const KEY_CHARS: usize = 24;
+
+/// How many sessions there may be, and how long.
+#[derive(Debug)]
+pub struct Rules {
+    /// Who has how many.
+    pub sessions: Arc<Sessions>,
+    /// One in which nothing is said for so long ends.
+    pub idle: Duration,
+    /// None lasts longer.
+    pub longest: Duration,
+}
+
+/// Everything that a session has until it ends.
+#[derive(Debug)]
+struct Opened {
+    front: Arc<Front>,
+    operation: Operation,
+    encoding: Encoding,
+    id: RequestId,
+    caller: Caller,
+    place: Place,
+    hearing: Hearing,
+    trace: Option<Span>,
+    _permit: Permit,
+    _slot: Slot,
+}
+
+/// Opens a session, and answers with the WebSocket that it is told by.
+pub(super) async fn open(
+    front: Arc<Front>,
+    operation: Operation,
+    mut request: Request,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(operation.name(), request.headers());
+    let answered = async {
+        let accept = handshake(request.method(), request.headers())?;
+        // Put there by hyper.
+        let upgrade = hyper::upgrade::on(&mut request);
+        let (head, _) = request.into_parts();
+        let opened = begin(front, operation, &head, &mut trace).await?;
+        let worker = HeaderValue::from_str(opened.hearing.node.as_str());
+        tokio::spawn(Session::run(opened, upgrade));
+        let mut response = Response::new(Body::empty());
+        *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+        let headers = response.headers_mut();
+        headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+        headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
+        headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
+        // Names are of header characters only, by their types.
+        headers.extend(worker.map(|worker| (WORKER_HEADER, worker)));
+        Ok(response)
+    }
+    .await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+/// Opens it at a worker, which takes the trace if it succeeds.
+async fn begin(
+    front: Arc<Front>,
+    operation: Operation,
+    request: &Parts,
+    trace: &mut Option<Span>,
+) -> Result<Opened, ApiError> {
+    let arrived = Instant::now();
+    // Put there by the gate and by the listener.
+    let caller = request.extensions.get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
+    let id = request.extensions.get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
+    let place = request.extensions.get::<Place>().cloned().ok_or(ApiError::Internal)?;
+    let query = Query::read(&request.uri)?;
+    let job = OperationJob {
+        request_id: id.clone(),
+        operation,
+        model: query.model()?,
+        sample_rate: query.sample_rate()?,
+        options: query.options(operation)?,
+        trace: trace.as_ref().map(Span::context),
+    };
+    let encoding = query.encoding()?;
+    let limited = |error: &ApiError| front.metrics.limited(error);
+    let permit = caller.enter(arrived).inspect_err(limited)?;
+    let slot = front.realtime.sessions.enter(caller.tenant()).map_err(ApiError::from);
+    let slot = slot.inspect_err(limited)?;
+    let opens = |model: &ModelId| caller.may_use(model);
+    let opening = front.dispatch.open_operation(&job, &opens).await;
+    let hearing = opening.map_err(|why| refused(operation, job.model.as_ref(), why))?;
+    front.metrics.operations().opened(operation, arrived.elapsed());
+    if let Some(span) = trace {
+        spans::hears(span, operation, (&id, &hearing.opened.model), &hearing.node, &hearing.opened.backend);
+        span.part("open", arrived);
+    }
+    let trace = trace.take();
+    let front = Arc::clone(&front);
+    Ok(Opened { front, operation, encoding, id, caller, place, hearing, trace, _permit: permit, _slot: slot })
+}
+
+/// What a client that asks for a WebSocket is answered with (RFC 6455, section 4.2).
+fn handshake(method: &Method, headers: &HeaderMap) -> Result<HeaderValue, ApiError> {
+    let says = |name: HeaderName, word: &str| {
+        let values = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
+        values.flat_map(|value| value.split(',')).any(|part| part.trim().eq_ignore_ascii_case(word))
+    };
+    if *method != Method::GET {
+        return Err(ApiError::NotFound);
+    }
+    if !says(header::CONNECTION, "upgrade") || !says(header::UPGRADE, "websocket") {
+        return Err(ApiError::field("upgrade", "here is a WebSocket, and the request asks for none"));
+    }
+    if !says(header::SEC_WEBSOCKET_VERSION, VERSION) {
+        return Err(ApiError::field("sec-websocket-version", "is not 13"));
+    }
+    let key = headers.get(header::SEC_WEBSOCKET_KEY).map(HeaderValue::as_bytes);
+    let key = key.filter(|key| key.len() == KEY_CHARS);
+    let key = key.ok_or_else(|| ApiError::field("sec-websocket-key", "is not 16 bytes in base64"))?;
+    let digest = Sha1::new().chain_update(key).chain_update(GUID).finalize();
+    HeaderValue::from_str(&base64::encode(&digest)).map_err(|_| ApiError::Internal)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(HeaderName, &str)]) -> HeaderMap {
+        pairs.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect()
+    }
+
+    #[test]
+    fn a_handshake_is_answered_or_refused_by_its_field() {
+        let whole = [
+            (header::CONNECTION, "keep-alive, Upgrade"),
+            (header::UPGRADE, "WebSocket"),
+            (header::SEC_WEBSOCKET_VERSION, VERSION),
+            // The example of RFC 6455.
+            (header::SEC_WEBSOCKET_KEY, "dGhlIHNhbXBsZSBub25jZQ=="),
+        ];
+        let answer = handshake(&Method::GET, &headers(&whole)).unwrap();
+        assert_eq!(answer, "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+        assert_eq!(handshake(&Method::HEAD, &headers(&whole)), Err(ApiError::NotFound));
+        for (at, field) in
+            ["upgrade", "upgrade", "sec-websocket-version", "sec-websocket-key"].iter().enumerate()
+        {
+            let mut torn = whole.to_vec();
+            torn[at].1 = "other";
+            match handshake(&Method::GET, &headers(&torn)) {
+                Err(ApiError::InvalidField { field: named, .. }) => assert_eq!(named, *field),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! A session's life: sound goes up to the worker while what is made of it comes down, until one end or a limit ends it.
+
+use super::Opened;
+use super::event::{Control, Event};
+use crate::api::error::ApiError;
+use crate::api::limits::{MAX_CONTROL_BYTES, MESSAGE_BURST, MESSAGES_PER_SECOND};
+use crate::api::operations::{self, Encoding, seconds};
+use crate::api::spans;
+use futures::stream::{SplitSink, SplitStream};
+use futures::{SinkExt, StreamExt};
+use hyper::upgrade::{OnUpgrade, Upgraded};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use proto::operation::{MAX_FRAME_SAMPLES, OperationError, OperationInput, OperationOutput};
+use proto::transport::{OperationSender, OperationStream};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, sleep_until, timeout, timeout_at};
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
+use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
+use tokio_tungstenite::tungstenite::{Bytes, Error, Message};
+
+/// How long a client may take to become a WebSocket once it has been told that it may.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(10);
+/// How often it is asked whether it is there,
+const PING_EVERY: Duration = Duration::from_secs(20);
+/// and when it is thought gone, having said nothing at all.
+const GONE_AFTER: Duration = Duration::from_secs(60);
+/// A worker that takes nothing for so long, or does not come to an end, is lost. Above what a client that does not read is
+/// given, since that holds up the worker too.
+const STALL_LIMIT: Duration = Duration::from_secs(60);
+/// How long a session that the worker has ended may stay without its word why.
+const WORD_LIMIT: Duration = Duration::from_secs(5);
+/// How long the end of a session may take to be told,
+const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+/// and how long, and how much, is still read of what a client sends behind it: who sends must find the answer, not a
+/// broken connection.
+const LINGER_LIMIT: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 4 << 20;
+/// Read from the client at once.
+const READ_BYTES: usize = 16 << 10;
+
+type Socket = WebSocketStream<TokioIo<Upgraded>>;
+type Sink = SplitSink<Socket, Message>;
+
+/// Why a session has ended.
+#[derive(Debug)]
+enum Ended {
+    /// As asked for.
+    Finished,
+    /// The client has closed it,
+    Left,
+    /// or is gone.
+    Gone,
+    /// The worker has ended it,
+    Failed(OperationError),
+    /// or is lost.
+    Lost,
+    /// The client has sent something that it may not.
+    Invalid(ApiError, CloseCode),
+    /// The client has sent nothing for too long.
+    Idle,
+    /// It has lasted as long as it may.
+    Overlong,
+    /// The coordinator stops.
+    GoingAway,
+    /// The key opens nothing any more.
+    Revoked,
+}
+
+impl Ended {
+    /// In events and metrics.
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::Left => "left",
+            Self::Gone => "gone",
+            Self::Failed(OperationError::Draining) => "draining",
+            Self::Failed(OperationError::Idle { .. }) | Self::Idle => "idle_timeout",
+            Self::Failed(OperationError::InvalidField { .. }) | Self::Invalid(..) => "invalid",
+            Self::Failed(OperationError::TooLong { .. }) | Self::Overlong => "max_duration",
+            Self::Failed(_) => "failed",
+            Self::Lost => "worker_lost",
+            Self::GoingAway => "going_away",
+            Self::Revoked => "key_revoked",
+        }
+    }
+
+    /// What the client is told besides, unless it is an end as good as another.
+    fn error(&self, opened: &Opened) -> Option<ApiError> {
+        Some(match self {
+            Self::Finished | Self::Left | Self::Gone | Self::GoingAway => return None,
+            Self::Failed(OperationError::Draining) => return None,
+            Self::Failed(error) => operations::failed(opened.operation, error.clone()),
+            Self::Lost => ApiError::WorkerLost,
+            Self::Invalid(error, _) => error.clone(),
+            Self::Idle | Self::Overlong => ApiError::DeadlineExceeded,
+            Self::Revoked => ApiError::InvalidApiKey,
+        })
+    }
+
+    fn code(&self) -> CloseCode {
+        match self {
+            Self::Finished | Self::Left | Self::Gone => CloseCode::Normal,
+            Self::GoingAway => CloseCode::Away,
+            Self::Failed(OperationError::Draining) => CloseCode::Restart,
+            Self::Failed(OperationError::InvalidField { .. }) => CloseCode::Invalid,
+            Self::Failed(OperationError::Idle { .. } | OperationError::TooLong { .. }) => CloseCode::Policy,
+            Self::Failed(_) | Self::Lost => CloseCode::Error,
+            Self::Invalid(_, code) => *code,
+            Self::Idle | Self::Overlong | Self::Revoked => CloseCode::Policy,
+        }
+    }
+}
+
+/// What both directions know.
+#[derive(Debug, Default)]
+struct Shared {
+    /// Samples that the worker was sent.
+    samples: AtomicU64,
+    /// Since when something is waited for from the client.
+    waits: Mutex<Option<Instant>>,
+}
+
+/// See the module.
+pub(super) struct Session;
+
+impl Session {
+    /// Carries a session to its end, once its connection is a WebSocket.
+    pub(super) async fn run(mut opened: Opened, upgrade: OnUpgrade) {
+        let shared = Shared::default();
+        let front = Arc::clone(&opened.front);
+        let counting = front.metrics.operations().session(opened.operation);
+        let ended = match timeout(UPGRADE_LIMIT, upgrade).await {
+            Ok(Ok(upgraded)) => talk(&mut opened, upgraded, &shared).await,
+            Ok(Err(_)) | Err(_) => Ended::Gone,
+        };
+        let samples = shared.samples.load(Ordering::Relaxed);
+        let (reason, node) = (ended.reason(), &opened.hearing.node);
+        tracing::info!(session = %opened.id, operation = %opened.operation, %node, samples, reason, "a session has ended");
+        counting.ended(reason, seconds(samples, opened.hearing.opened.sample_rate));
+        if let Some(mut span) = opened.trace.take() {
+            spans::heard(&mut span, samples, reason, ended.error(&opened).map(|error| error.code()));
+        }
+    }
+}
+
+async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended {
+    let most = MAX_FRAME_SAMPLES * opened.encoding.width();
+    let config = WebSocketConfig::default()
+        .max_message_size(Some(most))
+        .max_frame_size(Some(most))
+        .read_buffer_size(READ_BYTES)
+        // What is sent is sent at once; no more than one message waits.
+        .write_buffer_size(0)
+        .accept_unmasked_frames(false);
+    let socket = WebSocketStream::from_raw_socket(TokioIo::new(upgraded), Role::Server, Some(config)).await;
+    let (mut sink, mut stream) = socket.split();
+    let begun = Instant::now();
+    let rules = &opened.front.realtime;
+    let theirs = opened.hearing.opened.idle_timeout_ms;
+    let idle = rules.idle.min(Duration::from_millis(if theirs == 0 { u64::MAX } else { theirs }));
+    let ended = match sink.send(hello(opened, idle)).await {
+        Err(_) => Ended::Gone,
+        Ok(()) => {
+            let (sender, answers) = (&mut opened.hearing.sender, &mut opened.hearing.answers);
+            tokio::select! {
+                // What the worker has said last counts, whatever else has happened meanwhile.
+                biased;
+                ended = down(&mut sink, answers, shared) => ended,
+                ended = up(&mut stream, sender, (opened.encoding, idle), shared) => ended,
+                () = opened.place.closing() => Ended::GoingAway,
+                () = opened.caller.revoked() => Ended::Revoked,
+                () = sleep_until(begun + rules.longest) => Ended::Overlong,
+            }
+        }
+    };
+    let ended = match ended {
+        // It has stopped, and has not waited any longer.
+        Ended::Lost if opened.hearing.seat.cut() => Ended::Failed(OperationError::Draining),
+        ended => ended,
+    };
+    if !matches!(ended, Ended::Gone) {
+        let samples = shared.samples.load(Ordering::Relaxed);
+        let told = farewell(&mut sink, &ended, ended.error(opened), samples);
+        if timeout(FAREWELL_LIMIT, told).await.is_ok()
+            && let Ok(socket) = sink.reunite(stream)
+        {
+            linger(socket).await;
+        }
+    }
+    ended
+}
+
+fn hello(opened: &Opened, idle: Duration) -> Message {
+    let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let worker = &opened.hearing.opened;
+    text(&Event::Opened {
+        session: opened.id.as_str(),
+        operation: opened.operation.name(),
+        model: worker.model.as_str(),
+        worker: opened.hearing.node.as_str(),
+        backend: &worker.backend,
+        encoding: opened.encoding.name(),
+        sample_rate: worker.sample_rate,
+        window: worker.window,
+        idle_timeout_ms: millis(idle),
+        max_duration_ms: millis(opened.front.realtime.longest),
+    })
+}
+
+fn text(event: &Event<'_>) -> Message {
+    // Numbers and texts are always JSON.
+    Message::text(serde_json::to_string(event).unwrap_or_default())
+}
+
+/// From the worker to the client.
+async fn down(sink: &mut Sink, answers: &mut OperationStream, shared: &Shared) -> Ended {
+    let mut pings = interval_at(Instant::now() + PING_EVERY, PING_EVERY);
+    pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let message = tokio::select! {
+            answer = answers.next() => match answer {
+                Ok(OperationOutput::Finished { .. }) => return Ended::Finished,
+                Ok(OperationOutput::Failed(error)) => return Ended::Failed(error),
+                Ok(output) => match Event::of(&output) {
+                    Some(event) => text(&event),
+                    // It is open already.
+                    None => return Ended::Failed(OperationError::Internal),
+                },
+                Err(error) => {
+                    tracing::info!(%error, "a session was cut off");
+                    return Ended::Lost;
+                }
+            },
+            _ = pings.tick() => {
+                if shared.waits.lock().is_some_and(|since| since.elapsed() > GONE_AFTER) {
+                    return Ended::Gone;
+                }
+                Message::Ping(Bytes::new())
+            }
+        };
+        if sink.send(message).await.is_err() {
+            return Ended::Gone;
+        }
+    }
+}
+
+/// From the client to the worker.
+async fn up(
+    stream: &mut SplitStream<Socket>,
+    sender: &mut OperationSender,
+    (encoding, idle): (Encoding, Duration),
+    shared: &Shared,
+) -> Ended {
+    let mut pace = Pace::new(Instant::now());
+    let mut heard = Instant::now();
+    let mut finishing = None;
+    loop {
+        *shared.waits.lock() = Some(Instant::now());
+        let until = finishing.unwrap_or(heard + idle);
+        let message = match timeout_at(until, stream.next()).await {
+            Ok(Some(Ok(message))) => message,
+            Ok(Some(Err(error))) => return broken(&error),
+            Ok(None) => return Ended::Gone,
+            Err(_) if finishing.is_some() => return Ended::Lost,
+            Err(_) => return Ended::Idle,
+        };
+        *shared.waits.lock() = None;
+        sleep(pace.take(Instant::now())).await;
+        let input = match message {
+            Message::Binary(bytes) => sound(encoding, &bytes),
+            Message::Text(text) => control(&text),
+            // Answered by the library.
+            Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => continue,
+            Message::Close(_) => return Ended::Left,
+        };
+        let input = match input {
+            ControlFlow::Continue(input) => input,
+            ControlFlow::Break(ended) => return ended,
+        };
+        if finishing.is_some() {
+            let rule = "comes behind the end of the session";
+            return Ended::Invalid(ApiError::field("message", rule), CloseCode::Policy);
+        }
+        match timeout(STALL_LIMIT, sender.send(&input)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) => {
+                // Why is what comes down.
+                sleep(WORD_LIMIT).await;
+                return Ended::Lost;
+            }
+            Err(_) => return Ended::Lost,
+        }
+        heard = Instant::now();
+        match input {
+            OperationInput::Samples(pcm) => {
+                shared.samples.fetch_add(pcm.len() as u64, Ordering::Relaxed);
+            }
+            OperationInput::Finish => finishing = Some(heard + STALL_LIMIT),
+            OperationInput::Segment | OperationInput::Reset | OperationInput::Close => {}
+        }
+    }
+}
+
+fn sound(encoding: Encoding, bytes: &[u8]) -> ControlFlow<Ended, OperationInput> {
+    match encoding.decode(bytes) {
+        Ok(pcm) => ControlFlow::Continue(OperationInput::Samples(pcm)),
+        Err(error) => ControlFlow::Break(Ended::Invalid(error, CloseCode::Invalid)),
+    }
+}
+
+fn control(text: &str) -> ControlFlow<Ended, OperationInput> {
+    if text.len() > MAX_CONTROL_BYTES {
+        let error = ApiError::field("message", format!("a text has at most {MAX_CONTROL_BYTES} bytes"));
+        return ControlFlow::Break(Ended::Invalid(error, CloseCode::Size));
+    }
+    match Control::read(text) {
+        Ok(Control::Segment) => ControlFlow::Continue(OperationInput::Segment),
+        Ok(Control::Reset) => ControlFlow::Continue(OperationInput::Reset),
+        Ok(Control::Finish) => ControlFlow::Continue(OperationInput::Finish),
+        Err(error) => ControlFlow::Break(Ended::Invalid(error, CloseCode::Unsupported)),
+    }
+}
+
+/// What has come is no message, or no more comes.
+fn broken(error: &Error) -> Ended {
+    let invalid = |rule: String, code| Ended::Invalid(ApiError::field("message", rule), code);
+    match error {
+        Error::Capacity(_) => {
+            invalid(format!("a message has at most {MAX_FRAME_SAMPLES} samples"), CloseCode::Size)
+        }
+        Error::Utf8(_) => invalid("a text is not UTF-8".into(), CloseCode::Invalid),
+        Error::Protocol(
+            tokio_tungstenite::tungstenite::error::ProtocolError::ResetWithoutClosingHandshake,
+        ) => Ended::Gone,
+        Error::Protocol(error) => invalid(error.to_string(), CloseCode::Protocol),
+        _ => Ended::Gone,
+    }
+}
+
+/// Tells how it has ended.
+async fn farewell(
+    sink: &mut Sink,
+    ended: &Ended,
+    error: Option<ApiError>,
+    samples: u64,
+) -> Result<(), Error> {
+    if matches!(ended, Ended::Left) {
+        // The library has answered that already; it goes out with this.
+        return sink.close().await;
+    }
+    if let Some(error) = error {
+        let mut body = error.body();
+        sink.feed(text(&Event::Error { error: body["error"].take() })).await?;
+    }
+    let reason = ended.reason();
+    sink.feed(text(&Event::Closed { reason, samples })).await?;
+    sink.send(Message::Close(Some(CloseFrame { code: ended.code(), reason: reason.into() }))).await
+}
+
+/// Closes our direction, and waits a while for the client to close its own.
+async fn linger(mut socket: Socket) {
+    let stream = socket.get_mut();
+    let rest = async {
+        stream.shutdown().await?;
+        let mut room = LINGER_BYTES;
+        let mut buffer = vec![0; READ_BYTES];
+        while room > 0 {
+            match stream.read(&mut buffer).await? {
+                0 => break,
+                read => room = room.saturating_sub(read),
+            }
+        }
+        std::io::Result::Ok(())
+    };
+    // However it ends, it has ended.
+    let _ = timeout(LINGER_LIMIT, rest).await;
+}
+
+/// How fast a client's messages are taken: who sends faster is read as fast as this, and so sends no faster.
+#[derive(Debug)]
+struct Pace {
+    /// Messages that may be taken at once.
+    level: f64,
+    at: Instant,
+}
+
+impl Pace {
+    fn new(now: Instant) -> Self {
+        Self { level: MESSAGE_BURST, at: now }
+    }
+
+    /// How long to wait with the next message.
+    fn take(&mut self, now: Instant) -> Duration {
+        let since = now.saturating_duration_since(self.at).as_secs_f64();
+        self.level = (self.level + since * MESSAGES_PER_SECOND).min(MESSAGE_BURST) - 1.0;
+        self.at = now;
+        Duration::from_secs_f64((-self.level).max(0.0) / MESSAGES_PER_SECOND)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn messages_are_taken_at_a_pace() {
+        let start = Instant::now();
+        let mut pace = Pace::new(start);
+        let burst = MESSAGE_BURST as u32;
+        for _ in 0..burst {
+            assert_eq!(pace.take(Instant::now()), Duration::ZERO);
+        }
+        let more = 3 * MESSAGES_PER_SECOND as u32;
+        for _ in 0..more {
+            sleep(pace.take(Instant::now())).await;
+        }
+        let took = start.elapsed().as_secs_f64();
+        assert!((2.99..3.7).contains(&took), "{took}");
+        // Who sends no faster than that never waits.
+        sleep(Duration::from_secs(10)).await;
+        for _ in 0..more {
+            sleep(Duration::from_secs_f64(1.0 / MESSAGES_PER_SECOND)).await;
+            assert_eq!(pace.take(Instant::now()), Duration::ZERO);
+        }
+    }
+
+    #[test]
+    fn each_end_has_its_own_code() {
+        let code = |ended: Ended| u16::from(ended.code());
+        assert_eq!(code(Ended::Finished), 1000);
+        assert_eq!(code(Ended::GoingAway), 1001);
+        assert_eq!(code(Ended::Lost), 1011);
+        assert_eq!(code(Ended::Failed(OperationError::Draining)), 1012);
+        assert_eq!(code(Ended::Idle), 1008);
+        assert_eq!(Ended::Failed(OperationError::Draining).reason(), "draining");
+    }
+}

@@ -1,0 +1,133 @@
+//! Where sessions of operations go, and who is said to serve one that goes nowhere.
+
+use super::*;
+use crate::balancer::{OperationAsk, Seated, Unseated};
+use proto::operation::{OfferedOperationV1, Operation};
+
+fn model(id: &str) -> ModelId {
+    ModelId::new(id).unwrap()
+}
+
+fn offer(rig: &mut Rig, name: &str, epoch: u64, offers: &[(Operation, &str)]) {
+    let offer = |(operation, id): &(Operation, &str)| OfferedOperationV1 {
+        operation: *operation,
+        model: model(id),
+        backend: "test".into(),
+    };
+    rig.balancer.offer(&node(name), Epoch(epoch), offers.iter().map(offer).collect());
+}
+
+fn seat_with(rig: &mut Rig, named: Option<&str>, avoid: &[&str], opens: &[&str]) -> Result<Seated, Unseated> {
+    rig.random = mix(rig.random);
+    let avoid: Vec<_> = avoid.iter().map(|name| (node(name), Epoch(1))).collect();
+    let named = named.map(model);
+    let opens = |model: &ModelId| opens.is_empty() || opens.contains(&model.as_str());
+    let ask = OperationAsk { operation: Operation::Vad, model: named.as_ref(), opens: &opens, avoid: &avoid };
+    rig.balancer.seat(rig.now, &ask, rig.random)
+}
+
+fn seat(rig: &mut Rig) -> Result<Seated, Unseated> {
+    seat_with(rig, None, &[], &[])
+}
+
+const VAD: [(Operation, &str); 1] = [(Operation::Vad, "v")];
+
+#[test]
+fn a_session_goes_to_who_offers_it_and_has_fewest() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b", "c"]);
+    offer(&mut rig, "a", 1, &VAD);
+    offer(&mut rig, "b", 1, &[(Operation::TurnDetection, "t")]);
+    offer(&mut rig, "c", 1, &[(Operation::TurnDetection, "t"), (Operation::Vad, "v")]);
+    let mut counts = HashMap::new();
+    let seats: Vec<Seated> = (0..10).map(|_| seat(&mut rig).unwrap()).collect();
+    seats.iter().for_each(|seated| *counts.entry(seated.node.as_str()).or_insert(0) += 1);
+    assert_eq!(counts, HashMap::from([("a", 5), ("c", 5)]));
+    // What has ended makes room.
+    for seated in seats.iter().filter(|seated| seated.node == node("c")) {
+        rig.balancer.unseat(seated.seat);
+    }
+    let next: Vec<NodeId> = (0..5).map(|_| seat(&mut rig).unwrap().node).collect();
+    assert_eq!(next, vec![node("c"); 5]);
+    let views = rig.balancer.workers(rig.now);
+    let c = views.iter().find(|view| view.member.register.node == node("c")).unwrap();
+    let open: Vec<_> = c.operations.iter().map(|offer| (offer.operation, offer.sessions)).collect();
+    assert_eq!(open, [(Operation::TurnDetection, 0), (Operation::Vad, 5)]);
+}
+
+#[test]
+fn who_gets_no_session_is_told_why() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    assert_eq!(seat(&mut rig), Err(Unseated::Operation));
+    offer(&mut rig, "a", 1, &[(Operation::Vad, "v"), (Operation::Vad, "w")]);
+    let told = seat_with(&mut rig, Some("x"), &[], &[]);
+    assert_eq!(told, Err(Unseated::Model { models: vec![model("v"), model("w")] }));
+    assert_eq!(seat_with(&mut rig, Some("w"), &[], &[]).unwrap().model, model("w"));
+    // What a key is not for does not exist for it.
+    assert_eq!(seat_with(&mut rig, None, &[], &["w"]).unwrap().model, model("w"));
+    let told = seat_with(&mut rig, Some("v"), &[], &["w"]);
+    assert_eq!(told, Err(Unseated::Model { models: vec![model("w")] }));
+    assert_eq!(seat_with(&mut rig, None, &[], &["m"]), Err(Unseated::Operation));
+    assert_eq!(seat_with(&mut rig, None, &["a"], &[]), Err(Unseated::Declined));
+    // One that drains, by an operator's word or its own, gets none.
+    let drain = |draining| TableChange::Drain { node: node("a"), draining };
+    rig.balancer.change(rig.now, drain(true), 1).unwrap();
+    assert_eq!(seat(&mut rig), Err(Unseated::Away));
+    rig.balancer.change(rig.now, drain(false), 1).unwrap();
+    assert!(seat(&mut rig).is_ok());
+    let draining = LoadReportV1 { state: WorkerState::Draining, ..report(1) };
+    rig.balancer.load(rig.now, &node("a"), draining, 1);
+    assert_eq!(seat(&mut rig), Err(Unseated::Away));
+    rig.leave("a", 1);
+    assert_eq!(seat(&mut rig), Err(Unseated::Operation));
+}
+
+#[test]
+fn a_silent_worker_is_asked_only_while_there_is_no_other() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    offer(&mut rig, "a", 1, &VAD);
+    rig.now += rig.balancer.floor.policy().suspect_after;
+    assert_eq!(seat(&mut rig).unwrap().node, node("a"));
+    offer(&mut rig, "b", 1, &VAD);
+    rig.balancer.load(rig.now, &node("b"), report(1), 1);
+    for _ in 0..3 {
+        assert_eq!(seat(&mut rig).unwrap().node, node("b"));
+    }
+}
+
+#[test]
+fn sessions_of_an_earlier_life_are_not_given_back_to_the_next() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    offer(&mut rig, "a", 1, &VAD);
+    let old = seat(&mut rig).unwrap();
+    rig.leave("a", 1);
+    rig.join("a", 2);
+    assert_eq!(seat(&mut rig), Err(Unseated::Operation), "it has not said so in this life");
+    offer(&mut rig, "a", 2, &VAD);
+    seat(&mut rig).unwrap();
+    rig.balancer.unseat(old.seat);
+    let sessions = |rig: &Rig| rig.balancer.workers(rig.now)[0].operations[0].sessions;
+    assert_eq!(sessions(&rig), 1);
+}
+
+/// Texts are encoded where that is offered, too.
+#[test]
+fn calls_to_encode_go_to_those_who_offer_that() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b", "c"]);
+    let embed = |rig: &mut Rig| {
+        let ask = Ask { operation: Some(Operation::Embed), ..rig.ask("t", 16, chain([])) };
+        rig.submit(ask).unwrap()
+    };
+    // Those who say nothing offer what their models are for, which here is to generate.
+    let (_, actions) = embed(&mut rig);
+    assert!(matches!(actions[..], [Action::Refuse(_, Refusal::NoWorker)]), "{actions:?}");
+    offer(&mut rig, "b", 1, &[(Operation::Embed, MODEL)]);
+    offer(&mut rig, "c", 1, &[(Operation::Embed, "other"), (Operation::Rerank, MODEL)]);
+    for _ in 0..4 {
+        let (_, actions) = embed(&mut rig);
+        assert_eq!(only(&actions).node, node("b"));
+    }
+    // Generations go anywhere as before.
+    let nodes: std::collections::BTreeSet<NodeId> =
+        (0..12).map(|_| only(&rig.plain().1).node.clone()).collect();
+    assert!(nodes.len() > 1, "{nodes:?}");
+}

@@ -1,0 +1,163 @@
+//! Sessions of operations at the workers that offer them. A session is opened at one worker after the other until one
+//! takes it; from then on it is that worker's, whose model holds its state: nothing moves it to another.
+
+use super::{Dispatch, Link};
+use crate::balancer::{OperationAsk, Seat, Seated, Unseated};
+use crate::random::random_u64;
+use proto::ids::{Epoch, ModelId, NodeId, RequestId};
+use proto::operation::{
+    OpenedOperationV1, Operation, OperationError, OperationOptions, OperationRequest, OperationRequestV1,
+};
+use proto::trace::TraceContext;
+use proto::transport::{CloseCode, OperationSender, OperationSession, OperationStream};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long one worker may take to open a session: it may have a model to load.
+const OPEN_LIMIT: Duration = Duration::from_secs(10);
+/// Workers that are asked for one session at most.
+const ATTEMPTS: usize = 4;
+
+/// A session to be opened.
+#[derive(Debug, Clone)]
+pub struct OperationJob {
+    /// The client's request.
+    pub request_id: RequestId,
+    /// What.
+    pub operation: Operation,
+    /// With which model; none: any.
+    pub model: Option<ModelId>,
+    /// Samples per second.
+    pub sample_rate: u32,
+    /// How.
+    pub options: OperationOptions,
+    /// Where the request is recorded, if it is.
+    pub trace: Option<TraceContext>,
+}
+
+/// Why no session was opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unopened {
+    /// There is nobody to ask.
+    Nobody(Unseated),
+    /// This is what the last one has said that was asked.
+    Said(OperationError),
+    /// Everyone who was asked was lost, or did not answer in time.
+    Lost,
+}
+
+/// A session that is open. Dropping it ends it at the worker.
+#[derive(Debug)]
+pub struct Hearing {
+    /// The worker.
+    pub node: NodeId,
+    /// What it has said of the session.
+    pub opened: OpenedOperationV1,
+    /// Where what is heard goes.
+    pub sender: OperationSender,
+    /// Where what is made of it comes from.
+    pub answers: OperationStream,
+    /// Its place among the worker's.
+    pub seat: Seating,
+}
+
+/// A session's place at a worker, given back when it is dropped.
+#[derive(Debug)]
+pub struct Seating {
+    dispatch: Arc<Dispatch>,
+    seat: Seat,
+    node: NodeId,
+    link: Arc<Link>,
+}
+
+impl Seating {
+    /// The session was cut off: if that is because the connection is, nobody else shall be sent there. `true` if the
+    /// worker has closed it in order, having given its sessions as long as it has.
+    pub fn cut(&self) -> bool {
+        if self.link.is_closed() {
+            self.dispatch.session_lost(self.link.session(), &self.node);
+        }
+        self.link.connection().was_closed_for(CloseCode::Shutdown)
+    }
+}
+
+impl Drop for Seating {
+    fn drop(&mut self) {
+        self.dispatch.desk.lock().balancer.unseat(self.seat);
+    }
+}
+
+impl Dispatch {
+    /// Opens a session at a worker that offers the operation, for someone for whom the models are that `opens` says.
+    pub async fn open_operation(
+        self: &Arc<Self>,
+        job: &OperationJob,
+        opens: &(dyn Fn(&ModelId) -> bool + Sync),
+    ) -> Result<Hearing, Unopened> {
+        let mut avoid = Vec::new();
+        let mut failure = None;
+        for _ in 0..ATTEMPTS {
+            let (seated, seat) = match self.seat(job, opens, &avoid) {
+                Ok(seated) => seated,
+                Err(unseated) => return Err(failure.unwrap_or(Unopened::Nobody(unseated))),
+            };
+            let request = OperationRequest::V1(OperationRequestV1 {
+                request_id: job.request_id.clone(),
+                operation: job.operation,
+                model: Some(seated.model),
+                sample_rate: job.sample_rate,
+                options: job.options.clone(),
+                trace: job.trace,
+            });
+            let asked = seat.link.connection().open_operation(&request);
+            let node = seated.node;
+            failure = Some(match tokio::time::timeout(OPEN_LIMIT, asked).await {
+                Ok(Ok(Ok(OperationSession { opened, sender, answers }))) => {
+                    return Ok(Hearing { node, opened, sender, answers, seat });
+                }
+                Ok(Ok(Err(error))) if error.retryable() => {
+                    tracing::info!(request = %job.request_id, %node, %error, "a session was declined");
+                    Unopened::Said(error)
+                }
+                Ok(Ok(Err(error))) => return Err(Unopened::Said(error)),
+                Ok(Err(error)) => {
+                    tracing::info!(request = %job.request_id, %node, %error, "a session could not be opened");
+                    let _in_order = seat.cut();
+                    Unopened::Lost
+                }
+                Err(_) => {
+                    tracing::warn!(request = %job.request_id, %node, "a worker has not opened a session in time");
+                    Unopened::Lost
+                }
+            });
+            avoid.push((node, seated.epoch));
+        }
+        Err(failure.unwrap_or(Unopened::Lost))
+    }
+
+    /// The operations that are offered, with their models.
+    pub fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
+        self.desk.lock().balancer.offered()
+    }
+
+    fn seat(
+        self: &Arc<Self>,
+        job: &OperationJob,
+        opens: &dyn Fn(&ModelId) -> bool,
+        avoid: &[(NodeId, Epoch)],
+    ) -> Result<(Seated, Seating), Unseated> {
+        let ask = OperationAsk { operation: job.operation, model: job.model.as_ref(), opens, avoid };
+        let mut desk = self.desk.lock();
+        let seated = desk.balancer.seat(Instant::now(), &ask, random_u64())?;
+        let link = desk.links.get(&seated.node).filter(|link| link.epoch() == seated.epoch).cloned();
+        let Some(link) = link else {
+            // A member always has a link; without one there is nobody to talk to.
+            desk.balancer.unseat(seated.seat);
+            return Err(Unseated::Away);
+        };
+        drop(desk);
+        let seat = Seating { dispatch: Arc::clone(self), seat: seated.seat, node: seated.node.clone(), link };
+        Ok((seated, seat))
+    }
+}

@@ -1,0 +1,183 @@
+//! What the dummy worker makes of sound: windows of 512 samples, of which the first sample says how likely speech is.
+
+use parking_lot::Mutex;
+use proto::operation::{
+    MAX_FRAME_WINDOWS, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOptions,
+    OperationOutput, OperationRequest, OperationRequestV1, TurnV1, WindowV1,
+};
+use proto::transport::{OperationCall, OperationInputs, OperationReplier};
+use tokio::sync::watch;
+
+pub(crate) const WINDOW: u64 = 512;
+pub(crate) const IDLE_MS: u64 = 25_000;
+
+/// What sessions do, and what was asked of them.
+pub(crate) struct Hearing {
+    asked: Mutex<Vec<OperationRequestV1>>,
+    /// Sessions that are refused in this way.
+    refuse: Mutex<Option<OperationError>>,
+    draining: watch::Sender<bool>,
+    open: watch::Sender<u32>,
+    /// Answers nothing and takes nothing while this is true.
+    stands: watch::Sender<bool>,
+    /// Each frame of sound is answered by as many windows as one frame has.
+    pub(crate) loud: Mutex<bool>,
+    /// Such answers that were sent.
+    pub(crate) said: watch::Sender<u64>,
+}
+
+impl Default for Hearing {
+    fn default() -> Self {
+        Self {
+            asked: Mutex::default(),
+            refuse: Mutex::default(),
+            draining: watch::Sender::new(false),
+            open: watch::Sender::new(0),
+            stands: watch::Sender::new(false),
+            loud: Mutex::default(),
+            said: watch::Sender::new(0),
+        }
+    }
+}
+
+impl Hearing {
+    pub(crate) fn asked(&self) -> Vec<OperationRequestV1> {
+        self.asked.lock().clone()
+    }
+
+    pub(crate) fn refuse(&self, error: Option<OperationError>) {
+        *self.refuse.lock() = error;
+    }
+
+    pub(crate) fn drain(&self, draining: bool) {
+        self.draining.send_replace(draining);
+    }
+
+    pub(crate) fn stand(&self, stands: bool) {
+        self.stands.send_replace(stands);
+    }
+
+    /// Sessions that it has.
+    pub(crate) fn open(&self) -> u32 {
+        *self.open.borrow()
+    }
+}
+
+/// The probability that follows from a window's first sample.
+pub(crate) fn probability(sample: i16) -> f32 {
+    f32::from(sample.unsigned_abs().min(32_767)) / 32_767.0
+}
+
+pub(crate) async fn serve(hearing: &Hearing, call: OperationCall) {
+    let OperationCall { request: OperationRequest::V1(request), inputs, mut reply } = call;
+    hearing.asked.lock().push(request.clone());
+    let refused = hearing.refuse.lock().clone();
+    let odd = (request.sample_rate != 16_000 && request.sample_rate != 8_000).then(|| {
+        let reason = format!("{} is none of 8000 and 16000", request.sample_rate);
+        OperationError::InvalidField { field: "sample_rate".into(), reason }
+    });
+    if let Some(error) = refused.or(odd) {
+        let _ = reply.end(&OperationOutput::Failed(error)).await;
+        return;
+    }
+    let opened = OpenedOperationV1 {
+        backend: "fake".into(),
+        model: request.model.clone().unwrap(),
+        sample_rate: request.sample_rate,
+        window: if request.operation == Operation::Vad { WINDOW as u32 } else { 0 },
+        idle_timeout_ms: IDLE_MS,
+    };
+    let _ = reply.send(&OperationOutput::Opened(opened)).await;
+    hearing.open.send_modify(|open| *open += 1);
+    let cancelled = reply.cancelled();
+    let mut draining = hearing.draining.subscribe();
+    tokio::select! {
+        ended = hear(hearing, &request, inputs, &mut reply) => {
+            if let Ok(output) = ended {
+                let _ = reply.end(&output).await;
+            }
+        }
+        () = cancelled => {}
+        () = async { drop(draining.wait_for(|draining| *draining).await) } => {
+            // A real one waits for its deadline.
+            let _ = reply.end(&OperationOutput::Failed(OperationError::Draining)).await;
+        }
+    }
+    hearing.open.send_modify(|open| *open -= 1);
+}
+
+async fn hear(
+    hearing: &Hearing,
+    request: &OperationRequestV1,
+    mut inputs: OperationInputs,
+    reply: &mut OperationReplier,
+) -> Result<OperationOutput, proto::Error> {
+    let (threshold, windows) = match &request.options {
+        OperationOptions::Speech(options) => (options.threshold.unwrap_or(0.5), options.windows),
+        OperationOptions::Turn(options) => (options.threshold.unwrap_or(0.5), false),
+        OperationOptions::Default => (0.5, false),
+    };
+    let turns = request.operation == Operation::TurnDetection;
+    let (mut heard, mut all, mut speaks) = (Vec::<f32>::new(), 0, false);
+    loop {
+        let _ = hearing.stands.subscribe().wait_for(|stands| !*stands).await;
+        let Some(input) = inputs.next().await? else { return Ok(OperationOutput::Finished { samples: all }) };
+        match input {
+            OperationInput::Samples(pcm) => {
+                let before = heard.len() as u64;
+                all += pcm.len() as u64;
+                if *hearing.loud.lock() {
+                    let window = |start| WindowV1 { start, probability: 0.125 };
+                    let windows: Vec<WindowV1> = (0..MAX_FRAME_WINDOWS as u64).map(window).collect();
+                    reply.send(&OperationOutput::Windows(windows)).await?;
+                    hearing.said.send_modify(|said| *said += 1);
+                    continue;
+                }
+                heard.extend(pcm.into_f32());
+                let mut said = Vec::new();
+                for start in (before / WINDOW..heard.len() as u64 / WINDOW).map(|n| n * WINDOW) {
+                    if turns {
+                        break;
+                    }
+                    let first = (heard[start as usize] * 32_768.0) as i16;
+                    let probability = probability(first);
+                    said.push(WindowV1 { start, probability });
+                    if speaks != (probability >= threshold) {
+                        speaks = !speaks;
+                        let event = match speaks {
+                            true => OperationOutput::SpeechStarted { at: start },
+                            false => OperationOutput::SpeechEnded { at: start },
+                        };
+                        reply.send(&event).await?;
+                    }
+                }
+                if windows && !said.is_empty() {
+                    reply.send(&OperationOutput::Windows(said)).await?;
+                }
+            }
+            OperationInput::Segment | OperationInput::Finish => {
+                let at = heard.len() as u64;
+                if std::mem::take(&mut speaks) {
+                    reply.send(&OperationOutput::SpeechEnded { at }).await?;
+                }
+                if turns {
+                    let mean =
+                        heard.iter().map(|x| f64::from(x.abs())).sum::<f64>() / heard.len().max(1) as f64;
+                    let probability = mean as f32;
+                    let complete = probability > threshold;
+                    reply.send(&OperationOutput::Turn(TurnV1 { at, complete, probability })).await?;
+                }
+                reply.send(&OperationOutput::Segmented { at }).await?;
+                if input == OperationInput::Finish {
+                    return Ok(OperationOutput::Finished { samples: all });
+                }
+            }
+            OperationInput::Reset => {
+                heard.clear();
+                speaks = false;
+                reply.send(&OperationOutput::Restarted).await?;
+            }
+            OperationInput::Close => return Ok(OperationOutput::Finished { samples: all }),
+        }
+    }
+}

@@ -1,0 +1,245 @@
+"""Sessions and calls of operations, by a client of the `websockets` package.
+
+    python operations.py http://HOST:PORT same         speech, as a recording and as sessions: the same numbers
+    python operations.py http://HOST:PORT lost PID     the one worker that offers vad is killed in the middle of a session
+    python operations.py http://HOST:PORT drained PID  it is told to end instead
+    python operations.py http://HOST:PORT limits KEY OTHER_KEY
+"""
+
+import array
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import wave
+
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+BASE, MODE = sys.argv[1:3]
+RATE = 16_000
+PATIENCE = 60
+
+
+def spoken(text):
+    """By espeak-ng, brought to 16 kHz by straight lines between its samples: enough to be taken for speech."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = directory + "/spoken.wav"
+        subprocess.run(["espeak-ng", "-w", path, text], check=True)
+        with wave.open(path) as file:
+            own, sound = file.getframerate(), array.array("h", file.readframes(file.getnframes()))
+    there = []
+    for n in range(int((len(sound) - 1) * RATE / own)):
+        at, part = divmod(n * own, RATE)
+        there.append(int(sound[at] + (sound[at + 1] - sound[at]) * part / RATE))
+    return there
+
+
+def sound():
+    """Somebody speaks, pauses, and speaks again."""
+    noise, pause = 1, []
+    for _ in range(RATE):
+        noise = (noise * 1103515245 + 12345) % 2**31
+        pause.append(noise // 2**16 % 64 - 32)
+    first, second = spoken("Hello, can you hear me?"), spoken("I would like to book a table for two.")
+    return array.array("h", pause + first + pause + second + pause)
+
+
+def wav(samples):
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(RATE)
+        out.writeframes(samples.tobytes())
+    return file.getvalue()
+
+
+def call(path, samples, headers={}):
+    request = urllib.request.Request(BASE + path, wav(samples), {"Content-Type": "audio/wav", **headers})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
+def open_session(path, headers={}):
+    address = BASE.replace("http", "ws", 1) + path
+    return connect(address, additional_headers=headers, proxy=None, max_queue=None,
+                   open_timeout=PATIENCE, close_timeout=PATIENCE)
+
+
+def event(session):
+    return json.loads(session.recv(timeout=PATIENCE))
+
+
+def until(session, kind):
+    while True:
+        told = event(session)
+        if told["type"] == kind:
+            return told
+
+
+def rest(session):
+    """All that is left, and the code by which it is closed."""
+    events = []
+    try:
+        while True:
+            events.append(event(session))
+    except ConnectionClosed as closed:
+        return events, closed.rcvd.code
+
+
+def refused(path, headers={}):
+    try:
+        open_session(path, headers).close()
+    except InvalidStatus as refusal:
+        return refusal.response.status_code, json.loads(refusal.response.body)["error"]
+    raise AssertionError(f"{path} is served")
+
+
+def stream(session, samples, size, floats=False):
+    for start in range(0, len(samples), size):
+        piece = samples[start : start + size]
+        session.send(array.array("f", [x / 32768 for x in piece]).tobytes() if floats else piece.tobytes())
+
+
+def numbers(events):
+    windows = [(w["start"], w["probability"]) for e in events if e["type"] == "probabilities" for w in e["windows"]]
+    speech = [(e["type"], e["at"]) for e in events if e["type"].startswith("speech_")]
+    return windows, speech
+
+
+def same():
+    idle_since, idle = time.monotonic(), open_session("/v1/realtime/vad")
+    samples = sound()
+    answer = call("/v1/audio/vad?probabilities=true", samples)
+    assert answer["object"] == "vad" and answer["samples"] == len(samples), answer
+    assert len(answer["speech"]) >= 2, answer["speech"]
+    assert len(answer["probabilities"]) == -(-len(samples) // answer["window"]), "a window for each"
+    assert max(answer["probabilities"]) > 0.9 and min(answer["probabilities"]) < 0.1
+    print("speech", [(round(s["start_s"], 2), round(s["end_s"], 2)) for s in answer["speech"]])
+    expected = None
+    for size, floats in [(320, False), (1600, True), (777, False), (65_536, False)]:
+        encoding = "pcm_f32le" if floats else "pcm_s16le"
+        with open_session(f"/v1/realtime/vad?probabilities=true&encoding={encoding}") as session:
+            opened = event(session)
+            assert opened["type"] == "opened" and opened["window"] == answer["window"], opened
+            # What was heard before a reset changes nothing.
+            stream(session, samples[:30_000], size, floats)
+            session.send('{"type": "reset"}')
+            until(session, "reset")
+            stream(session, samples, size, floats)
+            session.send('{"type": "finish"}')
+            events, code = rest(session)
+        assert code == 1000 and events[-1]["reason"] == "finished", (code, events[-1])
+        windows, speech = numbers(events)
+        assert [p for _, p in windows] == answer["probabilities"], f"{size} {encoding}"
+        assert [start for start, _ in windows] == [n * answer["window"] for n in range(len(windows))]
+        edges = [(kind, at) for s in answer["speech"] for kind, at in (("speech_start", s["start"]), ("speech_end", s["end"]))]
+        assert speech == edges, (speech, edges)
+        expected = expected or speech
+        assert speech == expected
+
+    end = answer["speech"][-1]["end"]
+    turn = call("/v1/audio/turn_detection", samples[:end])
+    assert turn["object"] == "turn_detection" and 0 <= turn["probability"] <= 1, turn
+    with open_session("/v1/realtime/turn_detection") as session:
+        until(session, "opened")
+        stream(session, samples[:end], 320)
+        session.send('{"type": "segment"}')
+        told = until(session, "turn")
+        assert (told["probability"], told["complete"]) == (turn["probability"], turn["complete"]), (told, turn)
+    print("turn", turn["complete"], turn["probability"])
+
+    with urllib.request.urlopen(BASE + "/v1/models", timeout=PATIENCE) as models:
+        tasks = {model["id"]: model["task"] for model in json.load(models)["data"]}
+    assert tasks["silero-vad"] == "vad" and tasks["smart-turn"] == "turn_detection", tasks
+    status, error = refused("/v1/realtime/vad?sample_rate=44100")
+    assert (status, error["code"], error["param"]) == (400, "invalid_field", "sample_rate"), error
+    status, error = refused("/v1/realtime/vad?model=smart-turn")
+    assert (status, error["code"]) == (404, "model_not_found") and "silero-vad" in error["message"], error
+
+    events, code = rest(idle)
+    assert (events[-1]["reason"], code) == ("idle_timeout", 1008), events
+    assert 25 < time.monotonic() - idle_since < 90
+
+
+def lost():
+    pid = int(sys.argv[3])
+    samples = sound()
+    with open_session("/v1/realtime/vad?probabilities=true") as session:
+        opened = event(session)
+        stream(session, samples[:RATE], 320)
+        until(session, "probabilities")
+        os.kill(pid, signal.SIGKILL)
+        events = []
+        try:
+            for start in range(RATE, 100 * RATE, 320):
+                session.send(samples[start % RATE : start % RATE + 320].tobytes())
+                time.sleep(0.02)
+        except ConnectionClosed:
+            pass
+        events, code = rest(session)
+    last = [e for e in events if e["type"] in ("error", "closed")]
+    assert [e["type"] for e in last] == ["error", "closed"], last
+    assert last[0]["error"]["code"] == "worker_lost" and last[1]["reason"] == "worker_lost", last
+    assert code == 1011, code
+    print("lost", opened["worker"])
+    status, error = refused("/v1/realtime/vad")
+    assert (status, error["code"]) == (503, "no_worker") and "operation vad" in error["message"], error
+    # What others offer goes on.
+    assert call("/v1/audio/turn_detection", samples)["model"] == "smart-turn"
+
+
+def drained():
+    with open_session("/v1/realtime/vad") as session:
+        until(session, "opened")
+        os.kill(int(sys.argv[3]), signal.SIGTERM)
+        # What is open goes on while the worker waits, and is ended by name when it does no longer.
+        samples = array.array("h", bytes(2 * RATE))
+        began = time.monotonic()
+        try:
+            while time.monotonic() - began < 2 * PATIENCE:
+                session.send(samples[:320].tobytes())
+                time.sleep(0.02)
+        except ConnectionClosed:
+            pass
+        events, code = rest(session)
+    assert (events[-1]["reason"], code) == ("draining", 1012), (events, code)
+    assert refused("/v1/realtime/vad")[0] == 503
+    print("drained after", round(time.monotonic() - began, 1), "s")
+
+
+def limits():
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in sys.argv[3:5])
+    assert refused("/v1/realtime/vad")[0] == 401
+    sessions = [open_session("/v1/realtime/vad", mine) for _ in range(64)]
+    status, error = refused("/v1/realtime/vad", mine)
+    assert (status, error["code"]) == (429, "rate_limited") and "64 sessions" in error["message"], error
+    # Another tenant's key has room, for what it is for.
+    with open_session("/v1/realtime/vad", other) as session:
+        until(session, "opened")
+    status, error = refused("/v1/realtime/turn_detection", other)
+    assert (status, error["code"]) == (503, "no_worker"), error
+    # All of them hear.
+    for session in sessions:
+        session.send(bytes(2 * 1024))
+        session.send('{"type": "segment"}')
+    for session in sessions:
+        assert until(session, "segmented")["at"] == 1024
+        session.close()
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            open_session("/v1/realtime/vad", mine).close()
+            return
+        except InvalidStatus:
+            assert time.monotonic() < deadline, "what has ended makes no room"
+
+
+{"same": same, "lost": lost, "drained": drained, "limits": limits}[MODE]()

@@ -1,0 +1,99 @@
+//! Voice activity and turn detection, by a client of a WebSocket library.
+
+use crate::openai_client::{python, run};
+use crate::tiny_model;
+use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::{binary, http, wait};
+use serde_json::json;
+use std::process::{Child, Command, Stdio};
+
+const BOTH: &str = "silero-vad,smart-turn";
+
+/// A worker beside those of a cluster, gone when dropped.
+struct Beside(Child);
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        // It may be gone already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a worker that offers `operation` alone, and waits until it has joined.
+fn beside(cluster: &Cluster, name: &str, operation: &str) -> Beside {
+    let data = cluster.data_dir();
+    let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
+    let (ca, identity) = (text(data.join("ca")), text(data.join(name)));
+    let issue = ["ca", "issue", "--dir", &ca, "--role", "worker", "--node", name, "--out", &identity];
+    binary::stdout(&issue).unwrap();
+    let log = std::fs::File::create(data.join("logs").join(format!("{name}.log"))).unwrap();
+    let quic = cluster.coordinator().quic.to_string();
+    let mut command: Command = binary::command(&["worker", "--identity", &identity]).unwrap();
+    command.args(["--coordinators", &quic, "--operation", operation]);
+    command.args(["--quic", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--threads", "1", "--drain-timeout", "3s"]);
+    let worker = Beside(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    wait::until("it has joined", binary::PATIENCE, || {
+        let status = cluster.status().ok()?;
+        let own = status["workers"].as_array()?.iter().find(|worker| worker["id"] == name)?.clone();
+        (own["state"] == "ready" && own["operations"].as_array()?.len() == 1).then_some(())
+    })
+    .unwrap();
+    worker
+}
+
+fn script(cluster: &Cluster, arguments: &[&str]) {
+    let base = format!("http://{}", cluster.http());
+    let arguments: Vec<String> = [&[base.as_str()][..], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
+    run(&python(), "operations.py", &arguments);
+}
+
+#[test]
+fn sessions_and_recordings_are_told_the_same() {
+    let cluster = Cluster::builder("operations", &tiny_model()).flag("--operation", BOTH).start().unwrap();
+    script(&cluster, &["same"]);
+    let shown = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
+    for worker in &cluster.nodes().workers {
+        assert!(shown.contains(&format!("{} offers ", worker.id)), "{shown}");
+    }
+    assert!(shown.contains("vad (silero-vad by "), "{shown}");
+    wait::until("all sessions have ended", binary::PATIENCE, || {
+        (cluster.metric("kvasir_operation_client_sessions").ok()? == 0.0).then_some(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_one_worker_that_hears_is_killed_in_a_session() {
+    let cluster = Cluster::builder("operations-lost", &tiny_model()).start().unwrap();
+    let ears = beside(&cluster, "ears", "silero-vad");
+    let _turns = beside(&cluster, "turns", "smart-turn");
+    script(&cluster, &["lost", &ears.0.id().to_string()]);
+    // Those who generate are as they were.
+    let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
+    http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+}
+
+#[test]
+fn a_worker_that_is_told_to_end_ends_its_sessions_by_name() {
+    let cluster = Cluster::builder("operations-drain", &tiny_model()).start().unwrap();
+    let ears = beside(&cluster, "ears", "silero-vad");
+    script(&cluster, &["drained", &ears.0.id().to_string()]);
+}
+
+#[test]
+fn sessions_are_for_who_has_a_key_and_room() {
+    let cluster =
+        Cluster::builder("operations-limits", &tiny_model()).flag("--operation", BOTH).start().unwrap();
+    let create = |wanted: serde_json::Value| {
+        let made = || {
+            let made = http::post(cluster.coordinator().ops, "/admin/v1/keys", &wanted).ok()?;
+            (made.status == 201).then_some(made)
+        };
+        let made = wait::until("a key is made", binary::PATIENCE, made).unwrap().json().unwrap();
+        made["key"].as_str().unwrap().to_owned()
+    };
+    let mine = create(json!({"tenant": "a"}));
+    let other = create(json!({"tenant": "b", "models": ["silero-vad"]}));
+    script(&cluster, &["limits", &mine, &other]);
+}
