@@ -549,8 +549,10 @@ impl Engine {
     fn plan(&mut self) -> Result<Option<StepPlan>, Error> {
         let limits = match &mut self.later {
             None => StepLimits::NONE,
-            Some(later) if later.has_room() => later.limits(self.scheduler.demand()),
-            Some(_) => return Ok(None),
+            Some(later) => match later.limits(self.scheduler.demand()) {
+                Some(limits) => limits,
+                None => return Ok(None),
+            },
         };
         self.guess()?;
         self.scheduler.plan_within(limits).map_err(|broken| Error::Invariant(broken.to_string()))

@@ -59,11 +59,6 @@ impl HeadShare {
     pub(super) fn head_took(&mut self, took: Duration) {
         blend(&mut self.head, took);
     }
-
-    /// What the head takes, as far as that is known.
-    pub(super) fn head(&self) -> Duration {
-        Duration::from_secs_f64(self.head.unwrap_or_default())
-    }
 }
 
 #[cfg(test)]

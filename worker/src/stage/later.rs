@@ -8,7 +8,7 @@ use super::activations;
 use super::deadline::Deadline;
 use super::head_share::HeadShare;
 use super::lead::LostStage;
-use super::pace::Pace;
+use super::pace::{Choice, Pace};
 use super::parts::Parts;
 use super::patience::Patience;
 use super::step::{self, WantedRows};
@@ -68,6 +68,8 @@ pub(crate) struct LaterStages {
     under_way: VecDeque<UnderWay>,
     stages: Vec<Known>,
     pace: Pace,
+    /// When a step was answered last.
+    answered: Instant,
     head_share: HeadShare,
     counts: StageCounts,
     /// What the stages are reached by, and the leases under a cluster, which end with this.
@@ -89,8 +91,8 @@ struct UnderWay {
     step: u64,
     rows: usize,
     decodes: bool,
-    /// It has a row of each of its sequences and no guesses.
-    plain: bool,
+    /// What it was planned under.
+    choice: Option<Choice>,
     /// Tokens, samples and rows of logits that must come.
     wanted: [usize; 3],
     /// Rows of the residual stream that must.
@@ -207,20 +209,16 @@ impl LaterStages {
             under_way: VecDeque::new(),
             stages: vec![known; last + 1],
             pace: Pace::new(last + 1),
+            answered: Instant::now(),
             counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
             head_share: HeadShare::default(),
             _held: held,
         })
     }
 
-    /// Whether another step may be handed over: one for each stage, and one that waits for the first of them.
-    pub(crate) fn has_room(&self) -> bool {
-        self.under_way.len() <= self.stages.len()
-    }
-
-    /// What the next step takes of what there is to do.
-    pub(crate) fn limits(&mut self, demand: Demand) -> StepLimits {
-        self.pace.limits(demand)
+    /// What the next step takes of what there is to do; `None` if it must wait for an answer.
+    pub(crate) fn limits(&mut self, demand: Demand) -> Option<StepLimits> {
+        self.pace.limits(demand, self.under_way.len())
     }
 
     /// Whether a stage has failed to move its part of blocks: the next [`Self::answer`] says which.
@@ -304,7 +302,7 @@ impl LaterStages {
             step: plan.step,
             rows: plan.tokens.len(),
             decodes,
-            plain: plan.tokens.len() == plan.sequences.len(),
+            choice: self.pace.choice(),
             wanted: [step.plan.argmax.len(), step.samples.len(), step.plan.logits.len()],
             returned: step.returned.clone(),
             widths: (decoder.spec().vocab, decoder.spec().hidden),
@@ -359,6 +357,9 @@ impl LaterStages {
     }
 
     fn account(&mut self, under_way: &UnderWay, spent: &[StageSpentV1]) {
+        let now = Instant::now();
+        let since_last = now - std::mem::replace(&mut self.answered, now);
+        self.pace.answered(under_way.choice.filter(|_| under_way.decodes), since_last);
         let times = || {
             let later = spent.iter().map(|spent| Duration::from_micros(spent.computed_us.into()));
             std::iter::once(under_way.computed).chain(later)
@@ -373,15 +374,11 @@ impl LaterStages {
             count.bytes += spent.received;
             count.stalled += f64::from(spent.stalled_us) / 1e6;
         }
-        let mut times: Vec<Duration> = times().collect();
-        if let (true, [first, .., last]) = (under_way.decodes, times.as_mut_slice()) {
-            if !under_way.returned.is_empty() {
-                self.head_share.layers_took(*first, *last);
-                *first += self.head_share.head();
-            }
-            if under_way.plain {
-                self.pace.decoded(u32::try_from(under_way.rows).unwrap_or(u32::MAX), times.into_iter());
-            }
+        if under_way.decodes
+            && !under_way.returned.is_empty()
+            && let (Some(first), Some(last)) = (times().next(), times().last())
+        {
+            self.head_share.layers_took(first, last);
         }
         if under_way.alone {
             let computed: f64 = spent.iter().map(|spent| f64::from(spent.computed_us) / 1e6).sum();
