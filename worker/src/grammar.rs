@@ -150,9 +150,15 @@ impl Grammars {
             Refusal { why: Refused::time, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
+        // Neither a process nor a thread has ended when whoever waits for it goes away: the turn is over when it has.
+        let turn = Arc::new(turn);
         let tried = {
-            let (made, text) = (Arc::clone(made), text.clone());
-            beside(move || trial::attempted(syntax, &text, &made.names)).await
+            let (made, text, turn) = (Arc::clone(made), text.clone(), Arc::clone(&turn));
+            beside(move || {
+                let _turn = turn;
+                trial::attempted(syntax, &text, &made.names)
+            })
+            .await
         };
         match tried {
             Some(Tried::Ended) => {}
@@ -165,7 +171,6 @@ impl Grammars {
         }
         let made = Arc::clone(made);
         let compiled = beside(move || {
-            // A thread cannot be stopped: its turn is over when it has ended, whoever still waits for it.
             let _turn = turn;
             build(&made.factory, syntax, &text)
         });
