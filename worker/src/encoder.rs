@@ -66,7 +66,7 @@ enum Forward {
     /// This engine's decoder.
     Kernels(Box<KernelTexts>),
     /// Another runtime.
-    Onnx(OnnxTexts),
+    Onnx(Box<OnnxTexts>),
 }
 
 /// Texts through the decoder.
@@ -216,7 +216,7 @@ impl Encoder {
             ModelTask::Rerank { scores } => scores as usize,
             ModelTask::Embed { .. } | ModelTask::Generate => row_width,
         };
-        let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?);
+        let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?.into());
         Ok(Self {
             forward,
             tokenizer,

@@ -75,7 +75,10 @@ impl Shared {
                 continue;
             }
             let deadline = Instant::now() + CHANGE_LIMIT;
-            match session.make(Change::WorkerJoined(Register::V2((*register).clone())), deadline).await {
+            match session
+                .make(Change::WorkerJoined(Box::new(Register::V2((*register).clone()))), deadline)
+                .await
+            {
                 Ok(Outcome::Refused(Refusal::ModelConflict(other))) => {
                     // A worker that is nowhere any more must not decide what a name stands for.
                     let here = self.dispatch.introductions().iter().any(|register| register.node == other);
@@ -130,7 +133,9 @@ impl Shared {
             // It has joined here, perhaps while there was no majority.
             let here = self.dispatch.introductions().into_iter().find(|register| register.node == *node);
             if let Some(register) = here {
-                session.make(Change::WorkerJoined(Register::V2((*register).clone())), deadline).await?;
+                session
+                    .make(Change::WorkerJoined(Box::new(Register::V2((*register).clone()))), deadline)
+                    .await?;
                 outcome = session.make(change, deadline).await?;
             }
         }

@@ -66,7 +66,7 @@ fn without_epoch(entry: &LogEntryV1) -> LogEntryV1 {
     {
         let mut register = register.into_latest().worker.worker;
         register.epoch = Epoch(0);
-        let change = Change::WorkerJoined(Register::V2(register));
+        let change = Change::WorkerJoined(Box::new(Register::V2(register)));
         if let Ok(changed) = encode_entry(&Entry::Change(ChangeV1 { client, seq, change })) {
             *bytes = changed;
         }

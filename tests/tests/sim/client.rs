@@ -224,7 +224,7 @@ fn worker(random: &mut Random) -> Change {
         ops: String::new(),
         models: Vec::new(),
     };
-    Change::WorkerJoined(Register::V2(register))
+    Change::WorkerJoined(Box::new(Register::V2(register)))
 }
 
 pub(crate) fn node(name: &str) -> NodeId {

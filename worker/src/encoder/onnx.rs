@@ -79,9 +79,7 @@ impl OnnxTexts {
         }
         let [value] = self.onnx.run(inputs, [self.output])?;
         let (rows, values) = match self.pooling {
-            Some(_) => {
-                value.into_shape_vec::<f32, 3>().map(|([one, rows, width], v)| ([one, rows, width], v))
-            }
+            Some(_) => value.into_shape_vec::<f32, 3>(),
             None => value.into_shape_vec::<f32, 2>().map(|([one, width], v)| ([one, 1, width], v)),
         }
         .map_err(|error| self.onnx.fault(error.to_string()))?;

@@ -56,7 +56,7 @@ impl Level {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Change {
     /// A worker's life begins, or it serves something else.
-    WorkerJoined(Register),
+    WorkerJoined(Box<Register>),
     /// A worker's life has ended.
     WorkerLeft(WorkerLeftV1),
     /// An operator wants a worker to take no new work, or to take it again.

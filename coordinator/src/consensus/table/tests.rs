@@ -139,7 +139,7 @@ fn condemned(byte: u8) -> ModelCondemnedV1 {
 fn every_change() -> Vec<Change> {
     let register = register("w0", 3, &[("m", 7)]);
     vec![
-        Change::WorkerJoined(Register::V2(register)),
+        Change::WorkerJoined(Box::new(Register::V2(register))),
         Change::WorkerLeft(WorkerLeftV1 { node: node("w0"), epoch: Epoch(3) }),
         Change::WorkerDrained(WorkerDrainedV1 { node: node("w0"), draining: true }),
         Change::LearnerAdded(seat("c3", 9)),
@@ -202,7 +202,7 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::TenantSet(tenant("b")));
     client.done(Change::KeySet(key(6, "b")));
     client.done(Change::ModelPlanned(plan("n")));
-    client.done(Change::WorkerJoined(Register::V2(register("w1", 1, &[("m", 7)]))));
+    client.done(Change::WorkerJoined(Box::new(Register::V2(register("w1", 1, &[("m", 7)])))));
     written.push(("table".into(), client.table.to_bytes().unwrap()));
     client.reach(2);
     client.done(placed(&["w0", "w1"], None));
@@ -353,7 +353,7 @@ fn a_change_waits_until_every_member_understands_it() {
 #[test]
 fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
     let mut client = Client::new();
-    let join = |epoch| Change::WorkerJoined(Register::V2(register("w0", epoch, &[("m", 7)])));
+    let join = |epoch| Change::WorkerJoined(Box::new(Register::V2(register("w0", epoch, &[("m", 7)]))));
     client.done(join(5));
     assert_eq!(client.refused(join(4)), Refusal::StaleEpoch(Epoch(5)));
     client.done(Change::WorkerDrained(WorkerDrainedV1 { node: node("w0"), draining: true }));
@@ -362,7 +362,7 @@ fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
     client.done(join(6));
     let worker = client.table.workers().worker(&node("w0")).unwrap();
     assert!(matches!(worker.life, Life::Draining(_)));
-    let other = Change::WorkerJoined(Register::V2(register("w1", 1, &[("m", 8)])));
+    let other = Change::WorkerJoined(Box::new(Register::V2(register("w1", 1, &[("m", 8)]))));
     assert_eq!(client.refused(other), Refusal::ModelConflict(node("w0")));
 }
 
@@ -413,7 +413,7 @@ fn a_tenant_keeps_its_salt_and_a_group_its_own() {
 fn any_change() -> impl Strategy<Value = Change> {
     let name = prop::sample::select(vec!["w0", "w1", "w2"]);
     let join = (name.clone(), 0u64..4, 0u8..2)
-        .prop_map(|(n, e, d)| Change::WorkerJoined(Register::V2(register(n, e, &[("m", d)]))));
+        .prop_map(|(n, e, d)| Change::WorkerJoined(Box::new(Register::V2(register(n, e, &[("m", d)])))));
     let leave = (name.clone(), 0u64..4)
         .prop_map(|(n, e)| Change::WorkerLeft(WorkerLeftV1 { node: node(n), epoch: Epoch(e) }));
     let drain = (name, any::<bool>())

@@ -58,8 +58,11 @@ fn chosen_with(
     }
 }
 
-/// Every operation, with the file by which the ONNX backend can serve it, and who does without and with that file.
-const TABLE: [(Operation, Option<&str>, Option<&str>, Option<&str>); 6] = [
+/// An operation, the file by which the ONNX backend can serve it, and who does without and with that file.
+type Row = (Operation, Option<&'static str>, Option<&'static str>, Option<&'static str>);
+
+/// Every operation.
+const TABLE: [Row; 6] = [
     (Operation::Embed, Some("embed/model.onnx"), Some(KERNELS), Some(KERNELS)),
     (Operation::Rerank, Some("rerank/model.onnx"), Some(KERNELS), Some(KERNELS)),
     (Operation::Vad, Some("vad/silero_vad.onnx"), None, Some(onnx::NAME)),
