@@ -31,7 +31,16 @@ fn beside(cluster: &Cluster, name: &str, operation: &str) -> Beside {
     let quic = cluster.coordinator().quic.to_string();
     let mut command: Command = binary::command(&["worker", "--identity", &identity]).unwrap();
     command.args(["--coordinators", &quic, "--operation", operation]);
-    command.args(["--quic", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--threads", "1", "--drain-timeout", "3s"]);
+    command.args([
+        "--quic",
+        "127.0.0.1:0",
+        "--ops",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+        "--drain-timeout",
+        "3s",
+    ]);
     let worker = Beside(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
     wait::until("it has joined", binary::PATIENCE, || {
         let status = cluster.status().ok()?;
@@ -44,7 +53,8 @@ fn beside(cluster: &Cluster, name: &str, operation: &str) -> Beside {
 
 fn script(cluster: &Cluster, arguments: &[&str]) {
     let base = format!("http://{}", cluster.http());
-    let arguments: Vec<String> = [&[base.as_str()][..], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
+    let arguments: Vec<String> =
+        [&[base.as_str()][..], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
     run(&python(), "operations.py", &arguments);
 }
 
