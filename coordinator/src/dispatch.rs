@@ -18,7 +18,7 @@ pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
 pub use lost_devices::LostDevices;
-pub use operation::{Hearing, OperationJob, Unopened};
+pub use operation::{Hearing, OperationJob, Seating, Unopened};
 pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
@@ -328,7 +328,10 @@ impl Dispatch {
         let mut desk = self.desk.lock();
         let Some(link) = desk.links.get(node).filter(|link| which(link)).cloned() else { return false };
         desk.links.remove(node);
-        link.close(CloseCode::Fenced);
+        // One that is closed keeps the reason for which it was.
+        if !link.is_closed() {
+            link.close(CloseCode::Fenced);
+        }
         let leave = TableChange::Leave { node: node.clone(), epoch: link.epoch() };
         match desk.balancer.change(Instant::now(), leave, random_u64()) {
             Ok(actions) => {

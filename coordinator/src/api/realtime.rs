@@ -13,7 +13,7 @@ use super::error::ApiError;
 use super::operations::{Encoding, Query, Sessions, Slot, refused};
 use super::{Front, base64, spans};
 use crate::api::answer::WORKER_HEADER;
-use crate::dispatch::{Hearing, OperationJob};
+use crate::dispatch::{Hearing, OperationJob, Seating};
 use crate::quota::Permit;
 use crate::server::Place;
 use axum::body::Body;
@@ -21,9 +21,10 @@ use axum::extract::Request;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::Response;
-use proto::ids::{ModelId, RequestId};
-use proto::operation::Operation;
+use proto::ids::{ModelId, NodeId, RequestId};
+use proto::operation::{OpenedOperationV1, Operation};
 use proto::trace::Span;
+use proto::transport::{OperationSender, OperationStream};
 use session::Session;
 use sha1::{Digest, Sha1};
 use std::sync::Arc;
@@ -56,7 +57,12 @@ struct Opened {
     id: RequestId,
     caller: Caller,
     place: Place,
-    hearing: Hearing,
+    /// The worker, and what it has said of the session.
+    node: NodeId,
+    told: OpenedOperationV1,
+    /// Until the session is over, whose end need not be told yet.
+    streams: Option<(OperationSender, OperationStream)>,
+    seat: Seating,
     trace: Option<Span>,
     _permit: Permit,
     _slot: Slot,
@@ -75,7 +81,7 @@ pub(super) async fn open(
         let upgrade = hyper::upgrade::on(&mut request);
         let (head, _) = request.into_parts();
         let opened = begin(front, operation, &head, &mut trace).await?;
-        let worker = HeaderValue::from_str(opened.hearing.node.as_str());
+        let worker = HeaderValue::from_str(opened.node.as_str());
         tokio::spawn(Session::run(opened, upgrade));
         let mut response = Response::new(Body::empty());
         *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
@@ -122,15 +128,30 @@ async fn begin(
     let slot = slot.inspect_err(limited)?;
     let opens = |model: &ModelId| caller.may_use(model);
     let opening = front.dispatch.open_operation(&job, &opens).await;
-    let hearing = opening.map_err(|why| refused(operation, job.model.as_ref(), why))?;
+    let Hearing { node, opened: told, sender, answers, seat } =
+        opening.map_err(|why| refused(operation, job.model.as_ref(), why))?;
     front.metrics.operations().opened(operation, arrived.elapsed());
     if let Some(span) = trace {
-        spans::hears(span, operation, (&id, &hearing.opened.model), &hearing.node, &hearing.opened.backend);
+        spans::hears(span, operation, (&id, &told.model), &node, &told.backend);
         span.part("open", arrived);
     }
     let trace = trace.take();
     let front = Arc::clone(&front);
-    Ok(Opened { front, operation, encoding, id, caller, place, hearing, trace, _permit: permit, _slot: slot })
+    Ok(Opened {
+        front,
+        operation,
+        encoding,
+        id,
+        caller,
+        place,
+        node,
+        told,
+        streams: Some((sender, answers)),
+        seat,
+        trace,
+        _permit: permit,
+        _slot: slot,
+    })
 }
 
 /// What a client that asks for a WebSocket is answered with (RFC 6455, section 4.2).

@@ -75,10 +75,11 @@ impl Seating {
     /// The session was cut off: if that is because the connection is, nobody else shall be sent there. `true` if the
     /// worker has closed it in order, having given its sessions as long as it has.
     pub fn cut(&self) -> bool {
+        let in_order = self.link.connection().was_closed_for(CloseCode::Shutdown);
         if self.link.is_closed() {
             self.dispatch.session_lost(self.link.session(), &self.node);
         }
-        self.link.connection().was_closed_for(CloseCode::Shutdown)
+        in_order
     }
 }
 

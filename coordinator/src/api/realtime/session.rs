@@ -140,9 +140,9 @@ impl Session {
             Ok(Err(_)) | Err(_) => Ended::Gone,
         };
         let samples = shared.samples.load(Ordering::Relaxed);
-        let (reason, node) = (ended.reason(), &opened.hearing.node);
+        let (reason, node) = (ended.reason(), &opened.node);
         tracing::info!(session = %opened.id, operation = %opened.operation, %node, samples, reason, "a session has ended");
-        counting.ended(reason, seconds(samples, opened.hearing.opened.sample_rate));
+        counting.ended(reason, seconds(samples, opened.told.sample_rate));
         if let Some(mut span) = opened.trace.take() {
             spans::heard(&mut span, samples, reason, ended.error(&opened).map(|error| error.code()));
         }
@@ -162,17 +162,17 @@ async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended
     let (mut sink, mut stream) = socket.split();
     let begun = Instant::now();
     let rules = &opened.front.realtime;
-    let theirs = opened.hearing.opened.idle_timeout_ms;
+    let theirs = opened.told.idle_timeout_ms;
     let idle = rules.idle.min(Duration::from_millis(if theirs == 0 { u64::MAX } else { theirs }));
-    let ended = match sink.send(hello(opened, idle)).await {
-        Err(_) => Ended::Gone,
-        Ok(()) => {
-            let (sender, answers) = (&mut opened.hearing.sender, &mut opened.hearing.answers);
+    let greeted = sink.send(hello(opened, idle)).await.is_ok();
+    let ended = match opened.streams.take().filter(|_| greeted) {
+        None => Ended::Gone,
+        Some((mut sender, mut answers)) => {
             tokio::select! {
                 // What the worker has said last counts, whatever else has happened meanwhile.
                 biased;
-                ended = down(&mut sink, answers, shared) => ended,
-                ended = up(&mut stream, sender, (opened.encoding, idle), shared) => ended,
+                ended = down(&mut sink, &mut answers, shared) => ended,
+                ended = up(&mut stream, &mut sender, (opened.encoding, idle), shared) => ended,
                 () = opened.place.closing() => Ended::GoingAway,
                 () = opened.caller.revoked() => Ended::Revoked,
                 () = sleep_until(begun + rules.longest) => Ended::Overlong,
@@ -181,7 +181,7 @@ async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended
     };
     let ended = match ended {
         // It has stopped, and has not waited any longer.
-        Ended::Lost if opened.hearing.seat.cut() => Ended::Failed(OperationError::Draining),
+        Ended::Lost if opened.seat.cut() => Ended::Failed(OperationError::Draining),
         ended => ended,
     };
     if !matches!(ended, Ended::Gone) {
@@ -198,12 +198,12 @@ async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended
 
 fn hello(opened: &Opened, idle: Duration) -> Message {
     let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    let worker = &opened.hearing.opened;
+    let worker = &opened.told;
     text(&Event::Opened {
         session: opened.id.as_str(),
         operation: opened.operation.name(),
         model: worker.model.as_str(),
-        worker: opened.hearing.node.as_str(),
+        worker: opened.node.as_str(),
         backend: &worker.backend,
         encoding: opened.encoding.name(),
         sample_rate: worker.sample_rate,
