@@ -404,7 +404,8 @@ impl Shared {
             if let (true, false, Some(seat)) = (outside, was_outside, self.seat.get()) {
                 tracing::warn!("{}", members::outsider(seat));
             }
-            if outside && self.lost {
+            let follows = || self.member.get().is_some_and(|m| m.handle.status().role == RaftRole::Learner);
+            if self.lost && (outside || follows()) {
                 self.ask_to_rejoin(&mesh);
             }
             let spending = self.keys.spending();

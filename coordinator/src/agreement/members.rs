@@ -144,7 +144,7 @@ impl Agreement {
         let members = table.coordinators().values().filter_map(|standing| match standing {
             Standing::Voter(seat) => Some(view(seat, true)),
             Standing::Learner(seat) => Some(view(seat, false)),
-            Standing::Removed(_) => None,
+            Standing::Removed(_) | Standing::Lost(_) => None,
         });
         Ok(GroupView { agreed, leader: handle.status().leader, members: members.collect() })
     }
@@ -195,8 +195,12 @@ impl Shared {
             let (shared, mesh) = (Arc::clone(&self), Arc::clone(&mesh));
             tokio::spawn(async move {
                 let Some(Member { handle, .. }) = shared.member.get() else { return };
-                // Who is no member has no say.
-                let seated = handle.table().borrow().seats().any(|seat| seat.node == from);
+                // Who is no member has no say, unless it is to be one again.
+                let rejoins = matches!(order, Order::Rejoin(_));
+                let seated = match handle.table().borrow().coordinators().get(&from) {
+                    Some(Standing::Lost(_)) => rejoins,
+                    standing => standing.is_some_and(|standing| standing.seat().is_some()),
+                };
                 let for_itself = !matches!(&order, Order::Rejoin(node) if *node != from);
                 if seated && for_itself {
                     let answer = shared.carry_out(handle, &mesh, &order).await;
@@ -242,7 +246,9 @@ impl Shared {
         let session = session.get_or_insert_with(|| Session::new(handle.clone()));
         let done = match order {
             Order::Add(entry) => self.add(handle, mesh, session, entry).await,
-            Order::Remove(node) => self.remove(handle, session, node).await,
+            Order::Remove(node) => {
+                self.remove(handle, session, node, Change::CoordinatorRemoved(node.clone())).await
+            }
             Order::Lead(node) => self.lead(handle, node).await,
             Order::Rejoin(node) => self.rejoin(handle, mesh, session, node).await,
         };
@@ -330,12 +336,19 @@ impl Shared {
         }
     }
 
-    async fn remove(&self, handle: &Handle, session: &mut Session, node: &NodeId) -> Result<(), Answer> {
+    /// `change`: as what it goes.
+    async fn remove(
+        &self,
+        handle: &Handle,
+        session: &mut Session,
+        node: &NodeId,
+        change: Change,
+    ) -> Result<(), Answer> {
         let table = Arc::clone(&handle.table().borrow());
         match table.coordinators().get(node) {
             Some(Standing::Removed(_)) => return Ok(()),
             None => return Err(Answer::Refused(format!("no coordinator of the group has the id {node}"))),
-            Some(Standing::Learner(_)) => {}
+            Some(Standing::Learner(_) | Standing::Lost(_)) => {}
             Some(Standing::Voter(_)) => {
                 let mut voters = voters(&table);
                 voters.retain(|voter| voter != node);
@@ -350,12 +363,11 @@ impl Shared {
                 }
             }
         }
-        let removed = Change::CoordinatorRemoved(node.clone());
-        made(session.make(removed, Instant::now() + CHANGE_LIMIT).await)
+        made(session.make(change, Instant::now() + CHANGE_LIMIT).await)
     }
 
     /// Puts the life that a member's disk is in now in the place of the one that was lost. Who was removed by an operator
-    /// is not let in.
+    /// is not let in. A leader that is lost on the way leaves a table that tells the next one how to go on.
     async fn rejoin(
         &self,
         handle: &Handle,
@@ -363,13 +375,21 @@ impl Shared {
         session: &mut Session,
         node: &NodeId,
     ) -> Result<(), Answer> {
-        let known = handle.table().borrow().seats().find(|seat| seat.node == *node).cloned();
-        let known = known.ok_or_else(|| Answer::Refused(format!("{node} is no member")))?;
-        let entry = PeerEntry { node: node.clone(), quic: known.quic };
+        let table = Arc::clone(&handle.table().borrow());
+        let (known, level) = (table.coordinators().get(node), table.level());
+        let quic = match known {
+            Some(Standing::Learner(seat) | Standing::Voter(seat) | Standing::Lost(seat)) => &seat.quic,
+            Some(Standing::Removed(_)) | None => return Err(Answer::Refused(format!("{node} is no member"))),
+        };
+        let entry = PeerEntry { node: node.clone(), quic: quic.clone() };
         let seat = self.seat_at(mesh, &entry).await?;
-        if seat.incarnation != known.incarnation {
+        let held = known.and_then(Standing::seat);
+        if held.is_some_and(|held| held.incarnation != seat.incarnation) {
             tracing::warn!(%node, "a coordinator has lost what was agreed on, and becomes a member again");
-            self.remove(handle, session, node).await?;
+            let lost = Change::CoordinatorLost(node.clone());
+            // Beside members that do not know of lost disks an operator adds it if the leader is lost on the way.
+            let gone = if lost.level() > level { Change::CoordinatorRemoved(node.clone()) } else { lost };
+            self.remove(handle, session, node, gone).await?;
         }
         self.add(handle, mesh, session, &entry).await
     }

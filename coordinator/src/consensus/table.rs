@@ -68,6 +68,8 @@ pub enum Standing {
     Voter(SeatV1),
     /// It was removed in this life of its disk.
     Removed(Incarnation),
+    /// It was here and has lost its disk: another life of it may take its place.
+    Lost(SeatV1),
 }
 
 impl Standing {
@@ -75,7 +77,7 @@ impl Standing {
     pub fn seat(&self) -> Option<&SeatV1> {
         match self {
             Self::Learner(seat) | Self::Voter(seat) => Some(seat),
-            Self::Removed(_) => None,
+            Self::Removed(_) | Self::Lost(_) => None,
         }
     }
 }
@@ -244,11 +246,16 @@ impl Table {
             }
             Change::LearnerAdded(seat) => return self.add_learner(seat).map(Some),
             Change::LearnerPromoted(node) => return self.promote(&node).map(Some),
-            Change::CoordinatorRemoved(node) => return self.remove(&node).map(Some),
+            Change::CoordinatorRemoved(node) => {
+                return self.remove(&node, |seat| Standing::Removed(seat.incarnation)).map(Some);
+            }
+            Change::CoordinatorLost(node) => return self.remove(&node, Standing::Lost).map(Some),
             Change::LevelReported(LevelReportedV1 { node, level }) => {
                 match self.coordinators.get_mut(&node) {
                     Some(Standing::Learner(seat) | Standing::Voter(seat)) => seat.level = level,
-                    Some(Standing::Removed(_)) | None => return Err(Refusal::Unknown(Kind::Coordinator)),
+                    Some(Standing::Removed(_) | Standing::Lost(_)) | None => {
+                        return Err(Refusal::Unknown(Kind::Coordinator));
+                    }
                 }
             }
             Change::ModelPlanned(plan) => self.plan(plan)?,
@@ -298,11 +305,15 @@ impl Table {
             return Err(Refusal::TooLarge);
         }
         match self.coordinators.get(&seat.node) {
-            Some(Standing::Removed(life)) if *life == seat.incarnation => return Err(Refusal::LifeEnded),
+            Some(Standing::Removed(life) | Standing::Lost(SeatV1 { incarnation: life, .. }))
+                if *life == seat.incarnation =>
+            {
+                return Err(Refusal::LifeEnded);
+            }
             Some(Standing::Learner(known) | Standing::Voter(known)) => {
                 return Err(Refusal::AnotherLife(known.incarnation));
             }
-            Some(Standing::Removed(_)) => {}
+            Some(Standing::Removed(_) | Standing::Lost(_)) => {}
             None if self.coordinators.len() >= MAX_COORDINATORS => {
                 return Err(Refusal::Full(Kind::Coordinator));
             }
@@ -329,16 +340,17 @@ impl Table {
         Ok(Membership::Voter(member))
     }
 
-    fn remove(&mut self, node: &NodeId) -> Result<Membership, Refusal> {
+    fn remove(&mut self, node: &NodeId, to: impl Fn(SeatV1) -> Standing) -> Result<Membership, Refusal> {
         let voters = self.voters();
         let standing = self.coordinators.get_mut(node).ok_or(Refusal::Unknown(Kind::Coordinator))?;
         let seat = match standing {
             Standing::Voter(_) if voters == 1 => return Err(Refusal::LastVoter),
-            Standing::Voter(seat) | Standing::Learner(seat) => seat.clone(),
+            Standing::Voter(seat) | Standing::Learner(seat) | Standing::Lost(seat) => seat.clone(),
             Standing::Removed(_) => return Err(Refusal::Unknown(Kind::Coordinator)),
         };
-        *standing = Standing::Removed(seat.incarnation);
-        Ok(Membership::Gone(seat.member()))
+        let member = seat.member();
+        *standing = to(seat);
+        Ok(Membership::Gone(member))
     }
 }
 

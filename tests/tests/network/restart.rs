@@ -4,6 +4,7 @@ use crate::group::{RECOVERY, completes, converge, drain, drain_by_any, is_draini
 use crate::history::term;
 use crate::stream::prompt;
 use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
+use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::{http, wait};
 use serde_json::json;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -199,6 +200,39 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
         drain(&fleet, damaged, 0, false).ok().filter(|answer| answer.status == 204)
     })
     .unwrap();
+}
+
+/// Its leader is lost after the old life has gone and before the new one votes: the next leader goes on from there.
+#[test]
+fn who_finds_its_disk_damaged_becomes_a_member_again_though_the_leader_is_lost_in_the_middle() {
+    let fleet = Fleet::builder("half-back", &crate::tiny_model(), 3, 1).start(38).unwrap();
+    let leads = leader(&fleet, &[0, 1, 2]);
+    let [damaged, other] = others(leads);
+    drain_by_any(&fleet, 0, true);
+    fleet.kill(Node::Coordinator(damaged)).unwrap();
+    let file = fleet.data_dir(Node::Coordinator(damaged)).join("data/consensus.redb");
+    let bytes = std::fs::read(&file).unwrap();
+    let flipped: Vec<u8> = bytes.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
+    std::fs::write(&file, &flipped).unwrap();
+    // It is far away, and takes long to learn what was agreed on.
+    let far = Link { delay: Duration::from_millis(250), ..Link::default() };
+    fleet.net().around(fleet.host(Node::Coordinator(damaged)), far);
+    fleet.start(Node::Coordinator(damaged)).unwrap();
+    let votes = |coordinator: usize| {
+        let group =
+            fleet.beside(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/coordinators"));
+        let group = group.ok()?.ok()?.ok().ok()?;
+        let members = group["coordinators"].as_array()?;
+        Some(members.iter().filter(|member| member["votes"] == true).count())
+    };
+    wait::until("its old life has gone", RECOVERY, || votes(leads).filter(|&votes| votes == 2)).unwrap();
+    fleet.kill(Node::Coordinator(leads)).unwrap();
+    assert_eq!(votes(other), Some(2), "it votes already: there was no half");
+    fleet.start(Node::Coordinator(leads)).unwrap();
+    wait::until("it votes", RECOVERY, || votes(other).filter(|&votes| votes == 3)).unwrap();
+    fleet.net().around(fleet.host(Node::Coordinator(damaged)), Link::default());
+    wait::until("it knows of the drain", RECOVERY, || is_draining(&fleet, damaged, 0).filter(|&d| d))
+        .unwrap();
 }
 
 #[test]

@@ -70,7 +70,10 @@ impl Operator {
         for (name, standing) in table.coordinators() {
             let Some(known) = standing.seat().map(|seat| seat.incarnation) else { continue };
             if known != world.machines.get(name)?.incarnation {
-                return Some(Change::CoordinatorRemoved(name.clone()));
+                // As an operator does it, or as it asks for it itself.
+                let gone =
+                    if known.0 % 2 == 0 { Change::CoordinatorRemoved } else { Change::CoordinatorLost };
+                return Some(gone(name.clone()));
             }
             if matches!(standing, Standing::Learner(_)) && world.random.chance(700) {
                 return Some(Change::LearnerPromoted(name.clone()));

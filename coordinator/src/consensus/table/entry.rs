@@ -48,8 +48,8 @@ pub struct ChangeV1 {
 pub struct Level(pub u32);
 
 impl Level {
-    /// What this build understands: 2 is replicas of several stages, 3 is keys with scopes.
-    pub const OWN: Self = Self(3);
+    /// What this build understands: 2 is replicas of several stages, 3 is keys with scopes, 4 is lost disks.
+    pub const OWN: Self = Self(4);
 }
 
 /// A change of the table.
@@ -95,6 +95,8 @@ pub enum Change {
     KeyIssued(KeyIssuedV1),
     /// A tenant's limits, and with whom it shares what is cached.
     TenantTuned(TenantTunedV1),
+    /// A coordinator has lost its disk, and goes; its next life may come in without an operator.
+    CoordinatorLost(NodeId),
 }
 
 impl Change {
@@ -108,13 +110,20 @@ impl Change {
             | Self::ModelCondemned(_)
             | Self::ModelPardoned(_) => Level(2),
             Self::KeyIssued(_) | Self::TenantTuned(_) => Level(3),
+            Self::CoordinatorLost(_) => Level(4),
             _ => Level(1),
         }
     }
 
     /// Whether it changes who takes part in the agreement. Such changes go one at a time, by the leader.
     pub fn is_membership(&self) -> bool {
-        matches!(self, Self::LearnerAdded(_) | Self::LearnerPromoted(_) | Self::CoordinatorRemoved(_))
+        matches!(
+            self,
+            Self::LearnerAdded(_)
+                | Self::LearnerPromoted(_)
+                | Self::CoordinatorRemoved(_)
+                | Self::CoordinatorLost(_)
+        )
     }
 }
 

@@ -159,6 +159,7 @@ fn every_change() -> Vec<Change> {
         Change::ModelPardoned([9; 32]),
         Change::KeyIssued(issued(6, "d")),
         Change::TenantTuned(tuned("d", Some("g"), 4)),
+        Change::CoordinatorLost(node("c4")),
     ]
 }
 
@@ -211,6 +212,9 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::KeyIssued(issued(6, "d")));
     client.done(Change::TenantTuned(tuned("d", Some("g"), 4)));
     written.push(("table/3".into(), client.table.to_bytes().unwrap()));
+    client.reach(4);
+    client.done(Change::CoordinatorLost(node("c4")));
+    written.push(("table/4".into(), client.table.to_bytes().unwrap()));
     let mut missing = String::new();
     for (name, bytes) in &written {
         match golden.get(name.as_str()) {
@@ -299,6 +303,27 @@ fn a_coordinator_comes_in_as_a_learner_and_a_life_that_went_never_returns() {
         client.done(Change::CoordinatorRemoved(node(name)));
     }
     assert_eq!(client.refused(Change::CoordinatorRemoved(node("c0"))), Refusal::LastVoter);
+}
+
+#[test]
+fn a_coordinator_that_has_lost_its_disk_may_come_in_again_in_another_life() {
+    let mut client = Client::new();
+    let lost = || Change::CoordinatorLost(node("c2"));
+    assert_eq!(client.refused(lost()), Refusal::LevelTooLow(Level(1)));
+    client.reach(4);
+    assert_eq!(client.done(lost()), Some(Membership::Gone(seat("c2", 1).member())));
+    assert!(client.table.seats().all(|seat| seat.node != node("c2")));
+    assert_eq!(client.refused(Change::LearnerPromoted(node("c2"))), Refusal::NoLearner);
+    assert_eq!(client.refused(Change::LearnerAdded(seat("c2", 1))), Refusal::LifeEnded);
+    let mut reborn = seat("c2", 2);
+    reborn.level = Level(4);
+    assert_eq!(client.done(Change::LearnerAdded(reborn.clone())), Some(Membership::Learner(reborn.member())));
+    client.done(Change::LearnerPromoted(node("c2")));
+    // An operator has the last word.
+    client.done(lost());
+    client.done(Change::CoordinatorRemoved(node("c2")));
+    let standing = client.table.coordinators().get(&node("c2"));
+    assert_eq!(standing, Some(&Standing::Removed(Incarnation(2))));
 }
 
 #[test]
