@@ -8,7 +8,8 @@
 
 All processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
 independent engines do together, each with half of the work, over what one does alone with that half: as much as these
-CPUs and their memory have to give. A third stage shares the first one's CPU.
+CPUs and their memory have to give. That may change from one second to the next on a virtual machine, so what stages do is
+compared with what the two do right before and right after it. A third stage shares the first one's CPU.
 
 Where `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one engine with a
 thread, and the model split over two of its RPC servers with a thread and a CPU each.
@@ -66,6 +67,13 @@ def both(engines, *work):
     for thread in threads:
         thread.join()
     return {key: sum(answer[key] or 0 for answer in answers) for key in ("prefill", "decode")}
+
+
+def between(pair, two, streams, prompt, tokens, key):
+    """What two engines do together, before and after stages do it, and what these do."""
+    before = both(pair, streams[0], prompt, tokens)[key]
+    stages = two.run(streams[1], prompt, tokens)[key]
+    return (before + both(pair, streams[0], prompt, tokens)[key]) / 2, stages
 
 
 class Llama:
@@ -149,12 +157,10 @@ def main():
                 row[f"{name}_stream"], row[f"{name}_busy"] = answer["decode"], answer["busy"]
         if "streams" in rows:
             row["one_4"] = alone.run(4, 32, tokens)["decode"]
-            row["pair_4"] = both([alone, other], 4, 32, tokens)["decode"]
-            row["two_8"] = two.run(8, 32, tokens)["decode"]
+            row["pair_4"], row["two_8"] = between([alone, other], two, (4, 8), 32, tokens, "decode")
         if "prefill" in rows:
             row["one_prefill"] = alone.run(1, prompt, 1)["prefill"]
-            row["pair_prefill"] = both([alone, other], 1, prompt, 1)["prefill"]
-            row["two_prefill"] = two.run(1, prompt, 1)["prefill"]
+            row["pair_prefill"], row["two_prefill"] = between([alone, other], two, (1, 1), prompt, 1, "prefill")
             row["two_prefill_2"] = two.run(2, prompt, 1)["prefill"]
         if llama:
             if "stream" in rows:
