@@ -4,6 +4,7 @@ use super::session::Session;
 use crate::Error;
 use crate::telemetry::OperationMetrics;
 use proto::operation::{Operation, OperationOutput};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 use tokio::sync::oneshot;
@@ -69,7 +70,9 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             Ask::Hear(samples) => samples.len(),
             Ask::Segment { .. } | Ask::Reset => 0,
         };
-        let answer = computed(session.as_mut(), ask);
+        // A runtime that panics ends the session, not those that share its thread: `done` is dropped unsent.
+        let answer = catch_unwind(AssertUnwindSafe(|| computed(session.as_mut(), ask)));
+        let Ok(answer) = answer else { continue };
         metrics.computed(operation, start.elapsed(), heard as f64 / f64::from(rate));
         // Nobody waits for it any more: the session ends with what is sent.
         let _ = done.send(Done { session, answer });
@@ -117,9 +120,46 @@ impl SessionHandle {
         let (done, answer) = oneshot::channel();
         let job = Job { session, ask, rate: self.rate, done };
         self.jobs.send(job).map_err(|_| Error::EngineStopped)?;
-        // The thread is gone if the model has panicked.
+        // The model has panicked.
         let Done { session, answer } = answer.await.map_err(|_| Error::EngineStopped)?;
         self.session = Some(session);
         answer
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Panics on loud sound.
+    struct Fragile;
+
+    impl Session for Fragile {
+        fn window(&self) -> u32 {
+            0
+        }
+
+        fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+            assert!(samples.iter().all(|sample| *sample < 1.0), "too loud");
+            Ok(())
+        }
+
+        fn segment(&mut self, _: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+            out.push(OperationOutput::SpeechEnded { at: 7 });
+            Ok(())
+        }
+
+        fn reset(&mut self) {}
+    }
+
+    #[tokio::test]
+    async fn a_session_that_panics_is_lost_and_others_are_not() {
+        let thread = ModelThread::start(Operation::Vad, OperationMetrics::default()).unwrap();
+        let mut lost = thread.session(Box::new(Fragile), 16_000);
+        let mut other = thread.session(Box::new(Fragile), 16_000);
+        assert!(matches!(lost.hear(vec![1.0]).await, Err(Error::EngineStopped)));
+        assert!(matches!(lost.segment(true).await, Err(Error::EngineStopped)), "it is gone");
+        assert_eq!(other.hear(vec![0.5]).await.unwrap(), []);
+        assert_eq!(other.segment(true).await.unwrap(), [OperationOutput::SpeechEnded { at: 7 }]);
     }
 }

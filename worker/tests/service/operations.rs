@@ -37,7 +37,8 @@ async fn open(pair: &Pair, operation: Operation) -> Result<OperationSession, Ope
         options,
         trace: None,
     };
-    let opened = pair.connection.open_operation(&OperationRequest::V1(request));
+    let request = OperationRequest::V1(request);
+    let opened = pair.connection.open_operation(&request);
     timeout(PATIENCE, opened).await.unwrap().unwrap()
 }
 
