@@ -136,7 +136,6 @@ async fn begin(
         span.part("open", arrived);
     }
     let trace = trace.take();
-    let front = Arc::clone(&front);
     Ok(Opened {
         front,
         operation,
