@@ -187,11 +187,14 @@ impl Grammars {
 }
 
 impl Known {
-    /// Where the grammar of this key is, or will be; the one that was not asked for for the longest time makes room.
+    /// Where the grammar of this key is, or will be; the one that was not asked for for the longest time makes room, of
+    /// those that were refused if there are such: however many of these come, what is in use stays.
     fn cell(&mut self, key: Key) -> Arc<OnceCell<Outcome>> {
         self.uses += 1;
         if !self.grammars.contains_key(&key) && self.grammars.len() >= KEPT {
-            let oldest = self.grammars.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key);
+            let refused = |cell: &OnceCell<Outcome>| matches!(cell.get(), Some(Err(_)));
+            let oldest = self.grammars.iter().min_by_key(|(_, (used, cell))| (!refused(cell), *used));
+            let oldest = oldest.map(|(key, _)| *key);
             oldest.map(|key| self.grammars.remove(&key));
         }
         let uses = self.uses;
@@ -274,4 +277,28 @@ fn depth(text: &str) -> usize {
         }
     }
     deepest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_use_stays_however_many_are_refused() {
+        let mut known = Known::default();
+        let key = |n: usize| *blake3::hash(&n.to_le_bytes()).as_bytes();
+        for n in 0..KEPT {
+            known.cell(key(n));
+        }
+        for n in KEPT..3 * KEPT {
+            let refusal = Refusal { why: Refused::time, reason: String::new() };
+            assert!(known.cell(key(n)).set(Err(refusal)).is_ok());
+            assert_eq!(known.grammars.len(), KEPT);
+        }
+        // The first of them had to take the place of one that was not.
+        let left = (0..KEPT).filter(|n| known.grammars.contains_key(&key(*n))).count();
+        assert_eq!(left, KEPT - 1);
+        known.cell(key(3 * KEPT));
+        assert!((1..KEPT).all(|n| known.grammars.contains_key(&key(n))), "the refused one went");
+    }
 }
