@@ -2,9 +2,10 @@
 //! takes it; from then on it is that worker's, whose model holds its state: nothing moves it to another.
 
 use super::{Dispatch, Link};
-use crate::balancer::{OperationAsk, Seat, Seated, Unseated};
+use crate::balancer::{OperationAsk, Seat, Seated, Unseated, WorkerView};
 use crate::random::random_u64;
 use proto::ids::{Epoch, ModelId, NodeId, RequestId};
+use proto::message::WorkerState;
 use proto::operation::{
     OpenedOperationV1, Operation, OperationError, OperationOptions, OperationRequest, OperationRequestV1,
 };
@@ -73,9 +74,15 @@ pub struct Seating {
 
 impl Seating {
     /// The session was cut off: if that is because the connection is, nobody else shall be sent there. `true` if the
-    /// worker has closed it in order, having given its sessions as long as it has.
+    /// worker ends in order, having given its sessions as long as it has: it drains, or has closed the connection so.
     pub fn cut(&self) -> bool {
-        let in_order = self.link.connection().was_closed_for(CloseCode::Shutdown);
+        let (node, epoch) = (&self.node, self.link.epoch());
+        let drains = |view: &WorkerView| {
+            let register = &view.member.register;
+            register.node == *node && register.epoch == epoch && view.state() == WorkerState::Draining
+        };
+        let in_order = self.link.connection().was_closed_for(CloseCode::Shutdown)
+            || self.dispatch.workers().iter().any(drains);
         if self.link.is_closed() {
             self.dispatch.session_lost(self.link.session(), &self.node);
         }
