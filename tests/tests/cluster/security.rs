@@ -392,9 +392,18 @@ fn nothing_is_written_down(name: &str, model: &str) {
             json!({"messages": [{"role": "user", "content": "canary-prompt"}], "documents": [document]}),
         ),
         ("/v1/responses", json!({"input": "canary-prompt", "max_output_tokens": 3, "user": "canary-prompt"})),
-        ("/v1/responses", json!({"input": "x", "metadata": {"a": "canary-prompt"}, "tools": [{"type": "canary-prompt"}]})),
-        ("/v1/messages", json!({"messages": [{"role": "user", "content": "canary-prompt"}], "max_tokens": 3, "system": "canary-prompt", "stop_sequences": ["canary-stop"]})),
-        ("/v1/messages", json!({"messages": [{"role": "user", "content": [{"type": "canary-prompt"}]}], "max_tokens": 3})),
+        (
+            "/v1/responses",
+            json!({"input": "x", "metadata": {"a": "canary-prompt"}, "tools": [{"type": "canary-prompt"}]}),
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": [{"role": "user", "content": "canary-prompt"}], "max_tokens": 3, "system": "canary-prompt", "stop_sequences": ["canary-stop"]}),
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": [{"role": "user", "content": [{"type": "canary-prompt"}]}], "max_tokens": 3}),
+        ),
         ("/v1/messages/count_tokens", json!({"messages": [{"role": "user", "content": "canary-prompt"}]})),
         ("/v1/embeddings", json!({"input": ["canary-prompt", "and more of canary-prompt"]})),
         ("/v1/rerank", json!({"query": "canary-prompt", "documents": ["canary-prompt", "canary-file.pdf"]})),

@@ -78,7 +78,7 @@ fn run(program: &Program, task: Vec<u8>) -> io::Result<Tried> {
         drop(input.map(|mut input| input.write_all(&task)));
         let closed = output.map(|mut output| io::copy(&mut output, &mut io::sink()));
         // Whoever waited may have gone.
-        drop(told.send(closed.is_some()));
+        let _ = told.send(closed.is_some());
     })
     .map_err(|error| io::Error::other(error.to_string()))?;
     if ended.recv_timeout(COMPILE_TIME).is_err() {
@@ -143,7 +143,8 @@ mod tests {
 
     #[test]
     fn what_is_tried_is_built_from_the_same_names() {
-        let names = Names { tokens: 300, named: vec![(258, "<tool>".into()), (259, "</s>".into())], ends: vec![259] };
+        let names =
+            Names { tokens: 300, named: vec![(258, "<tool>".into()), (259, "</s>".into())], ends: vec![259] };
         let task = |text: &str| {
             let task = Task { syntax: GrammarSyntax::Lark, text: text.to_owned(), names: names.clone() };
             serde_json::to_vec(&task).unwrap()
