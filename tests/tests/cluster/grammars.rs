@@ -174,8 +174,13 @@ fn an_evil_schema_holds_nobody_up() {
         rounds.sort_unstable();
         let (median, slowest) = (rounds[rounds.len() / 2].0, rounds[rounds.len() - 1].0);
         let pause = rounds.iter().map(|round| round.1).max().unwrap();
-        println!("six streams: {alone:?} alone, at most {pause_alone:?} between two events; {} times beside", rounds.len());
-        println!("grammars that are hard to compile: {median:?}, at most {slowest:?}, and {pause:?} between two events");
+        println!(
+            "six streams: {alone:?} alone, at most {pause_alone:?} between two events; {} times beside",
+            rounds.len()
+        );
+        println!(
+            "grammars that are hard to compile: {median:?}, at most {slowest:?}, and {pause:?} between two events"
+        );
         let ends: Vec<_> = attackers.into_iter().map(|attacker| attacker.join().unwrap()).collect();
         let longest = ends.iter().map(|end| end.0).max().unwrap();
         let of = |part: fn(&(Duration, usize, usize)) -> usize| ends.iter().map(part).sum::<usize>();
