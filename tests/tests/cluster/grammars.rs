@@ -95,9 +95,19 @@ fn paced(answer: Answer) -> anyhow::Result<(String, Duration)> {
     Ok((text, longest))
 }
 
+/// Tells others to stop, also where a test fails.
+struct Stops<'a>(&'a AtomicBool);
+
+impl Drop for Stops<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn an_evil_schema_holds_nobody_up() {
     const ATTACKERS: usize = 3;
+    const KINDS: usize = 6;
     /// What a grammar may take, as the worker has it.
     const BUDGET: Duration = Duration::from_millis(500);
     /// More than a process may take up within that, and less than all of them together.
@@ -125,7 +135,7 @@ fn an_evil_schema_holds_nobody_up() {
     others();
     let (expected, alone, pause_alone) = others();
     let before = in_memory();
-    let (stop, next) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let (stop, next, over) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let attack = || {
         let (mut longest, mut refused, mut late) = (Duration::ZERO, 0, 0);
         while !stop.load(Ordering::Relaxed) {
@@ -139,6 +149,7 @@ fn an_evil_schema_holds_nobody_up() {
             longest = longest.max(since.elapsed());
             // Whoever finds two of these being compiled waits, and may be sent away.
             assert!(matches!(status, 200 | 400 | 429), "{told}");
+            over.fetch_add(1, Ordering::Relaxed);
             if status == 400 {
                 refused += 1;
                 late += usize::from(told.contains("takes more than 500 ms"));
@@ -149,15 +160,27 @@ fn an_evil_schema_holds_nobody_up() {
     };
     std::thread::scope(|scope| {
         let attackers: Vec<_> = (0..ATTACKERS).map(|_| scope.spawn(attack)).collect();
-        for _ in 0..3 {
+        let stops = Stops(&stop);
+        let (since, mut rounds) = (Instant::now(), Vec::new());
+        // As long as it takes to have had each kind a few times.
+        while over.load(Ordering::Relaxed) < KINDS * 4 && since.elapsed() < Duration::from_secs(60) {
             let (texts, took, pause) = others();
             assert_eq!(texts, expected);
-            println!("six streams: {alone:?} alone, at most {pause_alone:?} between two events;");
-            println!("{took:?} and {pause:?} beside grammars that are hard to compile");
+            rounds.push((took, pause));
             assert!(took < 3 * alone + Duration::from_secs(2), "{took:?}, and alone {alone:?}");
             assert!(pause < 3 * (BUDGET + pause_alone), "{pause:?}, and alone {pause_alone:?}");
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(stops);
+        rounds.sort_unstable();
+        let (median, slowest) = (rounds[rounds.len() / 2].0, rounds[rounds.len() - 1].0);
+        let pause = rounds.iter().map(|round| round.1).max().unwrap();
+        println!(
+            "six streams: {alone:?} alone, at most {pause_alone:?} between two events; {} times beside",
+            rounds.len()
+        );
+        println!(
+            "grammars that are hard to compile: {median:?}, at most {slowest:?}, and {pause:?} between two events"
+        );
         let ends: Vec<_> = attackers.into_iter().map(|attacker| attacker.join().unwrap()).collect();
         let longest = ends.iter().map(|end| end.0).max().unwrap();
         let of = |part: fn(&(Duration, usize, usize)) -> usize| ends.iter().map(part).sum::<usize>();

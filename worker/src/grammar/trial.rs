@@ -78,7 +78,7 @@ fn run(program: &Program, task: Vec<u8>) -> io::Result<Tried> {
         drop(input.map(|mut input| input.write_all(&task)));
         let closed = output.map(|mut output| io::copy(&mut output, &mut io::sink()));
         // Whoever waited may have gone.
-        let _gone = told.send(closed.is_some());
+        let _ = told.send(closed.is_some());
     })
     .map_err(|error| io::Error::other(error.to_string()))?;
     if ended.recv_timeout(COMPILE_TIME).is_err() {
