@@ -6,7 +6,9 @@ use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 /// A system message that many requests have in common, and one that few have.
@@ -74,6 +76,49 @@ fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
     browser.click(&button).unwrap();
     drains(false);
     browser.wait_for("its row says so", &format!("{row}.dataset.level !== 'out'")).unwrap();
+}
+
+/// With the other one drained a worker gets more than it can do: the page, opened as an operator would who was called, names it
+/// within a minute, and why.
+fn who_is_hot(cluster: &Cluster, browser: &Browser) {
+    let [hot, other] = [0, 1].map(|at| cluster.nodes().workers[at].id.as_str());
+    let ops = cluster.coordinator().ops.to_string();
+    binary::stdout(&["drain", other, "--ops", &ops]).unwrap();
+    let told = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for client in 0..8 {
+            let told = &told;
+            scope.spawn(move || {
+                for round in (0..).take_while(|_| !told.load(Ordering::Relaxed)) {
+                    let prompt = format!("Client {client}, round {round}. {}", document(16));
+                    let body = json!({"model": cluster.model(), "prompt": prompt, "max_tokens": 8});
+                    http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+                }
+            });
+        }
+        let seen = catch_unwind(AssertUnwindSafe(|| {
+            browser.open(&format!("http://{ops}/")).unwrap();
+            let verdict = "document.querySelector('#verdict')";
+            // The words stay for the test, as the next look may have others.
+            let named = format!(
+                "{verdict}?.dataset.level === 'hot' && {verdict}.textContent.includes('{hot} is hot.') \
+                 && document.querySelector(\"tr[data-worker='{hot}']\").dataset.level === 'hot' \
+                 && (window.verdictOfTheTest = {verdict}.textContent).length > 0"
+            );
+            browser.wait_for("it is named", &named).unwrap();
+            let text = browser.script("return window.verdictOfTheTest").unwrap();
+            browser.screenshot(&picture("hot")).unwrap();
+            text
+        }));
+        told.store(true, Ordering::Relaxed);
+        let text = seen.unwrap_or_else(|panic| resume_unwind(panic));
+        // What it has to do, and why it has that; what went on before is looked at, too.
+        let text = text.as_str().unwrap();
+        assert!(text.contains("of work ahead: ") && text.contains("to compute"), "{text}");
+        let why = ["no other worker takes work", "of its requests share prefix"];
+        assert!(why.iter().any(|why| text.contains(why)), "{text}");
+    });
+    binary::stdout(&["undrain", other, "--ops", &ops]).unwrap();
 }
 
 /// A chat in the playground, and the explanation of where it went.
@@ -207,6 +252,15 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     browser.screenshot(&picture("dark")).unwrap();
     assert_the_keyboard_reaches_everything(&browser);
 
+    // From dark to what the system wants, and on to dark again.
+    browser.click("#theme").unwrap();
+    assert_eq!(ground(&browser), light, "as the system has it");
+    who_is_hot(&cluster, &browser);
+    browser.click("#theme").unwrap();
+    browser.click("#theme").unwrap();
+    assert_ne!(ground(&browser), light, "dark");
+
+    // With a key there is nobody without one any more.
     limits(&cluster, &browser);
 
     browser.resize(390, 844, 2.0).unwrap();

@@ -9,6 +9,7 @@ use kernels::cuda::{
 };
 use kvasir_worker::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::speculation::Speculation;
 use proto::message::Sampling;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -56,6 +57,35 @@ fn quantised_models_are_continued_as_on_the_cpu() {
         }
         let counts = engine.decoder().backend().step_counts();
         assert!(counts.recorded > 0 && counts.replayed > counts.recorded, "{model} for {arch}: {counts:?}");
+    }
+}
+
+/// Guesses are rows like any other there, too, and recurrent layers follow those that count: tokens are those without guesses.
+#[test]
+fn guesses_change_no_token() {
+    for (model, arch) in [QUANT[0], "tiny/qwen35/qwen35-f32"].into_iter().zip(Arch::CHECKED) {
+        let options = small(model);
+        // Among three tokens some guesses are right, whatever the model.
+        let biased = |seed: u64, temperature| Ask {
+            sampling: Sampling {
+                temperature,
+                seed,
+                logit_bias: vec![(10, 100.0), (11, 100.0), (12, 100.0)],
+                ..Sampling::default()
+            },
+            ..Ask::greedy(prompt(seed, 30).iter().map(|token| 10 + token % 3).collect(), 10).tokens_only()
+        };
+        let asks = [biased(3, 0.0), biased(5, 1.0), Ask::greedy(prompt(6, 4).repeat(3), 10).tokens_only()];
+        let want = together(&mut open_on(model, &options, simulated(arch, &options)), &asks);
+        let mut engine = open_on(model, &options, simulated(arch, &options))
+            .with_speculation(Speculation::ngram().always(4));
+        let got = together(&mut engine, &asks);
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!(want.tokens, got.tokens, "{model} for {arch}");
+        }
+        let (all, right) = (engine.metrics().drafted.get(), engine.metrics().accepted.get());
+        assert!(all > right && right > 0, "{model} for {arch}: {right} of {all}");
+        engine.check().unwrap();
     }
 }
 
