@@ -74,7 +74,7 @@ fn it_is_told_where_thoughts_are() {
     let harmony = of("{% if tools %}<|start|>{% endif %}<|channel|>final<|message|>");
     for (dialect, thinking, pieces) in [
         (&hermes, false, &[("<think>", true), ("hm", true), ("</think>", false), ("so", false)][..]),
-        (&hermes, true, &[("hm", true), ("</think>", false), ("<think>", false)]),
+        (&hermes, true, &[("hm", true), ("</think>", false), ("so", false), ("<think>", false)]),
         (
             &harmony,
             false,
