@@ -105,6 +105,8 @@ async fn a_worker_that_has_ended_is_not_sent_to() {
             if let Err(error) = session.sender.send(&OperationInput::Segment).await {
                 break error;
             }
+            // Nothing of it has to wait, and who drives the connection has to run, too.
+            tokio::task::yield_now().await;
         }
     })
     .await;
