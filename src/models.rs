@@ -303,8 +303,9 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
             store.fetch(&address, &[], &network(false)?, &mut Bar::new())?
         }
     };
-    // Children of `up` do not run where the user typed a relative path.
-    let path = path.canonicalize().with_context(|| path.display().to_string())?;
+    path.metadata().with_context(|| path.display().to_string())?;
+    // Children of `up` do not run where the user typed a relative path. Links are kept: what lies beside the link is meant.
+    let path = std::path::absolute(&path).with_context(|| path.display().to_string())?;
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
 }
 
