@@ -1,4 +1,4 @@
-//! What is common to sessions of operations ([`realtime`](super::realtime)) and calls of them ([`audio`](super::audio)):
+//! What is common to sessions of operations ([`realtime`](super::realtime)) and calls of them (`audio`):
 //! what is asked for, how sound is written, how many sessions a tenant may have, and what is said when nobody serves one.
 
 use super::error::ApiError;
