@@ -7,6 +7,7 @@ use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
 use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::{http, wait};
 use serde_json::json;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -170,17 +171,23 @@ fn who_has_lost_its_disk_has_no_vote_nor_has_who_has_a_damaged_one() {
     .unwrap();
 }
 
+/// Ends a coordinator and damages its log: the file, and what is in it now.
+fn damage(fleet: &Fleet, coordinator: usize) -> (PathBuf, Vec<u8>) {
+    fleet.kill(Node::Coordinator(coordinator)).unwrap();
+    let file = fleet.data_dir(Node::Coordinator(coordinator)).join("data/consensus.redb");
+    let bytes = std::fs::read(&file).unwrap();
+    let flipped: Vec<u8> = bytes.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
+    std::fs::write(&file, &flipped).unwrap();
+    (file, flipped)
+}
+
 #[test]
 fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
     let fleet = Fleet::builder("disk-damaged", &crate::tiny_model(), 3, 1).start(36).unwrap();
     let leads = leader(&fleet, &[0, 1, 2]);
     let [damaged, other] = others(leads);
     drain_by_any(&fleet, 0, true);
-    fleet.kill(Node::Coordinator(damaged)).unwrap();
-    let file = fleet.data_dir(Node::Coordinator(damaged)).join("data/consensus.redb");
-    let bytes = std::fs::read(&file).unwrap();
-    let flipped: Vec<u8> = bytes.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
-    std::fs::write(&file, &flipped).unwrap();
+    let (file, flipped) = damage(&fleet, damaged);
     fleet.start(Node::Coordinator(damaged)).unwrap();
     let follows = || own(&fleet, damaged).filter(|(role, ..)| role == "follower");
     wait::until("it is a member again", RECOVERY, follows).unwrap();
@@ -209,11 +216,7 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_though_the_leader_is_lost_i
     let leads = leader(&fleet, &[0, 1, 2]);
     let [damaged, other] = others(leads);
     drain_by_any(&fleet, 0, true);
-    fleet.kill(Node::Coordinator(damaged)).unwrap();
-    let file = fleet.data_dir(Node::Coordinator(damaged)).join("data/consensus.redb");
-    let bytes = std::fs::read(&file).unwrap();
-    let flipped: Vec<u8> = bytes.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
-    std::fs::write(&file, &flipped).unwrap();
+    damage(&fleet, damaged);
     // It is far away, and takes long to learn what was agreed on.
     let far = Link { delay: Duration::from_millis(250), ..Link::default() };
     fleet.net().around(fleet.host(Node::Coordinator(damaged)), far);
