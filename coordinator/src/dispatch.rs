@@ -34,10 +34,12 @@ use crate::table::{Member, TableChange, TableError};
 use claim::Claim;
 use link::{Link, Turn};
 use parking_lot::{Mutex, MutexGuard};
+use proto::block::BlockId;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{GenerateError, LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
 use proto::placement::RegisterV4;
+use proto::sequence::SequenceName;
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
 use sequences::Served;
@@ -64,6 +66,7 @@ pub struct Dispatch {
 #[derive(Debug)]
 struct Desk {
     balancer: Balancer,
+    /// Where the next verdict on a ticket goes, of those that were not decided at once.
     tickets: HashMap<Ticket, mpsc::UnboundedSender<Verdict>>,
     links: HashMap<NodeId, Arc<Link>>,
     served: Served,
@@ -72,9 +75,40 @@ struct Desk {
 /// What the balancer has decided about a ticket.
 #[derive(Debug)]
 enum Verdict {
-    /// Elsewhere, since a channel has room for dozens of them from the first on.
+    /// In a box, since a channel has room for dozens of them from the first on.
     Go(Box<(Assignment, Arc<Link>, Turn)>),
     No(Refusal),
+}
+
+/// Where a ticket's next verdict comes from.
+#[derive(Debug)]
+enum Verdicts {
+    /// It is here.
+    At(Verdict),
+    /// It will come.
+    Later(mpsc::UnboundedReceiver<Verdict>),
+    /// It was taken, and the ticket was not given up since.
+    Taken,
+}
+
+impl Verdicts {
+    async fn next(&mut self) -> Option<Verdict> {
+        if let Self::Later(verdicts) = self {
+            return verdicts.recv().await;
+        }
+        match std::mem::replace(self, Self::Taken) {
+            Self::At(verdict) => Some(verdict),
+            _ => None,
+        }
+    }
+}
+
+impl Desk {
+    fn await_verdicts(&mut self, ticket: Ticket) -> mpsc::UnboundedReceiver<Verdict> {
+        let (sender, verdicts) = mpsc::unbounded_channel();
+        self.tickets.insert(ticket, sender);
+        verdicts
+    }
 }
 
 impl Dispatch {
@@ -107,14 +141,31 @@ impl Dispatch {
     fn submit(self: &Arc<Self>, asks: Vec<Ask>) -> Result<Vec<Claim>, Refusal> {
         let mut desk = self.desk.lock();
         let (tickets, actions) = desk.balancer.submit(Instant::now(), asks, random_u64())?;
-        let mut claims = Vec::with_capacity(tickets.len());
-        for ticket in tickets {
-            let (sender, verdicts) = mpsc::unbounded_channel();
-            desk.tickets.insert(ticket, sender);
-            claims.push(Claim::new(Arc::clone(self), ticket, verdicts));
+        // Most requests are placed at once, and then there is nothing to wait for. In the order of the decisions, which
+        // is that of the turns.
+        let mut decided: Vec<Option<Verdict>> = tickets.iter().map(|_| None).collect();
+        for action in actions {
+            let ours = |ticket: &Ticket| tickets.iter().position(|ours| ours == ticket);
+            match action {
+                Action::Assign(ticket, assignment) => match ours(&ticket) {
+                    Some(at) => decided[at] = Some(self.assigned(&desk, assignment)),
+                    None => self.perform(&mut desk, [Action::Assign(ticket, assignment)]),
+                },
+                Action::Refuse(ticket, refusal) => match ours(&ticket) {
+                    Some(at) => decided[at] = Some(Verdict::No(refusal)),
+                    None => self.perform(&mut desk, [Action::Refuse(ticket, refusal)]),
+                },
+                action => self.perform(&mut desk, [action]),
+            }
         }
-        self.perform(&mut desk, actions);
-        Ok(claims)
+        let claim = |(ticket, decided): (Ticket, Option<Verdict>)| {
+            let verdicts = match decided {
+                Some(verdict) => Verdicts::At(verdict),
+                None => Verdicts::Later(desk.await_verdicts(ticket)),
+            };
+            Claim::new(Arc::clone(self), ticket, verdicts)
+        };
+        Ok(tickets.into_iter().zip(decided).map(claim).collect())
     }
 
     /// A worker that has introduced itself on `connection` joins. An earlier connection of it is closed.
@@ -182,7 +233,7 @@ impl Dispatch {
                 return;
             }
             match desk.balancer.events(node, part) {
-                Ok(action) => self.perform(&mut desk, action.into_iter().collect()),
+                Ok(action) => self.perform(&mut desk, action),
                 Err(error) => tracing::warn!(%node, %error, "KV events refused"),
             }
             // Whoever has a request to place goes between the parts.
@@ -348,8 +399,14 @@ impl Dispatch {
         self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
 
-    fn started(self: &Arc<Self>, ticket: Ticket, cached: u32) {
+    fn started(
+        self: &Arc<Self>,
+        ticket: Ticket,
+        cached: u32,
+        (root, name, node): (BlockId, &SequenceName, &NodeId),
+    ) {
         let mut desk = self.desk.lock();
+        desk.served.insert(root, name, node.clone());
         desk.balancer.found_cached(ticket, cached);
         let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
         self.perform(&mut desk, actions);
@@ -366,7 +423,7 @@ impl Dispatch {
     }
 
     /// The attempt on `link` failed; `said` is what the worker said. `only_class`: what was emitted binds the rest to
-    /// this numeric class.
+    /// this numeric class. Returns where it is told who may try next.
     fn retry(
         self: &Arc<Self>,
         ticket: Ticket,
@@ -374,7 +431,7 @@ impl Dispatch {
         link: &Link,
         said: Option<&GenerateError>,
         only_class: Option<String>,
-    ) {
+    ) -> Verdicts {
         let setback = if link.is_closed() {
             // The session's own task will find out too; the next choice must know now.
             self.session_lost(link.session(), node);
@@ -386,24 +443,29 @@ impl Dispatch {
         };
         self.metrics.retried(setback);
         let mut desk = self.desk.lock();
+        let verdicts = desk.await_verdicts(ticket);
         let actions = desk.balancer.retry(Instant::now(), ticket, setback, only_class, random_u64());
         self.perform(&mut desk, actions);
+        Verdicts::Later(verdicts)
     }
 
-    fn perform(self: &Arc<Self>, desk: &mut Desk, actions: Vec<Action>) {
+    /// The verdict on a ticket that has a worker.
+    fn assigned(&self, desk: &Desk, assignment: Assignment) -> Verdict {
+        self.metrics.routed(assignment.reason);
+        match desk.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch) {
+            Some(link) => Verdict::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
+            // A member always has a link; without one there is nobody to talk to.
+            None => Verdict::No(Refusal::NoWorker),
+        }
+    }
+
+    fn perform(self: &Arc<Self>, desk: &mut Desk, actions: impl IntoIterator<Item = Action>) {
         for action in actions {
             match action {
                 Action::Assign(ticket, assignment) => {
                     let Some(sender) = desk.tickets.get(&ticket) else { continue };
-                    self.metrics.routed(assignment.reason);
-                    let link = desk.links.get(&assignment.node).filter(|l| l.epoch() == assignment.epoch);
-                    let verdict = match link {
-                        Some(link) => Verdict::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
-                        // A member always has a link; without one there is nobody to talk to.
-                        None => Verdict::No(Refusal::NoWorker),
-                    };
                     // Fails only while the generation is being dropped, which ends the ticket.
-                    let _ = sender.send(verdict);
+                    let _ = sender.send(self.assigned(desk, assignment));
                 }
                 Action::Refuse(ticket, refusal) => {
                     if let Some(sender) = desk.tickets.remove(&ticket) {

@@ -1,7 +1,8 @@
 //! Names and numbers that identify things across processes. All are validated on construction, so a value
-//! of one of these types is always safe to log, to put in a header and to compare.
+//! of one of these types is always safe to log, to put in a header and to compare. All are cheap to clone.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
+use std::sync::Arc;
 
 /// Why a text is not a valid identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -18,9 +19,9 @@ pub struct InvalidId {
 macro_rules! text_id {
     ($(#[$doc:meta])* $name:ident, $kind:literal, $max:literal, $rule:literal, $ok:expr) => {
         $(#[$doc])*
-        #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        #[serde(try_from = "String", into = "String")]
-        pub struct $name(String);
+        #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize)]
+        #[serde(try_from = "String")]
+        pub struct $name(Arc<str>);
 
         impl $name {
             /// The longest accepted text, in bytes.
@@ -34,7 +35,7 @@ macro_rules! text_id {
                     let text = text.chars().take(64).collect();
                     return Err(InvalidId { kind: $kind, text, rule: $rule });
                 }
-                Ok(Self(text))
+                Ok(Self(text.into()))
             }
 
             /// The text itself.
@@ -52,7 +53,13 @@ macro_rules! text_id {
 
         impl From<$name> for String {
             fn from(id: $name) -> Self {
-                id.0
+                id.0.as_ref().to_owned()
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(&self.0)
             }
         }
 

@@ -1,19 +1,21 @@
 //! A claim on a worker's time: from the ticket, over as many workers as it takes, to its end.
 
 use super::link::{Link, Turn};
-use super::{Dispatch, Failure, Verdict};
+use super::{Dispatch, Failure, Verdict, Verdicts};
 use crate::balancer::{Assignment, Refusal, Ticket};
+use proto::block::BlockId;
+use proto::ids::NodeId;
 use proto::message::GenerateError;
+use proto::sequence::SequenceName;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc;
 
 /// Dropping it gives the ticket back.
 #[derive(Debug)]
 pub(super) struct Claim {
     dispatch: Arc<Dispatch>,
     ticket: Ticket,
-    verdicts: mpsc::UnboundedReceiver<Verdict>,
+    verdicts: Verdicts,
     submitted: Instant,
     /// Tokens generated, once it has ended well.
     generated: Option<u32>,
@@ -41,11 +43,7 @@ impl Placed {
 }
 
 impl Claim {
-    pub(super) fn new(
-        dispatch: Arc<Dispatch>,
-        ticket: Ticket,
-        verdicts: mpsc::UnboundedReceiver<Verdict>,
-    ) -> Self {
+    pub(super) fn new(dispatch: Arc<Dispatch>, ticket: Ticket, verdicts: Verdicts) -> Self {
         let submitted = Instant::now();
         Self { dispatch, ticket, verdicts, submitted, generated: None, setback: None, over: false }
     }
@@ -56,7 +54,7 @@ impl Claim {
 
     /// Waits for a worker, and for the turn to send it something.
     pub(super) async fn worker(&mut self) -> Result<(Placed, Turn), Failure> {
-        match self.verdicts.recv().await {
+        match self.verdicts.next().await {
             Some(Verdict::Go(go)) => {
                 let (assignment, link, mut turn) = *go;
                 let (submitted, chosen) = (self.submitted, Instant::now());
@@ -72,9 +70,9 @@ impl Claim {
         }
     }
 
-    /// The worker has what it needs of the prompt, of which it had `cached` tokens.
-    pub(super) fn started(&self, cached: u32) {
-        self.dispatch.started(self.ticket, cached);
+    /// The worker has what it needs of the prompt, of which it had `cached` tokens, and a sequence of this name from now on.
+    pub(super) fn started(&self, cached: u32, served: (BlockId, &SequenceName, &NodeId)) {
+        self.dispatch.started(self.ticket, cached, served);
     }
 
     /// It ends well, with so many tokens.
@@ -91,7 +89,8 @@ impl Claim {
         only_class: Option<String>,
     ) {
         let node = &placed.assignment.node;
-        self.dispatch.retry(self.ticket, node, &placed.link, setback.as_ref(), only_class);
+        let said = setback.as_ref();
+        self.verdicts = self.dispatch.retry(self.ticket, node, &placed.link, said, only_class);
         self.setback = setback;
     }
 

@@ -180,10 +180,9 @@ impl Generation {
                     if let Some(span) = &mut attempt.span {
                         span.set("kvasir.cached_tokens", started.cached_tokens);
                     }
-                    self.claim.started(started.cached_tokens);
                     let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
                     let node = &attempt.placed.assignment.node;
-                    self.claim.dispatch().note_served(self.job.root, name, node);
+                    self.claim.started(started.cached_tokens, (self.job.root, &name, node));
                     // The client knows who serves it; that another goes on is not its concern.
                     if !self.emitted.is_empty() {
                         continue;

@@ -7,6 +7,7 @@ use proto::placement::CapacityV1;
 use proto::service::WorkerApiClient;
 use proto::transport::{CloseCode, Connection};
 use std::time::Duration;
+use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::{OnceCell, oneshot};
 
 /// How long a generation waits for those that were sent before it to be on their way. Longer would let one
@@ -40,7 +41,10 @@ pub(super) struct Turn {
 impl Turn {
     /// Waits until those before have been sent or given up.
     pub(super) async fn come(&mut self) {
-        if let Some(before) = self.before.take() {
+        if let Some(mut before) = self.before.take()
+            // Mostly they have, and no time needs to be kept.
+            && before.try_recv() == Err(TryRecvError::Empty)
+        {
             // It is never sent on: what is waited for is the drop at the other end.
             let _ = tokio::time::timeout(TURN_LIMIT, before).await;
         }

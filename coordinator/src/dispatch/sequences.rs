@@ -7,36 +7,63 @@ use proto::message::WorkerState;
 use proto::sequence::{SequenceName, SequenceRequest};
 use proto::transport::SequenceExchange;
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
 use std::sync::Arc;
 
 /// Requests of which is remembered who served them.
 const MAX_SERVED: usize = 1 << 16;
 
-/// Who served which request: a hint, so that not every worker has to be asked.
+/// Who served which request: a hint, so that not every worker has to be asked. So a request is known here by a hash under a
+/// key of its own: texts of tens of thousands of names would be memory that has gone cold whenever one comes or goes.
 #[derive(Debug, Default)]
 pub(super) struct Served {
-    nodes: HashMap<(BlockId, SequenceName), NodeId>,
+    key: RandomState,
+    nodes: HashMap<u64, NodeId, BuildHasherDefault<AsItIs>>,
     /// In the order in which they were first served.
-    order: VecDeque<(BlockId, SequenceName)>,
+    order: VecDeque<u64>,
 }
 
 impl Served {
-    fn insert(&mut self, root: BlockId, name: SequenceName, node: NodeId) {
-        if self.nodes.insert((root, name.clone()), node).is_some() {
+    pub(super) fn insert(&mut self, root: BlockId, name: &SequenceName, node: NodeId) {
+        let name = self.key.hash_one((root, name));
+        if self.nodes.insert(name, node).is_some() {
             return;
         }
-        self.order.push_back((root, name));
+        self.order.push_back(name);
         if self.order.len() > MAX_SERVED
             && let Some(oldest) = self.order.pop_front()
         {
             self.nodes.remove(&oldest);
         }
     }
+
+    fn get(&self, root: BlockId, name: &SequenceName) -> Option<&NodeId> {
+        self.nodes.get(&self.key.hash_one((root, name)))
+    }
 }
 
+/// Hashes what is one already.
+#[derive(Debug, Default)]
+struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
+        }
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
 impl Dispatch {
     /// A worker has a sequence of this name from now on.
-    pub fn note_served(&self, root: BlockId, name: SequenceName, node: &NodeId) {
+    pub fn note_served(&self, root: BlockId, name: &SequenceName, node: &NodeId) {
         self.desk.lock().served.insert(root, name, node.clone());
     }
 
@@ -44,7 +71,7 @@ impl Dispatch {
     /// those with least to do.
     pub fn serving(&self, model: &ModelId, sequence: Option<(BlockId, &SequenceName)>) -> Vec<NodeId> {
         let holder = sequence
-            .and_then(|(root, name)| self.desk.lock().served.nodes.get(&(root, name.clone())).cloned());
+            .and_then(|(root, name)| self.desk.lock().served.get(root, name).cloned());
         let mut workers = self.workers();
         workers.retain(|view| view.member.register.models.iter().any(|served| served.id == *model));
         workers.sort_by_key(|view| {
@@ -77,11 +104,12 @@ mod tests {
         let root = BlockId([1; 16]);
         let mut served = Served::default();
         for n in 0..=MAX_SERVED {
-            served.insert(root, name(n), node("w1"));
-            served.insert(root, name(n), node("w2"));
+            served.insert(root, &name(n), node("w1"));
+            served.insert(root, &name(n), node("w2"));
         }
         assert_eq!((served.nodes.len(), served.order.len()), (MAX_SERVED, MAX_SERVED));
-        assert!(!served.nodes.contains_key(&(root, name(0))));
-        assert_eq!(served.nodes[&(root, name(1))], node("w2"));
+        assert_eq!(served.get(root, &name(0)), None);
+        assert_eq!(served.get(root, &name(1)), Some(&node("w2")));
+        assert_eq!(served.get(BlockId([2; 16]), &name(1)), None, "another tenant's");
     }
 }

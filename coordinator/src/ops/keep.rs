@@ -137,7 +137,7 @@ impl<'a> Keep<'a> {
 
     /// A worker has a sequence of this name from now on.
     pub(super) fn note(&self, name: SequenceName, node: &NodeId) {
-        self.ops.dispatch.note_served(self.root, name, node);
+        self.ops.dispatch.note_served(self.root, &name, node);
     }
 }
 

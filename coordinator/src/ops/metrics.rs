@@ -15,13 +15,14 @@ use crate::dispatch::Dispatch;
 use crate::models::Models;
 use crate::routing::Reason;
 use by_model::ByModel;
-use families::{Histograms, One, STAGE, Two, one, registered};
+use families::{Histograms, Known, One, STAGE, Two, one, registered};
 use model::recent::RecentUse;
 use operations::Operations;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use proto::ids::ModelId;
 use proto::message::{FinishReason, WorkerState};
@@ -49,9 +50,19 @@ pub struct Metrics {
     index_exports: Counter,
     index_export_bytes: Counter,
     state: StateGauges,
+    known: KnownNumbers,
     history: History,
     /// When both clocks were read first.
     began: (SystemTime, Instant),
+}
+
+/// Those of the families above that every request counts in.
+#[derive(Debug, Default)]
+struct KnownNumbers {
+    http: Known<(&'static str, u16), Counter>,
+    routes: Known<Reason, Counter>,
+    stage: Known<&'static str, Histogram>,
+    prediction_error: Known<&'static str, Counter>,
 }
 
 /// What is read off others at each scrape.
@@ -169,6 +180,7 @@ impl Metrics {
             ),
             index_export_bytes: registered(r, "kvasir_index_export_bytes", "Bytes that these took"),
             state: StateGauges::register(r),
+            known: KnownNumbers::default(),
             history: History::default(),
             began: (SystemTime::now(), Instant::now()),
             registry,
@@ -206,13 +218,17 @@ impl Metrics {
     /// An HTTP request was answered; `path` is a route, not what the client wrote.
     pub fn answered(&self, path: &'static str, status: u16) {
         self.history.answered(status);
-        let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
-        self.http.get_or_create(&labels).inc();
+        let look_up = || {
+            let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
+            self.http.get_or_create_owned(&labels)
+        };
+        self.known.http.of((path, status), look_up).inc();
     }
 
     /// A worker was chosen.
     pub fn routed(&self, reason: Reason) {
-        self.routes.get_or_create(&one("reason", reason.as_str())).inc();
+        let look_up = || self.routes.get_or_create_owned(&one("reason", reason.as_str()));
+        self.known.routes.of(reason, look_up).inc();
     }
 
     /// An attempt failed and will be made again.
@@ -226,7 +242,8 @@ impl Metrics {
 
     /// A stage of a request took this long here.
     pub fn stage(&self, stage: &'static str, took: Duration) {
-        self.stage.get_or_create(&one("stage", stage)).observe(took.as_secs_f64());
+        let look_up = || self.stage.get_or_create_owned(&one("stage", stage));
+        self.known.stage.of(stage, look_up).observe(took.as_secs_f64());
     }
 
     /// What the router believed of a worker's cache, and what was true. `pulls`: the worker was to pull some of it, and may
@@ -240,7 +257,8 @@ impl Metrics {
             true => ("over", predicted - actual),
             false => ("under", actual - predicted),
         };
-        self.prediction_error.get_or_create(&one("direction", direction)).inc_by(error.into());
+        let look_up = || self.prediction_error.get_or_create_owned(&one("direction", direction));
+        self.known.prediction_error.of(direction, look_up).inc_by(error.into());
     }
 
     /// A request was refused; counted here if a limit of its key or its tenant is why.

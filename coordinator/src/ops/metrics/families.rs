@@ -1,5 +1,6 @@
 //! Families of metrics: what they are labelled with, the bounds of their buckets, and how they come into a registry.
 
+use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::histogram::Histogram;
@@ -40,6 +41,34 @@ impl MetricConstructor<Histogram> for Buckets {
 impl MetricConstructor<HistogramWithExemplars<One>> for Buckets {
     fn new_metric(&self) -> HistogramWithExemplars<One> {
         HistogramWithExemplars::new(self.0.iter().copied())
+    }
+}
+
+/// Numbers of a family that every request counts in, each looked up in it once. There are few, so they are looked through.
+#[derive(Debug)]
+pub(super) struct Known<K, M>(RwLock<Vec<(K, M)>>);
+
+impl<K, M> Default for Known<K, M> {
+    fn default() -> Self {
+        Self(RwLock::default())
+    }
+}
+
+impl<K: PartialEq, M: Clone> Known<K, M> {
+    /// The number of this key, which `look_up` finds.
+    pub(super) fn of(&self, key: K, look_up: impl FnOnce() -> M) -> MappedRwLockReadGuard<'_, M> {
+        let place = |known: &Vec<(K, M)>| known.iter().position(|(of, _)| *of == key);
+        let known = self.0.read();
+        if let Some(at) = place(&known) {
+            return RwLockReadGuard::map(known, |known| &known[at].1);
+        }
+        drop(known);
+        let mut known = self.0.write();
+        let at = place(&known).unwrap_or(known.len());
+        if at == known.len() {
+            known.push((key, look_up()));
+        }
+        RwLockReadGuard::map(RwLockWriteGuard::downgrade(known), |known| &known[at].1)
     }
 }
 
