@@ -113,7 +113,6 @@ mod revocation;
 mod rpc;
 mod sequence;
 mod shard;
-mod socket;
 mod stage;
 mod streams;
 mod tls;

@@ -70,8 +70,7 @@ impl Dispatch {
     /// The workers that serve a model: first the one that has the sequence of this name, as far as is known here, then
     /// those with least to do.
     pub fn serving(&self, model: &ModelId, sequence: Option<(BlockId, &SequenceName)>) -> Vec<NodeId> {
-        let holder = sequence
-            .and_then(|(root, name)| self.desk.lock().served.get(root, name).cloned());
+        let holder = sequence.and_then(|(root, name)| self.desk.lock().served.get(root, name).cloned());
         let mut workers = self.workers();
         workers.retain(|view| view.member.register.models.iter().any(|served| served.id == *model));
         workers.sort_by_key(|view| {

@@ -3,7 +3,6 @@
 use super::connection::{CloseCode, Connection, Slot};
 use super::hello::{Agreement, Hello, HelloV1, VersionRange, agree};
 use super::identity::{Expected, Identity, PeerIdentity};
-use super::socket::Socket;
 use super::streams::{FrameReader, FrameWriter, StreamKind, read_error, within, write_error};
 use super::{reset, tls};
 use crate::Error;
@@ -192,8 +191,7 @@ impl Endpoint {
         let bind_error = |source| Error::Bind { address, source };
         let settings = reset::endpoint_config(identity)?;
         let quic = socket(address).and_then(|socket| {
-            let (server, socket) = (Some(server), Socket::new(socket)?);
-            quinn::Endpoint::new_with_abstract_socket(settings, server, socket, Arc::new(quinn::TokioRuntime))
+            quinn::Endpoint::new(settings, Some(server), socket, Arc::new(quinn::TokioRuntime))
         });
         let quic = quic.map_err(bind_error)?;
         let address = quic.local_addr().map_err(bind_error)?;
