@@ -115,7 +115,7 @@ async fn hear(
     let (threshold, windows) = match &request.options {
         OperationOptions::Speech(options) => (options.threshold.unwrap_or(0.5), options.windows),
         OperationOptions::Turn(options) => (options.threshold.unwrap_or(0.5), false),
-        OperationOptions::Default => (0.5, false),
+        OperationOptions::Default | OperationOptions::Transcribe(_) => (0.5, false),
     };
     let turns = request.operation == Operation::TurnDetection;
     let (mut heard, mut all, mut speaks) = (Vec::<f32>::new(), 0, false);
