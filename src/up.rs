@@ -66,8 +66,8 @@ struct UpSettings {
     /// Coordinator processes, at most 5; they are one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
-    /// What all workers offer operations from beside the model: silero-vad, smart-turn, or a directory with a folder for
-    /// each operation, or ID=DIR; several times, or separated by commas
+    /// What all workers offer operations from beside the model: silero-vad, smart-turn, whisper-base, or a directory with a
+    /// folder for each operation, or ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,
     /// Worker processes [default: 2, or as many as --shards]

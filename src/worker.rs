@@ -67,7 +67,7 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
     /// Offer operations beside the model, or without one: a name of the catalog that is for operations (silero-vad,
-    /// smart-turn), or a directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
+    /// smart-turn, whisper-base), or a directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     pub(crate) operation: Option<Vec<String>>,
     /// Workers that have the model, for one that has no file of it: MODEL is then the name under which they serve it, or

@@ -166,18 +166,19 @@ fn a_folder_with_two_files_or_another_s_is_refused() {
 fn operations_are_read_off_folders_and_what_nobody_serves_is_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
-    for operation in [Operation::Asr, Operation::Tts] {
-        let error = load_hearing(operation, &full, |_| None).err().unwrap().to_string();
-        assert_eq!(error, format!("nobody serves {operation}"));
-    }
+    let error = load_hearing(Operation::Tts, &full, |_| None).err().unwrap().to_string();
+    assert_eq!(error, "nobody serves tts");
+    let error = load_hearing(Operation::Asr, &full, |_| None).err().unwrap().to_string();
+    assert!(error.starts_with("nobody serves asr; kernels: there is no model.bin in"), "{error}");
     let error = load_hearing(Operation::Embed, &full, |_| None).err().unwrap().to_string();
     assert!(error.contains("embed is for texts"), "{error}");
 }
 
 #[test]
 fn a_file_that_is_no_model_is_refused_with_its_path() {
-    let (_dir, bundle) = bundle(&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"]);
-    for operation in [Operation::Vad, Operation::TurnDetection] {
+    let files = [&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"], &WHISPER[..2], &WHISPER[2..]];
+    let (_dir, bundle) = bundle(&files.concat());
+    for operation in [Operation::Vad, Operation::TurnDetection, Operation::Asr] {
         let error = load_hearing(operation, &bundle, |_| None).err().unwrap();
         assert!(matches!(&error, Error::Artefact { path, .. } if path.starts_with(&bundle.dir)), "{error}");
     }
