@@ -114,7 +114,7 @@ fn sessions_are_for_who_has_a_key_and_room() {
 #[test]
 fn what_is_said_is_told_to_openais_client() {
     let flag = ("--operation", "whisper-base");
-    let cluster = Cluster::builder("transcripts", &tiny_model()).workers(1).flag(flag.0, flag.1).start().unwrap();
+    let cluster = Cluster::builder("transcripts", &tiny_model()).flag("--workers", "1").flag(flag.0, flag.1).start().unwrap();
     let base = format!("http://{}", cluster.http());
     let call = |arguments: &[&str]| {
         let arguments: Vec<String> = [&[base.as_str()], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
