@@ -8,10 +8,10 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The gate of the encoder's values, of which the largest is 20 or so.
-const MAX_ENCODED: f64 = 5e-3;
+/// The gate of the encoder's values, of which the largest is 24 or so.
+const MAX_ENCODED: f64 = 1e-2;
 /// The gate of logarithms and probabilities.
-const MAX_SHARE: f64 = 2e-3;
+const MAX_SHARE: f64 = 1e-3;
 
 #[derive(Deserialize)]
 struct Case {

@@ -114,10 +114,14 @@ impl LogMel {
         if content == 0 {
             return Spectrogram { values: Vec::new(), frames: 0, content };
         }
-        let mut sound: Vec<f64> = samples.iter().map(|sample| f64::from(*sample)).collect();
-        sound.resize(samples.len() + BEHIND, 0.0);
-        let frames = sound.len() / HOP;
-        Spectrogram { values: self.spectrogram(&reflected(&sound), frames), frames, content }
+        // As `reflected`, without a second copy: it may be half an hour.
+        let (half, len) = (WINDOW / 2, samples.len() + BEHIND);
+        let at = |n: usize| samples.get(n).copied().map_or(0.0, f64::from);
+        let before = (1..=half).rev().map(at);
+        let behind = (len - 1 - half..len - 1).rev().map(at);
+        let padded: Vec<f64> = before.chain((0..len).map(at)).chain(behind).collect();
+        let frames = len / HOP;
+        Spectrogram { values: self.spectrogram(&padded, frames), frames, content }
     }
 
     /// `[band][frame]` of the first frames of a sound that has half a window more at both ends.
