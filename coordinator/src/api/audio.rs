@@ -15,8 +15,8 @@ use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use proto::ids::ModelId;
 use proto::operation::{
-    LanguageV1, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOutput, Pcm, SpokenTextV1,
-    TurnV1,
+    LanguageV1, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOutput, Pcm,
+    SpokenTextV1, TurnV1,
 };
 use proto::trace::Span;
 use proto::transport::{OperationSender, OperationStream};

@@ -61,7 +61,10 @@ async fn answer(
     let samples = pcm.len() as u64;
     let duration = seconds(samples, sample_rate);
     if duration < SHORTEST {
-        return Err(ApiError::field("file", format!("is {duration} s long; it must be {SHORTEST} s at least")));
+        return Err(ApiError::field(
+            "file",
+            format!("is {duration} s long; it must be {SHORTEST} s at least"),
+        ));
     }
     let operation = Operation::Asr;
     let job = OperationJob {

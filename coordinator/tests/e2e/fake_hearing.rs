@@ -2,8 +2,8 @@
 
 use parking_lot::Mutex;
 use proto::operation::{
-    LanguageV1, MAX_FRAME_WINDOWS, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOptions,
-    OperationOutput, OperationRequest, OperationRequestV1, SpokenTextV1, TurnV1, WindowV1,
+    LanguageV1, MAX_FRAME_WINDOWS, OpenedOperationV1, Operation, OperationError, OperationInput,
+    OperationOptions, OperationOutput, OperationRequest, OperationRequestV1, SpokenTextV1, TurnV1, WindowV1,
 };
 use proto::transport::{OperationCall, OperationInputs, OperationReplier};
 use tokio::sync::watch;

@@ -7,7 +7,7 @@ use super::limits::key;
 use super::{Rig, until};
 use hyper::Method;
 use kvasir_coordinator::Config;
-use proto::operation::{OperationError, OperationOptions, Operation, TranscribeOptionsV1};
+use proto::operation::{Operation, OperationError, OperationOptions, TranscribeOptionsV1};
 use serde_json::json;
 use std::time::Duration;
 
@@ -87,7 +87,8 @@ async fn what_is_not_served_is_refused_by_its_name() {
         let told = ask(&rig, WORDS, &[], form(file, &[])).await.error();
         assert_eq!(told, (400, "invalid_field".into(), "file".into()));
     }
-    let told = send(rig.at.http, Method::POST, WORDS, &[("content-type", "audio/wav")], second()).await.error();
+    let told =
+        send(rig.at.http, Method::POST, WORDS, &[("content-type", "audio/wav")], second()).await.error();
     assert_eq!(told, (400, "invalid_field".into(), "content-type".into()));
     worker.hearing().refuse(Some(OperationError::TooManySessions { limit: 8 }));
     let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();

@@ -114,10 +114,15 @@ fn sessions_are_for_who_has_a_key_and_room() {
 #[test]
 fn what_is_said_is_told_to_openais_client() {
     let flag = ("--operation", "whisper-base");
-    let cluster = Cluster::builder("transcripts", &tiny_model()).flag("--workers", "1").flag(flag.0, flag.1).start().unwrap();
+    let cluster = Cluster::builder("transcripts", &tiny_model())
+        .flag("--workers", "1")
+        .flag(flag.0, flag.1)
+        .start()
+        .unwrap();
     let base = format!("http://{}", cluster.http());
     let call = |arguments: &[&str]| {
-        let arguments: Vec<String> = [&[base.as_str()], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
+        let arguments: Vec<String> =
+            [&[base.as_str()], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
         run(&python(), "transcribe.py", &arguments);
     };
     call(&["words"]);
@@ -128,7 +133,10 @@ fn what_is_said_is_told_to_openais_client() {
         wait::until("it is heard", binary::PATIENCE, || (sessions()? == 1.0).then_some(())).unwrap();
         leaves.join().unwrap();
     });
-    wait::until("it is not transcribed any more", Duration::from_secs(20), || (sessions()? == 0.0).then_some(())).unwrap();
+    wait::until("it is not transcribed any more", Duration::from_secs(20), || {
+        (sessions()? == 0.0).then_some(())
+    })
+    .unwrap();
     let ended = "kvasir_operation_sessions_ended_total{operation=\"asr\",end=\"cut\"}";
     assert_eq!(cluster.worker_metric(ended).unwrap(), 1.0);
 }

@@ -53,7 +53,9 @@ pub(super) struct Shared(Arc<Whisper>);
 pub(super) fn is_in(folder: &Path) -> Result<(), Refusal> {
     match FILES.iter().find(|file| !folder.join(file).is_file()) {
         None => Ok(()),
-        Some(file) => Err(Refusal::Artefact { reason: format!("there is no {file} in {}", folder.display()) }),
+        Some(file) => {
+            Err(Refusal::Artefact { reason: format!("there is no {file} in {}", folder.display()) })
+        }
     }
 }
 
@@ -137,7 +139,13 @@ impl Hears for Shared {
             rate,
         };
         let resampler = Resampler::new(rate, RATE);
-        Ok(Box::new(Recording { whisper: Arc::clone(&self.0), task, resampler, sound: Vec::new(), transcript: None }))
+        Ok(Box::new(Recording {
+            whisper: Arc::clone(&self.0),
+            task,
+            resampler,
+            sound: Vec::new(),
+            transcript: None,
+        }))
     }
 
     fn most_sessions(&self) -> u32 {

@@ -206,7 +206,10 @@ mod tests {
 
     #[test]
     fn channels_become_their_mean_and_widths_floats() {
-        let read = |channels, bits, kind, bytes: &[u8]| match read_any(&with(&format(kind, channels, 44_100, bits), bytes)) {
+        let read = |channels, bits, kind, bytes: &[u8]| match read_any(&with(
+            &format(kind, channels, 44_100, bits),
+            bytes,
+        )) {
             Ok(Recording { sample_rate: 44_100, pcm: Pcm::F32(samples) }) => samples,
             other => panic!("{other:?}"),
         };
@@ -217,7 +220,9 @@ mod tests {
         assert_eq!(read(2, 32, FLOATS, &floats), [0.125]);
         let one = with(&format(INTEGERS, 1, 8_000, 16), &[1, 0]);
         assert_eq!(read_any(&one), super::read(&one), "nothing is converted that need not be");
-        let told = |channels, bits, kind, bytes: &[u8]| read_any(&with(&format(kind, channels, 8_000, bits), bytes)).unwrap_err().to_string();
+        let told = |channels, bits, kind, bytes: &[u8]| {
+            read_any(&with(&format(kind, channels, 8_000, bits), bytes)).unwrap_err().to_string()
+        };
         assert!(told(9, 16, INTEGERS, &[]).contains("9 channels"));
         assert!(told(0, 16, INTEGERS, &[]).contains("0 channels"));
         assert!(told(2, 16, INTEGERS, &[0; 6]).contains("no whole number"));

@@ -71,13 +71,19 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
         }
         if name == "file" {
             if bytes.len() > MAX_UPLOAD {
-                return Err(ApiError::field(name, format!("has {} bytes, the limit is {MAX_UPLOAD}", bytes.len())));
+                return Err(ApiError::field(
+                    name,
+                    format!("has {} bytes, the limit is {MAX_UPLOAD}", bytes.len()),
+                ));
             }
             file = Some(bytes);
             continue;
         }
         if bytes.len() > MAX_FORM_TEXT {
-            return Err(ApiError::field(name, format!("has {} bytes, the limit is {MAX_FORM_TEXT}", bytes.len())));
+            return Err(ApiError::field(
+                name,
+                format!("has {} bytes, the limit is {MAX_FORM_TEXT}", bytes.len()),
+            ));
         }
         let wrong = |rule: &str| {
             let shown: String = String::from_utf8_lossy(&bytes).chars().take(64).collect();
@@ -130,7 +136,9 @@ mod tests {
     fn body(fields: &[(&str, &[u8])]) -> Bytes {
         let mut body = Vec::new();
         for (name, value) in fields {
-            body.extend(format!("--XX\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n").as_bytes());
+            body.extend(
+                format!("--XX\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n").as_bytes(),
+            );
             body.extend_from_slice(value);
             body.extend(b"\r\n");
         }
@@ -186,7 +194,10 @@ mod tests {
         }
         assert_eq!(form(Task::Translate, &[("language", "de")]).unwrap_err().param(), Some("language"));
         assert_eq!(form(Task::Transcribe, &[("model", "../x")]).unwrap_err().code(), "model_not_found");
-        assert_eq!(form(Task::Transcribe, &[("prompt", "a"), ("prompt", "b")]).unwrap_err().param(), Some("prompt"));
+        assert_eq!(
+            form(Task::Transcribe, &[("prompt", "a"), ("prompt", "b")]).unwrap_err().param(),
+            Some("prompt")
+        );
         let many = vec![("timestamp_granularities[]", "segment"); MAX_FORM_FIELDS];
         assert_eq!(form(Task::Transcribe, &many).unwrap_err().param(), Some("body"));
         let missing = block_on(read(body(&[]), "XX".to_owned(), Task::Transcribe)).unwrap_err();
@@ -197,7 +208,8 @@ mod tests {
 
     #[test]
     fn only_forms_are_forms() {
-        let told = |kind: &str| boundary(&HeaderMap::from_iter([(header::CONTENT_TYPE, kind.parse().unwrap())]));
+        let told =
+            |kind: &str| boundary(&HeaderMap::from_iter([(header::CONTENT_TYPE, kind.parse().unwrap())]));
         assert_eq!(told("multipart/form-data; boundary=XX").unwrap(), "XX");
         for kind in ["multipart/form-data", "audio/wav", "application/json", ""] {
             assert_eq!(told(kind).unwrap_err().param(), Some("content-type"), "{kind}");

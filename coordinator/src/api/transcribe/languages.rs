@@ -122,7 +122,10 @@ mod tests {
     #[test]
     fn languages_have_a_code_and_a_name() {
         assert!(LANGUAGES.windows(2).all(|pair| pair[0].0 < pair[1].0));
-        assert_eq!((code("EN"), code("English"), code("haitian creole")), (Some("en"), Some("en"), Some("ht")));
+        assert_eq!(
+            (code("EN"), code("English"), code("haitian creole")),
+            (Some("en"), Some("en"), Some("ht"))
+        );
         assert_eq!((code("klingon"), code("")), (None, None));
         assert_eq!((name("de"), name("tlh")), ("german", "tlh"));
     }

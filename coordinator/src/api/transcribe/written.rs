@@ -187,10 +187,10 @@ mod tests {
         let value: Value = serde_json::from_str(&body).unwrap();
         assert_eq!((kind, value), (JSON, json!({"text": "One. Two --> three.", "usage": usage})));
         assert_eq!(written(Format::Text), (PLAIN, "One. Two --> three.\n".to_owned()));
-        let captions = "1\n00:00:00,000 --> 00:00:02,500\nOne.\n\n2\n00:00:02,500 --> 01:02:05,502\nTwo -> three.\n\n";
-        assert_eq!(written(Format::Srt), (PLAIN, captions.to_owned()));
         let captions =
-            "WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nOne.\n\n00:00:02.500 --> 01:02:05.502\nTwo -> three.\n\n";
+            "1\n00:00:00,000 --> 00:00:02,500\nOne.\n\n2\n00:00:02,500 --> 01:02:05,502\nTwo -> three.\n\n";
+        assert_eq!(written(Format::Srt), (PLAIN, captions.to_owned()));
+        let captions = "WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nOne.\n\n00:00:02.500 --> 01:02:05.502\nTwo -> three.\n\n";
         assert_eq!(written(Format::Vtt), (VTT, captions.to_owned()));
         let (_, body) = written(Format::Verbose);
         let value: Value = serde_json::from_str(&body).unwrap();

@@ -4,7 +4,9 @@
 
 use crate::Error;
 use kernels::Isa;
-use kernels::matmul::{ActivationMode, Activations, Epilogue, MatmulKernels, PackedMatrix, matmul_single_thread};
+use kernels::matmul::{
+    ActivationMode, Activations, Epilogue, MatmulKernels, PackedMatrix, matmul_single_thread,
+};
 use kernels::ops::{Activation, LayerNorm, activate, layer_norm};
 use kernels::pool::{Pool, PoolConfig};
 use kernels::quant::GgmlType;
@@ -48,15 +50,21 @@ const EPS: f32 = 1e-5;
 
 impl Matrix {
     /// Packs the bytes of a file. `parts`: for products with a few rows, which as many threads share.
-    pub(super) fn pack(ty: GgmlType, rows: usize, cols: usize, bytes: &[u8], parts: usize) -> Result<Self, Error> {
+    pub(super) fn pack(
+        ty: GgmlType,
+        rows: usize,
+        cols: usize,
+        bytes: &[u8],
+        parts: usize,
+    ) -> Result<Self, Error> {
         let of_part = match parts {
             0 | 1 => rows,
             parts => rows.div_ceil(parts).max(PART).next_multiple_of(kernels::matmul::PANEL_ROWS),
         };
         let row_bytes = ty.row_bytes(cols)?;
-        let packed = bytes.chunks(of_part.max(1) * row_bytes).map(|bytes| {
-            PackedMatrix::pack(ty, bytes.len() / row_bytes, cols, 1, bytes)
-        });
+        let packed = bytes
+            .chunks(of_part.max(1) * row_bytes)
+            .map(|bytes| PackedMatrix::pack(ty, bytes.len() / row_bytes, cols, 1, bytes));
         Ok(Self { parts: packed.collect::<Result<_, _>>()?, rows, cols })
     }
 
@@ -154,19 +162,25 @@ impl Compute {
         let product = |x: &[f32], part: &PackedMatrix, bias: Option<&[f32]>, accumulate, out: &mut [f32]| {
             let activations = Activations::new(x.len() / cols, *cols, x, None)?;
             let epilogue = Epilogue { scale: 1.0, bias, accumulate };
-            matmul_single_thread(self.kernels, part.view(0)?, &activations, ActivationMode::F32, &epilogue, out)
+            matmul_single_thread(
+                self.kernels,
+                part.view(0)?,
+                &activations,
+                ActivationMode::F32,
+                &epilogue,
+                out,
+            )
         };
         if let [whole] = parts.as_slice() {
-            let chunks: Vec<_> = x.chunks(ROWS * cols).zip(out.chunks_mut(ROWS * width).map(Mutex::new)).collect();
+            let chunks: Vec<_> =
+                x.chunks(ROWS * cols).zip(out.chunks_mut(ROWS * width).map(Mutex::new)).collect();
             return self.each(chunks.len(), |item| {
                 let (x, out) = &chunks[item];
                 Ok(product(x, whole, linear.bias.as_deref(), accumulate, &mut out.lock())?)
             });
         }
-        let starts: Vec<usize> = parts
-            .iter()
-            .scan(0, |at, part| Some(std::mem::replace(at, *at + part.rows())))
-            .collect();
+        let starts: Vec<usize> =
+            parts.iter().scan(0, |at, part| Some(std::mem::replace(at, *at + part.rows()))).collect();
         let products = self.all(parts.len(), |item| {
             let (part, start) = (&parts[item], starts[item]);
             let mut out = vec![0.0; rows * part.rows()];
@@ -238,16 +252,24 @@ mod tests {
             assert_eq!(row, weights[1050 * cols..1051 * cols]);
             let mut twice = out.clone();
             compute.linear(&x, &linear, true, &mut twice).unwrap();
-            assert!(twice.iter().zip(&out).all(|(twice, once)| *twice == once + once), "added to what is there");
+            assert!(
+                twice.iter().zip(&out).all(|(twice, once)| *twice == once + once),
+                "added to what is there"
+            );
             outs.push(out);
         }
         assert!(outs.iter().all(|out| *out == outs[0]));
         for (at, found) in outs[0].iter().enumerate() {
             let (row, output) = (at / width, at % width);
-            let terms = (0..cols).map(|k| f64::from(weights[output * cols + k]) * f64::from(x[row * cols + k]));
-            let (sum, size) = terms.fold((0.0, 0.0), |(sum, size): (f64, f64), term| (sum + term, size + term.abs()));
+            let terms =
+                (0..cols).map(|k| f64::from(weights[output * cols + k]) * f64::from(x[row * cols + k]));
+            let (sum, size) =
+                terms.fold((0.0, 0.0), |(sum, size): (f64, f64), term| (sum + term, size + term.abs()));
             let expected = sum + f64::from(bias[output]);
-            assert!((f64::from(*found) - expected).abs() <= 1e-5 * (size + 1.0), "{found} instead of {expected}");
+            assert!(
+                (f64::from(*found) - expected).abs() <= 1e-5 * (size + 1.0),
+                "{found} instead of {expected}"
+            );
         }
     }
 }

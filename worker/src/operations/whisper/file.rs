@@ -109,7 +109,8 @@ impl<R: Read + Seek> Reader<'_, R> {
         if bytes <= left {
             return Ok(());
         }
-        Err(self.wrong(format!("it ends within {what}: {bytes} bytes at {}, of which {left} are there", self.at)))
+        Err(self
+            .wrong(format!("it ends within {what}: {bytes} bytes at {}, of which {left} are there", self.at)))
     }
 
     fn bytes<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
@@ -167,11 +168,14 @@ impl<R: Read + Seek> Reader<'_, R> {
             dims.push(self.word(&name)? as usize);
         }
         let number = self.byte(&name)?;
-        let ty = Type::of(number).ok_or_else(|| self.wrong(format!("{name} is of type {number}, known are 0 to 5")))?;
+        let ty = Type::of(number)
+            .ok_or_else(|| self.wrong(format!("{name} is of type {number}, known are 0 to 5")))?;
         let bytes = self.word(&name)?;
         let values = dims.iter().try_fold(ty.bytes(), |all, dim| all.checked_mul(*dim));
         if values != Some(bytes as usize) {
-            return Err(self.wrong(format!("{name} is {dims:?} of {} bytes each, and has {bytes} bytes", ty.bytes())));
+            return Err(
+                self.wrong(format!("{name} is {dims:?} of {} bytes each, and has {bytes} bytes", ty.bytes()))
+            );
         }
         let at = self.at;
         self.skip(bytes.into(), &name)?;
@@ -186,16 +190,21 @@ impl<R: Read + Seek> Weights<R> {
         let mut reader = Reader { path, source, at: 0, len };
         let version = reader.word("its version")?;
         if version != VERSION {
-            return Err(reader.wrong(format!("it is of version {version} of CTranslate2's format, {VERSION} is read")));
+            return Err(reader
+                .wrong(format!("it is of version {version} of CTranslate2's format, {VERSION} is read")));
         }
         let specification = reader.text("the name of its specification")?;
         if specification != SPECIFICATION {
-            return Err(reader.wrong(format!("it is a model of {specification:?}, {SPECIFICATION:?} is served")));
+            return Err(
+                reader.wrong(format!("it is a model of {specification:?}, {SPECIFICATION:?} is served"))
+            );
         }
         let revision = reader.word("its revision")?;
         if !REVISIONS.contains(&revision) {
             let (from, to) = (REVISIONS.start(), REVISIONS.end());
-            return Err(reader.wrong(format!("{SPECIFICATION} is of revision {revision}, {from} to {to} are read")));
+            return Err(
+                reader.wrong(format!("{SPECIFICATION} is of revision {revision}, {from} to {to} are read"))
+            );
         }
         let mut variables = HashMap::new();
         for _ in 0..reader.count("variables")? {
@@ -256,7 +265,8 @@ impl<R: Read + Seek> Weights<R> {
 
     fn values(&mut self, variable: &Variable) -> Result<Vec<u8>, Error> {
         let mut bytes = vec![0; variable.bytes];
-        let read = self.source.seek(SeekFrom::Start(variable.at)).and_then(|_| self.source.read_exact(&mut bytes));
+        let read =
+            self.source.seek(SeekFrom::Start(variable.at)).and_then(|_| self.source.read_exact(&mut bytes));
         read.map_err(|source| failed(&self.path, source))?;
         Ok(bytes)
     }
@@ -268,7 +278,9 @@ impl<R: Read + Seek> Weights<R> {
             return Err(self.wrong(format!("{name} is {:?}, it must be {dims:?}", variable.dims)));
         }
         let Some(ty) = variable.ty.float() else {
-            return Err(self.wrong(format!("{name} is of {:?}; floats of 16 or 32 bits are served", variable.ty)));
+            return Err(
+                self.wrong(format!("{name} is of {:?}; floats of 16 or 32 bits are served", variable.ty))
+            );
         };
         Ok((ty, self.values(&variable)?))
     }

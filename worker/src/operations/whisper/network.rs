@@ -162,7 +162,9 @@ impl<R: Read + Seek> Loader<'_, R> {
         let there = (0..).take_while(|at| self.weights.has(&format!("{}/ffn/linear_0/weight", name(*at))));
         let there = there.take(MAX_LAYERS + 1).count();
         if !(1..=MAX_LAYERS).contains(&there) {
-            return Err(self.weights.wrong(format!("its {of} has {there} layers, 1 to {MAX_LAYERS} are served")));
+            return Err(self
+                .weights
+                .wrong(format!("its {of} has {there} layers, 1 to {MAX_LAYERS} are served")));
         }
         (0..there).map(|at| layer(self, &name(at))).collect()
     }
@@ -179,13 +181,17 @@ impl Network {
         let (ty, bytes) = weights.floats("decoder/embeddings/weight", &[tokens, width])?;
         let embeddings = Linear { weight: Matrix::pack(ty, tokens, width, &bytes, threads)?, bias: None };
         drop(bytes);
-        let encoder_positions = weights.vector("encoder/position_encodings/encodings", &[POSITIONS, width])?;
+        let encoder_positions =
+            weights.vector("encoder/position_encodings/encodings", &[POSITIONS, width])?;
         let decoder_positions = weights.vector("decoder/position_encodings/encodings", &[context, width])?;
         let mut loader = Loader { weights, width, parts: threads };
         let convolutions =
             [loader.convolution("encoder/conv1", bands)?, loader.convolution("encoder/conv2", width)?];
         let encoder = loader.layers("encoder", |loader, name| {
-            Ok(EncoderLayer { attention: loader.attention(name, 1)?, feed_forward: loader.feed_forward(name, 1)? })
+            Ok(EncoderLayer {
+                attention: loader.attention(name, 1)?,
+                feed_forward: loader.feed_forward(name, 1)?,
+            })
         })?;
         let decoder = loader.layers("decoder", |loader, name| {
             let cross = format!("{name}/attention");
@@ -294,7 +300,8 @@ impl Network {
             layer.feed_forward.add(compute, &mut x, &mut h, &mut wide)?;
         }
         cache.tokens = end;
-        let rows: Vec<f32> = wanted.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
+        let rows: Vec<f32> =
+            wanted.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
         compute.norm(&rows, &self.decoder_norm, &mut h)?;
         compute.linear(&h, &self.embeddings, false, &mut wide)?;
         Ok(wide.chunks(self.embeddings.weight.rows()).map(<[f32]>::to_vec).collect())
@@ -337,9 +344,14 @@ impl Shape {
         let mut heads = [0; 2];
         for (heads, of) in heads.iter_mut().zip(["encoder", "decoder"]) {
             let found = weights.number(&format!("{of}/num_heads"))?.unwrap_or_default();
-            *heads = usize::try_from(found).ok().filter(|heads| *heads > 0 && width % heads == 0).ok_or_else(|| {
-                weights.wrong(format!("{of}/num_heads is {found}, which {width} dimensions are not divided by"))
-            })?;
+            *heads = usize::try_from(found)
+                .ok()
+                .filter(|heads| *heads > 0 && width % heads == 0)
+                .ok_or_else(|| {
+                    weights.wrong(format!(
+                        "{of}/num_heads is {found}, which {width} dimensions are not divided by"
+                    ))
+                })?;
         }
         // What the published networks have; another value is another network.
         let known = [
@@ -400,7 +412,8 @@ fn heads_of(
     compute.all(heads, |head| {
         let keys = Matrix::of(&columns(x, stride, at[0] + head * dims, dims), dims)?;
         let from = at[1] + head * dims;
-        let values: Vec<f32> = (from..from + dims).flat_map(|col| (0..rows).map(move |row| x[row * stride + col])).collect();
+        let values: Vec<f32> =
+            (from..from + dims).flat_map(|col| (0..rows).map(move |row| x[row * stride + col])).collect();
         Ok(Head { keys, values: Matrix::of(&values, rows)? })
     })
 }
@@ -445,7 +458,12 @@ fn attend_to_all(compute: &Compute, qkv: &[f32], width: usize, heads: usize) -> 
 }
 
 /// Of the decoder: every token attends to what was heard.
-fn attend_to_memory(compute: &Compute, queries: &[f32], memory: &[Head], width: usize) -> Result<Vec<f32>, Error> {
+fn attend_to_memory(
+    compute: &Compute,
+    queries: &[f32],
+    memory: &[Head],
+    width: usize,
+) -> Result<Vec<f32>, Error> {
     let dims = width / memory.len();
     let attended = compute.all(memory.len(), |head| {
         memory[head].attend(compute, &columns(queries, width, head * dims, dims), dims)

@@ -56,7 +56,8 @@ impl Rules {
             }
             [.., last] => {
                 let after_time = self.is_time(*last);
-                let after_two = after_time && said.iter().rev().nth(1).is_none_or(|token| self.is_time(*token));
+                let after_two =
+                    after_time && said.iter().rev().nth(1).is_none_or(|token| self.is_time(*token));
                 if after_two {
                     forbid(logits, first_time..logits.len());
                 } else if after_time {

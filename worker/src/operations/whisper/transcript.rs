@@ -199,8 +199,10 @@ fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, LanguageV1), Er
     let rows = network.decode(compute, memory, &mut network.cache(), &[words.start], &[0])?;
     let logits = rows.into_iter().next().unwrap_or_default();
     let all: Vec<(&str, u32)> = words.languages().collect();
-    let mut shares: Vec<f32> =
-        all.iter().map(|(_, token)| logits.get(*token as usize).copied().unwrap_or(f32::NEG_INFINITY)).collect();
+    let mut shares: Vec<f32> = all
+        .iter()
+        .map(|(_, token)| logits.get(*token as usize).copied().unwrap_or(f32::NEG_INFINITY))
+        .collect();
     softmax(compute.isa, &mut shares);
     let best = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b]).then(b.cmp(a))).unwrap_or(0);
     let (code, token) = all[best];

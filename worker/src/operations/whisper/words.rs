@@ -95,7 +95,9 @@ impl Words {
         let mut texts = vec![None; tokens];
         let named = model.vocab.iter().map(|(text, id)| (text, *id, 1));
         for (text, id, kind) in named.chain(added_tokens.iter().map(|added| (&added.content, added.id, 3))) {
-            let slot = texts.get_mut(id as usize).ok_or_else(|| format!("token {id} is not of the {tokens} of the network"))?;
+            let slot = texts
+                .get_mut(id as usize)
+                .ok_or_else(|| format!("token {id} is not of the {tokens} of the network"))?;
             *slot = Some((text.as_str(), kind));
         }
         let special = |text: &str| {
@@ -117,7 +119,10 @@ impl Words {
         // As many steps of 20 ms as there are in a window, and its end.
         if rules.first_time() as usize + super::network::POSITIONS + 1 != tokens {
             let found = tokens.saturating_sub(rules.first_time() as usize);
-            return Err(format!("the network has {found} tokens for times, it must be {}", super::network::POSITIONS + 1));
+            return Err(format!(
+                "the network has {found} tokens for times, it must be {}",
+                super::network::POSITIONS + 1
+            ));
         }
         let language = |id: u32| {
             let (text, _) = texts.get(id as usize).copied().flatten()?;

@@ -84,7 +84,9 @@ fn load(bytes: Vec<u8>, threads: usize) -> Result<(Network, Compute), Error> {
 
 /// Sound that is louder here and there.
 fn features() -> Vec<f32> {
-    (0..BANDS * FRAMES).map(|n| ((n * 7919 % 1009) as f32 / 1009.0 - 0.4) * (n as f32 / 700.0).sin()).collect()
+    (0..BANDS * FRAMES)
+        .map(|n| ((n * 7919 % 1009) as f32 / 1009.0 - 0.4) * (n as f32 / 700.0).sin())
+        .collect()
 }
 
 /// Written plainly: rows of f64.
@@ -108,7 +110,8 @@ impl Plain<'_> {
     }
 
     fn norm(&self, x: &Rows, name: &str) -> Rows {
-        let (gamma, beta) = (self.of(&format!("{name}/layer_norm/gamma")), self.of(&format!("{name}/layer_norm/beta")));
+        let (gamma, beta) =
+            (self.of(&format!("{name}/layer_norm/gamma")), self.of(&format!("{name}/layer_norm/beta")));
         let row = |x: &Vec<f64>| {
             let mean = x.iter().sum::<f64>() / x.len() as f64;
             let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / x.len() as f64;
@@ -121,7 +124,9 @@ impl Plain<'_> {
     fn convolve(&self, x: &Rows, name: &str, stride: usize) -> Rows {
         let (weight, bias) = (self.of(&format!("{name}/weight")), self.of(&format!("{name}/bias")));
         let channels = x[0].len();
-        let at = |place: i64, channel: usize| usize::try_from(place).ok().and_then(|place| x.get(place)).map_or(0.0, |x| x[channel]);
+        let at = |place: i64, channel: usize| {
+            usize::try_from(place).ok().and_then(|place| x.get(place)).map_or(0.0, |x| x[channel])
+        };
         let output = |row: usize, out: usize| {
             let mut sum = bias[out];
             for channel in 0..channels {
@@ -142,8 +147,11 @@ impl Plain<'_> {
             for head in 0..HEADS {
                 let of = head * dims..(head + 1) * dims;
                 let seen = if causal { row + 1 } else { keys.len() };
-                let dot = |key: &Vec<f64>| query[of.clone()].iter().zip(&key[of.clone()]).map(|(q, k)| q * k).sum::<f64>();
-                let weights: Vec<f64> = keys[..seen].iter().map(|key| (dot(key) / (dims as f64).sqrt()).exp()).collect();
+                let dot = |key: &Vec<f64>| {
+                    query[of.clone()].iter().zip(&key[of.clone()]).map(|(q, k)| q * k).sum::<f64>()
+                };
+                let weights: Vec<f64> =
+                    keys[..seen].iter().map(|key| (dot(key) / (dims as f64).sqrt()).exp()).collect();
                 let sum: f64 = weights.iter().sum();
                 for (weight, value) in weights.iter().zip(values) {
                     of.clone().for_each(|at| out[row][at] += weight / sum * value[at]);
@@ -156,7 +164,8 @@ impl Plain<'_> {
     fn self_attention(&self, x: &mut Rows, of: &str, causal: bool) {
         let name = format!("{of}/self_attention");
         let qkv = self.linear(&self.norm(x, &name), &format!("{name}/linear_0"));
-        let part = |n: usize| qkv.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>();
+        let part =
+            |n: usize| qkv.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>();
         let attended = Self::attend(&part(0), &part(1), &part(2), causal);
         add(x, &self.linear(&attended, &format!("{name}/linear_1")));
     }
@@ -193,12 +202,15 @@ impl Plain<'_> {
         let name = "decoder/layer_0/attention";
         let queries = self.linear(&self.norm(&x, name), &format!("{name}/linear_0"));
         let heard = self.linear(encoded, &format!("{name}/linear_1"));
-        let part = |n: usize| heard.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>();
+        let part =
+            |n: usize| heard.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>();
         let attended = Self::attend(&queries, &part(0), &part(1), false);
         add(&mut x, &self.linear(&attended, &format!("{name}/linear_2")));
         self.feed_forward(&mut x, "decoder/layer_0");
         let x = self.norm(&x, "decoder");
-        let logits = |x: &Vec<f64>| embeddings.chunks(WIDTH).map(|e| e.iter().zip(x).map(|(e, x)| e * x).sum()).collect();
+        let logits = |x: &Vec<f64>| {
+            embeddings.chunks(WIDTH).map(|e| e.iter().zip(x).map(|(e, x)| e * x).sum()).collect()
+        };
         x.iter().map(logits).collect()
     }
 }
@@ -297,7 +309,10 @@ fn another_network_is_refused_by_what_it_is() {
     told(of("encoder/conv1/bias", &[4], 0, &[0; 16]), "encoder/conv1/bias is [4]");
     told(of("encoder/conv1/bias", &[WIDTH], 1, &[0; WIDTH]), "encoder/conv1/bias is of I8");
     let not_numbers = f32::NAN.to_le_bytes().repeat(WIDTH);
-    told(of("encoder/conv1/bias", &[WIDTH], 0, &not_numbers), "value 0 of encoder/conv1/bias is not a number");
+    told(
+        of("encoder/conv1/bias", &[WIDTH], 0, &not_numbers),
+        "value 0 of encoder/conv1/bias is not a number",
+    );
     told(of("encoder/layer_0/ffn/linear_0/weight", &[2], 0, &[0; 8]), "must have 2 dimensions");
     told(of("encoder/conv1/weight", &[1, 1, 1], 0, &[0; 4]), "1 dimensions, 16 to 8192");
 }
