@@ -171,10 +171,7 @@ mod tests {
         for from in [8_000, 11_025, 22_050, 44_100, 48_000, 44_101, 96_000] {
             let seconds = |hertz| whole(from, 16_000, &tone(hertz, from, from as usize / 2), 1000);
             let inner = |sound: &[f32], expected: &[f32]| {
-                assert_eq!(
-                    sound.len(),
-                    8_000 + usize::from(from == 44_101 || from == 11_025) * (sound.len() - 8_000)
-                );
+                assert_eq!(sound.len(), 8_000);
                 let differences = sound.iter().zip(expected).map(|(a, b)| f64::from(a - b).abs());
                 differences.skip(100).take(7_700).fold(0.0, f64::max)
             };
