@@ -9,7 +9,6 @@ use hyper::Method;
 use kvasir_coordinator::Config;
 use proto::operation::{Operation, OperationError, OperationOptions, TranscribeOptionsV1};
 use serde_json::json;
-use std::time::Duration;
 
 const WORDS: &str = "/v1/audio/transcriptions";
 const ENGLISH: &str = "/v1/audio/translations";
@@ -115,7 +114,7 @@ async fn a_recording_may_be_longer_than_other_bodies_and_no_longer_than_its_limi
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_call_whose_time_is_over_ends_at_the_worker() {
-    let (rig, worker) = rig(|config| config.request_timeout = Duration::from_millis(300)).await;
+    let (rig, worker) = rig(|config| config.request_timeout_s = 1).await;
     worker.hearing().stand(true);
     let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();
     assert_eq!((told.0, told.1.as_str()), (503, "deadline_exceeded"));
