@@ -129,7 +129,7 @@ fn what_is_said_is_told_to_openais_client() {
     let sessions = || cluster.worker_metric("kvasir_operation_sessions{operation=\"asr\"}").ok();
     assert_eq!(sessions(), Some(0.0));
     std::thread::scope(|scope| {
-        let leaves = scope.spawn(|| call(&["leaves", "15"]));
+        let leaves = scope.spawn(|| call(&["leaves", "8"]));
         wait::until("it is heard", binary::PATIENCE, || (sessions()? == 1.0).then_some(())).unwrap();
         leaves.join().unwrap();
     });
