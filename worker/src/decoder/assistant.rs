@@ -196,9 +196,9 @@ impl Decoder {
     #[cfg(test)]
     pub(crate) fn draft_logits(&mut self, row: usize) -> Result<Vec<f32>, Error> {
         let mut logits = vec![0f32; self.spec.vocab];
-        if let Some(assistant) = &self.assistant {
-            self.backend.read_row(assistant.buffers.logits, row, &mut logits)?;
-        }
+        let of_assistant = self.assistant.as_ref().map(|assistant| assistant.buffers.logits);
+        // The block behind the last layer has the model's own.
+        self.backend.read_row(of_assistant.unwrap_or(self.buffers.logits), row, &mut logits)?;
         Ok(logits)
     }
 }
