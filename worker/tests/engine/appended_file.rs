@@ -52,6 +52,7 @@ pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
         }
         tensors.push((info.name().to_owned(), info.dims().to_vec(), values));
     }
+    let tied = tensors.iter().all(|(name, ..)| name != "output.weight");
     let vocab = tensors.iter().find(|(name, ..)| name == "token_embd.weight").unwrap().1[1];
 
     // The last layer has attention in all models of the set.
@@ -89,6 +90,12 @@ pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
             }
         };
         tensors.push((format!("blk.{at}.{name}"), dims, values));
+    }
+
+    if block == Block::Telling && tied {
+        // Else each token would be followed by itself.
+        let values = (0..hidden * vocab).map(|_| random.next()).collect();
+        tensors.push(("output.weight".to_owned(), vec![hidden, vocab], values));
     }
 
     let mut writer = Writer::new(metadata).unwrap();
