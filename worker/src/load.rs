@@ -618,8 +618,9 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     };
     let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
     let appended = match &options.guesses {
-        Guesses::Appended => Some(drafter::appended(gguf, &spec.arch)?),
-        Guesses::Off | Guesses::Ngram | Guesses::Assistant(_) | Guesses::Model(_) => None,
+        Guesses::Appended if spec.logits().is_some() => Some(drafter::appended(gguf, &spec.arch)?),
+        // An encoder guesses nothing.
+        _ => None,
     };
     let layers = spec.layers.iter().chain(appended.iter().map(|appended| &appended.layer));
     let kv_elements: usize = layers

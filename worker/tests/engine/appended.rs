@@ -103,9 +103,8 @@ fn own_guesses_change_no_bit() {
         run("no prefix cache", true, EngineOptions { prefix_cache: false, ..model.options() });
         run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..model.options() });
         preempted += run("preempted", true, cramped(&model.name, &model.options(), 140));
-        println!("{arch}, {block:?}: {accepted} of {drafted}");
         assert!(drafted > accepted && drafted > 0, "{arch}: {accepted} of {drafted}");
-        assert_eq!(accepted > drafted / 4, block == Block::Telling, "{arch}: {accepted} of {drafted}");
+        assert_eq!(accepted > drafted / 8, block == Block::Telling, "{arch}: {accepted} of {drafted}");
     }
     assert!(preempted > 0);
 }

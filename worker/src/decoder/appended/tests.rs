@@ -132,8 +132,7 @@ fn every_round_is_that_of_the_equations() {
             let counts = rounds(&path, chunks, seed as u32);
             (right, all) = (right + counts.0, all + counts.1);
         }
-        println!("{arch}, {block:?}: {right} of {all}");
-        assert_eq!(right > all / 4, block == Block::Telling, "{arch}, {block:?}: {right} of {all}");
+        assert_eq!(right > all / 8, block == Block::Telling, "{arch}, {block:?}: {right} of {all}");
         assert!(right < all, "{arch}, {block:?}: none was wrong");
     }
 }
