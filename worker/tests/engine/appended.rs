@@ -157,9 +157,9 @@ fn what_is_kept_is_a_function_of_the_tokens() {
             let (tokens, want, _) = saved(EngineOptions { chunk: Some(0), ..model.options() }, 0, &[]);
             let ways = [
                 (model.options(), &[][..]),
-                (EngineOptions { chunk: Some(7), ..model.options() }, &[]),
-                (model.options(), &[60]),
-                (model.options(), &[33, 49]),
+                (EngineOptions { chunk: Some(7), ..model.options() }, &[][..]),
+                (model.options(), &[60][..]),
+                (model.options(), &[33, 49][..]),
             ];
             for (way, (options, before)) in ways.into_iter().enumerate() {
                 let (got, snapshot, _) = saved(options, 4, before);
