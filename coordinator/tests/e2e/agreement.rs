@@ -63,7 +63,7 @@ async fn before_its_peers_are_there_a_founder_serves_and_changes_nothing() {
     let asked = Instant::now();
     let (status, answer) = drain(&rig, "w1", "drain").await;
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("no_quorum")));
-    assert!(asked.elapsed() < Duration::from_secs(6));
+    assert!(asked.elapsed() < Duration::from_secs(18));
     let roles: Vec<Value> = rig.cluster().await["coordinators"]
         .as_array()
         .unwrap()

@@ -130,8 +130,8 @@ fn fails_soon_after(harm: impl Fn(u32)) {
     println!("failed {:?} after the kill: {said}", killed.elapsed());
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("stage 1 is lost"), "{said}");
-    // Three seconds until it is known, and some for processes to end.
-    assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
+    // Three seconds until it is known, and some for processes to end; three times that.
+    assert!(killed.elapsed() < 3 * Duration::from_secs(5), "{:?}", killed.elapsed());
     assert!(!out.exists(), "no file is half written");
     assert!(stages.iter().all(|stage| !signal::is_alive(*stage)), "the other stage is gone too");
 }

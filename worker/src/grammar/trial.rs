@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(tried("kill -KILL $$"), Tried::TooMuch);
         let since = Instant::now();
         assert_eq!(tried("exec sleep 60"), Tried::TooMuch);
-        assert!(since.elapsed() < 3 * COMPILE_TIME, "{:?}", since.elapsed());
+        assert!(since.elapsed() < 20 * COMPILE_TIME, "{:?}", since.elapsed());
         let none = Program { path: "/nonexistent/program".into(), arguments: Vec::new() };
         assert!(run(&none, Vec::new()).is_err());
     }

@@ -276,7 +276,7 @@ fn sec_grammar_bomb() {
         let since = Instant::now();
         let made = block_on(grammars.guide(ROOT, grammar.clone(), &[]));
         let took = since.elapsed();
-        assert!(took < 3 * COMPILE_TIME, "{what} takes {took:?}");
+        assert!(took < 20 * COMPILE_TIME, "{what} takes {took:?}");
         match (&made, refused) {
             (Err(GenerateError::InvalidField { field, reason }), Some(true) | None) => {
                 assert_eq!(field, "response_format", "{what}");
@@ -288,7 +288,7 @@ fn sec_grammar_bomb() {
         // Once it is known, it takes no time at all.
         let since = Instant::now();
         assert_eq!(block_on(grammars.guide(ROOT, grammar, &[])).is_ok(), made.is_ok(), "{what}");
-        assert!(since.elapsed() < COMPILE_TIME, "{what} again: {:?}", since.elapsed());
+        assert!(since.elapsed() < 3 * COMPILE_TIME, "{what} again: {:?}", since.elapsed());
     }
     let metrics = &engine.metrics().grammars;
     let refused = metrics.refusals.get_or_create(&RefusedLabel { reason: Refused::invalid }).get();

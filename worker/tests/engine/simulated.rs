@@ -178,5 +178,5 @@ fn a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own() {
     assert!(lines.any(|line| line == LOST), "it has not lost it");
     let lost = Instant::now();
     assert_eq!(child.wait().unwrap().code(), Some(EXIT_DEVICE_LOST));
-    assert!(lost.elapsed() < Duration::from_secs(2), "{:?}", lost.elapsed());
+    assert!(lost.elapsed() < 3 * Duration::from_secs(2), "{:?}", lost.elapsed());
 }

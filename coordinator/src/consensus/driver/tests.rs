@@ -105,7 +105,7 @@ async fn three_agree_lose_their_majority_and_remember_everything() {
     let refused = handle.propose(policy(4, 5), client, 5, short()).await;
     assert_eq!(refused, Err(ConsensusError::NoQuorum));
     assert_eq!(handle.read(short()).await, Err(ConsensusError::NoQuorum));
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     assert_eq!(handle.table().borrow().policy(), 4, "what was agreed on stays readable");
 
     // All end and come back from their disks.
