@@ -83,8 +83,14 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_again() {
-        let texts =
-            ["off", "ngram", "draft:smollm2-135m", "draft:https://a.b/c.gguf", "draft-mtp:a.gguf", "draft-mtp"];
+        let texts = [
+            "off",
+            "ngram",
+            "draft:smollm2-135m",
+            "draft:https://a.b/c.gguf",
+            "draft-mtp:a.gguf",
+            "draft-mtp",
+        ];
         for text in texts {
             assert_eq!(text.parse::<SpecArg>().unwrap().to_string(), text);
         }

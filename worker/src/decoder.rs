@@ -122,7 +122,8 @@ impl Decoder {
             Loader::new(source, packs, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
         let layout::Placed { groups, caches, places, narrow_heads } =
             layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
-        let buffers = layout::create_buffers(&spec, &spec.layers[config.layers.clone()], &config, backend.as_mut())?;
+        let buffers =
+            layout::create_buffers(&spec, &spec.layers[config.layers.clone()], &config, backend.as_mut())?;
         Ok(Self {
             spec,
             config,

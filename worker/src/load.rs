@@ -310,8 +310,13 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    let guesser =
-        drafter::guesser(options, &gguf, &mut decoder, (tokenizer.as_ref(), max_sequences), (floor, arena_bytes))?;
+    let guesser = drafter::guesser(
+        options,
+        &gguf,
+        &mut decoder,
+        (tokenizer.as_ref(), max_sequences),
+        (floor, arena_bytes),
+    )?;
     let memory = memory.less(decoder.backend().memory());
     floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
@@ -630,7 +635,8 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         })
         .sum();
     // With the states stands a hidden state, and beside the rows of a step what is made of them.
-    let (past, appended_rows) = appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
+    let (past, appended_rows) =
+        appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
     let embedding = bytes(&spec.embedding.tensor);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
@@ -645,7 +651,8 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         }),
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
         // Which heads could do with less is known with the weights only.
-        state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>() + past,
+        state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()
+            + past,
         activation_bytes_per_row: activation_bytes(spec) + appended_rows,
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };

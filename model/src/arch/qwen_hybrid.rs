@@ -6,8 +6,8 @@ use super::shape::{Counting, limits};
 use super::source::Source;
 use crate::Error;
 use crate::spec::{
-    Activation, AppendedSpec, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec, LinearSpec, MixerSpec,
-    ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
+    Activation, AppendedSpec, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec,
+    LinearSpec, MixerSpec, ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
 };
 
 /// Every so many layers one has attention, where the file does not say.
@@ -116,7 +116,8 @@ fn translate_appended(
     let has = |name: &str| source.has(&format!("{}.weight", stem(name)));
     let ffn = ffns(&decoder)?.pop().unwrap_or_default();
     let mixer = MixerSpec::Attention(attention(&decoder, block, decoder.rope(RopeStyle::Half)?)?);
-    let norm = if has("nextn.shared_head_norm") { stem("nextn.shared_head_norm") } else { "output_norm".to_owned() };
+    let norm =
+        if has("nextn.shared_head_norm") { stem("nextn.shared_head_norm") } else { "output_norm".to_owned() };
     let embedding = match has("nextn.embed_tokens") {
         true => Some(source.linear(&stem("nextn.embed_tokens"), hidden, vocab)?.weight),
         false => None,

@@ -77,23 +77,31 @@ impl Decoder {
     ) -> Result<(), Error> {
         let refuse = |reason: &str| Err(Error::Config { option: "spec", reason: reason.to_owned() });
         if self.config.layers != (0..self.spec.layers.len()) {
-            return refuse("the model's own block guesses from the caches of all layers, of which some are elsewhere");
+            return refuse(
+                "the model's own block guesses from the caches of all layers, of which some are elsewhere",
+            );
         }
         let [full, state] = &mut self.groups[..] else {
-            return refuse("a model's own block guesses beside layers with full attention and recurrent ones only");
+            return refuse(
+                "a model's own block guesses beside layers with full attention and recurrent ones only",
+            );
         };
         if (full.kind, state.kind) != (CacheKind::Full, CacheKind::State) {
-            return refuse("a model's own block guesses beside layers with full attention and recurrent ones only");
+            return refuse(
+                "a model's own block guesses beside layers with full attention and recurrent ones only",
+            );
         }
-        let (MixerSpec::Attention(attention), Some(embedding), Some(Head::Logits { norm: model_norm, linear })) =
-            (&spec.layer.mixer, &self.weights.embedding, &self.weights.head)
+        let (
+            MixerSpec::Attention(attention),
+            Some(embedding),
+            Some(Head::Logits { norm: model_norm, linear }),
+        ) = (&spec.layer.mixer, &self.weights.embedding, &self.weights.head)
         else {
             return Err(Error::NoOutputHead);
         };
         let (width, rows) = (self.spec.hidden, self.config.max_rows);
         let own = std::slice::from_ref(&spec.layer);
-        let wide_enough =
-            Widths::of(&self.spec, &self.spec.layers).covers(&Widths::of(&self.spec, own));
+        let wide_enough = Widths::of(&self.spec, &self.spec.layers).covers(&Widths::of(&self.spec, own));
         let backend = self.backend.as_mut();
         let buffers = match wide_enough {
             true => Buffers { x: backend.create_buffer(rows, width)?, ..self.buffers.clone() },
@@ -172,12 +180,7 @@ impl Appended {
 
     /// Keys and values of a step's rows, whose residual stream behind the last layer stands in `x`, and what the position
     /// behind each sequence's last row takes in.
-    fn follow(
-        &mut self,
-        backend: &mut dyn Backend,
-        x: BufferId,
-        step: &StepInput<'_>,
-    ) -> Result<(), Error> {
+    fn follow(&mut self, backend: &mut dyn Backend, x: BufferId, step: &StepInput<'_>) -> Result<(), Error> {
         let width = self.width;
         self.embed(backend)?;
         backend.norm(x, &self.model_norm, self.hidden)?;
@@ -268,8 +271,7 @@ impl Appended {
             hidden.extend_from_slice(&known.hidden);
         }
         let tables = [blocks.iter().map(|blocks| BlockTable::Paged(blocks)).collect()];
-        let input =
-            StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
+        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
         backend.begin_step(&input)?;
         self.embed(backend)?;
         backend.write_rows(self.hidden, &hidden)?;

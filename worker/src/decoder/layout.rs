@@ -247,7 +247,22 @@ impl Widths {
         let all = |of: &Self| {
             let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *of;
             let Self { own_normed, router_normed, part, per_layer, slice, .. } = *of;
-            [q, k, v, conv, heads, mixer_gate, mixed, ff, router, own_normed, router_normed, part, per_layer, slice]
+            [
+                q,
+                k,
+                v,
+                conv,
+                heads,
+                mixer_gate,
+                mixed,
+                ff,
+                router,
+                own_normed,
+                router_normed,
+                part,
+                per_layer,
+                slice,
+            ]
         };
         all(self).iter().zip(all(others)).all(|(own, other)| *own >= other)
     }

@@ -68,7 +68,9 @@ fn all(heard: &[Heard]) -> (u32, u32) {
 #[test]
 fn own_guesses_change_no_bit() {
     let mut preempted = 0;
-    for (arch, block) in [("qwen35", Block::Telling), ("qwen35moe", Block::Whole), ("qwen3next", Block::Telling)] {
+    for (arch, block) in
+        [("qwen35", Block::Telling), ("qwen35moe", Block::Whole), ("qwen3next", Block::Telling)]
+    {
         let model = Model::new(arch, block);
         let asks = asks();
         let want = model.plain(&asks);
@@ -125,10 +127,11 @@ fn the_same_is_guessed_wherever_the_caches_come_from() {
         assert_eq!((again.cached(), counts(&again)), (64, want));
         let chunks = EngineOptions { chunk: Some(7), ..model.options() };
         assert_eq!(counts(&one_by_one(&mut model.guessing(&chunks, 4), asks)[0]), want);
-        let others: Vec<Ask> = (20..24).map(|seed| Ask::greedy(prompt(seed, 30), GENERATE).tokens_only()).collect();
+        let others: Vec<Ask> =
+            (20..24).map(|seed| Ask::greedy(prompt(seed, 30), GENERATE).tokens_only()).collect();
         let crowd = [asks, &others].concat();
         let beside = together(&mut model.guessing(&model.options(), 4), &crowd).remove(0);
-        assert_eq!((beside.tokens, counts(&beside)), (first.tokens.clone(), want));
+        assert_eq!((&beside.tokens, counts(&beside)), (&first.tokens, want));
         // Where an attempt ended the next goes on, there or elsewhere; its first token begins a round.
         for mut engine in [engine, model.guessing(&model.options(), 4)] {
             let resumed = Ask { emitted: first.tokens[..17].to_vec(), ..ask.clone() };
@@ -168,7 +171,8 @@ fn what_is_kept_is_a_function_of_the_tokens() {
             }
             // It goes on in another engine as in one that has computed it.
             let next = Ask::greedy([&tokens[..], &prompt(9, 20)].concat(), GENERATE).tokens_only();
-            let heard = one_by_one(&mut model.guessing(&model.options(), 4), std::slice::from_ref(&next)).remove(0);
+            let heard =
+                one_by_one(&mut model.guessing(&model.options(), 4), std::slice::from_ref(&next)).remove(0);
             let mut second = model.guessing(&model.options(), 4);
             let snapshot = Snapshot::from_bytes(&want.to_bytes().unwrap(), &second.origin()).unwrap();
             second.restore(key("again"), &snapshot).unwrap();

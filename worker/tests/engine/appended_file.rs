@@ -20,8 +20,13 @@ pub(crate) enum Block {
 
 /// What a telling model's layers add to the residual stream, of what they would.
 const DAMPED: f32 = 0.04;
-const DAMPED_TENSORS: [&str; 5] =
-    ["attn_output.weight", "ssm_out.weight", "ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"];
+const DAMPED_TENSORS: [&str; 5] = [
+    "attn_output.weight",
+    "ssm_out.weight",
+    "ffn_down.weight",
+    "ffn_down_exps.weight",
+    "ffn_down_shexp.weight",
+];
 
 /// Writes a model of the set with such a block into a folder.
 pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {

@@ -123,8 +123,12 @@ fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
 #[test]
 fn every_round_is_that_of_the_equations() {
     let folder = tempfile::tempdir().unwrap();
-    let blocks =
-        [("qwen35", Block::Random), ("qwen35moe", Block::Whole), ("qwen3next", Block::Random), ("qwen35", Block::Telling)];
+    let blocks = [
+        ("qwen35", Block::Random),
+        ("qwen35moe", Block::Whole),
+        ("qwen3next", Block::Random),
+        ("qwen35", Block::Telling),
+    ];
     for (arch, block) in blocks {
         let path = appended_file::write(arch, block, folder.path());
         let (mut right, mut all) = (0, 0);
@@ -190,7 +194,8 @@ fn blocks_that_cannot_guess_are_refused() {
     let spec = AppendedSpec::from_file(&file).unwrap().unwrap();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let fixtures = std::env::var_os("KVASIR_FIXTURES").map_or(fixtures, |root| Path::new(&root).join("tiny"));
-    let mut decoder = load::decoder(&fixtures.join("llama/llama-f32.gguf"), &options, &mut |_, _| {}).unwrap();
+    let mut decoder =
+        load::decoder(&fixtures.join("llama/llama-f32.gguf"), &options, &mut |_, _| {}).unwrap();
     let refused = decoder.load_appended(&spec, &file, 4);
     assert!(matches!(refused, Err(Error::Config { option: "spec", .. })), "{refused:?}");
     for other in ["qwen35/qwen35-f32.gguf", "llama/llama-f32.gguf"] {

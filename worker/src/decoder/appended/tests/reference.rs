@@ -147,7 +147,8 @@ impl Reference {
             let part = gated(gate, up, down);
             sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += router[expert] / all * part);
         }
-        let [gate, up, down] = ["gate", "up", "down"].map(|name| self.own(&format!("ffn_{name}_shexp.weight")));
+        let [gate, up, down] =
+            ["gate", "up", "down"].map(|name| self.own(&format!("ffn_{name}_shexp.weight")));
         let share = sigmoid(dot(&self.own("ffn_gate_inp_shexp.weight"), input));
         let shared = gated(&gate, &up, &down);
         sum.iter_mut().zip(shared).for_each(|(sum, part)| *sum += share * part);
