@@ -147,8 +147,8 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
     /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
-    /// vocabulary); no token depends on it [default: off].
+    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
+    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it [default: off].
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     pub(crate) spec: Option<SpecArg>,
     /// Sequences computed at a time [default: computed, see --explain].
