@@ -64,7 +64,7 @@ pub(crate) struct Logits {
     #[arg(long, value_enum, default_value = "f32")]
     wire: WireArg,
     /// Who guesses the tokens of --greedy, so that several are computed at once: off, ngram,
-    /// draft-mtp:MODEL, draft:MODEL; nothing depends on it.
+    /// draft-mtp, draft-mtp:MODEL, draft:MODEL; nothing depends on it.
     /// Also writes `p{i}.drafted` and `p{i}.accepted` i32 `[1]`
     #[arg(long, value_name = "SPEC", default_value = "off")]
     spec: SpecArg,

@@ -5,12 +5,13 @@ use crate::models::resolve_bundle;
 use anyhow::{Context, Result};
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
-    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptionsV1, TurnOptionsV1, WindowV1,
+    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptionsV1, TranscribeOptionsV1,
+    TurnOptionsV1, WindowV1,
 };
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use worker::operations::load_hearing;
+use worker::operations::{encode_speech, load_hearing};
 
 /// Samples of a file at most: an hour at 16 kHz.
 const MAX_SAMPLES: usize = 3600 * 16_000;
@@ -19,21 +20,34 @@ const MAX_SAMPLES: usize = 3600 * 16_000;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir operation vad --audio call.wav --json\n  \
-    kvasir operation turn_detection --audio said.wav --bundle ./my-bundle")]
+    kvasir operation turn_detection --audio said.wav --bundle ./my-bundle\n  \
+    kvasir operation asr --audio call.wav --language de")]
 pub(crate) struct OperationCommand {
-    /// Which: vad (who speaks when), turn_detection (is who has spoken done), asr, tts, embed, rerank
+    /// Which: vad (who speaks when), turn_detection (is who has spoken done), asr (what is said), tts, embed, rerank
     #[arg(value_name = "OPERATION", value_parser = operation)]
     operation: Operation,
     /// WAV file of one channel, at a rate that the model takes
     #[arg(long, value_name = "F.wav")]
     audio: PathBuf,
     /// Catalog name, or directory with a folder called as the operation [default: silero-vad for vad, smart-turn for
-    /// turn_detection]
+    /// turn_detection, whisper-base for asr]
     #[arg(long, value_name = "BUNDLE")]
     bundle: Option<String>,
     /// Above this probability somebody speaks, or a turn is complete [default: what the model's authors recommend]
     #[arg(long, value_name = "P")]
     threshold: Option<f32>,
+    /// Of asr: the language that is spoken, as en [default: what it sounds like]
+    #[arg(long, value_name = "CODE")]
+    language: Option<String>,
+    /// Of asr: in English, whatever is spoken
+    #[arg(long)]
+    translate: bool,
+    /// Of asr: what was said or written before, which tells style and spelling
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// Of asr: write what the encoder makes of the first 30 s, as 32 bit floats, and end
+    #[arg(long, value_name = "F", hide = true)]
+    encoded: Option<PathBuf>,
     /// Tell each window's probability, too
     #[arg(long)]
     windows: bool,
@@ -58,16 +72,38 @@ impl OperationCommand {
             let (flag, other, reason) = ("--windows", operation.name(), "it has no windows to tell of");
             return Err(UsageError { flag, other, reason }.into());
         }
+        let of_asr = [
+            ("--language", self.language.is_some()),
+            ("--translate", self.translate),
+            ("--prompt", self.prompt.is_some()),
+            ("--encoded", self.encoded.is_some()),
+        ];
+        if let Some((flag, _)) = of_asr.into_iter().find(|(_, given)| *given && operation != Operation::Asr) {
+            let (other, reason) = (operation.name(), "it is for asr");
+            return Err(UsageError { flag, other, reason }.into());
+        }
+        if self.threshold.is_some() && operation == Operation::Asr {
+            let (flag, other, reason) = ("--threshold", operation.name(), "it has none");
+            return Err(UsageError { flag, other, reason }.into());
+        }
         let bundle = match (&self.bundle, operation) {
             (Some(bundle), _) => bundle,
             (None, Operation::Vad) => "silero-vad",
             (None, Operation::TurnDetection) => "smart-turn",
+            (None, Operation::Asr) => "whisper-base",
             // Nothing of the catalog is for it: whether anybody serves it, the registry says.
             (None, _) => ".",
         };
         let bundle = resolve_bundle(bundle)?;
+        let sound = || read(&self.audio).with_context(|| self.audio.display().to_string());
+        if let Some(path) = &self.encoded {
+            let (rate, sound) = sound()?;
+            let encoded = encode_speech(&bundle, rate, &sound)?;
+            let bytes: Vec<u8> = encoded.iter().flat_map(|value| value.to_le_bytes()).collect();
+            return std::fs::write(path, bytes).with_context(|| path.display().to_string());
+        }
         let (backend, model) = load_hearing(operation, &bundle, |name| std::env::var(name).ok())?;
-        let (rate, sound) = read(&self.audio).with_context(|| self.audio.display().to_string())?;
+        let (rate, sound) = sound()?;
         let options = match operation {
             Operation::Vad => OperationOptions::Speech(SpeechOptionsV1 {
                 threshold: self.threshold,
@@ -75,6 +111,11 @@ impl OperationCommand {
                 ..SpeechOptionsV1::default()
             }),
             Operation::TurnDetection => OperationOptions::Turn(TurnOptionsV1 { threshold: self.threshold }),
+            Operation::Asr => OperationOptions::Transcribe(TranscribeOptionsV1 {
+                language: self.language.clone(),
+                translate: self.translate,
+                prompt: self.prompt.clone().unwrap_or_default(),
+            }),
             _ => OperationOptions::Default,
         };
         let mut session = model.open(rate, &options)?;
@@ -83,6 +124,7 @@ impl OperationCommand {
             session.hear(piece, &mut outputs)?;
         }
         session.segment(true, &mut outputs)?;
+        while session.go_on(&mut outputs)? {}
         let events: Vec<Value> = outputs.iter().flat_map(events).collect();
         let mut out = std::io::stdout().lock();
         if self.json {
@@ -140,7 +182,19 @@ fn events(output: &OperationOutput) -> Vec<Value> {
             "probability": turn.probability,
         })],
         OperationOutput::Text(text) => {
-            vec![json!({"type": "text", "text": text.text, "start": text.start, "end": text.end})]
+            vec![json!({
+                "type": "text",
+                "text": text.text,
+                "start": text.start,
+                "end": text.end,
+                "window": text.window,
+                "tokens": text.tokens,
+                "avg_logprob": text.mean_log,
+                "no_speech_prob": text.silence,
+            })]
+        }
+        OperationOutput::Language(language) => {
+            vec![json!({"type": "language", "code": language.code, "probability": language.probability})]
         }
         OperationOutput::Opened(_)
         | OperationOutput::Segmented { .. }

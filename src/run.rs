@@ -57,8 +57,8 @@ pub(crate) struct Run {
     #[arg(long)]
     raw: bool,
     /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
-    /// vocabulary); no token depends on it
+    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
+    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
     spec: SpecArg,
     #[command(flatten)]

@@ -14,15 +14,15 @@ pub(crate) enum SpecArg {
     Off,
     /// What followed the last tokens before.
     Ngram,
-    /// A drafter made for the model, which reads the model's caches.
-    DraftMtp(String),
+    /// A drafter made for the model, which reads the model's caches: the block that its own file has for that, or a file.
+    DraftMtp(Option<String>),
     /// A smaller model of the same vocabulary.
     Draft(String),
 }
 
 /// Why a text is none.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is not one of off, ngram, draft-mtp:MODEL, draft:MODEL")]
+#[error("{0:?} is not one of off, ngram, draft-mtp, draft-mtp:MODEL, draft:MODEL")]
 pub(crate) struct InvalidSpec(String);
 
 impl SpecArg {
@@ -31,7 +31,8 @@ impl SpecArg {
         Ok(match self {
             Self::Off => Guesses::Off,
             Self::Ngram => Guesses::Ngram,
-            Self::DraftMtp(model) => Guesses::Assistant(resolve_or_pull(model)?.path),
+            Self::DraftMtp(None) => Guesses::Appended,
+            Self::DraftMtp(Some(model)) => Guesses::Assistant(resolve_or_pull(model)?.path),
             Self::Draft(model) => Guesses::Model(resolve_or_pull(model)?.path),
         })
     }
@@ -44,7 +45,8 @@ impl FromStr for SpecArg {
         match text.split_once(':') {
             None if text == "off" => Ok(Self::Off),
             None if text == "ngram" => Ok(Self::Ngram),
-            Some(("draft-mtp", model)) if !model.is_empty() => Ok(Self::DraftMtp(model.to_owned())),
+            None if text == "draft-mtp" => Ok(Self::DraftMtp(None)),
+            Some(("draft-mtp", model)) if !model.is_empty() => Ok(Self::DraftMtp(Some(model.to_owned()))),
             Some(("draft", model)) if !model.is_empty() => Ok(Self::Draft(model.to_owned())),
             _ => Err(InvalidSpec(text.chars().take(256).collect())),
         }
@@ -56,7 +58,8 @@ impl fmt::Display for SpecArg {
         match self {
             Self::Off => write!(f, "off"),
             Self::Ngram => write!(f, "ngram"),
-            Self::DraftMtp(model) => write!(f, "draft-mtp:{model}"),
+            Self::DraftMtp(None) => write!(f, "draft-mtp"),
+            Self::DraftMtp(Some(model)) => write!(f, "draft-mtp:{model}"),
             Self::Draft(model) => write!(f, "draft:{model}"),
         }
     }
@@ -80,10 +83,18 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_again() {
-        for text in ["off", "ngram", "draft:smollm2-135m", "draft:https://a.b/c.gguf", "draft-mtp:a.gguf"] {
+        let texts = [
+            "off",
+            "ngram",
+            "draft:smollm2-135m",
+            "draft:https://a.b/c.gguf",
+            "draft-mtp:a.gguf",
+            "draft-mtp",
+        ];
+        for text in texts {
             assert_eq!(text.parse::<SpecArg>().unwrap().to_string(), text);
         }
-        for text in ["", "on", "ngram:3", "draft", "draft:", "draft-mtp", "draft-mtp:"] {
+        for text in ["", "on", "ngram:3", "draft", "draft:", "draft-mtp:", "mtp"] {
             let refused = text.parse::<SpecArg>().unwrap_err().to_string();
             assert!(refused.contains("off, ngram"), "{refused}");
         }

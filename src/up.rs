@@ -66,8 +66,8 @@ struct UpSettings {
     /// Coordinator processes, at most 5; they are one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
-    /// What all workers offer operations from beside the model: silero-vad, smart-turn, or a directory with a folder for
-    /// each operation, or ID=DIR; several times, or separated by commas
+    /// What all workers offer operations from beside the model: silero-vad, smart-turn, whisper-base, or a directory with a
+    /// folder for each operation, or ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,
     /// Worker processes [default: 2, or as many as --shards]
@@ -114,8 +114,8 @@ struct UpSettings {
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     activations: Option<ActivationsArg>,
     /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
-    /// vocabulary); no token depends on it [default: off]
+    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
+    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it [default: off]
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     spec: Option<SpecArg>,
     /// By what a worker is chosen; all but `prefix` are there to compare with [default: prefix]

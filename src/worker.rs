@@ -67,7 +67,7 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
     /// Offer operations beside the model, or without one: a name of the catalog that is for operations (silero-vad,
-    /// smart-turn), or a directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
+    /// smart-turn, whisper-base), or a directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     pub(crate) operation: Option<Vec<String>>,
     /// Workers that have the model, for one that has no file of it: MODEL is then the name under which they serve it, or
@@ -147,8 +147,8 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
     /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp:MODEL (a drafter made for the model), draft:MODEL (a smaller model of the same
-    /// vocabulary); no token depends on it [default: off].
+    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
+    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it [default: off].
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     pub(crate) spec: Option<SpecArg>,
     /// Sequences computed at a time [default: computed, see --explain].

@@ -30,6 +30,7 @@ mod responses;
 pub mod shape;
 mod spans;
 pub mod tools;
+mod transcribe;
 
 use crate::chain_memo::ChainMemo;
 use crate::dispatch::{Dispatch, Job};
@@ -67,6 +68,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Semaphore;
 use tower::Service;
+use transcribe::Task;
 
 /// The client's name for its request, or ours.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -129,6 +131,10 @@ pub enum Endpoint {
     Tokenize,
     /// Tokens to text.
     Detokenize,
+    /// What is said in a recording.
+    Transcriptions,
+    /// What is said in a recording, in English.
+    Translations,
     /// An operation on a recording.
     Audio(Operation),
     /// A session of an operation, over a WebSocket.
@@ -137,7 +143,7 @@ pub enum Endpoint {
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 17] = [
         Self::Health,
         Self::Models,
         Self::Completions,
@@ -149,6 +155,8 @@ impl Endpoint {
         Self::Rerank,
         Self::Tokenize,
         Self::Detokenize,
+        Self::Transcriptions,
+        Self::Translations,
         Self::Audio(Operation::Vad),
         Self::Audio(Operation::TurnDetection),
         Self::Realtime(Operation::Vad),
@@ -169,6 +177,8 @@ impl Endpoint {
             Self::Rerank => "/v1/rerank",
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
+            Self::Transcriptions => "/v1/audio/transcriptions",
+            Self::Translations => "/v1/audio/translations",
             Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
             Self::Audio(_) => "/v1/audio/vad",
             Self::Realtime(Operation::TurnDetection) => "/v1/realtime/turn_detection",
@@ -183,6 +193,7 @@ impl Endpoint {
             Self::Completions | Self::Chat | Self::Responses | Self::Audio(_) => Method::POST,
             Self::Messages | Self::CountTokens => Method::POST,
             Self::Embeddings | Self::Rerank | Self::Tokenize | Self::Detokenize => Method::POST,
+            Self::Transcriptions | Self::Translations => Method::POST,
         }
     }
 
@@ -209,6 +220,8 @@ impl Endpoint {
             Self::Rerank => rerank(front, request).await,
             Self::Tokenize => tokenize(front, request).await,
             Self::Detokenize => detokenize(front, request).await,
+            Self::Transcriptions => transcribe::call(front, Task::Transcribe, request).await,
+            Self::Translations => transcribe::call(front, Task::Translate, request).await,
             Self::Audio(operation) => audio::call(front, operation, request).await,
             Self::Realtime(operation) => realtime::open(front, operation, request).await,
         }
@@ -479,20 +492,25 @@ async fn encode<S: Send + 'static, A: Serialize>(
 
 /// Lets a request in that costs something, and reads its body.
 async fn admit(front: &Front, request: Request) -> Result<(Asker, Bytes), ApiError> {
+    admit_within(front, request, limits::MAX_BODY).await
+}
+
+/// As [`admit`], where a body may have so many bytes.
+async fn admit_within(front: &Front, request: Request, most: usize) -> Result<(Asker, Bytes), ApiError> {
     let arrived = Instant::now();
     // Both were put there by the gate.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let permit = caller.enter(arrived).inspect_err(|error| front.metrics.limited(error))?;
-    let body = body(request).await?;
+    let body = body(request, most).await?;
     Ok((Asker { caller, id, arrived, permit }, body))
 }
 
-async fn body(request: Request) -> Result<Bytes, ApiError> {
+async fn body(request: Request, most: usize) -> Result<Bytes, ApiError> {
     let announced = request.headers().get(header::CONTENT_LENGTH);
-    limits::check_announced(announced.and_then(|v| v.to_str().ok()?.parse().ok()))?;
+    limits::check_announced(announced.and_then(|v| v.to_str().ok()?.parse().ok()), most)?;
     let body: Body = request.into_body();
-    limits::read(body).await
+    limits::read_within(body, most).await
 }
 
 impl Front {

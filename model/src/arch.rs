@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 
 use crate::file::ModelHeader;
-use crate::spec::AssistantSpec;
+use crate::spec::{AppendedSpec, AssistantSpec};
 use crate::{Error, ModelFile, ModelSpec};
 
 use source::Source;
@@ -105,6 +105,23 @@ impl AssistantSpec {
         let spec = gemma4::translate_assistant(&source)?;
         all_used(&source, spec.tensors(), gemma4::names_candidates)?;
         Ok(spec)
+    }
+}
+
+impl AppendedSpec {
+    /// The block behind the last layer of the model in `file` that predicts a further token; `None` if the file has none,
+    /// or is of an architecture that has none.
+    ///
+    /// Fails if the model has several, or if a tensor of the block is not there or has another shape.
+    pub fn from_file(file: &ModelFile) -> Result<Option<Self>, Error> {
+        let header = file.header();
+        let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
+        let translate = match found {
+            "qwen3next" | "qwen35moe" => qwen_hybrid::translate_appended_mixture,
+            "qwen35" => qwen_hybrid::translate_appended_dense,
+            _ => return Ok(None),
+        };
+        translate(&Source::new(header, found))
     }
 }
 

@@ -3,12 +3,14 @@
 //! A GGUF's metadata is translated into a [`ModelSpec`] by one file per architecture (`arch/`). Tensors are
 //! named, not loaded: weights come through a tensor source.
 
+mod appended;
 mod assistant;
 mod cuts;
 mod feed_forward;
 mod mixer;
 mod tensors;
 
+pub use appended::AppendedSpec;
 pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{

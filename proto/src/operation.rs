@@ -128,8 +128,8 @@ pub struct OperationRequestV1 {
     pub operation: Operation,
     /// With which model; none: any that the worker offers it with.
     pub model: Option<ModelId>,
-    /// Samples per second of what will be heard. One that the backend does not take is refused by its name, it is
-    /// never converted.
+    /// Samples per second of what will be heard. One that the backend does not take is refused by its name; only
+    /// [`Operation::Asr`] converts what it takes.
     pub sample_rate: u32,
     /// How.
     pub options: OperationOptions,
@@ -147,6 +147,8 @@ pub enum OperationOptions {
     Speech(SpeechOptionsV1),
     /// Of [`Operation::TurnDetection`].
     Turn(TurnOptionsV1),
+    /// Of [`Operation::Asr`].
+    Transcribe(TranscribeOptionsV1),
 }
 
 /// When speech begins and ends. Each that is none is as the model's authors recommend.
@@ -170,6 +172,20 @@ pub struct TurnOptionsV1 {
     /// Complete above this probability, 0 to 1; none: as the model's authors recommend.
     pub threshold: Option<f32>,
 }
+
+/// What is to be made of speech.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct TranscribeOptionsV1 {
+    /// The language that is spoken, by its code (`en`); none: what it sounds like.
+    pub language: Option<String>,
+    /// Said in English instead.
+    pub translate: bool,
+    /// What was said or written before, which tells style and spelling; empty: nothing.
+    pub prompt: String,
+}
+
+/// Tokens of one piece of a transcript at most.
+pub const MAX_SPOKEN_TOKENS: usize = 1 << 12;
 
 /// Sound of one channel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -273,6 +289,8 @@ pub enum OperationOutput {
     },
     /// The end, and why.
     Failed(OperationError),
+    /// Which language it is heard to be, where that was not said: before the first text.
+    Language(LanguageV1),
 }
 
 /// See [`OperationOutput::Opened`].
@@ -311,7 +329,7 @@ pub struct TurnV1 {
 }
 
 /// See [`OperationOutput::Text`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SpokenTextV1 {
     /// The words.
     pub text: String,
@@ -319,6 +337,27 @@ pub struct SpokenTextV1 {
     pub start: u64,
     /// Where they end.
     pub end: u64,
+    /// Where the window begins in which they were heard.
+    pub window: u64,
+    /// The model's tokens, those of times among them; at most [`MAX_SPOKEN_TOKENS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SPOKEN_TOKENS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SPOKEN_TOKENS>"
+    )]
+    pub tokens: Vec<u32>,
+    /// The mean logarithm of the probabilities of the window's tokens.
+    pub mean_log: f32,
+    /// The probability that nobody speaks in the window.
+    pub silence: f32,
+}
+
+/// See [`OperationOutput::Language`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LanguageV1 {
+    /// Its code, `en`.
+    pub code: String,
+    /// Among all that the model knows.
+    pub probability: f32,
 }
 
 /// Why a session is not opened, or ends. The texts are for clients.

@@ -5,6 +5,7 @@
 
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
+use appended::Appended;
 use assistant::Assistant;
 #[cfg(doc)]
 use kernels::backend::StepState;
@@ -16,6 +17,7 @@ use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;
 use std::ops::Range;
 
+mod appended;
 mod assistant;
 mod feed_forward;
 mod layout;
@@ -24,7 +26,7 @@ mod pooled;
 mod state_type;
 mod states;
 
-pub(crate) use assistant::DraftFrom;
+pub(crate) use assistant::{DraftFrom, Drafted};
 pub(crate) use layout::Widths;
 pub use layout::{CacheGroup, CacheKind};
 pub use state_type::StateType;
@@ -63,6 +65,8 @@ pub struct Decoder {
     places: Vec<Option<(usize, usize)>>,
     /// What guesses by this model's caches.
     assistant: Option<Assistant>,
+    /// What guesses behind the last layer.
+    appended: Option<Appended>,
 }
 
 /// A row of logits, as far as it was read.
@@ -118,9 +122,21 @@ impl Decoder {
             Loader::new(source, packs, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
         let layout::Placed { groups, caches, places, narrow_heads } =
             layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
-        let buffers = layout::create_buffers(&spec, &config, backend.as_mut())?;
-        let assistant = None;
-        Ok(Self { spec, config, backend, weights, groups, caches, narrow_heads, buffers, places, assistant })
+        let buffers =
+            layout::create_buffers(&spec, &spec.layers[config.layers.clone()], &config, backend.as_mut())?;
+        Ok(Self {
+            spec,
+            config,
+            backend,
+            weights,
+            groups,
+            caches,
+            narrow_heads,
+            buffers,
+            places,
+            assistant: None,
+            appended: None,
+        })
     }
 
     /// The model.
@@ -174,6 +190,10 @@ impl Decoder {
     /// Allocates the KV arena.
     pub fn allocate_kv(&mut self, bytes: usize) -> Result<(), Error> {
         let block_bytes: Vec<usize> = self.groups.iter().map(|group| group.block_bytes).collect();
+        let bytes = match &mut self.appended {
+            Some(appended) => appended.make_room(bytes)?,
+            None => bytes,
+        };
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
     }
 
@@ -223,7 +243,8 @@ impl Decoder {
             return Err(Error::Invariant("a later stage starts from activations".to_owned()));
         }
         self.begin(copies, step)?;
-        self.run(true, beside)
+        self.run(true, beside)?;
+        self.follow(step)
     }
 
     /// As [`Decoder::forward_beside`], for a range that begins behind the first layer: from what [`Decoder::residual`]
@@ -318,7 +339,11 @@ impl Decoder {
     /// [`Error::Backend`] for another number of sequences than defer, more rows than one has, or a second time for one
     /// step.
     pub fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
-        Ok(self.backend.accept(rows)?)
+        self.backend.accept(rows)?;
+        match &mut self.appended {
+            Some(appended) => appended.accept(self.backend.as_mut(), rows),
+            None => Ok(()),
+        }
     }
 
     /// Tokens into the residual stream, and into the slices that layers read by themselves.

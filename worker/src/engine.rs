@@ -282,7 +282,7 @@ impl Engine {
         Self { speculation: self.speculation.map(|speculation| speculation.always(most)), ..self }
     }
 
-    /// As [`Self::with_speculation`], with guesses that its decoder's assistant computes, or else this model.
+    /// As [`Self::with_speculation`], with guesses that its decoder computes, or else this model.
     pub(crate) fn with_drafter(self, model: Option<DraftModel>) -> Self {
         Self { draft_model: model, ..self.with_speculation(Speculation::computed()) }
     }

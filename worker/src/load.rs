@@ -22,7 +22,7 @@ use model::costs::ModelCosts;
 use model::file::DigestCache;
 use model::metadata::Metadata;
 use model::shard::ShardStore;
-use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
+use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
@@ -310,10 +310,15 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    let guesser =
-        drafter::guesser(options, &mut decoder, (tokenizer.as_ref(), max_sequences), (floor, arena_bytes))?;
+    let guesser = drafter::guesser(
+        options,
+        &gguf,
+        &mut decoder,
+        (tokenizer.as_ref(), max_sequences),
+        (floor, arena_bytes),
+    )?;
     let memory = memory.less(decoder.backend().memory());
-    floor.admit(&memory, "the KV cache", arena_bytes).map_err(refused)?;
+    floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
     if let Some(joining) = &mut joining {
         let own: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
@@ -617,7 +622,21 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         KvType::Q8_0 => 34.0 / 32.0,
     };
     let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
-    let kv_elements: usize = (0..spec.layers.len()).filter_map(|l| spec.attention(l)).map(own_kv).sum();
+    let appended = match &options.guesses {
+        Guesses::Appended if spec.logits().is_some() => Some(drafter::appended(gguf, &spec.arch)?),
+        // An encoder guesses nothing.
+        _ => None,
+    };
+    let layers = spec.layers.iter().chain(appended.iter().map(|appended| &appended.layer));
+    let kv_elements: usize = layers
+        .map(|layer| match &layer.mixer {
+            MixerSpec::Attention(attention) => own_kv(attention),
+            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) => 0,
+        })
+        .sum();
+    // With the states stands a hidden state, and beside the rows of a step what is made of them.
+    let (past, appended_rows) =
+        appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
     let embedding = bytes(&spec.embedding.tensor);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
@@ -632,8 +651,9 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         }),
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
         // Which heads could do with less is known with the weights only.
-        state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum(),
-        activation_bytes_per_row: activation_bytes(spec),
+        state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()
+            + past,
+        activation_bytes_per_row: activation_bytes(spec) + appended_rows,
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };
     Ok(Plan { defaults: defaults(host, needs), host, needs, task: crate::encoder::task(spec) })

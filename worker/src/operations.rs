@@ -9,11 +9,13 @@
 pub mod backends;
 mod log_mel;
 pub mod onnx;
+mod resample;
 mod session;
 mod silero;
 mod smart_turn;
 mod speech;
 mod thread;
+mod whisper;
 
 #[cfg(test)]
 mod tests;
@@ -21,6 +23,7 @@ mod tests;
 pub use backends::{Bundle, KERNELS, TextModel, load_encoder, load_hearing};
 pub use session::{Hears, Session};
 pub use thread::SessionHandle;
+pub use whisper::encode_speech;
 
 use crate::Error;
 use crate::telemetry::{OperationLabel, OperationMetrics, SessionEnd};
@@ -63,6 +66,8 @@ struct Loaded {
     offered: OfferedOperationV1,
     thread: ModelThread,
     model: Arc<dyn Hears>,
+    /// Sessions of this model.
+    open: Arc<AtomicU32>,
 }
 
 /// All that a worker has loaded for sessions.
@@ -83,7 +88,8 @@ pub struct OpenSession {
     pub limits: SessionLimits,
     operation: Operation,
     metrics: OperationMetrics,
-    open: Arc<AtomicU32>,
+    /// Of the worker, and of the model.
+    open: [Arc<AtomicU32>; 2],
     end: SessionEnd,
 }
 
@@ -118,7 +124,7 @@ impl Operations {
                     return Err(fault(format!("two bundles are called {} and have {operation}", bundle.id)));
                 }
                 let thread = ModelThread::start(operation, metrics.clone())?;
-                loaded.push(Loaded { offered, thread, model });
+                loaded.push(Loaded { offered, thread, model, open: Arc::default() });
             }
         }
         if loaded.len() > MAX_OPERATIONS {
@@ -159,17 +165,16 @@ impl Operations {
         let asked =
             |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
         let missing = |model: ModelId| OperationError::ModelNotFound { operation, model };
-        let Loaded { offered, thread, model } = match (of_it.find(asked), &request.model) {
+        let Loaded { offered, thread, model, open } = match (of_it.find(asked), &request.model) {
             (Some(loaded), _) => loaded,
             (None, Some(model)) => return Err(missing(model.clone())),
             (None, None) => return Err(OperationError::NotServed { operation }),
         };
         let session = model.open(request.sample_rate, &request.options)?;
-        let limit = self.limits.sessions;
-        let more = |open: u32| (open < limit).then_some(open + 1);
-        if self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_err() {
-            return Err(OperationError::TooManySessions { limit });
-        }
+        enter(&self.open, self.limits.sessions)?;
+        enter(open, model.most_sessions()).inspect_err(|_| {
+            self.open.fetch_sub(1, Ordering::Relaxed);
+        })?;
         self.metrics.sessions.get_or_create(&OperationLabel::new(operation)).inc();
         Ok(OpenSession {
             opened: OpenedOperationV1 {
@@ -179,14 +184,21 @@ impl Operations {
                 window: session.window(),
                 idle_timeout_ms: self.limits.idle.as_millis() as u64,
             },
+            limits: SessionLimits { samples: self.limits.samples.min(session.most_samples()), ..self.limits },
             handle: thread.session(session, request.sample_rate),
-            limits: self.limits,
             operation,
             metrics: self.metrics.clone(),
-            open: Arc::clone(&self.open),
+            open: [Arc::clone(&self.open), Arc::clone(open)],
             end: SessionEnd::cut,
         })
     }
+}
+
+/// One more, where there may be.
+fn enter(open: &AtomicU32, limit: u32) -> Result<(), OperationError> {
+    let more = |open: u32| (open < limit).then_some(open + 1);
+    let entered = open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+    entered.map(drop).map_err(|_| OperationError::TooManySessions { limit })
 }
 
 impl OpenSession {
@@ -198,7 +210,9 @@ impl OpenSession {
 
 impl Drop for OpenSession {
     fn drop(&mut self) {
-        self.open.fetch_sub(1, Ordering::Relaxed);
+        for open in &self.open {
+            open.fetch_sub(1, Ordering::Relaxed);
+        }
         self.metrics.sessions.get_or_create(&OperationLabel::new(self.operation)).dec();
         self.metrics.ended(self.operation, self.end);
     }

@@ -30,6 +30,8 @@ pub enum Guesses {
     Off,
     /// What followed the last tokens before.
     Ngram,
+    /// The block behind the model's last layer, in its own file.
+    Appended,
     /// A drafter that reads the model's caches, in this file.
     Assistant(PathBuf),
     /// A smaller model of the same vocabulary, in this file.

@@ -1,7 +1,7 @@
 //! Calls of operations on a whole recording: `POST /v1/audio/vad` and `/v1/audio/turn_detection`, whose body is a WAV file.
 //! A call is a session at a worker of which nothing is told before it is over; so one that fails starts over elsewhere.
 
-mod wav;
+pub(super) mod wav;
 
 use super::answer::WORKER_HEADER;
 use super::encode::Asker;
@@ -15,7 +15,8 @@ use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use proto::ids::ModelId;
 use proto::operation::{
-    OpenedOperationV1, Operation, OperationError, OperationInput, OperationOutput, Pcm, TurnV1,
+    LanguageV1, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOutput, Pcm,
+    SpokenTextV1, TurnV1,
 };
 use proto::trace::Span;
 use proto::transport::{OperationSender, OperationStream};
@@ -32,11 +33,15 @@ const PIECE: usize = 16_000;
 
 /// What a call has made of a recording.
 #[derive(Debug, Default)]
-struct Made {
+pub(super) struct Made {
     speech: Vec<Speech>,
     /// Of speech, window by window.
     probabilities: Vec<f32>,
     turn: Option<TurnV1>,
+    /// What was said.
+    pub(super) texts: Vec<SpokenTextV1>,
+    /// In which language, if that was to be heard.
+    pub(super) language: Option<LanguageV1>,
 }
 
 /// Where somebody speaks: `[start, end)`.
@@ -169,7 +174,7 @@ fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Has it done by one worker after the other.
-async fn run(
+pub(super) async fn run(
     front: &Arc<Front>,
     job: &OperationJob,
     asker: &Asker,
@@ -246,7 +251,9 @@ async fn exchange(
                 OperationOutput::Segmented { .. } => {}
                 OperationOutput::Finished { .. } => return Ok(made),
                 OperationOutput::Failed(error) => return Err(Failure::Said(error)),
-                OperationOutput::Text(_) | OperationOutput::Restarted | OperationOutput::Opened(_) => {
+                OperationOutput::Text(text) => made.texts.push(text),
+                OperationOutput::Language(language) => made.language = Some(language),
+                OperationOutput::Restarted | OperationOutput::Opened(_) => {
                     return Err(Failure::Said(OperationError::Internal));
                 }
             }
@@ -259,7 +266,7 @@ async fn exchange(
 }
 
 /// Cuts a recording into what is sent at once.
-fn pieces(pcm: Pcm) -> Vec<Pcm> {
+pub(super) fn pieces(pcm: Pcm) -> Vec<Pcm> {
     match pcm {
         Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
         Pcm::I16(samples) => samples.chunks(PIECE).map(|piece| Pcm::I16(piece.to_vec())).collect(),

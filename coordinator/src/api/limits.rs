@@ -11,6 +11,14 @@ use tokio::time::{Instant, timeout_at};
 
 /// Longest body, in bytes.
 pub const MAX_BODY: usize = 8 << 20;
+/// Longest recording that is sent in a form, in bytes: what OpenAI takes.
+pub const MAX_UPLOAD: usize = 25 << 20;
+/// Longest form with a recording, in bytes.
+pub const MAX_FORM: usize = MAX_UPLOAD + (64 << 10);
+/// Fields of a form.
+pub const MAX_FORM_FIELDS: usize = 32;
+/// Bytes of a field of a form that is no recording.
+pub const MAX_FORM_TEXT: usize = 16 << 10;
 /// Longest request head (request line and headers), in bytes.
 pub const MAX_HEAD: usize = 16 << 10;
 /// The head must have arrived after this.
@@ -62,7 +70,12 @@ pub const MESSAGE_BURST: f64 = 500.0;
 const ROOM_AHEAD: u64 = 64 << 10;
 
 /// Reads a whole body, within [`MAX_BODY`], [`BODY_IDLE`] and [`BODY_TOTAL`].
-pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
+pub async fn read(body: Body) -> Result<Bytes, ApiError> {
+    read_within(body, MAX_BODY).await
+}
+
+/// As [`read`], with a limit of its own.
+pub async fn read_within(mut body: Body, most: usize) -> Result<Bytes, ApiError> {
     let announced = HttpBody::size_hint(&body).lower().min(ROOM_AHEAD);
     let announced = usize::try_from(announced).unwrap_or_default();
     let mut whole = BytesMut::new();
@@ -73,8 +86,8 @@ pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
         let Some(frame) = frame else { return Ok(whole.freeze()) };
         let frame = frame.map_err(|_| ApiError::field("body", "cut off or malformed"))?;
         let Ok(data) = frame.into_data() else { continue };
-        if whole.len() + data.len() > MAX_BODY {
-            return Err(ApiError::BodyTooLarge { limit: MAX_BODY });
+        if whole.len() + data.len() > most {
+            return Err(ApiError::BodyTooLarge { limit: most });
         }
         if whole.is_empty() && HttpBody::is_end_stream(&body) {
             // All of it was there at once: it stays where it was read.
@@ -88,9 +101,9 @@ pub async fn read(mut body: Body) -> Result<Bytes, ApiError> {
 }
 
 /// The length that the client announces is too much already.
-pub fn check_announced(length: Option<u64>) -> Result<(), ApiError> {
+pub fn check_announced(length: Option<u64>, most: usize) -> Result<(), ApiError> {
     match length {
-        Some(length) if length > MAX_BODY as u64 => Err(ApiError::BodyTooLarge { limit: MAX_BODY }),
+        Some(length) if length > most as u64 => Err(ApiError::BodyTooLarge { limit: most }),
         _ => Ok(()),
     }
 }

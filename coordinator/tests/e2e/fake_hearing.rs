@@ -2,8 +2,8 @@
 
 use parking_lot::Mutex;
 use proto::operation::{
-    MAX_FRAME_WINDOWS, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOptions,
-    OperationOutput, OperationRequest, OperationRequestV1, TurnV1, WindowV1,
+    LanguageV1, MAX_FRAME_WINDOWS, OpenedOperationV1, Operation, OperationError, OperationInput,
+    OperationOptions, OperationOutput, OperationRequest, OperationRequestV1, SpokenTextV1, TurnV1, WindowV1,
 };
 use proto::transport::{OperationCall, OperationInputs, OperationReplier};
 use tokio::sync::watch;
@@ -115,7 +115,7 @@ async fn hear(
     let (threshold, windows) = match &request.options {
         OperationOptions::Speech(options) => (options.threshold.unwrap_or(0.5), options.windows),
         OperationOptions::Turn(options) => (options.threshold.unwrap_or(0.5), false),
-        OperationOptions::Default => (0.5, false),
+        OperationOptions::Default | OperationOptions::Transcribe(_) => (0.5, false),
     };
     let turns = request.operation == Operation::TurnDetection;
     let (mut heard, mut all, mut speaks) = (Vec::<f32>::new(), 0, false);
@@ -136,7 +136,7 @@ async fn hear(
                 heard.extend(pcm.into_f32());
                 let mut said = Vec::new();
                 for start in (before / WINDOW..heard.len() as u64 / WINDOW).map(|n| n * WINDOW) {
-                    if turns {
+                    if turns || request.operation == Operation::Asr {
                         break;
                     }
                     let first = (heard[start as usize] * 32_768.0) as i16;
@@ -166,6 +166,20 @@ async fn hear(
                     let probability = mean as f32;
                     let complete = probability > threshold;
                     reply.send(&OperationOutput::Turn(TurnV1 { at, complete, probability })).await?;
+                }
+                if request.operation == Operation::Asr {
+                    let language = LanguageV1 { code: "en".into(), probability: 0.75 };
+                    reply.send(&OperationOutput::Language(language)).await?;
+                    let text = SpokenTextV1 {
+                        text: format!(" heard {at}"),
+                        start: 0,
+                        end: at,
+                        window: 0,
+                        tokens: vec![7],
+                        mean_log: -0.25,
+                        silence: 0.125,
+                    };
+                    reply.send(&OperationOutput::Text(text)).await?;
                 }
                 reply.send(&OperationOutput::Segmented { at }).await?;
                 if input == OperationInput::Finish {

@@ -22,7 +22,7 @@ const TURN: &str = "/v1/realtime/turn_detection";
 const ONE_VAD: &str = "/v1/audio/vad";
 const ONE_TURN: &str = "/v1/audio/turn_detection";
 
-fn offers(of: &[(Operation, &str)]) -> Vec<OfferedOperationV1> {
+pub(crate) fn offers(of: &[(Operation, &str)]) -> Vec<OfferedOperationV1> {
     let offer = |(operation, model): &(Operation, &str)| OfferedOperationV1 {
         operation: *operation,
         model: ModelId::new(*model).unwrap(),
@@ -50,7 +50,7 @@ fn sound(firsts: &[i16]) -> Vec<i16> {
 }
 
 /// A WAV file of 16 bit.
-fn wav(samples: &[i16], sample_rate: u32) -> Vec<u8> {
+pub(crate) fn wav(samples: &[i16], sample_rate: u32) -> Vec<u8> {
     let data = s16(samples);
     let mut file = b"RIFF".to_vec();
     file.extend((36 + data.len() as u32).to_le_bytes());

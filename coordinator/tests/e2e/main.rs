@@ -17,6 +17,7 @@ mod limits;
 mod operations;
 mod promises;
 mod sequences;
+mod transcribe;
 mod websocket;
 
 use client::get;

@@ -6,14 +6,16 @@ use super::shape::{Counting, limits};
 use super::source::Source;
 use crate::Error;
 use crate::spec::{
-    Activation, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec, LinearSpec, MixerSpec,
-    ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
+    Activation, AppendedSpec, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec,
+    LinearSpec, MixerSpec, ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
 };
 
 /// Every so many layers one has attention, where the file does not say.
 const INTERVAL: usize = 4;
 /// Added to the squared length of q and k; the same for all of these models, and no key of the file.
 const L2_EPS: f32 = 1e-6;
+/// How many blocks behind the last layer predict further tokens.
+const APPENDED_KEY: &str = "nextn_predict_layers";
 /// What a block that predicts further tokens adds to the tensors of an attention layer.
 const APPENDED: [&str; 6] = [
     "nextn.eh_proj.weight",
@@ -84,8 +86,59 @@ pub(super) fn is_appended(source: &Source<'_>, tensor: &str) -> bool {
     after_the_last && (APPENDED.contains(&name) || of_a_layer())
 }
 
+/// The block after the last layer of a model whose layers have a dense feed-forward.
+pub(super) fn translate_appended_dense(source: &Source<'_>) -> Result<Option<AppendedSpec>, Error> {
+    translate_appended(source, |decoder| {
+        let ffns = decoder.dense(Activation::Silu)?.into_iter();
+        Ok(ffns.map(|ffn| vec![FfnPart::plain(ffn)]).collect())
+    })
+}
+
+/// The same where they have a mixture of experts.
+pub(super) fn translate_appended_mixture(source: &Source<'_>) -> Result<Option<AppendedSpec>, Error> {
+    translate_appended(source, mixtures)
+}
+
+/// The block after the last layer: a layer with attention, and what makes its input. `ffns` are of all layers.
+fn translate_appended(
+    source: &Source<'_>,
+    ffns: fn(&Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error>,
+) -> Result<Option<AppendedSpec>, Error> {
+    match appended(source)? {
+        0 => return Ok(None),
+        1 => {}
+        several => return Err(source.refuse(APPENDED_KEY, several, "one block to guess with")),
+    }
+    // Counted as a layer like the others, its tensors are read as theirs are.
+    let decoder = Decoder::read(source)?;
+    let (block, hidden, vocab) = (decoder.shape.layers - 1, decoder.shape.hidden, decoder.shape.vocab);
+    let stem = |name: &str| decoder.stem(block, name);
+    let has = |name: &str| source.has(&format!("{}.weight", stem(name)));
+    let ffn = ffns(&decoder)?.pop().unwrap_or_default();
+    let mixer = MixerSpec::Attention(attention(&decoder, block, decoder.rope(RopeStyle::Half)?)?);
+    let norm =
+        if has("nextn.shared_head_norm") { stem("nextn.shared_head_norm") } else { "output_norm".to_owned() };
+    let embedding = match has("nextn.embed_tokens") {
+        true => Some(source.linear(&stem("nextn.embed_tokens"), hidden, vocab)?.weight),
+        false => None,
+    };
+    let head = match has("nextn.shared_head_head") {
+        true => Some(source.linear(&stem("nextn.shared_head_head"), hidden, vocab)?),
+        false => None,
+    };
+    Ok(Some(AppendedSpec {
+        join: source.linear(&stem("nextn.eh_proj"), 2 * hidden, hidden)?,
+        embedding_norm: decoder.norm(&stem("nextn.enorm"))?,
+        hidden_norm: decoder.norm(&stem("nextn.hnorm"))?,
+        layer: decoder.pre_norm_layer(block, mixer, "post_attention_norm", ffn)?,
+        norm: decoder.norm(&norm)?,
+        embedding,
+        head,
+    }))
+}
+
 fn appended(source: &Source<'_>) -> Result<usize, Error> {
-    Ok(source.count("nextn_predict_layers", 0..=limits::LAYERS - 1)?.unwrap_or(0))
+    Ok(source.count(APPENDED_KEY, 0..=limits::LAYERS - 1)?.unwrap_or(0))
 }
 
 fn read<'a>(source: &'a Source<'a>) -> Result<Decoder<'a>, Error> {

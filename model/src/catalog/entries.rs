@@ -9,6 +9,8 @@ pub use list::CATALOG;
 
 /// What stands for the architecture of a model that is in the ONNX format.
 pub(super) const ONNX: &str = "onnx";
+/// The architecture of models of speech in CTranslate2's format.
+pub(super) const WHISPER: &str = "whisper";
 
 mod list;
 
@@ -93,7 +95,7 @@ impl Entry {
     /// the bundle is what that folder is in.
     pub fn operation(&self) -> Option<&'static str> {
         let folder = self.file.split_once('/').map(|(folder, _)| folder);
-        folder.filter(|_| self.about.arch == ONNX)
+        folder.filter(|_| [ONNX, WHISPER].contains(&self.about.arch))
     }
 
     /// Why it cannot be pulled, if it cannot.

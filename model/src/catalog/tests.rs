@@ -269,8 +269,11 @@ fn the_catalog_is_sound() {
         let format = |formats: &[&str]| formats.iter().any(|format| entry.file.ends_with(format));
         match &entry.origin {
             Origin::Packages { parts, .. } => {
-                let formats: &[&str] =
-                    if entry.operation().is_some() { &[".onnx"] } else { &[".gguf", ".safetensors"] };
+                let formats: &[&str] = match entry.operation() {
+                    Some("asr") => &[".bin"],
+                    Some(_) => &[".onnx"],
+                    None => &[".gguf", ".safetensors"],
+                };
                 assert!(format(formats) && !parts.is_empty(), "{name}");
                 assert!(
                     parts.iter().all(|part| part.requirement.contains("==")),
@@ -290,6 +293,7 @@ fn the_catalog_is_sound() {
     assert!(served >= 15, "{served}");
     let of = |name| find(name).and_then(Entry::operation);
     assert_eq!((of("silero-vad"), of("smart-turn")), (Some("vad"), Some("turn_detection")));
+    assert_eq!(of("whisper-base"), Some("asr"));
     assert_eq!((of("minilm-l6"), of("smollm2-135m")), (None, None));
     let listed = Store::at("/no/such/directory").list();
     assert_eq!(listed.len(), CATALOG.len());

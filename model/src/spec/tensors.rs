@@ -58,7 +58,7 @@ impl ModelSpec {
     }
 }
 
-fn distinct(mut names: Vec<&str>) -> Vec<&str> {
+pub(super) fn distinct(mut names: Vec<&str>) -> Vec<&str> {
     let mut seen = HashSet::new();
     names.retain(|name| seen.insert(*name));
     names
@@ -85,7 +85,7 @@ impl PerLayerInputSpec {
 }
 
 impl LayerSpec {
-    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+    pub(super) fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         let Self {
             mixer_norm,
             mixer,

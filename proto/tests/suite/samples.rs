@@ -320,11 +320,20 @@ fn operation_outputs() -> Vec<OperationOutput> {
         OperationOutput::SpeechStarted { at: 70_144 },
         OperationOutput::SpeechEnded { at: 71_168 },
         OperationOutput::Turn(TurnV1 { at: 70_144, complete: true, probability: 0.75 }),
-        OperationOutput::Text(SpokenTextV1 { text: "so".into(), start: 300, end: 70_144 }),
+        OperationOutput::Text(SpokenTextV1 {
+            text: "so".into(),
+            start: 300,
+            end: 70_144,
+            window: 0,
+            tokens: vec![7, 70_000],
+            mean_log: -0.25,
+            silence: 0.125,
+        }),
         OperationOutput::Segmented { at: 70_144 },
         OperationOutput::Restarted,
         OperationOutput::Finished { samples: 70_144 },
         OperationOutput::Failed(OperationError::Draining),
+        OperationOutput::Language(LanguageV1 { code: "en".into(), probability: 0.75 }),
     ]
 }
 
@@ -712,6 +721,11 @@ pub(crate) fn all() -> Vec<Samples> {
                     ..SpeechOptionsV1::default()
                 }),
                 OperationOptions::Turn(TurnOptionsV1::default()),
+                OperationOptions::Transcribe(TranscribeOptionsV1 {
+                    language: Some("de".into()),
+                    translate: true,
+                    prompt: "so".into(),
+                }),
             ],
         ),
         samples("Pcm", Stream, [Pcm::F32(vec![0.5, -1.0]), Pcm::I16(vec![-1, 300])]),

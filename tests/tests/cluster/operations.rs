@@ -6,6 +6,7 @@ use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::json;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 const BOTH: &str = "silero-vad,smart-turn";
 
@@ -106,4 +107,36 @@ fn sessions_are_for_who_has_a_key_and_room() {
     let mine = create(json!({"tenant": "a"}));
     let other = create(json!({"tenant": "b", "models": ["silero-vad"]}));
     script(&cluster, &["limits", &mine, &other]);
+}
+
+/// By OpenAI's client. Who goes away while a recording is transcribed ends that at the worker too, long before it would
+/// be done.
+#[test]
+fn what_is_said_is_told_to_openais_client() {
+    let flag = ("--operation", "whisper-base");
+    let cluster = Cluster::builder("transcripts", &tiny_model())
+        .flag("--workers", "1")
+        .flag(flag.0, flag.1)
+        .start()
+        .unwrap();
+    let base = format!("http://{}", cluster.http());
+    let call = |arguments: &[&str]| {
+        let arguments: Vec<String> =
+            [&[base.as_str()], arguments].concat().iter().map(|a| (*a).to_owned()).collect();
+        run(&python(), "transcribe.py", &arguments);
+    };
+    call(&["words"]);
+    let sessions = || cluster.worker_metric("kvasir_operation_sessions{operation=\"asr\"}").ok();
+    assert_eq!(sessions(), Some(0.0));
+    std::thread::scope(|scope| {
+        let leaves = scope.spawn(|| call(&["leaves", "8"]));
+        wait::until("it is heard", binary::PATIENCE, || (sessions()? == 1.0).then_some(())).unwrap();
+        leaves.join().unwrap();
+    });
+    wait::until("it is not transcribed any more", Duration::from_secs(20), || {
+        (sessions()? == 0.0).then_some(())
+    })
+    .unwrap();
+    let ended = "kvasir_operation_sessions_ended_total{operation=\"asr\",end=\"cut\"}";
+    assert_eq!(cluster.worker_metric(ended).unwrap(), 1.0);
 }

@@ -43,4 +43,5 @@ mod shards;
 mod spec;
 mod state_type;
 mod tokenize;
+mod transcripts;
 mod usage;

@@ -212,9 +212,10 @@ fn what_cannot_be_done_is_refused_and_says_why() {
             "{arguments:?}: {code}: {stderr}"
         );
     };
-    for operation in ["asr", "tts"] {
-        refused(&["operation", operation, "--audio", speech], &[], 64, &format!("nobody serves {operation}"));
-    }
+    refused(&["operation", "tts", "--audio", speech], &[], 64, "nobody serves tts");
+    let said = "nobody serves asr; kernels: there is no model.bin";
+    refused(&["operation", "asr", "--audio", speech, "--bundle", word(&missing)], &[], 64, said);
+    refused(&["operation", "vad", "--audio", speech, "--language", "de"], &[], 2, "--language");
     refused(&["operation", "embed", "--audio", speech], &[], 64, "embed is for texts");
     refused(&["operation", "smell", "--audio", speech], &[], 2, "turn_detection");
     refused(&["operation", "turn_detection", "--audio", speech, "--windows"], &[], 2, "--windows");

@@ -40,6 +40,8 @@ pub(crate) struct DraftFrom<'a> {
     pub(crate) hidden: Vec<f32>,
     /// The target's block table for each group of keys and values, as in [`StepInput::tables`].
     pub(crate) tables: Vec<BlockTable<'a>>,
+    /// Guesses that are of use.
+    pub(crate) most: usize,
 }
 
 /// Guesses of one sequence.
@@ -107,7 +109,7 @@ impl Decoder {
             before,
             behind,
             caches,
-            buffers: layout::create_buffers(trunk, &config, backend)?,
+            buffers: layout::create_buffers(trunk, &trunk.layers, &config, backend)?,
             joined: backend.create_buffer(rows, 2 * spec.backbone)?,
             next: backend.create_buffer(rows, spec.backbone)?,
             backbone: spec.backbone,
@@ -132,9 +134,16 @@ impl Decoder {
         Ok(hidden)
     }
 
-    /// Has the drafter guess `count` tokens of each sequence. Nothing is left of the last step's residual stream.
+    /// Has the drafter guess `count` tokens of each sequence; fewer where fewer are of use or it can make no more. Nothing
+    /// is left of the last step's residual stream.
     pub(crate) fn draft(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
         let mut drafted = Vec::with_capacity(from.len());
+        if let Some(appended) = &self.appended {
+            for from in from.chunks(appended.sequences()) {
+                drafted.extend(appended.draft(self.backend.as_mut(), from, count)?);
+            }
+            return Ok(drafted);
+        }
         let most = self.config.max_rows.min(self.config.logit_rows);
         for from in from.chunks(most.max(1)) {
             drafted.extend(self.draft_together(from, count)?);
@@ -187,9 +196,9 @@ impl Decoder {
     #[cfg(test)]
     pub(crate) fn draft_logits(&mut self, row: usize) -> Result<Vec<f32>, Error> {
         let mut logits = vec![0f32; self.spec.vocab];
-        if let Some(assistant) = &self.assistant {
-            self.backend.read_row(assistant.buffers.logits, row, &mut logits)?;
-        }
+        let of_assistant = self.assistant.as_ref().map(|assistant| assistant.buffers.logits);
+        // The block behind the last layer has the model's own.
+        self.backend.read_row(of_assistant.unwrap_or(self.buffers.logits), row, &mut logits)?;
         Ok(logits)
     }
 }

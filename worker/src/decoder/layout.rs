@@ -137,7 +137,7 @@ pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvS
 }
 
 /// Activation buffers. Those of one name are shared by all layers, as wide as the widest needs.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Buffers {
     /// Residual stream.
     pub(super) x: BufferId,
@@ -242,6 +242,31 @@ impl Widths {
         }
     }
 
+    /// Whether buffers of these widths do for layers that need `others`.
+    pub(crate) fn covers(&self, others: &Self) -> bool {
+        let all = |of: &Self| {
+            let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *of;
+            let Self { own_normed, router_normed, part, per_layer, slice, .. } = *of;
+            [
+                q,
+                k,
+                v,
+                conv,
+                heads,
+                mixer_gate,
+                mixed,
+                ff,
+                router,
+                own_normed,
+                router_normed,
+                part,
+                per_layer,
+                slice,
+            ]
+        };
+        all(self).iter().zip(all(others)).all(|(own, other)| *own >= other)
+    }
+
     /// Values per row, all buffers together, without residual, norm and branch.
     pub(crate) fn total(&self) -> usize {
         let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *self;
@@ -251,12 +276,14 @@ impl Widths {
     }
 }
 
+/// The buffers that these layers of a model need.
 pub(super) fn create_buffers(
     spec: &ModelSpec,
+    layers: &[LayerSpec],
     config: &DecoderConfig,
     backend: &mut dyn Backend,
 ) -> Result<Buffers, Error> {
-    let widths = Widths::of(spec, &spec.layers[config.layers.clone()]);
+    let widths = Widths::of(spec, layers);
     let mut make = |rows: usize, cols: usize| backend.create_buffer(rows, cols.max(1));
     let rows = config.max_rows;
     // Layers of one model may differ in width: a buffer takes the width of what is written into it.

@@ -47,13 +47,29 @@ pub(super) fn run(
 /// What the mixer computed, and the projection that it still has to go through.
 type Mixed<'a> = (BufferId, &'a Linear);
 
-fn attention<'a>(
+/// As [`run`] of a layer with attention, as far as its keys and values: nothing comes out.
+pub(super) fn write_kv(
     backend: &mut dyn Backend,
     b: &Buffers,
-    weights: &'a AttentionWeights,
+    layer: &LayerWeights,
+    cache: LayerCache,
+) -> Result<(), Error> {
+    let (MixerWeights::Attention(weights), LayerCache::Kv(kv)) = (&layer.mixer, cache) else {
+        return Err(Error::Invariant("keys and values of a layer without attention".to_owned()));
+    };
+    let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
+    qkv(backend, b, weights, input, kv, None)
+}
+
+/// Queries, and keys and values into the cache; with them the product for `gate`.
+fn qkv(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &AttentionWeights,
     input: BufferId,
     layer: KvLayerId,
-) -> Result<Mixed<'a>, Error> {
+    gate: Option<&Linear>,
+) -> Result<(), Error> {
     let mut jobs = vec![job(&weights.q, b.q, false)];
     let mut write = None;
     if let Some(kv) = &weights.kv {
@@ -62,9 +78,19 @@ fn attention<'a>(
         let v = if kv.v.is_some() { b.v } else { b.k };
         write = Some(KvWrite { k: b.k, v, k_norm: kv.k_norm, v_norm: kv.v_norm });
     }
-    jobs.extend(weights.gate.as_ref().map(|gate| job(gate, b.mixer_gate, false)));
+    jobs.extend(gate.map(|gate| job(gate, b.mixer_gate, false)));
     backend.matmul(input, &jobs)?;
-    backend.qkv(&QkvOp { q: b.q, q_norm: weights.q_norm, kv: write, rope: weights.rope, layer })?;
+    Ok(backend.qkv(&QkvOp { q: b.q, q_norm: weights.q_norm, kv: write, rope: weights.rope, layer })?)
+}
+
+fn attention<'a>(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &'a AttentionWeights,
+    input: BufferId,
+    layer: KvLayerId,
+) -> Result<Mixed<'a>, Error> {
+    qkv(backend, b, weights, input, layer, weights.gate.as_ref())?;
     backend.attention(&AttentionOp {
         q: b.q,
         out: b.mixed,

@@ -69,6 +69,7 @@ impl Engine {
                     context: decoding.tokens.len() - 1,
                     hidden,
                     tables: tables_of(self.scheduler.tables(decoding.slot), &strides),
+                    most: decoding.most_guesses as usize,
                 };
                 let from: Vec<DraftFrom<'_>> = decoding.iter().zip(hidden).map(from).collect();
                 let drafted = self.decoder.draft(&from, rounds)?;

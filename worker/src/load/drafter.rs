@@ -1,12 +1,15 @@
 //! Loading what guesses for a model.
 
-use super::{EngineOptions, Memory, ModelFile, ModelSpec, backend, environment, generates, load_decoder};
+use super::{
+    Arriving, EngineOptions, Memory, ModelFile, ModelSpec, backend, environment, generates, load_decoder,
+};
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::engine::DraftModel;
 use crate::kv_cache::memory::MemoryFloor;
 use crate::speculation::Guesses;
-use model::spec::AssistantSpec;
+use crate::weights::TensorSource;
+use model::spec::{AppendedSpec, AssistantSpec};
 use model::tokenizer::Tokenizer;
 use std::path::Path;
 
@@ -14,17 +17,32 @@ use std::path::Path;
 pub(super) enum Guesser {
     Nobody,
     Ngrams,
-    /// The decoder's assistant, or a model.
+    /// The decoder's own block or assistant, or a model.
     Drafter(Option<Box<DraftModel>>),
 }
 
 /// Rows of a drafter's largest step.
 const ROWS: usize = 512;
 
-/// Loads who guesses for the model in `decoder`, which has its tokenizer and decodes so many sequences at once; before its
-/// arena of `arena_bytes` is allocated.
+/// The block behind the last layer of the model in `file`, of architecture `arch`, which guesses.
+///
+/// # Errors
+/// [`Error::Config`] where there is none.
+pub(super) fn appended(file: &ModelFile, arch: &str) -> Result<AppendedSpec, Error> {
+    AppendedSpec::from_file(file)?.ok_or_else(|| {
+        let reason = format!(
+            "draft-mtp without a file has the model's own block guess, and this {arch} has none \
+             ({arch}.nextn_predict_layers is not there or 0); a drafter's file is named by draft-mtp:MODEL"
+        );
+        Error::Config { option: "spec", reason }
+    })
+}
+
+/// Loads who guesses for the model in `decoder`, which is that of `file`, has its tokenizer and decodes so many sequences at
+/// once; before its arena of `arena_bytes` is allocated.
 pub(super) fn guesser(
     options: &EngineOptions,
+    file: &ModelFile,
     decoder: &mut Decoder,
     (tokenizer, sequences): (&Tokenizer, usize),
     (floor, arena_bytes): (MemoryFloor, u64),
@@ -37,6 +55,13 @@ pub(super) fn guesser(
     match &options.guesses {
         Guesses::Off => Ok(Guesser::Nobody),
         Guesses::Ngram => Ok(Guesser::Ngrams),
+        Guesses::Appended => {
+            let spec = appended(file, &decoder.spec().arch)?;
+            let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file, arrivals });
+            let source: &dyn TensorSource = arriving.as_ref().map_or(file, |arriving| arriving);
+            decoder.load_appended(&spec, source, sequences)?;
+            Ok(Guesser::Drafter(None))
+        }
         Guesses::Assistant(path) => {
             let file = ModelFile::open(path)?;
             let spec = AssistantSpec::from_file(&file)?;

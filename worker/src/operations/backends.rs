@@ -8,7 +8,7 @@
 use super::session::Hears;
 use super::silero::Silero;
 use super::smart_turn::SmartTurn;
-use super::{onnx, onnx::the_file};
+use super::{onnx, onnx::the_file, whisper};
 use crate::Error;
 use crate::encoder::Encoder;
 use crate::load::{DeviceChoice, EngineOptions, Progress};
@@ -171,6 +171,19 @@ fn turn_detection() -> Registry<TurnDetection> {
     registry
 }
 
+fn asr() -> Registry<Asr> {
+    let mut registry = Registry::empty();
+    let load: Box<LoadHearing> =
+        Box::new(|bundle| Ok(Arc::new(whisper::Shared::load(&bundle.folder(Operation::Asr))?)));
+    registry.register(Box::new(Backend {
+        name: KERNELS,
+        rank: KERNELS_RANK,
+        can_serve: |bundle: &Bundle| whisper::is_in(&bundle.folder(Operation::Asr)),
+        service: load,
+    }));
+    registry
+}
+
 /// For the two operations of texts: this engine's arithmetic, and the bundle's ONNX file.
 fn of_texts<O>(operation: Operation, can_serve: fn(&TextModel) -> Result<(), Refusal>) -> Registry<O>
 where
@@ -231,7 +244,7 @@ pub fn load_hearing(
     match operation {
         Operation::Vad => load(&vad(), bundle, environment),
         Operation::TurnDetection => load(&turn_detection(), bundle, environment),
-        Operation::Asr => load(&Registry::<Asr>::empty(), bundle, environment),
+        Operation::Asr => load(&asr(), bundle, environment),
         Operation::Tts => load(&Registry::<Tts>::empty(), bundle, environment),
         Operation::Embed | Operation::Rerank => {
             let reason = format!("{operation} is for texts: it is served with the model of a worker");

@@ -1,7 +1,7 @@
-//! What Whisper's encoder is fed: the logarithm of the power in 80 bands of the mel scale, for every 10 ms of eight
-//! seconds. The method is that of the features that smart-turn was trained with: the sound is brought to mean 0 and
-//! variance 1 first, windows of 25 ms (Hann) stand in its midst by reflection at both ends, bands are Slaney's, and what
-//! is more than 80 dB below the loudest counts as that.
+//! What Whisper's encoder is fed: the logarithm of the power in 80 or more bands of the mel scale, for every 10 ms. Windows
+//! of 25 ms (Hann) stand in the sound's midst by reflection at both ends, bands are Slaney's, and what is more than 80 dB
+//! below the loudest counts as that. smart-turn looks at eight seconds, which are brought to mean 0 and variance 1 first;
+//! of a recording all is looked at as it is.
 
 use realfft::num_complex::Complex;
 use realfft::{RealFftPlanner, RealToComplex};
@@ -12,13 +12,18 @@ use std::sync::Arc;
 pub(super) const RATE: u32 = 16_000;
 /// Samples that are looked at: eight seconds.
 pub(super) const SAMPLES: usize = 8 * RATE as usize;
-/// Bands.
+/// Bands that smart-turn looks at.
 pub(super) const BANDS: usize = 80;
 /// Frames: one for each hop.
 pub(super) const FRAMES: usize = SAMPLES / HOP;
 
+/// Samples from one frame to the next.
+pub(super) const FRAME: usize = HOP;
+
 const WINDOW: usize = 400;
 const HOP: usize = 160;
+/// Silence behind a recording, as `faster-whisper` has it.
+const BEHIND: usize = 160;
 const BINS: usize = WINDOW / 2 + 1;
 /// Power below this counts as this.
 const FLOOR: f64 = 1e-10;
@@ -34,10 +39,27 @@ pub(super) struct LogMel {
     bands: Vec<(usize, Vec<f64>)>,
 }
 
-impl Default for LogMel {
-    fn default() -> Self {
-        let window = (0..WINDOW).map(|n| 0.5 - 0.5 * (2.0 * PI * n as f64 / WINDOW as f64).cos()).collect();
-        Self { fft: RealFftPlanner::new().plan_fft_forward(WINDOW), window, bands: bands() }
+/// The features of a recording.
+pub(super) struct Spectrogram {
+    /// `[band][frame]`
+    values: Vec<f32>,
+    frames: usize,
+    content: usize,
+}
+
+impl Spectrogram {
+    /// Frames that were heard; one more than these is known.
+    pub(super) fn content(&self) -> usize {
+        self.content
+    }
+
+    /// `[band][frame]` of the `len` frames from `from` on, and zeros behind them up to `all`.
+    pub(super) fn window(&self, from: usize, len: usize, all: usize) -> Vec<f32> {
+        let row = |row: &[f32]| {
+            let heard = row.iter().skip(from).take(len.min(all)).copied();
+            heard.chain(std::iter::repeat(0.0)).take(all).collect::<Vec<f32>>()
+        };
+        self.values.chunks(self.frames.max(1)).flat_map(row).collect()
     }
 }
 
@@ -51,9 +73,9 @@ fn to_hertz(mel: f64) -> f64 {
 }
 
 /// Triangles whose corners stand evenly on the mel scale, each of the same area.
-fn bands() -> Vec<(usize, Vec<f64>)> {
+fn bands(count: usize) -> Vec<(usize, Vec<f64>)> {
     let highest = f64::from(RATE) / 2.0;
-    let corner = |n: usize| to_hertz(to_mel(highest) * n as f64 / (BANDS + 1) as f64);
+    let corner = |n: usize| to_hertz(to_mel(highest) * n as f64 / (count + 1) as f64);
     let band = |n: usize| {
         let [low, top, high] = [corner(n), corner(n + 1), corner(n + 2)];
         let weight = |bin: usize| {
@@ -66,25 +88,51 @@ fn bands() -> Vec<(usize, Vec<f64>)> {
         let end = weights.iter().rposition(|weight| *weight > 0.0).map_or(first, |last| last + 1);
         (first, weights[first..end].to_vec())
     };
-    (0..BANDS).map(band).collect()
+    (0..count).map(band).collect()
 }
 
 impl LogMel {
+    /// Of so many bands.
+    pub(super) fn new(count: usize) -> Self {
+        let window = (0..WINDOW).map(|n| 0.5 - 0.5 * (2.0 * PI * n as f64 / WINDOW as f64).cos()).collect();
+        Self { fft: RealFftPlanner::new().plan_fft_forward(WINDOW), window, bands: bands(count) }
+    }
+
     /// The features of exactly [`SAMPLES`] samples: `[BANDS, FRAMES]`, the first dimension outermost.
     ///
     /// # Panics
     /// If there are more or fewer samples.
     pub(super) fn features(&self, samples: &[f32]) -> Vec<f32> {
         assert_eq!(samples.len(), SAMPLES, "eight seconds");
-        let padded = reflected(&normalised(samples));
+        // One frame more fits, and is left out.
+        self.spectrogram(&reflected(&normalised(samples)), FRAMES)
+    }
+
+    /// The features of a recording of any length. Less than a frame is nothing.
+    pub(super) fn recording(&self, samples: &[f32]) -> Spectrogram {
+        let content = samples.len() / HOP;
+        if content == 0 {
+            return Spectrogram { values: Vec::new(), frames: 0, content };
+        }
+        // As `reflected`, without a second copy: it may be half an hour.
+        let (half, len) = (WINDOW / 2, samples.len() + BEHIND);
+        let at = |n: usize| samples.get(n).copied().map_or(0.0, f64::from);
+        let before = (1..=half).rev().map(at);
+        let behind = (len - 1 - half..len - 1).rev().map(at);
+        let padded: Vec<f64> = before.chain((0..len).map(at)).chain(behind).collect();
+        let frames = len / HOP;
+        Spectrogram { values: self.spectrogram(&padded, frames), frames, content }
+    }
+
+    /// `[band][frame]` of the first frames of a sound that has half a window more at both ends.
+    fn spectrogram(&self, padded: &[f64], frames: usize) -> Vec<f32> {
         let mut frame = self.fft.make_input_vec();
         let mut spectrum = self.fft.make_output_vec();
         let mut scratch = self.fft.make_scratch_vec();
         let mut power = [0.0; BINS];
-        let mut logs = vec![0.0; BANDS * FRAMES];
+        let mut logs = vec![0.0; self.bands.len() * frames];
         let mut loudest = f64::MIN;
-        // One frame more fits, and is left out.
-        for (at, sound) in padded.windows(WINDOW).step_by(HOP).take(FRAMES).enumerate() {
+        for (at, sound) in padded.windows(WINDOW).step_by(HOP).take(frames).enumerate() {
             for ((value, sample), weight) in frame.iter_mut().zip(sound).zip(&self.window) {
                 *value = sample * weight;
             }
@@ -98,7 +146,7 @@ impl LogMel {
                     weights.iter().zip(&power[*first..]).map(|(weight, power)| weight * power).sum();
                 let log = sum.max(FLOOR).log10();
                 loudest = loudest.max(log);
-                logs[band * FRAMES + at] = log;
+                logs[band * frames + at] = log;
             }
         }
         logs.into_iter().map(|log| ((log.max(loudest - DECADES) + 4.0) / 4.0) as f32).collect()
@@ -131,7 +179,7 @@ mod tests {
         // Of even phase, so that mirroring it goes on with it.
         let tone: Vec<f32> =
             (0..SAMPLES).map(|n| (2.0 * PI * 1000.0 * n as f64 / f64::from(RATE)).cos() as f32).collect();
-        let features = LogMel::default().features(&tone);
+        let features = LogMel::new(BANDS).features(&tone);
         let of = |band: usize, frame: usize| features[band * FRAMES + frame];
         // 1 kHz is mel 15 of 45.2 up to 8 kHz: the corner of this number is the top of the band before.
         let expected = (15.0 / to_mel(8000.0) * (BANDS + 1) as f64).round() as usize - 1;
@@ -143,7 +191,7 @@ mod tests {
 
     #[test]
     fn silence_and_loudness_change_nothing_that_should_not_change() {
-        let mel = LogMel::default();
+        let mel = LogMel::new(BANDS);
         let silence = mel.features(&vec![0.0; SAMPLES]);
         assert!(silence.iter().all(|value| *value == silence[0]), "all at the floor");
         assert_eq!(silence[0], ((FLOOR.log10() + 4.0) / 4.0) as f32);
@@ -155,8 +203,25 @@ mod tests {
     }
 
     #[test]
+    fn a_recording_has_a_frame_for_every_ten_milliseconds_and_zeros_behind_it() {
+        let mel = LogMel::new(BANDS);
+        assert_eq!(mel.recording(&[0.5; 159]).content(), 0);
+        let short = mel.recording(&[0.5; 160]);
+        assert_eq!((short.content(), short.frames), (1, 2));
+        let sound: Vec<f32> = (0..16_000).map(|n| ((n * n % 977) as f32 / 977.0 - 0.5) * 0.25).collect();
+        let all = mel.recording(&sound);
+        assert_eq!((all.content(), all.frames, all.values.len()), (100, 101, 101 * BANDS));
+        let window = all.window(90, 10, 40);
+        assert_eq!(window.len(), 40 * BANDS);
+        for (band, row) in window.chunks(40).enumerate() {
+            assert_eq!(row[..10], all.values[band * 101 + 90..band * 101 + 100]);
+            assert!(row[10..].iter().all(|value| *value == 0.0));
+        }
+    }
+
+    #[test]
     fn bands_cover_all_bins_but_the_ends() {
-        let bands = bands();
+        let bands = bands(BANDS);
         let covered = |bin: usize| bands.iter().any(|(first, w)| (*first..first + w.len()).contains(&bin));
         assert!((1..BINS - 1).all(covered));
         assert!(bands.iter().all(|(_, weights)| !weights.is_empty()));

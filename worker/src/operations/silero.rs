@@ -49,8 +49,8 @@ impl Hears for Silero {
         let options = match options {
             OperationOptions::Default => SpeechOptionsV1::default(),
             OperationOptions::Speech(options) => options.clone(),
-            OperationOptions::Turn(_) => {
-                return Err(invalid("options", format!("{} has none of turns", Operation::Vad)));
+            OperationOptions::Turn(_) | OperationOptions::Transcribe(_) => {
+                return Err(invalid("options", format!("{} has none of these", Operation::Vad)));
             }
         };
         Ok(Box::new(Heard {

@@ -30,7 +30,7 @@ impl SmartTurn {
     pub(super) fn load(path: &Path) -> Result<Self, Error> {
         let onnx = Onnx::load(path, 1, None)?;
         let (features, probability) = (onnx.node("input_features")?, onnx.node("logits")?);
-        Ok(Self(Arc::new(Network { onnx, features, probability, mel: LogMel::default() })))
+        Ok(Self(Arc::new(Network { onnx, features, probability, mel: LogMel::new(BANDS) })))
     }
 }
 
@@ -40,8 +40,8 @@ impl Hears for SmartTurn {
         let threshold = match options {
             OperationOptions::Default => None,
             OperationOptions::Turn(options) => options.threshold,
-            OperationOptions::Speech(_) => {
-                return Err(invalid("options", format!("{} has none of speech", Operation::TurnDetection)));
+            OperationOptions::Speech(_) | OperationOptions::Transcribe(_) => {
+                return Err(invalid("options", format!("{} has none of these", Operation::TurnDetection)));
             }
         };
         let threshold = threshold.unwrap_or(THRESHOLD);

@@ -1,9 +1,11 @@
-//! The thread that computes for all sessions of one model, one piece after the other.
+//! The thread that computes for all sessions of one model, one piece after the other. A segment that takes long is done in
+//! turns: between two of them come those of all other sessions, and one that nobody waits for any more ends.
 
 use super::session::Session;
 use crate::Error;
 use crate::telemetry::OperationMetrics;
 use proto::operation::{Operation, OperationOutput};
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
@@ -13,6 +15,7 @@ use tokio::sync::oneshot;
 enum Ask {
     Hear(Vec<f32>),
     Segment { last: bool },
+    GoOn,
     Reset,
 }
 
@@ -21,6 +24,8 @@ struct Job {
     session: Box<dyn Session>,
     ask: Ask,
     rate: u32,
+    /// What has followed so far.
+    out: Vec<OperationOutput>,
     done: oneshot::Sender<Done>,
 }
 
@@ -60,7 +65,18 @@ impl ModelThread {
 }
 
 fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) {
-    while let Ok(Job { mut session, ask, rate, done }) = inbox.recv() {
+    // Those that are not done yet, in the order of their turns.
+    let mut begun: VecDeque<Job> = VecDeque::new();
+    let mut fresh = false;
+    loop {
+        // One that has come meanwhile, then one that has begun: neither keeps the other waiting.
+        fresh = !fresh;
+        let job = match begun.is_empty() {
+            true => inbox.recv().ok(),
+            false if fresh => inbox.try_recv().ok().or_else(|| begun.pop_front()),
+            false => begun.pop_front(),
+        };
+        let Some(Job { mut session, ask, rate, mut out, done }) = job else { return };
         // Whoever asked has left meanwhile.
         if done.is_closed() {
             continue;
@@ -68,25 +84,37 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
         let start = Instant::now();
         let heard = match &ask {
             Ask::Hear(samples) => samples.len(),
-            Ask::Segment { .. } | Ask::Reset => 0,
+            Ask::Segment { .. } | Ask::GoOn | Ask::Reset => 0,
         };
         // A runtime that panics ends the session, not those that share its thread: `done` is dropped unsent.
-        let answer = catch_unwind(AssertUnwindSafe(|| computed(session.as_mut(), ask)));
-        let Ok(answer) = answer else { continue };
+        let computed = catch_unwind(AssertUnwindSafe(|| computed(session.as_mut(), ask, &mut out)));
+        let Ok(more) = computed else { continue };
         metrics.computed(operation, start.elapsed(), heard as f64 / f64::from(rate));
+        let answer = match more {
+            Ok(true) => {
+                begun.push_back(Job { session, ask: Ask::GoOn, rate, out, done });
+                continue;
+            }
+            Ok(false) => Ok(out),
+            Err(error) => Err(error),
+        };
         // Nobody waits for it any more: the session ends with what is sent.
         let _ = done.send(Done { session, answer });
     }
 }
 
-fn computed(session: &mut dyn Session, ask: Ask) -> Result<Vec<OperationOutput>, Error> {
-    let mut out = Vec::new();
+/// Whether there is more to do.
+fn computed(session: &mut dyn Session, ask: Ask, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
     match ask {
-        Ask::Hear(samples) => session.hear(&samples, &mut out)?,
-        Ask::Segment { last } => session.segment(last, &mut out)?,
+        Ask::Hear(samples) => session.hear(&samples, out)?,
+        Ask::Segment { last } => {
+            session.segment(last, out)?;
+            return session.go_on(out);
+        }
+        Ask::GoOn => return session.go_on(out),
         Ask::Reset => session.reset(),
     }
-    Ok(out)
+    Ok(false)
 }
 
 impl SessionHandle {
@@ -118,7 +146,7 @@ impl SessionHandle {
     async fn ask(&mut self, ask: Ask) -> Result<Vec<OperationOutput>, Error> {
         let session = self.session.take().ok_or(Error::EngineStopped)?;
         let (done, answer) = oneshot::channel();
-        let job = Job { session, ask, rate: self.rate, done };
+        let job = Job { session, ask, rate: self.rate, out: Vec::new(), done };
         self.jobs.send(job).map_err(|_| Error::EngineStopped)?;
         // The model has panicked.
         let Done { session, answer } = answer.await.map_err(|_| Error::EngineStopped)?;
@@ -150,6 +178,53 @@ mod tests {
         }
 
         fn reset(&mut self) {}
+    }
+
+    /// Takes so many turns for a segment, and tells of each.
+    struct Slow {
+        name: u64,
+        left: u64,
+    }
+
+    impl Session for Slow {
+        fn window(&self) -> u32 {
+            0
+        }
+
+        fn hear(&mut self, _: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn segment(&mut self, _: bool, _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn go_on(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+            out.push(OperationOutput::SpeechEnded { at: self.name });
+            self.left -= 1;
+            Ok(self.left > 0)
+        }
+
+        fn reset(&mut self) {}
+    }
+
+    #[tokio::test]
+    async fn a_long_segment_lets_others_through_and_ends_when_nobody_waits() {
+        let thread = ModelThread::start(Operation::Asr, OperationMetrics::default()).unwrap();
+        let endless = || Box::new(Slow { name: 1, left: u64::MAX });
+        let mut waits = thread.session(endless(), 16_000);
+        let waiting = tokio::spawn(async move { waits.segment(true).await.map(drop) });
+        // Served although the other one never ends, and with all of its own turns.
+        let mut other = thread.session(Box::new(Slow { name: 2, left: 3 }), 16_000);
+        let told = other.segment(true).await.unwrap();
+        assert_eq!(told, vec![OperationOutput::SpeechEnded { at: 2 }; 3]);
+        assert!(!waiting.is_finished());
+        waiting.abort();
+        assert!(waiting.await.unwrap_err().is_cancelled());
+        // The thread ends with its sessions: it does not go on with what nobody waits for.
+        let alone = other.segment(true);
+        drop(alone);
+        drop((thread, other));
     }
 
     #[tokio::test]

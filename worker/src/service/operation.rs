@@ -83,7 +83,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
             }
         };
         let finishes = input == OperationInput::Finish;
-        let outputs = match input {
+        let asked = match input {
             OperationInput::Samples(pcm) => {
                 let more = pcm.len() as u64;
                 if samples + more > limits.samples {
@@ -91,19 +91,24 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
                 }
                 (samples, at) = (samples + more, at + more);
                 match finite(pcm) {
-                    Ok(sound) => session.handle.hear(sound).await,
+                    Ok(sound) => Asked::Hear(sound),
                     Err(error) => return failed(error, SessionEnd::refused),
                 }
             }
-            OperationInput::Segment => segment(&mut session.handle, false, at).await,
-            OperationInput::Finish => segment(&mut session.handle, true, at).await,
+            OperationInput::Segment => Asked::Segment { last: false, at },
+            OperationInput::Finish => Asked::Segment { last: true, at },
             OperationInput::Reset => {
                 at = 0;
-                session.handle.reset().await.map(|()| vec![OperationOutput::Restarted])
+                Asked::Reset
             }
             OperationInput::Close => {
                 return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
             }
+        };
+        // What takes seconds is not gone on with when nobody waits for it any more.
+        let outputs = tokio::select! {
+            outputs = asked.of(&mut session.handle) => outputs,
+            () = &mut cancelled => return End::Cut,
         };
         match outputs {
             Ok(outputs) => {
@@ -133,14 +138,25 @@ async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[Operatio
     Ok(())
 }
 
-async fn segment(
-    session: &mut SessionHandle,
-    last: bool,
-    at: u64,
-) -> Result<Vec<OperationOutput>, crate::Error> {
-    let mut outputs = session.segment(last).await?;
-    outputs.push(OperationOutput::Segmented { at });
-    Ok(outputs)
+/// What the model is asked.
+enum Asked {
+    Hear(Vec<f32>),
+    Segment { last: bool, at: u64 },
+    Reset,
+}
+
+impl Asked {
+    async fn of(self, session: &mut SessionHandle) -> Result<Vec<OperationOutput>, crate::Error> {
+        match self {
+            Self::Hear(sound) => session.hear(sound).await,
+            Self::Segment { last, at } => {
+                let mut outputs = session.segment(last).await?;
+                outputs.push(OperationOutput::Segmented { at });
+                Ok(outputs)
+            }
+            Self::Reset => session.reset().await.map(|()| vec![OperationOutput::Restarted]),
+        }
+    }
 }
 
 /// What is sound, with full scale 1.

@@ -138,7 +138,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights, Error> {
+    pub(crate) fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights, Error> {
         let mixer = match &layer.mixer {
             MixerSpec::Attention(attention) => MixerWeights::Attention(Box::new(self.attention(attention)?)),
             MixerSpec::DeltaNet(delta) => MixerWeights::DeltaNet(Box::new(self.delta_net(delta)?)),
@@ -320,7 +320,7 @@ impl<'a> Loader<'a> {
     }
 
     /// A matrix of which a token reads one row.
-    fn table(&mut self, name: &str, rows: usize, cols: usize) -> Result<MatrixId, Error> {
+    pub(crate) fn table(&mut self, name: &str, rows: usize, cols: usize) -> Result<MatrixId, Error> {
         let before = self.bytes_per_token;
         let id = self.matrix(name, rows, cols, 1, None)?;
         self.bytes_per_token = before;
@@ -406,7 +406,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    fn norm(&mut self, norm: &NormSpec) -> Result<Norm, Error> {
+    pub(crate) fn norm(&mut self, norm: &NormSpec) -> Result<Norm, Error> {
         Ok(Norm {
             rms: norm.kind == NormKind::Rms,
             weight: self.optional_vector(norm.weight.as_deref(), norm.width)?,

@@ -2,6 +2,8 @@
 //! and the device, and requests that end as they should.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
+mod appended;
+mod appended_file;
 mod capacity;
 mod deferred;
 mod exactness;

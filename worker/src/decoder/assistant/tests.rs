@@ -93,7 +93,7 @@ fn every_round_is_the_references() {
             assert_eq!((context, newest as usize), (number("pos"), number("last_token")), "{what}");
             let hidden = pair.decoder.hidden(&[row]).unwrap().remove(0);
             let tables = Pair::tables(&pair.blocks, context);
-            let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables };
+            let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: GUESSES };
             let known = reference.tensor(&format!("{what}.h_in")).is_ok();
             if known {
                 assert!(apart(&hidden, &doubles(&reference, &format!("{what}.h_in"))) < 1e-3, "{what}");

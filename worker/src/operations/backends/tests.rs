@@ -53,31 +53,34 @@ fn chosen_with(
         Operation::Rerank => of(&rerank(), &texts, kernels_too(look_up)),
         Operation::Vad => of(&vad(), bundle, look_up),
         Operation::TurnDetection => of(&turn_detection(), bundle, look_up),
-        Operation::Asr => of(&Registry::<Asr>::empty(), bundle, look_up),
+        Operation::Asr => of(&asr(), bundle, look_up),
         Operation::Tts => of(&Registry::<Tts>::empty(), bundle, look_up),
     }
 }
 
-/// An operation, the file by which the ONNX backend can serve it, and who does without and with that file.
-type Row = (Operation, Option<&'static str>, Option<&'static str>, Option<&'static str>);
+/// An operation, the files by which a backend can serve it and which one that is, and who does without and with them.
+type Row = (Operation, &'static [&'static str], &'static str, Option<&'static str>, Option<&'static str>);
+
+const WHISPER: &[&str] = &["asr/model.bin", "asr/config.json", "asr/tokenizer.json"];
+const SMART_TURN: &[&str] = &["turn_detection/smart-turn-v3.2-cpu.onnx"];
 
 /// Every operation.
 const TABLE: [Row; 6] = [
-    (Operation::Embed, Some("embed/model.onnx"), Some(KERNELS), Some(KERNELS)),
-    (Operation::Rerank, Some("rerank/model.onnx"), Some(KERNELS), Some(KERNELS)),
-    (Operation::Vad, Some("vad/silero_vad.onnx"), None, Some(onnx::NAME)),
-    (Operation::TurnDetection, Some("turn_detection/smart-turn-v3.2-cpu.onnx"), None, Some(onnx::NAME)),
-    (Operation::Asr, None, None, None),
-    (Operation::Tts, None, None, None),
+    (Operation::Embed, &["embed/model.onnx"], onnx::NAME, Some(KERNELS), Some(KERNELS)),
+    (Operation::Rerank, &["rerank/model.onnx"], onnx::NAME, Some(KERNELS), Some(KERNELS)),
+    (Operation::Vad, &["vad/silero_vad.onnx"], onnx::NAME, None, Some(onnx::NAME)),
+    (Operation::TurnDetection, SMART_TURN, onnx::NAME, None, Some(onnx::NAME)),
+    (Operation::Asr, WHISPER, KERNELS, None, Some(KERNELS)),
+    (Operation::Tts, &[], onnx::NAME, None, None),
 ];
 
 #[test]
 fn the_table_of_every_operation() {
     assert_eq!(TABLE.map(|row| row.0), Operation::ALL);
-    for (operation, file, without, with) in TABLE {
+    for (operation, files, by_files, without, with) in TABLE {
         let own = format!("KVASIR_{}_BACKEND", operation.name().to_ascii_uppercase());
         let (_empty, empty) = bundle(&[]);
-        let (_full, full) = bundle(file.as_slice());
+        let (_full, full) = bundle(files);
         let said = |choice: Option<&str>, bundle: &Bundle| match (choice, chosen(operation, bundle, &[])) {
             (Some(name), chosen) => assert_eq!(chosen.as_deref(), Ok(name), "{operation}"),
             (None, Err(error)) => {
@@ -91,11 +94,7 @@ fn the_table_of_every_operation() {
         for variable in [own.as_str(), "KVASIR_BACKEND"] {
             for name in [KERNELS, onnx::NAME, "npu"] {
                 let answer = chosen(operation, &full, &[(variable, name)]);
-                let exists = match name {
-                    KERNELS => without == Some(KERNELS),
-                    onnx::NAME => file.is_some(),
-                    _ => false,
-                };
+                let exists = without == Some(name) || (name == by_files && !files.is_empty());
                 match (exists, answer) {
                     (true, answer) => assert_eq!(answer.as_deref(), Ok(name), "{operation} by {variable}"),
                     (false, Err(error)) => {
@@ -106,17 +105,17 @@ fn the_table_of_every_operation() {
                     (false, Ok(chosen)) => panic!("{operation}: {chosen} instead of {name}"),
                 }
             }
-            if file.is_some() {
-                let error = chosen(operation, &empty, &[(variable, onnx::NAME)]).unwrap_err();
+            if !files.is_empty() {
+                let error = chosen(operation, &empty, &[(variable, by_files)]).unwrap_err();
                 assert!(error.contains("cannot serve this request: there is no"), "{error}");
             }
             let unset = chosen(operation, &full, &[(variable, "")]);
             assert_eq!(unset.ok().as_deref(), with, "{operation}: an empty value is none");
         }
         // Its own variable is before the general one, another operation's is nothing to it.
-        if file.is_some() {
-            let both = [("KVASIR_BACKEND", "npu"), (own.as_str(), onnx::NAME)];
-            assert_eq!(chosen(operation, &full, &both).as_deref(), Ok(onnx::NAME), "{operation}");
+        if !files.is_empty() {
+            let both = [("KVASIR_BACKEND", "npu"), (own.as_str(), by_files)];
+            assert_eq!(chosen(operation, &full, &both).as_deref(), Ok(by_files), "{operation}");
         }
         let other = if operation == Operation::Vad { "KVASIR_EMBED_BACKEND" } else { "KVASIR_VAD_BACKEND" };
         assert_eq!(chosen(operation, &full, &[(other, "npu")]).ok().as_deref(), with, "{operation}");
@@ -167,18 +166,19 @@ fn a_folder_with_two_files_or_another_s_is_refused() {
 fn operations_are_read_off_folders_and_what_nobody_serves_is_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
-    for operation in [Operation::Asr, Operation::Tts] {
-        let error = load_hearing(operation, &full, |_| None).err().unwrap().to_string();
-        assert_eq!(error, format!("nobody serves {operation}"));
-    }
+    let error = load_hearing(Operation::Tts, &full, |_| None).err().unwrap().to_string();
+    assert_eq!(error, "nobody serves tts");
+    let error = load_hearing(Operation::Asr, &full, |_| None).err().unwrap().to_string();
+    assert!(error.starts_with("nobody serves asr; kernels: there is no model.bin in"), "{error}");
     let error = load_hearing(Operation::Embed, &full, |_| None).err().unwrap().to_string();
     assert!(error.contains("embed is for texts"), "{error}");
 }
 
 #[test]
 fn a_file_that_is_no_model_is_refused_with_its_path() {
-    let (_dir, bundle) = bundle(&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"]);
-    for operation in [Operation::Vad, Operation::TurnDetection] {
+    let files = [&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"], &WHISPER[..2], &WHISPER[2..]];
+    let (_dir, bundle) = bundle(&files.concat());
+    for operation in [Operation::Vad, Operation::TurnDetection, Operation::Asr] {
         let error = load_hearing(operation, &bundle, |_| None).err().unwrap();
         assert!(matches!(&error, Error::Artefact { path, .. } if path.starts_with(&bundle.dir)), "{error}");
     }

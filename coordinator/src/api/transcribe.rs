@@ -1,0 +1,101 @@
+//! `POST /v1/audio/transcriptions` and `/v1/audio/translations`, as OpenAI has them: a form with a recording in it, and
+//! what is said there. The work is a call of the operation asr ([`audio`](super::audio)).
+
+mod form;
+mod languages;
+mod written;
+
+use super::answer::WORKER_HEADER;
+use super::audio::wav::{Recording, read_any};
+use super::audio::{pieces, run};
+use super::error::ApiError;
+use super::operations::seconds;
+use super::{Front, admit_within, limits, spans};
+use crate::dispatch::OperationJob;
+use axum::extract::Request;
+use axum::http::{HeaderValue, header};
+use axum::response::Response;
+use form::{Form, read};
+use proto::operation::{Operation, OperationOptions};
+use proto::trace::Span;
+use std::sync::Arc;
+use written::Transcript;
+
+/// What is to be made of speech.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Task {
+    /// The words that are said.
+    Transcribe,
+    /// The same in English.
+    Translate,
+}
+
+/// Recordings that are shorter hold no word; in seconds.
+const SHORTEST: f64 = 0.1;
+
+/// Answers a call.
+pub(super) async fn call(front: Arc<Front>, task: Task, request: Request) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(Operation::Asr.name(), request.headers());
+    let answered = answer(&front, task, request, &mut trace).await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+async fn answer(
+    front: &Arc<Front>,
+    task: Task,
+    request: Request,
+    trace: &mut Option<Span>,
+) -> Result<Response, ApiError> {
+    let boundary = form::boundary(request.headers())?;
+    let (asker, body) = admit_within(front, request, limits::MAX_FORM).await?;
+    if let Some(span) = &trace {
+        span.part("receive", asker.arrived);
+    }
+    let Form { file, model, options, format } = read(body, boundary, task).await?;
+    let language = options.language.clone();
+    let recording = front.aside(move || read_any(&file).map_err(form::of_file)).await?;
+    let Recording { sample_rate, pcm } = recording;
+    let samples = pcm.len() as u64;
+    let duration = seconds(samples, sample_rate);
+    if duration < SHORTEST {
+        return Err(ApiError::field(
+            "file",
+            format!("is {duration} s long; it must be {SHORTEST} s at least"),
+        ));
+    }
+    let operation = Operation::Asr;
+    let job = OperationJob {
+        request_id: asker.id.clone(),
+        operation,
+        model,
+        sample_rate,
+        options: OperationOptions::Transcribe(options),
+        trace: trace.as_ref().map(Span::context),
+    };
+    let pieces = Arc::new(pieces(pcm));
+    let (worker, opened, made) = tokio::select! {
+        biased;
+        done = run(front, &job, &asker, &pieces) => done?,
+        () = asker.caller.revoked() => return Err(ApiError::InvalidApiKey),
+        () = tokio::time::sleep_until((asker.arrived + front.request_timeout).into()) => {
+            return Err(ApiError::DeadlineExceeded);
+        }
+    };
+    if let Some(span) = trace {
+        spans::hears(span, operation, (&asker.id, &opened.model), &worker, &opened.backend);
+        spans::heard(span, samples, "finished", None);
+    }
+    let language = language.or_else(|| made.language.map(|language| language.code)).unwrap_or_default();
+    let transcript = Transcript { task, language, sample_rate, duration, texts: made.texts };
+    let (kind, body) = transcript.written(format);
+    let mut response = Response::new(body.into());
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    // Names are of header characters only, by their types.
+    if let Ok(worker) = HeaderValue::from_str(worker.as_str()) {
+        response.headers_mut().insert(WORKER_HEADER, worker);
+    }
+    Ok(response)
+}

@@ -1,0 +1,123 @@
+//! Transcripts, as OpenAI's clients ask for them: forms with a recording.
+
+use super::client::{Reply, send};
+use super::fake_worker::{FakeWorker, Setup};
+use super::hearing::{offers, wav};
+use super::limits::key;
+use super::{Rig, until};
+use hyper::Method;
+use kvasir_coordinator::Config;
+use proto::operation::{Operation, OperationError, OperationOptions, TranscribeOptionsV1};
+use serde_json::json;
+
+const WORDS: &str = "/v1/audio/transcriptions";
+const ENGLISH: &str = "/v1/audio/translations";
+
+async fn rig(change: impl FnOnce(&mut Config)) -> (Rig, FakeWorker) {
+    let rig = Rig::bare(change).await;
+    let setup = Setup { operations: offers(&[(Operation::Asr, "ears")]), ..rig.setup("w1", 1) };
+    let worker = rig.join_as(setup).await.unwrap();
+    (rig, worker)
+}
+
+fn form(file: &[u8], fields: &[(&str, &str)]) -> Vec<u8> {
+    let mut body = Vec::new();
+    for (name, value) in fields {
+        let part = format!("--XX\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n");
+        body.extend(part.as_bytes());
+    }
+    body.extend(b"--XX\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\n");
+    body.extend(b"Content-Type: audio/wav\r\n\r\n");
+    body.extend(file);
+    body.extend(b"\r\n--XX--\r\n");
+    body
+}
+
+async fn ask(rig: &Rig, path: &str, headers: &[(&str, &str)], body: Vec<u8>) -> Reply {
+    let mut all = vec![("content-type", "multipart/form-data; boundary=XX")];
+    all.extend(headers);
+    send(rig.at.http, Method::POST, path, &all, body).await
+}
+
+/// A second of it.
+fn second() -> Vec<u8> {
+    wav(&[100; 8_000], 8_000)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_said_is_told_in_every_form() {
+    let (rig, worker) = rig(|_| {}).await;
+    // What the dummy says of a second: "en", and one text.
+    let plain = ask(&rig, WORDS, &[], form(&second(), &[("model", "ears")])).await;
+    assert_eq!(plain.status.as_u16(), 200, "{}", plain.text());
+    let usage = json!({"type": "duration", "seconds": 1});
+    assert_eq!(plain.json(), json!({"text": "heard 8000", "usage": usage}));
+    assert_eq!(plain.header("x-kvasir-worker"), "w1");
+    let asked = &worker.hearing().asked()[0];
+    assert_eq!((asked.operation, asked.sample_rate), (Operation::Asr, 8_000));
+    assert_eq!(asked.options, OperationOptions::Transcribe(TranscribeOptionsV1::default()));
+    let fields = [("response_format", "verbose_json"), ("prompt", "Hm."), ("temperature", "0")];
+    let verbose = ask(&rig, ENGLISH, &[], form(&second(), &fields)).await.json();
+    assert_eq!((&verbose["task"], &verbose["language"]), (&json!("translate"), &json!("english")));
+    assert_eq!((&verbose["duration"], &verbose["segments"][0]["end"]), (&json!(1.0), &json!(1.0)));
+    let options = TranscribeOptionsV1 { language: None, translate: true, prompt: "Hm.".into() };
+    assert_eq!(worker.hearing().asked()[1].options, OperationOptions::Transcribe(options));
+    let fields = [("response_format", "vtt"), ("language", "german")];
+    let captions = ask(&rig, WORDS, &[], form(&second(), &fields)).await;
+    assert_eq!(captions.text(), "WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nheard 8000\n\n");
+    let OperationOptions::Transcribe(options) = worker.hearing().asked()[2].options.clone() else { panic!() };
+    assert_eq!(options.language.as_deref(), Some("de"));
+    assert_eq!(rig.metric("kvasir_operation_client_sessions{operation=\"asr\"}").await, 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_not_served_is_refused_by_its_name() {
+    let (rig, worker) = rig(|_| {}).await;
+    for (fields, code, param) in [
+        (&[("temperature", "1")][..], "invalid_field", "temperature"),
+        (&[("stream", "true")], "invalid_field", "stream"),
+        (&[("colour", "red")], "invalid_field", "colour"),
+        (&[("model", "whisper-1")], "model_not_found", "model"),
+    ] {
+        let told = ask(&rig, WORDS, &[], form(&second(), fields)).await.error();
+        assert_eq!((told.1.as_str(), told.2.as_str()), (code, param), "{told:?}");
+    }
+    for file in [&b"ID3 and so on"[..], &wav(&[0; 100], 8_000), b""] {
+        let told = ask(&rig, WORDS, &[], form(file, &[])).await.error();
+        assert_eq!(told, (400, "invalid_field".into(), "file".into()));
+    }
+    let told =
+        send(rig.at.http, Method::POST, WORDS, &[("content-type", "audio/wav")], second()).await.error();
+    assert_eq!(told, (400, "invalid_field".into(), "content-type".into()));
+    worker.hearing().refuse(Some(OperationError::TooManySessions { limit: 8 }));
+    let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();
+    assert_eq!((told.0, told.1.as_str()), (429, "queue_full"));
+    let nobody = Rig::bare(|_| {}).await;
+    let told = ask(&nobody, WORDS, &[], form(&second(), &[])).await;
+    assert!(told.error().0 == 503 && told.text().contains("operation asr"), "{}", told.text());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_recording_may_be_longer_than_other_bodies_and_no_longer_than_its_limit() {
+    let keys = vec![key("key-a", "a", false)];
+    let (rig, _worker) = rig(|config| config.keys = keys).await;
+    let long = form(&wav(&vec![0; 5 << 20], 48_000), &[]);
+    assert!(long.len() > 10 << 20);
+    let told = ask(&rig, WORDS, &[], long.clone()).await.error();
+    assert_eq!((told.0, told.1.as_str()), (401, "invalid_api_key"), "before the body");
+    let reply = ask(&rig, WORDS, &[("authorization", "Bearer key-a")], long).await;
+    // The dummy knows no such rate: the recording has come to it.
+    assert_eq!(reply.error(), (400, "invalid_field".into(), "sample_rate".into()), "{}", reply.text());
+    let too_long = ask(&rig, WORDS, &[("authorization", "Bearer key-a")], vec![b'x'; 26 << 20]).await;
+    assert_eq!(too_long.error().0, 413);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_whose_time_is_over_ends_at_the_worker() {
+    let (rig, worker) = rig(|config| config.request_timeout_s = 1).await;
+    worker.hearing().stand(true);
+    let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();
+    assert_eq!((told.0, told.1.as_str()), (503, "deadline_exceeded"));
+    worker.hearing().stand(false);
+    until("the worker has no session", async || worker.hearing().open() == 0).await;
+}

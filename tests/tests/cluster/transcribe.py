@@ -1,0 +1,86 @@
+"""Transcripts, by OpenAI's client.
+
+    python transcribe.py http://HOST:PORT words   what is said, in every form, and what is refused
+    python transcribe.py http://HOST:PORT leaves  a long recording whose client goes away
+"""
+
+import io
+import random
+import subprocess
+import sys
+import tempfile
+import wave
+
+import openai
+
+BASE, MODE = sys.argv[1:3]
+client = openai.OpenAI(base_url=f"{BASE}/v1", api_key="any", max_retries=0, timeout=120)
+audio = client.audio
+
+
+def spoken(text, *flags):
+    """By espeak-ng, at its own rate."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = directory + "/spoken.wav"
+        subprocess.run(["espeak-ng", *flags, "-w", path, text], check=True)
+        with open(path, "rb") as file:
+            return file.read()
+
+
+def words():
+    fox = ("fox.wav", spoken("The quick brown fox jumps over the lazy dog.", "-v", "en-us"))
+    plain = audio.transcriptions.create(model="whisper-base", file=fox)
+    assert "brown fox" in plain.text, plain
+    assert plain.usage.type == "duration" and plain.usage.seconds in (3, 4), plain
+    told = audio.transcriptions.create(
+        model="whisper-base", file=fox, response_format="verbose_json", temperature=0, timestamp_granularities=["segment"]
+    )
+    assert (told.text, told.language, told.task) == (plain.text, "english", "transcribe"), told
+    assert "".join(segment.text for segment in told.segments).strip() == plain.text
+    first = told.segments[0]
+    assert first.start == 0 and 2 < first.end <= told.duration + 0.5 and first.tokens[0] >= 50364, first
+    assert 0 <= first.no_speech_prob < 0.6 and first.avg_logprob < 0 and 0.5 < first.compression_ratio < 2, first
+    assert audio.transcriptions.create(model="whisper-base", file=fox, response_format="text").strip() == plain.text
+    captions = audio.transcriptions.create(model="whisper-base", file=fox, response_format="srt", language="en")
+    assert captions.startswith("1\n00:00:00,000 --> 00:00:0") and plain.text in captions, captions
+    town = ("town.wav", spoken("Guten Morgen. Heute ist ein schöner Tag, und wir gehen in die Stadt.", "-v", "de"))
+    english = audio.translations.create(model="whisper-base", file=town)
+    # What a small model makes of this voice is nobody's to promise; that it is what it should be, another test says.
+    assert english.text and english.text != audio.transcriptions.create(model="whisper-base", file=town).text, english
+    print(plain.text, "|", english.text)
+    for arguments, name in [
+        ({"temperature": 0.5}, "temperature"),
+        ({"timestamp_granularities": ["word"], "response_format": "verbose_json"}, "timestamp_granularities[]"),
+        ({"file": ("a.mp3", b"ID3 and what follows")}, "file"),
+    ]:
+        try:
+            audio.transcriptions.create(**({"model": "whisper-base", "file": fox} | arguments))
+        except openai.BadRequestError as error:
+            assert error.param == name, error
+        else:
+            raise AssertionError(f"{name} is not refused")
+    try:
+        audio.transcriptions.create(model="whisper-1", file=fox)
+    except openai.NotFoundError as error:
+        assert "whisper-base" in str(error), error
+    else:
+        raise AssertionError("whisper-1 is nobody's")
+
+
+def leaves():
+    """Twenty minutes of noise: more than a worker does in a minute."""
+    file = io.BytesIO()
+    samples = random.Random(1).randbytes(20 * 60 * 8000 * 2)
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(8000)
+        out.writeframes(samples)
+    try:
+        audio.transcriptions.create(model="whisper-base", file=("n.wav", file.getvalue()), timeout=float(sys.argv[3]))
+    except openai.APITimeoutError:
+        return
+    raise AssertionError("it was answered sooner")
+
+
+{"words": words, "leaves": leaves}[MODE]()

@@ -1,0 +1,205 @@
+//! Speech to text by Whisper's network, as CTranslate2 publishes it ([`file`]), on this engine's own arithmetic.
+
+mod compute;
+mod file;
+mod network;
+mod rules;
+mod transcript;
+mod words;
+
+use super::backends::Bundle;
+use super::log_mel::LogMel;
+pub(super) use super::log_mel::RATE;
+use super::resample::Resampler;
+use super::session::{Hears, Session};
+use super::speech::invalid;
+use crate::Error;
+use compute::Compute;
+use file::Weights;
+use kernels::registry::Refusal;
+use network::Network;
+use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TranscribeOptionsV1};
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+use transcript::{Task, Transcript};
+use words::Words;
+
+/// The files of a model.
+const FILES: [&str; 3] = ["model.bin", "config.json", "tokenizer.json"];
+/// Rates that are taken: sound is brought to [`RATE`].
+const RATES: std::ops::RangeInclusive<u32> = 8_000..=192_000;
+/// Seconds of a recording at most.
+const MAX_SECONDS: u64 = 1_800;
+/// Recordings that are heard or transcribed at a time: each may be 115 MB of samples, and as much of features.
+const MAX_SESSIONS: u32 = 8;
+/// Bytes of a prompt at most; of its tokens the last ones count.
+const MAX_PROMPT: usize = 16 << 10;
+/// More threads than this gain little.
+const MAX_THREADS: usize = 8;
+
+/// A model, loaded.
+pub(super) struct Whisper {
+    network: Network,
+    words: Words,
+    mel: LogMel,
+    compute: Compute,
+}
+
+/// A model that sessions share.
+pub(super) struct Shared(Arc<Whisper>);
+
+/// Whether a folder has all files of a model.
+pub(super) fn is_in(folder: &Path) -> Result<(), Refusal> {
+    match FILES.iter().find(|file| !folder.join(file).is_file()) {
+        None => Ok(()),
+        Some(file) => {
+            Err(Refusal::Artefact { reason: format!("there is no {file} in {}", folder.display()) })
+        }
+    }
+}
+
+impl Whisper {
+    /// Loads the model of a folder, for so many threads.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] where a file is not what it must be; the system's.
+    pub(super) fn load(folder: &Path, threads: NonZeroUsize) -> Result<Self, Error> {
+        let compute = Compute::new(threads)?;
+        let network = Network::load(&mut Weights::open(&folder.join(FILES[0]))?, threads.get())?;
+        let words = Words::load(folder, network.shape.tokens)?;
+        let mel = LogMel::new(network.shape.bands);
+        Ok(Self { network, words, mel, compute })
+    }
+}
+
+/// What the encoder of a bundle's model makes of the first thirty seconds of a sound, 1500 vectors one behind the other:
+/// to be compared with other programs.
+///
+/// # Errors
+/// The model's; [`Error::Config`] for a rate that is not taken.
+pub fn encode_speech(bundle: &Bundle, rate: u32, sound: &[f32]) -> Result<Vec<f32>, Error> {
+    if !RATES.contains(&rate) {
+        let reason = format!("{rate}, it must be {} to {}", RATES.start(), RATES.end());
+        return Err(Error::Config { option: "sample_rate", reason });
+    }
+    let Shared(whisper) = Shared::load(&bundle.folder(Operation::Asr))?;
+    let (mut heard, mut resampler) = (Vec::new(), Resampler::new(rate, RATE));
+    resampler.push(sound, &mut heard);
+    resampler.finish(&mut heard);
+    let features = whisper.mel.recording(&heard);
+    let window = features.window(0, features.content(), network::FRAMES);
+    match features.content() {
+        0 => Ok(Vec::new()),
+        _ => whisper.network.encode(&whisper.compute, &window),
+    }
+}
+
+impl Shared {
+    /// Loads the model of a folder. It is run by half of the threads that this process may have, since there are other
+    /// things to do that are more urgent.
+    pub(super) fn load(folder: &Path) -> Result<Self, Error> {
+        let all = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let threads = NonZeroUsize::new((all / 2).min(MAX_THREADS)).unwrap_or(NonZeroUsize::MIN);
+        Ok(Self(Arc::new(Whisper::load(folder, threads)?)))
+    }
+}
+
+impl Hears for Shared {
+    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
+        if !RATES.contains(&rate) {
+            let (from, to) = (RATES.start(), RATES.end());
+            return Err(invalid("sample_rate", format!("{rate}, it must be {from} to {to}")));
+        }
+        let options = match options {
+            OperationOptions::Default => TranscribeOptionsV1::default(),
+            OperationOptions::Transcribe(options) => options.clone(),
+            OperationOptions::Speech(_) | OperationOptions::Turn(_) => {
+                return Err(invalid("options", format!("{} has none of these", Operation::Asr)));
+            }
+        };
+        let words = &self.0.words;
+        let language = |code: &String| {
+            let known = || words.languages().map(|(code, _)| code).collect::<Vec<_>>().join(", ");
+            let unknown = || invalid("language", format!("{code:?}, it must be one of {}", known()));
+            words.language(code).ok_or_else(unknown)
+        };
+        if options.prompt.len() > MAX_PROMPT {
+            let reason = format!("it has {} bytes, the limit is {MAX_PROMPT}", options.prompt.len());
+            return Err(invalid("prompt", reason));
+        }
+        let prompt = match options.prompt.trim() {
+            "" => Vec::new(),
+            prompt => words.encode(&format!(" {prompt}")),
+        };
+        let task = Task {
+            language: options.language.as_ref().map(language).transpose()?,
+            task: if options.translate { words.translate } else { words.transcribe },
+            prompt,
+            rate,
+        };
+        let resampler = Resampler::new(rate, RATE);
+        Ok(Box::new(Recording {
+            whisper: Arc::clone(&self.0),
+            task,
+            resampler,
+            sound: Vec::new(),
+            transcript: None,
+        }))
+    }
+
+    fn most_sessions(&self) -> u32 {
+        MAX_SESSIONS
+    }
+}
+
+/// One session.
+struct Recording {
+    whisper: Arc<Whisper>,
+    task: Task,
+    resampler: Resampler,
+    /// What was heard, at [`RATE`].
+    sound: Vec<f32>,
+    /// While it is transcribed.
+    transcript: Option<Transcript>,
+}
+
+impl Session for Recording {
+    fn window(&self) -> u32 {
+        (network::FRAMES * super::log_mel::FRAME) as u32
+    }
+
+    fn most_samples(&self) -> u64 {
+        MAX_SECONDS * u64::from(self.task.rate)
+    }
+
+    fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        self.resampler.push(samples, &mut self.sound);
+        Ok(())
+    }
+
+    fn segment(&mut self, _: bool, _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        // What is heard later goes on where the sound was cut, not behind the silence that ends it here.
+        let heard = self.sound.len();
+        self.resampler.clone().finish(&mut self.sound);
+        let features = self.whisper.mel.recording(&self.sound);
+        self.sound.truncate(heard);
+        self.transcript = Some(Transcript::new(self.task.clone(), features));
+        Ok(())
+    }
+
+    fn go_on(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+        let Some(transcript) = &mut self.transcript else { return Ok(false) };
+        let more = transcript.step(&self.whisper, out)?;
+        if !more {
+            self.transcript = None;
+        }
+        Ok(more)
+    }
+
+    fn reset(&mut self) {
+        self.sound.clear();
+        self.resampler = Resampler::new(self.task.rate, RATE);
+        self.transcript = None;
+    }
+}

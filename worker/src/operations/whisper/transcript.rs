@@ -1,0 +1,275 @@
+//! What is said in a recording: windows of thirty seconds one behind the other, each of which begins where what was said
+//! in the one before ends. In steps that are short, so that recordings take turns and one that nobody waits for any more
+//! ends soon.
+//!
+//! Windows, their features and the cutting into segments are those of OpenAI's reference, as `faster-whisper` has them,
+//! at temperature 0 and without the text of the window before: where nothing is tried again at a higher temperature, a
+//! sentence that has come twice would come for ever.
+
+use super::Whisper;
+use super::network::{Cache, FRAMES, Memory};
+use crate::Error;
+use crate::operations::log_mel::{FRAME, Spectrogram};
+use kernels::ops::softmax;
+use proto::operation::{LanguageV1, OperationOutput, SpokenTextV1};
+
+/// Tokens of one step.
+const STEP: usize = 16;
+/// A window is silence if this is likelier ...
+const SILENCE: f32 = 0.6;
+/// ... and what would be said less likely than this, as the mean logarithm of its tokens' probabilities.
+const UNLIKELY: f32 = -1.0;
+/// Frames of one step of times.
+const TIME: usize = 2;
+
+/// How it is to be done; all of it is known.
+#[derive(Debug, Clone)]
+pub(super) struct Task {
+    /// The token of the language; none: the likeliest in the first window.
+    pub(super) language: Option<u32>,
+    /// Transcribe or translate.
+    pub(super) task: u32,
+    /// What stands before the first window.
+    pub(super) prompt: Vec<u32>,
+    /// Samples per second, in which positions are told.
+    pub(super) rate: u32,
+}
+
+/// A recording that is being transcribed.
+pub(super) struct Transcript {
+    task: Task,
+    features: Spectrogram,
+    /// Where the window begins, in frames.
+    seek: usize,
+    window: Option<Window>,
+}
+
+/// A window that is being decoded.
+struct Window {
+    memory: Memory,
+    cache: Cache,
+    said: Vec<u32>,
+    /// The last token, which the decoder has not seen.
+    next: Option<u32>,
+    /// Of all tokens and the end, the logarithms of their probabilities.
+    logs: f32,
+    silence: f32,
+    most: usize,
+}
+
+/// A part of a window: its tokens, and where it is in the window, in steps of times.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Part<'a> {
+    tokens: &'a [u32],
+    start: usize,
+    end: usize,
+}
+
+impl Transcript {
+    /// Of these features.
+    pub(super) fn new(task: Task, features: Spectrogram) -> Self {
+        Self { task, features, seek: 0, window: None }
+    }
+
+    /// A step; whether there is more to do.
+    ///
+    /// # Errors
+    /// The network's.
+    pub(super) fn step(&mut self, whisper: &Whisper, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+        if let Some(window) = &mut self.window {
+            if window.step(whisper)? {
+                return Ok(true);
+            }
+            let window = self.window.take();
+            self.close(whisper, window.as_ref(), out);
+            return Ok(self.seek < self.features.content());
+        }
+        let size = self.size();
+        if size == 0 {
+            return Ok(false);
+        }
+        let Whisper { network, compute, .. } = whisper;
+        let encoded = network.encode(compute, &self.features.window(self.seek, size, FRAMES))?;
+        let memory = network.memory(compute, &encoded)?;
+        if self.task.language.is_none() {
+            let (language, told) = likeliest(whisper, &memory)?;
+            self.task.language = Some(language);
+            out.push(OperationOutput::Language(told));
+        }
+        let prompt = self.prompt(whisper);
+        self.window = Some(Window::open(whisper, memory, &prompt)?);
+        Ok(true)
+    }
+
+    /// Frames of the window, those that were heard.
+    fn size(&self) -> usize {
+        self.features.content().saturating_sub(self.seek).min(FRAMES)
+    }
+
+    fn prompt(&self, whisper: &Whisper) -> Vec<u32> {
+        let words = &whisper.words;
+        let mut prompt = Vec::new();
+        if self.seek == 0 && !self.task.prompt.is_empty() {
+            let most = whisper.network.shape.context / 2 - 1;
+            prompt.push(words.before);
+            prompt.extend(&self.task.prompt[self.task.prompt.len().saturating_sub(most)..]);
+        }
+        prompt.push(words.start);
+        prompt.extend(self.task.language);
+        prompt.push(self.task.task);
+        prompt
+    }
+
+    /// Tells what was said in the window, and goes on to the next.
+    fn close(&mut self, whisper: &Whisper, window: Option<&Window>, out: &mut Vec<OperationOutput>) {
+        let (from, size) = (self.seek, self.size());
+        self.seek += size;
+        let Some(window) = window else { return };
+        let mean = window.logs / (window.said.len() + 1) as f32;
+        if window.silence > SILENCE && mean <= UNLIKELY {
+            return;
+        }
+        let (parts, consumed) = parts(&window.said, whisper.words.rules.first_time(), size);
+        // What makes no progress is not looked at for ever.
+        self.seek = from + if consumed == 0 { size } else { consumed };
+        let at = |frame: usize| {
+            let samples = frame as u64 * FRAME as u64 * u64::from(self.task.rate);
+            (samples + u64::from(super::RATE) / 2) / u64::from(super::RATE)
+        };
+        for Part { tokens, start, end } in parts {
+            let text = whisper.words.decode(tokens);
+            if start == end || text.trim().is_empty() {
+                continue;
+            }
+            out.push(OperationOutput::Text(SpokenTextV1 {
+                text,
+                start: at(from + start),
+                end: at(from + end),
+                window: at(from),
+                tokens: tokens.to_vec(),
+                mean_log: mean,
+                silence: window.silence,
+            }));
+        }
+    }
+}
+
+impl Window {
+    fn open(whisper: &Whisper, memory: Memory, prompt: &[u32]) -> Result<Self, Error> {
+        let Whisper { network, compute, words, .. } = whisper;
+        let mut cache = network.cache();
+        let start = prompt.iter().position(|token| *token == words.start).unwrap_or(0);
+        let last = prompt.len().saturating_sub(1);
+        let rows = network.decode(compute, &memory, &mut cache, prompt, &[start, last])?;
+        let [mut at_start, mut at_last] = <[Vec<f32>; 2]>::try_from(rows).unwrap_or_default();
+        softmax(compute.isa, &mut at_start);
+        let silence = at_start.get(words.silence as usize).copied().unwrap_or(0.0);
+        let said = words.rules.say(compute.isa, &mut at_last, &[]);
+        let context = network.shape.context;
+        // The last token of the prompt is the first that is gone on from.
+        let most = (context / 2).min(context - last);
+        let next = Some(said.token);
+        Ok(Self { memory, cache, said: vec![said.token], next, logs: said.log, silence, most })
+    }
+
+    /// Says some tokens; whether there may be more.
+    fn step(&mut self, whisper: &Whisper) -> Result<bool, Error> {
+        let Whisper { network, compute, words, .. } = whisper;
+        for _ in 0..STEP {
+            let full = self.said.len() >= self.most || self.cache.tokens() >= network.shape.context;
+            let Some(next) = self.next.filter(|_| !full) else { return Ok(false) };
+            let rows = network.decode(compute, &self.memory, &mut self.cache, &[next], &[0])?;
+            let mut logits = rows.into_iter().next().unwrap_or_default();
+            let said = words.rules.say(compute.isa, &mut logits, &self.said);
+            self.logs += said.log;
+            if said.token == words.rules.end {
+                self.next = None;
+                return Ok(false);
+            }
+            self.said.push(said.token);
+            self.next = Some(said.token);
+        }
+        Ok(true)
+    }
+}
+
+/// The language that is likeliest spoken.
+fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, LanguageV1), Error> {
+    let Whisper { network, compute, words, .. } = whisper;
+    let rows = network.decode(compute, memory, &mut network.cache(), &[words.start], &[0])?;
+    let logits = rows.into_iter().next().unwrap_or_default();
+    let all: Vec<(&str, u32)> = words.languages().collect();
+    let mut shares: Vec<f32> = all
+        .iter()
+        .map(|(_, token)| logits.get(*token as usize).copied().unwrap_or(f32::NEG_INFINITY))
+        .collect();
+    softmax(compute.isa, &mut shares);
+    let best = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b]).then(b.cmp(a))).unwrap_or(0);
+    let (code, token) = all[best];
+    Ok((token, LanguageV1 { code: code.to_owned(), probability: shares[best] }))
+}
+
+/// Cuts what was said at pairs of times, and tells how many frames of the window's `size` it is done with: what follows
+/// the last pair is heard again.
+fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<Part<'_>>, usize) {
+    let is_time = |token: &u32| *token >= first_time;
+    let step = |token: u32| token.saturating_sub(first_time) as usize;
+    let ends_alone = matches!(said, [.., text, time] if !is_time(text) && is_time(time));
+    let mut cuts: Vec<usize> =
+        (1..said.len()).filter(|at| is_time(&said[*at]) && is_time(&said[*at - 1])).collect();
+    if cuts.is_empty() {
+        let last = said.iter().rev().find(|token| is_time(token)).filter(|last| **last != first_time);
+        let end = last.map_or(size, |last| step(*last) * TIME);
+        return (vec![Part { tokens: said, start: 0, end }], size);
+    }
+    if ends_alone {
+        cuts.push(said.len());
+    }
+    let mut parts = Vec::with_capacity(cuts.len());
+    let mut from = 0;
+    for cut in cuts {
+        let tokens = &said[from..cut];
+        if let [first, .., last] | [first @ last] = tokens {
+            parts.push(Part { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
+        }
+        from = cut;
+    }
+    let consumed = match ends_alone {
+        // Nothing is said behind the last time.
+        true => size,
+        false => step(said[from - 1]) * TIME,
+    };
+    (parts, consumed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Times are the tokens from 100 on.
+    fn cut(said: &[u32]) -> (Vec<(Vec<u32>, usize, usize)>, usize) {
+        let (parts, consumed) = parts(said, 100, 2500);
+        (parts.into_iter().map(|part| (part.tokens.to_vec(), part.start, part.end)).collect(), consumed)
+    }
+
+    #[test]
+    fn a_window_without_pairs_is_one_part_as_long_as_its_last_time_says() {
+        assert_eq!(cut(&[100, 1, 2, 150]), (vec![(vec![100, 1, 2, 150], 0, 100)], 2500));
+        assert_eq!(cut(&[100, 1, 2]), (vec![(vec![100, 1, 2], 0, 2500)], 2500), "as long as the window");
+        assert_eq!(cut(&[]), (vec![(vec![], 0, 2500)], 2500));
+    }
+
+    #[test]
+    fn pairs_cut_and_what_is_unfinished_is_heard_again() {
+        let said = [100, 1, 150, 150, 2, 200, 210, 3];
+        let parts = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
+        assert_eq!(cut(&said), (parts, 200));
+    }
+
+    #[test]
+    fn a_single_time_at_the_end_is_the_end_of_the_window() {
+        let said = [100, 1, 150, 150, 2, 200];
+        let parts = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
+        assert_eq!(cut(&said), (parts, 2500));
+    }
+}

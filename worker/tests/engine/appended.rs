@@ -1,0 +1,250 @@
+//! Guesses of a model's own block (`--spec draft-mtp`) change no bit, and what it keeps is in every cache, file and
+//! transfer what it would be without a guess.
+
+use crate::appended_file::{Block, write};
+use crate::exactness::assert_same;
+use crate::harness::{
+    Ask, Heard, cramped, one_by_one, open, open_on, options, path, prompt, run_to_end, submit, together,
+};
+use crate::simulated::{simulated, small};
+use crate::snapshots::{generate, key, save};
+use crate::stages::Workers;
+use kernels::cuda::Arch;
+use kvasir_worker::Error;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::kv_cache::Placement;
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::snapshot::Snapshot;
+use kvasir_worker::speculation::Guesses;
+use proto::message::Sampling;
+use tempfile::TempDir;
+
+const HYBRID: &str = "tiny/qwen35/qwen35-f32";
+const GENERATE: u32 = 40;
+
+/// A model of the set with a block, as the harness names models.
+struct Model {
+    _folder: TempDir,
+    name: String,
+}
+
+impl Model {
+    fn new(arch: &str, block: Block) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let name = write(arch, block, folder.path()).with_extension("").display().to_string();
+        Self { _folder: folder, name }
+    }
+
+    fn options(&self) -> EngineOptions {
+        EngineOptions { guesses: Guesses::Appended, ..options(HYBRID) }
+    }
+
+    fn guessing(&self, options: &EngineOptions, most: u32) -> Engine {
+        open(&self.name, options).with_draft_len(most)
+    }
+
+    /// Without guesses.
+    fn plain(&self, asks: &[Ask]) -> Vec<Heard> {
+        let options = EngineOptions { guesses: Guesses::Off, prefix_cache: false, ..self.options() };
+        one_by_one(&mut open(&self.name, &options), asks)
+    }
+}
+
+fn asks() -> Vec<Ask> {
+    let lens = [5, 16, 33, 47, 20, 64, 70, 1];
+    lens.iter().zip(1..).map(|(len, seed)| Ask::greedy(prompt(seed, *len), GENERATE)).collect()
+}
+
+/// Guesses looked at and right.
+fn counts(heard: &Heard) -> (u32, u32) {
+    let finished = heard.finished.as_ref().unwrap();
+    (finished.drafted_tokens, finished.accepted_tokens)
+}
+
+fn all(heard: &[Heard]) -> (u32, u32) {
+    heard.iter().map(counts).fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+}
+
+#[test]
+fn own_guesses_change_no_bit() {
+    let mut preempted = 0;
+    for (arch, block) in
+        [("qwen35", Block::Telling), ("qwen35moe", Block::Whole), ("qwen3next", Block::Telling)]
+    {
+        let model = Model::new(arch, block);
+        let asks = asks();
+        let want = model.plain(&asks);
+        if block != Block::Telling {
+            // The model proper is that of the file without the block.
+            let name = format!("tiny/{arch}/{arch}-f32");
+            assert_same(&name, &one_by_one(&mut open(&name, &options(&name)), &asks), &want);
+        }
+        let (mut drafted, mut accepted) = (0, 0);
+        let mut run = |what: &str, at_once: bool, options: EngineOptions| {
+            let mut engine = model.guessing(&options, 4);
+            let mut rounds = Vec::new();
+            // The second time from the prefix cache, if there is one.
+            for _ in 0..2 {
+                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+                assert_same(&format!("{arch}, {block:?}: {what}"), &want, &got);
+                engine.check().unwrap();
+                rounds.extend(got);
+            }
+            let (all, right) = all(&rounds);
+            (drafted, accepted) = (drafted + all, accepted + right);
+            let metrics = engine.metrics();
+            assert_eq!((metrics.drafted.get(), metrics.accepted.get()), (all.into(), right.into()), "{what}");
+            assert_eq!(engine.load().kv_used, 0, "{arch}: {what}");
+            rounds.iter().map(Heard::preemptions).sum::<u32>()
+        };
+        run("alone", false, model.options());
+        run("eight at once", true, model.options());
+        run("chunks of 7", true, EngineOptions { chunk: Some(7), ..model.options() });
+        run("no room for guesses", true, EngineOptions { max_rows: Some(9), ..model.options() });
+        run("blocks of 64", true, EngineOptions { block_tokens: 64, ..model.options() });
+        run("no prefix cache", true, EngineOptions { prefix_cache: false, ..model.options() });
+        run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..model.options() });
+        preempted += run("preempted", true, cramped(&model.name, &model.options(), 140));
+        assert!(drafted > accepted && drafted > 0, "{arch}: {accepted} of {drafted}");
+        assert_eq!(accepted > drafted / 8, block == Block::Telling, "{arch}: {accepted} of {drafted}");
+    }
+    assert!(preempted > 0);
+}
+
+/// Guesses follow from the tokens alone: cut into chunks, behind a prefix of the cache, of another worker's or of an
+/// earlier attempt, as many are made and right as when one worker has computed everything at once.
+#[test]
+fn the_same_is_guessed_wherever_the_caches_come_from() {
+    let model = Model::new("qwen35", Block::Telling);
+    for seed in [3, 11, 12] {
+        let ask = Ask::greedy(prompt(seed, 75), GENERATE).tokens_only();
+        let asks = std::slice::from_ref(&ask);
+        let mut engine = model.guessing(&EngineOptions { chunk: Some(0), ..model.options() }, 4);
+        let first = one_by_one(&mut engine, asks).remove(0);
+        let want = counts(&first);
+        assert!(want.1 > 0, "{want:?}");
+        let again = one_by_one(&mut engine, asks).remove(0);
+        assert_eq!((again.cached(), counts(&again)), (64, want));
+        let chunks = EngineOptions { chunk: Some(7), ..model.options() };
+        assert_eq!(counts(&one_by_one(&mut model.guessing(&chunks, 4), asks)[0]), want);
+        let others: Vec<Ask> =
+            (20..24).map(|seed| Ask::greedy(prompt(seed, 30), GENERATE).tokens_only()).collect();
+        let crowd = [asks, &others].concat();
+        let beside = together(&mut model.guessing(&model.options(), 4), &crowd).remove(0);
+        assert_eq!((&beside.tokens, counts(&beside)), (&first.tokens, want));
+        // Where an attempt ended the next goes on, there or elsewhere; its first token begins a round.
+        for mut engine in [engine, model.guessing(&model.options(), 4)] {
+            let resumed = Ask { emitted: first.tokens[..17].to_vec(), ..ask.clone() };
+            let rest = one_by_one(&mut engine, &[resumed]).remove(0);
+            assert_eq!(rest.tokens, first.tokens[17..]);
+            assert!(counts(&rest).1 > 0);
+        }
+    }
+}
+
+/// Every byte of the caches behind a generation is the same with and without guesses, whatever way it was computed, and
+/// goes on elsewhere.
+#[test]
+fn what_is_kept_is_a_function_of_the_tokens() {
+    for (arch, block) in [("qwen35", Block::Random), ("qwen3next", Block::Telling)] {
+        let model = Model::new(arch, block);
+        for seed in [5, 6] {
+            let saved = |options: EngineOptions, most: u32, before: &[usize]| {
+                let mut engine = model.guessing(&options, most);
+                for len in before {
+                    generate(&mut engine, "before", prompt(seed, 60)[..*len].to_vec());
+                }
+                let tokens = generate(&mut engine, "r", prompt(seed, 60));
+                (tokens, save(&mut engine, "r").unwrap(), engine)
+            };
+            let (tokens, want, _) = saved(EngineOptions { chunk: Some(0), ..model.options() }, 0, &[]);
+            let ways = [
+                (model.options(), &[][..]),
+                (EngineOptions { chunk: Some(7), ..model.options() }, &[][..]),
+                (model.options(), &[60][..]),
+                (model.options(), &[33, 49][..]),
+            ];
+            for (way, (options, before)) in ways.into_iter().enumerate() {
+                let (got, snapshot, _) = saved(options, 4, before);
+                assert_eq!(got, tokens, "{arch}, way {way}");
+                assert!(snapshot == want, "{arch}, way {way}: other bytes");
+            }
+            // It goes on in another engine as in one that has computed it.
+            let next = Ask::greedy([&tokens[..], &prompt(9, 20)].concat(), GENERATE).tokens_only();
+            let heard =
+                one_by_one(&mut model.guessing(&model.options(), 4), std::slice::from_ref(&next)).remove(0);
+            let mut second = model.guessing(&model.options(), 4);
+            let snapshot = Snapshot::from_bytes(&want.to_bytes().unwrap(), &second.origin()).unwrap();
+            second.restore(key("again"), &snapshot).unwrap();
+            let restored = one_by_one(&mut second, &[next]).remove(0);
+            assert!(restored.cached() > 0);
+            assert_eq!((restored.tokens.clone(), counts(&restored)), (heard.tokens.clone(), counts(&heard)));
+            // Without the block the caches are others.
+            let other = open(&model.name, &EngineOptions { guesses: Guesses::Off, ..model.options() });
+            assert!(Snapshot::from_bytes(&want.to_bytes().unwrap(), &other.origin()).is_err());
+        }
+    }
+}
+
+#[test]
+fn draws_choices_and_requests_that_go_are_as_without() {
+    let model = Model::new("qwen35", Block::Telling);
+    let choice = |seed, together| Ask {
+        sampling: Sampling { temperature: 0.4, top_p: 0.9, seed, ..Sampling::default() },
+        together,
+        ..asks().remove(3).tokens_only()
+    };
+    let apart: Vec<Ask> = (1..4).map(|seed| choice(seed, 1)).collect();
+    let want = model.plain(&apart);
+    for choices in [apart, (1..4).map(|seed| choice(seed, 3)).collect()] {
+        let got = together(&mut model.guessing(&model.options(), 4), &choices);
+        let same = want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens);
+        assert!(same && all(&got).1 > 0, "{:?}", all(&got));
+    }
+    let mut engine = model.guessing(&model.options(), 4);
+    let asked: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
+    for asked in asked.iter().step_by(2) {
+        for _ in 0..3 {
+            engine.step(std::time::Instant::now()).unwrap();
+        }
+        engine.cancel(asked.id.unwrap());
+        engine.check().unwrap();
+    }
+    run_to_end(&mut engine);
+    assert_eq!(engine.load().kv_used, 0);
+    // Left to itself it guesses where that was seen to pay, and the tokens are the same.
+    let got = together(&mut open(&model.name, &model.options()), &asks());
+    assert_same("what pays", &model.plain(&asks()), &got);
+}
+
+/// On the CUDA backend, kernel for kernel: as many guesses are right as on the CPU.
+#[test]
+fn the_simulated_device_guesses_as_the_cpu() {
+    let model = Model::new("qwen35", Block::Telling);
+    let options = EngineOptions { guesses: Guesses::Appended, ..small(HYBRID) };
+    let asks = [14, 15].map(|seed| Ask::greedy(prompt(seed, seed as usize), 12).tokens_only());
+    let arch = Arch::CHECKED[1];
+    let mut device = open_on(&model.name, &options, simulated(arch, &options)).with_draft_len(3);
+    let (got, want) = (together(&mut device, &asks), together(&mut model.guessing(&options, 3), &asks));
+    for (got, want) in got.iter().zip(&want) {
+        assert_eq!((&got.tokens, counts(got)), (&want.tokens, counts(want)));
+    }
+    assert!(all(&got).1 > 0);
+}
+
+#[test]
+fn who_has_no_block_is_refused() {
+    let refused = |loaded: Result<(), Error>| match loaded {
+        Err(Error::Config { option: "spec", reason }) => reason,
+        other => panic!("{other:?}"),
+    };
+    for (model, key) in [(HYBRID, "qwen35.nextn_predict_layers"), ("tiny/llama/llama-f32", "llama")] {
+        let options = EngineOptions { guesses: Guesses::Appended, ..options(model) };
+        let reason = refused(load::open(&path(model), &options, &mut |_, _| {}).map(drop));
+        assert!(reason.contains(key), "{reason}");
+    }
+    let model = Model::new("qwen35", Block::Random);
+    let workers = Workers::start(&model.name, 1, &options(HYBRID));
+    let reason = refused(workers.engine(&model.name, &model.options()).map(drop));
+    assert!(reason.contains("elsewhere"), "{reason}");
+}
