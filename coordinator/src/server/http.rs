@@ -1,7 +1,7 @@
 //! TCP listeners with limits: connections, time and size of heads, clients that do not read.
 
 use super::StartError;
-use crate::api::limits::{HEAD_TIMEOUT, MAX_BODY, MAX_HEAD, WRITE_STALL};
+use crate::api::limits::{HEAD_TIMEOUT, MAX_FORM, MAX_HEAD, WRITE_STALL};
 use axum::extract::Request;
 use axum::response::Response;
 use bytes::Bytes;
@@ -27,8 +27,8 @@ use tower::{Service, ServiceExt};
 /// Waits after `accept` has failed, as it does when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// What is still read of a body that is refused.
-const LINGER_BYTES: usize = 2 * MAX_BODY;
-const LINGER_TIME: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 2 * MAX_FORM;
+const LINGER_TIME: Duration = Duration::from_secs(5);
 
 /// Who is told to stop still takes connections for a moment, since whoever sends requests learns of it only by and by:
 /// until none has come for so long,
