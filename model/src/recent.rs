@@ -183,9 +183,9 @@ fn fold(a: u64, b: u64) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-/// Keys are hashes already.
+/// For maps whose keys are hashes already, under a key that nobody outside knows.
 #[derive(Debug, Default)]
-struct AsItIs(u64);
+pub struct AsItIs(u64);
 
 impl Hasher for AsItIs {
     fn write(&mut self, bytes: &[u8]) {

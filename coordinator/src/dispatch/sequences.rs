@@ -1,13 +1,14 @@
 //! Operations on sequences at the workers that have them.
 
 use super::{Dispatch, Link};
+use model::recent::AsItIs;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId};
 use proto::message::WorkerState;
 use proto::sequence::{SequenceName, SequenceRequest};
 use proto::transport::SequenceExchange;
 use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
+use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 use std::sync::Arc;
 
 /// Requests of which is remembered who served them.
@@ -42,25 +43,6 @@ impl Served {
     }
 }
 
-/// Hashes what is one already.
-#[derive(Debug, Default)]
-struct AsItIs(u64);
-
-impl Hasher for AsItIs {
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
-        }
-    }
-
-    fn write_u64(&mut self, hash: u64) {
-        self.0 = hash;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
 impl Dispatch {
     /// A worker has a sequence of this name from now on.
     pub fn note_served(&self, root: BlockId, name: &SequenceName, node: &NodeId) {

@@ -1,6 +1,7 @@
 //! Sound at one rate brought to another: a sinc under a Kaiser window, in phases, so that each output is a sum of inputs
 //! with fixed weights. Outputs depend on where they are in the sound, not on how it comes in pieces.
 
+use super::dot;
 use std::f64::consts::PI;
 use std::sync::Arc;
 
@@ -133,21 +134,6 @@ impl Resampler {
             out.truncate(had + missing);
         }
     }
-}
-
-/// In eight sums, which are added in their order.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0f32; 8];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
-    for (a, b) in a.iter().zip(b) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += a * b;
-        }
-    }
-    for ((sum, a), b) in sums.iter_mut().zip(a_rest).zip(b_rest) {
-        *sum += a * b;
-    }
-    sums.iter().sum()
 }
 
 #[cfg(test)]

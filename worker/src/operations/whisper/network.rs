@@ -6,6 +6,7 @@
 use super::compute::{Compute, Linear, Matrix, Norm};
 use super::file::Weights;
 use crate::Error;
+use crate::operations::dot;
 use kernels::ops::softmax;
 use parking_lot::Mutex;
 use std::io::{Read, Seek};
@@ -507,21 +508,6 @@ fn attend_to_past(
     })?;
     drop(rows);
     Ok(out)
-}
-
-/// In eight sums, so that it is vectorised, which are added in their order.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0; 8];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
-    for (a, b) in a.iter().zip(b) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += a * b;
-        }
-    }
-    for ((sum, a), b) in sums.iter_mut().zip(a_rest).zip(b_rest) {
-        *sum += a * b;
-    }
-    sums.iter().sum()
 }
 
 #[cfg(test)]
