@@ -325,7 +325,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Ends a step that defers states ([`StepState::deferred`]), made to look at guesses: of each sequence that does,
+    /// Ends the oldest step that defers states ([`StepState::deferred`]), made to look at guesses: of each sequence that does,
     /// in their order, the first `rows` of its rows count. Afterwards its caches are, bit for bit, those of having been
     /// stepped by these rows: go on at `context + rows`, with the state in [`StepState::write`].
     ///

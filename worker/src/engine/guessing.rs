@@ -21,8 +21,7 @@ impl Engine {
     /// Has the next step look at what sequences will probably draw, where that pays.
     pub(super) fn guess(&mut self) -> Result<(), Error> {
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
-        if self.later.is_some() && self.decoder.spec().is_recurrent() {
-            // The states of other stages cannot be taken back.
+        if self.later.as_ref().is_some_and(|later| !later.can_defer()) && self.decoder.spec().is_recurrent() {
             return Ok(());
         }
         speculation.retain(|id| self.live.contains_key(&id));
@@ -97,7 +96,8 @@ impl Engine {
         drawn.retain(|_| counts.next().unwrap_or(true));
     }
 
-    /// Has the states of sequences with guesses follow the rows that count, and remembers how good guesses were.
+    /// Has the states of sequences with guesses follow the rows that count, at all stages, and remembers how good guesses
+    /// were.
     pub(super) fn accept(&mut self, plan: &StepPlan, drawn: &[Draw]) -> Result<(), Error> {
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
         self.newest_rows.clear();
@@ -105,12 +105,23 @@ impl Engine {
         let counted = |sequence: &PlannedSequence| drawn.iter().filter(|draw| draw.id == sequence.id).count();
         let mut rows = Vec::new();
         for sequence in plan.sequences.iter().filter(|sequence| sequence.guesses > 0) {
-            let counted = counted(sequence);
-            speculation.looked_at(sequence.id, sequence.guesses as usize, counted.saturating_sub(1));
+            // Of one that has gone meanwhile only what counts without guesses may be kept.
+            let mut counts = sequence.rows.len() - sequence.guesses as usize;
+            if self.live.contains_key(&sequence.id) {
+                counts = counted(sequence);
+                speculation.looked_at(sequence.id, sequence.guesses as usize, counts.saturating_sub(1));
+            }
             if sequence.state.is_some() {
-                rows.push(counted);
+                rows.push(counts);
             }
         }
-        if rows.is_empty() { Ok(()) } else { self.decoder.accept(&rows) }
+        if rows.is_empty() {
+            return Ok(());
+        }
+        self.decoder.accept(&rows)?;
+        if let Some(later) = &mut self.later {
+            later.counted(plan.step, &rows);
+        }
+        Ok(())
     }
 }

@@ -21,6 +21,7 @@ mod siblings;
 mod simulated;
 mod snapshots;
 mod speculation;
+mod staged_guesses;
 mod stages;
 mod storm;
 mod tiers;
