@@ -3,13 +3,14 @@
 
 use crate::exactness::assert_same;
 use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, together};
-use crate::snapshots::{assert_continues, generate, save, undisturbed};
+use crate::snapshots::{assert_continues, key, save, undisturbed};
 use crate::speculation::{asks, counts, plain};
 use crate::stages::{Workers, most_shards};
 use crate::tiers::{self, host, small};
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::speculation::Speculation;
+use proto::message::Sampling;
 use std::time::Instant;
 
 /// Every architecture with recurrent layers, and states in bfloat16.
@@ -25,6 +26,12 @@ const MODELS: [&str; 7] = [
 
 fn guessing(workers: &Workers, model: &str, options: &EngineOptions, most: u32) -> Engine {
     workers.next_engine(model, options).with_speculation(Speculation::ngram().always(most))
+}
+
+/// Says one token again and again, so that guesses are right.
+fn saying(prompt: Vec<u32>) -> Ask {
+    let sampling = Sampling { logit_bias: vec![(10, 100.0)], ..Sampling::default() };
+    Ask { sampling, ..Ask::greedy(prompt, 40) }
 }
 
 #[test]
@@ -75,9 +82,13 @@ fn states_of_all_stages_follow_the_rows_that_count() {
 #[test]
 fn what_is_kept_is_what_one_worker_keeps() {
     for model in MODELS {
-        let text = [prompt(3, 40).repeat(2), vec![9; 21]].concat();
+        let ask = saying([prompt(3, 40).repeat(2), vec![9; 21]].concat()).named(key("r").name);
+        let generate = |engine: &mut Engine| {
+            let heard = together(engine, std::slice::from_ref(&ask)).remove(0);
+            ([&ask.prompt[..], &heard.tokens].concat(), counts(&[heard]).1)
+        };
         let mut whole = open(model, &options(model));
-        let tokens = generate(&mut whole, "r", text.clone());
+        let (tokens, _) = generate(&mut whole);
         let file = save(&mut whole, "r").unwrap();
         let want = undisturbed(model, &tokens);
         for shards in 2..=most_shards(model).min(3) {
@@ -88,12 +99,12 @@ fn what_is_kept_is_what_one_worker_keeps() {
                 let mut engine = guessing(&workers, model, &options, 7);
                 // Others' steps come between.
                 let beside: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
-                assert_eq!(generate(&mut engine, "r", text.clone()), tokens, "{what}");
+                let (got, accepted) = generate(&mut engine);
+                assert_eq!(got, tokens, "{what}");
+                assert!(accepted > 10, "{what}: {accepted}");
                 assert!(save(&mut engine, "r").unwrap() == file, "{what}: other bytes");
                 assert_continues(&what, &mut engine, &tokens, &want, (tokens.len() - 1) / 16 * 16);
-                let beside: Vec<Heard> = beside.iter().map(|asked| asked.heard()).collect();
-                assert!(counts(&beside).1 > 0, "{what}");
-                assert!(engine.metrics().drafted.get() > counts(&beside).0.into(), "{what}");
+                assert!(beside.iter().all(|asked| asked.heard().finished.is_some()), "{what}");
             }
         }
     }
@@ -103,7 +114,7 @@ fn what_is_kept_is_what_one_worker_keeps() {
 #[test]
 fn tiers_keep_what_guesses_have_led_to() {
     for model in ["tiny/qwen35/qwen35-f32", "tiny/granitehybrid/granitehybrid-f32"] {
-        let ask = Ask::greedy(prompt(5, 48).repeat(2), 60);
+        let ask = saying(prompt(5, 48).repeat(2));
         let whole = plain(model, std::slice::from_ref(&ask)).remove(0);
         // Behind what was generated.
         let next = Ask::greedy([&ask.prompt[..], &whole.tokens, &prompt(6, 5)].concat(), 6);
@@ -127,14 +138,15 @@ fn tiers_keep_what_guesses_have_led_to() {
 #[test]
 fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
     for model in MODELS {
-        let kept = asks().remove(1);
+        let kept = saying(prompt(2, 50));
         let want = plain(model, std::slice::from_ref(&kept));
         let shards = most_shards(model).min(3);
         let workers = Workers::start(model, shards - 1, &options(model));
         let mut engine = guessing(&workers, model, &options(model), 7);
         for steps in 1..12 {
             let beside = submit(&mut engine, &kept);
-            let gone: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
+            let sure = (30..33).map(|seed| saying(prompt(seed, 20)));
+            let gone: Vec<_> = asks().into_iter().chain(sure).map(|ask| submit(&mut engine, &ask)).collect();
             // Past the prompts.
             while gone.iter().any(|asked| asked.heard().tokens.is_empty()) {
                 engine.step(Instant::now()).unwrap();
