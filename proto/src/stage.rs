@@ -100,6 +100,11 @@ pub enum StageDrafterV1 {
         /// Digest of its file.
         digest: [u8; 32],
     },
+    /// The block behind the model's last layer, in its own file.
+    Appended {
+        /// Sequences that it guesses for at a time.
+        sequences: u32,
+    },
 }
 
 /// Where a stage is reached.

@@ -6,6 +6,7 @@ use crate::Error;
 use crate::decoder::DraftFrom;
 use crate::scheduler::{Decoding, PlannedSequence, SeqId, StepPlan};
 use crate::speculation::Speculation;
+use crate::stage::LaterStages;
 use crate::stage::step::WantedRows;
 use proto::stage::{MAX_GUESSES, StageGuessV1};
 use std::collections::HashMap;
@@ -32,8 +33,9 @@ fn unguided<'a>(live: &HashMap<SeqId, Live>, decoding: Decoding<'a>) -> Decoding
 impl Engine {
     /// Has the next step look at what sequences will probably draw, where that pays.
     pub(super) fn guess(&mut self) -> Result<(), Error> {
+        let looks = self.looks_at_guesses();
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
-        if self.later.as_ref().is_some_and(|later| !later.can_defer()) && self.decoder.spec().is_recurrent() {
+        if !looks {
             return Ok(());
         }
         speculation.retain(|id| self.live.contains_key(&id));
@@ -55,10 +57,16 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether steps may look at guesses: recurrent states must be able to follow the rows that count.
+    fn looks_at_guesses(&self) -> bool {
+        let defers = self.later.as_ref().is_none_or(LaterStages::can_defer);
+        defers || !self.decoder.spec().is_recurrent()
+    }
+
     /// Whether the last stage guesses behind what it draws.
     fn guesses_elsewhere(&self) -> bool {
         let computed = self.speculation.as_ref().is_some_and(Speculation::is_computed);
-        computed && self.later.is_some() && self.draft_model.is_none()
+        computed && self.later.is_some() && self.draft_model.is_none() && self.looks_at_guesses()
     }
 
     /// Has the next step look at what the last stage has guessed.

@@ -13,13 +13,14 @@ use crate::engine::thread::end_process;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
-use crate::shipping::{Holdings, Shipper, ShippingConfig};
+use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::telemetry::ShippingMetrics;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
 use proto::stage::{
-    ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageFeed,
+    ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrafterV1, StageDrawnV1, StageDrawnV2,
+    StageFailure, StageFeed,
     StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1, StageReport, StageSampleV1,
     StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
@@ -264,7 +265,9 @@ async fn take_part(
             load_range(&path, &options, layers.clone(), &asked)
         }
     };
-    let loaded = host.holds.shipper.load(&model_path, Some(layers), load).await;
+    let appended = matches!(join.drafter, Some(StageDrafterV1::Appended { .. }));
+    let wanted = Wanted { layers: Some(layers), appended };
+    let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,
         Error::EngineStopped => StageFailure::Stops,
@@ -374,7 +377,7 @@ fn lay_out(
     begin: &StageBeginV1,
 ) -> Result<Slabs, Error> {
     let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
-    load::admit_kv(model, options, slabs.bytes())?;
+    load::admit_kv(model, options, slabs.bytes() + decoder.spare_bytes() as u64)?;
     decoder.allocate_kv(slabs.bytes() as usize)?;
     Ok(slabs)
 }
