@@ -16,6 +16,7 @@ use worker::decoder::LayerState;
 use worker::engine::{EngineRequest, Sink};
 use worker::kv_cache::Placement;
 use worker::load;
+use worker::speculation::Guesses;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]
@@ -153,8 +154,9 @@ impl Logits {
     pub(crate) fn run(self) -> Result<()> {
         let path = resolve_or_pull(&self.model)?.path;
         let shards = usize::from(self.shards);
+        let guesses = self.spec.guesses()?;
         if shards > 1 {
-            self.check_shards(&path, shards)?;
+            self.check_shards(&path, &guesses, shards)?;
         }
         let text = std::fs::read_to_string(&self.tokens)
             .with_context(|| format!("cannot read {}", self.tokens.display()))?;
@@ -166,7 +168,7 @@ impl Logits {
         }
         let mut options = self.engine.options()?;
         options.chunk = Some(self.chunk);
-        options.guesses = self.spec.guesses()?;
+        options.guesses = guesses;
         if self.contiguous {
             options.placement = Placement::Contiguous;
         }
@@ -187,7 +189,7 @@ impl Logits {
             options.threads = Some(threads);
             options.workers = shards;
             let (processes, replica) =
-                replica::start(&path, shards, &self.engine, threads, self.wire.into())?;
+                replica::start(&path, shards, (&self.engine, &options.guesses), threads, self.wire.into())?;
             _later = Some(processes);
             local::open_with(&path, |path, progress| load::open_replica(path, &options, replica, progress))?
         };
@@ -204,12 +206,12 @@ impl Logits {
     }
 
     /// Refuses what does not go with several shards, before any process is started.
-    fn check_shards(&self, path: &Path, shards: usize) -> Result<()> {
+    fn check_shards(&self, path: &Path, guesses: &Guesses, shards: usize) -> Result<()> {
         let refuse = |other, reason| Err(UsageError { flag: "--shards", other, reason }.into());
         if self.contiguous {
             return refuse("--contiguous", "runs of blocks are placed in one worker's memory");
         }
-        Ok(load::check_shards(path, shards)?)
+        Ok(load::check_shards(path, guesses, shards)?)
     }
 
     fn submit(&self, local: &mut LocalEngine, prompt: &[u32], vocab: usize) -> Arc<Mutex<Collected>> {

@@ -13,6 +13,7 @@ use std::time::SystemTime;
 use tempfile::TempDir;
 use tokio::process::Child;
 use tokio::runtime::Runtime;
+use worker::speculation::Guesses;
 use worker::stage::Replica;
 
 /// Threads that move bytes.
@@ -27,12 +28,13 @@ pub(crate) struct LaterProcesses {
     _dir: TempDir,
 }
 
-/// Starts the other `shards - 1` stages of the model in `path`, each with the same arithmetic and `threads` threads.
+/// Starts the other `shards - 1` stages of the model in `path`, each with the same arithmetic, `threads` threads and,
+/// for the last one, the same drafter.
 /// Must be called on the main thread: children end with the thread that started them.
 pub(crate) fn start(
     path: &Path,
     shards: usize,
-    engine: &EngineArgs,
+    (engine, guesses): (&EngineArgs, &Guesses),
     threads: usize,
     activations: ActivationType,
 ) -> anyhow::Result<(LaterProcesses, Replica)> {
@@ -56,6 +58,12 @@ pub(crate) fn start(
         flag("kv-type", value_name(engine.kv_type));
         flag("activations", value_name(engine.activations));
         flag("state-type", value_name(engine.state_type));
+        if let Guesses::Assistant(drafter) = guesses {
+            flag(
+                "spec",
+                format!("draft-mtp:{}", drafter.to_str().context("a drafter's path that is not UTF-8")?),
+            );
+        }
         if let Some(tau) = engine.state_tau {
             flag("state-tau", tau.to_string());
         }

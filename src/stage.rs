@@ -5,6 +5,7 @@ use crate::local::EngineArgs;
 use crate::node::{self, StopSignals};
 use crate::otlp;
 use crate::shipped;
+use crate::spec::SpecArg;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
@@ -38,6 +39,10 @@ pub(crate) struct Stage {
     /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE]
     #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
     otlp_certificate: Option<PathBuf>,
+    /// Who guesses the next tokens where this is the last stage, as the first one is told; only draft-mtp:MODEL is of
+    /// any use here
+    #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
+    spec: SpecArg,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -60,7 +65,11 @@ impl Stage {
         let config = StageConfig {
             model_path: Some(model.path),
             listen: self.quic,
-            engine: EngineOptions { packed: shipping.store.clone(), ..self.engine.options()? },
+            engine: EngineOptions {
+                packed: shipping.store.clone(),
+                guesses: self.spec.guesses()?,
+                ..self.engine.options()?
+            },
             shipping,
         };
         let node = &identity.name().node;

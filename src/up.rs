@@ -288,7 +288,8 @@ impl Up {
         let settings: UpSettings = config::layered(self.config.as_deref(), &self.settings)?;
         if let Some(shards) = settings.shards.filter(|shards| *shards > 1) {
             let model = models::resolve_or_pull(settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
-            ::worker::load::check_shards(&model.path, shards)?;
+            let guesses = settings.spec.clone().unwrap_or_default().guesses()?;
+            ::worker::load::check_shards(&model.path, &guesses, shards)?;
         }
         let plan = Plan::new(settings, self.listen_public)?;
         let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;

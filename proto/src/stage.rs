@@ -30,6 +30,8 @@ const MAX_COPIES: usize = 65_536;
 const MAX_STAGES: usize = 1024;
 /// Recorded requests that one step tells of at most.
 pub const MAX_TRACES: usize = 64;
+/// Guesses of one sequence behind one step at most.
+pub const MAX_GUESSES: usize = 64;
 
 /// Element type of activations between stages. `F32` changes no bit; `Bf16` halves the bytes and is part of the
 /// numeric class.
@@ -86,6 +88,23 @@ pub struct StageJoinV1 {
     pub activations: ActivationType,
     /// Where they go; none for the last stage.
     pub next: Option<StageAddressV1>,
+    /// Who guesses beside the last layer; none for the other stages.
+    pub drafter: Option<StageDrafterV1>,
+}
+
+/// Who guesses at the last stage what is drawn next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StageDrafterV1 {
+    /// A drafter that reads the caches of some layers, all of them the last stage's.
+    Assistant {
+        /// Digest of its file.
+        digest: [u8; 32],
+    },
+    /// The block behind the model's last layer, in its own file.
+    Appended {
+        /// Sequences that it guesses for at a time.
+        sequences: u32,
+    },
 }
 
 /// Where a stage is reached.
@@ -168,6 +187,26 @@ pub struct StageDrawnV2 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
     pub spent: Vec<StageSpentV1>,
+    /// For each of [`StageStepV2::guesses`] what will probably be drawn next; fewer tokens than asked for, or none, where
+    /// no more could be made.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub guessed: Vec<StageGuessedV1>,
+    /// Microseconds that guessing took, part of what the last stage has spent.
+    pub guessing_us: u32,
+}
+
+/// What a sequence will probably draw.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageGuessedV1 {
+    /// The tokens, each behind those before it.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_GUESSES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_GUESSES>"
+    )]
+    pub tokens: Vec<u32>,
 }
 
 /// A token that a stage has drawn.
@@ -320,6 +359,24 @@ pub struct StageStepV2 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_TRACES>"
     )]
     pub traces: Vec<TraceContext>,
+    /// Sequences, ascending, for which the last stage guesses what comes behind what it has drawn.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub guesses: Vec<StageGuessV1>,
+}
+
+/// Guesses that are asked for of a sequence. A row counts if the token behind it is the one drawn from it, and the last that
+/// counts is the one that the guesses follow; each row from `first` on is drawn from at the last stage, once.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageGuessV1 {
+    /// Which of [`StageStepV1::sequences`].
+    pub sequence: u32,
+    /// Its first row that is drawn from, counted from the step's first.
+    pub first: u32,
+    /// Guesses at most.
+    pub most: u32,
 }
 
 /// A token to be drawn: everything that the draw depends on, so that whoever draws need remember nothing.

@@ -14,14 +14,14 @@ use crate::sampling::stop::OutputText;
 use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepLimits, StepPlan};
 use crate::snapshot::Origin;
 use crate::speculation::Speculation;
-use crate::stage::LaterStages;
+use crate::stage::{Asks, LaterStages};
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
 use caches::Caches;
 pub(crate) use draft_model::DraftModel;
 use draw::Targets;
 use forward::run;
-use guessing::NewestRows;
+use guessing::{GuessedElsewhere, NewestRows};
 use guided::Guided;
 use model::tokenizer::Tokenizer;
 use offering::Lending;
@@ -179,6 +179,7 @@ struct UnderWay {
     since: Instant,
     /// What the stages do for requests that are recorded.
     spans: Vec<Span>,
+    guesses: GuessedElsewhere,
 }
 
 /// See the module.
@@ -210,6 +211,8 @@ pub struct Engine {
     rates: Rates,
     speculation: Option<Speculation>,
     newest_rows: NewestRows,
+    /// What the last stage has guessed, until a step looks at it.
+    guessed: HashMap<SeqId, Vec<u32>>,
     draft_model: Option<DraftModel>,
     /// Held by every request that is recorded.
     recorded: Arc<()>,
@@ -257,6 +260,7 @@ impl Engine {
             rates: Rates::default(),
             speculation: None,
             newest_rows: NewestRows::new(),
+            guessed: HashMap::new(),
             draft_model: None,
             recorded: Arc::new(()),
         })
@@ -534,7 +538,8 @@ impl Engine {
         if let Some(plan) = self.plan()? {
             let (rows, targets) = (plan.tokens.len(), self.targets(&plan));
             let spans = self.trace_plan(&plan);
-            let step = UnderWay { plan, targets, since: now, spans };
+            let guesses = GuessedElsewhere::default();
+            let step = UnderWay { plan, targets, since: now, spans, guesses };
             self.hand_over(step)?;
             return Ok(StepOutcome::Ran { rows });
         }
@@ -559,7 +564,7 @@ impl Engine {
     }
 
     /// Runs a step over the layers that are here.
-    fn hand_over(&mut self, step: UnderWay) -> Result<(), Error> {
+    fn hand_over(&mut self, mut step: UnderWay) -> Result<(), Error> {
         let UnderWay { plan, targets, .. } = &step;
         if self.later.is_none() {
             let (lending, scheduler) = (&mut self.lending, &self.scheduler);
@@ -571,10 +576,12 @@ impl Engine {
             let drawn = self.draw(&step.targets, |row| row)?;
             return self.complete(&step, drawn);
         }
-        let wanted = self.wanted(targets);
+        let mut wanted = self.wanted(targets);
+        let (guesses, asked) = self.ask_for_guesses(plan, &mut wanted);
         if let Some(later) = &mut self.later {
             let traces = step.spans.iter().map(Span::context).collect();
-            later.run(&mut self.decoder, &self.scheduler, plan, (wanted, traces))?;
+            later.run(&mut self.decoder, &self.scheduler, plan, Asks { wanted, guesses, traces })?;
+            step.guesses = asked;
             self.under_way.push_back(step);
         }
         Ok(())
@@ -584,11 +591,12 @@ impl Engine {
     /// is not waited for.
     fn hear(&mut self, wait: bool) -> Result<bool, Error> {
         let Some(later) = &mut self.later else { return Ok(false) };
-        let Some(answer) = later.answer(wait)? else { return Ok(false) };
+        let Some(mut answer) = later.answer(wait)? else { return Ok(false) };
         let Some(mut step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
             return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
         };
         trace::note(std::mem::take(&mut step.spans), &answer.spent);
+        self.hear_guesses(&mut step, std::mem::take(&mut answer.guessed), answer.guessing);
         let drawn = self.drawn(&step.targets, answer)?;
         // What comes next is not planned yet: they are still those behind the prompt.
         self.read_states(&step.plan)?;
@@ -598,7 +606,7 @@ impl Engine {
 
     /// Accounts for a step that has been computed, and of which this has been drawn.
     fn complete(&mut self, step: &UnderWay, mut sampled: Vec<Draw>) -> Result<(), Error> {
-        let UnderWay { plan, since, .. } = step;
+        let UnderWay { plan, since, guesses, .. } = step;
         let rows = plan.tokens.len();
         let lengths = plan.sequences.iter().map(|s| s.rows.len() - s.guesses as usize);
         let prefill_rows: usize = lengths.filter(|len| *len > 1).sum();
@@ -614,7 +622,8 @@ impl Engine {
         let took = ended.saturating_duration_since(began);
         self.rates.step_ended(took, rows, prefill_rows);
         if let Some(speculation) = self.speculation.as_mut().filter(|_| prefill_rows == 0) {
-            speculation.step_took(rows, took);
+            // What guessing takes is counted by itself.
+            speculation.step_took(rows, took.saturating_sub(guesses.took));
         }
         self.steps += 1;
         self.metrics.steps.inc();

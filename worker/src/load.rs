@@ -41,6 +41,7 @@ mod stages;
 
 pub use device::DeviceChoice;
 use device::Memory;
+pub(crate) use drafter::Elsewhere;
 use drafter::Guesser;
 pub use encoder::encoder;
 pub(crate) use encoder::{kernel_encoder, onnx_encoder};
@@ -294,12 +295,14 @@ fn prepare_on(
     let model_digest = digest(&gguf, options)?;
     let metadata = gguf.metadata().clone();
     let wire = replica.as_ref().and_then(Replica::class);
-    let (layers, mut joining) = match replica {
-        None => (0..spec.layers.len(), None),
+    let (layers, mut joining, elsewhere) = match replica {
+        None => (0..spec.layers.len(), None, None),
         Some(replica) => {
             let class = stages::class(backend.info(), &model_digest, options);
-            let (first, joining) = replica.join(&spec, (model_digest, class), rows, options.block_tokens)?;
-            (first, Some(joining))
+            let elsewhere = drafter::elsewhere(options, (&gguf, &spec), max_sequences)?;
+            let told = (model_digest, class, elsewhere);
+            let (first, joining) = replica.join(&spec, told, rows, options.block_tokens)?;
+            (first, Some(joining), elsewhere)
         }
     };
     let weights = match joining {
@@ -310,13 +313,13 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    let guesser = drafter::guesser(
-        options,
-        &gguf,
-        &mut decoder,
-        (tokenizer.as_ref(), max_sequences),
-        (floor, arena_bytes),
-    )?;
+    let guesser = match elsewhere {
+        Some(_) => Guesser::Drafter(None),
+        None => {
+            let own = (tokenizer.as_ref(), max_sequences);
+            drafter::guesser(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
+        }
+    };
     let memory = memory.less(decoder.backend().memory());
     floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();

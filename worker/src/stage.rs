@@ -6,10 +6,12 @@
 //! number, and each stage knows where a number lies in its arena (docs/decisions/0015-blocks-have-numbers.md).
 //!
 //! Several steps are under way at once, so that all stages have something to do (`pace.rs`, `later.rs`). The last one
-//! draws tokens; all that a draw depends on but the logits comes with the step, so it remembers nothing of a request.
+//! draws tokens; all that a draw depends on but the logits comes with the step, so it remembers nothing of a request. What
+//! guesses by the model's caches is there too (`guess.rs`): a step asks for guesses behind what is drawn from it.
 
 mod activations;
 mod deadline;
+mod guess;
 mod head_share;
 mod held;
 mod host;
@@ -23,7 +25,7 @@ pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};
 pub use host::{StageConfig, StageService};
-pub(crate) use later::{Answer, LaterStages, Spent, StageCounts};
+pub(crate) use later::{Answer, Asks, LaterStages, Spent, StageCounts};
 pub use lead::{LostStage, Replica};
 pub(crate) use lease::{Claim, Claims};
 

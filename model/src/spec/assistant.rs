@@ -39,4 +39,10 @@ impl AssistantSpec {
         };
         (0..target.layers.len()).rev().find(has)
     }
+
+    /// The first layer of `target` whose keys and values it looks at; none if it is a drafter of another model.
+    pub fn from_layer(&self, target: &ModelSpec) -> Option<usize> {
+        let producers = (0..self.trunk.layers.len()).map(|layer| self.producer(target, layer));
+        producers.collect::<Option<Vec<usize>>>()?.into_iter().min()
+    }
 }

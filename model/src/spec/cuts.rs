@@ -27,7 +27,13 @@ impl ModelSpec {
     /// Layer ranges of `shards` stages, as even in layers as the cut points allow; none if there cannot be so many, or
     /// if there shall be none at all.
     pub fn stage_ranges(&self, shards: usize) -> Option<Vec<Range<usize>>> {
-        let cuts = self.cut_points();
+        self.stage_ranges_before(shards, self.layers.len())
+    }
+
+    /// As [`Self::stage_ranges`], where all layers from `last` on are to be the last stage's.
+    pub fn stage_ranges_before(&self, shards: usize, last: usize) -> Option<Vec<Range<usize>>> {
+        let mut cuts = self.cut_points();
+        cuts.retain(|cut| *cut <= last);
         let wanted = shards.checked_sub(1)?;
         if wanted > cuts.len() {
             return None;
@@ -99,6 +105,13 @@ mod tests {
             }
             assert_eq!(spec.stage_ranges(layers + 1), None);
             assert_eq!(spec.stage_ranges(0), None);
+            // With so many layers at least at the last stage.
+            for last in 1..layers {
+                assert_eq!(spec.stage_ranges_before(last + 2, last), None);
+                let ranges = spec.stage_ranges_before(last + 1, last).unwrap();
+                assert_eq!((ranges.len(), ranges[last].clone()), (last + 1, last..layers));
+                assert!(spec.stage_ranges_before(2, last).unwrap()[1].contains(&last));
+            }
         }
     }
 }

@@ -137,6 +137,7 @@ pub(crate) fn stage_join() -> StageJoinV1 {
         block_tokens: 16,
         activations: ActivationType::F32,
         next: Some(StageAddressV1 { node: NodeId::new("w3").unwrap(), quic: "10.0.0.3:7001".into() }),
+        drafter: Some(StageDrafterV1::Assistant { digest: [2; 32] }),
     }
 }
 
@@ -154,6 +155,8 @@ pub(crate) fn stage_drawn() -> StageDrawnV2 {
         }],
         returned: 1,
         spent: vec![stage_spent()],
+        guessed: vec![StageGuessedV1 { tokens: vec![70_000, 4] }, StageGuessedV1::default()],
+        guessing_us: 300,
     }
 }
 
@@ -215,6 +218,7 @@ pub(crate) fn stage_step_v2() -> StageStep {
         returned: vec![2],
         spent: vec![stage_spent()],
         traces: vec![trace()],
+        guesses: vec![StageGuessV1 { sequence: 0, first: 1, most: 4 }],
     })
 }
 
@@ -634,6 +638,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("PullFrame", Stream, pull_frames()),
         samples("ActivationType", Stream, [ActivationType::F32, ActivationType::Bf16]),
         samples("StageOrder", Stream, stage_orders()),
+        samples("StageDrafterV1", Stream, [StageDrafterV1::Assistant { digest: [2; 32] }]),
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),
         samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),

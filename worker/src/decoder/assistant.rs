@@ -9,7 +9,7 @@ use super::{Decoder, DecoderConfig, feed_forward, job, normed};
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, MixerWeights, Packs, TensorSource, Weights};
 use kernels::backend::{
-    AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, KvLayerId, QkvOp, StepInput,
+    AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, KvLayerId, MatrixId, QkvOp, StepInput,
     StepSequence,
 };
 use model::spec::AssistantSpec;
@@ -19,6 +19,8 @@ pub(super) struct Assistant {
     weights: Weights,
     before: Linear,
     behind: Linear,
+    /// The target's.
+    embedding: MatrixId,
     /// For each of its layers, the target's keys and values as it sees them.
     caches: Vec<KvLayerId>,
     buffers: Buffers,
@@ -54,15 +56,16 @@ pub(crate) struct Drafted {
 }
 
 impl Decoder {
-    /// Loads a drafter for this model, which must be here as a whole; before the arena is allocated. It drafts for
-    /// `rows` sequences at a time.
+    /// Loads a drafter for this model, whose last layer must be here and those whose caches the drafter reads, before the
+    /// arena is allocated: it from the first source, and from the second one the model's embedding where that is not here. It drafts
+    /// for `rows` sequences at a time.
     ///
     /// # Errors
-    /// [`Error::Config`] for a drafter of another model.
+    /// [`Error::Config`] for a drafter of another model, or of layers that are elsewhere.
     pub(crate) fn load_assistant(
         &mut self,
         spec: &AssistantSpec,
-        source: &dyn TensorSource,
+        (source, target_source): (&dyn TensorSource, &dyn TensorSource),
         rows: usize,
     ) -> Result<(), Error> {
         let refuse = |reason: String| Err(Error::Config { option: "spec", reason });
@@ -74,10 +77,9 @@ impl Decoder {
                 target.hidden, target.vocab
             ));
         }
-        if self.config.layers != (0..target.layers.len()) {
-            return refuse(
-                "a drafter reads the caches of all layers, of which some are elsewhere".to_owned(),
-            );
+        let held = self.config.layers.clone();
+        if held.end != target.layers.len() || !self.has_head() {
+            return refuse(format!("a drafter guesses behind the last layer, and layers {held:?} are here"));
         }
         let rows = rows.clamp(1, self.config.max_rows.min(self.config.logit_rows));
         let config = DecoderConfig {
@@ -88,9 +90,16 @@ impl Decoder {
         };
         let mut caches = Vec::with_capacity(trunk.layers.len());
         for layer in 0..trunk.layers.len() {
-            let place = spec.producer(target, layer).and_then(|at| self.places.get(at).copied().flatten());
-            let (Some(attention), Some((group, offset))) = (trunk.attention(layer), place) else {
+            let (Some(attention), Some(producer)) = (trunk.attention(layer), spec.producer(target, layer))
+            else {
                 return refuse(format!("layer {layer} of the drafter finds no layer of its kind and shape"));
+            };
+            let place =
+                producer.checked_sub(held.start).and_then(|at| self.places.get(at).copied().flatten());
+            let Some((group, offset)) = place else {
+                return refuse(format!(
+                    "a drafter reads the caches of layer {producer}, and layers {held:?} are here"
+                ));
             };
             let mut shape = layout::kv_shape(attention, &config);
             // Seen from the position before its own, a window reaches one position further.
@@ -100,6 +109,8 @@ impl Decoder {
             };
             caches.push(self.backend.create_kv_layer(group, shape, offset)?);
         }
+        let mut loader = Loader::new(target_source, Packs::Off, self.backend.as_mut());
+        let embedding = embedding_of(target, &self.weights, &mut loader)?;
         let mut loader = Loader::new(source, Packs::Off, self.backend.as_mut());
         let (before, behind) = (loader.linear(&spec.before)?, loader.linear(&spec.behind)?);
         let weights = loader.load(trunk, config.layers.clone(), &mut |_, _| {})?;
@@ -108,6 +119,7 @@ impl Decoder {
             weights,
             before,
             behind,
+            embedding,
             caches,
             buffers: layout::create_buffers(trunk, &trunk.layers, &config, backend)?,
             joined: backend.create_buffer(rows, 2 * spec.backbone)?,
@@ -115,6 +127,11 @@ impl Decoder {
             backbone: spec.backbone,
         });
         Ok(())
+    }
+
+    /// Whether something guesses here.
+    pub(crate) fn drafts(&self) -> bool {
+        self.assistant.is_some() || self.appended.is_some()
     }
 
     /// The residual stream of these rows of the last step, as it leaves the final norm.
@@ -152,7 +169,7 @@ impl Decoder {
     }
 
     fn draft_together(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
-        let (Some(assistant), Some(embedding)) = (&self.assistant, &self.weights.embedding) else {
+        let Some(assistant) = &self.assistant else {
             return Err(Error::Invariant("nothing drafts here".to_owned()));
         };
         let (backend, target) = (self.backend.as_mut(), &self.buffers);
@@ -167,7 +184,7 @@ impl Decoder {
             let tokens: Vec<u32> = from.iter().zip(&drafted).map(newest).collect();
             own.begin(backend, &tokens)?;
             backend.embed(&EmbedOp {
-                table: embedding.tokens,
+                table: assistant.embedding,
                 index: EmbedIndex::Token,
                 scale: self.spec.embedding.scale,
                 accumulate: false,

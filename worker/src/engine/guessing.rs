@@ -1,15 +1,28 @@
 //! Guesses of what is drawn next: who makes them, and what becomes of them.
 
 use super::forward::tables_of;
-use super::{Draw, Engine, Live};
+use super::{Draw, Engine, Live, UnderWay};
 use crate::Error;
 use crate::decoder::DraftFrom;
 use crate::scheduler::{Decoding, PlannedSequence, SeqId, StepPlan};
+use crate::speculation::Speculation;
+use crate::stage::LaterStages;
+use crate::stage::step::WantedRows;
+use proto::stage::{MAX_GUESSES, StageGuessV1};
 use std::collections::HashMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The row of the last step from which each sequence's newest token was drawn.
 pub(super) type NewestRows = HashMap<SeqId, u32>;
+
+/// Sequences for which a step asks the last stage for guesses, and what these are when it is answered.
+#[derive(Debug, Default)]
+pub(super) struct GuessedElsewhere {
+    pub(super) asked: Vec<SeqId>,
+    rounds: usize,
+    /// What guessing took.
+    pub(super) took: Duration,
+}
 
 /// What may follow a guess is known only once the guess has been taken in: an answer of a grammar has none.
 fn unguided<'a>(live: &HashMap<SeqId, Live>, decoding: Decoding<'a>) -> Decoding<'a> {
@@ -20,22 +33,108 @@ fn unguided<'a>(live: &HashMap<SeqId, Live>, decoding: Decoding<'a>) -> Decoding
 impl Engine {
     /// Has the next step look at what sequences will probably draw, where that pays.
     pub(super) fn guess(&mut self) -> Result<(), Error> {
+        let looks = self.looks_at_guesses();
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
-        if self.later.as_ref().is_some_and(|later| !later.can_defer()) && self.decoder.spec().is_recurrent() {
+        if !looks {
             return Ok(());
         }
         speculation.retain(|id| self.live.contains_key(&id));
+        self.guessed.retain(|id, _| self.live.contains_key(id));
         if let Some(model) = &mut self.draft_model {
             model.retain(|id| self.live.contains_key(&id));
         }
         if speculation.is_computed() {
-            return self.draft();
+            if self.later.is_none() || self.draft_model.is_some() {
+                return self.draft();
+            }
+            self.take_guessed();
+            return Ok(());
         }
         let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.live, decoding));
         for (id, guesses) in speculation.guess(decoding) {
             self.scheduler.guess(id, guesses);
         }
         Ok(())
+    }
+
+    /// Whether steps may look at guesses: recurrent states must be able to follow the rows that count.
+    fn looks_at_guesses(&self) -> bool {
+        let defers = self.later.as_ref().is_none_or(LaterStages::can_defer);
+        defers || !self.decoder.spec().is_recurrent()
+    }
+
+    /// Whether the last stage guesses behind what it draws.
+    fn guesses_elsewhere(&self) -> bool {
+        let computed = self.speculation.as_ref().is_some_and(Speculation::is_computed);
+        computed && self.later.is_some() && self.draft_model.is_none() && self.looks_at_guesses()
+    }
+
+    /// Has the next step look at what the last stage has guessed.
+    fn take_guessed(&mut self) {
+        let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.live, decoding));
+        let most: Vec<(SeqId, u32)> = decoding.map(|decoding| (decoding.id, decoding.most_guesses)).collect();
+        for (id, most) in most {
+            if let Some(mut guesses) = self.guessed.remove(&id) {
+                guesses.truncate(most as usize);
+                self.scheduler.guess(id, guesses);
+            }
+        }
+    }
+
+    /// What a step asks the last stage to guess behind it, where that pays: of sequences that draw for themselves alone, and
+    /// there. What is drawn there must be known there, so of rows that are `wanted` whole it is wanted too.
+    pub(super) fn ask_for_guesses(
+        &mut self,
+        plan: &StepPlan,
+        wanted: &mut WantedRows,
+    ) -> (Vec<StageGuessV1>, GuessedElsewhere) {
+        let nothing = || (Vec::new(), GuessedElsewhere::default());
+        if !self.guesses_elsewhere() {
+            return nothing();
+        }
+        let (mut asks, mut asked) = (Vec::new(), Vec::new());
+        for (index, sequence) in (0u32..).zip(&plan.sequences) {
+            let alone = sequence.samples && self.siblings.followers(sequence.id).next().is_none();
+            let Some(live) = self.live.get(&sequence.id).filter(|live| alone && live.guide.is_none()) else {
+                continue;
+            };
+            let draws = sequence.rows.end - 1 - sequence.guesses..sequence.rows.end;
+            let best = live.all_logits && live.sampler.is_plain_argmax();
+            let there = best || wanted.draws(draws.start);
+            let most = self.scheduler.guesses_behind(sequence).min(MAX_GUESSES as u32);
+            if there && most > 0 {
+                asks.push((
+                    StageGuessV1 { sequence: index, first: draws.start, most },
+                    best.then_some(draws),
+                ));
+                asked.push((sequence.id, most));
+            }
+        }
+        let rows = plan.sequences.iter().filter(|sequence| sequence.samples).count() as u32;
+        let Some(speculation) = &mut self.speculation else { return nothing() };
+        let rounds = speculation.rounds(rows, &asked);
+        if rounds == 0 {
+            return nothing();
+        }
+        let guesses = asks.into_iter().map(|(ask, best)| {
+            wanted.argmax.extend(best.into_iter().flatten());
+            StageGuessV1 { most: ask.most.min(rounds as u32), ..ask }
+        });
+        let guesses = guesses.collect();
+        let asked = asked.into_iter().map(|(id, _)| id).collect();
+        (guesses, GuessedElsewhere { asked, rounds, took: Duration::ZERO })
+    }
+
+    /// Takes in what the last stage has guessed behind a step; what it guessed for these sequences before is of the past.
+    pub(super) fn hear_guesses(&mut self, step: &mut UnderWay, guessed: Vec<Vec<u32>>, took: Duration) {
+        for sequence in &step.plan.sequences {
+            self.guessed.remove(&sequence.id);
+        }
+        let GuessedElsewhere { asked, rounds, took: known } = &mut step.guesses;
+        let Some(speculation) = self.speculation.as_mut().filter(|_| *rounds > 0) else { return };
+        speculation.rounds_took(*rounds, took);
+        *known = took;
+        self.guessed.extend(asked.iter().copied().zip(guessed));
     }
 
     /// Has another model guess.

@@ -1,7 +1,8 @@
 //! Loading what guesses for a model.
 
 use super::{
-    Arriving, EngineOptions, Memory, ModelFile, ModelSpec, backend, environment, generates, load_decoder,
+    Arriving, EngineOptions, Memory, ModelFile, ModelSpec, backend, digest, environment, generates, host,
+    load_decoder,
 };
 use crate::Error;
 use crate::decoder::Decoder;
@@ -11,6 +12,7 @@ use crate::speculation::Guesses;
 use crate::weights::TensorSource;
 use model::spec::{AppendedSpec, AssistantSpec};
 use model::tokenizer::Tokenizer;
+use proto::stage::StageDrafterV1;
 use std::path::Path;
 
 /// Who guesses, ready to do so.
@@ -56,17 +58,14 @@ pub(super) fn guesser(
         Guesses::Off => Ok(Guesser::Nobody),
         Guesses::Ngram => Ok(Guesser::Ngrams),
         Guesses::Appended => {
-            let spec = appended(file, &decoder.spec().arch)?;
-            let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file, arrivals });
-            let source: &dyn TensorSource = arriving.as_ref().map_or(file, |arriving| arriving);
-            decoder.load_appended(&spec, source, sequences)?;
+            load_appended(options, file, decoder, sequences)?;
             Ok(Guesser::Drafter(None))
         }
         Guesses::Assistant(path) => {
-            let file = ModelFile::open(path)?;
-            let spec = AssistantSpec::from_file(&file)?;
-            admit("the drafter", file.total_tensor_bytes())?;
-            decoder.load_assistant(&spec, &file, sequences)?;
+            let drafter = ModelFile::open(path)?;
+            let spec = AssistantSpec::from_file(&drafter)?;
+            admit("the drafter", drafter.total_tensor_bytes())?;
+            decoder.load_assistant(&spec, (&drafter, file), sequences)?;
             Ok(Guesser::Drafter(None))
         }
         Guesses::Model(path) => {
@@ -91,6 +90,99 @@ pub(super) fn guesser(
             Ok(Guesser::Drafter(Some(Box::new(model))))
         }
     }
+}
+
+fn load_appended(
+    options: &EngineOptions,
+    file: &ModelFile,
+    decoder: &mut Decoder,
+    sequences: usize,
+) -> Result<(), Error> {
+    let spec = appended(file, &decoder.spec().arch)?;
+    let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file, arrivals });
+    let source: &dyn TensorSource = arriving.as_ref().map_or(file, |arriving| arriving);
+    decoder.load_appended(&spec, source, sequences)
+}
+
+/// Who guesses at the last stage of a replica, and the layer from which on all must be there.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Elsewhere {
+    pub(crate) drafter: StageDrafterV1,
+    pub(crate) from_layer: usize,
+}
+
+/// The layer of the model with `spec` from which on all must be where `guesses` are made; none where no layer need be there.
+///
+/// # Errors
+/// [`Error::Config`] for a drafter of another model.
+pub(super) fn from_layer(guesses: &Guesses, spec: &ModelSpec) -> Result<Option<usize>, Error> {
+    let Guesses::Assistant(path) = guesses else { return Ok(None) };
+    let assistant = AssistantSpec::from_file(&ModelFile::open(path)?)?;
+    match assistant.from_layer(spec) {
+        Some(layer) => Ok(Some(layer)),
+        None => {
+            let reason = format!("{} is a drafter for layers that this model has not", path.display());
+            Err(Error::Config { option: "spec", reason })
+        }
+    }
+}
+
+/// What the other stages of the model with `spec` are told of who guesses; none where that is this stage's to do.
+///
+/// # Errors
+/// As [`from_layer`].
+pub(super) fn elsewhere(
+    options: &EngineOptions,
+    (file, spec): (&ModelFile, &ModelSpec),
+    sequences: usize,
+) -> Result<Option<Elsewhere>, Error> {
+    let drafter = match &options.guesses {
+        Guesses::Assistant(path) => {
+            StageDrafterV1::Assistant { digest: digest(&ModelFile::open(path)?, options)? }
+        }
+        Guesses::Appended => {
+            appended(file, &spec.arch)?;
+            StageDrafterV1::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
+        }
+        Guesses::Off | Guesses::Ngram | Guesses::Model(_) => return Ok(None),
+    };
+    let from_layer = from_layer(&options.guesses, spec)?.unwrap_or(spec.layers.len());
+    Ok(Some(Elsewhere { drafter, from_layer }))
+}
+
+/// Loads who guesses at the last stage, of which `file` is the model; before its arena is allocated.
+///
+/// # Errors
+/// [`Error::Config`] where that is not what this worker was told to guess with, or does not go with the stage's layers.
+pub(super) fn at_last_stage(
+    drafter: StageDrafterV1,
+    options: &EngineOptions,
+    file: &ModelFile,
+    decoder: &mut Decoder,
+) -> Result<(), Error> {
+    let wanted = match drafter {
+        StageDrafterV1::Assistant { digest } => digest,
+        StageDrafterV1::Appended { sequences } => return load_appended(options, file, decoder, sequences as usize),
+    };
+    let unknown = |has: &str| {
+        let wanted: String = wanted.iter().map(|byte| format!("{byte:02x}")).collect();
+        let reason = format!(
+            "the replica's drafter is blake3:{wanted}, and this worker {has}: start it with the same --spec as the first \
+             stage"
+        );
+        Error::Config { option: "spec", reason }
+    };
+    let Guesses::Assistant(path) = &options.guesses else { return Err(unknown("has none")) };
+    let own = ModelFile::open(path)?;
+    if digest(&own, options)? != wanted {
+        return Err(unknown("has another"));
+    }
+    let spec = AssistantSpec::from_file(&own)?;
+    let floor = MemoryFloor { bytes: crate::defaults::floor(host(options)?).value };
+    let memory = Memory::of(options)?;
+    let admitted = floor.admit(&memory, "the drafter", own.total_tensor_bytes());
+    admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })?;
+    decoder.load_assistant(&spec, (&own, file), usize::MAX)
 }
 
 /// Refuses a drafter whose tokens are others.

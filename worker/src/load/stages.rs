@@ -2,14 +2,16 @@
 
 use super::{
     EngineOptions, LoadedModel, Memory, ModelFile, ModelSpec, Prepared, Progress, assemble, backend,
-    base_class, environment, generates, load_decoder, plan, prepare_on,
+    base_class, drafter, environment, generates, load_decoder, plan, prepare_on,
 };
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::defaults::{MIB, MOST_SEQUENCES, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE};
 use crate::kv_cache::memory::MemoryFloor;
+use crate::speculation::Guesses;
 use crate::stage::Replica;
 use kernels::backend::BackendInfo;
+use proto::stage::StageDrafterV1;
 use std::ops::Range;
 use std::path::Path;
 
@@ -66,27 +68,46 @@ pub(crate) fn prepare_replica(
     prepare_on(path, &options, backend(&options, &environment)?, Some(replica), &mut |_, _| {})
 }
 
-/// Whether the model in a file can be cut into so many layer ranges.
+/// Whether the model in a file can be cut into so many layer ranges, with these who guess.
 ///
 /// # Errors
-/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that generates nothing.
-pub fn check_shards(path: &Path, shards: usize) -> Result<(), Error> {
+/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that generates nothing; [`Error::Config`] for a drafter of
+/// another model.
+pub fn check_shards(path: &Path, guesses: &Guesses, shards: usize) -> Result<(), Error> {
     let spec = ModelSpec::from_file(&ModelFile::open(path)?)?;
     generates(&spec)?;
-    stage_ranges(&spec, shards).map(drop)
+    stage_ranges(&spec, drafter::from_layer(guesses, &spec)?, shards).map(drop)
 }
 
-/// The layer ranges of a replica's stages.
-pub(crate) fn stage_ranges(spec: &ModelSpec, shards: usize) -> Result<Vec<Range<usize>>, Error> {
-    spec.stage_ranges(shards).ok_or_else(|| Error::Shards { shards, most: spec.cut_points().len() + 1 })
+/// The layer ranges of a replica's stages; those from `last` on, if that is given, are the last one's.
+pub(crate) fn stage_ranges(
+    spec: &ModelSpec,
+    last: Option<usize>,
+    shards: usize,
+) -> Result<Vec<Range<usize>>, Error> {
+    let last = last.unwrap_or(spec.layers.len());
+    spec.stage_ranges_before(shards, last).ok_or_else(|| {
+        let most = spec.cut_points().iter().filter(|cut| **cut <= last).count() + 1;
+        Error::Shards { shards, most }
+    })
 }
 
-/// The ranges of a plan, if they are the whole model in order and it can be cut there.
+/// The ranges of a plan, if they are the whole model in order and it can be cut there; the layers from `last` on must be
+/// the last one's.
 pub(crate) fn check_ranges(
     spec: &ModelSpec,
+    last: Option<usize>,
     ranges: &[Range<usize>],
     stages: usize,
 ) -> Result<Vec<Range<usize>>, Error> {
+    if let Some(last) = last
+        && let Some(range) = ranges.last().filter(|range| range.start > last)
+    {
+        let reason = format!(
+            "the drafter reads the caches of layer {last}, and the last stage is to have layers {range:?} only"
+        );
+        return Err(Error::Config { option: "spec", reason });
+    }
     let cuts = spec.cut_points();
     let follows = |pair: &[Range<usize>]| match pair {
         [before, after] => before.end == after.start && cuts.contains(&after.start),
@@ -103,15 +124,15 @@ pub(crate) fn check_ranges(
     }
 }
 
-/// Loads a layer range, if a stage with these options is of `class`; also its own class.
+/// Loads a layer range, if a stage with these options is of `class`, and who guesses beside it; also its own class.
 ///
 /// # Errors
-/// [`Error::StageStep`] for a range that cannot be cut out.
+/// [`Error::StageStep`] for a range that cannot be cut out, [`Error::Config`] for who cannot guess there.
 pub(crate) fn stage(
     path: &Path,
     options: &EngineOptions,
     layers: Range<usize>,
-    class: &str,
+    (class, drafter): (&str, Option<StageDrafterV1>),
 ) -> Result<(String, Option<Decoder>), Error> {
     let gguf = ModelFile::open(path)?;
     let spec = ModelSpec::from_file(&gguf)?;
@@ -128,7 +149,10 @@ pub(crate) fn stage(
         return Ok((own, None));
     }
     let rows = options.max_rows.unwrap_or(1);
-    let decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), &mut |_, _| {})?;
+    let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), &mut |_, _| {})?;
+    if let Some(drafter) = drafter {
+        drafter::at_last_stage(drafter, options, &gguf, &mut decoder)?;
+    }
     Ok((own, Some(decoder)))
 }
 

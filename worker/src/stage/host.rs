@@ -1,6 +1,7 @@
 //! A stage's own side: a worker that holds a layer range for a replica which another one leads.
 
 use super::activations::{self, Gathered};
+use super::guess;
 use super::held::{Desk, Errand};
 use super::lead::{arena, dial};
 use super::lease::Claims;
@@ -12,13 +13,14 @@ use crate::engine::thread::end_process;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
-use crate::shipping::{Holdings, Shipper, ShippingConfig};
+use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::telemetry::ShippingMetrics;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
 use proto::stage::{
-    ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageFeed,
+    ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrafterV1, StageDrawnV1, StageDrawnV2,
+    StageFailure, StageFeed,
     StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1, StageReport, StageSampleV1,
     StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
@@ -263,7 +265,9 @@ async fn take_part(
             load_range(&path, &options, layers.clone(), &asked)
         }
     };
-    let loaded = host.holds.shipper.load(&model_path, Some(layers), load).await;
+    let appended = matches!(join.drafter, Some(StageDrafterV1::Appended { .. }));
+    let wanted = Wanted { layers: Some(layers), appended };
+    let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,
         Error::EngineStopped => StageFailure::Stops,
@@ -364,7 +368,7 @@ fn load_range(
         block_tokens: join.block_tokens as usize,
         ..options.clone()
     };
-    load::stage(path, &options, layers, &join.class)
+    load::stage(path, &options, layers, (&join.class, join.drafter))
 }
 
 fn lay_out(
@@ -373,7 +377,7 @@ fn lay_out(
     begin: &StageBeginV1,
 ) -> Result<Slabs, Error> {
     let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
-    load::admit_kv(model, options, slabs.bytes())?;
+    load::admit_kv(model, options, slabs.bytes() + decoder.spare_bytes() as u64)?;
     decoder.allocate_kv(slabs.bytes() as usize)?;
     Ok(slabs)
 }
@@ -530,6 +534,9 @@ impl Stage {
                 errand(&mut blocks);
             }
         };
+        if self.is_last {
+            guess::asked(&step, &self.decoder).map_err(failed)?;
+        }
         step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
             .map_err(failed)?;
         self.uncounted.ran(&step.plan);
@@ -542,6 +549,7 @@ impl Stage {
         }
         let samplers = self.samplers(std::mem::take(&mut step.samples))?;
         let (mut drawn, rows) = self.draw(&step, &samplers).map_err(failed)?;
+        self.guess(&step, &samplers, &mut drawn).map_err(failed)?;
         drawn.spent = step.spent;
         drawn.spent.push(spent());
         self.pass(Outcome::Drawn(drawn, rows));
@@ -611,7 +619,26 @@ impl Stage {
         rows.extend_from_slice(&activations::encode(ActivationType::F32, &returned));
         let drawn = StageDrawnV1 { step: plan.step, tokens, rows: plan.logits.len() as u32 };
         let returned = step.returned.len() as u32;
-        Ok((StageDrawnV2 { drawn, samples, returned, spent: Vec::new() }, rows))
+        Ok((StageDrawnV2 { drawn, samples, returned, ..StageDrawnV2::default() }, rows))
+    }
+
+    /// Guesses what a step asks for behind what was drawn, which is the last that is made of its rows.
+    fn guess(
+        &mut self,
+        step: &StageStepV2,
+        samplers: &[(u32, Sampler)],
+        drawn: &mut StageDrawnV2,
+    ) -> Result<(), Error> {
+        if step.guesses.is_empty() {
+            return Ok(());
+        }
+        let since = Instant::now();
+        let best = step.plan.argmax.iter().copied().zip(drawn.drawn.tokens.iter().copied());
+        let sampled = samplers.iter().zip(&drawn.samples).map(|((row, _), sample)| (*row, sample.token));
+        let asked = guess::asked(step, &self.decoder)?;
+        drawn.guessed = guess::draft(&mut self.decoder, &self.slabs, (step, &asked), best.chain(sampled))?;
+        drawn.guessing_us = micros(since.elapsed());
+        Ok(())
     }
 }
 

@@ -18,8 +18,8 @@ use crate::kv_cache::Slabs;
 use crate::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan};
 use kernels::backend::MAX_DEFERRED_STEPS;
 use proto::stage::{
-    ActivationType, StageCountedV1, StageDrawnV2, StageFailure, StageOrder, StageProgressV1, StageReport, StageSampledV1,
-    StageSpentV1, StageStep, StageStepV2,
+    ActivationType, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageGuessV1, StageGuessedV1,
+    StageOrder, StageProgressV1, StageReport, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
 use proto::trace::TraceContext;
 use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
@@ -98,6 +98,8 @@ struct UnderWay {
     wanted: [usize; 3],
     /// Rows of the residual stream that must.
     returned: Vec<u32>,
+    /// Guesses that may come of each sequence for which some were asked for.
+    guesses: Vec<u32>,
     /// Values of a row of logits and of the residual stream.
     widths: (usize, usize),
     handed_over: Instant,
@@ -120,8 +122,23 @@ pub(crate) struct Answer {
     pub(crate) logits: Vec<Vec<f32>>,
     /// If nothing of that has been made: the rows that something is wanted of, ascending, and their residual stream.
     pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
+    /// For each of [`Asks::guesses`] what will probably be drawn next.
+    pub(crate) guessed: Vec<Vec<u32>>,
+    /// What guessing has taken of the last stage's time.
+    pub(crate) guessing: Duration,
     /// What it has cost.
     pub(crate) spent: Spent,
+}
+
+/// What the other stages are asked for beside a step's plan.
+#[derive(Debug, Default)]
+pub(crate) struct Asks {
+    /// Rows that something is to be made of.
+    pub(crate) wanted: WantedRows,
+    /// Sequences behind whose draws the last stage is to guess, in the order of the plan's.
+    pub(crate) guesses: Vec<StageGuessV1>,
+    /// Spans that the step is below of.
+    pub(crate) traces: Vec<TraceContext>,
 }
 
 /// What a step has cost.
@@ -290,26 +307,26 @@ impl LaterStages {
         StageCounts { hops, ..self.counts.clone() }
     }
 
-    /// Runs a step over the first stage's layers and hands it on, with the spans that it is below of. [`Self::answer`] gives
-    /// what became of it.
+    /// Runs a step over the first stage's layers and hands it on with what is asked for. [`Self::answer`] gives what became
+    /// of it.
     pub(crate) fn run(
         &mut self,
         decoder: &mut Decoder,
         scheduler: &Scheduler,
         plan: &StepPlan,
-        (wanted, traces): (WantedRows, Vec<TraceContext>),
+        Asks { wanted, guesses, traces }: Asks,
     ) -> Result<(), Error> {
         let since = Instant::now();
         let Layout { blocks, own, state_group, activations } = &self.layout;
         let described = step::describe(scheduler, plan, blocks, *state_group)?;
-        let mut step = StageStepV2 { plan: described, traces, ..StageStepV2::default() };
+        let mut step = StageStepV2 { plan: described, traces, guesses, ..StageStepV2::default() };
         step::forward(decoder, own, &step, None, &mut |_| {})?;
         let residual = decoder.residual(0..plan.tokens.len())?;
         let bytes = activations::encode(*activations, &residual);
         let one = |sequence: &PlannedSequence| sequence.rows.len() == 1 + sequence.guesses as usize;
         let decodes = plan.sequences.iter().all(|sequence| sequence.samples && one(sequence));
-        // A step that has the stages to itself takes the shortest way.
-        let shared = decodes && decoder.has_head() && !self.under_way.is_empty();
+        // A step that has the stages to itself takes the shortest way; who guesses behind draws must make them.
+        let shared = decodes && decoder.has_head() && !self.under_way.is_empty() && step.guesses.is_empty();
         if shared && self.head_share.takes_next() {
             step.returned = wanted.distinct();
         } else {
@@ -324,6 +341,7 @@ impl LaterStages {
             choice: self.pace.choice(),
             wanted: [step.plan.argmax.len(), step.samples.len(), step.plan.logits.len()],
             returned: step.returned.clone(),
+            guesses: step.guesses.iter().map(|guess| guess.most).collect(),
             widths: (decoder.spec().vocab, decoder.spec().hidden),
             handed_over: Instant::now(),
             computed: since.elapsed(),
@@ -358,7 +376,7 @@ impl LaterStages {
         self.patience = patience;
         let Some((drawn, rows)) = heard? else { return Ok(None) };
         let Some(under_way) = self.under_way.pop_front() else { return Ok(None) };
-        let StageDrawnV2 { drawn, samples, spent, .. } = drawn;
+        let StageDrawnV2 { drawn, samples, spent, guessed, guessing_us, .. } = drawn;
         self.account(&under_way, &spent);
         if let Some(first) = self.counts.stages.first_mut() {
             first.stalled += since.elapsed().as_secs_f64();
@@ -372,7 +390,10 @@ impl LaterStages {
             true => (rows, None),
             false => (Vec::new(), Some((under_way.returned, rows.concat()))),
         };
-        Ok(Some(Answer { step: drawn.step, tokens: drawn.tokens, samples, logits, returned, spent }))
+        let guessed = guessed.into_iter().map(|guessed| guessed.tokens).collect();
+        let guessing = Duration::from_micros(guessing_us.into());
+        let StageDrawnV1 { step, tokens, .. } = drawn;
+        Ok(Some(Answer { step, tokens, samples, logits, returned, guessed, guessing, spent }))
     }
 
     fn account(&mut self, under_way: &UnderWay, spent: &[StageSpentV1]) {
@@ -459,6 +480,15 @@ impl LaterStages {
             return Err(Error::Invariant(format!("{oldest:?} is answered by {said:?}, {rows:?}")));
         }
         let (vocab, hidden) = oldest.widths;
+        let fits = |(guessed, most): (&StageGuessedV1, &u32)| {
+            guessed.tokens.len() <= *most as usize
+                && guessed.tokens.iter().all(|token| (*token as usize) < vocab)
+        };
+        if drawn.guessed.len() != oldest.guesses.len() || !drawn.guessed.iter().zip(&oldest.guesses).all(fits)
+        {
+            let asked = &oldest.guesses;
+            return Err(Error::Invariant(format!("{asked:?} guesses are answered by {:?}", drawn.guessed)));
+        }
         let widths = std::iter::repeat_n(vocab, logits).chain(std::iter::repeat_n(hidden, returned));
         let mut rows = Vec::with_capacity(logits + returned);
         for width in widths {

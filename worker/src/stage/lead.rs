@@ -7,6 +7,7 @@ use super::parts::Parts;
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
+use crate::load::Elsewhere;
 use model::spec::ModelSpec;
 use proto::ids::{Epoch, Role};
 use proto::stage::{
@@ -95,17 +96,19 @@ impl Replica {
         }
     }
 
-    /// Asks all stages to load their ranges, and returns at once: the first range is the caller's to load.
+    /// Asks all stages to load their ranges, and the last one who guesses there if somebody does, and returns at once: the
+    /// first range is the caller's to load.
     pub(crate) fn join(
         self,
         spec: &ModelSpec,
-        (model_digest, class): ([u8; 32], String),
+        (model_digest, class, elsewhere): ([u8; 32], String, Option<Elsewhere>),
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
+        let last = elsewhere.map(|elsewhere| elsewhere.from_layer);
         let ranges = match &self.plan {
-            Some(plan) => crate::load::check_ranges(spec, &plan.ranges, self.stages())?,
-            None => crate::load::stage_ranges(spec, self.stages())?,
+            Some(plan) => crate::load::check_ranges(spec, last, &plan.ranges, self.stages())?,
+            None => crate::load::stage_ranges(spec, last, self.stages())?,
         };
         let replica = ReplicaId(self.fresh_id());
         let Self { runtime, endpoint, later, activations, plan, lost } = self;
@@ -113,6 +116,7 @@ impl Replica {
         let mut leases = JoinSet::new();
         for (index, address) in later.iter().enumerate() {
             let range = &ranges[index + 1];
+            let is_last = index + 1 == later.len();
             let order = StageOrder::Join(StageJoinV1 {
                 replica,
                 model_digest,
@@ -122,6 +126,7 @@ impl Replica {
                 block_tokens: block_tokens as u32,
                 activations,
                 next: later.get(index + 1).cloned(),
+                drafter: elsewhere.filter(|_| is_last).map(|elsewhere| elsewhere.drafter),
             });
             let joined = runtime.block_on(async {
                 let connection = dial(&endpoint, address).await?;

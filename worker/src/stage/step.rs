@@ -29,6 +29,11 @@ pub(crate) struct WantedRows {
 }
 
 impl WantedRows {
+    /// Whether a row is drawn from where it is computed.
+    pub(crate) fn draws(&self, row: u32) -> bool {
+        self.argmax.contains(&row) || self.samples.iter().any(|sample| sample.row == row)
+    }
+
     /// All of them, each once.
     pub(super) fn distinct(&self) -> Vec<u32> {
         let sampled = self.samples.iter().map(|sample| sample.row);
@@ -121,10 +126,7 @@ pub(super) fn forward(
     let groups = decoder.groups().len();
     let recurrent = decoder.spec().is_recurrent();
     let paged = groups - usize::from(recurrent);
-    let offset = |group: usize, number: u32| {
-        let reason = || Error::StageStep { reason: format!("group {group} has no block {number}") };
-        slabs.offset(group, number).filter(|offset| *offset != NULL_OFFSET).ok_or_else(reason)
-    };
+    let offset = |group: usize, number: u32| self::offset(slabs, group, number);
     let mut sequences = Vec::with_capacity(step.sequences.len());
     let mut tables: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(step.sequences.len()); paged];
     let mut states = Vec::new();
@@ -142,11 +144,7 @@ pub(super) fn forward(
             if entries > MAX_ENTRIES {
                 return refuse(format!("more than {MAX_ENTRIES} table entries"));
             }
-            let mut offsets = vec![NULL_OFFSET; table.skipped as usize];
-            for number in &table.blocks {
-                offsets.push(offset(group, *number)?);
-            }
-            tables[group].push(offsets);
+            tables[group].push(offsets(slabs, group, table)?);
         }
         if let Some(state) = &sequence.state {
             if state.deferred && (count > MAX_DEFERRED_ROWS || !state.exports.is_empty()) {
@@ -170,6 +168,20 @@ pub(super) fn forward(
         None => decoder.forward_beside(&copies, &input, beside),
         Some(activations) => decoder.forward_from(&copies, &input, activations, beside),
     }
+}
+
+fn offset(slabs: &Slabs, group: usize, number: u32) -> Result<u32, Error> {
+    let reason = || Error::StageStep { reason: format!("group {group} has no block {number}") };
+    slabs.offset(group, number).filter(|offset| *offset != NULL_OFFSET).ok_or_else(reason)
+}
+
+/// Where the blocks of a table lie; whoever asks has seen to it that it is no longer than [`MAX_ENTRIES`].
+pub(super) fn offsets(slabs: &Slabs, group: usize, table: &StageTableV1) -> Result<Vec<u32>, Error> {
+    let mut offsets = vec![NULL_OFFSET; table.skipped as usize];
+    for number in &table.blocks {
+        offsets.push(offset(slabs, group, *number)?);
+    }
+    Ok(offsets)
 }
 
 fn step_state(state: &StageStateV1, offset: impl Fn(u32) -> Result<u32, Error>) -> Result<StepState, Error> {
@@ -232,9 +244,9 @@ mod tests {
         let options = EngineOptions { threads: Some(1), max_rows: Some(8), ..EngineOptions::default() };
         let spec = model::spec::ModelSpec::from_file(&model::ModelFile::open(&path).unwrap()).unwrap();
         let layers = spec.cut_points()[0]..spec.layers.len();
-        let (class, none) = load::stage(&path, &options, layers.clone(), "another").unwrap();
+        let (class, none) = load::stage(&path, &options, layers.clone(), ("another", None)).unwrap();
         assert!(none.is_none(), "of another class");
-        let (_, decoder) = load::stage(&path, &options, layers, &class).unwrap();
+        let (_, decoder) = load::stage(&path, &options, layers, (&class, None)).unwrap();
         let mut decoder = decoder.unwrap();
         let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
         let slabs = Slabs::with_blocks(2, &vec![3; sizes.len()], &sizes).unwrap();

@@ -21,6 +21,7 @@ mod siblings;
 mod simulated;
 mod snapshots;
 mod speculation;
+mod stage_guesses;
 mod staged_guesses;
 mod stages;
 mod storm;

@@ -32,7 +32,7 @@ impl Pair {
         let mut decoder = load::decoder(&file("gemma4/gemma4-f32.gguf"), &options, &mut |_, _| {}).unwrap();
         let assistant = ModelFile::open(file("gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
         let spec = AssistantSpec::from_file(&assistant).unwrap();
-        decoder.load_assistant(&spec, &assistant, 4).unwrap();
+        decoder.load_assistant(&spec, (&assistant, &assistant), 4).unwrap();
         let (mut end, mut blocks) = (0, Vec::new());
         let count = positions.div_ceil(options.block_tokens) as u32;
         for stride in decoder.block_strides() {
@@ -138,7 +138,7 @@ fn a_drafter_of_another_model_is_refused() {
     let spec = AssistantSpec::from_file(&assistant).unwrap();
     for other in ["llama/llama-f32.gguf", "gemma3/gemma3-f32.gguf"] {
         let mut decoder = load::decoder(&file(other), &options, &mut |_, _| {}).unwrap();
-        let refused = decoder.load_assistant(&spec, &assistant, 4);
+        let refused = decoder.load_assistant(&spec, (&assistant, &assistant), 4);
         assert!(matches!(refused, Err(Error::Config { option: "spec", .. })), "{other}: {refused:?}");
     }
     assert!(AssistantSpec::from_file(&ModelFile::open(file("gemma4/gemma4-f32.gguf")).unwrap()).is_err());

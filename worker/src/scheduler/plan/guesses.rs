@@ -5,7 +5,7 @@
 //! computed one by one. With recurrent layers guesses end where a hash unit does, so that no boundary is passed at which
 //! a state would have been kept.
 
-use super::{Draft, Scheduler, SeqSlot, Sequence, State};
+use super::{Draft, PlannedSequence, Scheduler, SeqSlot, Sequence, State};
 use crate::scheduler::Decoding;
 use crate::scheduler::SeqId;
 use kernels::backend::MAX_DEFERRED_ROWS;
@@ -31,6 +31,18 @@ impl Scheduler {
         })
     }
 
+    /// [`Decoding::most_guesses`] of the step after the one that `planned` is in, which draws from it.
+    pub fn guesses_behind(&self, planned: &PlannedSequence) -> u32 {
+        let end = planned.context_before + planned.rows.end - planned.rows.start - planned.guesses + 1;
+        // Wherever it ends, by how many of its own guesses count.
+        let ends = end..=end + planned.guesses;
+        let most = |sequence: &Sequence| {
+            let behind = ends.clone().map(|end| self.most_guesses(sequence, end)).max().unwrap_or(0);
+            behind.min(left_behind(sequence, 1))
+        };
+        self.get(planned.slot.0).map_or(0, most)
+    }
+
     /// What a sequence of [`Scheduler::decoding`] will probably draw. The next step looks at as many as there is room
     /// for, [`PlannedSequence::guesses`](super::PlannedSequence::guesses); the others are forgotten.
     pub fn guess(&mut self, id: SeqId, guesses: Vec<u32>) {
@@ -44,9 +56,7 @@ impl Scheduler {
     /// Guesses behind a row that ends at `end` at most: what may still be drawn, in one step, and up to the next place
     /// at which a state would be kept.
     fn most_guesses(&self, sequence: &Sequence, end: u32) -> u32 {
-        let drawn = sequence.len() - sequence.prompt_len;
-        let left = sequence.max_new_tokens.saturating_sub(drawn).saturating_sub(1);
-        let most = left.min(self.step_tokens() - 1);
+        let most = left_behind(sequence, 0).min(self.step_tokens() - 1);
         match self.cache.has_states() {
             true => most.min(MAX_DEFERRED_ROWS as u32 - 1).min(end.next_multiple_of(UNIT) - end),
             false => most,
@@ -125,4 +135,10 @@ impl Scheduler {
         self.counters.accepted_tokens += counted as u64;
         self.keep_last_state(sequence, from, step);
     }
+}
+
+/// Guesses that may be drawn behind the next token, once so many more have been.
+fn left_behind(sequence: &Sequence, more: u32) -> u32 {
+    let drawn = sequence.len() - sequence.prompt_len + more;
+    sequence.max_new_tokens.saturating_sub(drawn).saturating_sub(1)
 }

@@ -1,0 +1,211 @@
+//! A drafter at the last stage of a replica: its guesses change no bit, and are those that one worker makes.
+
+use crate::exactness::assert_same;
+use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
+use crate::speculation::{asks, counts, plain};
+use crate::stages::Workers;
+use kvasir_worker::Error;
+use kvasir_worker::engine::Engine;
+use kvasir_worker::kv_cache::Placement;
+use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::speculation::Guesses;
+use proto::message::Sampling;
+use proto::stage::StageFailure;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+const MODEL: &str = "tiny/gemma4/gemma4-f32";
+
+fn drafter() -> PathBuf {
+    path("tiny/gemma4-assistant/gemma4-assistant-f32")
+}
+
+fn guessing() -> EngineOptions {
+    EngineOptions { guesses: Guesses::Assistant(drafter()), ..options(MODEL) }
+}
+
+/// A replica of two stages that asks for four guesses of each sequence.
+fn over_two(workers: &Workers, options: &EngineOptions) -> Engine {
+    workers.next_engine(MODEL, options).with_draft_len(4)
+}
+
+#[test]
+fn guesses_of_the_last_stage_change_no_bit() {
+    let asks = asks();
+    let want = plain(MODEL, &asks);
+    let tokens_only: Vec<Ask> = asks.iter().cloned().map(Ask::tokens_only).collect();
+    let workers = Workers::start(MODEL, 1, &guessing());
+    let run = |what: &str, at_once: bool, options: EngineOptions| {
+        let mut engine = over_two(&workers, &options);
+        let run = |engine: &mut Engine, asks: &[Ask]| match at_once {
+            true => together(engine, asks),
+            false => one_by_one(engine, asks),
+        };
+        let mut all = Vec::new();
+        // The second time from the prefix cache, if there is one.
+        for _ in 0..2 {
+            let got = run(&mut engine, &asks);
+            assert_same(&format!("over two: {what}"), &want, &got);
+            engine.check().unwrap();
+            all.extend(got);
+        }
+        // What is drawn at the last stage alone is guessed behind too.
+        let got = run(&mut engine, &tokens_only);
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!((&want.tokens, &want.text), (&got.tokens, &got.text), "over two: {what}, tokens only");
+        }
+        let (drafted, accepted) = counts(&got);
+        assert!(accepted > 0 && drafted > accepted, "{what}: {accepted} of {drafted}");
+        all.extend(got);
+        let (drafted, accepted) = counts(&all);
+        let metrics = engine.metrics();
+        assert_eq!(
+            (metrics.drafted.get(), metrics.accepted.get()),
+            (drafted.into(), accepted.into()),
+            "{what}"
+        );
+        assert_eq!(engine.load().kv_used, 0, "{what}");
+        all
+    };
+    let cached = |heard: &[Heard]| heard.iter().map(Heard::cached).sum::<usize>();
+    let alone = run("alone", false, guessing());
+    assert!(cached(&alone) > 0);
+    assert!(cached(&run("eight at once", true, guessing())) > 0);
+    run("chunks of 7", true, EngineOptions { chunk: Some(7), ..guessing() });
+    run("no prefix cache", true, EngineOptions { prefix_cache: false, ..guessing() });
+    run("no room for guesses", true, EngineOptions { max_rows: Some(9), ..guessing() });
+    let scattered = Placement::Permuted { seed: 5 };
+    run("scattered", true, EngineOptions { placement: scattered, ..guessing() });
+    // The smallest arenas in which sequences give way to each other.
+    let cramped = cramped(MODEL, &guessing(), 140);
+    let preempted = (4..12).any(|quarters| {
+        let kv_bytes = cramped.kv_bytes.map(|bytes| bytes * quarters / 4);
+        let heard = run("preempted", true, EngineOptions { kv_bytes, ..cramped.clone() });
+        heard.iter().map(Heard::preemptions).sum::<u32>() > 0
+    });
+    assert!(preempted);
+}
+
+#[test]
+fn the_last_stage_guesses_what_one_worker_does() {
+    let asks: Vec<Ask> = asks().into_iter().map(Ask::tokens_only).collect();
+    let mut one = open(MODEL, &guessing()).with_draft_len(4);
+    let workers = Workers::start(MODEL, 1, &guessing());
+    let mut two = over_two(&workers, &guessing());
+    for ask in &asks {
+        let ask = std::slice::from_ref(ask);
+        let (want, got) = (one_by_one(&mut one, ask), one_by_one(&mut two, ask));
+        assert_eq!(counts(&got), counts(&want));
+    }
+}
+
+#[test]
+fn draws_with_a_seed_and_choices_are_the_same_with_guesses_of_the_last_stage() {
+    let sampling = |seed| Sampling {
+        temperature: 0.3,
+        top_p: 0.95,
+        presence_penalty: 0.1,
+        logit_bias: vec![(17, 2.0)],
+        seed,
+        logprobs: Some(2),
+        ..Sampling::default()
+    };
+    let seeded = |(seed, ask): (u64, Ask)| Ask { sampling: sampling(seed), ..ask.tokens_only() };
+    let mut asks: Vec<Ask> = (1..).zip(asks()).map(seeded).collect();
+    // Several draws from the last row of one prompt.
+    let chosen = asks[1].clone();
+    asks.extend((20..23).map(|seed| Ask { sampling: sampling(seed), together: 3, ..chosen.clone() }));
+    let want = plain(MODEL, &asks.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
+    let workers = Workers::start(MODEL, 1, &guessing());
+    let got = together(&mut over_two(&workers, &guessing()), &asks);
+    for (want, got) in want.iter().zip(&got) {
+        assert_eq!((&want.tokens, &want.logprobs), (&got.tokens, &got.logprobs));
+    }
+    let (drafted, accepted) = counts(&got);
+    assert!(accepted > 0 && drafted > accepted, "{accepted} of {drafted}");
+}
+
+/// Left to itself it asks where that was seen to pay, and the tokens are the same.
+#[test]
+fn what_pays_over_stages_is_decided_without_a_change_to_any_token() {
+    let asks = asks();
+    let want = plain(MODEL, &asks);
+    let workers = Workers::start(MODEL, 1, &guessing());
+    let mut engine = workers.next_engine(MODEL, &guessing());
+    assert_same("what pays", &want, &together(&mut engine, &asks));
+    let tokens_only: Vec<Ask> = asks.into_iter().map(Ask::tokens_only).collect();
+    for (want, got) in want.iter().zip(together(&mut engine, &tokens_only)) {
+        assert_eq!(want.tokens, got.tokens);
+    }
+}
+
+#[test]
+fn a_request_that_goes_while_guesses_are_made_leaves_nothing() {
+    let workers = Workers::start(MODEL, 1, &guessing());
+    let mut engine = over_two(&workers, &guessing());
+    let asks: Vec<Ask> = asks().into_iter().map(Ask::tokens_only).collect();
+    let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+    for asked in asked.iter().step_by(2) {
+        for _ in 0..5 {
+            engine.step(Instant::now()).unwrap();
+        }
+        engine.cancel(asked.id.unwrap());
+        engine.check().unwrap();
+    }
+    while engine.has_work() {
+        engine.step(Instant::now()).unwrap();
+    }
+    assert_eq!(engine.load().kv_used, 0);
+}
+
+#[test]
+fn a_last_stage_that_is_lost_while_it_guesses_ends_the_replica() {
+    let mut workers = Workers::start(MODEL, 1, &guessing());
+    let mut engine = over_two(&workers, &guessing());
+    let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 400).tokens_only());
+    while asked.heard().tokens.len() < 8 {
+        engine.step(Instant::now()).unwrap();
+    }
+    assert!(engine.metrics().drafted.get() > 0);
+    let service = workers.services.remove(0);
+    workers.runtime.block_on(service.stop());
+    let since = Instant::now();
+    let error = loop {
+        match engine.step(Instant::now()) {
+            Ok(_) => assert!(since.elapsed() < 3 * Duration::from_secs(3), "nobody misses it"),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(&error, Error::StageLost(who) if who.stage == 1), "{error}");
+}
+
+#[test]
+fn a_drafter_that_the_last_stage_has_not_is_refused() {
+    let refusal = |stage: &EngineOptions, lead: &EngineOptions| {
+        let workers = Workers::start(MODEL, 1, stage);
+        let refused = workers.engine(MODEL, lead).err().unwrap();
+        let Error::StageLost(lost) = &refused else { panic!("{refused}") };
+        let proto::Error::StageFailed(StageFailure::Load { reason }) = &lost.source else {
+            panic!("{refused}")
+        };
+        reason.clone()
+    };
+    let none = refusal(&options(MODEL), &guessing());
+    assert!(none.contains("this worker has none") && none.contains("--spec"), "{none}");
+    // Another one of the same shape: the last byte is one of a tensor's.
+    let folder = tempfile::tempdir().unwrap();
+    let other = folder.path().join("other.gguf");
+    let mut bytes = std::fs::read(drafter()).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&other, bytes).unwrap();
+    let another = EngineOptions { guesses: Guesses::Assistant(other), ..options(MODEL) };
+    let another = refusal(&another, &guessing());
+    assert!(another.contains("this worker has another"), "{another}");
+    // No model that it is made for, before anybody is asked.
+    let llama = "tiny/llama/llama-f32";
+    let refused = load::check_shards(&path(llama), &guessing().guesses, 2).unwrap_err();
+    assert!(matches!(refused, Error::Config { option: "spec", .. }), "{refused}");
+    load::check_shards(&path(MODEL), &guessing().guesses, 2).unwrap();
+    let refused = load::check_shards(&path(MODEL), &guessing().guesses, 3).unwrap_err();
+    assert!(matches!(refused, Error::Shards { shards: 3, most: 2 }), "{refused}");
+}
