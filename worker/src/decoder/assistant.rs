@@ -5,7 +5,7 @@
 //! look at the positions before it.
 
 use super::layout::{self, Buffers};
-use super::{Decoder, DecoderConfig, feed_forward, job, normed};
+use super::{Decoder, DecoderConfig, embedding_of, feed_forward, job, normed};
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, MixerWeights, Packs, TensorSource, Weights};
 use kernels::backend::{
