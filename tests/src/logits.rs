@@ -18,6 +18,10 @@ pub struct PromptLogits {
     pub cached: usize,
     /// Times that it lost its blocks and was computed again.
     pub preemptions: usize,
+    /// Guesses that were looked at, with `--spec`.
+    pub drafted: usize,
+    /// Those of them that were right.
+    pub accepted: usize,
     /// Greedy continuation; empty unless asked for.
     pub greedy: Vec<u32>,
     /// Recurrent states behind the prompt by name; empty unless asked for.
@@ -52,6 +56,8 @@ fn read(path: &Path, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<PromptLogits>> 
             Ok(number as usize)
         };
         let (cached, preemptions) = (count("cached")?, count("preemptions")?);
+        let guesses = file.names().iter().any(|name| **name == format!("p{index}.drafted"));
+        let (drafted, accepted) = if guesses { (count("drafted")?, count("accepted")?) } else { (0, 0) };
         ensure!(cached < rows, "p{index}: {cached} of {rows} tokens cached, but one must be computed");
         let greedy = match file.tensor(&format!("p{index}.greedy")) {
             Ok(greedy) => fixtures::tokens(greedy.dtype(), greedy.data())?,
@@ -62,7 +68,7 @@ fn read(path: &Path, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<PromptLogits>> 
         ensure!(hit.iter().all(|x| x.is_nan()), "p{index}: rows of cached tokens are not NaN");
         ensure!(computed.iter().all(|x| x.is_finite()), "p{index}: a computed logit is not finite");
         let states = fixtures::states(&file, index)?;
-        read.push(PromptLogits { logits, vocab, cached, preemptions, greedy, states });
+        read.push(PromptLogits { logits, vocab, cached, preemptions, drafted, accepted, greedy, states });
     }
     Ok(read)
 }

@@ -46,3 +46,31 @@ impl AssistantSpec {
         producers.collect::<Option<Vec<usize>>>()?.into_iter().min()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ModelFile;
+    use std::path::Path;
+
+    fn file(arch: &str) -> ModelFile {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+        ModelFile::open(root.join(arch).join(format!("{arch}-f32.gguf"))).unwrap()
+    }
+
+    #[test]
+    fn the_layers_whose_caches_it_reads_are_the_last_of_their_kinds() {
+        let assistant = AssistantSpec::from_file(&file("gemma4-assistant")).unwrap();
+        let mut target = ModelSpec::from_file(&file("gemma4")).unwrap();
+        // Windows at 0, 1, 3 and 4, where those from 3 on read the keys of others.
+        assert_eq!(assistant.from_layer(&target), Some(1));
+        // As in a model without shared keys: the drafter reads the last two layers, so that the last stage has both.
+        target.layers = [0, 0, 2, 0, 0, 2].map(|layer: usize| target.layers[layer].clone()).to_vec();
+        assert_eq!(assistant.from_layer(&target), Some(4));
+        assert_eq!(target.cut_points(), [1, 2, 3, 4, 5]);
+        assert_eq!(target.stage_ranges_before(5, 4).unwrap()[4], 4..6);
+        assert_eq!(target.stage_ranges_before(6, 4), None);
+        let llama = ModelSpec::from_file(&file("llama")).unwrap();
+        assert_eq!(assistant.from_layer(&llama), None);
+    }
+}

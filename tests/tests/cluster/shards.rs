@@ -2,6 +2,7 @@
 
 use crate::{tiny_model, wait_for_quiet};
 use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use model::gguf::writer::Writer;
 use model::{ModelFile, gguf::TensorInfo};
@@ -81,6 +82,36 @@ fn stages_answer_as_one_worker_does_bit_by_bit() {
         assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0), "{replica}");
         wait_for_quiet(&cluster);
     }
+}
+
+/// The drafter reads the caches of the last stage, and guesses there.
+#[test]
+fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
+    let manifest = Manifest::read().unwrap();
+    let file = |name: &str| manifest.tiny(name).unwrap().path().display().to_string();
+    let (model, spec) = (file("gemma4"), format!("draft-mtp:{}", file("gemma4-assistant")));
+    let one = Cluster::builder("drafts-one", &model).flag("--workers", "1").start().unwrap();
+    let want: Vec<Value> = bodies(one.model()).iter().map(|body| ask(one.http(), body)).collect();
+    drop(one);
+    let builder = Cluster::builder("drafts-several", &model).flag("--shards", "2").flag("--spec", &spec);
+    let cluster = builder.start().unwrap();
+    let asked =
+        || -> Vec<Value> { bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect() };
+    let drafted = || cluster.worker_metric("vllm:spec_decode_num_draft_tokens_total").unwrap();
+    // Where it does not pay it is tried after so many steps.
+    wait::until("the last stage guesses", binary::PATIENCE, || {
+        assert_eq!(asked(), want);
+        (drafted() > 0.0).then_some(())
+    })
+    .unwrap();
+    let accepted = cluster.worker_metric("vllm:spec_decode_num_accepted_tokens_total").unwrap();
+    assert!(accepted <= drafted());
+    assert_eq!(serves(&cluster).unwrap()["stages"].as_array().unwrap().len(), 2);
+    wait_for_quiet(&cluster);
+    let three = binary::run(&["up", &model, "--shards", "3", "--spec", &spec]).unwrap();
+    let stderr = String::from_utf8_lossy(&three.stderr);
+    assert_eq!(three.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("2 shards at most"), "{stderr}");
 }
 
 #[test]

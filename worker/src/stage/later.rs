@@ -6,6 +6,7 @@
 
 use super::activations;
 use super::deadline::Deadline;
+use super::guess;
 use super::head_share::HeadShare;
 use super::lead::LostStage;
 use super::pace::{Choice, Pace};
@@ -18,8 +19,8 @@ use crate::kv_cache::Slabs;
 use crate::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan};
 use kernels::backend::MAX_DEFERRED_STEPS;
 use proto::stage::{
-    ActivationType, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageGuessV1, StageGuessedV1,
-    StageOrder, StageProgressV1, StageReport, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    ActivationType, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageGuessV1, StageOrder,
+    StageProgressV1, StageReport, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
 use proto::trace::TraceContext;
 use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
@@ -480,12 +481,7 @@ impl LaterStages {
             return Err(Error::Invariant(format!("{oldest:?} is answered by {said:?}, {rows:?}")));
         }
         let (vocab, hidden) = oldest.widths;
-        let fits = |(guessed, most): (&StageGuessedV1, &u32)| {
-            guessed.tokens.len() <= *most as usize
-                && guessed.tokens.iter().all(|token| (*token as usize) < vocab)
-        };
-        if drawn.guessed.len() != oldest.guesses.len() || !drawn.guessed.iter().zip(&oldest.guesses).all(fits)
-        {
+        if !guess::answers(&drawn.guessed, &oldest.guesses, vocab) {
             let asked = &oldest.guesses;
             return Err(Error::Invariant(format!("{asked:?} guesses are answered by {:?}", drawn.guessed)));
         }
