@@ -25,6 +25,10 @@ use worker::telemetry::StageLabel;
 
 mod wire;
 
+/// That of the command: another gives large buffers other pages.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// See the module.
 #[derive(Debug, Parser)]
 enum Tool {

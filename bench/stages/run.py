@@ -9,7 +9,9 @@
 All processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
 independent engines do together, each with half of the work, over what one does alone with that half: as much as these
 CPUs and their memory have to give. That may change from one second to the next on a virtual machine, so what stages do is
-compared with what the two do right before and right after it. A third stage shares the first one's CPU.
+compared with what the two do right before and right after it. One stream over stages is on each of the CPUs in turn, so it
+is compared with one engine on the one and one on the other, by turns, three times in a round. A third stage shares the
+first one's CPU.
 
 Where `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one engine with a
 thread, and the model split over two of its RPC servers with a thread and a CPU each.
@@ -26,6 +28,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 from machine import facts  # noqa: E402
+
+
+TURNS = 3
 
 
 class Engine:
@@ -74,6 +79,18 @@ def between(pair, two, streams, prompt, tokens, key):
     before = both(pair, streams[0], prompt, tokens)[key]
     stages = two.run(streams[1], prompt, tokens)[key]
     return (before + both(pair, streams[0], prompt, tokens)[key]) / 2, stages
+
+
+def by_turns(engines, tokens):
+    """Tokens per second of one stream on each of these, which take turns; and how long each stage computed."""
+    answers = {name: [] for name in engines}
+    for _ in range(TURNS):
+        for name, engine in engines.items():
+            answers[name].append(engine.run(1, 32, tokens))
+    row = {f"{name}_stream": statistics.harmonic_mean(a["decode"] for a in of) for name, of in answers.items()}
+    busy = {f"{name}_busy": [round(sum(stage), 3) for stage in zip(*(a["busy"] for a in of))] for name, of in answers.items()}
+    row["local_stream"] = statistics.harmonic_mean([row["first_stream"], row["second_stream"]])
+    return row | {name: stages for name, stages in busy.items() if stages}
 
 
 class Llama:
@@ -144,7 +161,7 @@ def main():
     tokens, prompt = (32, 1024) if args.quick else (96, 2048)
     rows = args.rows.split(",")
     alone = Engine(args, 0)
-    other = Engine(args, 1) if rows != ["stream"] else None
+    other = Engine(args, 1)
     two = Engine(args, 0, [1])
     three = Engine(args, 0, [1, 0]) if "stream" in rows else None
     llama = Llama(args) if (args.llama / "ggml-rpc-server").exists() else None
@@ -152,9 +169,7 @@ def main():
     for number in range(args.rounds + 1):
         row = {"bandwidth": bandwidth(args)}
         if "stream" in rows:
-            for name, engine in [("local", alone), ("two", two), ("three", three)]:
-                answer = engine.run(1, 32, tokens)
-                row[f"{name}_stream"], row[f"{name}_busy"] = answer["decode"], answer["busy"]
+            row |= by_turns({"first": alone, "two": two, "second": other, "three": three}, tokens)
         if "streams" in rows:
             row["one_4"] = alone.run(4, 32, tokens)["decode"]
             row["pair_4"], row["two_8"] = between([alone, other], two, (4, 8), 32, tokens, "decode")

@@ -45,7 +45,8 @@ impl<T: Plain> AlignedBuf<T> {
         let Some(layout) = Self::layout(len) else {
             return Self { ptr: NonNull::dangling(), len: 0 };
         };
-        // Fresh pages of the operating system are zero already: a large buffer costs memory as it is used.
+        // Fresh pages of the operating system are zero already: a large buffer costs memory as it is used. So it is with
+        // the command's allocator, mimalloc; Rust's way to glibc's writes zeroes, before the advice, on small pages.
         // SAFETY: `layout` has a size above zero; all-zero bytes are values of `T` (`Plain`).
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw.cast::<T>()) else { handle_alloc_error(layout) };

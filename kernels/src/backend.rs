@@ -61,6 +61,9 @@ pub struct StepSequence {
 /// Most rows of a sequence whose state is [`StepState::deferred`].
 pub const MAX_DEFERRED_ROWS: usize = 8;
 
+/// Most steps whose deferred rows wait for [`Backend::accept`] at a time.
+pub const MAX_DEFERRED_STEPS: usize = 16;
+
 /// What a step does with the recurrent state of one sequence. Slots are byte offsets / 64 into the arena.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepState {
@@ -251,6 +254,9 @@ pub trait Backend: Send {
     fn copy_kv(&mut self, copies: &[KvCopy]) -> Result<(), Error>;
 
     /// Takes in what is new in this step.
+    ///
+    /// # Errors
+    /// [`Error::DeferredSteps`] for one that defers while as many as are remembered wait; what is wrong with it.
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error>;
 
     /// Asks what is to be done for the ops of the step that has begun. They must be the same for each step: the caller
@@ -301,10 +307,11 @@ pub trait Backend: Send {
     /// See [`Mamba2Op`].
     fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error>;
 
-    /// Ends the deferred part of the step: of each sequence whose state is deferred, in their order, `rows` of its
-    /// rows count (none to all). Its slot [`StepState::write`] gets, of every layer that the step ran, the state of
-    /// having been stepped by these rows, bit for bit. A sequence that none is accepted of keeps the state that it
-    /// had. Once for each step that defers; the next step forgets what was deferred.
+    /// Ends the deferred part of the oldest step that has one: of each sequence whose state is deferred, in their order,
+    /// `rows` of its rows count (none to all). Its slot [`StepState::write`] gets, of every layer that the step ran, the
+    /// state of having been stepped by these rows, bit for bit. A sequence that none is accepted of keeps the state that
+    /// it had. Once for each step that defers, between two steps. Until then other steps may be run, which must leave
+    /// alone the slots that it has named; [`MAX_DEFERRED_STEPS`] such steps are remembered.
     ///
     /// The device keeps the inputs of the deferred rows' recurrences, not their states: per layer a few rows of
     /// `channels` values and of one or two per head, where a state has `rows * cols` per head.

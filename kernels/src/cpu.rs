@@ -288,9 +288,10 @@ impl Backend for CpuBackend {
 
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
         let positions = self.step.begin(step)?;
-        self.states.begin(step)?;
         self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
-        self.step.make_plans(&self.kv_layers, step.tables, self.pool.threads())
+        self.step.make_plans(&self.kv_layers, step.tables, self.pool.threads())?;
+        // Last: a step that is refused must not be remembered.
+        self.states.begin(step)
     }
 
     fn embed(&mut self, op: &EmbedOp) -> Result<(), Error> {

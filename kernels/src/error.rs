@@ -187,6 +187,12 @@ pub enum Error {
         /// The most that it may have.
         most: usize,
     },
+    /// More steps with rows that may be taken back than are remembered.
+    #[error("rows of {most} steps are deferred already, and none of them has been accepted")]
+    DeferredSteps {
+        /// The most that are remembered.
+        most: usize,
+    },
     /// A deferred state and exports of it.
     #[error("a sequence whose state is deferred exports none")]
     DeferredExport,

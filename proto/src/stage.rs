@@ -4,7 +4,9 @@
 //! The first stage opens one control stream to every other stage: [`StageOrder`]s go one way, [`StageReport`]s come
 //! back. Activations flow from each stage to the next on a stream of one direction: a [`StageFeed`] first, then for
 //! every step a [`StageStep`] and behind it the residual stream, which no codec touches. What the last stage has drawn
-//! it reports on its control stream. What blocks hold is read and filled on a third stream ([`blocks`]).
+//! it reports on its control stream; which rows of guesses count the first stage says on the stream of the steps, so that
+//! every stage hears it in front of whatever builds on it. What blocks hold is read and filled on a third stream
+//! ([`blocks`]).
 //!
 //! Cache blocks have numbers that mean the same block on every stage, whatever a block's size is there.
 
@@ -97,6 +99,11 @@ pub enum StageDrafterV1 {
     Assistant {
         /// Digest of its file.
         digest: [u8; 32],
+    },
+    /// The block behind the model's last layer, in its own file.
+    Appended {
+        /// Sequences that it guesses for at a time.
+        sequences: u32,
     },
 }
 
@@ -298,23 +305,32 @@ pub enum StageStep {
     V1(StageStepV1),
     /// Second version.
     V2(StageStepV2),
+    /// No step, but which rows of one before it count. Nothing follows.
+    Counted(StageCountedV1),
 }
 
 impl StageStep {
-    /// As the newest version says it.
-    pub fn into_latest(self) -> StageStepV2 {
-        match self {
-            Self::V1(plan) => StageStepV2 { plan, ..StageStepV2::default() },
-            Self::V2(step) => step,
-        }
-    }
-
     /// How many rows it has.
     pub fn rows(&self) -> usize {
         match self {
             Self::V1(plan) | Self::V2(StageStepV2 { plan, .. }) => plan.tokens.len(),
+            Self::Counted(_) => 0,
         }
     }
+}
+
+/// How many rows count of each sequence of a step whose state was [`StageStateV1::deferred`], in their order: its state
+/// after these goes where the step has said. Said once for each step that defers any, in the order of the steps.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageCountedV1 {
+    /// The step.
+    pub step: u64,
+    /// The rows of each.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub rows: Vec<u32>,
 }
 
 /// See [`StageStep`]. A row is made something of at one place only: in `plan`, by a sample, or by who gets it back.
@@ -444,6 +460,8 @@ pub struct StageStateV1 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_EXPORTS>"
     )]
     pub exports: Vec<(u32, u32)>,
+    /// Nothing is written before [`StageStep::Counted`] says how many of the rows count: all but the first are guesses.
+    pub deferred: bool,
 }
 
 /// A block copied to another of its group before a step.

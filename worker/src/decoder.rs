@@ -10,7 +10,7 @@ use assistant::Assistant;
 #[cfg(doc)]
 use kernels::backend::StepState;
 use kernels::backend::{
-    Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, Norm,
+    Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, MatrixId, Norm,
     StepInput, StepOps,
 };
 use layout::{Buffers, LayerCache};
@@ -264,7 +264,8 @@ impl Decoder {
         self.begin(copies, step)?;
         self.embed()?;
         self.backend.write_rows(self.buffers.x, activations)?;
-        self.run(false, beside)
+        self.run(false, beside)?;
+        self.follow(step)
     }
 
     /// The residual stream behind the last layer run: these rows of the last step, one behind the other.
@@ -325,7 +326,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Ends a step that defers states ([`StepState::deferred`]), made to look at guesses: of each sequence that does,
+    /// Ends the oldest step that defers states ([`StepState::deferred`]), made to look at guesses: of each sequence that does,
     /// in their order, the first `rows` of its rows count. Afterwards its caches are, bit for bit, those of having been
     /// stepped by these rows: go on at `context + rows`, with the state in [`StepState::write`].
     ///
@@ -477,6 +478,20 @@ impl Decoder {
             Some(factor) => Ok(backend.scale(b.x, factor)?),
             None => Ok(()),
         }
+    }
+}
+
+/// The model's embedding for whoever guesses behind its last layer: where no layer reads tokens there it is the output
+/// matrix too, or is loaded.
+fn embedding_of(spec: &ModelSpec, weights: &Weights, loader: &mut Loader<'_>) -> Result<MatrixId, Error> {
+    match (&weights.embedding, &weights.head) {
+        (Some(embedding), _) => Ok(embedding.tokens),
+        (None, Some(Head::Logits { linear, .. }))
+            if spec.logits().is_some_and(|head| head.linear.weight == spec.embedding.tensor) =>
+        {
+            Ok(linear.matrix)
+        }
+        _ => loader.table(&spec.embedding.tensor, spec.vocab, spec.hidden),
     }
 }
 

@@ -299,7 +299,7 @@ fn prepare_on(
         None => (0..spec.layers.len(), None, None),
         Some(replica) => {
             let class = stages::class(backend.info(), &model_digest, options);
-            let elsewhere = drafter::elsewhere(options, &spec)?;
+            let elsewhere = drafter::elsewhere(options, (&gguf, &spec), max_sequences)?;
             let told = (model_digest, class, elsewhere);
             let (first, joining) = replica.join(&spec, told, rows, options.block_tokens)?;
             (first, Some(joining), elsewhere)

@@ -9,8 +9,9 @@ use crate::engine::thread::{Broken, end_process};
 use crate::kv_cache::memory::HostFloor;
 use crate::load::{EngineOptions, Prepared};
 use crate::operations::{Bundle, Operations, SessionLimits};
-use crate::shipping::{Holdings, Shipper, ShippingConfig};
+use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
+use crate::speculation::Guesses;
 use crate::stage::{Holds, StageConfig};
 use crate::telemetry::{EngineMetrics, HostMetrics, ShippingMetrics};
 use parking_lot::Mutex;
@@ -395,9 +396,10 @@ impl WorkerService {
             (Some(_), _) => Ok((Loaded::Nothing, None)),
             (None, Some(OwnModel { id, path })) => {
                 let (from, options) = (path.clone(), config.engine);
+                let appended = options.guesses == Guesses::Appended;
                 let load =
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
-                shipper.load(&path, None, load).await.map(|loaded| (loaded, Some(id)))
+                shipper.load(&path, Wanted { layers: None, appended }, load).await.map(|loaded| (loaded, Some(id)))
             }
             (None, None) if !ground.operations.is_empty() => Ok((Loaded::Nothing, None)),
             (None, None) => {

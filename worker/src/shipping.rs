@@ -8,6 +8,7 @@ use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, Room, ShardStore, StoreError};
+use model::spec::AppendedSpec;
 use model::{ModelFile, ModelSpec};
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
@@ -239,13 +240,13 @@ impl Shipper {
     pub(crate) async fn load<T: Send + 'static>(
         &self,
         path: &Path,
-        layers: Option<Range<usize>>,
+        wanted: Wanted,
         load: impl Fn(Option<Arrivals>) -> Result<T, Error> + Clone + Send + 'static,
     ) -> Result<T, Error> {
         let mut damaged = 0;
         for _ in 0..ATTEMPTS {
             let load = load.clone();
-            let Some((needs, missing)) = self.look(path, layers.clone()).await? else {
+            let Some((needs, missing)) = self.look(path, wanted.clone()).await? else {
                 return blocking(move || load(None)).await?;
             };
             let loaded = self.load_while_it_comes(&needs, &missing, load).await;
@@ -303,7 +304,8 @@ impl Shipper {
 
     /// Fetches what `layers` of a model need and is not here; nothing for a model that is a file.
     pub(crate) async fn bring(&self, path: &Path, layers: Option<Range<usize>>) -> Result<(), Error> {
-        let Some((needs, missing)) = self.look(path, layers).await? else { return Ok(()) };
+        let wanted = Wanted { layers, ..Wanted::default() };
+        let Some((needs, missing)) = self.look(path, wanted).await? else { return Ok(()) };
         let nobody = Arrivals::new(HashMap::new(), &[], 0);
         self.fetch(&needs, &missing, &nobody).await
     }
@@ -312,22 +314,22 @@ impl Shipper {
     async fn look(
         &self,
         path: &Path,
-        layers: Option<Range<usize>>,
+        wanted: Wanted,
     ) -> Result<Option<(Needs, Missing)>, Error> {
         let (path, store) = (path.to_owned(), self.store.clone());
-        let Some((needs, held)) = blocking(move || needs(&path, store, layers)).await?? else {
+        let Some((needs, held)) = blocking(move || needs(&path, store, wanted)).await?? else {
             return Ok(None);
         };
         *self.held.lock() = Some(held);
-        let wanted = |chunks: &[(ChunkId, usize)]| chunks.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
+        let sum = |chunks: &[(ChunkId, usize)]| chunks.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
         let (store, chunks) = (needs.store.clone(), needs.chunks.clone());
         let prepare = move || {
             let chunks: Vec<_> = chunks.into_iter().filter(|(id, bytes)| !store.has(*id, *bytes)).collect();
-            let bytes = wanted(&chunks);
+            let bytes = sum(&chunks);
             store.reserve(bytes).map(|room| (Missing { chunks, bytes, room }, store.bytes()))
         };
         let (missing, stored) = blocking(prepare).await?.map_err(ShippingError::Store)?;
-        let all = wanted(&needs.chunks);
+        let all = sum(&needs.chunks);
         self.metrics.wants(all, all - missing.bytes);
         self.metrics.store.set(stored.cast_signed());
         Ok(Some((needs, missing)))
@@ -354,21 +356,35 @@ impl Shipper {
     }
 }
 
+/// What a worker loads of a model.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Wanted {
+    /// All where there is none.
+    pub(crate) layers: Option<Range<usize>>,
+    /// Whether the block behind the last layer is wanted too, which guesses.
+    pub(crate) appended: bool,
+}
+
 /// What is needed of the model in `path`, which is held; none for a file.
 fn needs(
     path: &Path,
     store: Option<ShardStore>,
-    layers: Option<Range<usize>>,
+    Wanted { layers, appended }: Wanted,
 ) -> Result<Option<(Needs, HeldModel)>, Error> {
     let file = ModelFile::open(path)?;
     let Some(store) = store.filter(|_| file.is_stored()) else { return Ok(None) };
     let held = store.hold(&file.digest()?).map_err(ShippingError::Store)?;
     let held = held.ok_or(ShippingError::Incomplete { missing: 1 })?;
     let spec = ModelSpec::from_file(&file)?;
-    let tensors = match layers {
+    let mut tensors = match layers {
         None => spec.tensors(),
         Some(layers) => crate::weights::tensors_of(&spec, layers),
     };
+    let appended = if appended { AppendedSpec::from_file(&file)? } else { None };
+    if let Some(appended) = &appended {
+        tensors.extend(appended.tensors());
+        tensors.extend(spec.embedding_tensors());
+    }
     let (mut chunks, mut of_tensors) = (Vec::new(), HashMap::new());
     let mut seen = HashSet::new();
     for tensor in tensors {

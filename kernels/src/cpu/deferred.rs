@@ -11,12 +11,24 @@
 use super::rows::Buffer;
 use crate::Error;
 use crate::attention::check_len;
-use crate::backend::{ConvOp, DeltaNetOp, Mamba2Op, StateLayerId, StepInput, StepSequence, StepState};
+use crate::backend::{
+    ConvOp, DeltaNetOp, MAX_DEFERRED_STEPS, Mamba2Op, StateLayerId, StepInput, StepSequence, StepState,
+};
+use std::collections::VecDeque;
 use std::ops::Range;
 
-/// What a step has deferred.
+/// What steps have deferred that nobody has accepted yet.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
+    /// The oldest first.
+    steps: VecDeque<DeferredStep>,
+    /// Whether the last of them is the one that is run.
+    runs: bool,
+}
+
+/// What one of them has deferred.
+#[derive(Debug)]
+struct DeferredStep {
     sequences: Vec<Sequence>,
     /// Rows of the step.
     rows: usize,
@@ -65,44 +77,56 @@ pub(super) struct Accepted {
 }
 
 impl Deferred {
-    /// Forgets the last step's.
-    pub(super) fn begin(&mut self, step: &StepInput<'_>) {
-        self.layers.clear();
-        self.sequences.clear();
-        self.rows = step.tokens.len();
+    /// Has the rows of a step that defers remembered beside those of others.
+    ///
+    /// # Errors
+    /// [`Error::DeferredSteps`].
+    pub(super) fn begin(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
         let deferred = step.sequences.iter().zip(step.states).filter(|(_, state)| state.deferred);
-        self.sequences.extend(deferred.map(|(sequence, state)| Sequence {
+        let sequence = |(sequence, state): (&StepSequence, &StepState)| Sequence {
             rows: sequence.rows.clone(),
             read: state.read,
             write: state.write,
-        }));
+        };
+        let sequences: Vec<Sequence> = deferred.map(sequence).collect();
+        self.runs = !sequences.is_empty();
+        if self.runs && self.steps.len() == MAX_DEFERRED_STEPS {
+            self.runs = false;
+            return Err(Error::DeferredSteps { most: MAX_DEFERRED_STEPS });
+        }
+        if self.runs {
+            self.steps.push_back(DeferredStep { sequences, rows: step.tokens.len(), layers: Vec::new() });
+        }
+        Ok(())
     }
 
     /// Where a layer's inputs are to be kept; none where the step defers nothing.
     pub(super) fn layer(&mut self, id: StateLayerId) -> Option<(Keeper<'_>, &mut Inputs)> {
-        let Self { sequences, rows, layers } = self;
-        if sequences.is_empty() {
-            return None;
-        }
+        let DeferredStep { sequences, rows, layers } = self.steps.back_mut().filter(|_| self.runs)?;
         let index = id.0 as usize;
         layers.resize_with(layers.len().max(index + 1), Inputs::default);
         Some((Keeper { sequences, rows: *rows }, &mut layers[index]))
     }
 
-    /// Takes out what was kept, by layer, and which of it counts: `rows` of each sequence.
+    /// Takes out what the oldest step has kept, by layer, and which of it counts: `rows` of each sequence.
     ///
     /// # Errors
     /// [`Error::Length`] where there are not as many sequences, [`Error::OutOfRange`] for more rows than one has. Then
     /// nothing is taken out.
     pub(super) fn accept(&mut self, rows: &[usize]) -> Result<(Accepted, Vec<Inputs>), Error> {
-        check_len("sequences with deferred states", self.sequences.len(), rows.len())?;
-        let too_many = self.sequences.iter().zip(rows).find(|(sequence, rows)| **rows > sequence.rows.len());
+        let sequences = self.steps.front().map_or(&[][..], |step| &step.sequences);
+        check_len("sequences with deferred states", sequences.len(), rows.len())?;
+        let too_many = sequences.iter().zip(rows).find(|(sequence, rows)| **rows > sequence.rows.len());
         if let Some((sequence, rows)) = too_many {
             return Err(Error::OutOfRange { what: "accepted rows", index: *rows, len: sequence.rows.len() });
         }
         let mut accepted = Accepted { sequences: Vec::new(), states: Vec::new(), kept: Vec::new() };
         let (mut place, mut row) = (0, 0);
-        for (sequence, rows) in self.sequences.drain(..).zip(rows) {
+        let Some(DeferredStep { sequences, layers, .. }) = self.steps.pop_front() else {
+            return Ok((accepted, Vec::new()));
+        };
+        self.runs &= !self.steps.is_empty();
+        for (sequence, rows) in sequences.into_iter().zip(rows) {
             let Sequence { read, write, .. } = sequence;
             // Where it stands already, a state needs no passage.
             if *rows > 0 || read != Some(write) {
@@ -114,12 +138,12 @@ impl Deferred {
             }
             place += sequence.rows.len();
         }
-        Ok((accepted, std::mem::take(&mut self.layers)))
+        Ok((accepted, layers))
     }
 
     /// Size in memory.
     pub(super) fn bytes(&self) -> usize {
-        self.layers.iter().map(Inputs::bytes).sum()
+        self.steps.iter().flat_map(|step| &step.layers).map(Inputs::bytes).sum()
     }
 }
 

@@ -59,8 +59,7 @@ impl States {
             true => StatePlan::default(),
             false => StatePlan::new(step.sequences, step.states, self.slot_bytes)?,
         };
-        self.deferred.begin(step);
-        Ok(())
+        self.deferred.begin(step)
     }
 
     /// See [`crate::backend::Backend::read_state`].

@@ -181,8 +181,11 @@ impl Backend for CudaBackend {
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
         self.graphs.give_up(&mut self.device);
         self.caches.begin_step();
-        self.states.begin(step, self.caches.arena_bytes)?;
-        self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)
+        self.states.check(step, self.caches.arena_bytes)?;
+        self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)?;
+        // Last: a step that is refused must not be remembered.
+        self.states.begin(step);
+        Ok(())
     }
 
     fn begin_ops(&mut self) -> Result<StepOps, Error> {

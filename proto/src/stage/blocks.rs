@@ -1,5 +1,6 @@
 //! What the first stage of a replica says to another one about the bytes of its cache blocks, on a stream of its own: a
-//! [`StageFeed`](super::StageFeed) first, then orders one way and reports back, each answered before the next is sent.
+//! [`StageFeed`](super::StageFeed) first, then orders one way and reports back, each answered before the next is sent, if
+//! it is answered.
 //! Bytes follow orders and reports raw; no codec touches them.
 
 use crate::codec::bounded;
@@ -31,6 +32,9 @@ pub enum StageBlocksOrder {
     ),
     /// Send the recurrent states in this slot as numbers.
     States(u32),
+    /// What is ordered next is of the blocks as they are once
+    /// [`StageCountedV1`](super::StageCountedV1) of this step, which is on its way, has been obeyed. Not answered.
+    Behind(u64),
 }
 
 /// A block of a stage.

@@ -222,6 +222,10 @@ pub(crate) fn stage_step_v2() -> StageStep {
     })
 }
 
+fn stage_counted() -> StageStep {
+    StageStep::Counted(StageCountedV1 { step: 300, rows: vec![1, 0, 8] })
+}
+
 fn trace() -> TraceContext {
     TraceContext { trace: TraceId([9; 16]), span: SpanId([7; 8]) }
 }
@@ -232,7 +236,7 @@ fn stage_plan() -> StageStepV1 {
         rows: 2,
         context: 300,
         tables: vec![table(0, &[7, 70_000]), table(1, &[3])],
-        state: Some(StageStateV1 { read: Some(4), write: 5, exports: vec![(1, 6)] }),
+        state: Some(StageStateV1 { read: Some(4), write: 5, exports: vec![(1, 6)], deferred: false }),
     };
     StageStepV1 {
         step: 300,
@@ -645,10 +649,11 @@ pub(crate) fn all() -> Vec<Samples> {
                 StageBlocksOrder::Read(vec![StageBlockV1 { group: 1, number: 70_000 }]),
                 StageBlocksOrder::Write(vec![StageBlockV1 { group: 0, number: 3 }]),
                 StageBlocksOrder::States(300),
+                StageBlocksOrder::Behind(70_000),
             ],
         ),
         samples("StageBlocksReport", Control, stage_blocks_reports()),
-        samples("StageStep", Control, [stage_step(), stage_step_v2()]),
+        samples("StageStep", Control, [stage_step(), stage_step_v2(), stage_counted()]),
         samples("ShardRequest", Request, shard_requests()),
         samples(
             "ModelRefV1",

@@ -119,6 +119,39 @@ fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
     assert!(stderr.contains("2 shards at most"), "{stderr}");
 }
 
+/// Recurrent states of both stages follow the rows of guesses that count. Who says one token again and again is guessed
+/// right, others are not.
+#[test]
+fn guesses_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_the_same() {
+    let manifest = Manifest::read().unwrap();
+    for arch in ["qwen35", "granitehybrid"] {
+        let model = manifest.tiny(arch).unwrap().path().display().to_string();
+        let bodies = |model: &str| {
+            let mut bodies = bodies(model);
+            bodies.push(json!({
+                "model": model, "prompt": prompt(5, 60), "return_token_ids": true, "ignore_eos": true,
+                "max_tokens": 80, "temperature": 0, "logit_bias": {"10": 100},
+            }));
+            bodies
+        };
+        let one = Cluster::builder("recurrent-one", &model).flag("--workers", "1").start().unwrap();
+        let want: Vec<Value> = bodies(one.model()).iter().map(|body| ask(one.http(), body)).collect();
+        drop(one);
+        let builder = Cluster::builder("recurrent-several", &model);
+        let cluster = builder.flag("--shards", "2").flag("--spec", "ngram").start().unwrap();
+        wait::until("guesses are right", binary::PATIENCE, || {
+            let got: Vec<Value> =
+                bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
+            assert_eq!(got, want, "{arch}");
+            let right = cluster.worker_metric("vllm:spec_decode_num_accepted_tokens_total").unwrap();
+            (right > 0.0).then_some(())
+        })
+        .unwrap();
+        assert_eq!(serves(&cluster).unwrap()["stages"].as_array().unwrap().len(), 2, "{arch}");
+        wait_for_quiet(&cluster);
+    }
+}
+
 #[test]
 fn a_count_that_cannot_be_cut_is_refused_with_the_largest() {
     let output = binary::run(&["up", &tiny_model(), "--shards", "99"]).unwrap();

@@ -9,14 +9,14 @@
 //! over. Where a sequence has no block for them there is one behind the arena.
 
 use super::layout::{self, Buffers, CacheKind, LayerCache, Widths};
-use super::{Decoder, DraftFrom, Drafted, feed_forward, job, mixer};
+use super::{Decoder, DraftFrom, Drafted, embedding_of, feed_forward, job, mixer};
 use crate::Error;
 use crate::weights::{Head, LayerWeights, Linear, Loader, Packs, TensorSource};
 use kernels::backend::{
     Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, MatrixId, Norm, StepInput, StepSequence, StepState,
 };
 use model::spec::{AppendedSpec, MixerSpec};
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 
 /// Bytes that offsets into the arena count.
 const UNIT: usize = 64;
@@ -49,8 +49,8 @@ pub(super) struct Appended {
     hidden: BufferId,
     /// Both, one behind the other.
     joined: BufferId,
-    /// Of the last step, in their order, the sequences with guesses.
-    deferred: Vec<Deferred>,
+    /// Of each step with guesses, the oldest first, the sequences with some.
+    deferred: VecDeque<Vec<Deferred>>,
     /// Sequences that it guesses for at a time, each with a block of its own from `spare` on.
     sequences: usize,
     spare: u32,
@@ -64,11 +64,11 @@ struct Deferred {
 }
 
 impl Decoder {
-    /// Loads the block of this model, which must be here as a whole; before the arena is allocated. It guesses for
+    /// Loads the block of this model, whose last layer must be here; before the arena is allocated. It guesses for
     /// `sequences` at a time.
     ///
     /// # Errors
-    /// [`Error::Config`] where some layers are elsewhere, and for a model without layers of both kinds.
+    /// [`Error::Config`] where the last layer is elsewhere, and for a model without layers of both kinds.
     pub(crate) fn load_appended(
         &mut self,
         spec: &AppendedSpec,
@@ -76,10 +76,9 @@ impl Decoder {
         sequences: usize,
     ) -> Result<(), Error> {
         let refuse = |reason: &str| Err(Error::Config { option: "spec", reason: reason.to_owned() });
-        if self.config.layers != (0..self.spec.layers.len()) {
-            return refuse(
-                "the model's own block guesses from the caches of all layers, of which some are elsewhere",
-            );
+        let held = self.config.layers.clone();
+        if held.end != self.spec.layers.len() {
+            return refuse("the model's own block guesses behind the last layer, which is elsewhere");
         }
         let [full, state] = &mut self.groups[..] else {
             return refuse(
@@ -93,15 +92,15 @@ impl Decoder {
         }
         let (
             MixerSpec::Attention(attention),
-            Some(embedding),
             Some(Head::Logits { norm: model_norm, linear }),
-        ) = (&spec.layer.mixer, &self.weights.embedding, &self.weights.head)
+        ) = (&spec.layer.mixer, &self.weights.head)
         else {
             return Err(Error::NoOutputHead);
         };
         let (width, rows) = (self.spec.hidden, self.config.max_rows);
         let own = std::slice::from_ref(&spec.layer);
-        let wide_enough = Widths::of(&self.spec, &self.spec.layers).covers(&Widths::of(&self.spec, own));
+        let wide_enough =
+            Widths::of(&self.spec, &self.spec.layers[held]).covers(&Widths::of(&self.spec, own));
         let backend = self.backend.as_mut();
         let buffers = match wide_enough {
             true => Buffers { x: backend.create_buffer(rows, width)?, ..self.buffers.clone() },
@@ -122,7 +121,7 @@ impl Decoder {
             norm: loader.norm(&spec.norm)?,
             embedding: match &spec.embedding {
                 Some(table) => loader.table(table, self.spec.vocab, width)?,
-                None => embedding.tokens,
+                None => embedding_of(&self.spec, &self.weights, &mut loader)?,
             },
             embedding_scale: self.spec.embedding.scale,
             model_norm: *model_norm,
@@ -140,7 +139,7 @@ impl Decoder {
             embedded: backend.create_buffer(rows, width)?,
             hidden: backend.create_buffer(rows, width)?,
             joined: backend.create_buffer(rows, 2 * width)?,
-            deferred: Vec::new(),
+            deferred: VecDeque::new(),
             sequences: sequences.clamp(1, rows.min(self.config.logit_rows)),
             spare: 0,
         };
@@ -186,7 +185,7 @@ impl Appended {
         backend.norm(x, &self.model_norm, self.hidden)?;
         let left = self.normed_hidden(backend, step.tokens.len())?;
         let mut pasts = Vec::with_capacity(left.len());
-        self.deferred.clear();
+        let mut deferred = Vec::new();
         for (sequence, state) in step.sequences.iter().zip(step.states) {
             let own = &left[sequence.rows.start * width..sequence.rows.end * width];
             // The first token has nothing before it.
@@ -200,10 +199,13 @@ impl Appended {
                 self.write_past(backend, export.slot, &row[(export.row + 1) * width..][..width])?;
             }
             if state.deferred {
-                self.deferred.push(Deferred { write: state.write, pasts: row });
+                deferred.push(Deferred { write: state.write, pasts: row });
             } else {
                 self.write_past(backend, state.write, &row[own.len()..])?;
             }
+        }
+        if !deferred.is_empty() {
+            self.deferred.push_back(deferred);
         }
         self.join(backend, &pasts)?;
         mixer::write_kv(backend, &self.buffers, &self.layer, self.cache[0])
@@ -211,7 +213,8 @@ impl Appended {
 
     /// See [`Decoder::accept`].
     pub(super) fn accept(&mut self, backend: &mut dyn Backend, rows: &[usize]) -> Result<(), Error> {
-        for (Deferred { write, pasts }, rows) in std::mem::take(&mut self.deferred).into_iter().zip(rows) {
+        let deferred = self.deferred.pop_front().unwrap_or_default();
+        for (Deferred { write, pasts }, rows) in deferred.into_iter().zip(rows) {
             let past = pasts.get(rows * self.width..(rows + 1) * self.width);
             let past = past.ok_or_else(|| Error::Invariant(format!("{rows} rows count of fewer")))?;
             self.write_past(backend, write, past)?;

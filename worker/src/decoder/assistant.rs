@@ -5,14 +5,14 @@
 //! look at the positions before it.
 
 use super::layout::{self, Buffers};
-use super::{Decoder, DecoderConfig, feed_forward, job, normed};
+use super::{Decoder, DecoderConfig, embedding_of, feed_forward, job, normed};
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, MixerWeights, Packs, TensorSource, Weights};
 use kernels::backend::{
     AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, KvLayerId, MatrixId, QkvOp, StepInput,
     StepSequence,
 };
-use model::spec::{AssistantSpec, ModelSpec};
+use model::spec::AssistantSpec;
 
 /// See the module.
 pub(super) struct Assistant {
@@ -78,11 +78,9 @@ impl Decoder {
             ));
         }
         let held = self.config.layers.clone();
-        let Some(Head::Logits { linear: head, .. }) =
-            self.weights.head.as_ref().filter(|_| held.end == target.layers.len())
-        else {
+        if held.end != target.layers.len() || !self.has_head() {
             return refuse(format!("a drafter guesses behind the last layer, and layers {held:?} are here"));
-        };
+        }
         let rows = rows.clamp(1, self.config.max_rows.min(self.config.logit_rows));
         let config = DecoderConfig {
             layers: 0..trunk.layers.len(),
@@ -111,14 +109,8 @@ impl Decoder {
             };
             caches.push(self.backend.create_kv_layer(group, shape, offset)?);
         }
-        let embedding = match &self.weights.embedding {
-            Some(embedding) => embedding.tokens,
-            None if head_is_embedding(target) => head.matrix,
-            None => {
-                let mut loader = Loader::new(target_source, Packs::Off, self.backend.as_mut());
-                loader.table(&target.embedding.tensor, target.vocab, target.hidden)?
-            }
-        };
+        let mut loader = Loader::new(target_source, Packs::Off, self.backend.as_mut());
+        let embedding = embedding_of(target, &self.weights, &mut loader)?;
         let mut loader = Loader::new(source, Packs::Off, self.backend.as_mut());
         let (before, behind) = (loader.linear(&spec.before)?, loader.linear(&spec.behind)?);
         let weights = loader.load(trunk, config.layers.clone(), &mut |_, _| {})?;
@@ -263,11 +255,6 @@ impl Assistant {
         let jobs = [job(linear, b.logits, false), job(&self.behind, self.next, false)];
         Ok(backend.matmul(b.normed, &jobs)?)
     }
-}
-
-/// Whether the output matrix is the embedding.
-fn head_is_embedding(spec: &ModelSpec) -> bool {
-    spec.logits().is_some_and(|head| head.linear.weight == spec.embedding.tensor)
 }
 
 /// One row of each sequence.

@@ -6,6 +6,7 @@ use crate::Error;
 use crate::decoder::DraftFrom;
 use crate::scheduler::{Decoding, PlannedSequence, SeqId, StepPlan};
 use crate::speculation::Speculation;
+use crate::stage::LaterStages;
 use crate::stage::step::WantedRows;
 use proto::stage::{MAX_GUESSES, StageGuessV1};
 use std::collections::HashMap;
@@ -32,9 +33,9 @@ fn unguided<'a>(live: &HashMap<SeqId, Live>, decoding: Decoding<'a>) -> Decoding
 impl Engine {
     /// Has the next step look at what sequences will probably draw, where that pays.
     pub(super) fn guess(&mut self) -> Result<(), Error> {
+        let looks = self.looks_at_guesses();
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
-        if self.later.is_some() && self.decoder.spec().is_recurrent() {
-            // The states of other stages cannot be taken back.
+        if !looks {
             return Ok(());
         }
         speculation.retain(|id| self.live.contains_key(&id));
@@ -56,10 +57,16 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether steps may look at guesses: recurrent states must be able to follow the rows that count.
+    fn looks_at_guesses(&self) -> bool {
+        let defers = self.later.as_ref().is_none_or(LaterStages::can_defer);
+        defers || !self.decoder.spec().is_recurrent()
+    }
+
     /// Whether the last stage guesses behind what it draws.
     fn guesses_elsewhere(&self) -> bool {
         let computed = self.speculation.as_ref().is_some_and(Speculation::is_computed);
-        computed && self.later.is_some() && self.draft_model.is_none()
+        computed && self.later.is_some() && self.draft_model.is_none() && self.looks_at_guesses()
     }
 
     /// Has the next step look at what the last stage has guessed.
@@ -188,7 +195,8 @@ impl Engine {
         drawn.retain(|_| counts.next().unwrap_or(true));
     }
 
-    /// Has the states of sequences with guesses follow the rows that count, and remembers how good guesses were.
+    /// Has the states of sequences with guesses follow the rows that count, at all stages, and remembers how good guesses
+    /// were.
     pub(super) fn accept(&mut self, plan: &StepPlan, drawn: &[Draw]) -> Result<(), Error> {
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
         self.newest_rows.clear();
@@ -196,12 +204,23 @@ impl Engine {
         let counted = |sequence: &PlannedSequence| drawn.iter().filter(|draw| draw.id == sequence.id).count();
         let mut rows = Vec::new();
         for sequence in plan.sequences.iter().filter(|sequence| sequence.guesses > 0) {
-            let counted = counted(sequence);
-            speculation.looked_at(sequence.id, sequence.guesses as usize, counted.saturating_sub(1));
+            // Of one that has gone meanwhile only what counts without guesses may be kept.
+            let mut counts = sequence.rows.len() - sequence.guesses as usize;
+            if self.live.contains_key(&sequence.id) {
+                counts = counted(sequence);
+                speculation.looked_at(sequence.id, sequence.guesses as usize, counts.saturating_sub(1));
+            }
             if sequence.state.is_some() {
-                rows.push(counted);
+                rows.push(counts);
             }
         }
-        if rows.is_empty() { Ok(()) } else { self.decoder.accept(&rows) }
+        if rows.is_empty() {
+            return Ok(());
+        }
+        self.decoder.accept(&rows)?;
+        if let Some(later) = &mut self.later {
+            later.counted(plan.step, &rows);
+        }
+        Ok(())
     }
 }

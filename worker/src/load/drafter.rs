@@ -58,10 +58,7 @@ pub(super) fn guesser(
         Guesses::Off => Ok(Guesser::Nobody),
         Guesses::Ngram => Ok(Guesser::Ngrams),
         Guesses::Appended => {
-            let spec = appended(file, &decoder.spec().arch)?;
-            let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file, arrivals });
-            let source: &dyn TensorSource = arriving.as_ref().map_or(file, |arriving| arriving);
-            decoder.load_appended(&spec, source, sequences)?;
+            load_appended(options, file, decoder, sequences)?;
             Ok(Guesser::Drafter(None))
         }
         Guesses::Assistant(path) => {
@@ -95,6 +92,18 @@ pub(super) fn guesser(
     }
 }
 
+fn load_appended(
+    options: &EngineOptions,
+    file: &ModelFile,
+    decoder: &mut Decoder,
+    sequences: usize,
+) -> Result<(), Error> {
+    let spec = appended(file, &decoder.spec().arch)?;
+    let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file, arrivals });
+    let source: &dyn TensorSource = arriving.as_ref().map_or(file, |arriving| arriving);
+    decoder.load_appended(&spec, source, sequences)
+}
+
 /// Who guesses at the last stage of a replica, and the layer from which on all must be there.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Elsewhere {
@@ -122,10 +131,22 @@ pub(super) fn from_layer(guesses: &Guesses, spec: &ModelSpec) -> Result<Option<u
 ///
 /// # Errors
 /// As [`from_layer`].
-pub(super) fn elsewhere(options: &EngineOptions, spec: &ModelSpec) -> Result<Option<Elsewhere>, Error> {
-    let Guesses::Assistant(path) = &options.guesses else { return Ok(None) };
-    let Some(from_layer) = from_layer(&options.guesses, spec)? else { return Ok(None) };
-    let drafter = StageDrafterV1::Assistant { digest: digest(&ModelFile::open(path)?, options)? };
+pub(super) fn elsewhere(
+    options: &EngineOptions,
+    (file, spec): (&ModelFile, &ModelSpec),
+    sequences: usize,
+) -> Result<Option<Elsewhere>, Error> {
+    let drafter = match &options.guesses {
+        Guesses::Assistant(path) => {
+            StageDrafterV1::Assistant { digest: digest(&ModelFile::open(path)?, options)? }
+        }
+        Guesses::Appended => {
+            appended(file, &spec.arch)?;
+            StageDrafterV1::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
+        }
+        Guesses::Off | Guesses::Ngram | Guesses::Model(_) => return Ok(None),
+    };
+    let from_layer = from_layer(&options.guesses, spec)?.unwrap_or(spec.layers.len());
     Ok(Some(Elsewhere { drafter, from_layer }))
 }
 
@@ -139,7 +160,10 @@ pub(super) fn at_last_stage(
     file: &ModelFile,
     decoder: &mut Decoder,
 ) -> Result<(), Error> {
-    let StageDrafterV1::Assistant { digest: wanted } = drafter;
+    let wanted = match drafter {
+        StageDrafterV1::Assistant { digest } => digest,
+        StageDrafterV1::Appended { sequences } => return load_appended(options, file, decoder, sequences as usize),
+    };
     let unknown = |has: &str| {
         let wanted: String = wanted.iter().map(|byte| format!("{byte:02x}")).collect();
         let reason = format!(

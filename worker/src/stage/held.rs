@@ -8,7 +8,7 @@ use crate::stage::activations;
 use proto::stage::ActivationType;
 use proto::stage::blocks::{StageBlockV1, StageBlocksOrder, StageBlocksReport, StageLayerStateV1};
 use proto::transport::StageBlocksCall;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 /// Bytes that one order may move, and one block more.
 const MAX_BYTES: usize = 64 << 20;
@@ -23,23 +23,31 @@ pub(super) struct Desk {
     slabs: Slabs,
     /// Of each group; the last one may be that of states.
     block_bytes: Vec<usize>,
+    /// The last step that it has been told the rows of which count.
+    counted: watch::Receiver<u64>,
 }
 
 /// A block of this stage: group, offset, bytes.
 type Place = (usize, u32, usize);
 
 impl Desk {
-    /// For blocks of these sizes in an arena that is cut so; also what the thread that computes has to do.
-    pub(super) fn new(slabs: Slabs, block_bytes: Vec<usize>) -> (Self, mpsc::UnboundedReceiver<Errand>) {
+    /// For blocks of these sizes in an arena that is cut so; also what the thread that computes has to do. It tells by
+    /// `counted` the last step of which it has heard how many rows count.
+    pub(super) fn new(
+        slabs: Slabs,
+        block_bytes: Vec<usize>,
+        counted: watch::Receiver<u64>,
+    ) -> (Self, mpsc::UnboundedReceiver<Errand>) {
         let (errands, to_do) = mpsc::unbounded_channel();
-        (Self { errands, slabs, block_bytes }, to_do)
+        (Self { errands, slabs, block_bytes, counted }, to_do)
     }
 
     /// Does what is ordered, until the first stage wants no more.
-    pub(super) async fn serve(self, mut call: StageBlocksCall) {
+    pub(super) async fn serve(mut self, mut call: StageBlocksCall) {
         while let Ok(Some(order)) = call.next().await {
             let (report, bytes) = match self.obey(order, &mut call).await {
-                Ok(done) => done,
+                Ok(Some(done)) => done,
+                Ok(None) => continue,
                 Err(error) => (StageBlocksReport::Failed(error.to_string()), Vec::new()),
             };
             let failed = matches!(report, StageBlocksReport::Failed(_));
@@ -49,11 +57,12 @@ impl Desk {
         }
     }
 
+    /// Does one thing, and says what is answered to it.
     async fn obey(
-        &self,
+        &mut self,
         order: StageBlocksOrder,
         call: &mut StageBlocksCall,
-    ) -> Result<(StageBlocksReport, Vec<u8>), Error> {
+    ) -> Result<Option<(StageBlocksReport, Vec<u8>)>, Error> {
         match order {
             StageBlocksOrder::Read(blocks) => {
                 let (places, all) = self.places(&blocks)?;
@@ -65,7 +74,7 @@ impl Desk {
                     Ok(bytes)
                 };
                 let bytes = self.run(read).await?;
-                Ok((StageBlocksReport::Read(bytes.len() as u64), bytes))
+                Ok(Some((StageBlocksReport::Read(bytes.len() as u64), bytes)))
             }
             StageBlocksOrder::Write(blocks) => {
                 let (places, all) = self.places(&blocks)?;
@@ -80,7 +89,12 @@ impl Desk {
                     Ok(())
                 };
                 self.run(write).await?;
-                Ok((StageBlocksReport::Written, Vec::new()))
+                Ok(Some((StageBlocksReport::Written, Vec::new())))
+            }
+            StageBlocksOrder::Behind(step) => {
+                // An error: the thread that computes has ended.
+                let counted = self.counted.wait_for(|counted| *counted >= step).await;
+                counted.map(|_| None).map_err(|_| Error::EngineStopped)
             }
             StageBlocksOrder::States(number) => {
                 let group = self.block_bytes.len().saturating_sub(1);
@@ -89,7 +103,7 @@ impl Desk {
                 let shapes = states.iter().map(shape).collect();
                 let values = states.iter().flat_map(|state| [&state.conv, &state.recurrent]);
                 let bytes = values.flat_map(|values| activations::encode(ActivationType::F32, values));
-                Ok((StageBlocksReport::States(shapes), bytes.collect()))
+                Ok(Some((StageBlocksReport::States(shapes), bytes.collect())))
             }
         }
     }

@@ -6,20 +6,21 @@ use super::held::{Desk, Errand};
 use super::lead::{arena, dial};
 use super::lease::Claims;
 use super::patience::Patience;
-use super::step;
+use super::step::{self, Uncounted};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
 use crate::engine::thread::end_process;
 use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
-use crate::shipping::{Holdings, Shipper, ShippingConfig};
+use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::telemetry::ShippingMetrics;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
 use proto::stage::{
-    ActivationType, ReplicaId, StageBeginV1, StageDrawnV1, StageDrawnV2, StageFailure, StageFeed,
+    ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrafterV1, StageDrawnV1, StageDrawnV2,
+    StageFailure, StageFeed,
     StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1, StageReport, StageSampleV1,
     StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
@@ -35,7 +36,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
 /// Until the stage before this one has connected.
@@ -264,7 +265,9 @@ async fn take_part(
             load_range(&path, &options, layers.clone(), &asked)
         }
     };
-    let loaded = host.holds.shipper.load(&model_path, Some(layers), load).await;
+    let appended = matches!(join.drafter, Some(StageDrafterV1::Appended { .. }));
+    let wanted = Wanted { layers: Some(layers), appended };
+    let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,
         Error::EngineStopped => StageFailure::Stops,
@@ -280,7 +283,8 @@ async fn take_part(
     };
     let slabs = lay_out((&model_path, &host.config.engine), &mut decoder, &begin)
         .map_err(|error| load_failure(&error))?;
-    let (desk, errands) = Desk::new(slabs.clone(), part_bytes);
+    let (counted, last_counted) = watch::channel(0);
+    let (desk, errands) = Desk::new(slabs.clone(), part_bytes, last_counted);
     host.desks.lock().insert(join.replica, desk);
     let (behind, next) = match &join.next {
         Some(address) => {
@@ -310,6 +314,8 @@ async fn take_part(
         layers: join.layers,
         max_rows: join.max_rows as usize,
         errands,
+        uncounted: Uncounted::default(),
+        counted,
         is_last,
         output,
         progress: Arc::clone(&progress),
@@ -371,7 +377,7 @@ fn lay_out(
     begin: &StageBeginV1,
 ) -> Result<Slabs, Error> {
     let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
-    load::admit_kv(model, options, slabs.bytes())?;
+    load::admit_kv(model, options, slabs.bytes() + decoder.spare_bytes() as u64)?;
     decoder.allocate_kv(slabs.bytes() as usize)?;
     Ok(slabs)
 }
@@ -411,8 +417,8 @@ impl StageProgress {
 /// What a stage has made of a step, and the bytes behind it.
 #[derive(Debug)]
 enum Outcome {
-    /// For the stage behind: activations.
-    Passed(StageStepV2, Vec<u8>),
+    /// For the stage behind: a step and its activations, or what comes between steps.
+    Passed(StageStep, Vec<u8>),
     /// For the first one, of the last.
     Drawn(StageDrawnV2, Vec<u8>),
 }
@@ -427,7 +433,7 @@ async fn pass_results(
     while let Some(outcome) = results.recv().await {
         match (outcome, &mut next) {
             (Outcome::Passed(step, activations), Some(next)) => {
-                next.send(&StageStep::V2(step), activations).await?;
+                next.send(&step, activations).await?;
             }
             (Outcome::Passed(..), None) => {
                 return Err(proto::Error::Protocol("nobody is behind the last stage"));
@@ -450,6 +456,9 @@ struct Stage {
     max_rows: usize,
     /// What is to be done with its blocks besides.
     errands: mpsc::UnboundedReceiver<Errand>,
+    uncounted: Uncounted,
+    /// The last step of which it has heard how many rows count.
+    counted: watch::Sender<u64>,
     is_last: bool,
     output: mpsc::UnboundedSender<Outcome>,
     progress: Arc<Mutex<StageProgress>>,
@@ -488,7 +497,12 @@ impl Stage {
             });
             let step = match next {
                 None => return StageFailure::Stops,
-                Some(Ok(Some(step))) => step.into_latest(),
+                Some(Ok(Some(StageStep::V1(plan)))) => StageStepV2 { plan, ..StageStepV2::default() },
+                Some(Ok(Some(StageStep::V2(step)))) => step,
+                Some(Ok(Some(StageStep::Counted(counted)))) => match self.count(counted) {
+                    Ok(()) => continue,
+                    Err(failure) => return failure,
+                },
                 Some(Ok(None)) => {
                     return StageFailure::Neighbour { reason: "it sends no more".to_owned() };
                 }
@@ -512,14 +526,6 @@ impl Stage {
         spent: StageSpentV1,
         since: Instant,
     ) -> Result<(), StageFailure> {
-        let failed = |error: Error| {
-            let reason = error.to_string();
-            if error.is_device_lost() {
-                // Behind the failure's way to the first stage: the next process may do better.
-                let _ = crate::progress::spawn("kvasir-end", move || end_process(&error));
-            }
-            StageFailure::Step { reason }
-        };
         let _spans = self.record(&step, spent, since);
         let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
         let errands = &mut self.errands;
@@ -533,11 +539,12 @@ impl Stage {
         }
         step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
             .map_err(failed)?;
+        self.uncounted.ran(&step.plan);
         if !self.is_last {
             let residual = self.decoder.residual(0..step.plan.tokens.len()).map_err(failed)?;
             let bytes = activations::encode(self.element, &residual);
             step.spent.push(spent());
-            self.pass(Outcome::Passed(step, bytes));
+            self.pass(Outcome::Passed(StageStep::V2(step), bytes));
             return Ok(());
         }
         let samplers = self.samplers(std::mem::take(&mut step.samples))?;
@@ -546,6 +553,16 @@ impl Stage {
         drawn.spent = step.spent;
         drawn.spent.push(spent());
         self.pass(Outcome::Drawn(drawn, rows));
+        Ok(())
+    }
+
+    /// Passes on which rows of a step count, and has the states of this stage follow them.
+    fn count(&mut self, counted: StageCountedV1) -> Result<(), StageFailure> {
+        if !self.is_last {
+            self.pass(Outcome::Passed(StageStep::Counted(counted.clone()), Vec::new()));
+        }
+        self.uncounted.count(&mut self.decoder, &counted).map_err(failed)?;
+        self.counted.send_replace(counted.step);
         Ok(())
     }
 
@@ -623,6 +640,15 @@ impl Stage {
         drawn.guessing_us = micros(since.elapsed());
         Ok(())
     }
+}
+
+fn failed(error: Error) -> StageFailure {
+    let reason = error.to_string();
+    if error.is_device_lost() {
+        // Behind the failure's way to the first stage: the next process may do better.
+        let _ = crate::progress::spawn("kvasir-end", move || end_process(&error));
+    }
+    StageFailure::Step { reason }
 }
 
 fn micros(duration: Duration) -> u32 {

@@ -17,9 +17,10 @@ use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
 use crate::kv_cache::Slabs;
 use crate::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan};
+use kernels::backend::MAX_DEFERRED_STEPS;
 use proto::stage::{
-    ActivationType, StageDrawnV1, StageDrawnV2, StageFailure, StageGuessV1, StageOrder, StageProgressV1,
-    StageReport, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    ActivationType, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageGuessV1, StageOrder,
+    StageProgressV1, StageReport, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
 use proto::trace::TraceContext;
 use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
@@ -279,7 +280,25 @@ impl LaterStages {
     fn patience(&self) -> Duration {
         let steps = self.under_way.iter().map(|step| step.rows);
         let limits = steps.flat_map(|rows| self.stages.iter().map(move |known| known.deadline.limit(rows)));
-        limits.fold(SILENCE, Duration::max)
+        match self.parts.waits() {
+            // Behind steps that are on the same way.
+            true => limits.fold(SILENCE, Duration::saturating_add),
+            false => limits.fold(SILENCE, Duration::max),
+        }
+    }
+
+    /// Whether rows of as many steps as may be under way can be taken back.
+    pub(crate) fn can_defer(&self) -> bool {
+        self.pace.most() as usize <= MAX_DEFERRED_STEPS
+    }
+
+    /// So many rows count of each sequence that an answered step has deferred the state of. It goes the way of the steps,
+    /// at once: the stages are done with it when the next one comes.
+    pub(crate) fn counted(&mut self, step: u64, rows: &[usize]) {
+        let rows = rows.iter().map(|rows| *rows as u32).collect();
+        // As with steps.
+        let _ = self.steps.send((StageStep::Counted(StageCountedV1 { step, rows }), Vec::new()));
+        self.parts.counted(step);
     }
 
     /// What the stages have done so far.

@@ -132,6 +132,11 @@ impl Pace {
         Self { stages, ways: HashMap::new(), choice: None, timed: None }
     }
 
+    /// Steps that are under way at most.
+    pub(super) fn most(&self) -> u32 {
+        self.stages.saturating_add(1)
+    }
+
     /// What the next step takes when there is so much to do and so many are under way; `None`: it waits for one of them.
     ///
     /// One for each stage, and one that waits for the first of them. Without prompts only as many as sequences are
@@ -142,7 +147,7 @@ impl Pace {
         let most = self.stages.min(demand.decoding).max(1);
         let decoding = if whole { demand.decoding } else { demand.decoding.div_ceil(most).max(1) };
         let parts = demand.decoding.div_ceil(decoding);
-        let room = if demand.prefill > 0 || parts == 0 { self.stages + 1 } else { parts };
+        let room = if demand.prefill > 0 || parts == 0 { self.most() } else { parts };
         if under_way >= room as usize {
             return None;
         }

@@ -35,6 +35,9 @@ pub(super) struct Parts {
     bytes: Vec<Vec<usize>>,
     /// To the stages behind the first.
     links: Vec<StageBlocks>,
+    /// The last step of which they have been sent how many rows count, and the last one behind which they know that
+    /// orders stand.
+    counted: (u64, u64),
     lost: Option<Lost>,
 }
 
@@ -54,7 +57,18 @@ impl Parts {
         bytes: Vec<Vec<usize>>,
         links: Vec<StageBlocks>,
     ) -> Self {
-        Self { runtime, blocks, own, state_group, bytes, links, lost: None }
+        Self { runtime, blocks, own, state_group, bytes, links, counted: (0, 0), lost: None }
+    }
+
+    /// All stages are sent, on the way of the steps, how many rows of this one count. What is ordered from now on stands
+    /// behind that.
+    pub(super) fn counted(&mut self, step: u64) {
+        self.counted.0 = step;
+    }
+
+    /// Whether the next order stands behind something that the stages may not have heard yet.
+    pub(super) fn waits(&self) -> bool {
+        self.counted.0 > self.counted.1
     }
 
     /// Whether a stage is lost, so that nothing may be computed any more.
@@ -234,9 +248,17 @@ impl Parts {
         mut order: impl FnMut(usize) -> (&'a StageBlocksOrder, Vec<u8>),
         limit: Duration,
     ) -> Result<(), Error> {
+        let behind = self.waits().then_some(StageBlocksOrder::Behind(self.counted.0));
+        self.counted.1 = self.counted.0;
         let sends = (1..).zip(&mut self.links).map(|(stage, link)| {
-            let (order, bytes) = order(stage);
-            async move { within(limit, link.order(order, bytes)).await.map_err(|why| (stage, why)) }
+            let ((order, bytes), behind) = (order(stage), &behind);
+            let sent = async move {
+                if let Some(behind) = behind {
+                    link.order(behind, Vec::new()).await?;
+                }
+                link.order(order, bytes).await
+            };
+            async move { within(limit, sent).await.map_err(|why| (stage, why)) }
         });
         let sent = self.runtime.block_on(try_join_all(sends));
         sent.map(drop).map_err(|(stage, why)| self.lose(stage, why))

@@ -5,10 +5,14 @@ use crate::decoder::{Blocks, Decoder};
 use crate::kv_cache::{NULL_OFFSET, Slabs};
 use crate::load::MAX_CONTEXT;
 use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
-use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
-use proto::stage::{
-    StageCopyV1, StageSampleV1, StageSequenceV1, StageStateV1, StageStepV1, StageStepV2, StageTableV1,
+use kernels::backend::{
+    BlockTable, KvCopy, MAX_DEFERRED_ROWS, StateExport, StepInput, StepSequence, StepState,
 };
+use proto::stage::{
+    StageCopyV1, StageCountedV1, StageSampleV1, StageSequenceV1, StageStateV1, StageStepV1, StageStepV2,
+    StageTableV1,
+};
+use std::collections::VecDeque;
 
 /// Table entries of one step at most, all sequences together, those that no row looks at included.
 const MAX_ENTRIES: usize = 4 << 20;
@@ -94,6 +98,7 @@ fn describe_state(
         read: state.read.map(&number).transpose()?,
         write: number(state.write)?,
         exports: exports.collect::<Result<_, Error>>()?,
+        deferred: state.deferred,
     })
 }
 
@@ -142,6 +147,10 @@ pub(super) fn forward(
             tables[group].push(offsets(slabs, group, table)?);
         }
         if let Some(state) = &sequence.state {
+            if state.deferred && (count > MAX_DEFERRED_ROWS || !state.exports.is_empty()) {
+                let exports = state.exports.len();
+                return refuse(format!("{count} deferred rows of at most {MAX_DEFERRED_ROWS}, {exports} exports"));
+            }
             states.push(step_state(state, |slot| offset(paged, slot))?);
         }
         sequences.push(StepSequence { rows: from..from + count, context, segment_start: None });
@@ -182,8 +191,44 @@ fn step_state(state: &StageStateV1, offset: impl Fn(u32) -> Result<u32, Error>) 
         read: state.read.map(&offset).transpose()?,
         write: offset(state.write)?,
         exports: exports.collect::<Result<_, Error>>()?,
-        deferred: false,
+        deferred: state.deferred,
     })
+}
+
+/// The steps of a stage with rows that may be taken back, before it is said which of them count.
+#[derive(Debug, Default)]
+pub(super) struct Uncounted {
+    /// Steps, the oldest first: how many rows each sequence has that may.
+    steps: VecDeque<(u64, Vec<u32>)>,
+}
+
+impl Uncounted {
+    /// A step has been run.
+    pub(super) fn ran(&mut self, step: &StageStepV1) {
+        let defers = |sequence: &&StageSequenceV1| sequence.state.as_ref().is_some_and(|state| state.deferred);
+        let rows: Vec<u32> = step.sequences.iter().filter(defers).map(|sequence| sequence.rows).collect();
+        if !rows.is_empty() {
+            self.steps.push_back((step.step, rows));
+        }
+    }
+
+    /// Has the states follow the rows that count. Nothing of it is believed.
+    ///
+    /// # Errors
+    /// [`Error::StageStep`] for another step than the oldest, other sequences, more rows than one has.
+    pub(super) fn count(&mut self, decoder: &mut Decoder, counted: &StageCountedV1) -> Result<(), Error> {
+        let StageCountedV1 { step, rows } = counted;
+        let refuse = |reason: String| Err(Error::StageStep { reason });
+        let Some((_, of)) = self.steps.front().filter(|(oldest, _)| oldest == step) else {
+            return refuse(format!("rows count of step {step}, which waits for that not or not first"));
+        };
+        if of.len() != rows.len() || of.iter().zip(rows).any(|(of, rows)| rows > of) {
+            return refuse(format!("of step {step} rows {rows:?} count, it has {of:?}"));
+        }
+        self.steps.pop_front();
+        let rows: Vec<usize> = rows.iter().map(|rows| *rows as usize).collect();
+        decoder.accept(&rows)
+    }
 }
 
 #[cfg(test)]
@@ -212,7 +257,7 @@ mod tests {
     fn good(decoder: &Decoder) -> StageStepV2 {
         let recurrent = decoder.spec().is_recurrent();
         let table = StageTableV1 { skipped: 0, blocks: vec![5] };
-        let state = StageStateV1 { read: None, write: 4, exports: vec![(0, 3)] };
+        let state = StageStateV1 { read: None, write: 4, exports: vec![(0, 3)], deferred: false };
         let sequence = StageSequenceV1 {
             rows: 2,
             context: 0,
@@ -261,7 +306,16 @@ mod tests {
             ("a copy", |step| step.plan.copies[0].to = 6),
             ("a copy's group", |step| step.plan.copies[0].group = 9),
         ];
-        let states: [Spoil; 3] = [
+        let states: [Spoil; 5] = [
+            ("an export of what may be taken back", |step| {
+                step.plan.sequences[0].state.as_mut().unwrap().deferred = true;
+            }),
+            ("more rows than may be taken back", |step| {
+                let state = step.plan.sequences[0].state.as_mut().unwrap();
+                (state.deferred, state.exports) = (true, Vec::new());
+                step.plan.sequences[0].rows = MAX_DEFERRED_ROWS as u32 + 1;
+                step.plan.tokens = vec![3; MAX_DEFERRED_ROWS + 1];
+            }),
             ("no state", |step| step.plan.sequences[0].state = None),
             ("a slot", |step| step.plan.sequences[0].state.as_mut().unwrap().write = 6),
             ("an export", |step| step.plan.sequences[0].state.as_mut().unwrap().exports[0].1 = NULL_OFFSET),
@@ -283,5 +337,35 @@ mod tests {
             let short = forward(&step, &activations[1..]);
             assert!(matches!(short, Err(Error::Invariant(_))), "{arch}: {short:?}");
         }
+    }
+
+    /// Rows count once, of the step that waits longest, and no more than it has.
+    #[test]
+    fn sec_counted_rows() {
+        let (mut decoder, slabs) = stage("granitehybrid");
+        let activations = vec![0.5; 2 * decoder.spec().hidden];
+        let mut uncounted = Uncounted::default();
+        let mut step = good(&decoder);
+        // One that defers nothing is not waited for.
+        run(&mut decoder, &slabs, &step, &activations).unwrap();
+        uncounted.ran(&step.plan);
+        for (number, write) in [(2, 4), (3, 5)] {
+            step.plan.step = number;
+            step.plan.sequences[0].state =
+                Some(StageStateV1 { read: None, write, exports: Vec::new(), deferred: true });
+            run(&mut decoder, &slabs, &step, &activations).unwrap();
+            uncounted.ran(&step.plan);
+        }
+        let mut count = |step: u64, rows: &[u32]| {
+            uncounted.count(&mut decoder, &StageCountedV1 { step, rows: rows.to_vec() })
+        };
+        for (step, rows) in [(1, &[1][..]), (3, &[1]), (4, &[1]), (2, &[]), (2, &[1, 1]), (2, &[3]), (2, &[u32::MAX])] {
+            let refused = count(step, rows);
+            assert!(matches!(refused, Err(Error::StageStep { .. })), "{step}, {rows:?}: {refused:?}");
+        }
+        count(2, &[2]).unwrap();
+        assert!(matches!(count(2, &[2]), Err(Error::StageStep { .. })));
+        count(3, &[0]).unwrap();
+        assert!(matches!(count(3, &[0]), Err(Error::StageStep { .. })));
     }
 }

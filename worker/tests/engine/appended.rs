@@ -8,7 +8,7 @@ use crate::harness::{
 };
 use crate::simulated::{simulated, small};
 use crate::snapshots::{generate, key, save};
-use crate::stages::Workers;
+use crate::stages::{Workers, most_shards};
 use kernels::cuda::Arch;
 use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
@@ -243,8 +243,91 @@ fn who_has_no_block_is_refused() {
         let reason = refused(load::open(&path(model), &options, &mut |_, _| {}).map(drop));
         assert!(reason.contains(key), "{reason}");
     }
-    let model = Model::new("qwen35", Block::Random);
-    let workers = Workers::start(&model.name, 1, &options(HYBRID));
-    let reason = refused(workers.engine(&model.name, &model.options()).map(drop));
-    assert!(reason.contains("elsewhere"), "{reason}");
+    let workers = Workers::start(HYBRID, 1, &options(HYBRID));
+    let options = EngineOptions { guesses: Guesses::Appended, ..options(HYBRID) };
+    let reason = refused(workers.engine(HYBRID, &options).map(drop));
+    assert!(reason.contains("qwen35.nextn_predict_layers"), "{reason}");
+}
+
+/// The block is at the last stage, with its caches and what it takes in of the position before.
+#[test]
+fn own_guesses_of_the_last_stage_change_no_bit() {
+    let mut preempted = 0;
+    for (arch, block) in
+        [("qwen35", Block::Telling), ("qwen35moe", Block::Whole), ("qwen3next", Block::Telling)]
+    {
+        let model = Model::new(arch, block);
+        let asks = asks();
+        let want = model.plain(&asks);
+        for shards in 2..=most_shards(&model.name).min(3) {
+            let workers = Workers::start(&model.name, shards - 1, &options(HYBRID));
+            let (mut drafted, mut accepted) = (0, 0);
+            let mut run = |what: &str, at_once: bool, options: EngineOptions| {
+                let what = format!("{arch} over {shards}, {block:?}: {what}");
+                let mut engine = workers.next_engine(&model.name, &options).with_draft_len(4);
+                let mut rounds = Vec::new();
+                // The second time from the prefix cache, if there is one.
+                for _ in 0..2 {
+                    let got =
+                        if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
+                    assert_same(&what, &want, &got);
+                    engine.check().unwrap();
+                    rounds.extend(got);
+                }
+                let (all, right) = all(&rounds);
+                (drafted, accepted) = (drafted + all, accepted + right);
+                assert_eq!(engine.load().kv_used, 0, "{what}");
+                rounds.iter().map(Heard::preemptions).sum::<u32>()
+            };
+            run("alone", false, model.options());
+            run("eight at once", true, model.options());
+            run("chunks of 7", true, EngineOptions { chunk: Some(7), ..model.options() });
+            run("no room for guesses", true, EngineOptions { max_rows: Some(9), ..model.options() });
+            run("no prefix cache", true, EngineOptions { prefix_cache: false, ..model.options() });
+            preempted += run("preempted", true, cramped(&model.name, &model.options(), 140));
+            assert!(drafted > accepted && drafted > 0, "{arch}: {accepted} of {drafted}");
+            assert_eq!(accepted > drafted / 8, block == Block::Telling, "{arch}: {accepted} of {drafted}");
+        }
+    }
+    assert!(preempted > 0);
+}
+
+/// As many guesses are made and right as in one worker, and every byte of the caches is the same: what one has saved goes
+/// on in the other.
+#[test]
+fn the_last_stage_keeps_and_guesses_what_one_worker_does() {
+    for arch in ["qwen35", "qwen3next"] {
+        let model = Model::new(arch, Block::Telling);
+        for shards in 2..=most_shards(&model.name).min(3) {
+            let workers = Workers::start(&model.name, shards - 1, &options(HYBRID));
+            for seed in [3, 11] {
+                let what = format!("{arch} over {shards}, prompt {seed}");
+                let ask = Ask::greedy(prompt(seed, 75), GENERATE).tokens_only();
+                let asks = std::slice::from_ref(&ask);
+                let mut one = model.guessing(&model.options(), 4);
+                let mut cut = workers.next_engine(&model.name, &model.options()).with_draft_len(4);
+                for again in [false, true] {
+                    let (want, got) = (one_by_one(&mut one, asks).remove(0), one_by_one(&mut cut, asks).remove(0));
+                    assert_eq!((&got.tokens, got.cached()), (&want.tokens, want.cached()), "{what}, again: {again}");
+                    assert_eq!(counts(&got), counts(&want), "{what}, again: {again}");
+                    assert!(counts(&got).1 > 0, "{what}");
+                }
+                let tokens = generate(&mut one, "r", prompt(seed, 60));
+                assert_eq!(generate(&mut cut, "r", prompt(seed, 60)), tokens, "{what}");
+                let file = save(&mut one, "r").unwrap();
+                assert!(save(&mut cut, "r").unwrap() == file, "{what}: other bytes");
+                // Restored there it guesses as it does here.
+                drop(cut);
+                let next = Ask::greedy([&tokens[..], &prompt(9, 20)].concat(), GENERATE).tokens_only();
+                let next = std::slice::from_ref(&next);
+                let want = one_by_one(&mut one, next).remove(0);
+                let mut cut = workers.next_engine(&model.name, &model.options()).with_draft_len(4);
+                let file = Snapshot::from_bytes(&file.to_bytes().unwrap(), &cut.origin()).unwrap();
+                cut.restore(key("again"), &file).unwrap();
+                let got = one_by_one(&mut cut, next).remove(0);
+                assert_eq!((&got.tokens, got.cached()), (&want.tokens, want.cached()), "{what}");
+                assert_eq!(counts(&got), counts(&want), "{what}");
+            }
+        }
+    }
 }

@@ -22,6 +22,7 @@ mod simulated;
 mod snapshots;
 mod speculation;
 mod stage_guesses;
+mod staged_guesses;
 mod stages;
 mod storm;
 mod tiers;

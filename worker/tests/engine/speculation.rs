@@ -224,9 +224,7 @@ fn two_stages_look_at_guesses_too() {
         let got = together(&mut engine, &tokens);
         let same = want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens);
         assert!(same, "{model} over two, tokens only");
-        // Recurrent states of another stage cannot be taken back.
-        let recurrent = engine.decoder().spec().is_recurrent();
-        assert_eq!(counts(&got).1 > 0, !recurrent, "{model}");
+        assert!(counts(&got).1 > 0, "{model}");
     }
 }
 

@@ -1,7 +1,8 @@
 //! Rows that are taken back: what is left is the state of having been stepped by those that count.
 
 use super::*;
-use crate::backend::{HeadType, MAX_DEFERRED_ROWS, StateExport, StateKind, StepState};
+use crate::backend::{HeadType, MAX_DEFERRED_ROWS, MAX_DEFERRED_STEPS, StateExport, StateKind, StepState};
+use std::collections::VecDeque;
 use std::ops::Range;
 
 const DELTA: StateShape =
@@ -235,16 +236,88 @@ fn sequences_that_defer_and_others_share_a_step() {
         assert!(found == [4, 7, 12, 4].map(|at| states[at].clone()));
         // Once.
         assert!(matches!(model.backend.accept(&[3, 0]), Err(Error::Length { .. })));
-        // A step that defers nothing has nothing to accept, and forgets what the one before has deferred.
-        let part = model.part(7..8, Some(1), 1, true);
-        model.step(&[part]).unwrap();
-        assert!(model.backend.states.scratch_bytes() > 0);
+        // A step that defers nothing has nothing to accept.
         let part = model.part(7..8, Some(1), 1, false);
         model.step(&[part]).unwrap();
         assert!(matches!(model.backend.accept(&[1]), Err(Error::Length { .. })));
         model.backend.accept(&[]).unwrap();
         assert!(model.state(1) == states[8], "another state");
     }
+}
+
+/// Steps of other sequences, which may defer rows too, are run before it is known which rows of a step count.
+#[test]
+fn several_steps_wait_to_be_accepted() {
+    const POSITIONS: usize = 60;
+    let isa = Isa::detect();
+    let (states, outs) = stepped(isa, MIXED, POSITIONS);
+    for seed in 0..20u64 {
+        let mut random = seed;
+        let mut below = |limit: usize| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (random >> 33) as usize % limit
+        };
+        let mut model = Model::new(isa, 2, MIXED);
+        // Where each sequence stands, in the slot of its number; and the steps that wait, oldest first: of each of their
+        // sequences its number and its rows.
+        let mut ends = [0usize; 4];
+        let mut waiting: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
+        while ends.iter().any(|end| *end + MAX_DEFERRED_ROWS < POSITIONS) {
+            let busy = |slot: usize| waiting.iter().flatten().any(|(other, _)| *other == slot);
+            let room = |slot: usize| ends[slot] + MAX_DEFERRED_ROWS <= POSITIONS;
+            let free: Vec<usize> = (0..4).filter(|slot| !busy(*slot) && room(*slot)).collect();
+            if free.is_empty() || below(3) == 0 {
+                let Some(step) = waiting.pop_front() else { continue };
+                let rows: Vec<usize> = step.iter().map(|(_, rows)| below(rows + 1)).collect();
+                model.backend.accept(&rows).unwrap();
+                for ((slot, _), rows) in step.into_iter().zip(rows) {
+                    ends[slot] += rows;
+                    let found = model.state(slot as u32);
+                    assert!(found == states[ends[slot]], "seed {seed}: slot {slot} at {}", ends[slot]);
+                }
+                continue;
+            }
+            let mut parts = Vec::new();
+            let mut deferred = Vec::new();
+            for slot in free {
+                if below(2) == 0 {
+                    continue;
+                }
+                let (rows, defers) = (1 + below(MAX_DEFERRED_ROWS), below(3) > 0);
+                let read = (ends[slot] > 0).then_some(slot as u32);
+                parts.push(model.part(ends[slot]..ends[slot] + rows, read, slot as u32, defers));
+                match defers {
+                    true => deferred.push((slot, rows)),
+                    false => ends[slot] += rows,
+                }
+            }
+            if parts.is_empty() {
+                continue;
+            }
+            let out = model.step(&parts).unwrap();
+            for (out, (_, positions, _)) in out.iter().zip(&parts) {
+                assert!(*out == by_layer(&outs[positions.clone()]), "seed {seed}: {positions:?}");
+            }
+            if !deferred.is_empty() {
+                waiting.push_back(deferred);
+            }
+        }
+    }
+    let mut model = Model::new(isa, 1, MIXED);
+    let part = || (1, 0..1, StepState { deferred: true, ..StepState::default() });
+    let kept = |model: &Model| model.backend.states.scratch_bytes();
+    let before = kept(&model);
+    for _ in 0..MAX_DEFERRED_STEPS {
+        model.step(&[part()]).unwrap();
+    }
+    let most = MAX_DEFERRED_STEPS;
+    assert!(kept(&model) > before);
+    assert_eq!(model.step(&[part()]), Err(Error::DeferredSteps { most }));
+    for _ in 0..most {
+        model.backend.accept(&[1]).unwrap();
+    }
+    assert!(matches!(model.backend.accept(&[1]), Err(Error::Length { .. })));
+    assert!(model.state(0) == states[1]);
 }
 
 #[test]

@@ -12,11 +12,12 @@ use super::memory::{Room, Vectors, same, uploaded};
 use super::step::StepMemory;
 use crate::attention::OFFSET_UNIT;
 use crate::backend::{
-    BufferId, ConvOp, DeltaNetOp, HeadType, Mamba2Op, StateLayerId, StateShape, StepInput, StepSequence,
-    StepState,
+    BufferId, ConvOp, DeltaNetOp, HeadType, MAX_DEFERRED_STEPS, Mamba2Op, StateLayerId, StateShape, StepInput,
+    StepSequence, StepState,
 };
 use crate::error::Error;
 use crate::recurrent::StatePlan;
+use std::collections::VecDeque;
 
 /// The recurrent layers of a backend.
 pub(super) struct States {
@@ -24,8 +25,12 @@ pub(super) struct States {
     /// Bytes of a slot, as far as layers have been declared.
     slot_bytes: usize,
     kernels: Option<RecurrentKernels>,
-    /// Of the step, in row order.
-    deferred: Vec<DeferredSequence>,
+    /// What steps have deferred that nobody has accepted yet, the oldest first.
+    deferred: VecDeque<DeferredStep>,
+    /// Whether the last of them is the one that is run.
+    runs: bool,
+    /// Memory for the rows of others, by layer.
+    spare: Vec<Vec<Inputs>>,
     /// The rows that count, as a step of their own.
     accepted: StepMemory,
 }
@@ -35,10 +40,24 @@ struct StateLayer {
     places: DevicePtr,
     /// In bytes, inside a slot.
     offset: usize,
+}
+
+/// What the deferred rows of a step bring to one layer.
+#[derive(Debug, Default)]
+struct Inputs {
     conv: Option<ConvOp>,
     recurrence: Option<Recurrence>,
-    /// Inputs of the deferred rows: of the convolution, then of the recurrence.
+    /// Of the convolution, then of the recurrence.
     kept: [Kept; 4],
+}
+
+/// What a step has deferred.
+#[derive(Debug)]
+struct DeferredStep {
+    /// In row order.
+    sequences: Vec<DeferredSequence>,
+    /// By layer.
+    layers: Vec<Inputs>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -64,15 +83,24 @@ struct DeferredSequence {
 
 impl Default for States {
     fn default() -> Self {
-        let accepted = StepMemory::new(Vec::new());
-        Self { layers: Vec::new(), slot_bytes: 0, kernels: None, deferred: Vec::new(), accepted }
+        Self {
+            layers: Vec::new(),
+            slot_bytes: 0,
+            kernels: None,
+            deferred: VecDeque::new(),
+            runs: false,
+            spare: Vec::new(),
+            accepted: StepMemory::new(Vec::new()),
+        }
     }
 }
 
 impl States {
-    /// Checks what a step does with the states, and forgets what the last one deferred.
-    pub(super) fn begin(&mut self, step: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
-        self.deferred.clear();
+    /// Checks what a step does with the states.
+    pub(super) fn check(&self, step: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
+        if self.deferred.len() == MAX_DEFERRED_STEPS && step.states.iter().any(|state| state.deferred) {
+            return Err(Error::DeferredSteps { most: MAX_DEFERRED_STEPS });
+        }
         // A worker may hold none of a model's recurrent layers.
         if self.layers.is_empty() {
             return Ok(());
@@ -88,16 +116,27 @@ impl States {
                 return Err(Error::OutsideArena { end, len: arena_bytes });
             }
         }
+        Ok(())
+    }
+
+    /// Has the rows of a step that defers remembered beside those of others.
+    pub(super) fn begin(&mut self, step: &StepInput<'_>) {
         let deferred = step.sequences.iter().zip(step.states).filter(|(_, state)| state.deferred);
-        self.deferred.extend(deferred.map(|(sequence, state)| DeferredSequence {
+        let sequence = |(sequence, state): (&StepSequence, &StepState)| DeferredSequence {
             rows: sequence.rows.len(),
             read: state.read,
             write: state.write,
-        }));
-        for layer in &mut self.layers {
-            (layer.conv, layer.recurrence) = (None, None);
+        };
+        let sequences: Vec<DeferredSequence> = deferred.map(sequence).collect();
+        self.runs = !sequences.is_empty();
+        if self.runs {
+            let mut layers = self.spare.pop().unwrap_or_default();
+            layers.resize_with(self.layers.len(), Inputs::default);
+            for layer in &mut layers {
+                (layer.conv, layer.recurrence) = (None, None);
+            }
+            self.deferred.push_back(DeferredStep { sequences, layers });
         }
-        Ok(())
     }
 
     /// See [`crate::backend::Backend::read_state`].
@@ -117,7 +156,8 @@ impl States {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let kept = self.layers.iter().flat_map(|layer| &layer.kept);
+        let deferred = self.deferred.iter().map(|step| &step.layers);
+        let kept = deferred.chain(&self.spare).flatten().flat_map(|layer| &layer.kept);
         kept.map(|kept| kept.all.bytes() + kept.accepted.bytes()).sum::<usize>() + self.accepted.bytes()
     }
 
@@ -126,15 +166,22 @@ impl States {
         self.layers.get(id.0 as usize).ok_or(missing)
     }
 
-    /// A layer that is known, and the kernels of all.
-    fn parts(&mut self, id: StateLayerId) -> Result<(&RecurrentKernels, &mut StateLayer), Error> {
-        let missing = Error::OutOfRange { what: "state layer", index: id.0 as usize, len: self.layers.len() };
-        match (&self.kernels, self.layers.get_mut(id.0 as usize)) {
-            (Some(kernels), Some(layer)) => Ok((kernels, layer)),
+    /// A layer that is known, the kernels of all, and where its inputs are kept; nowhere where the step defers nothing.
+    fn parts(&mut self, id: StateLayerId) -> Result<Parts<'_>, Error> {
+        let index = id.0 as usize;
+        let missing = Error::OutOfRange { what: "state layer", index, len: self.layers.len() };
+        let step = self.deferred.back_mut().filter(|_| self.runs);
+        match (&self.kernels, self.layers.get(index)) {
+            (Some(kernels), Some(layer)) => {
+                Ok((kernels, layer, step.and_then(|step| step.layers.get_mut(index))))
+            }
             _ => Err(missing),
         }
     }
 }
+
+/// See [`States::parts`].
+type Parts<'a> = (&'a RecurrentKernels, &'a StateLayer, Option<&'a mut Inputs>);
 
 /// See [`crate::backend::Backend::create_state_layer`].
 pub(super) fn create_layer(
@@ -152,8 +199,7 @@ pub(super) fn create_layer(
         states.kernels = Some(RecurrentKernels::load(device.as_mut(), compiled)?);
     }
     let places = uploaded(device.as_mut(), &layout.places())?;
-    let kept = Default::default();
-    states.layers.push(StateLayer { layout, places, offset, conv: None, recurrence: None, kept });
+    states.layers.push(StateLayer { layout, places, offset });
     Ok(StateLayerId(states.layers.len() as u32 - 1))
 }
 
@@ -170,7 +216,7 @@ impl StateLayer {
     }
 }
 
-/// Keeps the deferred rows of a buffer, if there are any.
+/// Keeps the deferred rows of a buffer.
 fn keep(
     device: &mut dyn Device,
     kernels: &RecurrentKernels,
@@ -192,11 +238,13 @@ pub(super) fn conv(backend: &mut CudaBackend, op: &ConvOp) -> Result<(), Error> 
     let CudaBackend { device, caches, buffers, vectors, step, states, .. } = backend;
     let device = device.as_mut();
     let x = buffers.get(op.x)?;
-    let (kernels, layer) = states.parts(op.layer)?;
+    let (kernels, layer, inputs) = states.parts(op.layer)?;
     same("convolution input", layer.layout.shape().channels, x.cols)?;
     same("rows of the step", step.step().rows(), x.rows)?;
-    keep(device, kernels, step, (x.ptr, x.cols), &mut layer.kept[0])?;
-    layer.conv = Some(*op);
+    if let Some(Inputs { conv, kept, .. }) = inputs {
+        keep(device, kernels, step, (x.ptr, x.cols), &mut kept[0])?;
+        *conv = Some(*op);
+    }
     let call = conv_call(vectors, layer.layout.shape(), op, x.ptr)?;
     let state = layer.call(caches.arena, step.pointers()?, step.step().sequences().len());
     kernels.conv(device, &state, &call)?;
@@ -217,7 +265,7 @@ pub(super) fn delta_net(backend: &mut CudaBackend, op: &DeltaNetOp) -> Result<()
     let CudaBackend { device, caches, buffers, vectors, step, states, .. } = backend;
     let device = device.as_mut();
     let rows = step.step().rows();
-    let (kernels, layer) = states.parts(op.layer)?;
+    let (kernels, layer, kept) = states.parts(op.layer)?;
     let StateShape { heads, rows: k_dim, cols: v_dim, .. } = *layer.layout.shape();
     let input = |what, id: BufferId, width| -> Result<DevicePtr, Error> {
         let buffer = buffers.get(id)?;
@@ -235,10 +283,12 @@ pub(super) fn delta_net(backend: &mut CudaBackend, op: &DeltaNetOp) -> Result<()
         return Err(Error::SameBuffer);
     }
     let out = buffers.shape(op.out, rows, heads * v_dim)?.ptr;
-    for (input, kept) in inputs.into_iter().zip(&mut layer.kept[1..]) {
-        keep(device, kernels, step, input, kept)?;
+    if let Some(Inputs { recurrence, kept, .. }) = kept {
+        for (input, kept) in inputs.into_iter().zip(&mut kept[1..]) {
+            keep(device, kernels, step, input, kept)?;
+        }
+        *recurrence = Some(Recurrence::DeltaNet(*op));
     }
-    layer.recurrence = Some(Recurrence::DeltaNet(*op));
     let call = delta_net_call(vectors, heads, op, inputs.map(|(ptr, _)| ptr), out)?;
     let state = layer.call(caches.arena, step.pointers()?, step.step().sequences().len());
     Ok(kernels.delta_net(device, &state, &call)?)
@@ -262,7 +312,7 @@ pub(super) fn mamba2(backend: &mut CudaBackend, op: &Mamba2Op) -> Result<(), Err
     let CudaBackend { device, caches, buffers, vectors, step, states, .. } = backend;
     let device = device.as_mut();
     let rows = step.step().rows();
-    let (kernels, layer) = states.parts(op.layer)?;
+    let (kernels, layer, kept) = states.parts(op.layer)?;
     let StateShape { heads, rows: head_dim, cols: width, .. } = *layer.layout.shape();
     let input = |what, id: BufferId, width| -> Result<DevicePtr, Error> {
         let buffer = buffers.get(id)?;
@@ -279,10 +329,12 @@ pub(super) fn mamba2(backend: &mut CudaBackend, op: &Mamba2Op) -> Result<(), Err
         return Err(Error::SameBuffer);
     }
     let out = buffers.shape(op.out, rows, heads * head_dim)?.ptr;
-    for (input, kept) in inputs.into_iter().zip(&mut layer.kept[1..]) {
-        keep(device, kernels, step, input, kept)?;
+    if let Some(Inputs { recurrence, kept, .. }) = kept {
+        for (input, kept) in inputs.into_iter().zip(&mut kept[1..]) {
+            keep(device, kernels, step, input, kept)?;
+        }
+        *recurrence = Some(Recurrence::Mamba2(*op));
     }
-    layer.recurrence = Some(Recurrence::Mamba2(*op));
     let call = mamba2_call(vectors, heads, op, inputs.map(|(ptr, _)| ptr), out)?;
     let state = layer.call(caches.arena, step.pointers()?, step.step().sequences().len());
     Ok(kernels.mamba2(device, &state, &call)?)
@@ -303,18 +355,36 @@ fn mamba2_call(
 
 /// See [`crate::backend::Backend::accept`].
 pub(super) fn accept(backend: &mut CudaBackend, rows: &[usize]) -> Result<(), Error> {
-    let CudaBackend { device, caches, vectors, states, scratch, .. } = backend;
-    let device = device.as_mut();
-    let States { layers, slot_bytes, kernels, deferred, accepted: step } = states;
-    same("sequences with deferred states", deferred.len(), rows.len())?;
-    if let Some((sequence, rows)) = deferred.iter().zip(rows).find(|(sequence, rows)| **rows > sequence.rows)
+    let States { deferred, runs, .. } = &mut backend.states;
+    let sequences = deferred.front().map_or(&[][..], |step| &step.sequences);
+    same("sequences with deferred states", sequences.len(), rows.len())?;
+    if let Some((sequence, rows)) =
+        sequences.iter().zip(rows).find(|(sequence, rows)| **rows > sequence.rows)
     {
         return Err(Error::OutOfRange { what: "accepted rows", index: *rows, len: sequence.rows });
     }
+    let Some(DeferredStep { sequences, mut layers }) = deferred.pop_front() else { return Ok(()) };
+    *runs &= !deferred.is_empty();
+    let replayed = replay(backend, sequences, &mut layers, rows);
+    backend.states.spare.push(layers);
+    replayed
+}
+
+/// Steps the states of these sequences by so many of their deferred rows.
+fn replay(
+    backend: &mut CudaBackend,
+    deferred: Vec<DeferredSequence>,
+    inputs: &mut [Inputs],
+    rows: &[usize],
+) -> Result<(), Error> {
+    let CudaBackend { device, caches, vectors, states, scratch, .. } = backend;
+    let device = device.as_mut();
+    let States { layers, slot_bytes, kernels, accepted: step, .. } = states;
+    // A worker may hold none of a model's recurrent layers.
     let Some(kernels) = kernels else { return Ok(()) };
     let (mut sequences, mut plans, mut kept) = (Vec::new(), Vec::new(), Vec::new());
     let (mut place, mut count) = (0, 0);
-    for (DeferredSequence { rows, read, write }, accepted) in deferred.drain(..).zip(rows) {
+    for (DeferredSequence { rows, read, write }, accepted) in deferred.into_iter().zip(rows) {
         // Where it stands already, a state needs no passage.
         if *accepted > 0 || read != Some(write) {
             let rows = count..count + accepted;
@@ -329,14 +399,14 @@ pub(super) fn accept(backend: &mut CudaBackend, rows: &[usize]) -> Result<(), Er
     let tokens = vec![0; count];
     let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &plans };
     step.begin(device, &input, caches.arena_bytes)?;
-    for layer in layers {
+    for (layer, Inputs { conv, recurrence, kept: of_layer }) in layers.iter().zip(inputs) {
         let mut inputs = [DevicePtr::default(); 4];
-        let used = match layer.recurrence {
+        let used = match recurrence {
             None => 1,
             Some(Recurrence::Mamba2(_)) => 3,
             Some(Recurrence::DeltaNet(_)) => 4,
         };
-        for (Kept { all, accepted, cols }, input) in layer.kept[..used].iter_mut().zip(&mut inputs) {
+        for (Kept { all, accepted, cols }, input) in of_layer[..used].iter_mut().zip(&mut inputs) {
             let row = *cols * size_of::<f32>();
             let from = all.of(device, 0)?;
             *input = accepted.of(device, (count * row).max(1))?;
@@ -350,11 +420,11 @@ pub(super) fn accept(backend: &mut CudaBackend, rows: &[usize]) -> Result<(), Er
         let shape = *layer.layout.shape();
         let out = scratch.of(device, (count * layer.layout.out_len() * size_of::<f32>()).max(1))?;
         let state = layer.call(caches.arena, step.pointers()?, sequences.len());
-        if let Some(op) = &layer.conv {
+        if let Some(op) = conv {
             kernels.conv(device, &state, &conv_call(vectors, &shape, op, x)?)?;
         }
         // What the rows gave is known already.
-        match &layer.recurrence {
+        match recurrence {
             None => {}
             Some(Recurrence::DeltaNet(op)) => {
                 let call = delta_net_call(vectors, shape.heads, op, [first, second, third], out)?;

@@ -289,7 +289,8 @@ impl States {
         number * self.slot_units
     }
 
-    /// Begins step `number`: a prompt with a state kept in the middle, a row each, rows that may be taken back.
+    /// Begins step `number`: a prompt with a state kept in the middle, a row each, rows that may be taken back, rows of
+    /// others meanwhile, more rows that may be taken back.
     fn begin(&self, inputs: &mut Inputs<'_>, number: usize) -> Result<usize, Error> {
         let at = |read: Option<u32>, write: u32| StepState {
             read: read.map(|slot| self.slot(slot)),
@@ -297,13 +298,13 @@ impl States {
             ..StepState::default()
         };
         let export = StateExport { row: 4, slot: self.slot(6) };
+        let deferred = |state| StepState { deferred: true, ..state };
         let (lengths, states) = match number {
             0 => ([7, 2], [StepState { exports: vec![export], ..at(None, 1) }, at(None, 2)]),
             1 => ([1, 1], [at(Some(1), 1), at(Some(2), 3)]),
-            _ => {
-                let deferred = |state| StepState { deferred: true, ..state };
-                ([4, 3], [deferred(at(Some(1), 1)), deferred(at(Some(3), 4))])
-            }
+            2 => ([4, 3], [deferred(at(Some(1), 1)), deferred(at(Some(3), 4))]),
+            3 => ([3, 1], [at(Some(2), 5), at(Some(6), 6)]),
+            _ => ([3, 2], [deferred(at(Some(2), 2)), deferred(at(Some(6), 7))]),
         };
         let all = lengths[0] + lengths[1];
         let sequences = [
@@ -325,9 +326,12 @@ impl States {
         let slots: &[u32] = match number {
             0 => &[1, 2, 6],
             1 => &[1, 3],
+            2 => &[],
+            3 => &[5, 6],
             _ => {
                 inputs.backend.accept(&[2, 0])?;
-                &[1, 4]
+                inputs.backend.accept(&[1, 2])?;
+                &[1, 4, 2, 7]
             }
         };
         for slot in slots {
@@ -335,7 +339,7 @@ impl States {
             let mut matrices = vec![0.0; self.shape.recurrent_len()];
             inputs.backend.read_state(self.layer, self.slot(*slot), &mut conv, &mut matrices)?;
             // What a step has deferred was written by `accept`.
-            let (of_conv, of_op) = if number < 2 { ("conv", op) } else { ("accept", "accept") };
+            let (of_conv, of_op) = if number < 4 { ("conv", op) } else { ("accept", "accept") };
             let parts = [(of_conv, conv, 1e-6), (of_op, matrices, STATES)];
             inputs.outputs.extend(parts.map(|(by, values, tolerance)| {
                 let what = format!("{op}, state {slot} after step {number}");
@@ -354,7 +358,7 @@ pub(super) fn delta_net(inputs: &mut Inputs<'_>, k_dim: usize) -> Result<(), Err
     let (weight, dt_bias) = (inputs.vector(channels * taps)?, inputs.vector(heads)?);
     let a = below_zero(inputs, heads)?;
     let states = States::new(inputs, shape)?;
-    for number in 0..3 {
+    for number in 0..5 {
         let rows = states.begin(inputs, number)?;
         let (qkv, beta) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
         let (alpha, out) = (inputs.rows(rows, heads)?, inputs.backend.create_buffer(rows, heads * v_dim)?);
@@ -389,7 +393,7 @@ pub(super) fn mamba2(inputs: &mut Inputs<'_>, state: usize) -> Result<(), Error>
     let (d, dt_bias) = (inputs.vector(heads)?, inputs.vector(heads)?);
     let a = below_zero(inputs, heads)?;
     let states = States::new(inputs, shape)?;
-    for number in 0..3 {
+    for number in 0..5 {
         let rows = states.begin(inputs, number)?;
         let (xbc, dt) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
         let out = inputs.backend.create_buffer(rows, heads * head_dim)?;

@@ -34,7 +34,12 @@ impl Scheduler {
     /// [`Decoding::most_guesses`] of the step after the one that `planned` is in, which draws from it.
     pub fn guesses_behind(&self, planned: &PlannedSequence) -> u32 {
         let end = planned.context_before + planned.rows.end - planned.rows.start - planned.guesses + 1;
-        let most = |sequence| self.most_guesses(sequence, end).min(left_behind(sequence, 1));
+        // Wherever it ends, by how many of its own guesses count.
+        let ends = end..=end + planned.guesses;
+        let most = |sequence: &Sequence| {
+            let behind = ends.clone().map(|end| self.most_guesses(sequence, end)).max().unwrap_or(0);
+            behind.min(left_behind(sequence, 1))
+        };
         self.get(planned.slot.0).map_or(0, most)
     }
 
