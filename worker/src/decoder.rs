@@ -10,8 +10,8 @@ use assistant::Assistant;
 #[cfg(doc)]
 use kernels::backend::StepState;
 use kernels::backend::{
-    Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, MatrixId, Norm,
-    StepInput, StepOps,
+    Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, MatrixId,
+    Norm, StepInput, StepOps,
 };
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;

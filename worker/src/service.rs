@@ -399,7 +399,10 @@ impl WorkerService {
                 let appended = options.guesses == Guesses::Appended;
                 let load =
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
-                shipper.load(&path, Wanted { layers: None, appended }, load).await.map(|loaded| (loaded, Some(id)))
+                shipper
+                    .load(&path, Wanted { layers: None, appended }, load)
+                    .await
+                    .map(|loaded| (loaded, Some(id)))
             }
             (None, None) if !ground.operations.is_empty() => Ok((Loaded::Nothing, None)),
             (None, None) => {

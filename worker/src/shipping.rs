@@ -311,11 +311,7 @@ impl Shipper {
     }
 
     /// What is needed and what of it is missing, for which room is made; nothing for a model that is a file.
-    async fn look(
-        &self,
-        path: &Path,
-        wanted: Wanted,
-    ) -> Result<Option<(Needs, Missing)>, Error> {
+    async fn look(&self, path: &Path, wanted: Wanted) -> Result<Option<(Needs, Missing)>, Error> {
         let (path, store) = (path.to_owned(), self.store.clone());
         let Some((needs, held)) = blocking(move || needs(&path, store, wanted)).await?? else {
             return Ok(None);

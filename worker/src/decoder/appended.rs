@@ -90,10 +90,8 @@ impl Decoder {
                 "a model's own block guesses beside layers with full attention and recurrent ones only",
             );
         }
-        let (
-            MixerSpec::Attention(attention),
-            Some(Head::Logits { norm: model_norm, linear }),
-        ) = (&spec.layer.mixer, &self.weights.head)
+        let (MixerSpec::Attention(attention), Some(Head::Logits { norm: model_norm, linear })) =
+            (&spec.layer.mixer, &self.weights.head)
         else {
             return Err(Error::NoOutputHead);
         };

@@ -162,7 +162,9 @@ pub(super) fn at_last_stage(
 ) -> Result<(), Error> {
     let wanted = match drafter {
         StageDrafterV1::Assistant { digest } => digest,
-        StageDrafterV1::Appended { sequences } => return load_appended(options, file, decoder, sequences as usize),
+        StageDrafterV1::Appended { sequences } => {
+            return load_appended(options, file, decoder, sequences as usize);
+        }
     };
     let unknown = |has: &str| {
         let wanted: String = wanted.iter().map(|byte| format!("{byte:02x}")).collect();

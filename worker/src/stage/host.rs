@@ -20,9 +20,8 @@ use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
 use proto::stage::{
     ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrafterV1, StageDrawnV1, StageDrawnV2,
-    StageFailure, StageFeed,
-    StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1, StageReport, StageSampleV1,
-    StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    StageFailure, StageFeed, StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1,
+    StageReport, StageSampleV1, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
 };
 use proto::trace::{self, Span, TraceContext};
 use proto::transport::{

@@ -149,7 +149,9 @@ pub(super) fn forward(
         if let Some(state) = &sequence.state {
             if state.deferred && (count > MAX_DEFERRED_ROWS || !state.exports.is_empty()) {
                 let exports = state.exports.len();
-                return refuse(format!("{count} deferred rows of at most {MAX_DEFERRED_ROWS}, {exports} exports"));
+                return refuse(format!(
+                    "{count} deferred rows of at most {MAX_DEFERRED_ROWS}, {exports} exports"
+                ));
             }
             states.push(step_state(state, |slot| offset(paged, slot))?);
         }
@@ -205,7 +207,8 @@ pub(super) struct Uncounted {
 impl Uncounted {
     /// A step has been run.
     pub(super) fn ran(&mut self, step: &StageStepV1) {
-        let defers = |sequence: &&StageSequenceV1| sequence.state.as_ref().is_some_and(|state| state.deferred);
+        let defers =
+            |sequence: &&StageSequenceV1| sequence.state.as_ref().is_some_and(|state| state.deferred);
         let rows: Vec<u32> = step.sequences.iter().filter(defers).map(|sequence| sequence.rows).collect();
         if !rows.is_empty() {
             self.steps.push_back((step.step, rows));
@@ -359,7 +362,9 @@ mod tests {
         let mut count = |step: u64, rows: &[u32]| {
             uncounted.count(&mut decoder, &StageCountedV1 { step, rows: rows.to_vec() })
         };
-        for (step, rows) in [(1, &[1][..]), (3, &[1]), (4, &[1]), (2, &[]), (2, &[1, 1]), (2, &[3]), (2, &[u32::MAX])] {
+        for (step, rows) in
+            [(1, &[1][..]), (3, &[1]), (4, &[1]), (2, &[]), (2, &[1, 1]), (2, &[3]), (2, &[u32::MAX])]
+        {
             let refused = count(step, rows);
             assert!(matches!(refused, Err(Error::StageStep { .. })), "{step}, {rows:?}: {refused:?}");
         }

@@ -307,8 +307,13 @@ fn the_last_stage_keeps_and_guesses_what_one_worker_does() {
                 let mut one = model.guessing(&model.options(), 4);
                 let mut cut = workers.next_engine(&model.name, &model.options()).with_draft_len(4);
                 for again in [false, true] {
-                    let (want, got) = (one_by_one(&mut one, asks).remove(0), one_by_one(&mut cut, asks).remove(0));
-                    assert_eq!((&got.tokens, got.cached()), (&want.tokens, want.cached()), "{what}, again: {again}");
+                    let (want, got) =
+                        (one_by_one(&mut one, asks).remove(0), one_by_one(&mut cut, asks).remove(0));
+                    assert_eq!(
+                        (&got.tokens, got.cached()),
+                        (&want.tokens, want.cached()),
+                        "{what}, again: {again}"
+                    );
                     assert_eq!(counts(&got), counts(&want), "{what}, again: {again}");
                     assert!(counts(&got).1 > 0, "{what}");
                 }

@@ -12,8 +12,8 @@ use super::memory::{Room, Vectors, same, uploaded};
 use super::step::StepMemory;
 use crate::attention::OFFSET_UNIT;
 use crate::backend::{
-    BufferId, ConvOp, DeltaNetOp, HeadType, MAX_DEFERRED_STEPS, Mamba2Op, StateLayerId, StateShape, StepInput,
-    StepSequence, StepState,
+    BufferId, ConvOp, DeltaNetOp, HeadType, MAX_DEFERRED_STEPS, Mamba2Op, StateLayerId, StateShape,
+    StepInput, StepSequence, StepState,
 };
 use crate::error::Error;
 use crate::recurrent::StatePlan;
@@ -358,8 +358,7 @@ pub(super) fn accept(backend: &mut CudaBackend, rows: &[usize]) -> Result<(), Er
     let States { deferred, runs, .. } = &mut backend.states;
     let sequences = deferred.front().map_or(&[][..], |step| &step.sequences);
     same("sequences with deferred states", sequences.len(), rows.len())?;
-    if let Some((sequence, rows)) =
-        sequences.iter().zip(rows).find(|(sequence, rows)| **rows > sequence.rows)
+    if let Some((sequence, rows)) = sequences.iter().zip(rows).find(|(sequence, rows)| **rows > sequence.rows)
     {
         return Err(Error::OutOfRange { what: "accepted rows", index: *rows, len: sequence.rows });
     }
