@@ -1,7 +1,7 @@
 //! A model over several workers under a cluster: the answers of one worker, and stages that fail as one replica.
 
 use crate::{tiny_model, wait_for_quiet};
-use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::cluster::{Cluster, WorkerNode};
 use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use model::gguf::writer::Writer;
@@ -49,10 +49,14 @@ fn serves(cluster: &Cluster) -> Option<Value> {
     replica(cluster).filter(|replica| replica["state"] == "serving")
 }
 
-fn pid_of(cluster: &Cluster, stage: usize) -> u32 {
+fn worker_of(cluster: &Cluster, stage: usize) -> WorkerNode {
     let replica = replica(cluster).unwrap();
     let node = replica["stages"][stage]["worker"].as_str().unwrap();
-    cluster.up_file().unwrap().workers.into_iter().find(|worker| worker.id == node).unwrap().pid
+    cluster.up_file().unwrap().workers.into_iter().find(|worker| worker.id == node).unwrap()
+}
+
+fn pid_of(cluster: &Cluster, stage: usize) -> u32 {
+    worker_of(cluster, stage).pid
 }
 
 #[test]
@@ -97,14 +101,15 @@ fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
     let cluster = builder.start().unwrap();
     let asked =
         || -> Vec<Value> { bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect() };
-    let drafted = || cluster.worker_metric("vllm:spec_decode_num_draft_tokens_total").unwrap();
+    let counted = |name: &str| http::metric(worker_of(&cluster, 0).ops, name).unwrap();
+    let drafted = || counted("vllm:spec_decode_num_draft_tokens_total");
     // Where it does not pay it is tried after so many steps.
     wait::until("the last stage guesses", binary::PATIENCE, || {
         assert_eq!(asked(), want);
         (drafted() > 0.0).then_some(())
     })
     .unwrap();
-    let accepted = cluster.worker_metric("vllm:spec_decode_num_accepted_tokens_total").unwrap();
+    let accepted = counted("vllm:spec_decode_num_accepted_tokens_total");
     assert!(accepted <= drafted());
     assert_eq!(serves(&cluster).unwrap()["stages"].as_array().unwrap().len(), 2);
     wait_for_quiet(&cluster);

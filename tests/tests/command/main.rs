@@ -30,6 +30,8 @@ macro_rules! tiny_models {
     )*};
 }
 
+#[path = "../../../worker/tests/engine/appended_file.rs"]
+mod appended_file;
 mod bill_of_materials;
 mod download;
 mod embed;

@@ -1,5 +1,6 @@
 //! `--spec`: whoever guesses, every token and every logit is the one that comes without guesses.
 
+use crate::appended_file::{self, Block};
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{self, Manifest};
 use kvasir_cluster_tests::logits::{self, PromptLogits};
@@ -59,6 +60,30 @@ fn tiny_model_with_guesses(arch: &str) {
 }
 
 tiny_models!(tiny_model_with_guesses);
+
+/// Models of which a block of their own guesses.
+fn own_block(arch: &str, block: Block) {
+    let folder = tempfile::tempdir().unwrap();
+    let model = appended_file::write(arch, block, folder.path());
+    let manifest = Manifest::read().unwrap();
+    let item = manifest.tiny(arch).unwrap();
+    assert_guesses_change_no_bit(&model, &item.reference().unwrap().ids(), &EXACT, &["draft-mtp"]);
+}
+
+#[test]
+fn a_block_that_is_often_right() {
+    own_block("qwen35", Block::Telling);
+}
+
+#[test]
+fn a_block_with_an_embedding_and_an_output_of_its_own() {
+    own_block("qwen35moe", Block::Whole);
+}
+
+#[test]
+fn a_block_that_is_hardly_ever_right() {
+    own_block("qwen3next", Block::Random);
+}
 
 /// As users run it, on text that repeats itself; with room for three or four of eight sequences.
 fn real_model_with_guesses(name: &str, reference: &str) {
