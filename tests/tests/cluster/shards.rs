@@ -143,7 +143,8 @@ fn guesses_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_the_sa
             let got: Vec<Value> =
                 bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
             assert_eq!(got, want, "{arch}");
-            let right = cluster.worker_metric("vllm:spec_decode_num_accepted_tokens_total").unwrap();
+            let first = worker_of(&cluster, 0).ops;
+            let right = http::metric(first, "vllm:spec_decode_num_accepted_tokens_total").unwrap();
             (right > 0.0).then_some(())
         })
         .unwrap();

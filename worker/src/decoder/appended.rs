@@ -138,7 +138,7 @@ impl Decoder {
             hidden: backend.create_buffer(rows, width)?,
             joined: backend.create_buffer(rows, 2 * width)?,
             deferred: VecDeque::new(),
-            sequences: sequences.clamp(1, rows.min(self.config.logit_rows)),
+            sequences: sequences.min(rows).min(self.config.logit_rows).max(1),
             spare: 0,
         };
         self.appended = Some(appended);
