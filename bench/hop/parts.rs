@@ -156,7 +156,7 @@ impl Bench {
         let tokens = timed(&mut took, || again.tokens(&text, true));
         anyhow::ensure!(*tokens == **prompt, "planned otherwise");
 
-        let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain(self.root, prompt).into());
+        let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain_of(self.root, prompt).into());
         let ask = Ask {
             request: RequestId::new("bench")?,
             tenant: "tenant".into(),

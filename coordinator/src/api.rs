@@ -531,7 +531,7 @@ impl Front {
         });
         let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
         for (prompt, max_tokens) in &plan.prompts {
-            let chain: Arc<[_]> = self.chains.chain(root, prompt).into();
+            let chain: Arc<[_]> = self.chains.chain_of(root, prompt).into();
             for nth in 0..plan.params.n {
                 let mut sampling = plan.params.sampling.clone();
                 sampling.seed = sampling.seed.wrapping_add(nth.into());

@@ -2,10 +2,12 @@
 //!
 //! Exact: an entry is found by the id of the prefix before it and the tokens behind it, and both are compared. The
 //! first of these ids is a tenant's root, so what one tenant has asked for is never found, sooner or later, by
-//! another.
+//! another. Of a prompt whose beginning is known by the names of its parts ([`TokenIds::parts`]) nothing is compared but
+//! these: a name is no hash, it is given once and means the same tokens for ever.
 
 use model::recent::{Recent, RecentUse};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS, Scope, TenantSalt, UnitKey};
+use proto::message::{TokenIds, TokenPart};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Units of an entry.
@@ -14,6 +16,8 @@ const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
 
 /// What roots take at most: some thousands of tenants' and models'.
 const ROOT_BYTES: usize = 1 << 20;
+/// Of all bytes one of so many is for beginnings in parts: an id for each 16 tokens, where runs have the tokens too.
+const PARTS_OF: usize = 4;
 
 /// Makes the ids of prompts' units under one key, and remembers them.
 #[derive(Debug)]
@@ -21,7 +25,22 @@ pub struct ChainMemo {
     cluster: ClusterKey,
     key: UnitKey,
     runs: Recent<Box<Run>>,
+    beginnings: Recent<Beginning>,
+    next_beginning: AtomicU64,
     roots: Recent<Root>,
+}
+
+/// The last part of a prompt's beginning, behind those before it.
+#[derive(Debug)]
+struct Beginning {
+    root: BlockId,
+    /// The beginning up to the part before; 0 of none.
+    before: u64,
+    part: TokenPart,
+    /// What the beginning up to here is called in `before`, and nothing else is.
+    number: u64,
+    /// Of the units that end in this part.
+    ids: Box<[BlockId]>,
 }
 
 /// A scope and its root.
@@ -46,7 +65,15 @@ impl ChainMemo {
     /// One of at most about `bytes`.
     pub fn new(key: &ClusterKey, bytes: usize) -> Self {
         let (cluster, key) = (key.clone(), key.units());
-        Self { cluster, key, runs: Recent::new(bytes), roots: Recent::new(ROOT_BYTES) }
+        let beginnings = bytes / PARTS_OF;
+        Self {
+            cluster,
+            key,
+            runs: Recent::new(bytes - beginnings),
+            beginnings: Recent::new(beginnings),
+            next_beginning: AtomicU64::new(1),
+            roots: Recent::new(ROOT_BYTES),
+        }
     }
 
     /// What [`ClusterKey::root`] gives.
@@ -67,19 +94,71 @@ impl ChainMemo {
         })
     }
 
+    /// What [`UnitKey::chain`] gives for a prompt.
+    pub fn chain_of(&self, root: BlockId, prompt: &TokenIds) -> Vec<BlockId> {
+        let mut chain = Vec::with_capacity(prompt.len() / HASH_UNIT_TOKENS);
+        let (mut before, mut parts) = (0, prompt.parts());
+        while let [part, rest @ ..] = parts
+            && let Some(number) = self.begins(root, before, *part, &mut chain)
+        {
+            (before, parts) = (number, rest);
+        }
+        if !prompt.parts().is_empty() {
+            self.beginnings.count(before > 0);
+        }
+        let named = chain.len() * HASH_UNIT_TOKENS;
+        let parent = chain.last().copied().unwrap_or(root);
+        self.extend(parent, prompt.get(named..).unwrap_or_default(), &mut chain);
+        let mut from = named / HASH_UNIT_TOKENS;
+        for &part in parts {
+            let until = part.end / HASH_UNIT_TOKENS;
+            let ids = Box::from(chain.get(from..until).unwrap_or_default());
+            let number = self.next_beginning.fetch_add(1, Ordering::Relaxed);
+            let bytes = size_of::<Beginning>() + size_of_val(&*ids);
+            let hash = self.beginning(root, before, part);
+            self.beginnings.put(hash, Beginning { root, before, part, number, ids }, bytes);
+            (before, from) = (number, until);
+        }
+        chain
+    }
+
     /// What [`UnitKey::chain`] gives.
     pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
         let mut chain = Vec::with_capacity(tokens.len() / HASH_UNIT_TOKENS);
+        self.extend(root, tokens, &mut chain);
+        chain
+    }
+
+    /// Appends the ids of a beginning's last part, if it is known, and tells its number.
+    fn begins(&self, root: BlockId, before: u64, part: TokenPart, chain: &mut Vec<BlockId>) -> Option<u64> {
+        self.beginnings.get(self.beginning(root, before, part), |known| {
+            (known.root == root && known.before == before && known.part == part).then(|| {
+                chain.extend_from_slice(&known.ids);
+                known.number
+            })
+        })
+    }
+
+    /// Hash of a beginning.
+    fn beginning(&self, root: BlockId, before: u64, part: TokenPart) -> u64 {
+        let mut hasher = self.beginnings.hasher();
+        hasher.bytes(&root.0);
+        hasher.pair(before, part.name);
+        hasher.finish()
+    }
+
+    /// Appends the ids of the units behind `parent`.
+    fn extend(&self, parent: BlockId, tokens: &[u32], chain: &mut Vec<BlockId>) {
         let (runs, rest) = tokens.as_chunks::<TOKENS>();
-        let (mut parent, mut before, mut next) = (root, 0, 0);
+        let (mut parent, mut before, mut next) = (parent, 0, 0);
         for run in runs {
             // A run that comes again is mostly followed by what has followed it before, which need not be hashed then.
-            let known = if next == 0 { None } else { self.recall(next, parent, run, &mut chain) };
+            let known = if next == 0 { None } else { self.recall(next, parent, run, chain) };
             let hash = if known.is_some() { next } else { self.hash(parent, run) };
-            let known = known.or_else(|| self.recall(hash, parent, run, &mut chain));
+            let known = known.or_else(|| self.recall(hash, parent, run, chain));
             self.runs.count(known.is_some());
             let after = known.unwrap_or_else(|| {
-                self.name(hash, parent, run, &mut chain);
+                self.name(hash, parent, run, chain);
                 0
             });
             if before != 0 && hash != next {
@@ -88,13 +167,22 @@ impl ChainMemo {
             parent = chain.last().copied().unwrap_or(parent);
             (before, next) = (hash, after);
         }
-        chain.extend(self.key.chain(parent, rest));
-        chain
+        let (units, _) = rest.as_chunks::<HASH_UNIT_TOKENS>();
+        for unit in units {
+            parent = self.key.unit(parent, unit);
+            chain.push(parent);
+        }
     }
 
-    /// How often units were known, run by run.
+    /// How often units were known: of each prompt that begins with parts whether the first was, and of other tokens run by
+    /// run.
     pub fn usage(&self) -> RecentUse {
-        self.runs.usage()
+        let (runs, beginnings) = (self.runs.usage(), self.beginnings.usage());
+        RecentUse {
+            hits: runs.hits + beginnings.hits,
+            misses: runs.misses + beginnings.misses,
+            bytes: runs.bytes + beginnings.bytes,
+        }
     }
 
     /// Appends the ids of a run that is known at `hash`, and tells what has followed it last.
@@ -187,6 +275,49 @@ mod tests {
         for scope in scopes.iter().chain(&scopes) {
             assert_eq!(memo.root(*scope), key.root(*scope), "{scope:?}");
         }
+    }
+
+    /// Prompts of these parts, the tokens of a part following from its name, and `rest` behind them.
+    fn in_parts(names: &[u64], rest: &[u32]) -> TokenIds {
+        let (mut tokens, mut parts) = (Vec::new(), Vec::new());
+        for &name in names {
+            tokens.extend((0..name as u32 * 7 % 90).map(|at| at * 3 + name as u32));
+            parts.push(TokenPart { name, end: tokens.len() });
+        }
+        tokens.extend(rest);
+        TokenIds::in_parts(tokens, parts)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn known_in_parts_or_not_the_ids_are_the_same(
+            roots in prop::collection::vec(any::<[u8; 16]>(), 1..3),
+            prompts in prop::collection::vec(
+                (0..3usize, prop::collection::vec(1..6u64, 0..9), prop::collection::vec(any::<u32>(), 0..40)), 1..8),
+        ) {
+            let key = ClusterKey([5; 32]);
+            let memo = ChainMemo::new(&key, 1 << 20);
+            for (root, names, rest) in prompts.iter().chain(&prompts) {
+                let root = BlockId(roots[root % roots.len()]);
+                let prompt = in_parts(names, rest);
+                prop_assert_eq!(memo.chain_of(root, &prompt), key.chain(root, &prompt));
+            }
+            let with_parts = prompts.iter().filter(|(_, names, _)| !names.is_empty()).count() as u64;
+            prop_assert!(memo.beginnings.usage().hits >= with_parts);
+        }
+    }
+
+    #[test]
+    fn parts_are_another_tenants_own() {
+        let memo = ChainMemo::new(&ClusterKey([5; 32]), 1 << 20);
+        let prompt = in_parts(&[5, 3, 4], &[]);
+        let hits = |root| {
+            let before = memo.beginnings.usage().hits;
+            memo.chain_of(BlockId([root; 16]), &prompt);
+            memo.beginnings.usage().hits - before
+        };
+        assert_eq!([hits(1), hits(1), hits(2), hits(2)], [0, 1, 0, 1]);
     }
 
     #[test]

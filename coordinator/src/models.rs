@@ -5,8 +5,10 @@ use model::chat_template::ChatTemplate;
 use model::costs::ModelCosts;
 use model::dialect::Dialect;
 use model::sampling::SamplingDefaults;
+use model::tokenizer::Part;
 use model::{ModelFile, ModelSpec, Tokenizer};
 use proto::ids::ModelId;
+use proto::message::{TokenIds, TokenPart};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -77,8 +79,19 @@ impl OfferedModel {
     /// The tokens of `text`, special tokens parsed, BOS before them if `bos` is asked for, the model wants
     /// it and the text does not begin with it already.
     pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
+        self.tokens_in_parts(text, bos).0
+    }
+
+    /// The same as a prompt, which knows what it begins with.
+    pub fn prompt(&self, text: &str, bos: bool) -> TokenIds {
+        let (tokens, parts) = self.tokens_in_parts(text, bos);
+        let part = |Part { name, end }| TokenPart { name, end };
+        TokenIds::in_parts(tokens, parts.into_iter().map(part).collect())
+    }
+
+    fn tokens_in_parts(&self, text: &str, bos: bool) -> (Vec<u32>, Vec<Part>) {
         let started = Instant::now();
-        let mut tokens = self.tokenizer.encode(text, true);
+        let (mut tokens, mut parts) = self.tokenizer.encode_in_parts(text, true);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
         self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
@@ -86,8 +99,10 @@ impl OfferedModel {
             && tokens.first() != Some(&id)
         {
             tokens.insert(0, id);
+            parts.iter_mut().for_each(|part| part.end += 1);
+            parts.insert(0, Part::lone(id));
         }
-        tokens
+        (tokens, parts)
     }
 
     /// How long [`tokens`](Self::tokens) has taken so far, and for how many bytes.

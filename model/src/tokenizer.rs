@@ -13,11 +13,12 @@ use bpe::Bpe;
 use char_bpe::CharBpe;
 use memo::{Cuts, How, Memo};
 use pieces::Pieces;
-use special::{Part, Specials};
+use special::{Part as Cut, Specials};
 use spm::Spm;
 use word_piece::WordPiece;
 
 pub use detokenizer::Detokenizer;
+pub use memo::Part;
 
 mod bpe;
 mod char_bpe;
@@ -162,25 +163,33 @@ impl Tokenizer {
     /// The tokens of `text`. `special`: texts of control tokens become these tokens; else they are text like any
     /// other, and only user-defined tokens are cut out. BOS and EOS are never added.
     pub fn encode(&self, text: &str, special: bool) -> Vec<u32> {
+        self.encode_in_parts(text, special).0
+    }
+
+    /// [`encode`](Self::encode), and of what it has remembered of the text: the parts that the text begins with.
+    pub fn encode_in_parts(&self, text: &str, special: bool) -> (Vec<u32>, Vec<Part>) {
         let mut ids = Vec::with_capacity(text.len() / 3);
-        match &self.memo {
+        let parts = match &self.memo {
             Some(memo) => {
                 memo.encode(text, special, &mut ids, |text, how, ids| self.encode_part(text, how, ids))
             }
-            None => self.encode_part(text, How { special, first: true }, &mut ids),
-        }
-        ids
+            None => {
+                self.encode_part(text, How { special, first: true }, &mut ids);
+                Vec::new()
+            }
+        };
+        (ids, parts)
     }
 
     /// Appends the tokens of a part of a text.
     fn encode_part(&self, text: &str, how: How, ids: &mut Vec<u32>) {
         let mut after_special = how.first;
         self.specials.split(text, how.special, |part| match part {
-            Part::Token(id) => {
+            Cut::Token(id) => {
                 ids.push(id);
                 after_special = true;
             }
-            Part::Text(text) => {
+            Cut::Text(text) => {
                 match &self.model {
                     Model::Bpe(bpe) => bpe.encode(&self.bytes, text, ids),
                     Model::CharBpe(bpe) => bpe.encode(&self.texts, text, ids),

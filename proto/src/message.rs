@@ -19,7 +19,7 @@ pub use encode::{
 };
 pub use grammar::{GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
 pub use prefix::{NumberedPrefixV1, PrefixNote, PrefixNoteV1};
-pub use tokens::{MAX_TOKEN_IDS, TokenIds};
+pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{
     GenerateRequestV2, GenerateRequestV3, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart,
 };

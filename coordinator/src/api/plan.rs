@@ -177,7 +177,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
                 _ => chat::read(&fields)?,
             };
             let text = chat_text(&mut chat, &model, (&documents, &order), true)?;
-            let prompt = model.tokens(&text, bos);
+            let prompt = model.prompt(&text, bos);
             let Chat { tools, wanted, most, .. } = chat;
             let grammar = grammar::of_chat(wanted, &tools, &model.dialect, &text)?;
             let parts = model.dialect.thinks() || !tools.tools.is_empty();
@@ -251,9 +251,9 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
     let tokens = match (fields.raw("prompt"), fields.raw("messages")) {
         (Some(_), None) => {
             let prompts = completion_prompts(&fields, model, bos)?;
-            let [tokens] = <[Vec<u32>; 1]>::try_from(prompts)
+            let [tokens] = <[TokenIds; 1]>::try_from(prompts)
                 .map_err(|_| ApiError::field("prompt", "give one prefix at a time"))?;
-            tokens
+            tokens.to_vec()
         }
         (None, Some(_)) => chat_prompt(chat::read(&fields)?, model, (&[], &[]), bos, false)?,
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
@@ -286,7 +286,7 @@ pub(super) struct Most {
 }
 
 impl Most {
-    fn fit(&self, tokens: Vec<u32>, limit: u32) -> Result<(TokenIds, u32), ApiError> {
+    fn fit(&self, tokens: TokenIds, limit: u32) -> Result<(TokenIds, u32), ApiError> {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "has no tokens"));
         }
@@ -300,7 +300,7 @@ impl Most {
             return Err(ApiError::field(self.field, "must be at least 1"));
         }
         let room = u32::try_from(limit - prompt).unwrap_or(u32::MAX);
-        Ok((tokens.into(), self.tokens.unwrap_or(room).min(room)))
+        Ok((tokens, self.tokens.unwrap_or(room).min(room)))
     }
 }
 
@@ -342,11 +342,11 @@ fn completion_prompts(
     fields: &Fields<'_>,
     model: &OfferedModel,
     bos: bool,
-) -> Result<Vec<Vec<u32>>, ApiError> {
+) -> Result<Vec<TokenIds>, ApiError> {
     let vocab = model.tokenizer.vocab_size();
     let tokens = |prompt| match prompt {
-        Prompt::Text(text) => Ok(model.tokens(&text, bos)),
-        Prompt::Tokens(tokens) => check_tokens("prompt", &tokens, vocab).map(|()| tokens),
+        Prompt::Text(text) => Ok(model.prompt(&text, bos)),
+        Prompt::Tokens(tokens) => check_tokens("prompt", &tokens, vocab).map(|()| tokens.into()),
     };
     prompts(fields)?.into_iter().map(tokens).collect()
 }

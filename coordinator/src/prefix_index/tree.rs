@@ -199,13 +199,26 @@ impl Tree {
         let (mut full, mut unchanged) = (false, false);
         let mut fetched = 0;
         while let Some(id) = ids.get(at) {
-            // What was told before is mostly told in the same order.
-            let next = cursor.filter(|&place| self.stands(place, id));
-            if next.is_none() && at >= fetched {
+            // What was told before is mostly told in the same order. What is before such a unit is known.
+            if let Some(place) = cursor
+                && let run @ 1.. = self.standing(place, &ids[at..])
+            {
+                let until = place.1 + run as u32;
+                known = match known {
+                    Some((strand, from, end)) if (strand, end) == place => Some((strand, from, until)),
+                    other => {
+                        unchanged |= !self.change_known(other, change);
+                        Some((place.0, place.1, until))
+                    }
+                };
+                (cursor, at) = (Some((place.0, until)), at + run);
+                continue;
+            }
+            if at >= fetched {
                 fetched = at + FETCH;
                 self.units.fetch(ids[at..ids.len().min(fetched)].iter().copied());
             }
-            let Some(place) = next.or_else(|| self.units.find(id)) else {
+            let Some(place) = self.units.find(id) else {
                 unchanged |= !self.change_known(known.take(), change);
                 let added = if full { None } else { self.append(cursor, before, &ids[at..], change) };
                 if let Some((end, added)) = added {
@@ -240,15 +253,21 @@ impl Tree {
     /// `lane` leaves these units, in any order.
     pub(super) fn remove(&mut self, ids: &[BlockId], lane: Lane) {
         let mut known: Option<(u32, u32, u32)> = None;
-        let mut fetched = 0;
-        for (index, id) in ids.iter().enumerate() {
-            let next =
-                known.map(|(strand, _, until)| (strand, until)).filter(|&place| self.stands(place, id));
-            if next.is_none() && index >= fetched {
+        let (mut fetched, mut index) = (0, 0);
+        while let Some(id) = ids.get(index) {
+            if let Some((strand, from, until)) = known
+                && let run @ 1.. = self.standing((strand, until), &ids[index..])
+            {
+                known = Some((strand, from, until + run as u32));
+                index += run;
+                continue;
+            }
+            if index >= fetched {
                 fetched = index + FETCH;
                 self.units.fetch(ids[index..ids.len().min(fetched)].iter().copied());
             }
-            let Some((strand, at)) = next.or_else(|| self.units.find(id)) else { continue };
+            index += 1;
+            let Some((strand, at)) = self.units.find(id) else { continue };
             known = match known {
                 Some((s, from, until)) if (s, until) == (strand, at) => Some((s, from, until + 1)),
                 Some((s, from, until)) if s == strand && at + 1 == from => Some((s, at, until)),
@@ -274,10 +293,21 @@ impl Tree {
         }
     }
 
-    /// Whether this unit stands at `place`, which may be behind the end of its strand.
-    fn stands(&self, (strand, at): Place, id: &BlockId) -> bool {
+    /// How many of the first of `ids` stand one after the other from `place` on, which may be behind the end of its strand.
+    fn standing(&self, (strand, at): Place, ids: &[BlockId]) -> usize {
         let here = &self.strands[strand];
-        at < here.len && self.units.id(unit(here, at)) == id
+        let most = ids.len().min(here.len.saturating_sub(at) as usize);
+        let mut done = 0;
+        while done < most {
+            let held = self.units.ids_from(unit(here, at + done as u32));
+            let compared = held.iter().zip(&ids[done..most]);
+            let same = compared.take_while(|(held, id)| held == id).count();
+            done += same;
+            if same < held.len() {
+                break;
+            }
+        }
+        done
     }
 
     /// Takes the lanes in `dead` out of up to `strands` strands from `from` on; where to go on, if not done.

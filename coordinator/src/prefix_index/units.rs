@@ -103,6 +103,11 @@ impl Units {
         id_of(&self.chunks, unit)
     }
 
+    /// The ids from `unit` to the end of its chunk.
+    pub(super) fn ids_from(&self, unit: u32) -> &[BlockId] {
+        &self.chunks[unit / CHUNK].ids[(unit % CHUNK) as usize..]
+    }
+
     /// A chunk for `strand`, whose chunk number `ordinal` it will be.
     pub(super) fn take_chunk(&mut self, strand: u32, ordinal: u32) -> u32 {
         if self.free == NONE {
@@ -234,6 +239,8 @@ impl Shard {
         self.len -= 1;
         // Entries behind the hole move into it unless they would then stand before their home.
         let capacity = self.entries.len();
+        // Places from one to another, going on at the start behind the end. Divisions would take longer than all the rest.
+        let distance = |from: usize, to: usize| if to < from { to + capacity - from } else { to - from };
         let mut at = hole;
         loop {
             at = self.next(at);
@@ -242,8 +249,7 @@ impl Shard {
                 break;
             }
             let home = self.home((moving >> 32) as u32);
-            let distance = |from: usize| (at + capacity - from) % capacity;
-            if distance(home) >= distance(hole) {
+            if distance(home, at) >= distance(hole, at) {
                 self.entries[hole] = moving;
                 hole = at;
             }

@@ -24,6 +24,8 @@ const RUN: usize = 8 << 10;
 const NOTHING: u64 = 0;
 /// Bytes before a place that decide whether it is taken.
 const WINDOW: usize = 8;
+/// Parts that most texts begin with at most.
+const PARTS: usize = 16;
 
 /// Places where any text may be cut:
 ///
@@ -108,9 +110,14 @@ struct Grain {
     run: usize,
 }
 
+/// The name of the next piece or run that is remembered, by whatever memo.
+static NEXT_NAME: AtomicU64 = AtomicU64::new(1);
+
 /// A piece or a run.
 #[derive(Debug)]
 struct Piece {
+    /// Nothing else ever has it.
+    name: u64,
     how: How,
     text: Box<str>,
     tokens: Box<[u32]>,
@@ -125,6 +132,27 @@ pub(super) struct How {
     pub(super) special: bool,
     /// Nothing but perhaps special tokens stands before it.
     pub(super) first: bool,
+}
+
+/// Tokens at the beginning of a text that were remembered, and not made anew.
+///
+/// A name is given once in the life of the process, to a text and its tokens, and means these for ever. So two texts that
+/// begin with parts of the same names begin with the same tokens, up to the end of the last of these, and nobody needs to
+/// compare them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    /// See above.
+    pub name: u64,
+    /// How many of the text's tokens there are up to its end.
+    pub end: usize,
+}
+
+impl Part {
+    /// A token that was put before a text by itself, as its only part.
+    pub fn lone(token: u32) -> Self {
+        // No text gets a number as high as that.
+        Self { name: !u64::from(token), end: 1 }
+    }
 }
 
 /// What of a text came as it was expected to.
@@ -157,22 +185,27 @@ impl Memo {
         self.pieces.usage()
     }
 
-    /// Appends the tokens of `text`; those of pieces that are not known are got by `encode`.
+    /// Appends the tokens of `text`; those of pieces that are not known are got by `encode`. Tells the parts that `text`
+    /// begins with.
     pub(super) fn encode(
         &self,
         text: &str,
         special: bool,
         out: &mut Vec<u32>,
         encode: impl Fn(&str, How, &mut Vec<u32>),
-    ) {
+    ) -> Vec<Part> {
         let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
+        let (mut parts, mut known) = (Vec::with_capacity(PARTS), true);
         let mut stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         while start < text.len() {
             let how = How { special, first: start == 0 };
             let tokens = out.len();
             // A piece that comes again is mostly followed by what has followed it before: then the end of that one need
             // not be searched for.
-            if let Some((end, after)) = self.expected(text, start, how, next, out) {
+            if let Some((end, after, name)) = self.expected(text, start, how, next, out) {
+                if known {
+                    parts.push(Part { name, end: out.len() });
+                }
                 if end - stretch.start > self.grain.run {
                     let run = self.join(text, special, (stretch, start, tokens), out);
                     before = run.inspect(|run| self.link(*run, next)).unwrap_or(before);
@@ -185,16 +218,20 @@ impl Memo {
             before = self.join(text, special, (stretch, start, tokens), out).unwrap_or(before);
             let end = self.piece_end(text.as_bytes(), start);
             // Places are between ASCII characters.
-            let Some(piece) = text.get(start..end) else { return };
-            let (hash, after) = self.piece(piece, how, out, &encode);
+            let Some(piece) = text.get(start..end) else { return parts };
+            let (hash, after, name) = self.piece(piece, how, out, &encode);
+            known &= name.is_some();
+            parts.extend(name.filter(|_| known).map(|name| Part { name, end: out.len() }));
             self.link(before, hash);
             (start, before, next) = (end, hash, after);
             stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         }
         self.join(text, special, (stretch, start, out.len()), out);
+        parts
     }
 
-    /// If what is `expected` stands at `start`: appends its tokens and tells where it ends and what has followed it.
+    /// If what is `expected` stands at `start`: appends its tokens and tells where it ends, what has followed it and its
+    /// name.
     fn expected(
         &self,
         text: &str,
@@ -202,7 +239,7 @@ impl Memo {
         how: How,
         expected: u64,
         out: &mut Vec<u32>,
-    ) -> Option<(usize, u64)> {
+    ) -> Option<(usize, u64, u64)> {
         if expected == NOTHING {
             return None;
         }
@@ -213,36 +250,36 @@ impl Memo {
             let ends = end == bytes.len() || self.cuts.allow(bytes, end).is_some();
             (stands && ends).then(|| {
                 out.extend_from_slice(&piece.tokens);
-                (end, piece.next.load(Ordering::Relaxed))
+                (end, piece.next.load(Ordering::Relaxed), piece.name)
             })
         })?;
         self.pieces.count(true);
         Some(found)
     }
 
-    /// Appends the tokens of a piece; its hash, and that of what has followed it last.
+    /// Appends the tokens of a piece; its hash, that of what has followed it last, and its name if it was known.
     fn piece(
         &self,
         text: &str,
         how: How,
         out: &mut Vec<u32>,
         encode: &impl Fn(&str, How, &mut Vec<u32>),
-    ) -> (u64, u64) {
+    ) -> (u64, u64, Option<u64>) {
         let hash = self.hash(text, how);
         let known = self.pieces.get(hash, |piece| {
             (piece.how == how && *piece.text == *text).then(|| {
                 out.extend_from_slice(&piece.tokens);
-                piece.next.load(Ordering::Relaxed)
+                (piece.next.load(Ordering::Relaxed), piece.name)
             })
         });
         self.pieces.count(known.is_some());
-        if let Some(next) = known {
-            return (hash, next);
+        if let Some((next, name)) = known {
+            return (hash, next, Some(name));
         }
         let begin = out.len();
         encode(text, how, out);
         self.put(hash, how, text, out.get(begin..).unwrap_or_default());
-        (hash, NOTHING)
+        (hash, NOTHING, None)
     }
 
     /// Makes a run of a stretch that ends at `end` in the text and at `tokens` among its tokens, if it is of more than
@@ -285,8 +322,8 @@ impl Memo {
 
     fn put(&self, hash: u64, how: How, text: &str, tokens: &[u32]) {
         let bytes = size_of::<Piece>() + text.len() + size_of_val(tokens);
-        let next = AtomicU64::new(NOTHING);
-        self.pieces.put(hash, Piece { how, text: text.into(), tokens: tokens.into(), next }, bytes);
+        let (name, next) = (NEXT_NAME.fetch_add(1, Ordering::Relaxed), AtomicU64::new(NOTHING));
+        self.pieces.put(hash, Piece { name, how, text: text.into(), tokens: tokens.into(), next }, bytes);
     }
 
     /// Where the piece ends that begins at `start`, which is not the end of the text.

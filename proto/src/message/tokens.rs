@@ -14,25 +14,64 @@ pub const MAX_TOKEN_IDS: usize = 2 << 20;
 /// On the wire they are one string of bytes: how many bytes a token takes, the least that hold the largest of them, then
 /// the tokens, little-endian. Packing and unpacking cost about as much as a copy, and tokens of vocabularies
 /// up to 65,536 take two bytes.
-#[derive(Clone, PartialEq, Eq, Default)]
-pub struct TokenIds(Arc<Vec<u32>>);
+#[derive(Clone, Default)]
+pub struct TokenIds(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    ids: Vec<u32>,
+    parts: Vec<TokenPart>,
+}
+
+/// Tokens at the beginning of a list that have a name: the same name is the same tokens behind the same parts, in this
+/// process and for as long as it lives. Only who makes the names can know that. It is not sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenPart {
+    /// Given once.
+    pub name: u64,
+    /// Tokens of the list up to the end of the part.
+    pub end: usize,
+}
 
 impl TokenIds {
+    /// A list that begins with these parts, one behind the other; those that are longer than it are not believed.
+    pub fn in_parts(ids: Vec<u32>, mut parts: Vec<TokenPart>) -> Self {
+        let mut from = 0;
+        let fits = parts.iter().take_while(|part| {
+            let from = std::mem::replace(&mut from, part.end);
+            from <= part.end && part.end <= ids.len()
+        });
+        parts.truncate(fits.count());
+        Self(Arc::new(Inner { ids, parts }))
+    }
+
+    /// The parts that it is known to begin with.
+    pub fn parts(&self) -> &[TokenPart] {
+        &self.0.parts
+    }
+
+    /// How many of the first tokens of both are the same by the names of their parts: at least so many are.
+    pub fn shared_parts(&self, other: &Self) -> usize {
+        let both = self.parts().iter().zip(other.parts());
+        both.take_while(|(ours, theirs)| ours == theirs).last().map_or(0, |(part, _)| part.end)
+    }
+
     fn packed(&self) -> Vec<u8> {
         // The bits of all of them together are as many as those of the largest.
-        let width = match self.0.iter().fold(0, |all, id| all | id) {
+        let ids = &self.0.ids;
+        let width = match ids.iter().fold(0, |all, id| all | id) {
             0..0x100 => 1,
             0x100..0x1_0000 => 2,
             0x1_0000..0x100_0000 => 3,
             _ => 4,
         };
-        let mut bytes = Vec::with_capacity(1 + width * self.0.len());
+        let mut bytes = Vec::with_capacity(1 + width * ids.len());
         bytes.push(width as u8);
         match width {
-            1 => bytes.extend(self.0.iter().map(|&id| id as u8)),
-            2 => pack::<2>(&self.0, &mut bytes),
-            3 => pack::<3>(&self.0, &mut bytes),
-            _ => pack::<4>(&self.0, &mut bytes),
+            1 => bytes.extend(ids.iter().map(|&id| id as u8)),
+            2 => pack::<2>(ids, &mut bytes),
+            3 => pack::<3>(ids, &mut bytes),
+            _ => pack::<4>(ids, &mut bytes),
         }
         bytes
     }
@@ -75,20 +114,28 @@ impl Deref for TokenIds {
     type Target = [u32];
 
     fn deref(&self) -> &[u32] {
-        &self.0
+        &self.0.ids
     }
 }
 
+impl PartialEq for TokenIds {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for TokenIds {}
+
 impl fmt::Debug for TokenIds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.0.ids.fmt(f)
     }
 }
 
 impl From<Vec<u32>> for TokenIds {
     /// Without a copy.
     fn from(ids: Vec<u32>) -> Self {
-        Self(Arc::new(ids))
+        Self::in_parts(ids, Vec::new())
     }
 }
 
@@ -100,8 +147,8 @@ impl From<&[u32]> for TokenIds {
 
 impl Serialize for TokenIds {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if self.0.len() > MAX_TOKEN_IDS {
-            let text = format_args!("{} tokens, the limit is {MAX_TOKEN_IDS}", self.0.len());
+        if self.len() > MAX_TOKEN_IDS {
+            let text = format_args!("{} tokens, the limit is {MAX_TOKEN_IDS}", self.len());
             return Err(S::Error::custom(text));
         }
         serializer.serialize_bytes(&self.packed())
@@ -174,6 +221,23 @@ mod tests {
     /// A string of bytes has the form of a list of them.
     fn serde_bytes(bytes: &[u8]) -> Vec<u8> {
         bytes.to_vec()
+    }
+
+    #[test]
+    fn lists_share_the_parts_that_are_the_same_from_the_first_on() {
+        let list = |parts: &[(u64, usize)]| {
+            let parts = parts.iter().map(|&(name, end)| TokenPart { name, end }).collect();
+            TokenIds::in_parts(vec![7; 100], parts)
+        };
+        let one = list(&[(1, 30), (2, 60), (3, 90)]);
+        assert_eq!(one.shared_parts(&list(&[(1, 30), (2, 60), (4, 90)])), 60);
+        assert_eq!(one.shared_parts(&list(&[(2, 30), (1, 60)])), 0);
+        assert_eq!(one.shared_parts(&list(&[(1, 31), (2, 60)])), 0, "a name is of so many tokens");
+        assert_eq!(one.shared_parts(&TokenIds::from(vec![7; 100])), 0);
+        assert_eq!(one, TokenIds::from(vec![7; 100]), "lists are their tokens");
+        // Parts that cannot be are none.
+        assert_eq!(list(&[(1, 30), (2, 101)]).parts().len(), 1);
+        assert_eq!(list(&[(1, 30), (2, 20)]).parts().len(), 1);
     }
 
     #[test]

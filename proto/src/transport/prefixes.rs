@@ -2,8 +2,9 @@
 //! worker keeps it, and prompts that begin so are sent as the number and what is behind it.
 //!
 //! Exact: a number means the tokens that were sent with it on this connection and nothing else, and the coordinator compares
-//! them all before it uses it. It uses a number only when a worker that has read the request with it has answered. Both ends
-//! forget the oldest prefixes, by the same bounds; a worker that is told a number it does not have says so
+//! them all before it uses it, but for those that are the same by name ([`TokenIds::shared_parts`]). It uses a number only
+//! when a worker that has read the request with it has answered. Both ends forget the oldest prefixes, by the same bounds; a
+//! worker that is told a number it does not have says so
 //! ([`StreamCode::UnknownPrefix`](super::StreamCode::UnknownPrefix)), and gets the whole prompt.
 
 use crate::message::{MAX_TOKEN_IDS, NumberedPrefixV1, TokenIds};
@@ -25,23 +26,40 @@ struct Prefix {
     number: u64,
     prompt: TokenIds,
     length: usize,
+    /// The last tokens, or zeros before all of them: what stands elsewhere is looked at only if these are the same.
+    last: [u32; LAST],
 }
 
 impl Prefix {
+    fn new(number: u64, prompt: TokenIds, length: usize) -> Self {
+        let last = last_of(&prompt, length).unwrap_or_default();
+        Self { number, prompt, length, last }
+    }
+
     fn tokens(&self) -> &[u32] {
         self.prompt.get(..self.length).unwrap_or_default()
     }
 
-    fn begins(&self, prompt: &[u32]) -> bool {
-        let tokens = self.tokens();
-        let last = self.length.saturating_sub(LAST);
-        prompt.get(last..self.length) == tokens.get(last..) && prompt.starts_with(tokens)
+    fn begins(&self, prompt: &TokenIds) -> bool {
+        last_of(prompt, self.length) == Some(self.last) && {
+            let shared = self.prompt.shared_parts(prompt).min(self.length);
+            prompt.get(shared..self.length) == self.prompt.get(shared..self.length)
+        }
     }
 
     fn named(&self) -> NumberedPrefixV1 {
         // No prompt has more than 32 bits count.
         NumberedPrefixV1 { number: self.number, tokens: u32::try_from(self.length).unwrap_or(u32::MAX) }
     }
+}
+
+/// The last of the first `length` tokens, with zeros before them if these are few; none of a prompt that is shorter.
+fn last_of(prompt: &[u32], length: usize) -> Option<[u32; LAST]> {
+    let tokens = prompt.get(..length)?;
+    let mut last = [0; LAST];
+    let from = LAST.saturating_sub(length);
+    last[from..].copy_from_slice(&tokens[length.saturating_sub(LAST)..]);
+    Some(last)
 }
 
 /// Prefixes, the oldest first, within the bounds.
@@ -136,7 +154,7 @@ impl SentPrefixes {
         if more < LEAST || prompt.len() > MOST_TOKENS {
             return Sending { after, keep: None };
         }
-        let prefix = Prefix { number: sent.next, prompt: prompt.clone(), length };
+        let prefix = Prefix::new(sent.next, prompt.clone(), length);
         sent.next += 1;
         let (named, with) = (prefix.named(), Arc::new(Told(AtomicU8::new(UNDER_WAY))));
         sent.shelf.put(prefix, Arc::clone(&with));
@@ -183,7 +201,7 @@ impl KeptPrefixes {
         let mut shelf = self.lock();
         let taken = shelf.prefixes.iter().any(|(prefix, ())| prefix.number == number);
         if length <= prompt.len() && prompt.len() <= MOST_TOKENS && !taken {
-            shelf.put(Prefix { number, prompt: prompt.clone(), length }, ());
+            shelf.put(Prefix::new(number, prompt.clone(), length), ());
         }
     }
 
@@ -196,6 +214,7 @@ impl KeptPrefixes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::TokenPart;
     use proptest::prelude::*;
 
     fn prompt(text: u32, length: usize, end: u32) -> TokenIds {
@@ -260,6 +279,23 @@ mod tests {
         let grown = prompt(1, 6_000, 9);
         assert_eq!(send(&sent, &kept, &grown, 5_000).0, 4_000);
         assert_eq!(send(&sent, &kept, &grown, 5_000).0, 5_000);
+    }
+
+    #[test]
+    fn tokens_behind_the_parts_that_are_the_same_are_compared() {
+        let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
+        let in_parts = |end| {
+            let parts = [(1, 1_000), (2, 3_900)].map(|(name, end)| TokenPart { name, end });
+            TokenIds::in_parts(prompt(1, 4_000, end).to_vec(), parts.to_vec())
+        };
+        let mut other = in_parts(3).to_vec();
+        other[3_950] += 1;
+        let other = TokenIds::in_parts(other, in_parts(3).parts().to_vec());
+        let sent_from = |prompt: &TokenIds, cached| send(&sent, &kept, prompt, cached).0;
+        assert_eq!([sent_from(&in_parts(1), 4_000), sent_from(&in_parts(2), 4_000)], [0, 4_000]);
+        assert_eq!(sent_from(&other, 0), 0);
+        // The same without parts.
+        assert_eq!(sent_from(&prompt(1, 4_000, 4), 0), 4_000);
     }
 
     #[test]

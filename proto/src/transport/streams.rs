@@ -322,12 +322,20 @@ impl<T: DeserializeOwned> FrameReader<T> {
     /// The next frame, or `None` at a clean end. Dropping the future loses nothing. A frame that does not
     /// decode is consumed, so that the caller may go on after an unknown variant.
     pub(super) async fn next(&mut self) -> Result<Option<T>, Error> {
-        let Some(frame) = self.next_bytes().await? else { return Ok(None) };
-        Ok(Some(codec::decode(&frame, self.cap)?))
+        let Some(len) = self.next_frame().await? else { return Ok(None) };
+        let decoded = codec::decode(self.buffer.get(..len).unwrap_or_default(), self.cap);
+        self.buffer.advance(len);
+        Ok(Some(decoded?))
     }
 
     /// The next frame as it is, or `None` at a clean end. Dropping the future loses nothing.
     pub(super) async fn next_bytes(&mut self) -> Result<Option<Bytes>, Error> {
+        Ok(self.next_frame().await?.map(|len| self.buffer.split_to(len).freeze()))
+    }
+
+    /// The length of the next frame, all of which is what the buffer begins with then, or `None` at a clean end. Whoever
+    /// asks takes it out before anybody waits again.
+    async fn next_frame(&mut self) -> Result<Option<usize>, Error> {
         if !self.fill(LENGTH_BYTES).await? {
             return Ok(None);
         }
@@ -341,7 +349,7 @@ impl<T: DeserializeOwned> FrameReader<T> {
         }
         self.fill(LENGTH_BYTES + len).await?;
         self.buffer.advance(LENGTH_BYTES);
-        Ok(Some(self.buffer.split_to(len).freeze()))
+        Ok(Some(len))
     }
 
     /// Exactly `len` raw bytes, appended to `out` as they arrive.

@@ -1,3 +1,6 @@
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -107,6 +110,9 @@ fn remembered_or_not_the_ids_are_the_same() {
     let mut memos: Vec<Option<Memo>> = vocabularies.iter().map(|(_, tokenizer)| finest(tokenizer)).collect();
     let cut = memos.iter().flatten().count();
     assert!(cut >= pretokenize::TABLE.len() + 2, "only {cut} are cut at all");
+    // What each name has meant so far, whatever the vocabulary.
+    let meant = RefCell::new(HashMap::<u64, Vec<u32>>::new());
+    let told = Cell::new(0);
     let mut runner = TestRunner::new(ProptestConfig::with_cases(600));
     let run = runner.run(&(texts(), any::<bool>()), |(text, special)| {
         for ((name, tokenizer), memo) in vocabularies.iter().zip(&memos) {
@@ -115,13 +121,23 @@ fn remembered_or_not_the_ids_are_the_same() {
             // The second time from what is remembered, then from runs, and in the end with something else behind a run.
             for text in [&text, &text, &text, &other, &other, &other, &text] {
                 let mut ids = Vec::new();
-                memo.encode(text, special, &mut ids, |text, how, ids| tokenizer.encode_part(text, how, ids));
+                let encode = |text: &str, how, ids: &mut Vec<u32>| tokenizer.encode_part(text, how, ids);
+                let parts = memo.encode(text, special, &mut ids, encode);
+                let mut from = 0;
+                for Part { name, end } in parts {
+                    let tokens = &ids[std::mem::replace(&mut from, end)..end];
+                    let mut meant = meant.borrow_mut();
+                    prop_assert_eq!(tokens, &meant.entry(name).or_insert_with(|| tokens.to_vec())[..]);
+                    told.set(told.get() + 1);
+                }
                 prop_assert_eq!(&ids, &tokenizer.encode(text, special), "{}: {:?}", name, text);
             }
         }
         Ok(())
     });
     run.unwrap();
+    let (told, names) = (told.get(), meant.borrow().len());
+    assert!(told > 2 * names && names > 1_000, "{told} parts of {names} names");
     let hits: u64 = memos.iter().flatten().map(|memo| memo.usage().hits).sum();
     assert!(hits > 10_000, "{hits} pieces were known");
     // What the API uses: the same cuts, fewer of them.
