@@ -638,7 +638,11 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("PullFrame", Stream, pull_frames()),
         samples("ActivationType", Stream, [ActivationType::F32, ActivationType::Bf16]),
         samples("StageOrder", Stream, stage_orders()),
-        samples("StageDrafterV1", Stream, [StageDrafterV1::Assistant { digest: [2; 32] }]),
+        samples(
+            "StageDrafterV1",
+            Stream,
+            [StageDrafterV1::Assistant { digest: [2; 32] }, StageDrafterV1::Appended { sequences: 300 }],
+        ),
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),
         samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
