@@ -400,7 +400,7 @@ impl WorkerService {
                 let load =
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
                 shipper
-                    .load(&path, Wanted { layers: None, appended }, load)
+                    .load(&path, Wanted { appended, ..Wanted::default() }, load)
                     .await
                     .map(|loaded| (loaded, Some(id)))
             }

@@ -359,13 +359,15 @@ pub(crate) struct Wanted {
     pub(crate) layers: Option<Range<usize>>,
     /// Whether the block behind the last layer is wanted too, which guesses.
     pub(crate) appended: bool,
+    /// Whether the embedding is, whatever the layers: who guesses behind the last one reads it.
+    pub(crate) embedding: bool,
 }
 
 /// What is needed of the model in `path`, which is held; none for a file.
 fn needs(
     path: &Path,
     store: Option<ShardStore>,
-    Wanted { layers, appended }: Wanted,
+    Wanted { layers, appended, embedding }: Wanted,
 ) -> Result<Option<(Needs, HeldModel)>, Error> {
     let file = ModelFile::open(path)?;
     let Some(store) = store.filter(|_| file.is_stored()) else { return Ok(None) };
@@ -379,6 +381,8 @@ fn needs(
     let appended = if appended { AppendedSpec::from_file(&file)? } else { None };
     if let Some(appended) = &appended {
         tensors.extend(appended.tensors());
+    }
+    if embedding {
         tensors.extend(spec.embedding_tensors());
     }
     let (mut chunks, mut of_tensors) = (Vec::new(), HashMap::new());

@@ -81,7 +81,7 @@ impl Decoder {
         if held.end != target.layers.len() || !self.has_head() {
             return refuse(format!("a drafter guesses behind the last layer, and layers {held:?} are here"));
         }
-        let rows = rows.clamp(1, self.config.max_rows.min(self.config.logit_rows));
+        let rows = rows.min(self.config.max_rows).min(self.config.logit_rows).max(1);
         let config = DecoderConfig {
             layers: 0..trunk.layers.len(),
             max_rows: rows,

@@ -65,7 +65,9 @@ pub(super) fn guesser(
             let drafter = ModelFile::open(path)?;
             let spec = AssistantSpec::from_file(&drafter)?;
             admit("the drafter", drafter.total_tensor_bytes())?;
-            decoder.load_assistant(&spec, (&drafter, file), sequences)?;
+            with_source(options, file, |source| {
+                decoder.load_assistant(&spec, (&drafter, source), sequences)
+            })?;
             Ok(Guesser::Drafter(None))
         }
         Guesses::Model(path) => {
@@ -99,9 +101,15 @@ fn load_appended(
     sequences: usize,
 ) -> Result<(), Error> {
     let spec = appended(file, &decoder.spec().arch)?;
-    let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file, arrivals });
-    let source: &dyn TensorSource = arriving.as_ref().map_or(file, |arriving| arriving);
-    decoder.load_appended(&spec, source, sequences)
+    with_source(options, file, |source| decoder.load_appended(&spec, source, sequences))
+}
+
+/// Loads something of the model in `file`, parts of which may still be on their way.
+fn with_source<T>(options: &EngineOptions, file: &ModelFile, load: impl FnOnce(&dyn TensorSource) -> T) -> T {
+    match &options.arrivals {
+        None => load(file),
+        Some(arrivals) => load(&Arriving { file, arrivals }),
+    }
 }
 
 /// Who guesses at the last stage of a replica, and the layer from which on all must be there.
@@ -184,7 +192,7 @@ pub(super) fn at_last_stage(
     let memory = Memory::of(options)?;
     let admitted = floor.admit(&memory, "the drafter", own.total_tensor_bytes());
     admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })?;
-    decoder.load_assistant(&spec, (&own, file), usize::MAX)
+    with_source(options, file, |source| decoder.load_assistant(&spec, (&own, source), usize::MAX))
 }
 
 /// Refuses a drafter whose tokens are others.

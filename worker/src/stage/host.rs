@@ -265,7 +265,7 @@ async fn take_part(
         }
     };
     let appended = matches!(join.drafter, Some(StageDrafterV1::Appended { .. }));
-    let wanted = Wanted { layers: Some(layers), appended };
+    let wanted = Wanted { layers: Some(layers), appended, embedding: join.drafter.is_some() };
     let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,
