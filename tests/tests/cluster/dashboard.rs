@@ -6,6 +6,7 @@ use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,8 +19,8 @@ fn document(number: usize) -> String {
 }
 
 /// Rounds of chats: six about one document, two about another, some about nothing.
-fn drive(cluster: &Cluster, rounds: usize) {
-    for round in 0..rounds {
+fn drive(cluster: &Cluster, rounds: Range<usize>) {
+    for round in rounds {
         let chats: Vec<Value> = (0..9)
             .map(|nth| {
                 let system = match nth {
@@ -41,6 +42,19 @@ fn drive(cluster: &Cluster, rounds: usize) {
             }
         });
     }
+}
+
+/// Looks at what goes on, for as long as that takes: a line needs two looks with something to tell, however fast answers
+/// are made.
+fn while_chats_go_on(cluster: &Cluster, look: impl FnOnce()) {
+    let seen = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let going_on = |_: &usize| !seen.load(Ordering::Relaxed);
+        scope.spawn(move || (2..).take_while(going_on).for_each(|round| drive(cluster, round..round + 1)));
+        let looked = catch_unwind(AssertUnwindSafe(look));
+        seen.store(true, Ordering::Relaxed);
+        looked.unwrap_or_else(|panic| resume_unwind(panic));
+    });
 }
 
 fn picture(name: &str) -> PathBuf {
@@ -195,7 +209,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     let browser = Browser::start().unwrap();
     browser.resize(1440, 1000, 1.0).unwrap();
     browser.prefer_dark(false).unwrap();
-    drive(&cluster, 2);
+    drive(&cluster, 0..2);
     browser.open(&format!("http://{}/", cluster.coordinator().ops)).unwrap();
     browser.wait_for("it is live", "document.querySelector('#live').dataset.state === 'live'").unwrap();
     browser
@@ -203,8 +217,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
         .unwrap();
 
     // While something goes on it says who is hot, in the first screen, and goes on to say it.
-    thread::scope(|scope| {
-        let load = scope.spawn(|| drive(&cluster, 4));
+    while_chats_go_on(&cluster, || {
         let hot = "['hot', 'busy', 'normal'].includes(document.querySelector('#verdict').dataset.level)";
         browser.wait_for("it says who works", hot).unwrap();
         let seen = browser
@@ -215,16 +228,16 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
             .wait_for("tokens are counted", "document.querySelectorAll('tr.request').length >= 18")
             .unwrap();
         browser.screenshot(&picture("light")).unwrap();
-        load.join().unwrap();
+        for chart in ["ttft", "itl", "e2e", "tokens", "requests", "locality"] {
+            let drawn =
+                format!("document.querySelector('#chart-{chart} path').getAttribute('d').length > 20");
+            browser.wait_for(chart, &drawn).unwrap();
+        }
     });
     for panel in ["topology", "pools", "tenants", "lost", "raft", "index"] {
         browser
             .wait_for(panel, &format!("document.querySelector('#{panel}').textContent.length > 10"))
             .unwrap();
-    }
-    for chart in ["ttft", "itl", "e2e", "tokens", "requests", "locality"] {
-        let drawn = format!("document.querySelector('#chart-{chart} path').getAttribute('d').length > 20");
-        browser.wait_for(chart, &drawn).unwrap();
     }
     let pools = "document.querySelector('#pools').textContent.includes('Full KV')";
     browser.wait_for("caches are told by kind", pools).unwrap();
