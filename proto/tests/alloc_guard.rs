@@ -4,8 +4,11 @@
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 #![allow(dead_code, reason = "the samples' other users are in the suite")]
 
-#[path = "suite/samples.rs"]
-mod samples;
+mod suite {
+    pub(crate) mod samples;
+}
+
+use suite::samples;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -2,7 +2,7 @@
 //! transfer what it would be without a guess.
 
 use crate::appended_file::{Block, write};
-use crate::exactness::assert_same;
+use crate::exactness::{assert_same, same_twice};
 use crate::harness::{
     Ask, Heard, cramped, one_by_one, open, open_on, options, path, prompt, run_to_end, submit, together,
 };
@@ -82,14 +82,8 @@ fn own_guesses_change_no_bit() {
         let (mut drafted, mut accepted) = (0, 0);
         let mut run = |what: &str, at_once: bool, options: EngineOptions| {
             let mut engine = model.guessing(&options, 4);
-            let mut rounds = Vec::new();
-            // The second time from the prefix cache, if there is one.
-            for _ in 0..2 {
-                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                assert_same(&format!("{arch}, {block:?}: {what}"), &want, &got);
-                engine.check().unwrap();
-                rounds.extend(got);
-            }
+            let rounds =
+                same_twice(&format!("{arch}, {block:?}: {what}"), &mut engine, &asks, &want, at_once);
             let (all, right) = all(&rounds);
             (drafted, accepted) = (drafted + all, accepted + right);
             let metrics = engine.metrics();
@@ -265,15 +259,7 @@ fn own_guesses_of_the_last_stage_change_no_bit() {
             let mut run = |what: &str, at_once: bool, options: EngineOptions| {
                 let what = format!("{arch} over {shards}, {block:?}: {what}");
                 let mut engine = workers.next_engine(&model.name, &options).with_draft_len(4);
-                let mut rounds = Vec::new();
-                // The second time from the prefix cache, if there is one.
-                for _ in 0..2 {
-                    let got =
-                        if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                    assert_same(&what, &want, &got);
-                    engine.check().unwrap();
-                    rounds.extend(got);
-                }
+                let rounds = same_twice(&what, &mut engine, &asks, &want, at_once);
                 let (all, right) = all(&rounds);
                 (drafted, accepted) = (drafted + all, accepted + right);
                 assert_eq!(engine.load().kv_used, 0, "{what}");

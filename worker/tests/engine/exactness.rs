@@ -1,6 +1,7 @@
 //! Bit-equal logits and tokens, however a sequence is computed.
 
 use crate::harness::{Ask, Heard, QUANT, TINY, cramped, one_by_one, open, options, prompt, together};
+use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::EngineOptions;
 
@@ -27,6 +28,24 @@ pub(crate) fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
         assert!(heard.logits.keys().copied().eq(0..inputs), "{model}");
     }
     heard
+}
+
+/// Asks twice, the second time from the prefix cache if there is one, and hears what is wanted both times.
+pub(crate) fn same_twice(
+    what: &str,
+    engine: &mut Engine,
+    asks: &[Ask],
+    want: &[Heard],
+    at_once: bool,
+) -> Vec<Heard> {
+    let mut rounds = Vec::new();
+    for _ in 0..2 {
+        let got = if at_once { together(engine, asks) } else { one_by_one(engine, asks) };
+        assert_same(what, want, &got);
+        engine.check().unwrap();
+        rounds.extend(got);
+    }
+    rounds
 }
 
 /// Tokens, and the logits of every position that `got` has, are those of `want`.

@@ -1,6 +1,6 @@
 //! Guesses change no bit: tokens, logits, texts and endings are those of computing one token at a time.
 
-use crate::exactness::{assert_same, models};
+use crate::exactness::{assert_same, models, same_twice};
 use crate::harness::{
     Ask, Heard, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
 };
@@ -64,14 +64,7 @@ fn guesses_change_no_bit() {
         let (mut drafted, mut accepted) = (0, 0);
         let mut run = |what: &str, at_once: bool, most: u32, options: EngineOptions| {
             let mut engine = guessing(model, &options, most);
-            let mut rounds = Vec::new();
-            // The second time from the prefix cache, if there is one.
-            for _ in 0..2 {
-                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                assert_same(&format!("{model}: {what}"), &want, &got);
-                engine.check().unwrap();
-                rounds.extend(got);
-            }
+            let rounds = same_twice(&format!("{model}: {what}"), &mut engine, &asks, &want, at_once);
             let (all, right) = counts(&rounds);
             (drafted, accepted) = (drafted + all, accepted + right);
             let metrics = engine.metrics();

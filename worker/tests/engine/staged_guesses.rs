@@ -1,8 +1,8 @@
 //! Guesses for models with recurrent layers that are cut over several workers: states of all stages follow the rows that
 //! count, and no bit is another than without guesses on one worker.
 
-use crate::exactness::assert_same;
-use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, together};
+use crate::exactness::{assert_same, same_twice};
+use crate::harness::{Ask, Heard, cramped, open, options, prompt, run_to_end, submit, together};
 use crate::snapshots::{assert_continues, key, save, undisturbed};
 use crate::speculation::{asks, counts, plain};
 use crate::stages::{Workers, most_shards};
@@ -48,15 +48,7 @@ fn states_of_all_stages_follow_the_rows_that_count() {
             let mut run = |what: &str, at_once: bool, most: u32, options: EngineOptions| {
                 let what = format!("{model} over {shards}: {what}");
                 let mut engine = guessing(&workers, model, &options, most);
-                let mut rounds = Vec::new();
-                // The second time from the prefix cache, if there is one.
-                for _ in 0..2 {
-                    let got =
-                        if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                    assert_same(&what, &want, &got);
-                    engine.check().unwrap();
-                    rounds.extend(got);
-                }
+                let rounds = same_twice(&what, &mut engine, &asks, &want, at_once);
                 let (all, right) = counts(&rounds);
                 (drafted, accepted) = (drafted + all, accepted + right);
                 assert_eq!(engine.load().kv_used, 0, "{what}");
