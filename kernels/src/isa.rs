@@ -8,7 +8,7 @@ pub enum Isa {
     Scalar,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL, VNNI, BF16 and VBMI, besides everything in [`Isa::Avx2`].
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VNNI and VBMI (Ice Lake, Zen 4 and later), besides everything in [`Isa::Avx2`].
     Avx512,
     /// AArch64 with NEON and dot products of bytes.
     Neon,
@@ -71,7 +71,6 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512vnni")
-        && is_x86_feature_detected!("avx512bf16")
         && is_x86_feature_detected!("avx512vbmi")
 }
 
