@@ -7,9 +7,18 @@ use proto::transport::Identity;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// For a process whose arithmetic has threads of its own: these only move bytes. One that is confined to one CPU has one,
+/// since a thread that is woken to help there takes the CPU from the one that woke it.
+pub(crate) fn runtime_beside_arithmetic() -> std::io::Result<Runtime> {
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    Builder::new_multi_thread().worker_threads(cpus.min(2)).enable_all().build()
+}
 
 /// Flags of every node besides its settings.
 #[derive(Debug, clap::Args)]

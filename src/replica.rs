@@ -1,6 +1,7 @@
 //! The other stages of a model that is cut, as child processes of the command that leads them.
 
 use crate::local::EngineArgs;
+use crate::node;
 use crate::stage::StageAnnouncement;
 use crate::up::child;
 use anyhow::Context;
@@ -15,9 +16,6 @@ use tokio::process::Child;
 use tokio::runtime::Runtime;
 use worker::speculation::Guesses;
 use worker::stage::Replica;
-
-/// Threads that move bytes.
-const IO_THREADS: usize = 2;
 
 /// Child processes that hold the later stages; they end when it is dropped.
 pub(crate) struct LaterProcesses {
@@ -39,8 +37,7 @@ pub(crate) fn start(
     activations: ActivationType,
 ) -> anyhow::Result<(LaterProcesses, Replica)> {
     let dir = tempfile::tempdir().context("a directory for the identities of stages")?;
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().worker_threads(IO_THREADS).enable_all().build()?;
+    let runtime = node::runtime_beside_arithmetic()?;
     let ca = Authority::new(ClusterName::new("shards")?, SystemTime::now())?;
     let model = path.to_str().context("a model path that is not UTF-8")?;
     let (mut children, mut later) = (Vec::new(), Vec::new());

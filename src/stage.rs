@@ -75,8 +75,7 @@ impl Stage {
         let node = &identity.name().node;
         let (endpoint, certificates) = (self.otlp_endpoint.as_deref(), self.otlp_certificate.as_deref());
         let _exporting = otlp::start(endpoint, certificates, None, "kvasir-worker", node)?;
-        // Arithmetic has threads of its own; these only move bytes.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let runtime = node::runtime_beside_arithmetic()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             node::keep_renewed(&identity, &self.identity);

@@ -5,7 +5,7 @@ use crate::cpus::{self, CpuSet};
 use crate::front::Front;
 use crate::home;
 use crate::models::resolve_bundle;
-use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals, runtime_beside_arithmetic};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
 use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
@@ -464,8 +464,7 @@ impl Worker {
             }
             _ => {}
         }
-        // Arithmetic has threads of its own; these only move bytes.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let runtime = runtime_beside_arithmetic()?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             let front = match settings.http {

@@ -15,17 +15,24 @@ use tokio::runtime::Handle;
 
 /// For so long a wait spins at most, and only where the one before it was not longer: that is what a replica costs when
 /// it falls idle, once. What is lost by waking counts for little where steps take longer.
-const SPIN: Duration = Duration::from_millis(20);
+const SPIN: Duration = Duration::from_millis(100);
 
-/// Whoever has the CPU for so long twice running, when it is given way, computes. Those that move bytes are done much
-/// sooner.
+/// Whoever has the CPU for so long when it is given way computes. Those that move bytes are done much sooner. A
+/// scheduler that is fair gives the CPU back at the next look whether the other wants it or not, so once must do.
 const SHARED: Duration = Duration::from_micros(500);
+
+/// Waits that sleep, at most, before it is tried again whether the CPU is shared.
+const MOST_SLEPT: u32 = 64;
 
 /// How the thread that computes waits; see the module.
 #[derive(Debug, Default)]
 pub(super) struct Patience {
     /// The last wait was short.
-    spins: bool,
+    short: bool,
+    /// So many waits sleep because another thread had the CPU in the last one that did not.
+    sleeps: u32,
+    /// So many did, or will, since the CPU has been shared; none where it is not.
+    slept: u32,
 }
 
 /// Tells a thread to look again.
@@ -53,23 +60,42 @@ impl Patience {
         let signal = Arc::new(Signal { thread: std::thread::current(), given: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&signal));
         let (mut context, mut future) = (Context::from_waker(&waker), pin!(future));
-        let (mut spins, mut now, mut taken) = (self.spins, since, 0);
+        let (mut spins, mut alone, mut now) = (self.may_spin(), false, since);
         loop {
             if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
-                self.spins = since.elapsed() < SPIN;
+                self.short = since.elapsed() < SPIN;
+                if alone {
+                    self.slept = 0;
+                }
                 return output;
             }
             while !signal.given.swap(false, Ordering::Acquire) {
                 if spins {
                     std::thread::yield_now();
                     let before = std::mem::replace(&mut now, Instant::now());
-                    taken = if now - before < SHARED { 0 } else { taken + 1 };
-                    spins = taken < 2 && now - since < SPIN;
+                    alone = now - before < SHARED;
+                    if !alone {
+                        self.share();
+                    }
+                    spins = alone && now - since < SPIN;
                 } else {
                     std::thread::park();
                 }
             }
         }
+    }
+
+    /// Whether the wait that begins may spin.
+    fn may_spin(&mut self) -> bool {
+        let sleeps = self.sleeps;
+        self.sleeps = sleeps.saturating_sub(1);
+        self.short && sleeps == 0
+    }
+
+    /// Another thread computes on this CPU: the more often that is seen, the longer it is believed.
+    fn share(&mut self) {
+        self.slept = (2 * self.slept).clamp(1, MOST_SLEPT);
+        self.sleeps = self.slept;
     }
 }
 
@@ -83,7 +109,7 @@ mod tests {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let mut patience = Patience::default();
-        for (wait, then_spins) in [(SPIN * 2, false), (Duration::ZERO, true), (SPIN * 2, false)] {
+        for (wait, then_short) in [(SPIN * 2, false), (Duration::ZERO, true), (SPIN * 2, false)] {
             let (tell, told) = oneshot::channel();
             runtime.spawn(async move {
                 tokio::time::sleep(wait).await;
@@ -91,11 +117,33 @@ mod tests {
             });
             // Nobody's thread is faster than its clock; a machine may be slower.
             assert_eq!(patience.block_on(runtime.handle(), told), Ok(wait));
-            assert!(then_spins || !patience.spins, "{wait:?}");
+            assert!(then_short || !patience.short, "{wait:?}");
         }
         let late =
             async { tokio::time::timeout(Duration::from_millis(1), std::future::pending::<()>()).await };
         assert!(patience.block_on(runtime.handle(), late).is_err(), "the clock is the runtime's");
-        assert!(patience.block_on(runtime.handle(), async { 7 }) == 7 && patience.spins);
+        assert!(patience.block_on(runtime.handle(), async { 7 }) == 7 && patience.short);
+    }
+    #[test]
+    fn where_another_thread_has_the_cpu_waits_sleep_and_it_is_tried_again() {
+        let mut patience = Patience { short: true, ..Patience::default() };
+        let mut slept = Vec::new();
+        for _ in 0..9 {
+            assert!(patience.may_spin());
+            patience.share();
+            slept.push((0..).take_while(|_| !patience.may_spin()).count());
+            patience.sleeps = 0;
+        }
+        assert_eq!(slept, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let moment = || tokio::time::sleep(Duration::from_millis(1));
+        // A machine may give the CPU to another any time.
+        let alone = (0..1000).any(|_| {
+            patience.sleeps = 0;
+            patience.block_on(runtime.handle(), moment());
+            patience.slept == 0
+        });
+        assert!(alone, "a wait that has the CPU to itself ends it");
     }
 }
