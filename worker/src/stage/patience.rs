@@ -17,12 +17,20 @@ use tokio::runtime::Handle;
 /// it falls idle, once. What is lost by waking counts for little where steps take longer.
 const SPIN: Duration = Duration::from_millis(100);
 
-/// Whoever has the CPU for so long when it is given way computes. Those that move bytes are done much sooner. A
-/// scheduler that is fair gives the CPU back at the next look whether the other wants it or not, so once must do.
+/// Whoever has the CPU for so long when it is given way computes. Those that move bytes are done much sooner.
 const SHARED: Duration = Duration::from_micros(500);
 
 /// Waits that sleep, at most, before it is tried again whether the CPU is shared.
 const MOST_SLEPT: u32 = 64;
+
+/// How long this thread has been ready to run and had no CPU, since it began. Nothing grows where the system does not
+/// say: then a wait spins as if it had the CPU to itself.
+fn run_delay() -> Duration {
+    // See the kernel's Documentation/scheduler/sched-stats.rst: time on the CPU, time of waiting for it, both in ns.
+    let said = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let waited = said.split_whitespace().nth(1).and_then(|ns| ns.parse().ok());
+    Duration::from_nanos(waited.unwrap_or_default())
+}
 
 /// How the thread that computes waits; see the module.
 #[derive(Debug, Default)]
@@ -60,12 +68,17 @@ impl Patience {
         let signal = Arc::new(Signal { thread: std::thread::current(), given: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&signal));
         let (mut context, mut future) = (Context::from_waker(&waker), pin!(future));
-        let (mut spins, mut alone, mut now) = (self.may_spin(), false, since);
+        let (mut spins, mut now, mut looked) = (self.may_spin(), since, false);
+        // Another thread is seen by its second turn; where one was here before, by its first.
+        let (mut known, mut shared) = ((spins && self.slept > 0).then(run_delay), false);
         loop {
             if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
                 self.short = since.elapsed() < SPIN;
-                if alone {
-                    self.slept = 0;
+                match (shared, looked) {
+                    (true, _) => self.share(),
+                    (false, true) => self.slept = 0,
+                    // Nothing is learnt from what needs no look, or sleeps.
+                    (false, false) => {}
                 }
                 return output;
             }
@@ -73,11 +86,14 @@ impl Patience {
                 if spins {
                     std::thread::yield_now();
                     let before = std::mem::replace(&mut now, Instant::now());
-                    alone = now - before < SHARED;
-                    if !alone {
-                        self.share();
+                    if now - before >= SHARED {
+                        // A host may have taken the CPU, or another thread here.
+                        let delay = run_delay();
+                        shared =
+                            known.replace(delay).is_some_and(|known| delay.saturating_sub(known) >= SHARED);
                     }
-                    spins = alone && now - since < SPIN;
+                    spins = !shared && now - since < SPIN;
+                    looked = true;
                 } else {
                     std::thread::park();
                 }
@@ -138,7 +154,7 @@ mod tests {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let moment = || tokio::time::sleep(Duration::from_millis(1));
-        // A machine may give the CPU to another any time.
+        // A machine may give the CPU to another at any time.
         let alone = (0..1000).any(|_| {
             patience.sleeps = 0;
             patience.block_on(runtime.handle(), moment());
