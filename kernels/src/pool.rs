@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 
-pub use affinity::give_way;
+pub use affinity::{give_way, run_when_idle};
 
 /// What a [`Pool`] is made of.
 #[derive(Debug, Clone)]

@@ -15,6 +15,7 @@ mod guess;
 mod head_share;
 mod held;
 mod host;
+mod keeper;
 mod later;
 mod lead;
 mod lease;

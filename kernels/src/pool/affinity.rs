@@ -33,3 +33,27 @@ pub fn give_way() {
         libc::setpriority(libc::PRIO_PROCESS, 0, 19);
     }
 }
+
+/// From now on the calling thread runs only where no other thread wants the CPU, and gives it up at once to one that
+/// wakes.
+///
+/// # Errors
+/// What the system says that does not grant it, or knows no such thing.
+#[cfg(target_os = "linux")]
+pub fn run_when_idle() -> std::io::Result<()> {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: 0 is the calling thread; `parameters` outlives the call.
+    match unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &parameters) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// See the other.
+///
+/// # Errors
+/// Always.
+#[cfg(not(target_os = "linux"))]
+pub fn run_when_idle() -> std::io::Result<()> {
+    Err(std::io::ErrorKind::Unsupported.into())
+}
