@@ -182,7 +182,6 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
         adapter: b"",
     });
     let (heard, hears) = channel();
-    let before = busy_seconds(engine);
     let start = Instant::now();
     for _ in 0..streams {
         *salt += 1;
@@ -191,12 +190,18 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
         engine.submit(Instant::now(), request(prompt, tokens, root, heard.clone()));
     }
     drop(heard);
+    let mut times: Vec<Token> = Vec::with_capacity(streams * tokens);
+    let mut prompts = Vec::new();
     while engine.has_work() {
         if engine.step(Instant::now())? == StepOutcome::Idle && engine.has_work() {
             bail!("the scheduler has work but plans nothing");
         }
+        let heard = times.len();
+        times.extend(hears.try_iter());
+        if times[heard..].iter().any(|token| token.first) {
+            prompts = busy_seconds(engine);
+        }
     }
-    let times: Vec<Token> = hears.into_iter().collect();
     ensure!(times.len() == streams * tokens, "{} tokens of {}", times.len(), streams * tokens);
     let all_in = times.iter().filter(|token| token.first).map(|token| token.at).max().unwrap_or(start);
     let one_out = times.iter().filter(|token| token.last).map(|token| token.at).min().unwrap_or(start);
@@ -204,8 +209,9 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
     // While all of them decode.
     let decoded = times.iter().filter(|token| token.at > all_in && token.at <= one_out).count();
     let decode = decoded as f64 / one_out.saturating_duration_since(all_in).as_secs_f64().max(1e-9);
+    // Since all prompts are computed.
     let busy: Vec<f64> =
-        busy_seconds(engine).iter().zip(before).map(|(after, before)| after - before).collect();
+        busy_seconds(engine).iter().zip(prompts).map(|(after, before)| after - before).collect();
     Ok(json!({
         "prefill": prefill, "decode": if tokens > 8 { Some(decode) } else { None },
         "busy": busy,

@@ -6,12 +6,13 @@
     bench/stages/run.py --rounds 1 --quick    # one, short
     bench/stages/run.py --rows stream         # one stream only; streams: 8 of them; prefill
 
-All processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
+Processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
 independent engines do together, each with half of the work, over what one does alone with that half: as much as these
 CPUs and their memory have to give. That may change from one second to the next on a virtual machine, so what stages do is
 compared with what the two do right before and right after it. One stream over stages is on each of the CPUs in turn, so it
-is compared with one engine on the one and one on the other, by turns, three times in a round. A third stage shares the
-first one's CPU.
+is compared with one engine on the one and one on the other, by turns, three times in a round. A process may be some
+percent faster or slower than another of its kind for as long as it lives, by where its memory lies, so every round of
+this has new ones. A third stage shares the first one's CPU.
 
 Where `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one engine with a
 thread, and the model split over two of its RPC servers with a thread and a CPU each.
@@ -81,16 +82,27 @@ def between(pair, two, streams, prompt, tokens, key):
     return (before + both(pair, streams[0], prompt, tokens)[key]) / 2, stages
 
 
-def by_turns(engines, tokens):
-    """Tokens per second of one stream on each of these, which take turns; and how long each stage computed."""
+def one_stream(args, tokens):
+    """Tokens per second of one stream on new processes, which take turns; of a token, how long each stage computes and
+    how long none does, in ms."""
+    engines = {"first": Engine(args, 0), "two": Engine(args, 0, [1]),
+               "second": Engine(args, 1), "three": Engine(args, 0, [1, 0])}
     answers = {name: [] for name in engines}
-    for _ in range(TURNS):
+    for turn in range(TURNS + 1):
         for name, engine in engines.items():
-            answers[name].append(engine.run(1, 32, tokens))
+            answer = engine.run(1, 32, tokens)
+            # The first one warms up.
+            if turn:
+                answers[name].append(answer)
+    for engine in engines.values():
+        engine.stop()
     row = {f"{name}_stream": statistics.harmonic_mean(a["decode"] for a in of) for name, of in answers.items()}
-    busy = {f"{name}_busy": [round(sum(stage), 3) for stage in zip(*(a["busy"] for a in of))] for name, of in answers.items()}
-    row["local_stream"] = statistics.harmonic_mean([row["first_stream"], row["second_stream"]])
-    return row | {name: stages for name, stages in busy.items() if stages}
+    for name in ("two", "three"):
+        steps = TURNS * (tokens - 1)
+        busy = [1e3 * sum(stage) / steps for stage in zip(*(a["busy"] for a in answers[name]))]
+        row[f"{name}_busy_ms"] = [round(stage, 2) for stage in busy]
+        row[f"{name}_waits_ms"] = round(1e3 / row[f"{name}_stream"] - sum(busy), 2)
+    return row | {"local_stream": statistics.harmonic_mean([row["first_stream"], row["second_stream"]])}
 
 
 class Llama:
@@ -163,13 +175,12 @@ def main():
     alone = Engine(args, 0)
     other = Engine(args, 1)
     two = Engine(args, 0, [1])
-    three = Engine(args, 0, [1, 0]) if "stream" in rows else None
     llama = Llama(args) if (args.llama / "ggml-rpc-server").exists() else None
     rounds = []
     for number in range(args.rounds + 1):
         row = {"bandwidth": bandwidth(args)}
         if "stream" in rows:
-            row |= by_turns({"first": alone, "two": two, "second": other, "three": three}, tokens)
+            row |= one_stream(args, tokens)
         if "streams" in rows:
             row["one_4"] = alone.run(4, 32, tokens)["decode"]
             row["pair_4"], row["two_8"] = between([alone, other], two, (4, 8), 32, tokens, "decode")
@@ -191,7 +202,7 @@ def main():
         # The first round warms up, and lets the stages learn how long steps take.
         if number:
             rounds.append(row)
-    for engine in filter(None, (alone, other, two, three, llama)):
+    for engine in filter(None, (alone, other, two, llama)):
         engine.stop()
 
     def ratio(of, over):
