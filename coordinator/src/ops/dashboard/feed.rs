@@ -40,7 +40,8 @@ impl Feed {
         }
         let (new, receiver) = broadcast::channel(BEHIND);
         *sender = Some(new.clone());
-        tokio::spawn(look_on(Arc::clone(ops), new));
+        // Now and not when the task runs: what comes in between is told too.
+        tokio::spawn(look_on(Arc::clone(ops), Observer::new(ops), new));
         Ok(receiver)
     }
 
@@ -55,8 +56,7 @@ impl Feed {
     }
 }
 
-async fn look_on(ops: Arc<Ops>, frames: Sender<Bytes>) {
-    let mut observer = Observer::new(&ops);
+async fn look_on(ops: Arc<Ops>, mut observer: Observer, frames: Sender<Bytes>) {
     let mut ticks = tokio::time::interval(EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
