@@ -34,6 +34,8 @@ mod activations;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod formats;
 mod kernel;
 mod layout;
 #[cfg(target_arch = "aarch64")]

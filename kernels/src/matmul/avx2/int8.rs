@@ -1,0 +1,174 @@
+//! Products with int8 activations. The weights of a block and eight rows are unpacked into eight registers once and meet
+//! all tokens of the tile.
+
+use super::super::PANEL_ROWS;
+use super::super::activations::QuantizedBlock;
+use super::super::kernel::{Int8Call, TILE_TOKENS, Tile};
+use super::super::layout::{HEADER_BLOCKS, VECTOR, cluster_blocks};
+use super::HALF_PANEL;
+use super::codes::Codes;
+use super::scales::Scales;
+use std::arch::x86_64::{
+    __m256, __m256i, _mm256_abs_epi8, _mm256_add_epi16, _mm256_add_epi32, _mm256_madd_epi16,
+    _mm256_maddubs_epi16, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_setzero_ps, _mm256_sign_epi8,
+    _mm256_storeu_ps,
+};
+
+/// Accumulators of a token: of the first eight rows and of the last.
+type Acc = [__m256; PANEL_ROWS / HALF_PANEL];
+
+/// # Safety
+/// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mut Tile) {
+    let mut accs = [[_mm256_setzero_ps(); 2]; TILE_TOKENS];
+    // SAFETY: the caller's contract. A single token's accumulators stay in registers: so it is known to be one.
+    unsafe {
+        match *call.tokens {
+            [token] => {
+                let mut acc = [accs[0]];
+                walk::<C, S>(call, &[token], &mut acc);
+                accs[0] = acc[0];
+            }
+            _ => walk::<C, S>(call, call.tokens, &mut accs),
+        }
+    }
+    for (lanes, acc) in tile.0.iter_mut().zip(&accs).take(call.tokens.len()) {
+        for (lanes, acc) in lanes.as_chunks_mut::<HALF_PANEL>().0.iter_mut().zip(acc) {
+            // SAFETY: eight lanes.
+            unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), *acc) };
+        }
+    }
+}
+
+/// Adds the products of all blocks of the call with `tokens`, which are its own, to as many accumulators.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+unsafe fn walk<C: Codes, S: Scales>(call: &Int8Call<'_>, tokens: &[usize], accs: &mut [Acc]) {
+    let (mut at, mut header) = (call.panel, call.panel);
+    let per_cluster = cluster_blocks(S::BYTES);
+    for first in (0..call.blocks).step_by(per_cluster) {
+        if S::HEADER && first % HEADER_BLOCKS == 0 {
+            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            (header, at) = unsafe { (at, at.add(VECTOR)) };
+        }
+        let blocks = per_cluster.min(call.blocks - first);
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        let (mut scales_at, mut codes_at) = unsafe { (at, at.add(VECTOR)) };
+        for index in first..first + blocks {
+            for half in 0..PANEL_ROWS / HALF_PANEL {
+                // SAFETY: a block's scales and codes are there, those of a row in four bytes of each vector.
+                let (scales, codes) = unsafe {
+                    let codes = C::load(codes_at.add(4 * HALF_PANEL * half));
+                    (S::block(header, scales_at, HALF_PANEL * half), Loaded::of::<C>(codes))
+                };
+                for (token, acc) in tokens.iter().zip(accs.iter_mut()) {
+                    // SAFETY: every token has as many blocks as the panel.
+                    unsafe {
+                        let a = call.activations.add(token + index);
+                        let [first, second] = codes.sums::<C, S>(a);
+                        acc[half] = S::fold(acc[half], first, second, &scales, a);
+                    }
+                }
+            }
+            // SAFETY: one block on, at most one past the end.
+            (scales_at, codes_at) = unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES)) };
+        }
+        at = codes_at;
+    }
+}
+
+/// Groups whose products can be added up in 16 bits: two products to a lane, with quants of at most 127.
+const fn run(largest: usize) -> usize {
+    i16::MAX as usize / (2 * 127 * largest)
+}
+
+/// The codes or levels of eight rows of a block, and magnitudes of levels.
+struct Loaded {
+    codes: [__m256i; 8],
+    magnitudes: [__m256i; 8],
+}
+
+impl Loaded {
+    /// # Safety
+    /// Needs AVX2.
+    #[inline(always)]
+    unsafe fn of<C: Codes>(codes: [__m256i; 8]) -> Self {
+        let mut magnitudes = codes;
+        if C::SIGNED {
+            for magnitude in &mut magnitudes {
+                // SAFETY: the caller's contract. That of -128 is 128, as a byte without a sign.
+                *magnitude = unsafe { _mm256_abs_epi8(*magnitude) };
+            }
+        }
+        Self { codes, magnitudes }
+    }
+
+    /// Products of group `g` with the quants of its four columns, added up in pairs.
+    ///
+    /// # Safety
+    /// Needs AVX2; `a` must be readable.
+    #[inline(always)]
+    unsafe fn pairs<C: Codes>(&self, g: usize, a: *const QuantizedBlock) -> __m256i {
+        // SAFETY: the caller's contract; 32 quants are 8 words.
+        unsafe {
+            let words = (&raw const (*a).quants).cast::<i32>();
+            let quants = _mm256_set1_epi32(words.add(g).read_unaligned());
+            // A factor without a sign takes its level's sign from the other.
+            let quants = if C::SIGNED { _mm256_sign_epi8(quants, self.codes[g]) } else { quants };
+            _mm256_maddubs_epi16(self.magnitudes[g], quants)
+        }
+    }
+
+    /// The products of four groups, added up by row.
+    ///
+    /// # Safety
+    /// As [`Self::pairs`].
+    #[inline(always)]
+    unsafe fn four<C: Codes>(&self, g: usize, a: *const QuantizedBlock) -> __m256i {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let [p, q, r, s] = [
+                self.pairs::<C>(g, a),
+                self.pairs::<C>(g + 1, a),
+                self.pairs::<C>(g + 2, a),
+                self.pairs::<C>(g + 3, a),
+            ];
+            match const { run(C::LARGEST) } {
+                4.. => wide(_mm256_add_epi16(_mm256_add_epi16(p, q), _mm256_add_epi16(r, s))),
+                2..=3 => _mm256_add_epi32(wide(_mm256_add_epi16(p, q)), wide(_mm256_add_epi16(r, s))),
+                _ => _mm256_add_epi32(_mm256_add_epi32(wide(p), wide(q)), _mm256_add_epi32(wide(r), wide(s))),
+            }
+        }
+    }
+
+    /// The integer sums: of the block in the first, or of its halves.
+    ///
+    /// # Safety
+    /// As [`Self::pairs`].
+    #[inline(always)]
+    unsafe fn sums<C: Codes, S: Scales>(&self, a: *const QuantizedBlock) -> [__m256i; 2] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let [first, second] = S::start(a);
+            let [low, high] = [self.four::<C>(0, a), self.four::<C>(4, a)];
+            if S::HALVES {
+                [_mm256_add_epi32(first, low), _mm256_add_epi32(second, high)]
+            } else {
+                [_mm256_add_epi32(first, _mm256_add_epi32(low, high)), second]
+            }
+        }
+    }
+}
+
+/// Both 16-bit sums of a row, added up.
+///
+/// # Safety
+/// Needs AVX2.
+#[inline(always)]
+unsafe fn wide(pairs: __m256i) -> __m256i {
+    // SAFETY: the caller's contract.
+    unsafe { _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)) }
+}
