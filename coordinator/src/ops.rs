@@ -7,6 +7,7 @@ pub mod history;
 mod keep;
 mod keys;
 pub mod metrics;
+mod plans;
 pub mod prefixes;
 pub mod relabel;
 pub mod snapshots;
@@ -132,6 +133,7 @@ where
         .merge(prefixes::router())
         .merge(dashboard::router())
         .merge(keys::router())
+        .merge(plans::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
     let playground = PLAYGROUND
         .into_iter()

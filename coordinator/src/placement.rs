@@ -9,7 +9,7 @@ mod search;
 #[cfg(test)]
 mod tests;
 
-pub use explicit::ExplicitError;
+pub use explicit::{ExplicitError, check_ranges};
 
 use model::GgmlType;
 use model::costs::{ModelCosts, RangeCosts};

@@ -1,6 +1,7 @@
 //! Models over several workers: plans are made by the leader, agreed on, and told to the workers by every coordinator.
 //!
-//! What is planned is a pure function of what is agreed on and what is seen (`replicas/decide.rs`). Each coordinator tells each
+//! What is planned is a pure function of what is agreed on, an operator's own plans among it, and of what is seen
+//! (`replicas/decide.rs`). Each coordinator tells each
 //! worker of the pool, again and again, which replica it leads, and hears how that is: nothing is remembered of what
 //! was said before, so that a new leader, or a coordinator that has restarted, goes on where the others stand. Requests
 //! for a model whose replica is being put together wait for it, but not for ever.
@@ -62,6 +63,8 @@ pub struct ReplicaView {
     pub life: u64,
     /// What is agreed on.
     pub plan: ReplicaPlanV1,
+    /// Whether an operator has planned it so.
+    pub by_operator: bool,
     /// What its first stage says, if it has said anything of this life.
     pub report: Option<LeadReportV1>,
 }
@@ -85,12 +88,13 @@ impl Replicas {
         let view = |(&life, plan): (&u64, &ReplicaPlanV1)| {
             let report = plan.stages.first().and_then(|first| seen.reports.get(&first.node));
             let report = report.and_then(|report| report.leads.clone()).filter(|leads| leads.life == life);
-            ReplicaView { life, plan: plan.clone(), report }
+            ReplicaView { life, plan: plan.clone(), by_operator: table.is_operators(plan), report }
         };
         table.replicas().iter().map(view).collect()
     }
 
-    /// Why nothing more is planned of a model, where that is so; known to the leader alone.
+    /// Why nothing more is planned of a model, or not what an operator has planned, where that is so; known to the leader
+    /// alone.
     pub fn unplanned(&self) -> BTreeMap<ModelId, String> {
         self.seen.lock().unplanned.clone()
     }

@@ -47,8 +47,8 @@ impl Session {
 }
 
 impl Agreement {
-    /// Changes tenants or keys, and waits until that holds here.
-    pub async fn change_access(&self, change: Change) -> Result<(), ChangeError> {
+    /// Makes a change that an operator wants of the table (tenants, keys, plans), and waits until that holds here.
+    pub async fn change_table(&self, change: Change) -> Result<(), ChangeError> {
         let shared = &self.shared;
         shared.check_member()?;
         let Some(Member { handle, .. }) = shared.member.get() else { return Err(ChangeError::NoQuorum) };

@@ -21,9 +21,9 @@ pub use access::Access;
 pub(crate) use entry::decode_entry;
 pub use entry::{
     CacheGroupV1, CanaryV1, Change, ChangeV1, ClientId, Entry, KeyIssuedV1, KeyScopeV1, KeyV1, Level,
-    LevelReportedV1, MAX_ENTRY_BYTES, ModelCondemnedV1, ModelPlanV1, OpenSessionV1, PolicyAdvancedV1,
-    QuotaV1, ReplicaPlacedV1, ReplicaPlanV1, SeatV1, StagePlanV1, TenantTunedV1, TenantV1, WorkerDrainedV1,
-    WorkerLeftV1, encode_entry,
+    LevelReportedV1, MAX_ENTRY_BYTES, ModelCondemnedV1, ModelPlanV1, OpenSessionV1, OperatorPlanV1,
+    PolicyAdvancedV1, QuotaV1, ReplicaPlacedV1, ReplicaPlanV1, SeatV1, StagePlanV1, TenantTunedV1, TenantV1,
+    WorkerDrainedV1, WorkerLeftV1, encode_entry,
 };
 pub use outcome::{Kind, Outcome, Refusal};
 use proto::codec::CodecError;
@@ -52,6 +52,8 @@ pub const MAX_KEYS: usize = 16_384;
 pub const MAX_KEY_MODELS: usize = 32;
 /// Replicas of several stages at a time.
 pub const MAX_REPLICAS: usize = 1024;
+/// Workers that operators' plans name, all models together; so a plan is far smaller than an entry may be.
+pub const MAX_PLANNED_WORKERS: usize = 2048;
 /// Files that are known to be unusable.
 pub const MAX_CONDEMNED: usize = 1024;
 /// Bytes of the reason for which a file is unusable.
@@ -128,6 +130,8 @@ pub struct Table {
     replicas: BTreeMap<u64, ReplicaPlanV1>,
     /// By their digests.
     condemned: BTreeMap<[u8; 32], ModelCondemnedV1>,
+    /// What operators want of models.
+    operators: BTreeMap<ModelId, OperatorPlanV1>,
 }
 
 impl Table {
@@ -202,6 +206,11 @@ impl Table {
     /// The files that are placed nowhere, by their digests.
     pub fn condemned(&self) -> &BTreeMap<[u8; 32], ModelCondemnedV1> {
         &self.condemned
+    }
+
+    /// The models whose replicas an operator has planned.
+    pub fn operator_plans(&self) -> &BTreeMap<ModelId, OperatorPlanV1> {
+        &self.operators
     }
 
     /// The tenants and their keys.
@@ -281,6 +290,10 @@ impl Table {
             Change::ModelCondemned(condemned) => self.condemn(condemned)?,
             Change::ModelPardoned(digest) => {
                 self.condemned.remove(&digest).ok_or(Refusal::Unknown(Kind::Model))?;
+            }
+            Change::OperatorPlanned(plan) => self.plan_as_told(plan)?,
+            Change::OperatorPlanWithdrawn(model) => {
+                self.operators.remove(&model).ok_or(Refusal::Unknown(Kind::Model))?;
             }
         }
         Ok(None)

@@ -6,7 +6,7 @@ use crate::agreement::Standing;
 use crate::balancer::{OfferView, WorkerView};
 use crate::consensus::table::ModelCondemnedV1;
 use crate::replicas::ReplicaView;
-use proto::ids::NodeId;
+use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReportV1;
 use serde_json::{Value, json};
 
@@ -117,10 +117,18 @@ fn shipment((node, report): &(NodeId, ShippingReportV1)) -> Value {
     })
 }
 
-/// Models of which nothing more is planned just now, though workers are free; known to the leader.
+/// Models of which nothing more is planned just now, though workers are free, or not all that an operator has planned;
+/// known to the leader.
 fn unplanned(ops: &Ops) -> Vec<Value> {
     let unplanned = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
-    unplanned.iter().map(|(model, reason)| json!({"model": model.as_str(), "reason": reason})).collect()
+    let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
+    let told =
+        |model: &ModelId| table.as_ref().is_some_and(|table| table.operator_plans().contains_key(model));
+    let value = |(model, reason): (&ModelId, &String)| {
+        let by = if told(model) { "operator" } else { "leader" };
+        json!({"model": model.as_str(), "reason": reason, "planned_by": by})
+    };
+    unplanned.iter().map(value).collect()
 }
 
 /// Files that are placed nowhere.
@@ -149,7 +157,7 @@ fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
             json!({"model": model.id.as_str(), "state": "serving", "stages": [stage]})
         })
     });
-    let planned = planned.iter().map(|ReplicaView { life, plan, report }| {
+    let planned = planned.iter().map(|ReplicaView { life, plan, by_operator, report }| {
         let stages = plan
             .stages
             .iter()
@@ -157,6 +165,7 @@ fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
         json!({
             "model": plan.model.as_str(),
             "life": life,
+            "planned_by": if *by_operator { "operator" } else { "leader" },
             // What its first stage says.
             "state": report.as_ref().map_or("planned", |report| report.state.name()),
             "attempts": report.as_ref().map_or(0, |report| report.attempts),

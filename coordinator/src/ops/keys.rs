@@ -212,7 +212,7 @@ async fn change(ops: &Ops, what: &'static str, change: Change) -> Result<StatusC
     let agreement: &Agreement = ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
         why: "this coordinator has no data directory: its keys stand in its configuration".into(),
     })?;
-    let made = agreement.change_access(change).await.map_err(ApiError::from);
+    let made = agreement.change_table(change).await.map_err(ApiError::from);
     count(ops, what, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }

@@ -1,6 +1,7 @@
 //! A cut that an operator wrote, checked.
 
 use super::{Placement, PlacementError, Replica};
+use model::costs::ModelCosts;
 use std::ops::Range;
 
 /// What is wrong with an operator's cut.
@@ -76,46 +77,57 @@ fn allowed(cuts: &[usize]) -> String {
     }
 }
 
+/// Checks what of an operator's cut depends on the model alone: every layer once, no cut between a layer and its keys, no
+/// worker twice.
+pub fn check_ranges(model: &ModelCosts, ranges: &[(String, Range<usize>)]) -> Result<(), ExplicitError> {
+    let (layers, cuts) = (model.layers(), model.cuts());
+    let mut next = 0;
+    for (at, (name, range)) in ranges.iter().enumerate() {
+        let (worker, start, end) = (name.clone(), range.start, range.end);
+        if ranges.iter().take(at).any(|(earlier, _)| earlier == name) {
+            return Err(ExplicitError::WorkerTwice(worker));
+        }
+        if range.is_empty() {
+            return Err(ExplicitError::Empty { worker, start, end });
+        }
+        if start != next {
+            return Err(ExplicitError::Gap { worker, expected: next, found: start });
+        }
+        if end > layers {
+            return Err(ExplicitError::End { end, layers });
+        }
+        if start > 0 && !cuts.contains(&start) {
+            return Err(ExplicitError::Cut { at: start, cuts: cuts.to_vec() });
+        }
+        next = end;
+    }
+    if next == layers { Ok(()) } else { Err(ExplicitError::End { end: next, layers }) }
+}
+
 impl Placement<'_> {
     /// The replica that an operator asks for: workers by name with their layers, in order. It is not improved, only
     /// checked: every layer once, no cut between a layer and its keys, no worker beyond its memory.
     pub fn explicit(&self, ranges: &[(String, Range<usize>)]) -> Result<Replica, PlacementError> {
         self.check_workers()?;
-        let layers = self.model.layers();
-        let mut stages = Vec::with_capacity(ranges.len());
-        let mut next = 0;
-        for (name, range) in ranges {
-            let Some(worker) = self.workers.iter().position(|worker| worker.name == *name) else {
-                return Err(ExplicitError::UnknownWorker(name.clone()).into());
-            };
-            let (name, start, end) = (name.clone(), range.start, range.end);
-            if stages.iter().any(|stage: &super::Stage| stage.worker == worker) {
-                return Err(ExplicitError::WorkerTwice(name).into());
-            }
-            if range.is_empty() {
-                return Err(ExplicitError::Empty { worker: name, start, end }.into());
-            }
-            if start != next {
-                return Err(ExplicitError::Gap { worker: name, expected: next, found: start }.into());
-            }
-            if end > layers {
-                return Err(ExplicitError::End { end, layers }.into());
-            }
-            let cuts = self.model.cuts();
-            if start > 0 && !cuts.contains(&start) {
-                return Err(ExplicitError::Cut { at: start, cuts: cuts.to_vec() }.into());
-            }
+        let worker = |(name, range): &(String, Range<usize>)| {
+            let worker = self.workers.iter().position(|worker| worker.name == *name);
+            let worker = worker.ok_or_else(|| ExplicitError::UnknownWorker(name.clone()))?;
+            Ok((worker, range.clone()))
+        };
+        let placed: Result<Vec<(usize, Range<usize>)>, ExplicitError> = ranges.iter().map(worker).collect();
+        let placed = placed?;
+        check_ranges(self.model, ranges)?;
+        let mut stages = Vec::with_capacity(placed.len());
+        for (worker, range) in placed {
             let stage = self.stage(worker, range.clone(), &self.model.range(range.clone()));
             let (needed, memory) = (stage.needs.total, self.workers[worker].memory);
             if needed > memory {
-                return Err(ExplicitError::Memory { worker: name, start, end, needed, memory }.into());
+                let worker = self.workers[worker].name.clone();
+                let Range { start, end } = range;
+                return Err(ExplicitError::Memory { worker, start, end, needed, memory }.into());
             }
             stages.push(stage);
-            next = end;
         }
-        match next == layers {
-            true => Ok(Replica { stages }),
-            false => Err(ExplicitError::End { end: next, layers }.into()),
-        }
+        Ok(Replica { stages })
     }
 }

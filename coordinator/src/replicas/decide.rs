@@ -1,7 +1,13 @@
 //! What is planned next, as a function of what is agreed on and what is seen.
+//!
+//! Where an operator has planned a model, `decide/operators.rs` makes its replicas those, and nothing here touches them
+//! but for their files; workers that a plan names are left out of everything else.
+
+mod operators;
 
 use crate::consensus::table::{
-    Change, Level, MAX_REASON, ModelCondemnedV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1, Table,
+    Change, Level, MAX_REASON, ModelCondemnedV1, OperatorPlanV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1,
+    Table,
 };
 use crate::placement::{Placement, PlacementError, Worker, Workload};
 use model::costs::ModelCosts;
@@ -27,6 +33,26 @@ pub(super) struct Node<'a> {
     pub(super) draining: bool,
 }
 
+impl Want<'_> {
+    /// What a replica is to be good for.
+    fn workload(&self) -> Workload {
+        Workload::of_context(self.context.min(CONTEXT) as u64)
+    }
+}
+
+impl Node<'_> {
+    /// Whether it has this file under the model's name.
+    fn has(&self, model: &ModelId, digest: [u8; 32]) -> bool {
+        self.capacity.files.iter().any(|file| file.model == *model && file.digest == digest)
+    }
+
+    /// As placement sees it.
+    fn worker(&self) -> Worker {
+        let CapacityV1 { memory, bandwidth, compute, .. } = *self.capacity;
+        Worker { name: self.name.to_string(), memory, bandwidth: bandwidth as f64, compute: compute as f64 }
+    }
+}
+
 /// What is decided on.
 pub(super) struct View<'a> {
     pub(super) table: &'a Table,
@@ -46,7 +72,8 @@ pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, Stri
     if view.table.level() < Level(2) {
         return (None, unplanned);
     }
-    let change = view.condemn().or_else(|| view.replace()).or_else(|| view.drop_strays());
+    let change = view.condemn().or_else(|| view.as_told(&mut unplanned));
+    let change = change.or_else(|| view.replace()).or_else(|| view.drop_strays());
     let change = change.or_else(|| view.add(&mut unplanned));
     (change, unplanned)
 }
@@ -64,10 +91,11 @@ impl View<'_> {
     }
 
     /// A replica has lost a worker for good, and can be cut anew over those that are there. Where it cannot, its plan
-    /// stands, for when the worker returns.
+    /// stands, for when the worker returns. So does one of a model that an operator has planned.
     fn replace(&self) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&life, plan)| {
-            if !plan.stages.iter().any(|stage| (self.gone)(&stage.node)) {
+            let told = self.table.operator_plans().contains_key(&plan.model);
+            if told || !plan.stages.iter().any(|stage| (self.gone)(&stage.node)) {
                 return None;
             }
             let want = self.wants.iter().find(|want| *want.model == plan.model)?;
@@ -98,7 +126,8 @@ impl View<'_> {
         let replicas = |want: &&Want<'_>| {
             self.table.replicas().values().filter(|plan| plan.model == *want.model).count()
         };
-        let mut wants: Vec<&Want<'_>> = self.wants.iter().collect();
+        let told = |want: &&Want<'_>| self.table.operator_plans().contains_key(want.model);
+        let mut wants: Vec<&Want<'_>> = self.wants.iter().filter(|want| !told(want)).collect();
         wants.sort_by_key(replicas);
         wants.into_iter().find_map(|want| {
             let plan = |digest| self.plan(want, digest, |_| false);
@@ -119,8 +148,9 @@ impl View<'_> {
         digests.filter(|digest| !self.table.condemned().contains_key(digest)).collect()
     }
 
-    /// Cuts a model over workers that take new work, and are in no replica but one whose workers may be taken: over those
-    /// with the file if that can be, else also over those that have none and get what they need. None where nobody is free.
+    /// Cuts a model over workers that take new work, that no operator's plan names, and that are in no replica but one
+    /// whose workers may be taken: over those with the file if that can be, else also over those that have none and get
+    /// what they need. None where nobody is free.
     fn plan(
         &self,
         want: &Want<'_>,
@@ -129,10 +159,14 @@ impl View<'_> {
     ) -> Option<Result<ReplicaPlanV1, PlacementError>> {
         let taken: BTreeSet<&NodeId> =
             self.table.replicas().values().flat_map(|plan| &plan.stages).map(|stage| &stage.node).collect();
-        let has = |node: &Node<'_>| {
-            node.capacity.files.iter().any(|file| file.model == *want.model && file.digest == digest)
+        let named: BTreeSet<&NodeId> =
+            self.table.operator_plans().values().flat_map(OperatorPlanV1::workers).collect();
+        let has = |node: &Node<'_>| node.has(want.model, digest);
+        let free = |node: &&Node<'_>| {
+            !node.draining
+                && !named.contains(node.name)
+                && (may_take(node.name) || !taken.contains(node.name))
         };
-        let free = |node: &&Node<'_>| !node.draining && (may_take(node.name) || !taken.contains(node.name));
         let free: Vec<&Node<'_>> = self.nodes.iter().filter(free).collect();
         let with = |fits: &dyn Fn(&Node<'_>) -> bool| -> Vec<&Node<'_>> {
             free.iter().copied().filter(|node| fits(node)).collect()
@@ -156,15 +190,8 @@ impl View<'_> {
         model_digest: [u8; 32],
         candidates: &[&Node<'_>],
     ) -> Result<ReplicaPlanV1, PlacementError> {
-        let worker = |node: &&Node<'_>| Worker {
-            name: node.name.to_string(),
-            memory: node.capacity.memory,
-            bandwidth: node.capacity.bandwidth as f64,
-            compute: node.capacity.compute as f64,
-        };
-        let workers: Vec<Worker> = candidates.iter().map(worker).collect();
-        let workload = Workload::of_context(want.context.min(CONTEXT) as u64);
-        let placement = Placement { model: want.costs, workload, workers: &workers };
+        let workers: Vec<Worker> = candidates.iter().map(|node| node.worker()).collect();
+        let placement = Placement { model: want.costs, workload: want.workload(), workers: &workers };
         let replica = placement.place(self.shards, 1)?.into_iter().next().ok_or(PlacementError::NoWorkers)?;
         let stages = replica.stages.into_iter().filter_map(|stage| {
             let node = candidates.get(stage.worker)?.name.clone();

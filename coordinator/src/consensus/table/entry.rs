@@ -48,8 +48,9 @@ pub struct ChangeV1 {
 pub struct Level(pub u32);
 
 impl Level {
-    /// What this build understands: 2 is replicas of several stages, 3 is keys with scopes, 4 is lost disks.
-    pub const OWN: Self = Self(4);
+    /// What this build understands: 2 is replicas of several stages, 3 is keys with scopes, 4 is lost disks, 5 is
+    /// operators' plans.
+    pub const OWN: Self = Self(5);
 }
 
 /// A change of the table.
@@ -97,6 +98,10 @@ pub enum Change {
     TenantTuned(TenantTunedV1),
     /// A coordinator has lost its disk, and goes; its next life may come in without an operator.
     CoordinatorLost(NodeId),
+    /// An operator says which replicas a model has; said again, the later plan counts.
+    OperatorPlanned(OperatorPlanV1),
+    /// An operator leaves a model to the leader again.
+    OperatorPlanWithdrawn(ModelId),
 }
 
 impl Change {
@@ -111,6 +116,7 @@ impl Change {
             | Self::ModelPardoned(_) => Level(2),
             Self::KeyIssued(_) | Self::TenantTuned(_) => Level(3),
             Self::CoordinatorLost(_) => Level(4),
+            Self::OperatorPlanned(_) | Self::OperatorPlanWithdrawn(_) => Level(5),
             _ => Level(1),
         }
     }
@@ -316,6 +322,16 @@ pub struct StagePlanV1 {
     pub node: NodeId,
     /// First layer, and the one behind the last.
     pub layers: (u32, u32),
+}
+
+/// See [`Change::OperatorPlanned`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperatorPlanV1 {
+    /// The model.
+    pub model: ModelId,
+    /// Its replicas, each as in [`ReplicaPlanV1::stages`]: at least one, and no worker twice. All plans together name at
+    /// most [`MAX_PLANNED_WORKERS`](super::MAX_PLANNED_WORKERS).
+    pub replicas: Vec<Vec<StagePlanV1>>,
 }
 
 /// See [`Change::ModelCondemned`].

@@ -4,8 +4,8 @@
 
 use super::access::Access;
 use super::{
-    KeyScopeV1, KeyV1, ModelCondemnedV1, ModelPlanV1, ReplicaPlanV1, Roster, Sessions, Standing, Table,
-    TenantV1,
+    KeyScopeV1, KeyV1, ModelCondemnedV1, ModelPlanV1, OperatorPlanV1, ReplicaPlanV1, Roster, Sessions,
+    Standing, Table, TenantV1,
 };
 use proto::block::TenantSalt;
 use proto::codec::{Cap, CodecError, decode, encode};
@@ -21,6 +21,8 @@ enum Image<'a> {
     V2(ImageV2<'a>),
     /// With scopes of keys and groups of tenants.
     V3(ImageV3<'a>),
+    /// With operators' plans.
+    V4(ImageV4<'a>),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -50,6 +52,12 @@ struct ImageV3<'a> {
     groups: Cow<'a, BTreeMap<TenantId, TenantSalt>>,
 }
 
+#[derive(Serialize, Deserialize)]
+struct ImageV4<'a> {
+    third: ImageV3<'a>,
+    operators: Cow<'a, BTreeMap<ModelId, OperatorPlanV1>>,
+}
+
 impl Table {
     /// As bytes, the same for equal tables.
     pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
@@ -69,13 +77,16 @@ impl Table {
             replicas: Cow::Borrowed(&self.replicas),
             condemned: Cow::Borrowed(&self.condemned),
         };
-        let image = if !access.scopes.is_empty() || !access.groups.is_empty() {
-            Image::V3(ImageV3 {
-                second: second(first),
-                scopes: Cow::Borrowed(&access.scopes),
-                sharing: Cow::Borrowed(&access.sharing),
-                groups: Cow::Borrowed(&access.groups),
-            })
+        let third = |first| ImageV3 {
+            second: second(first),
+            scopes: Cow::Borrowed(&access.scopes),
+            sharing: Cow::Borrowed(&access.sharing),
+            groups: Cow::Borrowed(&access.groups),
+        };
+        let image = if !self.operators.is_empty() {
+            Image::V4(ImageV4 { third: third(first), operators: Cow::Borrowed(&self.operators) })
+        } else if !access.scopes.is_empty() || !access.groups.is_empty() {
+            Image::V3(third(first))
         } else if !self.replicas.is_empty() || !self.condemned.is_empty() {
             Image::V2(second(first))
         } else {
@@ -93,12 +104,14 @@ impl Table {
             sharing: Cow::default(),
             groups: Cow::default(),
         };
-        let ImageV3 { second: ImageV2 { first, replicas, condemned }, scopes, sharing, groups } =
-            match decode(bytes, Cap::Control)? {
-                Image::V1(first) => third(second(first)),
-                Image::V2(second) => third(second),
-                Image::V3(image) => image,
-            };
+        let fourth = |third| ImageV4 { third, operators: Cow::default() };
+        let ImageV4 { third, operators } = match decode(bytes, Cap::Control)? {
+            Image::V1(first) => fourth(third(second(first))),
+            Image::V2(second) => fourth(third(second)),
+            Image::V3(third) => fourth(third),
+            Image::V4(image) => image,
+        };
+        let ImageV3 { second: ImageV2 { first, replicas, condemned }, scopes, sharing, groups } = third;
         let access = Access {
             tenants: first.tenants.into_owned(),
             keys: first.keys.into_owned(),
@@ -116,6 +129,7 @@ impl Table {
             sessions: first.sessions.into_owned(),
             replicas: replicas.into_owned(),
             condemned: condemned.into_owned(),
+            operators: operators.into_owned(),
         })
     }
 }

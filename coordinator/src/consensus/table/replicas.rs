@@ -1,8 +1,11 @@
-//! Replicas of several stages: which workers hold which layers, and which files are placed nowhere.
+//! Replicas of several stages: which workers hold which layers, what operators say of that, and which files are placed
+//! nowhere.
 
 use super::{
-    Kind, MAX_CONDEMNED, MAX_REASON, MAX_REPLICAS, ModelCondemnedV1, Refusal, ReplicaPlacedV1, Table, put,
+    Kind, MAX_CONDEMNED, MAX_MODELS, MAX_PLANNED_WORKERS, MAX_REASON, MAX_REPLICAS, ModelCondemnedV1,
+    OperatorPlanV1, Refusal, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1, Table, put,
 };
+use proto::ids::NodeId;
 use proto::placement::MAX_STAGES;
 use std::collections::BTreeSet;
 
@@ -17,14 +20,7 @@ impl Table {
             return Err(Refusal::Unknown(Kind::Replica));
         }
         let mut nodes = BTreeSet::new();
-        let in_order = plan.stages.windows(2).all(|pair| match pair {
-            [before, after] => before.layers.1 == after.layers.0,
-            _ => false,
-        });
-        let whole = plan.stages.first().is_some_and(|stage| stage.layers.0 == 0);
-        let sound =
-            plan.stages.iter().all(|stage| stage.layers.0 < stage.layers.1 && nodes.insert(&stage.node));
-        if plan.stages.len() > MAX_STAGES || !whole || !in_order || !sound {
+        if !sound(&plan.stages, &mut nodes) {
             return Err(Refusal::OutOfRange);
         }
         let others = self.replicas.iter().filter(|(life, _)| Some(**life) != replaces);
@@ -40,6 +36,28 @@ impl Table {
         Ok(())
     }
 
+    /// Takes an operator's plan of a model in place of an earlier one.
+    pub(super) fn plan_as_told(&mut self, plan: OperatorPlanV1) -> Result<(), Refusal> {
+        let mut nodes = BTreeSet::new();
+        if plan.replicas.is_empty() || !plan.replicas.iter().all(|stages| sound(stages, &mut nodes)) {
+            return Err(Refusal::OutOfRange);
+        }
+        let others = self.operators.values().filter(|other| other.model != plan.model);
+        let others: Vec<&NodeId> = others.flat_map(OperatorPlanV1::workers).collect();
+        if let Some(node) = others.iter().find(|node| nodes.contains(*node)) {
+            return Err(Refusal::Taken((*node).clone()));
+        }
+        if others.len() + nodes.len() > MAX_PLANNED_WORKERS {
+            return Err(Refusal::Full(Kind::Place));
+        }
+        put(&mut self.operators, plan.model.clone(), plan, MAX_MODELS, Kind::Model)
+    }
+
+    /// Whether a replica is one of those that an operator has planned.
+    pub fn is_operators(&self, replica: &ReplicaPlanV1) -> bool {
+        self.operators.get(&replica.model).is_some_and(|plan| plan.replicas.contains(&replica.stages))
+    }
+
     /// Places a file nowhere any more.
     pub(super) fn condemn(&mut self, condemned: ModelCondemnedV1) -> Result<(), Refusal> {
         if condemned.reason.len() > MAX_REASON {
@@ -50,4 +68,24 @@ impl Table {
         self.replicas.retain(|_, plan| plan.model_digest != digest);
         Ok(())
     }
+}
+
+impl OperatorPlanV1 {
+    /// The workers that it names.
+    pub fn workers(&self) -> impl Iterator<Item = &NodeId> {
+        self.replicas.iter().flatten().map(|stage| &stage.node)
+    }
+}
+
+/// Whether stages have all layers of some model in order, no worker twice and none that is in `nodes`, where theirs go.
+fn sound<'a>(stages: &'a [StagePlanV1], nodes: &mut BTreeSet<&'a NodeId>) -> bool {
+    let in_order = stages.windows(2).all(|pair| match pair {
+        [before, after] => before.layers.1 == after.layers.0,
+        _ => false,
+    });
+    let whole = stages.first().is_some_and(|stage| stage.layers.0 == 0);
+    stages.len() <= MAX_STAGES
+        && whole
+        && in_order
+        && stages.iter().all(|stage| stage.layers.0 < stage.layers.1 && nodes.insert(&stage.node))
 }

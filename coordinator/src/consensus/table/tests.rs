@@ -135,6 +135,11 @@ fn condemned(byte: u8) -> ModelCondemnedV1 {
     ModelCondemnedV1 { model_digest: [byte; 32], node: node("w0"), reason: "no layers".into() }
 }
 
+fn as_told(model: &str, replicas: &[&[&str]]) -> OperatorPlanV1 {
+    let replicas = replicas.iter().map(|nodes| replica(nodes).stages).collect();
+    OperatorPlanV1 { model: ModelId::new(model).unwrap(), replicas }
+}
+
 /// One of each, in the order of their variants.
 fn every_change() -> Vec<Change> {
     let register = register("w0", 3, &[("m", 7)]);
@@ -160,6 +165,8 @@ fn every_change() -> Vec<Change> {
         Change::KeyIssued(issued(6, "d")),
         Change::TenantTuned(tuned("d", Some("g"), 4)),
         Change::CoordinatorLost(node("c4")),
+        Change::OperatorPlanned(as_told("m", &[&["w0", "w1"], &["w2"]])),
+        Change::OperatorPlanWithdrawn(ModelId::new("m").unwrap()),
     ]
 }
 
@@ -215,6 +222,9 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.reach(4);
     client.done(Change::CoordinatorLost(node("c4")));
     written.push(("table/4".into(), client.table.to_bytes().unwrap()));
+    client.reach(5);
+    client.done(Change::OperatorPlanned(as_told("m", &[&["w0", "w1"], &["w2"]])));
+    written.push(("table/5".into(), client.table.to_bytes().unwrap()));
     let mut missing = String::new();
     for (name, bytes) in &written {
         match golden.get(name.as_str()) {
@@ -496,4 +506,62 @@ fn a_file_that_cannot_be_served_is_placed_nowhere() {
     client.done(placed(&["w2"], None));
     let long = ModelCondemnedV1 { reason: "x".repeat(MAX_REASON + 1), ..condemned(2) };
     assert_eq!(client.refused(Change::ModelCondemned(long)), Refusal::TooLarge);
+}
+
+#[test]
+fn an_operators_plan_holds_until_it_is_withdrawn_and_names_no_worker_twice() {
+    let mut client = Client::new();
+    let plan = |model: &str, replicas: &[&[&str]]| Change::OperatorPlanned(as_told(model, replicas));
+    let withdrawn = || Change::OperatorPlanWithdrawn(ModelId::new("m").unwrap());
+    assert_eq!(client.refused(plan("m", &[&["w0"]])), Refusal::LevelTooLow(Level(1)));
+    client.reach(5);
+    client.done(plan("m", &[&["w0", "w1"], &["w2"]]));
+    assert_eq!(client.refused(plan("n", &[&["w3", "w1"]])), Refusal::Taken(node("w1")));
+    let wrong: [&[&[&str]]; 5] = [&[], &[&[]], &[&["w0"], &[]], &[&["w0", "w0"]], &[&["w0"], &["w1", "w0"]]];
+    for wrong in wrong {
+        assert_eq!(client.refused(plan("m", wrong)), Refusal::OutOfRange, "{wrong:?}");
+    }
+    let mut gap = as_told("m", &[&["w0", "w1"]]);
+    gap.replicas[0][1].layers = (2, 3);
+    assert_eq!(client.refused(Change::OperatorPlanned(gap)), Refusal::OutOfRange);
+    // The later plan of a model takes the place of the earlier one, whose workers are free.
+    client.done(plan("m", &[&["w1", "w0"]]));
+    client.done(plan("n", &[&["w2"]]));
+    assert!(client.table.replicas().is_empty(), "the leader places, not the table");
+    client.done(placed(&["w1", "w0"], None));
+    client.done(placed(&["w3", "w4"], None));
+    let own: Vec<bool> = client.table.replicas().values().map(|r| client.table.is_operators(r)).collect();
+    assert_eq!(own, [true, false]);
+    assert_eq!(Table::from_bytes(&client.table.to_bytes().unwrap()).unwrap(), client.table);
+    client.done(withdrawn());
+    assert_eq!(client.refused(withdrawn()), Refusal::Unknown(Kind::Model));
+    assert_eq!(client.table.replicas().len(), 2, "what stands may stand");
+    client.done(Change::OperatorPlanWithdrawn(ModelId::new("n").unwrap()));
+    assert_eq!(client.table.to_bytes().unwrap()[0], 1, "without plans it is written as before");
+}
+
+#[test]
+fn operators_plans_are_bounded_in_all() {
+    let mut client = Client::new();
+    client.reach(5);
+    let long = |at: usize| NodeId::new(format!("{at:0>width$}", width = NodeId::MAX_LEN)).unwrap();
+    let wide = |model: &str, from: usize, count: usize| {
+        let alone = |at| vec![StagePlanV1 { node: long(at), layers: (0, 1 << 20) }];
+        let replicas = (from..from + count).map(alone).collect();
+        Change::OperatorPlanned(OperatorPlanV1 { model: ModelId::new(model).unwrap(), replicas })
+    };
+    let most = MAX_PLANNED_WORKERS;
+    assert_eq!(client.refused(wide("m", 0, most + 1)), Refusal::Full(Kind::Place));
+    client.done(wide("m", 0, most - 1));
+    assert_eq!(client.refused(wide("n", most, 2)), Refusal::Full(Kind::Place));
+    client.done(wide("n", most, 1));
+    client.done(wide("m", 0, 1));
+    let stage = |at| StagePlanV1 { node: long(at), layers: (at as u32, at as u32 + 1) };
+    let deep = |count| OperatorPlanV1 {
+        model: ModelId::new("m").unwrap(),
+        replicas: vec![(0..count).map(stage).collect()],
+    };
+    let stages = proto::placement::MAX_STAGES;
+    client.done(Change::OperatorPlanned(deep(stages)));
+    assert_eq!(client.refused(Change::OperatorPlanned(deep(stages + 1))), Refusal::OutOfRange);
 }

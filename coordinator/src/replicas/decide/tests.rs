@@ -1,3 +1,5 @@
+mod operators;
+
 use super::*;
 use crate::consensus::Incarnation;
 use crate::consensus::table::{ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, SeatV1, encode_entry};
@@ -16,14 +18,22 @@ fn capacity(memory: u64, digest: [u8; 32]) -> CapacityV1 {
     CapacityV1 { memory, bandwidth: 20_000_000_000, compute: 100_000_000_000, files }
 }
 
+fn costs(fixture: &str) -> ModelCosts {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny").join(fixture);
+    let file = ModelFile::open(path).unwrap();
+    ModelCosts::of_file(&ModelSpec::from_file(&file).unwrap(), &file)
+}
+
 /// A table, and workers as they are seen.
 struct Rig {
     table: Table,
     client: ClientId,
     seq: u64,
+    models: Vec<ModelId>,
     costs: ModelCosts,
     workers: Vec<(NodeId, CapacityV1)>,
     gone: Vec<NodeId>,
+    draining: Vec<NodeId>,
     bad: Option<String>,
 }
 
@@ -34,18 +44,28 @@ impl Rig {
         let mut table = Table::genesis(1, [seat]);
         let open = encode_entry(&Entry::OpenSession(OpenSessionV1 { nonce: 1 })).unwrap();
         let Outcome::Opened(client) = table.apply(2, &open, false).outcome else { panic!("not opened") };
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny/llama/llama-f32.gguf");
-        let file = ModelFile::open(path).unwrap();
-        let costs = ModelCosts::of_file(&ModelSpec::from_file(&file).unwrap(), &file);
         let workers = workers.iter().map(|name| (node(name), capacity(1 << 30, DIGEST))).collect();
-        Self { table, client, seq: 0, costs, workers, gone: Vec::new(), bad: None }
+        Self {
+            table,
+            client,
+            seq: 0,
+            models: vec![ModelId::new("m").unwrap()],
+            costs: costs("llama/llama-f32.gguf"),
+            workers,
+            gone: Vec::new(),
+            draining: Vec::new(),
+            bad: None,
+        }
     }
 
     fn decide(&self, shards: usize) -> (Option<Change>, BTreeMap<ModelId, String>) {
-        let model = ModelId::new("m").unwrap();
-        let wants = [Want { model: &model, costs: &self.costs, context: 512 }];
-        let nodes: Vec<Node<'_>> =
-            self.workers.iter().map(|(name, capacity)| Node { name, capacity, draining: false }).collect();
+        let want = |model| Want { model, costs: &self.costs, context: 512 };
+        let wants: Vec<Want<'_>> = self.models.iter().map(want).collect();
+        let nodes: Vec<Node<'_>> = self
+            .workers
+            .iter()
+            .map(|(name, capacity)| Node { name, capacity, draining: self.draining.contains(name) })
+            .collect();
         decide(&View {
             table: &self.table,
             wants: &wants,
@@ -56,13 +76,17 @@ impl Rig {
         })
     }
 
+    fn make(&mut self, change: Change) {
+        self.seq += 1;
+        let entry = Entry::Change(ChangeV1 { client: self.client, seq: self.seq, change });
+        let applied = self.table.apply(self.table.applied() + 1, &encode_entry(&entry).unwrap(), false);
+        assert_eq!(applied.outcome, Outcome::Done);
+    }
+
     /// Makes what is decided, until nothing is: the workers of each replica.
     fn settle(&mut self, shards: usize) -> Vec<Vec<String>> {
         while let (Some(change), _) = self.decide(shards) {
-            self.seq += 1;
-            let entry = Entry::Change(ChangeV1 { client: self.client, seq: self.seq, change });
-            let applied = self.table.apply(self.table.applied() + 1, &encode_entry(&entry).unwrap(), false);
-            assert_eq!(applied.outcome, Outcome::Done);
+            self.make(change);
         }
         let names = |plan: &ReplicaPlanV1| plan.stages.iter().map(|stage| stage.node.to_string()).collect();
         self.table.replicas().values().map(names).collect()

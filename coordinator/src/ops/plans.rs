@@ -1,0 +1,147 @@
+//! `/admin/v1/plans`: which workers a model's layers are to be on, where an operator says it.
+//!
+//! | request | does | answers |
+//! |---|---|---|
+//! | `GET` | lists | `{"plans":[P]}` |
+//! | `PUT /{model}` JSON `{"replicas":[[{"worker":"w0","layers":[0,14]},{"worker":"w1","layers":[14,28]}]]}` | the model's replicas are these from now on, instead of the leader's or those of an earlier plan | 204 |
+//! | `DELETE /{model}` | leaves the model to the leader again; what stands may stand | 204 |
+//!
+//! P is `{"model","replicas","waits"}`: `waits` tells why not all of it is placed, if the coordinator that is asked leads
+//! and it is so, else it is null. A range is its first layer and the one behind the last. What is no plan of the model's
+//! layers is refused before anything is put forward; workers need not be there yet. Any coordinator may be asked.
+
+use super::{Ops, count};
+use crate::agreement::{Agreement, ChangeError};
+use crate::api::error::ApiError;
+use crate::api::limits;
+use crate::consensus::table::{Change, MAX_PLANNED_WORKERS, OperatorPlanV1, Refusal, StagePlanV1};
+use crate::models::OfferedModel;
+use crate::placement::check_ranges;
+use axum::extract::{Path, Request, State};
+use axum::http::StatusCode;
+use axum::routing::{get, put};
+use axum::{Json, Router};
+use proto::ids::{ModelId, NodeId};
+use proto::placement::MAX_STAGES;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The routes.
+pub(super) fn router() -> Router<Arc<Ops>> {
+    Router::new()
+        .route("/admin/v1/plans", get(list))
+        .route("/admin/v1/plans/{model}", put(plan).delete(withdraw))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    replicas: Vec<Vec<Stage>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Stage {
+    worker: NodeId,
+    layers: (u32, u32),
+}
+
+async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
+    let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
+    let waits = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
+    let plans = table.iter().flat_map(|table| table.operator_plans().values());
+    let plans = plans.map(|OperatorPlanV1 { model, replicas }| {
+        let stages = |stages: &Vec<StagePlanV1>| stages.iter().map(stage).collect::<Vec<_>>();
+        let replicas: Vec<Vec<Value>> = replicas.iter().map(stages).collect();
+        json!({"model": model.as_str(), "replicas": replicas, "waits": waits.get(model)})
+    });
+    Json(json!({"plans": plans.collect::<Vec<_>>()}))
+}
+
+fn stage(stage: &StagePlanV1) -> Value {
+    json!({"worker": stage.node.as_str(), "layers": [stage.layers.0, stage.layers.1]})
+}
+
+async fn plan(
+    State(ops): State<Arc<Ops>>,
+    Path(model): Path<String>,
+    request: Request,
+) -> Result<StatusCode, ApiError> {
+    let offered = ops.models.get(&model).ok_or(ApiError::ModelNotFound(model))?;
+    let body = limits::read(request.into_body()).await?;
+    let wanted: Wanted =
+        serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))?;
+    let plan = checked(offered, wanted)?;
+    let agreement = agreement(&ops)?;
+    let made = agreement.change_table(Change::OperatorPlanned(plan)).await.map_err(ApiError::from);
+    count(&ops, "plan_model", &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+async fn withdraw(State(ops): State<Arc<Ops>>, Path(model): Path<String>) -> Result<StatusCode, ApiError> {
+    let model = ModelId::new(model).map_err(|error| ApiError::field("model", error.rule))?;
+    let agreement = agreement(&ops)?;
+    let made = agreement.change_table(Change::OperatorPlanWithdrawn(model.clone())).await;
+    let made = made.map_err(|error| match error {
+        ChangeError::Refused(Refusal::Unknown(_)) => {
+            ApiError::Unknown { what: format!("an operator's plan of {model}") }
+        }
+        error => error.into(),
+    });
+    count(&ops, "withdraw_plan", &made);
+    made.map(|()| StatusCode::NO_CONTENT)
+}
+
+fn agreement(ops: &Ops) -> Result<&Agreement, ApiError> {
+    ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
+        why: "this coordinator has no data directory: nothing is agreed on, and nothing is placed".into(),
+    })
+}
+
+/// What is asked for, if it is a plan of the model's layers, whoever holds them.
+fn checked(model: &OfferedModel, wanted: Wanted) -> Result<OperatorPlanV1, ApiError> {
+    let Wanted { replicas } = wanted;
+    let Some(costs) = &model.costs else {
+        let reason = format!("{} generates nothing, and is not placed in layers", model.id);
+        return Err(ApiError::field("model", reason));
+    };
+    if replicas.is_empty() {
+        return Err(ApiError::field(
+            "replicas",
+            "is empty and must have at least 1; a plan is withdrawn by DELETE",
+        ));
+    }
+    let named = replicas.iter().map(Vec::len).sum::<usize>();
+    if named > MAX_PLANNED_WORKERS {
+        let reason = format!("{named} workers, and operators' plans may name {MAX_PLANNED_WORKERS} at most");
+        return Err(ApiError::field("replicas", reason));
+    }
+    let mut workers = BTreeSet::new();
+    for (at, stages) in replicas.iter().enumerate() {
+        let field = format!("replicas[{at}]");
+        if stages.len() > MAX_STAGES {
+            let reason = format!("{} stages, and a replica may have {MAX_STAGES} at most", stages.len());
+            return Err(ApiError::field(field, reason));
+        }
+        let range = |Stage { worker, layers: (first, end) }: &Stage| {
+            (worker.to_string(), Range { start: *first as usize, end: *end as usize })
+        };
+        let ranges: Vec<(String, Range<usize>)> = stages.iter().map(range).collect();
+        check_ranges(costs, &ranges).map_err(|error| ApiError::field(field, error.to_string()))?;
+        for (part, Stage { worker, .. }) in stages.iter().enumerate() {
+            if !workers.insert(worker) {
+                let reason = format!("{worker} stands in another replica, too, and may have one range");
+                return Err(ApiError::field(format!("replicas[{at}][{part}].worker"), reason));
+            }
+        }
+    }
+    let told = |Stage { worker: node, layers }| StagePlanV1 { node, layers };
+    let replicas = replicas.into_iter().map(|stages| stages.into_iter().map(told).collect()).collect();
+    Ok(OperatorPlanV1 { model: model.id.clone(), replicas })
+}
+
+#[cfg(test)]
+mod tests;

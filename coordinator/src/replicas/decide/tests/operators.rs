@@ -1,0 +1,189 @@
+//! An operator's plan: all of it, nothing else, and nobody in another's place.
+
+use super::*;
+
+type Stages<'a> = &'a [(&'a str, u32, u32)];
+
+impl Rig {
+    /// An operator plans a model.
+    fn told(&mut self, model: &str, replicas: &[Stages<'_>]) {
+        let stage =
+            |&(name, first, end): &(&str, u32, u32)| StagePlanV1 { node: node(name), layers: (first, end) };
+        let replicas = replicas.iter().map(|stages| stages.iter().map(stage).collect()).collect();
+        self.make(Change::OperatorPlanned(OperatorPlanV1 { model: ModelId::new(model).unwrap(), replicas }));
+    }
+
+    /// Why of this model something is not placed.
+    fn why(&self, model: &str) -> String {
+        let (nothing, why) = self.decide(2);
+        assert_eq!(nothing, None);
+        why.get(&ModelId::new(model).unwrap()).cloned().unwrap_or_default()
+    }
+
+    fn lives(&self) -> Vec<u64> {
+        self.table.replicas().keys().copied().collect()
+    }
+
+    fn without(&mut self, name: &str) -> (NodeId, CapacityV1) {
+        let at = self.workers.iter().position(|(worker, _)| worker.as_str() == name).unwrap();
+        self.workers.remove(at)
+    }
+}
+
+const A_B: Stages<'_> = &[("a", 0, 2), ("b", 2, 3)];
+const B_A: Stages<'_> = &[("b", 0, 1), ("a", 1, 3)];
+
+#[test]
+fn an_operators_plan_takes_the_place_of_the_leaders_in_one_step() {
+    let mut rig = Rig::new(5, &["a", "b"]);
+    rig.told("m", &[B_A]);
+    assert_eq!(rig.settle(2), [["b", "a"]]);
+    let before = rig.lives();
+    rig.told("m", &[A_B]);
+    let (Some(Change::ReplicaPlaced(placed)), why) = rig.decide(2) else { panic!("nothing is placed") };
+    assert_eq!((placed.replaces, why.len()), (Some(before[0]), 0), "requests wait for the new one");
+    assert_eq!(rig.settle(2), [["a", "b"]]);
+    let ranges = rig.table.replicas().values().flat_map(|plan| &plan.stages).map(|stage| stage.layers);
+    assert_eq!(ranges.collect::<Vec<_>>(), [(0, 2), (2, 3)]);
+    assert!(rig.table.replicas().values().all(|plan| rig.table.is_operators(plan)));
+}
+
+#[test]
+fn replicas_that_are_not_the_operators_are_dropped_once_his_stand() {
+    let mut rig = Rig::new(5, &["a", "b", "c", "d", "e", "f"]);
+    assert_eq!(rig.settle(2).len(), 3);
+    // Two of them have to go for it, and the third one, in nobody's way, after that.
+    rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)]]);
+    assert_eq!(rig.settle(2), [["a", "c"]]);
+    rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)], &[("e", 0, 3)]]);
+    assert_eq!(rig.settle(2).len(), 2);
+    assert_eq!(rig.why("m"), "", "those who are in no replica are nobody's concern");
+}
+
+#[test]
+fn a_replica_serves_on_until_the_plans_workers_have_come() {
+    let mut rig = Rig::new(5, &["a", "b"]);
+    let before = rig.settle(2);
+    let lives = rig.lives();
+    rig.told("m", &[&[("a", 0, 1), ("z", 1, 3)]]);
+    assert_eq!((rig.settle(2), rig.lives()), (before, lives));
+    assert!(rig.why("m").contains("worker z is away"), "{}", rig.why("m"));
+    rig.workers.push((node("z"), capacity(1 << 30, DIGEST)));
+    rig.draining.push(node("z"));
+    assert!(rig.why("m").contains("worker z drains"), "{}", rig.why("m"));
+    rig.draining.clear();
+    assert_eq!(rig.settle(2), [["a", "z"]]);
+}
+
+#[test]
+fn who_is_away_of_an_operators_replica_is_waited_for_and_not_replaced() {
+    let mut rig = Rig::new(5, &["a", "b", "c", "d"]);
+    rig.told("m", &[A_B]);
+    assert_eq!(rig.settle(2), [["a", "b"]], "nor are others made of those who are free");
+    let lives = rig.lives();
+    rig.gone.push(node("b"));
+    let b = rig.without("b");
+    assert_eq!((rig.settle(2), rig.lives()), (vec![vec!["a".to_owned(), "b".into()]], lives.clone()));
+    rig.gone.clear();
+    rig.workers.push(b);
+    assert_eq!(rig.settle(2).len(), 1);
+    assert_eq!(rig.lives(), lives);
+    // Back with another file it can never be what was planned.
+    let [at_a, at_b] =
+        ["a", "b"].map(|name| rig.workers.iter().position(|(n, _)| n.as_str() == name).unwrap());
+    rig.workers[at_b].1 = capacity(1 << 30, [2; 32]);
+    assert!(rig.settle(2).is_empty());
+    assert!(rig.why("m").contains("another file"), "{}", rig.why("m"));
+    rig.workers[at_a].1 = capacity(1 << 30, [2; 32]);
+    assert_eq!(rig.settle(2), [["a", "b"]]);
+    assert!(rig.table.replicas().values().all(|plan| plan.model_digest == [2; 32]));
+}
+
+#[test]
+fn workers_of_an_operators_plan_are_kept_for_it() {
+    let mut rig = Rig::new(5, &["a", "b", "c", "d"]);
+    let both = |model: &str| ModelFileV1 { model: ModelId::new(model).unwrap(), digest: DIGEST };
+    rig.workers.iter_mut().for_each(|(_, capacity)| capacity.files.push(both("n")));
+    rig.models.push(ModelId::new("n").unwrap());
+    // It cannot be placed yet, and is kept free for.
+    rig.told("m", &[&[("a", 0, 1), ("b", 1, 2), ("z", 2, 3)]]);
+    let planned = rig.settle(2);
+    assert_eq!(planned.len(), 1);
+    assert!(planned[0].iter().all(|name| ["c", "d"].contains(&name.as_str())), "{planned:?}");
+    assert!(rig.table.replicas().values().all(|plan| plan.model.as_str() == "n"));
+    // Another model's replica on them gives way, as soon as the plan can be.
+    rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)]]);
+    let placed = rig.settle(2);
+    assert_eq!(placed, [["a", "c"], ["b", "d"]], "n has those who are not named any more");
+    rig.told("n", &[&[("d", 0, 3)]]);
+    assert_eq!(rig.settle(2), [["a", "c"].as_slice(), &["d"]]);
+}
+
+#[test]
+fn a_withdrawn_plan_leaves_the_model_to_the_leader() {
+    let mut rig = Rig::new(5, &["a", "b", "c", "d"]);
+    rig.told("m", &[B_A]);
+    assert_eq!(rig.settle(2), [["b", "a"]]);
+    let lives = rig.lives();
+    rig.make(Change::OperatorPlanWithdrawn(ModelId::new("m").unwrap()));
+    let after = rig.settle(2);
+    assert_eq!((after.len(), rig.lives()[0]), (2, lives[0]), "what stands may stand");
+    rig.gone.push(node("a"));
+    rig.without("a");
+    rig.workers.push((node("e"), capacity(1 << 30, DIGEST)));
+    let healed = rig.settle(2);
+    assert!(healed.len() == 2 && healed.iter().flatten().all(|name| name != "a"), "{healed:?}");
+}
+
+#[test]
+fn what_cannot_be_placed_as_planned_is_told_with_its_numbers() {
+    let mut rig = Rig::new(5, &["a", "b"]);
+    rig.workers[1].1.memory = 1000;
+    rig.told("m", &[A_B]);
+    assert!(rig.why("m").contains("worker b needs") && rig.why("m").contains("has 1000"), "{}", rig.why("m"));
+    rig.workers[1].1 = capacity(1 << 30, DIGEST);
+    rig.told("m", &[&[("a", 0, 2), ("b", 2, 9)]]);
+    assert!(rig.why("m").contains("3 layers"), "{}", rig.why("m"));
+}
+
+#[test]
+fn no_cut_parts_layers_from_the_keys_that_they_read() {
+    let mut rig = Rig::new(5, &["a", "b"]);
+    rig.costs = costs("gemma4/gemma4-f32.gguf");
+    let layers = rig.costs.layers() as u32;
+    let allowed = rig.costs.cuts().to_vec();
+    let wrong = (1..rig.costs.layers()).find(|at| !allowed.contains(at)).unwrap() as u32;
+    rig.told("m", &[&[("a", 0, wrong), ("b", wrong, layers)]]);
+    assert!(rig.settle(2).is_empty());
+    assert!(rig.why("m").contains(&format!("no stage may begin with layer {wrong}")), "{}", rig.why("m"));
+    let right = allowed[0] as u32;
+    rig.told("m", &[&[("a", 0, right), ("b", right, layers)]]);
+    assert_eq!(rig.settle(2), [["a", "b"]]);
+}
+
+#[test]
+fn who_has_no_file_gets_it_and_who_may_not_is_not_asked() {
+    let mut rig = Rig::new(5, &["a", "b", "c"]);
+    rig.workers.iter_mut().take(2).for_each(|(_, capacity)| capacity.files.clear());
+    rig.told("m", &[A_B]);
+    assert_eq!(rig.settle(2), [["a", "b"]], "c has what they need");
+    let mut rig = Rig::new(5, &["a", "b"]);
+    rig.workers.iter_mut().for_each(|(_, capacity)| capacity.files.clear());
+    rig.told("m", &[A_B]);
+    assert!(rig.settle(2).is_empty());
+    assert!(rig.why("m").contains("no worker of the pool has a file"), "{}", rig.why("m"));
+    // The file that most of them have, not the first.
+    let mut rig = Rig::new(5, &["a", "b"]);
+    rig.workers[1].1 = capacity(1 << 30, [2; 32]);
+    rig.workers[0].1.files.push(ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [2; 32] });
+    rig.told("m", &[A_B]);
+    assert_eq!(rig.settle(2).len(), 1);
+    assert!(rig.table.replicas().values().all(|plan| plan.model_digest == [2; 32]));
+    // A file that is no model is placed nowhere.
+    rig.bad = Some("no words".into());
+    assert!(rig.settle(2).is_empty());
+    assert!(!rig.why("m").is_empty());
+    rig.bad = None;
+    rig.models.clear();
+    assert!(rig.why("m").contains("does not offer"), "{}", rig.why("m"));
+}
