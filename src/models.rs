@@ -309,6 +309,17 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
 }
 
+/// The same, of what is here: nothing is downloaded, and what is no model of this machine is none.
+pub(crate) fn resolve_here(model: &str) -> anyhow::Result<Option<Resolved>> {
+    let store = Store::from_env()?;
+    let Ok(resolved) = store.resolve(model) else { return Ok(None) };
+    let here = match resolved.given {
+        Given::Name(entry) => store.is_present(entry),
+        Given::Path | Given::Address(_) => resolved.path.exists(),
+    };
+    Ok(here.then_some(Resolved { path: resolved.path, id: ModelId::new(resolved.id)? }))
+}
+
 /// The bundle behind a name of the catalog, which is pulled on first use, or a directory, by its name or as `ID=DIR`.
 pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
     let (id, place) = match bundle.split_once('=') {

@@ -1,9 +1,12 @@
-//! `kvasir plan`: which worker would compute which layers, and how fast, without loading anything.
+//! `kvasir plan`: which worker would compute which layers, and how fast, without loading anything; and a cluster told
+//! which is to.
 
+mod apply;
 mod workers;
 
+use crate::access::Access;
 use crate::config::ConfigError;
-use crate::models::resolve_or_pull;
+use crate::models::{Resolved, resolve_here, resolve_or_pull};
 use crate::numerics::KvTypeArg;
 use crate::status::columns;
 use anyhow::Result;
@@ -13,19 +16,27 @@ use model::costs::ModelCosts;
 use model::{GgmlType, ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
-use workers::Workers;
 pub(crate) use workers::{COMPUTE_PER_CORE, decode_bandwidth};
+use workers::{LayersOf, Workers};
 
 /// Context that is planned for where none is given and the model has more.
 const CONTEXT: usize = 8192;
 
 /// Shows which worker would compute which layers of a model, and how fast, without loading it
+///
+/// With --apply a cluster is told the plan that stands in the workers file: the model's replicas are those from then on, and
+/// the workers that it names serve nothing else, until --withdraw leaves the model to the coordinators again.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir plan smollm2-135m\n  \
-    kvasir plan ./model-00001-of-00003.gguf --workers-file workers.toml --shards 2 --context 32768 --json\n\n\
-    workers.toml, compute in multiply-adds per second; `layers` only for a plan of your own:\n  \
-    [[worker]]\n  name = \"w0\"\n  memory = \"24GiB\"\n  bandwidth = \"40GB\"\n  compute = 4e11\n  layers = [0, 20]")]
+    kvasir plan ./model-00001-of-00003.gguf --workers-file workers.toml --shards 2 --context 32768 --json\n  \
+    kvasir plan smollm2-135m --workers-file workers.toml --apply --ops 10.0.0.7:9090\n  \
+    kvasir plan smollm2-135m --withdraw --ops 10.0.0.7:9090\n\n\
+    workers.toml, compute in multiply-adds per second; `layers` only for a plan of your own, in which each worker whose\n\
+    layers begin with 0 begins another replica:\n  \
+    [[worker]]\n  name = \"w0\"\n  memory = \"24GiB\"\n  bandwidth = \"40GB\"\n  compute = 4e11\n  layers = [0, 20]\n\n\
+    A plan is applied also where MODEL is not a file here, but only the name that the cluster serves it under; then nothing\n\
+    is predicted. Where it is, a plan that would not fit the workers of the file is not sent.")]
 pub(crate) struct Plan {
     /// Catalog name or path to a .gguf
     model: String,
@@ -47,6 +58,14 @@ pub(crate) struct Plan {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
+    /// Tell the coordinators the plan of the workers file
+    #[arg(long, requires = "workers_file")]
+    apply: bool,
+    /// Have the coordinators plan the model themselves again
+    #[arg(long, conflicts_with_all = ["apply", "workers_file", "shards"])]
+    withdraw: bool,
+    #[command(flatten)]
+    access: Access,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -61,6 +80,9 @@ struct Report {
     sequences: u64,
     max_shards: usize,
     replicas: Vec<ReplicaReport>,
+    /// Only where the cluster was to be told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    applied: Option<bool>,
 }
 
 #[derive(Debug, Serialize)]
@@ -89,8 +111,33 @@ struct StageReport {
 impl Plan {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
-        let path = resolve_or_pull(&self.model)?.path;
-        let file = ModelFile::open(&path)?;
+        if self.withdraw {
+            return self.withdraw();
+        }
+        if !self.apply {
+            return self.show(&self.report(&resolve_or_pull(&self.model)?)?);
+        }
+        // What is wrong in it is told before anybody is asked.
+        let told = self.told()?;
+        match resolve_here(&self.model)? {
+            Some(here) => {
+                let mut report = self.report(&here)?;
+                self.send(&here.id, &told)?;
+                report.applied = Some(true);
+                self.show(&report)?;
+                self.say_applied(here.id.as_str());
+            }
+            None => {
+                self.send_unseen(&told)?;
+                self.say_applied(&self.model);
+            }
+        }
+        Ok(())
+    }
+
+    /// What is predicted of a plan.
+    fn report(&self, Resolved { path, .. }: &Resolved) -> Result<Report> {
+        let file = ModelFile::open(path)?;
         let spec = ModelSpec::from_file(&file)?;
         let context = self.context.unwrap_or(spec.context_length.min(CONTEXT));
         if !(1..=spec.context_length).contains(&context) {
@@ -102,7 +149,7 @@ impl Plan {
         self.shards.map_or(Ok(()), |shards| check_shards(&costs, shards))?;
         let Workers { workers, explicit } = match &self.workers_file {
             Some(file) => workers::read(file)?,
-            None => workers::this_machine(&path, self.shards.unwrap_or(1))?,
+            None => workers::this_machine(path, self.shards.unwrap_or(1))?,
         };
         let workload = Workload {
             sequences: u64::from(self.sequences),
@@ -112,11 +159,11 @@ impl Plan {
         let placement = Placement { model: &costs, workload, workers: &workers };
         let replicas = match explicit.is_empty() {
             true => placement.place(self.shards, usize::from(self.replicas))?,
-            false if self.shards.is_some_and(|shards| shards != explicit.len()) || self.replicas != 1 => {
-                let limit = "the workers file says which layers each worker has";
-                return Err(ConfigError::field("shards", self.shards.unwrap_or(1), limit).into());
+            false => {
+                self.check_counts(&explicit)?;
+                let placed = explicit.iter().map(|ranges| placement.explicit(ranges));
+                placed.collect::<Result<Vec<Replica>, _>>()?
             }
-            false => vec![placement.explicit(&explicit)?],
         };
         let replica = |replica: &Replica| ReplicaReport {
             stages: replica
@@ -138,17 +185,35 @@ impl Plan {
             decode_tps: spec.logits().map(|_| replica.decode_rate()),
             pipelined_decode_tps: spec.logits().map(|_| replica.pipelined_decode_rate()),
         };
-        let report = Report {
+        Ok(Report {
             model: self.model.clone(),
             layers: costs.layers(),
             context: workload.context,
             sequences: workload.sequences,
             max_shards: most_shards(&costs),
             replicas: replicas.iter().map(replica).collect(),
-        };
+            applied: None,
+        })
+    }
+
+    fn show(&self, report: &Report) -> Result<()> {
         match self.json {
-            true => println!("{}", serde_json::to_string(&report)?),
-            false => print!("{}", text(&report)),
+            true => println!("{}", serde_json::to_string(report)?),
+            false => print!("{}", text(report)),
+        }
+        Ok(())
+    }
+
+    /// Refuses counts that a plan of the operator's own does not have.
+    fn check_counts(&self, explicit: &[Vec<LayersOf>]) -> Result<()> {
+        let limit = "the workers file says which layers each worker has";
+        if let Some(shards) =
+            self.shards.filter(|shards| explicit.iter().any(|ranges| ranges.len() != *shards))
+        {
+            return Err(ConfigError::field("shards", shards, limit).into());
+        }
+        if self.replicas != 1 && usize::from(self.replicas) != explicit.len() {
+            return Err(ConfigError::field("replicas", self.replicas, limit).into());
         }
         Ok(())
     }
@@ -227,6 +292,7 @@ mod tests {
                 decode_tps: Some(1000.0),
                 pipelined_decode_tps: Some(2000.0),
             }],
+            applied: None,
         };
         let text = text(&report);
         for expected in

@@ -136,6 +136,9 @@ struct Replica {
     state: String,
     #[serde(default)]
     reason: String,
+    /// `operator` where an operator has planned it.
+    #[serde(default)]
+    planned_by: Option<String>,
     #[serde(default)]
     stages: Vec<Stage>,
 }
@@ -151,6 +154,9 @@ struct Stage {
 struct Unplanned {
     model: String,
     reason: String,
+    /// `operator` where it is an operator's plan that waits.
+    #[serde(default)]
+    planned_by: Option<String>,
 }
 
 /// A file that is placed nowhere, and why.
@@ -262,17 +268,20 @@ fn table(cluster: &Cluster) -> String {
             text += &format!("{} is unverified: its file was downloaded without a known sha256\n", model.id);
         }
     }
-    for replica in cluster.replicas.iter().filter(|replica| replica.stages.len() > 1) {
+    let operators = |by: &Option<String>| by.as_deref() == Some("operator");
+    let shown = |replica: &&Replica| replica.stages.len() > 1 || operators(&replica.planned_by);
+    for replica in cluster.replicas.iter().filter(shown) {
         let stage = |stage: &Stage| format!("{} {}..{}", stage.worker, stage.layers.0, stage.layers.1);
         let stages: Vec<String> = replica.stages.iter().map(stage).collect();
         text += &format!("replica of {}: {}; {}", replica.model, stages.join(", "), replica.state);
         if replica.state != "serving" && !replica.reason.is_empty() {
             text += &format!(" ({})", replica.reason);
         }
-        text.push('\n');
+        text += if operators(&replica.planned_by) { "; planned by an operator\n" } else { "\n" };
     }
-    for Unplanned { model, reason } in &cluster.unplanned {
-        text += &format!("no further replica of {model}: {reason}\n");
+    for Unplanned { model, reason, planned_by } in &cluster.unplanned {
+        let what = if operators(planned_by) { "not every replica" } else { "no further replica" };
+        text += &format!("{what} of {model}: {reason}\n");
     }
     for Condemned { digest, reason } in &cluster.condemned {
         text += &format!("file {}.. is placed nowhere: {reason}\n", digest.get(..16).unwrap_or(digest));
@@ -310,7 +319,9 @@ mod tests {
                             "operations":[{"operation":"embed","model":"m","backend":null},
                             {"operation":"vad","model":"v","backend":"onnx","sessions":2}]}],
                 "models":[{"id":"m","verification":"unverified"},{"id":"n"}],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
-                "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]}],
+                "stages":[{"worker":"w0","layers":[0,2]},{"worker":"w1","layers":[2,3]}]},
+                {"model":"m","state":"serving","planned_by":"operator","stages":[{"worker":"w2","layers":[0,3]}]}],
+                "unplanned":[{"model":"m","reason":"the operator's plan: worker z is away","planned_by":"operator"}],
                 "shipping":[{"worker":"w1","wanted_bytes":9437184,"present_bytes":2097152,"struck":["w2"]}],
                 "queue":{"requests":2,"tokens":80,"inflight":5},
                 "index":{"blocks":7,"bytes":2048,"streams":[]}}"#,
@@ -333,7 +344,9 @@ mod tests {
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }
-        assert!(text.contains("w0 0..2, w1 2..3; waiting (stage 1 is lost)"), "{text}");
+        assert!(text.contains("w0 0..2, w1 2..3; waiting (stage 1 is lost)\n"), "{text}");
+        assert!(text.contains("replica of m: w2 0..3; serving; planned by an operator\n"), "{text}");
+        assert!(text.contains("not every replica of m: the operator's plan: worker z is away\n"), "{text}");
     }
 
     #[test]

@@ -22,9 +22,12 @@ const MOST_FILE_BYTES: u64 = 4 << 20;
 /// Workers, and the layers of each where the operator has said them.
 pub(super) struct Workers {
     pub(super) workers: Vec<Worker>,
-    /// In the order of the file; empty if nothing is said.
-    pub(super) explicit: Vec<(String, Range<usize>)>,
+    /// Of each replica in the order of the file; empty if nothing is said.
+    pub(super) explicit: Vec<Vec<LayersOf>>,
 }
+
+/// A worker's name and its layers.
+pub(super) type LayersOf = (String, Range<usize>);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -61,12 +64,19 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
         false => toml::from_str(&text).map_err(|error| refuse(error.to_string()))?,
     };
     let mut workers: Vec<Worker> = Vec::with_capacity(file.workers.len());
-    let mut explicit = Vec::new();
+    let mut explicit: Vec<Vec<LayersOf>> = Vec::new();
     for WorkerEntry { name, memory, bandwidth, compute, layers } in file.workers {
         if workers.iter().any(|worker| worker.name == name) {
             return Err(refuse(format!("worker {name} stands there twice")));
         }
-        explicit.extend(layers.map(|(first, end)| (name.clone(), first..end)));
+        if let Some((first, end)) = layers {
+            let range = (name.clone(), first..end);
+            match explicit.last_mut() {
+                // The first layer begins another replica.
+                Some(replica) if first > 0 => replica.push(range),
+                _ => explicit.push(vec![range]),
+            }
+        }
         workers.push(Worker { name, memory: memory.0, bandwidth: bandwidth.0 as f64, compute });
     }
     Ok(Workers { workers, explicit })
@@ -117,7 +127,11 @@ mod tests {
             assert!(explicit.is_empty());
         }
         let Workers { explicit, .. } = parse("w.toml", &format!("{toml}layers = [0, 3]\n")).unwrap();
-        assert_eq!(explicit, [("a".to_owned(), 0..3)]);
+        assert_eq!(explicit, [[("a".to_owned(), 0..3)]]);
+        let other = |name: &str, layers: &str| format!("{}layers = {layers}\n", toml.replace("\"a\"", name));
+        let file = [other("'a'", "[0, 2]"), other("'b'", "[2, 3]"), other("'c'", "[0, 3]")].concat();
+        let Workers { explicit, .. } = parse("w.toml", &file).unwrap();
+        assert_eq!(explicit.iter().map(Vec::len).collect::<Vec<_>>(), [2, 1], "each from layer 0 on");
     }
 
     #[test]

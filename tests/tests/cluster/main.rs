@@ -16,6 +16,7 @@ mod openai_client;
 mod operate;
 mod operations;
 mod overload;
+mod plans;
 mod security;
 mod shards;
 mod shared_prefix;

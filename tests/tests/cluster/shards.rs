@@ -39,13 +39,13 @@ fn bodies(model: &str) -> Vec<Value> {
 }
 
 /// The replica of several workers that `status` shows.
-fn replica(cluster: &Cluster) -> Option<Value> {
+pub(crate) fn replica(cluster: &Cluster) -> Option<Value> {
     let status = cluster.status().ok()?;
     let several = |replica: &&Value| replica["stages"].as_array().is_some_and(|stages| stages.len() > 1);
     status["replicas"].as_array()?.iter().find(several).cloned()
 }
 
-fn serves(cluster: &Cluster) -> Option<Value> {
+pub(crate) fn serves(cluster: &Cluster) -> Option<Value> {
     replica(cluster).filter(|replica| replica["state"] == "serving")
 }
 
@@ -164,7 +164,7 @@ fn a_count_that_cannot_be_cut_is_refused_with_the_largest() {
 }
 
 /// What a stream has told, and the code of the error that it ended with, if it did.
-type Told = (Vec<u64>, Option<String>);
+pub(crate) type Told = (Vec<u64>, Option<String>);
 
 /// Reads a stream to its end; `seen` is called whenever tokens come.
 fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<Told> {
@@ -184,7 +184,12 @@ fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<Tol
 }
 
 /// All at once; `disturb` runs once tokens have come so many times.
-fn read_all(server: SocketAddr, bodies: &[Value], after: usize, disturb: impl FnOnce()) -> Vec<Told> {
+pub(crate) fn read_all(
+    server: SocketAddr,
+    bodies: &[Value],
+    after: usize,
+    disturb: impl FnOnce(),
+) -> Vec<Told> {
     let (say, said) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let readers: Vec<_> = bodies
@@ -207,7 +212,7 @@ fn read_all(server: SocketAddr, bodies: &[Value], after: usize, disturb: impl Fn
     })
 }
 
-fn greedy_streams(model: &str, count: usize, tokens: usize) -> Vec<Value> {
+pub(crate) fn greedy_streams(model: &str, count: usize, tokens: usize) -> Vec<Value> {
     let body = |seed| {
         json!({"model": model, "prompt": prompt(seed, 40), "max_tokens": tokens, "temperature": 0,
                "ignore_eos": true, "stream": true, "return_token_ids": true})

@@ -140,6 +140,34 @@ fn a_plan_of_the_operators_own_is_kept_or_refused() {
 }
 
 #[test]
+fn a_plan_is_applied_only_where_there_is_one() {
+    let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
+    let nobody = ["--apply", "--ops", "127.0.0.1:1"];
+    let (code, stderr) = refused(&model, THREE, &nobody);
+    assert_eq!(code, Some(64), "{stderr}");
+    assert!(stderr.contains("workers.json") && stderr.contains("`layers`"), "{stderr}");
+    let end = |arguments: &[&str]| binary::run(arguments).unwrap().status.code();
+    assert_eq!(end(&["plan", "m", "--apply"]), Some(2), "which plan?");
+    assert_eq!(end(&["plan", "m", "--withdraw", "--apply", "--workers-file", "w.toml"]), Some(2));
+    assert_eq!(end(&["plan", "m", "--withdraw", "--ops", "127.0.0.1:1"]), Some(1), "nobody is there");
+    let whole = THREE.replacen("1e11", "1e11,\"layers\":[0,3]", 1);
+    let (code, stderr) = refused(Path::new("some-model"), &whole, &nobody);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("127.0.0.1:1"), "a name of the cluster's is not looked for here: {stderr}");
+    let (code, stderr) = refused(Path::new("no/such.gguf"), &whole, &nobody);
+    assert_eq!(code, Some(64), "{stderr}");
+    // What the model's own layers rule out is not sent.
+    let (code, stderr) = refused(&model, &whole.replace("[0,3]", "[0,2]"), &nobody);
+    assert!(code == Some(1) && stderr.contains("3 layers"), "{stderr}");
+    // Several replicas, each from layer 0 on.
+    let twice = THREE.replace("1e11", "1e11,\"layers\":[0,3]");
+    let report = json(&model, &twice, &[]);
+    assert_eq!(report["replicas"].as_array().unwrap().len(), 3);
+    assert!(report.get("applied").is_none(), "{report}");
+    assert_eq!(refused(&model, &twice, &["--replicas", "2"]).0, Some(64));
+}
+
+#[test]
 fn this_machine_is_planned_for_by_default_and_shared_by_shards() {
     let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
     let out = binary::stdout(&["plan", model.to_str().unwrap(), "--shards", "2"]).unwrap();

@@ -1,0 +1,101 @@
+//! A plan of the operator's own, told to a cluster, and taken back.
+
+use super::Plan;
+use super::workers::{self, LayersOf};
+use crate::admin::escape;
+use crate::config::ConfigError;
+use anyhow::{Result, bail};
+use proto::ids::ModelId;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const PATH: &str = "/admin/v1/plans";
+/// Coordinators agree or refuse within two seconds.
+const CHANGE_LIMIT: Duration = Duration::from_secs(10);
+
+impl Plan {
+    /// What the coordinators are to be told.
+    pub(super) fn told(&self) -> Result<Value> {
+        let file = self.workers_file.as_deref();
+        let file = file.ok_or_else(|| ConfigError::missing("workers_file", "it has the plan to apply"))?;
+        let explicit = workers::read(file)?.explicit;
+        if explicit.is_empty() {
+            let reason = "no worker in it has `layers`, so there is no plan to apply".to_owned();
+            return Err(ConfigError::File { path: file.display().to_string(), reason }.into());
+        }
+        self.check_counts(&explicit)?;
+        Ok(body(&explicit))
+    }
+
+    /// Tells them of a model that is not a file here; how fast it will be is not known then.
+    pub(super) fn send_unseen(&self, told: &Value) -> Result<()> {
+        let Ok(id) = ModelId::new(self.model.as_str()) else {
+            let limit = "neither a file here nor a name under which a cluster serves a model";
+            return Err(ConfigError::field("model", &self.model, limit).into());
+        };
+        self.send(&id, told)?;
+        match self.json {
+            true => {
+                println!("{}", json!({"model": id.as_str(), "replicas": told["replicas"], "applied": true}))
+            }
+            false => eprintln!("{id} is no file here: nothing is predicted of the plan"),
+        }
+        Ok(())
+    }
+
+    /// Tells them.
+    pub(super) fn send(&self, id: &ModelId, told: &Value) -> Result<()> {
+        self.access.json("PUT", &of(id.as_str()), Some(told), CHANGE_LIMIT).map(drop)
+    }
+
+    pub(super) fn say_applied(&self, id: &str) {
+        if !self.json {
+            println!(
+                "the replicas of {id} are to be these; `kvasir status` shows which stand, and what is waited for"
+            );
+        }
+    }
+
+    /// Has the coordinators plan the model themselves again.
+    pub(super) fn withdraw(&self) -> Result<()> {
+        let id = crate::models::resolve_here(&self.model)?.map(|here| here.id.to_string());
+        let id = id.unwrap_or_else(|| self.model.clone());
+        let answer = self.access.send("DELETE", &of(&id), None, CHANGE_LIMIT)?.text()?;
+        if answer.status == 404 {
+            bail!("no operator has planned {id}");
+        }
+        answer.success()?;
+        match self.json {
+            true => println!("{}", json!({"model": id, "withdrawn": true})),
+            false => println!("the coordinators plan {id} themselves again"),
+        }
+        Ok(())
+    }
+}
+
+fn of(id: &str) -> String {
+    format!("{PATH}/{}", escape(id))
+}
+
+fn body(explicit: &[Vec<LayersOf>]) -> Value {
+    let stage = |(worker, layers): &LayersOf| json!({"worker": worker, "layers": [layers.start, layers.end]});
+    let replica = |ranges: &Vec<LayersOf>| ranges.iter().map(stage).collect::<Vec<_>>();
+    json!({"replicas": explicit.iter().map(replica).collect::<Vec<_>>()})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_replica_is_told_with_its_workers_in_order() {
+        let of = |name: &str, layers| (name.to_owned(), layers);
+        let explicit = [vec![of("w1", 0..2), of("w0", 2..3)], vec![of("w2", 0..3)]];
+        let expected = json!({"replicas": [
+            [{"worker": "w1", "layers": [0, 2]}, {"worker": "w0", "layers": [2, 3]}],
+            [{"worker": "w2", "layers": [0, 3]}],
+        ]});
+        assert_eq!(body(&explicit), expected);
+        assert_eq!(super::of("a b"), "/admin/v1/plans/a%20b");
+    }
+}
