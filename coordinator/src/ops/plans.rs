@@ -6,9 +6,9 @@
 //! | `PUT /{model}` JSON `{"replicas":[[{"worker":"w0","layers":[0,14]},{"worker":"w1","layers":[14,28]}]]}` | the model's replicas are these from now on, instead of the leader's or those of an earlier plan | 204 |
 //! | `DELETE /{model}` | leaves the model to the leader again; what stands may stand | 204 |
 //!
-//! P is `{"model","replicas","waits"}`: `waits` tells why not all of it is placed, if the coordinator that is asked leads
-//! and it is so, else it is null. A range is its first layer and the one behind the last. What is no plan of the model's
-//! layers is refused before anything is put forward; workers need not be there yet. Any coordinator may be asked.
+//! P is `{"model","replicas","waits"}`: `waits` tells why not all of it is placed, if the coordinator that is asked
+//! leads and it is so, else it is null. A range is its first layer and the one behind the last. What is no plan of the
+//! model's layers is refused before anything is put forward; workers need not be there yet. Any coordinator may be asked.
 
 use super::{Ops, count};
 use crate::agreement::{Agreement, ChangeError};

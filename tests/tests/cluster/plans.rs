@@ -150,9 +150,10 @@ fn what_is_no_plan_is_refused_by_name_and_nothing_is_agreed_on_without_a_majorit
     }
     let stands = serves(&cluster).unwrap();
     assert_eq!((&stands["life"], &stands["planned_by"]), (&before["life"], &json!("operator")));
-    [0, 2].map(|other: usize| signal::freeze(nodes[other].pid, true));
+    let others = |frozen| [0, 2].iter().for_each(|&other: &usize| signal::freeze(nodes[other].pid, frozen));
+    others(true);
     let answer = put(ops, model, &two(1, 1, LAYERS));
-    [0, 2].map(|other: usize| signal::freeze(nodes[other].pid, false));
+    others(false);
     assert_eq!(answer.status, 503);
     assert_eq!(answer.json().unwrap()["error"]["code"], "no_quorum");
 }

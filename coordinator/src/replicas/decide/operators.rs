@@ -31,8 +31,8 @@ enum Waits {
 }
 
 impl View<'_> {
-    /// The next step to what operators have planned. What a model has of other replicas serves on until one of the plan's
-    /// can take their workers, or all of the plan's stand: so a plan whose workers have yet to come costs nobody his model.
+    /// The next step to what operators have planned. What a model has of other replicas serves on until one of the
+    /// plan's can take their workers, or all of the plan's stand: a plan whose workers have yet to come ends no service.
     pub(super) fn as_told(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         self.table.operator_plans().values().find_map(|told| self.next_of(told, unplanned))
     }
@@ -94,8 +94,8 @@ impl View<'_> {
         best.ok_or_else(|| other.map_or(Waits::NoFile, |node| Waits::OtherFile(node.clone())))
     }
 
-    /// A replica of the plan takes the place of one that has its workers. Where several have, all but one go before; one of
-    /// the same model is the last, so that its requests wait for the new one.
+    /// A replica of the plan takes the place of one that has its workers. Where several have, all but one go before; one
+    /// of the same model is the last, so that its requests wait for the new one.
     fn make_room(&self, plan: ReplicaPlanV1) -> Change {
         let wanted = |node: &NodeId| plan.stages.iter().any(|stage| stage.node == *node);
         let held = self.table.replicas().iter();
