@@ -151,7 +151,8 @@ pub struct Endpoint {
     local: Arc<Local>,
     address: SocketAddr,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Connection>>,
-    acceptor: JoinHandle<()>,
+    /// None: it only dials.
+    acceptor: Option<JoinHandle<()>>,
 }
 
 /// What every connection of an endpoint needs of it.
@@ -198,8 +199,25 @@ impl Endpoint {
         let local =
             Arc::new(Local { identity: identity.clone(), config, transport, counters: Counters::default() });
         let (sender, accepted) = mpsc::channel(ACCEPT_BACKLOG);
-        let acceptor = tokio::spawn(accept_all(quic.clone(), local.clone(), sender));
+        let acceptor = Some(tokio::spawn(accept_all(quic.clone(), local.clone(), sender)));
         Ok(Self { quic, local, address, accepted: tokio::sync::Mutex::new(accepted), acceptor })
+    }
+
+    /// Another UDP socket of this node, on the same address and a port of its own, that only dials. What comes to a socket
+    /// is read by one task: who wants more bytes than a CPU reads dials from several. Its connections are this node's like
+    /// all others, and are counted with them. Must be called inside a tokio runtime.
+    pub fn another(&self) -> Result<Self, Error> {
+        let address = SocketAddr::new(self.address.ip(), 0);
+        let bind_error = |source| Error::Bind { address, source };
+        let settings = reset::endpoint_config(self.local.identity())?;
+        let quic = socket(address)
+            .and_then(|socket| quinn::Endpoint::new(settings, None, socket, Arc::new(quinn::TokioRuntime)));
+        let quic = quic.map_err(bind_error)?;
+        let address = quic.local_addr().map_err(bind_error)?;
+        // Nobody sends: there is nothing to accept.
+        let (_, accepted) = mpsc::channel(1);
+        let (local, accepted) = (Arc::clone(&self.local), tokio::sync::Mutex::new(accepted));
+        Ok(Self { quic, local, address, accepted, acceptor: None })
     }
 
     /// Where it listens, with the port really taken.
@@ -270,7 +288,9 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.acceptor.abort();
+        if let Some(acceptor) = &self.acceptor {
+            acceptor.abort();
+        }
     }
 }
 
