@@ -227,7 +227,7 @@ fn a_receiver_killed_at_any_point_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_receiver_over_four_lanes_killed_at_any_point_goes_on_where_it_was() {
+fn a_receiver_killed_at_any_point_over_four_lanes_goes_on_where_it_was() {
     kill_a_receiver("4", WINDOW_OF_FOUR);
 }
 
