@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 
 /// Kernel buffers asked for, so that a burst is not dropped while both cores compute: 3 ms of the 1.4 GB/s that a CPU can
-/// carry. Best effort: systems that allow 208 KiB give that, with which two CPUs carried a seventh less.
+/// carry. Best effort: systems that allow 208 KiB give that, with which two CPUs carried a sixth less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 /// Longest UDP payload that is tried, on links with jumbo frames; where the path carries less, discovery settles for less.
 /// QUIC hands the kernel up to ten datagrams at once, and the kernel takes 65,507 bytes: of longer ones a burst would be
@@ -95,12 +95,12 @@ impl EndpointConfig {
             .keep_alive_interval(Some(self.keep_alive))
             .max_concurrent_bidi_streams(self.max_bidi_streams.into())
             .max_concurrent_uni_streams(self.max_uni_streams.into())
-            // The defaults are for 100 Mbit/s; a cluster's links carry 10 to 200 Gbit/s, with 0.2 to 1 ms there and back:
-            // 200 Gbit/s times 0.2 ms are 5 MB, which a stream may have under way, times 1 ms 25 MB, which a connection may.
-            // A connection is decrypted by one task, at most at 2 to 3 GB/s if a CPU did nothing else: of that a stream's
-            // window is 3 ms. Bytes that a reader leaves lie here: one slow reader may hold a stream's window, not the
-            // connection's, which is also the most that a peer can have us hold. More is not better: with 32 MiB a stream
-            // a byte cost 7 % more CPU, with 1 and 2 MiB no less than it varies (docs/measurements/stages.md).
+            // The defaults are for 100 Mbit/s; a cluster's links carry 10 to 200 Gbit/s, with 0.2 to 1 ms there and back.
+            // 200 Gbit/s times 0.2 ms are 5 MB, times 1 ms 25 MB: a stream's window covers the one, a connection's both.
+            // What one connection brings is bounded by a CPU before, at 1.4 GB/s, of which 1 ms is 1.4 MB. What a reader
+            // leaves lies here: one slow reader may hold a stream's window, not the connection's, which is the most that
+            // a peer can have us hold. Larger is no better: with 32 MiB a stream two CPUs carried a sixth less, with
+            // 1 MiB a twelfth (docs/measurements/stages.md).
             .stream_receive_window(VarInt::from_u32(8 << 20))
             .receive_window(VarInt::from_u32(64 << 20))
             .send_window(64 << 20)
