@@ -102,7 +102,8 @@ impl Site {
 
     fn receiver_over(&self, lanes: &str, host: usize, from: &[usize]) -> Worker {
         let from: Vec<String> = from.iter().map(|host| self.address(*host)).collect();
-        let more = ["--from", &from.join(","), "--shipping-lanes", lanes];
+        let from = from.join(",");
+        let more: [&str; 4] = ["--from", &from, "--shipping-lanes", lanes];
         self.spawn(host, &format!("m=blake3:{}", self.digest), &more)
     }
 
